@@ -2,12 +2,12 @@
 
 import sys
 
-from megatron_llama.system.output import protect
-from megatron_llama.system.signals import leave_quietly
+from megatron_llama.system.output import protect_output
+from megatron_llama.system.signals import exit_on_signal
 
 if __name__ == "__main__":  # first: a signal may come, and the terminal go, while the rest is imported
-    leave_quietly()
-    protect()
+    exit_on_signal()
+    protect_output()
 
 from megatron_llama.cli import main  # noqa: E402
 

@@ -13,9 +13,9 @@ import sys
 
 if __package__ in (None, ""):  # run as a script: this folder holds inspect.py, which must not hide Python's own
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    from megatron_llama.system.installed import tell_what_is_missing
+    from megatron_llama.system.installed import report_missing_packages
 
-    tell_what_is_missing()
+    report_missing_packages()
 
 import argparse
 import importlib
@@ -41,7 +41,7 @@ from megatron_llama.corpus.difficulty_index import MANIFEST, documents_of, index
 from megatron_llama.corpus.indexed_format import IndexedDataset, dataset_facts, same_dataset
 from megatron_llama.system.errors import MachineError, Stopped, UserError, run_main
 from megatron_llama.system.files import atomic_open, read_json, write_atomically
-from megatron_llama.system.signals import die_with, handling
+from megatron_llama.system.signals import exit_with_parent, handle_signals
 
 RARITY, LENGTH = "vocab_rarity", "length"
 SHARD_TOKENS = 1 << 22
@@ -279,7 +279,7 @@ def _results(
 def _start_worker(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    die_with(parent)
+    exit_with_parent(parent)
 
 
 def _stop(number: int, frame: object) -> None:
@@ -310,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.metric not in (RARITY, LENGTH):
         load_function(args.metric)
     if begin(analysis, args.overwrite):
-        with handling((signal.SIGTERM, signal.SIGUSR1), _stop):
+        with handle_signals((signal.SIGTERM, signal.SIGUSR1), _stop):
             if not run(analysis, (int(number), int(count)), args.workers):
                 told = "the other parts are not done; where a metric is measured in two passes, so is each part"
                 print(f"{analysis.folder}: part {args.part} is done; {told}: the same command goes on")

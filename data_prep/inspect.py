@@ -74,10 +74,10 @@ def decoded(
         yield "(no tokenizer at hand to decode it: name one with --tokenizer-model)"
         return
     from data_prep.lib.encoders import load_encoder
-    from megatron_llama.config.hf_config import local_folder
+    from megatron_llama.config.hf_config import resolve_hub_name
 
     library = (manifest or {}).get("options", {}).get("tokenizer_library", "sentencepiece")
-    path = local_folder(path)
+    path = resolve_hub_name(path)
     tokenizer = load_encoder(library, path, "sentencepiece" if library == "sentencepiece" else "auto").tokenizer
     if manifest and manifest["tokenizer_sha256"] != tokenizer.sha256:
         raise UserError(f"{path} is not the tokenizer that made the dataset: its sha256 is {tokenizer.sha256[:12]}")

@@ -38,8 +38,8 @@ from data_prep.lib.download import (
 from data_prep.lib.input_files import find_sources
 from data_prep.lib.job import RunOptions, cores
 from data_prep.lib.sets import TextOptions, make_text_set
-from megatron_llama.config.data_settings import bare_name
-from megatron_llama.config.hf_config import local_folder
+from megatron_llama.config.data_settings import strip_compression
+from megatron_llama.config.hf_config import resolve_hub_name
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import write_atomically
 
@@ -169,7 +169,7 @@ def prepare(args: argparse.Namespace) -> int:
         )
         prefixes[name] = os.path.abspath(f"{prefix}_{key}_document")
     command = f"python data_prep/redpajama.py {shlex.join(sys.argv[1:])}"
-    write_conf(args.conf, prefixes, os.path.abspath(local_folder(args.tokenizer_model)), args.split, command)
+    write_conf(args.conf, prefixes, os.path.abspath(resolve_hub_name(args.tokenizer_model)), args.split, command)
     print(f"{args.conf}: now python train.py data={args.conf.stem} ...")
     return 0
 
@@ -184,7 +184,7 @@ def _filter_v2(folder: str, target: Path, rules: list[Rule]) -> Path:
     write_atomically(account, words + "\n")
     for source in find_sources([folder]).sources:
         relative = os.path.relpath(source.path, folder)
-        out = target / os.path.dirname(relative) / (bare_name(os.path.basename(relative)) + "l.zst")
+        out = target / os.path.dirname(relative) / (strip_compression(os.path.basename(relative)) + "l.zst")
         counted = out.with_name(out.name + ".counts")
         if not (out.exists() and counted.exists()):
             write_atomically(counted, json.dumps(filter_file(source, out, rules)))

@@ -27,10 +27,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 # The project does not have to be installed.
-from megatron_llama.cli import CONF_DIR, what_it_is  # noqa: E402
+from megatron_llama.cli import CONF_DIR, describe_recipe  # noqa: E402
 from megatron_llama.config import data_settings, settings  # noqa: E402
 from megatron_llama.config.fields import Setting, sections, settings_by_name, settings_of  # noqa: E402
-from megatron_llama.config.problems import shown  # noqa: E402
+from megatron_llama.config.problems import format_value  # noqa: E402
 from megatron_llama.plan.memory import USABLE  # noqa: E402
 from megatron_llama.system.tables import GIB, markdown_table  # noqa: E402
 from megatron_llama.tools import settings as tool_settings  # noqa: E402
@@ -135,7 +135,7 @@ def _settings(
             kind = setting.kind.__name__ + (f" of {setting.item_kind.__name__}" if setting.item_kind else "")
             kind += " or null" if setting.optional else ""
             kind += f", {setting.limit.rule.removeprefix('must be ')}" if setting.limit else ""
-            yield f"`{setting.name}`", kind, f"`{shown(setting.default)}`", _cell(docs[field])
+            yield f"`{setting.name}`", kind, f"`{format_value(setting.default)}`", _cell(docs[field])
 
 
 def _cell(text: str) -> str:
@@ -145,7 +145,7 @@ def _cell(text: str) -> str:
 
 def experiment_summary(name: str) -> str:
     """What the experiment's file says of itself."""
-    return what_it_is(CONF_DIR / "experiment" / f"{name}.yaml")
+    return describe_recipe(CONF_DIR / "experiment" / f"{name}.yaml")
 
 
 def recipe_tables() -> Iterator[str]:
@@ -204,7 +204,7 @@ def resume_table(folder: Path) -> str:
     from tests.checkpoint.changes import CHANGES, found_by, outcome
 
     tried = ((name, change.now, outcome(found_by(name, folder))) for name, change in CHANGES.items())
-    rows = ((f"`{name}`", f"`{shown(value)}`", OUTCOMES[what]) for name, value, what in tried)
+    rows = ((f"`{name}`", f"`{format_value(value)}`", OUTCOMES[what]) for name, value, what in tried)
     return "\n".join(markdown_table(("setting", "changed to", "what the run does"), rows)) + "\n"
 
 

@@ -4,9 +4,9 @@ import sys
 import warnings
 from types import ModuleType
 
-from megatron_llama.system.installed import tell_what_is_missing
+from megatron_llama.system.installed import report_missing_packages
 
-tell_what_is_missing()  # first: what is imported next may be what is missing
+report_missing_packages()  # first: what is imported next may be what is missing
 
 # What megatron-core says at import about packages that we don't use, and torch about names that megatron-core and
 # fully_shard call: nobody who trains can act on it, and each rank would say it.

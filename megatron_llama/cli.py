@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.system.errors import LaunchFailed, Stopped, fault_of_the_machine
+from megatron_llama.system.errors import LaunchFailed, Stopped, machine_fault
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
-from megatron_llama.system.installed import need_all
-from megatron_llama.system.output import loss_of_stdout, spill_into
-from megatron_llama.system.signals import settle
+from megatron_llama.system.installed import require_packages
+from megatron_llama.system.output import set_spill_folder, stdout_loss
+from megatron_llama.system.signals import ignore_signals
 
 if TYPE_CHECKING:
     from megatron_llama.config import Config, Problem
@@ -106,12 +106,12 @@ def _report_errors(overrides: list[str], entry: Entry | None, subfolder: str | N
         sys.stderr.write(f"Stopped: {stopped}.\n")
         status = EXIT_RESTART
     except OSError as error:
-        fault = fault_of_the_machine(error)
+        fault = machine_fault(error)
         if fault is None:
             raise
         sys.stderr.write(f"{fault}\n")
         status = EXIT_FAILED
-    settle()
+    ignore_signals()
     if context is None or context.rank == 0:
         report_to_batch_script(status)
     return status
@@ -122,12 +122,12 @@ def usage() -> str:
     groups = {path.name: sorted(path.glob("*.yaml")) for path in CONF_DIR.iterdir() if path.is_dir()}
     experiments = groups.pop("experiment")
     width = max(len(file.stem) for file in experiments)
-    said = [f"  {file.stem:{width}}  {what_it_is(file)}\n" for file in experiments]
+    said = [f"  {file.stem:{width}}  {describe_recipe(file)}\n" for file in experiments]
     lines = [f"  {name + '=':12s}{' | '.join(file.stem for file in files)}\n" for name, files in sorted(groups.items())]
     return USAGE.format(experiments="".join(said), groups="".join(lines))
 
 
-def what_it_is(recipe: Path) -> str:
+def describe_recipe(recipe: Path) -> str:
     """What a recipe's file says of itself in its first comment, one sentence or two."""
     comments = (line[2:] for line in recipe.read_text(encoding="utf-8").splitlines() if line.startswith("# "))
     return next(line for line in comments if not line.startswith("@package")).removesuffix(" Not run on hardware.")
@@ -156,17 +156,17 @@ def parse_overrides(
 def _run(config: Config, context: ProcessContext | None, overrides: list[str], entry: Entry | None) -> int:
     """Print the plan, become one of the run's processes, or start them; return the exit status."""
     if not config.dry_run:
-        need_all()
+        require_packages()
     from megatron_llama.config import ConfigError
     from megatron_llama.launch.world import find_world
 
     world = find_world(config, context)
     plan = world.plan()  # first: mistakes are reported before anything is prepared, or the processes meet
     is_first = context is None or context.rank == 0
-    if plan.record_files and (config.dry_run or not world.hosts):  # each host has its own disk
+    if plan.raw_data_files and (config.dry_run or not world.hosts):  # each host has its own disk
         from data_prep.lib.prepare_run import with_datasets
 
-        files, length = plan.record_files, plan.config.data.length
+        files, length = plan.raw_data_files, plan.config.data.length
         plan = world.plan(with_datasets(world.config, files, length, make=not config.dry_run, quiet=not is_first))
     if config.dry_run:
         return _print_plan(plan) if is_first else _shown()
@@ -180,7 +180,7 @@ def _run(config: Config, context: ProcessContext | None, overrides: list[str], e
     if context is not None:
         return join(plan, world, context, entry or TRAIN)
     choose_run_dir(plan)
-    spill_into(Path(str(plan.config.run.dir)))
+    set_spill_folder(Path(str(plan.config.run.dir)))
     if world.hosts:
         return run_on_hosts(plan, world.hosts, overrides)
     if problems := _check_datasets(plan):  # the ranks would find out only once they have built a model
@@ -203,7 +203,7 @@ def _check_datasets(plan: Plan) -> list[Problem]:
     """Return the problems of datasets that are here. A dry run may lack some."""
     from megatron_llama.plan.rules.data import check_data as missing_data
 
-    if plan.config.data.mock or plan.record_files or missing_data(plan.config, os.path.exists):
+    if plan.config.data.mock or plan.raw_data_files or missing_data(plan.config, os.path.exists):
         return []
     from megatron_llama.data.checks import check_data
 
@@ -213,7 +213,7 @@ def _check_datasets(plan: Plan) -> list[Problem]:
 def _shown() -> int:
     """The exit status where what was printed is all that was asked for, and its loss no trifle."""
     sys.stdout.flush()
-    loss = loss_of_stdout()
+    loss = stdout_loss()
     if loss == os.strerror(errno.EPIPE):  # head has seen enough
         return EXIT_PIPE
     if loss is not None:

@@ -8,11 +8,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 if __name__ == "__main__":
-    from megatron_llama.system.output import protect
-    from megatron_llama.system.signals import leave_quietly
+    from megatron_llama.system.output import protect_output
+    from megatron_llama.system.signals import exit_on_signal
 
-    leave_quietly()
-    protect()
+    exit_on_signal()
+    protect_output()
     from megatron_llama.tools.compile.cli import main
 
     sys.exit(main(sys.argv[1:]))

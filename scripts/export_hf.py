@@ -29,12 +29,12 @@ def main() -> int:
     from megatron_llama.checkpoint.folder import find_checkpoint
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.config import ConfigError
-    from megatron_llama.config.hf_config import local_folder
+    from megatron_llama.config.hf_config import resolve_hub_name
 
     try:
         checkpoint = find_checkpoint(arguments.checkpoint)
         largest = int(arguments.max_shard_gb * 1e9)
-        base = None if arguments.base is None else Path(local_folder(str(arguments.base)))
+        base = None if arguments.base is None else Path(resolve_hub_name(str(arguments.base)))
         made = export(checkpoint, arguments.out, arguments.dtype, largest, merge=arguments.merge, base=base)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")

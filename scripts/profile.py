@@ -17,11 +17,11 @@ if __name__ == "profile":
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from megatron_llama.system.output import protect
-    from megatron_llama.system.signals import leave_quietly
+    from megatron_llama.system.output import protect_output
+    from megatron_llama.system.signals import exit_on_signal
 
-    leave_quietly()
-    protect()
+    exit_on_signal()
+    protect_output()
     from megatron_llama.tools.profile.cli import main
 
     sys.exit(main(sys.argv[1:]))

@@ -24,8 +24,8 @@ from data_prep.lib.records import BOM, parse_line, parse_object, parse_text, tur
 from data_prep.lib.sources import Source, check_unchanged, read_pieces
 from megatron_llama.corpus.indexed_format import MASK_DTYPE, token_dtype
 from megatron_llama.system.errors import UserError
-from megatron_llama.text.chat_template import encode_pieces
-from megatron_llama.text.conversation import Bad, Template, labelled_turns
+from megatron_llama.text.chat_template import encode_spans
+from megatron_llama.text.conversation import RecordError, Template, labelled_turns
 
 
 @dataclass(frozen=True)
@@ -325,11 +325,11 @@ class BlockEncoder(ABC, Generic[Document]):
                 result.text_bytes += len(line)
                 try:
                     if len(line) > max_line:
-                        raise Bad("line_too_long", f"more than {max_line:,} bytes")
+                        raise RecordError("line_too_long", f"more than {max_line:,} bytes")
                     if source.kind == "csv" and (wrong := bad_columns(line)):
-                        raise Bad("bad_columns", wrong)
+                        raise RecordError("bad_columns", wrong)
                     documents.append(self.parse(line, segment, result))
-                except Bad as bad:
+                except RecordError as bad:
                     raw = line[: BadRecord.KEEP_BAD_BYTES]
                     complete = len(raw) == len(line) <= max_line  # a longer line was cut where it was read
                     record = BadRecord(position, number, bad.reason, bad.detail, len(line), complete, raw)
@@ -400,7 +400,7 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[bool]]]):
             asked = self.chat.labelled if kind in ("csv", "parquet", "arrow") else None
             example, notes = self._example(line, self.chat.columns.get(segment.source), asked)
         except _FAULTS as error:
-            raise Bad("broken_record", f"{type(error).__name__}: {error}") from None
+            raise RecordError("broken_record", f"{type(error).__name__}: {error}") from None
         result.notes.update(notes)
         return example
 
@@ -424,19 +424,19 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[bool]]]):
             for turn in turns:
                 found = next((name for name in chat.tokenizer.control_tokens if name in turn.text), None)
                 if found is not None:
-                    raise Bad("control_token", f"the {turn.role}'s text holds {found}")
-        ids, learn = encode_pieces(chat.pieces(turns), chat.tokenizer, parse_special=chat.own_template)
+                    raise RecordError("control_token", f"the {turn.role}'s text holds {found}")
+        ids, learn = encode_spans(chat.pieces(turns), chat.tokenizer, parse_special=chat.own_template)
         if chat.add_bos and chat.tokenizer.bos is not None:
             ids, learn = [chat.tokenizer.bos, *ids], [False, *learn]
         if len(ids) > chat.max_tokens:
             if not chat.truncate:
-                raise Bad("too_long", f"it has {len(ids)} tokens, and {chat.max_tokens} fit")
+                raise RecordError("too_long", f"it has {len(ids)} tokens, and {chat.max_tokens} fit")
             ids, learn = ids[: chat.max_tokens], learn[: chat.max_tokens]
             if not any(learn[1:]):
-                raise Bad("answer_cut_off", f"its first {chat.max_tokens} tokens hold nothing of an answer")
+                raise RecordError("answer_cut_off", f"its first {chat.max_tokens} tokens hold nothing of an answer")
             notes.append("cut to the sequence's length")
         if not any(learn[1:]):
-            raise Bad("no_assistant_turn", "the template leaves nothing of the answer")
+            raise RecordError("no_assistant_turn", "the template leaves nothing of the answer")
         if chat.train_on_inputs:
             learn = [True] * len(ids)
         return (ids, learn), notes

@@ -24,7 +24,7 @@ from typing import Any
 from data_prep.lib.input_files import find_sources
 from data_prep.lib.records import loads
 from data_prep.lib.sources import Source, read_lines
-from megatron_llama.config.data_settings import RECORD_SUFFIXES, bare_name
+from megatron_llama.config.data_settings import RAW_DATA_SUFFIXES, strip_compression
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import atomic_open, sha256_file, write_atomically
 
@@ -223,7 +223,7 @@ def find_subsets(folder: str) -> dict[str, str]:
 
 
 def _has_records(folder: str) -> bool:
-    return any(bare_name(name).endswith(RECORD_SUFFIXES) for _, _, names in os.walk(folder) for name in names)
+    return any(strip_compression(name).endswith(RAW_DATA_SUFFIXES) for _, _, names in os.walk(folder) for name in names)
 
 
 def shares(subsets: Sequence[str]) -> dict[str, float]:
@@ -289,7 +289,7 @@ def signals_path(documents: str) -> str:
     """The file of quality signals that belongs to a file of V2's documents."""
     head, marker, tail = documents.rpartition(f"{os.sep}documents{os.sep}")
     name = tail
-    for suffix in (".gz", ".zst", *RECORD_SUFFIXES):
+    for suffix in (".gz", ".zst", *RAW_DATA_SUFFIXES):
         name = name.removesuffix(suffix)
     base = os.path.join(head, "quality_signals", name + ".signals.json")
     for suffix in (".gz", ".zst", ""):

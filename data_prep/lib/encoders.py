@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_llama.config.hf_config import or_fetch_it
+from megatron_llama.config.hf_config import download_hint
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import read_whole
 from megatron_llama.text.tokenizer import (
@@ -25,12 +25,12 @@ from megatron_llama.text.tokenizer import (
     SentencePieceTokenizer,
     TextTokenizer,
     TokenizerError,
-    need_package,
+    fast_encoder_obstacle,
+    import_package,
     read_model,
     special_pieces,
     to_tokenizer_json,
     tokenizer_file,
-    why_not_fast,
 )
 
 Encode = Callable[[str], Any]
@@ -91,7 +91,7 @@ def load_encoder(library: str, path: str, choice: str = "auto", sample: Sequence
     file = tokenizer_file(path) if library == "huggingface" else Path(path)
     if library == "huggingface" and not file.is_file():
         what = f"{path}: a Hugging Face tokenizer is a local folder with {FAST_JSON} (or {PIECES})"
-        raise UserError(what + or_fetch_it(path))
+        raise UserError(what + download_hint(path))
     if library == "huggingface" and file.name != PIECES:
         return Encoder(HuggingFaceTokenizer(Path(path)))
     return _choose_fast(SentencePieceTokenizer(file), choice, sample)
@@ -107,7 +107,7 @@ def _choose_fast(tokenizer: SentencePieceTokenizer, choice: str, sample: Sequenc
     longest = sorted((piece.piece for piece in model.pieces), key=len, reverse=True)[:32]
     probes = [*PROBES, *(text for piece in special + longest for text in (piece, f"x{piece} y")), *sample]
     reasons = []
-    unfit = why_not_fast(model)
+    unfit = fast_encoder_obstacle(model)
     for name in FAST if choice == "auto" else (choice,):
         if unfit:
             reasons.append(unfit)
@@ -191,7 +191,7 @@ class TiktokenTokenizer(TextTokenizer):
     def __init__(self, file: Path) -> None:
         """Raises UserError."""
         self.path = self.file = file
-        tiktoken = need_package("tiktoken", file)
+        tiktoken = import_package("tiktoken", file)
         try:
             pairs = (line.split() for line in read_whole(file).splitlines() if line)
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}

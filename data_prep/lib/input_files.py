@@ -13,10 +13,10 @@ from typing import Any
 from data_prep.lib.parquet_csv import is_columnar
 from data_prep.lib.records import BOM, loads, parse_line
 from data_prep.lib.sources import STDIN, Source, compression_of, inspect, not_read, read_pieces, unpack
-from megatron_llama.config.data_settings import RECORD_SUFFIXES, TABLE_SUFFIXES, bare_name
-from megatron_llama.config.hf_config import DATASET, local_folder, or_fetch_it
+from megatron_llama.config.data_settings import RAW_DATA_SUFFIXES, TABLE_SUFFIXES, strip_compression
+from megatron_llama.config.hf_config import DATASET, download_hint, resolve_hub_name
 from megatron_llama.system.errors import UserError
-from megatron_llama.text.conversation import Bad
+from megatron_llama.text.conversation import RecordError
 
 TEXT_SUFFIXES = (".txt",)
 ONE_VALUE_MAX_BYTES = 4 << 20
@@ -66,11 +66,11 @@ def find_sources(
         UserError: something is not there, can't be read, or no file is left.
     """
     texts = tuple(text_suffixes)
-    wanted = RECORD_SUFFIXES + texts + (TABLE_SUFFIXES if tables else ())
+    wanted = RAW_DATA_SUFFIXES + texts + (TABLE_SUFFIXES if tables else ())
     found = Found()
     seen: set[str] = set()
     for given in patterns:
-        pattern = local_folder(given, DATASET)
+        pattern = resolve_hub_name(given, DATASET)
         if os.path.isdir(pattern):
             paths, reasons = _in_folder(pattern, wanted)
         elif pattern == STDIN or os.path.exists(pattern):
@@ -128,7 +128,7 @@ def _is_loop(base: str, name: str) -> bool:
 def _no_records(paths: Sequence[str], texts: tuple[str, ...], arrays: bool) -> dict[str, str]:
     """Of the files of a folder or pattern those that are plainly no lists of records, with reasons."""
     reasons = {path: "one JSON value, and no list of records" for path in paths if _is_one_value(path, arrays)}
-    is_text = {path for path in paths if bare_name(path).endswith(texts)}
+    is_text = {path for path in paths if strip_compression(path).endswith(texts)}
     if texts and len(is_text) + len(reasons) < len(paths):
         reasons |= dict.fromkeys(sorted(is_text), "a text beside files of records")
     return reasons
@@ -142,9 +142,9 @@ def _reason(path: str, wanted: tuple[str, ...]) -> str | None:
         return "no file: a pipe, a socket or a device"
     if path.endswith(QUARANTINE_SUFFIX):
         return "bad lines that an earlier run left out"
-    if bare_name(path).endswith(wanted):
+    if strip_compression(path).endswith(wanted):
         return None
-    if bare_name(path).endswith(TABLE_SUFFIXES):
+    if strip_compression(path).endswith(TABLE_SUFFIXES):
         return "a table; sft.py takes it with --template"
     return NO_SUFFIX
 
@@ -153,7 +153,7 @@ def _matching(pattern: str, wanted: tuple[str, ...]) -> tuple[list[str], dict[st
     """(the files that match a pattern and are to be taken, sorted; the rest with reasons)"""
     matches = sorted(glob.glob(pattern, recursive=True))
     if not matches:
-        what = " (nothing matches)" if glob.has_magic(pattern) else ": name one" + or_fetch_it(pattern, DATASET)
+        what = " (nothing matches)" if glob.has_magic(pattern) else ": name one" + download_hint(pattern, DATASET)
         raise UserError(f"there is no file {pattern}{what}")
     paths: list[str] = []
     reasons: dict[str, str] = {}
@@ -382,7 +382,7 @@ def sample_texts(sources: Sequence[Source], keys: Sequence[str]) -> list[str]:
             continue  # it will be reported in the input's order
         for line in [head] if sources[index].is_text else head.split(b"\n"):
             found = [line.decode("utf-8", "ignore")]
-            with contextlib.suppress(Bad):  # a bad line is a sample of bytes, at least
+            with contextlib.suppress(RecordError):  # a bad line is a sample of bytes, at least
                 found = found if sources[index].is_text else parse_line(line, keys)
             for text in found:
                 texts.append(text[: SAMPLE_CHARACTERS // SAMPLE_FILES - size])

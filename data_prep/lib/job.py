@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from data_prep.lib.sources import Source
 from megatron_llama.system.errors import UserError
-from megatron_llama.text.chat_template import Piece
+from megatron_llama.text.chat_template import TextSpan
 from megatron_llama.text.conversation import Template, Turn
 from megatron_llama.text.tokenizer import Tokenizer
 
@@ -105,7 +105,7 @@ class Chat:
     """How records of a fine-tuning set become examples."""
 
     tokenizer: Tokenizer
-    pieces: Callable[[Sequence[Turn]], list[Piece]]
+    pieces: Callable[[Sequence[Turn]], list[TextSpan]]
     """Renders a conversation."""
     format: str
     labelled: Template | None

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from data_prep.lib.blocks import Block, BlockEncoder
 from data_prep.lib.job import Result
 from megatron_llama.system.errors import MachineError
-from megatron_llama.system.signals import die_with
+from megatron_llama.system.signals import exit_with_parent
 
 # Finished blocks that wait for an earlier one count too: this bounds memory when one block takes long.
 WINDOW_PER_WORKER = 4
@@ -144,7 +144,7 @@ def _start_worker(encoder: BlockEncoder[Any], parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    die_with(parent)
+    exit_with_parent(parent)
 
 
 def _encode(block: Block) -> Result:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.config import Config, ConfigError, DataConfig, Problem
-from megatron_llama.config.data_settings import has_columns, tokenizer_of_records
+from megatron_llama.config.data_settings import has_columns, raw_data_tokenizer
 from megatron_llama.config.hf_config import short_name
 from megatron_llama.system.errors import LaunchFailed, MachineError, Stopped, UserError
 from megatron_llama.system.files import sha256_file, try_lock, user_cache, wait_for_lock
@@ -64,7 +64,7 @@ def with_datasets(
     """Return a copy of the config with a dataset in place of each of its files of records.
 
     Args:
-        files: (setting, path), as in ``Plan.record_files``.
+        files: (setting, path), as in ``Plan.raw_data_files``.
         seq_length: Tokens per sequence, as in the plan: the config may leave it open.
         make: Prepare each dataset that does not exist. Otherwise its file stays in the config.
         quiet: Do not report datasets that existed before.
@@ -95,7 +95,7 @@ def _find_records(
 ) -> list[Records]:
     """Return the files of records that can be used; add the problems of the others to the two lists."""
     found: list[Records] = []
-    tokenizer = tokenizer_of_records(config)
+    tokenizer = raw_data_tokenizer(config)
     if tokenizer is None:  # a rule asks for it
         return found
     for setting, path in files:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_llama.system.errors import UserError
-from megatron_llama.text.conversation import Bad, Turn, Turns
+from megatron_llama.text.conversation import RecordError, Turn, Turns
 
 ROLES = {
     "system": "system",
@@ -60,18 +60,19 @@ def turns_of(record: Mapping[str, Any], format: str) -> tuple[Turns, list[str]]:
         if text.strip() and (not turns or turns[0].role != "system"):
             turns = [Turn("system", text), *turns]
         elif text.strip() and turns[0].text != text:
-            raise Bad("bad_messages", f"{key!r} and the first turn are two system texts")
+            raise RecordError("bad_messages", f"{key!r} and the first turn are two system texts")
     for number, turn in enumerate(turns):
         if not turn.text.strip():
-            raise Bad("empty_content", f"turn {number + 1}, of the {turn.role}, is empty")
+            raise RecordError("empty_content", f"turn {number + 1}, of the {turn.role}, is empty")
         try:
             turn.text.encode("utf-8")
         except UnicodeEncodeError as error:
             code = ord(turn.text[error.start])
-            raise Bad("lone_surrogate", f"U+{code:04X} at character {error.start} of turn {number + 1}") from None
+            place = f"U+{code:04X} at character {error.start} of turn {number + 1}"
+            raise RecordError("lone_surrogate", place) from None
     answers = [number for number, turn in enumerate(turns) if turn.role == "assistant" and turn.learn]
     if not answers:
-        raise Bad("no_assistant_turn", f"{len(turns)} turns, none of them an answer to learn")
+        raise RecordError("no_assistant_turn", f"{len(turns)} turns, none of them an answer to learn")
     if answers[-1] + 1 < len(turns):
         notes.append("turns after the last answer left out")
     return turns[: answers[-1] + 1], notes
@@ -91,7 +92,7 @@ def _detected(record: Mapping[str, Any]) -> str:
     ):
         if question in keys and keys & answers:
             return kind
-    raise Bad("unknown_format", f"its keys are {', '.join(sorted(keys)[:8])[:200] or 'none'}")
+    raise RecordError("unknown_format", f"its keys are {', '.join(sorted(keys)[:8])[:200] or 'none'}")
 
 
 def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
@@ -102,12 +103,12 @@ def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
     for where in (record, *(turn for turn in turns if isinstance(turn, dict))):
         for key in ("tools", "functions", "tool_calls", "function_call"):
             if where.get(key) not in _NOTHING:
-                raise Bad("tools_not_supported", f"there is something under {key!r}")
+                raise RecordError("tools_not_supported", f"there is something under {key!r}")
         if any(where.get(key) not in _NOTHING for key in ("reasoning_content", "reasoning", "thinking")):
             notes = ["reasoning beside an answer left out"]
     key = "label" if kind == "prompt_completion" else "kto_tag"
     if record.get(key, True) in (False, "false", "False"):
-        raise Bad("rejected_answer", f"{key!r} is false")
+        raise RecordError("rejected_answer", f"{key!r} is false")
     return notes
 
 
@@ -116,7 +117,8 @@ def _key(record: Mapping[str, Any], *keys: str) -> Any:
     for key in keys:
         if key in record:
             return record[key]
-    raise Bad("unknown_format", f"no key {keys[0]!r}; there is {', '.join(sorted(record)[:8])[:200] or 'nothing'}")
+    known = ", ".join(sorted(record)[:8])[:200] or "nothing"
+    raise RecordError("unknown_format", f"no key {keys[0]!r}; there is {known}")
 
 
 def _text(value: Any, where: str) -> str:
@@ -124,20 +126,20 @@ def _text(value: Any, where: str) -> str:
     if isinstance(value, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in value):
         return "".join(part["text"] for part in value)
     if not isinstance(value, str):
-        raise Bad("content_not_text", f"{where} is {'null' if value is None else 'a ' + type(value).__name__}")
+        raise RecordError("content_not_text", f"{where} is {'null' if value is None else 'a ' + type(value).__name__}")
     return value
 
 
 def _listed(turns: Any) -> Turns:
     """A list of role and content (OpenAI's names) or from and value (ShareGPT's), by each turn's keys."""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise Bad("bad_messages", f"it is a {type(turns).__name__}, not a list of objects")
+        raise RecordError("bad_messages", f"it is a {type(turns).__name__}, not a list of objects")
     found = []
     for number, turn in enumerate(turns):
         role = turn.get("role", turn.get("from"))
         known = ROLES.get(role.strip().lower()) if isinstance(role, str) else None
         if known is None:
-            raise Bad("unknown_role", f"turn {number + 1} is of {str(role)[:60]!r}")
+            raise RecordError("unknown_role", f"turn {number + 1} is of {str(role)[:60]!r}")
         learn = turn.get("weight", 1) != 0
         found.append(Turn(known, _text(turn.get("content", turn.get("value")), f"turn {number + 1}"), learn))
     return found
@@ -181,7 +183,7 @@ def _history(record: Mapping[str, Any]) -> list[list[str]]:
     """What was asked and answered before."""
     history = record.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise Bad("bad_messages", "'history' is no list of pairs")
+        raise RecordError("bad_messages", "'history' is no list of pairs")
     return [[_text(text, "a text of 'history'") for text in pair] for pair in history]
 
 
@@ -191,7 +193,7 @@ def _alpaca(record: Mapping[str, Any]) -> Turns:
     output = _text(_key(record, "output", "response"), "output")
     extra = _text(record.get("input") or record.get("context") or "", "input")
     if not instruction.strip():
-        raise Bad("empty_content", "the instruction is empty")
+        raise RecordError("empty_content", "the instruction is empty")
     turns = []
     for asked, answered in _history(record):
         turns += [Turn("user", ALPACA.format(instruction=asked)), Turn("assistant", answered)]
@@ -355,7 +357,7 @@ def parse_text(data: bytes) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         detail = f"byte {data[error.start]:#04x} at {error.start}: {error.reason}"
-        raise Bad("bad_utf8", detail) from None
+        raise RecordError("bad_utf8", detail) from None
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
@@ -373,9 +375,9 @@ def _parse_slowly(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Bad("bad_json", str(error) or type(error).__name__) from None
+        raise RecordError("bad_json", str(error) or type(error).__name__) from None
     if not isinstance(record, dict):
-        raise Bad("not_an_object", f"it is a {type(record).__name__}")
+        raise RecordError("not_an_object", f"it is a {type(record).__name__}")
     return record
 
 
@@ -385,15 +387,15 @@ def _parse_line_slowly(line: bytes, keys: Sequence[str]) -> list[str]:
     for key in keys:
         if key not in record:
             there = ", ".join(sorted(record)[:8]) or "nothing"
-            raise Bad("missing_text", f"no key {key!r}; there is {there[:200]}")
+            raise RecordError("missing_text", f"no key {key!r}; there is {there[:200]}")
         text = record[key]
         if text is None:
-            raise Bad("null_text", f"{key!r} is null")
+            raise RecordError("null_text", f"{key!r} is null")
         if not isinstance(text, str):
-            raise Bad("text_not_a_string", f"{key!r} is a {type(text).__name__}")
+            raise RecordError("text_not_a_string", f"{key!r} is a {type(text).__name__}")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             detail = f"U+{ord(text[error.start]):04X} at character {error.start} of {key!r}"
-            raise Bad("lone_surrogate", detail) from None
+            raise RecordError("lone_surrogate", detail) from None
     return [record[key] for key in keys]

@@ -16,9 +16,9 @@ from data_prep.lib.input_files import TEXT_SUFFIXES, Found, detect_keys, find_so
 from data_prep.lib.job import Chat, Job, RunOptions
 from data_prep.lib.sources import Source, header_of, with_array
 from megatron_llama.config.data_settings import MASK_SUFFIX, is_table
-from megatron_llama.config.hf_config import local_folder
+from megatron_llama.config.hf_config import resolve_hub_name
 from megatron_llama.system.errors import UserError
-from megatron_llama.text.chat_template import NAMED, own_template
+from megatron_llama.text.chat_template import NAMED_TEMPLATES, load_own_template
 from megatron_llama.text.conversation import LABELLED
 from megatron_llama.text.tokenizer import FAST_JSON, open_tokenizer
 
@@ -88,16 +88,16 @@ def chat_of(examples: ExampleOptions, sources: Sequence[Source]) -> Chat:
     Raises:
         UserError: tokenizer and template don't fit, or a table's template is missing.
     """
-    model, own = local_folder(examples.tokenizer_model), examples.chat_template == "own"
+    model, own = resolve_hub_name(examples.tokenizer_model), examples.chat_template == "own"
     tokenizer = open_tokenizer(Path(model))
     if tokenizer.library == "sentencepiece" and Path(model).is_dir():
         raise UserError(f"{model} has no {FAST_JSON}; name its tokenizer.model as --tokenizer-model")
     if own:
-        jinja = own_template(tokenizer.path, tokenizer.added_tokens)
-        pieces, source = jinja.pieces, jinja.source
+        jinja = load_own_template(tokenizer.path, tokenizer.added_tokens)
+        pieces, source = jinja.render_spans, jinja.source
     else:
-        named = NAMED[examples.chat_template]
-        pieces, source = named.pieces, repr(named)
+        named = NAMED_TEMPLATES[examples.chat_template]
+        pieces, source = named.render_spans, repr(named)
         # A model that never learns to end an answer never ends one.
         if examples.chat_template == "chatml":
             if tokenizer.control(CHATML_END) is None:
@@ -196,18 +196,18 @@ class TextOptions:
         library = {"hf": "huggingface", "megatron": ""}.get(library, library)
         if kind and (os.path.exists(kind) or "/" in kind):
             # NeMo: --tokenizer-library huggingface --tokenizer-type FOLDER
-            return library or "huggingface", local_folder(kind)
+            return library or "huggingface", resolve_hub_name(kind)
         if not library:
             if kind and kind.lower() not in TOKENIZER_TYPES:
                 known = ", ".join(sorted(TOKENIZER_TYPES))
                 raise UserError(f"--tokenizer-type {kind}: known are a Hugging Face folder, {known}")
-            fallback = "huggingface" if model and os.path.isdir(local_folder(model)) else "sentencepiece"
+            fallback = "huggingface" if model and os.path.isdir(resolve_hub_name(model)) else "sentencepiece"
             library = TOKENIZER_TYPES.get(kind.lower(), fallback)
         if library not in TOKENIZER_TYPES.values():
             raise UserError(f"--tokenizer-library {library}: known are sentencepiece, huggingface, tiktoken")
         if not model:
             raise UserError("--tokenizer-model is missing: the tokenizer's .model file, or a Hugging Face folder")
-        return library, local_folder(model)
+        return library, resolve_hub_name(model)
 
 
 def make_text_set(text: TextOptions, options: RunOptions, say: Callable[[str], None]) -> None:

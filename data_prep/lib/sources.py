@@ -24,7 +24,7 @@ import numpy as np
 
 from data_prep.lib.parquet_csv import is_columnar, part_lines, part_sizes, row_lines
 from data_prep.lib.records import BOM, element_lines
-from megatron_llama.config.data_settings import COLUMNAR_SUFFIXES, COMPRESSION_SUFFIXES, CSV_SUFFIXES, bare_name
+from megatron_llama.config.data_settings import COLUMNAR_SUFFIXES, COMPRESSION_SUFFIXES, CSV_SUFFIXES, strip_compression
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import atomic_open
 
@@ -103,7 +103,7 @@ def inspect(path: str, text_suffixes: tuple[str, ...]) -> Source:
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}") from None
     what = not_read(head)
-    if what and not (bare_name(path).endswith(text_suffixes) and not head.startswith(_POINTER)):
+    if what and not (strip_compression(path).endswith(text_suffixes) and not head.startswith(_POINTER)):
         raise UserError(f"{path} is {what}")
     compression = compression_of(head)
     kind = _kind(path, head, compression, text_suffixes)
@@ -119,7 +119,7 @@ def _kind(path: str, head: bytes, compression: str, text_suffixes: tuple[str, ..
     """``Source.kind``. Raises UserError where name and first bytes contradict each other."""
     if kind := is_columnar(head):
         return kind
-    name = bare_name(path)
+    name = strip_compression(path)
     if name.endswith(COLUMNAR_SUFFIXES):
         if compression:
             raise UserError(f"{path} is compressed as a whole: unpack it; such files compress their own pages")

@@ -19,7 +19,7 @@ FORWARD_AND_BACKWARD = 3  # the backward pass has two products for each one of t
 CAUSAL, FULL = 6, 12
 
 
-class Kept(NamedTuple):
+class RetainedTokens(NamedTuple):
     """The part of each sequence that some of the layers see."""
 
     layers: int
@@ -73,7 +73,7 @@ def flops_per_token(model: ModelConfig, seq_length: float, finetune: FinetuneCon
 
 
 def with_random_ltd(
-    model: ModelConfig, seq_length: float, finetune: FinetuneConfig, kept: Kept | None
+    model: ModelConfig, seq_length: float, finetune: FinetuneConfig, kept: RetainedTokens | None
 ) -> FlopsPerToken:
     """``flops_per_token`` in a step in which some layers see ``kept`` of each sequence; None: all see all.
 

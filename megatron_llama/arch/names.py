@@ -18,7 +18,7 @@ PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
-class Piece:
+class Rectangle:
     """A rectangle of a Hugging Face tensor, and its position in a rank's parameter."""
 
     name: str
@@ -39,7 +39,7 @@ class Piece:
         """The rectangle in the rank's parameter."""
         return tuple(slice(o, o + n) for o, n in zip(self.local_offset, self.size, strict=True))
 
-    def in_blocks(self, block: int) -> Piece:
+    def in_blocks(self, block: int) -> Rectangle:
         """The rectangle of a matrix with one value for each ``block`` values of a row of this one."""
 
         def cut(shape: Shape) -> Shape:
@@ -102,13 +102,13 @@ def is_saved_module(name: str, finetune: FinetuneConfig) -> bool:
     return name.removesuffix(".weight").endswith(tuple(finetune.modules_to_save))
 
 
-def pieces(
+def rectangles(
     parameter: str,
     model: ModelConfig,
     tp: TensorParallel,
     padded_vocab_size: int,
     finetune: FinetuneConfig | None = None,
-) -> list[Piece]:
+) -> list[Rectangle]:
     """The rectangles of one of our parameters on one tensor-parallel rank.
 
     ``parameter`` is a name from ``Llama.named_parameters()``; LoRA's need ``finetune``. Rows that pad the vocabulary
@@ -126,15 +126,15 @@ def pieces(
         rows = padded_vocab_size // tp.size
         real = max(0, min(rows, model.vocab_size - tp.rank * rows))
         size = (real, model.hidden_size)
-        return [Piece(name, shapes[name], (tp.rank * rows, 0), (0, 0), size, int(tied_copy))] if real else []
+        return [Rectangle(name, shapes[name], (tp.rank * rows, 0), (0, 0), size, int(tied_copy))] if real else []
     name = f"model.{parameter}"
     if stem.endswith("norm"):
-        return [Piece(name, shapes[name], (0,), (0,), shapes[name], replica=tp.rank)]
+        return [Rectangle(name, shapes[name], (0,), (0,), shapes[name], replica=tp.rank)]
     matrix = stem.rpartition(".")[2]
     if matrix in ROW_PARALLEL:
         rows, columns = shapes[name]
         width = columns // tp.size
-        return [Piece(name, shapes[name], (0, tp.rank * width), (0, 0), (rows, width))]
+        return [Rectangle(name, shapes[name], (0, tp.rank * width), (0, 0), (rows, width))]
     if matrix in FUSED:
         parts = []
         for module in FUSED[matrix]:
@@ -148,11 +148,11 @@ def pieces(
 
 def whole_shape(parameter: str, model: ModelConfig, finetune: FinetuneConfig | None = None) -> Shape:
     """The shape of one of our parameters in one piece: in no layout cut, and without padding."""
-    parts = pieces(parameter, model, TensorParallel(0, 1), model.vocab_size, finetune)
+    parts = rectangles(parameter, model, TensorParallel(0, 1), model.vocab_size, finetune)
     return (sum(part.size[0] for part in parts), *parts[0].size[1:])
 
 
-def keep_rows(parts: list[Piece], start: int, stop: int) -> list[Piece]:
+def keep_rows(parts: list[Rectangle], start: int, stop: int) -> list[Rectangle]:
     """The parts of the rectangles in rows [start, stop) of the parameter, with local offsets relative to ``start``."""
     kept = []
     for part in parts:
@@ -171,12 +171,12 @@ def keep_rows(parts: list[Piece], start: int, stop: int) -> list[Piece]:
     return kept
 
 
-def _row_part(name: str, shape: Shape, part: int, parts: int, replica: int = 0) -> Piece:
+def _row_part(name: str, shape: Shape, part: int, parts: int, replica: int = 0) -> Rectangle:
     rows = shape[0] // parts
-    return Piece(name, shape, (part * rows, 0), (0, 0), (rows, shape[1]), replica)
+    return Rectangle(name, shape, (part * rows, 0), (0, 0), (rows, shape[1]), replica)
 
 
-def _stack(parts: list[Piece]) -> list[Piece]:
+def _stack(parts: list[Rectangle]) -> list[Rectangle]:
     """Places rectangles below one another in the parameter."""
     row, stacked = 0, []
     for part in parts:
@@ -187,11 +187,11 @@ def _stack(parts: list[Piece]) -> list[Piece]:
 
 def _lora_pieces(
     parameter: str, model: ModelConfig, tp: TensorParallel, padded_vocab_size: int, finetune: FinetuneConfig
-) -> list[Piece]:
+) -> list[Rectangle]:
     """A is split like its matrix's columns and B like its rows; what is not split is replicated on all ranks."""
     owner, _, side = parameter.rpartition(".")
     rank, parts = finetune.lora_rank, []
-    for matrix in pieces(f"{owner}.weight", model, tp, padded_vocab_size):
+    for matrix in rectangles(f"{owner}.weight", model, tp, padded_vocab_size):
         if matrix.name.split(".")[-2] not in finetune.lora_target_modules:
             continue
         (rows, columns), name = matrix.global_shape, lora_name(matrix.name, side)
@@ -199,5 +199,5 @@ def _lora_pieces(
             shape, offset, size = (rank, columns), (0, matrix.offset[1]), (rank, matrix.size[1])
         else:
             shape, offset, size = (rows, rank), (matrix.offset[0], 0), (matrix.size[0], rank)
-        parts.append(Piece(name, shape, offset, (0, 0), size, tp.rank if size == shape else matrix.replica))
+        parts.append(Rectangle(name, shape, offset, (0, 0), size, tp.rank if size == shape else matrix.replica))
     return _stack(parts)

@@ -28,7 +28,7 @@ class Keys(Enum):
     """All of them; places count among the document's global keys (``Pattern.global_keys``)."""
 
 
-class Part(NamedTuple):
+class KeyRange(NamedTuple):
     """Keys that a tile's queries see, or some of them."""
 
     start: int
@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 
     start: int
     stop: int
-    parts: tuple[Part, ...]
+    parts: tuple[KeyRange, ...]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Pattern:
         """Tokens of a group of blocks; 0 without blocks."""
         return self.block * self.local_blocks
 
-    def leaves_out(self, length: int) -> bool:
+    def is_sparse(self, length: int) -> bool:
         """Whether it makes a difference to a document of ``length`` tokens."""
         return bool(0 < self.window < length or 0 < self.group < length and self.global_blocks < self.local_blocks)
 
@@ -84,20 +84,20 @@ class Pattern:
     def tiles(self, length: int) -> Iterator[Tile]:
         """How to compute a document of ``length`` tokens, without what is left out. Every query is in one tile."""
         if 0 < self.window < length:
-            yield Tile(0, self.window, (Part(0, self.window, Keys.CAUSAL),))
+            yield Tile(0, self.window, (KeyRange(0, self.window, Keys.CAUSAL),))
             # A tile of n queries computes n - 1 scores a row too many; small tiles are slow for other reasons.
             step = min(128, max(32, self.window // 4))
             for start in range(self.window, length, step):
                 stop = min(start + step, length)
-                yield Tile(start, stop, (Part(start - self.window + 1, stop, Keys.WINDOW),))
+                yield Tile(start, stop, (KeyRange(start - self.window + 1, stop, Keys.WINDOW),))
         elif 0 < self.group < length:
             for start in range(0, length, self.group):
                 stop = min(start + self.group, length)
                 kept = start // self.group * self.block * self.global_blocks
-                earlier = (Part(0, kept, Keys.GLOBAL),) if kept else ()
-                yield Tile(start, stop, (Part(start, stop, Keys.CAUSAL), *earlier))
+                earlier = (KeyRange(0, kept, Keys.GLOBAL),) if kept else ()
+                yield Tile(start, stop, (KeyRange(start, stop, Keys.CAUSAL), *earlier))
         else:
-            yield Tile(0, length, (Part(0, length, Keys.CAUSAL),))
+            yield Tile(0, length, (KeyRange(0, length, Keys.CAUSAL),))
 
     def global_keys(self, length: int) -> tuple[int, int, int]:
         """The document's global keys: (groups that are whole, first of the places that are kept in each, group)."""

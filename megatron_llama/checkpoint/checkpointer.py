@@ -188,7 +188,7 @@ class Checkpointer:
         self.plan = replace(self.plan, start=found.position)
         steps, batches = self.plan.config.trainer.steps, self.plan.batches
         planned, ends = BatchSchedule.of(self.plan.config).after(steps).samples, batches.after(max(steps, found.step))
-        if self.plan.asked.trainer.epochs is not None and ends.samples != planned:
+        if self.plan.requested.trainer.epochs is not None and ends.samples != planned:
             instead = f"for {planned:,} write trainer.steps={batches.last_step_within(planned)}"
             self._report(f"the {steps} steps of trainer.epochs now end at sample {ends.samples:,}; {instead}")
         if found.lr is not None and found.lr != self.optimizer.lr:

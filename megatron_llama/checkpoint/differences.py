@@ -17,7 +17,7 @@ from typing import Any
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.fields import FREE_DICT, get, sections, settings_by_name
-from megatron_llama.config.problems import shown, typed
+from megatron_llama.config.problems import format_value, quote_value
 from megatron_llama.config.settings import ALLOWED
 from megatron_llama.data.record import Record
 from megatron_llama.data.record import differences as record_differences
@@ -90,7 +90,7 @@ class Difference:
     """How to go on as before; empty where writing ``saved`` does it."""
 
     def __str__(self) -> str:
-        return f"{self.name}: from {shown(self.saved)} to {shown(self.now)}"
+        return f"{self.name}: from {format_value(self.saved)} to {format_value(self.now)}"
 
 
 @cache
@@ -109,7 +109,7 @@ def find_differences(plan: Plan, state: State, record: Record) -> list[Differenc
 
     ``record`` is that of the plan's data. At step 0 nothing was trained, so that data, batch and optimizer may be any.
     """
-    settings, then = state.settings, _as_derived_then(plan.asked, state.settings)
+    settings, then = state.settings, _as_derived_then(plan.requested, state.settings)
     unused = []
     if "lora" not in (plan.config.finetune.method, _saved(settings, "finetune.method")):
         unused += [name for name in kinds() if name.startswith("finetune.")]
@@ -120,7 +120,7 @@ def find_differences(plan: Plan, state: State, record: Record) -> list[Differenc
         if kind in (FREE, DATA) or name in unused or (kind in ALLOWED and state.step == 0):
             continue
         saved, now = _saved(settings, name), get(plan.config, name)
-        was_derived = name == FREE_DICT or get(plan.asked, name) is None
+        was_derived = name == FREE_DICT or get(plan.requested, name) is None
         follows = was_derived and (saved is None or (name.startswith("optim.") and get(then, name) == saved))
         if saved != now and not follows:
             section = name.rpartition(".")[0]
@@ -146,14 +146,14 @@ def check_allowed(differences: Sequence[Difference], allow: Sequence[str], folde
     """Raises ConfigError with all differences that are neither harmless nor allowed."""
     refused = [d for d in differences if d.kind == FIXED or (d.kind in ALLOWED and d.kind not in allow)]
     wanted = {*allow, *(difference.kind for difference in refused)}
-    setting = f"checkpoint.allow={shown([kind for kind in ALLOWED if kind in wanted])}"
+    setting = f"checkpoint.allow={format_value([kind for kind in ALLOWED if kind in wanted])}"
     problems = []
     for difference in refused:
         undo = difference.undo or f"write {_written(difference.name, difference.saved)}"
         instead = f"{undo} to go on as before, or {setting} to go on with what is new"
         if difference.kind == FIXED:
             instead = f"{undo}, or start another run from its weights (scripts/export_hf.py, then init_from)"
-        rule = f"the checkpoint {folder} was trained with {shown(difference.saved)}"
+        rule = f"the checkpoint {folder} was trained with {format_value(difference.saved)}"
         problems.append(Problem(difference.name, difference.now, rule, instead))
     if problems:
         raise ConfigError(problems)
@@ -199,7 +199,7 @@ def _described(datasets: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _written(name: str, value: Any) -> str:
     """A setting as it is typed into a shell."""
-    text = f"{name}={typed(value)}"
+    text = f"{name}={quote_value(value)}"
     return f"'{text}'" if isinstance(value, (dict, list)) and " " in text else text
 
 

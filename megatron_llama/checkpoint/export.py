@@ -20,7 +20,7 @@ from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, safete
 from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig, Problem
 from megatron_llama.config.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NO_HF_BLOCKS, hf_config, read_hf_config
 from megatron_llama.system.files import sync_folder, write_synced
-from megatron_llama.text.chat_template import add_end, write_trained_template
+from megatron_llama.text.chat_template import add_stop_token, write_trained_template
 from megatron_llama.text.tokenizer import TokenizerError, read_sentencepiece
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -203,7 +203,7 @@ def _write_companions(manifest: Manifest, folder: Path) -> tuple[dict[str, int],
     if not (folder / "generation_config.json").exists():
         _write_json(folder / "generation_config.json", {"_from_model_config": True, **token_ids})
     if end is not None:
-        add_end(folder / "generation_config.json", end)
+        add_stop_token(folder / "generation_config.json", end)
     return token_ids, (folder / "tokenizer_config.json").exists()
 
 

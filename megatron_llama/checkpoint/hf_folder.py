@@ -27,7 +27,7 @@ from megatron_llama.checkpoint.stored_tensors import (
     read_json,
 )
 from megatron_llama.config import ConfigError, ModelConfig, Problem
-from megatron_llama.config.hf_config import or_fetch_it
+from megatron_llama.config.hf_config import download_hint
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Old exporters wrote these tensors although they follow from the config.
@@ -139,7 +139,7 @@ def _all_tensors(folder: Path) -> dict[str, NamedTensor]:
         return list_tensors(folder / SINGLE)
     pickles = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
     rule = f"holds neither {SINGLE} nor {INDEX}"
-    instead = "write the folder that holds config.json and the .safetensors files" + or_fetch_it(str(folder))
+    instead = "write the folder that holds config.json and the .safetensors files" + download_hint(str(folder))
     if pickles:
         rule += f", only {pickles[0]}: a pickle, which can run any program when it is read"
         instead = "have transformers save it again: its save_pretrained writes safetensors"

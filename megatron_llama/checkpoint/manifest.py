@@ -29,7 +29,7 @@ from megatron_llama.checkpoint.stored_tensors import (
     parse_shape,
     read_json,
 )
-from megatron_llama.plan.schedules import Position
+from megatron_llama.plan.schedules import RunPosition
 
 NAME = "checkpoint.json"
 FORMAT, VERSION = "megatron_llama checkpoint", 1
@@ -67,12 +67,12 @@ class State:
     """The record of the data (data/record.py); None in checkpoints of older versions, which no run resumes."""
 
     @property
-    def position(self) -> Position:
+    def position(self) -> RunPosition:
         """Where the run stood."""
         tokens = self.consumed_tokens
         if tokens is None:
             tokens = self.consumed_samples * self.settings.get("data", {}).get("seq_length", 0)
-        return Position(self.step, self.consumed_samples, tokens)
+        return RunPosition(self.step, self.consumed_samples, tokens)
 
 
 @dataclass

@@ -5,7 +5,7 @@
 Imports no torch. What a config means on a number of devices is ``megatron_llama.plan``.
 """
 
-from megatron_llama.config.hostfile import Host, hostfile_hosts, listed_hosts
+from megatron_llama.config.hostfile import Host, parse_hostfile, parse_hosts
 from megatron_llama.config.load_config import from_yaml, load_config, to_yaml
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import ConfigError, Problem, format_problems
@@ -38,7 +38,7 @@ __all__ = [
     "load_config",
     "format_problems",
     "from_yaml",
-    "hostfile_hosts",
-    "listed_hosts",
+    "parse_hostfile",
+    "parse_hosts",
     "to_yaml",
 ]

@@ -1,5 +1,5 @@
 """The entries of ``data.prefixes`` and ``data.validation_prefixes``: weights, datasets, and files of records that are
-still to be prepared. Decides by names alone and opens no file; ``folder_of_records`` looks whether one is there. The
+still to be prepared. Decides by names alone and opens no file; ``resolve_raw_data`` looks whether one is there. The
 entries of ``data.curriculum`` are here too."""
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from functools import lru_cache
 from typing import Annotated, Any
 
 from megatron_llama.config.fields import settings_of
-from megatron_llama.config.hf_config import DATASET, local_folder
+from megatron_llama.config.hf_config import DATASET, resolve_hub_name
 from megatron_llama.config.limits import at_least, is_number, one_of
-from megatron_llama.config.problems import Problem, nearest, shown
+from megatron_llama.config.problems import Problem, closest_match, format_value
 from megatron_llama.config.settings import Config, DataConfig
 
 CSV_SUFFIXES, COLUMNAR_SUFFIXES, TABLE_SUFFIXES = (".csv",), (".parquet", ".arrow"), (".tsv",)
-RECORD_SUFFIXES = (".jsonl", ".json", ".ndjson", *CSV_SUFFIXES, *COLUMNAR_SUFFIXES)
+RAW_DATA_SUFFIXES = (".jsonl", ".json", ".ndjson", *CSV_SUFFIXES, *COLUMNAR_SUFFIXES)
 MASK_SUFFIX = "_mask"
 """Added to a fine-tuning set's prefix, it is the prefix of its loss masks."""
 COMPRESSION_SUFFIXES = (".zst", ".zstd", ".gz", ".xz", ".bz2")
 
 
-def weights_and_paths(prefixes: Sequence[Any]) -> tuple[list[float], list[str]]:
+def split_weights(prefixes: Sequence[Any]) -> tuple[list[float], list[str]]:
     """The two halves of ``weight, path, weight, path, ...``; no weights where only paths are given."""
     if not any(is_number(item) for item in prefixes):
         return [], [str(item) for item in prefixes]
     return [float(str(item)) for item in prefixes[::2]], [str(item) for item in prefixes[1::2]]
 
 
-def name_of_prefixes(prefixes: Sequence[Any]) -> str:
+def name_dataset(prefixes: Sequence[Any]) -> str:
     """What to call datasets that were given as paths, fit for a folder's name; empty for none."""
     paths = [item for item in prefixes if not is_number(item)]
     if not paths:
@@ -42,31 +42,32 @@ def name_of_prefixes(prefixes: Sequence[Any]) -> str:
     return re.sub(r"[^\w.-]+", "_", first) + (f"+{len(paths) - 1}" if len(paths) > 1 else "")
 
 
-def named_paths(data: DataConfig) -> list[tuple[str, str]]:
+def list_paths(data: DataConfig) -> list[tuple[str, str]]:
     """(setting, path) of every entry, training before validation."""
-    paths = [("data.prefixes", path) for path in weights_and_paths(data.prefixes)[1]]
+    paths = [("data.prefixes", path) for path in split_weights(data.prefixes)[1]]
     known = {path for _, path in paths}
     for entry in data.schedule:
-        new = [path for path in weights_and_paths(entry["prefixes"])[1] if path not in known]
+        new = [path for path in split_weights(entry["prefixes"])[1] if path not in known]
         paths += [("data.schedule", path) for path in new]
         known.update(new)
     return paths + [("data.validation_prefixes", str(path)) for path in data.validation_prefixes]
 
 
-def record_files(data: DataConfig) -> list[tuple[str, str]]:
+def raw_data_files(data: DataConfig) -> list[tuple[str, str]]:
     """(setting, path) of each entry that is a file or folder of records (conversations, tables) for data_prep/sft.py
     rather than an indexed dataset, each once."""
     if data.kind != "sft" or data.mock:
         return []
-    suffixes = (*RECORD_SUFFIXES, *TABLE_SUFFIXES, "/")
-    return list(dict.fromkeys((name, path) for name, path in named_paths(data) if bare_name(path).endswith(suffixes)))
+    suffixes = (*RAW_DATA_SUFFIXES, *TABLE_SUFFIXES, "/")
+    paths = ((name, path) for name, path in list_paths(data) if strip_compression(path).endswith(suffixes))
+    return list(dict.fromkeys(paths))
 
 
-def settle_data(data: Any, given: Set[str]) -> None:
+def settle_data_settings(data: Any, given: Set[str]) -> None:
     """Settle, in place, the ``data`` section of a config that is not typed yet.
 
     Prefixes on the command line have a name and no command that prepares them. Names of the hub become folders of the
-    local cache, where that holds them; a folder of records then ends in a slash, as ``record_files`` expects.
+    local cache, where that holds them; a folder of records then ends in a slash, as ``raw_data_files`` expects.
 
     Args:
         given: Settings and groups that the command line sets.
@@ -75,39 +76,39 @@ def settle_data(data: Any, given: Set[str]) -> None:
         # The group's command makes the group's files, not those named on the command line.
         data.prepare = None
         if not {"data.name", "data", "experiment"} & given:
-            data.name = name_of_prefixes(list(data.prefixes)) or data.name
+            data.name = name_dataset(list(data.prefixes)) or data.name
     if data.tokenizer is not None:
-        data.tokenizer = local_folder(data.tokenizer)
+        data.tokenizer = resolve_hub_name(data.tokenizer)
     if data.kind == "sft":
         for name in ("prefixes", "validation_prefixes"):
-            data[name] = [item if is_number(item) else folder_of_records(str(item)) for item in data[name]]
+            data[name] = [item if is_number(item) else resolve_raw_data(str(item)) for item in data[name]]
 
 
-def folder_of_records(path: str) -> str:
+def resolve_raw_data(path: str) -> str:
     """A path, ended by a slash where it is a folder of records, such as a downloaded dataset, or the hub's name of one
     in the local cache; an indexed dataset of that name goes before both."""
     if os.path.exists(path + ".idx"):
         return path
-    found = local_folder(path, DATASET)
+    found = resolve_hub_name(path, DATASET)
     return os.path.join(found, "") if os.path.isdir(found) else path
 
 
 def is_table(path: str) -> bool:
     """Whether a file of records has nothing but columns, so that it needs a prompt for its lines."""
-    return bare_name(path).endswith(TABLE_SUFFIXES)
+    return strip_compression(path).endswith(TABLE_SUFFIXES)
 
 
 def has_columns(path: str) -> bool:
     """Whether a file of records, or those of a folder, can have columns that a prompt names."""
-    return bare_name(path).endswith((*TABLE_SUFFIXES, *CSV_SUFFIXES, *COLUMNAR_SUFFIXES, "/"))
+    return strip_compression(path).endswith((*TABLE_SUFFIXES, *CSV_SUFFIXES, *COLUMNAR_SUFFIXES, "/"))
 
 
-def tokenizer_of_records(config: Config) -> str | None:
+def raw_data_tokenizer(config: Config) -> str | None:
     """What encodes the files of records: a sentencepiece model or a Hugging Face folder."""
     return config.data.tokenizer or config.init_from
 
 
-def bare_name(path: str) -> str:
+def strip_compression(path: str) -> str:
     """A path or name in lower case without the suffix of its compression."""
     lower = path.lower()
     for suffix in COMPRESSION_SUFFIXES:
@@ -195,8 +196,8 @@ class CurriculumMetric:
         return found
 
 
-def metrics_of(entries: Sequence[Any]) -> tuple[CurriculumMetric, ...]:
-    """The entries of a ``data.curriculum`` that has no ``problems_of``."""
+def curriculum_metrics(entries: Sequence[Any]) -> tuple[CurriculumMetric, ...]:
+    """The entries of a ``data.curriculum`` that has no ``check_curriculum``."""
     return _metrics(json.dumps([dict(entry) for entry in entries]))
 
 
@@ -206,13 +207,13 @@ def _metrics(entries: str) -> tuple[CurriculumMetric, ...]:
     return tuple(CurriculumMetric(**entry) for entry in json.loads(entries))
 
 
-def problems_of(entries: Sequence[Any]) -> list[Problem]:
+def check_curriculum(entries: Sequence[Any]) -> list[Problem]:
     """Everything that is wrong with the entries by themselves."""
     found: list[Problem] = []
     for number, entry in enumerate(entries, start=1):
         problems = [*_problems(entry)]
         which = f"entry {number}" if len(entries) > 1 else "the entry"
-        found += [Problem(SECTION, shown(entry), f"{which}: {rule}", instead) for rule, instead in problems]
+        found += [Problem(SECTION, format_value(entry), f"{which}: {rule}", instead) for rule, instead in problems]
     names = [entry.get("metric") for entry in entries if isinstance(entry, Mapping)]
     if len(set(map(str, names))) < len(names):
         found.append(Problem(SECTION, None, "names a metric twice", "write each metric once"))
@@ -225,27 +226,28 @@ def problems_of(entries: Sequence[Any]) -> list[Problem]:
 def _problems(entry: Any) -> Iterator[tuple[str, str]]:
     """(rule, what to write instead) of an entry."""
     if not isinstance(entry, Mapping):
-        yield f"must be a mapping, not {shown(entry)}", "write {metric: NAME, schedule_type: fixed_linear, ...}"
+        yield f"must be a mapping, not {format_value(entry)}", "write {metric: NAME, schedule_type: fixed_linear, ...}"
         return
     known = {name.rpartition(".")[2]: setting for name, setting in settings_of(CurriculumMetric, SECTION).items()}
     bad = False
     for key, value in entry.items():
         if key not in known:
-            bad, near = True, nearest(str(key), known)
+            bad, near = True, closest_match(str(key), known)
             yield f"has no key {key}", f"write {near}" if near else f"the keys are {', '.join(known)}"
         elif not (value is None and known[key].optional) and not known[key].has_type(value):
             bad = True
-            yield f"{key}={shown(value)} must be {known[key].kind_in_words}", f"change {key}"
+            yield f"{key}={format_value(value)} must be {known[key].type_name}", f"change {key}"
         elif (problem := known[key].problem(value)) is not None:
             bad = True
-            yield f"{key}={shown(value)} {problem.rule}", problem.instead.replace(f"{SECTION}.", "").replace("=", ": ")
+            instead = problem.instead.replace(f"{SECTION}.", "").replace("=", ": ")
+            yield f"{key}={format_value(value)} {problem.rule}", instead
     if not bad:
         yield from _contradictions(entry)
 
 
 def _contradictions(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What does not go together in an entry whose values are possible by themselves."""
-    (metric,) = metrics_of([entry])
+    (metric,) = curriculum_metrics([entry])
     if not metric.metric.strip():
         yield "has no metric", f"write metric: {TRUNCATE}, {RESHAPE} or the name of an index"
     wanted = BY_TYPE[metric.schedule_type]

@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
 from megatron_llama.config.limits import Limit
-from megatron_llama.config.problems import Problem, nearest, shown, typed
+from megatron_llama.config.problems import Problem, closest_match, format_value, quote_value
 from megatron_llama.config.settings import Config
 
 # The one section whose keys are not ours: the arguments of whatever schedule class it names.
@@ -43,7 +43,7 @@ class Setting:
     limit: Limit | None
 
     @property
-    def kind_in_words(self) -> str:
+    def type_name(self) -> str:
         """What a value must be."""
         of = f" of {KINDS[self.item_kind].split(' ', 1)[1]}s" if self.item_kind in (int, float) else ""
         return KINDS[self.kind] + of + (" (or null)" if self.optional else "")
@@ -53,9 +53,9 @@ class Setting:
         if self.kind is int and isinstance(value, float) and value.is_integer():
             return f"write {self.name}={int(value)}"
         if self.kind is list and not isinstance(value, (list, dict)):
-            return f"write {self.name}=[{shown(value)}]"
-        example = EXAMPLES[self.kind] if self.default in (None, [], {}) else shown(self.default)
-        return f"write {self.kind_in_words}, such as {self.name}={example}"
+            return f"write {self.name}=[{format_value(value)}]"
+        example = EXAMPLES[self.kind] if self.default in (None, [], {}) else format_value(self.default)
+        return f"write {self.type_name}, such as {self.name}={example}"
 
     def has_type(self, value: Any) -> bool:
         """Whether ``value``, which is not null, is of the setting's type; a whole number is one with a fraction too."""
@@ -68,8 +68,8 @@ class Setting:
         too_large = self.kind in (int, float) and abs(value) >= TOO_LARGE
         if self.limit.holds(value) and not too_large:
             return None
-        example = self.limit.example if self.default in (None, []) else typed(self.default)
-        example = nearest(str(value), self.limit.choices) or example
+        example = self.limit.example if self.default in (None, []) else quote_value(self.default)
+        example = closest_match(str(value), self.limit.choices) or example
         rule = f"must be below {TOO_LARGE:.0g}" if too_large else self.limit.rule
         return Problem(self.name, value, rule, f"write {self.name}={example}")
 
@@ -110,7 +110,7 @@ def check_limits(config: Config) -> list[Problem]:
     return [problem for problem in found if problem is not None]
 
 
-def with_defaults_for(config: Config, problems: Iterable[Problem]) -> Config:
+def reset_to_defaults(config: Config, problems: Iterable[Problem]) -> Config:
     """A copy in which the settings that ``problems`` name have their default value."""
     config = copy.deepcopy(config)
     for problem in problems:
@@ -151,7 +151,7 @@ def _walk(owner: type, prefix: str) -> Iterator[Setting | Section]:
 # Suggestions for settings that do not exist.
 
 # Names in Megatron, NeMo, transformers and PEFT, and ours.
-KNOWN_ELSEWHERE = {
+FOREIGN_NAMES = {
     "tensor_model_parallel_size": "trainer.tp",
     "tensor_parallel_size": "trainer.tp",
     "tensor_parallel": "trainer.tp",
@@ -193,11 +193,11 @@ ADVICE = {
 }
 
 
-def unknown_setting(name: str, value: Any) -> Problem:
+def unknown_setting_problem(name: str, value: Any) -> Problem:
     """The problem of a setting that does not exist, with the setting that was probably meant."""
     instead = ADVICE.get(name.rpartition(".")[2].lower()) or ADVICE.get(name.partition(".")[0])
     if instead is None and (guess := suggest(name)):
-        instead = f"write {guess}={shown(value)}"
+        instead = f"write {guess}={format_value(value)}"
     if instead is None:
         section = name.rpartition(".")[0]
         beside = (_settings_in(section) if section else []) or [f"{known}.*" for known in sections()]
@@ -208,8 +208,8 @@ def unknown_setting(name: str, value: Any) -> Problem:
 def suggest(name: str) -> str | None:
     """The known setting that ``name`` was probably meant to be."""
     section, _, leaf = name.rpartition(".")
-    if leaf in KNOWN_ELSEWHERE:
-        return KNOWN_ELSEWHERE[leaf]
+    if leaf in FOREIGN_NAMES:
+        return FOREIGN_NAMES[leaf]
     known = settings_by_name()
     same_leaf = [other for other in known if other.rpartition(".")[2] == leaf]
     if same_leaf:
@@ -217,7 +217,7 @@ def suggest(name: str) -> str | None:
     # Misspelt: look in the given section first, then everywhere.
     for others, cutoff in ((_settings_in(section), 0.6), (list(known), 0.8)):
         by_leaf = {other.rpartition(".")[2]: other for other in others}
-        guess = nearest(leaf, by_leaf, cutoff)
+        guess = closest_match(leaf, by_leaf, cutoff)
         if guess:
             return by_leaf[guess]
     return None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.config.fields import KINDS, settings_by_name
-from megatron_llama.config.problems import Problem, shown
+from megatron_llama.config.problems import Problem, format_value
 from megatron_llama.config.settings import ModelConfig, RopeScaling
 from megatron_llama.system.files import read_json
 
@@ -18,7 +18,7 @@ FROM_HF = "from_hf"
 CONFIG = "config.json"
 MOST_BYTES = 16 << 20
 """Of a config.json."""
-NAME_A_FOLDER = "write the folder that holds config.json and the .safetensors files"
+FOLDER_HINT = "write the folder that holds config.json and the .safetensors files"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What config.json may leave out, and what transformers' LlamaConfig takes then.
 _DEFAULTS: dict[str, Any] = {
@@ -95,7 +95,9 @@ def read_hf_config(folder: str, name: str = CONFIG) -> dict[str, Any]:
 def _malformed(content: dict[str, Any]) -> Iterator[str]:
     """A clause for each value that can be no model's, by the types and limits of our settings."""
     ropes = {name: content[name] for name in ("rope_scaling", "rope_parameters") if content.get(name)}
-    yield from (f"{name} is {shown(rope)}, not a mapping" for name, rope in ropes.items() if not isinstance(rope, dict))
+    for name, rope in ropes.items():
+        if not isinstance(rope, dict):
+            yield f"{name} is {format_value(rope)}, not a mapping"
     scalings = [rope for rope in ropes.values() if isinstance(rope, dict)]
     known = [(name, content.get(name), f"model.{name}") for name in dict.fromkeys((*_SHAPE, *_DEFAULTS))]
     known += [("rope_theta", rope.get("rope_theta"), "model.rope_theta") for rope in scalings]
@@ -112,7 +114,7 @@ def _malformed(content: dict[str, Any]) -> Iterator[str]:
             yield f"{name} is {value!r}, which {problem.rule}"
 
 
-def different_shape(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def compare_shapes(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Where a config.json and a ModelConfig, as a dict with every derived value, differ: {name: (ours, theirs)}."""
     flat = {**theirs, **rope_from_hf(theirs)}
 
@@ -130,7 +132,7 @@ def different_shape(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, t
     return different
 
 
-def other_than_llama(content: dict[str, Any]) -> list[str]:
+def unsupported_architecture(content: dict[str, Any]) -> list[str]:
     """Clauses on each key of a config.json that asks for an architecture that is not supported."""
     found = [
         f"{name} is {content[name]!r}, and only {only!r} is supported"
@@ -189,7 +191,7 @@ def fill_from_folders(
     """
     for section, name in ((config, "init_from"), (config.finetune, "adapter")):
         if section[name] is not None:
-            section[name] = local_folder(section[name])
+            section[name] = resolve_hub_name(section[name])
     if config.model.name == FROM_HF:
         _fill_from_hf(config.init_from, given, assign, problems)
     if config.finetune.adapter is not None:
@@ -207,7 +209,7 @@ def _fill_from_hf(
     try:
         content = read_hf_config(folder)
     except ValueError as error:
-        problems.append(Problem("init_from", folder, str(error), NAME_A_FOLDER + or_fetch_it(folder)))
+        problems.append(Problem("init_from", folder, str(error), FOLDER_HINT + download_hint(folder)))
         return
     shape = shape_from_hf(content)
     for name in NEEDED:
@@ -259,18 +261,18 @@ def fill_from_adapter(
         instead = f"write the folder that holds {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
         problems.append(Problem("finetune.adapter", folder, str(error), instead))
         return
-    wrong = other_than_lora(content)
+    wrong = unsupported_lora(content)
     problems += [Problem("finetune.adapter", folder, clause, "name an adapter of plain LoRA") for clause in wrong]
     for theirs, ours in _LORA_SETTINGS.items() if not wrong else ():
         name, value = f"finetune.{ours}", content.get(theirs) or []
         if name in given:
-            rule = f"is set by the adapter in {folder}: {shown(value)}"
+            rule = f"is set by the adapter in {folder}: {format_value(value)}"
             problems.append(Problem(name, None, rule, f"leave {name} out"))
         else:
             assign(name, sorted(value) if isinstance(value, list) else value)
 
 
-def other_than_lora(content: dict[str, Any]) -> list[str]:
+def unsupported_lora(content: dict[str, Any]) -> list[str]:
     """Clauses on each key of an adapter_config.json that asks for something other than plain LoRA."""
     found = []
     for name, value in content.items():
@@ -311,9 +313,9 @@ def is_hub_name(name: str) -> bool:
     return bool(_NAME.fullmatch(name)) and ".." not in name and "--" not in name
 
 
-def local_folder(name: str, kind: str = MODEL) -> str:
+def resolve_hub_name(name: str, kind: str = MODEL) -> str:
     """The folder that a name means: itself where it is a path that exists or no name of the hub, else what the cache
-    holds. A name that is neither comes back as it is, for the check of the path to refuse with ``or_fetch_it``."""
+    holds. A name that is neither comes back as it is, for the check of the path to refuse with ``download_hint``."""
     if os.path.exists(name) or not is_hub_name(name):
         return name
     repository = cache_folder() / f"{kind}s--{name.replace('/', '--')}"
@@ -334,7 +336,7 @@ def cache_folder() -> Path:
     return Path(os.path.expandvars(os.path.expanduser(named)))
 
 
-def or_fetch_it(name: str, kind: str = MODEL) -> str:
+def download_hint(name: str, kind: str = MODEL) -> str:
     """The end of a message on a path that is not there, where it could be a name of the hub's, or on a snapshot of the
     cache that lacks files; else nothing."""
     whole = _repository(name)

@@ -12,7 +12,7 @@ _NAME = r"(?:\w[\w.-]*@)?[A-Za-z0-9][\w.-]*"
 _HOST = re.compile(rf"(?P<name>{_NAME})(?::(?P<slots>[1-9]\d*))?")
 _LINE = re.compile(rf"(?P<name>{_NAME})(?:\s+slots\s*=\s*(?P<slots>[1-9]\d*))?(?:\s+max_slots\s*=\s*\d+)?")
 
-FORMS = "name, user@name or name:ranks"
+HOST_FORMS = "name, user@name or name:ranks"
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,19 @@ class Host:
         return self.name.rpartition("@")[2]
 
 
-def bad_hosts(entries: Iterable[Any]) -> str | None:
+def check_hosts(entries: Iterable[Any]) -> str | None:
     """What is wrong with the entries of launch.hosts, in one sentence; None where nothing is."""
     wrong = [str(entry) for entry in entries if not _HOST.fullmatch(str(entry))]
-    return f"{wrong[0]!r} is not a host name" if wrong else _bad_together(listed_hosts(entries))
+    return f"{wrong[0]!r} is not a host name" if wrong else _bad_together(parse_hosts(entries))
 
 
-def listed_hosts(entries: Iterable[Any]) -> list[Host]:
-    """The hosts of launch.hosts; malformed entries, which ``bad_hosts`` reports, are left out."""
+def parse_hosts(entries: Iterable[Any]) -> list[Host]:
+    """The hosts of launch.hosts; malformed entries, which ``check_hosts`` reports, are left out."""
     found = [_HOST.fullmatch(str(entry)) for entry in entries]
     return [_host(match) for match in found if match is not None]
 
 
-def hostfile_hosts(text: str) -> list[Host]:
+def parse_hostfile(text: str) -> list[Host]:
     """The hosts of a file with a line ``name slots=N`` for each, as DeepSpeed and mpirun read it; ``#`` begins a
     comment.
 

@@ -23,10 +23,17 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_llama.config.data_settings import settle_data
-from megatron_llama.config.fields import FREE_DICT, Setting, sections, settings_by_name, suggest, unknown_setting
+from megatron_llama.config.data_settings import settle_data_settings
+from megatron_llama.config.fields import (
+    FREE_DICT,
+    Setting,
+    sections,
+    settings_by_name,
+    suggest,
+    unknown_setting_problem,
+)
 from megatron_llama.config.hf_config import fill_from_folders
-from megatron_llama.config.problems import ConfigError, Problem, nearest, two_lengths
+from megatron_llama.config.problems import ConfigError, Problem, closest_match, duplicate_length
 from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
 from megatron_llama.system.files import check_yaml
 
@@ -75,7 +82,7 @@ def load_config(overrides: Sequence[str], conf_dir: Path) -> Config:
     config = _compose(choices, conf_dir, problems)
     _set_all(config, values, problems)
     given = {override.key_or_group for override in values}
-    settle_data(config.data, given | choices.keys())
+    settle_data_settings(config.data, given | choices.keys())
     fill_from_folders(config, given, lambda name, value: _set(config, name, value, problems), problems)
     typed = _typed(config, problems)
     if problems or typed is None:
@@ -116,7 +123,7 @@ def _set_all(config: DictConfig, values: Sequence[Override], problems: list[Prob
             _set(config, other, settings_by_name()[other].default, problems)
     if {"trainer.steps", "trainer.epochs"} <= given and config.trainer.epochs is not None:
         # Not a rule: that could not tell trainer.steps=100, the default, from no value.
-        problems.append(two_lengths(config.trainer.epochs, config.trainer.steps))
+        problems.append(duplicate_length(config.trainer.epochs, config.trainer.steps))
 
 
 def _split_overrides(
@@ -136,7 +143,7 @@ def _split_overrides(
             choices[group] = str(choice)  # the last choice of a group wins
             continue
         listed = (", ".join(options) or "nothing yet") + (", or the path of a .yaml file" * (group == EXPERIMENT))
-        guess = nearest(str(choice), options)
+        guess = closest_match(str(choice), options)
         instead = f"write {group}={guess}, or one of {listed}" if guess else f"write {group}= one of {listed}"
         rule = f"there is no {group} of that name in {conf_dir.name}/{group}/"
         problems.append(Problem(group, choice, rule, instead))
@@ -261,7 +268,7 @@ def _problem_in_files(error: BaseException, choices: Mapping[str, str]) -> Probl
     rule = f"{where} can't be used: {str(cause or error).splitlines()[0]}"
     setting = settings_by_name().get(name)
     guess = f"write {suggest(name)}" if setting is None and suggest(name) else "correct that file"
-    return Problem(name, None, rule, f"write {setting.kind_in_words}" if setting else guess)
+    return Problem(name, None, rule, f"write {setting.type_name}" if setting else guess)
 
 
 def _set(config: DictConfig, name: str, value: Any, problems: list[Problem]) -> None:
@@ -281,7 +288,7 @@ def _set(config: DictConfig, name: str, value: Any, problems: list[Problem]) -> 
         instead = f"write one of its settings, such as {example}=..."
         problems.append(Problem(name, value, "this is a section of settings, not a setting", instead))
     elif setting is None and name not in sections():
-        problems.append(unknown_setting(name, value))
+        problems.append(unknown_setting_problem(name, value))
     else:
         _assign(config, name, setting, value, problems)
 
@@ -302,7 +309,7 @@ def _assign(config: DictConfig, name: str, setting: Setting | None, value: Any, 
         parent[key] = [value] if name == "finetune.lora_target_modules" and value == ALL_LINEAR else value
     except OmegaConfBaseException:
         assert setting is not None, "null is a legal value of an optional section"
-        problems.append(Problem(name, value, f"must be {setting.kind_in_words}", setting.advice(value)))
+        problems.append(Problem(name, value, f"must be {setting.type_name}", setting.advice(value)))
 
 
 def _delete(config: DictConfig, name: str, problems: list[Problem]) -> None:

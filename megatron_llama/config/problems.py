@@ -26,7 +26,7 @@ class Problem:
     """The rule it breaks, as a sentence."""
     instead: str
     """What to write instead, ready to paste where that is possible."""
-    only_here: bool = False
+    machine_specific: bool = False
     """Whether the setting is right and only this machine lacks what it names, which a command, a download or a larger
     machine mends: a dry run notes it and goes on."""
 
@@ -45,13 +45,13 @@ class ConfigError(ValueError):
         super().__init__(format_problems(self.problems))
 
 
-def two_lengths(epochs: int, steps: int) -> Problem:
+def duplicate_length(epochs: int, steps: int) -> Problem:
     """The problem of a run whose length is given twice."""
     rule = f"and trainer.steps={steps} both set the length of the run"
     return Problem("trainer.epochs", epochs, rule, "write trainer.epochs=null, or leave trainer.steps out")
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """``value`` as a user would write it in a config."""
     if value is None:
         return "null"
@@ -61,18 +61,18 @@ def shown(value: Any) -> str:
         short = f"{value:g}"
         return short if float(short) == value else repr(value)
     if isinstance(value, (list, tuple)):
-        return "[" + ",".join(shown(item) for item in value) + "]"
+        return "[" + ",".join(format_value(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {format_value(item)}" for key, item in value.items()) + "}"
     return str(value)
 
 
-def typed(value: Any) -> str:
+def quote_value(value: Any) -> str:
     """``value`` ready for a shell and for Hydra's grammar, in which a comma outside of brackets asks for a sweep."""
-    return f"'\"{value}\"'" if isinstance(value, str) and "," in value else shown(value)
+    return f"'\"{value}\"'" if isinstance(value, str) and "," in value else format_value(value)
 
 
-def nearest(wanted: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+def closest_match(wanted: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The name in ``known`` that is most similar to ``wanted``, at least by ``cutoff`` (difflib's ratio); else None."""
     by_lower_case = {name.lower(): name for name in known}
     found = difflib.get_close_matches(wanted.lower(), list(by_lower_case), n=1, cutoff=cutoff)
@@ -81,14 +81,14 @@ def nearest(wanted: str, known: Iterable[str], cutoff: float = 0.6) -> str | Non
 
 def format_problems(problems: ConfigError | Sequence[Problem], what: str = "This config") -> str:
     """The message for the user: each problem's field and value, the rule, and what to write instead; see
-    ``by_advice``."""
+    ``group_by_suggestion``."""
     listed = problems.problems if isinstance(problems, ConfigError) else tuple(problems)
     blocks = [f"{what} can't work, for {'one reason' if len(listed) == 1 else f'{len(listed)} reasons'}:"]
-    for instead, reasons in by_advice(listed).items():
+    for instead, reasons in group_by_suggestion(listed).items():
         lines: list[str] = []
         before: list[str] = []
         for alike in reasons:
-            settings = [f"  {p.field}" if p.value is None else f"  {p.field} = {shown(p.value)}" for p in alike]
+            settings = [f"  {p.field}" if p.value is None else f"  {p.field} = {format_value(p.value)}" for p in alike]
             lines += settings if settings != before else []  # one setting may break several rules
             before = settings
             likewise = "; likewise the others" if len(alike) > 1 else ""
@@ -97,23 +97,23 @@ def format_problems(problems: ConfigError | Sequence[Problem], what: str = "This
     return "\n\n".join(blocks)
 
 
-def told_together(problems: Iterable[Problem]) -> list[str]:
-    """A sentence for each piece of advice; see ``by_advice``."""
+def merge_problems(problems: Iterable[Problem]) -> list[str]:
+    """A sentence for each piece of advice; see ``group_by_suggestion``."""
     told = []
-    for instead, alike in by_advice(problems).items():
+    for instead, alike in group_by_suggestion(problems).items():
         reasons: list[str] = []
         before = ""
         for first, *others in alike:
-            more = ", ".join(("" if p.field == first.field else f"{p.field}=") + shown(p.value) for p in others)
+            more = ", ".join(("" if p.field == first.field else f"{p.field}=") + format_value(p.value) for p in others)
             likewise = f"; likewise {more}" if more else ""
-            setting = f"{first.field}={shown(first.value)}: "
+            setting = f"{first.field}={format_value(first.value)}: "
             reasons.append(f"{'' if setting == before else setting}{first.rule}{likewise}")
             before = "" if others else setting
         told.append("; ".join([*reasons, instead]))
     return told
 
 
-def by_advice(problems: Iterable[Problem]) -> dict[str, list[list[Problem]]]:
+def group_by_suggestion(problems: Iterable[Problem]) -> dict[str, list[list[Problem]]]:
     """Problems by what mends them, and those together that break the same rule, so that each is told once: one command
     makes all the datasets of a blend and their tokenizer.
 

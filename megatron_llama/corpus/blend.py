@@ -90,7 +90,7 @@ EPOCHS, MEGATRON = "epochs", "megatron"
 
 
 @dataclass(frozen=True)
-class Segment:
+class BlendSegment:
     """A stretch of the stream that is one blend, up to where the next segment begins."""
 
     first: int
@@ -105,10 +105,10 @@ class Segment:
     """With order MEGATRON: the samples that megatron-core shuffled together, all those of the run then."""
 
 
-class Timeline:
+class BlendTimeline:
     """Which sample of which dataset sample n is, over all segments of a run."""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[BlendSegment]) -> None:
         self.segments = tuple(segments)
         self._blends = [Blend(list(segment.weights.values())) for segment in segments]
 
@@ -138,15 +138,15 @@ class Timeline:
         counts = zip(segment.weights, blend.counts(number - segment.first), strict=True)
         return {**segment.starts, **{prefix: segment.starts.get(prefix, 0) + count for prefix, count in counts}}
 
-    def switched(self, first: int, weights: Mapping[str, float]) -> Timeline:
+    def switched(self, first: int, weights: Mapping[str, float]) -> BlendTimeline:
         """This timeline up to sample ``first``, then a blend of these weights, in which every dataset goes on where it
         stood."""
         before = [segment for segment in self.segments if segment.first < first]
-        return Timeline([*before, Segment(first, dict(weights), self.read(first) if before else {})])
+        return BlendTimeline([*before, BlendSegment(first, dict(weights), self.read(first) if before else {})])
 
-    def up_to(self, number: int) -> Timeline:
+    def up_to(self, number: int) -> BlendTimeline:
         """Without the segments that had not begun after the first ``number`` samples."""
-        return Timeline([segment for segment in self.segments if segment.first < max(number, 1)])
+        return BlendTimeline([segment for segment in self.segments if segment.first < max(number, 1)])
 
 
 def same_shares(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
@@ -157,6 +157,6 @@ def same_shares(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
     )
 
 
-def segments_from_json(stored: Sequence[Mapping[str, Any]]) -> list[Segment]:
+def segments_from_json(stored: Sequence[Mapping[str, Any]]) -> list[BlendSegment]:
     """The segments that ``dataclasses.asdict`` turned into JSON."""
-    return [Segment(**segment) for segment in stored]
+    return [BlendSegment(**segment) for segment in stored]

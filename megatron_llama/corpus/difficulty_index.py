@@ -64,7 +64,7 @@ def documents_of(index: Index, unit: int, seq_length: int) -> tuple[int, int, in
 
 
 @dataclass(frozen=True)
-class Measured:
+class DifficultyIndex:
     """The metric of some units."""
 
     values: np.ndarray
@@ -72,10 +72,10 @@ class Measured:
     order: np.ndarray
     """int64 [units], from easy to difficult."""
 
-    def part(self, first: int, last: int) -> Measured:
+    def part(self, first: int, last: int) -> DifficultyIndex:
         """Of units ``first`` to ``last`` (exclusive), numbered from 0."""
         inside = self.order[(self.order >= first) & (self.order < last)] - first
-        return Measured(self.values[first:last], inside)
+        return DifficultyIndex(self.values[first:last], inside)
 
     @property
     def ranks(self) -> np.ndarray:
@@ -85,13 +85,13 @@ class Measured:
         return ranks
 
 
-def joined(parts: Sequence[Measured]) -> Measured:
+def concatenate(parts: Sequence[DifficultyIndex]) -> DifficultyIndex:
     """The units of several datasets, numbered on from one to the next."""
     values = np.concatenate([part.values for part in parts])
-    return Measured(values, np.argsort(values, kind="stable"))
+    return DifficultyIndex(values, np.argsort(values, kind="stable"))
 
 
-def open_measured(folder: Path, prefix: str) -> Measured:
+def open_difficulty_index(folder: Path, prefix: str) -> DifficultyIndex:
     """The index of a dataset, mapped.
 
     Raises:
@@ -99,7 +99,7 @@ def open_measured(folder: Path, prefix: str) -> Measured:
     """
     try:
         made_of = read_json(folder / MANIFEST)
-        measured = Measured(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("values", "order")))
+        measured = DifficultyIndex(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("values", "order")))
         units, facts = made_of["units"], made_of["dataset"]
     except FileNotFoundError:
         raise UserError(f"there is no index in {folder}") from None

@@ -19,7 +19,7 @@ KEPT_EPOCHS = 2  # a global batch may reach into the next
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PackRecipe:
     """A kind of packed sequence: the lengths that go into it, and how many such sequences there are."""
 
     parts: tuple[tuple[int, int], ...]
@@ -27,14 +27,14 @@ class Recipe:
     count: int
 
 
-def recipes(lengths: dict[int, int], capacity: int) -> list[Recipe]:
+def pack_lengths(lengths: dict[int, int], capacity: int) -> list[PackRecipe]:
     """Packs {length: how many examples} into sequences of at most ``capacity`` tokens, none split: each example goes
     where it leaves the least room, longest first."""
-    room: dict[int, list[Recipe]] = {}  # by the tokens left
+    room: dict[int, list[PackRecipe]] = {}  # by the tokens left
 
     def put(parts: tuple[tuple[int, int], ...], length: int, fit: int, count: int, space: int) -> None:
         if count and fit:
-            room.setdefault(space - fit * length, []).append(Recipe((*parts, (length, fit)), count))
+            room.setdefault(space - fit * length, []).append(PackRecipe((*parts, (length, fit)), count))
 
     for length in sorted(lengths, reverse=True):
         left = lengths[length]
@@ -49,7 +49,7 @@ def recipes(lengths: dict[int, int], capacity: int) -> list[Recipe]:
                 put(kind.parts, length, rest, 1, space)
                 untouched = kind.count - full - bool(rest)
                 if untouched:
-                    room[space].append(Recipe(kind.parts, untouched))
+                    room[space].append(PackRecipe(kind.parts, untouched))
                 left -= full * fit + rest
             if not left:
                 break
@@ -77,7 +77,7 @@ class Order(Protocol):
         ...
 
 
-class OneEach:
+class Unpacked:
     """A sample is an example."""
 
     def __init__(self, count: int, seed: int) -> None:
@@ -95,7 +95,7 @@ class OneEach:
 class Packed:
     """A sample is several examples that fit into a sequence together.
 
-    The lengths that go together are the same in every epoch (``recipes``); which of the examples of a length
+    The lengths that go together are the same in every epoch (``pack_lengths``); which of the examples of a length
     these are, and the order of the sequences, is drawn for each epoch.
     """
 
@@ -103,7 +103,7 @@ class Packed:
         """``lengths`` [examples] in tokens, each from 1 to ``capacity``."""
         self._lengths = lengths
         counts = histogram(lengths)
-        self._recipes = recipes(counts, capacity)
+        self._recipes = pack_lengths(counts, capacity)
         self._ends = np.cumsum([recipe.count for recipe in self._recipes])
         # Examples of one length are neighbours in _by_length(); each recipe takes its range of them.
         ascending = sorted(counts)

@@ -35,7 +35,7 @@ from megatron_llama.devices.visibility import Documents
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.random_ltd import Subsets, build_subsets, draw_subsets
 from megatron_llama.plan import Plan
-from megatron_llama.plan.schedules import BatchSchedule, Cut, Position, TokenSchedule, cut_at
+from megatron_llama.plan.schedules import BatchSchedule, RunPosition, SequenceCut, TokenSchedule, sequence_cut_at
 from megatron_llama.topology import Topology
 
 MOCK_EXAMPLES = 4
@@ -95,16 +95,16 @@ class Batches:
         cut, kept = self._cut_at(consumed_samples), self._kept(consumed_samples)
         return [self._micro_batch(range(start, start + size), cut, kept) for start in starts]
 
-    def positions_by_shape(self) -> dict[Cut | None, int]:
+    def positions_by_shape(self) -> dict[SequenceCut | None, int]:
         """Where a global batch of each shape of sequences begins: the largest batch, where all have one shape."""
         largest = self.plan.batches.position_of_the_largest
         found = {self._cut_at(level.samples): level.samples for level in reversed(self.levels)}
         return found if len(found) > 1 else {self._cut_at(largest): largest}
 
-    def _cut_at(self, consumed_samples: int) -> Cut | None:
+    def _cut_at(self, consumed_samples: int) -> SequenceCut | None:
         if not self.levels:
             return None
-        return cut_at(self.plan.config.data, level_at(self.levels, consumed_samples).difficulties)
+        return sequence_cut_at(self.plan.config.data, level_at(self.levels, consumed_samples).difficulties)
 
     def to_device(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """The micro batches on the device. From pinned memory the copies are only begun."""
@@ -117,7 +117,7 @@ class Batches:
         kept = self.random_ltd.length((self.schedule or self.plan.batches).last_step_within(consumed_samples) + 1)
         return kept if kept < self.plan.config.data.length else None
 
-    def _micro_batch(self, indices: range, cut: Cut | None, kept: int | None) -> MicroBatch:
+    def _micro_batch(self, indices: range, cut: SequenceCut | None, kept: int | None) -> MicroBatch:
         samples = [piece for index in indices for piece in cut_sample(self.samples[index], cut)]
         tokens, labels, loss_mask = (self._stack(samples, key) for key in ("tokens", "labels", "loss_mask"))
         documents = Documents.of(self._stack(samples, "documents")) if "documents" in samples[0] else None
@@ -162,7 +162,7 @@ class Data:
     validation: Batches | None
     """The same samples at each validation; None where the run doesn't validate."""
 
-    def resume(self, record: Record, start: Position) -> None:
+    def resume(self, record: Record, start: RunPosition) -> None:
         """Goes on from ``start`` as the record of a checkpoint says. All ranks must call it, before the first batch.
         Raises ConfigError on all of them."""
         if self.train.schedule is not None:

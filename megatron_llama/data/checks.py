@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_llama.config import Config, ConfigError, Problem
-from megatron_llama.config.data_settings import MASK_SUFFIX, named_paths
+from megatron_llama.config.data_settings import MASK_SUFFIX, list_paths
 from megatron_llama.corpus.epochs import SPLITS, split_range
 from megatron_llama.corpus.indexed_format import CHUNK, MASK_DTYPE, Index, IndexedDataset, read_index
 from megatron_llama.system.errors import UserError
@@ -23,7 +23,7 @@ def check_data(config: Config) -> list[Problem]:
     data, rows = config.data, config.model.vocab_size
     if data.mock:
         return []
-    named = named_paths(data)
+    named = list_paths(data)
     tokenizer = None if data.tokenizer is None else tokenizer_file(data.tokenizer)
     pieces = None if tokenizer is None else vocabulary_size(tokenizer)
     problems = [] if tokenizer is None else _unfit_tokenizer(config, tokenizer, pieces)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from megatron_llama.config import ConfigError
 from megatron_llama.config.data_settings import MASK_SUFFIX
 from megatron_llama.config.settings import DataConfig
-from megatron_llama.corpus.epochs import Part, parts_of
+from megatron_llama.corpus.epochs import DatasetSplit, open_splits
 from megatron_llama.corpus.indexed_format import IndexedDataset
-from megatron_llama.corpus.packing import OneEach, Order, Packed
+from megatron_llama.corpus.packing import Order, Packed, Unpacked
 from megatron_llama.data.checks import check_data, check_ids
 from megatron_llama.data.graded_order import Level, build_graded, group_seed, levels_of
 from megatron_llama.parallel.groups import raise_on_all_ranks, sync_errors
@@ -29,7 +29,7 @@ PADDING = -1  # among the documents of a packed sequence
 class Examples:
     """The examples of several datasets, numbered on from one to the next."""
 
-    def __init__(self, parts: Sequence[Part], vocab_size: int) -> None:
+    def __init__(self, parts: Sequence[DatasetSplit], vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._sets = [(IndexedDataset(part.prefix), IndexedDataset(part.prefix + MASK_SUFFIX)) for part in parts]
         self._ranges = [(part.first, part.last) for part in parts]
@@ -108,17 +108,17 @@ def graded_examples(plan: Plan, training: SFTDataset, levels: Sequence[Level]) -
         return _order(data, lengths[examples], group_seed(seed, group))
 
     with sync_errors(ConfigError):
-        order = build_graded(plan, parts_of(data, 0), levels, [level.samples for level in levels], order_of)
+        order = build_graded(plan, open_splits(data, 0), levels, [level.samples for level in levels], order_of)
     return SFTDataset(training.examples, order, data.length, packed=data.pack)
 
 
 def _split(plan: Plan, number: int) -> SFTDataset:
     data, seed = plan.config.data, plan.config.trainer.seed + number
-    examples = Examples(parts_of(data, number), plan.model.vocab_size)
+    examples = Examples(open_splits(data, number), plan.model.vocab_size)
     whole = number > 0 and plan.config.trainer.val_steps is None
     return SFTDataset(examples, _order(data, examples.lengths, seed), data.length, data.pack, once=whole)
 
 
 def _order(data: DataConfig, lengths: np.ndarray, seed: int) -> Order:
     """The order of examples of ``lengths`` tokens."""
-    return Packed(lengths - 1, data.length, seed) if data.pack else OneEach(len(lengths), seed)
+    return Packed(lengths - 1, data.length, seed) if data.pack else Unpacked(len(lengths), seed)

@@ -21,19 +21,19 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.data_settings import PERCENTILE, SECTION, CurriculumMetric
 from megatron_llama.corpus.blend import Blend
 from megatron_llama.corpus.difficulty_index import (
-    Measured,
+    DifficultyIndex,
+    concatenate,
     documents_of,
     index_folder,
-    joined,
-    open_measured,
+    open_difficulty_index,
     read_unit,
     unit_range,
 )
-from megatron_llama.corpus.epochs import Part
+from megatron_llama.corpus.epochs import DatasetSplit
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.corpus.packing import Order
 from megatron_llama.plan import Plan
-from megatron_llama.plan.schedules import Cut, difficulties_at, first_steps, indexed_metrics
+from megatron_llama.plan.schedules import SequenceCut, difficulties_at, first_steps, indexed_metrics
 
 _GOLDEN = (5**0.5 - 1) / 2
 
@@ -64,7 +64,9 @@ def level_at(levels: Sequence[Level], samples: int) -> Level:
     return levels[max(0, bisect.bisect_right(levels, samples, key=lambda level: level.samples) - 1)]
 
 
-def grade(metrics: Sequence[CurriculumMetric], levels: Sequence[Level], measured: Mapping[str, Measured]) -> np.ndarray:
+def grade(
+    metrics: Sequence[CurriculumMetric], levels: Sequence[Level], measured: Mapping[str, DifficultyIndex]
+) -> np.ndarray:
     """The number of the first level that allows each unit by all metrics, int64 [units]; len(levels) for none."""
     grades: np.ndarray | None = None
     for metric in metrics:
@@ -214,7 +216,7 @@ def group_seed(seed: int, group: int) -> int:
     return seed + (group + 1 << 32)
 
 
-def cut_sample(sample: Mapping[str, torch.Tensor], cut: Cut | None) -> list[Mapping[str, torch.Tensor]]:
+def cut_sample(sample: Mapping[str, torch.Tensor], cut: SequenceCut | None) -> list[Mapping[str, torch.Tensor]]:
     """A sample as the pieces that its step trains on."""
     if cut is None:
         return [sample]
@@ -229,7 +231,7 @@ def cut_sample(sample: Mapping[str, torch.Tensor], cut: Cut | None) -> list[Mapp
 
 def build_graded(
     plan: Plan,
-    parts: Sequence[Part],
+    parts: Sequence[DatasetSplit],
     levels: Sequence[Level],
     firsts: Sequence[int],
     order_of: Callable[[np.ndarray, int], Order],
@@ -241,13 +243,13 @@ def build_graded(
     """
     data = plan.config.data
     seq_length = data.length if data.kind == "pretrain" else None
-    metrics, measured, problems = indexed_metrics(data), dict[str, Measured](), list[Problem]()
+    metrics, measured, problems = indexed_metrics(data), dict[str, DifficultyIndex](), list[Problem]()
     for metric in metrics:
         found = []
         for part in parts:
             folder = index_folder(part.prefix, metric.metric, seq_length, metric.index)
             try:
-                whole = open_measured(folder, part.prefix)
+                whole = open_difficulty_index(folder, part.prefix)
             except (OSError, ValueError) as error:
                 flag = "" if seq_length is None else f" --seq-length {seq_length}"
                 flag += f" --output {metric.index}" if metric.index else ""
@@ -256,7 +258,7 @@ def build_graded(
                 continue
             found.append(whole.part(*unit_range(part.index, part.first, part.last, seq_length)))
         if len(found) == len(parts):
-            measured[metric.metric] = found[0] if len(parts) == 1 else joined(found)
+            measured[metric.metric] = found[0] if len(parts) == 1 else concatenate(found)
     if problems:
         raise ConfigError(problems)
     grades = grade(metrics, levels, measured)

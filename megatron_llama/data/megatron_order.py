@@ -11,7 +11,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from megatron_llama.config import Problem
-from megatron_llama.config.data_settings import weights_and_paths
+from megatron_llama.config.data_settings import split_weights
 from megatron_llama.corpus.indexed_format import read_index
 from megatron_llama.parallel.groups import raise_on_all_ranks
 from megatron_llama.plan import Plan
@@ -52,7 +52,7 @@ def build_megatron(plan: Plan, train_samples: int, validation_samples: int) -> t
     Rank 0 builds the index files, the others read them. Raises ConfigError, on all ranks, where they can't be made.
     """
     data = plan.config.data
-    weights, prefixes = weights_and_paths(data.prefixes)
+    weights, prefixes = split_weights(data.prefixes)
     if not weights and len(prefixes) > 1:
         weights = [float(read_index(prefix).tokens()) for prefix in prefixes]
     config = GPTDatasetConfig(

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from megatron_llama.config.data_settings import named_paths, weights_and_paths
-from megatron_llama.corpus.blend import EPOCHS, Timeline, same_shares, segments_from_json
+from megatron_llama.config.data_settings import list_paths, split_weights
+from megatron_llama.corpus.blend import EPOCHS, BlendTimeline, same_shares, segments_from_json
 from megatron_llama.corpus.epochs import planned_timeline
 from megatron_llama.corpus.indexed_format import dataset_facts, same_dataset
 from megatron_llama.plan import Plan
@@ -48,13 +48,13 @@ def make_record(plan: Plan) -> Record:
         "kind": "mock" if data.mock else data.kind,
         **{key: getattr(data, key) for key in READING if key not in ("kind", "seed")},
         "seed": plan.config.trainer.seed,
-        "datasets": {} if data.mock else {path: dataset_facts(path) for _, path in named_paths(data)},
-        "training": [] if data.mock else weights_and_paths(data.prefixes)[1],
+        "datasets": {} if data.mock else {path: dataset_facts(path) for _, path in list_paths(data)},
+        "training": [] if data.mock else split_weights(data.prefixes)[1],
         "segments": [asdict(segment) for segment in planned_timeline(data).segments] if is_stream else [],
     }
 
 
-def advanced(record: Record, timeline: Timeline, consumed_samples: int) -> Record:
+def advanced(record: Record, timeline: BlendTimeline, consumed_samples: int) -> Record:
     """A record after ``consumed_samples`` of a stream."""
     segments = timeline.up_to(consumed_samples).segments
     stored = [asdict(segment) for segment in segments]
@@ -108,7 +108,7 @@ def changes_reading(saved: Record, now: Record) -> bool:
 
 def _blend_in_effect(record: Record, saved: Record) -> Mapping[str, float]:
     """The weights that a record gives to the sample that comes next in ``saved``."""
-    timeline = Timeline(segments_from_json(record["segments"]))
+    timeline = BlendTimeline(segments_from_json(record["segments"]))
     if not timeline.segments:
         return {}
     return timeline.segments[timeline.segment_of(saved["consumed_samples"])].weights

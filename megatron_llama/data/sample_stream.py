@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.config.data_settings import named_paths
-from megatron_llama.corpus.blend import MEGATRON, Segment, Timeline, same_shares, segments_from_json
+from megatron_llama.config.data_settings import list_paths
+from megatron_llama.corpus.blend import MEGATRON, BlendSegment, BlendTimeline, same_shares, segments_from_json
 from megatron_llama.corpus.difficulty_index import unit_range
-from megatron_llama.corpus.epochs import SPLITS, Part, open_part, planned_blends, planned_timeline
+from megatron_llama.corpus.epochs import SPLITS, DatasetSplit, open_split, planned_blends, planned_timeline
 from megatron_llama.corpus.indexed_format import IndexedDataset
-from megatron_llama.corpus.packing import OneEach
+from megatron_llama.corpus.packing import Unpacked
 from megatron_llama.data.checks import check_data, check_ids
 from megatron_llama.data.epoch_index import Epoch, open_epoch
 from megatron_llama.data.graded_order import Graded, GradedStretches, Level, build_graded, group_seed, levels_of
@@ -47,7 +47,7 @@ class EndlessDataset:
         data = plan.config.data
         assert data.cache_dir is not None, "a plan with datasets has one"
         self._dataset, self._plan, self._cache = IndexedDataset(prefix), plan, Path(data.cache_dir)
-        part = open_part(data, prefix, number)
+        part = open_split(data, prefix, number)
         self._span, self._length = (part.first, part.last), part.samples(data.length)
         self._epoch = lru_cache(KEPT_EPOCHS)(self._open)
         self._graded: GradedStretches | None = None
@@ -56,9 +56,9 @@ class EndlessDataset:
         """The same dataset in the order of the plan's curriculum, ``firsts`` its samples with which the levels begin.
         Raises ConfigError."""
         data, seed = self._plan.config.data, self._plan.config.trainer.seed
-        part = Part(self._dataset.prefix, self._dataset.index, *self._span)
+        part = DatasetSplit(self._dataset.prefix, self._dataset.index, *self._span)
         order = build_graded(
-            self._plan, [part], levels, firsts, lambda units, group: OneEach(len(units), group_seed(seed, group))
+            self._plan, [part], levels, firsts, lambda units, group: Unpacked(len(units), group_seed(seed, group))
         )
         first_unit, _ = unit_range(part.index, part.first, part.last, data.length)
         found = copy.copy(self)
@@ -103,7 +103,7 @@ class EndlessDataset:
 class SampleStream:
     """Samples of ``seq_length`` tokens, without end."""
 
-    def __init__(self, timeline: Timeline, datasets: Mapping[str, EndlessDataset], old: Any = None) -> None:
+    def __init__(self, timeline: BlendTimeline, datasets: Mapping[str, EndlessDataset], old: Any = None) -> None:
         """``old``: the samples of the timeline's segments that are in megatron-core's order."""
         self.timeline, self.datasets, self._old = timeline, datasets, old
 
@@ -132,7 +132,7 @@ def build_streams(plan: Plan) -> tuple[SampleStream, SampleStream | None]:
     try:
         for number in range(1 + bool(plan.config.trainer.val_every_steps)):
             timeline = planned_timeline(plan.config.data, number)
-            prefixes = [path for _, path in named_paths(plan.config.data)]
+            prefixes = [path for _, path in list_paths(plan.config.data)]
             used = [path for path in prefixes if any(path in segment.weights for segment in timeline.segments)]
             datasets = {path: EndlessDataset(plan, path, number) for path in used}
             problems += [_too_small(plan, path, number) for path, dataset in datasets.items() if not len(dataset)]
@@ -180,12 +180,12 @@ def resume_streams(
     held_out = (trainer.val_steps or 1) * trainer.global_batch_size if validation is not None else 0
     old, old_validation = build_megatron(plan, left, held_out)
     if validation is not None:
-        validation = SampleStream(Timeline([began]), {}, old_validation)
+        validation = SampleStream(BlendTimeline([began]), {}, old_validation)
     return SampleStream(timeline, datasets, old), validation
 
 
 def graded_together(
-    plan: Plan, timeline: Timeline, datasets: Mapping[str, EndlessDataset], levels: Sequence[Level]
+    plan: Plan, timeline: BlendTimeline, datasets: Mapping[str, EndlessDataset], levels: Sequence[Level]
 ) -> Mapping[str, EndlessDataset]:
     """The datasets in the order of the plan's curriculum, if it has a metric with an index. All ranks must call it.
 
@@ -203,7 +203,7 @@ def graded_together(
     return found
 
 
-def _going_on(plan: Plan, record: Record, consumed_samples: int) -> Timeline:
+def _going_on(plan: Plan, record: Record, consumed_samples: int) -> BlendTimeline:
     """What was read by ``record``, and what the plan reads next."""
     now, blends = make_record(plan), planned_blends(plan.config.data)
     history = _history(record, now).up_to(consumed_samples)
@@ -214,7 +214,7 @@ def _going_on(plan: Plan, record: Record, consumed_samples: int) -> Timeline:
         read = history.read(consumed_samples) if history.segments else {}
         tokens = {prefix: count * record["seq_length"] for prefix, count in read.items()}
         starts = {prefix: -(-count // now["seq_length"]) for prefix, count in tokens.items()}
-        history = Timeline([*history.segments, Segment(consumed_samples, current, starts)])
+        history = BlendTimeline([*history.segments, BlendSegment(consumed_samples, current, starts)])
     last = history.segments[-1]
     if not same_shares(last.weights, current):
         changes.insert(0, (consumed_samples, current))
@@ -225,7 +225,7 @@ def _going_on(plan: Plan, record: Record, consumed_samples: int) -> Timeline:
     return history
 
 
-def _history(record: Record, now: Record) -> Timeline:
+def _history(record: Record, now: Record) -> BlendTimeline:
     """The stream that a record describes, with its datasets where they lie now."""
     moved = moved_datasets(record, now)
 
@@ -233,7 +233,7 @@ def _history(record: Record, now: Record) -> Timeline:
         return {moved.get(prefix, prefix): value for prefix, value in by_prefix.items()}
 
     segments = segments_from_json(record["segments"])
-    return Timeline([replace(s, weights=renamed(s.weights), starts=renamed(s.starts)) for s in segments])
+    return BlendTimeline([replace(s, weights=renamed(s.weights), starts=renamed(s.starts)) for s in segments])
 
 
 def _cache_problems(plan: Plan) -> list[Problem]:
@@ -253,7 +253,7 @@ def _cache_problems(plan: Plan) -> list[Problem]:
 
 def _too_small(plan: Plan, prefix: str, number: int) -> Problem:
     data = plan.config.data
-    part = open_part(data, prefix, number)
+    part = open_split(data, prefix, number)
     rule = f"split {data.split} leaves none of the {len(part.index)} documents of {prefix} for {SPLITS[number]}"
     if part.first < part.last:
         rule = f"split {data.split} leaves {part.tokens} tokens of {prefix} for {SPLITS[number]}, less than a sequence"

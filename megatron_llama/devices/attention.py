@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_llama.arch.pattern import LARGEST_FLASH_HEAD, Keys, Part, Pattern
+from megatron_llama.arch.pattern import LARGEST_FLASH_HEAD, KeyRange, Keys, Pattern
 from megatron_llama.devices.visibility import AttentionInputs, Lengths
 
 aten = torch.ops.aten
@@ -116,12 +116,12 @@ def tiles_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, from the output's gradient and the results of ``tiles_forward``."""
     # A gradient that is a sum over calls is summed in fp32.
-    summed = any(pattern.leaves_out(length) for row in lengths for length in row)
+    summed = any(pattern.is_sparse(length) for row in lengths for length in row)
     grads = tuple(empty_like(x, torch.float32 if summed else None) for x in (q, k, v))
     for document in _documents(lengths):
         inputs = _of((grad, q, k, v, out, lse), document)
         own = _of(grads, document)
-        if pattern.leaves_out(inputs[0].shape[2]):
+        if pattern.is_sparse(inputs[0].shape[2]):
             _sum_of_calls(own, inputs, pattern)
         else:
             given, queries, keys, values, outs, lses = inputs
@@ -152,7 +152,7 @@ def _sum_of_calls(grads: tuple[Tensor, ...], inputs: tuple[Tensor, ...], pattern
             place.add_(more.view(place.shape))
 
 
-def _part(keys: Tensor, values: Tensor, kept: tuple[Tensor, ...], part: Part) -> tuple[Tensor, Tensor]:
+def _part(keys: Tensor, values: Tensor, kept: tuple[Tensor, ...], part: KeyRange) -> tuple[Tensor, Tensor]:
     """The keys and values of a part of a tile."""
     keys, values = kept if part.keys is Keys.GLOBAL else (keys, values)
     return _tokens(keys, part.start, part.stop), _tokens(values, part.start, part.stop)

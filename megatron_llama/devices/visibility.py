@@ -87,7 +87,7 @@ def build_attention_inputs(
 ) -> AttentionInputs | None:
     """Return the inputs of ``kernel`` for tokens [b, s]. None if each attends to all earlier ones in its sequence."""
     rows, length = tokens.shape
-    if documents is None and not pattern.leaves_out(length):
+    if documents is None and not pattern.is_sparse(length):
         return None
     if kernel == "mask":
         positions = torch.arange(length, device=tokens.device)[None] if documents is None else documents.positions()

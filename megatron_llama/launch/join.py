@@ -28,9 +28,9 @@ from megatron_llama.launch.watchdog import watch_this_process
 from megatron_llama.launch.world import World
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED
-from megatron_llama.system.output import spill_into
+from megatron_llama.system.output import set_spill_folder
 from megatron_llama.system.phase import ATTEMPT
-from megatron_llama.system.signals import die_with
+from megatron_llama.system.signals import exit_with_parent
 
 PREPARE_LIMIT_SECONDS = 3600.0
 
@@ -38,7 +38,7 @@ PREPARE_LIMIT_SECONDS = 3600.0
 def join(plan: Plan, world: World, context: ProcessContext, entry: Entry) -> int:
     """Meets the other processes of the run, then runs ``entry`` as, or in, the ranks of this one; the exit status."""
     assert world.device is not None, "a plan refuses a device that is not here"
-    die_with(os.getppid())
+    exit_with_parent(os.getppid())
     os.environ.update(rank_environment(world.device, plan))
     starts_ranks = context.launcher == "hosts" or plan.world_size > context.world_size
     ranks, first = 1, context.rank
@@ -47,7 +47,7 @@ def join(plan: Plan, world: World, context: ProcessContext, entry: Entry) -> int
         ranks, first = counts[context.node], [0, *accumulate(counts)][context.node]
     with ExitStack() as stack:
         rendezvous, mine = _meet(plan, world, context, node_info(context, first, ranks, plan.world_size), stack)
-        spill_into(Path(str(plan.config.run.dir)))
+        set_spill_folder(Path(str(plan.config.run.dir)))
         _use_interface(context, mine)
         hang_seconds = plan.config.trainer.hang_timeout_seconds
         if not starts_ranks:

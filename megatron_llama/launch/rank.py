@@ -21,19 +21,19 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from megatron_llama.system.output import protect
+from megatron_llama.system.output import protect_output
 
 if __name__ == "__main__":  # first: the terminal may go while the rest is imported
-    protect()
+    protect_output()
 
 from megatron_llama.config import ConfigError  # noqa: E402
 from megatron_llama.launch.run_dir import report_to_batch_script  # noqa: E402
 from megatron_llama.launch.supervise import FORWARDED, WATCHED  # noqa: E402
 from megatron_llama.plan import Plan  # noqa: E402
 from megatron_llama.system import phase  # noqa: E402
-from megatron_llama.system.errors import fault_of_the_machine  # noqa: E402
+from megatron_llama.system.errors import machine_fault  # noqa: E402
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER  # noqa: E402
-from megatron_llama.system.signals import die_with, ignored_by_wish  # noqa: E402
+from megatron_llama.system.signals import exit_with_parent, is_ignored_by_user  # noqa: E402
 
 Entry = Callable[[Plan], None] | str
 """The work of each rank on the plan: a function, or its name "package.module:function". A name is imported only where
@@ -106,7 +106,7 @@ def describe(error: BaseException) -> Report:
         return Report("interrupt", code=EXIT_INTERRUPTED)
     if isinstance(error, SystemExit) and error.code == EXIT_RESTART:
         return Report("exit", code=EXIT_RESTART)
-    if fault := fault_of_the_machine(error):
+    if fault := machine_fault(error):
         return Report("error", fault, EXIT_FAILED)
     return Report("error", text, EXIT_FAILED, consequence=is_peer_lost(error))
 
@@ -122,9 +122,9 @@ def is_peer_lost(error: BaseException | None) -> bool:
 
 def run_assignment(assignment: Assignment, plan: Plan, entry: Entry) -> NoReturn:
     """Run ``entry`` as one rank of ``plan`` and end the process."""
-    die_with(assignment.launcher_pid)
+    exit_with_parent(assignment.launcher_pid)
     for number in FORWARDED:  # instead of the starter's handlers; then what arrived meanwhile is let through
-        if not ignored_by_wish(number):
+        if not is_ignored_by_user(number):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, _interrupt_once)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
@@ -184,7 +184,7 @@ def run_as_rank(plan: Plan, rank: int, entry: Entry) -> int:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             get_error_handler().record_exception(error)
-        fault = fault_of_the_machine(error)
+        fault = machine_fault(error)
         sys.stderr.write(traceback.format_exc() if fault is None else f"{fault}\n")
         sys.stderr.flush()
         if rank == 0:

@@ -16,9 +16,9 @@ from types import FrameType
 
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED
-from megatron_llama.system.signals import ASKED_TO_STOP, handling
+from megatron_llama.system.signals import STOP_SIGNALS, handle_signals
 
-FORWARDED = (signal.SIGUSR1, *ASKED_TO_STOP)
+FORWARDED = (signal.SIGUSR1, *STOP_SIGNALS)
 WATCHED = (signal.SIGINT, *FORWARDED)
 POLL_SECONDS = 0.05
 
@@ -74,7 +74,7 @@ class Signals:
     def __enter__(self) -> Signals:
         if self._hold:  # before the handlers: they would drop a signal that comes before the first child
             self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-        self._handlers.enter_context(handling(WATCHED, self._receive))
+        self._handlers.enter_context(handle_signals(WATCHED, self._receive))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_llama.config import Config, ConfigError, Host, Problem, hostfile_hosts, listed_hosts
+from megatron_llama.config import Config, ConfigError, Host, Problem, parse_hostfile, parse_hosts
 from megatron_llama.config.settings import DEVICES
 from megatron_llama.devices import Device, async_tp_missing, async_tp_problem, find_device, get_device
 from megatron_llama.launch.environment import ProcessContext
@@ -104,9 +104,9 @@ def _hosts(config: Config) -> list[Host]:
     """The machines that the config names; of a list with mistakes the good ones, a rule reports the others."""
     launch = config.launch
     if launch.hosts or launch.hostfile is None:
-        return listed_hosts(launch.hosts)
+        return parse_hosts(launch.hosts)
     try:
-        return hostfile_hosts(read_whole(Path(launch.hostfile)).decode())
+        return parse_hostfile(read_whole(Path(launch.hostfile)).decode())
     except OSError as error:
         rule, instead = f"it can't be read: {error.strerror}", "write its path, or launch.hosts=[a,b]"
     except ValueError as error:

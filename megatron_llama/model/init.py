@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_llama.arch.names import Piece, is_lora
+from megatron_llama.arch.names import Rectangle, is_lora
 from megatron_llama.config import ModelConfig
 
 # Rows per generator: a rank draws only the blocks that its rectangle overlaps, not whole tensors. The number must never
@@ -19,7 +19,7 @@ from megatron_llama.config import ModelConfig
 _BLOCK_ROWS = 64
 
 
-def initial_values(rectangle: Piece, model: ModelConfig, seed: int) -> torch.Tensor:
+def initial_values(rectangle: Rectangle, model: ModelConfig, seed: int) -> torch.Tensor:
     """Return the initial values of a rectangle of a Hugging Face tensor, fp32, on the CPU.
 
     * Norm weights: ones.
@@ -40,7 +40,7 @@ def initial_values(rectangle: Piece, model: ModelConfig, seed: int) -> torch.Ten
     return _random_values(rectangle, seed, torch.randn).mul_(std)
 
 
-def _random_values(rectangle: Piece, seed: int, draw: Callable[..., torch.Tensor]) -> torch.Tensor:
+def _random_values(rectangle: Rectangle, seed: int, draw: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Return the rectangle of the tensor that ``draw`` generates by blocks of rows."""
     rows, columns = rectangle.global_shape
     first, last = rectangle.offset[0], rectangle.offset[0] + rectangle.size[0]

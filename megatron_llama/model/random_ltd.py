@@ -71,7 +71,7 @@ class Subset:
         ``build`` is the device's ``BuildVisible`` (model/inputs.py). Tokens of a document stay contiguous, so document
         kernels apply. A window or blocks count positions, which have gaps here: these use a dense mask.
         """
-        if pattern.leaves_out(length):
+        if pattern.is_sparse(length):
             return masked(self.positions, pattern, self.documents)
         return build(self.positions, self.documents, Pattern())
 

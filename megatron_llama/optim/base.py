@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.arch.names import Piece
+from megatron_llama.arch.names import Rectangle
 from megatron_llama.config.optimizers import OptimizerRow
 from megatron_llama.devices.kernels import Kernels
 from megatron_llama.plan import Plan
@@ -79,7 +79,7 @@ class OptimizerInputs:
     plan: Plan
     groups: Sequence[Group]
     """Parameter groups with ``params`` and ``weight_decay``. Each parameter is the local tensor of a shard."""
-    rectangles: Mapping[Tensor, Sequence[Piece]]
+    rectangles: Mapping[Tensor, Sequence[Rectangle]]
     """The rectangles of Hugging Face tensors that each parameter consists of."""
     in_blocks: AbstractSet[Tensor]
     """The matrices whose states are in 8 bits, by blocks."""

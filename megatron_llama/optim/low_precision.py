@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from megatron_llama.arch.names import Piece, keep_rows
+from megatron_llama.arch.names import Rectangle, keep_rows
 from megatron_llama.config.optimizers import OptimizerRow
 from megatron_llama.devices.kernels import Kernels
 from megatron_llama.model.init import torch_dtype
@@ -60,7 +60,7 @@ class ElementwiseOptimizer(ShardOptimizer):
         groups: Sequence[Group],
         row: OptimizerRow,
         formula: Formula,
-        rectangles: Mapping[Tensor, Sequence[Piece]],
+        rectangles: Mapping[Tensor, Sequence[Rectangle]],
         *,
         state_dtype: torch.dtype,
         stochastic: bool,
@@ -119,7 +119,7 @@ class ElementwiseOptimizer(ShardOptimizer):
                     tensor[part] = new
         state["step"] += 1
 
-    def _rounded(self, values: Tensor, kind: str, rectangles: Sequence[Piece], step: Tensor) -> Tensor:
+    def _rounded(self, values: Tensor, kind: str, rectangles: Sequence[Rectangle], step: Tensor) -> Tensor:
         if not self.stochastic:
             return values.to(torch.bfloat16)
         noises = torch.zeros(values.shape, dtype=torch.int32, device=values.device)  # 0 for vocabulary padding

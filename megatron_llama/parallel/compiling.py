@@ -27,7 +27,7 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device
 from megatron_llama.parallel.tensor import NotOverlapped, Overlap, enable_async_overlap, no_overlap_error
 from megatron_llama.plan import Plan
-from megatron_llama.plan.schedules import lengths
+from megatron_llama.plan.schedules import curriculum_lengths
 from megatron_llama.system.files import wait_for_lock, write_atomically
 
 WARM_UP_BATCHES = 2
@@ -103,7 +103,7 @@ class Compiler:
         # A block is compiled for training and validation, for each sequence length of a curriculum and of random-LTD.
         # Beyond its limit Dynamo runs a new shape uncompiled.
         steps, ltd = self.plan.config.trainer.steps, self.plan.random_ltd
-        self._cuts = {cut.length for _, cut in lengths(self.plan.config.data, steps)}
+        self._cuts = {cut.length for _, cut in curriculum_lengths(self.plan.config.data, steps)}
         shapes = 2 * (1 + len(self._cuts) + (0 if ltd is None else len(ltd.lengths(steps))))
         dynamo.recompile_limit = max(dynamo.recompile_limit, shapes)
         dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, shapes)
@@ -240,7 +240,7 @@ def may_compile(plan: Plan, step: int, first: int) -> bool:
     The watchdog allows such steps more time (``phase.PATIENT``): a large model has compiled on Trainium for longer than
     trainer.hang_timeout_seconds.
     """
-    begins = [since for since, _ in lengths(plan.config.data, plan.config.trainer.steps)]
+    begins = [since for since, _ in curriculum_lengths(plan.config.data, plan.config.trainer.steps)]
     if plan.random_ltd is not None:
         begins += plan.random_ltd.lengths(plan.config.trainer.steps)
     if any(since <= step < since + WARM_UP_BATCHES for since in (first, *begins)):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_llama.arch.names import Piece, TensorParallel, keep_rows, pieces
+from megatron_llama.arch.names import Rectangle, TensorParallel, keep_rows, rectangles
 from megatron_llama.model.quantized import dequantize, quantize
 from megatron_llama.parallel.fsdp import ComputeCopies
 from megatron_llama.plan import Plan
@@ -25,7 +25,7 @@ class Shard:
     parameter: nn.Parameter
     """The DTensor over the data-parallel ranks that ``fully_shard`` made of it, or what it was (parallel/fsdp.py): the
     master, if the layers have a working copy."""
-    rectangles: list[Piece]
+    rectangles: list[Rectangle]
     """The rectangles, with local offsets in ``local``. Rows that pad the vocabulary are in none."""
     counts: bool
     """Whether norms count this data-parallel replica, and checkpoints contain it."""
@@ -88,7 +88,7 @@ def shards_of(chunk: nn.Module, plan: Plan, topology: Topology, copies: ComputeC
         if copies is not None:
             parameter = copies.master_of.get(parameter, parameter)
         tp = TensorParallel(topology.place["tp"], topology.sizes["tp"])
-        parts = pieces(name, plan.model, tp, plan.padded_vocab_size, plan.config.finetune)
+        parts = rectangles(name, plan.model, tp, plan.padded_vocab_size, plan.config.finetune)
         start, stop = _rows(parameter.shape[0], topology.shard_rank, topology.shard_size)
         assert _local(parameter.data).shape[0] == stop - start, f"{name}: fully_shard kept other rows than expected"
         quantized = plan.quantized if parameter.dtype == torch.uint8 else None

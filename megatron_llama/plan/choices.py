@@ -11,14 +11,14 @@ import yaml
 
 from megatron_llama.arch.pattern import Pattern, pattern_of
 from megatron_llama.arch.shapes import head_dim
-from megatron_llama.config.data_settings import weights_and_paths
+from megatron_llama.config.data_settings import split_weights
 from megatron_llama.config.fields import get, settings_by_name
 from megatron_llama.config.precision import LEAST_IN_BLOCKS, STATE_BLOCK
-from megatron_llama.config.problems import shown
+from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings import Config
 from megatron_llama.corpus.epochs import samples_per_epoch
 from megatron_llama.devices import NAMES, device_named, find_device
-from megatron_llama.plan.derive import fault_of
+from megatron_llama.plan.derive import check_split
 from megatron_llama.plan.plan import Plan
 from megatron_llama.system.files import check_yaml, read_whole
 from megatron_llama.system.tables import gib
@@ -52,7 +52,7 @@ def choose_defaults(config: Config, fast_bf16: bool = True) -> tuple[Config, tup
 
 def _as_begun(config: Config) -> Iterator[str]:
     """Takes over, in place, what the run that goes on has in its config.yaml."""
-    run = run_that_goes_on(config)
+    run = resumed_run_dir(config)
     if run is None or all(get(config, name) is not None for name in KEPT):
         return
     try:
@@ -70,7 +70,7 @@ def _as_begun(config: Config) -> Iterator[str]:
             continue
         if get(config, name) is None and setting.has_type(value) and not setting.problem(value):
             setattr(get(config, section), key, value)
-            kept.append(f"{name}={shown(value)}")
+            kept.append(f"{name}={format_value(value)}")
     if kept:
         yield f"{', '.join(kept)}: {run} began so"
 
@@ -83,10 +83,10 @@ def _same_stages(config: Config, saved: dict[str, Any]) -> bool:
     split = there.get("pipeline_layers")
     if not isinstance(split, list) or not all(isinstance(size, int) for size in split) or there.get("vpp") != here.vpp:
         return False
-    return fault_of(split, config.model.num_hidden_layers, here.pp, here.vpp) is None
+    return check_split(split, config.model.num_hidden_layers, here.pp, here.vpp) is None
 
 
-def run_that_goes_on(config: Config) -> Path | None:
+def resumed_run_dir(config: Config) -> Path | None:
     """The folder of the run whose checkpoint this one goes on from; None where there is none."""
     resume = config.checkpoint.resume
     if resume not in ("auto", "never"):
@@ -110,7 +110,7 @@ def _on_an_accelerator(config: Config, fast_bf16: bool) -> Iterator[str]:
         yield f"trainer.precision={trainer.precision}: {why}"
     if trainer.compile is None:
         trainer.compile = trainer.epochs is None and trainer.steps >= LONG_RUN  # the steps of epochs are not known yet
-        yield f"trainer.compile={shown(trainer.compile)}: it pays from {LONG_RUN:,} steps on"
+        yield f"trainer.compile={format_value(trainer.compile)}: it pays from {LONG_RUN:,} steps on"
 
 
 def _on_a_cpu(config: Config) -> Iterator[str]:
@@ -139,7 +139,7 @@ LARGE = 10**9
 """Parameters of a model that nobody trains on the demo's text."""
 
 
-def notes_on(config: Config, plan: Plan) -> Iterator[str]:
+def list_notes(config: Config, plan: Plan) -> Iterator[str]:
     """Notes on the plan that was derived from ``config``; what derivation itself noted is in the plan already."""
     method, trainer, data = config.finetune.method, plan.config.trainer, config.data
     if method != "none" and config.init_from is None:
@@ -147,13 +147,13 @@ def notes_on(config: Config, plan: Plan) -> Iterator[str]:
             f"finetune.method={method} starts from random weights here, which is of use for measuring only: init_from "
             "is not set"
         )
-    for _, path in plan.record_files:
+    for _, path in plan.raw_data_files:
         yield f"{path} is not prepared yet: a run does that first, with data_prep/sft.py's code"
     if trainer.val_every_steps is not None and trainer.val_every_steps > trainer.steps > 0:
         yield f"no validation: trainer.val_every_steps={trainer.val_every_steps} of {trainer.steps} steps"
     pattern, inside = pattern_of(plan.model), data.pack or data.document_mask
-    if inside or pattern.leaves_out(data.length):
-        pattern = pattern if pattern.leaves_out(data.length) else Pattern()
+    if inside or pattern.is_sparse(data.length):
+        pattern = pattern if pattern.is_sparse(data.length) else Pattern()
         where = " inside documents" * inside
         if pattern.window:
             where += f" in a window of {pattern.window:,} tokens"
@@ -180,7 +180,7 @@ def notes_on(config: Config, plan: Plan) -> Iterator[str]:
             yield from _validation(plan)
     except (OSError, ValueError):  # a missing or broken dataset is for the checks of files to report
         return
-    weights, paths = weights_and_paths(data.prefixes)
+    weights, paths = split_weights(data.prefixes)
     if data.kind == "pretrain" and len(paths) > 1 and not weights:
         yield "data.prefixes has no weights: each dataset counts by its sequences, so that an epoch reads each once"
 
@@ -198,7 +198,7 @@ def _random_ltd(plan: Plan) -> Iterator[str]:
             f"trainer.random_ltd: in the last step layers still see {ltd.length(max(1, steps)):,} of "
             f"{ltd.seq_length:,} tokens, but all of them in validation; memory is planned for all"
         )
-    if pattern_of(plan.model).leaves_out(ltd.seq_length):
+    if pattern_of(plan.model).is_sparse(ltd.seq_length):
         yield "trainer.random_ltd: where tokens are dropped, attention is computed whole behind a mask of the positions"
 
 

@@ -12,9 +12,9 @@ from typing import Any, cast
 from megatron_llama.arch.flops import FORWARD_AND_BACKWARD, flops_per_token
 from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.arch.shapes import head_dim, kv_heads, padded_vocab_size, parameters, stage_parameters, whole_model
-from megatron_llama.config.data_settings import record_files, weights_and_paths
+from megatron_llama.config.data_settings import raw_data_files, split_weights
 from megatron_llama.config.precision import PRECISIONS
-from megatron_llama.config.problems import shown
+from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings import Config
 from megatron_llama.corpus.epochs import samples_per_epoch
 from megatron_llama.plan.plan import Plan
@@ -41,21 +41,22 @@ VALIDATION_STEPS = 4
 def derive_plan(config: Config, world_size: int) -> Plan:
     """The plan of a config that breaks no rule. ``config`` is left as it is; the notes are of what was derived.
     ``chosen`` is set where the stages are not even."""
-    asked, config, notes, chosen = config, copy.deepcopy(config), list[str](), tuple[str, ...]()
+    requested, config, notes, chosen = config, copy.deepcopy(config), list[str](), tuple[str, ...]()
     model, data, trainer, finetune = config.model, config.data, config.trainer, config.finetune
     model.num_key_value_heads, model.head_dim = kv_heads(model), head_dim(model)
     if data.cache_dir is None and data.prefixes and not data.mock:
-        first = weights_and_paths(data.prefixes)[1][0]
+        first = split_weights(data.prefixes)[1][0]
         data.cache_dir = os.path.join(os.path.dirname(first), "index_cache")
     grid = Grid.of(trainer).with_world(world_size)
     tp, pp, dp, data_ranks = trainer.tp, trainer.pp, grid.sizes["dp"], grid.product(*grid.same_weights)
     trainer.dp, trainer.shard_group = dp, trainer.shard_group or data_ranks
     trainer.compile_cache = os.path.abspath(os.path.expanduser(trainer.compile_cache or user_cache("compile")))
     num_microbatches = grid.share("samples", trainer.global_batch_size) // trainer.micro_batch_size
-    if trainer.pipeline_layers is None and (uneven := uneven_layers(config, num_microbatches)):
+    if trainer.pipeline_layers is None and (uneven := balance_layers(config, num_microbatches)):
         trainer.pipeline_layers = uneven
-        work = f"{head_in_layers(config):.1f} layers"
-        chosen = (f"trainer.pipeline_layers={shown(uneven)}: the last stage also has the head, as much work as {work}",)
+        work = f"{head_cost_in_layers(config):.1f} layers"
+        split = f"trainer.pipeline_layers={format_value(uneven)}"
+        chosen = (f"{split}: the last stage also has the output head, which costs as much as {work}",)
     chunks = split_layers(model.num_hidden_layers, pp, trainer.vpp, trainer.pipeline_layers)
     trainer.pipeline_layers = [sum(map(len, chunks[stage::pp])) for stage in range(pp)]
     if finetune.method == "lora" and finetune.frozen_dtype is None:
@@ -81,7 +82,7 @@ def derive_plan(config: Config, world_size: int) -> Plan:
     _derive_random_ltd(config)
     return Plan(
         config=config,
-        asked=asked,
+        requested=requested,
         world_size=world_size,
         dp=dp,
         num_microbatches=num_microbatches,
@@ -93,7 +94,7 @@ def derive_plan(config: Config, world_size: int) -> Plan:
             stage_parameters(model, finetune, layers, tp, first=stage == 0, last=stage == pp - 1, sp=trainer.sp)
             for stage, layers in enumerate(trainer.pipeline_layers)
         ),
-        record_files=tuple(record_files(data)),
+        raw_data_files=tuple(raw_data_files(data)),
         notes=tuple(notes),
         chosen=chosen,
     )
@@ -162,14 +163,14 @@ besides its products is not counted."""
 def split_layers(layers: int, pp: int, vpp: int, pipeline_layers: Sequence[int] | None) -> list[tuple[int, ...]]:
     """Layer numbers of each virtual stage; entry v * pp + p is chunk v of stage p, ascending in that order."""
     if pipeline_layers is None:
-        sizes = spread(layers, pp * vpp)
+        sizes = split_evenly(layers, pp * vpp)
     else:
-        chunks = [spread(count, vpp) for count in pipeline_layers]
+        chunks = [split_evenly(count, vpp) for count in pipeline_layers]
         sizes = [chunks[stage][chunk] for chunk in range(vpp) for stage in range(pp)]
     return [tuple(range(end - size, end)) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 
-def fault_of(split: Sequence[int], layers: int, pp: int, vpp: int) -> str | None:
+def check_split(split: Sequence[int], layers: int, pp: int, vpp: int) -> str | None:
     """The rule that a split over ``pp`` stages breaks; None where it breaks none."""
     if len(split) != pp:
         return f"has {len(split)} numbers, and must have one for each of the pp={pp} stages"
@@ -180,13 +181,13 @@ def fault_of(split: Sequence[int], layers: int, pp: int, vpp: int) -> str | None
     return None
 
 
-def spread(total: int, parts: int) -> list[int]:
+def split_evenly(total: int, parts: int) -> list[int]:
     """``total`` over ``parts`` as evenly as whole numbers allow, the first parts taking what is left over."""
     share, left_over = divmod(total, parts)
     return [share + (part < left_over) for part in range(parts)]
 
 
-def head_in_layers(config: Config) -> float:
+def head_cost_in_layers(config: Config) -> float:
     """The work of the output head in a training step, as a multiple of a layer's.
 
     By FLOPs, with those that full recomputation repeats, and without what random-LTD leaves out. The embedding is a
@@ -201,7 +202,7 @@ def head_in_layers(config: Config) -> float:
     return head * model.num_hidden_layers / layers
 
 
-def uneven_layers(config: Config, microbatches: int) -> list[int] | None:
+def balance_layers(config: Config, microbatches: int) -> list[int] | None:
     """Layers of each stage where the last, which has the output head, gets fewer, so that the others wait less for it.
     None where an even split is as good. Of splits that are almost as good it is the one that is nearest to even.
 
@@ -213,13 +214,13 @@ def uneven_layers(config: Config, microbatches: int) -> list[int] | None:
     layers, trainer = config.model.num_hidden_layers, config.trainer
     if trainer.pp == 1 or trainer.vpp > 1 or microbatches == 1:
         return None
-    head = head_in_layers(config)
+    head = head_cost_in_layers(config)
 
     def heaviest(split: Sequence[int]) -> float:
         return max(*split[:-1], split[-1] + head)
 
-    even = spread(layers, trainer.pp)
-    splits = [[*spread(layers - last, trainer.pp - 1), last] for last in range(even[-1], 0, -1)]
+    even = split_evenly(layers, trainer.pp)
+    splits = [[*split_evenly(layers - last, trainer.pp - 1), last] for last in range(even[-1], 0, -1)]
     least = min(map(heaviest, splits))
     found = next(split for split in splits if heaviest(split) * _WORTH <= least)
     return None if found == even else found

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from megatron_llama.arch.flops import with_random_ltd
 from megatron_llama.arch.pattern import pattern_of
-from megatron_llama.config.data_settings import PERCENTILE, VALUE, metrics_of
+from megatron_llama.config.data_settings import PERCENTILE, VALUE, curriculum_metrics
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, STATE_BLOCK, quantized_bytes, state_bytes_8bit
 from megatron_llama.config.problems import fill
 from megatron_llama.config.settings import TrainerConfig
 from megatron_llama.plan.memory import Footprint, stage_footprints
 from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.schedules import BatchSchedule, lengths
+from megatron_llama.plan.schedules import BatchSchedule, curriculum_lengths
 from megatron_llama.system.tables import gib, plural, short_count
 from megatron_llama.topology import chunks_of
 
@@ -218,14 +218,14 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
 def _curriculum(plan: Plan) -> Iterator[str]:
     """How the difficulty rises, and with it the length of sequences."""
     data, last = plan.config.data, max(1, plan.config.trainer.steps)
-    for metric in metrics_of(data.curriculum):
+    for metric in curriculum_metrics(data.curriculum):
         rises = metric.rises(last)
         (_, least), (step, most) = rises[0], rises[-1]
         unit = {VALUE: "", PERCENTILE: f"/{metric.highest} of the samples"}[metric.difficulty_type]
         levels = f"{len(rises)} {plural(len(rises), 'level')}"
         yield _line("curriculum", f"{metric.metric} {least:,} to {most:,}{unit} by step {step:,} · {levels}")
         if metric.is_length:
-            cuts = [f"{cut.pieces} × {cut.length:,} from {since:,}" for since, cut in lengths(data, last)]
+            cuts = [f"{cut.pieces} × {cut.length:,} from {since:,}" for since, cut in curriculum_lengths(data, last)]
             cuts = cuts if len(cuts) <= MOST_SHAPES else [*cuts[: MOST_SHAPES - 1], "…", cuts[-1]]
             yield _line("", f"sequences are cut into (from step): {', '.join(cuts)}")
             if plan.config.trainer.compile:
@@ -263,15 +263,15 @@ def _runs(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
 
 def _readings(plan: Plan) -> list[str]:
     """One row per dataset: its epoch, and what the run reads of it."""
-    if not plan.readings:
+    if not plan.dataset_usage:
         return []
     unit = "sequences" if plan.config.data.kind == "pretrain" else "examples"
     rows = [[f"dataset, in {unit}", "per epoch", "tokens", "share", "read", "tokens", "epochs"]]
-    for number in _some(len(plan.readings), MOST_ROWS):
+    for number in _some(len(plan.dataset_usage), MOST_ROWS):
         if number is None:
             rows.append(["…"] + [""] * (len(rows[0]) - 1))
             continue
-        reading = plan.readings[number]
+        reading = plan.dataset_usage[number]
         name = reading.prefix if len(reading.prefix) <= MOST_LETTERS else "…" + reading.prefix[1 - MOST_LETTERS :]
         tokens = short_count(reading.tokens), short_count(reading.tokens * reading.epochs)
         amounts = f"{reading.sequences:,}", tokens[0], f"{100 * reading.share:.3g} %", f"{reading.read:,}", tokens[1]

@@ -16,14 +16,14 @@ from megatron_llama.arch.shapes import fused_matrix, kv_heads, lora_parameters
 from megatron_llama.config.precision import BYTES, EXCHANGE_BLOCK, STATE_BLOCK, exchanged_bytes, state_bytes_8bit
 from megatron_llama.config.settings import TrainerConfig
 from megatron_llama.devices import INDUCTOR, find_device
-from megatron_llama.plan.derive import spread
+from megatron_llama.plan.derive import split_evenly
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.storage import SHARDS
 from megatron_llama.topology import AXIS_NAMES
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """The model, with what Llama fixes and other decoders don't."""
 
     hidden: int
@@ -50,7 +50,7 @@ class Shape:
         """Width of all key heads; that of the values too."""
         return self.kv_heads * self.head_dim
 
-    def layer_products(self, tp: int = 1) -> tuple[tuple[int, int], ...]:
+    def layer_matmuls(self, tp: int = 1) -> tuple[tuple[int, int], ...]:
         """(in, out) of each matrix product of a block on one of ``tp`` ranks."""
         keys = max(self.kv_heads // tp, 1) * self.head_dim
         return (
@@ -62,7 +62,7 @@ class Shape:
 
     def layer_parameters(self, tp: int = 1) -> int:
         """Parameters of a block on one of ``tp`` ranks: its matrices and two norms."""
-        return sum(rows * columns for rows, columns in self.layer_products(tp)) + 2 * self.hidden
+        return sum(rows * columns for rows, columns in self.layer_matmuls(tp)) + 2 * self.hidden
 
     @property
     def parameters(self) -> int:
@@ -109,7 +109,7 @@ class Program:
     """With sequence parallelism, the gathered inputs of the products are kept, not each rank's part of them."""
     chunks_logits: bool = False
     """Logits are made by chunks of tokens with their gradients, and are gone before the first block's backward pass."""
-    widens_logits: bool = True
+    upcasts_logits: bool = True
     """A chunk's logits in 16 bits have a copy in 32 bits beside them; else the loss reads and writes them as they are
     (model/loss.py, ``fused``)."""
     reshards: bool = False
@@ -142,11 +142,11 @@ OURS = Program(
     repeats_elementwise=True,
     loss_in_steps=True,
 )
-COMPILED = replace(OURS, name="megatron_llama, compiled", kernels="compiled", widens_logits=False)
+COMPILED = replace(OURS, name="megatron_llama, compiled", kernels="compiled", upcasts_logits=False)
 OUR_PROGRAMS = {
     "ours": OURS,
     "ours, compiled": COMPILED,
-    "ours, other compiler": replace(COMPILED, name="the same, not by Inductor", widens_logits=True),
+    "ours, other compiler": replace(COMPILED, name="the same, not by Inductor", upcasts_logits=True),
     "ours, overlapped": replace(COMPILED, name="the same, trainer.async_tp", overlaps_tp=True, symmetric_memory=True),
 }
 """The variants of this program."""
@@ -156,7 +156,7 @@ OUR_PROGRAMS = {
 class Job:
     """One training run, as the formulas see it."""
 
-    shape: Shape
+    shape: ModelShape
     seq: int
     """Tokens in a sequence."""
     micro_batch: int
@@ -254,11 +254,11 @@ class Job:
 
 @functools.cache
 def _evenly(layers: int, stages: int) -> tuple[int, ...]:
-    return tuple(spread(layers, stages))
+    return tuple(split_evenly(layers, stages))
 
 
 @functools.cache
-def _by_cost(shape: Shape, stages: int) -> tuple[int, ...]:
+def _by_cost(shape: ModelShape, stages: int) -> tuple[int, ...]:
     """Layers of each stage where each one is filled until its cost reaches an equal share; the last has the rest."""
     head = shape.vocab * shape.hidden / shape.layer_parameters()
     share, left, found = (shape.layers + head) / stages, shape.layers, []
@@ -300,7 +300,7 @@ def job_of_plan(plan: Plan) -> Job:
     model, trainer, precision = plan.model, plan.config.trainer, plan.precision
     keys = kv_heads(model)
     assert model.head_dim is not None, "resolve fills it in"
-    shape = Shape(
+    shape = ModelShape(
         hidden=model.hidden_size,
         layers=model.num_hidden_layers,
         heads=model.num_attention_heads,

@@ -61,7 +61,7 @@ def stage_footprints(plan: Plan) -> list[Footprint]:
         if "optimizer" in plan.config.trainer.offload:  # its states, and copies of weights and gradients
             shard = BYTES[plan.precision.param_dtype] * -(-stage.trained // plan.shard_size)
             states, on_host = states._replace(optimizer=0), states.optimizer + 2 * shard
-        if plan.config.trainer.batch_schedule or under_way(job, number) < job.num_microbatches:
+        if plan.config.trainer.batch_schedule or microbatches_in_flight(job, number) < job.num_microbatches:
             needed = footprint(job, number, states)
             found.append(replace(needed, host=needed.host + on_host))
             continue
@@ -148,7 +148,8 @@ def check_memory(
     parts = f"weights {gib(needed.weights)}, gradients {gib(needed.gradients)}, optimizer {gib(needed.optimizer)}"
     size, what = needed.states, "before any activation"
     if machine.accelerator:
-        parts += f", activations {gib(needed.kept)}, logits {gib(needed.logits)}, buffers {gib(needed.buffers)}"
+        parts += f", activations {gib(needed.activation_bytes)}"
+        parts += f", logits {gib(needed.logits)}, buffers {gib(needed.buffers)}"
         size, what = needed.total, "at its peak"
     together = f", {gib(size * machine.ranks)} for {machine.ranks} ranks" if machine.ranks > 1 else ""
     rule = (
@@ -156,7 +157,7 @@ def check_memory(
         f"{machine.name} has {gib(machine.memory_bytes)}"
     )
     field, value = ("device.memory_gib", stated) if stated is not None else ("model", plan.model.name)
-    return [Problem(field, value, rule, _what_fits(plan, machine, again), only_here=stated is None)]
+    return [Problem(field, value, rule, _what_fits(plan, machine, again), machine_specific=stated is None)]
 
 
 def _sure(needed: Footprint, machine: Machine) -> float:
@@ -196,7 +197,7 @@ def _what_fits(plan: Plan, machine: Machine, again: Callable[[Config, int], Plan
 
 
 # The estimate, for our own runs and other programs' models. Weights, gradients and optimizer states follow from
-# parameters, precision and sharding. Activations are the tensors that the backward pass keeps (``kept_by_layer``),
+# parameters, precision and sharding. Activations are the tensors that the backward pass keeps (``layer_activations``),
 # times the micro batches under way. The largest moment is that of the loss with its gradient, or of a recomputed block.
 
 FP32 = 4
@@ -239,22 +240,22 @@ class Footprint:
         return self.weights + self.gradients + self.optimizer
 
     @property
-    def kept(self) -> int:
+    def activation_bytes(self) -> int:
         """All activations."""
         return sum(self.activations.values())
 
     @property
     def total(self) -> int:
         """The peak."""
-        return self.states + self.kept + self.logits + self.buffers
+        return self.states + self.activation_bytes + self.logits + self.buffers
 
     def parts(self) -> dict[str, int]:
         """Bytes by component, the activations as one."""
         found = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "host"}
-        return {**found, "activations": self.kept}
+        return {**found, "activations": self.activation_bytes}
 
 
-def under_way(job: Job, stage: int) -> float:
+def microbatches_in_flight(job: Job, stage: int) -> float:
     """Micro batches whose activations a stage holds at once, as multiples of the whole stage (arXiv:2104.04473)."""
     if job.pp == 1:
         return 1.0
@@ -264,7 +265,7 @@ def under_way(job: Job, stage: int) -> float:
     return min(job.num_microbatches * job.vpp, chunks) / job.vpp
 
 
-def kept_by_layer(job: Job, recompute: str | None = None) -> dict[str, float]:
+def layer_activations(job: Job, recompute: str | None = None) -> dict[str, float]:
     """Bytes that the backward pass of one block keeps of one micro batch, by kind."""
     recompute = recompute or job.recompute
     shape, program, width = job.shape, job.program, job.inner_bytes
@@ -298,7 +299,7 @@ def kept_by_layer(job: Job, recompute: str | None = None) -> dict[str, float]:
         found["scores"] = 5 * shape.heads / job.tp * job.seq * job.tokens
     if recompute == "half":
         # torchtitan: every second product is kept, attention's output too.
-        outputs = sum(columns for _, columns in shape.layer_products(job.tp)) - queries
+        outputs = sum(columns for _, columns in shape.layer_matmuls(job.tp)) - queries
         return {"block inputs": stream / split, "products": (outputs / 2 + 2 * queries) * job.tokens * width}
     return found
 
@@ -306,15 +307,15 @@ def kept_by_layer(job: Job, recompute: str | None = None) -> dict[str, float]:
 def footprint(job: Job, stage: int, states: States | None = None) -> Footprint:
     """The peak of one rank of pipeline stage ``stage``; ``states`` where more is known of them than ``job.state``."""
     weights, gradients, optimizer = states or _states(job, stage)
-    layers, times, last = job.layers_by_stage[stage], under_way(job, stage), stage == job.pp - 1
+    layers, times, last = job.layers_by_stage[stage], microbatches_in_flight(job, stage), stage == job.pp - 1
     again = -(-layers // job.recompute_every)  # blocks that recompute
     activations: dict[str, float] = defaultdict(float)
     for blocks, recompute in ((again, job.recompute), (layers - again, "none")):
-        for kind, size in kept_by_layer(job, recompute).items() if blocks else ():
+        for kind, size in layer_activations(job, recompute).items() if blocks else ():
             activations[kind] += size * blocks * times
     host, back = 0.0, 0.0
     if job.offloads_activations:  # the block that computes has its own back, and the next one's are on their way
-        host, back = sum(activations.values()), min(2, layers) * sum(kept_by_layer(job).values())
+        host, back = sum(activations.values()), min(2, layers) * sum(layer_activations(job).values())
         activations.clear()
     stream = job.tokens * job.shape.hidden * job.inner_bytes
     split = job.tp if job.sp else 1
@@ -355,7 +356,7 @@ def _head(job: Job) -> float:
         sharded = job.program.sharded_logit_bytes if job.tp > 1 else None
         return float(job.tokens * table * (sharded or job.program.logit_bytes))
     chunk, weight = min(job.tokens, loss_chunk(job.shape.hidden)), table * job.shape.hidden
-    wide = FP32 if job.program.widens_logits and width < FP32 else 0
+    wide = FP32 if job.program.upcasts_logits and width < FP32 else 0
     logits = chunk * table * (width + wide)
     stream = job.tokens * job.shape.hidden * width  # the norm's output and the gradient of it, in parts or whole
     streams = stream + stream / (job.tp if job.sp else 1)
@@ -391,9 +392,9 @@ def _gathered(job: Job, stage: int, in_head: bool = False) -> float:
 
 def _block(job: Job, stage: int) -> float:
     """A block in the backward pass: what is computed again, and gradients of the feed-forward's inner tensors."""
-    again = sum(kept_by_layer(job, "none").values()) if job.recompute == "full" else 0.0
+    again = sum(layer_activations(job, "none").values()) if job.recompute == "full" else 0.0
     if stage == job.pp - 1 and not job.program.chunks_logits:
         return again
     inner = 3 * job.tokens * job.shape.ffn / job.tp
-    largest = 0 if job.lora_parameters else max(rows * columns for rows, columns in job.shape.layer_products(job.tp))
+    largest = 0 if job.lora_parameters else max(rows * columns for rows, columns in job.shape.layer_matmuls(job.tp))
     return again + (inner + largest) * job.inner_bytes

@@ -8,8 +8,8 @@ from pathlib import Path
 from megatron_llama.arch.shapes import StageParameters
 from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS, Precision
 from megatron_llama.config.settings import Config, ModelConfig
-from megatron_llama.corpus.epochs import Reading
-from megatron_llama.plan.schedules import BatchSchedule, Position, TokenSchedule
+from megatron_llama.corpus.epochs import DatasetUsage
+from megatron_llama.plan.schedules import BatchSchedule, RunPosition, TokenSchedule
 from megatron_llama.plan.storage import Storage
 from megatron_llama.topology import Divided, Grid, Topology
 
@@ -21,7 +21,7 @@ class Plan:
     config: Config
     """The settings. Derived ones are no longer None, except facts about the device, run.dir, which depends on the time,
     the cache_dir of made-up data, and val_steps, where None means the whole set."""
-    asked: Config = field(compare=False)
+    requested: Config = field(compare=False)
     """The settings as they were given: what was left to be derived is None."""
     world_size: int
     """Devices, one process each."""
@@ -39,15 +39,15 @@ class Plan:
     """The whole model with LoRA's parameters, without padding and copies."""
     stages: tuple[StageParameters, ...]
     """What one rank of each pipeline stage holds."""
-    record_files: tuple[tuple[str, str], ...]
+    raw_data_files: tuple[tuple[str, str], ...]
     """(setting, path) of the files of records that are still to be prepared."""
-    readings: tuple[Reading, ...] = ()
+    dataset_usage: tuple[DatasetUsage, ...] = ()
     """What the run reads of each training dataset; empty for made-up data, and where a dataset is not there."""
     chosen: tuple[str, ...] = field(default=(), compare=False)
     """Defaults that were chosen by model and device, each with the reason."""
     notes: tuple[str, ...] = ()
     """What a user should know about the plan."""
-    start: Position = Position()
+    start: RunPosition = RunPosition()
     """Where the run goes on; known when its checkpoint is loaded."""
 
     @property

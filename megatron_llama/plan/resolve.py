@@ -9,11 +9,11 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
-from megatron_llama.config.fields import check_limits, get, with_defaults_for
-from megatron_llama.config.problems import ConfigError, Problem, told_together
+from megatron_llama.config.fields import check_limits, get, reset_to_defaults
+from megatron_llama.config.problems import ConfigError, Problem, merge_problems
 from megatron_llama.config.settings import Config, OptimConfig
-from megatron_llama.corpus.epochs import Reading, readings
-from megatron_llama.plan.choices import choose_defaults, notes_on
+from megatron_llama.corpus.epochs import DatasetUsage, dataset_usage
+from megatron_llama.plan.choices import choose_defaults, list_notes
 from megatron_llama.plan.derive import derive_plan
 from megatron_llama.plan.memory import Machine, check_memory
 from megatron_llama.plan.plan import Plan
@@ -51,11 +51,11 @@ def resolve(
     problems = [*known, *beyond_limits]
     # Rules see a copy with defaults in place of impossible values: each mistake is reported once, and the others are
     # still found.
-    asked = with_defaults_for(config, beyond_limits)
-    sanitized, chosen = choose_defaults(asked, fast_bf16=machine is None or machine.fast_bf16)
+    requested = reset_to_defaults(config, beyond_limits)
+    sanitized, chosen = choose_defaults(requested, fast_bf16=machine is None or machine.fast_bf16)
     problems += check_rules(RULES, sanitized, world_size, {problem.field for problem in problems})
     plan = None if problems else derive_plan(sanitized, world_size)
-    plan = plan and replace(plan, asked=asked, chosen=(*chosen, *plan.chosen))
+    plan = plan and replace(plan, requested=requested, chosen=(*chosen, *plan.chosen))
     if plan is not None and sanitized.trainer.epochs is not None:
         problems += check_rules(RULES, plan.config, world_size)  # of the steps, which are known only now
         if plan.config.trainer.steps == 0:
@@ -65,21 +65,21 @@ def resolve(
             problems.append(Problem("trainer.epochs", sanitized.trainer.epochs, rule, advice))
     found = check_paths(sanitized, exists) + (check_memory(plan, machine, _again) if plan else [])
     # A dry run is about what a run would be, perhaps elsewhere: what only this machine lacks is a note there.
-    noted = [problem for problem in found if sanitized.dry_run and problem.only_here]
+    noted = [problem for problem in found if sanitized.dry_run and problem.machine_specific]
     problems += [problem for problem in found if problem not in (*noted, *known)]
     if problems or plan is None:
         raise ConfigError(problems)
-    refusals = [f"a run would be refused here: {told}" for told in told_together(noted)]
-    read: tuple[Reading, ...] = ()
+    refusals = [f"a run would be refused here: {told}" for told in merge_problems(noted)]
+    read: tuple[DatasetUsage, ...] = ()
     if not plan.config.data.mock:
         with contextlib.suppress(OSError, ValueError):  # a missing or broken dataset is for the checks of files
-            read = readings(plan.config.data, plan.batches.after(plan.config.trainer.steps).samples)
-    return replace(plan, readings=read, notes=(*plan.notes, *refusals, *notes_on(sanitized, plan)))
+            read = dataset_usage(plan.config.data, plan.batches.after(plan.config.trainer.steps).samples)
+    return replace(plan, dataset_usage=read, notes=(*plan.notes, *refusals, *list_notes(sanitized, plan)))
 
 
 # Configs that differ from one in a few settings: plans of other possible runs.
 
-def varied(config: Config, settings: Mapping[str, Any], optim: OptimConfig | None = None) -> Config:
+def change_settings(config: Config, settings: Mapping[str, Any], optim: OptimConfig | None = None) -> Config:
     """A copy of ``config``, as it was asked for, with other ``settings`` by their full names.
 
     Data are made up, and no memory is stated, so that nothing is refused for what is tried by itself. With another tp

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from megatron_llama.arch.flops import Kept
-from megatron_llama.config.data_settings import RESHAPE, CurriculumMetric, metrics_of
+from megatron_llama.arch.flops import RetainedTokens
+from megatron_llama.config.data_settings import RESHAPE, CurriculumMetric, curriculum_metrics
 from megatron_llama.config.settings import Config, DataConfig
 
 
 @dataclass(frozen=True)
-class Position:
+class RunPosition:
     """Where a run stands between two steps."""
 
     step: int = 0
@@ -41,16 +41,16 @@ class BatchSchedule:
     """(consumed samples from which it holds, sequences per step), ascending, the first from 0. A step has the size that
     holds where it begins."""
     seq_length: int
-    start: Position = Position()
+    start: RunPosition = RunPosition()
     """Where the run starts, or goes on from a checkpoint."""
-    kept: tuple[tuple[int, int], ...] = ()
+    trained_tokens: tuple[tuple[int, int], ...] = ()
     """(first step, tokens of each sequence that are trained on) while a curriculum makes them fewer."""
 
     @classmethod
-    def of(cls, config: Config, start: Position = Position()) -> BatchSchedule:
+    def of(cls, config: Config, start: RunPosition = RunPosition()) -> BatchSchedule:
         """The schedule of a config."""
         trainer, data = config.trainer, config.data
-        kept = tuple((step, cut.tokens) for step, cut in lengths(data, trainer.steps))
+        kept = tuple((step, cut.tokens) for step, cut in curriculum_lengths(data, trainer.steps))
         return cls(all_sizes(trainer.global_batch_size, trainer.batch_schedule), data.length, start, kept)
 
     @property
@@ -58,18 +58,18 @@ class BatchSchedule:
         """Consumed samples from which the global batch is the largest."""
         return max(self.sizes, key=lambda entry: entry[1])[0]
 
-    def after(self, step: int) -> Position:
+    def after(self, step: int) -> RunPosition:
         """Where the run stands after ``step``, which is not before the start."""
         samples, before = self._samples(step), self.start
         tokens = before.tokens
-        firsts = [first for first, _ in self.kept]
-        for (_, kept), following in zip(self.kept, [*firsts, step + 1][1:], strict=True):
+        firsts = [first for first, _ in self.trained_tokens]
+        for (_, kept), following in zip(self.trained_tokens, [*firsts, step + 1][1:], strict=True):
             last = min(step, following - 1)  # of the steps with so many tokens
             if last > before.step:
                 end = self._samples(last)
                 tokens += (end - before.samples) * kept
-                before = Position(last, end)
-        return Position(step, samples, tokens + (samples - before.samples) * self.seq_length)
+                before = RunPosition(last, end)
+        return RunPosition(step, samples, tokens + (samples - before.samples) * self.seq_length)
 
     def _samples(self, step: int) -> int:
         """Samples consumed after ``step``."""
@@ -83,9 +83,9 @@ class BatchSchedule:
             samples, left = samples + steps * size, left - steps
         return samples
 
-    def kept_at(self, step: int) -> int:
+    def tokens_at(self, step: int) -> int:
         """Tokens of a sequence that a step, counted from 1, trains on."""
-        return [self.seq_length, *(kept for first, kept in self.kept if first <= step)][-1]
+        return [self.seq_length, *(kept for first, kept in self.trained_tokens if first <= step)][-1]
 
     def size_from(self, samples: int) -> int:
         """Sequences of a step that begins when ``samples`` are consumed."""
@@ -133,9 +133,9 @@ class TokenSchedule:
         grown = self.min_value + (self.max_value - self.min_value) * (step - 1) // self.require_steps
         return grown - grown % self.seq_per_step
 
-    def kept(self, step: int) -> Kept:
+    def retained(self, step: int) -> RetainedTokens:
         """The same, of how many."""
-        return Kept(len(self.layers), self.length(step), self.seq_length)
+        return RetainedTokens(len(self.layers), self.length(step), self.seq_length)
 
     def lengths(self, steps: int) -> dict[int, int]:
         """Every length of a run of ``steps``, by the first step that has it, ascending."""
@@ -145,11 +145,11 @@ class TokenSchedule:
         first[1 if span == 0 else self.require_steps + 1] = self.max_value
         return {step: length for step, length in first.items() if step <= max(1, steps)}
 
-    def sequences(self, step: int, batches: BatchSchedule) -> Iterator[tuple[Kept, int]]:
+    def sequences(self, step: int, batches: BatchSchedule) -> Iterator[tuple[RetainedTokens, int]]:
         """What the layers see, and of how many sequences, up to ``step`` of ``batches``, which begin at step 0."""
         starts = [*self.lengths(step), step + 1]
         for first, following in pairwise(starts):
-            yield self.kept(first), batches.after(following - 1).samples - batches.after(first - 1).samples
+            yield self.retained(first), batches.after(following - 1).samples - batches.after(first - 1).samples
 
     def layer_tokens(self, step: int, batches: BatchSchedule) -> int:
         """Tokens times the layers that have seen them, up to ``step`` of ``batches``, which begin at step 0.
@@ -173,7 +173,7 @@ MOST_LEVELS = 1000
 
 
 @dataclass(frozen=True)
-class Cut:
+class SequenceCut:
     """What becomes of a sequence of data.seq_length tokens."""
 
     length: int
@@ -189,37 +189,37 @@ class Cut:
 
 def indexed_metrics(data: DataConfig) -> tuple[CurriculumMetric, ...]:
     """The metrics whose difficulty of each sample is in an index."""
-    return tuple(metric for metric in metrics_of(data.curriculum) if not metric.is_length)
+    return tuple(metric for metric in curriculum_metrics(data.curriculum) if not metric.is_length)
 
 
-def lengths(data: DataConfig, last_step: int) -> list[tuple[int, Cut]]:
+def curriculum_lengths(data: DataConfig, last_step: int) -> list[tuple[int, SequenceCut]]:
     """(first step, how sequences are cut) of each length of sequence until ``last_step``; empty without any."""
-    for metric in metrics_of(data.curriculum):
+    for metric in curriculum_metrics(data.curriculum):
         if metric.is_length:
             rises = metric.rises(max(1, last_step))
             return [(step, _cut(metric.metric, length, data.length)) for step, length in rises]
     return []
 
 
-def cut_at(data: DataConfig, difficulties: Mapping[str, int]) -> Cut | None:
+def sequence_cut_at(data: DataConfig, difficulties: Mapping[str, int]) -> SequenceCut | None:
     """How sequences are cut at these difficulties; None where they are not."""
-    for metric in metrics_of(data.curriculum):
+    for metric in curriculum_metrics(data.curriculum):
         if metric.is_length:
             return _cut(metric.metric, difficulties[metric.metric], data.length)
     return None
 
 
-def _cut(name: str, length: int, whole: int) -> Cut:
-    return Cut(length, whole // length if name == RESHAPE else 1)
+def _cut(name: str, length: int, whole: int) -> SequenceCut:
+    return SequenceCut(length, whole // length if name == RESHAPE else 1)
 
 
 def difficulties_at(data: DataConfig, step: int) -> dict[str, int]:
     """The difficulty of each metric at a step, counted from 1."""
-    return {metric.metric: metric.at(step) for metric in metrics_of(data.curriculum)}
+    return {metric.metric: metric.at(step) for metric in curriculum_metrics(data.curriculum)}
 
 
 def first_steps(config: Config, begin: int = 1) -> list[int]:
     """The first step of each level of a run from step ``begin`` on; empty without a curriculum."""
     last = max(begin, config.trainer.steps)
-    rises = (metric.rises(last, begin) for metric in metrics_of(config.data.curriculum))
+    rises = (metric.rises(last, begin) for metric in curriculum_metrics(config.data.curriculum))
     return sorted({step for steps in rises for step, _ in steps})

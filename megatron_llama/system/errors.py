@@ -43,7 +43,7 @@ class LaunchFailed(RuntimeError):
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
-def fault_of_the_machine(error: BaseException) -> str | None:
+def machine_fault(error: BaseException) -> str | None:
     """What a disk that is full, read-only or broken did, or a worker that was killed: all that is to be said. None
     where the program may be at fault, and its traceback is of use."""
     if isinstance(error, MachineError) and isinstance(error.__cause__, OSError | None):

@@ -17,7 +17,7 @@ from megatron_llama.system.exit_status import EXIT_USER
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
 OLDEST_PYTHON = (3, 11)
-NEEDED = {
+REQUIRED = {
     "torch": "torch",
     "megatron.core": "megatron-core",
     "hydra": "hydra-core",
@@ -37,9 +37,9 @@ _PROGRAMS = ("", "scripts", "data_prep", "benchmarks", "benchmarks/verify", "tes
 """Folders of the project's command lines."""
 
 
-def missing() -> dict[str, str]:
+def missing_packages() -> dict[str, str]:
     """Those of NEEDED that are not installed. Imports none of them."""
-    return {module: package for module, package in NEEDED.items() if not _is_there(module)}
+    return {module: package for module, package in REQUIRED.items() if not _is_there(module)}
 
 
 def _is_there(module: str) -> bool:
@@ -51,14 +51,14 @@ def _is_there(module: str) -> bool:
     return PathFinder.find_spec(module, spec.submodule_search_locations) is not None
 
 
-def need_all() -> None:
+def require_packages() -> None:
     """Raises ModuleNotFoundError where one of NEEDED is missing: a run that draws its curve with the last of them
     should not train for a week first."""
-    for module in missing():
+    for module in missing_packages():
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
-def not_installed(error: BaseException) -> str | None:
+def explain_import_error(error: BaseException) -> str | None:
     """What to say of an error that comes from the interpreter that was taken, or from what is not installed in it; None
     of any other, whose traceback is of use."""
     found = f"Python {'.'.join(map(str, sys.version_info[:3]))}"
@@ -67,8 +67,8 @@ def not_installed(error: BaseException) -> str | None:
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if not name or name.partition(".")[0] in PACKAGES | sys.stdlib_module_names:
         return None
-    lacking = missing()
-    names = [NEEDED.get(name) or next((p for m, p in lacking.items() if m.startswith(f"{name}.")), name)]
+    lacking = missing_packages()
+    names = [REQUIRED.get(name) or next((p for m, p in lacking.items() if m.startswith(f"{name}.")), name)]
     names += [package for package in lacking.values() if package not in names]
     if len(names) > 3:
         who = f"{names[0]} and {len(names) - 1} other packages that this project needs are"
@@ -88,12 +88,12 @@ def _advice(names: list[str]) -> str:
         return f"Type {command}, which takes the environment that `make venv` built"
     if sys.version_info < OLDEST_PYTHON:
         return f"Type make -C {shlex.quote(str(ROOT))} venv, which looks for one and builds {python}"
-    extra = "" if set(names) <= set(NEEDED.values()) else "[dev]"
+    extra = "" if set(names) <= set(REQUIRED.values()) else "[dev]"
     install = shlex.join([sys.executable, "-m", "pip", "install", "-e", ("." if here else str(ROOT)) + extra])
     return f"Type {install}"
 
 
-def tell_what_is_missing() -> None:
+def report_missing_packages() -> None:
     """From now on an uncaught error of this kind is one message and status 2, if the program is one of the project's
     command lines."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -103,7 +103,7 @@ def tell_what_is_missing() -> None:
 
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """An ``excepthook``; the SystemExit that it raises is the program's status."""
-    said = not_installed(error)
+    said = explain_import_error(error)
     if said is None:
         sys.__excepthook__(kind, error, trace)
         return

@@ -89,7 +89,7 @@ class _Output(io.RawIOBase):
 _outputs: dict[int, _Output] = {}
 
 
-def protect() -> None:
+def protect_output() -> None:
     """Makes ``sys.stdout`` and ``sys.stderr`` of this process, and of those that it forks, ones that never fail."""
     closed = [number for number in range(3) if not _is_open(number)]
     for number in closed:  # the next file that is opened would get its number, and what is printed
@@ -109,7 +109,7 @@ def protect() -> None:
             _outputs[number].lose("it was closed before the start")
 
 
-def spill_into(folder: Path) -> None:
+def set_spill_folder(folder: Path) -> None:
     """From here on, what can't be shown goes to a file in ``folder``, the run's."""
     if _outputs:
         os.environ[_SPILL] = str(folder / FILE)
@@ -118,7 +118,7 @@ def spill_into(folder: Path) -> None:
                 output.spill()
 
 
-def loss_of_stdout() -> str | None:
+def stdout_loss() -> str | None:
     """Why standard output takes nothing any more; None where it does, or is not protected."""
     return _outputs[1].loss if _outputs else None
 

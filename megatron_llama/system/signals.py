@@ -17,19 +17,19 @@ from megatron_llama.system.exit_status import EXIT_FAILED
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-ASKED_TO_STOP = (signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """By a person or a scheduler (SIGTERM), or because the terminal has gone (SIGHUP)."""
 
-_ENDING = (signal.SIGINT, signal.SIGUSR1, *ASKED_TO_STOP)
+_ENDING = (signal.SIGINT, signal.SIGUSR1, *STOP_SIGNALS)
 
 
 @contextmanager
-def handling(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def handle_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Calls ``handler`` for these signals inside the block, and restores the previous handlers after it.
 
     SIGHUP stays ignored where it is: that is what nohup is for. Only the main thread may enter the block.
     """
-    numbers = [number for number in numbers if not ignored_by_wish(number)]
+    numbers = [number for number in numbers if not is_ignored_by_user(number)]
     previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -38,7 +38,7 @@ def handling(numbers: Iterable[int], handler: Callable[[int, FrameType | None], 
             signal.signal(number, before)
 
 
-def leave_quietly() -> None:
+def exit_on_signal() -> None:
     """Until a run has handlers of its own, a signal ends this process at once: one line, status 128 + its number.
 
     No exception does that: it would come up inside whatever is being imported, which may print or swallow it. What
@@ -49,8 +49,8 @@ def leave_quietly() -> None:
             signal.signal(number, _leave)
 
 
-def settle() -> None:
-    """The end of what ``leave_quietly`` began: all is done, and no signal can change the exit status any more."""
+def ignore_signals() -> None:
+    """The end of what ``exit_on_signal`` began: all is done, and no signal can change the exit status any more."""
     for number in _ENDING:
         if signal.getsignal(number) is _leave:
             signal.signal(number, signal.SIG_IGN)
@@ -66,12 +66,12 @@ def _leave(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
-def ignored_by_wish(number: int) -> bool:
+def is_ignored_by_user(number: int) -> bool:
     """Whether the user has this process ignore a signal, as by nohup."""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
-def die_with(parent_pid: int) -> None:
+def exit_with_parent(parent_pid: int) -> None:
     """Has the kernel kill this process when its parent ``parent_pid`` ends for whatever reason, kill -9 included."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -18,16 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron_llama.config.data_settings import weights_and_paths
+from megatron_llama.config.data_settings import split_weights
 from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json, read_whole, write_synced
-from megatron_llama.text.conversation import Bad, Turn
+from megatron_llama.text.conversation import RecordError, Turn
 from megatron_llama.text.tokenizer import SETTINGS, Tokenizer, open_tokenizer, read_settings
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextSpan:
     """A part of the rendered text."""
 
     text: str
@@ -41,7 +41,7 @@ END = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedTemplate:
     """A template by role: (prefix, suffix) of a turn's text. Names of control tokens are in <| |>."""
 
     system: tuple[str, str]
@@ -51,23 +51,23 @@ class Named:
     gap: str = ""
     """Between the assistant's prefix and its answer; learned with the answer, so that both can be one token."""
 
-    def pieces(self, turns: Sequence[Turn]) -> list[Piece]:
+    def render_spans(self, turns: Sequence[Turn]) -> list[TextSpan]:
         """The rendered conversation."""
-        found: list[Piece] = []
+        found: list[TextSpan] = []
         for turn in turns:
             if turn.role == "assistant":
                 before, end, after = self.assistant
                 found += _marked(before, False)
-                found.append(Piece(self.gap + turn.text, turn.learn))
+                found.append(TextSpan(self.gap + turn.text, turn.learn))
                 found += [*_marked(end, turn.learn), *_marked(after, False)]
             else:
                 before, after = self.system if turn.role == "system" else self.user
-                found += [*_marked(before, False), Piece(turn.text, False), *_marked(after, False)]
+                found += [*_marked(before, False), TextSpan(turn.text, False), *_marked(after, False)]
         return found
 
-    def ask(self, turns: Sequence[Turn]) -> list[Piece]:
+    def ask(self, turns: Sequence[Turn]) -> list[TextSpan]:
         """The conversation up to where the assistant's next answer begins, its gap not among it."""
-        return [*self.pieces(turns), *_marked(self.assistant[0], False)]
+        return [*self.render_spans(turns), *_marked(self.assistant[0], False)]
 
     def jinja(self, tokenizer: Tokenizer, add_bos: bool) -> str:
         """The template in Jinja, for other programs that use this tokenizer."""
@@ -92,24 +92,24 @@ class Named:
         return f"{begin}{{% for message in messages %}}{turn}{{% endfor %}}{asked}"
 
 
-NAMED = {
-    "chatml": Named(
+NAMED_TEMPLATES = {
+    "chatml": NamedTemplate(
         ("<|im_start|>system\n", "<|im_end|>\n"),
         ("<|im_start|>user\n", "<|im_end|>\n"),
         ("<|im_start|>assistant\n", "<|im_end|>", "\n"),
     ),
-    "prompter": Named(
+    "prompter": NamedTemplate(
         ("<|system|> ", f" {END} "), ("<|prompter|> ", f" {END} "), ("<|assistant|>", f" {END}", " "), gap=" "
     ),
-    "dialogue": Named(("", "\n\n"), ("\n\nHuman: ", ""), ("\n\nAssistant:", END, ""), gap=" "),
-    "plain": Named(("", "\n\n"), ("", "\n"), ("", END, "")),
+    "dialogue": NamedTemplate(("", "\n\n"), ("\n\nHuman: ", ""), ("\n\nAssistant:", END, ""), gap=" "),
+    "plain": NamedTemplate(("", "\n\n"), ("", "\n"), ("", END, "")),
 }
 
 
-def _marked(text: str, learn: bool) -> list[Piece]:
+def _marked(text: str, learn: bool) -> list[TextSpan]:
     """A template's string, split at the names of control tokens."""
     parts = re.split(r"(<\|.*?\|>)", text)  # every second one is a name
-    return [Piece(part, learn, control=bool(number % 2)) for number, part in enumerate(parts) if part]
+    return [TextSpan(part, learn, control=bool(number % 2)) for number, part in enumerate(parts) if part]
 
 
 MOST_OF_A_DATE = 100
@@ -140,7 +140,7 @@ class Jinja:
         self.source, self._variables = source, variables
         self._ends = tuple(ends)
 
-    def pieces(self, turns: Sequence[Turn]) -> list[Piece]:
+    def render_spans(self, turns: Sequence[Turn]) -> list[TextSpan]:
         """The rendered conversation, control tokens as part of its text. Raises Bad."""
         whole = self.render(turns)
         borders = [0]
@@ -149,13 +149,13 @@ class Jinja:
                 borders += self._answer(whole, turns, number)
         borders.append(len(whole))
         if borders != sorted(borders):
-            raise Bad("template_refuses", "its answers are not in the order of the turns")
+            raise RecordError("template_refuses", "its answers are not in the order of the turns")
         texts = [whole[start:end] for start, end in zip(borders, borders[1:], strict=False)]
-        return [Piece(text, bool(number % 2)) for number, text in enumerate(texts) if text]
+        return [TextSpan(text, bool(number % 2)) for number, text in enumerate(texts) if text]
 
-    def ask(self, turns: Sequence[Turn]) -> list[Piece]:
+    def ask(self, turns: Sequence[Turn]) -> list[TextSpan]:
         """The conversation up to where the assistant's next answer begins. Raises Bad."""
-        return [Piece(self.render(turns, ask=True), False)]
+        return [TextSpan(self.render(turns, ask=True), False)]
 
     def render(self, turns: Sequence[Turn], ask: bool = False) -> str:
         """The text of ``turns``; with ``ask`` the next answer's beginning too. Raises Bad."""
@@ -166,7 +166,7 @@ class Jinja:
                 self._template.render(messages=messages, add_generation_prompt=ask, tools=None, **self._variables)
             )
         except self._errors as error:
-            raise Bad("template_refuses", f"{type(error).__name__}: {error}"[:200]) from None
+            raise RecordError("template_refuses", f"{type(error).__name__}: {error}"[:200]) from None
 
     def _answer(self, whole: str, turns: Sequence[Turn], number: int) -> list[int]:
         """[first character, end) of turn ``number``, an answer, in the text."""
@@ -178,11 +178,11 @@ class Jinja:
             # in `Assistant` too.
             asked = self.render([*turns[:number], Turn("assistant", _NOWHERE)]).partition(_NOWHERE)[0]
             if not until.startswith(asked):
-                raise Bad("template_refuses", f"turn {number + 1} is not found in its text")
+                raise RecordError("template_refuses", f"turn {number + 1} is not found in its text")
         bare = until.rstrip()
         end = bare if bare.endswith(self._ends) and len(bare) > len(asked) else until
         if not (whole.startswith(asked) and whole.startswith(end)):
-            raise Bad("template_refuses", f"turn {number + 1} changes when more turns follow")
+            raise RecordError("template_refuses", f"turn {number + 1} changes when more turns follow")
         return [len(asked), len(end)]
 
 
@@ -218,7 +218,7 @@ def _environment() -> Any:
     )
 
 
-def own_template(path: Path, ends: Sequence[str]) -> Jinja:
+def load_own_template(path: Path, ends: Sequence[str]) -> Jinja:
     """The template of the tokenizer at ``path``, a Hugging Face folder or the tokenizer.json in one.
 
     Raises:
@@ -240,7 +240,8 @@ def own_template(path: Path, ends: Sequence[str]) -> Jinja:
             (one.get("template") for one in source if isinstance(one, dict) and one.get("name") == "default"), None
         )
     if not isinstance(source, str):
-        raise UserError(f"{folder} has no chat template of its own: write --chat-template {' or '.join(NAMED)}")
+        names = " or ".join(NAMED_TEMPLATES)
+        raise UserError(f"{folder} has no chat template: write --chat-template {names}")
     named = {**(read_settings(folder / "special_tokens_map.json") or {}), **config}
     variables = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token"):
@@ -259,7 +260,7 @@ class TrainedTemplate:
     """How the conversations were rendered that a model was fine-tuned on, so that prompts can be rendered alike."""
 
     template: str
-    """``own`` (the tokenizer's), or a name in ``chat_template.NAMED``."""
+    """``own`` (the tokenizer's), or a name in ``chat_template.NAMED_TEMPLATES``."""
     add_bos: bool | None = None
     """Whether each example began with BOS; None: as the tokenizer does it."""
 
@@ -270,7 +271,7 @@ def trained_template(settings: Mapping[str, Any]) -> TrainedTemplate | None:
     if data.get("kind") != "sft" or data.get("mock"):
         return None
     found = set()
-    for prefix in weights_and_paths(data.get("prefixes", []))[1]:
+    for prefix in split_weights(data.get("prefixes", []))[1]:
         try:
             options = read_json(Path(f"{prefix}.json"))["options"]
             template, add_bos = options["chat_template"], options["add_bos"]
@@ -290,9 +291,9 @@ def write_trained_template(settings: Mapping[str, Any], folder: Path) -> int | N
     Does nothing and returns None for other runs, and where the folder has no tokenizer that can be read.
     """
     trained, settings_file = trained_template(settings), folder / SETTINGS
-    if trained is None or trained.template not in NAMED or not settings_file.exists():
+    if trained is None or trained.template not in NAMED_TEMPLATES or not settings_file.exists():
         return None
-    named = NAMED[trained.template]
+    named = NAMED_TEMPLATES[trained.template]
     try:
         content = read_json(settings_file)
         tokenizer = open_tokenizer(folder)
@@ -303,12 +304,12 @@ def write_trained_template(settings: Mapping[str, Any], folder: Path) -> int | N
     (folder / "chat_template.json").unlink(missing_ok=True)
     if content.pop("chat_template", None) is not None:
         _rewrite(settings_file, json.dumps(content, indent=2) + "\n")
-    answer = named.pieces([Turn("assistant", "")])
+    answer = named.render_spans([Turn("assistant", "")])
     ends = [tokenizer.control(piece.text) for piece in answer if piece.control and piece.learn]
     return ends[-1] if ends else None
 
 
-def add_end(file: Path, end: int) -> None:
+def add_stop_token(file: Path, end: int) -> None:
     """Adds an id at which generation stops to a generation_config.json."""
     content = read_json(file)
     known = content.get("eos_token_id")
@@ -331,8 +332,8 @@ def _rewrite(file: Path, content: str) -> None:
 ANCHORS = ("\n", "0", "|", ".")
 
 
-def encode_pieces(
-    pieces: Sequence[Piece], tokenizer: Tokenizer, parse_special: bool = False
+def encode_spans(
+    pieces: Sequence[TextSpan], tokenizer: Tokenizer, parse_special: bool = False
 ) -> tuple[list[int], list[bool]]:
     """(ids, whether each is learned) of a rendered conversation.
 
@@ -352,7 +353,7 @@ def encode_pieces(
     return ids, learn
 
 
-def _control_id(piece: Piece, tokenizer: Tokenizer) -> int | None:
+def _control_id(piece: TextSpan, tokenizer: Tokenizer) -> int | None:
     """The id of a control token, None for text. A template's control token is text to a tokenizer that has none of
     that name; the end of text has an id in any tokenizer."""
     if not piece.control:
@@ -361,7 +362,7 @@ def _control_id(piece: Piece, tokenizer: Tokenizer) -> int | None:
     return tokenizer.end if number is None and piece.text == END else number
 
 
-def _encode_run(run: Sequence[Piece], tokenizer: Tokenizer, parse_special: bool) -> tuple[list[int], list[bool]]:
+def _encode_run(run: Sequence[TextSpan], tokenizer: Tokenizer, parse_special: bool) -> tuple[list[int], list[bool]]:
     """(ids, whether each is learned) of pieces of text that follow one another."""
     text = "".join(piece.text for piece in run)
     if not text:
@@ -395,4 +396,4 @@ def _encode_part(text: str, tokenizer: Tokenizer, parse_special: bool, is_contin
         before, both = (tokenizer.spans(one, parse_special).ids for one in (anchor, anchor + text))
         if both[: len(before)] == before:
             return both[len(before) :]
-    raise Bad("template_refuses", "no token ends where an answer begins")
+    raise RecordError("template_refuses", "no token ends where an answer begins")

@@ -73,7 +73,7 @@ class Turn:
 Turns = list[Turn]
 
 
-class Bad(Exception):
+class RecordError(Exception):
     """A line or a record that can't be used; ``reason`` is a key of REASONS, here or in json_lines."""
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -84,12 +84,12 @@ class Bad(Exception):
 def labelled_turns(columns: Sequence[str], values: Sequence[str], template: Template) -> Turns:
     """The conversation of a line of a labelled table; raises Bad."""
     if len(columns) != len(values):
-        raise Bad("bad_columns", f"{len(values)} columns where the header has {len(columns)}")
+        raise RecordError("bad_columns", f"{len(values)} columns where the header has {len(columns)}")
     row = dict(zip(columns, values, strict=True))
     label = row[template.answer]
     if label not in template.labels:
-        raise Bad("unknown_label", f"{label[:60]!r} is none of {', '.join(template.labels)}")
+        raise RecordError("unknown_label", f"{label[:60]!r} is none of {', '.join(template.labels)}")
     empty = [name for name in template.fields if not row[name].strip()]
     if empty:
-        raise Bad("empty_content", f"column {empty[0]} is empty")
+        raise RecordError("empty_content", f"column {empty[0]} is empty")
     return [Turn("user", template.prompt.format_map(row)), Turn("assistant", template.labels[label])]

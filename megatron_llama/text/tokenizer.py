@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.config.hf_config import or_fetch_it
+from megatron_llama.config.hf_config import download_hint
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json, read_whole, sha256_file
 
@@ -213,7 +213,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
     file = tokenizer_file(path)
     if not file.is_file():
         missing = f"has neither {FAST_JSON} nor {PIECES}" if path.is_dir() else "is no such file or folder"
-        raise TokenizerError(path, missing + or_fetch_it(str(path)))
+        raise TokenizerError(path, missing + download_hint(str(path)))
     if file.suffix == ".json":
         return HuggingFaceTokenizer(path)
     settings = read_settings(file.parent / SETTINGS)
@@ -253,7 +253,7 @@ def read_sentencepiece(file: Path) -> Any:
             raise TokenizerError(file, "is not a sentencepiece model: the file is empty")
         return sentencepiece.SentencePieceProcessor(model_proto=content)
     except OSError as error:
-        raise TokenizerError(file, f"can't be read: {error.strerror}{or_fetch_it(str(file))}") from None
+        raise TokenizerError(file, f"can't be read: {error.strerror}{download_hint(str(file))}") from None
     except RuntimeError as error:
         raise TokenizerError(file, f"is not a sentencepiece model: {str(error).splitlines()[-1]}") from None
     except UnicodeDecodeError:  # of sentencepiece's own message, which quotes the file
@@ -274,7 +274,7 @@ def read_model(file: Path) -> Any:
 def read_tokenizer_json(file: Path) -> Any:
     """A tokenizer.json as a ``tokenizers.Tokenizer`` that neither truncates nor pads. Raises TokenizerError."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads don't survive the fork of workers and ranks
-    tokenizers = need_package("tokenizers", file)
+    tokenizers = import_package("tokenizers", file)
     try:
         tokenizer = tokenizers.Tokenizer.from_str(read_whole(file).decode())
     except OSError as error:
@@ -286,7 +286,7 @@ def read_tokenizer_json(file: Path) -> Any:
     return tokenizer
 
 
-def need_package(name: str, path: Path) -> Any:
+def import_package(name: str, path: Path) -> Any:
     """An optional package, imported. Raises TokenizerError where it is not installed."""
     import importlib
 
@@ -315,7 +315,7 @@ BPE = 2
 SPACE = "\u2581"
 
 
-def why_not_fast(model: Any) -> str | None:
+def fast_encoder_obstacle(model: Any) -> str | None:
     """Why this model is left to sentencepiece itself, or None where the fast encoders know all that it uses."""
     if model.trainer_spec.model_type != BPE:
         return "the model is no BPE"

@@ -15,7 +15,7 @@ import yaml
 
 from megatron_llama.config.fields import settings_of
 from megatron_llama.config.limits import above_zero, at_least, one_of
-from megatron_llama.config.problems import Problem, nearest
+from megatron_llama.config.problems import Problem, closest_match
 
 CLUSTER, TUNE = "cluster", "tune"
 OBJECTIVES = ("throughput", "max_seq_len", "min_devices")
@@ -105,7 +105,7 @@ def load_section(owner: type[Owner], section: str, overrides: Sequence[str]) -> 
             continue
         setting = settings.get(name)
         if setting is None:
-            guess = nearest(name, list(settings))
+            guess = closest_match(name, list(settings))
             instead = f"write {guess}={written}" if guess else f"write one of {', '.join(settings)}"
             problems.append(Problem(name, written, "unknown setting", instead))
             continue
@@ -114,7 +114,7 @@ def load_section(owner: type[Owner], section: str, overrides: Sequence[str]) -> 
             with contextlib.suppress(ValueError):
                 value = float(value)
         if not (setting.has_type(value) or (value is None and setting.optional)):
-            problems.append(Problem(name, value, f"must be {setting.kind_in_words}", setting.advice(value)))
+            problems.append(Problem(name, value, f"must be {setting.type_name}", setting.advice(value)))
         elif problem := setting.problem(value):
             problems.append(problem)
         else:

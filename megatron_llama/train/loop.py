@@ -22,7 +22,7 @@ from megatron_llama.parallel.compiling import WARM_UP_BATCHES, may_compile
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.system.exit_status import EXIT_RESTART
-from megatron_llama.system.signals import ASKED_TO_STOP, handling
+from megatron_llama.system.signals import STOP_SIGNALS, handle_signals
 from megatron_llama.topology import Topology
 from megatron_llama.train.compile_report import report_graphs
 from megatron_llama.train.metrics import MetricsLogger, measure_peak
@@ -178,7 +178,7 @@ class StopSignals(ExitStack):
         return self._first_at is not None
 
     def __enter__(self) -> StopSignals:
-        self.enter_context(handling((signal.SIGUSR1, *ASKED_TO_STOP), self._receive))
+        self.enter_context(handle_signals((signal.SIGUSR1, *STOP_SIGNALS), self._receive))
         return self
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.arch.flops import mfu, with_random_ltd
-from megatron_llama.config.data_settings import metrics_of
+from megatron_llama.config.data_settings import curriculum_metrics
 from megatron_llama.devices import Device, Peak
 from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule, difficulties_at
@@ -56,7 +56,7 @@ CURRICULUM = "curriculum_"
 
 def metric_names(plan: Plan) -> list[str]:
     """Every metric that a step of the plan may have, in their order."""
-    difficulties = [f"{CURRICULUM}{metric.metric}" for metric in metrics_of(plan.config.data.curriculum)]
+    difficulties = [f"{CURRICULUM}{metric.metric}" for metric in curriculum_metrics(plan.config.data.curriculum)]
     return [*EVERY_STEP, *SOME_STEPS, *difficulties]
 
 
@@ -130,12 +130,12 @@ class MetricsLogger:
         self._step_times.append(seconds)
         self._sizes.append(size)
         plan, world, step = self.plan, self.plan.world_size, int(measured["step"] or 0)
-        padded = size * plan.batches.kept_at(step)
+        padded = size * plan.batches.tokens_at(step)
         tokens_per_second = tokens / seconds
         document_length = float(measured["attended"] or 0) / max(1, tokens)
         ltd = plan.random_ltd
         flops = with_random_ltd(
-            plan.model, document_length, plan.config.finetune, None if ltd is None else ltd.kept(step)
+            plan.model, document_length, plan.config.finetune, None if ltd is None else ltd.retained(step)
         )
         known = self.peak.flops > 0
         # Both conventions of MFU: causal attention counted once (Megatron-LM), or as a full square (PaLM, torchtitan).

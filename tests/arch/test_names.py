@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_llama.arch.names import Piece, TensorParallel, hf_shapes, keep_rows, pieces
+from megatron_llama.arch.names import Rectangle, TensorParallel, hf_shapes, keep_rows, rectangles
 from megatron_llama.arch.shapes import kv_copies, padded_vocab_size
 from megatron_llama.config import ModelConfig
 
@@ -56,12 +56,12 @@ def parameters(model: ModelConfig, tp: int, split_stages: bool) -> dict[str, int
     return rows
 
 
-def held(model: ModelConfig, tp: int, shards: int, split_stages: bool) -> Iterator[Piece]:
+def held(model: ModelConfig, tp: int, shards: int, split_stages: bool) -> Iterator[Rectangle]:
     """The rectangles of all ranks that hold one copy of the data-parallel shards."""
     padded = padded_vocab_size(model.vocab_size, tp)
     for rank in range(tp):
         for name, rows in parameters(model, tp, split_stages).items():
-            parts = pieces(name, model, TensorParallel(rank, tp), padded)
+            parts = rectangles(name, model, TensorParallel(rank, tp), padded)
             for part in torch.arange(rows).chunk(shards):
                 yield from keep_rows(parts, int(part[0]), int(part[-1]) + 1)
 
@@ -100,7 +100,7 @@ def test_rectangles_fill_the_parameter_but_for_padding() -> None:
         for rank in range(tp):
             for name, rows in parameters(model, tp, True).items():
                 filled = torch.zeros(rows, dtype=torch.int32)
-                for part in pieces(name, model, TensorParallel(rank, tp), padded):
+                for part in rectangles(name, model, TensorParallel(rank, tp), padded):
                     filled[part.local_slices[0]] += 1
                 is_table = name in ("embed_tokens.weight", "lm_head.weight")
                 real = max(0, min(rows, vocabulary - rank * rows)) if is_table else rows
@@ -112,7 +112,7 @@ def test_a_rank_holds_its_query_heads_with_the_kv_heads_they_attend_to() -> None
         model = model_of(kv_heads, 64, False)
         for tp in (1, 2, 4, 8):
             for rank in range(tp):
-                parts = pieces("layers.0.self_attn.qkv_proj.weight", model, TensorParallel(rank, tp), 64)
+                parts = rectangles("layers.0.self_attn.qkv_proj.weight", model, TensorParallel(rank, tp), 64)
                 rows = [range(part.offset[0], part.offset[0] + part.size[0]) for part in parts]
                 queries, keys, values = ({row // 3 for row in part} for part in rows)
                 assert keys == values == {head * kv_heads // 8 for head in queries}
@@ -124,7 +124,7 @@ def test_keep_rows_is_slicing() -> None:
         model = model_of(kv_heads, vocabulary, tied)
         whole = {name: torch.arange(torch.Size(shape).numel()).view(shape) for name, shape in hf_shapes(model).items()}
         for name, rows in parameters(model, tp, True).items():
-            parts = pieces(name, model, TensorParallel(source.randrange(tp), tp), padded_vocab_size(vocabulary, tp))
+            parts = rectangles(name, model, TensorParallel(source.randrange(tp), tp), padded_vocab_size(vocabulary, tp))
             start = source.randint(0, rows)
             stop = source.randint(start, rows)
             columns = parts[0].size[1:] if parts else ()
@@ -133,7 +133,9 @@ def test_keep_rows_is_slicing() -> None:
             assert torch.equal(kept, parameter[start:stop]), (name, start, stop)
 
 
-def assembled(parts: list[Piece], rows: int, columns: tuple[int, ...], whole: dict[str, torch.Tensor]) -> torch.Tensor:
+def assembled(
+    parts: list[Rectangle], rows: int, columns: tuple[int, ...], whole: dict[str, torch.Tensor]
+) -> torch.Tensor:
     """A parameter made of its rectangles, -1 where there is none."""
     parameter = torch.full((rows, *columns), -1)
     for part in parts:
@@ -141,10 +143,10 @@ def assembled(parts: list[Piece], rows: int, columns: tuple[int, ...], whole: di
     return parameter
 
 
-def global_slices(piece: Piece) -> tuple[slice, ...]:
+def global_slices(piece: Rectangle) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))
 
 
 def test_an_unknown_parameter_has_no_name() -> None:
     with pytest.raises(KeyError, match="rotary"):
-        pieces("layers.0.rotary", model_of(2, 64, False), TensorParallel(0, 1), 64)
+        rectangles("layers.0.rotary", model_of(2, 64, False), TensorParallel(0, 1), 64)

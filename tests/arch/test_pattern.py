@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 
 from megatron_llama.arch.flops import flops_per_token
-from megatron_llama.arch.pattern import Keys, Part, Pattern, pattern_of
+from megatron_llama.arch.pattern import KeyRange, Keys, Pattern, pattern_of
 from megatron_llama.config import ModelConfig, SparseAttention, load_config
-from megatron_llama.config.hf_config import different_shape, other_than_llama, shape_from_hf
+from megatron_llama.config.hf_config import compare_shapes, shape_from_hf, unsupported_architecture
 from megatron_llama.data.batches import Batches
 from megatron_llama.plan import resolve
 from megatron_llama.plan.job import job_of_plan
@@ -56,7 +56,7 @@ def covered(pattern: Pattern, length: int) -> list[tuple[int, int]]:
     return pairs
 
 
-def _keys(part: Part, place: int, kept: list[int], window: int) -> list[int]:
+def _keys(part: KeyRange, place: int, kept: list[int], window: int) -> list[int]:
     keys = list(range(part.start, part.stop))
     if part.keys is Keys.CAUSAL:
         return keys[: place + 1]
@@ -70,7 +70,7 @@ def _keys(part: Part, place: int, kept: list[int], window: int) -> list[int]:
 def test_tiles_cover_what_is_seen_once(pattern: Pattern, length: int) -> None:
     pairs, expected = covered(pattern, length), visible(pattern, length)
     assert len(pairs) == len(set(pairs)) and set(pairs) == expected
-    assert (len(expected) < length * (length + 1) / 2) == pattern.leaves_out(length)
+    assert (len(expected) < length * (length + 1) / 2) == pattern.is_sparse(length)
     # A span counts the pairs on the edge by half: at most one for each token.
     assert 0 <= len(expected) - pattern.span(length) * length / 2 <= length / 2
 
@@ -118,7 +118,7 @@ def test_mistrals_config() -> None:
     assert shape_from_hf({**shape, "sliding_window": None})["sliding_window"] is None
     # transformers does not read a Llama's.
     assert shape_from_hf({**shape, "model_type": "llama", "sliding_window": 7})["sliding_window"] is None
-    assert not other_than_llama(shape)
-    assert other_than_llama({**shape, "model_type": "mixtral"})
+    assert not unsupported_architecture(shape)
+    assert unsupported_architecture({**shape, "model_type": "mixtral"})
     ours = {**shape_from_hf(shape), "sliding_window": 5}
-    assert different_shape(ours, {**shape, "sliding_window": 4}) == {"sliding_window": (5, 4)}
+    assert compare_shapes(ours, {**shape, "sliding_window": 4}) == {"sliding_window": (5, 4)}

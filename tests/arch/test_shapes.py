@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron_llama.arch.names import TensorParallel, pieces
+from megatron_llama.arch.names import TensorParallel, rectangles
 from megatron_llama.arch.shapes import (
     FUSED,
     fused_rows,
@@ -61,7 +61,7 @@ def test_tensor_parallel_ranks_hold_equal_shares_and_whole_norms() -> None:
 def test_fused_matrices_have_the_shapes_of_their_rectangles(name: str, tp: int, matrix: str) -> None:
     model = load_config([f"model={name}"], CONF).model
     owner = matrices(model)[FUSED[matrix][0]].name.partition(".")[0]
-    parts = pieces(f"layers.0.{owner}.{matrix}.weight", model, TensorParallel(tp - 1, tp), model.vocab_size)
+    parts = rectangles(f"layers.0.{owner}.{matrix}.weight", model, TensorParallel(tp - 1, tp), model.vocab_size)
     assert fused_rows(model, matrix, tp) == {part.name.split(".")[-2]: part.size[0] for part in parts}
     assert fused_shape(model, matrix, tp) == (sum(part.size[0] for part in parts), parts[0].size[1])
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from megatron_llama.cli import main
 from megatron_llama.system.exit_status import EXIT_FAILED
-from megatron_llama.system.output import protect
-from megatron_llama.system.signals import leave_quietly
+from megatron_llama.system.output import protect_output
+from megatron_llama.system.signals import exit_on_signal
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 
 POLL_SECONDS = 0.005
@@ -99,8 +99,8 @@ class Attempt:
                 with life.output.open("ab") as file:
                     os.dup2(file.fileno(), 1)
                     os.dup2(file.fileno(), 2)
-                leave_quietly()  # as in train.py
-                protect()
+                exit_on_signal()  # as in train.py
+                protect_output()
                 status = main(arguments)
                 sys.stdout.flush()
             except BaseException:  # as Python does with what nobody catches

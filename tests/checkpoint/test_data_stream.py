@@ -9,7 +9,7 @@ import pytest
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.corpus.blend import Blend
-from megatron_llama.plan.schedules import Position
+from megatron_llama.plan.schedules import RunPosition
 from tests.checkpoint.runner import assert_same, make_plan, run
 from tests.data.files import numbered, write_indexed
 from tests.data.megatron import megatron_record
@@ -32,7 +32,7 @@ def data_of(folder: Path, blend: bool) -> list[str]:
 def test_losses_are_those_of_the_run_that_never_stopped(tmp_path: Path, blend: bool) -> None:
     data = data_of(tmp_path, blend)
     whole = run(1, tmp_path / "whole", *data, "trainer.steps=11", until=11)
-    epochs = [reading.epochs for reading in make_plan(1, tmp_path, *data, "trainer.steps=11").readings]
+    epochs = [reading.epochs for reading in make_plan(1, tmp_path, *data, "trainer.steps=11").dataset_usage]
     assert max(epochs) > (2.7 if blend else 1.5), "no end of an epoch is crossed"
     losses = {}
     # Stopped in the first epoch, one step before it ends, and later; each time as if the run ended there.
@@ -64,7 +64,7 @@ def test_another_order_would_be_seen(tmp_path: Path) -> None:
 
 
 def _in_megatrons_order(checkpointer: Checkpointer) -> None:
-    checkpointer.data.resume(megatron_record(checkpointer.plan, 0), Position())
+    checkpointer.data.resume(megatron_record(checkpointer.plan, 0), RunPosition())
 
 
 def _without_record(checkpointer: Checkpointer) -> None:

@@ -77,4 +77,4 @@ def test_tokens_of_a_run_are_those_that_are_trained_on() -> None:
             (12, 24 * kept[0] + (16 + 5 * 16) * kept[1] + 32 * kept[2]),
         ):
             assert schedule.after(step).tokens == tokens, f"{name}, step {step}"
-        assert [schedule.kept_at(step) for step in (3, 4, 11)] == [*kept]
+        assert [schedule.tokens_at(step) for step in (3, 4, 11)] == [*kept]

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.config import ConfigError, ModelConfig, load_config
-from megatron_llama.config.hf_config import cache_folder, is_hub_name, local_folder, or_fetch_it, short_name
+from megatron_llama.config.hf_config import cache_folder, download_hint, is_hub_name, resolve_hub_name, short_name
 from megatron_llama.text.tokenizer import TokenizerError, open_tokenizer
 from megatron_llama.tools.inference.saved_model import open_saved_model
 from tests.paths import ROOT
@@ -46,26 +46,26 @@ def test_it_finds_what_huggingface_hub_finds(hub: Path) -> None:
         cached(hub, "org/name-2", kind)
         cached(hub, "org/name-2", kind, commit="f" * 40, ref=False)
         theirs = library.snapshot_download("org/name-2", repo_type=kind, cache_dir=hub, local_files_only=True)
-        assert local_folder("org/name-2", kind) == theirs
+        assert resolve_hub_name("org/name-2", kind) == theirs
         assert short_name(theirs) == "name-2"
-    assert local_folder("org/other") == "org/other"
+    assert resolve_hub_name("org/other") == "org/other"
     only = cached(hub, "org/by-commit", ref=False)
-    assert local_folder("org/by-commit") == str(only)
+    assert resolve_hub_name("org/by-commit") == str(only)
     cached(hub, "org/by-commit", commit="e" * 40, ref=False)
-    assert local_folder("org/by-commit") == "org/by-commit", "which of two can't be told"
+    assert resolve_hub_name("org/by-commit") == "org/by-commit", "which of two can't be told"
 
 
 def test_a_path_that_exists_goes_before(hub: Path, tmp_path: Path) -> None:
     cached(hub, "org/name")
     (tmp_path / "org/name").mkdir(parents=True)
-    assert local_folder("org/name") == "org/name" and or_fetch_it("org/name") == ""
+    assert resolve_hub_name("org/name") == "org/name" and download_hint("org/name") == ""
 
 
 @pytest.mark.parametrize(
     "name", ["/abs/path", "./org/name", "../name", "a/b/c", "name", "org/", "org/a b", "a--b/c", "models/a"]
 )
 def test_paths_are_no_names(name: str) -> None:
-    assert not is_hub_name(name) and local_folder(name) == name and or_fetch_it(name) == ""
+    assert not is_hub_name(name) and resolve_hub_name(name) == name and download_hint(name) == ""
 
 
 def test_the_variables_of_huggingface_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_a_snapshot_without_weights_names_the_command(hub: Path) -> None:
     snapshot = cached(hub, "org/llama")
     with pytest.raises(ConfigError, match=r"model\.safetensors[\s\S]*hf\s+download\s+org/llama"):
         open_hf_folder(snapshot, ModelConfig())
-    assert or_fetch_it(str(cached(hub, "org/talks", "dataset")), "dataset").endswith("org/talks --repo-type dataset")
+    assert download_hint(str(cached(hub, "org/talks", "dataset")), "dataset").endswith("org/talks --repo-type dataset")
 
 
 def test_what_is_missing_is_refused_with_the_command(hub: Path) -> None:
@@ -106,4 +106,4 @@ def test_what_is_missing_is_refused_with_the_command(hub: Path) -> None:
         open_saved_model(Path("org/llama"))
     with pytest.raises(TokenizerError, match=r"hf\s+download\s+org/llama"):
         open_tokenizer(Path("org/llama"))
-    assert or_fetch_it("org/talks", "dataset").endswith("hf download org/talks --repo-type dataset")
+    assert download_hint("org/talks", "dataset").endswith("hf download org/talks --repo-type dataset")

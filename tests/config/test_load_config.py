@@ -23,7 +23,7 @@ from megatron_llama.config import (
     load_config,
     to_yaml,
 )
-from megatron_llama.config.problems import by_advice, told_together
+from megatron_llama.config.problems import group_by_suggestion, merge_problems
 from megatron_llama.plan import resolve
 from tests.paths import CONF
 
@@ -285,14 +285,14 @@ def test_a_setting_with_several_problems_gets_advice_that_mends_all_of_them() ->
         assert "for 3 reasons" in text
         assert text.count("a.b = true") == text.count("instead  write a.b=false\n") == 1 and "tp=2" not in text
         assert "is not for this device" in text and "is for two ranks" in text and "write c=2" in text
-        assert "a.b=true: is not for this device; is for two ranks; write a.b=false" in told_together([off, wide])
+        assert "a.b=true: is not for this device; is for two ranks; write a.b=false" in merge_problems([off, wide])
     # Of another setting or value it says nothing, nor do two that have only a part in common.
     for listed in (
         [off, Problem("a.c", True, wide.rule, wide.instead)],
         [off, Problem("a.b", False, wide.rule, wide.instead)],
         [wide, Problem("a.b", True, "is compiled", "write a.b=false, or a.compile=true")],
     ):
-        assert {problem.instead for problem in listed} == set(by_advice(listed))
+        assert {problem.instead for problem in listed} == set(group_by_suggestion(listed))
 
 
 def test_rules_stand_below_the_settings_that_break_them() -> None:

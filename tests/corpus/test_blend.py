@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import pytest
 
-from megatron_llama.corpus.blend import WINDOW, Blend, Segment, Timeline, same_shares, segments_from_json
+from megatron_llama.corpus.blend import WINDOW, Blend, BlendSegment, BlendTimeline, same_shares, segments_from_json
 
 BLENDS = [
     [1.0],
@@ -68,9 +68,9 @@ def test_equal_datasets_take_turns() -> None:
     assert [Blend([2, 2, 2]).at(number)[0] for number in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
-def random_timeline(chooser: random.Random) -> tuple[Timeline, list[tuple[int, dict[str, float]]]]:
+def random_timeline(chooser: random.Random) -> tuple[BlendTimeline, list[tuple[int, dict[str, float]]]]:
     """Segments of random blends of up to four datasets, and the changes that made them."""
-    timeline, first, changes = Timeline([]), 0, []
+    timeline, first, changes = BlendTimeline([]), 0, []
     for _ in range(chooser.randint(1, 4)):
         weights = {name: chooser.uniform(0.1, 2) for name in chooser.sample("abcd", chooser.randint(1, 4))}
         changes.append((first, weights))
@@ -98,7 +98,7 @@ def test_a_stream_that_is_stored_anywhere_goes_on(seed: int) -> None:
     timeline, changes = random_timeline(chooser)
     for stopped in chooser.sample(range(changes[-1][0] + 300), 5):
         stored = json.loads(json.dumps([asdict(segment) for segment in timeline.up_to(stopped).segments]))
-        again = Timeline(segments_from_json(stored))
+        again = BlendTimeline(segments_from_json(stored))
         for first, weights in changes:
             if first >= max(stopped, 1):
                 again = again.switched(first, weights)
@@ -107,10 +107,10 @@ def test_a_stream_that_is_stored_anywhere_goes_on(seed: int) -> None:
 
 
 def test_a_blend_that_was_never_read_leaves_no_trace() -> None:
-    timeline = Timeline([]).switched(0, {"a": 1}).switched(50, {"a": 1, "b": 1})
+    timeline = BlendTimeline([]).switched(0, {"a": 1}).switched(50, {"a": 1, "b": 1})
     assert timeline.switched(50, {"c": 1}).segments == (
-        Segment(0, {"a": 1}, {}),
-        Segment(50, {"c": 1}, {"a": 50}),
+        BlendSegment(0, {"a": 1}, {}),
+        BlendSegment(50, {"c": 1}, {"a": 50}),
     )
     assert timeline.up_to(50).segments == timeline.segments[:1]
     assert timeline.up_to(51).segments == timeline.segments

@@ -38,13 +38,13 @@ def test_a_blend(sets: tuple[str, str]) -> None:
     tokens = {
         prefix: sum(map(len, numbered(count)[: count * 8 // 10])) for prefix, count in ((small, 50), (large, 500))
     }
-    for reading in plan.readings:
+    for reading in plan.dataset_usage:
         assert reading.read == counted[reading.prefix]
         assert reading.sequences == (tokens[reading.prefix] - 1) // 32
         assert reading.tokens == 32 * reading.sequences
         assert reading.epochs == reading.read / reading.sequences
         assert reading.share == reading.read / total
-    assert sum(reading.read for reading in plan.readings) == total
+    assert sum(reading.read for reading in plan.dataset_usage) == total
     first, second = page_rows(plan)
     assert first[0].endswith("small") and second[0].endswith("large")
     assert first[1:] == ["37", "1.184 k", "15.6 %", "75", "2.4 k", "2.03"]
@@ -55,7 +55,7 @@ def test_without_weights_it_is_said_what_counts(sets: tuple[str, str]) -> None:
     assert [note for note in plan.notes if "no weights" in note] == [
         "data.prefixes has no weights: each dataset counts by its sequences, so that an epoch reads each once"
     ]
-    assert len({round(reading.epochs, 1) for reading in plan.readings}) == 1
+    assert len({round(reading.epochs, 1) for reading in plan.dataset_usage}) == 1
     assert not data_plan([sets[0]]).notes and not data_plan([1, sets[0], 1, sets[1]]).notes
 
 
@@ -72,8 +72,8 @@ def test_many_datasets_are_abbreviated(sets: tuple[str, str], tmp_path: Path) ->
 def test_data_that_is_not_there_has_no_row() -> None:
     changes: dict[str, Any] = {"data.mock": False, "data.prefixes": ["nowhere/a", "nowhere/b"]}
     plan = resolve(make(**changes), 1, exists=lambda path: True)
-    assert plan.readings == () and "epochs" not in format_plan(plan)
-    assert resolve(make(), 1).readings == ()
+    assert plan.dataset_usage == () and "epochs" not in format_plan(plan)
+    assert resolve(make(), 1).dataset_usage == ()
 
 
 def test_fine_tuning_sets_are_read_equally_often(sets: tuple[str, str]) -> None:
@@ -82,7 +82,7 @@ def test_fine_tuning_sets_are_read_equally_often(sets: tuple[str, str]) -> None:
         masks = [[1] * len(document) for document in numbered(50 if prefix.endswith("small") else 500)]
         write_indexed(Path(prefix + "_mask"), masks, "B")
     plan = data_plan(list(sets), **changes)
-    small, large = plan.readings
+    small, large = plan.dataset_usage
     assert (small.sequences, large.sequences) == (40, 400)
     assert (small.read, large.read) == (73, 727) and small.epochs == pytest.approx(large.epochs, rel=0.01)
     assert small.tokens == sum(map(len, numbered(50)[:40]))

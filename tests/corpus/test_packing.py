@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron_llama.corpus.packing import OneEach, Order, Packed, histogram, recipes
+from megatron_llama.corpus.packing import Order, Packed, Unpacked, histogram, pack_lengths
 
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -31,7 +31,7 @@ def test_the_histogram_packs_as_one_at_a_time_would(seed: int) -> None:
     lengths = [rng.randint(1, capacity) for _ in range(rng.choice([1, 30, 200]))]
     used: Counter[int] = Counter()
     filled: Counter[int] = Counter()
-    for recipe in recipes(histogram(np.array(lengths)), capacity):
+    for recipe in pack_lengths(histogram(np.array(lengths)), capacity):
         filled[sum(length * fit for length, fit in recipe.parts)] += recipe.count
         for length, fit in recipe.parts:
             used[length] += fit * recipe.count
@@ -40,7 +40,7 @@ def test_the_histogram_packs_as_one_at_a_time_would(seed: int) -> None:
 
 
 def orders(lengths: np.ndarray) -> list[Order]:
-    return [OneEach(len(lengths), seed=5), Packed(lengths, 64, seed=5)]
+    return [Unpacked(len(lengths), seed=5), Packed(lengths, 64, seed=5)]
 
 
 def some_lengths(count: int = 300) -> np.ndarray:
@@ -68,7 +68,7 @@ def test_a_sample_is_a_function_of_seed_and_index(kind: int) -> None:
     indices = [0, 7, 900, 3, 1200, 1]  # in any order, of any epoch
     there = {index: forwards.examples(index) for index in indices}
     assert there == {index: backwards.examples(index) for index in reversed(indices)}
-    other = (OneEach(300, seed=6), Packed(lengths, 64, seed=6))[kind]
+    other = (Unpacked(300, seed=6), Packed(lengths, 64, seed=6))[kind]
     assert there != {index: other.examples(index) for index in indices}
 
 

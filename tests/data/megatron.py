@@ -11,7 +11,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
-from megatron_llama.corpus.blend import MEGATRON, Segment
+from megatron_llama.corpus.blend import MEGATRON, BlendSegment
 from megatron_llama.data.record import Record, make_record
 from megatron_llama.plan import Plan
 from tests.ranks import run_ranks
@@ -35,7 +35,7 @@ def megatron_record(plan: Plan, consumed_samples: int) -> Record:
     """The record of a run in megatron-core's order: all samples of ``trainer.steps`` are shuffled together."""
     trainer, record = plan.config.trainer, make_record(plan)
     weights = record["segments"][0]["weights"]
-    segment = Segment(0, weights, {}, MEGATRON, trainer.steps * trainer.global_batch_size)
+    segment = BlendSegment(0, weights, {}, MEGATRON, trainer.steps * trainer.global_batch_size)
     return {**record, "order": MEGATRON, "consumed_samples": consumed_samples, "segments": [asdict(segment)]}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.config import Config, Problem
-from megatron_llama.config.problems import told_together
+from megatron_llama.config.problems import merge_problems
 from megatron_llama.corpus.indexed_format import read_index
 from megatron_llama.data.checks import check_data
 from tests.config.helpers import make
@@ -40,7 +40,7 @@ def config_of(*prefixes: str, tokenizer: Path | None = None, vocabulary: int = V
 
 def only(problems: list[Problem]) -> str:
     """The one problem, as a dry run tells it."""
-    (told,) = told_together(problems)
+    (told,) = merge_problems(problems)
     return told
 
 
@@ -198,7 +198,7 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
     write_indexed(Path(prefixes[3]), [[VOCABULARY + 5]])
     problems = check_data(config_of(*prefixes))
     assert len(problems) == 3 and {problem.field for problem in problems} == {"data.prefixes"}
-    text = "\n".join(told_together(problems))
+    text = "\n".join(merge_problems(problems))
     assert prefixes[0] not in text and all(name in text for name in ("cut.bin", "magic.idx", "large"))
     weighted = config_of()
     weighted.data.prefixes = [0.5, prefixes[1], 0.5, prefixes[2]]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_llama.config import ConfigError, load_config
-from megatron_llama.corpus.epochs import parts_of
+from megatron_llama.corpus.epochs import open_splits
 from megatron_llama.data.batches import build_data
 from megatron_llama.data.finetuning_set import PADDING, Examples, SFTDataset, build_sft
 from megatron_llama.devices import get_device
@@ -319,7 +319,7 @@ def test_a_sample_does_not_depend_on_the_length_of_the_run(tmp_path: Path, pack:
 def test_an_id_without_a_row_is_named_where_it_is(tmp_path: Path) -> None:
     examples = some_examples(30)
     examples[20][0][1] = 60_000
-    parts = parts_of(plan_of([write_set(tmp_path / "set", examples)]).config.data, 0)
+    parts = open_splits(plan_of([write_set(tmp_path / "set", examples)]).config.data, 0)
     read = Examples(parts, 60_000)
     assert [list(read[number][0]) for number in range(20)] == [ids for ids, _ in examples[:20]]
     with pytest.raises(ConfigError, match="token 1 of its sequence 20 is id 60000"):

@@ -16,13 +16,13 @@ import torch
 
 from data_prep import analyze
 from megatron_llama.config import ConfigError
-from megatron_llama.corpus.difficulty_index import open_measured
+from megatron_llama.corpus.difficulty_index import open_difficulty_index
 from megatron_llama.data.batches import Batches, Data, build_data
 from megatron_llama.data.graded_order import Turns, cut_sample, group_seed, levels_of
 from megatron_llama.data.record import Record
 from megatron_llama.data.sample_stream import EndlessDataset, SampleStream
 from megatron_llama.plan import Plan
-from megatron_llama.plan.schedules import Cut, Position
+from megatron_llama.plan.schedules import RunPosition, SequenceCut
 from tests.data.files import data_plan, numbered, write_indexed
 from tests.data.megatron import text
 from tests.model.llamas import CPU
@@ -91,7 +91,7 @@ def test_no_sample_is_above_its_step(prefix: str) -> None:
     stream, metrics = stream_of(plan), levels_of(plan)
     assert len(metrics) > 10
     units = [text(stream[number]) for number in range(60 * GLOBAL_BATCH)]
-    order = open_measured(Path(f"{prefix}_metrics/last_digit-32"), prefix).order
+    order = open_difficulty_index(Path(f"{prefix}_metrics/last_digit-32"), prefix).order
     kept = [unit for unit in order if unit * LENGTH + LENGTH < 4950]  # of the split
     for number, unit in enumerate(units):
         step = number // GLOBAL_BATCH + 1
@@ -179,9 +179,9 @@ def test_what_is_cut() -> None:
         "documents": torch.tensor([0] * 7 + [-1] * 3),
         "num_tokens": torch.tensor(7),
     }
-    (short,) = cut_sample(sample, Cut(8, 1))
+    (short,) = cut_sample(sample, SequenceCut(8, 1))
     assert short["tokens"].tolist() == [*range(8)] and short["num_tokens"] == 7
-    pieces = cut_sample(sample, Cut(4, 2))
+    pieces = cut_sample(sample, SequenceCut(4, 2))
     assert [piece["tokens"].tolist() for piece in pieces] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert [int(piece["num_tokens"]) for piece in pieces] == [4, 3]
     assert pieces[1]["documents"].tolist() == [0, 0, 0, -1]
@@ -189,7 +189,7 @@ def test_what_is_cut() -> None:
 
 
 # (plan, record of the checkpoint or None, position, samples to read)
-Part = tuple[Plan, Record | None, Position, int]
+Part = tuple[Plan, Record | None, RunPosition, int]
 
 
 def read(parts: Sequence[Part]) -> list[tuple[list[list[int]], list[Any], Record]]:
@@ -223,12 +223,12 @@ def test_a_run_that_stops_anywhere_goes_on(prefix: str, kind: str, tmp_path: Pat
     other = graded_plan(prefix, *metrics, world=4, **changes, **{"trainer.steps": 45, "trainer.tp": 2})
     # Twice the batch from the 96th sample on: as many samples, at half the steps. What was drawn stays drawn.
     larger = graded_plan(prefix, *metrics, **changes, **{"trainer.global_batch_size": 16})
-    ((whole, levels, record),) = read([(plan, None, Position(), 240)])
+    ((whole, levels, record),) = read([(plan, None, RunPosition(), 240)])
     if kind == "sft":
         assert max(len(set(sample)) for sample in whole[:8]) <= LENGTH
-    ((begun, _, stopped),) = read([(other, None, Position(), 96)])
+    ((begun, _, stopped),) = read([(other, None, RunPosition(), 96)])
     assert begun == whole[:96]
-    parts: list[Part] = [(plan, stopped, Position(12, 96), 144), (larger, stopped, Position(12, 96), 96)]
+    parts: list[Part] = [(plan, stopped, RunPosition(12, 96), 144), (larger, stopped, RunPosition(12, 96), 96)]
     (again, same_levels, ended), (faster, other_levels, _) = read(parts)
     assert again == whole[96:] and same_levels == levels and ended == record
     past = [level for level in levels if level[0] <= 96]
@@ -238,13 +238,13 @@ def test_a_run_that_stops_anywhere_goes_on(prefix: str, kind: str, tmp_path: Pat
 
 def test_a_curriculum_that_begins_later_begins_anew(prefix: str) -> None:
     plain, graded = data_plan([prefix], **STEPS), graded_plan(prefix, BY_VALUE)
-    ((_, _, record),) = read([(plain, None, Position(), 40)])
+    ((_, _, record),) = read([(plain, None, RunPosition(), 40)])
     record.pop("curriculum")  # a checkpoint of before there was one
-    ((samples, levels, stopped),) = read([(graded, record, Position(5, 40), 80)])
+    ((samples, levels, stopped),) = read([(graded, record, RunPosition(5, 40), 80)])
     assert levels[0] == (40, {"first": 150}) and stopped["levels"][0] == [40, {"first": 150}]
     assert all(2 + sample[0] / 10 <= 400 for sample in samples)
-    ((rest, _, _),) = read([(graded, stopped, Position(15, 120), 8)])
-    ((whole, _, _),) = read([(graded, record, Position(5, 40), 88)])
+    ((rest, _, _),) = read([(graded, stopped, RunPosition(15, 120), 8)])
+    ((whole, _, _),) = read([(graded, record, RunPosition(5, 40), 88)])
     assert [*samples, *rest] == whole
 
 

@@ -15,7 +15,7 @@ from megatron_llama.corpus.indexed_format import read_index
 from megatron_llama.data.batches import Data, build_data
 from megatron_llama.data.record import Record, differences, make_record
 from megatron_llama.plan import Plan
-from megatron_llama.plan.schedules import Position
+from megatron_llama.plan.schedules import RunPosition
 from tests.data.files import data_plan, numbered, write_indexed
 from tests.data.megatron import megatron_record, run_texts, text
 from tests.model.llamas import CPU
@@ -47,7 +47,7 @@ def _read(rank: int, parts: Sequence[Part]) -> list:
     for plan, record, consumed, has_checkpoint, count in parts:
         data = _data(plan, rank)
         if has_checkpoint:
-            start = Position(consumed // GLOBAL_BATCH, consumed)
+            start = RunPosition(consumed // GLOBAL_BATCH, consumed)
             data.resume(record or megatron_record(plan, consumed), start)
         training = [text(data.train.samples[consumed + number]) for number in range(count)]
         validation = [text(data.validation.samples[number]) for number in range(8)] if data.validation else []

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from data_prep import analyze
-from megatron_llama.corpus.difficulty_index import open_measured
+from megatron_llama.corpus.difficulty_index import open_difficulty_index
 from megatron_llama.system.errors import UserError
 from tests.data.files import numbered, write_indexed
 
@@ -60,7 +60,7 @@ def test_values_are_those_of_the_definitions(prefix: str) -> None:
     owners = [len(document) for document in DOCUMENTS for _ in document]
     lengths = [float(np.mean(owners[unit * LENGTH : (unit + 1) * LENGTH + 1])) for unit in range(count)]
     for name, values in (("vocab_rarity", rarities), ("length", lengths), ("held", list(map(sum, units)))):
-        measured = open_measured(Path(f"{prefix}_metrics/{name}-{LENGTH}"), prefix)
+        measured = open_difficulty_index(Path(f"{prefix}_metrics/{name}-{LENGTH}"), prefix)
         np.testing.assert_allclose(measured.values, values, rtol=1e-12)
         assert measured.order.tolist() == sorted(range(count), key=lambda unit: (measured.values[unit], unit))
         assert measured.ranks[measured.order].tolist() == list(range(count))
@@ -96,7 +96,7 @@ def test_killed_and_started_again_writes_the_same(prefix: str, tmp_path: Path, m
     child.join()
     assert len(done) == 5 and not (work.parent / "index.json").exists()
     with pytest.raises(UserError, match="there is no index"):
-        open_measured(work.parent, prefix)
+        open_difficulty_index(work.parent, prefix)
     monkeypatch.delenv(HOLD)
     kept = [path.stat().st_ino for path in done]
     assert [path.stat().st_ino for path in sorted(work.glob("values-*.npy"))[:5]] == kept

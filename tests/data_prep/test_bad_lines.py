@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.lib.records import REASONS
-from megatron_llama.text.conversation import Bad
+from megatron_llama.text.conversation import RecordError
 from tests.data_prep.helpers import Run, assert_refused, listing, manifest, outputs, reference
 
 BAD: dict[str, tuple[bytes, str]] = {
@@ -147,7 +147,7 @@ def test_parsing_without_the_fast_parser_is_the_same(monkeypatch: pytest.MonkeyP
     def parsed(line: bytes) -> list[str] | tuple[str, str]:
         try:
             return records.parse_line(line, ["text"])
-        except Bad as bad:
+        except RecordError as bad:
             return bad.reason, bad.detail
 
     fast = [parsed(line) for line in lines]

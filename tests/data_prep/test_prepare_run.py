@@ -17,10 +17,10 @@ from data_prep.lib import prepare_run, sets
 from megatron_llama import cli
 from megatron_llama.config import Config, ConfigError, DataConfig
 from megatron_llama.config import settings as choices
-from megatron_llama.config.data_settings import folder_of_records, record_files
+from megatron_llama.config.data_settings import raw_data_files, resolve_raw_data
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.plan import resolve
-from megatron_llama.text.chat_template import NAMED
+from megatron_llama.text.chat_template import NAMED_TEMPLATES
 from megatron_llama.text.conversation import LABELLED
 from tests.checkpoint.jobs import Job
 from tests.config.helpers import problems_of
@@ -32,11 +32,11 @@ TALKS = [("the cat sat", "on the mat"), ("a dog", "and a cat"), ("Hello", "answe
 
 
 def with_prepared(config: Config) -> Config:
-    return prepare_run.with_datasets(config, record_files(config.data), config.data.length, make=True)
+    return prepare_run.with_datasets(config, raw_data_files(config.data), config.data.length, make=True)
 
 
 def with_finished(config: Config) -> Config:
-    return prepare_run.with_datasets(config, record_files(config.data), config.data.length, make=False)
+    return prepare_run.with_datasets(config, raw_data_files(config.data), config.data.length, make=False)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_other_kinds_of_files_and_a_folder(base: Path, chat: Path, tmp_path: Pat
         writer.writerows(rows)
     (tmp_path / "c.jsonl.xz").write_bytes(lzma.compress(chat.read_bytes()))
     wanted = by_hand(tmp_path, base, chat)
-    folder = folder_of_records(str(hub / "snapshots/0a1b"))
+    folder = resolve_raw_data(str(hub / "snapshots/0a1b"))
     for path in (tmp_path / "a.parquet", tmp_path / "b.csv", tmp_path / "c.jsonl.xz", folder):
         config = config_of(base, cache=tmp_path / "cache")
         config.data.prefixes = [str(path)]
@@ -191,7 +191,7 @@ def test_files_that_are_refused(base: Path, chat: Path, tmp_path: Path, monkeypa
 
 
 def test_each_choice_is_a_template() -> None:
-    assert set(choices.CHAT_TEMPLATES) == {"own", *NAMED}
+    assert set(choices.CHAT_TEMPLATES) == {"own", *NAMED_TEMPLATES}
     assert set(choices.LABEL_TEMPLATES) == set(LABELLED)
 
 
@@ -214,7 +214,7 @@ def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(prepare_run, "try_lock", looking)
     monkeypatch.setattr(sets, "make_sft_set", slowly)
     config = config_of(base, chat, cache=tmp_path / "cache")
-    (records,) = prepare_run._find_records(config, config.data, record_files(config.data), [], [])
+    (records,) = prepare_run._find_records(config, config.data, raw_data_files(config.data), [], [])
     rest = records.folder.parent / f".{records.folder.name}.partial.elsewhere.1"  # a start that was killed
     rest.mkdir(parents=True)
     pids = []

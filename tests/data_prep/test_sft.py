@@ -15,7 +15,7 @@ from data_prep.lib import records
 from data_prep.lib.records import REASONS as LINE_REASONS
 from data_prep.lib.sets import ExampleOptions, chat_of
 from megatron_llama.system.errors import UserError
-from megatron_llama.text.chat_template import encode_pieces, own_template
+from megatron_llama.text.chat_template import encode_spans, load_own_template
 from megatron_llama.text.conversation import REASONS, Turn
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer
 from tests.data_prep.helpers import BAD_LINES, GOOD, assert_refused, command, killer, read, run_script, say
@@ -45,10 +45,10 @@ def test_every_record_is_accounted_for(folder: Path, tmp_path: Path) -> None:
     assert [entry["reason"] for entry in kept] == [*BAD_LINES, "no_assistant_turn"] and kept[-1]["line"] == 53
     # Token conservation: what is in the files is each example's own tokens, and no other.
     tokenizer = HuggingFaceTokenizer(folder)
-    template = own_template(folder, tokenizer.added_tokens)
+    template = load_own_template(folder, tokenizer.added_tokens)
     for number, (ids, mask) in enumerate(zip(tokens, masks, strict=True)):
         turns = [Turn("user", f"Question {number}?"), Turn("assistant", f"Answer {number}.")]
-        expected, marks = encode_pieces(template.pieces(turns), tokenizer, parse_special=True)
+        expected, marks = encode_spans(template.render_spans(turns), tokenizer, parse_special=True)
         assert ids.tolist() == expected and mask.tolist() == [int(mark) for mark in marks]
     assert manifest["tokens"] == sum(map(len, tokens))
     assert manifest["tokens_with_loss"] == sum(int(mask.sum()) for mask in masks)
@@ -80,11 +80,11 @@ def test_workers_do_not_show_and_what_is_finished_stays(folder: Path, tmp_path: 
 def test_truncation_at_the_border(folder: Path, tmp_path: Path, over: int) -> None:
     """129 tokens fit 128 places, since the last is only a label; one more is cut, and counted."""
     tokenizer = HuggingFaceTokenizer(folder)
-    template = own_template(folder, tokenizer.added_tokens)
+    template = load_own_template(folder, tokenizer.added_tokens)
 
     def record(words: int) -> tuple[list[Turn], int]:
         turns = [Turn("user", "q"), Turn("assistant", "x" + " é" * words)]
-        return turns, len(encode_pieces(template.pieces(turns), tokenizer, parse_special=True)[0])
+        return turns, len(encode_spans(template.render_spans(turns), tokenizer, parse_special=True)[0])
 
     words = next(words for words in range(200) if record(words)[1] >= 129 + over)
     turns, count = record(words)

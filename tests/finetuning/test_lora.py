@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_llama.arch.flops import flops_per_token
-from megatron_llama.arch.names import TensorParallel, is_lora, lora_shapes, pieces
+from megatron_llama.arch.names import TensorParallel, is_lora, lora_shapes, rectangles
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
@@ -168,7 +168,7 @@ def test_names_cover_every_value_once(tp: int, kv_heads: int, tmp_path: Path) ->
             for owner in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
                 for side in ("lora_A", "lora_B"):
                     parameter = f"layers.{layer}.{owner}.{side}"
-                    for piece in pieces(parameter, model, TensorParallel(rank, tp), 64, finetune):
+                    for piece in rectangles(parameter, model, TensorParallel(rank, tp), 64, finetune):
                         assert is_lora(piece.name) and piece.global_shape == counted[piece.name].shape
                         where = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))
                         counted[piece.name][where] += piece.replica == 0

@@ -25,10 +25,10 @@ from hypothesis.strategies import SearchStrategy
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError
 from megatron_llama.system.errors import UserError
-from megatron_llama.text.conversation import Bad
+from megatron_llama.text.conversation import RecordError
 
 Files = Mapping[str, bytes]
-ANSWERS = (ConfigError, UserError, CorruptFile, Bad)
+ANSWERS = (ConfigError, UserError, CorruptFile, RecordError)
 CASE_SECONDS = 10.0
 """Processor time of one case: far above what any needs, far below a nuisance."""
 SILENCE_SECONDS = 120.0

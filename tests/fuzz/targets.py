@@ -24,7 +24,7 @@ from megatron_llama.data.checks import check_data
 from megatron_llama.data.epoch_index import make_epoch
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import format_plan
-from megatron_llama.text.chat_template import NAMED, Jinja, own_template
+from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, load_own_template
 from megatron_llama.text.conversation import Turn
 from megatron_llama.text.tokenizer import open_tokenizer, vocabulary_size
 from megatron_llama.tools.compare.runs import read_log
@@ -132,7 +132,7 @@ def read_jsonl(case: Path) -> None:
     slots = Slots(64, 1 << 16)
     text = Job(sources, ["text"], 1 << 16)
     tokenizer = open_tokenizer(case / "tokenizer.model")
-    chat = Chat(tokenizer, NAMED["plain"].pieces, "auto", None, {}, 64, True, False, False, False, {})
+    chat = Chat(tokenizer, NAMED_TEMPLATES["plain"].render_spans, "auto", None, {}, 64, True, False, False, False, {})
     examples = Job(sources, ["input", "mask"], 1 << 16, chat=chat)
     for worker in (TextEncoder(text, encoder, slots), ExampleEncoder(examples, encoder, slots, chat)):
         for block in cut_blocks(sources, START, slots, 1 << 16, 1 << 16):
@@ -155,9 +155,9 @@ TURNS = [Turn("system", "s"), Turn("user", "question"), Turn("assistant", "answe
 
 
 def read_template(case: Path) -> None:
-    template = own_template(case, ["</s>"])
+    template = load_own_template(case, ["</s>"])
     assert isinstance(template, Jinja)
-    template.pieces(TURNS)
+    template.render_spans(TURNS)
     template.ask(TURNS)
 
 
@@ -167,7 +167,7 @@ def read_tokenizer(case: Path) -> None:
     tokenizer.encode("ab x </s>")
     tokenizer.spans("ab x </s>", True)
     tokenizer.control("</s>")
-    template = own_template(case, tokenizer.control_tokens)
+    template = load_own_template(case, tokenizer.control_tokens)
     template.ask(TURNS)
 
 

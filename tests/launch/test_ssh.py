@@ -12,7 +12,7 @@ import pytest
 
 from megatron_llama import cli
 from megatron_llama.config import Config, ConfigError, load_config
-from megatron_llama.config.hostfile import Host, hostfile_hosts
+from megatron_llama.config.hostfile import Host, parse_hostfile
 from megatron_llama.launch.world import find_world
 from tests.launch.fake_train import TINY, script
 from tests.processes import PATIENCE_SECONDS, environment, gone, pids
@@ -136,11 +136,11 @@ def test_a_host_that_cannot_be_reached_ends_all(tmp_path: Path, ssh: str) -> Non
 
 def test_hostfile() -> None:
     text = "# ours\nn1 slots=8\n\nu@n2.cluster slots = 8 max_slots=16  # the second\n"
-    assert hostfile_hosts(text) == [Host("n1", 8), Host("u@n2.cluster", 8)]
-    assert hostfile_hosts("a\nb\n") == [Host("a"), Host("b")]
+    assert parse_hostfile(text) == [Host("n1", 8), Host("u@n2.cluster", 8)]
+    assert parse_hostfile("a\nb\n") == [Host("a"), Host("b")]
     for bad, said in [("", "no host"), ("a slots=0", "line 1"), ("a\nb slot=2", "line 2"), ("a\na", "twice")]:
         with pytest.raises(ValueError, match=said):
-            hostfile_hosts(bad)
+            parse_hostfile(bad)
 
 
 def of(*overrides: str) -> Config:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from megatron_llama.arch.names import Piece
+from megatron_llama.arch.names import Rectangle
 from megatron_llama.config import ModelConfig
 from megatron_llama.data.batches import Batches
 from megatron_llama.devices import get_device
@@ -117,7 +117,7 @@ def roughen_norms(shards: Iterable[Shard]) -> None:
                 shard.local[piece.local_slices].add_(_noise(piece))
 
 
-def _noise(piece: Piece) -> torch.Tensor:
+def _noise(piece: Rectangle) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(piece.name.encode()))
     whole = 0.3 * torch.randn(piece.global_shape, generator=generator)
     return whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))]

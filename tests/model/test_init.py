@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from megatron_llama.arch.names import Piece
+from megatron_llama.arch.names import Rectangle
 from megatron_llama.config import ModelConfig
 from megatron_llama.model.init import initial_values
 
@@ -17,8 +17,8 @@ NAME = "model.layers.0.self_attn.q_proj.weight"
 GOLDEN = [0.005458471830934286, 0.07630600780248642]
 
 
-def rectangle(name: str, shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]) -> Piece:
-    return Piece(name, shape, offset, tuple(0 for _ in shape), size)
+def rectangle(name: str, shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]) -> Rectangle:
+    return Rectangle(name, shape, offset, tuple(0 for _ in shape), size)
 
 
 def whole(name: str, shape: tuple[int, ...], seed: int = 1) -> torch.Tensor:

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from megatron_llama.arch.names import Shape, TensorParallel, hf_shapes, pieces
+from megatron_llama.arch.names import Shape, TensorParallel, hf_shapes, rectangles
 from megatron_llama.config import load_config
 from megatron_llama.devices import get_device
 from megatron_llama.model.llama import Llama
@@ -46,7 +46,7 @@ def test_every_parameter_is_made_of_hugging_face_tensors_and_none_is_left_over()
         for name, shape in shapes.items():
             if name.startswith("layers.") and int(name.split(".")[1]) >= 2:
                 continue
-            parts = pieces(name, model, TensorParallel(0, 1), plan.padded_vocab_size)
+            parts = rectangles(name, model, TensorParallel(0, 1), plan.padded_vocab_size)
             assert sum(torch.Size(part.size).numel() for part in parts) == shape.numel(), name
             covered |= {part.name: part.size for part in parts}
         assert covered == hf_shapes(model)

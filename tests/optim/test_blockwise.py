@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_llama.arch.names import Piece
+from megatron_llama.arch.names import Rectangle
 from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
@@ -151,7 +151,7 @@ def test_updates_are_torchaos(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         [{"params": [mine], **settings}],
         OPTIMIZERS[name],
         {"adamw": adamw_update, "adam": adam_update}[name],
-        {mine: [Piece("a", (48, 128), (0, 0), (0, 0), (48, 128))]},
+        {mine: [Rectangle("a", (48, 128), (0, 0), (0, 0), (48, 128))]},
         state_dtype=torch.float32,
         stochastic=False,
         seed=1,

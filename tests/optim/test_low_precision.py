@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megatron_llama.optim.low_precision as low_precision
-from megatron_llama.arch.names import Piece
+from megatron_llama.arch.names import Rectangle
 from megatron_llama.config.optimizers import OPTIMIZERS
 from megatron_llama.devices import get_device
 from megatron_llama.devices.cpu.kernels import CpuKernels
@@ -33,7 +33,7 @@ TORCH: dict[str, Any] = {
 }
 FORMULAS = {"adamw": adamw_update, "adam": adam_update, "sgd": sgd_update}
 # Two rectangles of two tensors, as the merged projections have them; the second is not at its tensor's corner.
-PIECES = [Piece("a", (30, 33), (0, 0), (0, 0), (30, 33)), Piece("b", (50, 66), (5, 33), (30, 0), (10, 33))]
+PIECES = [Rectangle("a", (30, 33), (0, 0), (0, 0), (30, 33)), Rectangle("b", (50, 66), (5, 33), (30, 0), (10, 33))]
 
 
 def rounded(values: torch.Tensor, kind: str, step: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_llama.config.settings import Config, DataConfig
 from megatron_llama.plan import resolve
-from megatron_llama.plan.schedules import BatchSchedule, Position
+from megatron_llama.plan.schedules import BatchSchedule, RunPosition
 from tests.config.helpers import make, problems_of
 
 
@@ -26,7 +26,7 @@ def test_a_schedule_by_hand() -> None:
     # 0, 8, 16, then 20 is passed: 24 begins with 4 sequences, and 40 is never a border of steps of 4 from 24 on.
     schedule = BatchSchedule(((0, 8), (20, 4), (30, 16)), seq_length=10)
     assert [schedule.after(step).samples for step in range(8)] == [0, 8, 16, 24, 28, 32, 48, 64]
-    assert schedule.after(6) == Position(step=6, samples=48, tokens=480)
+    assert schedule.after(6) == RunPosition(step=6, samples=48, tokens=480)
     assert [schedule.size_from(samples) for samples in (0, 16, 19, 20, 24, 29, 30, 99)] == [8, 8, 8, 4, 4, 4, 16, 16]
     assert schedule.position_of_the_largest == 30
 
@@ -51,7 +51,7 @@ def test_any_schedule_is_the_count_step_by_step() -> None:
 
 
 def test_another_size_goes_on_from_the_consumed_samples() -> None:
-    went_on = BatchSchedule(((0, 5),), seq_length=4, start=Position(step=3, samples=24, tokens=999))
+    went_on = BatchSchedule(((0, 5),), seq_length=4, start=RunPosition(step=3, samples=24, tokens=999))
     assert [went_on.after(step).samples for step in (3, 4, 5)] == [24, 29, 34]
     assert went_on.after(5).tokens == 999 + 10 * 4
 
@@ -80,4 +80,4 @@ def test_each_size_is_whole_micro_batches(world: int, changes: dict[str, object]
 
 def test_without_a_schedule_it_is_the_global_batch_size() -> None:
     schedule = BatchSchedule.of(Config(data=DataConfig(seq_length=256)))
-    assert schedule.after(7) == Position(7, 7 * 8, 7 * 8 * 256)
+    assert schedule.after(7) == RunPosition(7, 7 * 8, 7 * 8 * 256)

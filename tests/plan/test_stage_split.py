@@ -10,7 +10,7 @@ import pytest
 
 from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.plan.derive import head_in_layers, split_layers, spread, uneven_layers
+from megatron_llama.plan.derive import balance_layers, head_cost_in_layers, split_evenly, split_layers
 from megatron_llama.plan.memory import stage_footprints
 from megatron_llama.system.tables import GIB
 from tests.paths import CONF
@@ -49,16 +49,16 @@ def test_the_head_in_layers() -> None:
     attention = 512 * 512  # causal: half of the square, two products
     head = 512 * 32_000
     config = config_of("llama_56m", 2, "data.seq_length=512")
-    assert head_in_layers(config) == pytest.approx(head / (layer + attention))
+    assert head_cost_in_layers(config) == pytest.approx(head / (layer + attention))
     again = config_of("llama_56m", 2, "data.seq_length=512", "trainer.recompute=full")
-    assert head_in_layers(again) == pytest.approx(head / (layer + attention) * 3 / 4)
+    assert head_cost_in_layers(again) == pytest.approx(head / (layer + attention) * 3 / 4)
     window = config_of("llama_56m", 2, "data.seq_length=512", "model.sliding_window=1")
-    assert head_in_layers(window) == pytest.approx(head / layer, rel=0.001)
+    assert head_cost_in_layers(window) == pytest.approx(head / layer, rel=0.001)
     # What LoRA leaves frozen takes 4 FLOPs, not 6, and 2 more where it is computed again.
     lora = "data.seq_length=512", "finetune.method=lora", "finetune.lora_rank=1"
     tuned, again = config_of("llama_56m", 2, *lora), config_of("llama_56m", 2, *lora, "trainer.recompute=full")
-    assert head_in_layers(tuned) == pytest.approx(4 * head / (4 * layer + 6 * attention), rel=0.02)
-    assert head_in_layers(again) == pytest.approx(4 * head / (6 * layer + 8 * attention), rel=0.02)
+    assert head_cost_in_layers(tuned) == pytest.approx(4 * head / (4 * layer + 6 * attention), rel=0.02)
+    assert head_cost_in_layers(again) == pytest.approx(4 * head / (6 * layer + 8 * attention), rel=0.02)
 
 
 def test_no_stage_is_waited_for_more_than_needed() -> None:
@@ -67,20 +67,20 @@ def test_no_stage_is_waited_for_more_than_needed() -> None:
     kept = []
     for config.model.vocab_size, config.trainer.pp, config.model.num_hidden_layers in sizes:
         layers, pp = config.model.num_hidden_layers, config.trainer.pp
-        head, found = head_in_layers(config), uneven_layers(config, 8)
+        head, found = head_cost_in_layers(config), balance_layers(config, 8)
 
         def heaviest(split: list[int], head: float = head) -> float:
             return max(*split[:-1], split[-1] + head)
 
         cuts = itertools.combinations(range(1, layers), pp - 1)
         splits = [[b - a for a, b in itertools.pairwise((0, *cut, layers))] for cut in cuts]
-        least, even = min(map(heaviest, splits)), spread(layers, pp)
+        least, even = min(map(heaviest, splits)), split_evenly(layers, pp)
         taken = found or even
         assert sum(taken) == layers and min(taken) >= 1 and len(taken) == pp
         assert heaviest(taken) * 0.94 <= least
         if found:
             assert heaviest(even) * 0.94 > least and heaviest(found) < heaviest(even)
-            nearer = [*spread(layers - found[-1] - 1, pp - 1), found[-1] + 1]
+            nearer = [*split_evenly(layers - found[-1] - 1, pp - 1), found[-1] + 1]
             assert heaviest(nearer) * 0.94 > least, "of splits that are almost as good the nearest to even"
         kept.append(found is None)
     assert 20 < sum(kept) < len(kept) - 20
@@ -88,19 +88,20 @@ def test_no_stage_is_waited_for_more_than_needed() -> None:
 
 def test_who_is_split_unevenly() -> None:
     """Llama 2's layouts stay as published: its heads are less than a layer. Llama 3's are up to 2.4."""
-    assert uneven_layers(config_of("llama_56m", 2), 8) == [6, 2]
-    assert uneven_layers(config_of("llama3_8b", 4), 8) == [9, 8, 8, 7]
+    assert balance_layers(config_of("llama_56m", 2), 8) == [6, 2]
+    assert balance_layers(config_of("llama3_8b", 4), 8) == [9, 8, 8, 7]
     for model, pp in (("llama7b", 4), ("llama70b", 8), ("llama3_70b", 4), ("llama3_405b", 16), ("llama_56m", 1)):
-        assert uneven_layers(config_of(model, pp), 8) is None
-    assert uneven_layers(config_of("llama_56m", 2, "trainer.vpp=2"), 8) is None
-    assert uneven_layers(config_of("llama_56m", 2), 1) is None, "no two stages work at a time"
+        assert balance_layers(config_of(model, pp), 8) is None
+    assert balance_layers(config_of("llama_56m", 2, "trainer.vpp=2"), 8) is None
+    assert balance_layers(config_of("llama_56m", 2), 1) is None, "no two stages work at a time"
 
 
 def test_what_is_chosen_is_named_and_what_is_written_stays() -> None:
     plan = resolve(config_of("llama_56m", 2), 2)
     assert plan.config.trainer.pipeline_layers == [6, 2] and [len(layers) for layers in plan.stage_layers] == [6, 2]
     (told,) = (line for line in plan.chosen if "pipeline_layers" in line)
-    assert told == "trainer.pipeline_layers=[6,2]: the last stage also has the head, as much work as 5.4 layers"
+    head = "the last stage also has the output head, which costs as much as 5.4 layers"
+    assert told == f"trainer.pipeline_layers=[6,2]: {head}"
     assert resolve(plan.config, 2) == plan
     written = resolve(config_of("llama_56m", 2, "trainer.pipeline_layers=[4,4]"), 2)
     assert written.config.trainer.pipeline_layers == [4, 4]

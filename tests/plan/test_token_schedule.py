@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron_llama.arch.flops import Kept, flops_per_token, with_random_ltd
+from megatron_llama.arch.flops import RetainedTokens, flops_per_token, with_random_ltd
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.schedules import BatchSchedule, TokenSchedule
 from tests.config.helpers import make
@@ -77,13 +77,13 @@ def test_flops_are_counted_token_by_token() -> None:
     plan = plan_of()
     model, finetune, s, k = plan.model, plan.config.finetune, 256, 64
     none, whole = flops_per_token(model, 0), flops_per_token(model, s)
-    kept = with_random_ltd(model, s, finetune, Kept(2, k, s))
+    kept = with_random_ltd(model, s, finetune, RetainedTokens(2, k, s))
     head = 6 * model.vocab_size * model.hidden_size
     layer = (none.full - head) / 4
     assert kept.full * s == pytest.approx(
         s * (2 * layer + head) + k * 2 * layer + (whole.full - none.full) / 4 * (2 * s + 2 * k * k / s)
     )
-    full = with_random_ltd(model, s, finetune, Kept(2, s, s))
+    full = with_random_ltd(model, s, finetune, RetainedTokens(2, s, s))
     assert (full.causal, full.full) == pytest.approx((whole.causal, whole.full), rel=1e-12)
     assert with_random_ltd(model, s, finetune, None) == whole
 
@@ -96,4 +96,4 @@ def test_expected_pairs_by_enumeration() -> None:
         sum(sum(token in document for token in subset) ** 2 for document in ((0, 1), (2, 3, 4)))
         for subset in combinations(range(5), 3)
     ]
-    assert Kept(1, 3, 5).pairs(5, 2**2 + 3**2) == pytest.approx(sum(left) / len(left))
+    assert RetainedTokens(1, 3, 5).pairs(5, 2**2 + 3**2) == pytest.approx(sum(left) / len(left))

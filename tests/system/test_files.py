@@ -19,7 +19,7 @@ from megatron_llama.corpus.indexed_format import IndexedDataset, read_index
 from megatron_llama.launch.run_dir import claim_run_dir
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import check_yaml, read_json, read_whole, sha256_file
-from megatron_llama.text.chat_template import own_template
+from megatron_llama.text.chat_template import load_own_template
 from megatron_llama.text.tokenizer import read_settings, read_tokenizer_json, vocabulary_size
 from megatron_llama.tools.compare.runs import read_log
 
@@ -30,7 +30,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "tiktoken.model": lambda folder: load_encoder("tiktoken", str(folder / "tiktoken.model"), "auto"),
     "tokenizer.json": lambda folder: read_tokenizer_json(folder / "tokenizer.json"),
     "tokenizer_config.json": lambda folder: read_settings(folder / "tokenizer_config.json"),
-    "special_tokens_map.json": lambda folder: own_template(folder, []),
+    "special_tokens_map.json": lambda folder: load_own_template(folder, []),
     "set.idx": lambda folder: read_index(str(folder / "set")),
     "set.bin": lambda folder: IndexedDataset(str(folder / "set")),
     "set.json": lambda folder: read_dataset_manifest(str(folder / "set")),

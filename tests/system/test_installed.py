@@ -63,7 +63,7 @@ sys.meta_path = [Hiding if finder is PathFinder else finder for finder in sys.me
 sys.argv[:1] = []
 from megatron_llama.system import installed
 sys.modules["__main__"].__file__ = sys.argv[0]
-installed.tell_what_is_missing()
+installed.report_missing_packages()
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -85,16 +85,16 @@ def test_what_is_needed_is_what_pyproject_says() -> None:
     with open(ROOT / "pyproject.toml", "rb") as file:
         project = tomllib.load(file)["project"]
     wanted = [re.split("[<>=]", requirement)[0] for requirement in project["dependencies"]]
-    assert list(installed.NEEDED.values()) == wanted
+    assert list(installed.REQUIRED.values()) == wanted
     assert f">={'.'.join(map(str, installed.OLDEST_PYTHON))}," in project["requires-python"]
-    assert installed.missing() == {}
-    installed.need_all()
+    assert installed.missing_packages() == {}
+    installed.require_packages()
 
 
 def test_a_namespace_is_not_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = {"google.protobuf": "protobuf", "google.nobody": "a", "nobody.at_all": "b", "nobody": "c"}
     monkeypatch.setattr(installed, "NEEDED", modules)
-    assert list(installed.missing().values()) == ["a", "b", "c"]
+    assert list(installed.missing_packages().values()) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -143,25 +143,25 @@ def test_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "data.name=a b"])
     monkeypatch.setattr(installed, "VENV", tmp_path / "none")
     monkeypatch.chdir(tmp_path)
-    assert str(installed.not_installed(error)).endswith(f"Type {sys.executable} -m pip install -e {ROOT}")
-    other = installed.not_installed(ModuleNotFoundError(name="hypothesis"))
+    assert str(installed.explain_import_error(error)).endswith(f"Type {sys.executable} -m pip install -e {ROOT}")
+    other = installed.explain_import_error(ModuleNotFoundError(name="hypothesis"))
     assert str(other).endswith(f"-m pip install -e '{ROOT}[dev]'")
     # Another interpreter was taken than the project's own.
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.touch()
     monkeypatch.setattr(installed, "VENV", tmp_path / ".venv")
-    assert f". Type {python} train.py 'data.name=a b', which takes" in str(installed.not_installed(error))
+    assert f". Type {python} train.py 'data.name=a b', which takes" in str(installed.explain_import_error(error))
     monkeypatch.setattr(installed, "ROOT", tmp_path)
-    assert ". Type .venv/bin/python train.py 'data.name=a b', which takes" in str(installed.not_installed(error))
+    assert ". Type .venv/bin/python train.py 'data.name=a b', which takes" in str(installed.explain_import_error(error))
 
 
 def test_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 10, 13, "final", 0))
     monkeypatch.setattr(installed, "VENV", tmp_path)
-    told = installed.not_installed(TypeError("unsupported operand"))
+    told = installed.explain_import_error(TypeError("unsupported operand"))
     assert told and "is Python 3.10.13, and 3.11 or newer is needed. Type make -C " in told
-    assert installed.not_installed(KeyboardInterrupt()) is None
+    assert installed.explain_import_error(KeyboardInterrupt()) is None
 
 
 @pytest.mark.parametrize(
@@ -178,13 +178,13 @@ def test_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_other_errors_keep_their_traceback(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert installed.not_installed(error) is None
+    assert installed.explain_import_error(error) is None
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     main = sys.modules["__main__"]
     for file, taken in ((ROOT / "scripts" / "plan.py", True), (ROOT / "tests" / "oracle.py", False)):
         monkeypatch.setattr(main, "__file__", str(file), raising=False)
         monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-        installed.tell_what_is_missing()
+        installed.report_missing_packages()
         assert (sys.excepthook is not sys.__excepthook__) == taken, "only in the project's own command lines"
         sys.excepthook(type(error), error, None)
         assert type(error).__name__ in capfd.readouterr().err

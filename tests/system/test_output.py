@@ -75,11 +75,11 @@ def test_what_is_lost_goes_to_a_file(
             os.close(number)
         else:
             os.dup2(lost(), number)
-        output.protect()
+        output.protect_output()
         sys.stdout.write("before the folder\n" * (number == 1))
         sys.stdout.flush()
         with open(tmp_path / "data", "w") as file:  # must not get the number that was closed
-            output.spill_into(tmp_path / "run")
+            output.set_spill_folder(tmp_path / "run")
             print(LINE, file=sys.stdout if number == 1 else sys.stderr, flush=True)
             os.write(number, b"from C\n")
             file.write("data")
@@ -98,9 +98,9 @@ def test_the_file_may_be_lost_too(tmp_path: Path) -> None:
     def work() -> None:
         for stream in (1, 2):
             os.dup2(broken_pipe(), stream)
-        output.protect()
+        output.protect_output()
         (tmp_path / "run").touch()  # no folder can be made there
-        output.spill_into(tmp_path / "run")
+        output.set_spill_folder(tmp_path / "run")
         for _ in range(1000):
             print("x" * 10_000)
         warnings.warn("and a warning", stacklevel=1)
@@ -114,7 +114,7 @@ def test_what_is_not_to_be_buffered_is_not(tmp_path: Path) -> None:
     def work() -> None:
         os.dup2(os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT), 1)
         sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)  # type: ignore[type-var]
-        output.protect()
+        output.protect_output()
         sys.stdout.write("at once")
         assert (tmp_path / "out").read_text() == "at once"
 
@@ -126,7 +126,7 @@ def test_characters_that_the_encoding_lacks(tmp_path: Path, monkeypatch: pytest.
     def work() -> None:
         os.dup2(os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT), 1)
         sys.stdout = open(1, "w", encoding=encoding, closefd=False)
-        output.protect()
+        output.protect_output()
         print(LINE)
 
     assert in_a_fork(work) == 0

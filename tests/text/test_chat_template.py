@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from data_prep.lib.sets import ExampleOptions, chat_of
-from megatron_llama.text.chat_template import NAMED, Jinja, Piece, encode_pieces, own_template
-from megatron_llama.text.conversation import Bad, Turn
+from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, TextSpan, encode_spans, load_own_template
+from megatron_llama.text.conversation import RecordError, Turn
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from tests.data_prep.helpers import CHATML, SPECIAL
 
@@ -85,16 +85,16 @@ GOLDEN = {
 }
 
 
-def shown(pieces: list[Piece]) -> str:
+def shown(pieces: list[TextSpan]) -> str:
     """The text, with what is to be learned in «»."""
     return "".join(f"«{piece.text}»" if piece.learn else piece.text for piece in pieces).replace("»«", "")
 
 
-@pytest.mark.parametrize("name", sorted(NAMED))
+@pytest.mark.parametrize("name", sorted(NAMED_TEMPLATES))
 def test_named_templates(name: str) -> None:
     turns = [Turn("system", "S"), Turn("user", "Q"), Turn("assistant", "A")]
-    assert shown(NAMED[name].pieces(turns)) == GOLDEN[name]
-    unlearned = NAMED[name].pieces([*turns[:2], Turn("assistant", "A", learn=False)])
+    assert shown(NAMED_TEMPLATES[name].render_spans(turns)) == GOLDEN[name]
+    unlearned = NAMED_TEMPLATES[name].render_spans([*turns[:2], Turn("assistant", "A", learn=False)])
     assert not any(piece.learn for piece in unlearned)
 
 
@@ -110,7 +110,7 @@ OWN = {
 @pytest.mark.parametrize("name", sorted(OWN))
 def test_own_templates(name: str) -> None:
     template = Jinja(TEMPLATES[name], SPECIAL, ["<|im_start|>", "<|im_end|>"], "test")
-    assert shown(template.pieces(TALK)) == OWN[name]
+    assert shown(template.render_spans(TALK)) == OWN[name]
 
 
 def test_jinja_renders_as_transformers_does(folder: Path) -> None:
@@ -128,7 +128,8 @@ def test_jinja_renders_as_transformers_does(folder: Path) -> None:
             )
             assert ours.render(turns, ask) == expected
     tokenizer = HuggingFaceTokenizer(folder)
-    found, _ = encode_pieces(own_template(folder, tokenizer.added_tokens).pieces(TALK), tokenizer, parse_special=True)
+    rendered = load_own_template(folder, tokenizer.added_tokens).render_spans(TALK)
+    found, _ = encode_spans(rendered, tokenizer, parse_special=True)
     messages = [{"role": turn.role, "content": turn.text} for turn in TALK]
     assert found == theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
 
@@ -140,10 +141,10 @@ def test_an_answer_is_not_found_in_what_introduces_it(source: str, answer: str) 
     turns = [Turn("user", "is it A?"), Turn("assistant", answer), Turn("user", "a"), Turn("assistant", answer)]
     template = Jinja(source, SPECIAL, ["<|im_end|>"], "test")
     one = f"<|Assistant|>«{answer}<|im_end|>»"
-    assert shown(template.pieces(turns)) == f"<|im_start|><|User|>is it A?{one}<|User|>a{one}"
+    assert shown(template.render_spans(turns)) == f"<|im_start|><|User|>is it A?{one}<|User|>a{one}"
     thought = [turns[0], Turn("assistant", f"<think>\nhm {answer}</think>{answer}")]
     kept = R1.replace("text.split('</think>')[-1]", "text")
-    assert shown(Jinja(kept, SPECIAL, ["<|im_end|>"], "test").pieces(thought)) == (
+    assert shown(Jinja(kept, SPECIAL, ["<|im_end|>"], "test").render_spans(thought)) == (
         f"<|im_start|><|User|>is it A?<|Assistant|><think>\n«hm {answer}</think>{answer}<|im_end|>»"
     )
 
@@ -157,7 +158,7 @@ LEARNED = {
 
 @pytest.mark.parametrize("name", sorted(LEARNED))
 def test_masks_of_realistic_templates(name: str) -> None:
-    pieces = Jinja(REALISTIC[name], SPECIAL, ["<|im_end|>"], "test").pieces(TALK[:2])
+    pieces = Jinja(REALISTIC[name], SPECIAL, ["<|im_end|>"], "test").render_spans(TALK[:2])
     assert shown(pieces).endswith(LEARNED[name])
 
 
@@ -175,14 +176,14 @@ def test_an_end_that_is_not_flagged_special(folder: Path, tmp_path: Path) -> Non
 
 def test_a_template_is_rendered_in_a_sandbox() -> None:
     for source in ("{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{{ 1 / 0 }}"):
-        with pytest.raises(Bad) as caught:
-            Jinja(source, {}, [], "test").pieces(TALK)
+        with pytest.raises(RecordError) as caught:
+            Jinja(source, {}, [], "test").render_spans(TALK)
         assert caught.value.reason == "template_refuses"
 
 
-def learned(pieces: list[Piece], tokenizer: Tokenizer) -> str:
+def learned(pieces: list[TextSpan], tokenizer: Tokenizer) -> str:
     """The tokens' text, with those that are to be learned in «»."""
-    ids, marks = encode_pieces(pieces, tokenizer, parse_special=True)
+    ids, marks = encode_spans(pieces, tokenizer, parse_special=True)
     parts, start = [], 0
     for position in range(1, len(ids) + 1):
         if position == len(ids) or marks[position] != marks[start]:
@@ -196,17 +197,17 @@ def learned(pieces: list[Piece], tokenizer: Tokenizer) -> str:
 def test_masks_of_own_templates(name: str, folder: Path) -> None:
     tokenizer = HuggingFaceTokenizer(folder)
     template = Jinja(TEMPLATES[name], SPECIAL, tokenizer.added_tokens, "test")
-    assert learned(template.pieces(TALK), tokenizer) == OWN[name]
+    assert learned(template.render_spans(TALK), tokenizer) == OWN[name]
 
 
 def test_a_token_that_would_cross_a_border_is_cut(folder: Path, tokenizer: Path) -> None:
     """`answer:` ends in a space, and ` yes` is one token: the model is asked with the space, so it never says it."""
-    pieces = [Piece("answer: ", False), Piece("yes", True), Piece("\n", False), Piece("\nno", True)]
+    pieces = [TextSpan("answer: ", False), TextSpan("yes", True), TextSpan("\n", False), TextSpan("\nno", True)]
     bpe = HuggingFaceTokenizer(folder)
     whole = bpe.spans("answer: yes\n\nno", parse_special=True)
     assert any(start < 8 < end for start, end in zip(whole.starts, whole.ends, strict=True)), "no token crosses here"
     for encoder in (bpe, SentencePieceTokenizer(tokenizer)):
-        ids, marks = encode_pieces(pieces, encoder, parse_special=True)
+        ids, marks = encode_spans(pieces, encoder, parse_special=True)
         for wanted, text in ((False, "answer: \n"), (True, "yes\nno")):
             parts = [number for number, mark in zip(ids, marks, strict=True) if mark is wanted]
             assert encoder.decode(parts).replace(" ", "") == text.replace(" ", "")
@@ -215,7 +216,7 @@ def test_a_token_that_would_cross_a_border_is_cut(folder: Path, tokenizer: Path)
 
 def test_named_templates_on_sentencepiece(tokenizer: Path) -> None:
     encoder = SentencePieceTokenizer(tokenizer)
-    ids, marks = encode_pieces(NAMED["prompter"].pieces(TALK[:2]), encoder)
+    ids, marks = encode_spans(NAMED_TEMPLATES["prompter"].render_spans(TALK[:2]), encoder)
     assert ids[-2 if encoder.decode([ids[-1]]).strip() == "" else -1] == encoder.end
     answer = [number for number, mark in zip(ids, marks, strict=True) if mark]
     assert answer[-1] == encoder.end and encoder.decode(answer[:-1]).strip() == "Fine."

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from data_prep.lib.records import turns_of
-from megatron_llama.text.conversation import LABELLED, REASONS, Bad, Turn, labelled_turns
+from megatron_llama.text.conversation import LABELLED, REASONS, RecordError, Turn, labelled_turns
 
 TWO = [Turn("user", "q"), Turn("assistant", "a")]
 ASKED = [Turn("user", "q", False), Turn("assistant", "a")]
@@ -134,7 +134,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("reason", "record"), BAD)
 def test_what_would_change_what_is_learned_is_refused(reason: str, record: dict[str, Any]) -> None:
-    with pytest.raises(Bad) as refused:
+    with pytest.raises(RecordError) as refused:
         turns_of(record, "auto")
     assert refused.value.reason == reason and reason in REASONS
 

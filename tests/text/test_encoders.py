@@ -14,7 +14,7 @@ import sentencepiece
 from data_prep.lib import encoders
 from data_prep.lib.encoders import FAST, check_same, first_difference, load_encoder
 from megatron_llama.system.errors import UserError
-from megatron_llama.text.tokenizer import read_model, why_not_fast
+from megatron_llama.text.tokenizer import fast_encoder_obstacle, read_model
 from tests.data_prep.helpers import SHARED, Run, assert_refused, outputs, reference, run_script, write_jsonl
 
 V1, V3 = SHARED / "tokenizers/mistral_v1_32000.model", SHARED / "tokenizers/mistral_v3_32768.model"
@@ -175,7 +175,7 @@ def test_model_file_is_read_as_sentencepiece_reads_it(tokenizer: Path) -> None:
     model = read_model(tokenizer)
     assert [one.piece for one in model.pieces] == [processor.id_to_piece(i) for i in range(processor.vocab_size())]
     assert [one.score for one in model.pieces] == [processor.get_score(i) for i in range(processor.vocab_size())]
-    assert why_not_fast(model) is None and model.normalizer_spec.add_dummy_prefix
+    assert fast_encoder_obstacle(model) is None and model.normalizer_spec.add_dummy_prefix
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import Jinja
-from megatron_llama.text.conversation import Bad, Turn
+from megatron_llama.text.conversation import RecordError, Turn
 from megatron_llama.text.sandbox import MOST_SECONDS, SMALL
 
 TURNS = [Turn("user", "question " * 20), Turn("assistant", "answer " * 20)]
@@ -79,7 +79,7 @@ def little_memory() -> Iterator[None]:
 )
 def test_a_bomb_is_refused(source: str) -> None:
     begin = time.thread_time()
-    with pytest.raises((Bad, UserError)) as refused:
+    with pytest.raises((RecordError, UserError)) as refused:
         Jinja(source, {}, [], "there").render(TURNS)
     str(refused.value).encode()
     assert time.thread_time() - begin < MOST_SECONDS + 2
@@ -88,7 +88,7 @@ def test_a_bomb_is_refused(source: str) -> None:
 def test_equal_tuples_that_stand_for_much_are_not_compared() -> None:
     """Jinja's own operators run in C, where no clock is read."""
     steps = "".join(f"{{% set {name} = ({name}, {name}) %}}" for name in "xy" for _ in range(60))
-    with pytest.raises(Bad, match="makes a value of more than"):
+    with pytest.raises(RecordError, match="makes a value of more than"):
         Jinja("{% set x = 'ab' %}{% set y = 'a' ~ 'b' %}" + steps + "{{ x == y }}", {}, [], "there").render(TURNS)
 
 

@@ -16,25 +16,25 @@ from megatron_llama.config.data_settings import (
     SECTION,
     TRUNCATE,
     CurriculumMetric,
+    check_curriculum,
+    curriculum_metrics,
     has_columns,
     is_table,
-    metrics_of,
-    named_paths,
-    problems_of,
-    record_files,
-    tokenizer_of_records,
-    weights_and_paths,
+    list_paths,
+    raw_data_files,
+    raw_data_tokenizer,
+    split_weights,
 )
 from megatron_llama.config.hf_config import (
     DATASET,
-    NAME_A_FOLDER,
-    different_shape,
-    or_fetch_it,
-    other_than_llama,
+    FOLDER_HINT,
+    compare_shapes,
+    download_hint,
     read_hf_config,
+    unsupported_architecture,
 )
 from megatron_llama.config.precision import QUANTIZED_BITS
-from megatron_llama.config.problems import Problem, nearest, shown, typed
+from megatron_llama.config.problems import Problem, closest_match, format_value, quote_value
 from megatron_llama.config.settings import LABEL_TEMPLATES, Config, DataConfig
 from megatron_llama.plan.rules.rule import reads
 from megatron_llama.plan.schedules import MOST_LEVELS, first_steps
@@ -66,10 +66,10 @@ def documents_are_of_pretraining(config: Config, world_size: int) -> Iterator[Pr
 def fine_tuning_sets_are_whole(config: Config, world_size: int) -> Iterator[Problem]:
     """Packing and validation sets work on examples, which pretraining data does not have."""
     data = config.data
-    weights, paths = weights_and_paths(data.prefixes)
+    weights, paths = split_weights(data.prefixes)
     if data.kind == "sft":
         if weights:
-            advice = f"write data.prefixes={shown(paths)}; a set that is named twice counts twice"
+            advice = f"write data.prefixes={format_value(paths)}; a set that is named twice counts twice"
             yield Problem(
                 "data.prefixes", data.prefixes, "fine-tuning sets have no weights: each is seen whole", advice
             )
@@ -102,9 +102,8 @@ def validation_has_documents(config: Config, world_size: int) -> Iterator[Proble
     own = config.data.mock or config.data.validation_prefixes
     if every is not None and not own and float(split.split(",")[1]) == 0:
         rule = f"trainer.val_every_steps={every} needs documents for validation, the second share"
-        yield Problem(
-            "data.split", split, rule, f"write data.split={typed(DataConfig.split)}, or trainer.val_every_steps=null"
-        )
+        instead = f"write data.split={quote_value(DataConfig.split)}, or trainer.val_every_steps=null"
+        yield Problem("data.split", split, rule, instead)
 
 
 @reads("logging.sample_prompts", "data.tokenizer")
@@ -118,8 +117,8 @@ def samples_need_a_tokenizer(config: Config, world_size: int) -> Iterator[Proble
 @reads("data.prefixes", "data.validation_prefixes", "data.kind", "data.tokenizer", "data.template", "init_from")
 def records_can_be_prepared(config: Config, world_size: int) -> Iterator[Problem]:
     """Files of records are text: they need a tokenizer, and tables a prompt as well."""
-    data, files = config.data, record_files(config.data)
-    if files and tokenizer_of_records(config) is None:
+    data, files = config.data, raw_data_files(config.data)
+    if files and raw_data_tokenizer(config) is None:
         rule = f"{files[0][1]} is text, which needs a tokenizer"
         instead = "write data.tokenizer=FOLDER (Hugging Face) or tokenizer.model, or init_from=FOLDER"
         yield Problem("data.tokenizer", None, rule, instead)
@@ -143,14 +142,14 @@ NONE = f"{SECTION}=[]"
 @reads("data.curriculum")
 def curriculum_has_schedules(config: Config, world_size: int) -> Iterator[Problem]:
     """Each entry is a metric with a whole schedule."""
-    for problem in problems_of(config.data.curriculum):
+    for problem in check_curriculum(config.data.curriculum):
         yield replace(problem, instead=f"{problem.instead}, or {NONE}")
 
 
 def _good(config: Config) -> tuple[CurriculumMetric, ...]:
     """The metrics, where there is nothing wrong with them by themselves."""
     entries = config.data.curriculum
-    return () if problems_of(entries) else metrics_of(entries)
+    return () if check_curriculum(entries) else curriculum_metrics(entries)
 
 
 @reads("data.curriculum", "trainer.steps")
@@ -192,7 +191,7 @@ def curriculum_lengths_fit(config: Config, world_size: int) -> Iterator[Problem]
         parts = Grid.of(trainer).divisor("activations")
         is_split = trainer.sp is not False and data.length % parts == 0  # where null is derived to be on
         if is_split and any(length % parts for length in lengths):
-            rule = f"with sequence parallelism lengths must divide by tp={parts}, and those of {shown(lengths)} don't"
+            rule = f"lengths {format_value(lengths)}: with sequence parallelism each must divide by trainer.tp={parts}"
             step = -(-metric.difficulty_step // parts) * parts
             name = "lengths that divide" if metric.schedule_type == DISCRETE else f"difficulty_step: {step}"
             yield Problem(SECTION, None, rule, f"write {name} in its entry, or trainer.sp=false")
@@ -235,24 +234,24 @@ def check_data(config: Config, exists: Exists) -> list[Problem]:
     if config.data.mock:
         return []
     made_here = config.data.prepare is not None
-    return [replace(problem, only_here=made_here) for problem in _data(config, exists)]
+    return [replace(problem, machine_specific=made_here) for problem in _data(config, exists)]
 
 
 def _data(config: Config, exists: Exists) -> Iterator[Problem]:
     """The problems of files of records, datasets and the tokenizer."""
-    data, records = config.data, record_files(config.data)
+    data, records = config.data, raw_data_files(config.data)
     no_file = f"there is no such file (seen from {os.getcwd()})"
     for name, path in records:
         if not exists(path):
             yield Problem(name, path, no_file, "write the path of a file of records, or of a dataset")
-    for name, path in named_paths(data):
+    for name, path in list_paths(data):
         if (name, path) not in records:
             yield from _dataset(data, name, path, exists)
             if data.kind == "sft" and exists(path + ".idx"):  # without the set itself, one message is enough
                 yield from _dataset(data, name, path + MASK_SUFFIX, exists)
     if data.tokenizer is not None and not exists(data.tokenizer):
         instead = f"make it with: {data.prepare}" if data.prepare else "write data.tokenizer=null, or its path"
-        yield Problem("data.tokenizer", data.tokenizer, no_file, instead + or_fetch_it(data.tokenizer))
+        yield Problem("data.tokenizer", data.tokenizer, no_file, instead + download_hint(data.tokenizer))
 
 
 def _dataset(data: DataConfig, name: str, path: str, exists: Exists) -> Iterator[Problem]:
@@ -268,7 +267,7 @@ def _dataset(data: DataConfig, name: str, path: str, exists: Exists) -> Iterator
         instead = f"make it with: {data.prepare}"
     elif data.kind == "sft":
         instead = "make it with python data_prep/sft.py: docs/guides/data/sft_data.md"
-        instead += "" if path.endswith(MASK_SUFFIX) else or_fetch_it(path, DATASET)
+        instead += "" if path.endswith(MASK_SUFFIX) else download_hint(path, DATASET)
     else:
         instead = "write the path of an indexed dataset without .bin and .idx, or data=mock for made-up tokens"
     yield Problem(name, path, rule, instead)
@@ -282,13 +281,13 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
         rule = f"there is no such folder (seen from {os.getcwd()})"
         instead = (
             f"download the model into it (hf download OWNER/NAME --local-dir {shlex.quote(folder)}), or write the "
-            f"folder that holds config.json and the .safetensors files{or_fetch_it(folder)}"
+            f"folder that holds config.json and the .safetensors files{download_hint(folder)}"
         )
-        yield Problem("init_from", folder, rule, instead, only_here=True)
+        yield Problem("init_from", folder, rule, instead, machine_specific=True)
         return
     if not exists(os.path.join(folder, "config.json")):
         rule = "there is no config.json in it, so it is no Hugging Face model folder"
-        yield Problem("init_from", folder, rule, NAME_A_FOLDER)
+        yield Problem("init_from", folder, rule, FOLDER_HINT)
         return
     if not os.path.isfile(os.path.join(folder, "config.json")):
         return  # this plan is for another machine
@@ -296,21 +295,21 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
     try:
         content = read_hf_config(folder)
     except ValueError as error:
-        yield Problem("init_from", folder, str(error), NAME_A_FOLDER)
+        yield Problem("init_from", folder, str(error), FOLDER_HINT)
         return
-    for clause in other_than_llama(content):
+    for clause in unsupported_architecture(content):
         yield Problem("init_from", folder, f"is no Llama of this kind: {clause}", "name another folder")
-    if different := different_shape(ours, content):
-        found = ", ".join(f"{key} is {shown(theirs)}, not {shown(ours)}" for key, (ours, theirs) in different.items())
-        rule = f"has another shape than model={config.model.name}: {found}"
-        instead = " ".join(shlex.quote(f"model.{key}={shown(theirs)}") for key, (_, theirs) in different.items())
+    if different := compare_shapes(ours, content):
+        clauses = [f"{key} is {format_value(b)}, not {format_value(a)}" for key, (a, b) in different.items()]
+        rule = f"has another shape than model={config.model.name}: {', '.join(clauses)}"
+        instead = " ".join(shlex.quote(f"model.{key}={format_value(theirs)}") for key, (_, theirs) in different.items())
         yield Problem("init_from", folder, rule, f"write {instead}, or the model= of its shape")
 
 
 def _checkpoint(config: Config, exists: Exists) -> Iterator[Problem]:
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not exists(resume):
-        advice = nearest(resume, ("auto", "never")) or "auto, never, or the path of a checkpoint"
+        advice = closest_match(resume, ("auto", "never")) or "auto, never, or the path of a checkpoint"
         rule = "is neither auto nor never, and there is no such checkpoint"
         yield Problem("checkpoint.resume", resume, rule, f"write checkpoint.resume={advice}")
 
@@ -327,7 +326,7 @@ def _quantizer(config: Config) -> Iterator[Problem]:
     if not found.startswith(TORCHAO):
         rule = f"needs torchao {TORCHAO}x, and {f'torchao {found}' if found else 'no torchao'} is installed"
         advice = "pip install 'megatron_llama[quantize]', or write finetune.frozen_dtype=bf16"
-        yield Problem("finetune.frozen_dtype", kind, rule, advice, only_here=True)
+        yield Problem("finetune.frozen_dtype", kind, rule, advice, machine_specific=True)
 
 
 def _wandb(config: Config) -> Iterator[Problem]:
@@ -335,7 +334,7 @@ def _wandb(config: Config) -> Iterator[Problem]:
     mode = config.logging.wandb
     if mode != "off" and importlib.util.find_spec("wandb") is None:
         advice = "pip install 'megatron_llama[wandb]', or write logging.wandb=off"
-        yield Problem("logging.wandb", mode, "the package wandb is not installed", advice, only_here=True)
+        yield Problem("logging.wandb", mode, "the package wandb is not installed", advice, machine_specific=True)
 
 
 def _schedule_package(config: Config) -> Iterator[Problem]:

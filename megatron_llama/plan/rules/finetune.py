@@ -7,7 +7,7 @@ from dataclasses import fields
 from megatron_llama.arch.shapes import Matrix, matrices
 from megatron_llama.config.fields import get, settings_by_name
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, QUANTIZED_BITS, STATE_BLOCK
-from megatron_llama.config.problems import Problem, shown
+from megatron_llama.config.problems import Problem, format_value
 from megatron_llama.config.settings import Config, FinetuneConfig
 from megatron_llama.plan.rules.layout import layout_tp
 from megatron_llama.plan.rules.rule import nearest_legal, reads
@@ -57,7 +57,7 @@ def tied_tables_stay_tied(config: Config, world_size: int) -> Iterator[Problem]:
     if config.finetune.method == "lora" and config.model.tie_word_embeddings and tables:
         rule = f"{tables[0]} is tied to the other table in this model, and PEFT's files can't say so"
         others = [name for name in config.finetune.modules_to_save if name not in tables]
-        instead = f"write finetune.modules_to_save={shown(others)}, or finetune.method=full"
+        instead = f"write finetune.modules_to_save={format_value(others)}, or finetune.method=full"
         yield Problem("finetune.modules_to_save", config.finetune.modules_to_save, rule, instead)
 
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from megatron_llama.arch.shapes import can_cut, head_dim, kv_heads
 from megatron_llama.config import data_settings
 from megatron_llama.config.hf_config import NO_HF_BLOCKS
-from megatron_llama.config.hostfile import FORMS, bad_hosts
+from megatron_llama.config.hostfile import HOST_FORMS, check_hosts
 from megatron_llama.config.optimizers import OPTIMIZERS
 from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS
-from megatron_llama.config.problems import Problem, shown
+from megatron_llama.config.problems import Problem, format_value
 from megatron_llama.config.settings import Config
-from megatron_llama.plan.derive import fault_of, spread
+from megatron_llama.plan.derive import check_split, split_evenly
 from megatron_llama.plan.rules.rule import nearest_legal, reads
 from megatron_llama.topology import AXES, Grid
 
@@ -210,9 +210,9 @@ def pipeline_layers_add_up(config: Config, world_size: int) -> Iterator[Problem]
     split, pp, layers = config.trainer.pipeline_layers, config.trainer.pp, config.model.num_hidden_layers
     if split is None:
         return
-    rule = fault_of(split, layers, pp, config.trainer.vpp)
+    rule = check_split(split, layers, pp, config.trainer.vpp)
     if rule is not None:
-        advice = f"write trainer.pipeline_layers={shown(spread(layers, pp))}, or leave it out"
+        advice = f"write trainer.pipeline_layers={format_value(split_evenly(layers, pp))}, or leave it out"
         yield Problem("trainer.pipeline_layers", split, rule, advice)
 
 
@@ -240,7 +240,7 @@ def batch_is_whole_micro_batches(config: Config, world_size: int) -> Iterator[Pr
         yield Problem("trainer.global_batch_size", trainer.global_batch_size, rule, advice)
     if any(size % unit for _, size in trainer.batch_schedule):
         whole_sizes = [[samples, max(unit, size // unit * unit)] for samples, size in trainer.batch_schedule]
-        advice = f"write trainer.batch_schedule={shown(whole_sizes)}"
+        advice = f"write trainer.batch_schedule={format_value(whole_sizes)}"
         yield Problem("trainer.batch_schedule", trainer.batch_schedule, f"each size {rule}", advice)
 
 
@@ -401,9 +401,9 @@ def something_is_recomputed(config: Config, world_size: int) -> Iterator[Problem
 def hosts_can_be_reached(config: Config, world_size: int) -> Iterator[Problem]:
     """Hosts have names that ssh accepts, each once, and come from one setting."""
     hosts, file = config.launch.hosts, config.launch.hostfile
-    wrong = bad_hosts(hosts)
+    wrong = check_hosts(hosts)
     if wrong:
-        yield Problem("launch.hosts", hosts, wrong, f"write launch.hosts=[a,b], each {FORMS}")
+        yield Problem("launch.hosts", hosts, wrong, f"write launch.hosts=[a,b], each {HOST_FORMS}")
     if hosts and file is not None:
         rule = f"launch.hostfile={file} names the hosts too"
         yield Problem("launch.hosts", hosts, rule, "write launch.hosts=[] or launch.hostfile=null")
@@ -497,9 +497,9 @@ def sequence_parallel_ranks_share_what_is_kept(config: Config, world_size: int) 
 def tokens_are_dropped_of_whole_sequences(config: Config, world_size: int) -> Iterator[Problem]:
     """A curriculum of lengths cuts what random-LTD counts in: both would shorten the same sequences."""
     entries = config.data.curriculum
-    if config.trainer.random_ltd is None or data_settings.problems_of(entries):
+    if config.trainer.random_ltd is None or data_settings.check_curriculum(entries):
         return
-    if any(metric.is_length for metric in data_settings.metrics_of(entries)):
+    if any(metric.is_length for metric in data_settings.curriculum_metrics(entries)):
         rule = "drops tokens of sequences that data.curriculum cuts to other lengths"
         advice = f"write {SECTION}=null, or leave lengths out of data.curriculum"
         yield Problem(SECTION, "set", rule, advice)

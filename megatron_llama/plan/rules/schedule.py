@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_llama import hooks
-from megatron_llama.config.data_settings import weights_and_paths
-from megatron_llama.config.problems import Problem, two_lengths
+from megatron_llama.config.data_settings import split_weights
+from megatron_llama.config.problems import Problem, duplicate_length
 from megatron_llama.config.settings import Config, TrainerConfig
 from megatron_llama.plan.derive import resolved_schedule
 from megatron_llama.plan.rules.rule import reads
@@ -36,11 +36,11 @@ def epochs_or_steps(config: Config, world_size: int) -> Iterator[Problem]:
     if epochs is None:
         return
     if steps != TrainerConfig.steps:
-        yield two_lengths(epochs, steps)
+        yield duplicate_length(epochs, steps)
     if config.data.mock:
         advice = "write trainer.epochs=null and trainer.steps"
         yield Problem("trainer.epochs", epochs, "made-up data never ends", advice)
-    elif weights_and_paths(config.data.prefixes)[0]:
+    elif split_weights(config.data.prefixes)[0]:
         rule = "in a blend with weights, no number of samples shows all of it once"
         advice = "write trainer.epochs=null and trainer.steps, or data.prefixes without weights"
         yield Problem("trainer.epochs", epochs, rule, advice)

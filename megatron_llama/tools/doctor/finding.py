@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_llama.config import Problem
-from megatron_llama.config.problems import shown
+from megatron_llama.config.problems import format_value
 
 BREAKS, WARNS, NOTES = "breaks", "warns", "notes"
 """Severities: a run will fail; it may fail, be slow or be silently wrong; for information."""
@@ -52,7 +52,7 @@ def highest_severity(findings: Sequence[Finding]) -> str | None:
 
 def finding_of_problem(check: str, problem: Problem, where: str) -> Finding:
     """Convert an error in the settings or the environment to a finding."""
-    value = "" if problem.value is None else f" = {shown(problem.value)}"
+    value = "" if problem.value is None else f" = {format_value(problem.value)}"
     return Finding(check, BREAKS, where, f"{problem.field}{value}: {problem.rule}", problem.instead)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_llama.config.settings import DEVICES
 from megatron_llama.devices import get_device
-from megatron_llama.system.installed import missing
+from megatron_llama.system.installed import missing_packages
 from megatron_llama.system.tables import GIB, gib
 from megatron_llama.tools.doctor.finding import BREAKS, WARNS, Finding, NodeState, majority, names
 from megatron_llama.tools.doctor.network import ClockReading
@@ -134,7 +134,7 @@ def observe_versions() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
-        LACKS: list(missing().values()),
+        LACKS: list(missing_packages().values()),
         "commit": _commit(),
         PROGRAM: _digest(),
     }

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_llama.config.fields import get
-from megatron_llama.config.problems import ConfigError, shown
+from megatron_llama.config.problems import ConfigError, format_value
 from megatron_llama.config.settings import OFFLOADED, RECOMPUTE, Config
-from megatron_llama.plan.derive import spread
+from megatron_llama.plan.derive import split_evenly
 from megatron_llama.plan.job import job_of_plan
 from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.resolve import varied
+from megatron_llama.plan.resolve import change_settings
 from megatron_llama.system.tables import gib
 from megatron_llama.tools.forecast.hardware import HardwareSpec, devices
 from megatron_llama.tools.forecast.step_time import load_constants, step_time
@@ -38,7 +38,7 @@ class Change:
 
     def describe(self, needed: int, on_host: int) -> str:
         """Format the change for a message: settings, bytes on the device and on its host, and cost."""
-        written = " ".join(f"{name}={shown(value)}" for name, value in self.settings.items())
+        written = " ".join(f"{name}={format_value(value)}" for name, value in self.settings.items())
         grown = self.plan.world_size != self.world_size
         unit = "device time" if grown else "time"
         cost = f", {self.slower - 1:+.0%} {unit}" if abs(self.slower - 1) >= 0.005 else ""
@@ -102,11 +102,11 @@ def _includes(settings: Mapping[str, Any], sufficient: Mapping[str, Any]) -> boo
 
 def _overrides(plan: Plan, settings: Mapping[str, Any], other: Plan) -> dict[str, Any]:
     """Return the overrides that lead from ``plan`` to ``other``; settings that are invalid on its grid are reset."""
-    requested, overrides = plan.asked.trainer, dict(settings)
+    requested, overrides = plan.requested.trainer, dict(settings)
     if requested.dp not in (None, other.dp):
         overrides["trainer.dp"] = other.dp
     for name in ("pipeline_layers", "shard_group"):
-        if getattr(requested, name) is not None and getattr(other.asked.trainer, name) is None:
+        if getattr(requested, name) is not None and getattr(other.requested.trainer, name) is None:
             overrides[f"trainer.{name}"] = None
     return overrides
 
@@ -121,7 +121,7 @@ def _on_these_devices(plan: Plan, has_host: bool) -> dict[str, list[Any]]:
     trainer, optim = plan.config.trainer, plan.config.optim
     current = RECOMPUTE.index(trainer.recompute)
     recompute = [more for more in ("elementwise", "full") if RECOMPUTE.index(more) > current]
-    even, split = spread(plan.model.num_hidden_layers, trainer.pp), plan.asked.trainer.pipeline_layers
+    even, split = split_evenly(plan.model.num_hidden_layers, trainer.pp), plan.requested.trainer.pipeline_layers
     values: dict[str, list[Any]] = {
         "trainer.pipeline_layers": [even] if split is None and trainer.pipeline_layers != even else [],
         "trainer.zero": list(range(trainer.zero + 1, 4)) if plan.data_ranks > 1 else [],
@@ -212,6 +212,6 @@ def _plan_with(
 ) -> Plan | None:
     """Return the plan with changed settings; None if they break a rule."""
     try:
-        return replan(varied(plan.asked, settings, plan.config.optim), world)
+        return replan(change_settings(plan.requested, settings, plan.config.optim), world)
     except ConfigError:
         return None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.plan.job import Job
-from megatron_llama.plan.memory import kept_by_layer
+from megatron_llama.plan.memory import layer_activations
 from megatron_llama.tools.forecast.hardware import HardwareSpec
 
 MEMORY_REACH = 0.85
@@ -161,14 +161,14 @@ def _layer(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> _W
     """Return the seconds of one block."""
     rows, shape, kernels = job.tokens, job.shape, job.program.kernels
     forward = weights = 0.0
-    for inner, columns in shape.layer_products(job.tp):
+    for inner, columns in shape.layer_matmuls(job.tp):
         forward += matmul_seconds(rows, inner, columns, job.format, device, constants)
         weights += matmul_seconds(columns, rows, inner, job.format, device, constants)
     recomputed = _gemms_recomputed(job)
     matmul = forward * (2 + recomputed)
     if job.lora_parameters:
         # Frozen weights have no gradient. The adapters' thin GEMMs are bound by reading their inputs.
-        thin = 3 * rows * sum(inner + columns for inner, columns in shape.layer_products(job.tp)) * 2
+        thin = 3 * rows * sum(inner + columns for inner, columns in shape.layer_matmuls(job.tp)) * 2
         memory = thin / (device.bandwidth * MEMORY_REACH)
     else:
         matmul, memory = matmul + weights, 0.0
@@ -211,7 +211,7 @@ def kernel_count(job: Job) -> float:
     The backward pass launches two kernels for each one of the forward pass.
     """
     program = job.program
-    forward = len(job.shape.layer_products()) + OPERATIONS[program.kernels]
+    forward = len(job.shape.layer_matmuls()) + OPERATIONS[program.kernels]
     forward += SCORES_OPERATIONS if program.attention == "scores" else 1
     forward += 6 * len(job.adapted)
     recomputed = _gemms_recomputed(job)
@@ -333,7 +333,7 @@ def _offload(job: Job, stage: int, working: float) -> float:
     """Return the seconds that ``trainer.offload`` adds to ``working`` seconds of computing."""
     seconds = 0.0
     if job.offloads_activations:  # out in the forward pass, back in the backward pass
-        copied = 2 * sum(kept_by_layer(job).values()) * job.layers_by_stage[stage] * job.num_microbatches
+        copied = 2 * sum(layer_activations(job).values()) * job.layers_by_stage[stage] * job.num_microbatches
         seconds += max(0.0, copied / COPY_TO_HOST - working)
     if job.offloads_optimizer:
         share = job.trained_parameters(stage) / (job.shard_size if job.zero else 1)

@@ -22,7 +22,7 @@ import yaml
 from megatron_llama.config.fields import get, sections
 from megatron_llama.config.hf_config import FROM_HF
 from megatron_llama.config.load_config import EXPERIMENT, load_config
-from megatron_llama.config.problems import ConfigError, Problem, shown
+from megatron_llama.config.problems import ConfigError, Problem, format_value
 from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.plan.resolve import resolve
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
@@ -98,7 +98,7 @@ def as_yaml(converted: Converted, source: str) -> str:
         "# python train.py experiment=PATH, or its name alone if it is in conf/experiment/",
     ]
     for found in converted.unsupported:
-        head += _comment(f"NOT SUPPORTED {found.key}={shown(found.value)}: {found.why}")
+        head += _comment(f"NOT SUPPORTED {found.key}={format_value(found.value)}: {found.why}")
     for assumed in converted.assumed:
         head += _comment(f"ASSUMED {assumed}")
     content: dict[str, Any] = {"defaults": [{"override /optim": converted.schedule}]}
@@ -164,7 +164,7 @@ def _written(value: Any) -> str:
         return "[" + ",".join(_written(item) for item in value) + "]"
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{_written(item)}" for key, item in value.items()) + "}"
-    return repr(value) if isinstance(value, float) else shown(value)
+    return repr(value) if isinstance(value, float) else format_value(value)
 
 
 def check(path: Path, conf_dir: Path, world_size: int | None) -> list[Problem]:
@@ -193,7 +193,7 @@ def listing(converted: Converted, source: str) -> str:
 
 
 def _row(one: Found) -> tuple[str, str]:
-    value = shown(one.value)
+    value = format_value(one.value)
     theirs = f"{one.key}={value if len(value) <= 40 else value[:37] + '...'}"
     if not one.ours or one.kind == UNSUPPORTED:
         return theirs, f"→ {one.ours} {one.why}" if one.ours else one.why

@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.config.hf_config import other_than_llama, read_hf_config, shape_from_hf
-from megatron_llama.config.problems import ConfigError, Problem, shown
+from megatron_llama.config.hf_config import read_hf_config, shape_from_hf, unsupported_architecture
+from megatron_llama.config.problems import ConfigError, Problem, format_value
 from megatron_llama.config.settings import ModelConfig
 from megatron_llama.tools.import_nemo import nemo_keys as keys
 from megatron_llama.tools.import_nemo.nemo_keys import PRESETS, SWITCHES, on, precision_of, rows_of_tokenizer
@@ -105,7 +105,7 @@ class _Conversion:
         """Converts a key to one setting."""
         self.settings[ours] = value
         same = key.rpartition(".")[2] == ours.rpartition(".")[2]
-        self.note(key, TAKEN if same else RENAMED, f"{ours}={shown(value)}", why)
+        self.note(key, TAKEN if same else RENAMED, f"{ours}={format_value(value)}", why)
 
     def note(self, key: str, kind: str, ours: str = "", why: str = "") -> None:
         """Records what became of a key, if the file has it; what was recorded first counts."""
@@ -171,7 +171,7 @@ class _Conversion:
             return
         self.problems += [
             Problem("model.model_config", path, f"is not supported: {clause}", "name another file")
-            for clause in other_than_llama(content)
+            for clause in unsupported_architecture(content)
         ]
         for name, value in shape_from_hf(content).items():
             self.settings[f"model.{name}"] = value
@@ -223,7 +223,7 @@ class _Conversion:
         self.settings.update({"data.prefixes": prefix or [], "data.prepare": None, "data.tokenizer": None})
         if prefix:
             self.settings["data.name"] = self.result.name
-            self.note("data.data_prefix", RENAMED, f"data.prefixes={shown(prefix)}")
+            self.note("data.data_prefix", RENAMED, f"data.prefixes={format_value(prefix)}")
         else:
             self.note("data.data_prefix", MEANINGLESS, why="is not given")
             if self.whole.get("data.data_prefix") is None:
@@ -280,7 +280,7 @@ class _Conversion:
             if self.get(f"model.optim.{key}") is None:
                 self.settings[f"optim.{key}"] = value
                 if key != "eps":
-                    self.result.assumed.append(f"optim.{key}={shown(value)}, their optimizer's own default")
+                    self.result.assumed.append(f"optim.{key}={format_value(value)}, their optimizer's own default")
         if self.get("model.optim.lr") is None:
             self.require("model.optim.lr", "3e-4")
         self.put("trainer.gradient_clip_val", "optim.clip", self.get("trainer.gradient_clip_val", 0) or None)

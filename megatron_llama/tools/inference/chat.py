@@ -10,8 +10,16 @@ import torch.distributed as dist
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.parallel.groups import broadcast_from_rank_0
 from megatron_llama.system.errors import UserError
-from megatron_llama.text.chat_template import NAMED, Jinja, Named, Piece, TrainedTemplate, encode_pieces, own_template
-from megatron_llama.text.conversation import Bad, Turn
+from megatron_llama.text.chat_template import (
+    NAMED_TEMPLATES,
+    Jinja,
+    NamedTemplate,
+    TextSpan,
+    TrainedTemplate,
+    encode_spans,
+    load_own_template,
+)
+from megatron_llama.text.conversation import RecordError, Turn
 from megatron_llama.text.tokenizer import Tokenizer
 from megatron_llama.tools.inference.arguments import not_utf8
 from megatron_llama.tools.inference.generator import Generator, Sampling
@@ -98,16 +106,17 @@ class PromptBuilder:
         """
         self.tokenizer, self.template, self._add_bos = tokenizer, template, add_bos
         self._end_text = ""  # what is written between an answer and the token that ends it
-        self._chat: Named | Jinja | None = NAMED.get(template)
+        self._chat: NamedTemplate | Jinja | None = NAMED_TEMPLATES.get(template)
         try:
             if template == OWN:
-                self._chat = own_template(tokenizer.path, tokenizer.control_tokens)
+                self._chat = load_own_template(tokenizer.path, tokenizer.control_tokens)
         except UserError as error:
-            instead = f"write --chat-template {', '.join(NAMED)}; or --tokenizer FOLDER with a template of its own"
+            names = ", ".join(NAMED_TEMPLATES)
+            instead = f"write --chat-template {names}; or --tokenizer FOLDER with a template of its own"
             raise ConfigError([Problem(ARGUMENT, template, str(error), instead)]) from None
-        self._gap = self._chat.gap if isinstance(self._chat, Named) else ""
+        self._gap = self._chat.gap if isinstance(self._chat, NamedTemplate) else ""
         # A template of the tokenizer's own writes its BOS itself.
-        bos = isinstance(self._chat, Named) and (tokenizer.adds_bos if add_bos is None else add_bos)
+        bos = isinstance(self._chat, NamedTemplate) and (tokenizer.adds_bos if add_bos is None else add_bos)
         self._bos = [tokenizer.bos] if bos and tokenizer.bos is not None else []
         self.stop = self._find_end()
 
@@ -124,9 +133,9 @@ class PromptBuilder:
         try:
             pieces = self._chat.ask([Turn(message["role"], message["content"]) for message in messages])
             if answer is not None:
-                pieces.append(Piece(self._gap + answer, True))
-            return self._bos + encode_pieces(pieces, self.tokenizer, parse_special=self.template == OWN)[0]
-        except Bad as error:
+                pieces.append(TextSpan(self._gap + answer, True))
+            return self._bos + encode_spans(pieces, self.tokenizer, parse_special=self.template == OWN)[0]
+        except RecordError as error:
             rule = f"the chat template {self.template} of {self.tokenizer.path} refuses this conversation ({error})"
             instead = "leave out --system, or use --prompt"
             raise ConfigError([Problem(ARGUMENT, self.template, rule, instead)]) from None
@@ -140,8 +149,8 @@ class PromptBuilder:
         if self._chat is None:
             return frozenset()
         try:
-            example = self._chat.pieces([Turn("user", "question"), Turn("assistant", "answer")])
-        except Bad:  # a template that refuses this conversation: answers end with the tokenizer's end of text
+            example = self._chat.render_spans([Turn("user", "question"), Turn("assistant", "answer")])
+        except RecordError:  # a template that refuses this conversation: answers end with the tokenizer's end of text
             return frozenset()
         learned = [piece for piece in example if piece.learn]
         if isinstance(self._chat, Jinja):  # control tokens are a part of its text
@@ -149,7 +158,7 @@ class PromptBuilder:
             numbers = (self.tokenizer.control(name) for name in self.tokenizer.control_tokens if after.startswith(name))
             return frozenset(number for number in numbers if number is not None)
         for piece in learned[1:]:
-            ids = encode_pieces([piece], self.tokenizer)[0]
+            ids = encode_spans([piece], self.tokenizer)[0]
             if piece.control and len(ids) == 1:
                 return frozenset(ids)
             self._end_text += piece.text

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from data_prep.lib.input_files import find_sources
 from data_prep.lib.sources import read_lines, with_array
 from megatron_llama.config import Config, ConfigError, DataConfig, ModelConfig, Problem
-from megatron_llama.config.data_settings import MASK_SUFFIX, bare_name
+from megatron_llama.config.data_settings import MASK_SUFFIX, strip_compression
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.data.checks import check_data, mask_problem
 from megatron_llama.system.errors import UserError
@@ -332,7 +332,7 @@ def read_records(path: Path, template: Template, limit: int | None = None) -> Re
 def _rows(path: Path) -> Iterator[Record | None]:
     """Each record, None for one that can't be read; data_prep's readers take compressed files and JSON arrays too."""
     for source in find_sources([str(path)], text_suffixes=(), arrays=True).sources:
-        if bare_name(source.path).endswith(".tsv"):
+        if strip_compression(source.path).endswith(".tsv"):
             lines = (line.decode().rstrip("\r") for line in read_lines(source))
             names = next(lines, "").split("\t")
             for cells in (line.split("\t") for line in lines if line):  # in GLUE's files quotes are ordinary characters

@@ -19,12 +19,12 @@ from megatron_llama.config import Config, ConfigError, FinetuneConfig, ModelConf
 from megatron_llama.config.fields import check_limits
 from megatron_llama.config.hf_config import (
     ADAPTER_CONFIG,
+    download_hint,
     fill_from_adapter,
-    local_folder,
-    or_fetch_it,
-    other_than_llama,
     read_hf_config,
+    resolve_hub_name,
     shape_from_hf,
+    unsupported_architecture,
 )
 from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.plan.rules import RULES
@@ -62,8 +62,8 @@ def open_saved_model(path: Path, base: Path | None = None) -> SavedModel:
     a fingerprint. Both may be names of the hub, whose models are in the local cache. Raises ConfigError for what is
     none of them, and CorruptFile.
     """
-    path = Path(local_folder(str(path)))
-    base = None if base is None else Path(local_folder(str(base)))
+    path = Path(resolve_hub_name(str(path)))
+    base = None if base is None else Path(resolve_hub_name(str(base)))
     if (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in (INDEX, SINGLE)):
         return _open_adapter(path, base)
     if (path / "config.json").is_file():
@@ -71,7 +71,7 @@ def open_saved_model(path: Path, base: Path | None = None) -> SavedModel:
         return _open_hf_folder(path)
     if not path.exists():
         rule, instead = "there is no such folder", "write a checkpoint's, a run's or a Hugging Face model's folder"
-        raise ConfigError([Problem(ARGUMENT, str(path), rule, instead + or_fetch_it(str(path)))])
+        raise ConfigError([Problem(ARGUMENT, str(path), rule, instead + download_hint(str(path)))])
     folder = find_checkpoint(path)
     manifest = read_manifest(folder)
     manifest.check_sizes()
@@ -134,7 +134,7 @@ def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
             raise ConfigError(problems)
     if base is None:
         named = read_hf_config(str(folder), ADAPTER_CONFIG).get("base_model_name_or_path")
-        named = local_folder(named) if isinstance(named, str) else None
+        named = resolve_hub_name(named) if isinstance(named, str) else None
         if not named or not (Path(named) / "config.json").is_file():
             rule = f"the adapter's base_model_name_or_path is {named!r}, and no model's folder is there"
             raise ConfigError([Problem("--base", None, rule, "write --base FOLDER, with the model it was made for")])
@@ -159,7 +159,7 @@ def _open_hf_folder(folder: Path) -> SavedModel:
         content = read_hf_config(str(folder))
     except ValueError as error:
         raise ConfigError([Problem(ARGUMENT, str(folder), str(error), "get the folder again")]) from None
-    rules = [f"is no Llama of this kind: {clause}" for clause in other_than_llama(content)]
+    rules = [f"is no Llama of this kind: {clause}" for clause in unsupported_architecture(content)]
     shape = shape_from_hf(content)
     try:
         model = ModelConfig.of(shape)

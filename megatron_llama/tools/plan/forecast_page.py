@@ -63,7 +63,8 @@ def _memory(found: Forecast) -> Iterator[str]:
     shown = order if len(order) <= MOST_STAGES else [*order[: MOST_STAGES - 1], order[-1]]
     for stage in shown:
         each = found.stages[stage]
-        sizes = (each.weights, each.gradients, each.optimizer, each.kept, each.logits, each.buffers, each.total)
+        states = (each.weights, each.gradients, each.optimizer)
+        sizes = (*states, each.activation_bytes, each.logits, each.buffers, each.total)
         verdict = "fits" if each.total <= usable else "DOES NOT FIT"
         rows.append((f"stage {stage}", *(f"{size / GIB:.2f}" for size in sizes), verdict))
     yield from text_table(rows, left=1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from megatron_llama import cli
 from megatron_llama.arch.flops import FlopsPerToken, flops_per_token, mfu
 from megatron_llama.config import Config, ConfigError, Problem
-from megatron_llama.config.problems import nearest
+from megatron_llama.config.problems import closest_match
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.job import Job, job_of_plan
 from megatron_llama.plan.memory import Footprint, stage_footprints
@@ -83,7 +83,7 @@ def forecast_run(overrides: Sequence[str]) -> Forecast:
     machine = _machine(cluster, problems) if here else None
     if whole is None and not here:
         names = list(devices())
-        guess = nearest(cluster.device, names)
+        guess = closest_match(cluster.device, names)
         advice = f"write cluster.device={guess}" if guess else f"write one of {', '.join(names)}"
         problems.append(Problem("cluster.device", cluster.device, "is not in the hardware table", advice))
     try:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_llama.plan.job import Job, Program, Shape, StateBytes
+from megatron_llama.plan.job import Job, ModelShape, Program, StateBytes
 from megatron_llama.plan.memory import footprint
 from megatron_llama.tools.forecast.hardware import HardwareSpec, find_device
 from megatron_llama.tools.forecast.programs import PROGRAMS
@@ -197,7 +197,7 @@ def recompute_of(text: str) -> str:
     return "selective" if "select" in words else "full"
 
 
-def _shape(row: Row, assumed: list[str]) -> Shape:
+def _shape(row: Row, assumed: list[str]) -> ModelShape:
     hidden, layers = need(row, "hidden", "the model's shape"), need(row, "layers", "the model's shape")
     heads, ffn = need(row, "heads", "the model's shape"), need(row, "ffn", "the model's shape")
     vocab = whole(row, "vocab")
@@ -210,7 +210,7 @@ def _shape(row: Row, assumed: list[str]) -> Shape:
     if heads > hidden or kv_heads > heads:
         raise CannotPredict(DO_NOT_FIT)
     arch = row.get("arch", "")
-    return Shape(
+    return ModelShape(
         hidden=hidden,
         layers=layers,
         heads=heads,
@@ -284,11 +284,11 @@ def _shard_size(sharding: str, ranks: int) -> int:
     return min(int(stated[1]), ranks) if stated else ranks
 
 
-def _lora(row: Row, shape: Shape, tp: int) -> int:
+def _lora(row: Row, shape: ModelShape, tp: int) -> int:
     """Parameters of adapters on one block's matrices."""
     stated = re.search(r"rank (\d+)", row.get("arch", ""))
     rank = int(stated[1]) if stated else 16
-    return rank * sum(inner + columns for inner, columns in shape.layer_products(tp))
+    return rank * sum(inner + columns for inner, columns in shape.layer_matmuls(tp))
 
 
 def _seconds(row: Row, job: Job, device: HardwareSpec, assumed: list[str]) -> float | None:
@@ -335,7 +335,7 @@ def flops_per_token(job: Job, attention: int) -> float:
     """6 FLOPs for each weight of a product, ``attention`` * layers * width * sequence on top; two thirds of the blocks'
     where LoRA leaves their weights frozen."""
     shape = job.shape
-    blocks = shape.layers * sum(rows * columns for rows, columns in shape.layer_products())
+    blocks = shape.layers * sum(rows * columns for rows, columns in shape.layer_matmuls())
     each = 4 if job.lora_parameters else 6
     return each * (blocks + shape.vocab * shape.hidden) + attention * shape.layers * shape.queries * job.seq
 

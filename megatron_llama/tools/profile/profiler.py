@@ -149,7 +149,7 @@ class StepProfiler:
     def _kept(self, chunk: int, steps: list[_Step]) -> tuple[int, int]:
         """Tokens that the layers of random-LTD have seen, and the expected number of their pairs."""
         assert self.plan.random_ltd is not None
-        found = [(self.plan.random_ltd.kept(step.number), step.modules) for step in steps]
+        found = [(self.plan.random_ltd.retained(step.number), step.modules) for step in steps]
         tokens = sum(kept.share * modules.tokens[chunk] for kept, modules in found)
         pairs = sum(kept.pairs(modules.tokens[chunk], modules.pairs[chunk]) for kept, modules in found)
         return round(tokens), round(pairs)

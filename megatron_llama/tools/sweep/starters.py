@@ -15,7 +15,7 @@ from types import FrameType
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART
-from megatron_llama.system.signals import ASKED_TO_STOP, handling
+from megatron_llama.system.signals import STOP_SIGNALS, handle_signals
 from megatron_llama.tools.sweep.combinations import Combination, Record, Sweep
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,7 +50,7 @@ def run_train_py(arguments: Sequence[str]) -> int:
         if number != signal.SIGINT:  # a terminal has sent that to both
             child.send_signal(number)
 
-    with handling((signal.SIGINT, signal.SIGUSR1, *ASKED_TO_STOP), forward):
+    with handle_signals((signal.SIGINT, signal.SIGUSR1, *STOP_SIGNALS), forward):
         status = child.wait()
     if asked and status == 0:  # it came between two runs, or at the very end of one
         return EXIT_RESTART

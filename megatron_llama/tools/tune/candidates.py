@@ -11,12 +11,12 @@ from typing import Any
 from megatron_llama.arch.shapes import can_cut
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.fields import get
-from megatron_llama.config.problems import shown
+from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings import RECOMPUTE, Config
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.derive import derive_optimizer
 from megatron_llama.plan.memory import SURE, stage_footprints
-from megatron_llama.plan.resolve import varied
+from megatron_llama.plan.resolve import change_settings
 from megatron_llama.tools.tune.target import Target
 from megatron_llama.topology import AXIS_NAMES, Grid
 
@@ -101,13 +101,13 @@ class Tuner:
         """``kept`` are the tuned settings that the user has given, which stay as they are; ``more`` are others that all
         candidates have, and that are written with them."""
         self.config, self.fixed, self.target, self.extra = config, fixed, target, dict(extra or {})
-        derived = varied(config, {})
+        derived = change_settings(config, {})
         derive_optimizer(derived)  # once: to resolve the schedule takes most of the time of a plan
         self._optim = derived.optim
 
     def plan(self, settings: Mapping[str, Any], ranks: int) -> Plan:
         """The plan of some settings. Raises ConfigError."""
-        return resolve(varied(self.config, settings, self._optim), ranks, exists=lambda path: True)
+        return resolve(change_settings(self.config, settings, self._optim), ranks, exists=lambda path: True)
 
     def candidate(self, settings: Mapping[str, Any], ranks: int) -> Candidate:
         """Their forecast. Raises ConfigError."""
@@ -215,7 +215,7 @@ def fixed_settings(config: Config, words: list[str]) -> dict[str, Any]:
 
 def typed_settings(settings: Mapping[str, Any]) -> str:
     """As they are typed; what is null is left out."""
-    return " ".join(f"{name}={shown(value)}" for name, value in settings.items() if value is not None)
+    return " ".join(f"{name}={format_value(value)}" for name, value in settings.items() if value is not None)
 
 
 def _divisors(number: int) -> Iterator[int]:

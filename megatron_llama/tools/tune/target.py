@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_llama.config import Problem
-from megatron_llama.config.problems import nearest
+from megatron_llama.config.problems import closest_match
 from megatron_llama.config.settings import Config
 from megatron_llama.devices import HOST
 from megatron_llama.plan import Plan
@@ -153,7 +153,7 @@ def _elsewhere(config: Config, cluster: ClusterConfig) -> tuple[Target | None, l
     whole = CORE if cluster.device == HOST else find_device(cluster.device)
     if whole is None:
         names = [*devices(), HOST]
-        guess = nearest(cluster.device, names)
+        guess = closest_match(cluster.device, names)
         advice = f"write cluster.device={guess}" if guess else f"write one of {', '.join(names)}"
         return None, [Problem("cluster.device", cluster.device, "is not in the hardware table", advice)]
     if cluster.device == HOST and not (cluster.devices_per_node and config.device.memory_gib):

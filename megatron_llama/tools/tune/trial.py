@@ -24,7 +24,7 @@ from megatron_llama.config.fields import FREE_DICT, get, settings_by_name
 from megatron_llama.config.load_config import EXPERIMENT
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.system.files import read_json, write_atomically
-from megatron_llama.system.signals import die_with
+from megatron_llama.system.signals import exit_with_parent
 from megatron_llama.tools.common import MOCK_RUN
 from megatron_llama.tools.settings import TuneConfig
 from megatron_llama.tools.tune.candidates import Candidate
@@ -155,7 +155,7 @@ class Process:
         starter = os.getpid()
 
         def first_to_go() -> None:
-            die_with(starter)
+            exit_with_parent(starter)
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
                 file.write("1000")  # where memory ends the kernel takes the trial, not the search
 

@@ -9,8 +9,8 @@ import pytest
 from megatron_llama.config.settings import DEVICES
 from megatron_llama.devices import INDUCTOR, NAMES, device_named
 from megatron_llama.plan import resolve
-from megatron_llama.plan.job import Job, Shape, job_of_plan
-from megatron_llama.plan.memory import footprint, kept_by_layer, under_way
+from megatron_llama.plan.job import Job, ModelShape, job_of_plan
+from megatron_llama.plan.memory import footprint, layer_activations, microbatches_in_flight
 from megatron_llama.system.tables import GIB
 from megatron_llama.tools.forecast.hardware import devices, find_device
 from megatron_llama.tools.forecast.programs import PROGRAMS
@@ -18,18 +18,18 @@ from megatron_llama.tools.forecast.step_time import StepTime, kernel_count, load
 from tests.config.helpers import make
 
 GPT = {
-    "7b": Shape(4096, 32, 32, 32, 128, 4 * 4096, 32_000, gated=False),
-    "13b": Shape(5120, 40, 40, 40, 128, 4 * 5120, 32_000, gated=False),
-    "70b": Shape(8192, 80, 64, 64, 128, 4 * 8192, 32_000, gated=False),
+    "7b": ModelShape(4096, 32, 32, 32, 128, 4 * 4096, 32_000, gated=False),
+    "13b": ModelShape(5120, 40, 40, 40, 128, 4 * 5120, 32_000, gated=False),
+    "70b": ModelShape(8192, 80, 64, 64, 128, 4 * 8192, 32_000, gated=False),
 }
-LLAMA = Shape(4096, 32, 32, 32, 128, 11008, 32_000)
+LLAMA = ModelShape(4096, 32, 32, 32, 128, 11008, 32_000)
 BEFORE_FLASH = PROGRAMS["megatron 2021"]
 PLAIN = Job(LLAMA, seq=4096, micro_batch=1, num_microbatches=16)
 
 
 def saved_activations(job: Job) -> float:
     """Return the saved activations of the whole model, GiB."""
-    return job.shape.layers * sum(kept_by_layer(job).values()) / GIB
+    return job.shape.layers * sum(layer_activations(job).values()) / GIB
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_activations_match_korthikanti(
 def test_number_of_micro_batches_in_flight() -> None:
     """Check 1F1B (pp on the first stage, one on the last) and interleaved (1 + (pp - 1) / (pp * v) times as many)."""
     job = replace(PLAIN, pp=8)
-    assert [under_way(job, stage) for stage in (0, 3, 7)] == [8, 5, 1]
-    assert under_way(replace(job, num_microbatches=2), 0) == 2
+    assert [microbatches_in_flight(job, stage) for stage in (0, 3, 7)] == [8, 5, 1]
+    assert microbatches_in_flight(replace(job, num_microbatches=2), 0) == 2
     interleaved = replace(job, vpp=4, num_microbatches=64)
-    assert under_way(interleaved, 0) == pytest.approx(8 * (1 + 7 / 32))
+    assert microbatches_in_flight(interleaved, 0) == pytest.approx(8 * (1 + 7 / 32))
 
 
 def test_zero_shards_16_bytes_per_parameter() -> None:
@@ -109,7 +109,7 @@ def test_offloading_takes_time() -> None:
     assert offloaded.optimizer == 0 and offloaded.offload == pytest.approx(count * (copies + step), rel=1e-6)
     # Copies of activations overlap with computing.
     assert seconds(replace(PLAIN, offloads_activations=True, recompute="full")).offload == 0
-    copied = 2 * sum(kept_by_layer(PLAIN).values()) * sum(PLAIN.layers_by_stage) * PLAIN.num_microbatches / 20e9
+    copied = 2 * sum(layer_activations(PLAIN).values()) * sum(PLAIN.layers_by_stage) * PLAIN.num_microbatches / 20e9
     working = base.matmul + base.head + base.attention + base.memory_bound + base.launch
     working -= load_constants()["launch.step"]
     assert copied > working
@@ -187,7 +187,7 @@ def test_communication_between_nodes_costs_more_and_overlaps() -> None:
 
 def test_small_models_are_bound_by_the_host() -> None:
     """Check that a small model's step takes the time of its kernel launches, regardless of their size."""
-    tiny = Shape(256, 16, 4, 4, 64, 704, 32_000)
+    tiny = ModelShape(256, 16, 4, 4, 64, 704, 32_000)
     job = Job(tiny, seq=128, micro_batch=1, num_microbatches=8)
     launches = 8 * 16 * kernel_count(job) * load_constants()["host.operation"] / devices()["h100"].host_speed
     assert seconds(job).total == pytest.approx(launches + load_constants()["launch.step"], rel=0.02)

@@ -14,7 +14,13 @@ from data_prep.sft import main as prepare
 from megatron_llama.config import ConfigError
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.system.errors import UserError
-from megatron_llama.text.chat_template import NAMED, TrainedTemplate, add_end, trained_template, write_trained_template
+from megatron_llama.text.chat_template import (
+    NAMED_TEMPLATES,
+    TrainedTemplate,
+    add_stop_token,
+    trained_template,
+    write_trained_template,
+)
 from megatron_llama.text.conversation import Turn
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_llama.tools.inference.chat import PromptBuilder, open_prompt_builder
@@ -72,7 +78,7 @@ def example(tokenizer: Path, tmp_path: Path, *options: str) -> tuple[list[int], 
 
 
 @pytest.mark.parametrize("name", ["plain", "bos", "pieces.model"])
-@pytest.mark.parametrize("template", ["own", *sorted(NAMED)])
+@pytest.mark.parametrize("template", ["own", *sorted(NAMED_TEMPLATES)])
 def test_prompts_are_those_of_training(folders: Path, tmp_path: Path, template: str, name: str) -> None:
     """Of a conversation of two answers, all ids up to each are those that ask for it, BOS included."""
     path = folders / name
@@ -150,19 +156,19 @@ def test_the_own_template_is_found_where_preparation_finds_it(folders: Path, tmp
 
 
 @pytest.mark.parametrize("name", ["plain", "bos"])
-@pytest.mark.parametrize("template", sorted(NAMED))
+@pytest.mark.parametrize("template", sorted(NAMED_TEMPLATES))
 def test_others_render_an_exported_template_alike(folders: Path, template: str, name: str) -> None:
     from transformers import AutoTokenizer
 
     prompts = PromptBuilder(text_of(folders / name), template)
     theirs = AutoTokenizer.from_pretrained(str(folders / name))
-    source = NAMED[template].jinja(prompts.tokenizer, bool(prompts._bos))
+    source = NAMED_TEMPLATES[template].jinja(prompts.tokenizer, bool(prompts._bos))
     for turns, ask in ((TALK[:1], True), (TALK[:2], True), (TALK[:4], True), (TALK, False)):
         text = theirs.apply_chat_template(turns, chat_template=source, tokenize=False, add_generation_prompt=ask)
         ids = theirs.apply_chat_template(turns, chat_template=source, add_generation_prompt=ask, return_dict=False)
         if ask:
             assert ids == prompts.ids(turns)
-            asked = NAMED[template].ask([Turn(turn["role"], turn["content"]) for turn in turns])
+            asked = NAMED_TEMPLATES[template].ask([Turn(turn["role"], turn["content"]) for turn in turns])
             shown = "".join(piece.text for piece in asked)
             begin = "<|begin|>" if name == "bos" else ""
             assert text == begin + shown.replace("<|endoftext|>", "<|endoftext|>" if begin else "<|end|>")
@@ -178,7 +184,7 @@ def test_an_export_says_it_to_others(folders: Path, tmp_path: Path, name: str) -
     (hf / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
     end = write_trained_template({"data": {"kind": "sft", "prefixes": [], "chat_template": name}}, hf)
     if end is not None:
-        add_end(hf / "generation_config.json", end)
+        add_stop_token(hf / "generation_config.json", end)
     theirs = transformers.AutoTokenizer.from_pretrained(str(hf))
     prompts = PromptBuilder(text_of(folders / "bos"), name)
     rendered = theirs.apply_chat_template(HELLO, add_generation_prompt=True, return_dict=False)
