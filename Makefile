@@ -104,6 +104,12 @@ lint: $(INSTALLED)  ## ruff, mypy, and whether docs/reference/config.md and READ
 	$(PY) docs/generate.py --check config recipes lines
 	@test ! -x $(VENV)/bin/hadolint || $(VENV)/bin/hadolint containers/Dockerfile
 
+.PHONY: docs
+docs: $(INSTALLED)  ## build the documentation site in build/docs; warnings are errors
+	@$(PY) -m sphinx --builder html --nitpicky --fail-on-warning --keep-going --quiet --doctree-dir build/doctrees \
+		docs build/docs
+	@echo "build/docs/index.html"
+
 .PHONY: clean-demo
 clean-demo:  ## forgets the demo's run and data
 	rm -rf $(DEMO_RUN) $(STDLIB)

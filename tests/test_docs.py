@@ -33,24 +33,57 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert not missing, f"{page.name} names files that do not exist"
 
 
-LINK = re.compile(r"\]\(([^)\s#]+)")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+SITE = sorted((ROOT / "docs").rglob("*.md"))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    return {f"{slug}-{number}" if (number := slugs[:i].count(slug)) else slug for i, slug in enumerate(slugs)}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Return the links of a page without a file, or without a heading for their anchor."""
+    links = {link for link in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link}
+    targets = {link: (page.parent / link.partition("#")[0] if link[0] != "#" else page) for link in links}
+    return sorted(
+        link
+        for link, target in targets.items()
+        if not target.exists() or ("#" in link and link.partition("#")[2] not in anchors(target))
+    )
 
 
 @pytest.mark.parametrize(
     "page",
-    [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs/results").glob("*.md"))],
+    sorted({*PAGES, *SITE, ROOT / "CHANGELOG.md"}),
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
-def test_links_lead_to_files(page: Path) -> None:
-    links = {link for link in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link}
-    missing = sorted(link for link in links if not (page.parent / link).exists())
-    assert not missing, f"{page.name} links to files that do not exist"
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    assert not broken_links(page), f"{page.name} links to files or headings that do not exist"
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Two `words`\n\n[a](page.md#two-words) [b](#two-words) [c](#three) [d](none.md) [e](page.md#none)\n")
+    assert broken_links(page) == ["#three", "none.md", "page.md#none"]
+
+
+def test_each_page_is_in_the_index() -> None:
+    """docs/conf.py makes the toctrees of the site from the links of docs/index.md."""
+    index = ROOT / "docs/index.md"
+    linked = [(index.parent / link).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))]
+    missing = sorted(page.relative_to(ROOT).as_posix() for page in {*SITE} - {index, *linked})
+    assert not missing, "link these pages from docs/index.md"
+    assert len(linked) == len(set(linked)), "docs/index.md links to a page twice"
 
 
 def test_each_file_of_results_is_used() -> None:
-    """A page of results is linked from the documentation; a picture or a record from its page or a test."""
+    """A page of results is linked from a page other than the index; a picture or a record from its page or a test."""
     users = [*PAGES, *(ROOT / "docs/results").glob("*.md"), *(ROOT / "tests").rglob("*.py")]
-    texts = {path: path.read_text(encoding="utf-8") for path in users if path != Path(__file__)}
+    texts = {path: path.read_text(encoding="utf-8") for path in users if path not in {Path(__file__), ROOT / "docs/index.md"}}
     for file in (ROOT / "docs/results").iterdir():
         used = [path for path, text in texts.items() if f"/{file.name}" in text or f"({file.name}" in text]
         assert set(used) - {file}, f"no page links to {file.name}"
