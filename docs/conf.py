@@ -40,11 +40,11 @@ def add_toctrees(app: Sphinx, page: str, source: list[str]) -> None:
 
 def _with_toctree(section: re.Match[str]) -> str:
     entries = "".join(f"{title} <{target}>\n" for title, target in PAGE_LINK.findall(section[2]))
-    return f"{section[0]}\n```{{toctree}}\n:hidden:\n:caption: {section[1]}\n\n{entries}```\n\n" if entries else section[0]
+    return f"{section[0]}\n```{{toctree}}\n:hidden:\n:caption: {section[1]}\n\n{entries}```\n\n"
 
 
 def unlink_files_outside_docs(app: Sphinx, document: nodes.document) -> None:
-    """Replace links to files of the repository that are not in the site by their text; tests/test_docs.py checks them."""
+    """Replace links to files outside the site by their text. tests/test_docs.py checks them."""
     folder = DOCS / Path(app.env.docname).parent
     for link in [*document.findall(addnodes.pending_xref), *document.findall(addnodes.download_reference)]:
         if not (folder / link["reftarget"]).resolve().is_relative_to(DOCS):
