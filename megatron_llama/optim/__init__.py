@@ -1,4 +1,4 @@
-"""Optimizers, learning-rate schedules, and the gradient norm across all axes."""
+"""Optimizers, learning-rate schedules and the gradient norm over all ranks."""
 
 from megatron_llama.optim.optimizer import Optimizer, build_optimizer
 

@@ -1,4 +1,4 @@
-"""Adam and AdamW: torch's fused kernels for weights and states in fp32, else by rows in fp32."""
+"""Adam and AdamW: torch's fused kernels for fp32 weights and states, otherwise by rows cast to fp32."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class FusedAdam(ShardOptimizer, torch.optim.Adam):
 
 
 class Bf16GradientAdam(ShardOptimizer, torch.optim.Adam):
-    """torch's fused Adam or AdamW for gradients in bf16, with bitwise the results for their fp32 copies.
+    """torch's fused Adam or AdamW for bf16 gradients, bit-identical to the step with fp32 copies of the gradients.
 
-    torch's step takes gradients in the weights' dtype only. An fp32 copy of all gradients would take twice their
-    memory, and clipping would read it once more.
+    torch's step takes gradients in the weights' dtype only. fp32 copies of all gradients would take twice their memory,
+    and clipping would read them once more.
     """
 
     takes_factor = True
@@ -46,7 +46,7 @@ class Bf16GradientAdam(ShardOptimizer, torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, *, factor: Tensor | None = None, skip: Tensor | None = None) -> None:  # type: ignore[override]
-        assert skip is None, "the caller reads it"
+        assert skip is None, "the caller reads skip"
         for group in self.param_groups:
             numbers = {name: group[name] for name in ("lr", "weight_decay", "eps")}
             numbers["beta1"], numbers["beta2"] = group["betas"]
@@ -65,12 +65,12 @@ class Bf16GradientAdam(ShardOptimizer, torch.optim.Adam):
 
 
 def build_adam(inputs: OptimizerInputs) -> ShardOptimizer:
-    """Build Adam, whose weight decay is a part of the gradient (Kingma & Ba 2015, arXiv:1412.6980)."""
+    """Build Adam with weight decay added to the gradient (Kingma & Ba 2015, arXiv:1412.6980)."""
     return _build(inputs, decoupled=False)
 
 
 def build_adamw(inputs: OptimizerInputs) -> ShardOptimizer:
-    """Build AdamW, whose weight decay is decoupled (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
+    """Build AdamW with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
     return _build(inputs, decoupled=True)
 
 
@@ -83,12 +83,12 @@ def _build(inputs: OptimizerInputs, *, decoupled: bool) -> ShardOptimizer:
 
 
 def adam_update(tensors: Sequence[Tensor], gradient: Tensor, step: Tensor, group: Group) -> None:
-    """Adam's update of fp32 weight, exp_avg and exp_avg_sq, in place."""
+    """Apply Adam's update to fp32 weight, exp_avg and exp_avg_sq, in place."""
     _update(adam, tensors, gradient, step, group)
 
 
 def adamw_update(tensors: Sequence[Tensor], gradient: Tensor, step: Tensor, group: Group) -> None:
-    """AdamW's update of fp32 weight, exp_avg and exp_avg_sq, in place."""
+    """Apply AdamW's update to fp32 weight, exp_avg and exp_avg_sq, in place."""
     _update(adamw, tensors, gradient, step, group)
 
 

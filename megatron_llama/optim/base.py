@@ -25,14 +25,14 @@ Group = dict[str, Any]
 
 
 class ShardOptimizer(torch.optim.Optimizer):
-    """An optimizer over the local tensors of a rank's shards.
+    """Optimizer over the local tensors of a rank's shards.
 
     ``state[weight]`` has the states that the optimizer's row names, and ``step``, the number of updates as a scalar
-    tensor. A gradient may be in bf16 where its weight is in fp32. The class attributes are declared by subclasses.
+    tensor. The gradient of an fp32 weight may be bf16. Subclasses set the class attributes.
     """
 
     takes_factor: bool = False
-    """Whether ``step`` scales the gradients by ``factor``. Otherwise the caller scales them before, in place."""
+    """Whether ``step`` scales the gradients by ``factor``. Otherwise the caller scales them in place."""
     skips_on_device: bool = False
     """Whether ``step`` applies ``skip`` on the device. Otherwise the caller reads ``skip`` on the host."""
     counts_on_device: bool = False
@@ -42,7 +42,7 @@ class ShardOptimizer(torch.optim.Optimizer):
 
     @property
     def gradients_summed(self) -> bool:
-        """Whether gradients are summed over data-parallel ranks once ``reduce_gradients`` has been called."""
+        """Whether gradients are summed over data-parallel ranks after ``reduce_gradients``."""
         return True
 
     def reduce_gradients(self) -> None:
@@ -65,7 +65,7 @@ class ShardOptimizer(torch.optim.Optimizer):
                 state["step"] -= 1
 
     def extra_states(self) -> dict[str, Tensor]:
-        """Copies of the tensors that belong to this rank and not to a weight, by name (without dots)."""
+        """Return copies of the tensors that belong to this rank, not to a weight, by name (without dots)."""
         return {}
 
     def load_extra_states(self, states: Mapping[str, Tensor]) -> None:
@@ -74,19 +74,19 @@ class ShardOptimizer(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class OptimizerInputs:
-    """The arguments of an optimizer's factory."""
+    """Arguments of an optimizer's factory."""
 
     plan: Plan
     groups: Sequence[Group]
     """Parameter groups with ``params`` and ``weight_decay``. Each parameter is the local tensor of a shard."""
     rectangles: Mapping[Tensor, Sequence[Rectangle]]
-    """The rectangles of Hugging Face tensors that each parameter consists of."""
+    """Rectangles of Hugging Face tensors that each parameter consists of."""
     in_blocks: AbstractSet[Tensor]
-    """The matrices whose states are in 8 bits, by blocks."""
+    """Matrices with 8-bit states, by blocks."""
     kernels: Kernels
     """Kernels of the device that holds the parameters."""
     asynchronous: bool
-    """Whether the host runs ahead of this device, so that it would wait to read a value."""
+    """Whether the host runs ahead of this device: reading a value is a sync."""
 
     @property
     def row(self) -> OptimizerRow:

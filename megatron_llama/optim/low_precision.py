@@ -1,17 +1,17 @@
-"""Elementwise optimizers for bf16 weights without fp32 master weights, and for states in 8 bits; SGD.
+"""Elementwise optimizers for bf16 weights without fp32 master weights, and for 8-bit states. SGD.
 
-Weights and states are cast to fp32 a few rows at a time, the optimizer's formula updates these, and values of a lower
-precision get the rounded result. Up to that rounding the result is the formula's, bit-identical. An elementwise
-optimizer may use this class in fp32 too, since it skips an update on the device.
+Weights and states are cast to fp32 a few rows at a time, the optimizer's formula updates them, and low-precision
+tensors get the rounded result. Before rounding, the result is bit-identical to the formula's. The class also works in
+fp32, to skip an update on the device.
 
-bf16 is rounded stochastically, with noise that depends only on the rounded value's name and position, never on the
-rank. Let d be the distance of two bf16 neighbours. A value at p * d above the lower one becomes the upper one with
-probability p. So the rounding is unbiased (Gupta et al. 2015, arXiv:1502.02551; for training in bf16, Zamirai et al.
-2020, arXiv:2010.06192). The noise is a hash of (seed, tensor, step, row, column), not the output of a stateful
-generator. So all ranks that hold a value use the same noise, in any layout, and so does a resumed run.
+Stochastic rounding to bf16: let d be the distance of two bf16 neighbours. A value at p * d above the lower neighbour
+becomes the upper one with probability p. So the rounding is unbiased (Gupta et al. 2015, arXiv:1502.02551; for training
+in bf16, Zamirai et al. 2020, arXiv:2010.06192). The noise is a hash of (seed, tensor, step, row, column), not the
+output of a stateful generator. So all ranks that hold a value use the same noise, in any layout and after a resume.
 
-All operations of the rounding are on int32 tensors, which wrap around. No value is read on the host.
+The rounding operates on int32 tensors, which wrap around. No value is read on the host.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -32,25 +32,26 @@ from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
 from megatron_llama.optim.blockwise import BlockwiseState, levels_on
 
 WEIGHT = "weight"
-"""The name of the weights' stream of noise. The streams of states have the states' names."""
+"""Name of the weights' noise stream. The streams of states have the states' names."""
 SINGLE_TENSOR: dict[str, Any] = {"foreach": False, "fused": False, "maximize": False}
-"""Options of torch's functions. The last bits of a fused kernel depend on a value's position in its tensor, and so on
-the layout."""
+"""Options of torch's functions. A fused kernel's rounding depends on a value's position in its tensor, and so on the
+layout."""
 
 Formula = Callable[[Sequence[Tensor], Tensor, Tensor, Group], None]
-"""Updates (weight, *states), all fp32, in place, from the gradient, the number of updates before, and the group."""
+"""Arguments: (weight, *states), fp32, updated in place; gradient, fp32; number of earlier updates; parameter group."""
 Keys = tuple[int, int]
 _LOW_16, _EXPONENT = 0xFFFF, 0x7F800000
 
 
 class ElementwiseOptimizer(ShardOptimizer):
-    """The optimizer of a ``formula`` over tensors which consist of the ``rectangles`` of Hugging Face tensors.
+    """Optimizer of an elementwise ``formula``.
 
     Args:
-        row: names the states.
-        state_dtype: dtype of the states, except for the states of the matrices ``in_blocks``, which are in 8 bits.
+        row: the optimizer's row, with the names of its states.
+        rectangles: rectangles of Hugging Face tensors that each parameter consists of.
+        state_dtype: dtype of the states, except for the matrices ``in_blocks``, which have 8-bit states.
         stochastic: round bf16 stochastically, with noise from ``seed``, instead of to nearest.
-        asynchronous: the host runs ahead of the device and would wait to read ``skip``.
+        asynchronous: the host runs ahead of the device, so reading ``skip`` would be a sync.
     """
 
     takes_factor = True
@@ -100,7 +101,7 @@ class ElementwiseOptimizer(ShardOptimizer):
         rows = self._kernels.rows_at_once(weight[:1].numel())
         for start in range(0, weight.shape[0], rows):
             part = slice(start, min(start + rows, weight.shape[0]))
-            # fp32 values are updated in place unless ``skip`` may be true, which needs a copy
+            # fp32 values are updated in place; with ``skip`` in a copy.
             values_fp32 = [tensor[part].to(torch.float32, copy=skip is not None) for tensor in tensors.values()]
             gradient = weight.grad[part].float()  # type: ignore[index]
             gradient = gradient if factor is None else gradient * factor
@@ -147,20 +148,20 @@ def build_elementwise(inputs: OptimizerInputs, formula: Formula, **numbers: Any)
 
 
 def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
-    """``values`` (fp32) rounded to bf16: adds ``noise`` (int32, 0 to 65535, same shape) to the bits and truncates.
+    """Round ``values`` (fp32) to bf16: add ``noise`` (int32, 0 to 65535, same shape) to the bits and truncate.
 
-    A value that is k/65536 of the way to its neighbour is rounded up for exactly k of them. Infinities, NaNs
-    and values that bf16 can represent stay as they are. Above bf16's largest value the neighbour is infinity.
+    A value at k/65536 of the way to its neighbour is rounded up for exactly k noise values. Infinities, NaNs and values
+    that bf16 can represent are unchanged. Above bf16's largest value the neighbour is infinity.
     """
     bits = values.view(torch.int32)
-    # All ones for finite values, whose exponent bits are not all ones. torch.where takes 10 times as long on a CPU.
+    # All ones for finite values (exponent bits not all ones). torch.where takes 10 times as long on a CPU.
     finite = ((bits & _EXPONENT) - _EXPONENT) >> 31
-    moved = (bits + (noise & finite)) & ~(finite & _LOW_16)
-    return moved.view(torch.float32).to(torch.bfloat16)
+    rounded = (bits + (noise & finite)) & ~(finite & _LOW_16)
+    return rounded.view(torch.float32).to(torch.bfloat16)
 
 
 def noise(keys: Keys, step: Tensor, offset: tuple[int, ...], size: tuple[int, ...], device: torch.device) -> Tensor:
-    """The noise (int32, 0 to 65535) of the rectangle at ``offset`` of extent ``size`` in a 1-D or 2-D tensor.
+    """Return the noise (int32, 0 to 65535) of the rectangle at ``offset`` of extent ``size`` in a 1-D or 2-D tensor.
 
     ``step`` is an int32 scalar tensor, so that a compiled graph does not depend on its value.
     """
@@ -174,7 +175,7 @@ def noise(keys: Keys, step: Tensor, offset: tuple[int, ...], size: tuple[int, ..
 
 @cache
 def stream(seed: int, kind: str, name: str) -> Keys:
-    """The keys of a stream of noise, for a seed, a kind (weight, exp_avg, ...) and a tensor's Hugging Face name."""
+    """Return the keys of a noise stream for a seed, a kind (weight, exp_avg, ...) and a Hugging Face name."""
     digest = hashlib.blake2b(f"{seed}/{kind}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "big", signed=True), int.from_bytes(digest[4:], "big", signed=True)
 
@@ -184,9 +185,9 @@ def _numbers(first: int, count: int, device: torch.device) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The hash lowbias32 (github.com/skeeto/hash-prospector): a bijection of 32 bits with low bias in its avalanche.
+    """Hash by lowbias32 (github.com/skeeto/hash-prospector), a bijection of 32 bits with low avalanche bias.
 
-    int32 shifts copy the sign bit in from the left, hence the masks.
+    The masks clear the sign bits that int32 shifts copy in from the left.
     """
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D
@@ -195,8 +196,8 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-# SGD with momentum, which is the first number of ``optim.betas``. torch's SGD skips an update on the device in its
-# fused kernel only, whose last bits depend on the layout. So the update is by rows in every precision.
+# SGD with momentum = ``optim.betas[0]``. torch's SGD skips an update on the device only in its fused kernel, whose
+# rounding depends on the layout. So the update is by rows in every precision.
 
 def build_sgd(inputs: OptimizerInputs) -> ShardOptimizer:
     """Build ``sgd``."""
@@ -205,7 +206,7 @@ def build_sgd(inputs: OptimizerInputs) -> ShardOptimizer:
 
 
 def sgd_update(tensors: Sequence[Tensor], gradient: Tensor, step: Tensor, group: Group) -> None:
-    """SGD's update of fp32 weight and momentum_buffer, in place."""
+    """Apply SGD's update to fp32 weight and momentum_buffer, in place."""
     weight, momentum_buffer = tensors
     rates = {"lr": group["lr"], "weight_decay": group["weight_decay"], "momentum": group["momentum"]}
     sgd([weight], [gradient], [momentum_buffer], dampening=0.0, nesterov=False, **rates, **SINGLE_TENSOR)

@@ -1,4 +1,4 @@
-"""The global 2-norm: each value counts once, however many ranks hold a copy of it."""
+"""Global 2-norms, in which each value counts once, regardless of the number of ranks that hold a copy."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from megatron_llama.parallel import Shard
 
 
 @torch.no_grad()
-def gradient_norm(shards: Iterable[Shard], device: torch.device, *, own_shares: bool = False) -> torch.Tensor:
-    """2-norm of all gradients, fp32 scalar, the same on all ranks.
+def gradient_norm(shards: Iterable[Shard], device: torch.device, *, unreduced: bool = False) -> torch.Tensor:
+    """Return the 2-norm of all gradients, fp32 scalar, the same on all ranks.
 
-    ``own_shares``: the data-parallel ranks have not summed theirs (1-bit Adam); then it is the root of the sum of the
-    squares of all their norms, which is infinite or NaN if one of them is.
+    With ``unreduced``, gradients are not summed over data-parallel ranks (1-bit Adam). The result is then the root of
+    the sum of the ranks' squared norms, which is not finite if one of them is not.
     """
     with_gradient = [(s, s.grad) for s in shards if s.grad is not None]
-    parts = [(s, part) for s, grad in with_gradient for part in s.owned(grad, every_replica=own_shares)]
-    whole = [part for s, part in parts if part.dtype == s.parameter.dtype]
-    narrow = [part for s, part in parts if part.dtype != s.parameter.dtype]  # Storage.keeps_bf16_grads
-    return _global_norm(_norms(whole + narrow, device), device)
+    parts = [(s, part) for s, grad in with_gradient for part in s.owned(grad, every_replica=unreduced)]
+    same_dtype = [part for s, part in parts if part.dtype == s.parameter.dtype]
+    low_precision = [part for s, part in parts if part.dtype != s.parameter.dtype]  # Storage.keeps_bf16_grads
+    return _global_norm(_norms(same_dtype + low_precision, device), device)
 
 
 @torch.no_grad()
 def parameter_norm(shards: Iterable[Shard], device: torch.device) -> torch.Tensor:
-    """2-norm of all weights, fp32 scalar, the same on all ranks."""
-    # Keep the norms, not the values: all quantized shards in fp32 at once would be the whole model.
+    """Return the 2-norm of all weights, fp32 scalar, the same on all ranks."""
+    # One shard at a time: all quantized shards in fp32 together would take the memory of the fp32 model.
     return _global_norm([norm for shard in shards for norm in _norms(shard.owned(shard.values), device)], device)
 
 
 @torch.no_grad()
 def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:
-    """The factor that clips gradients to a global norm of ``largest`` (Pascanu et al. 2013, arXiv:1211.5063).
+    """Return the factor that clips gradients to a global norm of ``largest`` (Pascanu et al. 2013, arXiv:1211.5063).
 
-    As torch's ``clip_grad_norm_``, with 1e-6 added to the norm. It stays on the device, so nothing is synchronized.
+    Adds 1e-6 to the norm, as torch's ``clip_grad_norm_``. The factor stays on the device: no sync.
     """
     return torch.clamp(largest / (norm + 1e-6), max=1.0)
 
 
 @torch.no_grad()
 def scale_gradients(shards: Iterable[Shard], factor: torch.Tensor) -> None:
-    """Multiplies all gradients by ``factor``, in place."""
+    """Multiply all gradients by ``factor``, in place."""
     grads = [grad for shard in shards if (grad := shard.grad) is not None]
     torch._foreach_mul_(grads, factor.to(grads[0].device))
 
@@ -53,10 +53,10 @@ def _norms(parts: Iterable[torch.Tensor], device: torch.device) -> list[torch.Te
 
 
 def _global_norm(norms: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The norm of all ranks' parts, of whose pieces these are this rank's norms."""
+    """Return the global norm from this rank's partial norms."""
     if norms:
         squares = torch.cat(norms).square().sum()
-    else:  # on a rank that counts none of its copies
+    else:  # a rank that counts no replica
         squares = torch.zeros((), device=device)
     dist.all_reduce(squares)
     return squares.sqrt()

@@ -1,9 +1,9 @@
 """1-bit Adam (Tang et al. 2021, arXiv:2102.02888): after a warm-up, ranks exchange the signs of their momentum.
 
-Arithmetic and names are those of DeepSpeed's OneBitAdam: Adam without bias correction and with decoupled weight decay
-for ``freeze_step`` steps; then the second moment stays as it is, and the momentum is averaged over the data-parallel
-ranks with one bit for a value and one scale for a tensor. What compression loses is kept and added to the next step's
-momentum (error feedback), on the rank that sends and again on the rank that averages.
+Arithmetic and names follow DeepSpeed's OneBitAdam: Adam without bias correction and with decoupled weight decay for
+``freeze_step`` steps. From then on the second moment is frozen, and the momentum is averaged over the data-parallel
+ranks, with one bit per value and one scale per tensor. Compression errors are added to the next step's momentum (error
+feedback), on the sending rank (worker) and on the averaging rank (server).
 """
 
 from __future__ import annotations
@@ -20,52 +20,54 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
 
 _ERRORS = "onebit_errors"
-"""Name of the compression's errors in checkpoints."""
+"""Name of the compression errors in checkpoints."""
 
 
 class OneBitAverage:
-    """Averages tensors over a group of p ranks, each value as its sign. Each rank averages one p-th of all values.
+    """Compressed average of tensors over a group of p ranks. Each rank averages one p-th of all values.
 
-    In memory all tensors lie side by side, [p, C]: row r is what rank r averages, and a tensor of n values has
-    ceil(n / 8p) * 8 columns, so that signs fill whole bytes. What is behind a tensor's end stays zero.
+    All tensors form one matrix [p, C]. Rank r averages row r. A tensor of n values has ceil(n / 8p) * 8 columns, so
+    that its signs fill whole bytes. Padding stays zero.
     """
 
     def __init__(self, sizes: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
-        """``sizes``: the number of values of each tensor."""
+        """``sizes`` are the numbers of values of the tensors."""
         self.group, self.sizes = group, list(sizes)
         self.ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.columns = [-(-size // (8 * self.ranks)) * 8 for size in sizes]
         pairs = zip(self.sizes, self.columns, strict=True)
-        own = [min(max(size - rank * columns, 0), columns) for size, columns in pairs]
+        local_sizes = [min(max(size - rank * columns, 0), columns) for size, columns in pairs]
         self._all_sizes = torch.tensor(self.sizes, device=device)
-        self._own_sizes = torch.tensor(own, device=device)
+        self._local_sizes = torch.tensor(local_sizes, device=device)
         self._columns = torch.tensor(self.columns, device=device)
         self.worker_error = torch.zeros(self.ranks, sum(self.columns), device=device)
         self.server_error = torch.zeros(sum(self.columns), device=device)
-        self._is_value = self._side_by_side([torch.ones(size, device=device) for size in sizes]).bool()
-        self._own_values = self._is_value[rank].clone()
+        self._is_value = self._to_matrix([torch.ones(size, device=device) for size in sizes]).bool()
+        self._is_local_value = self._is_value[rank].clone()
 
     @torch.no_grad()
     def average(self, tensors: Sequence[Tensor], skip: Tensor | None = None) -> list[Tensor]:
-        """The averages of fp32 tensors, the same on all ranks; ``tensors`` are left as they are, and where ``skip``
-        (bool scalar) is true what is kept of the losses too."""
-        mine = self._side_by_side(tensors) + self.worker_error
-        mean_squares = self._norms(mine).square().sum(dim=0).div_(self._all_sizes.clamp(min=1))
+        """Return the averages of fp32 ``tensors``, the same on all ranks.
+
+        ``skip`` (bool scalar on the device): where it is true, the compression errors keep their values.
+        """
+        local = self._to_matrix(tensors) + self.worker_error
+        mean_squares = self._norms(local).square().sum(dim=0).div_(self._all_sizes.clamp(min=1))
         scales = mean_squares.sqrt_()  # [tensors]: norm / sqrt(n)
-        lost = (mine - self._signs(mine) * self._spread(scales)) * self._is_value
-        self.worker_error = lost if skip is None else torch.where(skip, self.worker_error, lost)
-        received = torch.empty_like(packed := _pack(mine))
+        error = (local - self._signs(local) * self._spread(scales)) * self._is_value
+        self.worker_error = error if skip is None else torch.where(skip, self.worker_error, error)
+        received = torch.empty_like(packed := _pack(local))
         dist.all_to_all_single(received, packed, group=self.group)  # from each rank the signs that this one averages
         all_scales = self._gather(scales)
         mean = torch.zeros_like(self.server_error)
-        for row, their_scales in zip(_unpack(received), all_scales, strict=True):
-            mean += row * self._spread(their_scales)
+        for row, row_scales in zip(_unpack(received), all_scales, strict=True):
+            mean += row * self._spread(row_scales)
         mean = mean / self.ranks + self.server_error
-        mean *= self._own_values
-        own_scales = self._norms(mean[None])[0].square().div_(self._own_sizes.clamp(min=1)).sqrt_()
-        lost = (mean - self._signs(mean) * self._spread(own_scales)) * self._own_values
-        self.server_error = lost if skip is None else torch.where(skip, self.server_error, lost)
-        signs, gathered = _unpack(self._gather(_pack(mean[None])[0])), self._gather(own_scales)
+        mean *= self._is_local_value
+        local_scales = self._norms(mean[None])[0].square().div_(self._local_sizes.clamp(min=1)).sqrt_()
+        error = (mean - self._signs(mean) * self._spread(local_scales)) * self._is_local_value
+        self.server_error = error if skip is None else torch.where(skip, self.server_error, error)
+        signs, gathered = _unpack(self._gather(_pack(mean[None])[0])), self._gather(local_scales)
         whole = signs * torch.stack([self._spread(row) for row in gathered])
         parts = whole.split(self.columns, dim=1)
         return [
@@ -73,7 +75,8 @@ class OneBitAverage:
             for part, size, tensor in zip(parts, self.sizes, tensors, strict=True)
         ]
 
-    def _side_by_side(self, tensors: Sequence[Tensor]) -> Tensor:
+    def _to_matrix(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Copy tensors into a zero-padded matrix [p, C]."""
         out = torch.zeros(self.ranks, sum(self.columns), device=tensors[0].device)
         for part, tensor in zip(out.split(self.columns, dim=1), tensors, strict=True):
             padded = torch.zeros(part.numel(), device=tensor.device)
@@ -82,30 +85,30 @@ class OneBitAverage:
         return out
 
     def _norms(self, values: Tensor) -> Tensor:
-        """[rows, C] to [rows, tensors]."""
+        """Return the norms of the tensors' rows: [rows, C] to [rows, tensors]."""
         return torch.stack([part.norm(dim=1) for part in values.split(self.columns, dim=1)], dim=1)
 
     def _spread(self, scales: Tensor) -> Tensor:
-        """[tensors] to [C]."""
-        return scales.repeat_interleave(self._columns, output_size=sum(self.columns))  # else the host would wait for it
+        """Repeat a tensor's scale for its columns: [tensors] to [C]."""
+        return scales.repeat_interleave(self._columns, output_size=sum(self.columns))  # output_size avoids a sync
 
     @staticmethod
     def _signs(values: Tensor) -> Tensor:
-        """1 where a value is 0 or more, else -1: the sign of zero costs no bit of its own."""
+        """Return 1 for values of 0 or more, else -1, so that a sign is one bit."""
         return (values >= 0).float() * 2 - 1
 
-    def _gather(self, own: Tensor) -> Tensor:
-        """[...] of each rank as [p, ...]."""
-        out = torch.empty(self.ranks, *own.shape, dtype=own.dtype, device=own.device)
-        dist.all_gather_into_tensor(out.view(-1), own.contiguous(), group=self.group)
+    def _gather(self, local: Tensor) -> Tensor:
+        """All-gather [...] to [p, ...]."""
+        out = torch.empty(self.ranks, *local.shape, dtype=local.dtype, device=local.device)
+        dist.all_gather_into_tensor(out.view(-1), local.contiguous(), group=self.group)
         return out
 
 
 class OneBitAdam(ShardOptimizer):
-    """Adam whose gradients are this rank's own: it sums them over ``group`` itself, or averages momenta by signs.
+    """Adam with unreduced gradients: sums them over ``group`` in the warm-up, later averages momenta by signs.
 
-    A rank's gradient is its share of the sum over ranks, as everywhere in this project. ``step`` of a weight's state
-    counts as in torch's Adam; ``exp_avg`` and ``exp_avg_sq`` are the same on all ranks of the group after each step.
+    A rank's gradient is a term of the sum over ranks, not of the mean. ``step`` of a weight's state counts as in
+    torch's Adam. ``exp_avg`` and ``exp_avg_sq`` are the same on all ranks of the group after each step.
     """
 
     extra_states_label = "the errors of 1-bit Adam's compression"
@@ -141,7 +144,7 @@ class OneBitAdam(ShardOptimizer):
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """In the warm-up: sums the gradients over the group, in place. Later ones stay this rank's own."""
+        """Sum the gradients over the group in place, in the warm-up only."""
         if not self.is_frozen:
             gradients = [weight.grad for weight in self._weights]
             flat = _flatten_dense_tensors(gradients)
@@ -151,7 +154,7 @@ class OneBitAdam(ShardOptimizer):
 
     @torch.no_grad()
     def step(self, *, factor: Tensor | None = None, skip: Tensor | None = None) -> None:  # type: ignore[override]
-        """Update all weights, after ``reduce_gradients``. ``skip`` is the same on all ranks, and errors skip too."""
+        """Update all weights, after ``reduce_gradients``. ``skip`` must be the same on all ranks."""
         assert factor is None, "the caller has scaled the gradients"
         momenta, frozen = [], self.is_frozen
         for group in self.param_groups:
@@ -159,7 +162,7 @@ class OneBitAdam(ShardOptimizer):
             for weight in group["params"]:
                 state, gradient = self.state[weight], weight.grad
                 state["step"] += 1
-                if frozen:  # the mean over ranks of p times their share is the sum
+                if frozen:  # the mean over ranks of p * gradient is the sum of the gradients
                     share = gradient * (1 - beta1) * self.exchange.ranks
                     momenta.append(state["exp_avg"] * beta1 + share)
                 else:
@@ -179,7 +182,7 @@ class OneBitAdam(ShardOptimizer):
                     weight.sub_(update.add_(weight, alpha=group["weight_decay"]), alpha=group["lr"])
 
     def extra_states(self) -> dict[str, Tensor]:
-        """The errors of this rank's compression, [values] fp32, of worker and server."""
+        """Return this rank's compression errors, fp32 [values], worker errors then server errors."""
         return {_ERRORS: torch.cat([self.exchange.worker_error.flatten(), self.exchange.server_error])}
 
     def load_extra_states(self, states: Mapping[str, Tensor]) -> None:
@@ -192,7 +195,7 @@ class OneBitAdam(ShardOptimizer):
 def build_onebit_adam(inputs: OptimizerInputs) -> ShardOptimizer:
     """Build ``onebit_adam``."""
     freeze_step = inputs.plan.config.optim.freeze_step
-    assert freeze_step is not None, "a plan has one"
+    assert freeze_step is not None, "resolve derives it"
     group = parallel_state.get_data_parallel_group()
     numbers = {**inputs.numbers, "freeze_step": freeze_step}
     return OneBitAdam(inputs.groups, group, **numbers, asynchronous=inputs.asynchronous)
@@ -200,7 +203,7 @@ def build_onebit_adam(inputs: OptimizerInputs) -> ShardOptimizer:
 
 @contextmanager
 def _unless(skip: Tensor | None, *tensors: Tensor) -> Iterator[None]:
-    """Where ``skip`` is true, what the block does to ``tensors`` is undone."""
+    """Restore ``tensors`` after the context where ``skip`` is true."""
     if skip is None:
         yield
         return
@@ -211,13 +214,13 @@ def _unless(skip: Tensor | None, *tensors: Tensor) -> Iterator[None]:
 
 
 def _pack(values: Tensor) -> Tensor:
-    """[rows, C] to [rows, C / 8] uint8: a bit is 1 where a value is 0 or more."""
+    """Pack signs of [rows, C] into uint8 [rows, C / 8]: a bit is 1 if the value is 0 or more."""
     places = 2 ** torch.arange(8, device=values.device, dtype=torch.uint8)
     bits = (values >= 0).view(values.shape[0], -1, 8)
     return (bits * places).sum(dim=-1, dtype=torch.uint8)
 
 
 def _unpack(packed: Tensor) -> Tensor:
-    """[rows, C / 8] uint8 to [rows, C] fp32, 1 or -1."""
+    """Unpack uint8 [rows, C / 8] to fp32 [rows, C], 1 or -1."""
     bits = packed[..., None] >> torch.arange(8, device=packed.device, dtype=torch.uint8) & 1
     return bits.view(packed.shape[0], -1).float() * 2 - 1

@@ -27,34 +27,36 @@ from megatron_llama.plan import Plan
 
 @dataclass
 class Optimizer:
-    """Updates this rank's shards. Adam and SGD are elementwise, so they give the same result on shards."""
+    """Optimizer of this rank's shards, with clipping and schedule."""
 
     model: ParallelModel
     inner: ShardOptimizer
-    """Its parameters are views of the shards' local tensors: no DTensor dispatch, and fused kernels work."""
+    """The torch optimizer. Its parameters are views of the shards' local tensors, so fused kernels work."""
     scheduler: Any
     clip: float | None
     on_host: bool = False
-    """Whether these are copies in the host's memory instead, like the states, and the step is done there."""
+    """Whether parameters and states are in host memory and the step runs there (``trainer.offload``)."""
 
     def gradient_norm(self) -> torch.Tensor:
-        """2-norm of the gradients before clipping, fp32 scalar, the same on all ranks."""
+        """Return the 2-norm of the gradients before clipping, fp32 scalar, the same on all ranks."""
         if self.row.sums_gradients:
-            self._lend_gradients()
+            self._set_gradients()
             self.inner.reduce_gradients()
-        return gradient_norm(self.model.shards, self.model.device, own_shares=not self.inner.gradients_summed)
+        return gradient_norm(self.model.shards, self.model.device, unreduced=not self.inner.gradients_summed)
 
     def step(self, norm: torch.Tensor) -> None:
-        """Clips by ``norm``, updates the weights, frees the gradients and advances the schedule."""
+        """Clip by ``norm``, update the weights, free the gradients and advance the schedule."""
         self.update(norm)
         self.advance()
 
     def update(self, norm: torch.Tensor, skip: torch.Tensor | None = None) -> None:
-        """Clips by ``norm`` and updates the weights. ``skip``, a bool scalar on the device: where it is true, weights,
-        states and gradients stay as they are, and ``advance`` must be told.
+        """Clip by ``norm`` and update the weights.
 
-        Where ``skips_on_device`` the host waits for nothing; otherwise it reads ``skip``, for which it waits once if
-        the step is its own, with the gradients, and never on a CPU.
+        Args:
+            norm: fp32 scalar, global gradient norm.
+            skip: bool scalar on the device. Where it is true, weights, states and gradients keep their values. The
+                caller passes the result to ``advance``. If ``skips_on_device``, the host does not wait. Otherwise it
+                reads ``skip`` on the host: one sync.
         """
         if skip is not None and not self.skips_on_device and not self.on_host:
             if skip:
@@ -64,22 +66,22 @@ class Optimizer:
         if factor is not None and skip is not None:
             factor = torch.where(skip, 1.0, factor)
         if factor is not None and not self.inner.takes_factor:
-            if self.inner.gradients_summed:  # else ``norm`` is not the norm of the sum, which no rank has
+            if self.inner.gradients_summed:  # 1-bit Adam never forms the summed gradient
                 scale_gradients(self.model.shards, factor)
             factor = None
         if self.on_host:
             self._step_on_host(factor, skip)
             return
-        self._lend_gradients()
+        self._set_gradients()
         self.inner.step(factor=factor, skip=skip)
 
     def _step_on_host(self, factor: torch.Tensor | None, skip: torch.Tensor | None) -> None:
-        """Updates the copies, and from them the shards. The host waits once, for the gradients, as it computes with
-        them; the numbers come along, and the new weights leave without waiting."""
+        """Update the host copies, then the shards. One sync, for gradients, factor and skip; weights are copied back
+        asynchronously."""
         pairs = zip(self._views(), self._shards_in_order(), strict=True)
         updated = [(view, shard, shard.grad) for view, shard in pairs if shard.grad is not None]
         for view, shard, _ in updated:
-            view.data.copy_(shard.local, non_blocking=True)  # a checkpoint may have been loaded
+            view.data.copy_(shard.local, non_blocking=True)  # the shard may have been loaded from a checkpoint
         device = self.model.device
         numbers = [torch.ones((), device=device) if factor is None else factor]
         numbers += [torch.zeros((), dtype=torch.bool, device=device) if skip is None else skip]
@@ -95,13 +97,12 @@ class Optimizer:
 
     @property
     def skips_on_device(self) -> bool:
-        """Whether the device skips an update by itself, so that the host does not wait for the reason. A step on the
-        host waits for the gradients in any case."""
+        """Whether the device applies ``skip``, so that the host does not read it. A step on the host reads it with the
+        gradients."""
         return self.inner.skips_on_device and not self.on_host
 
     def advance(self, updated: bool = True) -> None:
-        """Frees the gradients and advances the schedule. ``updated``: whether ``update`` has changed anything, which
-        the host knows by now."""
+        """Free the gradients and advance the schedule. ``updated``: whether ``update`` was not skipped."""
         if not updated and self.skips_on_device:
             self.inner.revert_step_count()
         self.inner.zero_grad(set_to_none=True)
@@ -110,24 +111,24 @@ class Optimizer:
 
     @property
     def row(self) -> OptimizerRow:
-        """The properties of the configured optimizer."""
+        """Declared properties of the configured optimizer."""
         return self.model.plan.config.optim.row
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step."""
+        """Learning rate of the next step."""
         return float(self.scheduler.get_last_lr()[0])
 
     @property
     def updates(self) -> int:
-        """Updates so far, as counted for Adam's bias correction and for the noise of rounding."""
+        """Number of updates so far, as used for Adam's bias correction and for the noise of rounding."""
         states = (self.inner.state[view] for view in self._views())
         return max((int(state["step"]) for state in states if "step" in state), default=0)
 
     def states(self) -> Iterator[tuple[str, Shard, torch.Tensor | BlockwiseState]]:
-        """(torch's name, shard, values shaped like ``shard.local``) of all optimizer states, e.g. exp_avg.
+        """Yield (torch's name, shard, values shaped like ``shard.local``) of all optimizer states, such as exp_avg.
 
-        torch creates them at the first step; before that they are created here, as zeros.
+        Creates missing states as zeros, because torch creates them at the first step.
         """
         for view, shard in zip(self._views(), self._shards_in_order(), strict=True):
             state = self.inner.state[view]
@@ -138,9 +139,9 @@ class Optimizer:
                 yield kind, shard, state[kind]
 
     def restore(self, updates: int, steps: int) -> None:
-        """Sets the count of updates, and advances a new schedule to step ``steps``.
+        """Set the number of updates, and advance a new schedule to step ``steps``.
 
-        It is called once for each step, as before the save, because a schedule may keep any state.
+        Calls ``scheduler.step`` once per step, because a schedule may have any state.
         """
         for _ in self.states():  # creates them
             pass
@@ -152,16 +153,17 @@ class Optimizer:
             for _ in range(steps):
                 self.scheduler.step()
 
-    def _lend_gradients(self) -> None:
+    def _set_gradients(self) -> None:
+        """Set the views' gradients to the shards' gradients."""
         for view, shard in zip(self._views(), self._shards_in_order(), strict=True):
             view.grad = shard.grad
 
     def _views(self) -> list[torch.Tensor]:
-        """The local tensors that ``inner`` updates, in the order of its parameter groups."""
+        """Return the tensors that ``inner`` updates, in the order of its parameter groups."""
         return [view for group in self.inner.param_groups for view in group["params"]]
 
     def _shards_in_order(self) -> list[Shard]:
-        """The trained shards in the order of the parameter groups: with weight decay, then without."""
+        """Return the trained shards in the order of the parameter groups: with weight decay, then without."""
         trained = self.model.trained
         return [s for s in trained if decays(s.name)] + [s for s in trained if not decays(s.name)]
 
@@ -177,7 +179,7 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
     on_host = "optimizer" in plan.config.trainer.offload
     values = [s.local for s in trained]
     values = to_host(values, model.device) if on_host else values
-    # A rehearsal has the plan's device on paper and its tensors elsewhere.
+    # In a rehearsal the tensors are not on the plan's device.
     kind = (
         devices.device_named(plan.config.device.name)
         if plan.config.device.name in devices.NAMES
@@ -206,20 +208,17 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
 
 
 def build_inner(inputs: OptimizerInputs) -> ShardOptimizer:
-    """Build the optimizer by the factory that its row names."""
+    """Build the optimizer with the factory of its row."""
     module, _, function = inputs.row.factory.rpartition(".")
     inner: ShardOptimizer = getattr(import_module(module), function)(inputs)
     return inner
 
 
 def to_host(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copies of ``tensors``, which are on ``device``, in the host's memory, pinned unless that is the device.
-
-    The host waits once, until all are there, and with them what has been copied without waiting before.
-    """
+    """Copy ``tensors`` from ``device`` to host memory (pinned, unless the device is the host). One sync."""
     on_device = devices.of(device).asynchronous
     copies = []
-    for tensor in tensors:  # no comprehension: a rehearsal attributes memory by the name of the function
+    for tensor in tensors:  # no comprehension: a rehearsal attributes memory by function name
         copies.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_device))
         copies[-1].copy_(tensor, non_blocking=True)
     if on_device:
@@ -232,9 +231,10 @@ def _has_8bit_states(shard: Shard, plan: Plan) -> bool:
 
 
 def build_schedule(plan: Plan, inner: torch.optim.Optimizer) -> Any:
-    """Instantiates ``optim.schedule``; its ``${...}`` refer to the settings, derived ones included.
+    """Instantiate ``optim.schedule``, whose ``${...}`` refer to the settings, including derived ones.
 
-    Raises ConfigError if the schedule's constructor fails.
+    Raises:
+        ConfigError: the schedule's constructor fails.
     """
     settings = OmegaConf.create(asdict(plan.config))
     try:
@@ -243,7 +243,7 @@ def build_schedule(plan: Plan, inner: torch.optim.Optimizer) -> Any:
         cause = error.__cause__ or error
         target = plan.config.optim.schedule.get("_target_")
         instead = (
-            f"write it whole, with the arguments that it takes: 'optim.schedule={{_target_: {target}, ...}}'; or take "
-            "one out: ~optim.schedule.max_steps"
+            f"write all its arguments: 'optim.schedule={{_target_: {target}, ...}}', or remove an argument: "
+            "~optim.schedule.max_steps"
         )
-        raise ConfigError([Problem("optim.schedule", target, f"could not be made: {cause}", instead)]) from error
+        raise ConfigError([Problem("optim.schedule", target, f"cannot be instantiated: {cause}", instead)]) from error

@@ -1,7 +1,7 @@
 """Learning-rate schedules, as torch schedulers with NeMo's argument names.
 
-The config selects one by ``_target_``, so a scheduler of NeMo, torch or the user's own needs no code here. Steps are
-counted from 0: after n calls of ``step``, ``get_last_lr`` is the rate of optimizer step n.
+The config selects a schedule by ``_target_``, so schedulers of NeMo, torch or the user need no code here. Steps count
+from 0: after n calls of ``step``, ``get_last_lr`` is the rate of optimizer step n.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class WarmupSchedule(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
-        """The rate of each parameter group at this step."""
+        """Return the rate of each parameter group at this step."""
         step = self.last_epoch
         if step < self.warmup_steps:
             return [float(lr) * self._warmed_up(step) for lr in self.base_lrs]
@@ -51,11 +51,11 @@ class WarmupSchedule(LRScheduler):
         return max(1, self.max_steps - self.warmup_steps - self.constant_steps)
 
     def _warmed_up(self, step: int) -> float:
-        """The rate at a step of the warm-up, as a fraction of lr."""
+        """Return the rate at a step of the warm-up, as a fraction of lr."""
         return (step + 1) / (self.warmup_steps + 1)
 
     def _decayed(self, lr: float, step: int) -> float:
-        """The rate ``step`` steps after the warm-up."""
+        """Return the rate ``step`` steps after the warm-up."""
         raise NotImplementedError
 
 
@@ -75,21 +75,21 @@ class CosineAnnealing(WarmupSchedule):
 
 
 class LinearDecay(WarmupSchedule):
-    """A straight line from lr down to min_lr."""
+    """Linear decay from lr to min_lr."""
 
     def _decayed(self, lr: float, step: int) -> float:
         return lr + (self.min_lr - lr) * min(1.0, step / self.decay_steps)
 
 
 class Constant(WarmupSchedule):
-    """A constant rate after the warm-up; ignores ``min_lr`` and ``constant_steps``."""
+    """Constant rate after the warm-up. Ignores ``min_lr`` and ``constant_steps``."""
 
     def _decayed(self, lr: float, step: int) -> float:
         return lr
 
 
 class WarmupStableDecay(WarmupSchedule):
-    """lr until the last ``constant_steps``, then a straight line down to min_lr (Hu et al. 2024, arXiv:2404.06395)."""
+    """lr until the last ``constant_steps``, then linear decay to min_lr (Hu et al. 2024, arXiv:2404.06395)."""
 
     def _decayed(self, lr: float, step: int) -> float:
         left = self.max_steps - self.warmup_steps - step

@@ -1,4 +1,4 @@
-"""One file per parallel axis; parallelize.py shows the order in which they are applied."""
+"""Parallelism, one file per axis. parallelize.py applies them in order."""
 
 from megatron_llama.parallel.groups import process_groups
 from megatron_llama.parallel.parallelize import ParallelModel, build_model

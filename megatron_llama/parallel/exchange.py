@@ -1,16 +1,17 @@
-"""Fewer bytes between data-parallel ranks (ZeRO++: Wang et al. 2023, arXiv:2306.10209).
-docs/guides/methods/less_communication.md
+"""Reduced communication between data-parallel ranks (ZeRO++: Wang et al. 2023, arXiv:2306.10209).
 
-    trainer.grad_reduce=bf16 or int8   each rank sends each other one, once, the values that the other sums, in this
-                                       format (qgZ). They are added in fp32, in the order of ranks
-    trainer.reduce_group               first among the ranks of a node, then the sums among nodes (qgZ's two hops)
-    trainer.param_gather=int8          weights are gathered in int8 (qwZ); the shards themselves stay exact
-    trainer.secondary_group            what the forward pass gathered is kept, split over the ranks of a node; the
-                                       backward pass gathers it there (hpZ)
+docs/guides/methods/less_communication.md describes the settings:
 
-``fully_shard`` takes a unit's collectives from outside. A unit's tensors lie side by side in one buffer; blocks of int8
-stay inside a tensor, as weights and gradients that tensor-parallel ranks hold in copies must be rounded alike on each,
-whatever lies beside them.
+    trainer.grad_reduce=bf16 or int8   reduce-scatter by one all-to-all in this format (qgZ). Each rank adds the values
+                                       that it receives in fp32, in rank order
+    trainer.reduce_group               two hops: first the ranks of a node, then the sums among nodes (qgZ)
+    trainer.param_gather=int8          weights are gathered in int8 (qwZ); shards are unchanged
+    trainer.secondary_group            the gathered weights of the forward pass are saved, split over the ranks of a
+                                       node, and the backward pass gathers them there (hpZ)
+
+``fully_shard`` takes custom collectives per unit. A unit's tensors are adjacent in one buffer. An int8 block never
+spans two tensors: tensor-parallel ranks must round their copies of a weight or gradient alike, and the neighbours in
+the buffer differ.
 """
 
 from __future__ import annotations
@@ -28,49 +29,49 @@ from megatron_llama import devices
 from megatron_llama.config.precision import EXCHANGE_BLOCK
 
 LARGEST = 127
-"""Codes are -127 to 127."""
+"""Largest code; codes are -127 to 127."""
 
 
 class Bf16:
-    """Messages in bf16, rounded to nearest: a value is off by at most 2^-8 of its size."""
+    """Message format bf16, rounded to nearest: the relative error is at most 2^-8."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        """``sizes`` are not needed: each value has its own exponent."""
+        """Ignore ``sizes``: bf16 has no blocks."""
 
     def pack(self, values: Tensor) -> Tensor:
-        """[rows, values] to bytes, uint8 [rows, 2 values]."""
+        """Encode [rows, values] as uint8 [rows, 2 * values]."""
         return values.to(torch.bfloat16).view(torch.uint8)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """The inverse: fp32 [rows, values]."""
+        """Decode to fp32 [rows, values]."""
         return packed.view(torch.bfloat16).float()
 
 
 class Int8:
-    """Messages in int8 by blocks of EXCHANGE_BLOCK values of a tensor with one fp32 scale, max |x| / 127, rounded to
-    nearest: a value is off by at most half a scale, 1/254 of the largest one in its block. Not unbiased.
+    """Message format int8, by blocks of EXCHANGE_BLOCK values of a tensor with one fp32 scale, max |x| / 127.
 
-    A block is sent as its scale and its codes, the last one of a tensor filled with zeros. A block with a value that is
-    not finite arrives with at least one that is not.
+    Values are rounded to nearest (not unbiased): the error is at most half a scale, 1/254 of the block's largest value.
+    A block is sent as its scale and its codes; a tensor's last block is padded with zeros. A block with a non-finite
+    value arrives with at least one non-finite value.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        """``sizes``: values of each tensor in a row."""
+        """``sizes`` are the numbers of values of each tensor in a row."""
         self.sizes = list(sizes)
         self.padded = [-(-size // EXCHANGE_BLOCK) * EXCHANGE_BLOCK for size in sizes]
 
     def pack(self, values: Tensor) -> Tensor:
-        """[rows, values] to bytes, uint8 [rows, blocks * 260]."""
+        """Encode [rows, values] as uint8 [rows, blocks * (4 + EXCHANGE_BLOCK)]."""
         parts = values.float().split(self.sizes, dim=1)
         if self.sizes != self.padded:
             parts = [F.pad(part, (0, to - part.shape[1])) for part, to in zip(parts, self.padded, strict=True)]
-        blocks = torch.cat(parts, dim=1).unflatten(1, (-1, EXCHANGE_BLOCK))  # a copy, which may be written to
+        blocks = torch.cat(parts, dim=1).unflatten(1, (-1, EXCHANGE_BLOCK))  # a copy, so in-place operations are safe
         scales = torch.maximum(blocks.amax(-1, keepdim=True), -blocks.amin(-1, keepdim=True)) / LARGEST
         codes = blocks.div_(scales.where(scales != 0, 1)).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
         return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)], dim=-1).flatten(1)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """The inverse: fp32 [rows, values]."""
+        """Decode to fp32 [rows, values]."""
         scales, codes = packed.unflatten(1, (-1, 4 + EXCHANGE_BLOCK)).split([4, EXCHANGE_BLOCK], dim=-1)
         values = (codes.view(torch.int8) * scales.contiguous().view(torch.float32)).flatten(1)
         if self.sizes == self.padded:
@@ -83,16 +84,16 @@ FORMATS: dict[str, type[Bf16 | Int8]] = {"bf16": Bf16, "int8": Int8}
 
 
 class Hops(NamedTuple):
-    """The two groups of a rank that exchanges gradients in two hops."""
+    """Groups of a rank that reduces gradients in two hops."""
 
     inside: dist.ProcessGroup
-    """The ranks of its node."""
+    """Ranks of the same node."""
     across: dist.ProcessGroup
-    """The ranks with its number in their nodes."""
+    """Ranks with the same number in their nodes."""
 
 
-def sum_of_own(parts: Tensor, form: Bf16 | Int8, group: dist.ProcessGroup) -> Tensor:
-    """[ranks, values] to fp32 [values]: over all ranks, the sum of the row that has this rank's number in ``group``."""
+def reduce_scatter_sum(parts: Tensor, form: Bf16 | Int8, group: dist.ProcessGroup) -> Tensor:
+    """Reduce-scatter [ranks, values] to fp32 [values]: the sum over ranks of row ``group.rank()``."""
     sent = form.pack(parts)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
@@ -104,93 +105,104 @@ def sum_of_own(parts: Tensor, form: Bf16 | Int8, group: dist.ProcessGroup) -> Te
 
 
 class _Buffers:
-    """New memory for each collective, which ``fully_shard`` asks for."""
+    """Allocator that ``fully_shard`` requires of a custom collective."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of a collective's input or result."""
+        """Return a buffer for a collective's input or result."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class GradientExchange(_Buffers):
-    """A reduce_scatter over the ranks that share the shards of a unit: FSDPModule.set_custom_reduce_scatter's."""
+    """Reduce-scatter of a unit's gradients, for ``FSDPModule.set_custom_reduce_scatter``."""
 
     def __init__(self, kind: str, sizes: Sequence[int], hops: Hops | None = None) -> None:
-        """``kind``: bf16 or int8. ``sizes``: values of each trained tensor in a shard, its padding included. With
-        ``hops`` it goes first inside a node, for all nodes at once, then across."""
+        """Create a reduce-scatter.
+
+        Args:
+            kind: bf16 or int8.
+            sizes: values of each trained tensor in a shard, including padding.
+            hops: reduce inside a node first, for all nodes together, then across nodes.
+        """
         self.form, self.hops = FORMATS[kind](sizes), hops
         self.form_inside = FORMATS[kind]([*sizes] * hops.across.size()) if hops else None
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """[ranks * values] to the sum of this rank's [values]."""
+        """Reduce ``input_tensor`` [ranks * values] to ``output_tensor`` [values]."""
         assert op == dist.ReduceOp.SUM and not async_op, "see shard_chunk"
         parts = input_tensor.view(group.size(), -1)
         if self.hops is not None and self.form_inside is not None:
-            # Ranks are (node, number in it): a rank adds up for its namesakes, those with its number in every node.
+            # Ranks are (node, local rank). Inside a node, a rank sums for the ranks with its local rank in all nodes.
             nodes, inside = self.hops.across.size(), self.hops.inside.size()
-            for_namesakes = parts.unflatten(0, (nodes, inside)).transpose(0, 1).flatten(1)
-            parts = sum_of_own(for_namesakes, self.form_inside, self.hops.inside).view(nodes, -1)
+            by_local_rank = parts.unflatten(0, (nodes, inside)).transpose(0, 1).flatten(1)
+            parts = reduce_scatter_sum(by_local_rank, self.form_inside, self.hops.inside).view(nodes, -1)
             group = self.hops.across
-        output_tensor.copy_(sum_of_own(parts, self.form, group))
+        output_tensor.copy_(reduce_scatter_sum(parts, self.form, group))
 
 
-class SumOverCopies:
-    """An all_reduce of a unit's gradients over the ranks with copies of its shard: FSDPModule.set_all_reduce_hook's.
+class ReplicaAllReduce:
+    """All-reduce of a unit's gradients over the ranks with replicas of its shard, for ``set_all_reduce_hook``.
 
-    Each rank sums a part, and sends the sum to all in the same format: it is rounded twice.
+    Each rank sums a part and sends the sum to all ranks in the same format, so a value is rounded twice.
     """
 
     def __init__(self, kind: str, sizes: Sequence[int], group: dist.ProcessGroup) -> None:
-        """As GradientExchange, for the copies in ``group``."""
+        """Create an all-reduce over ``group``, with ``kind`` and ``sizes`` as in GradientExchange."""
         self.group, self.sizes = group, list(sizes)
-        self.pieces = [-(-size // group.size()) for size in sizes]
-        self.form = FORMATS[kind](self.pieces)
+        self.part_sizes = [-(-size // group.size()) for size in sizes]
+        self.form = FORMATS[kind](self.part_sizes)
 
     def __call__(self, shard: Tensor) -> None:
-        """Sums ``shard`` [values] in place."""
-        if devices.of(shard.device).asynchronous:  # it may be freed while this stream still works on it
+        """Sum ``shard`` [values] in place."""
+        if devices.of(shard.device).asynchronous:  # the caller may free it while this stream still reads it
             shard.record_stream(torch.accelerator.current_stream())
         ranks = self.group.size()
-        tensors = zip(shard.split(self.sizes), self.pieces, strict=True)
-        filled = [F.pad(tensor, (0, ranks * piece - len(tensor))).view(ranks, piece) for tensor, piece in tensors]
-        own = self.form.pack(sum_of_own(torch.cat(filled, dim=1), self.form, self.group)[None])
-        gathered = own.new_empty(ranks, own.shape[1])
-        dist.all_gather_into_tensor(gathered.view(-1), own.view(-1), group=self.group)
-        sums = zip(self.form.unpack(gathered).split(self.pieces, dim=1), self.sizes, strict=True)
+        tensors = zip(shard.split(self.sizes), self.part_sizes, strict=True)
+        padded = [F.pad(tensor, (0, ranks * size - len(tensor))).view(ranks, size) for tensor, size in tensors]
+        packed = self.form.pack(reduce_scatter_sum(torch.cat(padded, dim=1), self.form, self.group)[None])
+        gathered = packed.new_empty(ranks, packed.shape[1])
+        dist.all_gather_into_tensor(gathered.view(-1), packed.view(-1), group=self.group)
+        sums = zip(self.form.unpack(gathered).split(self.part_sizes, dim=1), self.sizes, strict=True)
         shard.copy_(torch.cat([whole.reshape(-1)[:size] for whole, size in sums]))
 
 
 class WeightGather(_Buffers):
-    """An all_gather of a unit's weights: FSDPModule.set_custom_all_gather's."""
+    """All-gather of a unit's weights, for ``FSDPModule.set_custom_all_gather``."""
 
     def __init__(self, kind: str | None, sizes: Sequence[int], secondary: dist.ProcessGroup | None) -> None:
-        """``kind``: int8, or None for the dtype that the weights have. ``sizes``: values of each tensor in a shard.
-        ``secondary``: the ranks among which the backward pass gathers; None: as the forward pass."""
+        """Create an all-gather.
+
+        Args:
+            kind: int8, or None for the dtype of the weights.
+            sizes: values of each tensor in a shard.
+            secondary: ranks among which the backward pass gathers. None: the ranks of the forward pass.
+        """
         self.form = None if kind is None else FORMATS[kind](sizes)
         self.secondary = secondary
-        self._kept: Tensor | None = None  # this rank's part of what the last forward pass gathered
+        self._secondary_shard: Tensor | None = None  # this rank's part of the weights of the last forward pass
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """[values] of each rank to [ranks * values]. ``input_tensor`` is a part of ``output_tensor``."""
-        assert not async_op, "nobody waits for it"
+        """Gather [values] of each rank to [ranks * values]. ``input_tensor`` is a part of ``output_tensor``."""
+        assert not async_op, "fully_shard waits for no handle"
         if self.secondary is not None and torch._C._current_graph_task_id() != -1:  # inside a backward pass
-            assert self._kept is not None, "a backward pass comes after its forward pass"
-            dist.all_gather_into_tensor(output_tensor, self._kept, group=self.secondary)
+            assert self._secondary_shard is not None, "a backward pass comes after its forward pass"
+            dist.all_gather_into_tensor(output_tensor, self._secondary_shard, group=self.secondary)
             return
         if self.form is None:
             dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
         else:
-            own = self.form.pack(input_tensor[None])
-            gathered = own.new_empty(group.size(), own.shape[1])
-            dist.all_gather_into_tensor(gathered.view(-1), own.view(-1), group=group)
+            sent = self.form.pack(input_tensor[None])
+            gathered = sent.new_empty(group.size(), sent.shape[1])
+            dist.all_gather_into_tensor(gathered.view(-1), sent.view(-1), group=group)
             for row, packed in zip(output_tensor.view(group.size(), -1), gathered.split(1), strict=True):
-                row.copy_(self.form.unpack(packed)[0])  # this rank's own too: all compute with the same weights
+                row.copy_(self.form.unpack(packed)[0])  # this rank's row too: all ranks compute with the same weights
         if self.secondary is not None:
             part = output_tensor.view(self.secondary.size(), -1)[self.secondary.rank()]
-            self._kept = part.clone() if self._kept is None else self._kept.copy_(part)
+            shard = self._secondary_shard
+            self._secondary_shard = part.clone() if shard is None else shard.copy_(part)
 
 
 def set_collectives(
@@ -204,16 +216,26 @@ def set_collectives(
     param_gather: str | None,
     secondary: dist.ProcessGroup | None,
 ) -> None:
-    """Gives a unit its collectives. ``parameters`` are its own, whole, in the order in which ``fully_shard`` took them;
-    ``copies`` the ranks that hold copies of its shards."""
+    """Set the custom collectives of a ``fully_shard`` unit.
 
-    def in_a_shard(tensors: Sequence[Tensor]) -> list[int]:
+    Args:
+        parameters: the unit's unsharded parameters, in the order of ``fully_shard``.
+        shard_size: number of ranks that share the shards.
+        grad_reduce: bf16, int8, or None for the built-in reduce-scatter.
+        hops: groups of a two-hop reduction.
+        copies: ranks that hold replicas of this rank's shards.
+        param_gather: int8, or None for the weights' dtype.
+        secondary: ranks among which the backward pass gathers.
+    """
+
+    def shard_sizes(tensors: Sequence[Tensor]) -> list[int]:
         return [-(-len(tensor) // shard_size) * (tensor.numel() // len(tensor)) for tensor in tensors]
 
-    trained = in_a_shard([tensor for tensor in parameters if tensor.requires_grad])
+    trained = shard_sizes([tensor for tensor in parameters if tensor.requires_grad])
     if grad_reduce is not None and trained:
         unit.set_custom_reduce_scatter(GradientExchange(grad_reduce, trained, hops))  # type: ignore[arg-type]
         if copies is not None:
-            unit.set_all_reduce_hook(SumOverCopies(grad_reduce, trained, copies))
+            unit.set_all_reduce_hook(ReplicaAllReduce(grad_reduce, trained, copies))
     if param_gather is not None or secondary is not None:
-        unit.set_custom_all_gather(WeightGather(param_gather, in_a_shard(parameters), secondary))  # type: ignore[arg-type]
+        gather = WeightGather(param_gather, shard_sizes(parameters), secondary)
+        unit.set_custom_all_gather(gather)  # type: ignore[arg-type]

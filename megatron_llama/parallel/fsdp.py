@@ -7,19 +7,21 @@
     3     sharded                   reduce-scattered at each one            sharded
 
 zero=0 is a shard group of one rank, replicated over all: ``fully_shard`` over one rank still casts, reduces and
-overlaps, so all stages share one code path. ``shard_group`` is anything in between (hybrid sharding). One data-parallel
-rank has nobody to share with. It keeps plain parameters (``Storage.kind``), where ``fully_shard`` would copy
-each weight once and each gradient three times in a step, and hold the weights twice; or it casts them itself
-(``ComputeCopies``), except under ZeRO 3.
+overlaps, so all stages share one code path. ``shard_group`` sets sizes in between (hybrid sharding).
 
-DeepSpeed's four knobs of ZeRO 3 have these counterparts. Parameter persistence threshold: none is needed, as a unit's
-parameters travel in one collective, small ones too. Live parameters: a unit and the next one. Prefetch: the next unit,
-in the forward and the backward pass (``shard_chunk``). Reduce bucket: a unit.
+With one data-parallel rank nothing is sharded (``Storage.kind``). The rank keeps plain parameters, or casts them itself
+(``ComputeCopies``), except under ZeRO 3. ``fully_shard`` would copy each weight once and each gradient three times per
+step, and hold the weights twice.
 
-Unsharded gradients, and sums over ranks, have the precision's ``grad_accum_dtype``; exchange.py has what ranks may send
-in other formats. A reduced gradient gets the
-parameters' dtype, so with fp32 master weights stages 2 and 3 also accumulate the micro batches in fp32.
+DeepSpeed's ZeRO 3 settings correspond to: parameter persistence threshold: not needed, because one collective gathers
+all parameters of a unit; live parameters: a unit and the next one; prefetch: the next unit, forward and backward
+(``shard_chunk``); reduce bucket: a unit.
+
+Unsharded gradients and sums over ranks have the precision's ``grad_accum_dtype``. exchange.py has other message
+formats. A reduced gradient has the parameters' dtype, so with fp32 master weights stages 2 and 3 also accumulate the
+micro batches in fp32.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,25 +46,25 @@ from megatron_llama.topology import AXES, Topology
 
 
 class DataGroups(NamedTuple):
-    """The ranks with which this one exchanges weights and gradients."""
+    """Groups in which a rank exchanges weights and gradients."""
 
     mesh: DeviceMesh
-    """What ``fully_shard`` works on: (replicate, shard), or only (shard) where it has nothing to sum over replicas."""
+    """Mesh of ``fully_shard``: (replicate, shard), or (shard) if ``fully_shard`` sums nothing over replicas."""
     copies: dist.ProcessGroup | None = None
-    """The ranks that hold copies of this one's shards, where parallel/exchange.py sums over them."""
+    """Ranks with replicas of this rank's shards, if parallel/exchange.py sums over them (``trainer.grad_reduce``)."""
     hops: Hops | None = None
-    """The groups of a sum over the shards' ranks in two hops."""
+    """Groups of a two-hop reduction (``trainer.reduce_group``)."""
     secondary: dist.ProcessGroup | None = None
-    """The ranks among which the backward pass gathers weights, if it has ranks of its own."""
+    """Ranks among which the backward pass gathers weights (``trainer.secondary_group``)."""
 
 
 def data_groups(topology: Topology, device_type: str, plan: Plan, groups: Groups) -> DataGroups:
-    """This rank's data-parallel groups, which are added to ``groups``. A collective over all ranks."""
+    """Create this rank's data-parallel groups and add them to ``groups``. A collective over all ranks."""
     trainer, size = plan.config.trainer, topology.shard_size
     replicas = topology.grid.product(*topology.grid.same_weights) // size
 
     def cut(**parts: int) -> DeviceMesh:
-        """A mesh of all ranks. ``parts``, the slowest first, are in place of the axes with the same weights."""
+        """Create a mesh of all ranks. ``parts``, the slowest first, replace the axes with the same weights."""
         shape: dict[str, int] = {}
         for axis in reversed(AXES):
             shape |= parts if axis.same_weights else {axis.name: topology.sizes[axis.name]}
@@ -87,33 +89,35 @@ def data_groups(topology: Topology, device_type: str, plan: Plan, groups: Groups
 
 
 def shard_chunk(chunk: Llama, groups: DataGroups, plan: Plan) -> None:
-    """Applies ``fully_shard`` in place. The units: the embedding, each block, norm and head; tied tables are in one
-    with the norm, gathered all step. A unit is gathered while the one before it computes. A rank without data-parallel
-    peers has no units, except under ZeRO 3 where it casts."""
+    """Apply ``fully_shard`` in place. Units: the embedding, each block, norm with head.
+
+    Tied embeddings form one unit with the norm, gathered for the whole step. A unit is gathered while the previous unit
+    computes. Does nothing unless ``Storage.kind`` is SHARDS.
+    """
     if plan.storage.kind != SHARDS:
         return
     precision = plan.precision
     policy = MixedPrecisionPolicy(
-        param_dtype=torch_dtype(precision.compute_dtype),  # the layers see the weights in this dtype
+        param_dtype=torch_dtype(precision.compute_dtype),  # dtype of the weights in the layers
         reduce_dtype=torch_dtype(precision.grad_accum_dtype),
-        cast_forward_inputs=False,  # activations have it already, and rotary tables stay fp32
+        cast_forward_inputs=False,  # activations have this dtype already; rotary tables stay fp32
     )
 
-    def shard(module: Any, again_at_once: bool, in_backward: bool = True) -> None:
-        reshard = plan.config.trainer.zero == 3 and not again_at_once
-        own: dict[nn.Parameter, None] = {}
-        fully_shard(  # it asks how to place each parameter of the unit; None is by rows
+    def shard(module: Any, reused_at_once: bool, in_backward: bool = True) -> None:
+        reshard = plan.config.trainer.zero == 3 and not reused_at_once
+        parameters: dict[nn.Parameter, None] = {}
+        fully_shard(  # calls shard_placement_fn for each parameter of the unit; None shards by rows
             module,
             mesh=groups.mesh,
             mp_policy=policy,
             reshard_after_forward=reshard,
-            shard_placement_fn=own.setdefault,
+            shard_placement_fn=parameters.setdefault,
         )
         unit = module[0] if isinstance(module, list) else module
         unit.set_unshard_in_backward(in_backward)
         set_collectives(
             unit,
-            [*own],
+            [*parameters],
             plan.shard_size,
             grad_reduce=plan.config.trainer.grad_reduce,
             hops=groups.hops,
@@ -125,25 +129,26 @@ def shard_chunk(chunk: Llama, groups: DataGroups, plan: Plan) -> None:
     tied = chunk.is_first and chunk.is_last and plan.model.tie_word_embeddings
     order: list[Any] = list(chunk.layers.values())  # fully_shard adds methods to their classes
     for block in order:
-        # The backward pass begins with the last block and the head: they stay as they are for it.
-        shard(block, again_at_once=chunk.is_last and block is order[-1])
+        # The backward pass begins with the last block and the head: they stay gathered.
+        shard(block, reused_at_once=chunk.is_last and block is order[-1])
     if chunk.is_first and not tied:
-        shard(chunk.embed_tokens, again_at_once=False, in_backward=False)  # its gradient does not depend on it
+        shard(chunk.embed_tokens, reused_at_once=False, in_backward=False)  # its gradient does not depend on the weight
         order.insert(0, chunk.embed_tokens)
     if chunk.is_last and not tied:
-        shard([chunk.norm, chunk.lm_head], again_at_once=True)
+        shard([chunk.norm, chunk.lm_head], reused_at_once=True)
         order.append(chunk.norm)
-    shard(chunk, again_at_once=chunk.is_last)
+    shard(chunk, reused_at_once=chunk.is_last)
     for unit, following in pairwise(order):
         unit.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([unit])
-    # It is there, so nothing is gathered: left to itself it would gather the last unit of another micro batch in vain.
+    # By default the first unit would prefetch the last unit of another micro batch in vain. It is gathered itself, so
+    # prefetching it does nothing.
     order[0].set_modules_to_backward_prefetch([order[0]])
     _sum_gradients(chunk, plan)
 
 
 def _sum_gradients(chunk: Llama, plan: Plan) -> None:
-    """How the units' gradients are reduced: not at all, or to a sum."""
+    """Set the units' gradient reduction: a sum, or none for one data-parallel rank."""
     for module in chunk.modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -156,28 +161,31 @@ def _sum_gradients(chunk: Llama, plan: Plan) -> None:
 
 
 def allocate(chunk: Llama, device: torch.device, plan: Plan) -> ComputeCopies | None:
-    """Gives the parameters, which are on the meta device, memory on ``device``, in place.
+    """Allocate the parameters, which are on the meta device, on ``device``, in place.
 
-    Returns the compute-dtype copies, if this rank casts its weights itself.
+    Returns:
+        The compute-dtype copies, if this rank casts its weights itself (``Storage.kind`` is COPIES).
     """
     if isinstance(chunk, FSDPModule):
         chunk.to_empty(device=device)
         return None
-    for module in chunk.modules():  # to_empty can't replace what a rehearsal has made
+    for module in chunk.modules():  # to_empty cannot replace a rehearsal's parameters
         for name, meta in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.empty_like(meta, device=device), meta.requires_grad))
     return ComputeCopies(chunk, plan) if plan.storage.kind == COPIES else None
 
 
 class _NoReduction:
-    """The reduction over one rank, whose result is its input: ``fully_shard`` asks for a buffer for each, gets the same
-    one twice, and so copies nothing. What ``FSDPModule.set_custom_reduce_scatter`` takes."""
+    """Reduce-scatter over one rank, for ``FSDPModule.set_custom_reduce_scatter``.
+
+    ``fully_shard`` allocates a buffer for the input, then one for the result. Both are the same, so nothing is copied.
+    """
 
     def __init__(self) -> None:
         self._last: torch.Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The buffer of a reduction's input, and then the same for its result."""
+        """Return a new buffer for a reduction's input, then the same buffer for its result."""
         last, self._last = self._last, None
         if last is None:
             last = self._last = torch.empty(*size, dtype=dtype, device=device)
@@ -191,13 +199,13 @@ class _NoReduction:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Nothing is left to do."""
+        """Do nothing: input and result are one buffer."""
 
 
 def before_last_microbatch(
     chunk: nn.Module, zero: int, copies: ComputeCopies | None
 ) -> Callable[[], AbstractContextManager[None]] | None:
-    """The ``no_sync_func`` of megatron-core's schedules: a context around all micro batches except the last.
+    """Return the ``no_sync_func`` of megatron-core's schedules: a context around all micro batches except the last.
 
     Below stage 3 the parameters stay unsharded in it, and below stage 2 gradients accumulate locally.
     """
@@ -219,22 +227,22 @@ def before_last_microbatch(
     return context
 
 
-# Working copies: a rank without data-parallel peers casts its weights itself. ``fully_shard`` over one rank would write
-# each cast weight three times in a step, and copy frozen weights too. A layer's parameter is the copy in the compute
-# dtype; ``Shard`` knows the master. The gradient gets the master's dtype unless ``Storage.keeps_bf16_grads``.
+# A rank without data-parallel peers casts its weights itself: ``fully_shard`` over one rank would write each cast
+# weight three times per step, and copy frozen weights too. A layer's parameter is the copy in the compute dtype, and
+# ``Shard`` holds the master. The gradient gets the master's dtype unless ``Storage.keeps_bf16_grads``.
 
 class ComputeCopies:
-    """The working copies of a chunk, whose parameters they become; parameters that need no cast stay.
+    """Compute-dtype copies of a chunk's weights. They replace the chunk's parameters that need a cast.
 
-    A copy has memory in a pass only, from the cast at its start until its gradient is whole. The embedding's, on which
-    its gradient does not depend, has it until the lookup, if there is one micro batch.
+    A copy has memory from the cast at the start of a pass until its gradient is complete. With one micro batch the
+    embedding's copy is freed after the lookup, because its gradient does not depend on it.
     """
 
     def __init__(self, chunk: Llama, plan: Plan) -> None:
         dtype = torch_dtype(plan.precision.compute_dtype)
-        # Below ZeRO 2 micro batches are summed in this dtype, from there on in the master's.
-        self._sums_are_narrow = plan.precision.grad_accum_dtype == "bfloat16" and plan.config.trainer.zero < 2
-        self._stay_narrow = plan.storage.keeps_bf16_grads
+        # Below ZeRO 2 micro batches are summed in this dtype, from ZeRO 2 on in the master's dtype.
+        self._sums_in_bf16 = plan.precision.grad_accum_dtype == "bfloat16" and plan.config.trainer.zero < 2
+        self._keeps_bf16_grads = plan.storage.keeps_bf16_grads
         self._is_last_microbatch = True
         self.master_of: dict[nn.Parameter, nn.Parameter] = {}
         for module in chunk.modules():
@@ -244,17 +252,17 @@ class ComputeCopies:
                     if copy.requires_grad:
                         copy.register_post_accumulate_grad_hook(self._on_grad_ready)
                     self.master_of[copy] = master
-                    if self._stay_narrow:
+                    if self._keeps_bf16_grads:
                         master.grad_dtype = None  # any  # type: ignore[attr-defined]
                     setattr(module, name, copy)
         if plan.storage.frees_embedding_of(is_first=chunk.is_first, is_last=chunk.is_last):
-            chunk.get_submodule("embed_tokens").register_forward_hook(self._free_table)
+            chunk.get_submodule("embed_tokens").register_forward_hook(self._free_embedding)
         self._free_all()
 
-    def _free_table(self, embedding: nn.Module, *_: object) -> None:
-        table = embedding.get_parameter("weight")
-        if torch.is_grad_enabled() and table in self.master_of:  # a validation may have several micro batches
-            table.untyped_storage().resize_(0)
+    def _free_embedding(self, embedding: nn.Module, *_: object) -> None:
+        weight = embedding.get_parameter("weight")
+        if torch.is_grad_enabled() and weight in self.master_of:  # validation may have several micro batches
+            weight.untyped_storage().resize_(0)
 
     @torch.no_grad()
     def _fill_all(self) -> None:
@@ -268,23 +276,23 @@ class ComputeCopies:
 
     @torch.no_grad()
     def _on_grad_ready(self, copy: torch.Tensor) -> None:
-        """Called when a backward pass has added to ``copy.grad``."""
+        """Move ``copy.grad`` to the master's gradient. Called after a backward pass has added to ``copy.grad``."""
         last = self._is_last_microbatch
-        if self._sums_are_narrow and not last:
+        if self._sums_in_bf16 and not last:
             return
         assert isinstance(copy, nn.Parameter) and copy.grad is not None
         master, grad = self.master_of[copy], copy.grad
         if master.grad is None:
-            master.grad = grad if self._stay_narrow else grad.to(master.dtype)
+            master.grad = grad if self._keeps_bf16_grads else grad.to(master.dtype)
         else:
             master.grad = master.grad.to(master.dtype)
             devices.of(grad.device).kernels(compiled=False).add_(master.grad, grad)
         copy.grad = None
         if last:
-            copy.untyped_storage().resize_(0)  # nothing else of this pass needs the weight
+            copy.untyped_storage().resize_(0)  # no later operation of this pass reads the weight
 
     def before_last_microbatch(self) -> Callable[[], AbstractContextManager[None]]:
-        """The ``no_sync_func`` of megatron-core's schedules: a context around all micro batches except the last."""
+        """Return the ``no_sync_func`` of megatron-core's schedules: a context around all micro batches but the last."""
 
         @contextmanager
         def context() -> Iterator[None]:
@@ -298,13 +306,13 @@ class ComputeCopies:
 
 
 @contextmanager
-def filled(chunks: Sequence[ComputeCopies | None]) -> Iterator[None]:
-    """Give the chunks' copies their masters' values inside the context, which is one pass."""
-    filled = [copies for copies in chunks if copies is not None]
-    for copies in filled:
+def filled_copies(chunks: Sequence[ComputeCopies | None]) -> Iterator[None]:
+    """Allocate the chunks' copies and cast the masters into them, for the duration of one pass."""
+    present = [copies for copies in chunks if copies is not None]
+    for copies in present:
         copies._fill_all()
     try:
         yield
     finally:
-        for copies in filled:
+        for copies in present:
             copies._free_all()

@@ -1,5 +1,5 @@
-"""The process groups of a rank: torch.distributed and megatron-core's groups for each parallel axis; errors that all
-ranks raise together."""
+"""Process groups of a rank: torch.distributed and megatron-core's groups of each axis. Errors raised on all ranks."""
+
 from __future__ import annotations
 
 import os
@@ -24,20 +24,20 @@ from megatron_llama.topology import AXES, Topology
 
 
 class Groups:
-    """A rank's process groups: ``groups["tp"]`` has the ranks that differ from this one only along tp."""
+    """A rank's process groups. ``groups["tp"]`` has the ranks that differ from this rank only along tp."""
 
     def __init__(self, topology: Topology) -> None:
-        """megatron-core's groups, which exist already."""
+        """Read megatron-core's groups, which must exist."""
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._axes: dict[str, str] = {}
         for axis in AXES:
             group = getattr(parallel_state, f"get_{axis.mcore}_group")()
-            # In another order gradients would be reduced over ranks that have other weights.
+            # In another order gradients would be reduced over ranks with other weights.
             expected = topology.grid.ranks(topology.rank, axis.name)
-            assert dist.get_process_group_ranks(group) == expected, f"megatron-core orders {axis.name} in another way"
+            assert dist.get_process_group_ranks(group) == expected, f"megatron-core orders {axis.name} differently"
             self._groups[axis.name] = self.add(axis.name, group)
         self.embedding: dist.ProcessGroup | None = parallel_state.get_embedding_group(check_initialized=False)
-        """The first and the last pipeline stage, which share tied embeddings; None on other stages."""
+        """First and last pipeline stage, which share tied embeddings. None on other stages."""
         if self.embedding is not None:
             self.add("pp", self.embedding)
 
@@ -45,12 +45,12 @@ class Groups:
         return self._groups[axis]
 
     def add(self, axis: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Counts a further group among the groups of ``axis``, and returns it."""
+        """Register a group under ``axis`` for ``axis_of`` (reports, traffic counts), and return it."""
         self._axes[group.group_name] = axis
         return group
 
     def axis_of(self, group: dist.ProcessGroup) -> str | None:
-        """The axis that ``group`` was added to."""
+        """Return the axis that ``group`` is registered under."""
         return self._axes.get(group.group_name)
 
 
@@ -58,31 +58,31 @@ _current: Groups | None = None
 
 
 def current_groups() -> Groups:
-    """The groups of this process, inside ``process_groups``."""
+    """Return the groups of this process, inside ``process_groups``."""
     assert _current is not None, "process_groups creates them"
     return _current
 
 
 def axis_of(group: dist.ProcessGroup) -> str | None:
-    """The axis of a collective that starts in ``group``: tp, ..., or world; None for a group of no axis."""
+    """Return the axis of a collective in ``group``: tp, ..., or world. None for an unregistered group."""
     world = dist.group.WORLD
     if world is None or group.group_name != world.group_name:
         return None if _current is None else _current.axis_of(group)
-    # Where all ranks are data-parallel ones, fully_shard uses the world's group.
+    # If all ranks are data-parallel, fully_shard uses the world's group.
     callers = (str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_stack(None))
     return "dp" if any(name.startswith("torch.distributed.fsdp") for name in callers) else "world"
 
 
 @contextmanager
 def process_groups(plan: Plan, topology: Topology, device: Device, torch_device: torch.device) -> Iterator[Groups]:
-    """Process groups that exist inside the context. MASTER_ADDR and MASTER_PORT tell how to reach the other ranks."""
+    """Create the process groups for the duration of the context. Reads MASTER_ADDR and MASTER_PORT."""
     global _current
     patch_mcore(torch_device)
     trainer = plan.config.trainer
     if not dist.is_initialized():
         rank, size, timeout = topology.rank, topology.world_size, _timeout(trainer)
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
-        # Names of this attempt's own: torchrun keeps the store, with the addresses of ranks that are gone.
+        # A prefix per attempt: after a restart torchrun's store still has the addresses of the earlier ranks.
         store = dist.PrefixStore(os.environ.get(ATTEMPT, "0"), store)
         dist.init_process_group(device.backend, rank=rank, world_size=size, timeout=timeout, store=store)
     parallel_state.initialize_model_parallel(
@@ -102,52 +102,56 @@ def process_groups(plan: Plan, topology: Topology, device: Device, torch_device:
 
 
 def _timeout(trainer: TrainerConfig) -> timedelta:
-    """How long a collective may wait: until the hang watch has spoken, because it knows who is to blame, and a rank may
-    compile for an hour while another waits for it."""
+    """Return the timeout of collectives: longer than the watchdog's (``phase.PATIENT`` times the limit, plus margin).
+
+    The watchdog names the rank that hangs, and a rank may compile for an hour while others wait.
+    """
     limit = trainer.hang_timeout_seconds
     return timedelta(days=30) if limit is None else timedelta(seconds=(PATIENT + 1) * limit, minutes=10)
 
 
 def _rename(group: dist.ProcessGroup, name: str) -> None:
-    """Gives a group a name that is the same on all ranks, so that they share compiled graphs.
+    """Give a group the same name on all ranks, so that they share compiled graphs.
 
-    torch names groups by a running number, and the name is a constant in a compiled graph that uses the group. Ranks of
-    different groups would compile the same graph again, each with its own number.
+    torch names groups by a running number, and the name is a constant in compiled graphs. Ranks of different groups
+    would compile the same graph once per name.
     """
     group._set_group_name(name)  # type: ignore[arg-type]
     _register_process_group(name, group)  # type: ignore[arg-type]
 
 
-# An error of one rank becomes known to all, so that none waits in a collective for a rank that has given up.
+# Errors of one rank are raised on all, so that no rank waits in a collective for a rank that has failed.
 
 T = TypeVar("T")
 
 
 def raise_on_all_ranks(error: Exception | Sequence[Problem] | None) -> None:
-    """Raises on all ranks what any rank passes; returns where no rank has an error. Collective over all ranks.
+    """Raise on all ranks the error that any rank passes; return if no rank has one. A collective over all ranks.
 
-    Problems are raised as one ConfigError, those of several ranks with each problem once, also where they come as
-    ConfigErrors. Without any, the lowest rank's error is raised: on the other ranks a copy, by pickle, of it.
+    Problems of all ranks, also of ConfigErrors, are raised as one ConfigError without duplicates. If there are none,
+    the lowest rank's exception is raised; other ranks raise a pickled copy.
     """
-    mine = error.problems if isinstance(error, ConfigError) else error
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    local = error.problems if isinstance(error, ConfigError) else error
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, local)
     problems: list[Problem] = []
-    for reported in found:
+    for reported in gathered:
         if not isinstance(reported, Exception):  # not a set below: a problem's value may be a list
             problems += [problem for problem in reported or () if problem not in problems]
     if problems:
         raise ConfigError(problems)
-    found[dist.get_rank()] = error  # not a copy: this one has its traceback and its cause
-    for reported in found:
+    gathered[dist.get_rank()] = error  # the original has its traceback and cause
+    for reported in gathered:
         if isinstance(reported, Exception):
             raise reported
 
 
 @contextmanager
 def sync_errors(*expected: type[Exception]) -> Iterator[None]:
-    """A block that ends on all ranks with the same error where one of ``expected`` is raised on any. All must enter it;
-    it may hold no collective, as a rank that fails would be missing there."""
+    """Raise an error of the ``expected`` types on all ranks if any rank raises one inside the context.
+
+    All ranks must enter the context. It must contain no collective, because a failed rank would not take part.
+    """
     error: Exception | None = None
     try:
         yield
@@ -157,10 +161,10 @@ def sync_errors(*expected: type[Exception]) -> Iterator[None]:
 
 
 def broadcast_from_rank_0(make: Callable[[], T]) -> T:
-    """What ``make`` returns on rank 0, on all ranks; a ConfigError that it raises there is raised on all."""
-    made: list[T | None] = [None]
+    """Call ``make`` on rank 0 and return its result on all ranks. Raises rank 0's ConfigError on all ranks."""
+    result: list[T | None] = [None]
     with sync_errors(ConfigError):
         if dist.get_rank() == 0:
-            made[0] = make()
-    dist.broadcast_object_list(made)
-    return made[0]  # type: ignore[return-value]
+            result[0] = make()
+    dist.broadcast_object_list(result)
+    return result[0]  # type: ignore[return-value]

@@ -1,13 +1,14 @@
-"""The order in which a Llama is made parallel, on one screen. ``ParallelModel`` runs passes; ``mcore_config`` has
-megatron-core's settings.
+"""``build_model`` applies all parallelism and features to a Llama, in this order:
 
     meta device  →  tensor- and sequence-parallel layers  →  LoRA, quantized  →  recompute  →  compile  →  random-LTD
     →  offload  →  fully_shard  →  weights
 
-Tensor parallelism comes first, because it determines the shapes of a rank's matrices. Recomputation wraps a block's
+Tensor parallelism is first, because it determines the shapes of a rank's matrices. Recomputation wraps a block's
 forward before the compiler, so that the compiled graph includes it. Random-LTD and offload wrap the compiled forward,
-and offload also moves the indices that random-LTD saves. ``fully_shard`` wraps whole blocks, because its hooks can't be
-compiled. Weights come last, when the rectangles of each rank are set: no rank ever holds a whole model.
+and offload also moves the indices that random-LTD saves. ``fully_shard`` wraps blocks, because its hooks cannot be
+compiled. Weights are last, when each rank's rectangles are determined: no rank ever holds a whole model.
+
+``ParallelModel`` runs forward and backward passes. ``mcore_config`` returns megatron-core's settings.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megatron_llama.model.lora import add_lora
 from megatron_llama.model.loss import fused_softmax
 from megatron_llama.model.offload import Offload
 from megatron_llama.parallel.compiling import Compiler
-from megatron_llama.parallel.fsdp import ComputeCopies, allocate, data_groups, filled, shard_chunk
+from megatron_llama.parallel.fsdp import ComputeCopies, allocate, data_groups, filled_copies, shard_chunk
 from megatron_llama.parallel.groups import Groups, current_groups
 from megatron_llama.parallel.pipeline import Counts, run_logits, run_schedule
 from megatron_llama.parallel.shards import Shard, shards_of
@@ -42,7 +43,7 @@ from megatron_llama.topology import Topology
 
 @dataclass
 class ParallelModel:
-    """This rank's part of the model: its chunks, its shard of each parameter, and how to run a step."""
+    """This rank's chunks of the model and its shard of each parameter."""
 
     plan: Plan
     chunks: list[Llama]
@@ -51,28 +52,35 @@ class ParallelModel:
     groups: Groups = field(repr=False)
     replicated: ReplicatedGradients = field(repr=False)
     compute_copies: list[ComputeCopies | None] = field(repr=False)
-    """Weights of each chunk in the compute dtype, if this rank casts them itself."""
+    """Compute-dtype copies of each chunk's weights, if this rank casts them itself."""
     compiler: Compiler | None = None
     """Compiles the blocks and records their graphs; None without compilation."""
 
     @property
     def trained(self) -> list[Shard]:
-        """The shards that get gradients and updates; all of them, except with LoRA."""
+        """Shards with gradients and updates: all of them, except with LoRA."""
         return [shard for shard in self.shards if shard.is_trained]
 
     def forward_backward(
         self, microbatches: Sequence[MicroBatch], counts: Counts | None = None, *, train: bool = True
     ) -> torch.Tensor:
-        """Forward over the global batch, of which ``microbatches`` are this rank's; with ``train`` also backward.
+        """Run forward, with ``train`` also backward, over the global batch.
 
-        ``counts`` are the batch's, from a caller who has counted it already. Returns the mean loss per token with loss,
-        fp32 scalar, the same on all ranks.
+        Args:
+            microbatches: this rank's part of the global batch.
+            counts: the global batch's counts, if the caller has them. Default: ``count(microbatches)``.
+
+        Returns:
+            Mean loss per token with loss, fp32 scalar, the same on all ranks.
         """
         return self._pass(microbatches, counts, train=True) if train else self.evaluate(microbatches, counts)[0]
 
     def evaluate(self, microbatches: Sequence[MicroBatch], counts: Counts | None = None) -> torch.Tensor:
-        """``forward_backward`` without backward: (mean loss per token with loss, share of these tokens whose label has
-        the largest logit), fp32 [2]."""
+        """Run forward over the global batch.
+
+        Returns:
+            fp32 [2]: mean loss per token with loss, and the share of these tokens whose label has the largest logit.
+        """
         return self._pass(microbatches, counts, train=False)
 
     def _pass(self, microbatches: Sequence[MicroBatch], counts: Counts | None, *, train: bool) -> torch.Tensor:
@@ -81,7 +89,7 @@ class ParallelModel:
             subsets = microbatches[0].subsets if train else None
             ltd_length = None if subsets is None else subsets.length
             self.compiler.begin_batch(microbatches[0].tokens.shape[1], ltd_length, train=train)
-        with filled(self.compute_copies):
+        with filled_copies(self.compute_copies):
             means = run_schedule(self.chunks, self.plan, microbatches, total, train, self.compute_copies)
         if train:
             self.replicated.reduce(self.shards)
@@ -93,18 +101,18 @@ class ParallelModel:
         return means
 
     def logits(self, tokens: torch.Tensor, documents: Documents | None = None) -> torch.Tensor | None:
-        """Logits [s, b, vocabulary/t] for ids [b, s] on the last pipeline stage, None on the others."""
+        """Return logits [s, b, vocabulary/t] of token ids [b, s] on the last pipeline stage, None on the others."""
         stance = nullcontext() if self.compiler is None else torch.compiler.set_stance("force_eager")
-        with stance, filled(self.compute_copies):  # compiled, other shapes are not worth a graph
+        with stance, filled_copies(self.compute_copies):  # eager: each prompt length would need another graph
             return run_logits(self.chunks, self.plan, tokens, documents)
 
     def zero_grad(self) -> None:
-        """Frees all gradients."""
+        """Free all gradients."""
         for shard in self.shards:
             shard.parameter.grad = None
 
     def count(self, microbatches: Sequence[MicroBatch]) -> Counts:
-        """What the global batch holds. One collective, and nothing that the host waits for."""
+        """Count the tokens of the global batch. One collective, without a device-to-host sync."""
         with_loss = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum().long()
         sizes = torch.stack([batch.sizes for batch in microbatches]).sum(dim=0)
         counts = torch.cat((with_loss[None], sizes))
@@ -114,10 +122,10 @@ class ParallelModel:
 
 
 def mcore_config(plan: Plan) -> TransformerConfig:
-    """The settings of megatron-core's layers and schedules.
+    """Return the settings of megatron-core's layers and schedules.
 
-    ``params_dtype`` is the dtype that the optimizer updates. Master weights are cast for the layers by
-    ``fully_shard`` or by the rank itself (parallel/fsdp.py).
+    ``params_dtype`` is the dtype of the master weights. ``fully_shard`` or the rank itself casts them for the layers
+    (parallel/fsdp.py).
     """
     model, trainer = plan.model, plan.config.trainer
     return TransformerConfig(
@@ -132,15 +140,15 @@ def mcore_config(plan: Plan) -> TransformerConfig:
         sequence_parallel=plan.sp,
         params_dtype=torch_dtype(plan.precision.param_dtype),
         pipeline_dtype=torch_dtype(plan.precision.compute_dtype),
-        use_cpu_initialization=True,  # plain torch.empty, so that weights are made on the meta device
+        use_cpu_initialization=True,  # plain torch.empty, so that weights are on the meta device
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         add_bias_linear=False,
         deterministic_mode=trainer.deterministic,
-        # Else the schedules would divide the loss by local tokens and micro batches; parallel/pipeline.py has already
-        # divided it by the tokens of the global batch.
+        # Otherwise the schedules divide the loss by local tokens and micro batches. parallel/pipeline.py has divided it
+        # by the tokens of the global batch.
         calculate_per_token_loss=True,
-        # Batched transfers in the interleaved schedule swap activations and gradients over gloo
+        # Over gloo, batched transfers in the interleaved schedule swap activations and gradients
         # (docs/design/parity.md).
         batch_p2p_comm=trainer.vpp == 1,
         overlap_p2p_comm=trainer.vpp > 1,
@@ -150,7 +158,7 @@ def mcore_config(plan: Plan) -> TransformerConfig:
 def build_model(
     plan: Plan, topology: Topology, device: Device, torch_device: torch.device, compiler: Compiler | None = None
 ) -> ParallelModel:
-    """This rank's part of the model with its initial weights. ``compiler`` replaces the one that the plan implies."""
+    """Build this rank's part of the model with initial weights. ``compiler`` replaces the default of the plan."""
     trainer = plan.config.trainer
     if compiler is None and trainer.compile:
         compiler = Compiler(plan, device)
@@ -181,8 +189,8 @@ def build_model(
         chunks.append(chunk)
         compute_copies.append(copies)
     if plan.config.finetune.lora_dropout:
-        # Each rank drops other values, except that tensor-parallel ranks without sequence parallelism, which have the
-        # same activations, must drop the same ones.
+        # Dropout masks differ between ranks. Only tensor-parallel ranks without sequence parallelism have the same
+        # activations and need the same masks.
         others = [name for name in topology.sizes if name != "tp"]
         place = topology.rank if plan.sp else topology.grid.index(topology.rank, *others)
         torch.manual_seed(trainer.seed + place)
@@ -192,7 +200,7 @@ def build_model(
 
 
 def _wrap_blocks(chunk: Llama, plan: Plan, compiler: Compiler | None) -> None:
-    """Wrap each block's forward, not the module: the hooks of ``fully_shard`` stay outside."""
+    """Wrap each block's forward, not the module, so that the hooks of ``fully_shard`` stay outside."""
     draws_random_numbers = plan.config.finetune.lora_dropout > 0
     offload = Offload() if "activations" in plan.config.trainer.offload else None
     for number, block in chunk.layers.items():
@@ -208,16 +216,16 @@ def _wrap_blocks(chunk: Llama, plan: Plan, compiler: Compiler | None) -> None:
 
 @torch.no_grad()
 def init_weights(shards: list[Shard], plan: Plan) -> None:
-    """Fills the weights with values that depend only on seed, name and position (bf16 ones are rounded to nearest), and
-    vocabulary padding with zeros.
+    """Fill weights with values that depend only on seed, name and position, and vocabulary padding with zeros.
 
-    With ``init_from`` only LoRA's weights are filled, as the folder's weights are loaded before the first step.
+    bf16 weights are rounded to nearest. With ``init_from`` only LoRA's weights are filled, because the other weights
+    are loaded before the first step.
     """
     for shard in shards:
         shard.local.zero_()
         if plan.config.init_from is not None and not is_lora(shard.name):
             continue
         values = shard.values
-        for piece in shard.rectangles:
-            values[piece.local_slices].copy_(initial_values(piece, plan.model, plan.config.trainer.seed))
+        for rectangle in shard.rectangles:
+            values[rectangle.local_slices].copy_(initial_values(rectangle, plan.model, plan.config.trainer.seed))
         shard.store(values)

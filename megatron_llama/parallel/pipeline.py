@@ -1,9 +1,8 @@
 """Pipeline parallelism: megatron-core's schedules (1F1B and interleaved 1F1B, Narayanan et al. 2021, arXiv:2104.04473).
 
-The loss of a micro batch is the sum over its tokens divided by the tokens with loss of the whole global batch. So the
-gradients of micro batches and data-parallel ranks only have to be summed, and the result does not depend on how the
-batch is split. A mean over micro batches of their means would weight tokens of short sequences more
-(huggingface/transformers#34191).
+The loss of a micro batch is the sum over its tokens, divided by the number of tokens with loss in the global batch. So
+gradients are sums over micro batches and data-parallel ranks, and do not depend on the split of the batch. A mean of
+micro-batch means would give tokens of short sequences more weight (huggingface/transformers#34191).
 """
 
 from __future__ import annotations
@@ -26,15 +25,14 @@ from megatron_llama.plan import Plan
 
 
 class Counts(NamedTuple):
-    """What a global batch holds, each an int64 scalar."""
+    """Token counts of a global batch, int64 scalars."""
 
     with_loss: torch.Tensor
     """Tokens with loss."""
     tokens: torch.Tensor
     """Tokens that are not padding."""
     attended: torch.Tensor
-    """The sum over documents of tokens times ``Pattern.span`` (their squares without a pattern), which attention's work
-    is proportional to."""
+    """Sum over documents of length * ``Pattern.span(length)``, which the FLOPs of attention are proportional to."""
 
 
 def run_schedule(
@@ -45,20 +43,24 @@ def run_schedule(
     train: bool,
     compute_copies: Sequence[ComputeCopies | None],
 ) -> torch.Tensor:
-    """Forward (with ``train`` also backward) over this rank's micro batches.
+    """Run forward, with ``train`` also backward, over this rank's micro batches.
 
-    ``total_tokens`` is the number of tokens with loss in the global batch. ``compute_copies`` are the chunks'. Returns
-    the sum of this rank's token losses divided by ``total_tokens``, fp32 scalar, without ``train`` also the share of
-    the tokens whose label has the largest logit, [2]; zero except on the last pipeline stage.
+    Args:
+        total_tokens: int64 scalar, tokens with loss in the global batch.
+        compute_copies: the chunks' compute-dtype copies.
+
+    Returns:
+        Sum of this rank's token losses divided by ``total_tokens``, fp32 scalar. Without ``train`` [2], with the share
+        of tokens whose label has the largest logit. Zero except on the last pipeline stage.
     """
     trainer = plan.config.trainer
 
     def forward_step(batches: Iterator[MicroBatch], chunk: Llama) -> tuple[torch.Tensor, Any]:
-        """This chunk's output, and a function from the loss to (loss, tokens with loss, what the schedule returns)."""
+        """Return the chunk's output, and a function from the loss to (loss, tokens with loss, value to collect)."""
         batch = next(batches)
-        wanted = (batch.labels, batch.loss_mask / total_tokens) if chunk.is_last else (None, None)
+        labels = (batch.labels, batch.loss_mask / total_tokens) if chunk.is_last else (None, None)
         inputs = chunk.build_inputs(batch.tokens, batch.documents, batch.subsets if train else None)
-        output = chunk(batch.tokens, *wanted, inputs)
+        output = chunk(batch.tokens, *labels, inputs)
         return output, lambda loss: (loss, batch.loss_mask.sum().int(), loss.detach())
 
     for chunk in chunks:
@@ -79,9 +81,10 @@ def run_schedule(
 def run_logits(
     chunks: list[Llama], plan: Plan, tokens: torch.Tensor, documents: Documents | None = None
 ) -> torch.Tensor | None:
-    """Forward over one micro batch of token ids [b, s], packed if ``documents`` is given.
+    """Run forward over one micro batch of token ids [b, s], packed if ``documents`` is given.
 
-    Returns this rank's logits [s, b, vocabulary/t] on the last pipeline stage, None on the others.
+    Returns:
+        This rank's logits [s, b, vocabulary/t] on the last pipeline stage, None on the others.
     """
     for chunk in chunks:
         chunk.eval()
@@ -104,7 +107,7 @@ def _run(
     shape: torch.Size,
     train: bool,
 ) -> list[torch.Tensor]:
-    """Runs the plan's schedule over micro batches of token ids of ``shape`` [b, s]; returns what it collects."""
+    """Run the plan's schedule over micro batches of token ids of ``shape`` [b, s]. Return the collected values."""
     if plan.config.trainer.pp == 1:
         schedule = forward_backward_no_pipelining
     elif plan.config.trainer.vpp == 1:

@@ -54,14 +54,14 @@ def gradients(blocks: list[Toy], passes: int = 1) -> list[Tensor | None]:
 
 
 @pytest.fixture
-def parked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[Any]]]:
-    """All copies that are made."""
+def host_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[Any]]]:
+    """Weak references to all host copies."""
     copies: list[weakref.ref[Any]] = []
-    make = offload._HostCopy.__init__
+    initialize = offload._HostCopy.__init__
 
-    def observed(self: Any, whole: Tensor, side: Any) -> None:
+    def observed(self: Any, storage: Tensor, stream: Any) -> None:
         copies.append(weakref.ref(self))
-        make(self, whole, side)
+        initialize(self, storage, stream)
 
     monkeypatch.setattr(offload._HostCopy, "__init__", observed)
     yield copies
@@ -74,17 +74,17 @@ def test_gradients_are_bit_identical(passes: int) -> None:
         assert ours is not None and plain is not None and torch.equal(ours, plain)
 
 
-def test_copies_end_with_the_backward_pass(parked: list[weakref.ref[Any]]) -> None:
+def test_copies_end_with_the_backward_pass(host_copies: list[weakref.ref[Any]]) -> None:
     blocks = chunk()
     loss = forward(blocks)
-    assert parked and all(copy() is not None for copy in parked)
+    assert host_copies and all(copy() is not None for copy in host_copies)
     loss.backward()
     del loss
     gc.collect()
-    assert all(copy() is None for copy in parked), "a copy outlives its pass"
+    assert all(copy() is None for copy in host_copies), "a copy outlives its pass"
 
 
-def test_a_blocks_copies_return_while_the_next_block_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_prefetched_during_the_following_block(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks, runs = list[Toy](), list[int]()
     copies: dict[int, list[Any]] = {}
     run = Offload._run
@@ -93,7 +93,7 @@ def test_a_blocks_copies_return_while_the_next_block_runs(monkeypatch: pytest.Mo
         output = run(self, block, *args)
         last = self._last()
         assert last is not None
-        copies[blocks.index(block)] = list(last.parked.values())
+        copies[blocks.index(block)] = list(last.copies.values())
         return output
 
     monkeypatch.setattr(Offload, "_run", observed)
@@ -102,22 +102,22 @@ def test_a_blocks_copies_return_while_the_next_block_runs(monkeypatch: pytest.Mo
     for number, block in enumerate(blocks):
         block.weight.register_hook(lambda _, number=number: runs.append(number))
     blocks[1].weight.register_hook(
-        lambda _: runs.extend(10 for copy in copies[0] if copy.again is not None)  # block 0 has not run backward
+        lambda _: runs.extend(10 for copy in copies[0] if copy.device_copy is not None)  # block 0 has not run backward
     )
     loss.backward()
     assert runs[:2] == [2, 1] and runs.count(10) == len(copies[0]) > 0 and runs[-1] == 0
 
 
-def test_inputs_of_all_blocks_stay_and_those_of_a_layer_move(parked: list[weakref.ref[Any]]) -> None:
+def test_shared_inputs_stay_and_layer_inputs_move(host_copies: list[weakref.ref[Any]]) -> None:
     loss = forward(chunk(1))
-    shared = len(parked)
+    shared = len(host_copies)
     of_layer = forward(chunk(1), "a subset")
-    assert len(parked) - shared == shared + len(ROTARY)
+    assert len(host_copies) - shared == shared + len(ROTARY)
     loss.backward()
     of_layer.backward()
 
 
-def test_nothing_moves_without_gradients(parked: list[weakref.ref[Any]]) -> None:
+def test_nothing_moves_without_gradients(host_copies: list[weakref.ref[Any]]) -> None:
     with torch.no_grad():
         forward(chunk())
-    assert not parked
+    assert not host_copies

@@ -1,4 +1,4 @@
-"""Recomputation changes the saved tensors and no gradient. tests/layouts/ has it in other layouts."""
+"""Recomputation changes the saved tensors and no gradient. tests/layouts/ covers other layouts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ SAVED = {  # values that a block's graph holds, without its input and its output
 
 
 @pytest.mark.parametrize("kind", SAVED)
-def test_a_block_saves_no_more_than_it_has_to(kind: str) -> None:
+def test_saved_values_of_a_block(kind: str) -> None:
     saved = run_ranks(_saved_values, 1, make_plan(1, f"trainer.recompute={kind}"), False)[0]
     assert saved == SAVED[kind]
 
@@ -78,7 +78,7 @@ def test_merged_heads_are_recomputed_where_they_are_a_copy() -> None:
 
 
 def _saved_values(rank: int, plan: Plan, heads_first: bool) -> int:
-    """fp32 values of storages that a block's forward pass makes and that outlive it.
+    """Return the number of fp32 values of storages that a block's forward pass allocates and that outlive it.
 
     With ``heads_first`` attention is an operator that saves its output, whose memory is [b, heads, s, d].
     """
@@ -96,7 +96,7 @@ def _saved_values(rank: int, plan: Plan, heads_first: bool) -> int:
 
 
 class _Storages(TorchDispatchMode):
-    """Counts the values of all storages that operators make inside the context and that are alive at its end."""
+    """Counter of the values of storages that operators allocate inside the context and that are alive at its end."""
 
     def __enter__(self) -> _Storages:
         self._made: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -167,7 +167,7 @@ def chained(x: Tensor) -> Tensor:
 
 
 def freed(x: Tensor) -> Tensor:
-    """Notes whose tensors are freed at once; the allocator has their memory for the tensors that follow."""
+    """Recipes of outputs that are freed at once: the allocator reuses their memory for later tensors."""
     for _ in range(50):
         double(x.detach())
     total = x
@@ -186,8 +186,8 @@ def test_saved_tensors_are_recomputed_exactly(function: Any) -> None:
     assert torch.equal(gradient(Toy(function), x), gradient(function, x))
 
 
-def test_a_freed_storage_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the weak reference its number is another storage's, and gradients are wrong."""
+def test_a_freed_storage_is_not_mistaken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the weak reference another storage gets its number, and gradients are wrong."""
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(recompute, "StorageWeakRef", _Number)
     assert not torch.equal(gradient(Toy(freed), x), gradient(freed, x))
@@ -198,18 +198,18 @@ class _Number:
         self.cdata = storage._cdata
 
 
-def test_a_view_of_an_input_is_saved_as_it_is() -> None:
+def test_a_view_of_an_input_is_saved_unchanged() -> None:
     packed = _packed(lambda x: reshaped(x * x).sin())
     assert packed and all(isinstance(saved, Tensor) for saved in packed)
     assert any(not isinstance(saved, Tensor) for saved in _packed(lambda x: double(x).sin()))
 
 
 def _packed(function: Any) -> list[Any]:
-    """Everything that autograd stores in a pass."""
+    """Return all objects that autograd stores in a forward pass."""
     packed, pack = [], recompute._Recipes.pack
 
-    def observed(notes: recompute._Recipes, tensor: Tensor) -> Any:
-        packed.append(pack(notes, tensor))
+    def observed(recipes: recompute._Recipes, tensor: Tensor) -> Any:
+        packed.append(pack(recipes, tensor))
         return packed[-1]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -218,7 +218,7 @@ def _packed(function: Any) -> list[Any]:
     return packed
 
 
-def test_notes_end_with_the_block() -> None:
+def test_recipes_end_with_the_block() -> None:
     held: list[weakref.ref[Tensor]] = []
 
     def unsaved(x: Tensor) -> Tensor:
@@ -227,22 +227,22 @@ def test_notes_end_with_the_block() -> None:
         return x.sin() + double(inner)  # an addition saves nothing
 
     output = Toy(unsaved)(torch.randn(4, requires_grad=True))
-    assert held[0]() is None, "a note keeps the input of a function whose output is not saved"
+    assert held[0]() is None, "a recipe holds the input of a function whose output is not saved"
     assert recompute._recipes is None
     with pytest.raises(ZeroDivisionError):
         Toy(lambda x: 1 / 0)(output)
     assert recompute._recipes is None, "also after an error"
 
 
-def test_nothing_is_noted_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute._Recipes, "add", lambda *_: pytest.fail("noted"))
+def test_no_recipes_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute._Recipes, "add", lambda *_: pytest.fail("recorded"))
     with torch.no_grad():
         Toy(double)(torch.ones(2))
     double(torch.ones(2, requires_grad=True)).sum().backward()  # outside of a block
 
 
 def test_a_module_is_recomputed_through_its_hooks() -> None:
-    """Profiles and rehearsals attribute the work by these hooks."""
+    """Profiles and rehearsals use these hooks to attribute work to modules."""
 
     class Norm(nn.Module):
         @recomputable

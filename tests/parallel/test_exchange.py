@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.config.precision import EXCHANGE_BLOCK, exchanged_bytes
-from megatron_llama.parallel.exchange import FORMATS, GradientExchange, Hops, Int8, SumOverCopies, WeightGather
+from megatron_llama.parallel.exchange import FORMATS, GradientExchange, Hops, Int8, ReplicaAllReduce, WeightGather
 from tests.oracle import oracle, run_layout, worst
 from tests.ranks import run_ranks
 
@@ -98,7 +98,7 @@ def _collectives(rank: int, ranks: int, kind: str) -> dict[str, torch.Tensor]:
     own, copied = torch.empty(mine.shape[1]), shard.clone()
     GradientExchange(kind, SIZES)(own, mine.flatten(), group, dist.ReduceOp.SUM)
     GradientExchange(kind, SIZES, hops)(twice, mine.flatten(), group, dist.ReduceOp.SUM)
-    SumOverCopies(kind, SIZES, group)(copied)
+    ReplicaAllReduce(kind, SIZES, group)(copied)
     gathered = torch.empty(ranks, len(shard))
     gathered[rank] = shard
     WeightGather(kind, SIZES, None)(gathered.view(-1), gathered[rank], group)
