@@ -1,14 +1,14 @@
-"""The only package that knows kinds of devices. Everything else asks the ``Device`` that ``get_device`` returns.
+"""Device support. Code outside this package uses the ``Device`` that ``get_device`` returns.
 
 To add a device:
 
-    devices/NAME/            a subclass of ``Device``, its instance DEVICE, and a subclass of ``Kernels`` for what
-                             the device does better than plain torch
-    config/settings.py       NAME in DEVICES, where ``auto`` should try it
+    devices/NAME/            a subclass of ``Device``, its instance DEVICE, and a subclass of ``Kernels`` for operations
+                             that are faster than plain torch
+    config/settings.py       NAME in DEVICES, at its place in the order of ``auto``
     conf/device/NAME.yaml    the choice device=NAME, one line
 
-A device's module is imported when the device is first asked for, and torch only inside its methods, so that a dry run
-on a login node takes a second.
+A device's module is imported on first use, and torch only inside its methods, so that a dry run on a login node takes
+a second.
 """
 
 from __future__ import annotations
@@ -23,31 +23,32 @@ if TYPE_CHECKING:
     import torch
 
 NAMES = tuple(name for name in DEVICES if name != "auto")
-"""Kinds of devices, in the order in which ``auto`` tries them."""
+"""Names of devices, in the order of ``auto``."""
 HOST = "cpu"
-"""torch's name of the host's memory, and of the device that every machine has."""
+"""torch's name of the host, which every machine has."""
 
 
 def device_named(name: str) -> Device:
-    """The device called ``name``, for its facts: it need not be usable on this machine."""
+    """Return the device called ``name``, for its class attributes. It may be unavailable on this machine."""
     device: Device = import_module(f"megatron_llama.devices.{name}").DEVICE
     return device
 
 
 def find_device(name: str) -> Device | None:
-    """The device called ``name``, for its facts; None for ``auto``, which depends on the machine."""
+    """Return ``device_named(name)``, or None for ``auto``, which depends on the machine."""
     return device_named(name) if name in NAMES else None
 
 
 def of(torch_device: torch.device) -> Device:
-    """The kind of device that holds tensors on ``torch_device``."""
+    """Return the device of tensors on ``torch_device``."""
     return device_named(torch_device.type)
 
 
 def get_device(name: str = "auto") -> Device:
-    """The device called ``name``; ``auto`` is the first of DEVICES that can be used here.
+    """Return the device called ``name``. ``auto`` is the first of DEVICES that is available on this machine.
 
-    Raises ValueError, with the reason, if that device can't be used on this machine.
+    Raises:
+        ValueError: the device is unknown or unavailable, with the reason.
     """
     if name == "auto":
         return next(device for device in map(device_named, NAMES) if device.probe() is None)  # the last is the CPU
@@ -55,18 +56,18 @@ def get_device(name: str = "auto") -> Device:
         raise ValueError(f"unknown device {name!r}: choose one of {', '.join(DEVICES)}")
     device = device_named(name)
     if reason := device.probe():
-        raise ValueError(f"device={name} can't be used here: {reason}")
+        raise ValueError(f"device={name} is unavailable on this host: {reason}")
     return device
 
 
 def ahead_of_time_environment(name: str) -> dict[str, str]:
-    """The variables with which ``name`` compiles on a machine without it; none for ``auto``, which needs a device."""
+    """Return the environment with which ``name`` compiles on a machine without it. Empty for ``auto``."""
     device = find_device(name)
     return {} if device is None else device.ahead_of_time_environment()
 
 
 def async_tp_missing(name: str) -> str | None:
-    """Why trainer.async_tp can't work on ``name``, which need not be here; None where it can, and for ``auto``."""
+    """Return the reason that device ``name`` does not support trainer.async_tp, None if it does and for ``auto``."""
     device = find_device(name)
     return None if device is None else device.async_tp_missing()
 
@@ -77,7 +78,7 @@ def request_collectives(rank: int) -> Device | None:
 
 
 def variable_prefixes() -> tuple[str, ...]:
-    """Prefixes of the names of all devices' environment variables."""
+    """Return the prefixes of all devices' environment variables."""
     return tuple(prefix for name in NAMES for prefix in device_named(name).variable_prefixes)
 
 

@@ -1,7 +1,7 @@
 """Intel Gaudi 2 and 3, through Intel's PyTorch bridge (``habana_frameworks``) in eager mode with torch.compile.
 
 Not run on hardware: written from Intel's documentation and tested against a stand-in (tests/devices/fakes). The
-starter reads the driver's files, because a process that uses the bridge acquires a card.
+launcher reads the driver's files, because a process that uses the bridge acquires a card.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
     from megatron_llama.config import Config
 
-ROOT = Path("/")  # of the driver's files
+ROOT = Path("/")  # root of the driver's files; tests replace it
 PACKAGE = "habana_frameworks"
 SOURCE = "Intel's own package index and containers (Intel Gaudi documentation, installation guide)"
-# (The driver's name of the card, bf16 and fp32 dense TFLOP/s of its matrix engines, GiB) from Intel's data sheets; 0
-# where they give none.
+# (driver's name of the card, dense TFLOP/s of its matrix engines in bf16 and fp32, GiB), from Intel's data sheets. 0 if
+# not published.
 _CARDS = (("GAUDI3", 1835.0, 229.0, 128), ("GAUDI2", 432.0, 0.0, 96))
 
 
 def torch_device() -> torch.device:
-    """Torch's device. Without an index: a process has one card only."""
+    """Return torch's device, without an index: a process has one card."""
     import torch
 
     return torch.device("hpu")
 
 
 def _cards() -> list[str]:
-    """The driver's name of each card that this machine or container was given."""
+    """Return the driver's name of each card of this machine or container."""
     # Newer and older drivers. Other accelerators (a laptop's NPU) share the first folder, but have no device_type.
     newer = ("dev/accel/accel", "sys/class/accel/accel", "device/device_type")
     older = ("dev/hl", "sys/class/habanalabs/hl", "device_type")
@@ -50,7 +50,7 @@ def _cards() -> list[str]:
 
 
 def _visible_modules() -> list[int]:
-    """Cards that this process may use, by the number that the bridge knows them by."""
+    """Return the bridge's numbers of the cards that this process may use."""
     if listed := os.environ.get("HABANA_VISIBLE_MODULES"):
         return numbers_in("HABANA_VISIBLE_MODULES", listed)
     return list(range(len(_cards())))
@@ -80,15 +80,15 @@ class Hpu(Device):
         return next((gibibytes for card, _, _, gibibytes in _CARDS if card in name), _CARDS[-1][-1]) * 2**30
 
     def hardware(self) -> dict[str, str]:
-        found, cards = {}, _cards()
+        facts, cards = {}, _cards()
         with suppress(OSError):
-            found["driver"] = (ROOT / "sys/module/habanalabs/version").read_text(encoding="utf-8").strip()
+            facts["driver"] = (ROOT / "sys/module/habanalabs/version").read_text(encoding="utf-8").strip()
         if cards:
-            found["devices"] = ", ".join(f"{cards.count(card)} x {card}" for card in dict.fromkeys(cards))
-        return found
+            facts["devices"] = ", ".join(f"{cards.count(card)} x {card}" for card in dict.fromkeys(cards))
+        return facts
 
     def environment(self, config: Config) -> dict[str, str]:
-        return {"PT_HPU_LAZY_MODE": "0"}  # torch.compile needs it, and the bridge reads it when torch is imported
+        return {"PT_HPU_LAZY_MODE": "0"}  # for torch.compile; the bridge reads it when torch is imported
 
     def enter(self, local_rank: int, local_ranks: int) -> torch.device:
         modules = _visible_modules()
@@ -124,12 +124,12 @@ class Hpu(Device):
         bridge.synchronize()
 
     def compile_environment(self, folder: Path) -> dict[str, str]:
-        # Path, whether to empty it at the start, most MB, whether it is on a shared disk (then it is locked as one).
+        # Path, whether to clear it at start, size limit in MB, whether it is on a shared disk (for locking).
         recipes = f"{folder / 'recipes'},false,65536,true"
         return {**super().compile_environment(folder), "PT_HPU_RECIPE_CACHE_CONFIG": recipes}
 
     def count_compiled_graphs(self, folder: Path) -> int | None:
-        """Recipes: each is one graph."""
+        """Count the recipes: one per graph."""
         return sum(1 for _ in folder.rglob("*.recipe"))
 
 

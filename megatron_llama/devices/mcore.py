@@ -1,15 +1,16 @@
-"""Makes megatron-core run on any device. Nothing else in the project patches megatron-core.
+"""Patches that make megatron-core run on any device. No other module patches megatron-core.
 
-megatron-core allocates buffers on ``torch.cuda.current_device()``, whatever device its layers and pipeline schedules
-run on. So each module in ``PATCHED_MODULES`` gets a ``torch`` of its own: the real one, with these calls replaced:
+megatron-core allocates buffers on ``torch.cuda.current_device()``, regardless of the device of its layers and pipeline
+schedules. So the name ``torch`` in each module of ``PATCHED_MODULES`` is replaced by a copy of torch in which these
+calls differ:
 
     torch.cuda.current_device()        buffers of sequence parallelism and of point-to-point transfers
-    torch.cuda.synchronize()           after batched point-to-point transfers: works around a race in NCCL
+    torch.cuda.synchronize()           after batched point-to-point transfers, a workaround for a race in NCCL
     torch.zeros(..., device="cuda")    the schedules' token counter
 
-The real ``torch.cuda`` is untouched. ``replace_p2p_ops`` replaces the transfers between pipeline stages, for process
-groups without send and recv. tests/devices/test_mcore.py reads megatron-core's sources and fails if a module that we
-use makes a CUDA call that is not accounted for here.
+The real ``torch.cuda`` is unchanged. ``replace_p2p_ops`` replaces the transfers between pipeline stages, for process
+groups without send and recv. tests/devices/test_mcore.py reads megatron-core's sources and fails if a module in use
+makes a CUDA call that is not handled here.
 """
 
 from __future__ import annotations
@@ -35,55 +36,54 @@ PATCHED_MODULES = (
 
 
 def patch_mcore(device: torch.device) -> None:
-    """Makes megatron-core run on ``device``. On CUDA, only silences two warnings in the forward of a parallel linear,
-    each of which would be a graph break."""
+    """Make megatron-core run on ``device``. On CUDA, only silence two warnings that are graph breaks."""
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
-    # About CUDA_DEVICE_MAX_CONNECTIONS, which devices/cuda/device.py sets.
+    # The warning about CUDA_DEVICE_MAX_CONNECTIONS, which devices/cuda/device.py sets.
     layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
-    # About a missing tp_group, which RowParallelLinear does not pass on. Only rank 0 warns, so it alone would compile
-    # other graphs than the rest.
+    # The warning about a missing tp_group, which RowParallelLinear does not pass. Only rank 0 warns, so its graphs
+    # would differ from the other ranks'.
     layers.get_tensor_model_parallel_group_if_none = _tensor_parallel_group  # type: ignore[attr-defined]
     if device.type == "cuda":
         return
-    routed = _routed_torch(device)
+    patched = _patched_torch(device)
     for name in PATCHED_MODULES:
-        importlib.import_module(name).torch = routed  # type: ignore[attr-defined]
+        importlib.import_module(name).torch = patched  # type: ignore[attr-defined]
 
 
 def _tensor_parallel_group(
     tp_group: dist.ProcessGroup | None, is_expert: bool = False, check_initialized: bool = True
 ) -> dist.ProcessGroup | None:
-    """megatron-core's ``get_tensor_model_parallel_group_if_none`` for a dense model, without the warning."""
+    """Replace ``get_tensor_model_parallel_group_if_none`` for a dense model, without the warning."""
     if tp_group is None and parallel_state.is_initialized():
         return parallel_state.get_tensor_model_parallel_group(check_initialized=check_initialized)
     return tp_group
 
 
-def _routed_torch(device: torch.device) -> types.ModuleType:
-    """A copy of the torch module with the calls listed above replaced."""
-    routed = types.ModuleType("torch")
-    routed.__dict__.update(torch.__dict__)
+def _patched_torch(device: torch.device) -> types.ModuleType:
+    """Return a copy of the torch module with the calls above replaced."""
+    patched = types.ModuleType("torch")
+    patched.__dict__.update(torch.__dict__)
     cuda = types.ModuleType("torch.cuda")
     cuda.__dict__.update(torch.cuda.__dict__)
     cuda.current_device = lambda: device  # type: ignore[attr-defined]
     cuda.synchronize = lambda *_: None  # type: ignore[attr-defined]
-    routed.cuda = cuda  # type: ignore[attr-defined]
+    patched.cuda = cuda  # type: ignore[attr-defined]
 
     def zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("device") == "cuda":
             kwargs["device"] = device
         return torch.zeros(*args, **kwargs)
 
-    routed.zeros = zeros  # type: ignore[attr-defined]
-    return routed
+    patched.zeros = zeros  # type: ignore[attr-defined]
+    return patched
 
 
 @contextmanager
 def replace_p2p_ops(exchange: Callable[..., dict[str, dist.Work]]) -> Iterator[None]:
-    """Inside the context, megatron-core's pipeline schedules call ``exchange`` in place of send and recv.
+    """Replace send and recv of megatron-core's pipeline schedules by ``exchange`` inside the context.
 
-    It has the interface of megatron-core's ``_p2p_ops``: it returns the handles to wait for, under "send_next",
-    "recv_prev", "send_prev" and "recv_next".
+    ``exchange`` has the interface of megatron-core's ``_p2p_ops``: it returns the handles to wait for, under
+    "send_next", "recv_prev", "send_prev" and "recv_next".
     """
     module = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
     originals = {name: getattr(module, name) for name in ("_p2p_ops", "_batched_p2p_ops")}

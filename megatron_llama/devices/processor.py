@@ -1,4 +1,5 @@
-"""The machine's processor, from Linux's files, the rate of matmuls on a device, and the compiler of our C++."""
+"""Processor properties from Linux's files, matmul rates, and the compiler of the C++ kernels."""
+
 from __future__ import annotations
 
 import ctypes
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def processor() -> dict[str, str]:
-    """Of the first core, such as its "model name" and "flags"; empty where Linux says nothing."""
+    """Return /proc/cpuinfo's entries of the first core, such as "model name" and "flags". Empty if unavailable."""
     with suppress(OSError):
         first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
         return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
@@ -25,22 +26,21 @@ def processor() -> dict[str, str]:
 
 
 def has_512_bit_units() -> bool:
-    """Whether it is an AMD whose units have the width of its AVX-512 instructions: from Zen 5 on. Zen 4 takes two
-    turns for each."""
-    found = processor()
-    family, flags = found.get("cpu family", ""), found.get("flags", "").split()
-    return found.get("vendor_id") == "AuthenticAMD" and "avx512f" in flags and family.isdecimal() and int(family) >= 26
+    """Whether the processor is an AMD with 512-bit vector units: Zen 5 and later. Zen 4 splits the instructions."""
+    facts = processor()
+    family, flags = facts.get("cpu family", ""), facts.get("flags", "").split()
+    return facts.get("vendor_id") == "AuthenticAMD" and "avx512f" in flags and family.isdecimal() and int(family) >= 26
 
 
 def instruction_set() -> str:
-    """A name for what code that is compiled here may need: the architecture, and a hash of the extensions.
+    """Return a name of the instruction set: the architecture, and a hash of the extensions.
 
-    Inductor compiles for this very processor (``-march=native``, and vectors of its width), but its cache's keys do not
-    say so (torch 2.11 to 2.13): a graph from a machine with AVX-512 gives NaN on one that has AVX2 alone.
+    Inductor compiles for the host's processor (``-march=native``), but its cache keys omit it (torch 2.11 to 2.13): a
+    graph from a machine with AVX-512 returns NaN on a machine with AVX2 only.
     """
-    found = processor()
-    extensions = sorted((found.get("flags") or found.get("Features") or platform.processor()).split())
-    extensions.append(os.environ.get("ATEN_CPU_CAPABILITY", ""))  # by which torch is told to use fewer
+    facts = processor()
+    extensions = sorted((facts.get("flags") or facts.get("Features") or platform.processor()).split())
+    extensions.append(os.environ.get("ATEN_CPU_CAPABILITY", ""))  # limits the extensions that torch uses
     return f"{platform.machine()}-{hashlib.sha256(' '.join(extensions).encode()).hexdigest()[:8]}"
 
 
@@ -51,8 +51,10 @@ def matmul_rate(
     device: str | torch.device = "cpu",
     wait: Callable[[], object] = lambda: None,
 ) -> float:
-    """FLOP/s of the best of the products of two matrices of ``size`` rows and columns that ``seconds`` have room for.
-    ``wait`` returns when the device has finished."""
+    """Return the best FLOP/s of matmuls of two [size, size] matrices, repeated for ``seconds``.
+
+    ``wait`` returns when the device has finished.
+    """
     import torch
 
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
@@ -65,16 +67,16 @@ def matmul_rate(
     return 2 * size**3 / best
 
 
-# C++ of our own on a CPU, compiled for the processor that runs it.
-
 def load_cpp(source: str, instead: str) -> ctypes.CDLL | None:
-    """The compiled ``source``, by Inductor's compiler and in Inductor's cache: seconds, once for a kind of processor.
-    None where it can't be had, with a warning that says what happens ``instead``."""
-    from torch._inductor.codecache import CppCodeCache  # a second, and only compiled runs load it
+    """Compile ``source`` with Inductor's compiler into Inductor's cache: seconds, once per instruction set.
+
+    Returns None if it fails, with a warning that begins with ``instead``.
+    """
+    from torch._inductor.codecache import CppCodeCache  # takes a second to import; only compiled runs need it
 
     try:
         return CppCodeCache.load(source)
-    except (RuntimeError, OSError) as error:  # the compiler's, or the loader's
+    except (RuntimeError, OSError) as error:  # from the compiler or the loader
         why = str(error).strip().split("\n", 1)[0]
         warnings.warn(f"{instead} ({why})", stacklevel=3)
         return None

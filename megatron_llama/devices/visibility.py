@@ -18,26 +18,26 @@ from torch import Tensor
 from megatron_llama.arch.pattern import Pattern
 
 Lengths = tuple[tuple[int, ...], ...]
-"""For each sequence of a batch the tokens of each of its documents. Padding at the end counts as one document."""
+"""For each sequence of a batch, the lengths of its documents in tokens. Padding at the end counts as a document."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a micro batch."""
+    """Documents of a micro batch."""
 
     ids: Tensor
-    """Number of the document of each token [b, s], int64. Padding tokens have a separate number."""
+    """Document number of each token [b, s], int64. Padding tokens have a separate number."""
     lengths: Lengths
-    """Tokens of each document, on the host: reading them does not wait for the device."""
+    """Tokens of each document, on the host: reading them is no sync."""
     cu_seqlens: Tensor
-    """Boundaries of the documents among the tokens of all rows [b * s + 1], int32: 0 first. The last one is repeated,
-    so that the shape is always the same."""
+    """Boundaries of the documents among the tokens of all rows [b * s + 1], int32, from 0. The last boundary repeats up
+    to the fixed shape."""
     host_cu_seqlens: Tensor
-    """``cu_seqlens`` in the host's memory."""
+    """``cu_seqlens`` in host memory."""
 
     @classmethod
     def of(cls, ids: Tensor) -> Documents:
-        """From numbers [b, s] in the host's memory."""
+        """Build from document numbers [b, s], int64, in host memory."""
         lengths = tuple(tuple(row.unique_consecutive(return_counts=True)[1].tolist()) for row in ids)
         cu_seqlens = torch.full((ids.numel() + 1,), ids.numel(), dtype=torch.int32, pin_memory=ids.is_pinned())
         ends = [0, *accumulate(chain.from_iterable(lengths))]
@@ -46,7 +46,7 @@ class Documents:
 
     @classmethod
     def whole(cls, rows: int, length: int, device: torch.device) -> Documents:
-        """Sequences of one document each."""
+        """Build sequences of one document each."""
         ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
         cu_seqlens = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32)
         return cls(ids, ((length,),) * rows, cu_seqlens.to(device), cu_seqlens)
@@ -56,7 +56,7 @@ class Documents:
         return Documents(move(self.ids), self.lengths, move(self.cu_seqlens), self.host_cu_seqlens)
 
     def positions(self) -> Tensor:
-        """Positions that restart at 0 with each document [b, s], int64."""
+        """Return positions that restart at 0 with each document [b, s], int64."""
         index = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
         starts = torch.ones_like(self.ids, dtype=torch.bool)
         starts[:, 1:] = self.ids[:, 1:] != self.ids[:, :-1]
@@ -68,24 +68,24 @@ class AttentionInputs(NamedTuple):
 
     pattern: Pattern
     kernel: str
-    """tiles, varlen or mask: see ``Device.attention``."""
+    """``tiles``, ``varlen`` or ``mask``: see ``Device.attention``."""
     lengths: Lengths | None = None
     """Lengths of the documents; None inside compiled blocks."""
     host_cu_seqlens: Tensor | None = None
     """``Documents.host_cu_seqlens`` inside compiled blocks."""
     cu_seqlens: Tensor | None = None
-    """``Documents.cu_seqlens`` on the device, for varlen."""
+    """For ``varlen``: ``Documents.cu_seqlens`` on the device."""
     first_visible_key: Tensor | None = None
-    """First visible key per query [b, s], int32, for a kernel whose queries attend to all keys from there to
-    themselves."""
+    """For the CPU's C++ kernel: first visible key per query [b, s], int32. A query attends to all keys from it on, up to
+    itself."""
     mask: Tensor | None = None
-    """Whether a query (row) attends to a key (column) [b or 1, 1, s, s], bool, for mask."""
+    """For ``mask``: whether a query (row) attends to a key (column) [b or 1, 1, s, s], bool."""
 
 
 def build_attention_inputs(
     tokens: Tensor, documents: Documents | None, pattern: Pattern, kernel: str, compiled: bool
 ) -> AttentionInputs | None:
-    """Return the inputs of ``kernel`` for tokens [b, s]. None if each attends to all earlier ones in its sequence."""
+    """Return the inputs of ``kernel`` for tokens [b, s]. None if each token attends to all earlier tokens."""
     rows, length = tokens.shape
     if documents is None and not pattern.is_sparse(length):
         return None

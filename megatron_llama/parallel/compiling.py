@@ -61,7 +61,7 @@ class Graph:
     failure: str | None = None
     """The compiler's error, if it failed."""
     overlap: Overlap | None = None
-    """With trainer.async_tp, the counts of fused collectives; None if the note on the graph has none."""
+    """With trainer.async_tp, the counts of fused collectives; None if the note has no counts."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of compile.json, where the function's name is "what"."""
@@ -79,8 +79,8 @@ class Compiler:
     """Record a failed compilation and run that graph uncompiled, instead of raising."""
     graphs: list[Graph] = field(default_factory=list)
     _lengths: tuple[int | None, int | None] = (None, None)
-    """Of the batch: tokens of a sequence that a curriculum has cut, and tokens of it that random-LTD's layers process,
-    each None for all. New lengths need a new graph."""
+    """(tokens of a sequence cut by a curriculum, tokens that random-LTD's layers process), each None for all. New lengths
+    need a new graph."""
     _mode: str = "training"
     _batches: dict[tuple[str, int | None, int | None], int] = field(default_factory=dict)
 

@@ -13,9 +13,9 @@ With one data-parallel rank nothing is sharded (``Storage.kind``). The rank keep
 (``ComputeCopies``), except under ZeRO 3. ``fully_shard`` would copy each weight once and each gradient three times per
 step, and hold the weights twice.
 
-DeepSpeed's ZeRO 3 settings correspond to: parameter persistence threshold: not needed, because one collective gathers
-all parameters of a unit; live parameters: a unit and the next one; prefetch: the next unit, forward and backward
-(``shard_chunk``); reduce bucket: a unit.
+DeepSpeed's ZeRO 3 settings correspond to units. Live parameters: a unit and the next one. Prefetch: the next unit,
+forward and backward (``shard_chunk``). Reduce bucket: a unit. A parameter persistence threshold is not needed, because
+one collective gathers all parameters of a unit.
 
 Unsharded gradients and sums over ranks have the precision's ``grad_accum_dtype``. exchange.py has other message
 formats. A reduced gradient has the parameters' dtype, so with fp32 master weights stages 2 and 3 also accumulate the

@@ -34,7 +34,7 @@ class Shard:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the shard has gradients and updates; frozen weights have none."""
+        """Whether the shard has gradients and updates: False for frozen weights."""
         return self.parameter.requires_grad
 
     @property

@@ -27,7 +27,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_a_machine_without_it_says_so(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gaudi(machine, cards=0)  # an accelerator of another make
-    with pytest.raises(ValueError, match="device=hpu can't be used here: this machine has no Intel Gaudi driver"):
+    with pytest.raises(ValueError, match="device=hpu is unavailable on this host: this machine has no Intel Gaudi driver"):
         get_device("hpu")
     monkeypatch.syspath_prepend(FAKES)
     assert DEVICE.probe() == "this machine has no Intel Gaudi driver or card"
@@ -35,7 +35,7 @@ def test_a_machine_without_it_says_so(machine: Path, monkeypatch: pytest.MonkeyP
 
 def test_packages_and_their_source(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gaudi(machine)
-    assert (DEVICE.probe() or "").startswith("habana_frameworks is not installed; it comes from Intel's own package")
+    assert (DEVICE.probe() or "").startswith("habana_frameworks is not installed; install it from Intel's own package")
     monkeypatch.syspath_prepend(FAKES)
     assert DEVICE.probe() is None and get_device("auto").name == "hpu"
     assert "habana_frameworks.torch" not in sys.modules

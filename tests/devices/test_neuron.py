@@ -36,7 +36,7 @@ def plan_in(precision: str) -> Plan:
 
 
 def test_a_machine_without_it_says_so_and_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"device=neuron can't be used here: this machine has no Neuron device .*"):
+    with pytest.raises(ValueError, match=r"device=neuron is unavailable on this host: this machine has no Neuron device .*"):
         get_device("neuron")
     monkeypatch.syspath_prepend(FAKES)
     assert DEVICE.probe() == "this machine has no Neuron device (/dev/neuron0)"
@@ -46,7 +46,7 @@ def test_a_machine_without_it_says_so_and_imports_nothing(monkeypatch: pytest.Mo
 def test_a_missing_package_is_told_with_its_source(machine: Path) -> None:
     trainium(machine)
     assert DEVICE.probe() == (
-        "torch_neuronx is not installed; it comes from AWS's own package index (AWS Neuron documentation, setup guide "
+        "torch_neuronx is not installed; install it from AWS's own package index (AWS Neuron documentation, setup guide "
         "for PyTorch)"
     )
 
@@ -61,7 +61,7 @@ def test_a_placeholder_counts_as_not_installed(
     write(machine / "site/torch_neuronx/__init__.py", line)
     monkeypatch.syspath_prepend(machine / "site")
     reason = DEVICE.probe() or ""
-    assert "torch_neuronx is not installed: what is there is PyPI's placeholder" in reason
+    assert "torch_neuronx is PyPI's placeholder; install the real package from" in reason
     assert "AWS's own package index" in reason and ("no Neuron device" in reason) is not device_is_there
 
 

@@ -93,7 +93,7 @@ def test_a_device_without_async_tp_is_refused_before_anything_is_started(capfd: 
     words = ["data=mock", "trainer.tp=2", "trainer.dp=1", "trainer.compile=true", "trainer.async_tp=true"]
     for device in ("cpu", "neuron", "hpu"):
         assert cli.main(["--dry-run", *words, f"device={device}"]) == 2
-        assert f"device={device} has no products that begin before" in capfd.readouterr().err
+        assert f"device={device} has no matmuls that overlap with" in capfd.readouterr().err
     assert cli.main([*words, "device=cpu"]) == 2
     capfd.readouterr()
     assert cli.main(["--dry-run", "data=mock", "trainer.async_tp=true", "device=cpu"]) == 2
@@ -124,12 +124,12 @@ def test_a_device_that_is_not_here_is_refused_together_with_the_rest(
     clear_starters(monkeypatch)
 
     def missing(name: str) -> None:
-        raise ValueError(f"device={name} can't be used here: there is none")
+        raise ValueError(f"device={name} is unavailable on this host: no driver")
 
     monkeypatch.setattr("megatron_llama.devices.get_device", missing)
     assert cli.main(["data=mock", "device=cuda", "optim.lr=-1"]) == 2
     text = capfd.readouterr().err
-    assert "can't be used here" in text and "optim.lr" in text
+    assert "is unavailable on this host" in text and "optim.lr" in text
 
 
 def clear_starters(monkeypatch: pytest.MonkeyPatch) -> None:
