@@ -76,8 +76,7 @@ class AttentionInputs(NamedTuple):
     cu_seqlens: Tensor | None = None
     """For ``varlen``: ``Documents.cu_seqlens`` on the device."""
     first_visible_key: Tensor | None = None
-    """For the CPU's C++ kernel: first visible key per query [b, s], int32. A query attends to all keys from it on, up to
-    itself."""
+    """For the CPU's C++ kernel: first visible key per query [b, s], int32. Keys from there to the query are visible."""
     mask: Tensor | None = None
     """For ``mask``: whether a query (row) attends to a key (column) [b or 1, 1, s, s], bool."""
 

@@ -79,8 +79,7 @@ class Compiler:
     """Record a failed compilation and run that graph uncompiled, instead of raising."""
     graphs: list[Graph] = field(default_factory=list)
     _lengths: tuple[int | None, int | None] = (None, None)
-    """(tokens of a sequence cut by a curriculum, tokens that random-LTD's layers process), each None for all. New lengths
-    need a new graph."""
+    """(sequence length of the curriculum, tokens of random-LTD's layers) of the batch. New lengths need a new graph."""
     _mode: str = "training"
     _batches: dict[tuple[str, int | None, int | None], int] = field(default_factory=dict)
 

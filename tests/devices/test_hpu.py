@@ -27,7 +27,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_a_machine_without_it_says_so(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gaudi(machine, cards=0)  # an accelerator of another make
-    with pytest.raises(ValueError, match="device=hpu is unavailable on this host: this machine has no Intel Gaudi driver"):
+    message = "device=hpu is unavailable on this host: this machine has no Intel Gaudi driver"
+    with pytest.raises(ValueError, match=message):
         get_device("hpu")
     monkeypatch.syspath_prepend(FAKES)
     assert DEVICE.probe() == "this machine has no Intel Gaudi driver or card"

@@ -36,7 +36,8 @@ def plan_in(precision: str) -> Plan:
 
 
 def test_a_machine_without_it_says_so_and_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"device=neuron is unavailable on this host: this machine has no Neuron device .*"):
+    message = r"device=neuron is unavailable on this host: this machine has no Neuron device .*"
+    with pytest.raises(ValueError, match=message):
         get_device("neuron")
     monkeypatch.syspath_prepend(FAKES)
     assert DEVICE.probe() == "this machine has no Neuron device (/dev/neuron0)"
@@ -46,8 +47,8 @@ def test_a_machine_without_it_says_so_and_imports_nothing(monkeypatch: pytest.Mo
 def test_a_missing_package_is_told_with_its_source(machine: Path) -> None:
     trainium(machine)
     assert DEVICE.probe() == (
-        "torch_neuronx is not installed; install it from AWS's own package index (AWS Neuron documentation, setup guide "
-        "for PyTorch)"
+        "torch_neuronx is not installed; install it from AWS's own package index (AWS Neuron documentation, setup "
+        "guide for PyTorch)"
     )
 
 
