@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.lib.job import Progress, RunOptions, cores
+from data_prep.lib.job import ProgressBar, RunOptions, cores
 from megatron_llama.config.data_settings import MASK_SUFFIX
 from megatron_llama.corpus.difficulty_index import MANIFEST, documents_of, index_folder, read_unit, unit_count
 from megatron_llama.corpus.indexed_format import IndexedDataset, dataset_facts, same_dataset
@@ -251,7 +251,7 @@ def _map(
     total = IndexedDataset(analysis.prefix).index.tokens() * size
     share = total / analysis.shards
     of_part = len(range(number - 1, analysis.shards, count))
-    progress, tokens = Progress(int(of_part * share), int((of_part - len(mine)) * share)), 0
+    progress, tokens = ProgressBar(int(of_part * share), int((of_part - len(mine)) * share)), 0
     for done, fresh in enumerate(_results(analysis, work, mine, workers), start=1):
         tokens += fresh
         progress.update(int((of_part - len(mine) + done) * share), int(done * share), int(done * share / size))
@@ -289,7 +289,8 @@ def _stop(number: int, frame: object) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="docs/guides/methods/curriculum.md",
     )
     parser.add_argument("prefix", help="the dataset's path, with or without .bin or .idx")

@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 from data_prep.lib.download import (
     URL_LIST,
     V2,
-    Item,
-    Rule,
+    DownloadItem,
+    QualityRule,
     fetch_all,
     filter_file,
     find_subsets,
@@ -125,7 +125,7 @@ def download(args: argparse.Namespace) -> int:
     items = []
     for url, path in chosen.items():
         names = (path, path.partition("/")[2], os.path.basename(path))  # a list may name files without their folders
-        items.append(Item(url, args.output / path, next((sums[name] for name in names if name in sums), None)))
+        items.append(DownloadItem(url, args.output / path, next((sums[name] for name in names if name in sums), None)))
     checked = sum(item.sha256 is not None for item in items)
     print(f"{len(items)} of {len(urls)} files, {checked} with a sha256 to check")
     if args.dry_run:
@@ -145,7 +145,7 @@ def _common(urls: Sequence[str]) -> str:
 
 def prepare(args: argparse.Namespace) -> int:
     """Tokenizes the subsets and writes the config."""
-    rules = [Rule.parse(text) for text in args.quality]
+    rules = [QualityRule.parse(text) for text in args.quality]
     found = find_subsets(args.input)
     if args.subsets:
         wanted = [subset_of(name) for name in args.subsets]
@@ -174,14 +174,14 @@ def prepare(args: argparse.Namespace) -> int:
     return 0
 
 
-def _filter_v2(folder: str, target: Path, rules: list[Rule]) -> Path:
+def _filter_v2(folder: str, target: Path, rules: list[QualityRule]) -> Path:
     """Writes the documents that fulfil the rules below `target`, file by file; what is there already is kept."""
-    account = target / "account.txt"
+    summarize_run = target / "account.txt"
     totals: Counter[str] = Counter()
     words = " ".join(map(str, rules))
-    if account.exists() and account.read_text().splitlines()[0] != words:
+    if summarize_run.exists() and summarize_run.read_text().splitlines()[0] != words:
         raise UserError(f"{target} holds documents filtered by other rules: remove it, or choose another --output")
-    write_atomically(account, words + "\n")
+    write_atomically(summarize_run, words + "\n")
     for source in find_sources([folder]).sources:
         relative = os.path.relpath(source.path, folder)
         out = target / os.path.dirname(relative) / (strip_compression(os.path.basename(relative)) + "l.zst")

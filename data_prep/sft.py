@@ -21,7 +21,7 @@ from pathlib import Path
 
 from data_prep.lib.job import RunOptions, add_run_flags
 from data_prep.lib.records import FORMATS
-from data_prep.lib.sets import ExampleOptions, find_records, make_sft_set
+from data_prep.lib.sets import ExampleOptions, find_record_files, make_sft_set
 from data_prep.lib.sources import PARTS, split_lines
 from megatron_llama.config.settings import CHAT_TEMPLATES, LABEL_TEMPLATES
 from megatron_llama.system.errors import UserError, run_main
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = args.split.split(",")
     if len(sizes) != 2 or not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
         raise UserError(f"--split {args.split}: write two numbers of lines, such as 4463,1000")
-    sources = find_records(args.input, examples, print).sources
+    sources = find_record_files(args.input, examples, print).sources
     tables = {examples.is_table(source) for source in sources}
     if len(tables) > 1:
         raise UserError("--split: the input mixes tables and records")

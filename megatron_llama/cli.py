@@ -164,10 +164,10 @@ def _run(config: Config, context: ProcessContext | None, overrides: list[str], e
     plan = world.plan()  # first: mistakes are reported before anything is prepared, or the processes meet
     is_first = context is None or context.rank == 0
     if plan.raw_data_files and (config.dry_run or not world.hosts):  # each host has its own disk
-        from data_prep.lib.prepare_run import with_datasets
+        from data_prep.lib.prepare_run import prepare_datasets
 
         files, length = plan.raw_data_files, plan.config.data.length
-        plan = world.plan(with_datasets(world.config, files, length, make=not config.dry_run, quiet=not is_first))
+        plan = world.plan(prepare_datasets(world.config, files, length, make=not config.dry_run, quiet=not is_first))
     if config.dry_run:
         return _print_plan(plan) if is_first else _shown()
 

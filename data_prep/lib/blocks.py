@@ -5,6 +5,7 @@ Parquet and Arrow are cut by their own parts. Any other file (compressed, one JS
 once, here, into slots of memory shared with the workers, and cut after line feeds. Where the cuts fall never shows in
 the output, which is all blocks joined in order.
 """
+
 from __future__ import annotations
 
 import mmap
@@ -18,9 +19,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from data_prep.lib.encoders import Encoder, check_same
-from data_prep.lib.job import BadRecord, Chat, Job, Result
+from data_prep.lib.job import BadRecord, BlockResult, ChatFormat, PrepareJob
 from data_prep.lib.parquet_csv import bad_columns, part_lines, part_sizes
-from data_prep.lib.records import BOM, parse_line, parse_object, parse_text, turns_of
+from data_prep.lib.records import BOM, parse_line, parse_object, parse_text, parse_turns
 from data_prep.lib.sources import Source, check_unchanged, read_pieces
 from megatron_llama.corpus.indexed_format import MASK_DTYPE, token_dtype
 from megatron_llama.system.errors import UserError
@@ -29,18 +30,18 @@ from megatron_llama.text.conversation import RecordError, Template, labelled_tur
 
 
 @dataclass(frozen=True)
-class Position:
+class BlockPosition:
     """How far the input is done: all sources before `source`, and that one up to `offset`, counted as in Segment."""
 
     source: int = 0
     offset: int = 0
 
 
-START = Position()
+START = BlockPosition()
 
 
 @dataclass(frozen=True)
-class Segment:
+class BlockSegment:
     """A part of one source: the lines that begin in [start, end), offsets counted in unpacked bytes of lines; of a
     source in parts, the parts [start, end)."""
 
@@ -60,11 +61,11 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Block:
+class TextBlock:
     """What one worker does at a time. Most have one segment; small files travel together."""
 
     number: int
-    segments: list[Segment]
+    segments: list[BlockSegment]
 
 
 @dataclass
@@ -91,12 +92,12 @@ class Slots:
 
 def cut_blocks(
     sources: Sequence[Source],
-    begin: Position,
+    begin: BlockPosition,
     slots: Slots,
     max_line: int,
     block_bytes: int,
-    until: Position | None = None,
-) -> Iterator[Block]:
+    until: BlockPosition | None = None,
+) -> Iterator[TextBlock]:
     """All blocks from `begin` on, or up to `until`, in order. Waits for a free slot before each unpacked block.
 
     `until` is at the begin of a source that is one stream or one text, never inside.
@@ -105,9 +106,9 @@ def cut_blocks(
         UserError: a source has changed since it was found, or a compressed one is damaged or cut off.
     """
     number = 0
-    waiting: list[Segment] = []
+    waiting: list[BlockSegment] = []
     waiting_bytes = 0
-    until = until or Position(len(sources))
+    until = until or BlockPosition(len(sources))
     for index in range(begin.source, until.source + (until.offset > 0)):
         source = sources[index]
         check_unchanged(source)
@@ -123,30 +124,30 @@ def cut_blocks(
             # an unpacked block holds a slot and goes out at once; what is on disk can wait for company
             on_disk = segment.slot is None and segment.inline is None
             if waiting and (not on_disk or waiting_bytes + segment.size > block_bytes):
-                yield Block(number, waiting)
+                yield TextBlock(number, waiting)
                 number, waiting, waiting_bytes = number + 1, [], 0
             waiting.append(segment)
             waiting_bytes += segment.size
             if not on_disk:
-                yield Block(number, waiting)
+                yield TextBlock(number, waiting)
                 number, waiting, waiting_bytes = number + 1, [], 0
     if waiting:
-        yield Block(number, waiting)
+        yield TextBlock(number, waiting)
 
 
-def _cut_plain(source: Source, index: int, offset: int, end: int | None, block_bytes: int) -> Iterator[Segment]:
+def _cut_plain(source: Source, index: int, offset: int, end: int | None, block_bytes: int) -> Iterator[BlockSegment]:
     """Byte ranges from ``offset`` to ``end``, or to the file's end; a text is one."""
     if source.is_text or not source.size:
         if offset < max(1, source.size):
-            yield Segment(index, 0, max(1, source.size), disk_end=source.size, size=source.size)
+            yield BlockSegment(index, 0, max(1, source.size), disk_end=source.size, size=source.size)
         return
     last = source.size if end is None else end
     for start in range(offset, last, block_bytes):
         stop = min(start + block_bytes, last)
-        yield Segment(index, start, stop, disk_end=stop, size=stop - start)
+        yield BlockSegment(index, start, stop, disk_end=stop, size=stop - start)
 
 
-def _cut_parts(source: Source, index: int, offset: int, end: int | None, block_bytes: int) -> Iterator[Segment]:
+def _cut_parts(source: Source, index: int, offset: int, end: int | None, block_bytes: int) -> Iterator[BlockSegment]:
     """Row groups or record batches from ``offset`` to ``end``, or to the file's end."""
     sizes = part_sizes(source.file, source.kind)
     last = max(1, len(sizes)) if end is None else end
@@ -159,11 +160,11 @@ def _cut_parts(source: Source, index: int, offset: int, end: int | None, block_b
             stop += 1
         done += size
         # a source without parts still passes, so that the position moves behind it
-        yield Segment(index, start, stop, disk_end=source.size * done // total, size=size)
+        yield BlockSegment(index, start, stop, disk_end=source.size * done // total, size=size)
         start = stop
 
 
-def _cut_stream(source: Source, index: int, offset: int, slots: Slots, max_line: int) -> Iterator[Segment]:
+def _cut_stream(source: Source, index: int, offset: int, slots: Slots, max_line: int) -> Iterator[BlockSegment]:
     """Unpacks a source and cuts it after the last line feed that fits a slot; bytes before `offset` are dropped.
 
     Of a line longer than `max_line` only `max_line + 1` bytes are kept, enough for the worker to refuse it.
@@ -220,17 +221,17 @@ def _cuts(data: bytes, limit: int) -> Iterator[int]:
         start = cut
 
 
-def _unpacked(index: int, start: int, end: int, data: bytes, slots: Slots, disk: int) -> Segment:
+def _unpacked(index: int, start: int, end: int, data: bytes, slots: Slots, disk: int) -> BlockSegment:
     if len(data) > slots.size:
-        return Segment(index, start, end, inline=data, disk_end=disk)
+        return BlockSegment(index, start, end, inline=data, disk_end=disk)
     slot = slots.free.get()
     if slot is None:
         raise InterruptedError  # the run is over: the thread that waits here must end
     slots.put(slot, data)
-    return Segment(index, start, end, slot=slot, length=len(data), disk_end=disk)
+    return BlockSegment(index, start, end, slot=slot, length=len(data), disk_end=disk)
 
 
-def segment_lines(segment: Segment, source: Source, slots: Slots, max_line: int) -> list[bytes]:
+def segment_lines(segment: BlockSegment, source: Source, slots: Slots, max_line: int) -> list[bytes]:
     """The lines that begin in the segment (for a text source: the whole file as one), without line feeds.
 
     Lines longer than `max_line` bytes come as `max_line + 1` bytes. A byte-order mark at the source's start is gone.
@@ -256,7 +257,7 @@ def segment_lines(segment: Segment, source: Source, slots: Slots, max_line: int)
     return lines
 
 
-def _read_range(source: Source, segment: Segment, max_line: int) -> bytes:
+def _read_range(source: Source, segment: BlockSegment, max_line: int) -> bytes:
     """From the first line that begins in the segment to the end of the last."""
     try:
         with open(source.file, "rb", buffering=0) as file:
@@ -297,18 +298,18 @@ Document = TypeVar("Document")
 class BlockEncoder(ABC, Generic[Document]):
     """Encodes blocks; lives in a worker."""
 
-    def __init__(self, job: Job, encoder: Encoder, slots: Slots) -> None:
+    def __init__(self, job: PrepareJob, encoder: Encoder, slots: Slots) -> None:
         self.job, self.encoder, self.slots = job, encoder, slots
         self.dtype = token_dtype(encoder.tokenizer.size)
 
-    def run(self, block: Block) -> Result:
+    def run(self, block: TextBlock) -> BlockResult:
         """Encodes a block.
 
         Raises:
             UserError: a source can't be read any more.
             MachineError: the fast encoder was caught giving other ids than the reference.
         """
-        result = Result()
+        result = BlockResult()
         documents: list[Document] = []
         max_line = self.job.max_line
         for position, segment in enumerate(block.segments):
@@ -339,23 +340,23 @@ class BlockEncoder(ABC, Generic[Document]):
         return result
 
     @abstractmethod
-    def parse(self, line: bytes, segment: Segment, result: Result) -> Document:
+    def parse(self, line: bytes, segment: BlockSegment, result: BlockResult) -> Document:
         """A line of a segment to a document. Raises Bad."""
 
     @abstractmethod
-    def write(self, documents: list[Document], block: Block, result: Result) -> None:
+    def write(self, documents: list[Document], block: TextBlock, result: BlockResult) -> None:
         """Adds the block's documents to its result, one entry of tokens and lengths for each output."""
 
 
 class TextEncoder(BlockEncoder[list[str]]):
     """For pretraining: a document is its texts, one for each JSON key."""
 
-    def parse(self, line: bytes, segment: Segment, result: Result) -> list[str]:
+    def parse(self, line: bytes, segment: BlockSegment, result: BlockResult) -> list[str]:
         if self.job.sources[segment.source].is_text:
             return [parse_text(line)] * len(self.job.keys)
         return parse_line(line, self.job.keys)
 
-    def write(self, documents: list[list[str]], block: Block, result: Result) -> None:
+    def write(self, documents: list[list[str]], block: TextBlock, result: BlockResult) -> None:
         eod = self.encoder.tokenizer.end if self.job.append_eod else None
         checked = block.number % CHECK_EVERY if self.encoder.is_fast else -1
         end = b"" if eod is None else np.array(eod, dtype=self.dtype).tobytes()
@@ -390,11 +391,11 @@ class TextEncoder(BlockEncoder[list[str]]):
 class ExampleEncoder(BlockEncoder[tuple[list[int], list[bool]]]):
     """For fine-tuning: a document is (ids, whether each is learned); the two outputs are tokens and masks."""
 
-    def __init__(self, job: Job, encoder: Encoder, slots: Slots, chat: Chat) -> None:
+    def __init__(self, job: PrepareJob, encoder: Encoder, slots: Slots, chat: ChatFormat) -> None:
         super().__init__(job, encoder, slots)
         self.chat = chat
 
-    def parse(self, line: bytes, segment: Segment, result: Result) -> tuple[list[int], list[bool]]:
+    def parse(self, line: bytes, segment: BlockSegment, result: BlockResult) -> tuple[list[int], list[bool]]:
         try:
             kind = self.job.sources[segment.source].kind
             asked = self.chat.labelled if kind in ("csv", "parquet", "arrow") else None
@@ -415,7 +416,7 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[bool]]]):
             texts = {name: "" if record.get(name) is None else str(record[name]) for name in asked.fields}
             turns = labelled_turns([*texts], [*texts.values()], asked)
         elif columns is None:
-            turns, notes = turns_of(parse_object(line), chat.format)
+            turns, notes = parse_turns(parse_object(line), chat.format)
         else:
             assert chat.labelled is not None, "sft.py asks for a template where there are tables"
             values = parse_text(line).removesuffix("\r").split("\t")
@@ -441,7 +442,7 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[bool]]]):
             learn = [True] * len(ids)
         return (ids, learn), notes
 
-    def write(self, documents: list[tuple[list[int], list[bool]]], block: Block, result: Result) -> None:
+    def write(self, documents: list[tuple[list[int], list[bool]]], block: TextBlock, result: BlockResult) -> None:
         lengths = np.array([len(ids) for ids, _ in documents], dtype="<i4").tobytes()
         ids = [number for numbers, _ in documents for number in numbers]
         learn = [mark for _, marks in documents for mark in marks]

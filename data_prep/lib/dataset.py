@@ -1,4 +1,5 @@
 """A whole run: open or resume the work folder, encode everything in order, publish."""
+
 from __future__ import annotations
 
 import hashlib
@@ -10,26 +11,26 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.lib.blocks import START, Position
+from data_prep.lib.blocks import START, BlockPosition
 from data_prep.lib.encoders import Encoder, EncoderMismatch
 from data_prep.lib.encoding_run import (
     EncodingRun,
-    Finished,
-    Part,
-    Range,
-    account,
-    differences,
+    FinishedPart,
+    InputRange,
+    PreparePart,
+    describe_differences,
     finished_part,
-    join,
-    numbers_in_words,
+    format_numbers,
+    join_parts,
     publish,
     quarantine_file,
-    ranges,
     read_finished,
     remove_parts,
+    split_input,
+    summarize_run,
     write_outputs,
 )
-from data_prep.lib.job import Job, RunOptions
+from data_prep.lib.job import PrepareJob, RunOptions
 from data_prep.lib.workspace import KeyCounts, Ledger, Locked, Workspace
 from megatron_llama.corpus.indexed_format import CHUNK, MASK_DTYPE, IndexedDataset, token_dtype
 from megatron_llama.system.errors import MachineError, UserError
@@ -40,7 +41,7 @@ MANIFEST_FORMAT = 1
 WORTH_KEEPING_SECONDS = 60.0
 
 
-def identity(job: Job, encoder: Encoder) -> dict[str, Any]:
+def identity(job: PrepareJob, encoder: Encoder) -> dict[str, Any]:
     """Everything that decides what the output holds, the order of the inputs included."""
     files = [[os.path.abspath(source.path), source.size, source.mtime_ns, source.is_text] for source in job.sources]
     return {
@@ -56,7 +57,9 @@ def identity(job: Job, encoder: Encoder) -> dict[str, Any]:
     }
 
 
-def make_dataset(job: Job, options: RunOptions, encoder: Encoder, say: Callable[[str], None]) -> dict[str, Any] | None:
+def make_dataset(
+    job: PrepareJob, options: RunOptions, encoder: Encoder, report: Callable[[str], None]
+) -> dict[str, Any] | None:
     """Does the run, or what is left of it; returns the manifest of the first output, None where other parts of the run
     are still to be done.
 
@@ -65,19 +68,19 @@ def make_dataset(job: Job, options: RunOptions, encoder: Encoder, say: Callable[
     """
     wanted, names = identity(job, encoder), job.names(options.output_prefix)
     if options.part is not None:
-        return _make_part(job, options, encoder, Part.parse(options.part), say)
-    finished = _done_before(names, options, wanted, say)
+        return _encode_part(job, options, encoder, PreparePart.parse(options.part), report)
+    finished = _find_output(names, options, wanted, report)
     if finished is not None:
         return finished
     workspace = Workspace(_work_folder(options, names), names)
-    run = EncodingRun(job, options, encoder, workspace, _open(workspace, wanted, options, say))
-    _encode(run, say)
-    manifest = _write(job, options, encoder, encoder.name, workspace, run.ledger)
-    say("\n".join([*account(job, options, run.ledger), run.speed()]))
+    run = EncodingRun(job, options, encoder, workspace, _open_ledger(workspace, wanted, options, report))
+    _encode(run, report)
+    manifest = _write_datasets(job, options, encoder, encoder.name, workspace, run.ledger)
+    report("\n".join([*summarize_run(job, options, run.ledger), run.speed()]))
     return manifest
 
 
-def _encode(run: EncodingRun, say: Callable[[str], None]) -> None:
+def _encode(run: EncodingRun, report: Callable[[str], None]) -> None:
     """Encodes all of a run's range; where that fails, keeps or removes what was done."""
     workspace = run.workspace
     try:
@@ -91,12 +94,12 @@ def _encode(run: EncodingRun, say: Callable[[str], None]) -> None:
             workspace.remove()
         else:
             workspace.checkpoint(run.ledger, seconds=run.seconds_worth)
-            say(f"the {run.ledger.documents_read:,} documents before it are kept in {workspace.folder}")
+            report(f"the {run.ledger.documents_read:,} documents before it are kept in {workspace.folder}")
         raise
 
 
-def _make_part(
-    job: Job, options: RunOptions, encoder: Encoder, part: Part, say: Callable[[str], None]
+def _encode_part(
+    job: PrepareJob, options: RunOptions, encoder: Encoder, part: PreparePart, report: Callable[[str], None]
 ) -> dict[str, Any] | None:
     """Does one part of the run, and joins all where it is the last to be done."""
     wanted, names = identity(job, encoder), job.names(options.output_prefix)
@@ -104,75 +107,77 @@ def _make_part(
         raise UserError("--part: all parts read the input, and a pipe can be read only once")
     own = finished_part(part, options.folder, names)
     try:
-        finished = _done_before(names, options, wanted, say)
+        finished = _find_output(names, options, wanted, report)
     except Locked:
         if own is None:
             raise
-        say(f"part {part} is done, and another process joins all parts")
+        report(f"part {part} is done, and another process joins all parts")
         return None
     if finished is not None:
         remove_parts(options.folder, names)
         return finished
-    cuts = ranges(job.sources, part.count)
+    cuts = split_input(job.sources, part.count)
     if own is None or own.identity != wanted:
         try:
             workspace = Workspace(part.folder(options.folder, names), names)
         except Locked as error:  # perhaps by a process of a lost node, whose lock will go: no mistake of the user's
             raise MachineError(f"part {part}: {error}") from None
         cut = cuts[part.number - 1]
-        ledger = _open(workspace, {**wanted, "part": str(part)}, options, say, cut.begin)
+        ledger = _open_ledger(workspace, {**wanted, "part": str(part)}, options, report, cut.begin)
         run = EncodingRun(job, options, encoder, workspace, ledger, cut)
-        _encode(run, say)
+        _encode(run, report)
         workspace.checkpoint(run.ledger, part_done=True, encoder=encoder.name)
         workspace.close()
         workspace.unlock()
-        say(f"part {part}: {run.ledger.documents_read:,} documents, {run.ledger.tokens:,} tokens\n{run.speed()}")
+        report(f"part {part}: {run.ledger.documents_read:,} documents, {run.ledger.tokens:,} tokens\n{run.speed()}")
     else:
-        say(f"part {part}: complete already")
-    done = [finished_part(Part(number, part.count), options.folder, names) for number in range(1, part.count + 1)]
+        report(f"part {part}: complete already")
+    done = [
+        finished_part(PreparePart(number, part.count), options.folder, names) for number in range(1, part.count + 1)
+    ]
     missing = [number for number, one in enumerate(done, start=1) if one is None]
     if missing:
-        finished = _done_before(names, options, wanted, say)  # another joined them meanwhile
+        finished = _find_output(names, options, wanted, report)  # another joined them meanwhile
         if finished is None:
-            say(f"still to be done, of {part.count} parts: {numbers_in_words(missing)}")
+            report(f"still to be done, of {part.count} parts: {format_numbers(missing)}")
         return finished
-    return _join([one for one in done if one is not None], job, options, encoder, cuts, say)
+    return _join_parts([one for one in done if one is not None], job, options, encoder, cuts, report)
 
 
-def _join(
-    parts: Sequence[Finished],
-    job: Job,
+def _join_parts(
+    parts: Sequence[FinishedPart],
+    job: PrepareJob,
     options: RunOptions,
     encoder: Encoder,
-    cuts: Sequence[Range],
-    say: Callable[[str], None],
+    cuts: Sequence[InputRange],
+    report: Callable[[str], None],
 ) -> dict[str, Any] | None:
     """Writes the dataset of all parts."""
     wanted, names = identity(job, encoder), job.names(options.output_prefix)
     for one in parts:
-        if different := differences(one.identity, wanted):
+        if different := describe_differences(one.identity, wanted):
             raise UserError(f"part {one.part} was made with other options: {'; '.join(different)}. Do it again")
         if one.ledger.skipped and options.on_bad_line == "error":
             raise UserError(f"part {one.part} skipped bad lines: go on with --on-bad-line skip")
     try:
         workspace = Workspace(_work_folder(options, names), names)
     except Locked:
-        say("all parts are done, and another process joins them")
+        report("all parts are done, and another process joins them")
         return None
     if not parts[0].folder.exists():  # it was faster, and is done
         workspace.remove()
-        return _finished(names, options, wanted)
+        return _read_output(names, options, wanted)
     workspace.begin(wanted)
-    ledger = join(parts, workspace, job.sources, cuts)
+    ledger = join_parts(parts, workspace, job.sources, cuts)
     encoders = ", ".join(sorted({str(one.checkpoint["encoder"]) for one in parts}))
-    manifest = _write(job, options, encoder, encoders, workspace, ledger)
+    manifest = _write_datasets(job, options, encoder, encoders, workspace, ledger)
     remove_parts(options.folder, names)
-    say("\n".join([f"all {len(parts)} parts are joined", *account(job, options, ledger)]))
+    report("\n".join([f"all {len(parts)} parts are joined", *summarize_run(job, options, ledger)]))
     return manifest
 
 
-def _write(
-    job: Job, options: RunOptions, encoder: Encoder, encoder_name: str, workspace: Workspace, ledger: Ledger
+def _write_datasets(
+    job: PrepareJob, options: RunOptions, encoder: Encoder, encoder_name: str, workspace: Workspace, ledger: Ledger
 ) -> dict[str, Any]:
     """Publishes what the workspace holds. Raises UserError where that is nothing."""
     if not (ledger.documents_read or options.allow_empty or job.chat is not None):
@@ -188,8 +193,10 @@ def _write(
     dtypes = [token_dtype(encoder.tokenizer.size)] * len(workspace.names)
     if job.chat is not None:
         dtypes[1] = np.dtype(MASK_DTYPE)
-    made_by = (encoder, encoder_name)
-    manifests = [_manifest(job, made_by, workspace.names, ledger, key, str(dtype)) for key, dtype in enumerate(dtypes)]
+    encoder_and_name = (encoder, encoder_name)
+    manifests = [
+        _manifest(job, encoder_and_name, workspace.names, ledger, key, str(dtype)) for key, dtype in enumerate(dtypes)
+    ]
     write_outputs(workspace, dtypes, manifests, ledger)
     workspace.remove()
     return manifests[0]
@@ -199,23 +206,23 @@ def _work_folder(options: RunOptions, names: Sequence[str]) -> Path:
     return options.folder / f".{'+'.join(names)}.partial"
 
 
-def _done_before(
-    names: list[str], options: RunOptions, wanted: dict[str, Any], say: Callable[[str], None]
+def _find_output(
+    names: list[str], options: RunOptions, wanted: dict[str, Any], report: Callable[[str], None]
 ) -> dict[str, Any] | None:
     """The manifest, where an earlier run has made this output, or all of it but the final names."""
-    begun_by = _publish_rest(_work_folder(options, names), names, options, say)
-    finished = None if options.overwrite and begun_by != wanted else _finished(names, options, wanted)
+    begun_by = _finish_publishing(_work_folder(options, names), names, options, report)
+    finished = None if options.overwrite and begun_by != wanted else _read_output(names, options, wanted)
     if finished is not None:
-        say(f"{options.output_prefix}: complete already, nothing to do")
+        report(f"{options.output_prefix}: complete already, nothing to do")
     return finished
 
 
-def _finished(names: list[str], options: RunOptions, wanted: dict[str, Any]) -> dict[str, Any] | None:
+def _read_output(names: list[str], options: RunOptions, wanted: dict[str, Any]) -> dict[str, Any] | None:
     """The manifest where this very output is complete; None where there is none."""
     manifest = read_finished(options.folder, names)
     if manifest is None:
         return None
-    different = differences(manifest.get("options", {}), wanted)
+    different = describe_differences(manifest.get("options", {}), wanted)
     if manifest["documents_skipped"] and options.on_bad_line == "error":
         different.append(f"it left out {manifest['documents_skipped']} bad lines and now none may be bad")
     if different:
@@ -226,8 +233,8 @@ def _finished(names: list[str], options: RunOptions, wanted: dict[str, Any]) -> 
     return manifest
 
 
-def _publish_rest(
-    folder: Path, names: list[str], options: RunOptions, say: Callable[[str], None]
+def _finish_publishing(
+    folder: Path, names: list[str], options: RunOptions, report: Callable[[str], None]
 ) -> dict[str, Any] | None:
     """Finishes a run that was killed between its last checkpoint and its end; returns that run's options."""
     if not folder.is_dir():
@@ -237,7 +244,7 @@ def _publish_rest(
     if checkpoints and checkpoints[-1].get("publish"):
         publish(workspace.folder, options.folder, names)
         workspace.remove()
-        say(f"{options.output_prefix}: an earlier run had all but the final names")
+        report(f"{options.output_prefix}: an earlier run had all but the final names")
         return begun
     if begun is None:
         workspace.remove()  # a run was killed while it made, or removed, the folder
@@ -246,16 +253,16 @@ def _publish_rest(
     return None
 
 
-def _open(
+def _open_ledger(
     workspace: Workspace,
     wanted: dict[str, Any],
     options: RunOptions,
-    say: Callable[[str], None],
-    begin: Position = START,
+    report: Callable[[str], None],
+    begin: BlockPosition = START,
 ) -> Ledger:
     """Resumes what was begun, or starts from nothing, at ``begin``."""
     begun, checkpoints = workspace.read_journal()
-    different = differences(begun, wanted) if begun is not None else []
+    different = describe_differences(begun, wanted) if begun is not None else []
     if different and not options.overwrite:
         same_but_for_content = begun is not None and {**begun, "input_state": ""} == {**wanted, "input_state": ""}
         if not same_but_for_content:
@@ -263,7 +270,7 @@ def _open(
                 f"an unfinished run with other options is in {workspace.folder}: {'; '.join(different)}. "
                 "Finish it with its own options, remove that folder, or start over with --overwrite"
             )
-        say("the input files were changed since an unfinished run: starting over")
+        report("the input files were changed since an unfinished run: starting over")
     elif begun is not None and checkpoints and not different:
         if checkpoints[-1]["ledger"]["skipped"] and options.on_bad_line == "error":
             raise UserError(
@@ -271,18 +278,18 @@ def _open(
             )
         ledger = workspace.resume(wanted, checkpoints[-1])
         if ledger is not None:
-            say(f"going on after {ledger.documents_read:,} documents of an unfinished run")
+            report(f"going on after {ledger.documents_read:,} documents of an unfinished run")
             return ledger
-        say("the unfinished run's files are damaged: starting over")
+        report("the unfinished run's files are damaged: starting over")
     workspace.begin(wanted)
     return Ledger([KeyCounts() for _ in workspace.names], begin)
 
 
 def _manifest(
-    job: Job, made_by: tuple[Encoder, str], names: list[str], ledger: Ledger, key: int, dtype: str
+    job: PrepareJob, encoder_and_name: tuple[Encoder, str], names: list[str], ledger: Ledger, key: int, dtype: str
 ) -> dict[str, Any]:
     """What the output is and where it comes from. Nothing in it depends on time, machine or number of workers."""
-    encoder, encoder_name = made_by
+    encoder, encoder_name = encoder_and_name
     counts = ledger.keys[key]
     manifest = {
         "documents_read": ledger.documents_read,

@@ -3,6 +3,7 @@
 A file grows as NAME.part and gets its name when its size, and its sha256 where one is known, are right. A part goes on
 where it was only while the server still has the same file (its ETag or date is noted beside the part).
 """
+
 from __future__ import annotations
 
 import concurrent.futures
@@ -35,7 +36,7 @@ TRIES = 5
 
 
 @dataclass(frozen=True)
-class Item:
+class DownloadItem:
     """One file to fetch."""
 
     url: str
@@ -58,7 +59,7 @@ def read_text(where: str) -> str:
         raise UserError(f"can't read {where}: {getattr(error, 'reason', None) or error}") from None
 
 
-def fetch_all(items: Sequence[Item], jobs: int, say: Callable[[str], None]) -> None:
+def fetch_all(items: Sequence[DownloadItem], jobs: int, report: Callable[[str], None]) -> None:
     """Fetches everything that is not there yet.
 
     Raises:
@@ -72,9 +73,9 @@ def fetch_all(items: Sequence[Item], jobs: int, say: Callable[[str], None]) -> N
         try:
             for number, future in enumerate(concurrent.futures.as_completed(futures), start=1):
                 try:
-                    say(f"[{number}/{len(items)}] {futures[future].path}: {future.result()}")
+                    report(f"[{number}/{len(items)}] {futures[future].path}: {future.result()}")
                 except (UserError, MachineError) as error:
-                    say(f"[{number}/{len(items)}] {error}")
+                    report(f"[{number}/{len(items)}] {error}")
                     failed.append(error)
         finally:
             stop.set()
@@ -88,7 +89,7 @@ def fetch_all(items: Sequence[Item], jobs: int, say: Callable[[str], None]) -> N
         )
 
 
-def _fetch(item: Item, stop: threading.Event) -> str:
+def _fetch(item: DownloadItem, stop: threading.Event) -> str:
     """Fetches one file; returns what happened, in words."""
     note = item.path.with_name(item.path.name + ".part.json")
     part = item.path.with_name(item.path.name + ".part")
@@ -113,7 +114,7 @@ def _fetch(item: Item, stop: threading.Event) -> str:
     return f"{size:,} bytes" + (", sha256 right" if item.sha256 else "")
 
 
-def _fetch_part(item: Item, part: Path, note: Path, stop: threading.Event) -> int:
+def _fetch_part(item: DownloadItem, part: Path, note: Path, stop: threading.Event) -> int:
     """Completes the part, over as many connections as it takes; returns its size."""
     tries = 0
     while True:
@@ -136,7 +137,7 @@ def _fetch_part(item: Item, part: Path, note: Path, stop: threading.Event) -> in
         stop.wait(min(30.0, 0.2 * 2**tries))
 
 
-def _one_connection(item: Item, part: Path, note: Path, stop: threading.Event) -> int | None:
+def _one_connection(item: DownloadItem, part: Path, note: Path, stop: threading.Event) -> int | None:
     """Gets as much as one connection gives; returns the whole file's size where the server tells it."""
     have = part.stat().st_size if part.exists() else 0
     known: dict[str, Any] = {}
@@ -252,7 +253,7 @@ COMPARE: dict[str, Callable[[float, float], bool]] = {
 
 
 @dataclass(frozen=True)
-class Rule:
+class QualityRule:
     """A condition on one of V2's quality signals, such as rps_doc_word_count>=50."""
 
     signal: str
@@ -260,7 +261,7 @@ class Rule:
     limit: float
 
     @staticmethod
-    def parse(text: str) -> Rule:
+    def parse(text: str) -> QualityRule:
         """From the command line.
 
         Raises:
@@ -269,7 +270,7 @@ class Rule:
         match = RULE.match(text)
         if not match:
             raise UserError(f"--quality {text!r}: write SIGNAL>=NUMBER, for example rps_doc_word_count>=50")
-        return Rule(match[1], match[2], float(match[3]))
+        return QualityRule(match[1], match[2], float(match[3]))
 
     def holds(self, signals: dict[str, Any]) -> bool:
         """Whether a document fulfils it; one whose signal is null does not.
@@ -298,7 +299,7 @@ def signals_path(documents: str) -> str:
     raise UserError(f"{documents}: its quality signals are not there; looked for {base}.gz")
 
 
-def filter_file(source: Source, target: Path, rules: Sequence[Rule]) -> dict[str, int]:
+def filter_file(source: Source, target: Path, rules: Sequence[QualityRule]) -> dict[str, int]:
     """Copies the documents that fulfil all rules to a .zst file, line by line as they are; returns the counts.
 
     The two files belong together line by line; where a signal's id names its line, that is checked too.

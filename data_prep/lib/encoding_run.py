@@ -1,4 +1,5 @@
 """The encoding of one run: blocks to the pool, results in order to the work folder, checkpoints now and then."""
+
 from __future__ import annotations
 
 import base64
@@ -20,10 +21,19 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.lib.blocks import START, Block, BlockEncoder, ExampleEncoder, Position, Slots, TextEncoder, cut_blocks
+from data_prep.lib.blocks import (
+    START,
+    BlockEncoder,
+    BlockPosition,
+    ExampleEncoder,
+    Slots,
+    TextBlock,
+    TextEncoder,
+    cut_blocks,
+)
 from data_prep.lib.encoders import Encoder
 from data_prep.lib.input_files import QUARANTINE_SUFFIX
-from data_prep.lib.job import Job, Progress, Result, RunOptions, short_time
+from data_prep.lib.job import BlockResult, PrepareJob, ProgressBar, RunOptions, short_time
 from data_prep.lib.parquet_csv import part_sizes
 from data_prep.lib.pool import Pool
 from data_prep.lib.sources import Source
@@ -39,15 +49,15 @@ class EncodingRun:
 
     def __init__(
         self,
-        job: Job,
+        job: PrepareJob,
         options: RunOptions,
         encoder: Encoder,
         workspace: Workspace,
         ledger: Ledger,
-        cut: Range | None = None,
+        cut: InputRange | None = None,
     ) -> None:
         """``cut`` is the range of the input that is done here; None: all of it."""
-        self.cut = cut or Range(START, Position(len(job.sources)))
+        self.cut = cut or InputRange(START, BlockPosition(len(job.sources)))
         self.job, self.options, self.encoder = job, options, encoder
         self.workspace, self.ledger = workspace, ledger
         self.started_with = copy.deepcopy(ledger)
@@ -68,7 +78,7 @@ class EncodingRun:
         fresh, _ = self._fresh
         return seconds * (self.ledger.text_bytes / fresh if fresh else 1.0)
 
-    def _disk(self, position: Position) -> int:
+    def _disk(self, position: BlockPosition) -> int:
         """Bytes on disk before a position; of a file that is no plain lines, before the file."""
         before = self.disk_before[position.source]
         sources = self.job.sources[position.source : position.source + 1]
@@ -87,7 +97,7 @@ class EncodingRun:
         position, first = self.ledger.position, self._disk(self.cut.begin)
         with handle_signals((signal.SIGINT, *STOP_SIGNALS), self._note_signal), Pool(options.workers, worker) as pool:
             blocks = cut_blocks(job.sources, position, slots, job.max_line, block_bytes, self.cut.end)
-            progress = Progress(self._disk(self.cut.end) - first, self._disk(position) - first)
+            progress = ProgressBar(self._disk(self.cut.end) - first, self._disk(position) - first)
             try:
                 for block, result in pool.run(blocks, self._check_stop):
                     self._take(block, result)
@@ -97,7 +107,7 @@ class EncodingRun:
                 progress.finish()
         self._check_stop()
 
-    def _take(self, block: Block, result: Result) -> None:
+    def _take(self, block: TextBlock, result: BlockResult) -> None:
         """Writes a block's documents and quarantines its bad lines."""
         for record in result.bad:
             source = self.job.sources[block.segments[record.segment].source]
@@ -147,7 +157,7 @@ class EncodingRun:
         )
 
 
-def account(job: Job, options: RunOptions, ledger: Ledger) -> list[str]:
+def summarize_run(job: PrepareJob, options: RunOptions, ledger: Ledger) -> list[str]:
     """What became of every document and every file, in words."""
     lines, names = [], job.names(options.output_prefix)
     for name, counts in list(zip(names, ledger.keys, strict=True))[: 1 if job.chat else None]:
@@ -179,17 +189,17 @@ PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Part:
+class PreparePart:
     """Part ``number``, counted from 1, of ``count``."""
 
     number: int
     count: int
 
     @staticmethod
-    def parse(text: str) -> Part:
+    def parse(text: str) -> PreparePart:
         """K/N, as RunOptions has checked it."""
         number, _, count = text.partition("/")
-        return Part(int(number), int(count))
+        return PreparePart(int(number), int(count))
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"
@@ -200,18 +210,18 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Range:
+class InputRange:
     """The input from ``begin`` up to ``end``."""
 
-    begin: Position
-    end: Position
+    begin: BlockPosition
+    end: BlockPosition
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedPart:
     """A part that is done."""
 
-    part: Part
+    part: PreparePart
     folder: Path
     identity: dict[str, Any]
     """The run's options."""
@@ -228,46 +238,48 @@ def parts_folder(folder: Path, names: Sequence[str]) -> Path:
     return folder / f".{'+'.join(names)}.parts"
 
 
-def ranges(sources: Sequence[Source], count: int) -> list[Range]:
+def split_input(sources: Sequence[Source], count: int) -> list[InputRange]:
     """The input cut into ``count`` ranges of about equal bytes on disk, some perhaps empty. A file of plain lines is
     cut anywhere, parquet and Arrow between their parts; any other file belongs to one range."""
     before = [0, *itertools.accumulate(source.size for source in sources)]
 
-    def position(wanted: int) -> Position:
+    def position(wanted: int) -> BlockPosition:
         index = min(bisect.bisect_right(before, wanted) - 1, len(sources))
         if index == len(sources):
-            return Position(index)
+            return BlockPosition(index)
         source, within = sources[index], wanted - before[index]
         if source.kind == "lines" and not source.is_stream:
-            return Position(index, within)
+            return BlockPosition(index, within)
         if source.in_parts:
             ends = [*itertools.accumulate(part_sizes(source.file, source.kind))]
-            return Position(index, sum(end * source.size <= within * ends[-1] for end in ends))
-        return Position(index + (2 * within > source.size))
+            return BlockPosition(index, sum(end * source.size <= within * ends[-1] for end in ends))
+        return BlockPosition(index + (2 * within > source.size))
 
-    last = Position(len(sources))
-    cuts = [Position(), *(position(before[-1] * number // count) for number in range(1, count)), last]
-    return [Range(begin, end) for begin, end in itertools.pairwise(cuts)]
+    last = BlockPosition(len(sources))
+    cuts = [BlockPosition(), *(position(before[-1] * number // count) for number in range(1, count)), last]
+    return [InputRange(begin, end) for begin, end in itertools.pairwise(cuts)]
 
 
-def finished_part(part: Part, folder: Path, names: Sequence[str]) -> Finished | None:
+def finished_part(part: PreparePart, folder: Path, names: Sequence[str]) -> FinishedPart | None:
     """A part, where it is done."""
     work = part.folder(folder, names)
     identity, checkpoints = read_journal(work)
     if identity is None or not checkpoints or not checkpoints[-1].get("part_done"):
         return None
     identity.pop("part", None)
-    return Finished(part, work, identity, checkpoints[-1])
+    return FinishedPart(part, work, identity, checkpoints[-1])
 
 
-def join(parts: Sequence[Finished], workspace: Workspace, sources: Sequence[Source], cuts: Sequence[Range]) -> Ledger:
+def join_parts(
+    parts: Sequence[FinishedPart], workspace: Workspace, sources: Sequence[Source], cuts: Sequence[InputRange]
+) -> Ledger:
     """Appends the parts' files to the workspace's, in order; returns the account of all, which is the sum of theirs.
 
     Raises:
         MachineError: a part's files are not what its journal says. That part is removed.
     """
     total = sum(sum(one.checkpoint["sizes"].values()) for one in parts)
-    progress, done = Progress(total), 0
+    progress, done = ProgressBar(total), 0
     whole = Ledger([KeyCounts() for _ in workspace.names])
     lines_before, source_before = 0, -1  # the lines that earlier parts have read of a source
     try:
@@ -288,11 +300,11 @@ def join(parts: Sequence[Finished], workspace: Workspace, sources: Sequence[Sour
             whole.add_ledger(ledger)
     finally:
         progress.finish()
-    whole.position = Position(len(sources))
+    whole.position = BlockPosition(len(sources))
     return whole
 
 
-def _checked(one: Finished, name: str) -> Iterator[bytes]:
+def _checked(one: FinishedPart, name: str) -> Iterator[bytes]:
     """A part's file, in pieces, compared with its journal while it is read."""
     digest, left = hashlib.sha256(), one.checkpoint["sizes"][name]
     with contextlib.suppress(FileNotFoundError), open(one.folder / name, "rb") as file:
@@ -322,7 +334,7 @@ def _renumbered(entries: bytes, path: str, lines_before: int) -> bytes:
     return b"".join(found)
 
 
-def numbers_in_words(numbers: Sequence[int]) -> str:
+def format_numbers(numbers: Sequence[int]) -> str:
     """1, 3-5, 8"""
     runs: list[list[int]] = []
     for number in numbers:
@@ -427,7 +439,7 @@ def read_finished(folder: Path, names: list[str]) -> dict[str, Any] | None:
     return manifests[0] if manifests else None
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+def describe_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """What differs between two runs' options, in words."""
     words = []
     for key in sorted(old.keys() | new.keys()):

@@ -1,4 +1,5 @@
 """Finding the input's files. What is found and not taken is kept with its reason: no file vanishes."""
+
 from __future__ import annotations
 
 import contextlib
@@ -27,7 +28,7 @@ MOST_REASONS = 8
 
 
 @dataclass
-class Found:
+class InputFiles:
     """The input's files."""
 
     sources: list[Source] = field(default_factory=list)
@@ -54,7 +55,7 @@ class Found:
 
 def find_sources(
     patterns: Sequence[str], text_suffixes: Sequence[str] = TEXT_SUFFIXES, *, arrays: bool = False, tables: bool = False
-) -> Found:
+) -> InputFiles:
     """The input files of the command line, in its order; folders and patterns are sorted by path.
 
     A file that is named is taken. In a folder, at any depth, the names decide: RECORD_SUFFIXES and ``text_suffixes``,
@@ -67,7 +68,7 @@ def find_sources(
     """
     texts = tuple(text_suffixes)
     wanted = RAW_DATA_SUFFIXES + texts + (TABLE_SUFFIXES if tables else ())
-    found = Found()
+    found = InputFiles()
     seen: set[str] = set()
     for given in patterns:
         pattern = resolve_hub_name(given, DATASET)
@@ -82,7 +83,7 @@ def find_sources(
         found.not_taken |= dict(sorted(reasons.items()))
         taken = [path for path in paths if path not in reasons]
         if not taken:
-            others = Found(not_taken=reasons).notes()
+            others = InputFiles(not_taken=reasons).notes()
             raise UserError(
                 ". ".join([f"{pattern} holds no file to take ({', '.join(wanted)}, compressed or not)", *others])
             )

@@ -1,4 +1,5 @@
 """What a run of the preparation is to do, and what its workers give back."""
+
 from __future__ import annotations
 
 import argparse
@@ -101,7 +102,7 @@ def add_run_flags(data: argparse._ArgumentGroup, output: argparse._ArgumentGroup
 
 
 @dataclass(frozen=True)
-class Chat:
+class ChatFormat:
     """How records of a fine-tuning set become examples."""
 
     tokenizer: Tokenizer
@@ -122,7 +123,7 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Job:
+class PrepareJob:
     """What is encoded, the same for all blocks of a run."""
 
     sources: Sequence[Source]
@@ -131,7 +132,7 @@ class Job:
     max_line: int
     """Bytes."""
     append_eod: bool = False
-    chat: Chat | None = None
+    chat: ChatFormat | None = None
     """For a fine-tuning set: how records become examples."""
     not_taken: Mapping[str, str] = field(default_factory=dict)
     """Files that were found in folders and patterns and are no sources: path to reason."""
@@ -167,7 +168,7 @@ class BadRecord:
 
 
 @dataclass
-class Result:
+class BlockResult:
     """A block's documents as they go into the files, one entry per output, and the account of its lines."""
 
     tokens: list[bytes] = field(default_factory=list)
@@ -200,7 +201,7 @@ def short_time(seconds: float) -> str:
     return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
 
 
-class Progress:
+class ProgressBar:
     """Draws a bar on a terminal, and writes a line now and then where the output goes to a file."""
 
     def __init__(self, total: int, done: int = 0, stream: TextIO | None = None) -> None:

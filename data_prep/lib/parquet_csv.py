@@ -3,6 +3,7 @@
 A file comes in parts, parquet's row groups or Arrow's record batches, which workers can take on their own. Arrow is
 read in both its formats: with a footer, and the stream that Hugging Face's ``save_to_disk`` writes.
 """
+
 from __future__ import annotations
 
 import contextlib

@@ -17,8 +17,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from data_prep.lib.blocks import Block, BlockEncoder
-from data_prep.lib.job import Result
+from data_prep.lib.blocks import BlockEncoder, TextBlock
+from data_prep.lib.job import BlockResult
 from megatron_llama.system.errors import MachineError
 from megatron_llama.system.signals import exit_with_parent
 
@@ -69,14 +69,16 @@ class Pool:
             process.kill()
         self.executor._result_queue._writer.close()  # type: ignore[attr-defined]
 
-    def run(self, blocks: Iterator[Block], check_stop: Callable[[], None]) -> Iterator[tuple[Block, Result]]:
+    def run(
+        self, blocks: Iterator[TextBlock], check_stop: Callable[[], None]
+    ) -> Iterator[tuple[TextBlock, BlockResult]]:
         """Encodes all blocks and yields their results in order. ``check_stop`` is called often and may raise.
 
         Raises:
             UserError, MachineError: what a worker or the input raised; or a worker was killed.
             Stopped: by ``check_stop``.
         """
-        given: queue.SimpleQueue[tuple[Block, Future[Result]] | BaseException | None] = queue.SimpleQueue()
+        given: queue.SimpleQueue[tuple[TextBlock, Future[BlockResult]] | BaseException | None] = queue.SimpleQueue()
         room = threading.Semaphore(self.window)
         stopped = threading.Event()
 
@@ -106,7 +108,7 @@ class Pool:
                 if isinstance(item, BaseException):
                     raise item
                 block, future = item
-                result: Result = self._wait_for(lambda: future.result(timeout=POLL_SECONDS), check_stop)  # noqa: B023
+                result: BlockResult = self._wait_for(lambda: future.result(timeout=POLL_SECONDS), check_stop)  # noqa: B023
                 yield block, result
                 room.release()
         except BrokenProcessPool:
@@ -147,7 +149,7 @@ def _start_worker(encoder: BlockEncoder[Any], parent: int) -> None:
     exit_with_parent(parent)
 
 
-def _encode(block: Block) -> Result:
+def _encode(block: TextBlock) -> BlockResult:
     try:
         return _encoder.run(block)
     except MemoryError:

@@ -25,7 +25,7 @@ from megatron_llama.config.hf_config import short_name
 from megatron_llama.system.errors import LaunchFailed, MachineError, Stopped, UserError
 from megatron_llama.system.files import sha256_file, try_lock, user_cache, wait_for_lock
 
-MOST_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 """Of a file on disk. Beyond it preparation takes many minutes, which belong in a job of their own."""
 _NAME = "records"
 _VERSION = 2  # of what data_prep/sft.py makes of the same records; raise it when that changes
@@ -42,7 +42,7 @@ _TOKENIZER_FILES = (
 
 
 @dataclass(frozen=True)
-class Records:
+class RecordFile:
     """A file or folder of records, and where its dataset is or will be."""
 
     setting: str
@@ -58,7 +58,7 @@ class Records:
         return str(self.folder / f"{_NAME}_sft")
 
 
-def with_datasets(
+def prepare_datasets(
     config: Config, files: Iterable[tuple[str, str]], seq_length: int, *, make: bool, quiet: bool = False
 ) -> Config:
     """Return a copy of the config with a dataset in place of each of its files of records.
@@ -92,17 +92,17 @@ def _find_records(
     files: Iterable[tuple[str, str]],
     too_large: list[Problem],
     unreadable: list[Problem],
-) -> list[Records]:
+) -> list[RecordFile]:
     """Return the files of records that can be used; add the problems of the others to the two lists."""
-    found: list[Records] = []
+    found: list[RecordFile] = []
     tokenizer = raw_data_tokenizer(config)
     if tokenizer is None:  # a rule asks for it
         return found
     for setting, path in files:
         try:
             stamp = _stamp(path)
-            if (size := sum(size for _, size, _ in stamp)) > MOST_BYTES:
-                most = MOST_BYTES >> 20
+            if (size := sum(size for _, size, _ in stamp)) > MAX_BYTES:
+                most = MAX_BYTES >> 20
                 rule = f"has {size / 2**20:,.0f} MiB; up to {most} MiB are prepared at the start"
                 instead = f"make a dataset of it: {_command(path, tokenizer, data)}"
                 too_large.append(Problem(setting, path, rule, instead))
@@ -116,7 +116,7 @@ def _find_records(
         except UserError as error:
             unreadable.append(Problem(setting, path, str(error), "name a file of records, or a folder that holds some"))
             continue
-        found.append(Records(setting, path, tokenizer, folder, stamp))
+        found.append(RecordFile(setting, path, tokenizer, folder, stamp))
     return found
 
 
@@ -131,7 +131,7 @@ def _stamp(path: str) -> list[tuple[str, int, int]]:
     return [(file, one.st_size, one.st_mtime_ns) for file, one in zip(files, status, strict=True)]
 
 
-def _with_prefixes(config: Config, prepared: list[Records], *, all_prepared: bool) -> Config:
+def _with_prefixes(config: Config, prepared: list[RecordFile], *, all_prepared: bool) -> Config:
     """A copy of the config that names prepared datasets instead of their files."""
     prefixes = {(records.setting, records.path): records.prefix for records in prepared}
     config = copy.deepcopy(config)
@@ -162,7 +162,7 @@ def _key(path: str, records: list[str], tokenizer: str, data: DataConfig) -> str
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
 
 
-def _prepare_once(records: Records, data: DataConfig, quiet: bool) -> None:
+def _prepare_once(records: RecordFile, data: DataConfig, quiet: bool) -> None:
     """Prepares the dataset unless it exists: one process at a time, the others find it."""
     if records.folder.is_dir():
         if not quiet:
@@ -193,7 +193,7 @@ def _prepare_once(records: Records, data: DataConfig, quiet: bool) -> None:
         raise LaunchFailed(f"{records.path} can't be prepared in {cache}: {error.strerror or error}") from error
 
 
-def _prepare(records: Records, data: DataConfig, aside: Path) -> dict[str, Any]:
+def _prepare(records: RecordFile, data: DataConfig, aside: Path) -> dict[str, Any]:
     """Prepares the dataset in the folder ``aside`` and renames that; returns the dataset's manifest."""
     from data_prep.lib.job import RunOptions
     from data_prep.lib.sets import ExampleOptions, make_sft_set
@@ -238,7 +238,7 @@ def _command(path: str, tokenizer: str, data: DataConfig) -> str:
     return f"python data_prep/sft.py {shlex.join(words)}, and write datasets/{name}/{name}_sft"
 
 
-def _summary(records: Records, manifest: dict[str, Any]) -> str:
+def _summary(records: RecordFile, manifest: dict[str, Any]) -> str:
     changed = "".join(f"; {count:,} {what}" for what, count in manifest["changed"].items())
     return (
         f"{records.path}: {manifest['documents_written']:,} documents, {manifest['tokens']:,} tokens "

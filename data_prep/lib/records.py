@@ -4,6 +4,7 @@ OpenAI's and TRL's `messages`, ShareGPT's `conversations`, prompt and completion
 taken), Alpaca and Dolly, GSM8K. Other keys of a record are used, noted or refused, never dropped in
 silence.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -44,7 +45,7 @@ ALPACA_INPUT = (
 )
 
 
-def turns_of(record: Mapping[str, Any], format: str) -> tuple[Turns, list[str]]:
+def parse_turns(record: Mapping[str, Any], format: str) -> tuple[Turns, list[str]]:
     """A record's conversation up to its last answer, and notes on what was left out of it.
 
     Raises:

@@ -1,4 +1,5 @@
 """From files of records to one fine-tuning set: ``PREFIX_sft`` (tokens) and ``PREFIX_sft_mask`` (loss masks)."""
+
 from __future__ import annotations
 
 import hashlib
@@ -12,8 +13,8 @@ from typing import Any
 
 from data_prep.lib.dataset import make_dataset
 from data_prep.lib.encoders import Encoder, load_encoder
-from data_prep.lib.input_files import TEXT_SUFFIXES, Found, detect_keys, find_sources, sample_texts
-from data_prep.lib.job import Chat, Job, RunOptions
+from data_prep.lib.input_files import TEXT_SUFFIXES, InputFiles, detect_keys, find_sources, sample_texts
+from data_prep.lib.job import ChatFormat, PrepareJob, RunOptions
 from data_prep.lib.sources import Source, header_of, with_array
 from megatron_llama.config.data_settings import MASK_SUFFIX, is_table
 from megatron_llama.config.hf_config import resolve_hub_name
@@ -58,7 +59,7 @@ class ExampleOptions:
 
 
 def make_sft_set(
-    inputs: Sequence[str], examples: ExampleOptions, options: RunOptions, say: Callable[[str], None]
+    inputs: Sequence[str], examples: ExampleOptions, options: RunOptions, report: Callable[[str], None]
 ) -> dict[str, Any] | None:
     """Makes the set; returns the manifest of its tokens, None where other parts of the run are still to be done.
 
@@ -67,22 +68,22 @@ def make_sft_set(
         MachineError: the disk is full, a worker was killed.
         Stopped: a signal came; the same call goes on.
     """
-    found = find_records(inputs, examples, say)
-    chat = chat_of(examples, found.sources)
-    job = Job(found.sources, KEYS, options.max_line, chat=chat, not_taken=found.not_taken)
-    return make_dataset(job, options, Encoder(chat.tokenizer), say)
+    found = find_record_files(inputs, examples, report)
+    chat = build_chat_format(examples, found.sources)
+    job = PrepareJob(found.sources, KEYS, options.max_line, chat=chat, not_taken=found.not_taken)
+    return make_dataset(job, options, Encoder(chat.tokenizer), report)
 
 
-def find_records(inputs: Sequence[str], examples: ExampleOptions, say: Callable[[str], None]) -> Found:
+def find_record_files(inputs: Sequence[str], examples: ExampleOptions, report: Callable[[str], None]) -> InputFiles:
     """The input's files. Raises UserError."""
     found = find_sources(inputs, text_suffixes=(), arrays=True, tables=examples.template is not None)
     for note in found.notes():
-        say(note)
+        report(note)
     found.sources = [source if examples.is_table(source) else with_array(source) for source in found.sources]
     return found
 
 
-def chat_of(examples: ExampleOptions, sources: Sequence[Source]) -> Chat:
+def build_chat_format(examples: ExampleOptions, sources: Sequence[Source]) -> ChatFormat:
     """How the options make examples of these sources.
 
     Raises:
@@ -113,7 +114,7 @@ def chat_of(examples: ExampleOptions, sources: Sequence[Source]) -> Chat:
         raise UserError(f"--add-bos: {model} has no begin-of-text token")
     add_bos = bool(tokenizer.adds_bos and not own if examples.add_bos is None else examples.add_bos)
     decisive = {key: value for key, value in asdict(examples).items() if key != "tokenizer_model"}
-    return Chat(
+    return ChatFormat(
         tokenizer=tokenizer,
         pieces=pieces,
         format=examples.format if examples.format != "tsv" else "auto",
@@ -210,7 +211,7 @@ class TextOptions:
         return library, resolve_hub_name(model)
 
 
-def make_text_set(text: TextOptions, options: RunOptions, say: Callable[[str], None]) -> None:
+def make_text_set(text: TextOptions, options: RunOptions, report: Callable[[str], None]) -> None:
     """Makes the datasets. Notes on the input and the encoder go to stderr.
 
     Raises:
@@ -228,5 +229,5 @@ def make_text_set(text: TextOptions, options: RunOptions, say: Callable[[str], N
         raise UserError(f"--append-eod: the tokenizer {model} has no end-of-text token")
     for note in encoder.notes:
         sys.stderr.write(f"note: {note}\n")
-    job = Job(found.sources, tuple(keys), options.max_line, text.append_eod, not_taken=found.not_taken)
-    make_dataset(job, options, encoder, say)
+    job = PrepareJob(found.sources, tuple(keys), options.max_line, text.append_eod, not_taken=found.not_taken)
+    make_dataset(job, options, encoder, report)

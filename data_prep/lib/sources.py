@@ -3,6 +3,7 @@
 What a file is, its first bytes say: RedPajama's common_crawl is zstd although its names end in .json.gz. The name is
 asked only where the bytes can't tell, for .csv and text.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -94,7 +95,7 @@ def inspect(path: str, text_suffixes: tuple[str, ...]) -> Source:
     """
     try:
         status = os.stat(path)
-        pipe = stored(path) if is_pipe(status) else None
+        pipe = store_pipe(path) if is_pipe(status) else None
         if pipe is None and not stat.S_ISREG(status.st_mode):
             raise UserError(f"{path} is neither a file, a folder nor a pipe")
         with open(pipe.path if pipe else path, "rb") as file:
@@ -310,12 +311,12 @@ def _decompressor(path: str, kind: str) -> tuple[Callable[[], Any], tuple[type[E
 
 
 STDIN = "-"
-_kept: list[IO[bytes]] = []
+_open_pipes: list[IO[bytes]] = []
 """Open as long as this process and its workers live."""
 
 
 @dataclass(frozen=True)
-class Stored:
+class PipeCopy:
     """A pipe's content."""
 
     path: str
@@ -330,7 +331,7 @@ def is_pipe(status: os.stat_result) -> bool:
     return stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode) or stat.S_ISCHR(status.st_mode)
 
 
-def stored(path: str) -> Stored:
+def store_pipe(path: str) -> PipeCopy:
     """Reads a pipe to its end, into $TMPDIR.
 
     Raises:
@@ -350,9 +351,9 @@ def stored(path: str) -> Stored:
             file.flush()
     except OSError as error:
         raise UserError(f"can't store the pipe {path} in {tempfile.gettempdir()}: {error.strerror}") from None
-    _kept.append(file)
+    _open_pipes.append(file)
     name = f"/proc/self/fd/{file.fileno()}" if isinstance(file.name, int) else file.name
-    return Stored(name, size, int(digest.hexdigest()[:15], 16))
+    return PipeCopy(name, size, int(digest.hexdigest()[:15], 16))
 
 
 # Shares the lines of a fine-tuning set out over training and validation, in files of their own.

@@ -5,6 +5,7 @@ growing .bin, the documents' lengths, the quarantined lines and a journal. A che
 written after the data that it covers is on disk; what was written after the last checkpoint is cut
 off at the next start.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -19,8 +20,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from data_prep.lib.blocks import Block, Position
-from data_prep.lib.job import Result
+from data_prep.lib.blocks import BlockPosition, TextBlock
+from data_prep.lib.job import BlockResult
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import write_atomically
 
@@ -58,7 +59,7 @@ class Workspace:
             if path.name != "lock":
                 path.unlink()
         self._write_journal([{"identity": identity}])
-        self._open("wb")
+        self._open_files("wb")
 
     def resume(self, identity: dict[str, Any], checkpoint: dict[str, Any]) -> Ledger | None:
         """Cuts the files back to a checkpoint; None where they don't agree with it (after a power cut, say)."""
@@ -69,7 +70,7 @@ class Workspace:
         for name in self._data_files:
             os.truncate(self.folder / name, checkpoint["sizes"][name])
         self._write_journal([{"identity": identity}, checkpoint])
-        self._open("ab")
+        self._open_files("ab")
         return Ledger.from_json(checkpoint["ledger"])
 
     def _hash_prefix(self, name: str, size: int) -> str | None:
@@ -87,7 +88,7 @@ class Workspace:
         lines = "".join(json.dumps(entry) + "\n" for entry in entries)
         write_atomically(self.folder / JOURNAL, lines)
 
-    def _open(self, mode: str) -> None:
+    def _open_files(self, mode: str) -> None:
         for name in self._data_files:
             self._files[name] = open(self.folder / name, mode, buffering=0)
             self._hashes.setdefault(name, hashlib.sha256())
@@ -198,7 +199,7 @@ class Ledger:
     """Counts up to a position in the input."""
 
     keys: list[KeyCounts]
-    position: Position = field(default_factory=Position)
+    position: BlockPosition = field(default_factory=BlockPosition)
     line: int = 0
     """lines of the current source before the position"""
     documents_read: int = 0
@@ -210,11 +211,11 @@ class Ledger:
     learned: int = 0
     """of a fine-tuning set: tokens with loss"""
 
-    def add(self, block: Block, result: Result) -> None:
+    def add(self, block: TextBlock, result: BlockResult) -> None:
         """Takes a block's account in; bad lines have been seen to already."""
         for segment, lines in zip(block.segments, result.lines, strict=True):
             self.line = lines + (self.line if segment.source == self.position.source else 0)
-            self.position = Position(segment.source, segment.end)
+            self.position = BlockPosition(segment.source, segment.end)
         self.documents_read += result.documents_read
         self.text_bytes += result.text_bytes
         for record in result.bad:
@@ -244,7 +245,7 @@ class Ledger:
             counts.tokens += more.tokens
         self.check()
 
-    def line_before(self, block: Block, index: int, result: Result) -> int:
+    def line_before(self, block: TextBlock, index: int, result: BlockResult) -> int:
         """Lines of a segment's source before that segment of a block not yet added."""
         source = block.segments[index].source
         before = self.line if source == self.position.source else 0
@@ -273,4 +274,4 @@ class Ledger:
     def from_json(data: dict[str, Any]) -> Ledger:
         """From the journal, which holds it as ``dataclasses.asdict`` does."""
         keys = [KeyCounts(**counts) for counts in data["keys"]]
-        return Ledger(**{**data, "keys": keys, "position": Position(**data["position"])})
+        return Ledger(**{**data, "keys": keys, "position": BlockPosition(**data["position"])})

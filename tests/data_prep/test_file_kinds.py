@@ -26,13 +26,13 @@ from tests.data_prep.helpers import command, listing, manifest, outputs, referen
 pa = pytest.importorskip("pyarrow", reason="an extra")
 import pyarrow.parquet as pq  # noqa: E402
 
-Records = list[dict[str, Any]]
+Rows = list[dict[str, Any]]
 Make = Callable[..., int]
 TEXTS = [text.replace("\r", "") for text in some_texts(120)] + ["long " * 3000, 'a "quoted", one\nof two lines', ""]
-RECORDS: Records = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
+RECORDS: Rows = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
 
 
-def write_csv(path: Path, records: Records) -> Path:
+def write_csv(path: Path, records: Rows) -> Path:
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, ["id", "text"])
         writer.writeheader()
@@ -79,16 +79,16 @@ def test_each_kind_is_its_records(tmp_path: Path, make: Make, tokenizer: Path, k
 def test_every_block_is_a_place_to_go_on(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As blocks are cut, so are checkpoints: from each, the rest is exactly what had not come. Also for parquet with a
     row group that is too large for a worker, which is one stream."""
-    from data_prep.lib.blocks import Position, Slots, cut_blocks, segment_lines
+    from data_prep.lib.blocks import BlockPosition, Slots, cut_blocks, segment_lines
 
     path = WRITERS[kind](tmp_path)
     expected = list(read_lines(find_sources([str(path)]).sources[0]))
     assert [json.loads(line)["text"] for line in expected] == TEXTS
 
-    def lines_from(position: Position, size: int) -> list[tuple[Position, list[bytes]]]:
+    def lines_from(position: BlockPosition, size: int) -> list[tuple[BlockPosition, list[bytes]]]:
         slots, found = Slots(1000, size), find_sources([str(path)]).sources
         return [
-            (Position(one.source, one.end), segment_lines(one, found[one.source], slots, 1 << 20))
+            (BlockPosition(one.source, one.end), segment_lines(one, found[one.source], slots, 1 << 20))
             for block in cut_blocks(found, position, slots, 1 << 20, size)
             for one in block.segments
         ]
@@ -96,7 +96,7 @@ def test_every_block_is_a_place_to_go_on(tmp_path: Path, kind: str, monkeypatch:
     for largest in (sources.LARGEST_PART, 1):
         monkeypatch.setattr(sources, "LARGEST_PART", largest)
         for size in (100, 3000, 1 << 20):
-            segments, done = lines_from(Position(), size), 0
+            segments, done = lines_from(BlockPosition(), size), 0
             assert len(segments) > 1 or size == 1 << 20
             for position, lines in segments:
                 done += len(lines)
@@ -281,7 +281,7 @@ def test_pipes(tmp_path: Path, tokenizer: Path, packed: bool, by: str) -> None:
 
 def test_labelled_rows_are_asked_as_lines_of_a_tsv_are(tmp_path: Path, folder: Path) -> None:
     """Of .csv and .parquet alike; a label may be a number, and a row without one is bad."""
-    rows: Records = [{"index": 1, "sentence": "fine, and good", "label": 1}, {"index": 2, "sentence": "no", "label": 0}]
+    rows: Rows = [{"index": 1, "sentence": "fine, and good", "label": 1}, {"index": 2, "sentence": "no", "label": 0}]
     (tmp_path / "a.tsv").write_text("sentence\tlabel\n" + "fine, and good\t1\nno\t0\n")
     write_parquet(tmp_path / "a.parquet", rows)
     with open(tmp_path / "a.csv", "w", newline="") as file:

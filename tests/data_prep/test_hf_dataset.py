@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.lib.input_files import Found, find_sources
+from data_prep.lib.input_files import InputFiles, find_sources
 from data_prep.lib.sources import read_lines
 from megatron_llama.system.errors import UserError
 from tests.data_prep.columns import write_arrow, write_parquet
@@ -15,11 +15,11 @@ from tests.data_prep.columns import write_arrow, write_parquet
 TRAIN = ["one", "two"], ["three"]
 
 
-def texts(found: Found) -> list[str]:
+def texts(found: InputFiles) -> list[str]:
     return [json.loads(line)["text"] for source in found.sources for line in read_lines(source)]
 
 
-def reasons(found: Found) -> dict[str, str]:
+def reasons(found: InputFiles) -> dict[str, str]:
     return {Path(path).name: reason for path, reason in found.not_taken.items()}
 
 

@@ -53,7 +53,7 @@ def test_small_blocks_and_any_number_of_workers(
 @pytest.mark.parametrize("compression", ["", "gzip", "zstd", "xz", "bz2"])
 def test_every_block_size_gives_the_same_lines(tmp_path: Path, compression: str) -> None:
     """The cutting alone, at all block sizes from 1 byte on, resumed at every block's end."""
-    from data_prep.lib.blocks import Position, Slots, cut_blocks, segment_lines
+    from data_prep.lib.blocks import BlockPosition, Slots, cut_blocks, segment_lines
     from data_prep.lib.input_files import find_sources
 
     data = b"\n".join([b"a", b"", b"bcd", b"e" * 30, b"f\r", b"", b"gh" * 7]) + b"\nlast without a feed"
@@ -67,13 +67,13 @@ def test_every_block_size_gives_the_same_lines(tmp_path: Path, compression: str)
     expected = data.split(b"\n")
     for size in range(1, len(data) + 2):
         lines: list[bytes] = []
-        ends = [(Position(), 0)]
+        ends = [(BlockPosition(), 0)]
         slots = Slots(1000, size)
-        for block in cut_blocks(sources, Position(), slots, 1000, size):
+        for block in cut_blocks(sources, BlockPosition(), slots, 1000, size):
             for segment in block.segments:
                 lines += segment_lines(segment, sources[segment.source], slots, 1000)
             last = block.segments[-1]
-            ends.append((Position(last.source, last.end), len(lines)))
+            ends.append((BlockPosition(last.source, last.end), len(lines)))
         assert lines == expected, size
         for position, done in ends:
             slots = Slots(1000, size)
@@ -103,9 +103,9 @@ def test_folder_pattern_and_files_in_order(tmp_path: Path, preprocess: Run, toke
     assert "note: 2 of 7 files found are not taken" in done.stderr
     assert "manifest.json (one JSON value" in done.stderr and "README.txt (a text beside" in done.stderr
     assert "7 files found = 5 taken + 2 not taken" in done.stdout
-    account = manifest(tmp_path / "x")
-    assert [Path(path).name for path in account["files_not_taken"]] == ["README.txt", "manifest.json"]
-    assert account["files_found"] == account["files_taken"] + 2 == len(account["sources"]) + 2
+    report = manifest(tmp_path / "x")
+    assert [Path(path).name for path in report["files_not_taken"]] == ["README.txt", "manifest.json"]
+    assert report["files_found"] == report["files_taken"] + 2 == len(report["sources"]) + 2
 
 
 def test_text_folder_is_one_document_a_file(tmp_path: Path, preprocess: Run, tokenizer: Path) -> None:

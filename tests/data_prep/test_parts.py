@@ -16,7 +16,7 @@ import pytest
 
 from data_prep import preprocess, sft
 from data_prep.lib.blocks import Slots, cut_blocks, segment_lines
-from data_prep.lib.encoding_run import numbers_in_words, ranges
+from data_prep.lib.encoding_run import format_numbers, split_input
 from data_prep.lib.input_files import find_sources
 from megatron_llama.system.errors import MachineError, UserError
 from tests.data_prep.helpers import GOOD, killer, listing, manifest, some_texts, write_jsonl
@@ -86,7 +86,7 @@ def test_each_line_is_in_one_part_wherever_it_is_cut(tmp_path: Path) -> None:
     sources = find_sources([str(tmp_path)]).sources
     for count in range(1, sum(source.size for source in sources) + 3):
         lines: list[bytes] = []
-        for cut in ranges(sources, count):
+        for cut in split_input(sources, count):
             slots = Slots(100, 20)
             for block in cut_blocks(sources, cut.begin, slots, 1000, 20, cut.end):
                 for one in block.segments:
@@ -100,7 +100,7 @@ def test_parquet_is_cut_between_its_row_groups(tmp_path: Path, tokenizer: Path) 
 
     records = [{"text": text} for text in some_texts(200)]
     files = [write_parquet(tmp_path / "in/a.parquet", records), write_arrow(tmp_path / "in/b.arrow", records)]
-    cuts = ranges(find_sources([str(tmp_path / "in")]).sources, 6)
+    cuts = split_input(find_sources([str(tmp_path / "in")]).sources, 6)
     assert sum(cut.begin.offset > 0 for cut in cuts) >= 4, "both files are shared"
     for prefix, parts in (("one", [[]]), ("parts", [["--part", f"{number}/6"] for number in range(6, 0, -1)])):
         for part in parts:
@@ -124,7 +124,7 @@ def test_a_fine_tuning_set_in_parts(folder: Path, tmp_path: Path) -> None:
 PHASES = {
     "in the part": ("encoding_run.EncodingRun", "_take", 4),
     "before it is called done": ("workspace.Workspace", "close", 1),
-    "while it joins": ("dataset", "join", 1),
+    "while it joins": ("dataset", "join_parts", 1),
     "while the joined files grow": ("encoding_run", "_renumbered", 2),
     "in the index": ("encoding_run", "write_index", 1),
     "among the final names": ("encoding_run.os", "replace", 5),
@@ -222,4 +222,4 @@ def test_a_bad_line_of_a_part_says_where(tmp_path: Path, tokenizer: Path) -> Non
 
 
 def test_numbers_in_words() -> None:
-    assert numbers_in_words([1, 3, 4, 5, 8]) == "1, 3-5, 8" and numbers_in_words([2, 3]) == "2-3"
+    assert format_numbers([1, 3, 4, 5, 8]) == "1, 3-5, 8" and format_numbers([2, 3]) == "2-3"

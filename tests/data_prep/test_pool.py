@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from data_prep.lib.blocks import Block, BlockEncoder, Slots
-from data_prep.lib.job import Result
+from data_prep.lib.blocks import BlockEncoder, Slots, TextBlock
+from data_prep.lib.job import BlockResult
 from data_prep.lib.pool import Pool
 from megatron_llama.system.errors import MachineError
 
@@ -20,10 +20,10 @@ class DiesWhileSending:
     def __init__(self) -> None:
         self.slots = Slots(1, 1)
 
-    def run(self, block: Block) -> Result:
+    def run(self, block: TextBlock) -> BlockResult:
         if block.number == 3:
             connection.Connection._send = _send_half  # type: ignore[attr-defined]
-        return Result(tokens=[bytes(1000)])
+        return BlockResult(tokens=[bytes(1000)])
 
 
 def _send_half(self: connection.Connection, buffer: bytes) -> None:
@@ -31,9 +31,9 @@ def _send_half(self: connection.Connection, buffer: bytes) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def blocks() -> Iterator[Block]:
+def blocks() -> Iterator[TextBlock]:
     for number in range(100):
-        yield Block(number, [])
+        yield TextBlock(number, [])
 
 
 @pytest.mark.timeout(60)

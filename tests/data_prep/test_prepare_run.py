@@ -32,11 +32,11 @@ TALKS = [("the cat sat", "on the mat"), ("a dog", "and a cat"), ("Hello", "answe
 
 
 def with_prepared(config: Config) -> Config:
-    return prepare_run.with_datasets(config, raw_data_files(config.data), config.data.length, make=True)
+    return prepare_run.prepare_datasets(config, raw_data_files(config.data), config.data.length, make=True)
 
 
 def with_finished(config: Config) -> Config:
-    return prepare_run.with_datasets(config, raw_data_files(config.data), config.data.length, make=False)
+    return prepare_run.prepare_datasets(config, raw_data_files(config.data), config.data.length, make=False)
 
 
 @pytest.fixture(scope="module")

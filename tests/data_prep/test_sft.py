@@ -13,12 +13,12 @@ import pytest
 from data_prep import sft
 from data_prep.lib import records
 from data_prep.lib.records import REASONS as LINE_REASONS
-from data_prep.lib.sets import ExampleOptions, chat_of
+from data_prep.lib.sets import ExampleOptions, build_chat_format
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import encode_spans, load_own_template
 from megatron_llama.text.conversation import REASONS, Turn
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer
-from tests.data_prep.helpers import BAD_LINES, GOOD, assert_refused, command, killer, read, run_script, say
+from tests.data_prep.helpers import BAD_LINES, GOOD, assert_refused, chat_line, command, killer, read, run_script
 from tests.paths import ROOT
 
 
@@ -89,8 +89,8 @@ def test_truncation_at_the_border(folder: Path, tmp_path: Path, over: int) -> No
     words = next(words for words in range(200) if record(words)[1] >= 129 + over)
     turns, count = record(words)
     source = tmp_path / "chat.jsonl"
-    hopeless = say(("user", "q " * 400), ("assistant", "a"))
-    source.write_text(say(*((turn.role, turn.text) for turn in turns)) + "\n" + hopeless + "\n")
+    hopeless = chat_line(("user", "q " * 400), ("assistant", "a"))
+    source.write_text(chat_line(*((turn.role, turn.text) for turn in turns)) + "\n" + hopeless + "\n")
     done = prepare(folder, source, tmp_path / "out", "--on-bad-line", "skip", "--too-long", "truncate")
     assert done.returncode == 0, done.stderr
     (ids,), (mask,), manifest = read(tmp_path / "out")
@@ -112,8 +112,8 @@ def test_train_on_inputs_and_bos(folder: Path, tmp_path: Path, tokenizer: Path) 
     assert_refused(prepare(tokenizer, source, tmp_path / "no"), "no chat template", "--chat-template")
     assert_refused(prepare(folder, source, tmp_path / "no", "--add-bos"), "--add-bos is for named templates")
     with pytest.raises(UserError, match=r"no token <\|im_end\|>.*would not stop"):  # text never stops a model
-        chat_of(ExampleOptions(str(tokenizer), 8, chat_template="chatml"), [])
-    chat = chat_of(ExampleOptions(str(folder), 8, chat_template="chatml"), [])
+        build_chat_format(ExampleOptions(str(tokenizer), 8, chat_template="chatml"), [])
+    chat = build_chat_format(ExampleOptions(str(folder), 8, chat_template="chatml"), [])
     assert chat.tokenizer.control("<|im_end|>") is not None
 
 

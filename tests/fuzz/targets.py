@@ -12,7 +12,7 @@ from safetensors.torch import save as save_safetensors
 from data_prep.lib.blocks import START, ExampleEncoder, Slots, TextEncoder, cut_blocks
 from data_prep.lib.encoders import load_encoder
 from data_prep.lib.input_files import find_sources
-from data_prep.lib.job import Chat, Job
+from data_prep.lib.job import ChatFormat, PrepareJob
 from data_prep.lib.sources import with_array
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.hf_folder import INDEX, open_hf_folder
@@ -82,9 +82,9 @@ def read_weights(case: Path) -> None:
     for name, content in HF_FILES.items():
         if not (case / name).exists() and not (case / INDEX).exists():
             (case / name).write_bytes(content)
-    stored = open_hf_folder(case, MODEL)
-    for name in stored.tensors:
-        stored.rows(name)
+    store_pipe = open_hf_folder(case, MODEL)
+    for name in store_pipe.tensors:
+        store_pipe.rows(name)
 
 
 def read_adapter(case: Path) -> None:
@@ -130,10 +130,12 @@ def read_jsonl(case: Path) -> None:
     encoder = load_encoder("sentencepiece", str(case / "tokenizer.model"), "sentencepiece")
     sources = [with_array(source) for source in find_sources([str(case / "a.*")], arrays=True).sources]
     slots = Slots(64, 1 << 16)
-    text = Job(sources, ["text"], 1 << 16)
+    text = PrepareJob(sources, ["text"], 1 << 16)
     tokenizer = open_tokenizer(case / "tokenizer.model")
-    chat = Chat(tokenizer, NAMED_TEMPLATES["plain"].render_spans, "auto", None, {}, 64, True, False, False, False, {})
-    examples = Job(sources, ["input", "mask"], 1 << 16, chat=chat)
+    chat = ChatFormat(
+        tokenizer, NAMED_TEMPLATES["plain"].render_spans, "auto", None, {}, 64, True, False, False, False, {}
+    )
+    examples = PrepareJob(sources, ["input", "mask"], 1 << 16, chat=chat)
     for worker in (TextEncoder(text, encoder, slots), ExampleEncoder(examples, encoder, slots, chat)):
         for block in cut_blocks(sources, START, slots, 1 << 16, 1 << 16):
             result = worker.run(block)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.lib.sets import ExampleOptions, chat_of
+from data_prep.lib.sets import ExampleOptions, build_chat_format
 from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, TextSpan, encode_spans, load_own_template
 from megatron_llama.text.conversation import RecordError, Turn
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
@@ -171,7 +171,7 @@ def test_an_end_that_is_not_flagged_special(folder: Path, tmp_path: Path) -> Non
     (tmp_path / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
     tokenizer = HuggingFaceTokenizer(tmp_path)
     assert tokenizer.control_tokens == [] and "<|im_end|>" in tokenizer.added_tokens
-    assert shown(list(chat_of(ExampleOptions(str(tmp_path), 8), []).pieces(TALK))) == OWN["chatml"]
+    assert shown(list(build_chat_format(ExampleOptions(str(tmp_path), 8), []).pieces(TALK))) == OWN["chatml"]
 
 
 def test_a_template_is_rendered_in_a_sandbox() -> None:

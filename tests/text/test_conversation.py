@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from data_prep.lib.records import turns_of
+from data_prep.lib.records import parse_turns
 from megatron_llama.text.conversation import LABELLED, REASONS, RecordError, Turn, labelled_turns
 
 TWO = [Turn("user", "q"), Turn("assistant", "a")]
@@ -90,16 +90,16 @@ RECORDS: list[tuple[str, dict[str, Any], list[Turn]]] = [
 
 @pytest.mark.parametrize(("record", "turns"), [case[1:] for case in RECORDS], ids=[case[0] for case in RECORDS])
 def test_formats(record: dict[str, Any], turns: list[Turn]) -> None:
-    assert turns_of(record, "auto") == (turns, [])
+    assert parse_turns(record, "auto") == (turns, [])
 
 
 def test_alpaca_prompts_are_the_published_ones() -> None:
-    plain, _ = turns_of({"instruction": "Do it.", "input": "", "output": "Done."}, "auto")
+    plain, _ = parse_turns({"instruction": "Do it.", "input": "", "output": "Done."}, "auto")
     assert plain[0].text == (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request."
         "\n\n### Instruction:\nDo it.\n\n### Response:"
     )
-    given, _ = turns_of({"instruction": "Do it.", "input": "x", "output": "Done."}, "alpaca")
+    given, _ = parse_turns({"instruction": "Do it.", "input": "x", "output": "Done."}, "alpaca")
     assert given[0].text == (
         "Below is an instruction that describes a task, paired with an input that provides further context. "
         "Write a response that appropriately completes the request.\n\n"
@@ -110,11 +110,11 @@ def test_alpaca_prompts_are_the_published_ones() -> None:
 
 def test_alpaca_with_system_and_history_and_dolly() -> None:
     record = {"instruction": "I", "output": "O", "system": "S", "history": [["q", "a"]]}
-    turns, _ = turns_of(record, "auto")
+    turns, _ = parse_turns(record, "auto")
     assert [turn.role for turn in turns] == ["system", "user", "assistant", "user", "assistant"]
     assert [turn.text for turn in turns][::2] == ["S", "a", "O"] and "\nq\n" in turns[1].text and turns[2].learn
-    dolly, _ = turns_of({"instruction": "I", "context": "C", "response": "R", "category": "x"}, "auto")
-    assert dolly == turns_of({"instruction": "I", "input": "C", "output": "R"}, "alpaca")[0]
+    dolly, _ = parse_turns({"instruction": "I", "context": "C", "response": "R", "category": "x"}, "auto")
+    assert dolly == parse_turns({"instruction": "I", "input": "C", "output": "R"}, "alpaca")[0]
 
 
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
@@ -135,12 +135,12 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("reason", "record"), BAD)
 def test_what_would_change_what_is_learned_is_refused(reason: str, record: dict[str, Any]) -> None:
     with pytest.raises(RecordError) as refused:
-        turns_of(record, "auto")
+        parse_turns(record, "auto")
     assert refused.value.reason == reason and reason in REASONS
 
 
 def test_reasoning_beside_an_answer_is_noted() -> None:
-    assert turns_of({"messages": [Q, {**A, "reasoning_content": "r"}]}, "auto") == (
+    assert parse_turns({"messages": [Q, {**A, "reasoning_content": "r"}]}, "auto") == (
         TWO,
         ["reasoning beside an answer left out"],
     )
@@ -163,5 +163,5 @@ def test_what_is_left_out_is_noted() -> None:
     messages = [
         {"role": r, "content": c} for r, c in (("system", " "), ("user", "q"), ("assistant", "a"), ("user", "x"))
     ]
-    turns, notes = turns_of({"messages": messages}, "auto")
+    turns, notes = parse_turns({"messages": messages}, "auto")
     assert turns == TWO and notes == ["empty system turn left out", "turns after the last answer left out"]
