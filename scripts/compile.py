@@ -1,4 +1,4 @@
-"""Compile every graph of a run ahead of it: python scripts/compile.py model=llama7b trainer.tp=8 (see --help)."""
+"""Compile the graphs of a run ahead of time: python scripts/compile.py model=llama7b trainer.tp=8 (see --help)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with the machines of a run: python scripts/doctor.py model=llama7b trainer.tp=8 (see --help)."""
+"""Check the nodes of a run: python scripts/doctor.py model=llama7b trainer.tp=8 (see --help)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training step's pipeline, drawn: python scripts/pipeline.py trainer.pp=4 (see --help)."""
+"""Draw the pipeline of a training step: python scripts/pipeline.py trainer.pp=4 (see --help)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: python scripts/profile.py model=llama_2m trainer.tp=2 (see --help)."""
+"""Profile training steps: python scripts/profile.py model=llama_2m trainer.tp=2 (see --help)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sysconfig
 from pathlib import Path
 
 if __name__ == "profile":
-    # The standard library has a module of this name, which cProfile imports, and torch that. Python looks for it in the
-    # folder of the script first, whichever script of this folder runs: it gets what it asked for.
+    # This file shadows the standard library module of this name for all scripts of this folder. torch imports cProfile,
+    # which imports profile, so load the standard library module.
     _spec = importlib.util.spec_from_file_location("profile", Path(sysconfig.get_path("stdlib")) / "profile.py")
     assert _spec is not None and _spec.loader is not None
     sys.modules["profile"] = importlib.util.module_from_spec(_spec)

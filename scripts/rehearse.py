@@ -1,4 +1,4 @@
-"""A rank at its true size, on one core: python scripts/rehearse.py model=llama7b trainer.tp=8 (see --help)."""
+"""Rehearse a rank at its true size on one core: python scripts/rehearse.py model=llama7b trainer.tp=8 (see --help)."""
 
 from __future__ import annotations
 

@@ -1,38 +1,37 @@
-# Sourced by run.slurm, compile.slurm and prepare.slurm, in the repository's root: the environment that matters on a cluster, and the
-# step that starts the ranks. What you have set yourself (before sbatch, which hands it on) always wins.
+# Environment variables and functions of run.slurm, compile.slurm and prepare.slurm; sourced in the repository root.
+# Variables set by the user before sbatch take precedence.
 
-# SIGUSR1 comes before the time limit, SIGTERM when the job is cancelled or preempted; each may come at any moment. To
-# srun itself SIGTERM would mean: kill the ranks.
+# SIGUSR1 arrives before the time limit, SIGTERM on cancellation or preemption. Both are forwarded to srun as SIGUSR1,
+# because srun kills the ranks on SIGTERM.
 asked=0 step=''
 trap 'asked=1; [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null' USR1 TERM
 
 default() { [ -n "${!1+set}" ] || export "$1=$2"; }
 
-# --- The environment ------------------------------------------------------------------------------------------------
+# --- Environment ----------------------------------------------------------------------------------------------------
 default PYTHON "$([ -x .venv/bin/python ] && echo "$PWD/.venv/bin/python" || echo python3)"
-default PYTHONUNBUFFERED 1       # logs grow while the run does
-default PYTHONFAULTHANDLER 1     # a crash in C++ leaves the Python stack
+default PYTHONUNBUFFERED 1       # write logs immediately
+default PYTHONFAULTHANDLER 1     # print the Python stack after a crash in C++
 # MASTER_ADDR and MASTER_PORT   the launcher derives them: the job's first node, and a port from the job's number.
-# What only this job's processes know, so that no other can take a rank's place where they meet. srun hands it on; it is on
-# no command line.
+# Secret of the job's processes, which authenticates them at the rendezvous. srun passes it on; it is in no command line.
 default MEGATRON_LLAMA_SECRET "$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')"
-# GLOO_SOCKET_IFNAME            the launcher takes, on each node, the interface that leads to the first node.
-default NCCL_DEBUG WARN          # what went wrong; INFO also says which network is used
-default NCCL_SOCKET_IFNAME "^lo,docker,virbr,cni"   # never these; one name (eth0) takes only that
-# Elastic Fabric Adapter (AWS), where there is one. NCCL also needs the aws-ofi-nccl plugin in LD_LIBRARY_PATH.
+# GLOO_SOCKET_IFNAME            the launcher selects the interface that reaches the first node.
+default NCCL_DEBUG WARN          # errors only; INFO also logs the network
+default NCCL_SOCKET_IFNAME "^lo,docker,virbr,cni"   # exclude these; a name (eth0) selects only it
+# Elastic Fabric Adapter (AWS), if present. NCCL also needs the aws-ofi-nccl plugin in LD_LIBRARY_PATH.
 if readlink /sys/class/infiniband/*/device/driver 2>/dev/null | grep -q '/efa$'; then
     default FI_PROVIDER efa
     default FI_EFA_USE_DEVICE_RDMA 1
     default FI_EFA_FORK_SAFE 1   # ranks start processes (compilers) while memory is registered
 fi
-# Trainium: where the runtimes of all nodes meet. Not run on hardware.
+# Trainium: rendezvous of the runtimes of all nodes. Not tested on hardware.
 if [ -e /dev/neuron0 ]; then
     default NEURON_RT_ROOT_COMM_ID "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):62182"
 fi
 
-# --- The step -------------------------------------------------------------------------------------------------------
-# One task for each GPU; elsewhere one task for each node, which starts the ranks of that node (one for each Trainium or
-# Gaudi device, or what tp * pp * dp asks for on a CPU). `sbatch --ntasks-per-node=K` decides it otherwise.
+# --- Step -----------------------------------------------------------------------------------------------------------
+# With GPUs one task per GPU. Otherwise one task per node, which starts its ranks: one per Trainium or Gaudi device, or
+# tp * pp * dp ranks on CPU. `sbatch --ntasks-per-node=K` overrides this.
 tasks_per_node() {
     local devices=(/dev/nvidia[0-9]*)
     if [ -n "${SLURM_NTASKS_PER_NODE:-}" ]; then echo "$SLURM_NTASKS_PER_NODE"
@@ -40,17 +39,19 @@ tasks_per_node() {
     else echo "${SLURM_GPUS_ON_NODE:-${#devices[@]}}"; fi
 }
 
-# examine ARGUMENT...: the quick part of scripts/doctor.py, on all nodes. Returns 2 where a run is sure to break. Whatever
-# else becomes of it is no reason not to start. DOCTOR=0 leaves it out.
+# examine ARGUMENT...: run scripts/doctor.py --quick on all nodes. Returns 2 for a fatal problem; other failures do not
+# stop the job. DOCTOR=0 skips it.
 examine() {
     [ "${DOCTOR:-1}" = 0 ] || [ "$asked" = 1 ] && return 0
     timeout 180 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
         "$PYTHON" scripts/doctor.py --quick "$@"
 }
 
-# run_step PROGRAM ARGUMENT...: runs PROGRAM on all nodes and waits for it. Sets
-#   status  srun's      said  what the first rank left: its own exit status, or "running", or nothing
-#   asked   1 where a signal asked for the end; the ranks have got it too      logs  the folder of what they printed
+# run_step PROGRAM ARGUMENT...: run PROGRAM on all nodes and wait for it. Sets
+#   status  exit status of srun
+#   said    exit status of the first rank, "running", or empty
+#   asked   1 after a stop signal, which the ranks also received
+#   logs    folder of the ranks' output
 run_step() {
     local shown tasks
     tasks=$(tasks_per_node "$@")
@@ -65,12 +66,12 @@ run_step() {
         status=143 said=''
         return
     fi
-    # A task that ends badly ends all; one that is never heard of again ends 60 s after the others.
+    # A failing task ends all tasks; a hanging task is killed 60 s after the others have ended.
     srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$((SLURM_JOB_NUM_NODES * tasks))" --ntasks-per-node="$tasks" \
         --cpu-bind=none --kill-on-bad-exit=1 --wait=60 --open-mode=append --output="$logs/task_%t.txt" \
         "$PYTHON" "$@" &
     step=$!
-    [ "$asked" = 0 ] || kill -USR1 "$step" 2>/dev/null    # it came between the two lines above
+    [ "$asked" = 0 ] || kill -USR1 "$step" 2>/dev/null    # the signal arrived between the two lines above
     tail -n +1 -F --pid="$step" "$logs/task_0.txt" 2>/dev/null &
     shown=$!
     while kill -0 "$step" 2>/dev/null; do wait "$step"; done
@@ -81,7 +82,7 @@ run_step() {
     if [ "$status" != 0 ] && [ "$said" != 75 ] && [ "$said" != 2 ]; then show_failures; fi
 }
 
-# The end of what tasks other than the first printed about their failure; the first to fail comes last.
+# Print the last output of failed tasks other than the first task; the first to fail comes last.
 show_failures() {
     local file
     # shellcheck disable=SC2046

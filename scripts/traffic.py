@@ -1,4 +1,4 @@
-"""Bytes sent in a step, predicted and counted: python scripts/traffic.py model=llama7b trainer.tp=8 (see --help)."""
+"""Predict and count the bytes sent in a step: python scripts/traffic.py model=llama7b trainer.tp=8 (see --help)."""
 
 from __future__ import annotations
 

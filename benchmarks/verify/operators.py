@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from megatron_llama.tools.rehearse.cli import plan_rehearsal
 from megatron_llama.tools.rehearse.rehearsal import rehearse
-from megatron_llama.tools.rehearse.report import listed_as, published, unlisted
+from megatron_llama.tools.rehearse.report import find_listed_name, published_operators, unlisted_operators
 
 LAYOUTS = {
     "Trainium": ("experiment=llama2_7b_qnli_trainium", "model.num_hidden_layers=2", "trainer.global_batch_size=16"),
@@ -22,14 +22,14 @@ LAYOUTS = {
 def tables(name: str, overrides: tuple[str, ...]) -> Iterator[str]:
     """Markdown about the step that ``overrides`` describe."""
     plan, _notes = plan_rehearsal(overrides)
-    names = published(plan.config.device.name)
+    names = published_operators(plan.config.device.name)
     assert names is not None
     rehearsal = rehearse(plan, 0)
     aten = {found.name: found.view for found in rehearsal.operators if found.namespace == "aten"}
-    missing = unlisted(rehearsal.operators, names)
+    missing = unlisted_operators(rehearsal.operators, names)
     lacking = {found.name for found in missing}
     computing = [operator for operator, view in aten.items() if not view]
-    own = sum(listed_as(operator, names) == operator for operator in computing)
+    own = sum(find_listed_name(operator, names) == operator for operator in computing)
     other = len(computing) - own - len(lacking)
     yield f"## {name}: `{' '.join(overrides)}`"
     yield ""

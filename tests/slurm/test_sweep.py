@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.tools.sweep import starters
+from megatron_llama.tools.sweep import launchers
 from megatron_llama.tools.sweep.cli import main
 from tests.processes import losses
 from tests.slurm.cluster import Lab, Report
@@ -22,7 +22,7 @@ def test_each_run_of_a_sweep_is_a_job(
 ) -> None:
     for name, value in lab.client.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(starters, "ROOT", lab.checkout)
+    monkeypatch.setattr(launchers, "ROOT", lab.checkout)
     folder = tmp_path / "s"
     options = f"--nodes=2 --output={lab.checkout}/slurm-%j.out"
     line = ["-m", f"--slurm={options}", *TINY, "trainer.steps=3", "optim.lr=1e-3,1e-4", f"run.dir={folder}"]
@@ -40,7 +40,7 @@ def test_each_run_of_a_sweep_is_a_job(
 
     first = jobs()
     assert len(set(first)) == 2 and all((lab.checkout / "logs" / job).is_dir() for job in first)
-    assert main(line) == 0 and jobs() == first, "what is done is not submitted again"
+    assert main(line) == 0 and jobs() == first, "finished runs are not submitted again"
     report.add(
         "`python train.py -m '--slurm=--nodes 2' optim.lr=1e-3,1e-4`: a job each, then the table", f"{seconds:.0f} s"
     )

@@ -1,1 +1,1 @@
-"""Training curves of different runs, machines and programs: read, aligned, drawn and judged."""
+"""Comparison of training curves of different runs, machines and programs: ``scripts/compare.py``."""

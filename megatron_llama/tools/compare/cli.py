@@ -1,9 +1,6 @@
-"""Compare training curves: python scripts/compare.py RUN_A RUN_B [...] --tolerance 0.01
-
-Reads run folders, TensorBoard folders, metrics.jsonl and trainer_state.json, of this program, NeMo, Megatron-LM and
-Hugging Face's Trainer. Prints a table and a verdict, and draws the curves and their gap. docs/guides/tools/compare.md
-explains.
-"""
+"""Compare training curves of run folders, TensorBoard folders, metrics.jsonl and trainer_state.json files of this
+project, NeMo, Megatron-LM, Lightning and the Hugging Face Trainer. Prints a table and a verdict, and draws the curves
+and their gap. See docs/guides/tools/compare.md."""
 
 from __future__ import annotations
 
@@ -22,11 +19,11 @@ if TYPE_CHECKING:  # these need numpy, which --help does not
     from megatron_llama.tools.compare.runs import Run
     from megatron_llama.tools.compare.verdict import Comparison
 
-STATUS = "Exit status: 0 the curves agree, 1 they don't, 2 wrong arguments or a run that can't be read."
+STATUS = "Exit status: 0 the curves agree, 1 they differ, 2 wrong arguments or an unreadable run."
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``scripts/compare.py`` with ``argv``; returns the exit status."""
+    """Run ``scripts/compare.py`` with ``argv``; return the exit status."""
     arguments = parser().parse_args(argv)
     try:
         comparison = compare_runs(arguments)
@@ -42,39 +39,37 @@ def main(argv: Sequence[str]) -> int:
         picture.write_bytes(draw(comparison))
         page.write_text(as_html(comparison), encoding="utf-8")
     except OSError as error:
-        sys.stderr.write(f"The report can't be written: {error}\n")
+        sys.stderr.write(f"cannot write the report: {error}\n")
         return EXIT_USER
     sys.stdout.write(f"\n{picture}\n{page}\n")
     return 0 if comparison.agree else EXIT_FAILED
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments of scripts/compare.py."""
-    made = argparse.ArgumentParser(
-        description=__doc__, epilog=STATUS, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = made.add_argument
-    add("reference", metavar="RUN_A", help="the run that the others are compared with")
-    add("others", metavar="RUN_B", nargs="+", help="runs compared with it")
-    about = "largest relative gap of the smoothed curves (default 0.01)"
-    add("--tolerance", type=float, default=0.01, help=about)
-    about = "further runs of RUN_A with other seeds: their mean becomes the reference, their spread is allowed"
-    add("--seeds", nargs="+", default=[], metavar="RUN", help=about)
-    about = "samples to smooth over (default: 5%% of what is compared, 8 steps at least)"
-    add("--window", type=float, help=about)
-    about = "share of RUN_A's samples that all runs must have; below it they don't agree (default 0.9)"
-    add("--min-overlap", type=float, default=0.9, metavar="SHARE", help=about)
-    about = "what a series is called where no built-in name fits: loss=NAME, samples=NAME, step_time=NAME"
-    add("--tag", action="append", default=[], metavar="ROLE=NAME", help=about)
-    about = "global batch size of runs that log steps only"
-    add("--samples-per-step", action="append", default=[], metavar="[RUN=]N", help=about)
-    about = "writes PREFIX.png and PREFIX.html (default: comparison)"
-    add("--out", default="comparison", metavar="PREFIX", help=about)
-    return made
+    """Build the argument parser of scripts/compare.py."""
+    result = argparse.ArgumentParser(description=__doc__, epilog=STATUS)
+    add = result.add_argument
+    add("reference", metavar="RUN_A", help="reference run")
+    add("others", metavar="RUN_B", nargs="+", help="runs to compare with RUN_A")
+    text = "largest relative gap of the smoothed curves (default 0.01)"
+    add("--tolerance", type=float, default=0.01, help=text)
+    text = "further runs of RUN_A with other seeds: the mean of all is the reference, and their spread is allowed"
+    add("--seeds", nargs="+", default=[], metavar="RUN", help=text)
+    text = "smoothing window in samples (default: 5%% of the compared samples, at least 8 steps)"
+    add("--window", type=float, help=text)
+    text = "minimum share of RUN_A's samples that all runs must have to agree (default 0.9)"
+    add("--min-overlap", type=float, default=0.9, metavar="SHARE", help=text)
+    text = "name of a series without a built-in name: loss=NAME, samples=NAME, step_time=NAME"
+    add("--tag", action="append", default=[], metavar="ROLE=NAME", help=text)
+    text = "global batch size of runs that log steps but not samples"
+    add("--samples-per-step", action="append", default=[], metavar="[RUN=]N", help=text)
+    text = "write PREFIX.png and PREFIX.html (default: comparison)"
+    add("--out", default="comparison", metavar="PREFIX", help=text)
+    return result
 
 
 def compare_runs(arguments: argparse.Namespace) -> Comparison:
-    """Reads the runs and compares them. Raises ConfigError with everything that is wrong with the arguments."""
+    """Read and compare the runs. Raises ConfigError with all errors in the arguments."""
     from megatron_llama.tools.compare.runs import read_run
     from megatron_llama.tools.compare.verdict import compare
 
@@ -103,12 +98,13 @@ def compare_runs(arguments: argparse.Namespace) -> Comparison:
 
 
 def labels(paths: Sequence[str]) -> list[str]:
-    """A short name for each path: as many of its last parts as tell it from the others."""
+    """Return a short unique name for each path: its last parts."""
     parts = [tuple(part for part in PurePath(path).parts if part not in FILES_OF_A_RUN) or (path,) for path in paths]
-    names = [own[-1] for own in parts]
+    names = [path_parts[-1] for path_parts in parts]
     for depth in range(2, 1 + max(map(len, parts))):
         names = [
-            "/".join(own[-depth:]) if names.count(name) > 1 else name for own, name in zip(parts, names, strict=True)
+            "/".join(path_parts[-depth:]) if names.count(name) > 1 else name
+            for path_parts, name in zip(parts, names, strict=True)
         ]
     return [
         f"{name} ({names[:index].count(name) + 1})" if name in names[:index] else name
@@ -120,28 +116,28 @@ def _wrong_numbers(arguments: argparse.Namespace) -> Iterator[Problem]:
     if not (math.isfinite(arguments.tolerance) and arguments.tolerance >= 0):
         yield Problem("--tolerance", arguments.tolerance, "must be at least 0", "write --tolerance 0.01")
     if arguments.window is not None and not arguments.window > 0:
-        yield Problem("--window", arguments.window, "must be above 0, in samples", "leave it out")
+        yield Problem("--window", arguments.window, "must be above 0, in samples", "omit --window")
     if not 0 <= arguments.min_overlap <= 1:
         yield Problem("--min-overlap", arguments.min_overlap, "must be a share from 0 to 1", "write --min-overlap 0.9")
     known = {Path(path).resolve() for path in (arguments.reference, *arguments.others)}
     for path in arguments.seeds:
         where = Path(path).resolve()
         if where in known:
-            rule = "is named twice: seeds are further runs, and a run can't be compared with a mean that it is part of"
-            yield Problem("--seeds", path, rule, "name each run once")
+            rule = "is given twice: a run cannot be compared with a mean that includes it"
+            yield Problem("--seeds", path, rule, "give each run once")
         known.add(where)
 
 
-def _samples_per_step(given: Sequence[str], paths: Sequence[str], problems: list[Problem]) -> dict[str, float]:
-    """{path: samples} from N, whose path is "", or PATH=N."""
+def _samples_per_step(texts: Sequence[str], paths: Sequence[str], problems: list[Problem]) -> dict[str, float]:
+    """Parse PATH=N, or N with the path "", to {path: samples}."""
     sizes: dict[str, float] = {}
-    for text in given:
+    for text in texts:
         path, _, number = text.rpartition("=")
         try:
             sizes[path] = float(number)
         except ValueError:
             sizes[path] = math.nan
         if not 0 < sizes[path] < math.inf or (path and path not in paths):
-            rule = "must be N, or RUN=N with a run as it is written beside it"
-            problems.append(Problem("--samples-per-step", text, rule, "write the global batch size, 256"))
+            rule = "must be N, or RUN=N with RUN as given on the command line"
+            problems.append(Problem("--samples-per-step", text, rule, "write the global batch size, such as 256"))
     return sizes

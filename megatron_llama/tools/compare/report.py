@@ -1,4 +1,5 @@
-"""A comparison in words: the verdict, the table of figures, the notes."""
+"""Report of a comparison: verdict, table, notes, HTML page and picture."""
+
 from __future__ import annotations
 
 import base64
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_llama.system.tables import short_count, text_table
-from megatron_llama.tools.compare.verdict import Compared, Comparison
+from megatron_llama.tools.compare.verdict import Comparison, RunComparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,26 +27,26 @@ LABELS = (
 
 
 def verdict(comparison: Comparison) -> str:
-    """The verdict in a sentence."""
-    apart = [one.run.name for one in comparison.compared if not one.agrees]
+    """Format the verdict."""
+    differing = [item.run.name for item in comparison.compared if not item.agrees]
     to = comparison.reference.name
     measure = f"a tolerance of {comparison.tolerance:.3g} (relative)"
     if comparison.seeds:
         measure += f" and the spread of {len(comparison.seeds) + 1} seeds"
-    if not apart and not comparison.covered:
+    if not differing and not comparison.covered:
         return (
-            f"Only {comparison.overlap:.0%} of {to}'s samples could be compared, and {comparison.min_overlap:.0%} are "
-            "required (--min-overlap): no verdict, which counts as not agreeing."
+            f"Only {comparison.overlap:.0%} of {to}'s samples could be compared; {comparison.min_overlap:.0%} are "
+            "required (--min-overlap): no verdict, exit status 1."
         )
-    if not apart:
-        what = "The curve agrees" if len(comparison.compared) == 1 else "The curves agree"
-        return f"{what} with {to} within {measure}."
-    names = " and ".join(filter(None, [", ".join(apart[:-1]), apart[-1]]))
-    return f"{names} {'does' if len(apart) == 1 else 'do'} not agree with {to} within {measure}."
+    if not differing:
+        subject = "The curve agrees" if len(comparison.compared) == 1 else "The curves agree"
+        return f"{subject} with {to} within {measure}."
+    names = " and ".join(filter(None, [", ".join(differing[:-1]), differing[-1]]))
+    return f"{names} {'does' if len(differing) == 1 else 'do'} not agree with {to} within {measure}."
 
 
 def rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """The table: a row per figure, a column for the reference and for each run compared with it."""
+    """Build the table: a row per quantity, a column per run."""
     final = comparison.reference_final
     columns = [LABELS, (f"{final:.4f}", "", "", "", _speed(comparison.reference.speed), "reference")]
     for one in comparison.compared:
@@ -69,8 +70,8 @@ def _speed(speed: float | None) -> str:
     return "not logged" if speed is None else f"{speed:,.4g}"
 
 
-def how(comparison: Comparison) -> str:
-    """What was compared, in a sentence."""
+def method(comparison: Comparison) -> str:
+    """Describe the compared samples and the smoothing."""
     grid = comparison.grid
     window = short_count(grid.window * grid.width)
     return (
@@ -80,7 +81,7 @@ def how(comparison: Comparison) -> str:
 
 
 def notes(comparison: Comparison) -> Iterator[str]:
-    """What a reader should know beside the table."""
+    """Yield notes on the runs and the comparison."""
     runs = [comparison.reference, *comparison.seeds, *(one.run for one in comparison.compared)]
     for run in runs:
         yield from (f"{run.name}: {note}." for note in run.notes)
@@ -92,41 +93,48 @@ def notes(comparison: Comparison) -> Iterator[str]:
     lengths = {run.name: run.tokens_per_sample for run in runs if run.tokens_per_sample}
     if lengths and max(lengths.values()) > 1.01 * min(lengths.values()):
         each = ", ".join(f"{name} {length:,.0f}" for name, length in lengths.items())
-        yield f"The sequences are not equally long ({each} tokens), so equal samples are not equal tokens."
+        yield f"The sequence lengths differ ({each} tokens), so equal samples are not equal tokens."
     if comparison.seeds:
         noise = comparison.band - comparison.tolerance
-        yield f"The seeds' noise allows ±{float(noise.min()):.2%} to ±{float(noise.max()):.2%} beside the tolerance."
+        yield f"The spread of the seeds adds ±{float(noise.min()):.2%} to ±{float(noise.max()):.2%} to the tolerance."
     for one in comparison.compared:
-        yield from _about(one, comparison)
+        yield from _run_notes(one, comparison)
 
 
-def _about(one: Compared, comparison: Comparison) -> Iterator[str]:
+def _run_notes(one: RunComparison, comparison: Comparison) -> Iterator[str]:
     outside = bool((abs(one.gap) > comparison.band).any())
     if one.divergence is not None:
         yield f"{one.run.name}: {one.divergence.reason}, from {one.divergence.start:,.0f} samples on."
     elif outside:
         yield (
-            f"{one.run.name} was outside the band, but for shorter than a divergence (the largest gap is at "
+            f"{one.run.name} was outside the band, but too briefly for a divergence (largest gap at "
             f"{one.largest_at:,.0f} samples)."
         )
     if outside and not comparison.seeds and one.noise > comparison.tolerance / 2:
         yield (
-            f"{one.run.name}: noise from step to step alone makes smoothed gaps of ±{one.noise:.2%}. Give further "
-            "seeds of the first run (--seeds), a larger --window or a larger --tolerance."
+            f"{one.run.name}: noise between steps alone causes smoothed gaps of ±{one.noise:.2%}. Use more seeds "
+            "of the first run (--seeds), a larger --window or a larger --tolerance."
         )
 
 
 def as_text(comparison: Comparison) -> str:
-    """The table, what was done, and the verdict, for a terminal."""
+    """Format table, notes and verdict as text."""
     head = ("", comparison.reference.name, *(one.run.name for one in comparison.compared))
-    lines = [*text_table([head, *rows(comparison)]), "", how(comparison), *notes(comparison), "", verdict(comparison)]
+    lines = [
+        *text_table([head, *rows(comparison)]),
+        "",
+        method(comparison),
+        *notes(comparison),
+        "",
+        verdict(comparison),
+    ]
     return "\n".join(lines) + "\n"
 
 
-# A comparison as one HTML page that needs nothing else: no script, no other file, no network.
+# HTML page without scripts, other files or network access.
 
 
-# The browser takes the picture that fits the screen's width and the reader's light or dark theme.
+# The browser selects the picture by screen width and theme.
 PAGE = """\
 <!doctype html>
 <html lang="en">
@@ -141,13 +149,13 @@ img { width: 100%; }
 div { overflow-x: auto; } td, th { text-align: left; padding: .2rem 1.2rem .2rem 0; white-space: nowrap; }
 </style>
 <h1>{{ verdict }}</h1>
-<p>{{ how }}</p>
+<p>{{ method }}</p>
 <picture>
 {%- for media, png in pictures.items() %}
 <source media="{{ media }}" srcset="data:image/png;base64,{{ png }}">
 {%- endfor %}
 <img src="data:image/png;base64,{{ picture }}"
-alt="Above, the loss over consumed samples, smoothed; below, the relative gap and the band that it may stay in.">
+alt="Top: smoothed loss over consumed samples; bottom: relative gap and allowed band.">
 </picture>
 <div><table>
 <tr><th>{% for run in runs %}<th>{{ run.name }}{% endfor %}
@@ -160,23 +168,23 @@ alt="Above, the loss over consumed samples, smoothed; below, the relative gap an
 
 
 def as_html(comparison: Comparison) -> str:
-    """The report as a page for wide and narrow screens, light and dark."""
+    """Render the report as an HTML page for large and small screens, light and dark."""
     import jinja2  # torch requires it
 
-    def png(inches: tuple[float, float] = WIDE, dark: bool = False) -> str:
+    def png(inches: tuple[float, float] = LARGE_INCHES, dark: bool = False) -> str:
         return base64.b64encode(draw(comparison, inches, dark)).decode("ascii")
 
-    narrow, dark = "(max-width: 600px)", "(prefers-color-scheme: dark)"
+    small_screen, dark = "(max-width: 600px)", "(prefers-color-scheme: dark)"
     pictures = {
-        f"{narrow} and {dark}": png(NARROW, dark=True),
-        narrow: png(NARROW),
+        f"{small_screen} and {dark}": png(SMALL_INCHES, dark=True),
+        small_screen: png(SMALL_INCHES),
         dark: png(dark=True),
     }
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(PAGE)
     return template.render(
         agree=comparison.agree,
         verdict=verdict(comparison),
-        how=how(comparison),
+        method=method(comparison),
         pictures=pictures,
         picture=png(),
         runs=[comparison.reference, *(one.run for one in comparison.compared)],
@@ -185,13 +193,13 @@ def as_html(comparison: Comparison) -> str:
     )
 
 
-# The curves and their gap as a picture. matplotlib is imported when one is drawn.
+# Picture of the curves and their gap. matplotlib is imported late.
 
 
-# Bins drawn as thin lines; more would only be ink.
-MOST_POINTS = 4000
-WIDE, NARROW = (9.0, 6.4), (4.2, 6.0)
-"""Inches, for a screen and for a phone."""
+# Largest number of bins drawn as thin lines.
+MAX_POINTS = 4000
+LARGE_INCHES, SMALL_INCHES = (9.0, 6.4), (4.2, 6.0)
+"""Size of the picture for a screen and for a phone."""
 STYLE = {
     "axes.grid": True,
     "axes.axisbelow": True,
@@ -205,10 +213,10 @@ STYLE = {
 REFERENCE = "C0"
 
 
-def draw(comparison: Comparison, inches: tuple[float, float] = WIDE, dark: bool = False) -> bytes:
-    """The picture, as the bytes of a PNG: loss above, relative gap and its band below, both over samples.
+def draw(comparison: Comparison, inches: tuple[float, float] = LARGE_INCHES, dark: bool = False) -> bytes:
+    """Draw loss and relative gap over samples; return the bytes of a PNG.
 
-    A ``dark`` one has light lines and no background, for a dark page.
+    ``dark`` draws light lines without a background.
     """
     import matplotlib
 
@@ -235,17 +243,17 @@ def _losses(axes: Axes, comparison: Comparison) -> None:
     name = comparison.reference.name + (f" (mean of {seeds} seeds)" if seeds > 1 else "")
     drawn = [(name, comparison.reference_bins, comparison.reference_curve, REFERENCE)]
     drawn += [(one.run.name, one.bins, one.curve, f"C{index + 1}") for index, one in enumerate(comparison.compared)]
-    for order, (label, bins, curve, colour) in enumerate(drawn):
-        every = -(-len(bins) // MOST_POINTS)
+    for order, (label, bins, curve, color) in enumerate(drawn):
+        every = -(-len(bins) // MAX_POINTS)
         middles = (grid.edges[:-1] + grid.edges[1:]) / 2
-        axes.plot(middles[::every], bins[::every], color=colour, alpha=0.25, linewidth=0.8)
-        style = "-" if order == 0 else (0, (4, 1.2))  # so that curves on top of each other are both seen
-        axes.plot(grid.centres, curve, color=colour, linewidth=2.0, linestyle=style, label=label)
+        axes.plot(middles[::every], bins[::every], color=color, alpha=0.25, linewidth=0.8)
+        style = "-" if order == 0 else (0, (4, 1.2))  # dashes keep overlapping curves visible
+        axes.plot(grid.centers, curve, color=color, linewidth=2.0, linestyle=style, label=label)
     if seeds > 1:
         noise = (comparison.band - comparison.tolerance) * np.abs(comparison.reference_curve)
         low, high = comparison.reference_curve - noise, comparison.reference_curve + noise
-        axes.fill_between(grid.centres, low, high, color=REFERENCE, alpha=0.15, linewidth=0, label="seeds")
-    # The axis shows what the smoothed curves need, so that a spike does not press them flat.
+        axes.fill_between(grid.centers, low, high, color=REFERENCE, alpha=0.15, linewidth=0, label="seeds")
+    # Scale the axis to the smoothed curves, so that a spike does not flatten them.
     values = np.concatenate([curve for _, _, curve, _ in drawn])
     values = values[np.isfinite(values)]
     if len(values):
@@ -256,17 +264,17 @@ def _losses(axes: Axes, comparison: Comparison) -> None:
 
 
 def _gaps(axes: Axes, comparison: Comparison) -> None:
-    centres, band = comparison.grid.centres, 100 * comparison.band
-    if len(centres) == 1:  # a band has no width in one point
-        centres, band = comparison.grid.edges[[0, -1]], np.repeat(band, 2)
-    axes.fill_between(centres, -band, band, color=REFERENCE, alpha=0.12, linewidth=0)
+    centers, band = comparison.grid.centers, 100 * comparison.band
+    if len(centers) == 1:  # one point has no width
+        centers, band = comparison.grid.edges[[0, -1]], np.repeat(band, 2)
+    axes.fill_between(centers, -band, band, color=REFERENCE, alpha=0.12, linewidth=0)
     axes.axhline(0, color=REFERENCE, linewidth=1.2)
-    marker = "o" if len(comparison.grid.centres) == 1 else None
+    marker = "o" if len(comparison.grid.centers) == 1 else None
     for index, one in enumerate(comparison.compared):
-        colour = f"C{index + 1}"
-        axes.plot(comparison.grid.centres, 100 * one.gap, color=colour, linewidth=1.6, marker=marker)
+        color = f"C{index + 1}"
+        axes.plot(comparison.grid.centers, 100 * one.gap, color=color, linewidth=1.6, marker=marker)
         if one.divergence is not None:
-            axes.axvline(one.divergence.start, color=colour, linewidth=1, linestyle=":")
+            axes.axvline(one.divergence.start, color=color, linewidth=1, linestyle=":")
             axes.annotate(
                 f"diverges at {short_count(one.divergence.start)}",
                 (one.divergence.start, 0.97 - 0.1 * index),
@@ -275,7 +283,7 @@ def _gaps(axes: Axes, comparison: Comparison) -> None:
                 textcoords="offset points",
                 va="top",
                 fontsize=8,
-                color=colour,
+                color=color,
             )
     gaps = np.concatenate([band, *(100 * np.abs(one.gap) for one in comparison.compared)])
     reach = 1.15 * float(np.nanmax(gaps[np.isfinite(gaps)])) or 1.0

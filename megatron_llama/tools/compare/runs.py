@@ -1,4 +1,5 @@
-"""A run as a curve: loss over consumed samples, and how fast it went."""
+"""Read a run as a curve of the loss over consumed samples, with its speed."""
+
 from __future__ import annotations
 
 import math
@@ -11,75 +12,77 @@ import numpy as np
 from megatron_llama.tools.compare.logs import (
     OVER_SAMPLES,
     Log,
-    Program,
+    LogFormat,
     Series,
-    first,
+    detect_format,
+    first_logged,
     known_losses,
-    program_of,
     read_log,
-    refused,
+    run_error,
 )
 from megatron_llama.train.loss_curve import Floats
 
-# Series that a message lists.
-MOST_LISTED = 40
+# Largest number of series listed in a message.
+MAX_LISTED = 40
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is compared."""
+    """A training curve with its origin."""
 
     name: str
     source: Path
-    """The file or folder that was read."""
+    """Log file or folder."""
     program: str
-    """Whose names it logs under."""
+    """Name of the training program."""
     samples: Floats
     """Sequences consumed after each logged step, ascending, each once."""
     losses: Floats
-    """Loss of each logged step, nats per token; NaN where it was not finite."""
+    """Loss of each logged step, nats per token; NaN if not finite."""
     speed: float | None = None
-    """Sequences per second, the median over the steps; None where the log does not have it."""
+    """Median sequences per second; None if not logged."""
     tokens_per_sample: float | None = None
-    """Sequence length, all tokens over all samples; None where the log does not have it."""
+    """Mean sequence length; None if not logged."""
     notes: tuple[str, ...] = ()
-    """What the reader of a report should know about the log."""
+    """Notes on the log for the report."""
 
     @property
     def step(self) -> float:
-        """Samples between two logged steps, the median."""
+        """Median number of samples between logged steps."""
         return float(np.median(np.diff(self.samples)))
 
 
 def read_run(path: str, name: str, tags: Mapping[str, Sequence[str]], samples_per_step: float | None) -> Run:
-    """The run at ``path``. Raises ConfigError where there is none that can be compared.
+    """Read the run at ``path``. Raises ConfigError if it cannot be compared.
 
-    ``tags`` are the user's names by role; ``samples_per_step`` is the global batch size of a run that logs steps only.
+    Args:
+        tags: Series names given by the user, by role.
+        samples_per_step: Global batch size of a run that logs no samples.
     """
     log = read_log(Path(path))
     names = sorted(log.series)
-    listed = ", ".join(names[:MOST_LISTED])
-    listed += f", and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
-    program = program_of(names, tags)
+    listed = ", ".join(names[:MAX_LISTED])
+    listed += f", and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    program = detect_format(names, tags)
     if program is None:
         looked_for = ", ".join(tags["loss"]) if "loss" in tags else known_losses()
-        rule = f"has no training loss in {log.source.name} (looked for: {looked_for})"
-        raise refused(path, rule, f"write --tag loss=NAME; there are: {listed}")
-    tag = first(program.loss, log.series) or ""
+        rule = f"has no training loss in {log.source.name} (names tried: {looked_for})"
+        raise run_error(path, rule, f"write --tag loss=NAME; available: {listed}")
+    tag = first_logged(program.loss, log.series) or ""
     if tag + OVER_SAMPLES in log.series:
         tag += OVER_SAMPLES
     curve = _curve(log, program, tag, samples_per_step)
     if curve is None:
-        rule = "logs steps only, and curves are aligned on consumed samples"
-        instead = f"write --samples-per-step {path}=N, its global batch size; or --tag samples=NAME; there are: "
-        raise refused(path, rule, instead + listed)
+        rule = "logs no consumed samples, on which curves are aligned"
+        instead = f"write --samples-per-step {path}=N (global batch size) or --tag samples=NAME; available: "
+        raise run_error(path, rule, instead + listed)
     samples, losses = curve
     if len(samples) < 2:
-        raise refused(path, f"has {len(samples)} step of {tag}", "a curve needs two steps at least")
-    counted = first(program.tokens, log.series)
+        raise run_error(path, f"has {len(samples)} step of {tag}", "a curve needs at least two steps")
+    counted = first_logged(program.tokens, log.series)
     notes = []
     if dropped := log.series[tag].dropped:
-        notes.append(f"{dropped:,} steps are in the log twice (it was resumed); the later attempt counts")
+        notes.append(f"{dropped:,} steps were logged twice (resumed run); the later attempt counts")
     if bad := int((~np.isfinite(losses)).sum()):
         notes.append(f"{bad:,} of {len(losses):,} losses are not finite")
     return Run(
@@ -94,15 +97,16 @@ def read_run(path: str, name: str, tags: Mapping[str, Sequence[str]], samples_pe
     )
 
 
-def _curve(log: Log, program: Program, tag: str, samples_per_step: float | None) -> tuple[Floats, Floats] | None:
-    """The loss ``tag`` over samples: the axis of the series itself, or as they are logged, or the sum of the batches,
-    or by --samples-per-step, in this order. Points whose samples are unknown or no more than before are left out.
+def _curve(log: Log, program: LogFormat, tag: str, samples_per_step: float | None) -> tuple[Floats, Floats] | None:
+    """Return (samples, losses) of the series ``tag``, without points of unknown or non-ascending samples.
 
-    A loss at step 0 says that steps are counted from 0: no batch, no loss."""
+    Samples come from the axis of the series, the logged samples, the sum of batch sizes, or --samples-per-step, in this
+    order. A loss at step 0 means that steps count from 0.
+    """
     steps, losses = _columns(log.series[tag])
     before_first = -1.0 if program.from_zero or steps[0] == 0 else 0.0
-    counted = first(program.samples, log.series)
-    batch = first(program.batch, log.series)
+    counted = first_logged(program.samples, log.series)
+    batch = first_logged(program.batch, log.series)
     if tag.endswith(OVER_SAMPLES):
         samples = steps
     elif counted is not None:
@@ -116,7 +120,7 @@ def _curve(log: Log, program: Program, tag: str, samples_per_step: float | None)
         return None
     known = np.isfinite(samples)
     samples, losses = samples[known], losses[known]
-    # A float32 in an event file counts exactly only to 2^24.
+    # Event files store float32, which is exact only up to 2^24.
     ascends = samples > np.maximum.accumulate(np.concatenate(([-math.inf], samples)))[:-1]
     return samples[ascends], losses[ascends]
 
@@ -125,10 +129,9 @@ def _columns(series: Series) -> tuple[Floats, Floats]:
     return np.asarray(series.steps, dtype=np.float64), np.asarray(series.values, dtype=np.float64)
 
 
-def _speed(log: Log, program: Program, tag: str, samples: Floats) -> float | None:
-    """Sequences per second, the median, which a slow first step does not move: from the steps' own seconds, else the
-    rate that the program logs, else the times at which the losses were logged."""
-    timed, rate = first(program.step_time, log.series), first(program.throughput, log.series)
+def _speed(log: Log, program: LogFormat, tag: str, samples: Floats) -> float | None:
+    """Return the median sequences per second: from step times, else from the logged rate, else from log times."""
+    timed, rate = first_logged(program.step_time, log.series), first_logged(program.throughput, log.series)
     steps_logged = log.series.get(tag.removesuffix(OVER_SAMPLES), Series()).steps
     if timed is not None and len(steps_logged) > 1:
         seconds = float(np.nanmedian(log.series[timed].values))
@@ -141,5 +144,3 @@ def _speed(log: Log, program: Program, tag: str, samples: Floats) -> float | Non
         return None
     waits = np.diff(times)
     return float(np.median(np.diff(samples)[waits > 0] / waits[waits > 0])) if (waits > 0).any() else None
-
-

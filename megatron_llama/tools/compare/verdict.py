@@ -1,4 +1,5 @@
-"""Whether curves agree. docs/guides/tools/compare.md defines each figure."""
+"""Decide whether curves agree. docs/guides/tools/compare.md defines each quantity."""
+
 from __future__ import annotations
 
 import math
@@ -12,81 +13,81 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.tools.compare.runs import Run
 from megatron_llama.train.loss_curve import Floats, moving_average
 
-# A curve that is outside the band for longer than this many windows has diverged; what is shorter is a spike, which a
-# window spreads over its own length.
+# A curve outside the band for longer than this number of windows has diverged; shorter is a spike, which smoothing
+# spreads over one window.
 PATIENCE = 1.5
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where a curve left the band for good, or for long."""
+    """Range in which a curve is outside the band for longer than a spike."""
 
     start: float
-    """Samples at the centre of the first window outside."""
+    """Samples at the center of the first window outside."""
     end: float | None
-    """Samples where it was back inside; None where it was not."""
+    """Samples where it returned to the band; None if it did not."""
     reason: str
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One run against the reference, on the samples that all runs have."""
+class RunComparison:
+    """Comparison of a run with the reference on the common samples."""
 
     run: Run
     bins: Floats
     """Loss in each bin, [bins]."""
     curve: Floats
-    """The smoothed loss, [points]."""
+    """Smoothed loss, [points]."""
     gap: Floats
     """(curve - reference) / |reference|, [points]."""
     final: float
-    """The smoothed loss at the end of the common samples."""
+    """Smoothed loss at the end of the common samples."""
     area: float
-    """Area between the smoothed curves, as a share of the area under the reference."""
+    """Area between the smoothed curves over the area under the reference."""
     largest: float
-    """The smoothed gap of the largest size, with its sign."""
+    """Largest smoothed gap by magnitude, signed."""
     largest_at: float
-    """Samples at the centre of its window."""
+    """Samples at the center of its window."""
     speed_ratio: float | None
-    """Sequences per second, over the reference's."""
+    """Sequences per second relative to the reference."""
     divergence: Divergence | None
     noise: float
-    """Two standard errors of a smoothed gap, relative, from the noise between steps alone."""
+    """Two standard errors of a smoothed relative gap, from noise between steps."""
 
     @property
     def agrees(self) -> bool:
-        """Whether its curve is the reference's, within the tolerance and the seeds' noise."""
+        """Whether the curve stays within the band."""
         return self.divergence is None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All runs against the first."""
+    """Comparison of all runs with the first."""
 
     tolerance: float
-    grid: Grid
+    grid: SampleGrid
     reference: Run
     seeds: tuple[Run, ...]
     """Further runs of the reference with other seeds."""
     reference_bins: Floats
-    """The reference's loss in each bin; with seeds the mean of all."""
+    """Loss of the reference in each bin; with seeds their mean."""
     reference_curve: Floats
-    """The same, smoothed."""
+    """Smoothed ``reference_bins``."""
     band: Floats
-    """The gap that is allowed at each point, relative: the tolerance, and with seeds their noise on top."""
+    """Allowed relative gap at each point: the tolerance plus the spread of the seeds."""
     min_overlap: float
-    """Share of the reference's samples that must have been compared for a verdict that curves agree."""
-    compared: tuple[Compared, ...] = ()
+    """Minimum share of the reference's samples for a positive verdict."""
+    compared: tuple[RunComparison, ...] = ()
 
     @property
     def agree(self) -> bool:
-        """The verdict."""
+        """Whether all curves agree on enough samples."""
         return self.covered and all(one.agrees for one in self.compared)
 
     @property
     def overlap(self) -> float:
-        """Share of the reference's samples that all runs have."""
-        edges = borders(self.reference)
+        """Share of the reference's samples that all runs cover."""
+        edges = step_edges(self.reference)
         return (self.grid.end - self.grid.start) / float(edges[-1] - edges[0])
 
     @property
@@ -96,7 +97,7 @@ class Comparison:
 
     @property
     def reference_final(self) -> float:
-        """The reference's smoothed loss at the end of the common samples."""
+        """Smoothed loss of the reference at the end of the common samples."""
         return float(self.reference_curve[-1])
 
 
@@ -108,41 +109,43 @@ def compare(
     window_samples: float | None = None,
     min_overlap: float = 0.9,
 ) -> Comparison:
-    """Compares each of ``others`` with ``reference``; raises ConfigError where that can't be done."""
+    """Compare each of ``others`` with ``reference``. Raises ConfigError if they cannot be compared."""
     runs = [reference, *seeds, *others]
     grid = common_grid(runs, window_samples)
     if grid is None:
         ranges = "; ".join(f"{run.name} has {run.samples[0]:,.0f} to {run.samples[-1]:,.0f}" for run in runs)
         instead = "compare runs over the same samples, or check --samples-per-step"
         raise ConfigError([Problem("runs", None, f"have no consumed samples in common: {ranges}", instead)])
-    drawn = np.stack([binned(run, grid) for run in (reference, *seeds)])
-    curves = moving_average(drawn, grid.window)
-    band = np.full(len(grid.centres), tolerance)
+    binned_losses = np.stack([binned(run, grid) for run in (reference, *seeds)])
+    curves = moving_average(binned_losses, grid.window)
+    band = np.full(len(grid.centers), tolerance)
     if seeds:
-        # A seed that is the same run twice would make the spread look smaller than it is.
+        # A duplicate seed would underestimate the spread.
         names = [run.name for run in (reference, *seeds)]
         problems = [
-            Problem("--seeds", names[second], f"its losses are {names[first]}'s, to the last digit", "name it once")
+            Problem("--seeds", names[second], f"has exactly the losses of {names[first]}", "give it once")
             for first, second in combinations(range(len(names)), 2)
-            if np.array_equal(drawn[first], drawn[second], equal_nan=True)
+            if np.array_equal(binned_losses[first], binned_losses[second], equal_nan=True)
         ]
         if problems:
             raise ConfigError(problems)
         band = band + seeds_band(curves, grid.window)
-    means = drawn.mean(axis=0), curves.mean(axis=0)
+    means = binned_losses.mean(axis=0), curves.mean(axis=0)
     comparison = Comparison(tolerance, grid, reference, tuple(seeds), *means, band, min_overlap)
     return replace(comparison, compared=tuple(_compared(run, comparison) for run in others))
 
 
-def _compared(run: Run, to: Comparison) -> Compared:
-    grid, reference = to.grid, to.reference_curve
+def _compared(run: Run, comparison: Comparison) -> RunComparison:
+    grid, reference = comparison.grid, comparison.reference_curve
     bins = binned(run, grid)
     curve = moving_average(bins, grid.window)
     gap = (curve - reference) / np.abs(reference)
     known = np.isfinite(gap)
     largest = int(np.argmax(np.where(known, np.abs(gap), -1.0)))
-    found = [_ends_non_finite(one, grid) for one in (to.reference, *to.seeds, run)] + [_leaves_band(gap, bins, to)]
-    return Compared(
+    divergences = [_ends_non_finite(item, grid) for item in (comparison.reference, *comparison.seeds, run)] + [
+        _leaves_band(gap, bins, comparison)
+    ]
+    return RunComparison(
         run=run,
         bins=bins,
         curve=curve,
@@ -150,89 +153,93 @@ def _compared(run: Run, to: Comparison) -> Compared:
         final=float(curve[-1]),
         area=float(np.abs(curve - reference)[known].sum() / np.abs(reference)[known].sum()) if known.any() else np.nan,
         largest=float(gap[largest]),
-        largest_at=float(grid.centres[largest]),
-        speed_ratio=run.speed / to.reference.speed if run.speed and to.reference.speed else None,
-        divergence=min((one for one in found if one is not None), key=lambda one: one.start, default=None),
-        noise=_step_noise(bins, to),
+        largest_at=float(grid.centers[largest]),
+        speed_ratio=run.speed / comparison.reference.speed if run.speed and comparison.reference.speed else None,
+        divergence=min((item for item in divergences if item is not None), key=lambda item: item.start, default=None),
+        noise=_step_noise(bins, comparison),
     )
 
 
-def _ends_non_finite(run: Run, grid: Grid) -> Divergence | None:
-    """A run whose last losses are not finite has failed there, however few they are."""
+def _ends_non_finite(run: Run, grid: SampleGrid) -> Divergence | None:
+    """Return the divergence of a run whose last losses are not finite."""
     finite = np.flatnonzero(np.isfinite(run.losses))
     if len(finite) and finite[-1] == len(run.losses) - 1:
         return None
     start = float(run.samples[finite[-1] + 1]) if len(finite) else float(run.samples[0])
     if start > grid.end + grid.width:
-        return None  # beyond what is compared
-    return Divergence(start, None, f"from there on {run.name}'s loss is not finite")
+        return None  # after the compared samples
+    return Divergence(start, None, f"the loss of {run.name} is not finite")
 
 
-def _leaves_band(gap: Floats, bins: Floats, to: Comparison) -> Divergence | None:
-    """The first stretch outside the band that is longer than a spike."""
-    grid, centres = to.grid, to.grid.centres
+def _leaves_band(gap: Floats, bins: Floats, comparison: Comparison) -> Divergence | None:
+    """Return the first range outside the band that is longer than a spike."""
+    grid, centers = comparison.grid, comparison.grid.centers
     missing = ~np.isfinite(gap)
-    outside = missing | (np.abs(gap) > to.band)
-    # A spike of a few steps at the very end does not move the median of the last half window. NaN is outside.
+    outside = missing | (np.abs(gap) > comparison.band)
+    # The median of the last half window ignores a spike of a few steps at the end. NaN counts as outside.
     last = min(len(bins), max(3, grid.window // 2))
-    still = ~(abs(np.median((bins - to.reference_bins)[-last:] / np.abs(to.reference_bins[-last:]))) <= to.band[-1])
+    outside_at_end = ~(
+        abs(np.median((bins - comparison.reference_bins)[-last:] / np.abs(comparison.reference_bins[-last:])))
+        <= comparison.band[-1]
+    )
     changes = np.flatnonzero(np.diff(outside, prepend=False, append=False))
     for first, after in zip(changes[::2], changes[1::2], strict=True):
-        end = None if after == len(outside) else float(centres[after])
+        end = None if after == len(outside) else float(centers[after])
         if missing[first:after].any():
-            reason = "most losses of a whole window are not finite"
+            reason = "most losses of a window are not finite"
         elif after - first > PATIENCE * grid.window:
             reason = f"outside the band for {(after - first) * grid.width:,.0f} samples"
-        elif end is None and still:
+        elif end is None and outside_at_end:
             reason = "outside the band at the end"
         else:
             continue
-        return Divergence(float(centres[first]), end, reason)
+        return Divergence(float(centers[first]), end, reason)
     return None
 
 
-def _step_noise(bins: Floats, to: Comparison) -> float:
-    """Two standard errors of a smoothed gap, from how much the gap changes from one bin to the next."""
-    gaps = (bins - to.reference_bins) / np.abs(to.reference_bins)
+def _step_noise(bins: Floats, comparison: Comparison) -> float:
+    """Estimate two standard errors of a smoothed gap from differences of adjacent bins."""
+    gaps = (bins - comparison.reference_bins) / np.abs(comparison.reference_bins)
     changes = np.diff(gaps[np.isfinite(gaps)])
     if len(changes) < 2:
         return 0.0
-    # The median of |N(0, s) - N(0, s)| is 0.6745 · sqrt(2) · s; spikes hardly change it.
+    # The median of |N(0, s) - N(0, s)| is 0.6745 · sqrt(2) · s, which is robust to spikes.
     spread = float(np.median(np.abs(changes))) / (0.6745 * 2**0.5)
-    return 2 * spread / float(np.sqrt(to.grid.window))
+    return 2 * spread / float(np.sqrt(comparison.grid.window))
 
 
-# The spread of runs that differ only in their seed, and the interval in which one more run is expected.
+# Prediction interval for one more run, from runs that differ only in their seed.
 #
-# docs/guides/tools/compare.md derives the band; the terms are those of one-way analysis of variance with random
-# effects.
+# docs/guides/tools/compare.md derives the band, in terms of one-way analysis of variance with random effects.
 
 
-# The share of runs without a true gap that are inside the band at a point; the variance is pooled over this many
-# windows around the point.
+# Coverage of the interval at a point, and the number of windows around it over which the variance is pooled.
 LEVEL, POOLED_WINDOWS = 0.99, 5
 
 
 def seeds_band(curves: Floats, window: int) -> Floats:
-    """How far a further run may be from the seeds' mean, relative to it, at each point.
+    """Return the half width of the prediction interval for one more run, relative to the mean, [points].
 
-    ``curves`` are the smoothed curves of at least two seeds, [seeds, points]; ``window`` is the smoothing's, in points.
-    A prediction interval: t · σ · sqrt(1 + 1/seeds), with Student's t at the effective degrees of freedom: fewer
-    where each seed stays on its side of the mean all along the curve.
+    t · σ · sqrt(1 + 1/seeds), with Student's t at the effective degrees of freedom, which are fewer if each seed stays
+    on one side of the mean.
+
+    Args:
+        curves: Smoothed curves of at least two seeds, [seeds, points].
+        window: Smoothing window in points.
     """
     seeds, points = curves.shape
     mean = curves.mean(axis=0)
     deviations = (curves - mean) / np.abs(mean)
     variance = pooled((deviations**2).sum(axis=0) / (seeds - 1), min(POOLED_WINDOWS * window, points))
     sigma = np.sqrt(variance)
-    kept = persistence(deviations / np.where(sigma > 0, sigma, 1.0), window)
+    correlation = persistence(deviations / np.where(sigma > 0, sigma, 1.0), window)
     windows = max(1.0, min(POOLED_WINDOWS, points / window))
-    freedom = degrees_of_freedom(seeds, windows, kept)
+    freedom = degrees_of_freedom(seeds, windows, correlation)
     return student_t((1 + LEVEL) / 2, freedom) * sigma * math.sqrt(1 + 1 / seeds)
 
 
 def pooled(values: Floats, span: int) -> Floats:
-    """The mean over ``span`` points around each; at the ends over those that are there. NaN is left out."""
+    """Return the centered moving average over ``span`` points, truncated at the ends; ignores NaN."""
     finite = np.isfinite(values)
     sums = np.concatenate(([0.0], np.cumsum(np.where(finite, values, 0.0))))
     counts = np.concatenate(([0], np.cumsum(finite)))
@@ -241,40 +248,40 @@ def pooled(values: Floats, span: int) -> Floats:
     return (sums[high] - sums[low]) / np.maximum(counts[high] - counts[low], 1)
 
 
-def persistence(standardised: Floats, window: int) -> float:
-    """The share of the seeds' variance, 0 to 1, that is constant along the curve (the intraclass correlation).
+def persistence(standardized: Floats, window: int) -> float:
+    """Return the share of the variance that is constant along the curve: the intraclass correlation, 0 to 1.
 
-    ``standardised`` are deviations from the seeds' mean in units of their spread, [seeds, points]. Windows that don't
-    overlap are the members of a class. One window is not enough to estimate it, and gives 1.
+    ``standardized`` are deviations from the mean of the seeds in units of their spread, [seeds, points].
+    Non-overlapping windows are the members of a class. With one window the result is 1.
     """
-    blocks = standardised[:, ::window]
+    blocks = standardized[:, ::window]
     blocks = blocks[:, np.isfinite(blocks).all(axis=0)]
     seeds, count = blocks.shape
     if count < 2:
         return 1.0
-    own = blocks.mean(axis=1, keepdims=True)
-    between = count * float((own**2).sum()) / (seeds - 1)
-    within = float(((blocks - own) ** 2).sum()) / ((seeds - 1) * (count - 1))
-    kept = max(0.0, (between - within) / count)
-    return kept / (kept + within) if kept + within > 0 else 1.0
+    means = blocks.mean(axis=1, keepdims=True)
+    between = count * float((means**2).sum()) / (seeds - 1)
+    within = float(((blocks - means) ** 2).sum()) / ((seeds - 1) * (count - 1))
+    constant = max(0.0, (between - within) / count)
+    return constant / (constant + within) if constant + within > 0 else 1.0
 
 
-def degrees_of_freedom(seeds: int, windows: float, kept: float) -> float:
-    """Satterthwaite's for a variance pooled over ``windows``, where the share ``kept`` of it is the same in all.
+def degrees_of_freedom(seeds: int, windows: float, persistence: float) -> float:
+    """Return Satterthwaite's degrees of freedom of a variance pooled over ``windows``.
 
-    seeds - 1 for ``kept`` 1, (seeds - 1) · windows for 0.
+    (seeds - 1) · windows for ``persistence`` 0, seeds - 1 for 1.
     """
     if windows <= 1:
         return seeds - 1.0
-    shared = (kept + (1 - kept) / windows) ** 2
-    own = (1 - kept) ** 2 * (1 - 1 / windows) ** 2 / (windows - 1)
-    return (seeds - 1) / (shared + own)
+    shared = (persistence + (1 - persistence) / windows) ** 2
+    separate = (1 - persistence) ** 2 * (1 - 1 / windows) ** 2 / (windows - 1)
+    return (seeds - 1) / (shared + separate)
 
 
 def student_t(probability: float, freedom: float) -> float:
-    """The quantile of Student's t, for probabilities above 0.5, to about 1e-5.
+    """Return the quantile of Student's t for probabilities above 0.5, accurate to about 1e-5.
 
-    With t = sqrt(f) · tan(a) the density becomes cos(a)^(f - 1), which is summed over a fine grid.
+    Substituting t = sqrt(f) · tan(a) gives the density cos(a)^(f - 1), which is integrated on a fine grid.
     """
     freedom = min(freedom, 1000.0)
     angles = np.linspace(0.0, math.pi / 2, 200_001)
@@ -284,16 +291,16 @@ def student_t(probability: float, freedom: float) -> float:
     return math.sqrt(freedom) * math.tan(angle)
 
 
-# Curves on one grid of samples, bins of the samples that all have. docs/guides/tools/compare.md explains it.
+# Alignment of curves on bins of the common samples. docs/guides/tools/compare.md explains it.
 
 
-# The window when none is given: this share of what is compared, but no fewer bins than that.
-SHARE, FEWEST_BINS = 0.05, 8
+# Default window: share of the compared samples, and minimum number of bins.
+WINDOW_SHARE, MIN_BINS = 0.05, 8
 
 
 @dataclass(frozen=True)
-class Grid:
-    """Equal bins over the samples that all runs have; a bin is a step of the run with the largest ones."""
+class SampleGrid:
+    """Equal bins over the common samples; a bin has the size of the largest median step."""
 
     start: float
     """Samples before the first bin."""
@@ -301,7 +308,7 @@ class Grid:
     """Samples in a bin."""
     bins: int
     window: int
-    """Bins that a smoothed value is the mean of."""
+    """Number of bins per smoothed value."""
 
     @property
     def end(self) -> float:
@@ -310,39 +317,41 @@ class Grid:
 
     @property
     def edges(self) -> Floats:
-        """Samples at the bins' borders, bins + 1 of them."""
+        """Samples at the edges of the bins, [bins + 1]."""
         return self.start + self.width * np.arange(self.bins + 1, dtype=np.float64)
 
     @property
-    def centres(self) -> Floats:
-        """Samples in the middle of each window, bins - window + 1 of them."""
+    def centers(self) -> Floats:
+        """Samples at the center of each window, [bins - window + 1]."""
         return self.start + self.width * (self.window / 2 + np.arange(self.bins - self.window + 1, dtype=np.float64))
 
 
-def borders(run: Run) -> Floats:
-    """Samples before and after each logged step: the first step is taken to be as large as the median one."""
+def step_edges(run: Run) -> Floats:
+    """Return the samples before and after each logged step; assumes a first step of median size."""
     return np.concatenate(([run.samples[0] - run.step], run.samples))
 
 
-def common_grid(runs: Sequence[Run], window_samples: float | None = None) -> Grid | None:
-    """The grid that all runs share, or None where they share no bin."""
-    start = max(float(borders(run)[0]) for run in runs)
+def common_grid(runs: Sequence[Run], window_samples: float | None = None) -> SampleGrid | None:
+    """Return the common grid of all runs, or None if they have no bin in common."""
+    start = max(float(step_edges(run)[0]) for run in runs)
     end = min(float(run.samples[-1]) for run in runs)
     width = max(run.step for run in runs)
     bins = int((end - start) / width + 1e-6)
     if bins < 1:
         return None
-    window = max(FEWEST_BINS, round(SHARE * bins)) if window_samples is None else max(1, round(window_samples / width))
-    return Grid(start, width, bins, min(window, bins))
+    window = (
+        max(MIN_BINS, round(WINDOW_SHARE * bins)) if window_samples is None else max(1, round(window_samples / width))
+    )
+    return SampleGrid(start, width, bins, min(window, bins))
 
 
-def binned(run: Run, grid: Grid) -> Floats:
-    """The mean loss in each bin, weighted by samples. A logged loss is that of all samples since the one before.
+def binned(run: Run, grid: SampleGrid) -> Floats:
+    """Return the mean loss in each bin, weighted by samples; NaN if less than half of a bin has a finite loss.
 
-    So runs with different steps are averaged over the very same samples. NaN where less than half of a bin has a
-    finite loss.
+    A logged loss covers all samples since the previous one, so runs with different batch sizes are averaged over the
+    same samples.
     """
-    edges = borders(run)
+    edges = step_edges(run)
     finite = np.isfinite(run.losses)
     widths = np.diff(edges)
     covered = np.concatenate(([0.0], np.cumsum(widths * finite)))

@@ -1,1 +1,1 @@
-"""Fills the compile cache ahead of a run: ``scripts/compile.py``."""
+"""Ahead-of-time compilation into the cache of a run: ``scripts/compile.py``."""

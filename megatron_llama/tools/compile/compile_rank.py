@@ -1,8 +1,8 @@
-"""Ahead-of-time compilation: two steps and a validation on random data bring every graph of a run into the cache, and
-with random-LTD a forward and backward pass for each of its later lengths.
+"""Ahead-of-time compilation: two steps and a validation on random data compile every graph of a run.
 
-Nothing is trained, logged or saved. Layout, micro batch size, sequence length and precision are the run's, and so are
-the graphs; only the number of micro batches is reduced to what the pipeline needs to reach its steady state.
+With random-LTD, a forward and backward pass for each of its later lengths follows. Nothing is logged or saved. Layout,
+micro batch size, sequence length and precision equal the run. The number of micro batches is reduced to the
+steady state of the pipeline.
 """
 
 from __future__ import annotations
@@ -29,24 +29,23 @@ STEPS = 2
 
 
 class NotCompiled(RuntimeError):
-    """Some graphs could not be compiled; the report lists them."""
+    """Failed compilations, listed in the report."""
 
 
 def compile_rank(plan: Plan, representatives: Sequence[int] | None = None) -> None:
-    """This process's part of compiling for ``plan``: as rank RANK, or with ``representatives`` as
-    ``representatives[RANK]`` of a world whose other ranks are not there.
+    """Compile the graphs of this process: rank RANK, or ``representatives[RANK]`` of a fake world.
 
-    The launcher has set RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. RANK 0 prints the totals and
-    writes ``compile.json`` to the run's folder.
+    The launcher sets RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. RANK 0 prints the totals and
+    writes ``compile.json`` to the run folder.
 
     Raises:
-        NotCompiled: on all ranks, where a compilation failed.
+        NotCompiled: On all ranks, if a compilation failed.
     """
     start = time.perf_counter()
     if representatives is None:
         compilations = _compile(plan, int(os.environ["RANK"]), gather)
     else:
-        # Collectives of torch's fake process group go nowhere: the numbers are meaningless, the graphs are the run's.
+        # torch's fake process group moves no data: values are meaningless, but the graphs are correct.
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         rank = representatives[int(os.environ["RANK"])]
@@ -55,8 +54,8 @@ def compile_rank(plan: Plan, representatives: Sequence[int] | None = None) -> No
     _report(compilations, plan, start)
 
 
-def _compile(plan: Plan, rank: int, gathered: Callable[[Sequence[Graph]], Compilations]) -> Compilations:
-    """Compiles every graph of ``rank``; returns the graphs of all ranks, as ``gathered`` collects them."""
+def _compile(plan: Plan, rank: int, gather_graphs: Callable[[Sequence[Graph]], Compilations]) -> Compilations:
+    """Compile every graph of ``rank``; return the graphs of all ranks, collected by ``gather_graphs``."""
     device = get_device(plan.config.device.name)
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     topology = plan.topology(rank)
@@ -65,7 +64,7 @@ def _compile(plan: Plan, rank: int, gathered: Callable[[Sequence[Graph]], Compil
         model = build_model(plan, topology, device, torch_device, compiler)
         optimizer = build_optimizer(plan, model)
         data = build_data(plan, topology, torch_device)
-        # No new graph after a first, a steady and a last micro batch, in whole pipeline rounds.
+        # A first, a steady and a last micro batch compile all graphs; round up to a multiple of pp.
         pp = plan.config.trainer.pp
         count = -(-3 // pp) * pp
         for position in data.train.positions_by_shape().values():
@@ -78,25 +77,25 @@ def _compile(plan: Plan, rank: int, gathered: Callable[[Sequence[Graph]], Compil
                 optimizer.step(optimizer.gradient_norm())
         if data.validation is not None:
             model.forward_backward(data.validation.at(0)[:count], train=False)
-        return gathered(compiler.graphs)
+        return gather_graphs(compiler.graphs)
 
 
 def _gather_through_store(ranks: Sequence[int], graphs: Sequence[Graph]) -> Compilations:
-    """The graphs of all representatives, through the store of the process that started them."""
+    """Gather the graphs of all representative ranks through the store of the launcher."""
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store.set(f"graphs/{os.environ['RANK']}", json.dumps([asdict(graph) for graph in graphs]))
-    found = {
+    graphs_of_ranks = {
         rank: [Graph(**graph) for graph in json.loads(store.get(f"graphs/{number}"))]
         for number, rank in enumerate(ranks)
     }
-    # A process that fails has the others killed soon after: by then all must have read.
+    # A failing process gets the others killed, so wait until all have read.
     store.set(f"read/{os.environ['RANK']}", "")
     store.wait([f"read/{number}" for number in range(len(ranks))])
-    return Compilations(found)
+    return Compilations(graphs_of_ranks)
 
 
 def _report(compilations: Compilations, plan: Plan, start: float) -> None:
-    """Prints what was compiled, on the first rank; raises NotCompiled on all."""
+    """Print the graphs on the first rank; raise NotCompiled on all ranks if a compilation failed."""
     total = len(compilations.distinct)
     if int(os.environ["RANK"]) == 0:
         path = write_report(compilations, plan)
@@ -104,7 +103,7 @@ def _report(compilations: Compilations, plan: Plan, start: float) -> None:
             state = f"FAILED: {graph.failure}" if graph.failure else "in the cache" if graph.cached else "compiled"
             sys.stdout.write(f"  {graph.function}, {graph.mode}, {graph.shapes}: {state}, {graph.seconds:.1f} s\n")
         sys.stdout.write("".join(f"{line}\n" for line in compilations.overlap_lines()))
-        # The three totals are those that the Trainium recipe's compile job prints.
+        # The Trainium recipe's compile job prints the same three totals.
         sys.stdout.write(
             f"Total graphs: {total}\n"
             f"Total successful compilations: {total - compilations.failed}\n"

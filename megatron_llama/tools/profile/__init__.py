@@ -1,1 +1,1 @@
-"""Profiles some steps of a run that is not there for anything else: ``scripts/profile.py``."""
+"""Profiler of training steps: ``scripts/profile.py`` and ``trainer.profile``."""

@@ -1,4 +1,4 @@
-"""``scripts/profile.py``: trains a few steps to see where their time goes, and prints the profile."""
+"""Command line of ``scripts/profile.py``: profile a few training steps and print the result."""
 
 from __future__ import annotations
 
@@ -16,29 +16,32 @@ if TYPE_CHECKING:
 
 WINDOW = (3, 5)
 FOLDER = "profiling"
-"""Inside the run's folder, whose own files stay as they are."""
+"""Subfolder of the run folder, so that files of the run are not changed."""
 USAGE = f"""\
-python scripts/profile.py [group=choice ...] [section.setting=value ...]
+usage: python scripts/profile.py [group=choice ...] [section.setting=value ...]
 
-Trains a few steps as `python train.py` with the same settings would, and prints where their time goes: for each module
-parameters, FLOPs, times of forward and backward pass, share and FLOP/s; the largest modules at each depth; what each
-rank waited for, by axis. A Chrome trace of each rank, the memory over a step and the numbers as JSON lie in the run's
-folder. Starts its own ranks, or is a rank under torchrun and srun, as train.py does.
+Run and profile a few training steps of `python train.py`. Prints parameters,
+FLOPs, forward and backward time, share of time and FLOP/s of each module, the
+largest modules by depth, and the waits of each rank by axis. The run folder
+receives a Chrome trace of each rank, a picture of memory over a step, and the
+numbers as JSON. Nothing is saved or validated.
 
-  trainer.profile=[A,B]  the steps; default [{WINDOW[0]},{WINDOW[1]}], which leaves out the first ones: they warm up
-  data=...               default: made-up data
-  run.dir=FOLDER         everything goes to FOLDER/{FOLDER}; default: a new folder in runs/
-  --help                 this text
+Start it like train.py: directly, or as a rank under torchrun or srun.
+
+  trainer.profile=[A,B]  profiled steps (default: [{WINDOW[0]},{WINDOW[1]}], after warm-up)
+  data=...               default: mock data
+  run.dir=FOLDER         all output goes to FOLDER/{FOLDER} (default: a new
+                         folder in runs/)
+  --help                 show this text
 
 Examples
   python scripts/profile.py model=llama_2m trainer.tp=2 trainer.pp=2
-  torchrun --nproc_per_node 8 scripts/profile.py model=llama3_8b trainer.tp=8 trainer.precision=bf16
+  torchrun --nproc_per_node 8 scripts/profile.py model=llama3_8b trainer.tp=8
 
-Nothing is saved or validated. docs/guides/tools/profiling.md says what the numbers mean. Exit status: 0; 2 a config
-that can't work;
-else a failure.
+Exit status: 0 done, 2 a config error, else a failure.
+docs/guides/tools/profiling.md explains the numbers.
 """
-# Placed last on the command line, so that it wins: nothing but the steps.
+# Placed last on the command line to take precedence: run the steps only.
 _ONLY_STEPS = (
     *("trainer.epochs=null", "trainer.max_restarts=0", "trainer.val_every_steps=null"),
     *("optim.warmup_steps=0", "optim.warmup_ratio=null", "optim.constant_steps=0"),
@@ -49,29 +52,29 @@ _ONLY_STEPS = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``scripts/profile.py`` with ``argv``; returns the exit status."""
+    """Run ``scripts/profile.py`` with ``argv``; return the exit status."""
     if {"--help", "-h"} & set(argv):
         sys.stdout.write(USAGE)
         return 0
     from megatron_llama.config import ConfigError, format_problems, load_config
 
-    words = [*argv, *([] if _names_data(argv) else [*NO_FILES, "data.name=profile"])]
+    words = [*argv, *([] if _selects_data(argv) else [*NO_FILES, "data.name=profile"])]
     try:
         profile = load_config(words, cli.CONF_DIR).trainer.profile
     except ConfigError as error:
         if error.config is None:
             sys.stderr.write(format_problems(error) + "\n")
             return EXIT_USER
-        profile = None  # main reports what is wrong, with all other problems
+        profile = None  # cli.main reports this with all other problems
     if profile is None:
         profile = list(WINDOW)
         words.append(f"trainer.profile=[{WINDOW[0]},{WINDOW[1]}]")
     words += [f"trainer.steps={profile[-1]}", *_ONLY_STEPS]
-    return cli.main(words, entry=profile_one_rank, subfolder=FOLDER)
+    return cli.main(words, entry=profile_rank, subfolder=FOLDER)
 
 
-def profile_one_rank(plan: Plan) -> None:
-    """What each rank does: trains, and the first one prints what was found."""
+def profile_rank(plan: Plan) -> None:
+    """Train on each rank; rank 0 prints the profile."""
     from megatron_llama.tools.profile.files import TEXT_FILE
     from megatron_llama.tools.profile.profiler import FOLDER as PROFILE
     from megatron_llama.train.run_rank import run_rank
@@ -82,6 +85,6 @@ def profile_one_rank(plan: Plan) -> None:
         sys.stdout.flush()
 
 
-def _names_data(argv: Sequence[str]) -> bool:
-    """Whether the command line says what to train on."""
+def _selects_data(argv: Sequence[str]) -> bool:
+    """Return whether the command line selects a dataset."""
     return any(word.lstrip("+").startswith(("data=", "data.prefixes=", "data.mock=", "experiment=")) for word in argv)

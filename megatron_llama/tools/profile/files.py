@@ -1,4 +1,5 @@
-"""The files of a profile that are about all ranks: as text, as JSON, and the memory as a picture."""
+"""Profile files about all ranks: text, JSON and a picture of memory."""
+
 from __future__ import annotations
 
 import json
@@ -13,7 +14,7 @@ from megatron_llama.plan import Plan, layout_lines
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import gib, short_count, text_table
 from megatron_llama.tools.memory_picture import draw_memory
-from megatron_llama.tools.profile.modules import Node, Profile, RankProfile
+from megatron_llama.tools.profile.modules import ModuleNode, Profile, RankProfile
 from megatron_llama.tools.profile.trace import BACKWARD, FORWARD, NORM, OPTIMIZER, REST, Memory
 from megatron_llama.topology import AXIS_NAMES
 from megatron_llama.train.waits import AXES, DATA
@@ -22,7 +23,7 @@ TEXT_FILE = "profile.txt"
 
 
 def write_profile(plan: Plan, ranks: Sequence[RankProfile], folder: Path) -> None:
-    """Writes the ranks' profile to ``folder``. Raises OSError."""
+    """Write the profile of all ranks to ``folder``. Raises OSError."""
     profile = Profile(plan, ranks)
     write_atomically(folder / "profile.json", json.dumps(as_json(profile), indent=1) + "\n")
     write_atomically(folder / TEXT_FILE, "\n".join(lines(profile)) + "\n")
@@ -41,12 +42,12 @@ def _picture(memory: Memory, title: str) -> bytes:
         memory.kinds,
         [(begin * 1000, name) for begin, name in memory.passes],
         title=title,
-        axis="ms of the traced step; F: forward, B: backward passes, O: optimizer; colours: what made them",
+        axis="ms of the traced step; F: forward, B: backward passes, O: optimizer; colors: origin",
     )
 
 
 def as_json(profile: Profile) -> dict[str, Any]:
-    """Seconds, FLOPs and parameters; of the memory only the peak."""
+    """Return seconds, FLOPs, parameters and peak memory as JSON values."""
     nodes = [{**asdict(node), "flops_per_second": node.flops_per_second} for node in profile.nodes(folded=False)]
     ranks = []
     for rank in profile.ranks:
@@ -63,51 +64,51 @@ def as_json(profile: Profile) -> dict[str, Any]:
 # A profile as text, for a terminal of 80 columns.
 
 
-MOST_RANKS = 16
-"""Of a larger world only the mean and the slowest rank of each stage are shown."""
-MOST_AT_A_DEPTH = 3
+MAX_RANKS = 16
+"""Larger worlds show the mean of each stage."""
+MAX_PER_DEPTH = 3
 
 
 def lines(profile: Profile) -> Iterator[str]:
-    """profile.txt, with one row for all layers."""
+    """Format profile.txt, with one row for all layers."""
     yield from _head(profile)
-    yield from ("", "modules, forward and backward of a step; layers.* is the sum of all layers")
+    yield from ("", "modules, forward and backward of a step; layers.* is the sum over layers")
     yield from tree_lines(profile.nodes(folded=True))
-    yield from ("", "the largest modules at each depth, of all layers together")
+    yield from ("", "largest modules at each depth, summed over layers")
     yield from _top(profile.nodes(folded=True))
-    yield from ("", "each rank's step, ms; tp, pp, dp and world are waits for other ranks")
+    yield from ("", "step of each rank in ms; tp, pp, dp and world are waits for other ranks")
     yield from _ranks(profile)
     waits = list(_waits(profile))
     if waits:
-        yield from ("", "what the ranks waited for, by axis and kind", *waits)
+        yield from ("", "waits by axis and collective", *waits)
     peaks = [(rank.memory.peak, rank.rank) for rank in profile.ranks if rank.memory is not None]
     if peaks:
         size, number = max(peaks)
-        yield from ("", f"most memory in tensors in step {profile.ranks[0].traced}: {gib(size)}, on rank {number}")
-        yield "on a CPU without those that were there before the step"
+        yield from ("", f"peak tensor memory in step {profile.ranks[0].traced}: {gib(size)} on rank {number}")
+        yield "on CPU without tensors allocated before the step"
 
 
 def _head(profile: Profile) -> Iterator[str]:
     plan, first = profile.plan, profile.ranks[0]
     yield from layout_lines(plan)
     steps = first.steps
-    span = f"step {steps[0]}" if len(steps) == 1 else f"the mean of steps {steps[0]} to {steps[-1]}"
-    traced = "which is also traced: that slows it down" if first.traced in steps else f"step {first.traced} is traced"
+    span = f"step {steps[0]}" if len(steps) == 1 else f"mean of steps {steps[0]} to {steps[-1]}"
+    traced = "it is also traced, which slows it down" if first.traced in steps else f"step {first.traced} is traced"
     yield f"profile of {span}; {traced}"
     step = max(rank.step_seconds for rank in profile.ranks)
     tokens = plan.tokens_per_step
     root = profile.nodes(folded=True)[0]
     formula = flops_per_token(plan.model, plan.config.data.length, plan.config.finetune)
-    yield f"step {_ms(step)} ms, {tokens / step:,.0f} tokens/s with padding and the profile's own work"
+    yield f"step {_ms(step)} ms, {tokens / step:,.0f} tokens/s, including padding and profiling overhead"
     full, causal = short_count(formula.full * tokens), short_count(formula.causal * tokens)
-    yield f"FLOPs of a step: {short_count(root.flops)} on all devices; MFU's formula {full}, causal {causal}"
+    yield f"FLOPs per step: {short_count(root.flops)} on all devices; MFU formula {full}, causal {causal}"
     each = root.flops / plan.world_size
     busy = root.flops_per_second or 0.0
-    yield f"FLOP/s of a device: {_rate(each / step)} over the step, {_rate(busy)} while computing"
+    yield f"FLOP/s per device: {_rate(each / step)} over the step, {_rate(busy)} while computing"
 
 
-def tree_lines(nodes: Sequence[Node]) -> Iterator[str]:
-    """Parameters, FLOPs, times, share of the time, waits and speed of each module, indented by depth."""
+def tree_lines(nodes: Sequence[ModuleNode]) -> Iterator[str]:
+    """Format parameters, FLOPs, times, share of time, waits and FLOP/s of each module, indented by depth."""
     total = nodes[0].busy or 1.0
     rows: list[tuple[str, ...]] = [("", "params", "FLOPs", "fwd ms", "bwd ms", "share", "waits", "FLOP/s")]
     for node in nodes:
@@ -126,10 +127,10 @@ def tree_lines(nodes: Sequence[Node]) -> Iterator[str]:
     yield from text_table(rows, left=1)
 
 
-def _top(nodes: Sequence[Node]) -> Iterator[str]:
-    """As DeepSpeed's profiler: at each depth those with the most parameters, FLOPs and time."""
+def _top(nodes: Sequence[ModuleNode]) -> Iterator[str]:
+    """List the modules with the most parameters, FLOPs and time at each depth, like DeepSpeed's profiler."""
     rows: list[tuple[str, ...]] = [("depth", "parameters", "FLOPs", "time")]
-    measures: tuple[Callable[[Node], float], ...] = (
+    measures: tuple[Callable[[ModuleNode], float], ...] = (
         lambda node: node.parameters,
         lambda node: node.flops,
         lambda node: node.busy,
@@ -138,17 +139,17 @@ def _top(nodes: Sequence[Node]) -> Iterator[str]:
         level = [node for node in nodes if node.depth == depth]
         columns = []
         for measure in measures:
-            whole = measure(nodes[0]) or 1.0
-            largest = sorted((node for node in level if measure(node)), key=measure, reverse=True)[:MOST_AT_A_DEPTH]
-            columns.append([f"{_last(node)} {measure(node) / whole:.0%}" for node in largest])
+            total = measure(nodes[0]) or 1.0
+            largest = sorted((node for node in level if measure(node)), key=measure, reverse=True)[:MAX_PER_DEPTH]
+            columns.append([f"{_last(node)} {measure(node) / total:.0%}" for node in largest])
         for number in range(max(map(len, columns))):
             cells = (column[number] if number < len(column) else "" for column in columns)
             rows.append((str(depth) if number == 0 else "", *cells))
     yield from text_table(rows)
 
 
-def _last(node: Node) -> str:
-    """qkv_proj; but of LoRA's frozen matrices, which are all called base_layer, qkv_proj.base_layer."""
+def _last(node: ModuleNode) -> str:
+    """Return the last part of a name; the frozen matrices of LoRA keep two parts, as qkv_proj.base_layer."""
     parts = node.name.split(".")
     return node.name if node.depth <= 1 else ".".join(parts[-2 if parts[-1] == "base_layer" else -1 :])
 
@@ -157,13 +158,13 @@ def _ranks(profile: Profile) -> Iterator[str]:
     heads = ("", "step", "fwd", "bwd", *AXES, DATA, "optimizer", REST)
     rows: list[tuple[str, ...]] = [heads]
     values = {rank.rank: _row(rank) for rank in profile.ranks}
-    shown: list[tuple[str, list[int]]] = [(f"rank {number}", [number]) for number in values]
-    if len(values) > MOST_RANKS:
-        shown = []
+    groups: list[tuple[str, list[int]]] = [(f"rank {number}", [number]) for number in values]
+    if len(values) > MAX_RANKS:
+        groups = []
         for stage in sorted({rank.place["pp"] for rank in profile.ranks}):
-            of_stage = [rank.rank for rank in profile.ranks if rank.place["pp"] == stage]
-            shown.append((f"stage {stage}, mean", of_stage))
-    for name, numbers in [*shown, ("mean", list(values))]:
+            stage_ranks = [rank.rank for rank in profile.ranks if rank.place["pp"] == stage]
+            groups.append((f"stage {stage}, mean", stage_ranks))
+    for name, numbers in [*groups, ("mean", list(values))]:
         means = [sum(values[number][at] for number in numbers) / len(numbers) for at in range(len(heads) - 1)]
         rows.append((name, *(_ms(mean) for mean in means)))
     yield from text_table(rows, left=1)
@@ -176,7 +177,7 @@ def _row(rank: RankProfile) -> list[float]:
 
 
 def _waits(profile: Profile) -> Iterator[str]:
-    """Seconds and number of waits, mean over ranks and the rank that waited longest."""
+    """Format the number and duration of waits: the mean over ranks and the slowest rank."""
     seconds: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     visits: dict[str, float] = defaultdict(float)
     for rank in profile.ranks:
@@ -187,10 +188,10 @@ def _waits(profile: Profile) -> Iterator[str]:
     if not seconds:
         return
     count, step = len(profile.ranks), sum(rank.step_seconds for rank in profile.ranks)
-    rows: list[tuple[str, ...]] = [("", "waits per rank", "mean ms", "most ms", "on rank", "of the step")]
+    rows: list[tuple[str, ...]] = [("", "waits per rank", "mean ms", "max ms", "on rank", "of the step")]
     for name, by_rank in sorted(seconds.items(), key=lambda item: -sum(item[1].values())):
-        together, most = sum(by_rank.values()), max(by_rank, key=lambda rank: by_rank[rank])
-        times = (_ms(together / count), _ms(by_rank[most]), str(most), f"{together / step:.1%}")
+        total, slowest = sum(by_rank.values()), max(by_rank, key=lambda rank: by_rank[rank])
+        times = (_ms(total / count), _ms(by_rank[slowest]), str(slowest), f"{total / step:.1%}")
         rows.append((name, f"{visits[name] / count:,.3g}", *times))
     yield from text_table(rows, left=1)
 

@@ -1,10 +1,10 @@
-"""Tells the clock which module is at work, in the forward and in the backward pass, and counts the tokens.
+"""Attribute the time of the forward and backward passes to modules, and count tokens.
 
-Forward, modules announce themselves by hooks. Backward, autograd runs the nodes that a module has made before those of
-the module in front of it, so hooks on two kinds of nodes suffice: the one that made a module's output, and the one that
-made its input, which belongs to whoever is in front. The hooks are on nodes, not on tensors, and change nothing in the
-graph. What the backward pass recomputes is charged to it.
+Module hooks mark the forward pass. In the backward pass autograd runs the nodes of a module before the nodes of the
+preceding module. So hooks on two nodes suffice: the node of the output, and the node of the input, which belongs to the
+preceding module. Hooks on nodes do not change the graph. Recomputation counts as backward.
 """
+
 from __future__ import annotations
 
 import re
@@ -28,11 +28,13 @@ _MARK = "megatron_llama.profile"
 
 
 class ModuleClock:
-    """Follows the modules of some chunks while ``following``."""
+    """Clock of the modules of some chunks inside ``following``."""
 
     def __init__(self, chunks: Sequence[Llama], clock: Clock, *, compiled: bool) -> None:
-        """``compiled``: blocks are one piece; hooks inside them would be part of their graphs."""
-        self._clock, self._left = clock, list[Zone]()
+        """Args:
+        compiled: Time blocks as a unit, because hooks inside would become part of their graphs.
+        """
+        self._clock, self._outer_zones = clock, list[Zone]()
         self._named = [
             (module, name)
             for chunk in chunks
@@ -41,16 +43,16 @@ class ModuleClock:
         ]
         self._chunks = chunks
         self.tokens = [0] * len(chunks)
-        """Tokens that each chunk has had in forward passes."""
+        """Tokens in the forward passes of each chunk."""
         self.pairs = [0] * len(chunks)
-        """Pairs of tokens of one document that attention is about, each with each, padding being a document too."""
+        """Pairs of tokens in attention, counted over full squares of documents; padding counts as a document."""
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Listens to the modules inside the context."""
+        """Hook the modules inside the context."""
         hooks: list[Any] = []
         for module, name in self._named:
-            # First and last: the hooks of fully_shard, which gather weights, are then the module's own time.
+            # First and last, so that the hooks of fully_shard, which gather weights, count as time of the module.
             hooks.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
             hooks.append(module.register_forward_hook(self._leaving(name), always_call=True))
         hooks += [
@@ -62,35 +64,37 @@ class ModuleClock:
         finally:
             for hook in hooks:
                 hook.remove()
-            self._left.clear()
+            self._outer_zones.clear()
 
     def _entering(self, name: str) -> Callable[..., None]:
         def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
             recomputes = torch._C._current_autograd_node() is not None
-            if not recomputes and self._left:
+            if not recomputes and self._outer_zones:
                 self._mark(args, self._clock.zone.module)
-            self._left.append(self._clock.move(Zone(BACKWARD if recomputes else FORWARD, name)))
+            self._outer_zones.append(self._clock.move(Zone(BACKWARD if recomputes else FORWARD, name)))
 
         return enter
 
     def _leaving(self, name: str) -> Callable[..., None]:
         def leave(_: nn.Module, __: object, output: Any) -> None:
-            if not self._left:  # the pass began before the profile
+            if not self._outer_zones:  # the pass started before the profile
                 return
             if torch._C._current_autograd_node() is None:
                 self._mark(output, name)
-            self._clock.move(self._left.pop())
+            self._clock.move(self._outer_zones.pop())
 
         return leave
 
     def _mark(self, tensors: Any, name: str) -> None:
-        """Has the backward pass say that it comes to ``name`` when it runs the node that made the first of
-        ``tensors``. Of several names for a node the first counts, which is the innermost module's."""
+        """Hook the autograd node of the first of ``tensors``, so that the backward pass enters ``name`` there.
+
+        A node keeps its first name, which is the innermost module.
+        """
         first = tensors[0] if isinstance(tensors, tuple | list) and tensors else tensors
         node = first.grad_fn if isinstance(first, torch.Tensor) else None
-        known: dict[str, str] = {} if node is None else node.metadata  # type: ignore[assignment]
-        if node is not None and _MARK not in known:
-            known[_MARK] = name
+        metadata: dict[str, str] = {} if node is None else node.metadata  # type: ignore[assignment]
+        if node is not None and _MARK not in metadata:
+            metadata[_MARK] = name
             zone = Zone(BACKWARD, name)
             node.register_prehook(lambda _: self._backward(zone))
 
@@ -118,47 +122,46 @@ class ModuleClock:
 
 
 def _is_inside_a_block(name: str) -> bool:
-    """layers.3.mlp is, layers.3 is not."""
+    """Return True for layers.3.mlp, False for layers.3."""
     return name.startswith("layers.") and name.count(".") > 1
 
 
-# The profiles of all ranks as one tree of modules. No torch here.
+# Tree of modules from the profiles of all ranks.
 #
-# Parameters are the whole model's, FLOPs those of all ranks together. A module's time is that of the slowest rank that
-# has it. Where a row stands for several, the layers of the model or the stages of a pipeline, it is the sum over them.
-# Shares and FLOP/s are of the time of all ranks together, so they say what a device achieves on average.
+# Parameters are of the full model, FLOPs are summed over ranks. The time of a module is the time of its slowest rank. A
+# row for several layers or stages is their sum. Shares and FLOP/s use the time summed over ranks: averages per device.
 
 
 ROOT = "model"
-"""What a tree calls the whole model, and a rank's chunks of it."""
+"""Name of the root: the model, or the chunks of a rank."""
 
 
 @dataclass(frozen=True)
 class RankProfile:
-    """A step of one rank, the mean of those that were timed."""
+    """Mean of the timed steps of one rank."""
 
     rank: int
     place: dict[str, int]
-    """The position along each axis."""
+    """Position along each parallel axis."""
     steps: list[int]
     """The timed steps."""
     traced: int
     """The step that was traced."""
     seconds: dict[Zone, float]
-    """Of a step, by zone; their sum is the step."""
+    """Seconds of a step by zone; their sum is the step."""
     visits: dict[Zone, float]
-    """How often a zone was entered."""
+    """Number of entries into each zone."""
     flops: dict[str, tuple[int, int]]
-    """(forward, backward) of the modules, without those inside them."""
+    """(forward, backward) FLOPs by module, without submodules."""
     memory: Memory | None
 
     @property
     def step_seconds(self) -> float:
-        """Of a whole step."""
+        """Seconds of a step."""
         return sum(self.seconds.values())
 
     def spent(self, phase: str | None = None, axis: str | None = "") -> float:
-        """Seconds in a phase, and waiting in collectives of an axis; "": not waiting; None: all."""
+        """Return the seconds in a phase (None: all) that wait for an axis ("": not waiting, None: both)."""
         return sum(
             seconds
             for zone, seconds in self.seconds.items()
@@ -167,61 +170,61 @@ class RankProfile:
 
 
 @dataclass
-class Node:
-    """A module with all that is inside it, or several of the same kind."""
+class ModuleNode:
+    """A module with its submodules, or the same module of several layers."""
 
     name: str
-    """Such as layers.3.mlp, or layers.*.mlp for that of all layers."""
+    """Such as layers.3.mlp, or layers.*.mlp for all layers."""
     instances: int = 1
     parameters: int = 0
     forward_flops: int = 0
-    """Of a step on all ranks."""
+    """Forward FLOPs of a step, summed over ranks."""
     backward_flops: int = 0
     forward: float = 0.0
-    """Seconds of a step: the slowest rank's, summed over instances."""
+    """Forward seconds of a step on the slowest rank, summed over instances."""
     backward: float = 0.0
     waited: float = 0.0
-    """Seconds of both in which the ranks waited for others, all ranks together."""
+    """Seconds of waits for other ranks, forward and backward, summed over ranks."""
     busy: float = 0.0
-    """Seconds of both, waits included, all ranks together."""
-    own: float = 0.0
-    """Of them, those that are not spent in the modules inside it."""
+    """Seconds forward and backward, including waits, summed over ranks."""
+    own: float = 0.0  # key of profile.json  prose: ok
+    """Seconds of ``busy`` outside of submodules."""
 
     @property
     def depth(self) -> int:
-        """0 for the whole model."""
+        """Depth in the tree; 0 for the root."""
         return 0 if self.name == ROOT else len(_parts(self.name))
 
     @property
     def flops(self) -> int:
-        """Forward and backward."""
+        """Forward and backward FLOPs."""
         return self.forward_flops + self.backward_flops
 
     @property
     def flops_per_second(self) -> float | None:
-        """What a device achieves while it is in this module and does not wait; None where that can't be told."""
+        """FLOP/s of a device in this module without waits; None if not measurable."""
         computing = self.busy - self.waited
         return self.flops / computing if self.flops and computing > 0 else None
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was found out about the profiled steps."""
+    """Profiles of all ranks."""
 
     plan: Plan = field(repr=False)
     ranks: Sequence[RankProfile]
 
-    def nodes(self, *, folded: bool) -> list[Node]:
-        """The tree from the root on, each node before those inside it. ``folded``: one row for all layers."""
-        found: dict[str, Node] = {}
+    def nodes(self, *, folded: bool) -> list[ModuleNode]:
+        """Return the tree in preorder. ``folded``: one row for all layers."""
+        rows: dict[str, ModuleNode] = {}
         for node in self._instances():
             name = any_layer(node.name) if folded else node.name
-            if (row := found.get(name)) is None:
-                found[name] = node
+            if (row := rows.get(name)) is None:
+                rows[name] = node
                 node.name = name
                 continue
             row.instances += 1
-            for number in (
+            for field_name in (
                 "parameters",
                 "forward_flops",
                 "backward_flops",
@@ -231,33 +234,33 @@ class Profile:
                 "busy",
                 "own",
             ):
-                setattr(row, number, getattr(row, number) + getattr(node, number))
-        return list(found.values())
+                setattr(row, field_name, getattr(row, field_name) + getattr(node, field_name))
+        return list(rows.values())
 
-    def _instances(self) -> Iterator[Node]:
-        """Each module once; the root is one."""
-        nodes: dict[str, Node] = {}
+    def _instances(self) -> Iterator[ModuleNode]:
+        """Yield each module once, including the root."""
+        nodes: dict[str, ModuleNode] = {}
         for name, parameters in model_parameters(self.plan).items():
             for ancestor in _ancestors(name):
-                nodes.setdefault(ancestor, Node(ancestor)).parameters += parameters
+                nodes.setdefault(ancestor, ModuleNode(ancestor)).parameters += parameters
         slowest: dict[tuple[str, str, int], float] = defaultdict(float)
         for rank in self.ranks:
             for name, (forward, backward) in rank.flops.items():
                 for ancestor in _ancestors(name):
-                    node = nodes.setdefault(ancestor, Node(ancestor))
+                    node = nodes.setdefault(ancestor, ModuleNode(ancestor))
                     node.forward_flops += forward
                     node.backward_flops += backward
-            here: dict[tuple[str, str, int], float] = defaultdict(float)
+            rank_seconds: dict[tuple[str, str, int], float] = defaultdict(float)
             for zone, seconds in rank.seconds.items():
                 if zone.phase not in (FORWARD, BACKWARD):
                     continue
-                nodes.setdefault(zone.module or ROOT, Node(zone.module or ROOT)).own += seconds
+                nodes.setdefault(zone.module or ROOT, ModuleNode(zone.module or ROOT)).own += seconds
                 for ancestor in _ancestors(zone.module):
-                    node = nodes.setdefault(ancestor, Node(ancestor))
+                    node = nodes.setdefault(ancestor, ModuleNode(ancestor))
                     node.busy += seconds
                     node.waited += seconds if zone.wait else 0.0
-                    here[ancestor, zone.phase, rank.place["pp"]] += seconds
-            for key, seconds in here.items():
+                    rank_seconds[ancestor, zone.phase, rank.place["pp"]] += seconds
+            for key, seconds in rank_seconds.items():
                 slowest[key] = max(slowest[key], seconds)
         for (name, phase, _), seconds in slowest.items():
             if phase == FORWARD:
@@ -268,12 +271,12 @@ class Profile:
 
 
 def _parts(name: str) -> list[str]:
-    """layers.3.mlp.down_proj as layers.3, mlp, down_proj."""
+    """Split layers.3.mlp.down_proj into layers.3, mlp, down_proj."""
     return re.findall(r"layers\.[^.]+|[^.]+", name)
 
 
 def _ancestors(name: str) -> Iterator[str]:
-    """The whole model, the modules around ``name``, and itself."""
+    """Yield the root, the ancestors of ``name``, and ``name``."""
     yield ROOT
     parts = _parts(name)
     for count in range(1, len(parts) + 1):

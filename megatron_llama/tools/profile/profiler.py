@@ -1,4 +1,4 @@
-"""Profiles the steps that ``trainer.profile`` names, on every rank, and has the first rank write what was found."""
+"""Profile the steps of ``trainer.profile`` on every rank; the first rank writes the result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_llama.topology import Topology
 from megatron_llama.train.waits import AXES, DATA, WAIT_METRICS, trace_waits
 
 FOLDER = "profile"
-"""Inside the run's folder."""
+"""Subfolder of the run folder."""
 
 
 @dataclass
@@ -43,10 +43,10 @@ class _Step:
 
 
 class StepProfiler:
-    """What the training loop asks for each step; it does nothing in a step that is not profiled.
+    """Step observer of the training loop; does nothing in steps that are not profiled.
 
-    All steps of ``trainer.profile`` are timed by the clock. The last one is also traced by torch's profiler, which
-    slows it down: where there are others, it is left out of the times.
+    All steps of ``trainer.profile`` are timed. The last one is also traced by torch's profiler, which slows it down, so
+    its times are excluded if there are other steps.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int, batches: Prefetcher) -> Iterator[dict[str, float]]:
-        """Around step ``number``. A profiled one is a collective; its metrics are there once the context has ended."""
+        """Profile step ``number`` if selected, which is collective; its metrics are set at the end of the context."""
         metrics: dict[str, float] = {}
         if not self.first <= number <= self.last:
             yield metrics
@@ -66,7 +66,7 @@ class StepProfiler:
         clock = Clock(self.device.synchronize_stream)
         compiled = self.model.compiler is not None
         step = _Step(number, clock, ModuleClock(self.model.chunks, clock, compiled=compiled))
-        with self._tracing(step) if number == self.last else ExitStack(), self._watching(step, batches):
+        with self._tracing(step) if number == self.last else ExitStack(), self._timing(step, batches):
             yield metrics
         self._steps.append(step)
         metrics.update(self._waits(clock))
@@ -74,12 +74,12 @@ class StepProfiler:
             self._finish()
 
     @contextmanager
-    def _watching(self, step: _Step, batches: Prefetcher) -> Iterator[None]:
+    def _timing(self, step: _Step, batches: Prefetcher) -> Iterator[None]:
         clock, model = step.clock, self.model
         calls = ((batches, "at", DATA), (self.optimizer, "gradient_norm", NORM), (self.optimizer, "update", OPTIMIZER))
         with ExitStack() as stack:
             for owner, method, name in calls:
-                timed = _inside(clock, Zone(name), getattr(owner, method))
+                timed = _timed_in(clock, Zone(name), getattr(owner, method))
                 stack.enter_context(patch.object(owner, method, timed))
             stack.enter_context(step.modules.following())
             stack.enter_context(trace_waits(clock.waiting, compiled=model.compiler is not None))
@@ -94,28 +94,28 @@ class StepProfiler:
             with record_function(step_name(step.number)):
                 yield
             self.device.synchronize()
-        with _tolerating_full_disks():
+        with _report_write_errors():
             step.memory = finish_trace(profiler, self._folder, self.topology, step.clock.moves, step.number)
 
     def _waits(self, clock: Clock) -> dict[str, float]:
-        """Seconds that the ranks have waited in a step, on average: a collective."""
-        found: dict[str, float] = defaultdict(float)
+        """Return the mean seconds of waits over ranks (collective)."""
+        seconds_by_name: dict[str, float] = defaultdict(float)
         for zone, seconds in clock.seconds.items():
-            found[zone.wait.partition(" ")[0] if zone.wait else zone.phase] += seconds
-        mean = torch.tensor([found[name] for name in (DATA, *AXES)], device=self.model.device)
+            seconds_by_name[zone.wait.partition(" ")[0] if zone.wait else zone.phase] += seconds
+        mean = torch.tensor([seconds_by_name[name] for name in (DATA, *AXES)], device=self.model.device)
         dist.all_reduce(mean)
         return dict(zip(WAIT_METRICS, (mean / self.plan.world_size).tolist(), strict=True))
 
     def _finish(self) -> None:
-        """Brings the ranks' profiles together; the first rank writes them."""
+        """Gather the profiles; the first rank writes them."""
         phase.enter("writing the profile", phase.PATIENT)
         ranks: list[Any] = [None] * self.plan.world_size
-        dist.all_gather_object(ranks, self.of_this_rank())
+        dist.all_gather_object(ranks, self.rank_profile())
         if self.topology.is_logger:
-            with _tolerating_full_disks():
+            with _report_write_errors():
                 write_profile(self.plan, ranks, self._folder)
 
-    def of_this_rank(self) -> RankProfile:
+    def rank_profile(self) -> RankProfile:
         timed = self._steps[:-1] or self._steps
         topology, count = self.topology, len(timed)
         seconds, visits = Counter[Zone](), Counter[Zone]()
@@ -128,7 +128,9 @@ class StepProfiler:
             tokens = sum(step.modules.tokens[number] for step in timed)
             pairs = sum(step.modules.pairs[number] for step in timed)
             for name, work in rank_work(self.plan, layers, first=chunk.is_first, last=chunk.is_last).items():
-                forward, backward = work.flops(*(self._kept(number, timed) if self._drops(name) else (tokens, pairs)))
+                forward, backward = work.flops(
+                    *(self._visible_counts(number, timed) if self._drops_tokens(name) else (tokens, pairs))
+                )
                 flops[name] = forward // count, backward // count
         return RankProfile(
             rank=topology.rank,
@@ -136,22 +138,22 @@ class StepProfiler:
             steps=[step.number for step in timed],
             traced=self.last,
             seconds={zone: spent / count for zone, spent in seconds.items()},
-            visits={zone: made / count for zone, made in visits.items()},
+            visits={zone: count_of_visits / count for zone, count_of_visits in visits.items()},
             flops=flops,
             memory=self._steps[-1].memory,
         )
 
-    def _drops(self, module: str) -> bool:
-        """Whether a module is of a layer that sees a part of the tokens."""
+    def _drops_tokens(self, module: str) -> bool:
+        """Return whether random-LTD drops tokens in the layer of a module."""
         layer = module.split(".")[1] if module.startswith("layers.") else "-1"
         return self.plan.random_ltd is not None and int(layer) in self.plan.random_ltd.layers
 
-    def _kept(self, chunk: int, steps: list[_Step]) -> tuple[int, int]:
-        """Tokens that the layers of random-LTD have seen, and the expected number of their pairs."""
+    def _visible_counts(self, chunk: int, steps: list[_Step]) -> tuple[int, int]:
+        """Return the tokens in the layers of random-LTD and the expected number of their pairs."""
         assert self.plan.random_ltd is not None
-        found = [(self.plan.random_ltd.retained(step.number), step.modules) for step in steps]
-        tokens = sum(kept.share * modules.tokens[chunk] for kept, modules in found)
-        pairs = sum(kept.pairs(modules.tokens[chunk], modules.pairs[chunk]) for kept, modules in found)
+        subsets = [(self.plan.random_ltd.retained(step.number), step.modules) for step in steps]
+        tokens = sum(subset.share * modules.tokens[chunk] for subset, modules in subsets)
+        pairs = sum(subset.pairs(modules.tokens[chunk], modules.pairs[chunk]) for subset, modules in subsets)
         return round(tokens), round(pairs)
 
     @property
@@ -159,7 +161,7 @@ class StepProfiler:
         return self.plan.run_dir / FOLDER
 
 
-def _inside(clock: Clock, zone: Zone, function: Callable[..., Any]) -> Callable[..., Any]:
+def _timed_in(clock: Clock, zone: Zone, function: Callable[..., Any]) -> Callable[..., Any]:
     def timed(*args: Any, **kwargs: Any) -> Any:
         with clock.inside(zone):
             return function(*args, **kwargs)
@@ -168,9 +170,9 @@ def _inside(clock: Clock, zone: Zone, function: Callable[..., Any]) -> Callable[
 
 
 @contextmanager
-def _tolerating_full_disks() -> Iterator[None]:
-    """A profile is not worth a run."""
+def _report_write_errors() -> Iterator[None]:
+    """Report write errors without stopping the run."""
     try:
         yield
     except OSError as error:
-        sys.stderr.write(f"The profile could not be written: {error}\n")
+        sys.stderr.write(f"cannot write the profile: {error}\n")

@@ -1,6 +1,9 @@
-"""The Chrome trace of a step: torch's profiler's, with the modules and waits of the clock above its operators, and one
-process per rank, so that the traces of several ranks can be looked at together. And the step's memory over time, from
-the births and deaths of tensors in it."""
+"""Chrome trace and memory of a step.
+
+The trace of torch's profiler gets rows for the modules and waits of ``Clock``, and one process per rank, so that traces
+of several ranks can be viewed together. Memory over time comes from its allocation events.
+"""
+
 from __future__ import annotations
 
 import bisect
@@ -23,8 +26,8 @@ from megatron_llama.tools.memory_picture import peak_indices
 from megatron_llama.topology import AXIS_NAMES, Topology
 
 MODULES, WAITS = "modules", "waits"
-"""Names of the clock's rows in a trace."""
-BEFORE = "there before the step"
+"""Row names of the clock in a trace."""
+BEFORE = "allocated before the step"
 
 
 @dataclass(frozen=True)
@@ -32,44 +35,44 @@ class Memory:
     """Bytes of tensors on a rank's device over a step."""
 
     kinds: tuple[str, ...]
-    """What they were made in."""
+    """Pass and module that created them."""
     seconds: Any
-    """Since the step began: fp64 array [moments]."""
+    """Seconds since the start of the step: fp64 array [times]."""
     bytes: Any
-    """Alive then, by kind: int64 array [moments, kinds]."""
+    """Live bytes by kind: int64 array [times, kinds]."""
     passes: tuple[tuple[float, str], ...]
-    """Where each begins: F0 for the first forward pass, B0 for the first backward pass, and the optimizer."""
+    """Start of each pass: F0 is the first forward pass, B0 the first backward pass, O the optimizer."""
 
     @property
     def peak(self) -> int:
-        """Most bytes at once."""
+        """Largest number of live bytes."""
         return int(self.bytes.sum(axis=1).max())
 
 
 def step_name(number: int) -> str:
-    """The name of the range in the trace that is the step."""
+    """Return the name of the step's range in the trace."""
     return f"step {number}"
 
 
 def finish_trace(
     profiler: profile, folder: Path, topology: Topology, moves: Sequence[tuple[float, Zone]], number: int
 ) -> Memory | None:
-    """Writes ``trace.rankN.json.gz``; returns the memory of the step, None where nothing was made. Raises OSError."""
+    """Write ``trace.rankN.json.gz``; return the memory of the step, None without allocations. Raises OSError."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "trace.json"
         profiler.export_chrome_trace(str(path))
         trace = json.loads(path.read_text(encoding="utf-8"))
     events = trace["traceEvents"]
     step = next(event for event in events if event.get("name") == step_name(number) and event.get("ph") == "X")
-    shift = step["ts"] - moves[0][0] * 1e6  # from the clock's seconds to the trace's microseconds
+    shift = step["ts"] - moves[0][0] * 1e6  # converts seconds of the clock to microseconds of the trace
     ends = [begin for begin, _ in moves[1:]]
     spans = [(begin * 1e6 + shift, (end - begin) * 1e6, zone) for (begin, zone), end in zip(moves, ends, strict=False)]
     process = step["pid"]
     for event in events:
         if event.get("pid") == process:
             event["pid"] = topology.rank
-    named = f"rank {topology.rank} ({', '.join(f'{axis} {topology.place[axis]}' for axis in AXIS_NAMES)})"
-    events.append({"ph": "M", "name": "process_name", "pid": topology.rank, "tid": 0, "args": {"name": named}})
+    process_name = f"rank {topology.rank} ({', '.join(f'{axis} {topology.place[axis]}' for axis in AXIS_NAMES)})"
+    events.append({"ph": "M", "name": "process_name", "pid": topology.rank, "tid": 0, "args": {"name": process_name}})
     events += [_event(topology.rank, begin, duration, zone) for begin, duration, zone in spans if duration > 0]
     with atomic_open(folder / f"trace.rank{topology.rank}.json.gz") as file:
         file.write(gzip.compress(json.dumps(trace).encode(), compresslevel=5))
@@ -83,15 +86,15 @@ def _event(rank: int, begin: float, duration: float, zone: Zone) -> dict[str, An
 
 
 def memory_of(events: Sequence[dict[str, Any]], spans: Sequence[tuple[float, float, Zone]]) -> Memory | None:
-    """Bytes by what made them. Of a machine with an accelerator, the accelerator's."""
+    """Return live bytes by origin, of the accelerator if there is one, else of the CPU."""
     changes = [event for event in events if event.get("name") == "[memory]"]
     if not changes or not spans:
         return None
-    kind_of_device = max(change["args"]["Device Type"] for change in changes)  # the CPU's is 0
+    kind_of_device = max(change["args"]["Device Type"] for change in changes)  # 0 is CPU
     changes = sorted((c for c in changes if c["args"]["Device Type"] == kind_of_device), key=lambda c: c["ts"])
     begins = [begin for begin, _, _ in spans]
     kinds, owner = {BEFORE: 0}, dict[int, str]()
-    rows = np.zeros((len(changes), 2), np.int64)  # (number of the kind, bytes more)
+    rows = np.zeros((len(changes), 2), np.int64)  # (index of the kind, difference in bytes)
     for row, change in zip(rows, changes, strict=True):
         size, address = change["args"]["Bytes"], change["args"]["Addr"]
         if size > 0:
@@ -101,7 +104,7 @@ def memory_of(events: Sequence[dict[str, Any]], spans: Sequence[tuple[float, flo
     steps = np.zeros((len(rows), len(kinds)), np.int64)
     steps[np.arange(len(rows)), rows[:, 0]] = rows[:, 1]
     alive = steps.cumsum(axis=0)
-    # Counted from where the profiler began, tensors of before that die in the step would make it negative.
+    # Tensors that existed before the profiler and are freed in the step would make the count negative.
     first = changes[0]["args"]
     alive[:, 0] += max(first["Total Allocated"] - first["Bytes"], -int(alive[:, 0].min()))
     chosen = peak_indices(alive.sum(axis=1))
@@ -121,7 +124,7 @@ def _passes(spans: Sequence[tuple[float, float, Zone]]) -> Iterator[tuple[float,
 
 
 def _kind(zone: Zone) -> str:
-    """Forward passes by the part of the block, since that is what stays for the backward pass."""
+    """Return the origin of an allocation; by part of the block in forward, where tensors are saved for backward."""
     if zone.phase != FORWARD:
         return "backward pass" if zone.phase == BACKWARD else zone.phase
     parts = zone.module.split(".")
@@ -134,63 +137,64 @@ def _kind(zone: Zone) -> str:
     return "forward: norms" if parts[2].endswith("layernorm") else f"forward: {parts[2]}"
 
 
-# A rank's time, every moment of which belongs to one zone: a pass of a module, a wait, the optimizer, the rest.
+# Time of a rank, divided into zones: a pass of a module, a wait, the optimizer, the rest.
 
 
 FORWARD, BACKWARD, NORM, OPTIMIZER, REST = "forward", "backward", "gradient norm", "optimizer", "rest"
 
 
 class Zone(NamedTuple):
-    """What a rank is doing."""
+    """Activity of a rank."""
 
     phase: str
     module: str = ""
-    """In forward and backward: the module's name in its chunk, "" for the chunk itself."""
+    """Name of the module in its chunk in forward and backward; "" for the chunk itself."""
     wait: str = ""
-    """What it waits for: the axis and kind of a collective, such as "tp all_reduce"."""
+    """Axis and kind of the collective that it waits for, such as "tp all_reduce"."""
 
 
 class Clock:
-    """Charges time to zones. Only one thread at a time may use it: autograd's runs while the main one waits."""
+    """Clock that attributes time to zones. Not thread-safe; the autograd thread runs while the main thread waits."""
 
-    def __init__(self, settle: Callable[[], None]) -> None:
-        """``settle`` waits until the device has done what it was given; without that, time would go to whichever zone
-        happens to wait."""
-        self._settle = settle
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        """Args:
+        synchronize: Waits for the device, so that its time is attributed to the right zone.
+        """
+        self._synchronize = synchronize
         self._since = 0.0
         self.zone = Zone(REST)
         self.seconds: dict[Zone, float] = defaultdict(float)
         self.visits: dict[Zone, int] = defaultdict(int)
         self.moves: list[tuple[float, Zone]] | None = None
-        """When each zone was entered, seconds on ``time.perf_counter``; None unless wanted."""
+        """Entries into zones with their ``time.perf_counter``; None: not recorded."""
 
     def start(self) -> None:
-        """Time counts from here on."""
-        self._settle()
+        """Start counting time."""
+        self._synchronize()
         self.zone, self._since = Zone(REST), time.perf_counter()
         if self.moves is not None:
             self.moves.append((self._since, self.zone))
 
     def move(self, zone: Zone) -> Zone:
-        """``zone`` begins; returns the one that ends."""
-        self._settle()
-        now, left = time.perf_counter(), self.zone
-        self.seconds[left] += now - self._since
+        """Enter ``zone``; return the previous zone."""
+        self._synchronize()
+        end, previous = time.perf_counter(), self.zone
+        self.seconds[previous] += end - self._since
         self.visits[zone] += 1
-        self.zone, self._since = zone, now
+        self.zone, self._since = zone, end
         if self.moves is not None:
-            self.moves.append((now, zone))
-        return left
+            self.moves.append((end, zone))
+        return previous
 
     def waiting(self, name: str) -> AbstractContextManager[None]:
-        """The present zone, in which a wait for ``name`` lasts as long as the context."""
+        """Mark the current zone as waiting for ``name`` inside the context."""
         return self.inside(self.zone._replace(wait=name))
 
     @contextmanager
     def inside(self, zone: Zone) -> Iterator[None]:
-        """``zone`` for as long as the context lasts."""
-        left = self.move(zone)
+        """Enter ``zone`` inside the context."""
+        previous = self.move(zone)
         try:
             yield
         finally:
-            self.move(left)
+            self.move(previous)

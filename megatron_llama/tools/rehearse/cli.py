@@ -1,4 +1,4 @@
-"""``scripts/rehearse.py``: ranks of any world at their true size, on one core."""
+"""Command line of ``scripts/rehearse.py``: run ranks of any world at full size on one core."""
 
 from __future__ import annotations
 
@@ -18,29 +18,37 @@ if TYPE_CHECKING:
     from megatron_llama.plan import Plan
 
 USAGE = """\
-python scripts/rehearse.py [--ranks 0,31,127] [--json] [--pictures FOLDER] [group=choice ...] [setting=value ...]
+usage: python scripts/rehearse.py [--ranks 0,31,127] [--json]
+                                  [--pictures FOLDER] [group=choice ...]
+                                  [section.setting=value ...]
 
-Runs a training step of `python train.py` with the same settings on one CPU core, as any rank of a world of any size,
-at its true size, and prints what it needs: memory at the peak and what for, the largest tensors then, FLOPs by module,
-bytes sent by axis and kind of collective, where the host waits for the device. It is the program itself, with torch's
-fake process group and fake tensors: shapes, but no values. trainer.dp=N says how many copies of the model there are.
+Run a training step of `python train.py` with the same settings as one rank of
+a world of any size, at its true size, on one CPU core. Prints the peak memory
+by kind, the largest tensors, FLOPs by module, bytes sent by axis and
+collective, and the places where the host waits for the device. The training
+code runs with torch's fake process group and fake tensors, which have shapes
+but no values. trainer.dp=N sets the number of model replicas.
 
-  --ranks 0,31       the ranks to rehearse; default: one for each kind of pipeline stage
-  --json             print a JSON object and write no pictures
-  --pictures FOLDER  where the pictures of memory over time go (default: runs/rehearsal)
-  --help             this text
+  --ranks 0,31       ranks to rehearse (default: one per distinct pipeline
+                     stage)
+  --json             print a JSON object and draw no pictures
+  --pictures FOLDER  folder of the pictures of memory over time (default:
+                     runs/rehearsal)
+  --help             show this text
 
 Examples
-  python scripts/rehearse.py model=llama70b trainer.tp=8 trainer.pp=4 trainer.dp=4 trainer.precision=bf16
-  python scripts/rehearse.py --ranks 7 model=llama3_8b trainer.dp=8 trainer.zero=3 device.memory_gib=80
+  python scripts/rehearse.py model=llama70b trainer.tp=8 trainer.pp=4 \\
+      trainer.dp=4 trainer.precision=bf16
+  python scripts/rehearse.py --ranks 7 model=llama3_8b trainer.dp=8 \\
+      trainer.zero=3 device.memory_gib=80
 
-Exit status: 0; 2 a config that can't work; else a failure. docs/guides/tools/rehearse.md says what is exact and what
-is left out.
+Exit status: 0 done, 2 a config error, else a failure.
+docs/guides/tools/rehearse.md lists the exact and the approximate numbers.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``scripts/rehearse.py`` with ``argv``; returns the exit status."""
+    """Run ``scripts/rehearse.py`` with ``argv``; return the exit status."""
     if {"--help", "-h"} & set(argv):
         sys.stdout.write(USAGE)
         return 0
@@ -54,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     arguments, overrides = parser.parse_known_args(argv)
     try:
         plan, notes = plan_rehearsal(overrides)
-        ranks = representatives(plan) if arguments.ranks is None else _ranks(arguments.ranks, plan)
+        ranks = representative_ranks(plan) if arguments.ranks is None else _ranks(arguments.ranks, plan)
     except ConfigError as error:
         sys.stderr.write(format_problems(error) + "\n")
         return EXIT_USER
@@ -64,8 +72,8 @@ def main(argv: Sequence[str]) -> int:
     from megatron_llama.tools.rehearse.text import as_json, draw, lines
 
     if arguments.json:
-        found = [as_json(rehearse(plan, rank)) for rank in ranks]
-        sys.stdout.write(json.dumps({"notes": notes, "ranks": found}, indent=1) + "\n")
+        reports = [as_json(rehearse(plan, rank)) for rank in ranks]
+        sys.stdout.write(json.dumps({"notes": notes, "ranks": reports}, indent=1) + "\n")
         return 0
     sys.stdout.write("\n".join([*layout_lines(plan), *notes]) + "\n")
     for rank in ranks:
@@ -80,10 +88,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def plan_rehearsal(overrides: Sequence[str]) -> tuple[Plan, list[str]]:
-    """The plan that ``rehearse`` takes, of a command line, and what was replaced in it.
+    """Return the plan for ``rehearse`` and notes on the settings that it replaces.
 
-    ``device.memory_gib`` does not refuse it: to see what does not fit is what a rehearsal is for.
-    Raises ConfigError with everything that is wrong.
+    ``device.memory_gib`` does not reject the plan, so that configs that do not fit can be rehearsed.
+    Raises ConfigError with all problems.
     """
     from megatron_llama.launch.world import find_world
 
@@ -91,19 +99,20 @@ def plan_rehearsal(overrides: Sequence[str]) -> tuple[Plan, list[str]]:
     notes = []
     memory, config.device.memory_gib = config.device.memory_gib, None
     if config.trainer.compile:
-        notes.append("trainer.compile: blocks are rehearsed as they run uncompiled; a compiler keeps fewer tensors")
+        notes.append("trainer.compile: rehearsed in eager mode; compiled blocks save fewer tensors")
     if config.trainer.async_tp:
-        notes.append(
-            "trainer.async_tp: rehearsed without, as what is not compiled has no products to take collectives into"
-        )
-    config.trainer.compile = config.trainer.async_tp = False  # the one needs the other
+        notes.append("trainer.async_tp: rehearsed without it, because it needs compiled matmuls")
+    config.trainer.compile = config.trainer.async_tp = False  # async_tp needs compile
     plan = find_world(config, None).plan()
     device = replace(plan.config.device, memory_gib=memory)
     return replace(plan, config=replace(plan.config, device=device)), notes
 
 
-def representatives(plan: Plan) -> list[int]:
-    """The first rank of each kind of pipeline stage: of equal ones the first holds the most micro batches in flight."""
+def representative_ranks(plan: Plan) -> list[int]:
+    """Return the first rank of each distinct pipeline stage.
+
+    Of equal stages the first one has the most micro batches in flight.
+    """
     grid, pp = plan.grid, plan.grid.sizes["pp"]
     kinds: dict[tuple[object, ...], int] = {}
     for stage in range(pp):
@@ -116,8 +125,8 @@ def _ranks(listed: str, plan: Plan) -> list[int]:
     from megatron_llama.config import ConfigError, Problem
 
     words = listed.split(",")
-    wrong = [word for word in words if not word.strip().isdecimal() or int(word) >= plan.world_size]
-    if wrong:
-        rule = f"{', '.join(repr(word) for word in wrong)}: not among the ranks 0 to {plan.world_size - 1}"
-        raise ConfigError([Problem("--ranks", listed, rule, "write numbers of ranks with commas between them")])
+    invalid = [word for word in words if not word.strip().isdecimal() or int(word) >= plan.world_size]
+    if invalid:
+        rule = f"{', '.join(repr(word) for word in invalid)}: not in the ranks 0 to {plan.world_size - 1}"
+        raise ConfigError([Problem("--ranks", listed, rule, "write ranks separated by commas, such as --ranks 0,1")])
     return [int(word) for word in words]

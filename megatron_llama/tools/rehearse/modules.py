@@ -1,8 +1,8 @@
-"""Which module an operation belongs to, in the forward pass, in the backward pass and in recomputation.
+"""Attribution of operators to modules in the forward pass, the backward pass and recomputation.
 
-Modules announce themselves in the forward pass by hooks. An operation of the backward pass belongs to the module whose
-forward operation it differentiates: autograd numbers its nodes as they are made, so the numbers at which modules begin
-and end tell which node is whose. torch's own profiler relates forward and backward in this way.
+Hooks mark the modules of the forward pass. An operator of the backward pass belongs to the module of the forward
+operator that it differentiates. Autograd nodes have increasing sequence numbers, so the numbers at the start and end of
+a module identify its nodes. torch's profiler links forward and backward in the same way.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
 
 
 class Place(NamedTuple):
-    """Where an operation happens."""
+    """Phase and module of an operator."""
 
     phase: str
-    """FORWARD, BACKWARD or RECOMPUTED; forward also outside of any pass."""
+    """FORWARD, BACKWARD or RECOMPUTED; FORWARD also outside of any pass."""
     module: str
-    """Name in its chunk, "" for the chunk itself and outside of any."""
+    """Name in its chunk; "" for the chunk itself and outside of modules."""
     run: int
-    """Number of the chunk's forward pass, counted from 0 over all chunks; -1 outside."""
+    """Index of the forward pass, counted over all chunks; -1 outside."""
     accumulates: bool = False
-    """Whether a gradient is being stored: a weight's, or that of what a stage got or looked up."""
+    """Whether it accumulates a gradient: of a weight, a received activation or an embedding output."""
     of_weight: bool = False
-    """Whether it is a weight's."""
+    """Whether this gradient is of a weight."""
 
 
 OUTSIDE = Place(FORWARD, "", -1)
 
 
 class Modules:
-    """Knows the place of the current operation while ``following``."""
+    """Tracker of the place of the current operator inside ``following``."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._names = {id(module): name for chunk in chunks for name, module in chunk.named_modules()}
@@ -47,24 +47,24 @@ class Modules:
         self.runs: list[tuple[int, int]] = []
         """(chunk, micro batch) of each forward pass of a chunk in this step."""
         self.order: list[tuple[str, int, int]] = []
-        """(phase, chunk, micro batch) as they began."""
+        """(phase, chunk, micro batch) in order of their start."""
         self._stack: list[Place] = []
-        # Sequence numbers at which the place of new nodes changes, and the places.
+        # Sequence numbers of autograd nodes at which the place changes, and the places.
         self._numbers: list[int] = []
         self._places: list[Place] = []
 
     def new_step(self) -> None:
-        """Forgets the runs of the last step."""
+        """Discard the runs of the last step."""
         self._counts = [0] * len(self._counts)
-        for kept in (self.runs, self.order, self._stack, self._numbers, self._places):
-            kept.clear()
+        for container in (self.runs, self.order, self._stack, self._numbers, self._places):
+            container.clear()
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Listens to all modules inside the context."""
+        """Hook all modules inside the context."""
         hooks = [
             register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),  # recomputation ends with an exception
+            register_module_forward_hook(self._leave, always_call=True),  # recomputation stops early by an exception
         ]
         try:
             yield
@@ -73,7 +73,7 @@ class Modules:
                 hook.remove()
 
     def place(self) -> Place:
-        """Of the operation that is being dispatched."""
+        """Return the place of the operator that is being dispatched."""
         node = torch._C._current_autograd_node()
         if node is None:
             return self._stack[-1] if self._stack else OUTSIDE
@@ -84,12 +84,12 @@ class Modules:
             return self._stack[-1]
         if torch.is_grad_enabled():  # recomputation between the modules of a block
             return self._of_node(node)._replace(phase=RECOMPUTED)
-        found = self._of_node(node)._replace(phase=BACKWARD)
-        if found.run >= 0:
-            chunk, microbatch = self.runs[found.run]
+        place_of_node = self._of_node(node)._replace(phase=BACKWARD)
+        if place_of_node.run >= 0:
+            chunk, microbatch = self.runs[place_of_node.run]
             if not self.order or self.order[-1] != (BACKWARD, chunk, microbatch):
                 self.order.append((BACKWARD, chunk, microbatch))
-        return found
+        return place_of_node
 
     def _of_node(self, node: Any) -> Place:
         at = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
@@ -113,12 +113,12 @@ class Modules:
 
     def _leave(self, module: nn.Module, *_: object) -> None:
         if id(module) in self._names and self._stack:
-            left = self._stack.pop()
-            if left.phase == RECOMPUTED:  # behind the outermost module comes more of its block
-                behind = left._replace(module=".".join(left.module.split(".")[:2]))
-            else:  # and behind a chunk the sum of its losses
-                behind = left._replace(module="loss")
-            self._note(self._stack[-1] if self._stack else behind)
+            exited = self._stack.pop()
+            if exited.phase == RECOMPUTED:  # the outermost module is followed by the rest of its block
+                following = exited._replace(module=".".join(exited.module.split(".")[:2]))
+            else:  # a chunk is followed by the sum of its losses
+                following = exited._replace(module="loss")
+            self._note(self._stack[-1] if self._stack else following)
 
     def _push(self, place: Place) -> None:
         self._stack.append(place)

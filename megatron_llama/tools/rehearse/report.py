@@ -1,4 +1,5 @@
-"""What a rehearsal found out about a rank. No torch here, so that planners and tests can compare at no cost."""
+"""Results of a rehearsal. Does not import torch."""
+
 from __future__ import annotations
 
 import csv
@@ -20,27 +21,30 @@ KINDS = (
     *(RESIDUAL, NORMS, ATTENTION, FEED_FORWARD, LOGITS, IN_BACKWARD, COMMUNICATION, TEMPORARY),
     HOST,
 )
-"""What a byte is alive for, from what is always there to what comes and goes.
+"""Kinds of memory, from permanent to temporary.
 
-weights: this rank's shard, as the optimizer updates it (or frozen). gathered weights: what ``fully_shard`` makes of the
-shards for the layers. gradients: those of weights, summed or not. made in the backward pass: gradients of activations,
-and those of weights before they are added to others; what is recomputed counts as activations. communication buffers:
-of ``fully_shard``'s collectives, sequence parallelism and pipeline transfers. temporary: inside optimizer and norms.
-in the host's memory: what trainer.offload puts there; no part of the peak, which is the device's.
+- weights: this rank's shard, as the optimizer updates it (or frozen).
+- gathered weights: full weights that ``fully_shard`` gathers for the layers.
+- gradients: weight gradients, accumulated or not.
+- made in the backward pass: gradients of activations, and of weights before accumulation. Recomputed tensors count as
+  activations.
+- communication buffers: of ``fully_shard``, sequence parallelism and pipeline transfers.
+- temporary: inside the optimizer and norms.
+- in the host's memory: tensors moved by trainer.offload; not part of the peak, which is device memory.
 """
 
 
 class Holder(NamedTuple):
-    """Tensors of one origin that are alive at the peak."""
+    """Tensors of one origin that are live at the peak."""
 
     size: int
-    """Bytes together."""
+    """Total bytes."""
     tensors: int
     kind: str
     module: str
-    """Where they were made; * stands for any layer's number."""
+    """Module that created them; * stands for any layer number."""
     operation: str
-    """torch's name of the operator that made them."""
+    """Name of the operator that created them."""
     shape: tuple[int, ...]
     dtype: str
 
@@ -51,104 +55,104 @@ class Flops(NamedTuple):
     forward: int
     backward: int
     recomputed: int
-    """Forward operations that recomputation does a second time."""
+    """Forward operations repeated by recomputation."""
 
 
 @dataclass(frozen=True)
-class Sighting:
-    """Something that a device which compiles, or runs ahead of the host, does not like, and where it is."""
+class OperatorCount:
+    """Count of an operator that synchronizes the host or has a data-dependent shape, at one source line."""
 
-    what: str
+    what: str  # operator; the JSON report has this key  prose: ok
     place: str
     """file:line (function)."""
     count: int
-    """How often in a step."""
+    """Calls per step."""
 
 
 class DispatchedOperator(NamedTuple):
-    """An operator of a step, where it was first called in a module."""
+    """An operator of a step in one module."""
 
     namespace: str
-    """aten for torch's own."""
+    """aten for torch operators."""
     name: str
-    """Without its overload."""
+    """Name without the overload."""
     view: bool
-    """Whether its result is another description of the same memory."""
+    """Whether the result is a view of its input."""
     module: str
-    """Where it runs; * stands for any layer's number."""
+    """Calling module; * stands for any layer number."""
     place: str
-    """file:line (function) of its first call there."""
+    """file:line (function) of its first call."""
     calls: int
-    """How often in the micro batches that were rehearsed."""
+    """Calls in the rehearsed micro batches."""
 
 
 @dataclass(frozen=True)
-class Timeline:
-    """Bytes of one step after each change, by kind."""
+class MemoryTimeline:
+    """Live bytes by kind after each change in a step."""
 
     kinds: tuple[str, ...]
     bytes: Any
     """int64 array [changes, kinds]."""
     marks: tuple[tuple[int, str], ...]
-    """(change, what begins there)."""
+    """(change, name of the pass that begins there)."""
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """One rank's step in the steady state: all bytes are of tensors' storages that are alive, in the second step."""
+    """A rank's step in the steady state (the second step); all bytes are of live tensor storages."""
 
     rank: int
     place: dict[str, int]
-    """The position along each axis."""
+    """Position along each parallel axis."""
     world_size: int
     microbatches: int
-    """Micro batches of the step, rehearsed or not."""
+    """Micro batches per step, including those not rehearsed."""
     rehearsed_microbatches: int
-    """Those that were run. The others repeat the same work: FLOPs and traffic are of all."""
+    """Micro batches that ran. The rest repeats the same work; FLOPs and traffic include it."""
     seconds: float
-    """What the rehearsal took."""
+    """Duration of the rehearsal."""
     built: Mapping[str, int]
-    """Bytes by kind once model and optimizer are built."""
+    """Bytes by kind after building model and optimizer."""
     at_rest: Mapping[str, int]
     """Bytes by kind between steps."""
     reduced: int
-    """Bytes of the gradients that the optimizer gets, summed over micro batches and ranks."""
+    """Bytes of the reduced gradients passed to the optimizer."""
     peak: int
-    """Most bytes alive at once."""
+    """Largest number of live bytes."""
     at_peak: Mapping[str, int]
-    """Bytes by kind then; their sum without HOST is ``peak``."""
+    """Bytes by kind at the peak; their sum without HOST is ``peak``."""
     most: Mapping[str, int]
-    """The most bytes of each kind at any time in the step."""
+    """Largest number of bytes of each kind in the step."""
     moment: str
-    """What was going on at the peak."""
+    """Pass and module at the peak."""
     holders: tuple[Holder, ...]
-    """What was alive then, largest first."""
+    """Tensors live at the peak, largest first."""
     flops: Mapping[str, Flops]
-    """By module; * stands for any layer's number."""
+    """FLOPs by module; * stands for any layer number."""
     traffic: Traffic
-    synchronizations: tuple[Sighting, ...]
-    """Values that the host waits for."""
-    dynamic: tuple[Sighting, ...]
-    """Operations whose result's shape depends on values, and shapes that differ between batches."""
+    synchronizations: tuple[OperatorCount, ...]
+    """Device-to-host synchronizations."""
+    dynamic: tuple[OperatorCount, ...]
+    """Operators with data-dependent shapes, and shapes that differ between batches."""
     operators: tuple[DispatchedOperator, ...]
-    """All that was dispatched, by name and module, collectives and ``fully_shard``'s own operators too."""
-    timeline: Timeline
+    """All dispatched operators by name and module, including collectives and ``fully_shard``."""
+    timeline: MemoryTimeline
     order: tuple[tuple[str, int, int], ...]
-    """("forward" or "backward", chunk, micro batch) in the order in which the schedule ran them."""
+    """("forward" or "backward", chunk, micro batch) in the order of the schedule."""
 
     @property
     def total_flops(self) -> Flops:
-        """Of all modules."""
+        """FLOPs of all modules."""
         return Flops(*(sum(flops[phase] for flops in self.flops.values()) for phase in range(3)))
 
 
-# Which operators of a rehearsed step a vendor's published list has.
+# Comparison of the operators of a step with the vendors' published lists.
 #
 # The lists are tables of names, operators/DEVICE.csv; operators/README.md has their sources.
 
 
 LISTS = Path(__file__).with_name("operators")
-# Dispatched name -> the name under which a public list has it.
+# Dispatched name -> name in the published lists.
 _OTHER_NAMES = {
     "_to_copy": "to",
     "_unsafe_view": "view",
@@ -158,8 +162,8 @@ _OTHER_NAMES = {
 }
 
 
-def published(device: str) -> frozenset[str] | None:
-    """The names that the vendor of ``device`` lists; None where no list is kept here."""
+def published_operators(device: str) -> frozenset[str] | None:
+    """Return the operators that the vendor of ``device`` lists; None without a list."""
     path = LISTS / f"{device}.csv"
     if not path.exists():
         return None
@@ -167,16 +171,15 @@ def published(device: str) -> frozenset[str] | None:
         return frozenset(row["operator"] for row in csv.DictReader(file))
 
 
-def listed_as(name: str, names: Collection[str]) -> str | None:
-    """The name under which ``names`` has the operator ``name``: its own, its form in place or not, another; or None."""
+def find_listed_name(name: str, names: Collection[str]) -> str | None:
+    """Return the entry of ``names`` for the operator (name, in-place or out-of-place form, alias), or None."""
     other_form = name.removesuffix("_") if name.endswith("_") else name + "_"
     return next((known for known in (name, other_form, _OTHER_NAMES.get(name)) if known in names), None)
 
 
-def unlisted(operators: Collection[DispatchedOperator], names: Collection[str]) -> tuple[DispatchedOperator, ...]:
-    """Those of torch's own ``operators`` (aten) that compute something and that ``names`` lacks.
-
-    A view computes nothing: it is another description of the same memory, and needs no kernel.
-    """
-    computing = (found for found in operators if found.namespace == "aten" and not found.view)
-    return tuple(found for found in computing if listed_as(found.name, names) is None)
+def unlisted_operators(
+    operators: Collection[DispatchedOperator], names: Collection[str]
+) -> tuple[DispatchedOperator, ...]:
+    """Return the aten operators without an entry in ``names``, except views, which need no kernel."""
+    computing = (operator for operator in operators if operator.namespace == "aten" and not operator.view)
+    return tuple(operator for operator in computing if find_listed_name(operator.name, names) is None)

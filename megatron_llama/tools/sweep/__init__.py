@@ -1,1 +1,1 @@
-"""``python train.py -m``: a run for each of several values, one after another or one Slurm job each."""
+"""Sweeps (``python train.py -m``): a run for each value, sequentially or as Slurm jobs."""

@@ -1,4 +1,4 @@
-"""Runs with known curves, written as the programs write them."""
+"""Write runs with known curves in the formats of the programs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ STEPS, BATCH = 400, 8
 
 
 def falling(steps: int = STEPS, batch: int = BATCH) -> Floats:
-    """A smooth loss over samples, the same whatever the batch: 6 falling to 2."""
+    """Return a smooth loss that falls from 6 to 2 over samples, independent of the batch size."""
     samples = batch * np.arange(1, steps + 1)
     return 2 + 4 * np.exp(-samples / 800)
 
 
 def noisy(curve: Floats, seed: int, size: float = 0.02) -> Floats:
-    """The same with independent normal noise on each step, of standard deviation ``size``, relative."""
+    """Add independent normal noise of relative standard deviation ``size`` to each step."""
     return curve * (1 + size * np.random.default_rng(seed).standard_normal(len(curve)))
 
 
-def ours(path: Path, losses: Iterable[float], batch: int = BATCH, seconds: float = 0.5) -> str:
-    """A run folder with a metrics.jsonl as the trainer writes it, NaN as null."""
+def write_metrics(path: Path, losses: Iterable[float], batch: int = BATCH, seconds: float = 0.5) -> str:
+    """Write a run folder with a metrics.jsonl like the trainer, NaN as null."""
     path.mkdir(parents=True)
     lines = [
         {
@@ -49,7 +49,7 @@ Scalars = Sequence[tuple[str, Callable[[int], float], Callable[[int], float]]]
 
 
 def events(folder: Path, steps: Iterable[int], scalars: Scalars, purge: int | None = None) -> str:
-    """TensorBoard events; ``scalars`` are (tag, value of a step, axis of a step)."""
+    """Write TensorBoard events; ``scalars`` are (tag, value of a step, axis of a step)."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(folder), purge_step=purge, filename_suffix=f".{len(list(folder.glob('*')))}")
@@ -60,13 +60,13 @@ def events(folder: Path, steps: Iterable[int], scalars: Scalars, purge: int | No
     return str(folder)
 
 
-def same(step: int) -> float:
-    """The axis or value that is the step itself."""
+def identity(step: int) -> float:
+    """Return the step as axis or value."""
     return step
 
 
 def compared(*runs: str, **options: float | Sequence[str]) -> Comparison:
-    """What scripts/compare.py makes of ``runs``; an option of several values is ``seeds`` or given several times."""
+    """Compare ``runs`` as scripts/compare.py does; list options are repeated, except ``seeds``."""
     arguments = list(runs)
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
@@ -80,7 +80,7 @@ def compared(*runs: str, **options: float | Sequence[str]) -> Comparison:
 
 
 def problems(*runs: str, **options: float | Sequence[str]) -> list[Problem]:
-    """What is wrong with a comparison."""
+    """Return the problems of a comparison."""
     try:
         compared(*runs, **options)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""scripts/compare.py from the outside: statuses, table, picture and page."""
+"""Exit status, table, picture and page of scripts/compare.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.cpu import children_cpu_seconds
 from tests.paths import SCRIPTS
-from tests.tools.compare.helpers import falling, noisy, ours
+from tests.tools.compare.helpers import falling, noisy, write_metrics
 
 SCRIPT = SCRIPTS / "compare.py"
 
@@ -23,7 +23,7 @@ def run(*arguments: str, where: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_help_is_quick_and_needs_nothing(tmp_path: Path) -> None:
+def test_help_is_quick_and_imports_no_libraries(tmp_path: Path) -> None:
     with children_cpu_seconds(2.0):
         done = run("--help", where=tmp_path)
     assert done.returncode == 0 and "--tolerance" in done.stdout and "Exit status" in done.stdout
@@ -33,9 +33,9 @@ def test_help_is_quick_and_needs_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("gap", "status"), [(1.0, 0), (1.3, 1)])
-def test_the_report(tmp_path: Path, gap: float, status: int) -> None:
-    ours(tmp_path / "gpu", falling(200))
-    ours(tmp_path / "<cpu> & co", noisy(falling(200), 1, size=0.001) * gap, seconds=1.0)
+def test_report_files(tmp_path: Path, gap: float, status: int) -> None:
+    write_metrics(tmp_path / "gpu", falling(200))
+    write_metrics(tmp_path / "<cpu> & co", noisy(falling(200), 1, size=0.001) * gap, seconds=1.0)
     done = run("gpu", "<cpu> & co", "--tolerance", "0.01", "--out", "new/report", where=tmp_path)
     assert done.returncode == status, done.stderr
     for words in ("final loss", "area between the curves", "largest smoothed gap", "first divergence", "(0.50 times)"):
@@ -45,13 +45,13 @@ def test_the_report(tmp_path: Path, gap: float, status: int) -> None:
     assert picture.startswith(b"\x89PNG") and struct.unpack(">II", picture[16:24]) > (1000, 800)
     page = (tmp_path / "new" / "report.html").read_text(encoding="utf-8")
     outside = re.sub(r"data:image/png;base64,[A-Za-z0-9+/=]+", "", page)
-    assert not re.search(r"https?:|<script|<link|url\(|@import|file:", outside), "the page needs no other file"
+    assert not re.search(r"https?:|<script|<link|url\(|@import|file:", outside), "the page is self-contained"
     assert "&lt;cpu&gt; &amp; co" in outside and "<cpu>" not in outside
     assert 'name="viewport"' in outside and "prefers-color-scheme: dark" in outside
-    assert page.count("data:image/png;base64,") == 4, "wide and narrow, light and dark"
+    assert page.count("data:image/png;base64,") == 4, "large and small, light and dark"
 
 
-def test_a_mistake_is_status_2_with_one_message(tmp_path: Path) -> None:
+def test_errors_exit_with_2_and_one_message(tmp_path: Path) -> None:
     done = run("gone", "away", where=tmp_path)
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
     assert "This comparison can't work, for 2 reasons" in done.stderr

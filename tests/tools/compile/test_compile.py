@@ -24,13 +24,13 @@ LAYOUT = (*SMALL, "trainer.tp=2", "trainer.pp=2", "trainer.global_batch_size=4",
 
 
 class Job:
-    """Runs one of the two command lines with a cache of its own, in a fork of this warm process."""
+    """Runner of both command lines with a separate cache, in forks of this process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def run(self, name: str, *arguments: str, compiler: str | None = None) -> tuple[int, str, dict[str, Any]]:
-        """Exit status, what was printed, and compile.json."""
+        """Return the exit status, the output and compile.json."""
         folder = self.folder / name
         folder.mkdir()
         main = cli.main if name.startswith("train") else ahead.main
@@ -38,17 +38,17 @@ class Job:
 
         def work() -> int:
             os.chdir(self.folder)
-            os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it when it is first asked for it
+            os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it at first use
             if compiler is not None:
                 torch._inductor.config.cpp.cxx = (compiler,)
             return main(words)
 
-        starter = Launcher(work, folder)
-        status = starter.wait(300)
+        launcher = Launcher(work, folder)
+        status = launcher.wait(300)
         report = folder / "run" / ("" if main is cli.main else "compile") / "compile.json"
         return (
             status,
-            starter.out.read_text() + starter.errors,
+            launcher.out.read_text() + launcher.errors,
             json.loads(report.read_text()) if report.exists() else {},
         )
 
@@ -59,7 +59,7 @@ def job(tmp_path: Path) -> Job:
 
 
 @pytest.mark.slow
-def test_two_stand_for_eight_and_the_run_finds_every_graph(job: Job) -> None:
+def test_one_per_stage_compiles_every_graph_of_a_run(job: Job) -> None:
     status, output, report = job.run("ahead", "--one-per-stage", *LAYOUT, "trainer.dp=2", "logging.tensorboard=true")
     assert status == 0, output
     assert "Total graphs: 4\nTotal successful compilations: 4\nTotal failed compilations: 0\n" in output
@@ -67,9 +67,9 @@ def test_two_stand_for_eight_and_the_run_finds_every_graph(job: Job) -> None:
     assert {(graph["what"], tuple(graph["ranks"])) for graph in report["graphs"]} == {
         *(("block", (0, 4)), ("loss", (4,)), ("gradient of the loss", (4,))),
     }
-    assert os.listdir(job.folder / "ahead" / "run") == ["compile"], "a run's own config, plan and report are its own"
-    left = {path.name for path in (job.folder / "ahead" / "run" / "compile").iterdir()} - {".lock"}
-    assert left == {"config.yaml", "plan.txt", "compile.json"}, "no TensorBoard, no checkpoints, no metrics"
+    assert os.listdir(job.folder / "ahead" / "run") == ["compile"], "files of the run are not changed"
+    files = {path.name for path in (job.folder / "ahead" / "run" / "compile").iterdir()} - {".lock"}
+    assert files == {"config.yaml", "plan.txt", "compile.json"}, "no TensorBoard, no checkpoints, no metrics"
 
     trained = (*LAYOUT, "trainer.compile=true", "trainer.compile_strict=true", "trainer.steps=4")
     status, output, report = job.run("train", *trained, "checkpoint.save_last=false")
@@ -87,20 +87,20 @@ def test_two_stand_for_eight_and_the_run_finds_every_graph(job: Job) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiler_that_fails_fails_the_job(job: Job) -> None:
+def test_a_failing_compiler_fails_the_job(job: Job) -> None:
     status, output, report = job.run("ahead", *SMALL, compiler="/bin/false")
     assert status == 1
     assert "Total graphs: 3\nTotal successful compilations: 0\nTotal failed compilations: 3\n" in output
     assert "FAILED: " in output
     assert output.rstrip().endswith("NotCompiled: 3 of 3 graphs could not be compiled")
     assert report["graphs"][0]["failure"]
-    assert os.listdir(job.folder / "ahead" / "run") == ["compile"], "a run's own config, plan and report are its own"
+    assert os.listdir(job.folder / "ahead" / "run") == ["compile"], "files of the run are not changed"
 
 
-def test_mistakes_are_the_users(job: Job) -> None:
+def test_config_errors_exit_with_2(job: Job) -> None:
     for argument in ([], ["--one-per-stage"]):
-        wrong = ("trainer.tp=3", "trainer.seed=-1", "trainer.stepss=1")
-        status, output, _ = job.run(f"ahead {len(argument)}", *argument, *SMALL, *wrong)
+        invalid = ("trainer.tp=3", "trainer.seed=-1", "trainer.stepss=1")
+        status, output, _ = job.run(f"ahead {len(argument)}", *argument, *SMALL, *invalid)
         assert status == 2 and "Traceback" not in output
         assert all(name in output for name in ("trainer.tp", "trainer.seed", "trainer.stepss"))
 
@@ -118,7 +118,7 @@ def test_help_needs_no_torch() -> None:
     assert answer.returncode == 0 and "--one-per-stage" in answer.stdout, answer.stderr
 
 
-def test_one_per_stage_has_nobody_to_exchange_pieces_with(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_per_stage_rejects_async_tp(capsys: pytest.CaptureFixture[str]) -> None:
     assert ahead.main(["--one-per-stage", *LAYOUT, "trainer.async_tp=true"]) == 2
-    told = capsys.readouterr().err
-    assert "trainer.async_tp = true" in told and "leave out --one-per-stage" in told
+    errors = capsys.readouterr().err
+    assert "trainer.async_tp = true" in errors and "omit --one-per-stage" in errors

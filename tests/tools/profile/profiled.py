@@ -1,4 +1,4 @@
-"""Ranks that profile some steps of a small model, and count the same steps with torch's counter."""
+"""Profile some steps of a small model on real ranks, and count their FLOPs with torch."""
 
 from __future__ import annotations
 
@@ -30,33 +30,35 @@ Tamper = Callable[[int, ParallelModel, Any], None]
 
 @dataclass
 class Rank:
-    """What one rank found."""
+    """Results of one rank."""
 
     profile: RankProfile | None
     counted: int
-    """FLOPs of a step, by torch's counter, attention as plain matrix products."""
+    """FLOPs of a step by torch's counter, with attention as matmuls."""
     parameters: int
-    """Those that this rank counts in norms, each on one rank only."""
+    """Parameters that this rank counts in norms, each on one rank only."""
     losses: list[float]
     metrics: dict[str, float]
-    """Of the last profiled step."""
+    """Metrics of the last profiled step."""
     tokens: int
-    """Of a step, on all ranks."""
+    """Tokens of a step on all ranks."""
     document_length: float
-    """Of a token's document, the mean over tokens."""
+    """Mean over tokens of the length of their document."""
     graphs: int = 0
-    """Compiled, and how many of them after the profile began."""
+    """Compiled graphs; ``late`` of them after the profile started."""
     late: int = 0
 
 
 def profile_layout(plan: Plan, tamper: Tamper | None = None, *, steps: int = 2, count: bool = True) -> list[Rank]:
-    """``steps`` steps of every rank; those of trainer.profile among them are profiled. ``tamper`` gets the rank's
-    number, model and batches before the first."""
+    """Run ``steps`` steps on every rank, profiling the steps of trainer.profile.
+
+    ``tamper`` is called with the rank, model and batches before the first step.
+    """
     return run_ranks(_profile_rank, plan.world_size, plan, tamper, steps, count)
 
 
 def merged(plan: Plan, ranks: list[Rank]) -> Profile:
-    """As the first rank merges them."""
+    """Merge the profiles as the first rank does."""
     return Profile(plan, [rank.profile for rank in ranks if rank.profile is not None])
 
 
@@ -74,15 +76,15 @@ def _profile_rank(rank: int, plan: Plan, tamper: Tamper | None, steps: int, coun
         graphs = tokens = attended = 0
         for step in range(1, steps + 1):
             with profiler.step(step, batches) as waited:
-                found = training_step(step, plan, model, optimizer, batches, finite)
-            losses.append(found["reduced_train_loss"])
-            tokens, attended = tokens + int(found["tokens"]), attended + int(found["attended"])
+                step_metrics = training_step(step, plan, model, optimizer, batches, finite)
+            losses.append(step_metrics["reduced_train_loss"])
+            tokens, attended = tokens + int(step_metrics["tokens"]), attended + int(step_metrics["attended"])
             metrics = dict(waited) or metrics
             graphs = graphs if model.compiler is None else len(model.compiler.graphs)
-        profile = profiler.of_this_rank() if plan.config.trainer.profile else None
+        profile = profiler.rank_profile() if plan.config.trainer.profile else None
         counter = FlopCounterMode(display=False)
         if count:
-            # What recomputes scores in the backward pass counts a product more.
+            # Kernels that recompute scores in backward would count one more matmul.
             by_torch = patch.object(cpu_attention, "is_faster", lambda _: False)
             with by_torch, sdpa_kernel(SDPBackend.MATH), counter:
                 training_step(steps + 1, plan, model, optimizer, batches, finite)
@@ -93,5 +95,5 @@ def _profile_rank(rank: int, plan: Plan, tamper: Tamper | None, steps: int, coun
 
 
 def run_dir(folder: Path) -> str:
-    """The override."""
+    """Return the override of the run folder."""
     return f"run.dir={folder / 'run'}"

@@ -1,4 +1,4 @@
-"""The tree of modules and the waits, of real ranks: FLOPs against torch's counter, times against sleeps."""
+"""Module trees and waits of real ranks: FLOPs against torch's counter, times against sleeps."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def check_layout(world: int, settings: tuple[str, ...], axes: set[str], plain: b
     profile = merged(plan, ranks)
     nodes = profile.nodes(folded=False)
     root = nodes[0]
-    if not plan.config.data.document_mask:  # its kernel computes parts of squares
+    if not plan.config.data.document_mask:  # its kernel computes parts of the squares
         assert root.flops == sum(rank.counted for rank in ranks), "torch's counter"
     formula = flops_per_token(plan.model, ranks[0].document_length, plan.config.finetune).full
     if plain:
         assert root.flops == pytest.approx(formula * ranks[0].tokens, rel=1e-12), "our formula"
     assert root.parameters == plan.whole.held == sum(rank.parameters for rank in ranks)
 
-    # Every moment belongs to one module, and nothing is outside.
+    # The times of all modules add up to the total.
     assert sum(node.own for node in nodes) == pytest.approx(root.busy)
     assert sum(rank.spent(phase, None) for rank in profile.ranks for phase in (FORWARD, BACKWARD)) == pytest.approx(
         root.busy
@@ -103,7 +103,7 @@ class _SlowBothWays(torch.autograd.Function):
 
 
 def slow_first_stage(rank: int, model: ParallelModel, batches: Any) -> None:
-    """On the first stage one module is slow, in the first micro batch of the first step; and so is its data."""
+    """Slow down a module of the first stage in the first micro batch, and the data of the first step."""
     if rank != 0:
         return
     module, at = model.chunks[0].layers["1"].mlp, batches.at
@@ -120,28 +120,28 @@ def slow_first_stage(rank: int, model: ParallelModel, batches: Any) -> None:
     module.forward, batches.at = slow, late
 
 
-def test_time_and_waits_go_to_their_cause() -> None:
+def test_time_and_waits_are_attributed_to_their_cause() -> None:
     plan = make_plan(2, WINDOW, "trainer.pp=2")
     ranks = profile_layout(plan, slow_first_stage, steps=1, count=False)
     profile: Profile = merged(plan, ranks)
     nodes = {node.name: node for node in profile.nodes(folded=False)}
     slow = nodes["layers.1.mlp"]
     assert slow.forward >= SLEEP and slow.backward >= SLEEP
-    assert slow.own >= 2 * SLEEP > slow.busy - slow.own, "of the module itself, not of its matrices"
+    assert slow.own >= 2 * SLEEP > slow.busy - slow.own, "in the module itself, not in its matrices"
     for part in ("forward", "backward"):
         others = sum(getattr(nodes[name], part) for name in ("layers.0", "layers.1.self_attn", "embed_tokens"))
-        assert getattr(slow, part) > others, f"a sleep that is {part} elsewhere"
+        assert getattr(slow, part) > others, f"{part} sleep attributed to another module"
     first, second = profile.ranks
-    # Generous: under load the other stage may come late to its wait.
+    # Loose bound: under load the other stage may start its wait late.
     assert second.spent(None, "pp") > SLEEP / 2
     assert second.spent(None, "pp") > first.spent(None, "pp")
     assert first.spent(DATA) >= SLEEP > second.spent(DATA)
-    assert second.spent(None, "world") > SLEEP / 2, "it waits for the other's data where all count their tokens"
+    assert second.spent(None, "world") > SLEEP / 2, "it waits for the other rank's data when tokens are summed"
     assert ranks[0].metrics["waited_data_s"] == pytest.approx((first.spent(DATA) + second.spent(DATA)) / 2)
 
 
-def test_all_files_and_the_same_losses(tmp_path: Path) -> None:
-    """With tracing, over the whole window; the same run without it has the same losses to the last bit."""
+def test_profiling_writes_all_files_and_keeps_the_losses(tmp_path: Path) -> None:
+    """Trace a full window; losses are bit-identical to a run without profiling."""
     plan = make_plan(2, "trainer.profile=[2,3]", "trainer.pp=2", "trainer.recompute=full", f"run.dir={tmp_path}")
     ranks = profile_layout(plan, steps=4, count=False)
     without = profile_layout(make_plan(2, "trainer.pp=2", "trainer.recompute=full"), steps=4, count=False)
@@ -162,10 +162,10 @@ def test_all_files_and_the_same_losses(tmp_path: Path) -> None:
         spans = [event for event in events if event["ph"] == "X"]
         assert all({"name", "ts", "dur", "pid", "tid"} <= event.keys() for event in spans)
         ours = [event for event in spans if event["tid"] in (MODULES, WAITS)]
-        assert {event["pid"] for event in ours} == {rank}, "a process of its own in a common view"
+        assert {event["pid"] for event in ours} == {rank}, "one process per rank"
         step = next(event for event in spans if event["name"] == "step 3")
         end = step["ts"] + step["dur"]
-        assert all(step["ts"] <= event["ts"] and event["ts"] + event["dur"] <= end for event in ours), "one time"
+        assert all(step["ts"] <= event["ts"] and event["ts"] + event["dur"] <= end for event in ours), "within the step"
         layer = 2 * rank
         assert {f"forward layers.{layer}.mlp.down_proj", f"backward layers.{layer}.self_attn", "pp recv"} <= {
             event["name"] for event in ours
@@ -180,13 +180,13 @@ def test_all_files_and_the_same_losses(tmp_path: Path) -> None:
     assert json.loads((folder / "profile.json").read_text())["modules"][0]["parameters"] == plan.parameters
 
 
-def test_memory_is_what_lives() -> None:
-    """Against a trace that is written by hand."""
+def test_memory_by_kind_of_a_written_trace() -> None:
+    """Compare with a handwritten trace."""
     spans = [(0.0, 10.0, Zone(FORWARD, "layers.0.mlp")), (10.0, 10.0, Zone(BACKWARD, "layers.0"))]
 
     def change(at: float, address: int, size: int, device: int = 0) -> dict[str, Any]:
-        told = {"Bytes": size, "Addr": address, "Device Type": device, "Total Allocated": max(size, 0)}
-        return {"name": "[memory]", "ts": at, "args": told}
+        args = {"Bytes": size, "Addr": address, "Device Type": device, "Total Allocated": max(size, 0)}
+        return {"name": "[memory]", "ts": at, "args": args}
 
     events = [change(1, 7, 100), change(2, 8, 50), change(12, 7, -100), change(13, 9, 30), change(14, 5, -20)]
     memory = memory_of([*events, {"name": "aten::mm", "ts": 3}], spans)
@@ -194,8 +194,8 @@ def test_memory_is_what_lives() -> None:
     by_kind = dict(zip(memory.kinds, memory.bytes.T.tolist(), strict=True))
     assert by_kind["forward: mlp"] == [100, 150, 50, 50, 50]
     assert by_kind["backward pass"] == [0, 0, 0, 30, 30]
-    assert by_kind[BEFORE] == [20, 20, 20, 20, 0], "what dies unknown was there before"
+    assert by_kind[BEFORE] == [20, 20, 20, 20, 0], "frees of unknown tensors were allocated before"
     assert memory.peak == 170
     assert memory.passes == ((0.0, "F0"), (pytest.approx(1e-5), "B0"))
     on_a_device = memory_of([*events, change(5, 1, 1000, device=1)], spans)
-    assert on_a_device is not None and on_a_device.peak == 1000, "an accelerator's memory, where there is one"
+    assert on_a_device is not None and on_a_device.peak == 1000, "memory of the accelerator, if there is one"

@@ -19,7 +19,7 @@ from tests.processes import Launcher
 SMALL = [word for word in SHAPE if not word.startswith(("data=", "trainer.steps"))]
 
 
-def test_prints_the_tree_of_a_run_of_its_own(tmp_path: Path) -> None:
+def test_the_script_runs_and_prints_a_profile(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("a run's own\n")
     words = [*SMALL, "optim.warmup_steps=100", "trainer.profile=[2,3]", f"run.dir={tmp_path / 'run'}"]
@@ -37,16 +37,16 @@ def test_prints_the_tree_of_a_run_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [(["model=llama_2"], "no model of that name"), (["trainer.profile=[3,1]"], "trainer.profile = [3,1]")],
 )
-def test_what_can_not_work_is_told(words: list[str], told: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_config_errors_are_reported(words: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 2
-    assert told in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
-def test_the_standard_library_keeps_its_profile() -> None:
-    """Python looks for it in scripts/ first when a script of that folder imports cProfile, as torch does."""
+def test_the_script_does_not_shadow_the_profile_module() -> None:
+    """Scripts of scripts/ that import cProfile, as torch does, get the standard library's profile module."""
     program = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); path = list(sys.path); import cProfile, profile; "
     program += "assert sys.path == path; cProfile.run('1')"  # live_bytes.py runs other commits of the project
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)

@@ -1,4 +1,4 @@
-"""Each wait is told once, whichever group does a collective in the end."""
+"""Each wait is recorded once, regardless of the group that runs the collective."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_llama.train.waits import trace_waits
 from tests.ranks import run_ranks
 
 
-def _entered(rank: int, world: int) -> list[str]:
+def _recorded_waits(rank: int, world: int) -> list[str]:
     names: list[str] = []
     inside = False
 
@@ -35,7 +35,7 @@ def _entered(rank: int, world: int) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def test_a_wait_is_told_once() -> None:
-    for world in (2, 3):  # sums of three ranks are gloo's
-        told = ["world all_reduce", "world all_gather", "world broadcast"]
-        assert run_ranks(_entered, world, world) == [told] * world
+def test_each_wait_is_recorded_once() -> None:
+    for world in (2, 3):  # gloo runs the all-reduce of three ranks
+        expected = ["world all_reduce", "world all_gather", "world broadcast"]
+        assert run_ranks(_recorded_waits, world, world) == [expected] * world

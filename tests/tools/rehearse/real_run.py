@@ -1,4 +1,4 @@
-"""Real ranks over gloo, watched in the way in which a rehearsal watches fake ones."""
+"""Real ranks over gloo, measured as a rehearsal measures fake ones."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_llama.devices import get_device
 from megatron_llama.plan import Plan
-from megatron_llama.tools.rehearse.rehearsal import rehearse, watch_rank
+from megatron_llama.tools.rehearse.rehearsal import measure_rank, rehearse
 from megatron_llama.tools.rehearse.report import Rehearsal
 from tests.ranks import run_ranks
 
-_NOT_TOGETHER = ("send", "recv_")  # a rank that waited for these at once would wait for ever
+_NOT_WAITED_FOR = ("send", "recv_")  # waiting for these at once would deadlock
 
 
-class OnCopies(TorchDispatchMode):
-    """Gives gloo copies of the tensors and waits for it, so that what is alive is the program's, not gloo's.
+class CollectivesOnCopies(TorchDispatchMode):
+    """Dispatch mode that runs gloo on copies and waits, so that live tensors do not depend on gloo.
 
-    gloo's threads let go of their tensors some milliseconds after a collective has ended, which is a whole pass of a
-    model this small: what is alive would depend on the machine's load. And it has no reduce-scatter: it sums a copy of
-    the whole input, which the caller's wait splits and copies back.
+    gloo's threads free their tensors some milliseconds after a collective, which is a full pass of this small model.
+    The live bytes would depend on the load of the machine. gloo has no reduce-scatter either: it sums a copy of the
+    whole input, which the caller's wait splits and copies back.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.split("::")[1]
         if func.namespace == "c10d" and name == "send":
             args = tree_map_only(torch.Tensor, torch.clone, args)
-        if func.namespace != "c10d" or name in _NOT_TOGETHER:
+        if func.namespace != "c10d" or name in _NOT_WAITED_FOR:
             return func(*args, **(kwargs or {}))
         copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -53,19 +53,19 @@ class OnCopies(TorchDispatchMode):
         return (*tree_map_only(torch.Tensor, lambda tensor: originals.get(id(tensor), tensor), out[:-1]), work)
 
 
-def real(world_size: int, plan: Plan) -> list[Rehearsal]:
-    """What each rank of a real job does."""
+def run_real_ranks(world_size: int, plan: Plan) -> list[Rehearsal]:
+    """Measure each rank of a real job."""
     return run_ranks(_real_rank, world_size, plan)
 
 
-def rehearsed(plan: Plan, *ranks: int) -> list[Rehearsal]:
-    """The same ranks, rehearsed one after the other in another process."""
+def run_rehearsals(plan: Plan, *ranks: int) -> list[Rehearsal]:
+    """Rehearse the ranks one after the other in another process."""
     return run_ranks(_rehearse, 1, plan, ranks)[0]
 
 
 def _real_rank(rank: int, plan: Plan) -> Rehearsal:
-    with OnCopies():
-        return watch_rank(plan, plan.topology(rank), get_device("cpu"))
+    with CollectivesOnCopies():
+        return measure_rank(plan, plan.topology(rank), get_device("cpu"))
 
 
 def _rehearse(_: int, plan: Plan, ranks: tuple[int, ...]) -> list[Rehearsal]:

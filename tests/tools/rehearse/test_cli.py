@@ -1,4 +1,4 @@
-"""``scripts/rehearse.py``: what it prints and the status it ends with."""
+"""Output and exit status of ``scripts/rehearse.py``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = (*SHAPE, "model.num_hidden_layers=2", "trainer.global_batch_size=2")
 
 
 def rehearse(*arguments: str) -> tuple[int, str]:
-    """The status and output of the script, in a fork of this warm process."""
+    """Run the script in a fork of this process; return its status and output."""
     status, output = run_ranks(_main, 1, arguments)[0]
     return status, output
 
@@ -42,20 +42,20 @@ def test_help_is_quick() -> None:
     assert done.returncode == 0 and "--ranks" in done.stdout
 
 
-def test_every_mistake_is_told(capsys: pytest.CaptureFixture) -> None:
+def test_config_errors_are_reported_together(capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["trainer.tp=3", "optim.lrr=1"]) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and "optim.lrr" in told.err and "trainer.tp = 3" in told.err
+    output = capsys.readouterr()
+    assert output.out == "" and "optim.lrr" in output.err and "trainer.tp = 3" in output.err
     assert cli.main([*SHAPE, "trainer.tp=2", "--ranks", "0,2,x"]) == 2
-    assert "--ranks" in (told := capsys.readouterr().err) and "'2', 'x'" in told and "0 to 1" in told
+    assert "--ranks" in (output := capsys.readouterr().err) and "'2', 'x'" in output and "0 to 1" in output
 
 
-def test_a_page_a_stage_with_a_picture(tmp_path: Path) -> None:
+def test_each_stage_has_a_report_and_a_picture(tmp_path: Path) -> None:
     settings = ["trainer.pp=2", "trainer.tp=2", "trainer.precision=bf16", "device.memory_gib=0.0001"]
     status, output = rehearse(*SMALL, *settings, "--pictures", str(tmp_path))
     assert status == 0
     assert re.findall(r"^rank (\d): pipeline stage (\d) of 2", output, re.M) == [("0", "1"), ("2", "2")]
-    assert "does NOT fit" in output, "what does not fit is rehearsed too"
+    assert "does NOT fit" in output, "ranks that do not fit are rehearsed too"
     for word in ("gathered weights", "layers.*.mlp.gate_up_proj", "reduce_scatter", "training_step"):
         assert word in output
     pictures = sorted(tmp_path.iterdir())
@@ -66,8 +66,8 @@ def test_a_page_a_stage_with_a_picture(tmp_path: Path) -> None:
 def test_json() -> None:
     status, output = rehearse(*SMALL, "trainer.tp=2", "trainer.compile=true", "--ranks", "1", "--json")
     assert status == 0
-    found = json.loads(output)
-    assert "trainer.compile" in found["notes"][0]
-    (rank,) = found["ranks"]
+    report = json.loads(output)
+    assert "trainer.compile" in report["notes"][0]
+    (rank,) = report["ranks"]
     assert rank["rank"] == rank["tp_rank"] == 1
     assert sum(rank["at_peak"].values()) == rank["peak"] == sum(holder["size"] for holder in rank["holders"])

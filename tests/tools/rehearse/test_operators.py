@@ -1,4 +1,4 @@
-"""The steps of the Trainium and the Gaudi experiment: which operators they dispatch, and which the vendors list."""
+"""Operators of the Trainium and Gaudi experiments compared with the vendors' lists."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ import torch.distributed as dist
 
 from megatron_llama.tools.rehearse.cli import plan_rehearsal
 from megatron_llama.tools.rehearse.rehearsal import rehearse
-from megatron_llama.tools.rehearse.report import LISTS, Rehearsal, listed_as, published, unlisted
+from megatron_llama.tools.rehearse.report import (
+    LISTS,
+    Rehearsal,
+    find_listed_name,
+    published_operators,
+    unlisted_operators,
+)
 from megatron_llama.tools.rehearse.text import lines
 from tests.ranks import run_ranks
 
@@ -20,20 +26,20 @@ TRAINIUM = ("experiment=llama2_7b_qnli_trainium", "trainer.global_batch_size=16"
 GAUDI = ("experiment=llama2_70b_lora_gaudi", *SMALL)
 FP32_ON_A_DEVICE = ("device=hpu", "trainer.precision=fp32")
 FOR_CPU = {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"}
-"""What scaled_dot_product_attention dispatches on a CPU; a device has its own."""
-# A name that joins one of these sets is a new demand on the device: look whether it can be done without.
-NOT_OF_NEURON = FOR_CPU | set(
+"""Kernels of scaled_dot_product_attention on CPU; devices have others."""
+# A new name in these sets is a new requirement on the device: check whether it can be avoided.
+NOT_LISTED_FOR_NEURON = FOR_CPU | set(
     "__rshift__ _to_copy abs amax arange bitwise_and bitwise_not bitwise_or bitwise_xor cat clamp clone "
     "copy_ cummax empty_like eq exp exp_ floor_divide ge index index_put index_put_ lerp_ linalg_vector_norm log mean "
     "ne ones_like pow reciprocal rsqrt scalar_tensor silu silu_backward stack sub sub_ zeros new_empty".split()
 )
-NOT_OF_GAUDI = FOR_CPU | {"_foreach_copy_", "_fused_adamw_", "cummax"}
-BEHIND_THE_STEP = {"megatron_llama.train.loop", "megatron_llama.checkpoint.saving"}
-"""Reads of loss and norm at the end of a step, and what ranks agree on between steps."""
+NOT_LISTED_FOR_GAUDI = FOR_CPU | {"_foreach_copy_", "_fused_adamw_", "cummax"}
+AFTER_THE_STEP = {"megatron_llama.train.loop", "megatron_llama.checkpoint.saving"}
+"""Modules that read loss and norm after a step, and synchronize the ranks between steps."""
 
 
 def _rehearsed(_: int, overrides: tuple[str, ...]) -> tuple[Rehearsal, list[str]]:
-    dist.destroy_process_group()  # the rehearsal makes its own
+    dist.destroy_process_group()  # the rehearsal creates its own process group
     plan, _notes = plan_rehearsal(overrides)
     rehearsal = rehearse(plan, 0)
     return rehearsal, list(lines(rehearsal, plan))
@@ -41,56 +47,59 @@ def _rehearsed(_: int, overrides: tuple[str, ...]) -> tuple[Rehearsal, list[str]
 
 @pytest.mark.parametrize(
     ("overrides", "device", "expected"),
-    [(TRAINIUM, "neuron", NOT_OF_NEURON), (GAUDI, "hpu", NOT_OF_GAUDI)],
+    [(TRAINIUM, "neuron", NOT_LISTED_FOR_NEURON), (GAUDI, "hpu", NOT_LISTED_FOR_GAUDI)],
     ids=["Trainium", "Gaudi"],
 )
 def test_operators_of_a_step(overrides: tuple[str, ...], device: str, expected: set[str]) -> None:
     rehearsal, text = run_ranks(_rehearsed, 1, overrides)[0]
-    names = published(device)
+    names = published_operators(device)
     assert names is not None
-    missing = unlisted(rehearsal.operators, names)
-    assert {found.name for found in missing} == expected
-    assert all(found.module and found.place for found in missing), "each is told with where it comes from"
-    modules = {found.module for found in rehearsal.operators}
+    missing = unlisted_operators(rehearsal.operators, names)
+    assert {operator.name for operator in missing} == expected
+    assert all(operator.module and operator.place for operator in missing), "each has a source"
+    modules = {operator.module for operator in rehearsal.operators}
     assert {"embed_tokens", "layers.*.self_attn", "layers.*.mlp", "lm_head", "the optimizer and the loop"} <= modules
     printed = "\n".join(text)
-    assert f"device={device} lacks" in printed and all(name in printed for name in expected)
-    places = {sighting.place.split(":")[0] for sighting in rehearsal.synchronizations}
-    assert places == BEHIND_THE_STEP, "nothing is read inside the step, and the watch sees reads at all"
+    assert f"the vendor's list for device={device}" in printed and all(name in printed for name in expected)
+    places = {item.place.split(":")[0] for item in rehearsal.synchronizations}
+    assert places == AFTER_THE_STEP, "no reads inside the step, and reads are detected"
 
 
 def _reads(_: int, settings: list[tuple[str, ...]]) -> list[set[tuple[str, int]]]:
-    """Module and number of all that the host waits for, by settings."""
+    """Return module and count of the host synchronizations for each list of settings."""
     dist.destroy_process_group()
-    found = []
+    counts = []
     for overrides in settings:
         waits = rehearse(plan_rehearsal((*SMALL, *FP32_ON_A_DEVICE, *overrides))[0], 0).synchronizations
-        found.append({(sighting.place.split(":")[0], sighting.count) for sighting in waits})
-    return found
+        counts.append({(item.place.split(":")[0], item.count) for item in waits})
+    return counts
 
 
-def test_what_the_host_reads_with_other_optimizers() -> None:
-    # Its warm-up; a rehearsal reads no counts. What follows: tests/optim/test_onebit_adam.py
+def test_host_reads_with_other_optimizers() -> None:
+    # Warm-up only, since a rehearsal has no counts. tests/optim/test_onebit_adam.py tests the other phase.
     onebit = ("optim.name=onebit_adam", "trainer.zero=0", "trainer.dp=2")
     offloads = [("trainer.offload=[optimizer]", f"optim.name={name}") for name in ("adamw", "sgd")]
     *on_device, adamw, sgd = run_ranks(_reads, 1, [("optim.name=sgd",), onebit, *offloads])[0]
-    behind = on_device[0]
-    assert {place for place, _ in behind} == BEHIND_THE_STEP
-    assert on_device == [behind, behind], "nothing inside the step"
-    assert adamw - behind == sgd - behind == {("megatron_llama.optim.optimizer", 1)}, "the gradients' arrival"
+    after_step = on_device[0]
+    assert {place for place, _ in after_step} == AFTER_THE_STEP
+    assert on_device == [after_step, after_step], "no reads inside the step"
+    assert adamw - after_step == sgd - after_step == {("megatron_llama.optim.optimizer", 1)}, "the gradients' arrival"
 
 
-def test_names_that_mean_the_same() -> None:
+def test_names_match_their_aliases() -> None:
     names = {"add", "zero_", "to", "view"}
-    assert listed_as("add", names) == listed_as("add_", names) == "add"
-    assert listed_as("zero", names) == "zero_"
-    assert listed_as("_to_copy", names) == "to"
-    assert listed_as("addmm", names) is None
+    assert find_listed_name("add", names) == find_listed_name("add_", names) == "add"
+    assert find_listed_name("zero", names) == "zero_"
+    assert find_listed_name("_to_copy", names) == "to"
+    assert find_listed_name("addmm", names) is None
 
 
-def test_lists() -> None:
+def test_published_lists_are_valid() -> None:
     assert {path.stem for path in LISTS.glob("*.csv")} == {"neuron", "hpu"}
-    assert published("cpu") is None
-    for device, some in (("neuron", {"mm", "embedding", "_softmax"}), ("hpu", {"mm", "embedding", "softmax", "silu"})):
-        names = published(device)
-        assert names is not None and some <= names and not any(name.strip() != name or not name for name in names)
+    assert published_operators("cpu") is None
+    for device, expected in (
+        ("neuron", {"mm", "embedding", "_softmax"}),
+        ("hpu", {"mm", "embedding", "softmax", "silu"}),
+    ):
+        names = published_operators(device)
+        assert names is not None and expected <= names and not any(name.strip() != name or not name for name in names)

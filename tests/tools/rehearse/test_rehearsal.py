@@ -1,4 +1,4 @@
-"""A rehearsal says what real ranks over gloo do: bytes by kind, FLOPs, traffic, the order of the schedule."""
+"""Rehearsals match real ranks over gloo: bytes by kind, FLOPs, traffic, order of the schedule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_llama.devices import get_device
 from megatron_llama.plan import Plan, stage_memory
 from megatron_llama.tools.forecast.traffic import totals, units
 from megatron_llama.tools.rehearse import rehearsal as module
-from megatron_llama.tools.rehearse.rehearsal import watch_rank
+from megatron_llama.tools.rehearse.rehearsal import measure_rank
 from megatron_llama.tools.rehearse.report import (
     COMMUNICATION,
     GATHERED,
@@ -29,7 +29,7 @@ from megatron_llama.tools.steps import Steps
 from megatron_llama.tools.traffic.cli import operations_of_rank
 from tests.oracle import make_plan
 from tests.ranks import run_ranks
-from tests.tools.rehearse.real_run import real, rehearsed
+from tests.tools.rehearse.real_run import run_real_ranks, run_rehearsals
 
 FEW, MICRO_2, TWO_LAYERS = "trainer.global_batch_size=4", "trainer.micro_batch_size=2", "model.num_hidden_layers=2"
 ONE_BATCH, AT_ONCE = "trainer.global_batch_size=2", "trainer.micro_batch_size=8"
@@ -74,7 +74,7 @@ MORE_LAYOUTS = {
     "dp2, zero 3, LoRA, packed": (2, ["trainer.zero=3", "data.document_mask=true", *LORA]),
     "one process, bf16": (1, [FEW, "trainer.precision=bf16"]),
     "pp2, tied, bf16": (2, ["trainer.pp=2", "trainer.precision=bf16", TIED]),
-    # One micro batch, whose gradients stay in bf16 but for those that ranks sum.
+    # One micro batch: gradients stay in bf16, except those summed over ranks.
     "pp2, tied, bf16, at once": (2, ["trainer.pp=2", "trainer.precision=bf16", TIED, AT_ONCE]),
     "tp4, copied kv heads, bf16, at once": (4, ["trainer.tp=4", "trainer.precision=bf16", AT_ONCE]),
     "tp2+sp, bf16, at once": (2, ["trainer.tp=2", "trainer.precision=bf16", AT_ONCE]),
@@ -89,76 +89,77 @@ MORE_LAYOUTS = {
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_a_real_run_is_as_rehearsed(ranks: int, layout: list[str]) -> None:
+def test_rehearsals_match_real_runs(ranks: int, layout: list[str]) -> None:
     compare(make_plan(ranks, *layout))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "layout"), MORE_LAYOUTS.values(), ids=MORE_LAYOUTS.keys())
-def test_more_real_runs_are_as_rehearsed(ranks: int, layout: list[str]) -> None:
+def test_more_rehearsals_match_real_runs(ranks: int, layout: list[str]) -> None:
     compare(make_plan(ranks, *layout))
 
 
 def compare(plan: Plan) -> None:
-    """Asserts that what every rank of a real job does is what its rehearsal says."""
-    ranks = real(plan.world_size, plan)
-    for found, said in zip(ranks, rehearsed(plan, *range(plan.world_size)), strict=True):
-        assert said.peak == pytest.approx(found.peak, rel=0.02)
-        # Closer: all but some scalars, and the mesh's table of ranks, which a rehearsal makes unwatched; and between
-        # stages what gloo's threads have not let go of yet.
+    """Assert that each rank of a real job matches its rehearsal."""
+    ranks = run_real_ranks(plan.world_size, plan)
+    for measured, rehearsed in zip(ranks, run_rehearsals(plan, *range(plan.world_size)), strict=True):
+        assert rehearsed.peak == pytest.approx(measured.peak, rel=0.02)
+        # Equal except for some scalars, the mesh's table of ranks, which a rehearsal does not track, and, between
+        # stages, tensors not yet freed by gloo's threads.
         ignored = {TEMPORARY, COMMUNICATION} if plan.config.trainer.pp > 1 else {TEMPORARY}
-        for kinds_said, kinds_found in ((said.at_peak, found.at_peak), (said.most, found.most)):
-            assert without(ignored, kinds_said) == without(ignored, kinds_found)
-            assert abs(kinds_said.get(TEMPORARY, 0) - kinds_found.get(TEMPORARY, 0)) < 4096
-        assert without({TEMPORARY}, said.at_rest) == without({TEMPORARY}, found.at_rest)
-        assert said.reduced == found.reduced
-        assert_states_are_the_plans(plan, found)
-        assert said.flops == found.flops
-        assert said.traffic == found.traffic
-        assert said.traffic == totals(operations_of_rank(plan, said.rank))
-        assert said.order == found.order
-        changes = [sighting for sighting in said.dynamic if sighting.what.startswith("other shapes")]
-        assert bool(changes) == plan.config.data.document_mask, "attention goes document by document on a CPU"
-        assert said.rehearsed_microbatches == said.microbatches, "a small step is rehearsed whole"
+        for rehearsed_kinds, measured_kinds in ((rehearsed.at_peak, measured.at_peak), (rehearsed.most, measured.most)):
+            assert without(ignored, rehearsed_kinds) == without(ignored, measured_kinds)
+            assert abs(rehearsed_kinds.get(TEMPORARY, 0) - measured_kinds.get(TEMPORARY, 0)) < 4096
+        assert without({TEMPORARY}, rehearsed.at_rest) == without({TEMPORARY}, measured.at_rest)
+        assert rehearsed.reduced == measured.reduced
+        assert_memory_matches_the_plan(plan, measured)
+        assert rehearsed.flops == measured.flops
+        assert rehearsed.traffic == measured.traffic
+        assert rehearsed.traffic == totals(operations_of_rank(plan, rehearsed.rank))
+        assert rehearsed.order == measured.order
+        changes = [item for item in rehearsed.dynamic if item.what.startswith("other shapes")]
+        assert bool(changes) == plan.config.data.document_mask, "attention runs per document on CPU"
+        assert rehearsed.rehearsed_microbatches == rehearsed.microbatches, "a small step runs fully"
 
 
-def assert_states_are_the_plans(plan: Plan, found: Rehearsal) -> None:
-    """Asserts that weights, gradients and optimizer states of a real rank are those of the plan, to the byte."""
-    zero, planned = plan.config.trainer.zero, stage_memory(plan)[found.place["pp"]]
-    shards, gathered = found.at_rest[WEIGHTS], found.most.get(GATHERED, 0)
+def assert_memory_matches_the_plan(plan: Plan, measured: Rehearsal) -> None:
+    """Assert that the bytes of weights, gradients and optimizer states of a real rank equal the plan."""
+    zero, planned = plan.config.trainer.zero, stage_memory(plan)[measured.place["pp"]]
+    shards, gathered = measured.at_rest[WEIGHTS], measured.most.get(GATHERED, 0)
     if zero == 3:
         assert planned.weights == shards
     elif plan.num_microbatches > 1:
         assert planned.weights == shards + gathered
-    else:  # as the last backward pass goes on, gradients take the place of what was gathered
-        assert planned.weights + planned.gradients == shards + max(gathered, found.reduced)
-    if zero < 2 and plan.num_microbatches > 1:  # sums stay whole until the last micro batch
-        # The forward pass makes the head's gradient beside its sum; elsewhere all may come before the first sums.
-        has_head = found.place["pp"] == plan.config.trainer.pp - 1 and not plan.config.trainer.vpp > 1
+    else:  # during the last backward pass gradients replace gathered weights
+        assert planned.weights + planned.gradients == shards + max(gathered, measured.reduced)
+    if zero < 2 and plan.num_microbatches > 1:  # gradients are not sharded until the last micro batch
+        # The forward pass adds the head's gradient to its sum; elsewhere gradients may precede the first sums.
+        has_head = measured.place["pp"] == plan.config.trainer.pp - 1 and not plan.config.trainer.vpp > 1
         passes = ("forward",) if has_head else ("forward", "backward")
-        # A rank alone that sums in bf16 ends with fp32 gradients, which are larger than the sums.
-        assert planned.gradients == max(most_between_passes(found, GRADIENTS, passes), found.reduced)
+        # A single rank that accumulates in bf16 ends with fp32 gradients, which are larger than the sums.
+        assert planned.gradients == max(max_at_pass_starts(measured, GRADIENTS, passes), measured.reduced)
     else:
-        assert planned.gradients == found.reduced
+        assert planned.gradients == measured.reduced
     tensors = sum(
         unit.number * sum(parameter.trained for parameter in unit.parameters)
-        for stage in range(found.place["pp"], len(plan.stage_layers), plan.config.trainer.pp)
+        for stage in range(measured.place["pp"], len(plan.stage_layers), plan.config.trainer.pp)
         for unit in units(plan, len(plan.stage_layers[stage]), stage == 0, stage == len(plan.stage_layers) - 1)
     )
-    assert planned.optimizer + 4 * tensors == found.at_rest[OPTIMIZER]  # a count of updates for each
+    assert planned.optimizer + 4 * tensors == measured.at_rest[OPTIMIZER]  # a step count per tensor
 
 
-def most_between_passes(found: Rehearsal, kind: str, passes: tuple[str, ...]) -> int:
-    """The most bytes of a kind as such a pass of a micro batch begins: what is kept, not what passes work with."""
+def max_at_pass_starts(measured: Rehearsal, kind: str, passes: tuple[str, ...]) -> int:
+    """Return the largest number of bytes of a kind at the starts of ``passes``: saved, not temporary, tensors."""
     begins: dict[str, int] = {}
-    for change, name in found.timeline.marks:
+    for change, name in measured.timeline.marks:
         begins.setdefault(name, change)
-    column = found.timeline.kinds.index(kind)
-    return max(int(found.timeline.bytes[change, column]) for name, change in begins.items() if name.startswith(passes))
+    column = measured.timeline.kinds.index(kind)
+    changes = [change for name, change in begins.items() if name.startswith(passes)]
+    return max(int(measured.timeline.bytes[change, column]) for change in changes)
 
 
 def without(ignored: set[str], kinds: Mapping[str, int]) -> dict[str, int]:
-    """Bytes by kind but for some kinds."""
+    """Return the bytes by kind without the ignored kinds."""
     return {kind: size for kind, size in kinds.items() if kind not in ignored}
 
 
@@ -166,7 +167,7 @@ def without(ignored: set[str], kinds: Mapping[str, int]) -> dict[str, int]:
 
 
 def _counted(rank: int, plan: Plan) -> int:
-    """A real step, counted by torch, whose counter has no formula for the CPU's kernel: it gets that of others."""
+    """Count the FLOPs of a real step with torch, with formulas for the CPU attention kernel added."""
     aten = torch.ops.aten
     formulas = {
         aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
@@ -174,41 +175,41 @@ def _counted(rank: int, plan: Plan) -> int:
             sdpa_backward_flop_count(g, q, k, v)
         ),
     }
-    found = []
+    counts = []
     run = Steps.run
 
     def counted(steps: Steps, step: int) -> None:
         with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
             run(steps, step)
-        found.append(counter.get_total_flops())
+        counts.append(counter.get_total_flops())
 
     Steps.run = counted  # type: ignore[method-assign]
-    watch_rank(plan, plan.topology(rank), get_device("cpu"))
-    return found[-1]
+    measure_rank(plan, plan.topology(rank), get_device("cpu"))
+    return counts[-1]
 
 
 @pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
-def test_flops_are_those_of_torchs_counter_and_of_the_plan(recompute: str) -> None:
+def test_flops_match_torch_and_the_plan(recompute: str) -> None:
     plan = make_plan(1, FEW, TWO_LAYERS, f"trainer.recompute={recompute}")
     (counted,) = run_ranks(_counted, 1, plan)
-    (said,) = rehearsed(plan, 0)
-    assert sum(said.total_flops) == counted
-    assert (said.total_flops.recomputed > 0) == (recompute == "full")
-    # torch counts the kernel's backward as it runs: it makes the scores a second time, which a plan doesn't count.
+    (rehearsed,) = run_rehearsals(plan, 0)
+    assert sum(rehearsed.total_flops) == counted
+    assert (rehearsed.total_flops.recomputed > 0) == (recompute == "full")
+    # torch counts the scores recomputed by the backward kernel; the plan does not.
     model, length = plan.model, plan.config.data.seq_length
-    again = 2 * model.num_hidden_layers * model.num_attention_heads * head_dim(model) * length
-    per_token = flops_per_token(model, length).full + again
-    assert said.total_flops.forward + said.total_flops.backward == per_token * plan.tokens_per_step
+    recomputed_scores = 2 * model.num_hidden_layers * model.num_attention_heads * head_dim(model) * length
+    per_token = flops_per_token(model, length).full + recomputed_scores
+    assert rehearsed.total_flops.forward + rehearsed.total_flops.backward == per_token * plan.tokens_per_step
 
 
 # --- worlds and steps of any size ---------------------------------------------------------------------------------
 
 
-def _groups_made(_: int, plan: Plan, ranks: tuple[int, ...]) -> list[tuple[Rehearsal, int]]:
+def _rehearse_and_count_groups(_: int, plan: Plan, ranks: tuple[int, ...]) -> list[tuple[Rehearsal, int]]:
     import torch.distributed as dist
 
     dist.destroy_process_group()
-    make, made, found = dist.distributed_c10d._new_process_group_helper, [0], []
+    make, made, results = dist.distributed_c10d._new_process_group_helper, [0], []
 
     def counted(*args: object, **kwargs: object) -> object:
         made[0] += 1
@@ -217,54 +218,54 @@ def _groups_made(_: int, plan: Plan, ranks: tuple[int, ...]) -> list[tuple[Rehea
     dist.distributed_c10d._new_process_group_helper = counted
     for rank in ranks:
         made[0] = 0
-        found.append((module.rehearse(plan, rank), made[0]))
-    return found
+        results.append((module.rehearse(plan, rank), made[0]))
+    return results
 
 
-def test_16384_ranks_cost_what_128_do() -> None:
-    found = []
+def test_cost_does_not_depend_on_the_world_size() -> None:
+    results = []
     for dp in (4, 512):
         layout = ["trainer.tp=8", "trainer.pp=4", "trainer.zero=0", "model.num_attention_heads=8"]
         plan = make_plan(32 * dp, *layout, f"trainer.global_batch_size={2 * dp}")
-        found.append(run_ranks(_groups_made, 1, plan, (plan.world_size - 1,))[0][0])
-    (small, few), (large, many) = found
+        results.append(run_ranks(_rehearse_and_count_groups, 1, plan, (plan.world_size - 1,))[0][0])
+    (small, few), (large, many) = results
     assert small.world_size == 128 and large.world_size == 16384
-    assert many == few, "as many process groups"
+    assert many == few, "equal number of process groups"
     assert large.flops == small.flops
-    table = 4 * (16384 - 128)  # the mesh's, of all ranks
+    table = 4 * (16384 - 128)  # the mesh's table of all ranks
     assert large.peak == pytest.approx(small.peak + table, abs=64)
-    assert len(large.timeline.bytes) == len(small.timeline.bytes), "as many tensors made and freed"
+    assert len(large.timeline.bytes) == len(small.timeline.bytes), "equal number of allocations"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [["trainer.pp=2"], ["trainer.pp=2", "trainer.vpp=2"]], ids=["pp2", "pp2·vpp2"])
-def test_some_micro_batches_tell_of_all(layout: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_are_extrapolated_over_micro_batches(layout: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(2, *layout, "trainer.global_batch_size=12", "trainer.micro_batch_size=1")
-    (whole,) = rehearsed(plan, 0)
+    (whole,) = run_rehearsals(plan, 0)
     monkeypatch.setattr(module, "MOST_BLOCK_RUNS", 0)
-    (part,) = rehearsed(plan, 0)
+    (part,) = run_rehearsals(plan, 0)
     assert whole.rehearsed_microbatches == 12 > part.rehearsed_microbatches
     assert part.microbatches == 12
     assert part.flops == whole.flops and part.traffic == whole.traffic
-    assert part.peak == pytest.approx(whole.peak, rel=0.02)  # a loss a micro batch is kept
+    assert part.peak == pytest.approx(whole.peak, rel=0.02)  # one loss per micro batch is saved
 
 
-# --- the watching itself ------------------------------------------------------------------------------------------
+# --- allocator -----------------------------------------------------------------------------------------------------
 
 
 def _allocated(rank: int, plan: Plan) -> tuple[int, int]:
-    """(most bytes that torch's allocator had given out, the peak that was watched) of a real run."""
+    """Return (peak of torch's allocator, measured peak) of a real run."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        watched = watch_rank(plan, plan.topology(rank), get_device("cpu"))
+        watched = measure_rank(plan, plan.topology(rank), get_device("cpu"))
     results = profiler.profiler.kineto_results
     changes = sorted((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]")
     return max(itertools.accumulate(size for _, size in changes)), watched.peak
 
 
 @pytest.mark.parametrize("zero", [3, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_peak_is_the_allocators(zero: int) -> None:
+def test_the_peak_matches_the_allocator(zero: int) -> None:
     plan = make_plan(1, f"trainer.zero={zero}", TWO_LAYERS, MICRO_2, ONE_BATCH)
     ((allocated, watched),) = run_ranks(_allocated, 1, plan)
-    # Seen 24 bytes apart, once: a few numbers that live until the interpreter drops them.
+    # Differed once by 24 bytes: scalars not yet freed by the interpreter.
     assert watched == pytest.approx(allocated, abs=64)
-    assert rehearsed(plan, 0)[0].peak == pytest.approx(allocated, abs=64)
+    assert run_rehearsals(plan, 0)[0].peak == pytest.approx(allocated, abs=64)

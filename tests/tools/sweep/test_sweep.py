@@ -1,4 +1,4 @@
-"""train.py -m: which runs a line means, what is refused before any starts, and how an interrupted sweep goes on."""
+"""train.py -m: expansion of a command to runs, errors before the first run, and resuming."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import ConfigError
-from megatron_llama.tools.sweep import starters
+from megatron_llama.tools.sweep import launchers
 from megatron_llama.tools.sweep.cli import main
 from megatron_llama.tools.sweep.combinations import combinations
 from tests.processes import losses, run_train_py
@@ -43,7 +43,7 @@ def test_hydras_grammar(word: str, values: list[str]) -> None:
     assert len({one.name for one in sweep.combinations}) == len(values)
 
 
-def test_every_combination_in_order_in_a_folder_that_the_line_decides() -> None:
+def test_combinations_are_ordered_and_the_command_determines_the_folder() -> None:
     line = ["optim.lr=1,2", "data=mock", "model=llama_15m,llama_56m"]
     sweep = combinations(line, CONF_DIR)
     assert sweep.varied == ("optim.lr", "model")
@@ -67,14 +67,14 @@ def test_every_combination_in_order_in_a_folder_that_the_line_decides() -> None:
         (["model=glob(no*)"], "model"),
     ],
 )
-def test_what_is_no_list_of_runs_is_refused(words: list[str], field: str) -> None:
+def test_values_that_cannot_be_listed_are_rejected(words: list[str], field: str) -> None:
     with pytest.raises(ConfigError) as error:
         combinations(words, CONF_DIR)
     assert [problem.field for problem in error.value.problems] == [field]
 
 
-class Runs:
-    """Stands for train.py: notes what was started, and ends with the statuses that it was given."""
+class FakeTrain:
+    """Replacement of train.py that records the started runs and returns given statuses."""
 
     def __init__(self, *statuses: int) -> None:
         self.statuses, self.started = list(statuses), list[str]()
@@ -84,19 +84,19 @@ class Runs:
         return self.statuses.pop(0)
 
 
-def test_all_problems_of_all_runs_before_any_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = Runs()
-    wrong = ["model=llama_2m,no_such", "trainer.micro_batch_size=1,-1", "optim.lrr=1", f"run.dir={tmp_path}/s"]
-    assert main(["-m", "data=mock", *wrong], runs) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "optim.lrr" in said and "(in " in said.partition("optim.lrr")[2]
-    assert said.count("there is no model of that name") == 1, "once, with the runs that have it"
-    assert "trainer.micro_batch_size = -1" in said
+def test_all_problems_are_reported_before_a_run_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = FakeTrain()
+    overrides = ["model=llama_2m,no_such", "trainer.micro_batch_size=1,-1", "optim.lrr=1", f"run.dir={tmp_path}/s"]
+    assert main(["-m", "data=mock", *overrides], runs) == 2
+    errors = " ".join(capsys.readouterr().err.split())
+    assert "optim.lrr" in errors and "(in " in errors.partition("optim.lrr")[2]
+    assert errors.count("there is no model of that name") == 1, "once, with the affected runs"
+    assert "trainer.micro_batch_size = -1" in errors
     assert not runs.started and not (tmp_path / "s").exists()
 
 
-def test_a_dry_run_plans_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = Runs()
+def test_a_dry_run_only_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = FakeTrain()
     assert main(["--dry-run", "-m", *TWO, f"run.dir={tmp_path}/s"], runs) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == f"2 runs in {tmp_path}/s"
@@ -104,30 +104,30 @@ def test_a_dry_run_plans_and_starts_nothing(tmp_path: Path, capsys: pytest.Captu
     assert not runs.started and not (tmp_path / "s").exists()
 
 
-def test_an_interrupted_sweep_goes_on_and_a_failure_does_not_end_it(tmp_path: Path) -> None:
+def test_an_interrupted_sweep_resumes_and_failures_do_not_end_it(tmp_path: Path) -> None:
     line = ["-m", *TINY, "optim.lr=1,2,3,4", f"run.dir={tmp_path}/s"]
-    runs = Runs(0, 1, 75)
+    runs = FakeTrain(0, 1, 75)
     assert main(line, runs) == 75
-    assert runs.started == ["optim.lr_1", "optim.lr_2", "optim.lr_3"], "the failed one was no reason to stop"
+    assert runs.started == ["optim.lr_1", "optim.lr_2", "optim.lr_3"], "a failed run does not end the sweep"
     table = (tmp_path / "s" / "sweep.md").read_text()
     words = [row.split(" | ")[1] for row in table.splitlines()[2:]]
     assert words == ["done", "failed, status 1", "stopped, saved", "not started"]
-    runs = Runs(0, 0, 2)
+    runs = FakeTrain(0, 0, 2)
     assert main(line, runs) == 1
-    assert runs.started == ["optim.lr_2", "optim.lr_3", "optim.lr_4"], "what is done is left alone"
+    assert runs.started == ["optim.lr_2", "optim.lr_3", "optim.lr_4"], "finished runs are skipped"
     more = ["-m", *TINY, "optim.lr=4,5", f"run.dir={tmp_path}/s"]
-    runs = Runs(0, 0)
+    runs = FakeTrain(0, 0)
     assert main(more, runs) == 0
-    kept = json.loads((tmp_path / "s" / "sweep.json").read_text())["runs"]
-    assert {name: run["status"] for name, run in kept.items()} == {f"optim.lr_{value}": 0 for value in range(1, 6)}
-    runs = Runs(0, 0)
+    states = json.loads((tmp_path / "s" / "sweep.json").read_text())["runs"]
+    assert {name: run["status"] for name, run in states.items()} == {f"optim.lr_{value}": 0 for value in range(1, 6)}
+    runs = FakeTrain(0, 0)
     main([*more, "optim.clip=2"], runs)
-    assert runs.started == ["optim.lr_4", "optim.lr_5"], "other settings, another run"
+    assert runs.started == ["optim.lr_4", "optim.lr_5"], "other settings are a new run"
 
 
-def test_a_record_that_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_state_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sweep.json").write_text('{"runs": [1]}')
-    assert main(["-m", *TWO, f"run.dir={tmp_path}"], Runs()) == 2
+    assert main(["-m", *TWO, f"run.dir={tmp_path}"], FakeTrain()) == 2
     assert "sweep.json" in capsys.readouterr().err
 
 
@@ -151,7 +151,7 @@ def test_two_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 SBATCH = """#!/bin/sh
-# Notes its words, and is a job that has ended with the status that the test chose.
+# Records its arguments and acts as a job that has ended with the status of the test.
 printf '%s\\n' "$@" >{folder}/words-$$
 mkdir -p {folder}/logs/$$/0
 echo "$(cat {folder}/status)" >{folder}/logs/$$/0/status
@@ -159,22 +159,22 @@ echo $$
 """
 
 
-def test_slurm_jobs_are_submitted_once_and_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_jobs_are_submitted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in {"sbatch": SBATCH.format(folder=tmp_path), "squeue": "#!/bin/sh\n"}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(starters, "ROOT", tmp_path)
+    monkeypatch.setattr(launchers, "ROOT", tmp_path)
     line = ["-m", "--slurm=--nodes 2 --time 1:00:00", *TWO, f"run.dir={tmp_path}/s"]
     (tmp_path / "status").write_text("75")
-    assert main(line, Runs()) == 1
+    assert main(line, FakeTrain()) == 1
     submitted = [path.read_text().splitlines() for path in tmp_path.glob("words-*")]
     assert len(submitted) == 2
     begin = ["--parsable", "--nodes", "2", "--time", "1:00:00", "run.slurm", *TINY]
     for words in submitted:
         assert words[:-2] == begin and words[-1] == f"run.dir='{tmp_path}/s/{words[-2].replace('=', '_')}'"
     (tmp_path / "status").write_text("0")
-    assert main(line, Runs()) == 0
+    assert main(line, FakeTrain()) == 0
     assert len(list(tmp_path.glob("words-*"))) == 4, "stopped jobs are submitted again"
-    assert main(line, Runs()) == 0
-    assert len(list(tmp_path.glob("words-*"))) == 4, "finished ones are not"
+    assert main(line, FakeTrain()) == 0
+    assert len(list(tmp_path.glob("words-*"))) == 4, "finished jobs are not"
