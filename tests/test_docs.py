@@ -15,7 +15,7 @@ PAGES = [
     ROOT / "SECURITY.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "AGENTS.md",
-    *sorted(path for path in (ROOT / "docs").rglob("*.md") if not {"log", "results"} & set(path.parts)),
+    *sorted(path for path in (ROOT / "docs").rglob("*.md") if not {"log", "results"} & set(path.relative_to(ROOT).parts)),
 ]
 # Other programs' files.
 FOREIGN = {"preprocess_data.py", "test_llama.sh", "llama_7b.sh", "train_setup.sh"}
