@@ -1,4 +1,4 @@
-"""Guides in docs/guides: each begins with its task and with commands, and all commands have valid settings and flags."""
+"""Guides in docs/guides: each begins with its task and a command, and its commands have valid settings and flags."""
 
 from __future__ import annotations
 
