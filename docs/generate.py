@@ -190,7 +190,7 @@ def recipe_row(name: str, device: str, found: Forecast) -> tuple[str, ...]:
         f"{grid} zero {trainer.zero}",
         f"{needs:.0f} of {has:.0f}{fits}",
         _rounded(found.tokens_per_second),
-        f"{100 * found.utilisation(found.flops.causal):.0f} %",
+        f"{100 * found.utilization(found.flops.causal):.0f} %",
         f"{found.days:.2g}" if found.days < 10 else f"{found.days:.0f}",
         _rounded(hours),
         _rounded(published, 3) if device == on else "",

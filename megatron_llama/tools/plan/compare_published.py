@@ -1,4 +1,4 @@
-"""Predicted beside published, for every row of a table: ``scripts/plan.py --published FILE.csv``."""
+"""Compare predictions with a table of published runs: ``scripts/plan.py --published FILE.csv``."""
 
 from __future__ import annotations
 
@@ -27,66 +27,68 @@ LEAST_MFU = 0.01
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One row's numbers."""
+    """Prediction for one published run."""
 
     run: Published
     seconds: float
+    """Predicted seconds of a step."""
     memory: float
+    """Predicted peak memory of a rank, bytes."""
 
     @property
     def time_error(self) -> float | None:
-        """(predicted - published) / published step time."""
+        """Relative error of the step time; None if it is not published."""
         return None if self.run.seconds is None else self.seconds / self.run.seconds - 1
 
     @property
     def memory_error(self) -> float | None:
-        """(predicted - published) / published peak memory."""
+        """Relative error of the peak memory; None if it is not published."""
         return None if self.run.memory is None else self.memory / self.run.memory - 1
 
-    def utilisation(self, seconds: float) -> float:
-        """MFU of a step of ``seconds``, causal attention counted, among the tokens that see each other."""
+    def utilization(self, seconds: float) -> float:
+        """Return the MFU of a step of ``seconds``, with causal attention inside documents."""
         job = self.run.job
         flops = job.tokens_per_step * flops_per_token(replace(job, seq=job.document or job.seq), 6)
         return flops / seconds / (job.ranks * self.run.device.peak(job.format))
 
     def doubts(self) -> Iterator[str]:
-        """Why the row or its prediction may be wrong: what no machine does, or nobody would publish."""
-        if self.run.seconds is not None and self.utilisation(self.run.seconds) > 1:
-            yield "published faster than the devices' peak"
-        if not LEAST_MFU <= self.utilisation(self.seconds) <= 1:
-            yield f"predicted to use {self.utilisation(self.seconds):.2%} of the peak"
+        """Yield the reasons why the row or its prediction may be wrong."""
+        if self.run.seconds is not None and self.utilization(self.run.seconds) > 1:
+            yield "published speed is above the peak"
+        if not LEAST_MFU <= self.utilization(self.seconds) <= 1:
+            yield f"predicted MFU is {self.utilization(self.seconds):.2%}"
         if self.memory > self.run.device.memory_bytes:
-            yield f"predicted to need {gib(round(self.memory))}, and a rank has {gib(self.run.device.memory_bytes)}"
+            yield f"predicted memory is {gib(round(self.memory))} of {gib(self.run.device.memory_bytes)}"
 
-    def of(self, column: str) -> str:
-        """The row's text in a column."""
+    def cell(self, column: str) -> str:
+        """Return the text of a column."""
         return self.run.row.get(column) or UNSTATED
 
 
 def compare_table(
     rows: Iterable[Mapping[str, str]], constants: Mapping[str, float] | None = None
 ) -> tuple[list[ComparedRun], Counter[str]]:
-    """What is predicted for each row, and the reasons of those for which nothing is."""
-    known, found, unspoken = constants or load_constants(), [], Counter[str]()
+    """Predict each row: (compared rows, number of skipped rows by reason)."""
+    known, compared, skipped = constants or load_constants(), [], Counter[str]()
     for row in rows:
         try:
             run = read_run(row)
         except CannotPredict as reason:
-            unspoken[str(reason)] += 1
+            skipped[str(reason)] += 1
             continue
         try:
             predicted = step_time(run.job, run.device, known).total, predicted_memory(run)
-        except ArithmeticError:  # a side of a matrix that is cut to nothing
-            unspoken[DO_NOT_FIT] += 1
+        except ArithmeticError:  # tp leaves a matrix without rows
+            skipped[DO_NOT_FIT] += 1
             continue
-        found.append(ComparedRun(run, *predicted))
+        compared.append(ComparedRun(run, *predicted))
         if run.seconds is None and run.memory is None:
-            unspoken["predicted, but the row has no time or memory that can be compared"] += 1
-    return found, unspoken
+            skipped["no published time or memory to compare"] += 1
+    return compared, skipped
 
 
 def summary(errors: Sequence[float]) -> dict[str, float | int]:
-    """Count, mean and 90th percentile of the errors' sizes, and their mean with signs."""
+    """Summarize errors: number of rows, mean and 90th percentile of the absolute errors, and the signed mean."""
     sizes = sorted(map(abs, errors))
     ninetieth = sizes[max(0, -(-9 * len(sizes) // 10) - 1)]
     return {
@@ -101,12 +103,12 @@ Error = Callable[[ComparedRun], "float | None"]
 QUANTITIES: dict[str, Error] = {"step time": lambda row: row.time_error, "memory": lambda row: row.memory_error}
 
 
-def summaries(found: Sequence[ComparedRun], key: Callable[[ComparedRun], str]) -> dict[str, dict[str, Any]]:
-    """Summaries by quantity and by what ``key`` says of a row."""
+def summaries(compared: Sequence[ComparedRun], key: Callable[[ComparedRun], str]) -> dict[str, dict[str, Any]]:
+    """Summarize errors by quantity and by the group that ``key`` returns for a row."""
     result: dict[str, dict[str, Any]] = {}
     for quantity, error in QUANTITIES.items():
         groups: dict[str, list[float]] = {}
-        for row in found:
+        for row in compared:
             size = error(row)
             if size is not None:
                 groups.setdefault(key(row), []).append(size)
@@ -115,61 +117,61 @@ def summaries(found: Sequence[ComparedRun], key: Callable[[ComparedRun], str]) -
 
 
 def source_of(row: Mapping[str, str]) -> str:
-    """A row's source without what points into it: the paper, or the repository and its version."""
+    """Return a row's paper, or repository and version, without the location inside it."""
     return re.split(r" \(|:|;| \[", row.get("source", ""))[0].strip() or UNSTATED
 
 
-def as_json(found: Sequence[ComparedRun], unspoken: Mapping[str, int]) -> dict[str, Any]:
-    """Everything, for programs."""
+def as_json(compared: Sequence[ComparedRun], skipped: Mapping[str, int]) -> dict[str, Any]:
+    """Return the comparison as JSON."""
     return {
         "rows": [
             {
-                "id": row.of("id"),
-                "source": row.of("source"),
-                "model": row.of("model"),
-                "device": row.of("device"),
-                "confidence": row.of("confidence"),
+                "id": row.cell("id"),
+                "source": row.cell("source"),
+                "model": row.cell("model"),
+                "device": row.cell("device"),
+                "confidence": row.cell("confidence"),
                 "step_time_s": {"published": row.run.seconds, "predicted": row.seconds, "error": row.time_error},
                 "memory_bytes": {"published": row.run.memory, "predicted": row.memory, "error": row.memory_error},
                 "program": row.run.job.program.name,
                 "assumed": list(row.run.assumed),
                 "doubts": list(row.doubts()),
             }
-            for row in found
+            for row in compared
         ],
-        "not_predicted_or_compared": dict(unspoken),
+        "not_predicted_or_compared": dict(skipped),
         "errors": {
-            "by confidence": summaries(found, lambda row: row.of("confidence")),
-            "by source": summaries(found, lambda row: source_of(row.run.row)),
-            "by device": summaries(found, lambda row: row.of("device")),
+            "by confidence": summaries(compared, lambda row: row.cell("confidence")),
+            "by source": summaries(compared, lambda row: source_of(row.run.row)),
+            "by device": summaries(compared, lambda row: row.cell("device")),
         },
     }
 
 
-def lines(found: Sequence[ComparedRun], unspoken: Mapping[str, int]) -> Iterator[str]:
-    """The tables as text: every row, then errors by source, device and confidence."""
+def lines(compared: Sequence[ComparedRun], skipped: Mapping[str, int]) -> Iterator[str]:
+    """Yield the report: each row, then errors by source, device and confidence."""
     numbers = ("published", "predicted", "error", "GiB", "predicted", "error")
     head = ("id", "model", "device", "devices", "layout", *numbers)
-    yield from text_table([head, *map(_cells, found)], left=5)
+    yield from text_table([head, *map(_cells, compared)], left=5)
     for title, key in (
-        ("by source and confidence", lambda row: f"{source_of(row.run.row)} · {row.of('confidence')}"),
-        ("by device", lambda row: row.of("device")),
-        ("by confidence", lambda row: row.of("confidence")),
+        ("by source and confidence", lambda row: f"{source_of(row.run.row)} · {row.cell('confidence')}"),
+        ("by device", lambda row: row.cell("device")),
+        ("by confidence", lambda row: row.cell("confidence")),
     ):
         yield ""
         rows: list[tuple[str, ...]] = [("mean absolute error " + title, "", "rows", "mean", "90th percentile", "bias")]
-        for quantity, groups in summaries(found, key).items():
+        for quantity, groups in summaries(compared, key).items():
             for name, errors in groups.items():
                 shares = (f"{100 * errors[part]:.1f} %" for part in ("mean", "percentile_90", "bias"))
                 rows.append((name, quantity, str(errors["rows"]), *shares))
         yield from text_table(rows, left=2)
-    doubtful = [f"  {row.of('id')}  {'; '.join(doubts)}" for row in found if (doubts := list(row.doubts()))]
+    doubtful = [f"  {row.cell('id')}  {'; '.join(doubts)}" for row in compared if (doubts := list(row.doubts()))]
     if doubtful:
-        yield from ("", "rows whose numbers are to be doubted, published or predicted", *doubtful)
-    if unspoken:
+        yield from ("", "implausible rows (published or predicted numbers)", *doubtful)
+    if skipped:
         yield ""
-        yield "rows that are not predicted, or have nothing to compare"
-        yield from (f"  {count:4d}  {reason}" for reason, count in sorted(unspoken.items()))
+        yield "skipped rows"
+        yield from (f"  {count:4d}  {reason}" for reason, count in sorted(skipped.items()))
 
 
 def _cells(row: ComparedRun) -> tuple[str, ...]:
@@ -179,10 +181,10 @@ def _cells(row: ComparedRun) -> tuple[str, ...]:
     seconds = f"{run.seconds:.4g} s" if run.seconds else ""
     memory = f"{run.memory / GIB:.1f}" if run.memory else ""
     return (
-        row.of("id"),
-        row.of("model"),
-        row.of("device"),
-        row.of("n_devices"),
+        row.cell("id"),
+        row.cell("model"),
+        row.cell("device"),
+        row.cell("n_devices"),
         layout,
         seconds,
         f"{row.seconds:.4g} s",
@@ -198,5 +200,5 @@ def _percent(error: float | None) -> str:
 
 
 def compare_file(path: Path) -> tuple[list[ComparedRun], Counter[str]]:
-    """``compare_table`` of a file."""
+    """Compare the rows of a CSV file (``compare_table``)."""
     return compare_table(read_table(path))

@@ -1,4 +1,4 @@
-"""A forecast as text and as JSON."""
+"""Format a forecast as text and as JSON; read tables of published runs."""
 from __future__ import annotations
 
 import csv
@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from megatron_llama.plan.memory import USABLE
@@ -17,11 +18,11 @@ from megatron_llama.tools.plan.forecast_run import Forecast
 
 MOST_STAGES = 16
 PARTS = {
-    "matmul": "matrix products of the blocks",
+    "matmul": "GEMMs of the blocks",
     "head": "output head and loss",
     "attention": "attention",
     "memory_bound": "memory-bound operations",
-    "launch": "gaps between kernels, host",
+    "launch": "kernel launches and host",
     "tensor": "tensor parallelism",
     "context": "context parallelism",
     "pipeline": "messages between stages",
@@ -31,87 +32,94 @@ PARTS = {
     "optimizer": "optimizer",
     "waiting": "waiting for the slowest node",
 }
+"""Labels of the fields of ``StepTime``."""
+WIDTH = 79
 
 
-def report_lines(found: Forecast) -> Iterator[str]:
-    """The whole page."""
-    job, plan, cluster = found.job, found.plan, found.cluster
-    yield f"{plan.model.name} on {found.devices} x {cluster.device} ({cluster.nodes} nodes), {job.ranks} ranks"
+def report_lines(forecast: Forecast) -> Iterator[str]:
+    """Yield the lines of the report."""
+    job, plan, cluster = forecast.job, forecast.plan, forecast.cluster
+    nodes = f"{cluster.nodes} {plural(cluster.nodes or 1, 'node')}"
+    ranks = f"{job.ranks} {plural(job.ranks, 'rank')}"
+    yield f"{plan.model.name} on {forecast.devices} x {cluster.device} ({nodes}), {ranks}"
     grid = f"tp {job.tp} x pp {job.pp}{f' (x {job.vpp} virtual)' if job.vpp > 1 else ''} x dp {job.dp}, zero {job.zero}"
-    batch = f"{job.num_microbatches} micro batches of {job.micro_batch} x {job.seq:,} tokens"
-    yield f"{grid}{', sp' if job.sp else ''}, {plan.config.trainer.precision}, recompute {job.recompute}, {batch}"
+    yield f"{grid}{', sp' if job.sp else ''}, {plan.config.trainer.precision}, recompute {job.recompute}"
+    batches = "batch" if job.num_microbatches == 1 else "batches"
+    yield f"{job.num_microbatches} micro {batches} of {job.micro_batch} x {job.seq:,} tokens"
     yield ""
-    yield from _memory(found)
+    yield from _memory(forecast)
     yield ""
-    yield from _time(found)
+    yield from _time(forecast)
     yield ""
-    yield from _run(found)
+    yield from _run(forecast)
     yield ""
-    yield from _scaling(found)
+    yield from _scaling(forecast)
     yield ""
-    yield "assumed"
-    yield from (f"  {line}" for line in assumptions(found))
-    yield from (f"  {note}" for note in plan.notes)
+    yield "assumptions"
+    for line in (*assumptions(forecast), *plan.notes):
+        yield from wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
-def _memory(found: Forecast) -> Iterator[str]:
-    """One row a stage."""
-    usable = USABLE * found.device.memory_bytes
-    head = ("memory, GiB a rank", "weights", "gradients", "optimizer", "activations", "logits", "buffers", "peak", "")
+def _memory(forecast: Forecast) -> Iterator[str]:
+    """Yield one row per stage, then the activations of the stage with the highest peak."""
+    usable, stages = USABLE * forecast.device.memory_bytes, forecast.stages
+    head = ("", "weights", "grads", "optimizer", "activations", "logits", "buffers", "peak", "fits")
     rows: list[tuple[str, ...]] = [head]
-    order = list(range(len(found.stages)))
+    order = list(range(len(stages)))
     shown = order if len(order) <= MOST_STAGES else [*order[: MOST_STAGES - 1], order[-1]]
     for stage in shown:
-        each = found.stages[stage]
+        each = stages[stage]
         states = (each.weights, each.gradients, each.optimizer)
         sizes = (*states, each.activation_bytes, each.logits, each.buffers, each.total)
-        verdict = "fits" if each.total <= usable else "DOES NOT FIT"
-        rows.append((f"stage {stage}", *(f"{size / GIB:.2f}" for size in sizes), verdict))
+        fits = "yes" if each.total <= usable else "NO"
+        rows.append((f"stage {stage}", *(f"{size / GIB:.2f}" for size in sizes), fits))
+    yield "memory per rank, GiB"
     yield from text_table(rows, left=1)
-    heaviest = max(found.stages, key=lambda each: each.total)
+    heaviest = max(stages, key=lambda each: each.total)
     kinds = ", ".join(f"{kind} {gib(size)}" for kind, size in heaviest.activations.items() if size)
-    yield f"  activations of the heaviest: {kinds or 'none'}"
-    yield f"  a rank has {gib(found.device.memory_bytes)}, of which {USABLE:.0%} can be filled"
+    activations = f"activations of stage {stages.index(heaviest)}: {kinds or 'none'}"
+    yield from wrap(activations, WIDTH, initial_indent="  ", subsequent_indent="    ")
+    yield f"  device memory per rank: {gib(forecast.device.memory_bytes)}, {USABLE:.0%} usable"
+    if heaviest.total > usable:
+        yield f"  DOES NOT FIT: stage {stages.index(heaviest)} needs {gib(heaviest.total)}"
 
 
-def _time(found: Forecast) -> Iterator[str]:
-    """One row a component, largest first."""
-    total = found.time.total
-    parts = sorted(found.time.parts().items(), key=lambda part: -part[1])
-    rows = [("a step", "s", "share")]
+def _time(forecast: Forecast) -> Iterator[str]:
+    """Yield one row per component, largest first."""
+    total = forecast.time.total
+    parts = sorted(forecast.time.parts().items(), key=lambda part: -part[1])
+    rows = [("time of a step", "s", "share")]
     rows += [(PARTS[name], f"{part:.4g}", f"{part / total:.1%}") for name, part in parts if part]
-    rows.append(("data", "0", "read ahead on a thread"))
-    rows.append(("all", f"{total:.4g}", ""))
+    rows.append(("data loading", "0", "prefetched"))
+    rows.append(("total", f"{total:.4g}", ""))
     yield from text_table(rows, left=1)
 
 
-def _run(found: Forecast) -> Iterator[str]:
-    rate, kept = found.tokens_per_second, found.goodput
+def _run(forecast: Forecast) -> Iterator[str]:
+    rate, goodput = forecast.tokens_per_second, forecast.goodput
+    peak = f"{forecast.job.ranks} x {forecast.device.peak(forecast.job.format) / 1e12:,.0f} TFLOP/s"
     rows = [
-        ("tokens/s", f"{rate:,.0f} in all, {rate / found.devices:,.0f} a device"),
-        ("MFU", f"{found.utilisation(found.flops.causal):.2%} (causal attention counted)"),
+        ("tokens/s", f"{rate:,.0f}; {rate / forecast.devices:,.0f} per device"),
+        ("MFU", f"{forecast.utilization(forecast.flops.causal):.2%} with causal attention"),
         (
             "",
-            f"{found.utilisation(found.flops.full):.2%} (full attention), of {found.job.ranks} x "
-            f"{found.device.peak(found.job.format) / 1e12:,.0f} TFLOP/s in {found.job.format}",
+            f"{forecast.utilization(forecast.flops.full):.2%} with full attention, of {peak} in {forecast.job.format}",
         ),
-        (
-            "goodput",
-            f"{kept.useful:.2%}: {kept.failures_a_day:.3g} failures a day lose {kept.lost:.2%}, a checkpoint "
-            f"each {kept.interval / 60:,.0f} min {kept.waiting:.2%}",
-        ),
-        ("run", f"{short_count(found.tokens)} tokens in {found.days:,.3g} {plural(round(found.days), 'day')}"),
+        ("goodput", f"{goodput.useful:.2%}"),
+        ("", f"{goodput.lost:.2%} lost to {goodput.failures_a_day:.3g} failures per day"),
+        ("", f"{goodput.waiting:.2%} lost to a checkpoint every {goodput.interval / 60:,.0f} min"),
+        ("run", f"{short_count(forecast.tokens)} tokens in {forecast.days:,.3g} days"),
     ]
-    if found.cost is not None:
-        rows.append(("cost", f"{found.cost:,.0f} at {found.cluster.price:g} for a device and hour"))
+    if forecast.cost is not None:
+        rows.append(("cost", f"{forecast.cost:,.0f} at {forecast.cluster.price:g} per device and hour"))
     yield from text_table(rows)
 
 
-def _scaling(found: Forecast) -> Iterator[str]:
-    """The same work on each rank, more data-parallel ranks."""
-    first = found.scaling[0]
-    rows = [("devices", "global batch", "s/step", "tokens/s", "MFU", "scaling", "goodput", "tokens/s with it")]
-    for each in found.scaling:
+def _scaling(forecast: Forecast) -> Iterator[str]:
+    """Yield one row per number of devices, with the same work per rank and more data-parallel ranks."""
+    first = forecast.scaling[0]
+    rows = [("devices", "batch", "s/step", "tokens/s", "MFU", "scaling", "goodput", "net tokens/s")]
+    for each in forecast.scaling:
         scaling = each.tokens_per_second / first.tokens_per_second / (each.devices / first.devices)
         rows.append(
             (
@@ -128,62 +136,65 @@ def _scaling(found: Forecast) -> Iterator[str]:
     yield from text_table(rows, left=0)
 
 
-def assumptions(found: Forecast) -> Iterator[str]:
-    """What the numbers stand on."""
-    device, cluster, page = found.device, found.cluster, load_constants_file()
+def assumptions(forecast: Forecast) -> Iterator[str]:
+    """Yield the sources and assumptions of the numbers."""
+    device, cluster, constants = forecast.device, forecast.cluster, load_constants_file()
     yield f"device: {device.source}"
     if device.name == this_machine.NAME:
-        yield "nothing runs beside anything else: ranks share the cores, and wait for what is sent"
+        yield "nothing overlaps: ranks share the cores, and collectives are blocking"
         return
     yield (
-        f"{device.per_node} ranks on fast links of {device.link / 1e9:,.0f} GB/s, between nodes "
-        f"{device.network / 1e9:,.4g} GB/s for each"
+        f"network: {device.per_node} ranks per node on links of {device.link / 1e9:,.0f} GB/s; "
+        f"{device.network / 1e9:,.4g} GB/s per rank between nodes"
     )
-    if f"matmul.{device.family}.{found.job.format}" in page["constants"]:
-        yield f"speed: constants of {page['date']}, fitted to {page['data']}"
+    if f"matmul.{device.family}.{forecast.job.format}" in constants["constants"]:
+        yield f"speed: constants of {constants['date']}, fitted to {constants['data']}"
     else:
-        yield f"speed: no runs are published for {device.name} in {found.job.format}; products as fast as benchmarks"
-    yield "attention as fast as FlashAttention 2, as torch has it"
+        yield f"speed: GEMM benchmarks; no published runs for {device.name} in {forecast.job.format}"
+    yield "attention: as fast as torch's FlashAttention 2"
     yield (
-        f"a device fails each {cluster.failure_hours:,.0f} h, a start takes {cluster.restart_minutes:g} min, a node "
-        f"writes {cluster.storage_gbps:g} GB/s of a checkpoint beside training; checkpoints as often as is best"
+        f"failures: one per device and {cluster.failure_hours:,.0f} h; a restart takes {cluster.restart_minutes:g} min"
     )
-    yield "no other job on the network; data are read faster than they are needed"
+    yield f"checkpoints: {cluster.storage_gbps:g} GB/s per node, written during training, at the optimal interval"
+    yield "no other jobs on the network; data loading is not a bottleneck"
 
 
-def report_json(found: Forecast) -> dict[str, Any]:
-    """The same for programs."""
+def report_json(forecast: Forecast) -> dict[str, Any]:
+    """Return the forecast as JSON."""
     return {
-        "devices": found.devices,
-        "ranks": found.job.ranks,
+        "devices": forecast.devices,
+        "ranks": forecast.job.ranks,
         "memory_bytes": {
-            "device": found.device.memory_bytes,
+            "device": forecast.device.memory_bytes,
             "usable_share": USABLE,
             "stages": [
                 {**each.parts(), "activations_by_kind": dict(each.activations), "peak": each.total}
-                for each in found.stages
+                for each in forecast.stages
             ],
         },
-        "step_time_s": {**found.time.parts(), "total": found.time.total},
-        "tokens_per_second": found.tokens_per_second,
-        "mfu": {"causal": found.utilisation(found.flops.causal), "full": found.utilisation(found.flops.full)},
-        "goodput": asdict(found.goodput),
-        "tokens": found.tokens,
-        "days": found.days,
-        "cost": found.cost,
-        "scaling": [asdict(each) for each in found.scaling],
-        "assumed": list(assumptions(found)),
+        "step_time_s": {**forecast.time.parts(), "total": forecast.time.total},
+        "tokens_per_second": forecast.tokens_per_second,
+        "mfu": {
+            "causal": forecast.utilization(forecast.flops.causal),
+            "full": forecast.utilization(forecast.flops.full),
+        },
+        "goodput": asdict(forecast.goodput),
+        "tokens": forecast.tokens,
+        "days": forecast.days,
+        "cost": forecast.cost,
+        "scaling": [asdict(each) for each in forecast.scaling],
+        "assumed": list(assumptions(forecast)),
     }
 
 
-# Tables of published runs as people write them: which file is one, and what its cells say.
+# Tables of published runs: columns, and the notations of their cells.
 
 
 Row = Mapping[str, str]
 NO = ("no", "off", "none", "false", "0", "0.0", "n", "disabled")
 _NOTHING = ("?", "-", "n/a", "na", "null", "unknown", "not stated")
 _CAPITALS = {name.lower(): name for name in ("peak_mem_GiB", "GPUs")}
-"""Columns that have capitals, by their names without."""
+"""Column names that contain capitals, by their lower-case names."""
 _NUMBER = re.compile(r"[~≈<>]?\s*(\d[\d_]*\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*(%|[a-z/ .]*)", re.IGNORECASE)
 _THOUSANDS = re.compile(r"(?<=\d)[,\s'](?=\d{3}(?!\d))")
 _REMARK = re.compile(r"\(.*?\)")
@@ -191,13 +202,13 @@ _TIMES = re.compile(r"\s*[x×*]\s*")
 
 
 class CannotPredict(ValueError):
-    """A row that nothing can be predicted for, and why."""
+    """A row cannot be predicted; the message is the reason."""
 
 
 def read_table(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file of published runs, or of a sweep; columns that are not there are empty.
+    """Read a CSV file of published runs, or of a sweep. Missing cells are empty.
 
-    Columns may stand in any order and be written in capitals or not; commas, semicolons or tabs may separate them.
+    Columns may be in any order and case, separated by commas, semicolons or tabs.
     """
     with path.open(encoding="utf-8-sig", newline="") as file:
         head = file.readline()
@@ -211,8 +222,8 @@ def read_table(path: Path) -> list[dict[str, str]]:
     return forecast_run.published_rows(rows) if forecast_run.is_sweep(rows) else rows
 
 
-def number(row: Row, column: str) -> float | None:
-    """What a cell says: "4,096", "2 x 8" devices, "8k" tokens, "870 ms"; None where it is no positive number."""
+def parse_number(row: Row, column: str) -> float | None:
+    """Parse a number: "4,096", "2 x 8", "8k" (tokens), "870 ms". Return None unless it is positive."""
     plain = _THOUSANDS.sub("", _REMARK.sub("", row.get(column, ""))).strip()
     value = 1.0
     for part in map(_NUMBER.fullmatch, _TIMES.split(plain)):
@@ -224,22 +235,22 @@ def number(row: Row, column: str) -> float | None:
     return value if 0 < value < float("inf") else None
 
 
-def whole(row: Row, column: str) -> int | None:
-    """The same where it is a whole number."""
-    value = number(row, column)
+def parse_int(row: Row, column: str) -> int | None:
+    """Parse a positive integer; return None for other values."""
+    value = parse_number(row, column)
     return int(value) if value is not None and value >= 1 and value == int(value) else None
 
 
-def need(row: Row, column: str, what: str) -> int:
-    """The same of a column that a prediction needs. Raises NotSpoken."""
-    value = whole(row, column)
+def require_int(row: Row, column: str, label: str) -> int:
+    """Parse a positive integer that a prediction requires; raise CannotPredict if it is missing."""
+    value = parse_int(row, column)
     if value is None:
-        raise CannotPredict(f"{what} is not stated")
+        raise CannotPredict(f"{label} is not stated")
     return value
 
 
-def said(row: Row, column: str) -> bool | None:
-    """Whether a cell says yes or no; None where it says nothing."""
+def parse_flag(row: Row, column: str) -> bool | None:
+    """Parse yes or no; return None for an empty cell."""
     words = row.get(column, "").lower()
     if not words or words in _NOTHING:
         return None

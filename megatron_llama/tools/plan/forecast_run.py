@@ -1,4 +1,4 @@
-"""From a command line to everything that is forecast of a run: memory, a step's time, and the same on more devices."""
+"""Forecast of a command line: memory, time of a step, goodput, and scaling to more devices."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -23,25 +23,25 @@ MOST_DEVICES = 16_384
 
 @dataclass(frozen=True)
 class ScaledRun:
-    """The run on another number of devices."""
+    """Forecast of the run on another number of devices."""
 
     devices: int
     global_batch: int
     seconds: float
     tokens_per_second: float
     mfu: float
-    """Causal."""
+    """MFU with causal attention."""
     goodput: Goodput
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is forecast of one run."""
+    """Forecast of one run."""
 
     plan: Plan
     cluster: ClusterConfig
     device: HardwareSpec
-    """What one rank has."""
+    """Share of a device that one rank uses."""
     devices: int
     job: Job
     stages: tuple[Footprint, ...]
@@ -52,7 +52,7 @@ class Forecast:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole job."""
+        """Tokens per second of the job."""
         return self.job.tokens_per_step / self.time.total
 
     @property
@@ -62,26 +62,30 @@ class Forecast:
 
     @property
     def days(self) -> float:
-        """Of the whole run, with failures and checkpoints."""
+        """Duration of the run in days, with failures and checkpoints."""
         return self.tokens / self.tokens_per_second / 86400 / max(self.goodput.useful, 1e-9)
 
     @property
     def cost(self) -> float | None:
-        """Of the whole run, in the price's currency."""
+        """Cost of the run, in the currency of ``cluster.price``; None without a price."""
         return None if self.cluster.price is None else self.days * 24 * self.devices * self.cluster.price
 
-    def utilisation(self, flops: float) -> float:
-        """MFU by ``flops`` a token, over the peak of all ranks."""
+    def utilization(self, flops: float) -> float:
+        """Return the MFU for ``flops`` per token, relative to the peak of all ranks."""
         return mfu(flops, self.tokens_per_second, self.device.peak(self.job.format), self.job.ranks)
 
 
 def forecast_run(overrides: Sequence[str]) -> Forecast:
-    """The forecast of a command line. Raises ConfigError with everything that is wrong with it."""
+    """Return the forecast of a command line.
+
+    Raises:
+        ConfigError: with all problems of the settings.
+    """
     cluster, rest, problems = load_cluster(overrides)
-    here = cluster.device == this_machine.NAME
-    whole = None if here else find_device(cluster.device)
-    machine = _machine(cluster, problems) if here else None
-    if whole is None and not here:
+    is_local = cluster.device == this_machine.NAME
+    spec = None if is_local else find_device(cluster.device)
+    calibration = _load_calibration(cluster, problems) if is_local else None
+    if spec is None and not is_local:
         names = list(devices())
         guess = closest_match(cluster.device, names)
         advice = f"write cluster.device={guess}" if guess else f"write one of {', '.join(names)}"
@@ -92,53 +96,53 @@ def forecast_run(overrides: Sequence[str]) -> Forecast:
         raise ConfigError([*problems, *error.problems]) from None
     if problems:
         raise ConfigError(problems)
-    if machine is not None:
-        return forecast_here(config, cluster, machine)
-    assert whole is not None, "or there is a problem"
+    if calibration is not None:
+        return forecast_local(config, cluster, calibration)
+    assert spec is not None, "otherwise there is a problem"
     if config.device.name == "auto":
-        config.device.name = whole.kind
+        config.device.name = spec.kind
     if cluster.devices_per_node:
-        whole = replace(whole, per_node=cluster.devices_per_node)
-    parts = whole.ranks_per_device
-    wanted = Grid.of(config.trainer).world_size
-    nodes = cluster.nodes or -(-wanted // (whole.per_node * parts))
-    count = nodes * whole.per_node if cluster.nodes else -(-wanted // parts)
-    plan = resolve(config, count * parts if cluster.nodes else wanted, exists=lambda path: True)
-    return forecast_plan(plan, replace(cluster, nodes=nodes), whole.per_rank(), count)
+        spec = replace(spec, per_node=cluster.devices_per_node)
+    ranks_per_device = spec.ranks_per_device
+    ranks = Grid.of(config.trainer).world_size
+    nodes = cluster.nodes or -(-ranks // (spec.per_node * ranks_per_device))
+    count = nodes * spec.per_node if cluster.nodes else -(-ranks // ranks_per_device)
+    plan = resolve(config, count * ranks_per_device if cluster.nodes else ranks, exists=lambda path: True)
+    return forecast_plan(plan, replace(cluster, nodes=nodes), spec.per_rank(), count)
 
 
-def _machine(cluster: ClusterConfig, problems: list[Problem]) -> Calibration | None:
-    """What was measured of this machine; what is missing or does not go with it is added to ``problems``."""
+def _load_calibration(cluster: ClusterConfig, problems: list[Problem]) -> Calibration | None:
+    """Load this machine's calibration. Append a missing one, or incompatible settings, to ``problems``."""
     if (cluster.nodes or 1) > 1:
-        rule = "a forecast for this machine is of this machine alone"
+        rule = "cluster.device=cpu plans for this machine alone"
         problems.append(Problem("cluster.nodes", cluster.nodes, rule, "write cluster.nodes=1"))
     try:
         return this_machine.load_calibration()
     except this_machine.NotCalibrated:
-        rule = "this machine has not been measured"
-        advice = "run python scripts/plan.py --calibrate, which takes a minute or two"
+        rule = "this machine is not calibrated"
+        advice = "run python scripts/plan.py --calibrate (1 to 2 minutes)"
         problems.append(Problem("cluster.device", cluster.device, rule, advice))
         return None
 
 
-def forecast_here(config: Config, cluster: ClusterConfig, machine: Calibration) -> Forecast:
-    """The forecast of a run on this machine, all ranks on it. Raises ConfigError."""
+def forecast_local(config: Config, cluster: ClusterConfig, calibration: Calibration) -> Forecast:
+    """Return the forecast of a run with all ranks on this machine; raise ConfigError for an invalid config."""
     ranks = Grid.of(config.trainer).world_size
     plan = resolve(config, ranks, exists=lambda path: True)
     job = job_of_plan(plan)
-    device, _ = this_machine.calibrated_spec(machine, job)
-    time = this_machine.local_step_time(plan, machine)
+    device, _ = this_machine.calibrated_spec(calibration, job)
+    time = this_machine.local_step_time(plan, calibration)
     flops = flops_per_token(plan.model, job.seq, plan.config.finetune)
     rate = job.tokens_per_step / time.total
-    kept = _goodput(job, device, cluster, 1)
+    run_goodput = _goodput(job, device, cluster, 1)
     used = mfu(flops.causal, rate, device.peak(job.format), ranks)
-    alone = ScaledRun(1, job.global_batch, time.total, rate, used, kept)
+    alone = ScaledRun(1, job.global_batch, time.total, rate, used, run_goodput)
     stages = tuple(stage_footprints(plan))
-    return Forecast(plan, replace(cluster, nodes=1), device, 1, job, stages, time, flops, kept, (alone,))
+    return Forecast(plan, replace(cluster, nodes=1), device, 1, job, stages, time, flops, run_goodput, (alone,))
 
 
 def forecast_plan(plan: Plan, cluster: ClusterConfig, device: HardwareSpec, count: int) -> Forecast:
-    """The forecast of ``plan`` on ``count`` devices, of which each rank has ``device``."""
+    """Return the forecast of ``plan`` on ``count`` devices; ``device`` is the share that one rank uses."""
     job = job_of_plan(plan)
     stages = tuple(stage_footprints(plan))
     time = step_time(job, device, load_constants())
@@ -150,51 +154,49 @@ def forecast_plan(plan: Plan, cluster: ClusterConfig, device: HardwareSpec, coun
 
 
 def _multiples(count: int) -> list[int]:
-    """1, 2, 4, ... times as many devices, up to 16,384."""
-    found, times = [], 1
+    """Return the factors 1, 2, 4, ... that lead from ``count`` devices to at most MOST_DEVICES."""
+    factors, times = [], 1
     while times == 1 or times * count <= MOST_DEVICES:
-        found.append(times)
+        factors.append(times)
         times *= 2
-    return found
+    return factors
 
 
 def _scaled(
     job: Job, times: int, device: HardwareSpec, cluster: ClusterConfig, flops: FlopsPerToken, count: int
 ) -> ScaledRun:
-    """The job with ``times`` as many data-parallel ranks, each with the same work."""
+    """Forecast the job with ``times`` as many data-parallel ranks and the same work per rank."""
     sharded = job.shard_size * times if job.shard_size == job.dp and job.zero else job.shard_size
     larger = replace(job, dp=job.dp * times, shard_size=sharded)
     seconds = step_time(larger, device, load_constants()).total
     rate = larger.tokens_per_step / seconds
     used = mfu(flops.causal, rate, device.peak(job.format), larger.ranks)
-    kept = _goodput(larger, device, cluster, count * times)
-    return ScaledRun(count * times, larger.global_batch, seconds, rate, used, kept)
+    run_goodput = _goodput(larger, device, cluster, count * times)
+    return ScaledRun(count * times, larger.global_batch, seconds, rate, used, run_goodput)
 
 
 def _goodput(job: Job, device: HardwareSpec, cluster: ClusterConfig, count: int) -> Goodput:
-    """With checkpoints as often as is best."""
-    whole = job.shape.parameters * (job.state.weight + job.state.master + job.state.moments)
+    """Return the goodput at the optimal checkpoint interval."""
+    checkpoint_bytes = job.shape.parameters * (job.state.weight + job.state.master + job.state.moments)
     nodes = max(1, count // device.per_node)
     return goodput(
         count,
-        whole / count,
+        checkpoint_bytes / count,
         failure_hours=cluster.failure_hours,
         restart_seconds=60 * cluster.restart_minutes,
-        write_seconds=whole / nodes / (1e9 * cluster.storage_gbps),
+        write_seconds=checkpoint_bytes / nodes / (1e9 * cluster.storage_gbps),
     )
 
 
-# Sweeps over layouts on one machine, as vTrain publishes them, as rows of published runs.
+# Conversion of vTrain's layout sweeps to rows of published runs.
 #
-# The columns are GPUs, global batch, micro batch, hidden size, attention heads, # layers, sequence length, tensor
-# parallelism, data parallelism, pipeline parallelism and iteration time (ms): GPT models trained by
-# Megatron-DeepSpeed in
-# 16 bits on the eight A100 of a node (VIA-Research/vTrain). What such a file does not say is filled in here.
+# The sweeps (VIA-Research/vTrain) time GPT models that Megatron-DeepSpeed trained in fp16 on the eight A100 of a node.
+# COLUMNS maps their columns; UNSAID has the values that the files omit.
 
 
 TIME = "iteration time (ms)"
 CONFIDENCE = "sweep"
-"""Many rows that are alike: a fit counts each one little."""
+"""Confidence of the rows. They are similar, so a fit weights each one less."""
 COLUMNS = {
     "n_devices": "GPUs",
     "global_batch": "global batch",
@@ -218,8 +220,8 @@ UNSAID = {
     "device": "A100-40GB-SXM",
     "sharding": "none",
     "sp": "no",
-    # The simulator's own settings say otherwise. But with 4/3 of the work, the longest of these runs would compute
-    # their products at more than the chip's peak, after what scores and norms take of the memory's bandwidth.
+    # The simulator's settings state otherwise. But with recomputation (4/3 of the work) the GEMMs of the longest runs
+    # would exceed the chip's peak.
     "recompute": "none",
     "precision": "fp16 mixed",
     "framework": "Megatron-DeepSpeed",
@@ -228,16 +230,16 @@ UNSAID = {
 
 
 def is_sweep(rows: Sequence[Mapping[str, str]]) -> bool:
-    """Whether a table is one of these."""
+    """Whether a table is a layout sweep."""
     return bool(rows) and TIME in rows[0]
 
 
 def published_rows(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """The rows of a sweep with the columns of published runs, numbered from 1."""
+    """Convert the rows of a sweep to rows of published runs, numbered from 1."""
     return [_published(number, row) for number, row in enumerate(rows, 1)]
 
 
 def _published(number: int, row: Mapping[str, str]) -> dict[str, str]:
-    found = {"id": f"sweep {number}", **UNSAID, **{name: row.get(column, "") for name, column in COLUMNS.items()}}
-    found["ffn"], found["step_time_s"] = f"4 x {found['hidden']}", f"{row.get(TIME, '')} ms"
-    return found
+    run = {"id": f"sweep {number}", **UNSAID, **{name: row.get(column, "") for name, column in COLUMNS.items()}}
+    run["ffn"], run["step_time_s"] = f"4 x {run['hidden']}", f"{row.get(TIME, '')} ms"
+    return run

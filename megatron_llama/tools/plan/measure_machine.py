@@ -1,7 +1,7 @@
-"""What ``scripts/plan.py --calibrate`` measures on each rank: kernels, collectives, and steps of two tiny models.
+"""Measurements of ``scripts/plan.py --calibrate``: kernels, collectives, and steps of two tiny models.
 
-Every rank measures the same things at the same time, as the ranks of a run compute at the same time, and share cores,
-caches and memory. ``tools/forecast/this_machine.py`` says what follows from the numbers.
+All ranks measure concurrently, because the ranks of a run share cores, caches and memory.
+``tools/forecast/this_machine.py`` derives forecasts from the results.
 """
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ from megatron_llama.tools.steps import open_steps
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDS = 5
 ROUND_SECONDS = 0.01
-"""Least length of a round: shorter than that and ranks that share a core are seen alone on it, or not at all."""
-PRODUCTS = (
+"""Minimum length of a round. In shorter ones, ranks that share a core might not run concurrently."""
+GEMMS = (
     (256, 288, 864),
     (512, 768, 288),
     (512, 512, 2752),
@@ -63,32 +63,37 @@ PRODUCTS = (
     (256, 2048, 2048),
     (512, 288, 16000),
 )
+"""Shapes (rows, inner, columns) of the measured GEMMs."""
 LENGTHS = ((4, 128), (2, 512), (1, 1024))
-"""Sequences and tokens of each, of attention."""
-VOCABULARY, NARROW = 32_000, 64
-"""Of an output head: as large as real ones, so that its logits are in no cache, and as narrow as can be."""
+"""(sequences, tokens per sequence) of the attention measurements."""
+VOCABULARY, HEAD_WIDTH = 32_000, 64
+"""Output head whose logits exceed the caches, with a small hidden size."""
 MESSAGES = (2**12, 2**17, 2**20, 2**23)
-BETWEEN = (512, 288, 768)
-"""The product that ranks compute between two collectives, some milliseconds as in a small model."""
-LONGER = 4
-"""So many of it beside one that nobody waits for."""
-IN_A_ROUND = 4
-"""Collectives of a round."""
+"""Payloads of the measured collectives, bytes."""
+GEMM_SHAPE = (512, 288, 768)
+"""GEMM between two collectives. It takes some milliseconds, as in a small model."""
+OVERLAPPED_GEMMS = 4
+"""GEMMs that run concurrently with an overlapped collective."""
+COLLECTIVES_PER_ROUND = 4
 COLLECTIVE_ROUNDS = 3
-LEAST = 0.01
-"""Share of a round that a collective takes at least, whatever noise says."""
-CACHES = 2**25
-"""Bytes of buffers that are taken in turn: a step's are never the same twice in a row."""
+MIN_SHARE = 0.01
+"""Lower bound of a collective's share of a round, against noise."""
+CACHE_BYTES = 2**25
+"""Total size of the buffers that alternate, so that they leave the caches as in a step."""
 COPIED = 2**24
-MEASUREMENTS = len(FORMS) * (len(PRODUCTS) + len(LENGTHS) + 4) + 2 + len(STEPS) * len(FORMS)
-"""Made by each rank, beside those of collectives."""
+"""Elements of the copy that measures memory bandwidth."""
+MEASUREMENTS = len(FORMS) * (len(GEMMS) + len(LENGTHS) + 4) + 2 + len(STEPS) * len(FORMS)
+"""Measurements per rank, without collectives."""
 
 
-def typical(work: Callable[[], Any], times: int | None = None) -> float:
-    """Seconds of ``work``: the median of some rounds, after a first time that is not counted. A step is the sum of many
-    such pieces, and so as long as they are in the middle, not as the fastest of them.
+def median_seconds(work: Callable[[], Any], times: int | None = None) -> float:
+    """Return the seconds of ``work``: the median of ROUNDS rounds after one warm-up call.
 
-    A round repeats it ``times`` times; None: as often as fills the round, which no other rank knows of.
+    The median is used because a step is the sum of many such operations.
+
+    Args:
+        work: operation to time.
+        times: calls per round. None: as many as fill ROUND_SECONDS, which differs between ranks; not for collectives.
     """
     work()
     if times is None:
@@ -106,62 +111,66 @@ def _seconds(work: Callable[[], Any], times: int) -> float:
 def measure(
     plans: dict[str, Plan], rank: int, device: Device, torch_device: torch.device, done: Callable[[], None]
 ) -> dict[str, Any]:
-    """All measurements of one rank. ``plans`` are those of STEPS, by name and number format, all of one layout;
-    ``done`` is called after each measurement."""
+    """Run all measurements of one rank and return them by name.
+
+    Args:
+        plans: plans of STEPS by name and number format, all of the same layout.
+        done: callback after each measurement.
+    """
     any_plan = next(iter(plans.values()))
     topology = any_plan.topology(rank)
-    found: dict[str, Any] = {"threads": torch.get_num_threads()}
+    results: dict[str, Any] = {"threads": torch.get_num_threads()}
     with process_groups(any_plan, topology, device, torch_device):
 
-        def noted(seconds: float) -> float:
+        def counted(seconds: float) -> float:
             done()
             return seconds
 
         for form in FORMS:
             dtype = DTYPES[form]
-            found[form] = {
-                "products": [(*shape, noted(_product(*shape, dtype))) for shape in PRODUCTS],
-                "attention": [(*shape, noted(_attention(*shape, dtype))) for shape in LENGTHS],
-                "pieces": [(tokens, noted(_pieces(any_plan, tokens, dtype))) for tokens in (128, 512, 1024)],
-                "loss": (512, NARROW, VOCABULARY, noted(_loss(512, dtype))),
+            results[form] = {
+                "products": [(*shape, counted(_gemm(*shape, dtype))) for shape in GEMMS],
+                "attention": [(*shape, counted(_attention(*shape, dtype))) for shape in LENGTHS],
+                "pieces": [(tokens, counted(_elementwise(any_plan, tokens, dtype))) for tokens in (128, 512, 1024)],
+                "loss": (512, HEAD_WIDTH, VOCABULARY, counted(_loss(512, dtype))),
             }
         source = torch.zeros(COPIED)
         target = torch.empty_like(source)
-        found["copy"] = 2 * 4 * COPIED / noted(typical(lambda: target.copy_(source)))
-        found["adam"] = noted(_adam())
+        results["copy"] = 2 * 4 * COPIED / counted(median_seconds(lambda: target.copy_(source)))
+        results["adam"] = counted(_adam())
         if dist.get_world_size() > 1:
-            found["collectives"] = _collectives(noted)
+            results["collectives"] = _collectives(counted)
         for name, plan in plans.items():
-            found.setdefault("steps", {})[name] = noted(_step(plan, rank, device, torch_device))
-    return found
+            results.setdefault("steps", {})[name] = counted(_step(plan, rank, device, torch_device))
+    return results
 
 
-def _product(rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:
-    """Seconds of one product, as the mean of the three of a linear layer: forward, input's and weight's gradient."""
+def _gemm(rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:
+    """Return the mean seconds of the three GEMMs of a linear layer: output, input gradient, weight gradient."""
     x, weight = torch.randn(rows, inner, dtype=dtype), torch.randn(columns, inner, dtype=dtype)
     out = torch.randn(rows, columns, dtype=dtype)
 
-    def three() -> None:
+    def linear() -> None:
         torch.matmul(x, weight.t())
         torch.matmul(out, weight)
         torch.matmul(out.t(), x)
 
-    return typical(three) / 3
+    return median_seconds(linear) / 3
 
 
 def _forward_backward(work: Callable[..., torch.Tensor], inputs: Iterable[torch.Tensor]) -> float:
-    """Seconds of ``work`` and its backward pass."""
+    """Return the seconds of ``work`` and its backward pass."""
     leaves = [leaf.requires_grad_() for leaf in inputs]
     gradient = torch.ones_like(work(*leaves))
 
     def both() -> None:
         torch.autograd.grad(work(*leaves), leaves, gradient)
 
-    return typical(both)
+    return median_seconds(both)
 
 
 def _attention(sequences: int, tokens: int, dtype: torch.dtype) -> float:
-    """Forward and backward of causal attention with 8 heads of 64, laid out as a block has them."""
+    """Return the forward and backward seconds of causal attention with 8 heads of size 64, in a block's layout."""
     inputs = [torch.randn(tokens, sequences, 8, 64, dtype=dtype) for _ in range(3)]
 
     def core(*qkv: torch.Tensor) -> torch.Tensor:
@@ -171,18 +180,18 @@ def _attention(sequences: int, tokens: int, dtype: torch.dtype) -> float:
     return _forward_backward(core, inputs)
 
 
-def _pieces(plan: Plan, tokens: int, dtype: torch.dtype) -> float:
-    """Forward and backward of what a block does between its products: norms, residuals, rotations, the activation."""
+def _elementwise(plan: Plan, tokens: int, dtype: torch.dtype) -> float:
+    """Return the forward and backward seconds of a block's elementwise operations."""
     model = replace(plan.model, hidden_size=WIDTH, num_attention_heads=8, num_key_value_heads=8, head_dim=WIDTH // 8)
     norm = RMSNorm(WIDTH, 1e-5, dtype)
     torch.nn.init.ones_(norm.weight)
     angles = rotary_table(model, tokens, torch.device(HOST))
     stream = torch.randn(tokens, 1, WIDTH, dtype=dtype)
     heads = torch.randn(tokens, 1, 8, WIDTH // 8, dtype=dtype)
-    wide = torch.randn(tokens, 1, 2 * 4 * WIDTH, dtype=dtype)
-    found = 2 * _forward_backward(lambda x: x + norm(x), [stream])
-    found += 2 * _forward_backward(lambda x: rotate(x, *angles), [heads])
-    return found + _forward_backward(_silu_and_multiply, [wide])
+    gate_up = torch.randn(tokens, 1, 2 * 4 * WIDTH, dtype=dtype)
+    seconds = 2 * _forward_backward(lambda x: x + norm(x), [stream])
+    seconds += 2 * _forward_backward(lambda x: rotate(x, *angles), [heads])
+    return seconds + _forward_backward(_silu_and_multiply, [gate_up])
 
 
 def _silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
@@ -191,22 +200,23 @@ def _silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def _loss(tokens: int, dtype: torch.dtype) -> float:
-    """Forward and backward of the output head and the loss, of a width so small that the loss is most of it."""
+    """Return the forward and backward seconds of output head and loss, mostly of the loss."""
     labels, weights = torch.randint(VOCABULARY, (tokens,)), torch.ones(tokens)
-    stream, table = torch.randn(tokens, 1, NARROW, dtype=dtype), torch.randn(VOCABULARY, NARROW, dtype=dtype)
-    alone = current_groups()["tp"]
+    stream = torch.randn(tokens, 1, HEAD_WIDTH, dtype=dtype)
+    head = torch.randn(VOCABULARY, HEAD_WIDTH, dtype=dtype)
+    group = current_groups()["tp"]
 
     def loss(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = LinearCrossEntropy.apply(
-            x, weight, labels, weights, VOCABULARY, (True, True), alone, False
+        value: torch.Tensor = LinearCrossEntropy.apply(
+            x, weight, labels, weights, VOCABULARY, (True, True), group, False
         )
-        return found
+        return value
 
-    return _forward_backward(loss, [stream, table])
+    return _forward_backward(loss, [stream, head])
 
 
 def _adam(parameters: int = 2**22) -> float:
-    """Seconds for each parameter of the gradient's norm, clipping and AdamW."""
+    """Return the seconds per parameter of gradient norm, clipping and AdamW."""
     weights = [torch.nn.Parameter(torch.randn(parameters // 8)) for _ in range(8)]
     optimizer = torch.optim.AdamW(weights, fused=True)
     for weight in weights:
@@ -216,27 +226,29 @@ def _adam(parameters: int = 2**22) -> float:
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
 
-    return typical(update) / parameters
+    return median_seconds(update) / parameters
 
 
-def _collectives(noted: Callable[[float], float]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Seconds by payload, as tools/forecast/traffic.py counts it, of each kind: of those that a rank waits for, and of
-    those that run beside its computing."""
-    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    for how, kinds in COLLECTIVES.items():
+def _collectives(counted: Callable[[float], float]) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Return (payload, seconds) of each kind of collective, blocking and overlapped.
+
+    Payloads are counted as in tools/forecast/traffic.py.
+    """
+    seconds_of: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for mode, kinds in COLLECTIVES.items():
         for kind in kinds:
             times = []
             for size in MESSAGES:
-                seconds = _added(_collective(kind, size), how == OVERLAPPED)
-                times.append((size, noted(seconds / (2 if kind == "send" else 1))))
-            found.setdefault(how, {})[kind] = times
-    return found
+                seconds = _added_seconds(_collective(kind, size), mode == OVERLAPPED)
+                times.append((size, counted(seconds / (2 if kind == "send" else 1))))
+            seconds_of.setdefault(mode, {})[kind] = times
+    return seconds_of
 
 
 def _collective(kind: str, size: int) -> Callable[[], dist.Work | None]:
-    """Starts a collective with a payload of ``size`` bytes; ``send`` goes to a neighbour and back, and has ended."""
+    """Return a function that starts a collective of ``size`` bytes. ``send`` is a blocking round trip to a neighbor."""
     ranks, rank, count = dist.get_world_size(), dist.get_rank(), size // 4
-    pairs = range(min(2 * IN_A_ROUND, max(2, CACHES // size)))
+    pairs = range(min(2 * COLLECTIVES_PER_ROUND, max(2, CACHE_BYTES // size)))
     buffers = itertools.cycle([(torch.zeros(count), torch.zeros(count)) for _ in pairs])
     other = rank ^ 1
 
@@ -258,61 +270,60 @@ def _collective(kind: str, size: int) -> Callable[[], dist.Work | None]:
     return start
 
 
-def _added(start: Callable[[], dist.Work | None], beside: bool) -> float:
-    """Seconds by which a collective makes ranks slower that compute, before it or ``beside`` it: by itself, by waiting
-    for the rank that comes last, by the caches that it takes, and by gloo's threads, which take the cores on which the
-    ranks compute.
+def _added_seconds(start: Callable[[], dist.Work | None], overlapped: bool) -> float:
+    """Return the seconds that a collective adds to computing, after it or ``overlapped`` with it.
 
-    One after the other and alone, collectives take half of that: their buffers stay in the caches, all ranks are there.
+    They include waiting for the last rank, cache misses, and gloo's threads, which use the ranks' cores. Collectives
+    without computing take half the time: their buffers stay in the caches and all ranks are in step.
     """
-    rows, inner, columns = BETWEEN
+    rows, inner, columns = GEMM_SHAPE
     x, weight = torch.randn(rows, inner), torch.randn(columns, inner)
 
     def compute() -> None:
-        for _ in range(LONGER if beside else 1):
+        for _ in range(OVERLAPPED_GEMMS if overlapped else 1):
             torch.matmul(x, weight.t())
 
     def both() -> None:
-        work = start() if beside else None
+        work = start() if overlapped else None
         compute()
-        work = work if beside else start()
+        work = work if overlapped else start()
         if work is not None:
             work.wait()
 
     both()
-    found = []
+    times = []
     for _ in range(COLLECTIVE_ROUNDS):
         dist.barrier()
-        alone = _seconds(compute, IN_A_ROUND)
+        alone = _seconds(compute, COLLECTIVES_PER_ROUND)
         dist.barrier()
-        found.append((_seconds(both, IN_A_ROUND), alone))
-    together, alone = (statistics.median(times) for times in zip(*found, strict=True))
-    return max(together - alone, LEAST * together)
+        times.append((_seconds(both, COLLECTIVES_PER_ROUND), alone))
+    together, alone = (statistics.median(column) for column in zip(*times, strict=True))
+    return max(together - alone, MIN_SHARE * together)
 
 
 def _step(plan: Plan, rank: int, device: Device, torch_device: torch.device) -> float:
-    """Seconds of a training step."""
+    """Return the seconds of a training step."""
     topology = plan.topology(rank)
     model = build_model(plan, topology, device, torch_device)
     optimizer = build_optimizer(plan, model)
     data = build_data(plan, topology, torch_device)
     with open_steps(plan, topology, model, optimizer, data) as steps:
         numbers = itertools.count(1)
-        return typical(lambda: steps.run(next(numbers)), 1)
+        return median_seconds(lambda: steps.run(next(numbers)), 1)
 
 
-# ``scripts/plan.py --calibrate``: measures this machine in a minute or two, so that runs on it can be planned.
+# ``scripts/plan.py --calibrate``: start the ranks and write the calibration file.
 
 
 def calibrate(path: Path | None = None) -> int:
-    """Measures and writes the file of this host; returns the exit status."""
+    """Measure this host and write its calibration file; return the exit status."""
     from megatron_llama.devices import HOST, get_device
     from megatron_llama.launch.start import Share, start_ranks
 
     by_ranks: dict[str, Any] = {}
     load = os.getloadavg()[0]
     for ranks in RANKS:
-        sys.stdout.write(f"measuring {ranks} {plural(ranks, 'rank')} of {RANKS[-1]} at most ...\n")
+        sys.stdout.write(f"measuring with {ranks} {plural(ranks, 'rank')} (of {', '.join(map(str, RANKS))}) ...\n")
         sys.stdout.flush()
         plans = dict(_plans(ranks))
         with tempfile.TemporaryDirectory() as folder:
@@ -336,12 +347,12 @@ def calibrate(path: Path | None = None) -> int:
     path = path or calibration_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(asdict(machine), indent=1) + "\n")
-    sys.stdout.write(f"written to {path}\n")
+    sys.stdout.write(f"wrote {path}\n")
     return 0
 
 
 def _plans(ranks: int) -> Iterator[tuple[str, Plan]]:
-    """Those of the steps that are timed, by name and number format."""
+    """Yield the plans of the timed steps by name and number format."""
     from megatron_llama.launch.world import find_world
 
     fixed = ["model.num_hidden_layers=4", "model.num_attention_heads=2", "model.num_key_value_heads=2"]
@@ -355,7 +366,7 @@ def _plans(ranks: int) -> Iterator[tuple[str, Plan]]:
 
 
 def _measure(plans: dict[str, Plan], folder: Path, plan: Plan) -> None:
-    """What each rank does; the first one writes."""
+    """Measure on one rank; rank 0 writes the results."""
     from megatron_llama.devices import HOST, get_device
 
     device, rank = get_device(HOST), int(os.environ["RANK"])
@@ -368,5 +379,5 @@ def _measure(plans: dict[str, Plan], folder: Path, plan: Plan) -> None:
     if ranks > 1:
         total += sum(map(len, COLLECTIVES.values())) * len(MESSAGES)
     with progress_bar(f"{ranks} {plural(ranks, 'rank')}", "measurements", total) as shown:
-        found = measure(plans, rank, device, torch_device, lambda: shown.show(next(numbers)))
-    (folder / "measured.json").write_text(json.dumps(found))
+        measurements = measure(plans, rank, device, torch_device, lambda: shown.show(next(numbers)))
+    (folder / "measured.json").write_text(json.dumps(measurements))

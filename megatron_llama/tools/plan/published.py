@@ -1,7 +1,7 @@
-"""Reads tables of published training runs: each row becomes a ``Job``, or the reason why none can be made of it.
+"""Convert rows of published training runs to ``Job`` objects.
 
-Pages count in different ways. What a row's numbers mean is decided here, once, from its columns: which FLOPs a
-utilisation counts, what a device is, which program ran with which kernels.
+Publications use different conventions. The meaning of a row's numbers is derived here from its columns: which FLOPs
+an MFU counts, what a device is, and which program and kernels ran.
 """
 
 from __future__ import annotations
@@ -15,59 +15,71 @@ from megatron_llama.plan.job import Job, ModelShape, Program, StateBytes
 from megatron_llama.plan.memory import footprint
 from megatron_llama.tools.forecast.hardware import HardwareSpec, find_device
 from megatron_llama.tools.forecast.programs import PROGRAMS
-from megatron_llama.tools.plan.forecast_page import NO, CannotPredict, Row, need, number, said, whole
+from megatron_llama.tools.plan.forecast_page import (
+    NO,
+    CannotPredict,
+    Row,
+    parse_flag,
+    parse_int,
+    parse_number,
+    require_int,
+)
 
 SQUAD_DOCUMENT = 256
-"""Tokens of an example of the fine-tuning sets that NVIDIA's pages pack (SQuAD): attention is computed among them."""
+"""Tokens per example of the packed fine-tuning sets in NVIDIA's benchmarks (SQuAD). Attention is within examples."""
 
 RESERVED = 1.04
-"""What the caching allocator holds for each byte that is live, where a page states what is reserved."""
+"""Reserved bytes per live byte of the caching allocator, for rows that state reserved memory."""
 TYPICAL_VOCABULARY = 51_200
-"""GPT's, padded as Megatron-LM pads it, where a row has none."""
+"""Vocabulary of rows without one: GPT's, padded as in Megatron-LM."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A row that the planner can speak of."""
+    """Published run that can be predicted."""
 
     row: Row
     job: Job
     device: HardwareSpec
-    """What one rank has."""
+    """Share of a device that one rank uses."""
     seconds: float | None
-    """Published time of a step; derived from tokens/s, or from a utilisation whose convention is stated."""
+    """Published seconds of a step, or derived from tokens/s or from an MFU of stated convention."""
     memory: float | None
     """Published peak memory of a rank, bytes."""
     assumed: tuple[str, ...]
-    """What the row does not say, and what was taken."""
+    """Assumptions for missing columns."""
 
 
 MOST_LAYERS = 10_000
-"""More are a mistake, and stages are looked at one by one."""
-DO_NOT_FIT = "its sizes do not fit together"
+"""Rows with more layers are rejected."""
+DO_NOT_FIT = "inconsistent sizes"
 _NOT_DENSE = re.compile(r"moe|mixture|mixtral|\b\d+x\d+b|-a\d+b|deepseek|mamba|\bssm\b|\bt5\b|bert|\bvit\b|diffusion")
 
 
 def read_run(row: Row) -> Published:
-    """What ``row`` describes. Raises NotSpoken."""
+    """Convert a row to a run.
+
+    Raises:
+        CannotPredict: a required column is missing, or the run is not supported.
+    """
     assumed: list[str] = []
     device = find_device(row.get("device", ""))
     if device is None:
         raise CannotPredict("the device is not in the hardware table")
     device = with_network(device, row.get("interconnect", ""))
     row = _with_devices(row, device)
-    if found := _NOT_DENSE.search(f"{row.get('arch', '')} {row.get('model', '')}".lower()):
-        raise CannotPredict(f"the model is no dense decoder ({found[0].strip('-')})")
+    if match := _NOT_DENSE.search(f"{row.get('arch', '')} {row.get('model', '')}".lower()):
+        raise CannotPredict(f"not a dense decoder ({match[0].strip('-')})")
     shape = _shape(row, assumed)
-    seq = need(row, "seq", "the sequence length")
+    seq = require_int(row, "seq", "the sequence length")
     form = number_format(row.get("precision", ""))
     tp, pp, cp, dp, device = _layout(row, device, assumed)
-    vpp = whole(row, "vpp") or 1
+    vpp = parse_int(row, "vpp") or 1
     micro, batches = _batch(row, dp, pp, assumed)
     arch = row.get("arch", "").lower()
     lora = "lora" in arch
     program = program_of(row, device)
-    sp = said(row, "sp")
+    sp = parse_flag(row, "sp")
     if sp is None and tp > 1 and program.attention != "scores":
         sp = True
         assumed.append("sequence parallelism")
@@ -107,17 +119,17 @@ def read_run(row: Row) -> Published:
 
 
 def _with_devices(row: Row, device: HardwareSpec) -> Row:
-    """The row with the number of devices that its layout needs, where it does not say it."""
-    sizes = [whole(row, axis) for axis in ("tp", "pp", "dp")]
-    if whole(row, "n_devices") is not None or None in sizes:
+    """Add the number of devices that the layout requires, if the row lacks it."""
+    sizes = [parse_int(row, axis) for axis in ("tp", "pp", "dp")]
+    if parse_int(row, "n_devices") is not None or None in sizes:
         return row
-    ranks = math.prod(size or 1 for size in sizes) * (whole(row, "cp") or 1)
+    ranks = math.prod(size or 1 for size in sizes) * (parse_int(row, "cp") or 1)
     return {**row, "n_devices": str(max(1, ranks // device.ranks_per_device))}
 
 
 def number_format(precision: str) -> str:
-    """The format of the blocks' products, from words such as "fp8 hybrid", "bf16 (PURE)", "nvfp4"."""
-    words = re.sub("float(?=\\d)|e4m3|e5m2", lambda found: "fp" if found[0] == "float" else "fp8", precision.lower())
+    """Return the GEMM format of a precision such as "fp8 hybrid", "bf16 (PURE)" or "nvfp4"."""
+    words = re.sub("float(?=\\d)|e4m3|e5m2", lambda match: "fp" if match[0] == "float" else "fp8", precision.lower())
     named = re.search(r"fp4|fp8|b?fp?16|half", words)
     if named:
         return named[0] if named[0] in ("fp4", "fp8") else "bf16"
@@ -125,7 +137,7 @@ def number_format(precision: str) -> str:
 
 
 def scaling_of(precision: str) -> str:
-    """What shares a scale: a tensor, unless the words say a row, or a block as in the mx formats and nvfp4."""
+    """Return the granularity of scales: per tensor, per row, or per block (mx formats, nvfp4)."""
     words = precision.lower()
     if "row" in words:
         return "per row"
@@ -133,7 +145,7 @@ def scaling_of(precision: str) -> str:
 
 
 def with_network(device: HardwareSpec, interconnect: str) -> HardwareSpec:
-    """``device`` with the network that the row states, "1600 Gb/s per node" or "400Gb/s per GPU"."""
+    """Replace the network bandwidth by a stated one, such as "1600 Gb/s per node" or "400Gb/s per GPU"."""
     per_node = re.search(r"(?:(\d+)x [^,;+]*?)?(\d+) ?Gb/s[^,;+]* per (?:\d+-chip )?node", interconnect)
     per_device = re.search(r"(\d+) ?Gb/s[^,;+]* per GPU", interconnect)
     if per_node:
@@ -144,7 +156,7 @@ def with_network(device: HardwareSpec, interconnect: str) -> HardwareSpec:
 
 
 def program_of(row: Row, device: HardwareSpec) -> Program:
-    """The variant of the formulas that speaks of the row's framework: by family, not by release."""
+    """Return the program variant of the row's framework."""
     words, date = row.get("framework", "").lower(), row.get("date", "")
     overlapped = "overlap" in row.get("sp", "").lower() or "overlap" in row.get("note", "").lower()
     if device.family.startswith("trn"):
@@ -169,7 +181,7 @@ def program_of(row: Row, device: HardwareSpec) -> Program:
 
 
 def zero_stage(sharding: str, program: Program) -> int:
-    """ZeRO's stage from a page's words for it; where there are none, what the program does by default."""
+    """Return the ZeRO stage of a sharding description; if it is empty, the program's default."""
     words = sharding.lower()
     stated = re.search(r"zero[\W_]*(?:stage[\W_]*)?(\d)", words)
     if "full_shard" in words or "fsdp2" in words:
@@ -188,7 +200,7 @@ def zero_stage(sharding: str, program: Program) -> int:
 
 
 def recompute_of(text: str) -> str:
-    """none, selective, half (every second product is kept, as torchtitan does) or full."""
+    """Return none, selective, half (every second GEMM is saved, as in torchtitan) or full."""
     words = text.lower()
     if not words or words.startswith(("none", "no ")) or words in NO:
         return "none"
@@ -198,15 +210,15 @@ def recompute_of(text: str) -> str:
 
 
 def _shape(row: Row, assumed: list[str]) -> ModelShape:
-    hidden, layers = need(row, "hidden", "the model's shape"), need(row, "layers", "the model's shape")
-    heads, ffn = need(row, "heads", "the model's shape"), need(row, "ffn", "the model's shape")
-    vocab = whole(row, "vocab")
+    hidden, layers = require_int(row, "hidden", "the model's shape"), require_int(row, "layers", "the model's shape")
+    heads, ffn = require_int(row, "heads", "the model's shape"), require_int(row, "ffn", "the model's shape")
+    vocab = parse_int(row, "vocab")
     if vocab is None:
         vocab = TYPICAL_VOCABULARY
         assumed.append(f"a vocabulary of {vocab:,}")
-    kv_heads = whole(row, "kv_heads") or heads
+    kv_heads = parse_int(row, "kv_heads") or heads
     if layers > MOST_LAYERS:
-        raise CannotPredict(f"there are more than {MOST_LAYERS:,} layers")
+        raise CannotPredict(f"more than {MOST_LAYERS:,} layers")
     if heads > hidden or kv_heads > heads:
         raise CannotPredict(DO_NOT_FIT)
     arch = row.get("arch", "")
@@ -220,83 +232,86 @@ def _shape(row: Row, assumed: list[str]) -> ModelShape:
         vocab=vocab,
         gated="glu" in row.get("ffn_kind", "").lower()
         or ("llama" in arch.lower() and row.get("ffn_kind", "").lower() in ("", "silu", "swish")),
-        tied=bool(said(row, "tied")),
-        learned_positions=(whole(row, "seq") or 0) if arch.startswith("GPT") else 0,
+        tied=bool(parse_flag(row, "tied")),
+        learned_positions=(parse_int(row, "seq") or 0) if arch.startswith("GPT") else 0,
     )
 
 
 def _layout(row: Row, device: HardwareSpec, assumed: list[str]) -> tuple[int, int, int, int, HardwareSpec]:
-    """tp, pp, cp, dp, and what one rank has. dp is what the other sizes leave of the ranks: printed ones are often
-    wrong. Where a device has several cores, a table may count either."""
-    tp, pp, cp = (whole(row, axis) or 1 for axis in ("tp", "pp", "cp"))
+    """Return (tp, pp, cp, dp, share of a device that one rank uses).
+
+    dp is derived from the ranks and the other sizes, because published values are often wrong. A table may count the
+    devices or their cores.
+    """
+    tp, pp, cp = (parse_int(row, axis) or 1 for axis in ("tp", "pp", "cp"))
     if not row.get("tp") and not row.get("pp"):
         assumed.append("no model parallelism")
-    model, printed = tp * pp * cp, whole(row, "dp")
-    count, parts = need(row, "n_devices", "the number of devices"), 1
+    model, printed = tp * pp * cp, parse_int(row, "dp")
+    count, parts = require_int(row, "n_devices", "the number of devices"), 1
     if device.ranks_per_device > 1 and (printed is None or model * printed == count * device.ranks_per_device):
         parts = device.ranks_per_device
     dp, rest = divmod(count * parts, model)
     if rest or not dp:
         raise CannotPredict("tp, pp and cp do not divide the devices")
-    if pp > need(row, "layers", "the model's shape"):
-        raise CannotPredict("there are more pipeline stages than layers")
+    if pp > require_int(row, "layers", "the model's shape"):
+        raise CannotPredict("more pipeline stages than layers")
     if printed is not None and printed != dp:
-        assumed.append(f"dp {dp}, not the printed {printed}")
+        assumed.append(f"dp {dp}, not the published {printed}")
     return tp, pp, cp, dp, device.per_rank() if parts > 1 else device
 
 
 def _batch(row: Row, dp: int, pp: int, assumed: list[str]) -> tuple[int, int]:
-    """Sequences in a micro batch, and micro batches."""
-    micro, together = whole(row, "micro_batch"), whole(row, "global_batch")
-    if micro is None and together is None:
+    """Return (micro batch size, number of micro batches)."""
+    micro, total = parse_int(row, "micro_batch"), parse_int(row, "global_batch")
+    if micro is None and total is None:
         raise CannotPredict("neither micro batch nor global batch is stated")
-    if together is None:
+    if total is None:
         assert micro is not None
-        assumed.append("one micro batch a stage")
+        assumed.append("one micro batch per stage")
         return micro, pp
     if micro is None:
         micro = 1
         assumed.append("micro batch 1")
-    per_rank = max(1, round(together / dp))
+    per_rank = max(1, round(total / dp))
     micro = min(micro, per_rank)
     return micro, max(1, round(per_rank / micro))
 
 
 def _state(row: Row, program: Program, form: str) -> StateBytes:
-    """Bytes of a parameter's states, from the words of precision and sharding."""
+    """Return the bytes of a parameter's states, from the columns precision and sharding."""
     words = f"{row.get('precision', '')} {row.get('sharding', '')}".lower()
     if "pure" in words:
         return StateBytes(2, 2, 0, 4)
     if "stochastic" in words:
         return StateBytes(2, 2, 0, 8)
-    if "amp_" in words or "fsdp" in words:  # fully sharded: fp32 weights are the masters, gathered in 16 bits
+    if "amp_" in words or "fsdp" in words:  # fully sharded: fp32 weights are the master weights, gathered in 16 bits
         return StateBytes(2, 4 if "torchtitan" in row.get("framework", "") else 2, 4, 8)
     if form == "fp8" and ("mlperf" in f"{row.get('arch', '')} {row.get('framework', '')}".lower()):
-        return StateBytes(1, 2, 4, 8)  # their weights are kept in fp8
-    if "params fp8" in words:  # then gradients are reduced in 16 bits
+        return StateBytes(1, 2, 4, 8)  # weights are stored in fp8
+    if "params fp8" in words:  # gradients are reduced in 16 bits
         return StateBytes(1, 2, 4, 8)
     return StateBytes()
 
 
 def _shard_size(sharding: str, ranks: int) -> int:
-    """Ranks that share the states: "mcore FSDP 64" says how many."""
+    """Return the number of ranks that share the states, such as 64 for "mcore FSDP 64"."""
     stated = re.search(r"fsdp (\d+)", sharding.lower())
     return min(int(stated[1]), ranks) if stated else ranks
 
 
-def _lora(row: Row, shape: ModelShape, tp: int) -> int:
-    """Parameters of adapters on one block's matrices."""
+def _lora(row: Row, shape: Shape, tp: int) -> int:
+    """Return the LoRA parameters of one block."""
     stated = re.search(r"rank (\d+)", row.get("arch", ""))
     rank = int(stated[1]) if stated else 16
     return rank * sum(inner + columns for inner, columns in shape.layer_matmuls(tp))
 
 
 def _seconds(row: Row, job: Job, device: HardwareSpec, assumed: list[str]) -> float | None:
-    """Published seconds of a step of ``job``."""
-    count = need(row, "n_devices", "the number of devices")
-    if (rate := number(row, "tokens_per_s_per_dev")) and not row.get("global_batch"):
+    """Return the published seconds of a step; None if they cannot be derived."""
+    count = require_int(row, "n_devices", "the number of devices")
+    if (rate := parse_number(row, "tokens_per_s_per_dev")) and not row.get("global_batch"):
         return job.tokens_per_step / (rate * count)
-    if seconds := number(row, "step_time_s"):
+    if seconds := parse_number(row, "step_time_s"):
         return seconds
     if rate:
         return job.tokens_per_step / (rate * count)
@@ -304,7 +319,7 @@ def _seconds(row: Row, job: Job, device: HardwareSpec, assumed: list[str]) -> fl
 
 
 def _seconds_from_flops(row: Row, job: Job, device: HardwareSpec, count: int, assumed: list[str]) -> float | None:
-    """Seconds from TFLOP/s or a utilisation, where the page says which FLOPs it counts."""
+    """Derive the seconds of a step from TFLOP/s or an MFU, if the row states which FLOPs it counts."""
     convention = row.get("flop_convention", "").lower()
     per_token = {"full": flops_per_token(job, 12), "causal": flops_per_token(job, 6)}
     if "not stated" in convention:
@@ -321,19 +336,21 @@ def _seconds_from_flops(row: Row, job: Job, device: HardwareSpec, count: int, as
         return None
     rank_parts = job.ranks / count
     peak = device.peak(job.format) * rank_parts
-    if tflops := number(row, "tflops_per_dev"):
+    if tflops := parse_number(row, "tflops_per_dev"):
         rate = tflops * 1e12
-    elif percent := number(row, "mfu_pct"):
+    elif percent := parse_number(row, "mfu_pct"):
         rate = percent / 100 * peak
     else:
         return None
-    assumed.append("time from its FLOP/s")
+    assumed.append("time derived from FLOP/s")
     return job.tokens_per_step * counted / (rate * count)
 
 
 def flops_per_token(job: Job, attention: int) -> float:
-    """6 FLOPs for each weight of a product, ``attention`` * layers * width * sequence on top; two thirds of the blocks'
-    where LoRA leaves their weights frozen."""
+    """Return the FLOPs per token: 6 per GEMM weight, plus ``attention`` * layers * width * sequence.
+
+    Frozen weights of LoRA count 4 instead of 6.
+    """
     shape = job.shape
     blocks = shape.layers * sum(rows * columns for rows, columns in shape.layer_matmuls())
     each = 4 if job.lora_parameters else 6
@@ -341,12 +358,12 @@ def flops_per_token(job: Job, attention: int) -> float:
 
 
 def _memory(row: Row) -> float | None:
-    peak = number(row, "peak_mem_GiB")
+    peak = parse_number(row, "peak_mem_GiB")
     return None if peak is None else peak * 2**30
 
 
 def predicted_memory(run: Published) -> float:
-    """Peak of the rank that the row speaks of: the first, the one that logs the loss, or the heaviest."""
+    """Return the predicted peak of the rank that the row measures: the first, the logging or the heaviest rank."""
     words, job = run.row.get("mem_kind", "").lower(), run.job
     stages: Sequence[int] = range(job.pp)
     if "rank 0" in words or "chart" in words:

@@ -1,4 +1,4 @@
-"""``scripts/plan.py``: its page, its numbers, its refusals."""
+"""Report, JSON and error messages of ``scripts/plan.py``."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ LLAMA_70B = [
 ]
 
 
-def test_the_page_has_memory_time_run_and_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_has_memory_time_run_and_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LLAMA_70B, "cluster.nodes=16", "cluster.price=2", "cluster.tokens=2e12"]) == 0
     text = capsys.readouterr().out
     for words in ("stage 3", "fits", "pipeline bubble", "tokens/s", "causal", "full attention", "goodput", "cost"):
         assert words in text
-    for words in ("assumed", "fitted to", "a device fails each 50,000 h", "16,384"):
+    for words in ("assumptions", "fitted to", "one per device and 50,000 h", "16,384"):
         assert words in text
+    assert max(map(len, text.splitlines())) <= 79
 
 
-def test_numbers_agree_with_one_another(capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_are_consistent(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LLAMA_70B, "cluster.nodes=16", "cluster.price=2", "cluster.tokens=2e12", "--json"]) == 0
     page = json.loads(capsys.readouterr().out)
     times = page["step_time_s"]
@@ -48,39 +49,39 @@ def test_numbers_agree_with_one_another(capsys: pytest.CaptureFixture[str]) -> N
         assert stage["peak"] == sum(
             stage[part] for part in ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
         )
-    assert page["memory_bytes"]["stages"][0]["peak"] > page["memory_bytes"]["stages"][2]["peak"], "more under way"
+    assert page["memory_bytes"]["stages"][0]["peak"] > page["memory_bytes"]["stages"][2]["peak"], "more in flight"
 
 
 def test_trainium_nodes_have_32_ranks() -> None:
-    """dp on 1, 2, 4 nodes of the Trainium recipe is 4, 8, 16; its own table says 4."""
+    """Check dp on 1, 2 and 4 nodes of the Trainium recipe, whose published table has 4 for each."""
     llama_7b = ["model=llama7b", "data.mock=true", "data.prefixes=[]", "trainer.tp=8", "trainer.global_batch_size=256"]
-    found = [forecast_run([*llama_7b, "cluster.device=trn1", f"cluster.nodes={nodes}"]).job.dp for nodes in (1, 2, 4)]
-    assert found == [4, 8, 16]
+    sizes = [forecast_run([*llama_7b, "cluster.device=trn1", f"cluster.nodes={nodes}"]).job.dp for nodes in (1, 2, 4)]
+    assert sizes == [4, 8, 16]
 
 
-def test_a_plan_for_16_384_devices_is_made_in_two_seconds() -> None:
-    """The whole process, imports too; and nothing in it depends on the number of ranks."""
+def test_plan_for_16_384_devices_takes_two_seconds() -> None:
+    """Time the whole process with its imports; its work does not depend on the number of ranks."""
     overrides = [*LLAMA_70B, "trainer.pp=16", "trainer.global_batch_size=2048", "cluster.nodes=2048"]
     script = ROOT / "scripts" / "plan.py"
     with children_cpu_seconds(2.0):
         done = subprocess.run([sys.executable, str(script), *overrides, "--json"], capture_output=True, text=True)
     assert done.returncode == 0 and json.loads(done.stdout)["devices"] == 16_384, done.stderr
-    found = forecast_run(overrides)
-    assert found.devices == 16_384 and found.job.dp == 128
-    assert len(found.scaling) == 1 and found.goodput.failures_a_day == pytest.approx(7.86, abs=0.01)
+    forecast = forecast_run(overrides)
+    assert forecast.devices == 16_384 and forecast.job.dp == 128
+    assert len(forecast.scaling) == 1 and forecast.goodput.failures_a_day == pytest.approx(7.86, abs=0.01)
 
 
-def test_more_devices_fail_more_often_and_the_best_interval_is_best() -> None:
+def test_goodput_decreases_with_devices_and_the_interval_is_optimal() -> None:
     def useful(devices: int, interval: float | None = None) -> float:
-        kept = {"failure_hours": 50_000.0, "restart_seconds": 600.0, "write_seconds": 60.0}
-        return goodput(devices, 1e10, interval=interval, **kept).useful
+        options = {"failure_hours": 50_000.0, "restart_seconds": 600.0, "write_seconds": 60.0}
+        return goodput(devices, 1e10, interval=interval, **options).useful
 
     assert 1 > useful(128) > useful(1024) > useful(16_384) > 0.9
     best = goodput(16_384, 1e10, failure_hours=50_000, restart_seconds=600, write_seconds=60).interval
     assert all(useful(16_384) >= useful(16_384, best * factor) for factor in (0.3, 0.7, 1.5, 4))
 
 
-def test_every_mistake_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = ["cluster.device=h10", "cluster.nodes=0", "cluster.nods=2", "cluster.tokens=many", "trainer.tpp=2"]
     assert main(wrong) == 2
     text = capsys.readouterr().err
@@ -90,7 +91,7 @@ def test_every_mistake_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> No
     assert "trainer.tp" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_do_not_fit_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
     large = ["model=llama3_8b", "data.seq_length=8192", "trainer.micro_batch_size=8", "trainer.zero=3"]
     more = ["trainer.precision=bf16", "trainer.global_batch_size=64", "cluster.nodes=1"]
     assert main([*large, *more]) == 0

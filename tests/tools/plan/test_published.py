@@ -1,4 +1,4 @@
-"""Published runs: what a row means, and the errors of what is predicted of them."""
+"""Published runs: parsing of rows, and errors of their predictions."""
 
 from __future__ import annotations
 
@@ -58,26 +58,25 @@ def row(**changes: str) -> dict[str, str]:
     return {**LLAMA, **changes}
 
 
-def test_dp_is_what_the_devices_leave_and_not_what_a_page_prints() -> None:
-    """The Trainium recipe's table says dp 4 on 1, 2 and 4 nodes; with tp 8 on 32 cores a node it is 4, 8 and 16."""
-    found = []
+def test_dp_is_derived_from_the_devices() -> None:
+    """Check the Trainium recipe: its table has dp 4 on 1, 2 and 4 nodes; tp 8 on 32 cores per node gives 4, 8, 16."""
+    sizes = []
     for nodes in (1, 2, 4):
         cores = {"device": "Trainium1 (chip = 2 NeuronCores)", "n_devices": str(16 * nodes), "tp": "8", "dp": ""}
         run = read_run(row(**cores, precision="bf16 + stochastic rounding", framework="neuronx-nemo-megatron"))
-        assert run.device.peak("bf16") == 95e12, "a rank has one of a chip's two cores"
-        found.append(run.job.dp)
-    assert found == [4, 8, 16]
-    printed = read_run(row(n_devices="16", tp="8", dp="4", device="trn1"))
-    assert printed.job.ranks == 32 and "not the printed" not in str(printed.assumed)
+        assert run.device.peak("bf16") == 95e12, "a rank uses one of a chip's two cores"
+        sizes.append(run.job.dp)
+    assert sizes == [4, 8, 16]
+    stated = read_run(row(n_devices="16", tp="8", dp="4", device="trn1"))
+    assert stated.job.ranks == 32 and "not the published" not in str(stated.assumed)
     doubtful = read_run(row(n_devices="32", tp="2", dp="4"))
-    assert doubtful.job.dp == 16 and "dp 16, not the printed 4" in doubtful.assumed
+    assert doubtful.job.dp == 16 and "dp 16, not the published 4" in doubtful.assumed
     wrong = read_run(row(n_devices="32", tp="8", dp="4", device="trn1"))
-    assert wrong.job.dp == 4, "32 chips as 32 ranks agree with what is printed"
+    assert wrong.job.dp == 4, "32 chips as 32 ranks agree with the published dp"
 
 
-def test_a_utilisation_is_of_all_devices() -> None:
-    """500 steps of 16 x 2048 tokens in 13.5 h on 16 A100 were published as 45.51 %: the peak of one device had been
-    taken for that of sixteen."""
+def test_mfu_is_relative_to_the_peak_of_all_devices() -> None:
+    """Check a published 45.51 % (500 steps of 16 x 2048 tokens, 13.5 h, 16 A100), which used the peak of one device."""
     tokens, seconds, peak = 500 * 16 * 2048, 13.5 * 3600, find_device("A100-80GB-SXM").peak("bf16")  # type: ignore[union-attr]
     assert mfu(6 * 70e9, tokens / seconds, peak, world_size=16) == pytest.approx(0.0284, abs=1e-4)
     assert mfu(6 * 70e9, tokens / seconds, peak, world_size=1) == pytest.approx(0.4541, abs=1e-3)
@@ -92,18 +91,18 @@ def test_a_utilisation_is_of_all_devices() -> None:
         ("HARDWARE FLOPs: with the recomputed forward", 46.08e9 * 4 / 3),
     ],
 )
-def test_flops_are_counted_as_the_page_counts_them(convention: str, counted: float) -> None:
+def test_flops_follow_the_stated_convention(convention: str, counted: float) -> None:
     run = read_run(row(tflops_per_dev="700", flop_convention=convention))
     assert run.seconds == pytest.approx(128 * 4096 * counted / (8 * 700e12), rel=1e-3)
     assert read_run(row(tflops_per_dev="700", flop_convention="not stated")).seconds is None
 
 
-def test_a_percentage_in_fp8_is_of_the_fp8_peak() -> None:
+def test_fp8_mfu_is_relative_to_the_fp8_peak() -> None:
     run = read_run(row(mfu_pct="40", flop_convention="full attention"))
     assert run.seconds == pytest.approx(128 * 4096 * 46.08e9 / (8 * 0.4 * 1979e12), rel=1e-3)
 
 
-def test_words_are_read_as_pages_write_them() -> None:
+def test_descriptions_of_precision_sharding_and_recomputation() -> None:
     assert [number_format(words) for words in ("fp8 hybrid", "mxfp8", "nvfp4", "amp_fp8 (DEFAULT)")] == [
         "fp8",
         "fp8",
@@ -118,10 +117,10 @@ def test_words_are_read_as_pages_write_them() -> None:
     assert [recompute_of(each) for each in words] == ["full", "selective", "none", "none", "half"]
 
 
-def test_devices_are_spelled_in_many_ways() -> None:
+def test_spellings_of_devices() -> None:
     names = ("H100-80GB-SXM 700W", "H100-96GB-HBM2e-500W", "A100-40GB-SXM", "Gaudi2-96GB", "GB300", "NVIDIA V100")
-    found = [device and device.name for device in map(find_device, names)]
-    assert found == ["h100", "h100-500w", "a100-40gb", "gaudi2", "gb300", None]
+    matches = [device and device.name for device in map(find_device, names)]
+    assert matches == ["h100", "h100-500w", "a100-40gb", "gaudi2", "gb300", None]
     names = (
         "8x NVIDIA H100 SXM5 80 GB HBM3",
         "A100-SXM4-40GB",
@@ -129,15 +128,15 @@ def test_devices_are_spelled_in_many_ways() -> None:
         "AMD Instinct MI300X",
         "Intel Gaudi 3",
     )
-    found = [device and device.name for device in map(find_device, names)]
-    assert found == ["h100", "a100-40gb", "a100", "mi300x", "gaudi3"]
+    matches = [device and device.name for device in map(find_device, names)]
+    assert matches == ["h100", "a100-40gb", "a100", "mi300x", "gaudi3"]
     names = ("h100-pcie", "H100 PCIe 80GB", "2x8 H100", "AWS Trainium2 (chip)", "Habana Gaudi2", "", "8", "nvidia")
-    found = [device and device.name for device in map(find_device, names)]
-    assert found == ["h100-pcie", "h100-pcie", "h100", "trn2", "gaudi2", None, None, None]
+    matches = [device and device.name for device in map(find_device, names)]
+    assert matches == ["h100-pcie", "h100-pcie", "h100", "trn2", "gaudi2", None, None, None]
 
 
-def test_cells_are_written_in_many_ways(tmp_path: Path) -> None:
-    """The same run in another hand: other columns' order, capitals, separators, units, words for yes and no."""
+def test_notations_of_cells(tmp_path: Path) -> None:
+    """Write one run with another column order, case, separator, units, and words for yes and no."""
     plain = row(
         step_time_s="3.87",
         peak_mem_GiB="70",
@@ -160,45 +159,46 @@ def test_cells_are_written_in_many_ways(tmp_path: Path) -> None:
         **{"precision": "FP8 hybrid", "recompute": "0", "device": "NVIDIA H100 80GB HBM3", "confidence": "High"},
         **{"ffn_kind": "SiLU", "micro_batch": "1 (assumed)", "dp": ""},
     }
-    written = {name.upper(): cell for name, cell in sorted({**plain, **other}.items(), reverse=True)}
+    cells = {name.upper(): cell for name, cell in sorted({**plain, **other}.items(), reverse=True)}
     path = tmp_path / "runs.csv"
     path.write_text(
-        ";".join(written) + "\n" + ";".join(written.values()) + "\n\n;;;\n3;half a line\n", encoding="utf-8"
+        ";".join(cells) + "\n" + ";".join(cells.values()) + "\n\n;;;\n3;half a line\n", encoding="utf-8"
     )
-    (found,), unspoken = compare_file(path)
+    (compared,), skipped = compare_file(path)
     (expected,), _ = compare_table([plain])
-    assert (found.run.job, found.run.device) == (expected.run.job, expected.run.device)
-    assert found.time_error == pytest.approx(expected.time_error) and found.memory_error == expected.memory_error
-    assert sum(unspoken.values()) == 1, "half a line"
-    assert list(summaries([found], lambda each: each.of("confidence"))["memory"]) == ["high"]
+    assert (compared.run.job, compared.run.device) == (expected.run.job, expected.run.device)
+    assert compared.time_error == pytest.approx(expected.time_error)
+    assert compared.memory_error == expected.memory_error
+    assert sum(skipped.values()) == 1, "half a line"
+    assert list(summaries([compared], lambda each: each.cell("confidence"))["memory"]) == ["high"]
     without = read_run({**plain, "n_devices": "", "tp": "2", "dp": "4"})
-    assert without.job.ranks == 8, "the layout says how many devices there are"
+    assert without.job.ranks == 8, "the layout determines the devices"
 
 
-def test_what_is_not_a_dense_decoder_is_counted() -> None:
+def test_models_other_than_dense_decoders_are_skipped() -> None:
     others = [
         {"arch": "Mixtral MoE"},
         {"model": "qwen3-30b-a3b"},
         {"model": "mixtral-8x7b"},
         {"arch": "Mamba 2 hybrid"},
     ]
-    found, unspoken = compare_table([row(**other) for other in others])
-    assert found == [] and sum(unspoken.values()) == 4 and all("no dense decoder" in reason for reason in unspoken)
+    compared, skipped = compare_table([row(**other) for other in others])
+    assert compared == [] and sum(skipped.values()) == 4 and all("not a dense decoder" in reason for reason in skipped)
 
 
-def test_a_host_that_waits_for_messages_is_not_ahead_in_a_pipeline() -> None:
-    """nanotron's stages read how large each message is: host and device take turns, where Megatron-LM's overlap."""
+def test_waiting_for_messages_prevents_overlap_in_a_pipeline() -> None:
+    """Check that nanotron, whose stages read the size of each message, does not overlap host and device."""
     small = {"hidden": "2048", "layers": "24", "heads": "32", "ffn": "5632", "precision": "bf16", "sharding": "ZeRO-1"}
-    found, _ = compare_table(
+    compared, _ = compare_table(
         [row(**small, pp=pp, dp="1", n_devices=pp, framework=words) for pp in ("1", "8") for words in ("nanotron", "x")]
     )
-    alone, of_eager_alone, pipeline, of_eager = (each.seconds for each in found)
-    assert alone == pytest.approx(of_eager_alone, rel=0.1) and pipeline > 1.3 * of_eager
+    single, eager_single, pipeline, eager_pipeline = (each.seconds for each in compared)
+    assert single == pytest.approx(eager_single, rel=0.1) and pipeline > 1.3 * eager_pipeline
     (gaudi,), _ = compare_table([row(device="Gaudi2-96GB", framework="Megatron-DeepSpeed", step_time_s="9")])
-    assert gaudi.run.job.program.attention == "flash", "Habana's fork has a fused attention"
+    assert gaudi.run.job.program.attention == "flash", "Habana's fork has fused attention"
 
 
-def test_rows_that_say_too_little_are_counted_by_reason() -> None:
+def test_incomplete_rows_are_counted_by_reason() -> None:
     rows = [
         row(device="a chip of tomorrow"),
         row(hidden=""),
@@ -210,38 +210,38 @@ def test_rows_that_say_too_little_are_counted_by_reason() -> None:
         {"id": "6"},
         {},
     ]
-    found, unspoken = compare_table(rows)
-    assert found == [] and sum(unspoken.values()) == len(rows) and len(unspoken) >= 5
+    compared, skipped = compare_table(rows)
+    assert compared == [] and sum(skipped.values()) == len(rows) and len(skipped) >= 5
     with pytest.raises(CannotPredict, match="hardware table"):
         read_run(rows[0])
 
 
-def test_no_value_of_a_column_is_a_crash() -> None:
+def test_no_cell_value_crashes() -> None:
     values = ("", "?", "-1", "1e400", "0", "3.5", "nan", "1,024", "1e9", "many words, with (brackets)", "²", "2x", "x8")
     rows = [row(**{column: value}) for column in LLAMA for value in values]
     rows += [row(layers="1e9", pp="1e9", n_devices="1e9"), row(heads="1e9"), row(kv_heads="64")]
-    found, unspoken = compare_table(rows)
-    assert len(found) + sum(unspoken.values()) >= len(rows) and len(found) > len(rows) / 2
-    assert all(0 < each.utilisation(each.seconds) < 1 for each in found), "nothing is faster than its peak"
-    assert unspoken["its sizes do not fit together"] >= 2 and unspoken["there are more than 10,000 layers"] == 2
+    compared, skipped = compare_table(rows)
+    assert len(compared) + sum(skipped.values()) >= len(rows) and len(compared) > len(rows) / 2
+    assert all(0 < each.utilization(each.seconds) < 1 for each in compared), "MFU is below 1"
+    assert skipped["inconsistent sizes"] >= 2 and skipped["more than 10,000 layers"] == 2
 
 
-def test_numbers_that_can_not_be_are_doubted() -> None:
-    """They are predicted, compared and counted; the page says why somebody should look at them."""
+def test_implausible_numbers_are_reported() -> None:
+    """Check that such rows are predicted, compared and counted, and listed with a reason."""
     rows = [row(step_time_s="3.9"), row(step_time_s="0.5"), row(seq="1", step_time_s="3.9"), row(micro_batch="16")]
     (right, fast, tiny, large), _ = compare_table(rows)
     assert list(right.doubts()) == []
-    assert [*fast.doubts()] == ["published faster than the devices' peak"]
-    assert "of the peak" in str([*tiny.doubts()]) and "predicted to need" in str([*large.doubts()])
-    assert "are to be doubted" in "\n".join(lines([fast], {}))
+    assert [*fast.doubts()] == ["published speed is above the peak"]
+    assert "predicted MFU" in str([*tiny.doubts()]) and "predicted memory" in str([*large.doubts()])
+    assert "implausible rows" in "\n".join(lines([fast], {}))
 
 
-def test_predictions_move_the_right_way() -> None:
-    """Each change is one whose effect is certain."""
+def test_predictions_change_in_the_right_direction() -> None:
+    """Change one column at a time, with a known effect."""
 
     def seconds(**changes: str) -> float:
-        (found,), _ = compare_table([row(**{"precision": "bf16", **changes})])
-        return found.seconds
+        (compared,), _ = compare_table([row(**{"precision": "bf16", **changes})])
+        return compared.seconds
 
     base = seconds()
     assert seconds(recompute="full") == pytest.approx(base * 1.3, rel=0.08)
@@ -249,25 +249,25 @@ def test_predictions_move_the_right_way() -> None:
     assert seconds(device="A100-80GB-SXM") > 2 * base
     assert seconds(n_devices="8", pp="8", dp="1") > base, "a bubble"
     assert seconds(n_devices="8", tp="8", dp="1", sp="yes") > base
-    many = {"tp": "8", "dp": "1", "micro_batch": "4"}  # fewer rows, and the host would set the pace
+    many = {"tp": "8", "dp": "1", "micro_batch": "4"}  # with fewer rows the host would be the bottleneck
     assert seconds(**many, sp="yes (TP overlap)") < seconds(**many, sp="yes")
     assert seconds(precision="fp8", micro_batch="4") < seconds(micro_batch="4")
 
 
-def test_constants_say_where_they_come_from() -> None:
+def test_constants_have_a_provenance() -> None:
     page = load_constants_file()
     assert page["date"] and "step times" in page["data"]
     assert page["held out, each fifth judged by the other four"]["high"]["mean"] <= 0.10
-    assert len(load_constants()) < 60, "few, and none for a row, a model or a release"
+    assert len(load_constants()) < 60, "few, and none for a single row, model or release"
     known = {device.family for device in devices().values()}
     assert {name.split(".")[1] for name in load_constants() if name.startswith("matmul.")} <= known
 
 
-def test_the_summary_is_of_sizes() -> None:
+def test_summary_of_absolute_errors() -> None:
     assert summary([0.1, -0.3]) == {"rows": 2, "mean": 0.2, "percentile_90": 0.3, "bias": pytest.approx(-0.1)}
 
 
-def test_the_command_prints_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_tables_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "runs.csv"
     rows = [row(step_time_s="3.87", peak_mem_GiB="70"), row(id="2", device="unknown"), row(id="3", model="ünknown")]
     with path.open("w", encoding="utf-8", newline="") as file:
@@ -283,7 +283,7 @@ def test_the_command_prints_and_writes_json(tmp_path: Path, capsys: pytest.Captu
     assert first["error"] == pytest.approx(first["predicted"] / 3.87 - 1)
     assert sum(page["not_predicted_or_compared"].values()) == 2
     assert main(["--published", str(tmp_path / "none.csv")]) == 2
-    assert "there is no such file" in capsys.readouterr().err
+    assert "file not found" in capsys.readouterr().err
 
 
 def test_a_sweep_is_read_as_published_runs(tmp_path: Path) -> None:
@@ -291,24 +291,23 @@ def test_a_sweep_is_read_as_published_runs(tmp_path: Path) -> None:
     head = "GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length"
     axes = "tensor parallelism,data parallelism,pipeline parallelism,iteration time (ms)"
     path.write_text(f"{head},{axes}\n8,16,2,1024,16,24,1024,2,2,2,250.5\n8,16,2,?,16,24,1024,2,2,2,soon\n")
-    (found,), unspoken = compare_file(path)
-    job = found.run.job
+    (compared,), skipped = compare_file(path)
+    job = compared.run.job
     assert (job.tp, job.dp, job.pp, job.micro_batch, job.num_microbatches, job.zero) == (2, 2, 2, 2, 4, 0)
-    assert found.run.seconds == pytest.approx(0.2505) and job.shape.ffn == 4096 and job.program.attention == "scores"
-    assert unspoken == {"the model's shape is not stated": 1}
+    assert compared.run.seconds == pytest.approx(0.2505) and job.shape.ffn == 4096 and job.program.attention == "scores"
+    assert skipped == {"the model's shape is not stated": 1}
 
 
-@pytest.mark.skipif(not SWEEP.is_file(), reason=f"the sweep is not here: {SWEEP}")
-def test_small_models_on_one_node_are_met() -> None:
-    """Held out, each fifth by the other four, the error was 8.9 % (constants.json)."""
-    found, _ = compare_file(SWEEP)
-    errors = [row.time_error for row in found if row.time_error is not None]
+@pytest.mark.skipif(not SWEEP.is_file(), reason=f"missing file: {SWEEP}")
+def test_errors_of_small_models_on_one_node() -> None:
+    """Check the sweep, whose error in 5-fold cross-validation was 8.9 % (constants.json)."""
+    compared, _ = compare_file(SWEEP)
+    errors = [row.time_error for row in compared if row.time_error is not None]
     assert len(errors) == 720 and summary(errors)["mean"] <= 0.11
     assert load_constants_file()["held out, each fifth judged by the other four"]["sweep"]["mean"] <= 0.11
 
 
-def test_our_flops_are_those_of_the_table() -> None:
-    """One count for our runs and for published ones."""
+def test_flops_of_runs_and_of_published_rows_are_equal() -> None:
     from megatron_llama.tools.plan.published import flops_per_token as of_job
 
     config = make()
@@ -320,12 +319,12 @@ def test_our_flops_are_those_of_the_table() -> None:
     assert (of_job(run.job, 6), of_job(run.job, 12)) == (ours.causal, ours.full)
 
 
-@pytest.mark.skipif(not PUBLISHED.is_file(), reason=f"published measurements are not here: {PUBLISHED}")
-def test_published_runs_are_met() -> None:
-    found, unspoken = compare_file(PUBLISHED)
-    errors = summaries(found, lambda row: row.of("confidence"))
+@pytest.mark.skipif(not PUBLISHED.is_file(), reason=f"missing file: {PUBLISHED}")
+def test_errors_of_published_runs() -> None:
+    compared, skipped = compare_file(PUBLISHED)
+    errors = summaries(compared, lambda row: row.cell("confidence"))
     assert errors["step time"]["high"]["rows"] >= 250
     assert errors["step time"]["high"]["mean"] <= 0.06
     assert errors["step time"]["medium"]["mean"] <= 0.12
     assert errors["memory"]["high"]["mean"] <= 0.07
-    assert sum(unspoken.values()) <= 0.06 * (len(found) + sum(unspoken.values()))
+    assert sum(skipped.values()) <= 0.06 * (len(compared) + sum(skipped.values()))
