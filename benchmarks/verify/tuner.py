@@ -67,7 +67,7 @@ def main() -> int:
                 return found.returncode
             tuned_seconds = time.monotonic() - begun
             asked = objectives.read_request([*WORDS, *words, "tune.overwrite=true"])
-            tuned = Tuner(asked.config, fixed_settings(asked.config, list(asked.words)), asked.target)
+            tuned = Tuner(asked.config, fixed_settings(asked.config, list(asked.overrides)), asked.target)
             every = tuned.enumerate(memory_factor=0.0).candidates
             measured = exhaustive(every, asked.tune, folder)
             chosen = by_key(every, best_of_journal(folder / "tuner" / "trials.json"))
@@ -201,9 +201,8 @@ def report(
         out = measured[each.key]
         marks = " (the tuner's)" * (each == chosen)
         time_of_step = f"{out.seconds:.3f}" if out.seconds else out.status
-        rows.append(
-            (f"`{each.key.replace('trainer.', '')}`{marks}", f"{each.seconds:.3f}", time_of_step, gib(each.needs))
-        )
+        name = f"`{each.key.replace('trainer.', '')}`{marks}"
+        rows.append((name, f"{each.seconds:.3f}", time_of_step, gib(each.required_bytes)))
     head = ("settings", "forecast, s", "measured, s", "memory, forecast")
     return [*lines, *markdown_table(head, rows)]
 

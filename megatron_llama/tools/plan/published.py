@@ -299,7 +299,7 @@ def _shard_size(sharding: str, ranks: int) -> int:
     return min(int(stated[1]), ranks) if stated else ranks
 
 
-def _lora(row: Row, shape: Shape, tp: int) -> int:
+def _lora(row: Row, shape: ModelShape, tp: int) -> int:
     """Return the LoRA parameters of one block."""
     stated = re.search(r"rank (\d+)", row.get("arch", ""))
     rank = int(stated[1]) if stated else 16

@@ -1,5 +1,7 @@
-"""Settings that could be run on a target, with their forecast: those that break a rule or can't fit are counted by
-the reason and left out."""
+"""Candidate settings of a run on a target, with their forecasts.
+
+Settings that break a rule or cannot fit are rejected and counted by reason.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from megatron_llama.tools.tune.target import Target
 from megatron_llama.topology import AXIS_NAMES, Grid
 
 WORTH_TRYING = ("none", "elementwise", "full")
-"""Of trainer.recompute: selective keeps no less than elementwise where attention keeps no scores."""
+"""Candidates of trainer.recompute. With fused attention, selective saves no less memory than elementwise."""
 LARGEST_MICRO_BATCH = 64
 MOST_VIRTUAL = 8
 TUNED = (
@@ -34,83 +36,89 @@ TUNED = (
     "trainer.micro_batch_size",
     "trainer.recompute",
 )
-"""The settings that are tuned, in the order of the table. The model, the global batch and all that changes the result
-stay as they are; sequence parallelism follows from tp."""
+"""Tuned settings, in the order of the table. Settings that change the result are never tuned; sp follows from tp."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings of a run, and what is forecast of it."""
+    """Settings of a run, and their forecast."""
 
     settings: Mapping[str, Any] = field(compare=False)
     ranks: int
     peak: int
-    """Bytes of the heaviest rank."""
+    """Peak bytes of the heaviest rank."""
     states: int
-    """Those of them that are weights, gradients and optimizer states, which the forecast knows exactly."""
+    """Bytes of weights, gradients and optimizer states on that rank. Their forecast is exact."""
     first_peak: int
-    """Bytes of the first rank, which is the one that reports."""
+    """Peak bytes of rank 0, which reports its memory."""
     first_states: int
-    needs: int
-    """Bytes of a device or host (``Target.needs``)."""
+    """Bytes of states on rank 0."""
+    required_bytes: int
+    """Bytes on a device or host (``Target.required_bytes``)."""
     seconds: float
-    """Of a step."""
+    """Seconds of a step."""
     key: str
-    """The settings as they are typed."""
+    """The settings as command-line overrides."""
 
     def grown_peak(self, scale: float) -> float:
-        """Bytes of the heaviest rank if activations and buffers take ``scale`` times what is forecast."""
+        """Return the peak bytes of the heaviest rank with activations and buffers multiplied by ``scale``."""
         return self.states + scale * (self.peak - self.states)
 
     @property
-    def order(self) -> tuple[float, int, int, int]:
-        """The fastest first; of equals, as far as the forecast can tell, the one with the least extra work."""
+    def sort_key(self) -> tuple[float, int, int, int]:
+        """Sort key: forecast seconds, then recomputation, ZeRO stage and memory."""
         settings = self.settings
-        again = RECOMPUTE.index(settings["trainer.recompute"])
-        return round(self.seconds, 6), again, settings["trainer.zero"], self.needs
+        recompute = RECOMPUTE.index(settings["trainer.recompute"])
+        return round(self.seconds, 6), recompute, settings["trainer.zero"], self.required_bytes
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """The sizes of the axes that are tuned."""
+        """Sizes of the tuned axes."""
         return tuple(value for axis in AXIS_NAMES if (value := self.settings.get(f"trainer.{axis}")) is not None)
 
 
 @dataclass
 class CandidateSpace:
-    """What a search has looked at."""
+    """Candidates of a search, and rejected settings."""
 
     candidates: list[Candidate] = field(default_factory=list)
-    """Those that may fit, the fastest first."""
-    dropped: Counter[str] = field(default_factory=Counter)
-    """How many were left out, by the reason."""
-    broken: list[Problem] = field(default_factory=list)
-    """Of those that broke a rule the shortest list of problems: what is wrong with all where none is left."""
+    """Settings that may fit, fastest first."""
+    rejected: Counter[str] = field(default_factory=Counter)
+    """Number of rejected settings by reason."""
+    problems: list[Problem] = field(default_factory=list)
+    """Shortest list of problems among the settings that break a rule, to report if no candidate is left."""
 
     @property
-    def looked_at(self) -> int:
-        """All of them."""
-        return len(self.candidates) + self.dropped.total()
+    def total(self) -> int:
+        """Number of candidates and rejected settings."""
+        return len(self.candidates) + self.rejected.total()
 
 
 class Tuner:
-    """A config whose settings are to be found, on a target."""
+    """A config to tune on a target."""
 
     def __init__(
         self, config: Config, fixed: Mapping[str, Any], target: Target, extra: Mapping[str, Any] | None = None
     ) -> None:
-        """``kept`` are the tuned settings that the user has given, which stay as they are; ``more`` are others that all
-        candidates have, and that are written with them."""
+        """Create a tuner.
+
+        Args:
+            config: config of the run.
+            fixed: values of tuned settings that the user has set.
+            target: devices of the run.
+            extra: values of other settings, added to each candidate.
+        """
         self.config, self.fixed, self.target, self.extra = config, fixed, target, dict(extra or {})
         derived = change_settings(config, {})
-        derive_optimizer(derived)  # once: to resolve the schedule takes most of the time of a plan
+        derive_optimizer(derived)  # once, because resolving the schedule takes most of a plan's time
         self._optim = derived.optim
 
     def plan(self, settings: Mapping[str, Any], ranks: int) -> Plan:
-        """The plan of some settings. Raises ConfigError."""
+        """Return the plan of some settings; raise ConfigError if they break a rule."""
         return resolve(change_settings(self.config, settings, self._optim), ranks, exists=lambda path: True)
 
     def candidate(self, settings: Mapping[str, Any], ranks: int) -> Candidate:
-        """Their forecast. Raises ConfigError."""
+        """Return the forecast of some settings; raise ConfigError if they break a rule."""
         plan = self.plan(settings, ranks)
         stages = stage_footprints(plan)
         first, most = stages[0], max(stages, key=lambda stage: stage.total)
@@ -121,50 +129,54 @@ class Tuner:
             most.states,
             first.total,
             first.states,
-            self.target.needs(most.total, ranks),
+            self.target.required_bytes(most.total, ranks),
             self.target.seconds(plan, ranks),
-            typed_settings(settings),
+            format_overrides(settings),
         )
 
     def enumerate(
         self, *, memory_factor: float = SURE, progress: Callable[[int], None] = lambda done: None
     ) -> CandidateSpace:
-        """All candidates that may fit: those of which ``sure`` times the forecast does. ``progress`` is told how many
-        have been looked at."""
-        found = CandidateSpace()
-        for ranks in self.target.worlds():
-            for layout in self.layouts(ranks):
-                self._with_micro_batches(found, layout, ranks, memory_factor)
-                progress(found.looked_at)
-        found.candidates.sort(key=lambda each: each.order)
-        return found
+        """Return all candidates that may fit.
 
-    def _with_micro_batches(
-        self, found: CandidateSpace, layout: Mapping[str, Any], ranks: int, memory_factor: float
+        Args:
+            memory_factor: factor of the forecast memory that must fit.
+            progress: callback with the number of settings considered.
+        """
+        space = CandidateSpace()
+        for ranks in self.target.world_sizes():
+            for layout in self.layouts(ranks):
+                self._add_micro_batches(space, layout, ranks, memory_factor)
+                progress(space.total)
+        space.candidates.sort(key=lambda each: each.sort_key)
+        return space
+
+    def _add_micro_batches(
+        self, space: CandidateSpace, layout: Mapping[str, Any], ranks: int, memory_factor: float
     ) -> None:
-        """Adds a layout with each micro batch, up to the first that does not fit: larger ones need more."""
+        """Add a layout with each micro batch size up to the first that does not fit."""
         sizes = self._options("trainer.micro_batch_size", self._micro_batches(layout["trainer.dp"]))
         for number, size in enumerate(sizes):
             try:
                 each = self.candidate({**layout, "trainer.micro_batch_size": size, **self.extra}, ranks)
             except ConfigError as error:
-                found.dropped[f"breaks a rule of {error.problems[0].field}"] += 1
-                if not found.broken or len(error.problems) < len(found.broken):
-                    found.broken = list(error.problems)
+                space.rejected[f"breaks a rule of {error.problems[0].field}"] += 1
+                if not space.problems or len(error.problems) < len(space.problems):
+                    space.problems = list(error.problems)
                 continue
-            if memory_factor * each.needs > self.target.room:
-                found.dropped["does not fit"] += len(sizes) - number
+            if memory_factor * each.required_bytes > self.target.usable_bytes:
+                space.rejected["does not fit"] += len(sizes) - number
                 return
-            found.candidates.append(each)
+            space.candidates.append(each)
 
     def _options(self, name: str, options: Iterable[Any]) -> list[Any]:
         return [self.fixed[name]] if name in self.fixed else list(options)
 
     def layouts(self, ranks: int) -> Iterator[dict[str, Any]]:
-        """Every setting but the micro batch; what can't be is left out where that is plain to see."""
+        """Yield the settings without the micro batch size, without grids that are obviously invalid."""
         layers, given = self.config.model.num_hidden_layers, Grid.of(self.config.trainer)
-        # What the ranks of a node share over its fast links; over slower ones tp is never worth it.
-        inside = self.target.per_node if self.target.host else self.target.device.per_node
+        # tp stays within a node: over slower links it is never the fastest.
+        inside = self.target.per_node if self.target.is_host else self.target.device.per_node
         for tp in self._options("trainer.tp", (n for n in _divisors(ranks) if n <= inside and self._cuts(n))):
             if ranks % tp:
                 continue
@@ -179,7 +191,7 @@ class Tuner:
         return can_cut(self.config.model, tp)
 
     def _with_schedules(self, tp: int, pp: int, dp: int) -> Iterator[dict[str, Any]]:
-        """A grid with its virtual stages, ZeRO stages, groups and recomputation."""
+        """Yield a grid with each choice of virtual stages, ZeRO stage, shard group and recomputation."""
         layers = self.config.model.num_hidden_layers
         virtual = [v for v in range(1, MOST_VIRTUAL + 1) if v == 1 or (pp > 1 and layers % (pp * v) == 0)]
         zero = [0, 1, 2, 3] if dp > 1 else [self.config.trainer.zero]
@@ -192,7 +204,7 @@ class Tuner:
                         yield dict(zip(names, values, strict=True))
 
     def _groups(self, tp: int, dp: int, zero: int) -> Iterator[int | None]:
-        """Sharding over all copies, or over those of one node."""
+        """Yield the shard groups: all data-parallel ranks (None), or the ranks of one node."""
         yield None
         inside = self.target.device.per_node // tp
         if zero and 1 < inside < dp and dp % inside == 0 and self.target.nodes > 1:
@@ -206,15 +218,15 @@ class Tuner:
                 yield size
 
 
-def fixed_settings(config: Config, words: list[str]) -> dict[str, Any]:
-    """The tuned settings that a command line gives: they stay as they are, but for null."""
-    named = {word.partition("=")[0] for word in words}
-    found = {name: get(config, name) for name in TUNED if name in named}
-    return {name: value for name, value in found.items() if value is not None}
+def fixed_settings(config: Config, overrides: list[str]) -> dict[str, Any]:
+    """Return the tuned settings that a command line sets to a value other than null."""
+    names = {text.partition("=")[0] for text in overrides}
+    values = {name: get(config, name) for name in TUNED if name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def typed_settings(settings: Mapping[str, Any]) -> str:
-    """As they are typed; what is null is left out."""
+def format_overrides(settings: Mapping[str, Any]) -> str:
+    """Format settings as command-line overrides, without null values."""
     return " ".join(f"{name}={format_value(value)}" for name, value in settings.items() if value is not None)
 
 

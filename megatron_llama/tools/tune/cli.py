@@ -1,4 +1,4 @@
-"""``scripts/tune.py``: finds the settings of a run that are fastest, longest or cheapest on a machine."""
+"""``scripts/tune.py``: find the fastest layout, the longest sequence or the fewest devices of a run."""
 
 from __future__ import annotations
 
@@ -8,48 +8,54 @@ from collections.abc import Sequence
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER
 
 USAGE = """\
-python scripts/tune.py [objective=...] [group=choice ...] [section.setting=value ...] [cluster.setting=value ...]
+python scripts/tune.py [objective=...] [group=choice ...]
+                       [section.setting=value ...] [cluster.setting=value ...]
                        [tune.setting=value ...]
 
-Finds tp, pp, vpp, dp, zero, shard_group, micro_batch_size and recompute for a run of `python train.py` with the same
-settings. Proposes all that obey the rules, drops what does not fit by the forecast of memory, orders the rest by the
-forecast of time, tries the most promising for some steps, and writes conf/experiment/<name>.yaml for train.py. What you
-give stays as it is: with trainer.tp=8 only the others are tuned. Model, global batch and numerics are never changed.
+Find tp, pp, vpp, dp, zero, shard_group, micro_batch_size and recompute for a
+run of `python train.py` with the same settings. The search forecasts memory
+and time of all valid settings, runs the fastest ones for some steps, and
+writes conf/experiment/<name>.yaml. Settings on the command line stay fixed.
+Model, global batch and numerics never change.
 
-  objective=throughput      the most tokens a second (default)
-  objective=max_seq_len     the longest data.seq_length that fits: a table of ZeRO stages by device counts, and the best
-  objective=min_devices     the fewest devices that fit; tune.days=30 and cluster.tokens=1e12 add a deadline
-  tune.trials=0             only plan, as for machines that are not here (--no-trials is the same)
-  tune.jobs=true            try as SLURM jobs, by sbatch run.slurm on cluster.nodes machines
+  objective=throughput   most tokens/s (default)
+  objective=max_seq_len  longest data.seq_length that fits; also prints a table
+                         by ZeRO stage and number of devices
+  objective=min_devices  fewest devices that fit; tune.days=30 with
+                         cluster.tokens=1e12 adds a deadline
+  tune.trials=0          plan only (same as --no-trials)
+  tune.jobs=true         run trials as SLURM jobs (sbatch run.slurm)
   cluster.device=h100 cluster.nodes=16
-                            machines that are not here; without them, this machine
-  docs/reference/config.md has all settings of tune and cluster.
+                         machines to tune for (default: this machine)
+  All settings of tune and cluster: docs/reference/config.md
 
-Examples
+Examples:
   python scripts/tune.py model=llama_15m data=mock
-  python scripts/tune.py model=llama70b trainer.precision=bf16 trainer.global_batch_size=512 data.seq_length=4096 \\
+  python scripts/tune.py model=llama70b trainer.precision=bf16 \\
+      trainer.global_batch_size=512 data.seq_length=4096 \\
       cluster.device=h100 cluster.nodes=16
-  python scripts/tune.py objective=max_seq_len model=llama7b trainer.precision=bf16 cluster.device=h100 \\
-      device.memory_gib=80
+  python scripts/tune.py objective=max_seq_len model=llama7b \\
+      trainer.precision=bf16 cluster.device=h100 device.memory_gib=80
 
-Started again after an interruption it goes on where it was.
-Exit status: 0; 1 nothing fits, or nothing that was tried works; 2 a mistake in what was asked.
+Run the same command to resume an interrupted search.
+Exit status: 0 success, 1 nothing fits or all trials failed, 2 invalid
+arguments or settings.
 """
 NO_TRIALS = "--no-trials"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``scripts/tune.py`` with ``argv``; returns the exit status."""
+    """Run ``scripts/tune.py`` with ``argv``; return the exit status."""
     if {"--help", "-h"} & set(argv):
         sys.stdout.write(USAGE)
         return 0
-    # Imported here: --help needs none of it.
+    # Imported here, so that --help is quick.
     from megatron_llama.config import ConfigError, format_problems
     from megatron_llama.tools.tune.objectives import NothingWorks, tune
 
-    words = [word for word in argv if word != NO_TRIALS] + ["tune.trials=0"] * (NO_TRIALS in argv)
+    overrides = [text for text in argv if text != NO_TRIALS] + ["tune.trials=0"] * (NO_TRIALS in argv)
     try:
-        tune(words)
+        tune(overrides)
     except ConfigError as error:
         sys.stderr.write(format_problems(error) + "\n")
         return EXIT_USER
@@ -57,6 +63,6 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"{error}\n")
         return EXIT_FAILED
     except KeyboardInterrupt:
-        sys.stderr.write("Stopped; the same command goes on from here.\n")
+        sys.stderr.write("Interrupted; run the same command to resume.\n")
         return EXIT_INTERRUPTED
     return 0

@@ -1,4 +1,4 @@
-"""From a command line to an experiment: what is asked, the search for its objective, and what is written."""
+"""Objectives of ``scripts/tune.py``: parse the command line, search, print the results and write an experiment."""
 from __future__ import annotations
 
 import math
@@ -17,40 +17,44 @@ from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.fields import check_limits, get
 from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.system.files import write_atomically
-from megatron_llama.system.tables import gib, plural, text_table
+from megatron_llama.system.tables import GIB, gib, plural, text_table
 from megatron_llama.tools.common import NO_FILES, progress_bar
 from megatron_llama.tools.plan.forecast_run import MOST_DEVICES, forecast_plan
 from megatron_llama.tools.settings import TuneConfig, load_cluster, load_tuning
 from megatron_llama.tools.tune.candidates import TUNED, Candidate, CandidateSpace, Tuner, fixed_settings
-from megatron_llama.tools.tune.search import SearchResult, attempt_with, forecast_space, in_words, search
+from megatron_llama.tools.tune.search import SearchResult, enumerate_candidates, format_outcome, make_attempt, search
 from megatron_llama.tools.tune.target import Target, find_target
 from megatron_llama.tools.tune.trial import DONE, Journal, check_name, experiment_path, experiment_text
 from megatron_llama.topology import Grid
 
-SHORTER = 1.05
-"""After trials that ran out of memory at a length, the next one leaves so much more."""
+LENGTH_MARGIN = 1.05
+"""Factor of the corrected memory forecast, applied after a length at which all trials ran out of memory."""
 
 
 class NothingWorks(Exception):
-    """No settings were found; the message says why."""
+    """No settings fit or run; the message has the reasons."""
 
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """What a command line asks for."""
+    """Parsed command line."""
 
-    all_words: tuple[str, ...]
-    words: tuple[str, ...]
-    """Of train.py: all but those of tune and cluster."""
+    all_overrides: tuple[str, ...]
+    overrides: tuple[str, ...]
+    """Overrides of train.py, without tune and cluster."""
     config: Config
     tune: TuneConfig
-    """With a name and a folder."""
+    """Settings of the search, with name and folder."""
     target: Target
 
 
-def read_request(words: Sequence[str]) -> TuneRequest:
-    """What is asked. Raises ConfigError with everything that is wrong with it."""
-    tune, rest, problems = load_tuning(words)
+def read_request(overrides: Sequence[str]) -> TuneRequest:
+    """Parse a command line.
+
+    Raises:
+        ConfigError: with all problems of the settings.
+    """
+    tune, rest, problems = load_tuning(overrides)
     cluster, rest, more = load_cluster(rest)
     problems += more
     config = None
@@ -61,14 +65,14 @@ def read_request(words: Sequence[str]) -> TuneRequest:
         config = error.config
     if config is not None:
         problems += [each for each in check_limits(config) if each not in problems]
-    target, more = find_target(config or Config(), cluster, words)
+    target, more = find_target(config or Config(), cluster, overrides)
     problems += more
-    if tune.jobs and (target is None or target.here):
-        rule = "jobs are for machines that cluster describes"
-        problems.append(Problem("tune.jobs", True, rule, "write cluster.device=NAME cluster.nodes=N too"))
+    if tune.jobs and (target is None or target.is_local):
+        rule = "needs cluster.device and cluster.nodes"
+        problems.append(Problem("tune.jobs", True, rule, "add cluster.device=NAME cluster.nodes=N"))
     if tune.name is None and config is not None and target is not None:
-        where = f"{target.ranks}x{target.name}"
-        tune = replace(tune, name=re.sub(r"[^\w.-]", "_", f"{config.model.name}_{tune.objective}_{where}"))
+        devices = f"{target.ranks}x{target.name}"
+        tune = replace(tune, name=re.sub(r"[^\w.-]", "_", f"{config.model.name}_{tune.objective}_{devices}"))
     problems += check_name(tune.name or "x", tune.overwrite)
     if problems or config is None or target is None:
         raise ConfigError(problems)
@@ -76,165 +80,173 @@ def read_request(words: Sequence[str]) -> TuneRequest:
         config.device.name = target.device.kind
     config = choose_defaults(config)[0]
     folder = Path(tune.dir or f"runs/tune-{tune.name}").absolute()
-    return TuneRequest(tuple(words), tuple(rest), config, replace(tune, dir=str(folder)), target)
+    return TuneRequest(tuple(overrides), tuple(rest), config, replace(tune, dir=str(folder)), target)
 
 
-def tune(words: Sequence[str]) -> None:
-    """Does what a command line asks for. Raises ConfigError and NothingWorks."""
-    request = read_request(words)
-    _say([f"{request.config.model.name}: {request.tune.objective} on {request.target}"])
-    _say([f"forecasts of time: {request.target.basis}"])
+def tune(overrides: Sequence[str]) -> None:
+    """Run ``scripts/tune.py`` with a command line.
+
+    Raises:
+        ConfigError: a setting is invalid.
+        NothingWorks: nothing fits, or all trials failed.
+    """
+    request = read_request(overrides)
+    _print_lines([f"{request.config.model.name}: {request.tune.objective} on {request.target}"])
+    _print_lines([f"time forecast: {request.target.basis}"])
     trials = request.tune.trials
-    if trials and not (request.target.here or request.tune.jobs):
+    if trials and not (request.target.is_local or request.tune.jobs):
         trials = 0
-        _say(["planned, not tried: that machine is not here (tune.jobs=true tries by jobs)"])
-    tuned = Tuner(request.config, fixed_settings(request.config, list(request.words)), request.target)
+        _print_lines(["plan only: another machine (tune.jobs=true runs trials as SLURM jobs)"])
+    tuned = Tuner(request.config, fixed_settings(request.config, list(request.overrides)), request.target)
     {"throughput": _throughput, "max_seq_len": _max_seq_len, "min_devices": _min_devices}[request.tune.objective](
         request, tuned, trials
     )
 
 
 def _throughput(request: TuneRequest, tuned: Tuner, trials: int) -> None:
-    _show_and_write(request, searched(request, tuned, forecast_space(tuned), trials))
+    _show_and_write(request, search_or_fail(request, tuned, enumerate_candidates(tuned), trials))
 
 
 def _max_seq_len(request: TuneRequest, tuned: Tuner, trials: int) -> None:
-    """The table, then the fastest settings for the longest sequence that any layout takes. Where trials show that it
-    does not fit after all, the next shorter one by the corrected forecast."""
+    """Print the table of lengths, then search the fastest settings for the longest sequence.
+
+    If all trials of a length run out of memory, the next length follows from the corrected forecast.
+    """
     config, target = request.config, request.target
-    with progress_bar("forecast", "lengths") as shown:
-        cells = stage_table(config, tuned.fixed, target, shown.show)
-    _say(["", *sequence_lines(cells, config), ""])
+    with progress_bar("forecast", "lengths") as bar:
+        cells = stage_table(config, tuned.fixed, target, bar.show)
+    _print_lines(["", *sequence_lines(cells, config), ""])
     scale, positions = 1.0, config.model.max_position_embeddings
     for _ in range(max(1, trials)):
-        with progress_bar("forecast", "layouts") as shown:
-            tokens = longest_of_all(tuned, partial(_fits, target, scale), shown.show)
+        with progress_bar("forecast", "layouts") as bar:
+            tokens = longest_in_any_layout(tuned, partial(_fits, target, scale), bar.show)
         if not tokens:
-            raise NothingWorks(f"Not even {STEP} tokens fit on {target}.")
+            raise NothingWorks(f"Sequences of {STEP} tokens do not fit on {target}.")
         capped = min(tokens, positions)
-        more = f"would fit; model.max_position_embeddings={positions} takes no more than {positions:,}"
-        what = "fit in some layout" if tokens <= positions else more
-        _say([f"{tokens:,} tokens {what}"])
-        longer = Tuner(config, tuned.fixed, target, of_length(config, capped))
-        found = search_in(request, longer, forecast_space(longer), trials)
-        if found.best is not None and (not found.knowledge.tried or found.knowledge.best):
-            _show_and_write(request, found)
+        limit = f"; model.max_position_embeddings limits them to {positions:,}" if tokens > positions else ""
+        _print_lines([f"longest sequence that fits in any layout: {tokens:,} tokens{limit}"])
+        longer = Tuner(config, tuned.fixed, target, length_settings(config, capped))
+        result = run_search(request, longer, enumerate_candidates(longer), trials)
+        if result.best is not None and (not result.history.tried or result.history.best):
+            _show_and_write(request, result)
             return
-        scale = found.knowledge.memory_scale * SHORTER
-    raise NothingWorks("\n".join(why_nothing(found)))
+        scale = result.history.memory_scale * LENGTH_MARGIN
+    raise NothingWorks("\n".join(failure_lines(result)))
 
 
 def _fits(target: Target, scale: float, each: Candidate) -> bool:
-    return target.needs(each.grown_peak(scale), each.ranks) <= target.room
+    return target.required_bytes(each.grown_peak(scale), each.ranks) <= target.usable_bytes
 
 
 def _min_devices(request: TuneRequest, tuned: Tuner, trials: int) -> None:
-    """Device count after device count, until the run fits, ends in time, and works where it is tried."""
-    named = any(word.startswith("cluster.nodes=") for word in request.all_words)
-    most = most_devices(request.target, bounded=named)
-    with progress_bar("forecast", "device counts") as shown:
-        counts = enough(tuned, request.tune.days, most, 1.0, shown.show)
-    _say(["", *count_lines(counts), ""])
+    """Increase the number of devices until the run fits and meets the deadline, then search."""
+    bounded = any(text.startswith("cluster.nodes=") for text in request.all_overrides)
+    most = max_devices(request.target, bounded=bounded)
+    with progress_bar("forecast", "device counts") as bar:
+        counts = find_min_devices(tuned, request.tune.days, most, 1.0, bar.show)
+    _print_lines(["", *device_count_lines(counts), ""])
     last = counts[-1]
     in_time = last.days is not None and (request.tune.days is None or last.days <= request.tune.days)
     if not in_time:
-        late = f" and ends within {request.tune.days:g} days" if request.tune.days else ""
-        raise NothingWorks(f"No number of devices up to {last.tuned.target.ranks:,} fits{late}.")
-    _show_and_write(request, searched(request, last.tuned, last.space, trials))
+        deadline = f" within {request.tune.days:g} days" if request.tune.days else ""
+        raise NothingWorks(f"The run does not fit{deadline} on up to {last.tuned.target.ranks:,} devices.")
+    _show_and_write(request, search_or_fail(request, last.tuned, last.space, trials))
 
 
-def searched(request: TuneRequest, tuned: Tuner, space: CandidateSpace, trials: int) -> SearchResult:
-    """The search among all settings of ``tuned``. Raises NothingWorks where none is left."""
-    found = search_in(request, tuned, space, trials)
-    tried = found.knowledge.tried
-    if found.best is None or (tried and found.knowledge.best is None):
-        raise NothingWorks("\n".join(why_nothing(found)))
-    return found
+def search_or_fail(request: TuneRequest, tuned: Tuner, space: CandidateSpace, trials: int) -> SearchResult:
+    """Run a search; raise NothingWorks if no candidate fits or all trials failed."""
+    result = run_search(request, tuned, space, trials)
+    tried = result.history.tried
+    if result.best is None or (tried and result.history.best is None):
+        raise NothingWorks("\n".join(failure_lines(result)))
+    return result
 
 
-def search_in(request: TuneRequest, tuned: Tuner, space: CandidateSpace, trials: int) -> SearchResult:
-    """The search, with the trials in the folder that was asked for."""
+def run_search(request: TuneRequest, tuned: Tuner, space: CandidateSpace, trials: int) -> SearchResult:
+    """Run a search with its trials in ``tune.dir``."""
     folder = Path(str(request.tune.dir))
     journal = None
     if trials:
         target = tuned.target
         machine = f"{target.ranks} {target.name}"
-        journal = Journal(folder, {"words": list(request.words), "steps": request.tune.steps, "machine": machine})
+        journal = Journal(folder, {"words": list(request.overrides), "steps": request.tune.steps, "machine": machine})
     nodes = tuned.target.nodes
-    return search(tuned, space, trials, journal, attempt_with(request.words, request.tune, folder, nodes))
+    return search(tuned, space, trials, journal, make_attempt(request.overrides, request.tune, folder, nodes))
 
 
-def why_nothing(found: SearchResult) -> Iterable[str]:
-    """Why no settings are left."""
-    tried = found.knowledge.tried
-    yield f"Nothing {'that was tried works' if tried else 'fits'} on {found.target}:"
+def failure_lines(result: SearchResult) -> Iterable[str]:
+    """Yield the reasons why no settings are left."""
+    tried = result.history.tried
+    yield f"All trials failed on {result.target}:" if tried else f"Nothing fits on {result.target}:"
     if not tried:
-        yield from (f"  {count:,} {reason}" for reason, count in found.space.dropped.most_common())
-        yield "objective=min_devices says how many devices it takes."
-    yield from (f"  {each.key}: {in_words(out)}" for each, out in tried.values())
+        yield from (f"  {count:,} {reason}" for reason, count in result.space.rejected.most_common())
+        yield "objective=min_devices finds the number of devices."
+    yield from (f"  {each.key}: {format_outcome(out)}" for each, out in tried.values())
 
 
-def _show_and_write(request: TuneRequest, found: SearchResult) -> None:
-    """The table, and the best settings as an experiment."""
+def _show_and_write(request: TuneRequest, result: SearchResult) -> None:
+    """Print the table and write the best settings as an experiment."""
     config = request.config
-    if (length := found.order[0].settings.get(LENGTH)) is not None:
+    if (length := result.ranking[0].settings.get(LENGTH)) is not None:
         config = replace(config, data=replace(config.data, seq_length=length))
-    _say(["", *table(found, config), ""])
-    best, name = found.best, str(request.tune.name)
-    assert best is not None, "searched() has seen to it"
+    _print_lines(["", *result_lines(result, config), ""])
+    best, name = result.best, str(request.tune.name)
+    assert best is not None, "checked by the caller"
     path = experiment_path(name)
-    about = comment(found, config, request.tune.objective)
-    write_atomically(path, experiment_text(request.words, best.settings, about))
-    _say([f"wrote {path}", f"  python train.py experiment={name}"])
+    comment = experiment_comment(result, config, request.tune.objective)
+    write_atomically(path, experiment_text(request.overrides, best.settings, comment))
+    _print_lines([f"wrote {path}", f"  python train.py experiment={name}"])
 
 
-def _say(lines: Iterable[str]) -> None:
+def _print_lines(lines: Iterable[str]) -> None:
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
 
 
-# The fewest devices that a run fits on, and ends in time on.
+# objective=min_devices.
 
 
 @dataclass(frozen=True)
-class Count:
-    """A number of devices that was looked at."""
+class DeviceCount:
+    """Candidates on a number of devices."""
 
     tuned: Tuner
     space: CandidateSpace
     days: float | None
-    """Of the whole run with the fastest settings, failures and checkpoints included; None where nothing fits."""
+    """Days of the run with the fastest settings, with failures and checkpoints; None if nothing fits."""
 
     @property
     def fastest(self) -> Candidate | None:
-        """The fastest settings by forecast."""
+        """Fastest settings by forecast."""
         return self.space.candidates[0] if self.space.candidates else None
 
 
-def numbers(target: Target, most: int) -> Iterator[int]:
-    """Numbers of devices to look at: those that divide a node, then 1, 2, 3, 4, 6, 8, 12, ... nodes, up to ``most``."""
+def device_counts(target: Target, most: int) -> Iterator[int]:
+    """Yield the device counts to consider, up to ``most``: divisors of a node, then 2, 3, 4, 6, 8, 12, ... nodes."""
     yield from (n for n in range(1, target.per_node + 1) if target.per_node % n == 0 and n <= most)
     nodes = sorted({times << power for times in (1, 3) for power in range(MOST_DEVICES.bit_length())})
     yield from (n * target.per_node for n in nodes if 1 < n and n * target.per_node <= most)
 
 
-def most_devices(target: Target, bounded: bool) -> int:
-    """The most to look at: what there is, where the user has said so or it is here."""
-    return target.ranks if bounded or target.here else MOST_DEVICES
+def max_devices(target: Target, bounded: bool) -> int:
+    """Return the maximum to consider: the target's devices if it is this machine or the user set cluster.nodes."""
+    return target.ranks if bounded or target.is_local else MOST_DEVICES
 
 
-def enough(tuned: Tuner, days: float | None, most: int, sure: float, progress: Callable[[int], None]) -> list[Count]:
-    """What was looked at, up to the first number of devices on which the run fits and ends within ``days``."""
-    found: list[Count] = []
-    for number in numbers(tuned.target, most):
-        part = Tuner(tuned.config, tuned.fixed, tuned.target.part(number), tuned.extra)
-        space = part.enumerate(memory_factor=sure)
+def find_min_devices(
+    tuned: Tuner, days: float | None, most: int, memory_factor: float, progress: Callable[[int], None]
+) -> list[DeviceCount]:
+    """Return the device counts considered, up to the first on which the run fits and ends within ``days``."""
+    counts: list[DeviceCount] = []
+    for number in device_counts(tuned.target, most):
+        part = Tuner(tuned.config, tuned.fixed, tuned.target.subset(number), tuned.extra)
+        space = part.enumerate(memory_factor=memory_factor)
         best = space.candidates[0] if space.candidates else None
-        found.append(Count(part, space, _days(part, best) if best else None))
-        progress(len(found))
-        if best and (days is None or (found[-1].days or 0.0) <= days):
+        counts.append(DeviceCount(part, space, _days(part, best) if best else None))
+        progress(len(counts))
+        if best and (days is None or (counts[-1].days or 0.0) <= days):
             break
-    return found
+    return counts
 
 
 def _days(tuned: Tuner, best: Candidate) -> float:
@@ -242,54 +254,54 @@ def _days(tuned: Tuner, best: Candidate) -> float:
     return forecast_plan(plan, target.cluster, target.rank_device(best.ranks), best.ranks).days
 
 
-def count_lines(found: list[Count]) -> Iterator[str]:
-    """A row for each number of devices."""
-    rows = [["devices", "sets that fit", "fastest: s a step", "days", "memory", "tp", "pp", "dp", "zero"]]
-    for each in found:
+def device_count_lines(counts: list[DeviceCount]) -> Iterator[str]:
+    """Yield one row per device count, with its fastest settings."""
+    rows = [["devices", "candidates", "s/step", "days", "memory", "tp", "pp", "dp", "zero"]]
+    for each in counts:
         best, days = each.fastest, each.days
         row = [f"{each.tuned.target.ranks:,}", f"{len(each.space.candidates):,}"]
         if best is not None and days is not None:
-            row += [f"{best.seconds:.4g}", f"{days:,.3g}", gib(best.needs)]
+            row += [f"{best.seconds:.4g}", f"{days:,.3g}", gib(best.required_bytes)]
             row += [str(best.settings[f"trainer.{name}"]) for name in ("tp", "pp", "dp", "zero")]
         rows.append(row + [""] * (len(rows[0]) - len(row)))
     yield from text_table(rows, left=0)
 
 
-# The longest sequences that fit: for each layout by bisecting the forecast of memory, and as a table of ZeRO stages by
-# device counts, of full fine-tuning and of LoRA.
+# objective=max_seq_len: bisect the memory forecast for each layout.
 
 
 STEP = 64
-"""Lengths are multiples of this many tokens."""
+"""Sequence lengths are multiples of this number of tokens."""
 LONGEST = 1 << 24
 LENGTH, POSITIONS, BATCH = "data.seq_length", "model.max_position_embeddings", "trainer.global_batch_size"
-METHODS = {"full": "every weight trained", "lora": "LoRA"}
+METHODS = {"full": "full", "lora": "LoRA"}
 SAVING = {"trainer.micro_batch_size": 1, "trainer.recompute": "full", "trainer.vpp": 1}
-"""What a sequence is longest with, where the user does not say otherwise."""
+"""Settings of least memory, unless the user sets others."""
 
 Fits = Callable[[Candidate], bool]
 
 
 @dataclass(frozen=True)
 class LengthCell:
-    """One number of the table."""
+    """Cell of the table of sequence lengths."""
 
     method: str
     zero: int
     ranks: int
     tokens: int
-    """Tokens in the longest sequence; 0 where not even the shortest fits."""
+    """Longest sequence that fits, in tokens; 0 if none fits."""
 
 
-def longest(tuned: Tuner, settings: Mapping[str, Any], ranks: int, fits: Fits) -> int:
-    """The most tokens in a sequence with which ``settings`` fit, a multiple of 64; 0 where none do.
+def longest_sequence(tuned: Tuner, settings: Mapping[str, Any], ranks: int, fits: Fits) -> int:
+    """Return the longest sequence with which ``settings`` fit, a multiple of STEP tokens; 0 if none fits.
 
-    Raises ConfigError where the settings break a rule.
+    Raises:
+        ConfigError: the settings break a rule.
     """
     unit = math.lcm(STEP, settings["trainer.tp"])
 
     def fit(count: int) -> bool:
-        return fits(tuned.candidate({**settings, **of_length(tuned.config, count * unit)}, ranks))
+        return fits(tuned.candidate({**settings, **length_settings(tuned.config, count * unit)}, ranks))
 
     low, high = 0, 1
     while high * unit <= LONGEST and fit(high):
@@ -300,166 +312,176 @@ def longest(tuned: Tuner, settings: Mapping[str, Any], ranks: int, fits: Fits) -
     return low * unit
 
 
-def of_length(config: Config, tokens: int) -> dict[str, int]:
-    """Settings for sequences of so many tokens, with positions for all of them."""
+def length_settings(config: Config, tokens: int) -> dict[str, int]:
+    """Return the settings for sequences of ``tokens`` tokens, with enough positions."""
     more = {POSITIONS: tokens} if tokens > config.model.max_position_embeddings else {}
     return {LENGTH: tokens, **more}
 
 
-def longest_of_all(tuned: Tuner, fits: Fits, progress: Callable[[int], None]) -> int:
-    """The most tokens that any layout of the target takes; 0 where none fits. Raises ConfigError where all break a
-    rule."""
+def longest_in_any_layout(tuned: Tuner, fits: Fits, progress: Callable[[int], None]) -> int:
+    """Return the longest sequence of any layout of the target; 0 if none fits.
+
+    Raises:
+        ConfigError: all layouts break a rule.
+    """
     saving = Tuner(tuned.config, {**SAVING, **tuned.fixed}, tuned.target)
-    found, broken, done = [], None, 0
-    for ranks in tuned.target.worlds():
+    lengths, problem, done = [], None, 0
+    for ranks in tuned.target.world_sizes():
         for layout in saving.layouts(ranks):
             size = saving.fixed["trainer.micro_batch_size"]
             try:
-                found.append(longest(saving, {**layout, "trainer.micro_batch_size": size}, ranks, fits))
+                lengths.append(longest_sequence(saving, {**layout, "trainer.micro_batch_size": size}, ranks, fits))
             except ConfigError as error:
-                broken = error
+                problem = error
             done += 1
             progress(done)
-    if not found and broken is not None:
-        raise broken
-    return max(found, default=0)
+    if not lengths and problem is not None:
+        raise problem
+    return max(lengths, default=0)
 
 
 def stage_table(
-    config: Config, kept: Mapping[str, Any], target: Target, progress: Callable[[int], None]
+    config: Config, fixed: Mapping[str, Any], target: Target, progress: Callable[[int], None]
 ) -> list[LengthCell]:
-    """The longest sequence by method, ZeRO stage and number of data-parallel ranks: 1, 2, 4, ... as many as there are.
+    """Return the longest sequence by method, ZeRO stage and number of data-parallel ranks (1, 2, 4, ...).
 
-    A global batch that does not divide by the ranks is taken larger.
+    A global batch that does not divide by the ranks is rounded up.
     """
-    found = []
-    tp, pp = kept.get("trainer.tp", 1), kept.get("trainer.pp", 1)
+    cells = []
+    tp, pp = fixed.get("trainer.tp", 1), fixed.get("trainer.pp", 1)
     grid = Grid.of(config.trainer).resized(tp=tp, pp=pp)
     for method in METHODS:
         changed = deepcopy(config)
         changed.finetune.method = method
-        tuned = Tuner(changed, kept, target)
-        for zero in [kept["trainer.zero"]] if "trainer.zero" in kept else range(4):
-            for ranks in counts(target, grid.block):
-                settings = _plain(config, kept, tp, pp, grid.with_world(ranks).sizes["dp"], zero)
-                tokens = longest(tuned, settings, ranks, partial(_fits_on, target.part(ranks)))
-                found.append(LengthCell(method, zero, ranks, tokens))
-                progress(len(found))
-    return found
+        tuned = Tuner(changed, fixed, target)
+        for zero in [fixed["trainer.zero"]] if "trainer.zero" in fixed else range(4):
+            for ranks in rank_counts(target, grid.block):
+                settings = _cell_settings(config, fixed, tp, pp, grid.with_world(ranks).sizes["dp"], zero)
+                tokens = longest_sequence(tuned, settings, ranks, partial(_fits_on, target.subset(ranks)))
+                cells.append(LengthCell(method, zero, ranks, tokens))
+                progress(len(cells))
+    return cells
 
 
 def _fits_on(target: Target, each: Candidate) -> bool:
-    return target.needs(each.peak, each.ranks) <= target.room
+    return target.required_bytes(each.peak, each.ranks) <= target.usable_bytes
 
 
-def counts(target: Target, block: int) -> list[int]:
-    """``block``, twice, four times as many ranks, up to all of the target."""
+def rank_counts(target: Target, block: int) -> list[int]:
+    """Return ``block`` times 1, 2, 4, ... ranks, up to the ranks of the target."""
     return [block << power for power in range(target.ranks.bit_length()) if block << power <= target.ranks]
 
 
-def _plain(config: Config, kept: Mapping[str, Any], tp: int, pp: int, dp: int, zero: int) -> dict[str, Any]:
-    """Settings of one cell, with all that ``Tuned.candidate`` wants."""
-    values = {**dict.fromkeys(TUNED), **SAVING, **kept, "trainer.tp": tp, "trainer.pp": pp}
+def _cell_settings(config: Config, fixed: Mapping[str, Any], tp: int, pp: int, dp: int, zero: int) -> dict[str, Any]:
+    """Return the settings of one cell, with all names that ``Tuner.candidate`` requires."""
+    values = {**dict.fromkeys(TUNED), **SAVING, **fixed, "trainer.tp": tp, "trainer.pp": pp}
     unit = dp * values["trainer.micro_batch_size"]
     batch = -(-get(config, BATCH) // unit) * unit
     return {**values, "trainer.dp": dp, "trainer.zero": zero, "trainer.shard_group": None, BATCH: batch}
 
 
 def sequence_lines(cells: list[LengthCell], config: Config) -> Iterator[str]:
-    """The table: a row for each method and stage, a column for each number of devices."""
+    """Yield the table: one row per method and ZeRO stage, one column per number of devices."""
     ranks = sorted({cell.ranks for cell in cells})
     tokens = {(cell.method, cell.zero, cell.ranks): cell.tokens for cell in cells}
-    rows = [["longest data.seq_length", "zero", *(f"{n} device{'s' * (n > 1)}" for n in ranks)]]
-    for method, words in METHODS.items():
+    yield "longest data.seq_length that fits, by number of devices"
+    rows = [["finetune", "zero", *map(str, ranks)]]
+    for method, label in METHODS.items():
         for zero in sorted({cell.zero for cell in cells}):
-            first = words if zero == min(cell.zero for cell in cells) else ""
+            first = label if zero == min(cell.zero for cell in cells) else ""
             rows.append([first, str(zero), *(_shown(tokens[method, zero, n]) for n in ranks)])
     yield from text_table(rows, left=1)
     positions = config.model.max_position_embeddings
     if any(cell.tokens > positions for cell in cells):
-        yield f"  {config.model.name} has {positions:,} positions; longer sequences need model.max_position_embeddings"
+        yield f"  more than {positions:,} tokens need a larger model.max_position_embeddings"
 
 
 def _shown(tokens: int) -> str:
     return f"{tokens:,}" if tokens else "-"
 
 
-# What a search found, as text: a table of settings with their forecast and what was measured.
+# Report of a search.
 
 
 SHOWN = 12
+"""Number of candidates in the report."""
 _HEADS = ("tp", "pp", "vpp", "dp", "zero", "group", "micro", "recompute")
+_NUMBERS = ("s/step", "tokens/s", "GiB")
 
 
-def table(found: SearchResult, config: Config) -> Iterator[str]:
-    """The best, those that were tried, and why the others were left out."""
+def result_lines(result: SearchResult, config: Config) -> Iterator[str]:
+    """Yield the forecast of the best and the failed settings, their measurements, and the rejected settings."""
     tokens = config.trainer.global_batch_size * config.data.length
-    tried = found.knowledge.tried
+    tried = result.history.tried
     failed = [each for each, out in tried.values() if out.status != DONE]
-    head = ["", *_HEADS, "forecast s", "tokens/s", "memory"]
-    head += ["measured s", "tokens/s", "memory", ""] if tried else []
-    rows = [head]
-    shown = [*enumerate(found.order[:SHOWN], 1), *((0, each) for each in failed)]
+    forecast, measured = [["", *_HEADS, *_NUMBERS]], [["", *_NUMBERS, ""]]
+    shown = [*enumerate(result.ranking[:SHOWN], 1), *((0, each) for each in failed)]
     for number, each in shown:
-        row = [str(number) if number else "-", *_values(each)]
-        row += [f"{each.seconds:.4g}", f"{tokens / each.seconds:,.0f}", gib(each.needs)]
-        row += _measured(found, each, tokens) if tried else []
-        rows.append(row)
-    yield from text_table(rows, left=1)
-    if len(found.order) > SHOWN:
-        yield f"  and {len(found.order) - SHOWN:,} slower ones that fit"
+        label = str(number) if number else "-"
+        numbers = (f"{each.seconds:.4g}", f"{tokens / each.seconds:,.0f}", f"{each.required_bytes / GIB:.2f}")
+        forecast.append([label, *_values(each), *numbers])
+        measured.append([label, *_measured(result, each, tokens)])
+    yield "forecast"
+    yield from text_table(forecast, left=1)
+    if len(result.ranking) > SHOWN:
+        yield f"  and {len(result.ranking) - SHOWN:,} slower candidates"
+    if tried:
+        yield ""
+        yield "measured"
+        yield from text_table(measured, left=1)
     yield ""
-    yield from reasons(found)
+    yield from rejection_lines(result)
 
 
 def _values(candidate: Candidate) -> list[str]:
-    """The settings' values; a dash where nothing is chosen."""
+    """Return the settings' values, "-" for null."""
     values = (candidate.settings[name] for name in TUNED)
     return ["-" if value is None else str(value) for value in values]
 
 
-def _measured(found: SearchResult, candidate: Candidate, tokens: int) -> list[str]:
-    trial = found.knowledge.tried.get(candidate.key)
+def _measured(result: SearchResult, candidate: Candidate, tokens: int) -> list[str]:
+    trial = result.history.tried.get(candidate.key)
     if trial is None:
         return ["", "", "", "not tried"]
     out = trial[1]
     seconds = [f"{out.seconds:.4g}", f"{tokens / out.seconds:,.0f}"] if out.seconds else ["", ""]
-    memory = gib(found.target.measured(out.memory, candidate.ranks)) if out.memory else ""
+    memory = f"{result.target.measured_bytes(out.memory, candidate.ranks) / GIB:.2f}" if out.memory else ""
     return [*seconds, memory, "" if out.status == DONE else out.status]
 
 
-def reasons(found: SearchResult) -> Iterator[str]:
-    """How many were looked at, and why the others are not in the table."""
-    yield f"{found.space.looked_at:,} {plural(found.space.looked_at, 'set')} of settings looked at; left out:"
-    dropped = dict(found.space.dropped.most_common())
-    known = found.knowledge
-    after = sum(each.key not in known.tried and not known.may_fit(each) for each in found.space.candidates)
+def rejection_lines(result: SearchResult) -> Iterator[str]:
+    """Yield the number of settings considered, and of rejected ones by reason."""
+    yield f"{result.space.total:,} {plural(result.space.total, 'set')} of settings considered; rejected:"
+    rejected = dict(result.space.rejected.most_common())
+    history = result.history
+    after = sum(each.key not in history.tried and not history.can_fit(each) for each in result.space.candidates)
     if after:
-        dropped["does not fit, as trials show"] = after
-    yield from (f"  {count:>7,}  {reason}" for reason, count in dropped.items())
-    if known.tried:
-        yield f"  forecasts of activations are multiplied by {known.memory_scale:.2f}, which follows from the trials"
+        rejected["does not fit, by the corrected forecast"] = after
+    yield from (f"  {count:>7,}  {reason}" for reason, count in rejected.items())
+    if history.tried:
+        yield f"  correction of the activation forecast from trials: x {history.memory_scale:.2f}"
 
 
-def comment(found: SearchResult, config: Config, objective: str) -> list[str]:
-    """What the experiment's file says about itself."""
-    best = found.best
-    assert best is not None, "something was found"
+def experiment_comment(result: SearchResult, config: Config, objective: str) -> list[str]:
+    """Return the comment at the top of the experiment file."""
+    best = result.best
+    assert best is not None, "checked by the caller"
     tokens = config.trainer.global_batch_size * config.data.length
-    target = str(found.target).removesuffix(", this machine")
-    lines = [f"{config.model.name} on {target}: the best settings for {objective} on {time.strftime('%Y-%m-%d')}."]
-    lines += ["", "Found by scripts/tune.py. Forecast: a step of " + _numbers(best.seconds, tokens, best.needs)]
-    trial = found.knowledge.tried.get(best.key)
+    target = str(result.target).removesuffix(", this machine")
+    lines = [f"{config.model.name} on {target}: best settings for {objective}, {time.strftime('%Y-%m-%d')}."]
+    forecast = _format_numbers(best.seconds, tokens, best.required_bytes)
+    lines += ["", "Written by scripts/tune.py. Forecast: a step of " + forecast]
+    trial = result.history.tried.get(best.key)
     if trial is not None and trial[1].seconds:
-        memory = found.target.measured(trial[1].memory or 0, best.ranks)
-        lines.append("Measured: a step of " + _numbers(trial[1].seconds, tokens, memory))
-        lines.append(f"With {_versions()}, {len(found.knowledge.tried)} trials.")
+        memory = result.target.measured_bytes(trial[1].memory or 0, best.ranks)
+        lines.append("Measured: a step of " + _format_numbers(trial[1].seconds, tokens, memory))
+        lines.append(f"With {_versions()}, {len(result.history.tried)} trials.")
     else:
-        lines.append("Not tried.")
+        lines.append("Not measured.")
     return lines
 
 
-def _numbers(seconds: float, tokens: int, memory: int) -> str:
+def _format_numbers(seconds: float, tokens: int, memory: int) -> str:
     return f"{seconds:.4g} s, {tokens / seconds:,.0f} tokens/s, {gib(memory)}."
 
 

@@ -1,4 +1,4 @@
-"""The search: candidates by forecast, then trials of the most promising, each of which corrects the forecast."""
+"""Search: forecast all candidates, run trials of the fastest ones, and correct the forecast after each trial."""
 from __future__ import annotations
 
 import statistics
@@ -20,212 +20,224 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-AGAIN = 2
-Try = Callable[[Candidate, float | None], TrialOutcome]
-"""Tries a candidate; the second argument are the seconds of the fastest step so far."""
+REPEATS = 2
+"""Repeated trials of each finalist."""
+TrialFunction = Callable[[Candidate, float | None], TrialOutcome]
+"""Runs a trial of (candidate, seconds of the fastest step so far)."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search came to."""
+    """Result of a search."""
 
     target: Target
     space: CandidateSpace
-    knowledge: TrialHistory
-    order: list[Candidate]
-    """The candidates, the best first: those that were tried and ended well by what was measured, then the others by
-    the corrected forecast."""
+    history: TrialHistory
+    ranking: list[Candidate]
+    """Candidates, fastest first: successful trials by measured time, then the others by corrected forecast."""
 
     @property
     def best(self) -> Candidate | None:
-        """The settings to take; None where nothing fits."""
-        return self.order[0] if self.order else None
+        """Fastest candidate; None if nothing fits."""
+        return self.ranking[0] if self.ranking else None
 
 
-def forecast_space(tuned: Tuner) -> CandidateSpace:
-    """All candidates of a target. Raises ConfigError where every one of them breaks a rule."""
-    # Only trials may find out whether what is close to the limit fits.
-    memory_factor = {} if tuned.target.here else {"memory_factor": 1.0}
-    with progress_bar("forecast", "settings") as shown:
-        space = tuned.enumerate(progress=shown.show, **memory_factor)
-    if not space.candidates and not space.dropped["does not fit"]:
-        if not space.looked_at:  # what is given makes no grid of these devices: the rules say why
+def enumerate_candidates(tuned: Tuner) -> CandidateSpace:
+    """Return all candidates of a target; raise ConfigError if all settings break a rule."""
+    # Candidates close to the memory limit are tried only if trials run on this machine.
+    memory_factor = {} if tuned.target.is_local else {"memory_factor": 1.0}
+    with progress_bar("forecast", "settings") as bar:
+        space = tuned.enumerate(progress=bar.show, **memory_factor)
+    if not space.candidates and not space.rejected["does not fit"]:
+        if not space.total:  # no grid of these devices has the fixed settings: raise the rules' problems
             tuned.plan({"trainer.dp": None, **tuned.fixed}, tuned.target.ranks)
-        if space.broken:
-            raise ConfigError(space.broken)
+        if space.problems:
+            raise ConfigError(space.problems)
     return space
 
 
-def search(tuned: Tuner, space: CandidateSpace, trials: int, journal: Journal | None, attempt: Try) -> SearchResult:
-    """Makes ``trials`` trials that take a time, those of the journal included; as many others may run out of memory."""
-    knowledge = TrialHistory(tuned.target)
+def search(
+    tuned: Tuner, space: CandidateSpace, trials: int, journal: Journal | None, attempt: TrialFunction
+) -> SearchResult:
+    """Run a search.
+
+    Args:
+        tuned: config and target.
+        space: candidates (``enumerate_candidates``).
+        trials: number of timed trials, including the journal's. The same number may run out of memory.
+        journal: record of trials.
+        attempt: runs a trial.
+    """
+    history = TrialHistory(tuned.target)
     if trials and journal is not None:
-        for candidate, outcome in journal.known(space.candidates):
-            knowledge.add(candidate, outcome)
-        with progress_bar("trials", "trials", trials) as shown:
-            shown.start_at(min(trials, knowledge.timed))
-            _try(knowledge, space.candidates, trials, journal, attempt, shown)
-        with progress_bar("the best again", "trials") as shown:
-            _try_again(knowledge, journal, attempt, shown)
-    return SearchResult(tuned.target, space, knowledge, ranked(knowledge, space.candidates))
+        for candidate, outcome in journal.recorded(space.candidates):
+            history.add(candidate, outcome)
+        with progress_bar("trials", "trials", trials) as bar:
+            bar.start_at(min(trials, history.timed_count))
+            _run_trials(history, space.candidates, trials, journal, attempt, bar)
+        with progress_bar("repeat the fastest", "trials") as bar:
+            _repeat_finalists(history, journal, attempt, bar)
+    return SearchResult(tuned.target, space, history, rank_candidates(history, space.candidates))
 
 
-def _try(
-    knowledge: TrialHistory,
+def _run_trials(
+    history: TrialHistory,
     candidates: Sequence[Candidate],
     trials: int,
     journal: Journal,
-    attempt: Try,
-    shown: ProgressBar,
+    attempt: TrialFunction,
+    bar: ProgressBar,
 ) -> None:
-    """Trial after trial, the one from which most is to be hoped next."""
-    while knowledge.timed < trials and len(knowledge.tried) < 2 * trials:
-        candidate = knowledge.next(candidates)
+    """Run trials, the most promising candidate first."""
+    while history.timed_count < trials and len(history.tried) < 2 * trials:
+        candidate = history.choose_next(candidates)
         if candidate is None:
             return
-        number = len(knowledge.tried)
-        shown.show(knowledge.timed, candidate.key)
-        best = knowledge.best
+        number = len(history.tried)
+        bar.show(history.timed_count, candidate.key)
+        best = history.best
         outcome = attempt(candidate, best[1].seconds if best else None)
-        knowledge.add(candidate, outcome)
+        history.add(candidate, outcome)
         journal.add(candidate, outcome)
-        shown.print_line(f"trial {number + 1}: {candidate.key}: {in_words(outcome)}")
-        shown.show(knowledge.timed)
+        bar.print_line(f"trial {number + 1}: {candidate.key}: {format_outcome(outcome)}")
+        bar.show(history.timed_count)
 
 
-def _try_again(knowledge: TrialHistory, journal: Journal, attempt: Try, shown: ProgressBar) -> None:
-    """The fastest few, where they are close: AGAIN times more each, in turn, so that what else the machine does while
-    one of them runs does not decide."""
-    finalists, done = knowledge.close(), 0
-    for round_number in range(1, AGAIN + 1) if len(finalists) > 1 else ():
+def _repeat_finalists(history: TrialHistory, journal: Journal, attempt: TrialFunction, bar: ProgressBar) -> None:
+    """Repeat the fastest trials, if close, REPEATS times, alternately so that other load affects all of them."""
+    finalists, done = history.finalists(), 0
+    for round_number in range(1, REPEATS + 1) if len(finalists) > 1 else ():
         for candidate in finalists:
-            before = knowledge.tried[candidate.key][1]
+            before = history.tried[candidate.key][1]
             if before.times > round_number or before.status != DONE:
-                continue  # made before an interruption, or failed in the round before
-            shown.show(done, candidate.key)
-            found = attempt(candidate, None)
-            outcome = found  # one that fails once is no choice
-            if found.status == DONE and found.seconds and before.seconds:
-                outcome = replace(before, seconds=min(before.seconds, found.seconds), times=before.times + 1)
-            knowledge.add(candidate, outcome)
+                continue  # recorded before an interruption, or failed in the previous round
+            bar.show(done, candidate.key)
+            repeated = attempt(candidate, None)
+            outcome = repeated  # a single failure excludes the candidate
+            if repeated.status == DONE and repeated.seconds and before.seconds:
+                outcome = replace(before, seconds=min(before.seconds, repeated.seconds), times=before.times + 1)
+            history.add(candidate, outcome)
             journal.add(candidate, outcome)
             done += 1
-            shown.print_line(f"again: {candidate.key}: {in_words(found)}")
+            bar.print_line(f"repeat: {candidate.key}: {format_outcome(repeated)}")
 
 
-def in_words(outcome: TrialOutcome) -> str:
-    """How a trial ended, in a line."""
-    words = outcome.status if outcome.status != DONE else ""
+def format_outcome(outcome: TrialOutcome) -> str:
+    """Format the outcome of a trial in one line."""
+    text = outcome.status if outcome.status != DONE else ""
     if outcome.seconds and outcome.status != MEMORY:
-        words = f"{words + ', ' if words else ''}{outcome.seconds:.4g} s a step"
+        text = f"{text + ', ' if text else ''}{outcome.seconds:.4g} s/step"
     if outcome.memory and outcome.status == DONE:
-        words += f", {gib(outcome.memory)}"
-    if outcome.said:
-        words += f": {outcome.said}"
-    return words
+        text += f", {gib(outcome.memory)}"
+    if outcome.message:
+        text += f": {outcome.message}"
+    return text
 
 
-def ranked(knowledge: TrialHistory, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The best first."""
-    done = [(out.seconds or 0.0, each) for each, out in knowledge.tried.values() if out.status == DONE]
-    left = [each for each in candidates if each.key not in knowledge.tried and knowledge.may_fit(each)]
-    rest = [(round(seconds, 6), each) for seconds, each in zip(knowledge.seconds(left), left, strict=True)]
-    rest.sort(key=lambda pair: (pair[0], pair[1].order[1:]))
+def rank_candidates(history: TrialHistory, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Sort candidates, fastest first."""
+    done = [(out.seconds or 0.0, each) for each, out in history.tried.values() if out.status == DONE]
+    left = [each for each in candidates if each.key not in history.tried and history.can_fit(each)]
+    rest = [(round(seconds, 6), each) for seconds, each in zip(history.predict_seconds(left), left, strict=True)]
+    rest.sort(key=lambda pair: (pair[0], pair[1].sort_key[1:]))
     return [each for _, each in [*sorted(done, key=lambda pair: pair[0]), *rest]]
 
 
-def attempt_with(words: Sequence[str], tune: TuneConfig, folder: Path, nodes: int) -> Try:
-    """Trials of the real program, in folders below ``folder``."""
+def make_attempt(overrides: Sequence[str], tune: TuneConfig, folder: Path, nodes: int) -> TrialFunction:
+    """Return a function that runs trials of train.py in subfolders of ``folder``."""
 
     def attempt(candidate: Candidate, best: float | None) -> TrialOutcome:
         name = candidate.key.replace("trainer.", "").replace("=", "").replace(" ", "-")
-        return run_trial(candidate, words, tune, folder / name, best, nodes)
+        return run_trial(candidate, overrides, tune, folder / name, best, nodes)
 
     return attempt
 
 
-# What trials teach about those that were not made: how far the forecast of memory and time is off.
+# Corrections of the memory and time forecasts by trials.
 
 
 NOISE = 1.1
-"""Times of two trials of the same settings may differ by so much."""
+"""Ratio by which two trials of the same settings may differ."""
 FINALISTS = 3
-DOUBT = 1.0
-"""Trials' worth of belief that a setting's value needs no correction (the ridge of the regression)."""
-
+"""Maximum number of candidates whose trials are repeated."""
+RIDGE = 1.0
+"""Regularization of the time correction, in trials."""
 UNKNOWN_LIMIT = 3.0
+"""Memory corrections above this factor are ignored: a smaller limit than the device's memory caused the failure."""
 
 
 @dataclass
 class TrialHistory:
-    """Trials and what follows from them."""
+    """Trials, and the corrections of forecasts that follow from them."""
 
     target: Target
     tried: dict[str, tuple[Candidate, TrialOutcome]] = field(default_factory=dict)
-    """By the settings as they are typed."""
+    """Trials by ``Candidate.key``."""
 
     def add(self, candidate: Candidate, outcome: TrialOutcome) -> None:
-        """Takes in a trial."""
+        """Add a trial."""
         self.tried[candidate.key] = (candidate, outcome)
 
     @property
     def best(self) -> tuple[Candidate, TrialOutcome] | None:
-        """The fastest of those that came to an end."""
+        """Fastest successful trial."""
         done = [(each, out) for each, out in self.tried.values() if out.status == DONE and out.seconds]
         return min(done, key=lambda trial: trial[1].seconds or 0.0, default=None)
 
-    def close(self) -> list[Candidate]:
-        """The fastest, and others that may be as fast, as far as one trial of each can tell: to be tried again."""
+    def finalists(self) -> list[Candidate]:
+        """Return the fastest candidate, and others within the noise of a single trial."""
         done = [(out.seconds, each) for each, out in self.tried.values() if out.status == DONE and out.seconds]
         done.sort(key=lambda trial: trial[0])
         return [each for seconds, each in done[:FINALISTS] if seconds <= NOISE * done[0][0]]
 
     @property
-    def timed(self) -> int:
-        """Trials of which a time is known."""
+    def timed_count(self) -> int:
+        """Number of trials with a measured time."""
         return sum(out.seconds is not None for _, out in self.tried.values())
 
     def smallest_failure(self, ranks: int) -> int | None:
-        """Bytes, by the corrected forecast, of the least that ran out of memory with so many ranks. What a rank needs
-        before it has a tensor is known less well than what its tensors need: other numbers are not compared."""
+        """Return the lowest corrected forecast, in bytes, that ran out of memory on ``ranks`` ranks.
+
+        Other numbers of ranks are not compared, because the memory of a process without tensors is less certain.
+        """
         failed = (each for each, out in self.tried.values() if out.status == MEMORY and each.ranks == ranks)
-        return min(map(self.needs, failed), default=None)
+        return min(map(self.required_bytes, failed), default=None)
 
     @property
     def memory_scale(self) -> float:
-        """By what the forecast of a rank's activations and buffers is to be multiplied: the middle of what runs
-        reported over it, and at least what it takes for those that ran out of memory not to fit. Never below 1: a peak
-        may be missed."""
+        """Correction factor of the forecast of activations and buffers, at least 1.
+
+        The factor is the median ratio of reported to forecast memory, raised so that failed trials do not fit.
+        """
         target, scale = self.target, 1.0
         ratios, bounds = [], []
         for each, out in self.tried.values():
-            beside, sharers = target.beside(each.ranks), target.sharers(each.ranks)
+            baseline, sharing = target.baseline_bytes(each.ranks), target.ranks_sharing_memory(each.ranks)
             if out.status == DONE and out.memory:
-                peak = (target.measured(out.memory, each.ranks) - beside) / sharers
+                peak = (target.measured_bytes(out.memory, each.ranks) - baseline) / sharing
                 ratios.append((peak - each.first_states) / max(1, each.first_peak - each.first_states))
             elif out.status == MEMORY:
-                peak = (target.room - beside) / sharers
+                peak = (target.usable_bytes - baseline) / sharing
                 bounds.append((peak - each.states) / max(1, each.peak - each.states))
         if ratios:
             scale = max(scale, statistics.median(ratios))
-        # What fails at a third of what there is has met a limit of which nothing is known.
         return max([scale, *(bound for bound in bounds if bound < UNKNOWN_LIMIT)])
 
-    def needs(self, candidate: Candidate) -> int:
-        """The corrected forecast, bytes of a device or host."""
-        return self.target.needs(candidate.grown_peak(self.memory_scale), candidate.ranks)
+    def required_bytes(self, candidate: Candidate) -> int:
+        """Return the corrected forecast, bytes on a device or host."""
+        return self.target.required_bytes(candidate.grown_peak(self.memory_scale), candidate.ranks)
 
-    def may_fit(self, candidate: Candidate) -> bool:
-        """Whether it is worth a trial: less than what ran out of memory, and not sure to be too much."""
+    def can_fit(self, candidate: Candidate) -> bool:
+        """Whether a candidate may fit, by the corrected forecast and the failed trials."""
         failure = self.smallest_failure(candidate.ranks)
-        needs = self.needs(candidate)
-        return SURE * needs <= self.target.room and (failure is None or needs < failure)
+        required_bytes = self.required_bytes(candidate)
+        return SURE * required_bytes <= self.target.usable_bytes and (failure is None or required_bytes < failure)
 
-    def seconds(self, candidates: Sequence[Candidate]) -> list[float]:
-        """Of a step of each: the forecast times what trials say about it.
+    def predict_seconds(self, candidates: Sequence[Candidate]) -> list[float]:
+        """Return the corrected forecast of a step of each candidate.
 
-        The logarithm of measured over forecast time is explained by the values of the settings, each of which is
-        believed to need no correction until trials say so (ridge regression; the mean is free).
+        Ridge regression explains the log ratio of measured to forecast time by the settings' values. The mean is not
+        regularized.
         """
         import numpy as np
 
@@ -233,20 +245,22 @@ class TrialHistory:
         forecast = np.log([each.seconds for each in candidates])
         if not timed:
             return [float(each) for each in np.exp(forecast)]
-        off = np.log([seconds / each.seconds for each, seconds in timed])
+        errors = np.log([seconds / each.seconds for each, seconds in timed])
         columns = {value: number for number, value in enumerate(sorted(_values(each for each, _ in timed)))}
-        seen = _one_hot([each for each, _ in timed], columns)
-        weights = np.linalg.solve(seen.T @ seen + DOUBT * np.eye(len(columns)), seen.T @ (off - off.mean()))
-        return [float(each) for each in np.exp(forecast + off.mean() + _one_hot(candidates, columns) @ weights)]
+        inputs = _one_hot([each for each, _ in timed], columns)
+        weights = np.linalg.solve(inputs.T @ inputs + RIDGE * np.eye(len(columns)), inputs.T @ (errors - errors.mean()))
+        return [float(each) for each in np.exp(forecast + errors.mean() + _one_hot(candidates, columns) @ weights)]
 
-    def next(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """What to try next: the fastest by what is known. Every second time the fastest of a grid of which no time is
-        known yet, as long as there is one. None where nothing is left."""
-        left = [each for each in candidates if each.key not in self.tried and self.may_fit(each)]
+    def choose_next(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        """Return the next candidate to try: the fastest by corrected forecast; None if no candidate is left.
+
+        Every second trial explores a grid without a measured time, if there is one.
+        """
+        left = [each for each in candidates if each.key not in self.tried and self.can_fit(each)]
         if len(self.tried) % 2:
             grids = {each.grid for each, out in self.tried.values() if out.status != MEMORY}
             left = [each for each in left if each.grid not in grids] or left
-        return min(zip(self.seconds(left), left, strict=True), key=lambda pair: pair[0])[1] if left else None
+        return min(zip(self.predict_seconds(left), left, strict=True), key=lambda pair: pair[0])[1] if left else None
 
 
 def _values(candidates: Iterable[Candidate]) -> set[str]:
@@ -254,12 +268,12 @@ def _values(candidates: Iterable[Candidate]) -> set[str]:
 
 
 def _one_hot(candidates: Sequence[Candidate], columns: dict[str, int]) -> np.ndarray:
-    """[candidates, columns]: which values each has; values that no trial had have no column."""
+    """Return the one-hot encoding [candidates, columns]; values of no trial have no column."""
     import numpy as np
 
-    found = np.zeros((len(candidates), len(columns)))
+    encoding = np.zeros((len(candidates), len(columns)))
     for row, each in enumerate(candidates):
         for value in _values([each]):
             if value in columns:
-                found[row, columns[value]] = 1.0
-    return found
+                encoding[row, columns[value]] = 1.0
+    return encoding

@@ -1,4 +1,4 @@
-"""One trial: a few steps of ``train.py`` in a process of its own or as a SLURM job, and how it ended."""
+"""Trial of a candidate: a few steps of ``train.py`` in a process or SLURM job, and its outcome."""
 from __future__ import annotations
 
 import contextlib
@@ -32,7 +32,7 @@ from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 
 ROOT = CONF_DIR.parent
 DONE, MEMORY, SLOW, FAILED = "done", "out of memory", "too slow", "failed"
-NOT_NEEDED = (
+TRIAL_OVERRIDES = (
     *MOCK_RUN,
     "data.name=tuning",
     "dry_run=false",
@@ -45,96 +45,103 @@ NOT_NEEDED = (
     "checkpoint.export_hf=false",
     "checkpoint.resume=never",
 )
-"""What a trial leaves out: files, checkpoints and validation take no part in the time of a step."""
-SLOWER = 2.0
-"""A trial whose fastest step takes so many times as long as the best one so far is ended early."""
+"""Overrides of a trial: no files, checkpoints or validation."""
+SLOW_FACTOR = 2.0
+"""A trial is stopped if its fastest step takes this many times the best step so far."""
 _NO_MEMORY = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|MemoryError|bad_alloc|RESOURCE_EXHAUSTED"
     r"|the heaviest rank(?: \([^)]*\))? needs",
     re.IGNORECASE,
 )
 _POLL_SECONDS = 0.2
-_WORDS_KEPT = 300
+_MESSAGE_LENGTH = 300
 
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """How a trial ended."""
+    """Outcome of a trial."""
 
     status: str
-    """done, out of memory, too slow or failed."""
+    """DONE, MEMORY, SLOW or FAILED."""
     seconds: float | None = None
-    """Of a step: the median of those that were timed."""
+    """Median seconds of the timed steps."""
     memory: int | None = None
-    """Bytes that the first rank has reported: of a device the most allocated, of a host's rank the resident set."""
-    said: str = ""
-    """Of a trial that failed: why, in a line."""
+    """Bytes that rank 0 reported: peak allocated on a device, resident set on a host."""
+    message: str = ""
+    """Reason of a failure, one line. Its key in ``trials.json`` is ``said``."""
     times: int = 1
-    """How often it was tried; ``seconds`` are those of the fastest time, since other work can only add to them."""
+    """Number of trials. ``seconds`` is the minimum over them, because other load only adds time."""
 
 
-class Attempt(Protocol):
-    """A trial that was started."""
+class RunningTrial(Protocol):
+    """Trial that was started."""
 
     def poll(self) -> int | None:
-        """Its exit status, minus the signal's number where one ended it; None while it runs."""
+        """Return the exit status (negative signal number if a signal ended it); None while it runs."""
 
     def kill(self) -> None:
-        """Ends all of it."""
+        """End all its processes."""
 
 
 def run_trial(
-    candidate: Candidate, words: Sequence[str], tune: TuneConfig, folder: Path, best: float | None, nodes: int
+    candidate: Candidate, overrides: Sequence[str], tune: TuneConfig, folder: Path, best: float | None, nodes: int
 ) -> TrialOutcome:
-    """Tries a candidate: ``words`` of the user's command line with its settings, in ``folder``.
+    """Run a trial; an interruption ends its processes.
 
-    ``best`` are the seconds of the fastest step so far. Raises KeyboardInterrupt, after ending the trial.
+    Args:
+        candidate: settings to try.
+        overrides: the user's command line.
+        tune: limits of a trial.
+        folder: run folder of the trial.
+        best: seconds of the fastest step so far, None before the first trial.
+        nodes: nodes of a SLURM job.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for old in (folder / METRICS_FILE, folder / "output.txt"):
         old.unlink(missing_ok=True)
     settings = candidate.key.split()
-    command = [*words, *NOT_NEEDED, *settings, f"trainer.steps={tune.steps + 1}", f"run.dir={json.dumps(str(folder))}"]
+    run = [f"trainer.steps={tune.steps + 1}", f"run.dir={json.dumps(str(folder))}"]
+    command = [*overrides, *TRIAL_OVERRIDES, *settings, *run]
     if tune.jobs:
-        attempt: Attempt = SlurmJob(command, folder, tune.sbatch, nodes)
+        trial: RunningTrial = SlurmJob(command, folder, tune.sbatch, nodes)
     else:
-        attempt = Process(command, folder)
+        trial = Process(command, folder)
     deadline = time.monotonic() + 60 * tune.trial_minutes
     status, ended = None, ""
     try:
-        while (status := attempt.poll()) is None:
+        while (status := trial.poll()) is None:
             if time.monotonic() > deadline:
                 ended = SLOW
-            elif best is not None and len(times := _times(folder)) > 1 and min(times) > SLOWER * best:
+            elif best is not None and len(times := _times(folder)) > 1 and min(times) > SLOW_FACTOR * best:
                 ended = SLOW
             if ended:
                 break
             time.sleep(_POLL_SECONDS)
     finally:
-        attempt.kill()
-    return judge(status, ended, folder)
+        trial.kill()
+    return read_outcome(status, ended, folder)
 
 
-def judge(status: int | None, ended: str, folder: Path) -> TrialOutcome:
-    """How a trial ended, by its exit status, what it printed and its metrics."""
+def read_outcome(status: int | None, ended: str, folder: Path) -> TrialOutcome:
+    """Return the outcome of a trial from its exit status, output and metrics."""
     times, output = _times(folder), folder / "output.txt"
-    said = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
+    text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
     seconds = statistics.median(times) if times else None
     memory = max((record["peak_memory_bytes"] or 0 for record in _records(folder)), default=None)
     if status == 0:
         return TrialOutcome(DONE, seconds, memory)
     if ended:
         return TrialOutcome(ended, seconds, memory)
-    if status in (-signal.SIGKILL, 128 + signal.SIGKILL) or _NO_MEMORY.search(said):
+    if status in (-signal.SIGKILL, 128 + signal.SIGKILL) or _NO_MEMORY.search(text):
         return TrialOutcome(MEMORY, None, memory)
-    return TrialOutcome(FAILED, None, memory, _reason(said))
+    return TrialOutcome(FAILED, None, memory, _reason(text))
 
 
-def _reason(said: str) -> str:
-    """Of what a run printed before it failed, one line: the rule that it breaks, else its last words."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+def _reason(output: str) -> str:
+    """Return one line of a failed run's output: the rule that it breaks, or the last line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     rules = [line.removeprefix("rule").strip() for line in lines if line.startswith("rule ")]
-    return (rules or lines[-1:] or ["it said nothing"])[0][:_WORDS_KEPT]
+    return (rules or lines[-1:] or ["no output"])[0][:_MESSAGE_LENGTH]
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
@@ -144,20 +151,20 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 
 def _times(folder: Path) -> list[float]:
-    """Seconds of each step but the first, which also warms up."""
+    """Return the seconds of each step except the first, which is the warm-up."""
     return [record["step_time_s"] for record in _records(folder)[1:]]
 
 
 class Process:
-    """``python train.py`` on this machine, which ends with this process."""
+    """``python train.py`` on this machine; it ends with this process."""
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
-        starter = os.getpid()
+        parent = os.getpid()
 
-        def first_to_go() -> None:
-            exit_with_parent(starter)
+        def prefer_as_oom_victim() -> None:
+            exit_with_parent(parent)
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-                file.write("1000")  # where memory ends the kernel takes the trial, not the search
+                file.write("1000")  # the OOM killer then ends the trial, not the search
 
         with (folder / "output.txt").open("wb") as output:
             self._process = subprocess.Popen(
@@ -166,7 +173,7 @@ class Process:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=first_to_go,
+                preexec_fn=prefer_as_oom_victim,
             )
 
     def poll(self) -> int | None:
@@ -183,7 +190,7 @@ _RUNNING = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSP
 
 
 class SlurmJob:
-    """``sbatch run.slurm`` on some nodes. Never queued again: what it lacks the search wants to know."""
+    """``sbatch run.slurm`` on ``nodes`` nodes, without requeue: a failure is a result."""
 
     def __init__(self, command: Sequence[str], folder: Path, options: str, nodes: int) -> None:
         output = f"--output={folder / 'output.txt'}"
@@ -191,19 +198,19 @@ class SlurmJob:
         try:
             done = self._call([*submit, "run.slurm", *command], MAX_RESTARTS="0")
         except OSError as error:
-            raise ConfigError([self._problem(f"sbatch can't be started: {error.strerror}")]) from error
+            raise ConfigError([self._problem(f"cannot start sbatch: {error.strerror}")]) from error
         if done.returncode:
-            raise ConfigError([self._problem(f"sbatch refuses: {(done.stderr or done.stdout).strip()}")])
+            raise ConfigError([self._problem(f"sbatch failed: {(done.stderr or done.stdout).strip()}")])
         self.number = done.stdout.strip().partition(";")[0]
 
     @staticmethod
     def _problem(rule: str) -> Problem:
-        return Problem("tune.jobs", True, rule, "start this where sbatch works, or write tune.sbatch=OPTIONS for it")
+        return Problem("tune.jobs", True, rule, "run this on a host with sbatch, or write tune.sbatch=OPTIONS")
 
     @staticmethod
-    def _call(words: Sequence[str], **more: str) -> subprocess.CompletedProcess[str]:
-        variables: Mapping[str, str] = {**os.environ, **more}
-        return subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    def _call(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
+        env: Mapping[str, str] = {**os.environ, **variables}
+        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
     def poll(self) -> int | None:
         shown = self._call(["scontrol", "-o", "show", "job", self.number])
@@ -212,7 +219,7 @@ class SlurmJob:
             return None
         if facts.get("JobState") == "OUT_OF_MEMORY":
             return -signal.SIGKILL
-        code, _, number = facts.get("ExitCode", "1:0").partition(":")  # a job that is forgotten has not told
+        code, _, number = facts.get("ExitCode", "1:0").partition(":")  # SLURM forgot the job: count it as failed
         return -int(number) if number not in ("", "0") else int(code)
 
     def kill(self) -> None:
@@ -220,45 +227,45 @@ class SlurmJob:
             self._call(["scancel", self.number])
 
 
-# Writes settings as an experiment: a file that ``train.py`` takes as experiment=<name>.
+# Experiment files: train.py experiment=<name>.
 
 
 GROUPS = tuple(sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir() and path.name != EXPERIMENT))
-NEVER = ("allow_targets", "dry_run", "run.dir")
-"""Of a command line, not of a recipe."""
+NOT_IN_EXPERIMENT = ("allow_targets", "dry_run", "run.dir")
+"""Settings that are not written to an experiment."""
 
 
 def experiment_path(name: str) -> Path:
-    """Where the experiment of this name lies."""
+    """Return the path of an experiment."""
     return CONF_DIR / EXPERIMENT / f"{name}.yaml"
 
 
 def check_name(name: str, overwrite: bool) -> list[Problem]:
-    """What is wrong with the name of an experiment that is to be written."""
+    """Return the problems of the name of a new experiment."""
     if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
         return [Problem("tune.name", name, "must be letters, digits, _, - and .", "write tune.name=my_run")]
     if experiment_path(name).exists() and not overwrite:
-        rule = f"{experiment_path(name)} is there already"
-        return [Problem("tune.name", name, rule, "write another tune.name, or tune.overwrite=true to replace it")]
+        rule = f"{experiment_path(name)} exists"
+        return [Problem("tune.name", name, rule, "write another tune.name, or tune.overwrite=true")]
     return []
 
 
-def experiment_text(words: Sequence[str], settings: Mapping[str, Any], comment: Sequence[str]) -> str:
-    """The file: the groups that the command line ``words`` picks, and every setting that is not what they say."""
+def experiment_text(overrides: Sequence[str], settings: Mapping[str, Any], comment: Sequence[str]) -> str:
+    """Return the text of an experiment: config groups of the command line, and all settings that differ from them."""
     picked: dict[str, str] = {}
-    for word in words:
-        group, equals, choice = word.lstrip("+").partition("=")
+    for text in overrides:
+        group, equals, choice = text.lstrip("+").partition("=")
         if equals and group in GROUPS and (CONF_DIR / group / f"{choice}.yaml").exists():
             picked[group] = choice
     plain = load_config([f"{group}={choice}" for group, choice in picked.items()], CONF_DIR)
-    config = load_config(words, CONF_DIR)
+    config = load_config(overrides, CONF_DIR)
     for name, value in settings.items():
         section, _, key = name.rpartition(".")
         setattr(get(config, section), key, value)
     different: dict[str, Any] = {}
     for name in [*settings_by_name(), FREE_DICT]:
         parent = get(config, name.rpartition(".")[0])
-        if parent is None or name in NEVER or get(plain, name) == get(config, name):
+        if parent is None or name in NOT_IN_EXPERIMENT or get(plain, name) == get(config, name):
             continue
         _put(different, name.split("."), get(config, name))
     lines = ["# @package _global_", *(f"# {line}".rstrip() for line in comment)]
@@ -268,47 +275,68 @@ def experiment_text(words: Sequence[str], settings: Mapping[str, Any], comment: 
 
 
 def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Sets a value in nested mappings."""
+    """Set a value in nested mappings."""
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
     tree[path[-1]] = value
 
 
-# The trials of a search, in a file that is whole after each of them: a search that was interrupted goes on.
+# Record of trials, from which an interrupted search resumes.
 
 
-FILE = "trials.json"
+TRIALS_FILE = "trials.json"
+_INPUTS = {"words": "the command line", "steps": "tune.steps", "machine": "the machine"}
+"""Names of a journal's inputs in messages."""
 
 
 class Journal:
-    """``trials.json`` in the folder of a search."""
+    """``trials.json`` in the folder of a search, complete after each trial."""
 
-    def __init__(self, folder: Path, asked: Mapping[str, Any]) -> None:
-        """Reads what is there. ``asked`` is what trials depend on: those of another search are refused with a
-        ConfigError, as is a file that can't be read."""
-        self.path, self.asked = folder / FILE, dict(asked)
+    def __init__(self, folder: Path, inputs: Mapping[str, Any]) -> None:
+        """Read the trials of an interrupted search.
+
+        Args:
+            folder: folder of the search.
+            inputs: values that the trials depend on.
+
+        Raises:
+            ConfigError: the file cannot be read, or is of another search.
+        """
+        self.path, self.inputs = folder / TRIALS_FILE, dict(inputs)
         self._trials: dict[str, TrialOutcome] = {}
         if not self.path.exists():
             return
-        advice = "write another tune.dir=PATH, or remove that folder to begin again"
+        advice = "write another tune.dir=PATH, or remove that folder to start a new search"
         try:
-            found = read_json(self.path)
-            self._trials = {each["settings"]: TrialOutcome(**each["outcome"]) for each in found["trials"]}
-            before = found["asked"]
+            content = read_json(self.path)
+            self._trials = {each["settings"]: _read_outcome(each["outcome"]) for each in content["trials"]}
+            before = content["asked"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError([Problem("tune.dir", str(folder), f"{FILE} can't be read: {error}", advice)]) from error
-        if before != self.asked:
-            differ = ", ".join(name for name in self.asked if before.get(name) != self.asked[name]) or "what was asked"
-            rule = f"has the trials of another search, which differs in {differ}"
+            rule = f"cannot read {TRIALS_FILE}: {error}"
+            raise ConfigError([Problem("tune.dir", str(folder), rule, advice)]) from error
+        if before != self.inputs:
+            names = [name for name in self.inputs if before.get(name) != self.inputs[name]]
+            different = ", ".join(_INPUTS.get(name, name) for name in names) or "its settings"
+            rule = f"contains another search, which differs in {different}"
             raise ConfigError([Problem("tune.dir", str(folder), rule, advice)])
 
-    def known(self, candidates: Sequence[Candidate]) -> list[tuple[Candidate, TrialOutcome]]:
-        """Trials of earlier starts, in their order."""
+    def recorded(self, candidates: Sequence[Candidate]) -> list[tuple[Candidate, TrialOutcome]]:
+        """Return the recorded trials in their order."""
         by_key = {each.key: each for each in candidates}
         return [(by_key[key], outcome) for key, outcome in self._trials.items() if key in by_key]
 
     def add(self, candidate: Candidate, outcome: TrialOutcome) -> None:
-        """Adds a trial. Raises OSError."""
+        """Add a trial and write the file; raise OSError if that fails."""
         self._trials[candidate.key] = outcome
-        trials = [{"settings": key, "outcome": asdict(each)} for key, each in self._trials.items()]
-        write_atomically(self.path, json.dumps({"asked": self.asked, "trials": trials}, indent=1) + "\n")
+        trials = [{"settings": key, "outcome": _outcome_json(each)} for key, each in self._trials.items()]
+        write_atomically(self.path, json.dumps({"asked": self.inputs, "trials": trials}, indent=1) + "\n")
+
+
+def _outcome_json(outcome: TrialOutcome) -> dict[str, Any]:
+    """Return the JSON of an outcome, whose message has the key ``said``."""
+    return {{"message": "said"}.get(name, name): value for name, value in asdict(outcome).items()}
+
+
+def _read_outcome(content: Mapping[str, Any]) -> TrialOutcome:
+    """Return the outcome of its JSON."""
+    return TrialOutcome(**{{"said": "message"}.get(name, name): value for name, value in content.items()})

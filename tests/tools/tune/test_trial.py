@@ -1,4 +1,4 @@
-"""One trial: real processes that stand in for train.py, with real limits, and a SLURM that is played."""
+"""Trials: processes in place of train.py, with real limits, and a mock SLURM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_llama.config import ConfigError
 from megatron_llama.tools.settings import TuneConfig
 from megatron_llama.tools.tune import trial
 from megatron_llama.tools.tune.candidates import Candidate
-from megatron_llama.tools.tune.trial import DONE, FAILED, MEMORY, SLOW, TrialOutcome, judge, run_trial
+from megatron_llama.tools.tune.trial import DONE, FAILED, MEMORY, SLOW, TrialOutcome, read_outcome, run_trial
 from tests.processes import gone
 
 CANDIDATE = Candidate({}, 1, 1, 0, 1, 0, 1, 1.0, "trainer.tp=1")
@@ -31,21 +31,21 @@ def step(number, seconds):
 def run(
     body: str, folder: Path, monkeypatch: pytest.MonkeyPatch, best: float | None = None, **settings: object
 ) -> TrialOutcome:
-    """A trial of a program that stands in for train.py."""
+    """Run a trial of a program in place of train.py."""
     (folder / "train.py").write_text(HEAD + textwrap.dedent(body))
     monkeypatch.setattr(trial, "ROOT", folder)
     tune = TuneConfig(steps=3, **settings)  # type: ignore[arg-type]
     return run_trial(CANDIDATE, ["model=x"], tune, folder / "a trial", best, 1)
 
 
-def test_the_median_of_the_steps_but_the_first_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_is_the_median_without_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = "[step(n + 1, [9.0, 2.0, 5.0, 3.0][n]) for n in range(count)]"
     assert run(body, tmp_path, monkeypatch) == TrialOutcome(DONE, 3.0, 1004)
     assert run(body, tmp_path, monkeypatch) == TrialOutcome(DONE, 3.0, 1004), "files of an earlier start are ignored"
 
 
-def test_an_allocation_that_fails_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real limit of address space, as ulimit -v sets it."""
+def test_failed_allocation_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use a real limit of address space, as set by ulimit -v."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (min(64 << 30, hard) if hard > 0 else 64 << 30, hard))
     try:
@@ -55,7 +55,7 @@ def test_an_allocation_that_fails_is_no_end(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "said"),
+    ("body", "status", "message"),
     [
         ("os.kill(os.getpid(), 9)", MEMORY, ""),
         (
@@ -67,14 +67,16 @@ def test_an_allocation_that_fails_is_no_end(tmp_path: Path, monkeypatch: pytest.
         ("print('  rule  the heaviest rank (pipeline stage 1) needs 9 GiB'); sys.exit(2)", MEMORY, ""),
         ("print('  device = tpu\\n    rule     there is none\\n    instead  x'); sys.exit(2)", FAILED, "there is none"),
         ("raise ValueError('what else')", FAILED, "ValueError: what else"),
-        ("sys.exit(1)", FAILED, "it said nothing"),
+        ("sys.exit(1)", FAILED, "no output"),
     ],
 )
-def test_how_trials_end(body: str, status: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(body, tmp_path, monkeypatch) == TrialOutcome(status, None, None, said)
+def test_outcome_of_a_trial(
+    body: str, status: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(body, tmp_path, monkeypatch) == TrialOutcome(status, None, None, message)
 
 
-def test_a_slow_trial_is_ended_with_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_trials_are_stopped_with_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = """
     child = os.fork()
     if child == 0:
@@ -85,9 +87,9 @@ def test_a_slow_trial_is_ended_with_all_its_processes(tmp_path: Path, monkeypatc
     """
     assert run(body, tmp_path, monkeypatch, best=1.0) == TrialOutcome(SLOW, 2.6, 1003)
     assert gone(int((tmp_path / "a trial" / "child").read_text()))
-    begun = time.monotonic()
+    start = time.monotonic()
     assert run("time.sleep(1000)", tmp_path, monkeypatch, trial_minutes=0.005).status == SLOW
-    assert time.monotonic() - begun < 100
+    assert time.monotonic() - start < 100
 
 
 SBATCH = """\
@@ -99,7 +101,7 @@ for word; do case $word in
 esac; done
 echo '{{"step": 1, "step_time_s": 9, "peak_memory_bytes": 5}}' >>"$dir/metrics.jsonl"
 echo '{{"step": 2, "step_time_s": 2, "peak_memory_bytes": 5}}' >>"$dir/metrics.jsonl"
-echo "{said}" >"$out"
+echo "{output}" >"$out"
 echo 7
 """
 SCONTROL = """\
@@ -110,7 +112,7 @@ echo "JobId=7 JobState={state} ExitCode={code}"
 
 
 @pytest.mark.parametrize(
-    ("state", "code", "said", "status"),
+    ("state", "code", "output", "status"),
     [
         ("COMPLETED", "0:0", "", DONE),
         ("OUT_OF_MEMORY", "0:125", "", MEMORY),
@@ -119,25 +121,25 @@ echo "JobId=7 JobState={state} ExitCode={code}"
         ("FAILED", "1:0", "no such partition", FAILED),
     ],
 )
-def test_jobs(state: str, code: str, said: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs(state: str, code: str, output: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bin").mkdir()
     for name, text in (("sbatch", SBATCH), ("scontrol", SCONTROL), ("scancel", "#!/bin/sh\n")):
-        (tmp_path / "bin" / name).write_text(text.format(folder=tmp_path, state=state, code=code, said=said))
+        (tmp_path / "bin" / name).write_text(text.format(folder=tmp_path, state=state, code=code, output=output))
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     tune = TuneConfig(jobs=True, sbatch="--partition gpu")
-    found = run_trial(CANDIDATE, ["model=x"], tune, tmp_path / "trial", None, 4)
-    assert found.status == status and found.seconds == (2.0 if status == DONE else None)
+    outcome = run_trial(CANDIDATE, ["model=x"], tune, tmp_path / "trial", None, 4)
+    assert outcome.status == status and outcome.seconds == (2.0 if status == DONE else None)
     call = (tmp_path / "calls").read_text()
     assert call.startswith("0 --parsable --nodes=4 --no-requeue ") and "--partition gpu run.slurm model=x" in call
 
 
-def test_without_slurm_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_need_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="sbatch can't be started"):
+    with pytest.raises(ConfigError, match="cannot start sbatch"):
         run_trial(CANDIDATE, [], TuneConfig(jobs=True), tmp_path / "trial", None, 1)
 
 
-def test_a_half_written_line_is_left_out(tmp_path: Path) -> None:
+def test_incomplete_line_of_metrics_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "step_time_s": 1, "peak_memory_bytes": 2}\n{"step": 2, "st')
-    assert judge(None, SLOW, tmp_path) == TrialOutcome(SLOW, None, 2)
+    assert read_outcome(None, SLOW, tmp_path) == TrialOutcome(SLOW, None, 2)

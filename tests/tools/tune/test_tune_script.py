@@ -1,4 +1,4 @@
-"""``scripts/tune.py``: what it prints and writes, for machines that are not here, and its refusals."""
+"""Output, experiment files and error messages of ``scripts/tune.py``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_llama.config.fields import get
 from megatron_llama.tools.tune import objectives, search, trial
 from megatron_llama.tools.tune.candidates import TUNED, Candidate, Tuner
 from megatron_llama.tools.tune.cli import main
-from megatron_llama.tools.tune.objectives import longest, of_length
+from megatron_llama.tools.tune.objectives import length_settings, longest_sequence
 from megatron_llama.tools.tune.trial import DONE, FAILED, TrialOutcome
 from tests.tools.tune.searches import WORDS, tuned
 
@@ -28,8 +28,8 @@ FAKE = ["cluster.device=h100", "device.memory_gib=80", "tune.name=found"]
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Experiments and trials of these tests lie in a folder of their own."""
+def output_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write experiments and trials of these tests to a temporary folder."""
     monkeypatch.setattr(trial, "experiment_path", lambda name: tmp_path / f"{name}.yaml")
     monkeypatch.setattr(objectives, "experiment_path", lambda name: tmp_path / f"{name}.yaml")
     monkeypatch.chdir(tmp_path)
@@ -38,28 +38,29 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The numbered rows of the table."""
+    """Return the numbered rows of the table of forecasts."""
     return [line.split() for line in text.splitlines() if re.match(r"\d+ +\d+ ", line)]
 
 
 def counts(text: str) -> list[list[str]]:
-    """The rows of the table of device counts, which stands before the other."""
+    """Return the rows of the table of device counts, which precedes the table of forecasts."""
     before = text.partition("vpp")[0]
     return [line.split() for line in before.splitlines() if re.match(r" *[\d,]+ +[\d,]+( |$)", line)]
 
 
-def test_a_plan_for_a_machine_that_is_not_here(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_for_another_machine(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LLAMA_7B, *FAKE, "cluster.nodes=2", "trainer.recompute=none"]) == 0
     text = capsys.readouterr().out
-    assert "16 x h100 on 2 nodes, 80 GiB each" in text and "planned, not tried" in text
-    found = rows(text)
-    assert len(found) == 12 and [float(row[9]) for row in found] == sorted(float(row[9]) for row in found)
-    assert all(int(row[1]) * int(row[2]) * int(row[4]) == 16 for row in found)
-    assert re.search(r"\d +does not fit", text) and "slower ones that fit" in text
-    assert (elsewhere / "found.yaml").read_text().startswith("# @package _global_\n# llama7b on 16 x h100")
+    assert "16 x h100 on 2 nodes, 80 GiB each" in text and "plan only" in text
+    table = rows(text)
+    assert len(table) == 12 and [float(row[9]) for row in table] == sorted(float(row[9]) for row in table)
+    assert all(int(row[1]) * int(row[2]) * int(row[4]) == 16 for row in table)
+    assert re.search(r"\d +does not fit", text) and "slower candidates" in text
+    assert max(map(len, text.splitlines()[2:-2])) <= 79, "after the title, before the experiment's path"
+    assert (output_dir / "found.yaml").read_text().startswith("# @package _global_\n# llama7b on 16 x h100")
 
 
-def test_the_experiment_is_the_run_that_was_found(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_experiment_has_the_best_settings(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = [
         "optim=wsd",
         "optim.lr=1e-4",
@@ -70,21 +71,21 @@ def test_the_experiment_is_the_run_that_was_found(elsewhere: Path, capsys: pytes
     ]
     assert main([*LLAMA_7B, *more, *FAKE, "tune.trials=0"]) == 0
     best = rows(capsys.readouterr().out)[0]
-    config = load_config([f"experiment={elsewhere / 'found.yaml'}"], CONF_DIR)
-    asked = load_config([*LLAMA_7B, *more, "device.memory_gib=80"], CONF_DIR)
+    config = load_config([f"experiment={output_dir / 'found.yaml'}"], CONF_DIR)
+    expected = load_config([*LLAMA_7B, *more, "device.memory_gib=80"], CONF_DIR)
     names = ("tp", "pp", "vpp", "dp", "zero", "micro_batch_size", "recompute")
     shown = dict(zip(names, [*best[1:6], *best[7:9]], strict=True))
     assert {name: str(get(config, f"trainer.{name}")) for name in shown} == shown
     for name in TUNED:
         section, _, key = name.rpartition(".")
-        setattr(get(asked, section), key, get(config, name))
-    assert config == asked
-    assert main([*LLAMA_7B, *FAKE]) == 2, "it is never replaced without being asked"
+        setattr(get(expected, section), key, get(config, name))
+    assert config == expected
+    assert main([*LLAMA_7B, *FAKE]) == 2, "an experiment is not replaced without tune.overwrite"
     assert "tune.overwrite=true" in capsys.readouterr().err
     assert main([*LLAMA_7B, *FAKE, "tune.overwrite=true"]) == 0
 
 
-def test_the_table_of_longest_sequences(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_of_longest_sequences(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["objective=max_seq_len", "cluster.devices_per_node=4", "trainer.recompute=full"]
     assert main([*words, *LLAMA_7B, *FAKE]) == 0
     text = capsys.readouterr().out
@@ -93,28 +94,28 @@ def test_the_table_of_longest_sequences(elsewhere: Path, capsys: pytest.CaptureF
     assert len(cells) == 8, "four stages, for full fine-tuning and LoRA"
     for full, lora in zip(cells[:4], cells[4:], strict=True):
         assert full == sorted(full) and lora[1:] == sorted(lora[1:]), "more devices, longer sequences"
-        assert lora[0] > 0, "alone, a device has no second copy of the frozen weights, so it may even have more room"
-        assert all(one <= other for one, other in zip(full, lora, strict=True)), "LoRA leaves more room"
-    assert all(row[2] > 0 for row in cells[1:]) and cells[0] == [0, 0, 0], "16 bytes a weight are 100 GiB"
+        assert lora[0] > 0, "a single device has no second copy of the frozen weights"
+        assert all(one <= other for one, other in zip(full, lora, strict=True)), "LoRA needs less memory"
+    assert all(row[2] > 0 for row in cells[1:]) and cells[0] == [0, 0, 0], "16 bytes per weight are 100 GiB"
     for one, other in zip(cells[0:3] + cells[4:7], cells[1:4] + cells[5:8], strict=True):
-        assert all(a <= b for a, b in zip(one[1:], other[1:], strict=True)), "each stage leaves more room"
-    assert "takes no more than 4,096" in text
-    config = load_config([f"experiment={elsewhere / 'found.yaml'}"], CONF_DIR)
-    assert config.data.seq_length == 4096, "no longer than the model can"
+        assert all(a <= b for a, b in zip(one[1:], other[1:], strict=True)), "each stage needs less memory"
+    assert "limits them to 4,096" in text
+    config = load_config([f"experiment={output_dir / 'found.yaml'}"], CONF_DIR)
+    assert config.data.seq_length == 4096, "limited by the model's positions"
 
 
-def test_one_step_longer_does_not_fit() -> None:
-    of = tuned("trainer.recompute=full", memory=2 << 30)
-    settings = next(of.layouts(2)) | {"trainer.micro_batch_size": 1}
+def test_longest_sequence_is_maximal() -> None:
+    tuner = tuned("trainer.recompute=full", memory=2 << 30)
+    settings = next(tuner.layouts(2)) | {"trainer.micro_batch_size": 1}
 
     def needs(tokens: int) -> int:
-        return of.candidate({**settings, **of_length(of.config, tokens)}, 2).needs
+        return tuner.candidate({**settings, **length_settings(tuner.config, tokens)}, 2).required_bytes
 
-    tokens = longest(of, settings, 2, lambda each: each.needs <= of.target.room)
+    tokens = longest_sequence(tuner, settings, 2, lambda each: each.required_bytes <= tuner.target.usable_bytes)
     assert tokens % 64 == 0 and needs(tokens) <= 2 << 30 < needs(tokens + 64)
 
 
-def test_the_fewest_devices(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fewest_devices(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["objective=min_devices", *LLAMA_7B, *FAKE, "trainer.recompute=full", "trainer.zero=3"]
     assert main(words) == 0
     text = capsys.readouterr().out
@@ -124,10 +125,10 @@ def test_the_fewest_devices(elsewhere: Path, capsys: pytest.CaptureFixture[str])
     days = [float(row[3]) for row in counts(capsys.readouterr().out) if len(row) > 2]
     assert days[-1] <= 60 < min(days[:-1])
     assert main([*words, "cluster.nodes=1", "cluster.tokens=1e13", "tune.days=1", "tune.overwrite=true"]) == 1
-    assert "ends within 1 days" in capsys.readouterr().err
+    assert "does not fit within 1 days" in capsys.readouterr().err
 
 
-def test_every_mistake_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = [
         "objective=fastest",
         "cluster.device=h10",
@@ -152,7 +153,9 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Nothing fits on 1 x h100" in capsys.readouterr().err
 
 
-def test_trials_here(monkeypatch: pytest.MonkeyPatch, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trials_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch, output_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def attempt(candidate: Candidate, words: tuple[str, ...], *_: object) -> TrialOutcome:
         assert words == WORDS
         return TrialOutcome(DONE, 2 * candidate.seconds, candidate.first_peak + (500 << 20))
@@ -160,15 +163,15 @@ def test_trials_here(monkeypatch: pytest.MonkeyPatch, elsewhere: Path, capsys: p
     monkeypatch.setattr(search, "run_trial", attempt)
     assert main([*WORDS, "tune.trials=3", "tune.name=here", "cluster.devices_per_node=2"]) == 0
     captured = capsys.readouterr()
-    assert captured.err.count("trial ") == 3 and "measured s" in captured.out and "not tried" in captured.out
-    text = (elsewhere / "here.yaml").read_text()
+    assert captured.err.count("trial ") == 3 and "\nmeasured\n" in captured.out and "not tried" in captured.out
+    text = (output_dir / "here.yaml").read_text()
     assert "Measured: a step of" in text and "3 trials" in text
-    assert (elsewhere / "runs/tune-here/trials.json").exists()
-    monkeypatch.setattr(search, "run_trial", lambda *_: TrialOutcome(FAILED, said="no disk"))
+    assert (output_dir / "runs/tune-here/trials.json").exists()
+    monkeypatch.setattr(search, "run_trial", lambda *_: TrialOutcome(FAILED, message="no disk"))
     assert main([*WORDS, "tune.trials=2", "tune.name=other", "cluster.devices_per_node=2"]) == 1
-    assert "no disk" in capsys.readouterr().err and not (elsewhere / "other.yaml").exists()
+    assert "no disk" in capsys.readouterr().err and not (output_dir / "other.yaml").exists()
 
 
-def test_virtual_stages_and_groups_are_proposed() -> None:
-    assert isinstance(of := tuned("model=llama_15m", cores=4), Tuner)
-    assert {each.settings["trainer.vpp"] for each in of.enumerate().candidates} > {1}
+def test_virtual_stages_are_candidates() -> None:
+    assert isinstance(tuner := tuned("model=llama_15m", cores=4), Tuner)
+    assert {each.settings["trainer.vpp"] for each in tuner.enumerate().candidates} > {1}
