@@ -1,16 +1,16 @@
 """Attention in plain torch: causal, with a dense mask, or by tiles for documents and patterns.
 
-Whole sequences without a pattern are torch's causal scaled_dot_product_attention, whose fused kernels take grouped
-heads. A dense mask computes the whole square. Tiles compute the visible rectangles and little else. Uncompiled, tiles
-take the documents' lengths from the host. Inside a compiled block they are one operator that reads the lengths when it
-runs, so that other documents need no other graph. No kernel repeats key and value heads in memory.
+Whole sequences without a pattern use torch's causal scaled_dot_product_attention, whose fused kernels support grouped
+heads. A dense mask computes all scores. Tiles compute the visible rectangles and little else. Uncompiled, tiles read
+the documents' lengths on the host. Inside a compiled block they are one operator that reads the lengths at run time, so
+that new documents need no new graph. No kernel repeats key and value heads in memory.
 
 A tile is one call, for queries and keys of one document. The calls of a document (``Pattern.tiles``) need not have all
 keys of a query. A call returns the log-sum-exp of its scores with its output, so outputs for parts of the keys are
 merged exactly. An output is a mean with weights exp(scores), and the log-sum-exp is the logarithm of the weights' sum
-(Milakov & Gimelshein 2018, arXiv:1805.02867). In the backward pass the final log-sum-exp and output make each part's
-gradient a part of the whole one. A call is the CPU's FlashAttention or the GPU's. For other dtypes it is plain matmuls
-with all scores of the call in memory.
+(Milakov & Gimelshein 2018, arXiv:1805.02867). With the final log-sum-exp and output, the gradients of the parts add up
+to the full gradient. A call is the CPU's or the GPU's FlashAttention. For other dtypes it is plain matmuls with all
+scores of the call in memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty tensor of x's shape [b, heads, s, d] that lies in memory as [s, b, heads, d], as the layers want it."""
+    """Return an empty tensor of x's shape [b, heads, s, d] with memory order [s, b, heads, d], as the layers use it."""
     b, heads, s, d = x.shape
     return torch.empty(s, b, heads, d, dtype=dtype or x.dtype, device=x.device).permute(1, 2, 0, 3)
 
@@ -65,7 +65,7 @@ class _Document(NamedTuple):
 
 
 def _documents(lengths: Lengths) -> Iterator[_Document]:
-    """Documents of all rows; sequences that are one document each go together."""
+    """Yield the documents of all rows. Sequences of one document each form one batch."""
     if all(len(row) == 1 for row in lengths):
         yield _Document(0, len(lengths), 0, lengths[0][0])
         return
@@ -82,22 +82,22 @@ def _of(tensors: tuple[Tensor, ...], document: _Document) -> tuple[Tensor, ...]:
 
 
 def _tokens(x: Tensor, start: int, stop: int) -> Tensor:
-    """x[:, :, start:stop], which torch does not index on a device that is not there."""
+    """Return x[:, :, start:stop]. torch cannot index tensors of an unavailable device, as in rehearsals."""
     return x.narrow(2, start, stop - start)
 
 
 def tiles_forward(
     q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, cu_seqlens: Tensor | None, pattern: Pattern
 ) -> tuple[Tensor, Tensor]:
-    """(attention [b, heads, s, d] of q to k and v [b, kv heads, s, d], fp32 log-sum-exp of scores [b, heads, s])."""
+    """Return (attention [b, heads, s, d], log-sum-exp of scores [b, heads, s], fp32) of ``DocumentKernel.forward``."""
     outs, lses = empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     for document in _documents(lengths):
         queries, keys, values, out, lse = _of((q, k, v, outs, lses), document)
-        kept = _global(pattern, keys, values)
+        global_kv = _global(pattern, keys, values)
         for start, stop, parts in pattern.tiles(queries.shape[2]):
             tile = _tokens(queries, start, stop)
-            found = [_call(tile, *_part(keys, values, kept, part), part.keys) for part in parts]
-            tile_out, tile_lse = found[0] if len(found) == 1 else _merged(*found)
+            results = [_call(tile, *_part(keys, values, global_kv, part), part.keys) for part in parts]
+            tile_out, tile_lse = results[0] if len(results) == 1 else _merge(*results)
             _tokens(out, start, stop).copy_(tile_out)
             _tokens(lse, start, stop).copy_(tile_lse)
     return outs, lses
@@ -115,89 +115,89 @@ def tiles_backward(
     pattern: Pattern,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, from the output's gradient and the results of ``tiles_forward``."""
-    # A gradient that is a sum over calls is summed in fp32.
+    # Sums over calls are in fp32.
     summed = any(pattern.is_sparse(length) for row in lengths for length in row)
     grads = tuple(empty_like(x, torch.float32 if summed else None) for x in (q, k, v))
     for document in _documents(lengths):
         inputs = _of((grad, q, k, v, out, lse), document)
-        own = _of(grads, document)
+        document_grads = _of(grads, document)
         if pattern.is_sparse(inputs[0].shape[2]):
-            _sum_of_calls(own, inputs, pattern)
+            _sum_of_calls(document_grads, inputs, pattern)
         else:
-            given, queries, keys, values, outs, lses = inputs
-            all_at_once = _call_backward(given, queries, keys, values, outs, lses, Keys.CAUSAL)
-            for whole, found in zip(own, all_at_once, strict=True):
-                whole.copy_(found)
+            out_grad, queries, keys, values, outs, lses = inputs
+            results = _call_backward(out_grad, queries, keys, values, outs, lses, Keys.CAUSAL)
+            for target, result in zip(document_grads, results, strict=True):
+                target.copy_(result)
     dq, dk, dv = (x.to(like.dtype) for x, like in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv
 
 
 def _sum_of_calls(grads: tuple[Tensor, ...], inputs: tuple[Tensor, ...], pattern: Pattern) -> None:
-    """Fills a document's gradients of q, k and v; ``inputs`` are those of ``_call_backward``."""
+    """Write a document's gradients of q, k and v. ``inputs`` are the tensor arguments of ``_call_backward``."""
     grad, q, k, v, out, lse = inputs
     dq, *dkv = (x.zero_() for x in grads)
-    kept = _global(pattern, k, v)
-    kept_sums = [torch.zeros_like(x, dtype=torch.float32) for x in kept]
+    global_kv = _global(pattern, k, v)
+    global_grads = [torch.zeros_like(x, dtype=torch.float32) for x in global_kv]
     for start, stop, parts in pattern.tiles(q.shape[2]):
-        given, queries, outs, lses = (_tokens(x, start, stop) for x in (grad, q, out, lse))
+        out_grad, queries, outs, lses = (_tokens(x, start, stop) for x in (grad, q, out, lse))
         for part in parts:
-            found = _call_backward(given, queries, *_part(k, v, kept, part), outs, lses, part.keys)
-            _tokens(dq, start, stop).add_(found[0])
-            sums = kept_sums if part.keys is Keys.GLOBAL else dkv
-            for total, more in zip(sums, found[1:], strict=True):
+            result = _call_backward(out_grad, queries, *_part(k, v, global_kv, part), outs, lses, part.keys)
+            _tokens(dq, start, stop).add_(result[0])
+            sums = global_grads if part.keys is Keys.GLOBAL else dkv
+            for total, more in zip(sums, result[1:], strict=True):
                 _tokens(total, part.start, part.stop).add_(more)
-    if kept:
-        for total, more in zip(dkv, kept_sums, strict=True):
-            place = _in_place(pattern, total)
-            place.add_(more.view(place.shape))
+    if global_kv:
+        for total, more in zip(dkv, global_grads, strict=True):
+            view = _global_view(pattern, total)
+            view.add_(more.view(view.shape))
 
 
-def _part(keys: Tensor, values: Tensor, kept: tuple[Tensor, ...], part: KeyRange) -> tuple[Tensor, Tensor]:
-    """The keys and values of a part of a tile."""
-    keys, values = kept if part.keys is Keys.GLOBAL else (keys, values)
+def _part(keys: Tensor, values: Tensor, global_kv: tuple[Tensor, ...], part: KeyRange) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of a part of a tile."""
+    keys, values = global_kv if part.keys is Keys.GLOBAL else (keys, values)
     return _tokens(keys, part.start, part.stop), _tokens(values, part.start, part.stop)
 
 
 def _global(pattern: Pattern, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The global keys and values of a document, close together; none where it is too short to have any."""
+    """Copy the global keys and values of a document to contiguous tensors. Empty if the document is too short."""
     if not pattern.global_keys(tensors[0].shape[2])[0]:
         return ()
-    return tuple(_in_place(pattern, x).flatten(2, 3) for x in tensors)
+    return tuple(_global_view(pattern, x).flatten(2, 3) for x in tensors)
 
 
-def _in_place(pattern: Pattern, x: Tensor) -> Tensor:
-    """The global keys among x [b, kv heads, s, d]: a view [b, kv heads, groups, keys of a group, d]."""
+def _global_view(pattern: Pattern, x: Tensor) -> Tensor:
+    """Return the global keys among x [b, kv heads, s, d] as a view [b, kv heads, groups, keys of a group, d]."""
     groups, first, size = pattern.global_keys(x.shape[2])
     return x.narrow(2, 0, groups * size).unflatten(2, (groups, size)).narrow(3, first, size - first)
 
 
-def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of both."""
+def _merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge (output, log-sum-exp) over two sets of keys."""
     lse = torch.logaddexp(one[1], other[1])
     parts = (out.float() * (part - lse).exp().unsqueeze(-1) for out, part in (one, other))
     return sum(parts), lse  # type: ignore[return-value]
 
 
 def _window_mask(queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """0 where query i sees key j, which is for i <= j <= i + keys - queries, else -inf [queries, keys]."""
+    """Return [queries, keys]: 0 where query i attends to key j (i <= j <= i + keys - queries), else -inf."""
     offset = torch.arange(keys, device=device) - torch.arange(queries, device=device).unsqueeze(-1)
     hidden = (offset < 0) | (offset > keys - queries)
     return torch.zeros(queries, keys, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
 
 class _Kernel(Enum):
-    HOST = "the CPU's FlashAttention"
+    CPU_FLASH = "the CPU's FlashAttention"
     FLASH = "FlashAttention"
-    PRODUCTS = "matrix products, with all scores of a call"
+    MATMUL = "matmuls, with all scores of a call in memory"
 
 
 def _kernel(q: Tensor, mask: Tensor | None) -> _Kernel:
-    """What computes a call."""
+    """Return the kernel of a call."""
     if q.device.type == "cpu":
-        return _Kernel.HOST
+        return _Kernel.CPU_FLASH
     if mask is None and q.dtype.itemsize == 2 and q.shape[3] <= LARGEST_FLASH_HEAD and q.shape[3] % 8 == 0:
         return _Kernel.FLASH
-    return _Kernel.PRODUCTS
+    return _Kernel.MATMUL
 
 
 def _mask(q: Tensor, k: Tensor, keys: Keys) -> Tensor | None:
@@ -205,10 +205,10 @@ def _mask(q: Tensor, k: Tensor, keys: Keys) -> Tensor | None:
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
-    """(output [b, heads, n, d], log-sum-exp [b, heads, n], fp32) of n queries to m keys [b, kv heads, m, d]."""
+    """Return (output [b, heads, n, d], log-sum-exp [b, heads, n], fp32) of n queries and m keys [b, kv heads, m, d]."""
     causal, mask = keys is Keys.CAUSAL, _mask(q, k, keys)
     kernel = _kernel(q, mask)
-    if kernel is _Kernel.HOST:
+    if kernel is _Kernel.CPU_FLASH:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
         return out, lse
     if kernel is _Kernel.FLASH:
@@ -226,39 +226,42 @@ def _call(q: Tensor, k: Tensor, v: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
 def _call_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: Keys
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from that of the output, which with ``lse`` is that of all calls on these queries."""
+    """Return the gradients of q, k and v for the keys of this call.
+
+    ``grad``, ``out`` and ``lse`` belong to the merged result of all calls of these queries.
+    """
     causal, mask = keys is Keys.CAUSAL, _mask(q, k, keys)
     kernel = _kernel(q, mask)
-    if kernel is _Kernel.HOST:
+    if kernel is _Kernel.CPU_FLASH:
         op = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        found = op(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask)
-        return found[0], found[1], found[2]
+        result = op(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask)
+        return result[0], result[1], result[2]
     if kernel is _Kernel.FLASH:
         flat = [x.transpose(1, 2) for x in (grad, q, k, v, out)]
         sizes = q.shape[2], k.shape[2]
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-        found = aten._flash_attention_backward(*flat, lse.contiguous(), None, None, *sizes, 0.0, causal, *no_dropout)
-        return found[0].transpose(1, 2), found[1].transpose(1, 2), found[2].transpose(1, 2)
+        result = aten._flash_attention_backward(*flat, lse.contiguous(), None, None, *sizes, 0.0, causal, *no_dropout)
+        return result[0].transpose(1, 2), result[1].transpose(1, 2), result[2].transpose(1, 2)
     kv, scale = k.shape[1], q.shape[-1] ** -0.5
     weights = (_scores(q, k, causal, mask) - lse.unflatten(1, (kv, -1)).unsqueeze(-1)).exp().flatten(2, 3)
     grads, queries = _by_kv_head(grad, kv), _by_kv_head(q, kv)
-    own = (grad.float() * out.float()).sum(-1).unflatten(1, (kv, -1)).flatten(2, 3)
-    by_score = (weights * ((grads @ v.mT).float() - own.unsqueeze(-1)) * scale).to(q.dtype)
+    row_dot = (grad.float() * out.float()).sum(-1).unflatten(1, (kv, -1)).flatten(2, 3)
+    by_score = (weights * ((grads @ v.mT).float() - row_dot.unsqueeze(-1)) * scale).to(q.dtype)
     return _rows(by_score @ k, q), by_score.mT @ queries, weights.to(v.dtype).mT @ grads
 
 
 def _by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
-    """[b, heads, n, d] to [b, kv heads, group * n, d]: the queries of a group are rows of one matrix."""
+    """Reshape [b, heads, n, d] to [b, kv heads, group * n, d]: the queries of a group are rows of one matrix."""
     return x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
 
 
 def _rows(x: Tensor, q: Tensor) -> Tensor:
-    """The reverse: [b, kv heads, group * n, d] to q's shape [b, heads, n, d]."""
+    """Reshape [b, kv heads, group * n, d] to q's shape [b, heads, n, d]."""
     return x.unflatten(2, (-1, q.shape[2])).flatten(1, 2)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
-    """Scaled scores [b, kv heads, group, n, m], fp32, -inf where a query does not see a key."""
+    """Return scaled scores [b, kv heads, group, n, m], fp32, -inf for hidden keys."""
     scores = (_by_kv_head(q, k.shape[1]) @ k.mT).float().unflatten(2, (-1, q.shape[2])) * q.shape[-1] ** -0.5
     if causal:
         size = scores.shape[-2:]
@@ -267,7 +270,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
 
 
 class DocumentKernel(NamedTuple):
-    """Attention inside documents with a pattern."""
+    """Kernel of attention inside documents with a pattern."""
 
     forward: Callable[[Tensor, Tensor, Tensor, Lengths, Tensor | None, Pattern], tuple[Tensor, Tensor]]
     """(q, k, v, lengths, cu_seqlens, pattern) to (output [b, heads, s, d], fp32 log-sum-exp [b, heads, s])."""
@@ -276,26 +279,26 @@ class DocumentKernel(NamedTuple):
 
 
 KERNELS = {"tiles": DocumentKernel(tiles_forward, tiles_backward)}
-"""Kernels by name. A device's package adds its own."""
+"""Kernels by name. Device packages add theirs."""
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, cu_seqlens: Tensor | None, kernel: str, pattern: Pattern
 ) -> tuple[Tensor, Tensor]:
-    """(attention [b, heads, s, d], log-sum-exp of the scores [b, heads, s], fp32)."""
+    """Return (attention [b, heads, s, d], log-sum-exp of scores [b, heads, s], fp32)."""
     return KERNELS[kernel].forward(q, k, v, lengths, cu_seqlens, pattern)
 
 
 def _backward(
     grad: Tensor, saved: Sequence[Tensor], lengths: Lengths, cu_seqlens: Tensor | None, kernel: str, pattern: Pattern
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. ``saved`` are these, the output and the log-sum-exp."""
+    """Return the gradients of q, k and v. ``saved``: q, k, v, output, log-sum-exp."""
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # kernels require a contiguous last dim
     return KERNELS[kernel].backward(grad, *saved, lengths, cu_seqlens, pattern)
 
 
 class _Attention(torch.autograd.Function):
-    """Uncompiled."""
+    """Attention inside documents, for uncompiled blocks."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
@@ -313,7 +316,7 @@ class _Attention(torch.autograd.Function):
 def _operator(
     q: Tensor, k: Tensor, v: Tensor, host_cu_seqlens: Tensor, cu_seqlens: Tensor | None, kernel: str, pattern: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Inside compiled blocks. ``pattern`` are Pattern's numbers."""
+    """Attention inside documents, for compiled blocks. ``pattern`` has the fields of ``Pattern``."""
     return _forward(q, k, v, _lengths(host_cu_seqlens, q), cu_seqlens, kernel, Pattern(*pattern))
 
 
@@ -334,13 +337,13 @@ def _operator_backward(
 
 
 def _lengths(cu_seqlens: Tensor, q: Tensor) -> Lengths:
-    """Return the documents' lengths from ``cu_seqlens`` [tokens + 1], the last of which are repeated."""
-    rows, length, found = q.shape[0], q.shape[2], []
+    """Return the documents' lengths from ``cu_seqlens`` [tokens + 1], whose last value repeats."""
+    rows, length, lengths = q.shape[0], q.shape[2], []
     ends = [end for end in cu_seqlens.unique_consecutive().tolist() if end]
     for row in range(rows):
-        own = [end - row * length for end in ends if row * length < end <= (row + 1) * length]
-        found.append(tuple(end - start for start, end in zip([0, *own], own, strict=False)))
-    return tuple(found)
+        row_ends = [end - row * length for end in ends if row * length < end <= (row + 1) * length]
+        lengths.append(tuple(end - start for start, end in zip([0, *row_ends], row_ends, strict=False)))
+    return tuple(lengths)
 
 
 @_operator.register_fake
@@ -353,7 +356,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
     return empty_like(q), empty_like(k), empty_like(v)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, host_cu_seqlens, cu_seqlens, *ctx.how = inputs
     ctx.save_for_backward(q, k, v, *output, host_cu_seqlens, cu_seqlens)
 
@@ -363,4 +366,4 @@ def _operator_gradient(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None
     return *_operator_backward(grad, *saved, host_cu_seqlens, cu_seqlens, *ctx.how), None, None, None, None
 
 
-_operator.register_autograd(_operator_gradient, setup_context=_keep)
+_operator.register_autograd(_operator_gradient, setup_context=_save)

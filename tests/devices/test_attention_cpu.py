@@ -185,7 +185,7 @@ def test_refuses_what_it_would_misread() -> None:
     q, k, v, _ = (x.detach() for x in inputs())
     first = torch.zeros(2, LENGTH, dtype=torch.int32)
     for changed in ((q, k.bfloat16(), v), (q, k[:, :, 1:], v), (q, k, v[..., :32]), (q[:, :3], k, v)):
-        with pytest.raises(ValueError, match=r"queries float32 \[2, .* do not go with keys"):
+        with pytest.raises(ValueError, match=r"queries float32 \[2, .* do not match keys"):
             cpu_attention.attend(*changed, None)
     for wrong in (first.long(), first[:1]):
         with pytest.raises(ValueError, match=r"has to be int32 \[2, 300\]"):

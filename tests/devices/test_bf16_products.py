@@ -136,7 +136,7 @@ def test_replacing_them_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> No
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_a_rank_replaces_them_where_torch_has_no_fast_ones(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
-    monkeypatch.setattr(matmul, "multiplies_bf16", lambda: fast)
+    monkeypatch.setattr(matmul, "has_fast_bf16", lambda: fast)
     monkeypatch.setattr(cpu, "_keep_freed_memory", lambda: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cpu.Cpu().enter(0, 1)

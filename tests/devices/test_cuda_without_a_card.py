@@ -198,7 +198,7 @@ def _overlapped(_: int) -> tuple[Overlap, str]:
         # Dynamo knows the real function, whose answer is a constant of the graph.
         inside.enter_context(patch.object(torch.cuda, "current_device", CURRENT_DEVICE))
         inside.enter_context(patch.object(torch._C, "_cuda_getDevice", lambda: 0))
-        inside.enter_context(patch.object(cuda, "_out_of_reach", lambda group: None))
+        inside.enter_context(patch.object(cuda, "_peer_access_problem", lambda group: None))
         inside.enter_context(patch.object(symmetric, "empty", lambda *size, dtype, device: None))
         inside.enter_context(patch.object(symmetric, "rendezvous", lambda memory, group: None))
         count = enable_async_overlap(cuda.DEVICE)

@@ -94,7 +94,7 @@ def test_the_ranks_of_a_machine_share_its_cores(
 def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
     monkeypatch.setenv("CXX", "my-compiler")
-    assert "my-compiler is not there" in (get_device("cpu").compiler_missing() or "")
+    assert "my-compiler is not installed" in (get_device("cpu").compiler_missing() or "")
     monkeypatch.setattr(cpu.shutil, "which", lambda name: "/usr/bin/" + name)
     assert get_device("cpu").compiler_missing() is None
 

@@ -1,4 +1,4 @@
-"""The CPU: ranks as processes of one machine, its process group and its kernels."""
+"""CPU: device, process group over shared memory, and kernels."""
 
 from megatron_llama.devices.cpu.device import DEVICE
 

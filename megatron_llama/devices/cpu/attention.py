@@ -1,7 +1,7 @@
-"""Causal attention on a CPU: a C++ kernel for compiled blocks, and matmuls by chunks for whole sequences elsewhere.
+"""Causal attention on a CPU: a C++ kernel for compiled blocks, and matmuls by chunks for whole sequences otherwise.
 
-torch's FlashAttention for CPUs multiplies bf16 in its backward pass as fp32, and calls a library's large matmuls in
-both passes. Both kernels here are for a CPU's caches. Neither repeats key and value heads.
+torch's FlashAttention for CPUs multiplies bf16 as fp32 in its backward pass, and calls large library matmuls in both
+passes. Both kernels here keep their blocks in the CPU's caches. Neither repeats key and value heads.
 
 The C++ kernel (attention_cpu.cpp) is FlashAttention in both passes. It keeps blocks in the cache and multiplies them by
 torch's small matmuls (brgemm), which use the processor's bf16 units. It takes documents and a window, and computes
@@ -39,30 +39,30 @@ from megatron_llama.devices.processor import load_cpp
 aten = torch.ops.aten
 DTYPES = torch.float32, torch.bfloat16
 HEAD = 32
-"""Numbers of a head, of which there must be a multiple: two vectors of fp32 of the widest processors."""
+"""head_dim must be a multiple of it: two fp32 vectors of the widest processors."""
 LONGEST = 16384
-"""Tokens of a sequence. In the backward pass a thread has memory for ten tensors of a head's size, half of them fp32;
-where query heads go apart there are two more in fp32 for each of them."""
+"""Longest sequence in tokens. In the backward pass a thread has memory for ten tensors of a head's size, half of them
+fp32. With one query head per thread there are two more in fp32 per head."""
 
 
 def serves(q: Tensor) -> bool:
-    """Whether the kernel takes queries [b, heads, s, d], of which there are as many as keys."""
+    """Whether the kernel supports queries [b, heads, s, d], with the same number of keys."""
     fits = q.shape[3] % HEAD == 0 and q.shape[2] <= LONGEST
     return q.device.type == "cpu" and q.dtype in DTYPES and fits and _compiles()
 
 
-@torch.compiler.assume_constant_result  # Dynamo can't look into it
+@torch.compiler.assume_constant_result  # Dynamo cannot trace it
 def _compiles() -> bool:
     return _library() is not None
 
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The compiled kernel; None, with a warning, where it can't be had."""
-    # One file for the compiler, as Inductor keeps it by its text.
+    """Compile the kernel. Returns None, with a warning, if it cannot be compiled."""
+    # One source text, because Inductor's cache key is the text.
     files = [Path(__file__).with_name(name).read_text() for name in ("attention_cpu_blocks.h", "attention_cpu.cpp")]
     source = "".join(files).replace("#pragma once", "").replace('#include "attention_cpu_blocks.h"', "")
-    library = load_cpp(source, "attention goes through torch's kernel: ours for CPUs could not be compiled")
+    library = load_cpp(source, "attention uses torch's kernel, because the C++ kernel could not be compiled")
     if library is None:
         return None
     library.multiplies.restype = ctypes.c_bool
@@ -71,17 +71,20 @@ def _library() -> ctypes.CDLL | None:
 
 @torch.library.custom_op("megatron_llama::cpu_attention", mutates_args=())
 def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(attention [b, heads, s, d] of q to k and v [b, kv heads, s, d], fp32 log-sum-exp of scores [b, heads, s]).
+    """Return (attention [b, heads, s, d], log-sum-exp of scores [b, heads, s], fp32) by the C++ kernel.
 
-    ``first`` [b, s], int32, is the first key that each query sees, which never falls; None for 0. It sees all from
-    there to its own.
+    Args:
+        q: [b, heads, s, d], fp32 or bf16.
+        k, v: [b, kv heads, s, d].
+        first: [b, s], int32, first visible key of each query, non-decreasing. A query attends to all keys from there to
+            itself. None: 0.
     """
     kv = q.shape[0], k.shape[1], *q.shape[2:]
     if not (k.shape == v.shape == kv and q.dtype == k.dtype == v.dtype and q.shape[1] % k.shape[1] == 0):
-        raise ValueError(f"queries {_said(q)} do not go with keys {_said(k)} and values {_said(v)}")
+        raise ValueError(f"queries {_describe(q)} do not match keys {_describe(k)} and values {_describe(v)}")
     if first is not None and (first.dtype != torch.int32 or first.shape != (q.shape[0], q.shape[2])):
-        raise ValueError(f"first is {_said(first)}, and has to be int32 {[q.shape[0], q.shape[2]]}")
-    inputs = [_as_taken(x) for x in (q, k, v)]
+        raise ValueError(f"first is {_describe(first)}: must be int32 {[q.shape[0], q.shape[2]]}")
+    inputs = [_kernel_input(x) for x in (q, k, v)]
     out, lse = empty_like(inputs[0]), q.new_empty(q.shape[:3], dtype=torch.float32)
     _call("attention_forward", [*inputs, out, lse], q.shape, k.shape[1], first)
     return _in(q.dtype, out), lse
@@ -91,14 +94,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None) -> tuple[Tenso
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, first: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from that of ``attend``'s output, and its results."""
-    inputs = [_as_taken(x) for x in (grad, q, k, v, out)]
+    """Return the gradients of q, k and v, from the output's gradient and the results of ``attend``."""
+    inputs = [_kernel_input(x) for x in (grad, q, k, v, out)]
     dq, dk, dv = (empty_like(x) for x in inputs[1:4])
     _call("attention_backward", [*inputs, lse, dq, dk, dv], q.shape, k.shape[1], first)
     return _in(q.dtype, dq), _in(q.dtype, dk), _in(q.dtype, dv)
 
 
-def _said(x: Tensor) -> str:
+def _describe(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
@@ -109,13 +112,12 @@ def _multiplies_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() and library.multiplies(True)
 
 
-def _as_taken(x: Tensor) -> Tensor:
-    """Return x, or a copy: the kernel reads a head's values as neighbours, bf16 values by pairs. On a processor without
-    bf16 instructions it requires fp32."""
+def _kernel_input(x: Tensor) -> Tensor:
+    """Return x, or a copy in the layout of the kernel: contiguous d, even strides, fp32 without bf16 instructions."""
     if x.dtype == torch.bfloat16 and not _multiplies_bf16():
         x = x.float()
-    apart = x.stride(3) != 1 or any(stride % 2 for stride in x.stride()[:3])
-    return empty_like(x).copy_(x) if apart else x
+    needs_copy = x.stride(3) != 1 or any(stride % 2 for stride in x.stride()[:3])
+    return empty_like(x).copy_(x) if needs_copy else x
 
 
 def _in(dtype: torch.dtype, x: Tensor) -> Tensor:
@@ -147,7 +149,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
     return empty_like(q), empty_like(k), empty_like(v)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *qkv, first = inputs
     ctx.save_for_backward(*qkv, *output, first)
 
@@ -156,12 +158,12 @@ def _gradient(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return *_backward(grad, *ctx.saved_tensors), None
 
 
-attend.register_autograd(_gradient, setup_context=_keep)
+attend.register_autograd(_gradient, setup_context=_save)
 
 
-def _flops(q: tuple[int, ...], products: int) -> int:
-    """Return the FLOPs of matmuls over the whole square of scores, as torch counts scaled_dot_product_attention."""
-    return 2 * products * math.prod(q) * q[2]
+def _flops(q: tuple[int, ...], matmuls: int) -> int:
+    """Return the FLOPs of matmuls over all scores, as torch counts scaled_dot_product_attention."""
+    return 2 * matmuls * math.prod(q) * q[2]
 
 
 @register_flop_formula(torch.ops.megatron_llama.cpu_attention)
@@ -175,21 +177,21 @@ def _backward_flops(_: tuple[int, ...], q: tuple[int, ...], *__: Any, **___: Any
 
 
 CHUNK = 128
-"""Tokens whose queries go together. Of their scores with their own keys half are computed in vain."""
+"""Tokens of a chunk of queries. Half of the scores among a chunk's own tokens are computed in vain."""
 FASTER = range(384, 768)
-"""Lengths of the sequences for which this is faster than torch's kernel where MKL multiplies: from 768 on that takes
-256 queries at a time, where it takes 64 of shorter ones, and below some 384 its scores are in the nearer cache."""
+"""Sequence lengths for which the chunks are faster than torch's kernel with MKL. From 768 on torch's kernel takes 256
+queries at a time instead of 64. Below about 384 its scores fit a nearer cache."""
 FASTER_BY_ONEDNN, FASTER_IN_512_BITS = range(16, 768), range(16, 8193)
-"""The same where oneDNN multiplies in fp32, which torch's kernel leaves to MKL even then, in both dtypes (Zen 4); and
-for bf16 where the units have 512 bits (Zen 5). Longer ones than 8,192 were not measured."""
+"""The same ranges if oneDNN multiplies fp32 (Zen 4, both dtypes; torch's kernel uses MKL even then), and for bf16 with
+512-bit units (Zen 5). Lengths above 8,192 were not measured."""
 FASTER_BY_AMX = range(16, 768)
-"""The same for bf16 where there are AMX units, which torch's forward pass uses well and its backward pass does not."""
+"""The same range for bf16 with AMX units, which torch's forward pass uses well and its backward pass does not."""
 SCORES = 2**20
-"""Scores that are in memory at once, 4 MiB that stay in the cache; more where a chunk of one kv head has more."""
+"""Scores in memory together: 4 MiB, which stay in the cache. A chunk of one kv head may exceed it."""
 
 
 def is_faster(q: Tensor) -> bool:
-    """Whether this is faster than torch's kernel for queries [b, heads, s, d]."""
+    """Whether ``causal_attention`` is faster than torch's kernel for queries [b, heads, s, d]."""
     if q.device.type != "cpu" or q.dtype not in (torch.float32, torch.bfloat16):
         return False
     if by_amx(q.dtype):
@@ -201,14 +203,14 @@ def is_faster(q: Tensor) -> bool:
 
 @torch.library.custom_op("megatron_llama::causal_attention", mutates_args=())
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of q [b, heads, s, d] to k and v [b, kv heads, s, d]: [b, heads, s, d]."""
+    """Return the causal attention of q [b, heads, s, d] to k and v [b, kv heads, s, d] as [b, heads, s, d]."""
     if by_amx(q.dtype):
         return empty_like(q).copy_(aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0])
     queries, keys, values = (_by_kv_head(x, k.shape[1], torch.float32) for x in (q, k, v))
-    scale, out, memory = q.shape[3] ** -0.5, torch.empty_like(queries), _Memory(torch.float32)
+    scale, out, memory = q.shape[3] ** -0.5, torch.empty_like(queries), _Buffer(torch.float32)
     for chunk in _chunks(queries, keys):
         weights = _weights(queries, keys, chunk, scale, memory)
-        out[chunk.heads, chunk.rows] = weights @ values[chunk.heads, : chunk.seen]
+        out[chunk.heads, chunk.rows] = weights @ values[chunk.heads, : chunk.visible]
     return _by_head(out, q)
 
 
@@ -219,19 +221,19 @@ def causal_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> 
     queries, keys, values, grads = (_by_kv_head(x, kv_heads, x.dtype) for x in (q, k, v, grad))
     queries_fp32, keys_fp32, values_fp32, grads_fp32 = (x.float() for x in (queries, keys, values, grads))
     dq, dk, dv = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(keys)
-    memory, second, narrow = _Memory(torch.float32), _Memory(torch.float32), _Memory(q.dtype)
+    memory, second, low_precision = _Buffer(torch.float32), _Buffer(torch.float32), _Buffer(q.dtype)
     with exact_in(q.dtype):
         for chunk in _chunks(queries_fp32, keys_fp32):
-            some, rows, seen = chunk.heads, chunk.rows, chunk.seen
+            heads, rows, visible = chunk.heads, chunk.rows, chunk.visible
             weights = _weights(queries_fp32, keys_fp32, chunk, scale, memory)
-            # Scaled here, and with it all that is linear in it.
-            by_weight = _product(grads_fp32[some, rows], values_fp32[some, :seen].mT, scale, second)
-            factors = _narrowed(weights, narrow)
-            dv[some, :seen].baddbmm_(factors.mT, grads[some, rows])
+            # The scale is applied here, and so to the gradients of the scores.
+            by_weight = _matmul(grads_fp32[heads, rows], values_fp32[heads, :visible].mT, scale, second)
+            factors = _cast(weights, low_precision)
+            dv[heads, :visible].baddbmm_(factors.mT, grads[heads, rows])
             by_score = aten._softmax_backward_data.out(by_weight, weights, -1, torch.float32, grad_input=by_weight)
-            factors = _narrowed(by_score, narrow)
-            dq[some, rows] = factors @ keys[some, :seen]
-            dk[some, :seen].baddbmm_(factors.mT, queries[some, rows])
+            factors = _cast(by_score, low_precision)
+            dq[heads, rows] = factors @ keys[heads, :visible]
+            dk[heads, :visible].baddbmm_(factors.mT, queries[heads, rows])
     return _by_head(dq, q), _by_head(dk, k), _by_head(dv, v)
 
 
@@ -240,67 +242,67 @@ class _Chunk(NamedTuple):
     """Range among the kv heads of all rows of the batch."""
     rows: slice
     """Range among the queries of a kv head."""
-    seen: int
+    visible: int
     """Keys that are visible to its last token."""
     hidden: Tensor
     """0 where a query attends to a key of the chunk's tokens, else -inf [rows, tokens]."""
 
 
 def _chunks(queries: Tensor, keys: Tensor) -> Iterator[_Chunk]:
-    """The chunks of queries [kv heads, s * group, d]."""
+    """Yield the chunks of queries [kv heads, s * group, d]."""
     kv_heads, length = keys.shape[:2]
     group = queries.shape[1] // length
     at_once = max(1, SCORES // (group * CHUNK * length))
-    places = torch.arange(CHUNK)
+    positions = torch.arange(CHUNK)
     hidden = torch.zeros(CHUNK * group, CHUNK)
-    hidden.masked_fill_(places > places.repeat_interleave(group).unsqueeze(-1), -math.inf)
+    hidden.masked_fill_(positions > positions.repeat_interleave(group).unsqueeze(-1), -math.inf)
     for first in range(0, kv_heads, at_once):
         heads = slice(first, min(first + at_once, kv_heads))
-        for stop in range(length, 0, -CHUNK):  # the largest first, as _Memory wants
+        for stop in range(length, 0, -CHUNK):  # the largest first, for _Buffer
             start = max(0, stop - CHUNK)
             tokens = stop - start
             yield _Chunk(heads, slice(start * group, stop * group), stop, hidden[: tokens * group, :tokens])
 
 
-class _Memory:
-    """For one tensor after another, of which the first is the largest. New pages would cost as much as a softmax."""
+class _Buffer:
+    """Memory of successive tensors; the first is the largest. Page faults of new memory take as long as a softmax."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._whole: Tensor | None = None
 
     def of(self, *shape: int) -> Tensor:
-        """A tensor with any values, which takes the place of the one before it."""
+        """Return an uninitialized tensor in the memory of the previous one."""
         if self._whole is None:
             self._whole = torch.empty(shape, dtype=self.dtype)
         return self._whole.view(-1)[: math.prod(shape)].view(shape)
 
 
-def _weights(queries: Tensor, keys: Tensor, chunk: _Chunk, scale: float, memory: _Memory) -> Tensor:
-    """The softmax of a chunk's scores [kv heads, rows, keys], fp32."""
-    scores = _product(queries[chunk.heads, chunk.rows], keys[chunk.heads, : chunk.seen].mT, scale, memory)
+def _weights(queries: Tensor, keys: Tensor, chunk: _Chunk, scale: float, memory: _Buffer) -> Tensor:
+    """Return the softmax of a chunk's scores [kv heads, rows, keys], fp32."""
+    scores = _matmul(queries[chunk.heads, chunk.rows], keys[chunk.heads, : chunk.visible].mT, scale, memory)
     scores[..., -chunk.hidden.shape[1] :] += chunk.hidden
     return torch.softmax(scores, -1, out=scores)
 
 
-def _product(one: Tensor, other: Tensor, scale: float, memory: _Memory) -> Tensor:
+def _matmul(one: Tensor, other: Tensor, scale: float, memory: _Buffer) -> Tensor:
     out = memory.of(one.shape[0], one.shape[1], other.shape[2])
     return torch.baddbmm(out, one, other, beta=0, alpha=scale, out=out)
 
 
-def _narrowed(x: Tensor, memory: _Memory) -> Tensor:
-    """x in the memory's dtype, which may be its own."""
+def _cast(x: Tensor, memory: _Buffer) -> Tensor:
+    """Cast x to the buffer's dtype; x itself if it has that dtype."""
     return x if x.dtype == memory.dtype else memory.of(*x.shape).copy_(x)
 
 
 def _by_kv_head(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
-    """x [b, heads, s, d] as [b * kv heads, s * group, d]: a copy. A token's queries of a group are neighbours."""
-    apart = x.unflatten(1, (kv_heads, -1)).transpose(2, 3)
-    return apart.to(dtype, memory_format=torch.contiguous_format, copy=True).flatten(0, 1).flatten(1, 2)
+    """Copy x [b, heads, s, d] to [b * kv heads, s * group, d]. A token's queries of a group are adjacent."""
+    by_token = x.unflatten(1, (kv_heads, -1)).transpose(2, 3)
+    return by_token.to(dtype, memory_format=torch.contiguous_format, copy=True).flatten(0, 1).flatten(1, 2)
 
 
 def _by_head(x: Tensor, like: Tensor) -> Tensor:
-    """The reverse, in the dtype and with the shape of ``like``; in memory as the layers read it."""
+    """Copy [b * kv heads, s * group, d] to the shape and dtype of ``like``, in the layers' memory order."""
     b, heads, s, _ = like.shape
     group = x.shape[1] // s
     out = empty_like(like)
@@ -318,7 +320,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
     return empty_like(q), empty_like(k), empty_like(v)
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
@@ -326,7 +328,7 @@ def _causal_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return causal_attention_backward(grad, *ctx.saved_tensors)
 
 
-causal_attention.register_autograd(_causal_gradient, setup_context=_keep_inputs)
+causal_attention.register_autograd(_causal_gradient, setup_context=_save_inputs)
 
 
 @register_flop_formula(torch.ops.megatron_llama.causal_attention)

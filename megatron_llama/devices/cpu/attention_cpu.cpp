@@ -1,19 +1,18 @@
 // Causal attention on a CPU for T = at::BFloat16 and float. devices/cpu/attention.py compiles and calls it.
 //
-// FlashAttention-2 (Dao 2023, arXiv:2307.08691) by blocks of KEYS keys and QUERIES queries, with torch's small products
-// (brgemm). Blocks lie transposed: a row of scores belongs to a key, a column to a query. Sums over keys, and all that
-// is known of a query, are then operations between whole rows, and weights lie as the backward pass multiplies them. A
-// thread takes one head of keys and values at a time with its group of query heads, or one query head where there are
-// more threads than such heads. Sums have the same order in both cases, and so the same bits.
+// FlashAttention-2 (Dao 2023, arXiv:2307.08691) by blocks of KEYS keys and QUERIES queries, with torch's small matmuls
+// (brgemm). Blocks are transposed: a row of scores belongs to a key, a column to a query. Sums over keys and the state
+// of a query are then operations between rows, and weights have the layout that the backward pass multiplies. A thread
+// takes one head of keys and values with its group of query heads, or one query head if there are more threads than kv
+// heads. Sums have the same order in both cases, so results are bit-identical.
 
 #include "attention_cpu_blocks.h"
 
 namespace {
 
-// Up to QUERIES queries of a head. Each sees the keys from its ``low``, which never falls from one to the next, to
-// itself.
+// Up to QUERIES queries of a head. A query attends to the keys from its ``low`` to itself. ``low`` is non-decreasing.
 struct Block {
-  int64_t first, tokens, rows, columns;  // columns: the rows, and what fills vectors
+  int64_t first, tokens, rows, columns;  // columns: rows, padded to full vectors
   const float* low;
 
   Block(int64_t first, int64_t tokens, const float* lows)
@@ -22,39 +21,38 @@ struct Block {
 
   int64_t first_key() const { return static_cast<int64_t>(low[0]); }
   int64_t end_key() const { return first + rows; }
-  // How many keys go together from this one on, and the first of the queries that sees one of them.
+  // Number of keys of a step that begins at ``key``, and the first query that attends to one of them.
   int64_t keys(int64_t key) const { return std::min(key < first ? KEYS : OWN_KEYS, tokens - key); }
   int64_t from(int64_t key) const { return std::max<int64_t>(0, key - first); }
-  bool sees_all(int64_t key, int64_t keys) const { return key + keys - 1 <= first && key >= low[rows - 1]; }
+  bool all_visible(int64_t key, int64_t keys) const { return key + keys - 1 <= first && key >= low[rows - 1]; }
 };
 
-// [padded tokens], of a row of the batch.
-void fill_lows(const int32_t* given, int64_t b, const Shape& shape, float* lows) {
+// Writes ``lows`` [padded tokens] of a row of the batch.
+void fill_lows(const int32_t* input, int64_t b, const Shape& shape, float* lows) {
   for (int64_t t = 0; t < shape.padded(); t++)
-    lows[t] = given ? static_cast<float>(given[b * shape.tokens + std::min(t, shape.tokens - 1)]) : 0.f;
+    lows[t] = input ? static_cast<float>(input[b * shape.tokens + std::min(t, shape.tokens - 1)]) : 0.f;
 }
 
-// Scaled scores of a key with the queries at ``at``, from a row of scores; -inf where it is hidden.
+// Scaled scores of a key with the queries at ``at``, from a row of scores; -inf if hidden.
 template <bool masked>
 Vec scaled(const float* row, const Block& block, int64_t at, int64_t key, float scale) {
   const Vec scores = Vec::loadu(row + at) * Vec(scale), one(static_cast<float>(key));
   if (!masked) return scores;
-  const Vec place = Vec::arange(static_cast<float>(block.first + at), 1.f);
-  return Vec::blendv(Vec(-INFINITY), scores, (place >= one) & (Vec::loadu(block.low + at) <= one));
+  const Vec query = Vec::arange(static_cast<float>(block.first + at), 1.f);
+  return Vec::blendv(Vec(-INFINITY), scores, (query >= one) & (Vec::loadu(block.low + at) <= one));
 }
 
-// What is known of a block's queries in the forward pass: the largest score and the sum of weights so far, and by what
-// the sums before these keys shrink.
-struct Known {
+// Running softmax state of a block's queries: largest score, sum of weights, and the factor that rescales earlier sums.
+struct State {
   float *largest, *sums, *factors;
 };
 
-// Goes on with these keys, and writes their weights, packed.
+// Updates the state with these keys, and writes their weights, packed.
 template <typename T, bool masked>
-void softmax(const float* scores, int64_t key, int64_t keys, const Block& block, float scale, Known known, T* packed) {
+void softmax(const float* scores, int64_t key, int64_t keys, const Block& block, float scale, State state, T* packed) {
   for (int64_t at = block.from(key); at < block.columns; at += 2 * WIDTH) {
     const int64_t column[2] = {at, at + WIDTH};
-    Vec now[2] = {Vec::loadu(known.largest + column[0]), Vec::loadu(known.largest + column[1])};
+    Vec now[2] = {Vec::loadu(state.largest + column[0]), Vec::loadu(state.largest + column[1])};
     for (int64_t c = 0; c < keys; c++)
       for (int half = 0; half < 2; half++)
         now[half] = at::vec::maximum(
@@ -71,15 +69,15 @@ void softmax(const float* scores, int64_t key, int64_t keys, const Block& block,
         Of<T>::store_packed(weights[0], weights[1], packed + c * QUERIES, column[half]);
       }
     for (int half = 0; half < 2; half++) {
-      const Vec factor = Of<T>::exp(Vec::loadu(known.largest + column[half]) - now[half]);
-      now[half].store(known.largest + column[half]);
-      factor.store(known.factors + column[half]);
-      at::vec::fmadd(Vec::loadu(known.sums + column[half]), factor, sum[half]).store(known.sums + column[half]);
+      const Vec factor = Of<T>::exp(Vec::loadu(state.largest + column[half]) - now[half]);
+      now[half].store(state.largest + column[half]);
+      factor.store(state.factors + column[half]);
+      at::vec::fmadd(Vec::loadu(state.sums + column[half]), factor, sum[half]).store(state.sums + column[half]);
     }
   }
 }
 
-// A thread's share of the work: some query heads of a key and value head.
+// Work item of a thread: query heads of one key and value head.
 struct Item {
   int64_t b, kv, first, end;
 };
@@ -131,9 +129,9 @@ struct Forward {
     T *queries = memory.of<T>(QUERIES * d), *weights = memory.of<T>(QUERIES * KEYS);
     float *scores = memory.of<float>(STRIDE * KEYS), *sum = memory.of<float>(QUERIES * d);
     float* rows = memory.of<float>(QUERIES * d);
-    const Known known{memory.of<float>(QUERIES), memory.of<float>(QUERIES), memory.of<float>(QUERIES)};
-    std::fill(known.largest, known.largest + QUERIES, -1e30f);  // not -inf: a difference stays a number
-    std::fill(known.sums, known.sums + QUERIES, 0.f);
+    const State state{memory.of<float>(QUERIES), memory.of<float>(QUERIES), memory.of<float>(QUERIES)};
+    std::fill(state.largest, state.largest + QUERIES, -1e30f);  // not -inf, whose difference is NaN
+    std::fill(state.sums, state.sums + QUERIES, 0.f);
     Of<T>::pack_transposed(q.at(b, h) + block.first * q.token, q.token, block.rows, d, queries, QUERIES);
     const int64_t start = block.first_key() / KEYS * KEYS;
     for (int64_t key = start, keys; key < block.end_key(); key += keys) {
@@ -141,39 +139,39 @@ struct Forward {
       const int64_t from = block.from(key), packed = from * Of<T>::PER_WORD;
       Of<T>::product(keys, n - from, d, keys_of_head + key * k.token, k.token, queries + packed, QUERIES,
                      scores + from, STRIDE, false);
-      const auto go_on = block.sees_all(key, keys) ? softmax<T, false> : softmax<T, true>;
-      go_on(scores, key, keys, block, scale, known, weights);
+      const auto update = block.all_visible(key, keys) ? softmax<T, false> : softmax<T, true>;
+      update(scores, key, keys, block, scale, state, weights);
       if (key > start)
         for (int64_t i = 0; i < d; i++)
           for (int64_t r = from; r < n; r += WIDTH)
-            (Vec::loadu(sum + i * QUERIES + r) * Vec::loadu(known.factors + r)).store(sum + i * QUERIES + r);
+            (Vec::loadu(sum + i * QUERIES + r) * Vec::loadu(state.factors + r)).store(sum + i * QUERIES + r);
       Of<T>::product(d, n - from, keys + keys % 2, values + key, length, weights + packed, QUERIES, sum + from, QUERIES,
                      key > start);
     }
     for (int64_t r = 0; r < n; r += WIDTH) {
-      const Vec total = Vec::loadu(known.sums + r);
-      (Vec(1.f) / total).store(known.factors + r);
-      (Vec::loadu(known.largest + r) + total.log()).store(known.sums + r);
+      const Vec total = Vec::loadu(state.sums + r);
+      (Vec(1.f) / total).store(state.factors + r);
+      (Vec::loadu(state.largest + r) + total.log()).store(state.sums + r);
     }
     transpose_words(sum, QUERIES, d, QUERIES, rows, d);
     for (int64_t r = 0; r < block.rows; r++) {
-      write_row(rows + r * d, known.factors[r], d, out.at(b, h) + (block.first + r) * out.token);
-      lse.at(b, h)[(block.first + r) * lse.token] = known.sums[r];
+      write_row(rows + r * d, state.factors[r], d, out.at(b, h) + (block.first + r) * out.token);
+      lse.at(b, h)[(block.first + r) * lse.token] = state.sums[r];
     }
   }
 };
 
-// What the backward pass has of the head of keys and values, and of the query head that it is at.
+// Buffers of the backward pass for a head of keys and values and one of its query heads.
 template <typename T>
 struct Head {
   const T *keys, *values;
-  T* keys_t;  // transposed, with this stride
+  T* keys_t;  // transposed, with stride ``length``
   int64_t length;
   T *queries_t, *queries, *grads_t, *grads;  // packed
   float *dq_t, *dk, *dv, *lse, *means, *low;
 };
 
-// Weights of a block's queries for these keys, and the gradients of their scores, which are packed as well if T is.
+// Weights of a block's queries for these keys, and the gradients of their scores (also packed, if T is packed).
 template <typename T, bool masked>
 void weigh(const float* scores, const float* by_weight, int64_t key, int64_t keys, const Block& block, float scale,
            const Head<T>& head, T* weights, T* by_score, T* packed) {
@@ -213,7 +211,7 @@ struct Backward {
     const int64_t bytes = 5 * Memory::bytes<T>(size) + 5 * Memory::bytes<float>(size) +
         3 * Memory::bytes<float>(length) + 3 * Memory::bytes<T>(QUERIES * KEYS) +
         2 * Memory::bytes<float>(STRIDE * std::max(KEYS, d));
-    // dk and dv of each query head, where they go apart.
+    // dk and dv of each query head, if query heads are separate work items.
     const std::unique_ptr<float[]> of_heads(split > 1 ? new float[2 * shape.batch * shape.heads * size] : nullptr);
 #pragma omp parallel num_threads(threads)
     {
@@ -236,9 +234,9 @@ struct Backward {
           prepare(b, h, head);
           for (int64_t key = 0; key < shape.tokens; key += KEYS) add_keys(key, head, memory);
           write_queries(b, h, head, memory);
-          float* own = split > 1 ? of_heads.get() + 2 * (b * shape.heads + h) * size : nullptr;
-          add(head.dk, size, own || h == first, own ? own : totals[0]);
-          add(head.dv, size, own || h == first, own ? own + size : totals[1]);
+          float* separate = split > 1 ? of_heads.get() + 2 * (b * shape.heads + h) * size : nullptr;
+          add(head.dk, size, separate || h == first, separate ? separate : totals[0]);
+          add(head.dv, size, separate || h == first, separate ? separate + size : totals[1]);
         }
         if (split == 1) write_keys(b, kv, totals[0], totals[1]);
       }
@@ -268,20 +266,20 @@ struct Backward {
 
   void prepare(int64_t b, int64_t h, const Head<T>& head) const {
     const int64_t d = shape.d;
-    const T *own_grad = grad.at(b, h), *own_out = out.at(b, h);
+    const T *head_grad = grad.at(b, h), *head_out = out.at(b, h);
     for (int64_t t = 0; t < shape.padded(); t++) {
       Vec mean(0.f);
       for (int64_t i = 0; i < d && t < shape.tokens; i += 2 * WIDTH) {
-        const auto [grad_one, grad_other] = Of<T>::load(own_grad + t * grad.token + i);
-        const auto [out_one, out_other] = Of<T>::load(own_out + t * out.token + i);
+        const auto [grad_one, grad_other] = Of<T>::load(head_grad + t * grad.token + i);
+        const auto [out_one, out_other] = Of<T>::load(head_out + t * out.token + i);
         mean = at::vec::fmadd(grad_one, out_one, at::vec::fmadd(grad_other, out_other, mean));
       }
       head.means[t] = at::vec::vec_reduce_all<float>([](Vec x, Vec y) { return x + y; }, mean);
-      head.lse[t] = t < shape.tokens ? lse.at(b, h)[t * lse.token] : INFINITY;  // whose weights are 0
+      head.lse[t] = t < shape.tokens ? lse.at(b, h)[t * lse.token] : INFINITY;  // padding has weight 0
     }
     for (int64_t first = 0; first < shape.tokens; first += QUERIES) {
       const int64_t rows = std::min(QUERIES, shape.tokens - first);
-      const T *queries = q.at(b, h) + first * q.token, *grads = own_grad + first * grad.token;
+      const T *queries = q.at(b, h) + first * q.token, *grads = head_grad + first * grad.token;
       Of<T>::pack_transposed(queries, q.token, rows, d, head.queries_t + first * d, QUERIES);
       Of<T>::pack_transposed(grads, grad.token, rows, d, head.grads_t + first * d, QUERIES);
       Of<T>::pack(queries, q.token, rows, QUERIES, d, head.queries + first * d);
@@ -290,7 +288,7 @@ struct Backward {
     std::fill(head.dq_t, head.dq_t + head.length * d, 0.f);
   }
 
-  // What KEYS keys add to the gradients of a head.
+  // Adds the contribution of KEYS keys to the gradients of a head.
   void add_keys(int64_t start, const Head<T>& head, Memory memory) const {
     const int64_t d = shape.d;
     float *scores = memory.of<float>(STRIDE * KEYS), *by_weight = memory.of<float>(STRIDE * KEYS);
@@ -308,8 +306,8 @@ struct Backward {
                        scores + from, STRIDE, false);
         Of<T>::product(keys, n, d, head.values + key * v.token, v.token, head.grads_t + transposed, QUERIES,
                        by_weight + from, STRIDE, false);
-        const auto weigh_them = block.sees_all(key, keys) ? weigh<T, false> : weigh<T, true>;
-        weigh_them(scores, by_weight, key, keys, block, scale, head, weights, by_score, packed);
+        const auto weigh_keys = block.all_visible(key, keys) ? weigh<T, false> : weigh<T, true>;
+        weigh_keys(scores, by_weight, key, keys, block, scale, head, weights, by_score, packed);
         Of<T>::product(keys, d, n, weights + from, QUERIES, head.grads + rows, d, head.dv + key * d, d, true);
         Of<T>::product(keys, d, n, by_score + from, QUERIES, head.queries + rows, d, head.dk + key * d, d, true);
         Of<T>::product(d, n, keys + keys % 2, head.keys_t + key, head.length, packed + in_words, QUERIES,
@@ -328,7 +326,7 @@ struct Backward {
   }
 };
 
-// The i-th of the tensors that a call is about.
+// The tensors of a call.
 struct Tensors {
   void* const* data;
   const int64_t* strides;
@@ -365,7 +363,7 @@ void try_product() {
 // ``shape`` as Shape; ``lows`` [batch, tokens] or null.
 extern "C" {
 
-// Whether brgemm takes the dtype here. Inside a parallel region its exception would end the process.
+// Whether brgemm supports the dtype on this processor. An exception inside a parallel region would end the process.
 bool multiplies(bool bf16) {
   try {
     bf16 ? try_product<BFloat16>() : try_product<float>();

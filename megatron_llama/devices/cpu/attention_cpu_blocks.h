@@ -1,4 +1,4 @@
-// What attention_cpu.cpp works with: its sizes, a thread's memory, and numbers as brgemm wants them.
+// Block sizes, thread memory and brgemm's data layouts for attention_cpu.cpp.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -20,8 +20,8 @@ using Vec = at::vec::Vectorized<float>;
 using Words = at::vec::Vectorized<int32_t>;
 constexpr int64_t WIDTH = Vec::size();
 constexpr int64_t KEYS = 128, QUERIES = 128;
-constexpr int64_t OWN_KEYS = 64;  // of a block's own tokens; half of these scores are computed in vain
-constexpr int64_t STRIDE = QUERIES + WIDTH;  // of scores, so that a column's numbers lie in different sets of a cache
+constexpr int64_t OWN_KEYS = 64;  // of the block's own tokens, where half of the scores are hidden
+constexpr int64_t STRIDE = QUERIES + WIDTH;  // of scores, so that a column maps to different cache sets
 static_assert(KEYS == QUERIES && KEYS % OWN_KEYS == 0);
 
 // A tensor [batch, heads, tokens, d], contiguous in d.
@@ -38,13 +38,13 @@ struct Shape {
   int64_t padded() const { return (tokens + QUERIES - 1) / QUERIES * QUERIES; }
 };
 
-// Memory of a thread, kept from call to call: new pages would take as long as a product.
+// Memory of a thread, reused between calls: page faults of new memory take as long as a matmul.
 class Memory {
  public:
   explicit Memory(int64_t bytes) {
-    thread_local std::vector<char> kept;
-    if (static_cast<int64_t>(kept.size()) < bytes + 64) kept = std::vector<char>(bytes + 64);
-    next_ = kept.data() + 64 - reinterpret_cast<uintptr_t>(kept.data()) % 64;
+    thread_local std::vector<char> buffer;
+    if (static_cast<int64_t>(buffer.size()) < bytes + 64) buffer = std::vector<char>(bytes + 64);
+    next_ = buffer.data() + 64 - reinterpret_cast<uintptr_t>(buffer.data()) % 64;
   }
   template <typename T>
   T* of(int64_t count) {
@@ -59,7 +59,7 @@ class Memory {
   char* next_;
 };
 
-// out [columns, rows] = in [rows, columns], of 4 bytes each. In a bf16 matrix that is a pair of columns.
+// out [columns, rows] = in [rows, columns], of 4-byte words. A word of a bf16 matrix is a pair of columns.
 void transpose_words(const void* from, int64_t stride, int64_t rows, int64_t columns, void* to, int64_t out_stride) {
   const float* in = static_cast<const float*>(from);
   float* out = static_cast<float*>(to);
@@ -73,7 +73,7 @@ void transpose_words(const void* from, int64_t stride, int64_t rows, int64_t col
 
 const Words UPPER(static_cast<int32_t>(0xffff0000));
 
-// Words whose upper half is x in bf16, to the nearest, ties to even.
+// Words whose upper half is x rounded to bf16 (nearest, ties to even).
 Words bf16_bits(Vec x) {
   const Words bits = at::vec::cast<int32_t>(x);
   return bits + Words(0x7fff) + ((bits >> Words(16)) & Words(1));
@@ -81,8 +81,8 @@ Words bf16_bits(Vec x) {
 
 Words upper_to_lower(Words x) { return (x >> Words(16)) & Words(0xffff); }
 
-// What depends on the dtype. A product's second factor is packed: in bf16 the numbers of two rows take turns (VNNI), in
-// fp32 it stays as it is. d is a multiple of 2 * WIDTH throughout.
+// Operations by dtype. The second factor of a matmul is packed: bf16 interleaves the values of two rows (VNNI), fp32 is
+// unchanged. d is a multiple of 2 * WIDTH.
 template <typename T>
 struct Of;
 
@@ -100,7 +100,7 @@ struct Of<BFloat16> {
 
   static void release() { at::native::cpublas::brgemm_release(true); }
 
-  // x [rows, d] transposed and packed: [d, out_stride], 0 from the column ``rows`` on.
+  // x [rows, d] transposed and packed: [d, out_stride], 0 from column ``rows`` on.
   static void pack_transposed(const BFloat16* x, int64_t stride, int64_t rows, int64_t d, BFloat16* out,
                               int64_t out_stride) {
     transpose_words(x, stride / 2, rows, d / 2, out, out_stride);
@@ -123,20 +123,20 @@ struct Of<BFloat16> {
     }
   }
 
-  // x [rows, d] transposed as a first factor: [d, out_stride], 0 from the column ``rows`` on. ``words`` has its size.
+  // x [rows, d] transposed, not packed: [d, out_stride], 0 from column ``rows`` on. ``words`` is scratch of this size.
   static void transpose(const BFloat16* x, int64_t stride, int64_t rows, int64_t d, BFloat16* out, int64_t out_stride,
                         float* words) {
     pack_transposed(x, stride, rows, d, reinterpret_cast<BFloat16*>(words), out_stride);
-    const auto wide = [](Words upper) { return at::vec::cast<float>(upper); };
+    const auto to_float = [](Words upper) { return at::vec::cast<float>(upper); };
     for (int64_t i = 0; i < d / 2; i++, words += out_stride, out += 2 * out_stride)
       for (int64_t c = 0; c < out_stride; c += 2 * WIDTH) {
         const Words one = Words::loadu(words + c), other = Words::loadu(words + c + WIDTH);
-        store(wide(one << Words(16)), wide(other << Words(16)), out + c);
-        store(wide(one & UPPER), wide(other & UPPER), out + out_stride + c);
+        store(to_float(one << Words(16)), to_float(other << Words(16)), out + c);
+        store(to_float(one & UPPER), to_float(other & UPPER), out + out_stride + c);
       }
   }
 
-  // 2 * WIDTH numbers of a row.
+  // 2 * WIDTH values of a row.
   static std::tuple<Vec, Vec> load(const BFloat16* row) {
     return at::vec::convert_to_float<BFloat16>(at::vec::Vectorized<BFloat16>::loadu(row));
   }
@@ -144,7 +144,7 @@ struct Of<BFloat16> {
     at::vec::convert_from_float<BFloat16>(one, other).store(row);
   }
 
-  // WIDTH numbers of two rows, packed, from the column ``at`` on.
+  // WIDTH values of two rows, packed, from column ``at`` on.
   static void store_packed(Vec one, Vec other, BFloat16* rows, int64_t at) {
     (upper_to_lower(bf16_bits(one)) | (bf16_bits(other) & UPPER)).store(rows + 2 * at);
   }

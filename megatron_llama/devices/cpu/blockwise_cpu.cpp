@@ -1,5 +1,6 @@
-// Optimizer states in 8 bits on a CPU: the many operators of Kernels.read_block and write_block in one pass, bit-identical.
-// Inductor's flags switch gcc's vectorizer off, so vectors are written as such. BLOCK, the values of a block, is put above.
+// 8-bit optimizer states on a CPU: Kernels.read_block and write_block, each as one loop, bit-identical to torch's
+// operators. Inductor's flags disable gcc's vectorizer, so the code uses vectors explicitly. The caller defines BLOCK,
+// the values of a block, above this text.
 
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
@@ -25,8 +26,8 @@ extern "C" void read_blocks(const uint8_t* codes, const float* scales, const flo
   }
 }
 
-// The scales and codes of values [blocks, 32]; ``Levels`` in devices/kernels.py describes borders and lowest.
-extern "C" void write_blocks(const float* values, const float* borders, const uint8_t* lowest, float least,
+// Scales and codes of values [blocks, 32]. ``Levels`` in devices/kernels.py describes boundaries and lowest.
+extern "C" void write_blocks(const float* values, const float* boundaries, const uint8_t* lowest, float least,
                              uint8_t* codes, float* scales, int64_t blocks, int threads) {
 #pragma omp parallel for num_threads(threads)
   for (int64_t block = 0; block < blocks; ++block) {
@@ -41,8 +42,8 @@ extern "C" void write_blocks(const float* values, const float* borders, const ui
     std::memcpy(bits, shares, sizeof(bits));
     uint8_t* code = codes + block * BLOCK;
     for (int64_t i = 0; i < BLOCK; ++i) {
-      const uint8_t found = lowest[bits[i] >> 16];
-      code[i] = uint8_t(found + (shares[i] >= borders[found]));
+      const uint8_t low = lowest[bits[i] >> 16];
+      code[i] = uint8_t(low + (shares[i] >= boundaries[low]));
     }
   }
 }

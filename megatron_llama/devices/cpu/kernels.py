@@ -1,4 +1,5 @@
-"""Kernels of the CPU: C++ and column-wise logits in compiled runs, chunks that stay in the cache in both modes."""
+"""Kernels of the CPU: C++ and column-major logits in compiled runs, chunks that fit the cache in both modes."""
+
 from __future__ import annotations
 
 import ctypes
@@ -20,16 +21,16 @@ from megatron_llama.devices.processor import load_cpp
 from megatron_llama.devices.visibility import AttentionInputs, Documents, first_visible_keys
 
 CHUNK = 2**20
-"""Values of a gradient that are cast to fp32 together: enough to hide the calls, few enough for the cache."""
+"""Values of a gradient that are cast to fp32 together: they fit the cache, and call overhead is small."""
 ADDED_AT_ONCE = 2**18
-"""Values that ``add_`` casts to fp32 together, in memory that stays in the cache."""
+"""Values that ``add_`` casts to fp32 together: they fit the cache."""
 MOST_BY_COLUMNS = 768
-"""Tokens of a chunk whose logits are stored column by column if AMX units multiply. The weight's gradient, whose matmul
-reads them so, takes half the time. With more tokens the gradient of the hidden states takes twice the time."""
+"""Most tokens of a chunk with column-major logits on AMX units. The matmul of the weight's gradient, which reads
+columns, then takes half the time. With more tokens the gradient of the hidden states takes twice the time."""
 
 
 class CpuKernels(Kernels):
-    """Overrides for tensors in the host's memory. The optimizer's give bitwise the results of plain torch."""
+    """Overrides for host tensors. The optimizer's overrides are bit-identical to plain torch."""
 
     def visible(self, tokens: Tensor, documents: Documents | None, pattern: Pattern) -> AttentionInputs | None:
         inputs = super().visible(tokens, documents, pattern)
@@ -131,7 +132,7 @@ def library() -> ctypes.CDLL | None:
     """The compiled kernels; None, with a warning, if they cannot be compiled."""
     source = Path(__file__).with_name("blockwise_cpu.cpp").read_text()
     source = f"constexpr long BLOCK = {STATE_BLOCK};\n{source}"
-    return load_cpp(source, "8-bit states go through torch's operators: our kernel for CPUs could not be compiled")
+    return load_cpp(source, "8-bit states use torch's operators, because the C++ kernel could not be compiled")
 
 
 def _call(name: str, *arguments: Tensor | ctypes.c_float, blocks: int) -> None:

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs, with their kernels and the reader of NCCL's flight recorder."""
+"""NVIDIA GPUs: device, kernels and the reader of NCCL's flight recorder."""
 
 from megatron_llama.devices.cuda.device import DEVICE
 

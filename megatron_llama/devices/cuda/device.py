@@ -15,10 +15,10 @@ from megatron_llama.arch.pattern import Pattern, fits_varlen
 from megatron_llama.config import ConfigError
 from megatron_llama.devices.base import INDUCTOR, Device, Peak, async_tp_problem, device_index
 from megatron_llama.devices.cuda.flight_recorder import (
-    ask_for_collectives,
     collectives,
     recorder_environment,
     remove_recordings,
+    request_dump,
 )
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_llama.config import Config
     from megatron_llama.devices.kernels import Kernels
 
-# Dense TFLOP/s from the makers' data sheets: (part of the device's name, bf16, fp32 as TF32 is off). First match wins.
+# Dense TFLOP/s from NVIDIA's data sheets: (part of the device's name, bf16, fp32 without TF32). First match wins.
 _PEAKS = (
     ("GB200", 2450.0, 80.0),
     ("B200", 2250.0, 75.0),
@@ -43,13 +43,13 @@ _PEAKS = (
 )
 
 
-# Where a driver shows itself on Linux: a GPU of its own, one lent by Windows, a Jetson's.
+# Files of the driver on Linux: discrete GPU, WSL, Jetson.
 DRIVER = Path("/proc/driver/nvidia")
 _DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
 
 
 def _driver_present() -> bool:
-    """Whether a probe by torch is worth its import, which takes seconds: most login nodes have no GPU."""
+    """Whether driver files exist. Importing torch to probe takes seconds, and most login nodes have no GPU."""
     return sys.platform != "linux" or any(os.path.exists(path) for path in _DRIVER_FILES)
 
 
@@ -88,26 +88,26 @@ class Cuda(Device):
         return torch.cuda.get_device_properties(0).total_memory
 
     def hardware(self) -> dict[str, str]:
-        found = {}
+        facts = {}
         with suppress(OSError):
             text = (DRIVER / "version").read_text(encoding="utf-8")
             if version := re.search(r"Kernel Module\D*(\d[\d.]*)", text):
-                found["driver"] = version[1]
+                facts["driver"] = version[1]
         models: list[str] = []
         for path in sorted(DRIVER.glob("gpus/*/information")):
             with suppress(OSError):
                 models += re.findall(r"^Model:\s*(.+?)\s*$", path.read_text(encoding="utf-8"), re.MULTILINE)
         if models:
-            found["devices"] = ", ".join(f"{models.count(model)} x {model}" for model in dict.fromkeys(models))
-        return found
+            facts["devices"] = ", ".join(f"{models.count(model)} x {model}" for model in dict.fromkeys(models))
+        return facts
 
     def environment(self, config: Config) -> dict[str, str]:
         variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **recorder_environment()}
         trainer = config.trainer
         if trainer.tp > 1 and trainer.dp == 1 and not trainer.compile:
-            # megatron-core's linears overlap communication by the order in which kernels are launched, which one
-            # queue keeps. It would also put fully_shard's collectives in line with the products that they should run
-            # beside, so with data parallelism the default stands; and compiled blocks don't use those linears.
+            # megatron-core's linear layers overlap communication by kernel launch order, which needs one hardware
+            # queue. One queue would also serialize fully_shard's collectives with matmuls, so with data parallelism the
+            # default applies. Compiled blocks do not use these linear layers.
             variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         if trainer.deterministic:
             variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -129,7 +129,7 @@ class Cuda(Device):
         return "varlen" if fits_varlen(pattern, dtype, head_dim) else "tiles"
 
     def request_collectives(self, rank: int) -> bool:
-        return ask_for_collectives(rank)
+        return request_dump(rank)
 
     def last_collectives(self, rank: int) -> str:
         return collectives(rank)
@@ -149,7 +149,7 @@ class Cuda(Device):
     def has_fast_bf16(self) -> bool:
         import torch
 
-        return torch.cuda.get_device_capability() >= (8, 0)  # from Ampere on; Volta's and Turing's units are for fp16
+        return torch.cuda.get_device_capability() >= (8, 0)  # Ampere and later; Volta and Turing have fp16 units only
 
     def peak_memory_bytes(self) -> int:
         import torch
@@ -170,25 +170,27 @@ class Cuda(Device):
         return None
 
     def enable_async_tp(self, group: dist.ProcessGroup) -> None:
-        """Inductor's pass (torch/_inductor/fx_passes/micro_pipeline_tp.py) replaces a gather or scatter and the product
-        beside it by one operator, whose pieces go through symmetric memory: memory of each GPU that all others map."""
+        """Enable Inductor's pass micro_pipeline_tp.py, which fuses a gather or scatter with the adjacent matmul.
+
+        The fused operators exchange chunks through symmetric memory, which each GPU of the group maps from all others.
+        """
         import torch
 
-        # Also defines the operators, which graphs out of the cache name.
+        # The import also defines the operators that cached graphs use.
         import torch.distributed._symmetric_memory as symmetric
         from torch._inductor import config
 
-        reason = _out_of_reach(group)
+        reason = _peer_access_problem(group)
         if reason is None:
             with warnings.catch_warnings():
-                # torch 2.13 calls this needless, and its pass fuses only where it was called.
+                # Deprecated in torch 2.13, but its pass fuses only if this was called.
                 warnings.simplefilter("ignore", FutureWarning)
                 symmetric.enable_symm_mem_for_group(group.group_name)
-            try:  # now, and not at the first product, in the middle of a step
-                own = torch.device("cuda", torch.cuda.current_device())
-                symmetric.rendezvous(symmetric.empty(16, dtype=torch.uint8, device=own), group.group_name)
+            try:  # at startup, not at the first matmul of a step
+                device = torch.device("cuda", torch.cuda.current_device())
+                symmetric.rendezvous(symmetric.empty(16, dtype=torch.uint8, device=device), group.group_name)
             except RuntimeError as error:
-                reason = f"the tensor-parallel ranks can't map each other's memory: {error}"
+                reason = f"tensor-parallel ranks cannot map each other's memory: {error}"
         if reason is not None:
             raise ConfigError([async_tp_problem(reason)])
         config._micro_pipeline_tp = True
@@ -204,9 +206,11 @@ class Cuda(Device):
         return start.elapsed_time(end) / 1e3
 
 
-def _out_of_reach(group: dist.ProcessGroup) -> str | None:
-    """Why the ranks of ``group`` can't map each other's memory, the same on all of them; None if nothing that can be
-    seen ahead is in the way. GPUs of several machines can where NVLink joins these, which is left to the driver."""
+def _peer_access_problem(group: dist.ProcessGroup) -> str | None:
+    """Return the reason that ranks of ``group`` cannot map each other's memory, the same on all; None if no problem.
+
+    GPUs of several machines are not checked: the driver supports them if NVLink connects the machines.
+    """
     import torch
     import torch.distributed as dist
 
@@ -215,12 +219,12 @@ def _out_of_reach(group: dist.ProcessGroup) -> str | None:
     dist.all_gather_object(places, here, group=group)
     reason = None
     if len(set(places)) < len(places):
-        reason = "tensor-parallel ranks see one GPU each, under one number: show every rank all GPUs of its machine"
+        reason = "tensor-parallel ranks have one visible GPU each: make all GPUs of the machine visible to every rank"
     else:
-        beside = [index for host, index in places if (host, index) != here and host == here[0]]
-        apart = [index for index in beside if not torch.cuda.can_device_access_peer(here[1], index)]
-        if apart:
-            reason = f"GPU {here[1]} of {here[0]} can't reach the memory of GPU {apart[0]}"
+        peers = [index for host, index in places if (host, index) != here and host == here[0]]
+        unreachable = [index for index in peers if not torch.cuda.can_device_access_peer(here[1], index)]
+        if unreachable:
+            reason = f"GPU {here[1]} of {here[0]} has no peer access to GPU {unreachable[0]}"
     reasons = [reason] * group.size()
     dist.all_gather_object(reasons, reason, group=group)
     return next((each for each in reasons if each is not None), None)

@@ -1,8 +1,8 @@
-"""What a rank's NCCL was doing, from PyTorch's flight recorder: the last collectives, for a report on a hang.
+"""Reader of PyTorch's NCCL flight recorder: a rank's last collectives, for hang reports.
 
-A thread of NCCL's process group keeps the last collectives in a ring and writes them down when somebody writes to a
-named pipe, so it works where the rank's Python is stuck. Names and format: ProcessGroupNCCL.cpp and
-FlightRecorder.hpp of PyTorch. Not run on hardware.
+A thread of NCCL's process group stores the last collectives in a ring buffer and dumps them when a process writes to a
+named pipe. So it works while the rank's Python hangs. Names and format: ProcessGroupNCCL.cpp and FlightRecorder.hpp of
+PyTorch. Not run on hardware.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MOST_LINES = 12
 
 
 def recorder_environment() -> dict[str, str]:
-    """The variables of ranks whose watcher is this process: the starter of the ranks, or the rank itself."""
+    """Return the variables of ranks that this process watches: the launcher's ranks, or the rank itself."""
     prefix = str(_prefix())
-    atexit.register(_remove_pipes, _prefix())  # PyTorch leaves them
+    atexit.register(_remove_pipes, _prefix())  # PyTorch does not remove them
     return {
         "TORCH_NCCL_TRACE_BUFFER_SIZE": str(EVENTS),
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": prefix,
@@ -33,11 +33,11 @@ def recorder_environment() -> dict[str, str]:
     }
 
 
-def ask_for_collectives(rank: int) -> bool:
-    """Has a rank write down its collectives; whether there is somebody to ask."""
+def request_dump(rank: int) -> bool:
+    """Request a dump of a rank's collectives. Returns False if the rank has no recorder."""
     try:
         pipe = os.open(f"{_prefix()}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:  # no recorder, or it has ended
+    except OSError:  # no recorder, or the process has ended
         return False
     try:
         os.write(pipe, b"1\n")
@@ -49,7 +49,7 @@ def ask_for_collectives(rank: int) -> bool:
 
 
 def collectives(rank: int) -> str:
-    """The unfinished collectives of a rank, and the last finished one, as lines; empty while nothing is written."""
+    """Return a rank's last finished and its unfinished collectives, one per line. Empty before the dump is written."""
     try:
         content = read_whole(Path(f"{_prefix()}{rank}"), MOST_BYTES)
         entries = _NoClasses(io.BytesIO(content)).load()["entries"]
@@ -57,20 +57,20 @@ def collectives(rank: int) -> str:
         waiting = [entry for entry in entries if entry["state"] != "completed"]
         return "\n".join(map(_line, [*finished[-1:], *waiting[:MOST_LINES]]))
     except (OSError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, IndexError, AttributeError):
-        return ""  # still being written, or of another version: the report has the stacks
+        return ""  # incomplete, or of another version; the hang report has the stacks
 
 
 def remove_recordings(rank: int) -> None:
-    """Removes the pipe and what was written."""
+    """Remove a rank's pipe and dump."""
     for name in (f"{_prefix()}{rank}", f"{_prefix()}{rank}.pipe"):
         Path(name).unlink(missing_ok=True)
 
 
 class _NoClasses(pickle.Unpickler):
-    """A recording is made of dictionaries, lists, texts and numbers; a pickle of anything else could run programs."""
+    """Unpickler of dicts, lists, strings and numbers only, because other pickles can run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} in a recording")
+        raise pickle.UnpicklingError(f"{module}.{name} in a flight recorder dump")
 
 
 def _line(entry: dict[str, Any]) -> str:

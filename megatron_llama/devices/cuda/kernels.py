@@ -1,4 +1,5 @@
 """Kernels of NVIDIA GPUs: FlashAttention over documents of different lengths. Not run on hardware."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -12,8 +13,8 @@ from megatron_llama.devices.kernels import Kernels
 from megatron_llama.devices.visibility import AttentionInputs, Lengths
 
 # One call of FlashAttention (Dao 2023, arXiv:2307.08691) for all documents of a micro batch. torch.nn.attention.varlen
-# calls the same operators, but its function differs between torch 2.11 (no ``enable_gqa``) and 2.13, which wants it,
-# and our own operator's backward pass needs the output's log-sum-exp. Not run on hardware.
+# calls the same operators, but differs between torch 2.11 (no ``enable_gqa``) and 2.13 (requires it), and the operator
+# ``megatron_llama::attention`` needs the log-sum-exp for its backward pass.
 
 aten = torch.ops.aten
 
@@ -21,17 +22,16 @@ aten = torch.ops.aten
 def forward(
     q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, cu_seqlens: Tensor | None, pattern: Pattern
 ) -> tuple[Tensor, Tensor]:
-    """(attention [b, heads, s, d] of q to k and v [b, kv heads, s, d], log-sum-exp of the scores [b, heads, s], fp32).
+    """Return (attention [b, heads, s, d], log-sum-exp of scores [b, heads, s], fp32) of ``DocumentKernel.forward``.
 
-    ``cu_seqlens`` [documents + 1 or more] are where documents begin and end among the tokens of all rows, int32, on the
-    device. The pattern has no blocks.
+    ``cu_seqlens`` [documents + 1 or more], int32, on the device. The pattern has no blocks.
     """
     starts, longest = _starts(lengths, cu_seqlens)
     flat = [_flat(x) for x in (q, k, v)]
-    found = aten._flash_attention_forward(
+    result = aten._flash_attention_forward(
         *flat, starts, starts, longest, longest, 0.0, not pattern.window, False, **_window(pattern.window)
     )
-    return _whole(found[0], q), found[1].unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1).contiguous()
+    return _unflatten(result[0], q), result[1].unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1).contiguous()
 
 
 def backward(
@@ -45,11 +45,11 @@ def backward(
     cu_seqlens: Tensor | None,
     pattern: Pattern,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from that of ``forward``'s output, and its results."""
+    """Return the gradients of q, k and v, from the output's gradient and the results of ``forward``."""
     starts, longest = _starts(lengths, cu_seqlens)
     flat = [_flat(x) for x in (grad, q, k, v, out)]
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    found = aten._flash_attention_backward(
+    result = aten._flash_attention_backward(
         *flat,
         lse.transpose(0, 1).flatten(1).contiguous(),
         starts,
@@ -61,7 +61,7 @@ def backward(
         *no_dropout,
         **_window(pattern.window),
     )
-    return _whole(found[0], q), _whole(found[1], k), _whole(found[2], v)
+    return _unflatten(result[0], q), _unflatten(result[1], k), _unflatten(result[2], v)
 
 
 def _starts(lengths: Lengths, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:
@@ -71,17 +71,17 @@ def _starts(lengths: Lengths, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:
 
 
 def _window(window: int) -> dict[str, Any]:
-    """The kernel counts the tokens before a query that it sees, -1 being all."""
+    """Return the kernel's window: the number of visible tokens before a query, -1 for all."""
     return {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def _flat(x: Tensor) -> Tensor:
-    """[b, heads, s, d] to [b * s, heads, d]: a view if there is one row."""
+    """Reshape [b, heads, s, d] to [b * s, heads, d]: a view if b is 1."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _whole(x: Tensor, like: Tensor) -> Tensor:
-    """The reverse; it lies in memory as [s, b, heads, d], as the layers want it."""
+def _unflatten(x: Tensor, like: Tensor) -> Tensor:
+    """Reshape [b * s, heads, d] to [b, heads, s, d] with memory order [s, b, heads, d], as the layers use it."""
     return x.unflatten(0, (like.shape[0], like.shape[2])).transpose(0, 1).contiguous().permute(1, 2, 0, 3)
 
 
@@ -89,7 +89,7 @@ attention.KERNELS["varlen"] = attention.DocumentKernel(forward, backward)
 
 
 class CudaKernels(Kernels):
-    """``varlen`` for documents and windows; tiles for what it does not take."""
+    """``varlen`` for documents and windows, tiles for unsupported patterns, dtypes and heads."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs | None = None) -> Tensor:
         if visible is None or visible.kernel != "varlen":

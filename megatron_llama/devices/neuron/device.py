@@ -1,7 +1,7 @@
 """AWS Trainium 2 and 3, through TorchNeuron (the native PyTorch backend, ``torch_neuronx`` 2.13 and later).
 
-Not run on hardware: written from AWS's documentation and tested against a stand-in (tests/devices/fakes). The starting
-process reads the driver's files, because a process that uses the runtime acquires the cores.
+Not run on hardware: written from AWS's documentation and tested against a stand-in (tests/devices/fakes). The launcher
+reads the driver's files, because a process that uses the runtime acquires the cores.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ if TYPE_CHECKING:
     from megatron_llama.config import Config
     from megatron_llama.topology import Topology
 
-ROOT = Path("/")  # of the driver's files
+ROOT = Path("/")  # root of the driver's files; tests replace it
 PACKAGE = "torch_neuronx"
 SOURCE = "AWS's own package index (AWS Neuron documentation, setup guide for PyTorch)"
 
 
 class _Chip(NamedTuple):
-    """One chip, all its cores together; dense TFLOP/s."""
+    """Chip with all its cores; dense TFLOP/s."""
 
     part: str
-    """Of the name that the driver gives it."""
+    """Part of the driver's name of the chip."""
     bf16: float
     fp32: float
     gibibytes: int
 
 
-# AWS's pages on the architecture of Trainium2 and Trainium3.
+# From AWS's architecture pages of Trainium2 and Trainium3.
 _CHIPS = {"trn2": _Chip("trainium2", 667.0, 181.0, 96), "trn3": _Chip("trainium3", 671.0, 183.0, 144)}
 _CORES_PER_CHIP = 8
 
 
 def torch_device() -> torch.device:
-    """Torch's device. Without an index: a process has one core only."""
+    """Return torch's device, without an index: a process has one core."""
     import torch
 
     return torch.device("neuron")
 
 
 def _chips() -> list[Path]:
-    """The driver's folder of each chip that this machine or container was given."""
+    """Return the driver's folder of each chip of this machine or container."""
     nodes = sorted((ROOT / "dev").glob("neuron[0-9]*"))
     return [ROOT / "sys/devices/virtual/neuron_device" / node.name for node in nodes]
 
@@ -61,13 +61,13 @@ def _read(path: Path) -> str:
 
 
 def _cores_per_device() -> int:
-    """Physical cores that make one logical core, torch's device."""
+    """Return the number of physical cores per logical core, which is torch's device."""
     variable = "NEURON_LOGICAL_NC_CONFIG"
     return max(1, numbers_in(variable, os.environ.get(variable) or "2")[0])
 
 
 def _target() -> str | None:
-    """The chip's short name, or the one that is compiled for; None for one that is not in the table."""
+    """Return the short name of the chip, or of the compilation target. None if it is not in ``_CHIPS``."""
     if override := os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE"):
         return override if override in _CHIPS else None
     for path in _chips()[:1]:
@@ -78,7 +78,7 @@ def _target() -> str | None:
 
 
 def _visible_cores() -> list[int]:
-    """Logical cores that this process may use, from the user's variables or the driver."""
+    """Return the logical cores that this process may use, from the user's variables or the driver."""
     if listed := os.environ.get("NEURON_RT_VISIBLE_CORES"):
         return numbers_in("NEURON_RT_VISIBLE_CORES", listed)
     if number := os.environ.get("NEURON_RT_NUM_CORES"):
@@ -88,7 +88,7 @@ def _visible_cores() -> list[int]:
 
 
 def _compiles_only() -> bool:
-    """Whether graphs are compiled and not run; that needs no device."""
+    """Whether graphs are compiled but not run, without a device."""
     return os.environ.get("TORCH_NEURONX_COMPILE_ONLY") == "1"
 
 
@@ -98,7 +98,7 @@ class Neuron(Device):
     name = "neuron"
     backend = "neuron"
     is_accelerator = True
-    forkable = False  # the runtime refuses a forked process
+    forkable = False  # the runtime rejects forked processes
     compiler = "neuron"
     attention = "mask"
     variable_prefixes = ("NEURON_", "XLA_")
@@ -108,22 +108,22 @@ class Neuron(Device):
         return ", and ".join(filter(None, (no_chip, package_missing(PACKAGE, SOURCE)))) or None
 
     def count(self) -> int:
-        """Logical cores; where graphs are only compiled, on a machine without any, one."""
+        """Return the number of logical cores; 1 without a device if graphs are only compiled."""
         return len(_visible_cores()) or int(_compiles_only())
 
     def memory_bytes(self) -> int:
         return _CHIPS[_target() or "trn2"].gibibytes * _cores_per_device() * 2**30 // _CORES_PER_CHIP
 
     def hardware(self) -> dict[str, str]:
-        found, chips = {}, _chips()
+        facts, chips = {}, _chips()
         if driver := _read(ROOT / "sys/module/neuron/version"):
-            found["driver"] = driver
+            facts["driver"] = driver
         if chips:
-            found["devices"] = f"{len(chips)} chips"
-        return found
+            facts["devices"] = f"{len(chips)} chips"
+        return facts
 
     def environment(self, config: Config) -> dict[str, str]:
-        # A graph that does not compile must be an error: run by operations, it would only look like a slow run.
+        # Fail if a graph does not compile. The fallback to single operators would only be slow.
         variables = {"TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION": "1"}
         if PRECISIONS[str(config.trainer.precision)].stochastic:
             variables["NEURON_RT_STOCHASTIC_ROUNDING_EN"] = "1"
@@ -146,7 +146,7 @@ class Neuron(Device):
         torch.neuron.manual_seed_all(seed)  # type: ignore[attr-defined]
 
     def pipeline_transfers(self, topology: Topology) -> AbstractContextManager[None]:
-        """Probes send and recv first: some releases of the process group lack them."""
+        """Test send and recv first: some releases of the process group lack them."""
         from megatron_llama.devices.neuron.pair_transfers import transfers_context
 
         return transfers_context(topology, torch_device())
@@ -164,7 +164,7 @@ class Neuron(Device):
     def peak_memory_bytes(self) -> int:
         import torch_neuronx
 
-        self.synchronize()  # until then the statistics lag behind
+        self.synchronize()  # statistics lag behind queued work
         return torch_neuronx.max_memory_allocated()
 
     def synchronize(self) -> None:
@@ -173,19 +173,19 @@ class Neuron(Device):
         torch.neuron.synchronize()  # type: ignore[attr-defined]
 
     def compile_environment(self, folder: Path) -> dict[str, str]:
-        # The backend writes there atomically, safe for many machines; its local copy stays on each machine's own disk.
+        # The backend writes atomically, so machines may share the folder.
         return {**super().compile_environment(folder), "TORCH_NEURONX_NEFF_CACHE_DIR": str(folder / "neff")}
 
     def ahead_of_time_environment(self) -> dict[str, str]:
         variable = "NEURON_PLATFORM_TARGET_OVERRIDE"
         if target := os.environ.get(variable) or _target():
             return {"TORCH_NEURONX_COMPILE_ONLY": "1", variable: target}
-        rule = "no chip of this machine says what to compile for, and graphs for another one would be of no use"
-        instead = f"export {variable}={' or '.join(_CHIPS)}, whichever the run will have"
+        rule = "this machine has no chip, so the compilation target is unknown"
+        instead = f"export {variable}={' or '.join(_CHIPS)}, the chip of the run"
         raise ConfigError([Problem(variable, None, rule, instead)])
 
     def count_compiled_graphs(self, folder: Path) -> int | None:
-        """NEFF files: each is one graph."""
+        """Count the NEFF files: one per graph."""
         return sum(1 for _ in folder.rglob("*.neff"))
 
 

@@ -1,8 +1,8 @@
 """Pipeline transfers on process groups without send and recv, by all-reduces between two ranks.
 
-The sender contributes its tensor, the receiver -0.0 everywhere: x + -0.0 is x for every float, while 0.0 would turn a
-sent -0.0 into 0.0. So the receiver gets exactly the bits that were sent, for twice the traffic of a send. The Megatron
-recipe of AWS for Trainium (neuronx-nemo-megatron) transfers in this way too, with zeros.
+The sender contributes its tensor, the receiver a tensor of -0.0: x + -0.0 is x for every float, while 0.0 would change
+-0.0 to 0.0. So the received tensor is bit-identical, for twice the traffic of a send. AWS's Megatron recipe for
+Trainium (neuronx-nemo-megatron) transfers in the same way, with zeros.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from megatron_llama.topology import Topology
 
 
 def transfers_context(topology: Topology, torch_device: torch.device) -> AbstractContextManager[None]:
-    """A context for pipeline transfers by send and recv if they work, else by ``PairTransfers``. A collective."""
+    """Return a context for transfers by send and recv if they work, else by ``PairTransfers``. A collective."""
     if point_to_point_works(torch_device):
         return nullcontext()
     return replace_p2p_ops(PairTransfers(topology).exchange)
 
 
 class PairTransfers:
-    """Process groups of neighbouring stages, and the exchange over them.
+    """Process groups of adjacent stages, and the exchange over them.
 
-    Each pair has one group for activations and one for gradients. All-reduces carry no tag, they match by order: within
-    each of the two groups, both ranks make the same calls in the same order.
+    Each pair has one group for activations and one for gradients. All-reduces have no tag and match by order: in each
+    group, both ranks make the same calls in the same order.
     """
 
     def __init__(self, topology: Topology) -> None:
-        """A collective: torch needs every rank of the world to take part in making a group."""
+        """Create the groups. A collective over all ranks, because ``new_group`` is."""
         self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
-        # Interleaved schedules wrap around: the last stage sends to the first, which has the next chunk of layers.
+        # Interleaved schedules wrap around: the last stage sends to the first, which holds the next chunk.
         pairs = topology.sizes["pp"] if topology.vpp > 1 else topology.sizes["pp"] - 1
         for column in range(topology.grid.stride("pp")):  # the ranks of the first stage
             stages = topology.grid.ranks(column, "pp")
@@ -54,25 +54,24 @@ class PairTransfers:
         prev_pipeline_rank: int,
         next_pipeline_rank: int,
     ) -> dict[str, dist.Work]:
-        """Starts the requested transfers; returns the handles to wait for, by name, as megatron-core's ``_p2p_ops``.
+        """Start the requested transfers. Return the handles to wait for, by name, as megatron-core's ``_p2p_ops``.
 
-        Activations go before gradients on both sides. So two stages that exchange both use the same order, and a device
-        that runs one collective at a time does not deadlock.
+        Activations precede gradients on both ranks, so a device that runs one collective at a time does not deadlock.
         """
         rank = dist.get_rank()
         before, after = (prev_pipeline_rank, rank), (rank, next_pipeline_rank)
-        wanted = (
+        requested = (
             ("recv_prev", tensor_recv_prev, "activations", before),
             ("send_next", tensor_send_next, "activations", after),
             ("recv_next", tensor_recv_next, "gradients", after),
             ("send_prev", tensor_send_prev, "gradients", before),
         )
         works = {}
-        for name, tensor, kind, pair in wanted:
+        for name, tensor, kind, pair in requested:
             if tensor is None:
                 continue
             if name.startswith("send"):
-                buffer = tensor.detach().clone()  # all_reduce overwrites it, and the backward pass needs the tensor
+                buffer = tensor.detach().clone()  # all_reduce overwrites its input, which the backward pass reads
             else:
                 buffer = tensor.detach().fill_(-0.0)
             works[name] = dist.all_reduce(buffer, group=self._groups[kind, *pair], async_op=True)
@@ -80,9 +79,9 @@ class PairTransfers:
 
 
 def point_to_point_works(torch_device: torch.device) -> bool:
-    """Whether a number sent from rank 2k to 2k+1 arrives, for all pairs. A collective.
+    """Return whether a number sent from rank 2k to 2k+1 arrives, for all pairs. A collective.
 
-    No rank waits for its message before all have started theirs, so no rank hangs if another one's send raises.
+    Ranks wait for messages only after all ranks have started theirs, so no rank hangs if another rank's send raises.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     peer = rank ^ 1
