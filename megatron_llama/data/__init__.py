@@ -1,1 +1,1 @@
-"""What is trained on. The position in the data is a number, not a state: sample i is the same in every layout."""
+"""Training data. The position in the data is a sample number, and sample i is the same in every layout."""

@@ -1,9 +1,9 @@
-"""From samples to the micro batches of a rank.
+"""Micro batches of a rank: ``Batches``, built ahead by ``Prefetcher``, and the mock dataset.
 
-A step trains on the samples that follow those consumed before it, as many as ``plan/schedules.py`` says, in every
-layout: micro batch m of data-parallel rank d holds the samples that follow offset (m·dp + d)·(micro batch). A thread
-builds the next batches, and made-up datasets are here.
+A step trains on the next ``BatchSchedule.size_from`` samples (plan/schedules.py), in every layout. Micro batch m of
+data-parallel rank d begins at offset (m * dp + d) * micro_batch_size.
 """
+
 from __future__ import annotations
 
 import sys
@@ -29,7 +29,7 @@ from megatron_llama.data.graded_order import (
     levels_of,
     levels_to_json,
 )
-from megatron_llama.data.record import Record, advanced, changes_reading, make_record
+from megatron_llama.data.record import Record, advance_record, changes_reading, make_record
 from megatron_llama.data.sample_stream import SampleStream, build_streams, resume_streams
 from megatron_llama.devices.visibility import Documents
 from megatron_llama.model.inputs import MicroBatch
@@ -39,13 +39,16 @@ from megatron_llama.plan.schedules import BatchSchedule, RunPosition, SequenceCu
 from megatron_llama.topology import Topology
 
 MOCK_EXAMPLES = 4
-"""Made-up examples in a packed sequence."""
+"""Mock examples in a packed sequence."""
 
 
 class Samples(Protocol):
-    """A dataset: sample i has ``tokens``, ``labels`` (int64) and ``loss_mask`` (fp32), each [s]; where it holds
-    documents that don't attend to each other, also ``documents`` [s], the document of each token, or PADDING (int64);
-    where there is padding behind a single example, ``num_tokens``, its length (int64 scalar)."""
+    """Dataset of samples.
+
+    A sample has ``tokens``, ``labels`` (int64) and ``loss_mask`` (fp32), each [s]. With several documents it also has
+    ``documents`` [s], int64: the document number of each token, or PADDING. A single padded example has ``num_tokens``
+    instead, its length (int64 scalar).
+    """
 
     def __len__(self) -> int: ...
 
@@ -54,52 +57,51 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Batches:
-    """A dataset, cut for one rank."""
+    """Micro batches of one rank from a dataset."""
 
     samples: Samples
     plan: Plan
     topology: Topology
     device: torch.device
     schedule: BatchSchedule | None = None
-    """The sizes of the global batches; all trainer.global_batch_size where there is none."""
+    """Sizes of the global batches. None: trainer.global_batch_size."""
     random_ltd: TokenSchedule | None = None
-    """How many tokens some layers see, in training."""
+    """Tokens per sequence that random-LTD's layers process, by step; None outside training."""
     pin_memory: bool = False
-    """Whether batches on the host are in pinned memory, from which the device copies while it computes."""
+    """Whether batches are built in pinned memory (``Device.pins_memory``)."""
     levels: Sequence[Level] = ()
-    """The levels of the curriculum, which may cut sequences short; none for validation."""
+    """Levels of the curriculum, which may cut sequences. Empty for validation."""
 
     def with_length(self, length: int | None = None) -> Batches:
-        """The same where random-LTD's layers see ``length`` tokens in every step, the most that they see if None; no
-        change without it."""
+        """Return a copy in which random-LTD's layers process ``length`` tokens in every step. None: the maximum."""
         ltd = self.random_ltd
         return self if ltd is None else replace(self, random_ltd=ltd.always(length or ltd.max_value))
 
     def following(self, consumed_samples: int) -> int:
-        """The position after the global batch that starts at ``consumed_samples``."""
+        """Return the position after the global batch that starts at ``consumed_samples``."""
         if self.schedule is None:
             return consumed_samples + self.plan.config.trainer.global_batch_size
         return consumed_samples + self.schedule.size_from(consumed_samples)
 
     def at(self, consumed_samples: int) -> Sequence[MicroBatch]:
-        """This rank's micro batches of the global batch that starts at sample ``consumed_samples``."""
+        """Return this rank's micro batches of the global batch that starts at sample ``consumed_samples``."""
         return self.to_device(self.on_host(consumed_samples))
 
     def on_host(self, consumed_samples: int) -> list[MicroBatch]:
-        """The micro batches of ``at`` in the host's memory. Any thread may call it, but one at a time."""
-        if self.pin_memory:  # for a device with an index; a new thread would take memory of the first one
+        """Build the micro batches of ``at`` in host memory. Any thread may call it, one at a time."""
+        if self.pin_memory:  # a new thread would use the first device
             torch.accelerator.set_device_index(self.device)
         size = self.plan.config.trainer.micro_batch_size
         first = consumed_samples + self.topology.place["dp"] * size
         starts = range(first, self.following(consumed_samples), self.topology.grid.divisor("samples") * size)
-        cut, kept = self._cut_at(consumed_samples), self._kept(consumed_samples)
-        return [self._micro_batch(range(start, start + size), cut, kept) for start in starts]
+        cut, ltd_length = self._cut_at(consumed_samples), self._ltd_length(consumed_samples)
+        return [self._micro_batch(range(start, start + size), cut, ltd_length) for start in starts]
 
     def positions_by_shape(self) -> dict[SequenceCut | None, int]:
-        """Where a global batch of each shape of sequences begins: the largest batch, where all have one shape."""
+        """Return the position of one global batch per sequence shape; of the largest batch, if there is one shape."""
         largest = self.plan.batches.position_of_the_largest
-        found = {self._cut_at(level.samples): level.samples for level in reversed(self.levels)}
-        return found if len(found) > 1 else {self._cut_at(largest): largest}
+        positions = {self._cut_at(level.samples): level.samples for level in reversed(self.levels)}
+        return positions if len(positions) > 1 else {self._cut_at(largest): largest}
 
     def _cut_at(self, consumed_samples: int) -> SequenceCut | None:
         if not self.levels:
@@ -107,34 +109,34 @@ class Batches:
         return sequence_cut_at(self.plan.config.data, level_at(self.levels, consumed_samples).difficulties)
 
     def to_device(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """The micro batches on the device. From pinned memory the copies are only begun."""
+        """Copy micro batches to the device, asynchronously from pinned memory."""
         return [batch.to(self.device) for batch in microbatches]
 
-    def _kept(self, consumed_samples: int) -> int | None:
-        """Tokens of a sequence that random-LTD's layers see in the step from ``consumed_samples`` on; None for all."""
+    def _ltd_length(self, consumed_samples: int) -> int | None:
+        """Return the tokens of a sequence that random-LTD's layers process in the step, None for all."""
         if self.random_ltd is None:
             return None
-        kept = self.random_ltd.length((self.schedule or self.plan.batches).last_step_within(consumed_samples) + 1)
-        return kept if kept < self.plan.config.data.length else None
+        length = self.random_ltd.length((self.schedule or self.plan.batches).last_step_within(consumed_samples) + 1)
+        return length if length < self.plan.config.data.length else None
 
-    def _micro_batch(self, indices: range, cut: SequenceCut | None, kept: int | None) -> MicroBatch:
-        samples = [piece for index in indices for piece in cut_sample(self.samples[index], cut)]
+    def _micro_batch(self, indices: range, cut: SequenceCut | None, ltd_length: int | None) -> MicroBatch:
+        samples = [part for index in indices for part in cut_sample(self.samples[index], cut)]
         tokens, labels, loss_mask = (self._stack(samples, key) for key in ("tokens", "labels", "loss_mask"))
         documents = Documents.of(self._stack(samples, "documents")) if "documents" in samples[0] else None
         pattern = pattern_of(self.plan.model)
         sizes = torch.tensor([_sizes(sample, pattern) for sample in samples]).sum(dim=0)
-        seen = None if kept is None else self._subsets(indices, kept, documents)
+        subsets = None if ltd_length is None else self._subsets(indices, ltd_length, documents)
         if self.pin_memory:
-            sizes, seen = sizes.pin_memory(), seen and seen.on(torch.Tensor.pin_memory)
-        return MicroBatch(tokens, labels, loss_mask, sizes, documents, seen)
+            sizes, subsets = sizes.pin_memory(), subsets and subsets.on(torch.Tensor.pin_memory)
+        return MicroBatch(tokens, labels, loss_mask, sizes, documents, subsets)
 
-    def _subsets(self, samples: range, kept: int, documents: Documents | None) -> Subsets:
-        """The ``kept`` tokens of each sample that each of this rank's layers sees, of those that don't see all."""
+    def _subsets(self, samples: range, ltd_length: int, documents: Documents | None) -> Subsets:
+        """Build the subsets of this rank's random-LTD layers, ``ltd_length`` tokens of each sample."""
         assert self.random_ltd is not None
         topology, length = self.topology, self.plan.config.data.length
         local = [layer for stage in topology.chunks() for layer in self.plan.stage_layers[stage]]
         layers = [layer for layer in local if layer in self.random_ltd.layers]
-        drawn = draw_subsets(self.plan.config.trainer.seed, samples, layers, kept, length)
+        drawn = draw_subsets(self.plan.config.trainer.seed, samples, layers, ltd_length, length)
         part = (topology.place["tp"], topology.sizes["tp"]) if self.plan.sp else (0, 1)
         return build_subsets(drawn, layers, length, documents, part)
 
@@ -145,7 +147,7 @@ class Batches:
 
 
 def _sizes(sample: Mapping[str, torch.Tensor], pattern: Pattern) -> tuple[int, int]:
-    """(tokens that are not padding, sum over documents of tokens times ``Pattern.span``) of a sample."""
+    """Return a sample's part of ``MicroBatch.sizes``."""
     if "documents" in sample:
         ids = sample["documents"]
         _, lengths = ids[ids != PADDING].unique_consecutive(return_counts=True)
@@ -156,15 +158,18 @@ def _sizes(sample: Mapping[str, torch.Tensor], pattern: Pattern) -> tuple[int, i
 
 @dataclass
 class Data:
-    """What a run trains and validates on."""
+    """Training and validation data of a run."""
 
     train: Batches
     validation: Batches | None
-    """The same samples at each validation; None where the run doesn't validate."""
+    """The same samples at each validation. None: no validation."""
 
     def resume(self, record: Record, start: RunPosition) -> None:
-        """Goes on from ``start`` as the record of a checkpoint says. All ranks must call it, before the first batch.
-        Raises ConfigError on all of them."""
+        """Resume at ``start`` from a checkpoint's record. All ranks must call it, before the first batch.
+
+        Raises:
+            ConfigError: on all ranks.
+        """
         if self.train.schedule is not None:
             self.train = replace(self.train, schedule=replace(self.train.schedule, start=start))
         validation = self.validation
@@ -173,7 +178,7 @@ class Data:
         self.train = train = replace(self.train, levels=levels)
         if isinstance(train.samples, SFTDataset):
             self.train = replace(train, samples=graded_examples(train.plan, train.samples, levels))
-        if not isinstance(train.samples, SampleStream):  # made-up data and fine-tuning sets are the same at any length
+        if not isinstance(train.samples, SampleStream):  # other samples do not depend on the run's length
             return
         held_out = validation.samples if validation else None
         assert held_out is None or isinstance(held_out, SampleStream)
@@ -181,18 +186,19 @@ class Data:
         self.train = replace(train, samples=streams[0])
         if validation is not None and streams[1] is not None:
             self.validation = replace(validation, samples=streams[1])
-        # What is no longer read may come back: its facts stay.
+        # Keep the facts of datasets that are no longer read: a later resume may read them.
         self._record["datasets"] = {**record["datasets"], **self._record["datasets"]}
 
     def record(self, consumed_samples: int) -> Record:
-        """What a checkpoint after ``consumed_samples`` keeps of the data."""
+        """Return the data record of a checkpoint after ``consumed_samples`` (record.py)."""
         samples = self.train.samples
         if isinstance(samples, SampleStream):
-            return {**advanced(self._record, samples.timeline, consumed_samples), **self._levels(consumed_samples)}
+            record = advance_record(self._record, samples.timeline, consumed_samples)
+            return {**record, **self._levels(consumed_samples)}
         return {**self._record, "consumed_samples": consumed_samples, **self._levels(consumed_samples)}
 
     def _levels(self, consumed_samples: int) -> Record:
-        """The levels that have begun; nothing without a curriculum."""
+        """Return the record's entry of the levels that have begun. Empty without a curriculum."""
         begun = [level for level in self.train.levels if level.samples < max(1, consumed_samples)]
         return {"levels": levels_to_json(begun)} if begun else {}
 
@@ -201,21 +207,23 @@ class Data:
         return make_record(self.train.plan)
 
 
-def _told(samples: Samples, end: int) -> Iterator[str]:
-    """What a run of ``end`` samples draws by its curriculum, a line for each dataset; nothing without one."""
+def _curriculum_lines(samples: Samples, end: int) -> Iterator[str]:
+    """Yield a line per dataset about the curriculum of a run of ``end`` samples."""
     if isinstance(samples, SFTDataset) and isinstance(samples.order, Graded):
-        yield samples.order.told("the examples", end)
+        yield samples.order.format_summary("the examples", end)
     elif isinstance(samples, SampleStream):
         read = samples.timeline.read(end)
         orders = {prefix: dataset.order for prefix, dataset in samples.datasets.items()}
-        yield from (order.told(prefix, read.get(prefix, 0)) for prefix, order in orders.items() if order is not None)
+        for prefix, order in orders.items():
+            if order is not None:
+                yield order.format_summary(prefix, read.get(prefix, 0))
 
 
 def build_data(plan: Plan, topology: Topology, device: torch.device, pin_memory: bool = False) -> Data:
-    """The run's data. All ranks must call it; raises ConfigError on all of them when a dataset can't be used."""
+    """Build the run's data. All ranks must call it. Raises ConfigError on all ranks if a dataset cannot be used."""
     trainer = plan.config.trainer
     train_samples = plan.batches.after(trainer.steps).samples
-    # Compiling ahead uses made-up data instead of a set that would be validated on as a whole: a batch will do.
+    # Ahead-of-time compilation replaces the validation set by mock data, of which one batch is enough.
     validation_samples = (trainer.val_steps or 1) * trainer.global_batch_size if trainer.val_every_steps else 0
     train: Samples
     validation: Samples | None
@@ -231,7 +239,7 @@ def build_data(plan: Plan, topology: Topology, device: torch.device, pin_memory:
     else:
         train, validation = build_streams(plan)
     if topology.rank == 0:
-        for line in _told(train, train_samples):
+        for line in _curriculum_lines(train, train_samples):
             sys.stderr.write(line)
     return Data(
         train=Batches(train, plan, topology, device, plan.batches, plan.random_ltd, pin_memory, levels_of(plan)),
@@ -239,12 +247,12 @@ def build_data(plan: Plan, topology: Topology, device: torch.device, pin_memory:
     )
 
 
-# Made-up tokens for benchmarks, compilation and dry runs: sample i is a function of seed and i.
+# Mock tokens for benchmarks, compilation and dry runs: sample i is a function of seed and i.
 
 class MockDataset:
-    """Counting sequences with a random start and stride, so that there is something to learn.
+    """Arithmetic sequences of token ids with random start and stride, which a model can learn.
 
-    ``examples`` above 1 share each sequence as packed ones do, in equal parts; a step then takes its work and graphs.
+    With ``examples`` above 1, each sequence is packed: it has this number of documents of equal length.
     """
 
     def __init__(self, num_samples: int, seq_length: int, vocab_size: int, seed: int, examples: int = 1) -> None:
@@ -264,21 +272,21 @@ class MockDataset:
         return sample
 
 
-# A thread builds the next batches while the device trains. The position in the data stays a number: the thread only
-# guesses the next one, and a wrong guess is thrown away, so each batch is the one that ``Batches.at`` gives.
+# A thread builds the next batches while the device trains. It predicts the next positions; a batch of a wrong
+# prediction is dropped. So each batch equals the result of ``Batches.at``.
 
 AHEAD = 2
-"""Global batches that are built before they are asked for: one would do, two bridge a slow read."""
-_CLOSE_SECONDS = 5.0  # for the batch that is being built when a run ends early; a read that hangs is left behind
+"""Global batches that are built ahead. Two hide a slow read."""
+_CLOSE_SECONDS = 5.0  # wait for the batch in progress when a run ends early; a hanging read is abandoned
 
 _Built = Future[list[MicroBatch]]
 
 
 class Prefetcher:
-    """``Batches`` that are built ahead inside a ``with`` block, which starts the thread: after a fork, in the rank."""
+    """``Batches`` built ahead by a thread. Entering the context starts the thread, in the rank, after a fork."""
 
     def __init__(self, batches: Batches, end: int) -> None:
-        """``end`` is the position where the last batch ends; nothing is built ahead from there on."""
+        """``end`` is the position after the last batch; no batch is built ahead from there on."""
         self.batches, self.end = batches, end
         self._coming: deque[tuple[int, _Built]] = deque()
         self._requests: SimpleQueue[tuple[int, _Built] | None] = SimpleQueue()
@@ -294,7 +302,7 @@ class Prefetcher:
         self._thread.join(_CLOSE_SECONDS)
 
     def at(self, consumed_samples: int) -> Sequence[MicroBatch]:
-        """What ``Batches.at`` gives, and raises: an error in the thread is raised here, with the thread's traceback.
+        """Return ``Batches.at``. An error of the thread is raised here, with its traceback.
 
         Copies to the device are issued by the calling thread, in the order of its other work.
         """
@@ -315,7 +323,7 @@ class Prefetcher:
         self._requests.put((consumed_samples, built))
 
     def _drop(self) -> None:
-        """Forgets what was requested; what is not begun is never built."""
+        """Cancel the requested batches."""
         for _, built in self._coming:
             built.cancel()
         self._coming.clear()
@@ -326,5 +334,5 @@ class Prefetcher:
             if built.set_running_or_notify_cancel():
                 try:
                     built.set_result(self.batches.on_host(consumed_samples))
-                except BaseException as error:  # also one that ends a process: it is for the training thread to decide
+                except BaseException as error:  # the training thread raises it, also SystemExit
                     built.set_exception(error)

@@ -1,11 +1,11 @@
-"""The order of one epoch of one dataset, in files that are made once and mapped into memory.
+"""Shuffle order of one epoch of a dataset, in cached files that are mapped into memory.
 
-Documents are shuffled, follow each other, and are cut every ``seq_length`` tokens; the sequences are shuffled again:
-step for step what megatron-core's GPTDataset does for one epoch (tests/data/test_epoch_index.py compares them), so
-epoch 0 is the order that it gives a run of at most one epoch. Each later epoch has a seed of its own.
+Documents are shuffled, concatenated and cut every ``seq_length`` tokens. Then the sequences are shuffled. These are the
+steps of megatron-core's GPTDataset for one epoch (tests/data/test_epoch_index.py compares them), so epoch 0 has the
+order of a megatron-core run of at most one epoch. Each later epoch has a separate seed.
 
-Memory and time are those of one epoch of one dataset, whatever the length of the run: 12 bytes a document and as many a
-sequence on disk, about three times as much while the files are made.
+Memory and time depend on one epoch of one dataset, not on the length of the run: 12 bytes per document and 12 per
+sequence on disk, about three times as much while the files are written.
 """
 
 from __future__ import annotations
@@ -27,44 +27,46 @@ from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.system.files import sync_folder, wait_for_lock
 
 VERSION = 1
-"""Of the files; in their folder's name."""
-TOLD_DOCUMENTS = 2_000_000
-"""From so many on, about half a second, the terminal hears of it."""
+"""Version of the files, part of the folder's name."""
+LOGGED_DOCUMENTS = 2_000_000
+"""Shuffling this many documents (about half a second) is logged."""
+_FILES = {"documents": "documents", "boundaries": "borders", "order": "order"}
+"""File names by field; fixed, so that existing caches stay valid."""
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """An epoch's sequences, as arrays that may be mapped files."""
+    """Sequences of an epoch. The arrays may be mapped files."""
 
     documents: np.ndarray
-    """int32 [documents], numbers of the .idx file's sequences as they follow each other."""
-    borders: np.ndarray
-    """int32 [samples + 1, 2], where each stretch begins: place in ``documents``, token of that document. It ends with
-    the first token of the next, which is its last label."""
+    """int32 [documents], shuffled numbers of the .idx file's sequences."""
+    boundaries: np.ndarray
+    """int32 [samples + 1, 2], start of each sequence: (index in ``documents``, token of that document). A sequence
+    includes the first token of the next one as its last label."""
     order: np.ndarray
-    """uint32 [samples], the stretches in the order in which they are trained on."""
+    """uint32 [samples], the sequences in training order."""
 
     def text(self, dataset: IndexedDataset, sample: int) -> tuple[np.ndarray, list[int]]:
-        """The seq_length + 1 tokens of a sample, int64, and how many of them come from each document."""
-        stretch = int(self.order[sample])
-        (first, start), (last, end) = self.borders[stretch : stretch + 2].tolist()
+        """Return the seq_length + 1 tokens of a sample, int64, and the number of tokens from each document."""
+        sequence = int(self.order[sample])
+        (first, start), (last, end) = self.boundaries[sequence : sequence + 2].tolist()
         parts = [dataset.sequence(document) for document in self.documents[first : last + 1]]
         parts[-1] = parts[-1][: end + 1]
         parts[0] = parts[0][start:]
         return np.concatenate(parts, dtype=np.int64), [len(part) for part in parts]
 
     def place(self, dataset: IndexedDataset, sample: int, position: int) -> tuple[int, int]:
-        """(document, token of it) of a position in a sample's text."""
-        place, token = self.borders[int(self.order[sample])].tolist()
+        """Return (document, token of the document) of a position in a sample."""
+        index, token = self.boundaries[int(self.order[sample])].tolist()
         token += position
-        while token >= (length := int(dataset.index.lengths[self.documents[place]])):
-            place, token = place + 1, token - length
-        return int(self.documents[place]), token
+        while token >= (length := int(dataset.index.lengths[self.documents[index]])):
+            index, token = index + 1, token - length
+        return int(self.documents[index]), token
 
 
 def make_epoch(lengths: np.ndarray, first: int, last: int, seq_length: int, seed: int, epoch: int) -> Epoch:
-    """The order of documents ``first`` to ``last`` (exclusive), whose tokens ``lengths`` gives, [documents] int32."""
-    # RandomState, because numpy promises that its numbers never change.
+    """Shuffle documents ``first`` to ``last`` (exclusive). ``lengths``: tokens of each document, int32 [documents]."""
+    # RandomState, because numpy guarantees that its numbers never change.
     random = np.random.RandomState([seed, epoch] if epoch else seed)
     documents = np.arange(first, last, dtype=np.int32)
     random.shuffle(documents)
@@ -72,71 +74,71 @@ def make_epoch(lengths: np.ndarray, first: int, last: int, seq_length: int, seed
     samples = max(0, int(ends[-1]) - 1) // seq_length if len(ends) else 0
     tokens = np.arange(samples + 1, dtype=np.int64) * seq_length
     places = np.searchsorted(ends, tokens, side="right")[: samples + 1]
-    borders = np.empty((samples + 1, 2), dtype=np.int32)
+    boundaries = np.empty((samples + 1, 2), dtype=np.int32)
     if samples:
-        borders[:, 0] = places
-        borders[:, 1] = tokens - ends[places] + lengths[documents[places]]
+        boundaries[:, 0] = places
+        boundaries[:, 1] = tokens - ends[places] + lengths[documents[places]]
     order = np.arange(samples, dtype=np.uint32)
     random.shuffle(order)
-    return Epoch(documents, borders, order)
+    return Epoch(documents, boundaries, order)
 
 
 def open_epoch(
     dataset: IndexedDataset, span: tuple[int, int], seq_length: int, seed: int, epoch: int, cache: Path
 ) -> Epoch:
-    """The order of an epoch of documents ``span`` (first, last), from ``cache``; made there by whoever needs it first.
+    """Open the order of an epoch of documents ``span`` (first, last) in the folder ``cache``. Create missing files.
 
-    Any process and thread may call it at any time. Processes of one machine, and those that share the folder, wait for
-    the one that makes it; where a file system has no locks, each makes it, and one of them is kept.
+    Processes and threads may call it concurrently: one creates the files while the others wait. On a file system
+    without locks each creates them, and one copy is used.
 
     Raises:
-        OSError: the files are not there and can't be written.
+        OSError: the files do not exist and cannot be written.
     """
     stat = dataset.idx_path.stat()
     made_of = (VERSION, stat.st_size, stat.st_mtime_ns, *span, seq_length, seed, epoch)
     digest = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
     folder = cache / f"{Path(dataset.prefix).name}-epoch{epoch}-{digest}"
-    found = _load(folder)
-    if found is not None:
-        return found
+    loaded = _load(folder)
+    if loaded is not None:
+        return loaded
     cache.mkdir(parents=True, exist_ok=True)
-    with _alone(folder):
-        if (found := _load(folder)) is not None:  # made while we waited
-            return found
+    with _locked(folder):
+        if (loaded := _load(folder)) is not None:  # created by another process meanwhile
+            return loaded
         count, start = span[1] - span[0], time.monotonic()
-        if count >= TOLD_DOCUMENTS:
+        if count >= LOGGED_DOCUMENTS:
             sys.stderr.write(f"data: shuffling epoch {epoch} of {dataset.prefix}, {count:,} documents\n")
         _publish(make_epoch(dataset.index.lengths, *span, seq_length, seed, epoch), folder)
-        if count >= TOLD_DOCUMENTS:
+        if count >= LOGGED_DOCUMENTS:
             sys.stderr.write(f"data: shuffled in {time.monotonic() - start:.1f} s\n")
-    found = _load(folder)
-    assert found is not None, f"{folder} was there a moment ago"
-    return found
+    loaded = _load(folder)
+    assert loaded is not None, f"{folder} has disappeared"
+    return loaded
 
 
 def _load(folder: Path) -> Epoch | None:
-    """The files of an epoch, mapped; None where they are not there, or not whole after a disk's failure."""
+    """Map the files of an epoch. Returns None if they are missing or incomplete."""
     try:
-        epoch = Epoch(*(np.load(folder / f"{field.name}.npy", mmap_mode="r") for field in fields(Epoch)))
+        epoch = Epoch(*(np.load(folder / f"{_FILES[field.name]}.npy", mmap_mode="r") for field in fields(Epoch)))
     except (OSError, ValueError, EOFError):
         return None
-    return epoch if len(epoch.borders) == len(epoch.order) + 1 else None
+    return epoch if len(epoch.boundaries) == len(epoch.order) + 1 else None
 
 
 def _publish(epoch: Epoch, folder: Path) -> None:
-    """Writes the files of an epoch into a folder that appears whole."""
+    """Write the files of an epoch to a folder, atomically."""
     draft = folder.with_name(f".{folder.name}.{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}.draft")
     try:
         draft.mkdir()
         for field in fields(Epoch):
-            with open(draft / f"{field.name}.npy", "wb") as file:
+            with open(draft / f"{_FILES[field.name]}.npy", "wb") as file:
                 np.save(file, getattr(epoch, field.name))
                 file.flush()
                 os.fsync(file.fileno())
-        shutil.rmtree(folder, ignore_errors=True)  # files that are not whole
+        shutil.rmtree(folder, ignore_errors=True)  # incomplete files
         try:
             draft.rename(folder)
-        except OSError:  # without locks another process may have been quicker, with the same files
+        except OSError:  # without locks another process may have created the same files
             if _load(folder) is None:
                 raise
         sync_folder(folder.parent)
@@ -145,8 +147,8 @@ def _publish(epoch: Epoch, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder, where the file system has locks."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, if the file system supports locks."""
     with folder.with_name(f"{folder.name}.lock").open("ab") as lock:
         with contextlib.suppress(OSError):
             wait_for_lock(lock)

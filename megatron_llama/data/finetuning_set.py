@@ -1,6 +1,6 @@
-"""Fine-tuning sets: whole examples, each with a mask of what it is to learn, packed or padded to sequences.
+"""Fine-tuning sets: examples with loss masks, packed or padded to sequences.
 
-An example of n tokens takes n - 1 positions: its last token is only ever a label, its first only ever an input.
+An example of n tokens takes n - 1 positions: its last token is a label only, its first token an input only.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from megatron_llama.parallel.groups import raise_on_all_ranks, sync_errors
 from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import indexed_metrics
 
-PADDING = -1  # among the documents of a packed sequence
+PADDING = -1
+"""Document number of padding tokens in a packed sequence."""
 
 
 class Examples:
-    """The examples of several datasets, numbered on from one to the next."""
+    """Examples of several datasets, numbered consecutively."""
 
     def __init__(self, parts: Sequence[DatasetSplit], vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -35,14 +36,17 @@ class Examples:
         self._ranges = [(part.first, part.last) for part in parts]
         self._ends = np.cumsum([part.last - part.first for part in parts])
         self.lengths = np.concatenate([part.index.lengths[part.first : part.last] for part in parts])
-        """Tokens of each."""
+        """Tokens of each example."""
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, mask: 1 where a token is to be learned) of an example, each [its length]. Raises ConfigError for an id
-        that the model has no row for."""
+        """Return (ids, loss mask: 1 for tokens with loss) of an example, each [length].
+
+        Raises:
+            ConfigError: an id is outside the vocabulary.
+        """
         part = int(np.searchsorted(self._ends, number, side="right"))
         first, last = self._ranges[part]
         position = first + number - (int(self._ends[part]) - (last - first))
@@ -53,19 +57,19 @@ class Examples:
 
 
 class SFTDataset:
-    """Samples of ``seq_length`` tokens made of whole examples, in the order that ``order`` says."""
+    """Samples of ``seq_length`` tokens, each of whole examples, in the order of ``order``."""
 
     def __init__(self, examples: Examples, order: Order, seq_length: int, packed: bool, once: bool = False) -> None:
-        """``packed``: several examples in a sequence; ``once``: one epoch and no more."""
+        """``packed``: several examples per sequence. ``once``: a single epoch."""
         self.examples, self.order, self.seq_length, self.packed, self.once = examples, order, seq_length, packed, once
 
     def __len__(self) -> int:
-        """Samples in an epoch; those that follow are the next epochs', or with ``once`` padding with nothing to learn,
-        which fills the last batch."""
+        """Samples in an epoch. Later samples belong to the next epochs, or with ``once`` are padding without loss that
+        fills the last batch."""
         return len(self.order)
 
     def __getitem__(self, index: int) -> Mapping[str, torch.Tensor]:
-        """Sample ``index`` of any epoch; with ``documents`` where examples are packed, else with ``num_tokens``."""
+        """Return sample ``index`` of any epoch, with ``documents`` if packed, else with ``num_tokens``."""
         tokens, labels, loss_mask = (np.zeros(self.seq_length, dtype=kind) for kind in ("int64", "int64", "float32"))
         documents = np.full(self.seq_length, PADDING, dtype="int64")
         position = 0
@@ -85,9 +89,10 @@ class SFTDataset:
 
 
 def build_sft(plan: Plan) -> tuple[SFTDataset, SFTDataset | None]:
-    """Training samples, and those to validate on where the run validates. All ranks must call it.
+    """Build the training set and, if the run validates, the validation set. All ranks must call it.
 
-    Raises ConfigError, on all ranks, for a set that can't be read, does not fit the model, or leaves a split empty.
+    Raises:
+        ConfigError: on all ranks, if a set cannot be read, does not fit the model, or has an empty split.
     """
     raise_on_all_ranks(check_data(plan.config) if dist.get_rank() == 0 else [])
     training, validation = _split(plan, 0), _split(plan, 1) if plan.config.trainer.val_every_steps else None
@@ -95,9 +100,9 @@ def build_sft(plan: Plan) -> tuple[SFTDataset, SFTDataset | None]:
 
 
 def graded_examples(plan: Plan, training: SFTDataset, levels: Sequence[Level]) -> SFTDataset:
-    """The examples in the order of the plan's curriculum, if it has a metric with an index. All ranks must call it.
+    """Return the examples in the curriculum's order, if a metric has an index. All ranks must call it.
 
-    A group of examples (data/graded_order.py) is packed by itself. Raises ConfigError, on all ranks.
+    Each group of examples (data/graded_order.py) is packed separately. Raises ConfigError on all ranks.
     """
     data, seed = plan.config.data, plan.config.trainer.seed
     if not indexed_metrics(data):
@@ -120,5 +125,5 @@ def _split(plan: Plan, number: int) -> SFTDataset:
 
 
 def _order(data: DataConfig, lengths: np.ndarray, seed: int) -> Order:
-    """The order of examples of ``lengths`` tokens."""
+    """Return the order of examples with ``lengths`` tokens."""
     return Packed(lengths - 1, data.length, seed) if data.pack else Unpacked(len(lengths), seed)

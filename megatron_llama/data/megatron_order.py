@@ -1,5 +1,7 @@
-"""The order of runs that began before each epoch had an order of its own: megatron-core's, which shuffles all epochs of
-a run together, so that it depends on the run's length. Their checkpoints say so, and they go on with it."""
+"""megatron-core's sample order, for checkpoints of older versions (record "order": "megatron").
+
+megatron-core shuffles all epochs of a run together, so the order depends on the run's length.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,19 @@ from megatron_llama.plan import Plan
 
 @dataclass
 class _Ids:
-    """The part of a tokenizer that GPTDataset asks for. It works on ids alone; this is all it needs to know of them."""
+    """The attributes of a tokenizer that GPTDataset reads."""
 
     vocab_size: int
-    eod: int = -1  # only used to mask or split documents, which we don't ask for
+    eod: int = -1  # used to mask or split documents, which is disabled
     pad: int = -1  # no id of a dataset is padding
     unique_identifiers: dict[str, Any] = field(default_factory=lambda: {"class": "ids"})  # in the index cache's key
     special_tokens_dict: dict[str, int] = field(default_factory=dict)
 
 
 class _Builder(BlendedMegatronDatasetBuilder):
-    """megatron-core's builder without its barriers, where ranks would wait for one that has failed until their timeout.
+    """megatron-core's builder without its barriers, in which ranks would wait for a failed rank until the timeout.
 
-    ``build_megatron`` says who builds when, and every rank hears of a failure.
+    ``build_megatron`` orders the ranks and raises errors on all of them.
     """
 
     @staticmethod
@@ -46,10 +48,12 @@ class _Builder(BlendedMegatronDatasetBuilder):
 
 
 def build_megatron(plan: Plan, train_samples: int, validation_samples: int) -> tuple[Any, Any]:
-    """Training and validation samples of the blend, as a run of ``train_samples`` has them; None for a split that is
-    not wanted. All ranks must call it.
+    """Build training and validation samples of the blend for a run of ``train_samples``. All ranks must call it.
 
-    Rank 0 builds the index files, the others read them. Raises ConfigError, on all ranks, where they can't be made.
+    Rank 0 builds the index files, the other ranks read them. A split of 0 samples is None.
+
+    Raises:
+        ConfigError: on all ranks, if the index files cannot be built.
     """
     data = plan.config.data
     weights, prefixes = split_weights(data.prefixes)
@@ -67,17 +71,17 @@ def build_megatron(plan: Plan, train_samples: int, validation_samples: int) -> t
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    wanted = [train_samples, validation_samples, 0]
-    # Not wanted, so not built. And megatron-core would go round for ever in a split without a token.
-    config.split_matrix = [part if samples else None for part, samples in zip(config.split_matrix, wanted, strict=True)]
+    sizes = [train_samples, validation_samples, 0]
+    # Skip unused splits: megatron-core loops forever on a split without tokens.
+    config.split_matrix = [part if samples else None for part, samples in zip(config.split_matrix, sizes, strict=True)]
     splits: list[Any] = [None, None, None]
-    for is_my_turn in (dist.get_rank() == 0, dist.get_rank() != 0):  # the others find rank 0's index files in the cache
+    for builds in (dist.get_rank() == 0, dist.get_rank() != 0):  # other ranks read rank 0's index files
         problems = []
-        if is_my_turn:
+        if builds:
             try:
-                splits = _Builder(GPTDataset, wanted, lambda: True, config).build()
-            except Exception as error:  # megatron-core's asserts; a cache folder that can't be written
-                rule = f"can't be read in the order of the checkpoint: {type(error).__name__}: {error}"
-                problems.append(Problem("data.prefixes", data.prefixes, rule, "see that they are as they were"))
+                splits = _Builder(GPTDataset, sizes, lambda: True, config).build()
+            except Exception as error:  # megatron-core's asserts, or a read-only cache folder
+                rule = f"cannot be read in the checkpoint's order: {type(error).__name__}: {error}"
+                problems.append(Problem("data.prefixes", data.prefixes, rule, "restore the datasets of the checkpoint"))
         raise_on_all_ranks(problems)
     return splits[0], splits[1]

@@ -1,15 +1,15 @@
-"""What a checkpoint keeps of its run's data, as JSON: which datasets, read how, and where each one stands.
+"""Data record of a checkpoint, as JSON: the datasets, how they are read, and the position in each.
 
-    {"order": "epochs",                          how sample n is found; "megatron" is megatron-core's order
+    {"order": "epochs",                          order of samples; "megatron" is megatron-core's order
      "consumed_samples": 4096,
      "kind": "pretrain", "seed": 1234, "split": "969,30,1", "seq_length": 256, "pack": false,
      "chat_template": "own", "template": null, "curriculum": [],
-     "levels": [[0, {"vocab_rarity": 20}]],       of a run with a curriculum: (first sample, difficulties) so far
+     "levels": [[0, {"vocab_rarity": 20}]],       with a curriculum: (first sample, difficulties) so far
      "datasets": {prefix: {"sequences", "tokens", "bin_bytes", "fingerprint", "tokenizer_sha256"}},
-     "training": [prefix],                        those that are not only validated on
+     "training": [prefix],                        training datasets
      "segments": [{"first", "weights", "starts", "order", "shuffled"}]}     corpus/blend.py's, the last one in effect
 
-Datasets are known by what is in them: one that was moved is the same dataset.
+Datasets are identified by content: a moved dataset is the same dataset.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ READING = {
     "template": "data.template",
     "curriculum": "data.curriculum",
 }
-"""Entries of a record by the settings that they come from."""
+"""Settings that determine sample n, by entry of the record."""
 
 
 def make_record(plan: Plan) -> Record:
-    """The record of a run that starts anew with this plan, later blends included. Raises OSError or ValueError."""
+    """Return the record of a new run with this plan, including later blends. Raises OSError or ValueError."""
     data = plan.config.data
     is_stream = data.kind == "pretrain" and not data.mock
     return {
@@ -54,15 +54,15 @@ def make_record(plan: Plan) -> Record:
     }
 
 
-def advanced(record: Record, timeline: BlendTimeline, consumed_samples: int) -> Record:
-    """A record after ``consumed_samples`` of a stream."""
+def advance_record(record: Record, timeline: BlendTimeline, consumed_samples: int) -> Record:
+    """Return the record after ``consumed_samples`` of a stream."""
     segments = timeline.up_to(consumed_samples).segments
     stored = [asdict(segment) for segment in segments]
     return {**record, "order": segments[-1].order, "consumed_samples": consumed_samples, "segments": stored}
 
 
 def moved_datasets(saved: Record, now: Record) -> dict[str, str]:
-    """{prefix in ``saved``: prefix in ``now``} of the datasets of equal content that lie elsewhere now."""
+    """Return {prefix in ``saved``: prefix in ``now``} of datasets with equal content and another path."""
     ours, moved = now["datasets"], {}
     for prefix, facts in saved["datasets"].items():
         if facts and not (prefix in ours and same_dataset(facts, ours[prefix])):
@@ -73,41 +73,44 @@ def moved_datasets(saved: Record, now: Record) -> dict[str, str]:
 
 
 def differences(saved: Record, now: Record) -> list[tuple[str, Any, Any, str]]:
-    """(setting, saved value, new value, kind) of all in which ``now``, the record of a plan, differs from the record of
-    the checkpoint that it goes on from.
+    """Compare the record of a checkpoint with ``now``, the record of the resuming plan.
 
-    Kinds: ``reading`` changes what sample n is for all n (seed, split, length of a sequence, ...); ``content``: other
-    data lies at the path of a dataset; ``blend``: other datasets or weights from here on, in which every dataset goes
-    on where it stood; ``moved``: the same dataset lies elsewhere, which changes nothing.
+    Returns:
+        (setting, saved value, new value, kind) of each difference. Kinds:
+
+        * ``reading``: changes sample n for all n (seed, split, sequence length, ...).
+        * ``content``: a path has other data.
+        * ``blend``: other datasets or weights from here on. Each dataset continues at its position.
+        * ``moved``: the same dataset at another path. No effect.
     """
-    saved = {"curriculum": [], **saved}  # records of before there was one
-    found = [
+    saved = {"curriculum": [], **saved}  # records of older versions lack it
+    changes = [
         (setting, saved[key], now[key], "reading")
         for key, setting in READING.items()
         if key in saved and saved[key] != now[key]
     ]
     moved = moved_datasets(saved, now)
-    found += [("data.prefixes", before, after, "moved") for before, after in moved.items()]
+    changes += [("data.prefixes", before, after, "moved") for before, after in moved.items()]
     for prefix, facts in saved["datasets"].items():
         if prefix not in moved and prefix in now["datasets"] and not same_dataset(facts, now["datasets"][prefix]):
-            found.append(("data.prefixes", {prefix: facts}, {prefix: now["datasets"][prefix]}, "content"))
+            changes.append(("data.prefixes", {prefix: facts}, {prefix: now["datasets"][prefix]}, "content"))
     before, after = _blend_in_effect(saved, saved), _blend_in_effect(now, saved)
     known = {moved.get(prefix, prefix): weight for prefix, weight in before.items()}
     if before and after and not same_shares(known, after):
-        found.append(("data.prefixes", before, after, "blend"))
-    theirs, ours = (record.get("training", [*record["datasets"]]) for record in (saved, now))
-    if not before and not after and [moved.get(path, path) for path in theirs] != ours:
-        found.append(("data.prefixes", theirs, ours, "reading"))
-    return found
+        changes.append(("data.prefixes", before, after, "blend"))
+    old_paths, new_paths = (record.get("training", [*record["datasets"]]) for record in (saved, now))
+    if not before and not after and [moved.get(path, path) for path in old_paths] != new_paths:
+        changes.append(("data.prefixes", old_paths, new_paths, "reading"))
+    return changes
 
 
 def changes_reading(saved: Record, now: Record) -> bool:
-    """Whether sample n is another one for all n."""
+    """Whether a change affects sample n for all n (kind ``reading``)."""
     return any(kind == "reading" for *_, kind in differences(saved, now))
 
 
 def _blend_in_effect(record: Record, saved: Record) -> Mapping[str, float]:
-    """The weights that a record gives to the sample that comes next in ``saved``."""
+    """Return a record's weights at the next sample of ``saved``."""
     timeline = BlendTimeline(segments_from_json(record["segments"]))
     if not timeline.segments:
         return {}

@@ -123,7 +123,7 @@ def documents_out_of_order(prefix: str) -> None:
 BROKEN = [
     (pointers_to_the_first_document, "sequence 1 has"),
     (negative_length, "sequence 1 has -5 tokens"),
-    (documents_out_of_order, "its documents are not its"),
+    (documents_out_of_order, "its document boundaries do not match its"),
     (cut_index, "text_document.idx has"),
     (cut_index_in_its_header, "text_document.idx is not a Megatron index file"),
     (other_magic, "text_document.idx is not a Megatron index file"),
@@ -131,8 +131,8 @@ BROKEN = [
     (cut_binary, "text_document.bin has"),
     (longer_binary, "text_document.bin has"),
     (no_binary, "text_document.bin"),
-    (empty, "text_document.bin holds no tokens"),
-    (only_empty_documents, "text_document.bin holds no tokens"),
+    (empty, "text_document.bin has no tokens"),
+    (only_empty_documents, "text_document.bin has no tokens"),
 ]
 
 
@@ -140,7 +140,7 @@ BROKEN = [
 def test_broken_files_are_named(prefix: str, harm: Callable[[str], None], rule: str) -> None:
     harm(prefix)
     message = only(check_data(config_of(prefix)))
-    assert message.startswith("data.prefixes") and rule in message and "make the dataset again" in message
+    assert message.startswith("data.prefixes") and rule in message and "prepare the dataset again" in message
 
 
 @pytest.mark.parametrize("kind", ["H", "i"])
@@ -163,14 +163,15 @@ def test_a_tokenizer_that_is_none(prefix: str, tmp_path: Path) -> None:
     other.write_text("{}")
     for path in (other, tmp_path / "nothing.model"):
         message = only(check_data(config_of(prefix, tokenizer=path)))
-        assert message.startswith("data.tokenizer") and str(path) in message and "no sentencepiece model" in message
+        assert message.startswith("data.tokenizer") and str(path) in message
+        assert "neither a sentencepiece model" in message
 
 
 def test_a_tokenizer_larger_than_the_model(prefix: str, tmp_path: Path) -> None:
     large = train_tokenizer(tmp_path / "large.model", size=320)
     write_indexed(Path(prefix), [[1, 2, 3]])
     message = only(check_data(config_of(prefix, tokenizer=large, vocabulary=100)))
-    assert str(large) in message and "vocabulary only 100" in message and "write model.vocab_size=" in message
+    assert str(large) in message and "vocabulary has 100" in message and "write model.vocab_size=" in message
 
 
 def test_a_tokenizer_that_did_not_make_the_dataset(prefix: str, tokenizer: Path, tmp_path: Path) -> None:
@@ -178,13 +179,13 @@ def test_a_tokenizer_that_did_not_make_the_dataset(prefix: str, tokenizer: Path,
     other = train_tokenizer(tmp_path / "other.model", size=320)
     message = only(check_data(config_of(prefix, tokenizer=other)))
     assert str(other) in message and prefix in message and "sha256 differ" in message
-    assert "name the tokenizer that made the dataset" in message
+    assert "name the tokenizer of the dataset" in message
 
 
 def test_a_manifest_that_can_not_be_read(prefix: str, tokenizer: Path) -> None:
     for text in ("{", "[]"):
         Path(prefix + ".json").write_text(text)
-        assert prefix + ".json can't be read" in only(check_data(config_of(prefix, tokenizer=tokenizer)))
+        assert prefix + ".json cannot be read" in only(check_data(config_of(prefix, tokenizer=tokenizer)))
 
 
 def test_a_dataset_of_another_program_has_no_manifest(prefix: str, tokenizer: Path) -> None:

@@ -74,7 +74,7 @@ def test_megatrons_order_has_no_borders(name: str, tmp_path: Path) -> None:
     prefix = write_indexed(tmp_path / "text", documents_of(0))
     plan = data_plan([prefix], **{"data.seq_length": LENGTH, "data.split": "1,0,0", f"data.{name}": True})
     (message,) = run_ranks(_resumed, 1, plan)
-    assert f"data.{name}" in message and "the borders of documents" in message
+    assert f"data.{name}" in message and "needs document boundaries" in message
 
 
 def _resumed(rank: int, plan: Plan) -> str:

@@ -58,7 +58,7 @@ def dataset(tmp_path: Path) -> IndexedDataset:
 def test_files_are_made_once_and_mapped(dataset: IndexedDataset, tmp_path: Path, monkeypatch: Any) -> None:
     cache = tmp_path / "cache"
     first = open_epoch(dataset, (0, 160), 32, 7, 3, cache)
-    assert all(isinstance(array, np.memmap) for array in (first.documents, first.borders, first.order))
+    assert all(isinstance(array, np.memmap) for array in (first.documents, first.boundaries, first.order))
     (folder,) = cache.glob("text-epoch3-*[!k]")
     assert sorted(path.name for path in folder.iterdir()) == ["borders.npy", "documents.npy", "order.npy"]
     monkeypatch.setattr(epoch_index, "make_epoch", None)  # would be called

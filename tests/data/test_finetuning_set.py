@@ -148,11 +148,11 @@ def single_token(prefix: str) -> None:
 
 
 BROKEN = [
-    (no_mask, "has no loss masks that can be read"),
-    (other_masks, "is not its loss masks"),
-    (wide_masks, "is not its loss masks"),
+    (no_mask, "has no readable loss masks"),
+    (other_masks, "_mask does not match the dataset"),
+    (wide_masks, "_mask does not match the dataset"),
     (cut_masks, "_mask.bin has"),
-    (too_long, "an example of 18 tokens, which needs data.seq_length=17; it is 16"),
+    (too_long, "an example of 18 tokens, which needs data.seq_length=17 (configured: 16)"),
     (single_token, "an example of one token"),
 ]
 
@@ -322,5 +322,5 @@ def test_an_id_without_a_row_is_named_where_it_is(tmp_path: Path) -> None:
     parts = open_splits(plan_of([write_set(tmp_path / "set", examples)]).config.data, 0)
     read = Examples(parts, 60_000)
     assert [list(read[number][0]) for number in range(20)] == [ids for ids, _ in examples[:20]]
-    with pytest.raises(ConfigError, match="token 1 of its sequence 20 is id 60000"):
+    with pytest.raises(ConfigError, match="token 1 of sequence 20 has id 60000"):
         read[20]

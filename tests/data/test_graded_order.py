@@ -18,7 +18,7 @@ from data_prep import analyze
 from megatron_llama.config import ConfigError
 from megatron_llama.corpus.difficulty_index import open_difficulty_index
 from megatron_llama.data.batches import Batches, Data, build_data
-from megatron_llama.data.graded_order import Turns, cut_sample, group_seed, levels_of
+from megatron_llama.data.graded_order import GroupSchedule, cut_sample, group_seed, levels_of
 from megatron_llama.data.record import Record
 from megatron_llama.data.sample_stream import EndlessDataset, SampleStream
 from megatron_llama.plan import Plan
@@ -123,26 +123,26 @@ def test_turns_are_fair_however_short_the_levels() -> None:
         levels = chooser.randint(1, 40)
         sizes = [chooser.randint(1, 50)] + [chooser.choice([0, 1, 5, 90]) for _ in range(levels - 1)]
         firsts = [0, *sorted(chooser.randint(0, 300) for _ in range(levels - 1))]
-        turns, due, drawn = Turns(firsts, sizes), np.zeros(levels), np.zeros(levels, dtype=int)
+        schedule, due, drawn = GroupSchedule(firsts, sizes), np.zeros(levels), np.zeros(levels, dtype=int)
         for draw in range(400):
-            group, number = turns.at(draw)
+            group, number = schedule.at(draw)
             now = max(level for level in range(levels) if firsts[level] <= draw)
             assert group <= now and sizes[group] and number == drawn[group], "groups go on where they stood"
             drawn[group] += 1
             allowed = np.array([size if level <= now else 0 for level, size in enumerate(sizes)])
             due += allowed / allowed.sum()
             assert abs(drawn - due).max() < 1 + levels / 2
-        assert (turns.drawn(400) == drawn).all()
+        assert (schedule.drawn(400) == drawn).all()
 
 
 def test_many_short_levels_do_not_starve_a_group() -> None:
     sizes, firsts = [1] * 100, [0] + [400 + 3 * level for level in range(99)]
-    turns, due = Turns(firsts, sizes), np.zeros(100)
+    schedule, due = GroupSchedule(firsts, sizes), np.zeros(100)
     for level, first in enumerate(firsts[:-1]):
         due[: level + 1] += (firsts[level + 1] - first) / (level + 1)
-    drawn = turns.drawn(firsts[-1])
+    drawn = schedule.drawn(firsts[-1])
     assert abs(drawn - due).max() < 3, "what a short level could not give is given in the next ones"
-    drawn = turns.drawn(5000)
+    drawn = schedule.drawn(5000)
     assert drawn[50:99].min() > 20, "the last groups wait for ever where each level begins with the first one"
 
 

@@ -284,4 +284,4 @@ def test_an_id_without_a_row_is_named_where_it_is(tmp_path: Path, bad: int) -> N
             continue
         assert bad not in ids([sample])
     (message,) = failures
-    assert f"token 2 of its sequence 40 is id {bad}" in message and str(tmp_path / "text") in message
+    assert f"token 2 of sequence 40 has id {bad}" in message and str(tmp_path / "text") in message

@@ -136,7 +136,7 @@ def test_a_rank_takes_its_gpu_or_the_only_one_it_is_shown(
 def test_more_ranks_than_gpus_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     for visible, advice in ((2, "start 2 ranks per machine"), (0, "check that the job was given devices")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda visible=visible: visible)
-        with pytest.raises(ConfigError, match=f"rank 2 of this machine finds {visible} devices(.|\n)*{advice}"):
+        with pytest.raises(ConfigError, match=f"local rank 2 has no device: {visible} are visible(.|\n)*{advice}"):
             cuda.DEVICE.enter(2, 3)
 
 
@@ -192,9 +192,9 @@ def _enabled(rank: int, fault: str) -> tuple[bool, str]:
     [
         ("", ""),
         ("two machines", ""),  # NVLink may join them
-        ("one visible", "show every rank all GPUs of its machine"),
-        ("no path", "GPU 1 of .* can't reach the memory of GPU 0"),
-        ("driver", "can't map each other's memory: no pidfd_open"),
+        ("one visible", "make all GPUs of the machine visible to every rank"),
+        ("no path", "GPU 1 of .* has no peer access to GPU 0"),
+        ("driver", "cannot map each other's memory: no pidfd_open"),
     ],
 )
 def test_async_tp_needs_gpus_that_reach_each_other(fault: str, told: str) -> None:

@@ -97,7 +97,7 @@ def test_a_variable_that_is_no_number_is_the_users_mistake(machine: Path, monkey
 
 def test_more_ranks_than_cards_is_the_users_mistake(machine: Path) -> None:
     gaudi(machine, cards=2)
-    with pytest.raises(ConfigError, match=r"rank\s+2\s+of\s+this\s+machine\s+finds\s+2\s+devices"):
+    with pytest.raises(ConfigError, match=r"local\s+rank\s+2\s+has\s+no\s+device:\s+2\s+are\s+visible"):
         DEVICE.enter(2, 3)
 
 

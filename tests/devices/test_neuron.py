@@ -122,7 +122,7 @@ def test_each_process_takes_one_core(
 
 def test_more_ranks_than_cores_is_the_users_mistake(machine: Path) -> None:
     trainium(machine)
-    with pytest.raises(ConfigError, match=r"rank\s+4\s+of\s+this\s+machine\s+finds\s+4\s+devices"):
+    with pytest.raises(ConfigError, match=r"local\s+rank\s+4\s+has\s+no\s+device:\s+4\s+are\s+visible"):
         DEVICE.enter(4, 5)
 
 

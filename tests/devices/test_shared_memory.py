@@ -168,14 +168,14 @@ def test_ranks_that_cannot_share_memory_use_gloo(how: Any) -> None:
 def _slow_reader(rank: int) -> None:
     dist.all_reduce(torch.ones(1))
     channel = dist.group.WORLD._channel  # type: ignore[union-attr]
-    meet = channel.meet
+    barrier = channel.barrier
 
     def late() -> None:
-        meet()
+        barrier()
         time.sleep(0.05 * rank)  # rank 0 goes on to write its next message
 
     found = torch.empty(3, 2)
-    with patch.object(channel, "meet", late):
+    with patch.object(channel, "barrier", late):
         for number, row in enumerate(found):
             dist.all_gather_into_tensor(row, torch.tensor([float(number)]))
     assert found.tolist() == [[0, 0], [1, 1], [2, 2]]

@@ -80,7 +80,7 @@ def test_broken_data_is_told_before_a_rank_starts(tmp_path: Path) -> None:
     words = [f"data.prefixes=[{prefix}]", "data.tokenizer=null", "device=cpu", f"run.dir={tmp_path / 'run'}"]
     for more, said in (
         (["model.vocab_size=600"], "the model's vocabulary ends at 599"),
-        (["model.vocab_size=9999", "data.kind=sft"], "is not its loss masks"),
+        (["model.vocab_size=9999", "data.kind=sft"], "_mask does not match the dataset"),
     ):
         for dry in ([], ["--dry-run"]):
             done = probe([*words, *more, *dry])

@@ -1,11 +1,11 @@
-"""Collectives between ranks of one machine through memory that they share; gloo copies the same bytes through sockets.
+"""Collectives through shared memory between ranks of one machine. gloo copies the same bytes through sockets.
 
-``SharedMemoryGroup`` is a gloo process group whose all-reduce, all-gather and reduce-scatter go through shared memory
-where all its ranks can map it. Everything else, and every group that reaches another machine, is gloo's.
+``SharedMemoryGroup`` is a gloo process group whose all-reduce, all-gather and reduce-scatter use shared memory if all
+ranks can map it. Other collectives, and groups over several machines, use gloo.
 
-A rank writes its part into its own slot, tells the others, and reads theirs. Results are gloo's to the bit, so that a
-run on one machine and one on several agree: sums of floats of more than two ranks, whose order gloo chooses, stay with
-it.
+A rank writes its part into its slot, notifies the other ranks and reads their slots. Results are bitwise equal to
+gloo's, so that runs on one and on several machines agree. Floating-point sums over more than two ranks depend on gloo's
+order, so they use gloo.
 """
 
 from __future__ import annotations
@@ -33,69 +33,73 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
 from torch.futures import Future
 
 _NAME = "megatron_llama"
-"""Of the memory, in /proc."""
+"""Name of the memory in /proc."""
 _MOST_RANKS = 256
-"""A rank's number is a byte. There are hardly more cores."""
+"""Most ranks of a group: a rank's number is a byte."""
 _MOST_SLOT, _MOST_MEMORY = 2 << 20, 64 << 20
-"""Bytes that a rank shows the others at a time, which cores' common cache can hold; and of all slots of a group."""
+"""Most bytes of a slot, which a shared cache can hold, and of all slots of a group."""
 
 
 def _slot(size: int) -> int:
-    """Bytes of a slot in a group of ``size`` ranks."""
+    """Return the bytes of a slot in a group of ``size`` ranks."""
     return min(_MOST_SLOT, _MOST_MEMORY // (2 * size))
 
 
 def register(name: str) -> None:
-    """Makes the groups known to torch.distributed as a backend of this name."""
+    """Register the groups with torch.distributed as a backend of this name."""
     if not hasattr(dist.Backend, name.upper()):
         dist.Backend.register_backend(name, SharedMemoryGroup, devices=["cpu"])
 
 
 class PeerLost(RuntimeError):
-    """A rank ended while this one waited for it. Worded as gloo words it, which launch/rank.py looks for."""
+    """A rank ended while another rank waited for it. launch/rank.py matches the message, which has gloo's words."""
 
 
 class _Opened(NamedTuple):
-    """What the ranks of a group share. None of it has a name in a file system: rank 0 makes it, and the others open it
-    through /proc/PID/fd. So nothing is left behind however a rank ends, and a small /dev/shm does not matter."""
+    """Shared files of a group, without names in a file system: rank 0 creates them, others open them by /proc/PID/fd.
+
+    So nothing is left behind when a rank ends, and a small /dev/shm does not matter.
+    """
 
     memory: FileIO
-    """Two halves of a slot for each rank."""
+    """Two halves, each with a slot per rank."""
     inboxes: list[FileIO]
-    """A pipe for each rank, into which the others write their number."""
+    """A pipe per rank, into which the other ranks write their numbers."""
 
 
 class _Channel:
-    """Memory and messages between the ranks of a group."""
+    """Shared memory and messages between the ranks of a group."""
 
     def __init__(self, opened: _Opened, processes: list[int], rank: int, timeout: timedelta) -> None:
         self.rank, self.size = rank, len(processes)
         self.slot = _slot(self.size)
-        # Two halves in turn: while some ranks still read one, others may write their next message into the other.
+        # Halves alternate: while some ranks still read one half, others may write the next message into the other.
         self._memory = mmap.mmap(opened.memory.fileno(), 2 * self.size * self.slot)
         self._turn = 0
         self._inbox = opened.inboxes[rank]
         self._others = [inbox for peer, inbox in enumerate(opened.inboxes) if peer != rank]
-        self._arrived: Counter[int] = Counter()  # messages of each rank that nobody has waited for yet
+        self._arrived: Counter[int] = Counter()  # received messages of each rank, not yet waited for
         self._timeout = timeout.total_seconds()
         self._poll = select.poll()
         self._poll.register(self._inbox, select.POLLIN)
-        # Readable when the process has ended.
+        # A pidfd is readable when the process has ended.
         self._ends = {peer: FileIO(os.pidfd_open(pid)) for peer, pid in enumerate(processes) if peer != rank}
         for end in self._ends.values():
             self._poll.register(end, select.POLLIN)
 
     def next_slots(self, dtype: torch.dtype) -> Tensor:
-        """All ranks' slots [ranks, elements] for the next message."""
+        """Return all ranks' slots [ranks, elements] for the next message."""
         self._turn = 1 - self._turn
         half = self.size * self.slot
         slots = torch.frombuffer(self._memory, dtype=dtype, count=half // dtype.itemsize, offset=self._turn * half)
         return slots.view(self.size, -1)
 
-    def meet(self) -> None:
-        """Returns when all ranks have called it: what they wrote into their slots before can be read.
+    def barrier(self) -> None:
+        """Wait until all ranks have called it. Their earlier writes to slots are then visible.
 
-        Raises PeerLost if a rank has ended instead, and RuntimeError after the group's timeout.
+        Raises:
+            PeerLost: a rank has ended.
+            RuntimeError: the group's timeout has passed.
         """
         for inbox in self._others:
             inbox.write(bytes([self.rank]))
@@ -108,14 +112,14 @@ class _Channel:
                 missing.discard(peer)
             if not missing:
                 return
-            self._sleep(missing, deadline)
+            self._wait_for_message(missing, deadline)
 
-    def _sleep(self, missing: set[int], deadline: float) -> None:
-        """Until there is a message."""
+    def _wait_for_message(self, missing: set[int], deadline: float) -> None:
+        """Wait until there is a message."""
         left = deadline - time.monotonic()
         if left <= 0:
             waited = f"wait timeout of {self._timeout:.0f} s"
-            raise RuntimeError(f"{waited}: rank {min(missing)} of a group of {self.size} did not come to a collective")
+            raise RuntimeError(f"{waited}: rank {min(missing)} of a group of {self.size} did not join a collective")
         ready = {descriptor for descriptor, _ in self._poll.poll(min(left, 3600) * 1000)}
         if self._inbox.fileno() in ready:
             return
@@ -127,14 +131,16 @@ class _Channel:
 
 
 def _open_channel(store: dist.Store, rank: int, size: int, timeout: timedelta) -> _Channel | None:
-    """The channel of a group, or None where its ranks can't share memory: on other machines, in other containers, on
-    another system than Linux. A collective: all ranks get one, or none does."""
-    # The store may remember groups of the same name that these processes have ended since.
+    """Open the channel of a group. A collective.
+
+    Returns None on all ranks if they cannot share memory: on several machines, in several containers, not on Linux.
+    """
+    # The store may hold keys of earlier groups of the same name.
     earlier = (store.add("joined", 1) - 1) // size
     store = dist.PrefixStore(str(earlier), store)
     if rank == 0:
         token = secrets.token_hex(16)
-        opened = _make(size, token)
+        opened = _create(size, token)
         where = [] if opened is None else [os.getpid(), *(file.fileno() for file in (opened.memory, *opened.inboxes))]
         store.set("where", " ".join(map(str, where)))
         store.set("token", token)
@@ -145,32 +151,32 @@ def _open_channel(store: dist.Store, rank: int, size: int, timeout: timedelta) -
     if opened is None or not all(processes):
         return None
     channel = _Channel(opened, processes, rank, timeout)
-    channel.meet()  # now all have mapped it
+    channel.barrier()  # all ranks have mapped the memory
     return channel
 
 
-def _make(size: int, token: str) -> _Opened | None:
-    """New memory that begins with ``token``, and inboxes; None where the system has none of that to give."""
+def _create(size: int, token: str) -> _Opened | None:
+    """Create memory that begins with ``token``, and inboxes. Returns None if the system does not support them."""
     try:
         memory = FileIO(os.memfd_create(_NAME), "r+")
         os.posix_fallocate(
             memory.fileno(), 0, 2 * size * _slot(size)
-        )  # a lack of memory shows here, not as a bus error
+        )  # reports lack of memory, which would be a bus error later
         memory.write(token.encode())
         pipes = [[FileIO(end, mode) for end, mode in zip(os.pipe(), "rw", strict=True)] for _ in range(size)]
-        # An end of a pipe that is opened anew reads and writes.
+        # A reopened end of a pipe can be read and written.
         return _Opened(memory, [_reopen(os.getpid(), write.fileno()) for _, write in pipes])
     except (OSError, AttributeError):
         return None
 
 
 def _open(where: list[int], token: str) -> _Opened | None:
-    """The same, opened by another rank; None if it is not within reach."""
+    """Open rank 0's files on another rank. Returns None if they are not accessible."""
     if not where:
         return None
     process, first, *others = where
     try:
-        # On another machine, or in another container, the process is a stranger, whose files nobody may read.
+        # On another machine or in another container, the number belongs to another process.
         if not os.readlink(f"/proc/{process}/fd/{first}").startswith(f"/memfd:{_NAME}"):
             return None
         memory = _reopen(process, first)
@@ -187,12 +193,12 @@ def _reopen(process: int, descriptor: int) -> FileIO:
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
-    """See above. The memory is set up by the first collective that can use it."""
+    """gloo process group with collectives in shared memory. The first collective that can use the memory creates it."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # the only constructor for classes in Python
-        # A group that torch made itself. Methods that a class in Python inherits keep the interpreter's lock while they
-        # wait for gloo's thread, which wants it too.
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the only constructor for Python subclasses
+        # A separate group of torch's class: inherited methods of a Python subclass hold the GIL while they wait for
+        # gloo's thread, which needs it too.
         self._gloo: Any = dist.ProcessGroup(store, rank, size)
         backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         backend._set_sequence_number_for_group()
@@ -201,10 +207,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._rendezvous = dist.PrefixStore("shared_memory", store), timeout
         self._channel: _Channel | None = None
-        self._asked = False
+        self._channel_opened = False
         self._numbers = rank, size
 
-    # As torch's, in Python: before 2.13 torch's compiler can't read its own methods in a class that inherits them.
+    # Overridden in Python, because before 2.13 Dynamo cannot trace inherited C++ methods.
     def rank(self) -> int:
         return self._numbers[0]
 
@@ -216,17 +222,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._gloo._set_group_name(name)
 
     def _channel_for(self, *tensors: Tensor) -> _Channel | None:
-        """The channel, if there is one. Strides don't matter, as they may differ between ranks, which must agree."""
+        """Return the channel for the tensors, if any. Ranks must agree, so strides, which may differ, are ignored."""
         if any(tensor.device.type != "cpu" for tensor in tensors):
             return None
-        if not self._asked and 1 < self.size() <= _MOST_RANKS:
+        if not self._channel_opened and 1 < self.size() <= _MOST_RANKS:
             store, timeout = self._rendezvous
             self._channel = _open_channel(store, self.rank(), self.size(), timeout)
-        self._asked = True
+        self._channel_opened = True
         return self._channel
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """In place: the sum, or another combination, of all ranks' tensors."""
+        """Reduce all ranks' tensors in place."""
         opts = opts or AllreduceOptions()
         combine = _combination(opts, tensors[0], self.size())
         channel = self._channel_for(*tensors) if combine else None
@@ -238,7 +244,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return _done(tensors)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """[n] of each rank to [ranks * n]."""
+        """Gather [n] of each rank to [ranks * n]."""
         channel = self._channel_for(output, input)
         if channel is None:
             work: dist.Work = self._gloo._allgather_base(output, input, opts or AllgatherOptions())
@@ -247,7 +253,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return _done([output])
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """The sum of all ranks' [ranks * n], of which each gets its [n]."""
+        """Reduce-scatter [ranks * n] to [n]."""
         opts = opts or ReduceScatterOptions()
         combine = _combination(opts, input, self.size())
         channel = self._channel_for(output, input) if combine else None
@@ -258,7 +264,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return _done([output])
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        """As ``all_gather_single``, for several tensors. In compiled graphs each of them comes this way."""
+        """``all_gather_single`` for several tensors. Compiled graphs call it, also for one tensor."""
         for output, input in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, input, opts).wait()
         return _done(outputs)
@@ -266,12 +272,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """As ``reduce_scatter_single``, for several tensors. In compiled graphs each of them comes this way."""
+        """``reduce_scatter_single`` for several tensors. Compiled graphs call it, also for one tensor."""
         for output, input in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, input, opts).wait()
         return _done(outputs)
 
-    # What torch before 2.13 calls them.
+    # Names in torch before 2.13.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
@@ -305,66 +311,66 @@ _COMBINE = ((dist.ReduceOp.SUM, "add"), (dist.ReduceOp.MAX, "maximum"), (dist.Re
 
 
 def _combination(opts: Any, tensor: Tensor, ranks: int) -> str | None:
-    """The name of torch's function that combines two ranks' values; None where gloo has to."""
+    """Return the name of torch's function that combines two ranks' values. None: use gloo."""
     if tensor.dtype == torch.bool or tensor.is_complex():
         return None
     if ranks > 2 and tensor.is_floating_point() and opts.reduceOp == dist.ReduceOp.SUM:
-        return None  # the order of the sum matters
+        return None  # the result depends on gloo's order
     return next((name for operation, name in _COMBINE if opts.reduceOp == operation), None)
 
 
 def _combine(parts: list[Tensor], combine: str, out: Tensor) -> None:
-    """The ranks' values as one in ``out``, which may be the first of them."""
+    """Combine the ranks' values into ``out``, which may be the first of them."""
     getattr(torch, combine)(*parts[:2], out=out)
     for part in parts[2:]:
         getattr(torch, combine)(out, part, out=out)
 
 
 def _channel_of(group: str) -> _Channel:
-    found = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    assert isinstance(found, SharedMemoryGroup) and found._channel is not None
-    return found._channel
+    resolved = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    assert isinstance(resolved, SharedMemoryGroup) and resolved._channel is not None
+    return resolved._channel
 
 
-def _pieces(total: int, most: int) -> Iterator[slice]:
+def _chunks(total: int, most: int) -> Iterator[slice]:
     return (slice(start, min(start + most, total)) for start in range(0, total, most))
 
 
-# Operators, as torch's own collectives are: profilers and whoever counts traffic see them, with their group's name.
+# Custom operators with the group's name, so that profilers and traffic counters record them like torch's collectives.
 
 
 @torch.library.custom_op("shared_memory::all_reduce_", mutates_args=("tensor",))
 def _all_reduce(tensor: Tensor, group: str, combine: str) -> None:
-    """Each rank combines its part of a piece for all."""
+    """Reduce chunk by chunk. Each rank combines one part of a chunk for all ranks."""
     channel, flat = _channel_of(group), tensor.reshape(-1)
     size, rank = channel.size, channel.rank
-    for piece in _pieces(flat.numel(), channel.slot // flat.element_size()):
-        own = flat[piece]
-        count = own.numel()
+    for span in _chunks(flat.numel(), channel.slot // flat.element_size()):
+        chunk = flat[span]
+        count = chunk.numel()
         slots = channel.next_slots(flat.dtype)[:, :count]
-        slots[rank].copy_(own)
-        channel.meet()
+        slots[rank].copy_(chunk)
+        channel.barrier()
         parts = [slice(count * each // size, count * (each + 1) // size) for each in range(size)]
-        mine = parts[rank]
-        # Into its own slot: until they meet again, nobody else reads this part of it.
-        own_slot, others = slots[rank, mine], [slot[mine] for each, slot in enumerate(slots) if each != rank]
-        _combine([own_slot, *others], combine, own_slot)
-        channel.meet()
+        local = parts[rank]
+        # The result goes to this rank's slot: no other rank reads this part of it before the next barrier.
+        result, others = slots[rank, local], [slot[local] for each, slot in enumerate(slots) if each != rank]
+        _combine([result, *others], combine, result)
+        channel.barrier()
         for slot, part in zip(slots, parts, strict=True):
-            own[part].copy_(slot[part])
+            chunk[part].copy_(slot[part])
     if not tensor.is_contiguous():  # ``flat`` is a copy then
         tensor.copy_(flat.view(tensor.shape))
 
 
 @torch.library.custom_op("shared_memory::all_gather_", mutates_args=("output",))
 def _all_gather(output: Tensor, input: Tensor, group: str) -> None:
-    channel, own = _channel_of(group), input.reshape(-1)
-    whole = output.view(channel.size, -1)
-    for piece in _pieces(own.numel(), channel.slot // own.element_size()):
-        slots = channel.next_slots(own.dtype)[:, : piece.stop - piece.start]
-        slots[channel.rank].copy_(own[piece])
-        channel.meet()
-        whole[:, piece].copy_(slots)
+    channel, flat = _channel_of(group), input.reshape(-1)
+    by_rank = output.view(channel.size, -1)
+    for span in _chunks(flat.numel(), channel.slot // flat.element_size()):
+        slots = channel.next_slots(flat.dtype)[:, : span.stop - span.start]
+        slots[channel.rank].copy_(flat[span])
+        channel.barrier()
+        by_rank[:, span].copy_(slots)
 
 
 @torch.library.custom_op("shared_memory::reduce_scatter_", mutates_args=("output",))
@@ -372,12 +378,12 @@ def _reduce_scatter(output: Tensor, input: Tensor, group: str, combine: str) -> 
     channel, flat = _channel_of(group), output.view(-1)
     size, rank = channel.size, channel.rank
     by_rank = input.reshape(size, -1)
-    for piece in _pieces(flat.numel(), channel.slot // flat.element_size() // size):
-        count = piece.stop - piece.start
+    for span in _chunks(flat.numel(), channel.slot // flat.element_size() // size):
+        count = span.stop - span.start
         slots = channel.next_slots(flat.dtype)[:, : size * count].view(size, size, count)  # from, to, elements
         for peer in range(size):
             if peer != rank:
-                slots[rank, peer].copy_(by_rank[peer, piece])
-        channel.meet()
-        parts = [by_rank[rank, piece] if each == rank else slots[each, rank] for each in range(size)]
-        _combine(parts, combine, flat[piece])
+                slots[rank, peer].copy_(by_rank[peer, span])
+        channel.barrier()
+        parts = [by_rank[rank, span] if each == rank else slots[each, rank] for each in range(size)]
+        _combine(parts, combine, flat[span])
