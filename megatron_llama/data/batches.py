@@ -162,7 +162,7 @@ class Data:
 
     train: Batches
     validation: Batches | None
-    """The same samples at each validation. None: no validation."""
+    """Validation batches, the same at each validation. None: no validation."""
 
     def resume(self, record: Record, start: RunPosition) -> None:
         """Resume at ``start`` from a checkpoint's record. All ranks must call it, before the first batch.

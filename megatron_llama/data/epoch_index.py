@@ -4,8 +4,8 @@ Documents are shuffled, concatenated and cut every ``seq_length`` tokens. Then t
 steps of megatron-core's GPTDataset for one epoch (tests/data/test_epoch_index.py compares them), so epoch 0 has the
 order of a megatron-core run of at most one epoch. Each later epoch has a separate seed.
 
-Memory and time depend on one epoch of one dataset, not on the length of the run: 12 bytes per document and 12 per
-sequence on disk, about three times as much while the files are written.
+Memory and time depend on one epoch of one dataset, not on the length of the run. The files take 12 bytes per document
+and 12 per sequence. Creating them takes about three times as much memory.
 """
 
 from __future__ import annotations

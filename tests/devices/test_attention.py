@@ -37,10 +37,10 @@ PATTERNS = {
 }
 # How it is computed: the kernel, whether inside compiled blocks, and what computes a tile's calls.
 WAYS = {
-    "tiles": ("tiles", False, Call.HOST),
-    "tiles, products": ("tiles", False, Call.PRODUCTS),
+    "tiles": ("tiles", False, Call.CPU_FLASH),
+    "tiles, products": ("tiles", False, Call.MATMUL),
     "tiles, flash": ("tiles", False, Call.FLASH),
-    "tiles, compiled": ("tiles", True, Call.HOST),
+    "tiles, compiled": ("tiles", True, Call.CPU_FLASH),
     "varlen": ("varlen", False, None),
     "varlen, compiled": ("varlen", True, None),
     "mask": ("mask", False, None),
@@ -96,7 +96,7 @@ def test_output_and_gradients_are_those_of_a_dense_mask(
     if PATTERNS[pattern].group and kernel == "varlen":
         assert CUDA.attention_kernel(PATTERNS[pattern], "bfloat16", 64) == "tiles", "varlen has no blocks"
         return
-    masked = Call.PRODUCTS if call is Call.FLASH else call  # FlashAttention takes no mask
+    masked = Call.MATMUL if call is Call.FLASH else call  # FlashAttention takes no mask
     monkeypatch.setattr(attention, "_kernel", lambda q, mask: call if mask is None else masked)
     for seed in range(4):
         dtype = torch.bfloat16 if seed == 3 else torch.float32
@@ -244,7 +244,7 @@ def test_fake_tensors_pass(pattern: Pattern, call: Call | None, monkeypatch: pyt
     if call is None and pattern.group:
         return
     if call is not None:
-        masked = Call.PRODUCTS if call is Call.FLASH else call
+        masked = Call.MATMUL if call is Call.FLASH else call
         monkeypatch.setattr(attention, "_kernel", lambda q, mask: call if mask is None else masked)
     documents, device = layout(1, rows=1), "cpu" if call else "cuda"
     with FakeTensorMode():

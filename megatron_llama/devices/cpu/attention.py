@@ -182,10 +182,10 @@ FASTER = range(384, 768)
 """Sequence lengths for which the chunks are faster than torch's kernel with MKL. From 768 on torch's kernel takes 256
 queries at a time instead of 64. Below about 384 its scores fit a nearer cache."""
 FASTER_BY_ONEDNN, FASTER_IN_512_BITS = range(16, 768), range(16, 8193)
-"""The same ranges if oneDNN multiplies fp32 (Zen 4, both dtypes; torch's kernel uses MKL even then), and for bf16 with
+"""Faster lengths if oneDNN multiplies fp32 (Zen 4, both dtypes; torch's kernel uses MKL even then), and for bf16 with
 512-bit units (Zen 5). Lengths above 8,192 were not measured."""
 FASTER_BY_AMX = range(16, 768)
-"""The same range for bf16 with AMX units, which torch's forward pass uses well and its backward pass does not."""
+"""Faster lengths for bf16 with AMX units, which torch's forward pass uses well and its backward pass does not."""
 SCORES = 2**20
 """Scores in memory together: 4 MiB, which stay in the cache. A chunk of one kv head may exceed it."""
 
