@@ -13,8 +13,8 @@ from megatron_llama.devices.kernels import Kernels
 from megatron_llama.devices.visibility import AttentionInputs, Lengths
 
 # One call of FlashAttention (Dao 2023, arXiv:2307.08691) for all documents of a micro batch. torch.nn.attention.varlen
-# calls the same operators, but differs between torch 2.11 (no ``enable_gqa``) and 2.13 (requires it). Also, the operator
-# ``megatron_llama::attention`` needs the log-sum-exp for its backward pass.
+# calls the same operators, but differs between torch 2.11 (no ``enable_gqa``) and 2.13 (requires it). Also, the
+# operator ``megatron_llama::attention`` needs the log-sum-exp for its backward pass.
 
 aten = torch.ops.aten
 
