@@ -1,1 +1,1 @@
-"""From the YAML files of NeMo, neuronx-nemo-megatron and NxDT to ours: ``scripts/import_config.py``."""
+"""Converter of NeMo, neuronx-nemo-megatron and NxDT configs: ``scripts/import_config.py``."""

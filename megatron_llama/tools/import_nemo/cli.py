@@ -1,9 +1,7 @@
-"""Convert a NeMo, neuronx-nemo-megatron or NxDT YAML: python scripts/import_config.py their.yaml [-o ours.yaml]
+"""Convert a NeMo, neuronx-nemo-megatron or NxDT config to a config for experiment=NAME. Lists each key as taken,
+renamed, without meaning here or not supported, and prints the equivalent train.py command. Accepts the arguments of the
+original training script, so it can replace that script in a shell script. See docs/guides/data/import_config.md."""
 
-Lists each of its keys as taken, renamed, without meaning here, or not supported; writes a YAML for experiment=...; and
-prints the equivalent train.py command line. Takes what their training script takes, so it can stand in its place in a
-shell script of theirs. docs/guides/data/import_config.md explains.
-"""
 from __future__ import annotations
 
 import argparse
@@ -12,7 +10,7 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,78 +25,76 @@ from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.plan.resolve import resolve
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.files import write_atomically
-from megatron_llama.system.tables import text_table
-from megatron_llama.tools.import_nemo.read_yaml import KINDS, UNSUPPORTED, Converted, Found
+from megatron_llama.tools.import_nemo.read_yaml import KINDS, UNSUPPORTED, ConvertedConfig, KeyConversion
 from megatron_llama.topology import Grid
 
 STATUS = (
-    "Exit status: 0 all that matters was taken over; 1 written, but something is not supported or still to be given "
-    "(it is listed); 2 a mistake, nothing written."
+    "Exit status: 0 all relevant keys were converted, 1 written, but some keys are not supported or missing (they are "
+    "listed), 2 an error, nothing written."
 )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``scripts/import_config.py`` with ``argv``; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=STATUS, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("theirs", nargs="?", help="the YAML to convert")
-    about = "what their command line changes in it: model.num_layers=32, +KEY=VALUE, ~KEY (also model.vocab_size=N)"
+    """Run ``scripts/import_config.py`` with ``argv``; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, epilog=STATUS)
+    parser.add_argument("source", nargs="?", metavar="YAML", help="config to convert")
+    about = "overrides of the original command line: model.num_layers=32, +KEY=VALUE, ~KEY (also model.vocab_size=N)"
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=about)
-    about = "the file to write (default: conf/experiment/<name of theirs>.yaml)"
+    about = "file to write (default: conf/experiment/NAME.yaml, with the name of YAML)"
     parser.add_argument("-o", "--output", type=Path, help=about)
-    about = "the YAML as Hydra's command lines name it, instead of THEIRS: a name in --config-path"
+    about = "as in Hydra: name of the config in --config-path, instead of YAML"
     parser.add_argument("-cn", "--config-name", metavar="NAME", help=about)
-    about = "a folder, from here (default: this one)"
+    about = "folder of --config-name (default: current folder)"
     parser.add_argument("-cp", "--config-path", type=Path, default=Path(), metavar="FOLDER", help=about)
     arguments = parser.parse_intermixed_args(argv)
-    positional = [arguments.theirs, *arguments.overrides] if arguments.theirs is not None else []
+    positional = [arguments.source, *arguments.overrides] if arguments.source is not None else []
     if arguments.config_name is not None:
-        theirs = arguments.config_path / f"{arguments.config_name.removesuffix('.yaml')}.yaml"
+        source = arguments.config_path / f"{arguments.config_name.removesuffix('.yaml')}.yaml"
     elif positional:
-        theirs = Path(positional.pop(0))
+        source = Path(positional.pop(0))
     else:
-        parser.error("name the YAML to convert")
+        parser.error("give the YAML to convert")
     # Imported late to keep --help fast.
     from megatron_llama.cli import CONF_DIR
     from megatron_llama.config import ConfigError, format_problems
     from megatron_llama.tools.import_nemo.convert import convert
 
-    out = arguments.output or CONF_DIR / "experiment" / f"{theirs.stem}.yaml"
+    out = arguments.output or CONF_DIR / "experiment" / f"{source.stem}.yaml"
     try:
-        converted = convert(theirs, positional)
-        write(out, as_yaml(converted, theirs.name))
+        converted = convert(source, positional)
+        write(out, as_yaml(converted, source.name))
     except ConfigError as error:
-        sys.stderr.write(format_problems(error, str(theirs)) + "\n")
+        sys.stderr.write(format_problems(error, str(source)) + "\n")
         return EXIT_USER
-    sys.stdout.write(listing(converted, str(theirs)))
+    sys.stdout.write(format_listing(converted, str(source)))
     name = out.stem if out.resolve().parent == CONF_DIR / "experiment" else out
     sys.stdout.write(f"\nwritten: {out}\n  python train.py experiment={name}\n")
-    sys.stdout.write(f"the same without the file:\n  {command_line(converted, CONF_DIR)}\n")
+    sys.stdout.write(f"equivalent command without the file:\n  {command_line(converted, CONF_DIR)}\n")
     if problems := check(out, CONF_DIR, converted.world_size):
         sys.stdout.write("\n" + format_problems(problems, "The written config") + "\n")
     return EXIT_FAILED if problems or converted.unsupported else 0
 
 
-# Writes a converted file: as our YAML, as a train.py command line, as a list of its keys.
+# Output: config file, train.py command line, list of the keys.
 
 
 MARK = "# Made by scripts/import_config.py"
-# What Hydra's grammar takes for text without quotes.
+# Text that needs no quotes in Hydra's grammar.
 PLAIN = re.compile(r"[A-Za-z_/.~][A-Za-z0-9_/.\-~]*")
-# Labels, which change nothing.
+# Labels without effect on training.
 LABELS = ("model.name", "data.name")
+KEY_WIDTH = 38
 
 
-def as_yaml(converted: Converted, source: str) -> str:
-    """A file for conf/experiment/, or for ``experiment=PATH``."""
+def as_yaml(converted: ConvertedConfig, source: str) -> str:
+    """Format a config for conf/experiment/ or ``experiment=PATH``."""
     head = [
         "# @package _global_",  # must come first, or Hydra puts the sections below "experiment"
         f"{MARK} from {source}.",
-        "# python train.py experiment=PATH, or its name alone if it is in conf/experiment/",
+        "# python train.py experiment=PATH, or experiment=NAME for a file in conf/experiment/",
     ]
-    for found in converted.unsupported:
-        head += _comment(f"NOT SUPPORTED {found.key}={format_value(found.value)}: {found.why}")
+    for item in converted.unsupported:
+        head += _comment(f"NOT SUPPORTED {item.key}={format_value(item.value)}: {item.why}")
     for assumed in converted.assumed:
         head += _comment(f"ASSUMED {assumed}")
     content: dict[str, Any] = {"defaults": [{"override /optim": converted.schedule}]}
@@ -113,23 +109,23 @@ def as_yaml(converted: Converted, source: str) -> str:
 
 
 def write(out: Path, text: str) -> None:
-    """Writes the file, whole or not at all. Raises ConfigError where another file, not made by this tool, is there."""
-    rule = "is there already, and was not made by this script"
+    """Write the file atomically. Raises ConfigError rather than overwrite a file not written by this tool."""
+    rule = "exists and was not made by this script"
     try:
         if not out.exists() or MARK in out.read_text(encoding="utf-8", errors="replace"):
             write_atomically(out, text)
             return
     except OSError as error:
-        rule = f"can't be written: {error.strerror}"
-    raise ConfigError([Problem("-o", str(out), rule, "name another file")])
+        rule = f"cannot be written: {error.strerror}"
+    raise ConfigError([Problem("-o", str(out), rule, "write another path")])
 
 
 def _comment(text: str) -> list[str]:
     return textwrap.wrap(text, 118, initial_indent="# ", subsequent_indent="#   ", break_long_words=False)
 
 
-def command_line(converted: Converted, conf_dir: Path) -> str:
-    """The equivalent train.py command line: the nearest preset, and the settings that differ from it."""
+def command_line(converted: ConvertedConfig, conf_dir: Path) -> str:
+    """Return the equivalent train.py command: the nearest model preset and the settings that differ from it."""
 
     def distance(preset: Path) -> int:
         shape = {**asdict(ModelConfig()), **(yaml.safe_load(preset.read_text(encoding="utf-8")) or {})}
@@ -148,7 +144,7 @@ def command_line(converted: Converted, conf_dir: Path) -> str:
 
 
 def _differs(config: Config, name: str, value: Any) -> bool:
-    """Whether ``config`` needs an override to have ``value``. A derived value is not the same as a given one."""
+    """Return whether ``config`` needs an override to have ``value``. A derived value differs from a given one."""
     there = get(config, name)
     if name in sections():
         section = sections()[name].kind
@@ -157,7 +153,7 @@ def _differs(config: Config, name: str, value: Any) -> bool:
 
 
 def _written(value: Any) -> str:
-    """A value in Hydra's grammar."""
+    """Format a value in Hydra's grammar."""
     if isinstance(value, str):
         return value if PLAIN.fullmatch(value) and value.lower() not in ("null", "true", "false") else json.dumps(value)
     if isinstance(value, list):
@@ -168,7 +164,7 @@ def _written(value: Any) -> str:
 
 
 def check(path: Path, conf_dir: Path, world_size: int | None) -> list[Problem]:
-    """The problems that train.py would find in the written file, on the source's devices, if its data existed."""
+    """Return the problems of the written config on the devices of the source, without checking its data."""
     try:
         config = load_config([f"{EXPERIMENT}={path}"], conf_dir)
         block = Grid.of(config.trainer).block
@@ -178,23 +174,30 @@ def check(path: Path, conf_dir: Path, world_size: int | None) -> list[Problem]:
     return []
 
 
-def listing(converted: Converted, source: str) -> str:
-    """Every key of the source, grouped by what became of it."""
-    lines = [f"{source}: {len(converted.found)} keys"]
+def format_listing(converted: ConvertedConfig, source: str) -> str:
+    """List the keys of the source by kind of conversion."""
+    lines = [f"{source}: {len(converted.conversions)} keys"]
     for kind in KINDS:
-        found = [one for one in converted.found if one.kind == kind]
-        if found:
-            lines += ["", f"{kind} ({len(found)})", *(f"  {row}" for row in text_table([_row(one) for one in found]))]
+        items = [item for item in converted.conversions if item.kind == kind]
+        if items:
+            lines += ["", f"{kind} ({len(items)})", *_table(items)]
     if converted.assumed:
-        lines += ["", "left open by the file, and assumed"]
+        lines += ["", "assumed, because the file does not define it"]
         for assumed in converted.assumed:
-            lines += textwrap.wrap(assumed, 110, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
+            lines += textwrap.wrap(assumed, 79, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
     return "\n".join(lines) + "\n"
 
 
-def _row(one: Found) -> tuple[str, str]:
-    value = format_value(one.value)
-    theirs = f"{one.key}={value if len(value) <= 40 else value[:37] + '...'}"
-    if not one.ours or one.kind == UNSUPPORTED:
-        return theirs, f"→ {one.ours} {one.why}" if one.ours else one.why
-    return theirs, f"→ {one.ours} ({one.why})" if one.why else f"→ {one.ours}"
+def _table(items: Sequence[KeyConversion]) -> Iterator[str]:
+    """Yield one line per key; rows over 79 columns continue on a second line."""
+    for key, result in map(_row, items):
+        row = f"  {key:<{KEY_WIDTH}}  {result}"
+        yield from [row] if len(key) <= KEY_WIDTH and len(row) <= 79 else [f"  {key}", f"      {result}"]
+
+
+def _row(item: KeyConversion) -> tuple[str, str]:
+    value = format_value(item.value)
+    source = f"{item.key}={value if len(value) <= 40 else value[:37] + '...'}"
+    if not item.setting or item.kind == UNSUPPORTED:
+        return source, f"→ {item.setting} {item.why}" if item.setting else item.why
+    return source, f"→ {item.setting} ({item.why})" if item.why else f"→ {item.setting}"

@@ -1,9 +1,10 @@
-"""What becomes of each key of a NeMo, neuronx-nemo-megatron or NxDT file.
+"""Tables of the keys of NeMo, neuronx-nemo-megatron and NxDT configs.
 
-Three tables: keys with one setting of ours; keys for which only some values are supported, because any other is a
-different model or training; and keys that change nothing here. The other keys depend on one another and are converted
-in convert.py, precision keys below. Data keys are listed as NxDT has them: ``data.X`` for NeMo's ``model.data.X`` too.
+Three tables: keys with one setting here; keys with supported values, where others are a different model or training;
+and keys without effect here. Keys that depend on each other are converted in convert.py, precision keys below. Data
+keys have NxDT names: ``data.X`` also stands for NeMo's ``model.data.X``.
 """
+
 from __future__ import annotations
 
 import os
@@ -17,7 +18,7 @@ from megatron_llama.text.tokenizer import vocabulary_size
 LAYOUT = "distributed_strategy."
 TIED = "model.share_embeddings_and_output_weights"
 
-# One key, one setting, the same meaning; the value is taken as it is. A null means the default, which is the same here.
+# Keys with one setting of equal meaning and value. Null means the default, which is equal here.
 ONE_TO_ONE: Mapping[str, str] = {
     **{
         f"{section}{theirs}": ours
@@ -74,30 +75,34 @@ ONE_TO_ONE: Mapping[str, str] = {
     "data.eod_mask_loss": "data.eod_mask_loss",
 }
 
-_CHECKPOINTS = "their checkpoints can't be read: export to Hugging Face's format, then init_from=FOLDER"
+_CHECKPOINTS = "checkpoints are not converted: export to the Hugging Face format, then write init_from=FOLDER"
 FROM_A_CHECKPOINT = (
-    "for a Llama export that checkpoint to Hugging Face's format, then python train.py model=from_hf init_from=FOLDER "
-    "finetune=full, or lora (docs/guides/data/finetuning.md); or write model.num_layers=N and so on after the file"
+    "export a Llama checkpoint to the Hugging Face format, then run python train.py model=from_hf init_from=FOLDER "
+    "finetune=full, or lora (docs/guides/data/finetuning.md); or write model.num_layers=N etc. after the file"
 )
-_MODEL_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+_MODEL_VALUES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("activation", ("swiglu", "fast-swiglu"), "the feed-forward is SwiGLU"),
     ("normalization", ("rmsnorm", "RMSNorm"), "norms are RMSNorm"),
     ("position_embedding_type", ("rope",), "positions are rotary"),
-    ("rotary_percentage", (1,), "the whole head is rotated"),
+    ("rotary_percentage", (1,), "all dimensions of a head are rotated"),
     ("rotary_interleaved", (False,), "halves of the head are rotated, as in Hugging Face's Llama"),
-    ("transformer_block_type", ("pre_ln",), "norms come before attention and before the feed-forward"),
-    ("attention_type", ("multihead",), "no other attention is supported"),
-    ("has_bias bias", (False,), "no matrix has a bias"),
+    ("transformer_block_type", ("pre_ln",), "norms precede attention and feed-forward"),
+    ("attention_type", ("multihead",), "other attention is not supported"),
+    ("has_bias bias", (False,), "matrices have no bias"),
     ("hidden_dropout attention_dropout ffn_dropout embedding_dropout", (0,), "there is no dropout"),
-    ("use_scaled_init_method", (True,), "o_proj and down_proj are always initialized smaller, by sqrt(2 * layers)"),
+    (
+        "use_scaled_init_method",
+        (True,),
+        "the initial std of o_proj and down_proj is always divided by sqrt(2 * layers)",
+    ),
     ("do_layer_norm_weight_decay", (False,), "norms are exempt from weight decay"),
-    ("headscale", (False,), "heads have no scale of their own"),
+    ("headscale", (False,), "there is no scale per head"),
     ("normalize_attention_scores", (True,), "attention scores are always divided by sqrt(head_dim)"),
     ("seq_len_interpolation_factor", (1,), "positions are not interpolated; model.rope_scaling is Llama 3's"),
-    ("position_abf_factor", (1,), "write model.rope_theta multiplied by it"),
+    ("position_abf_factor", (1,), "write model.rope_theta multiplied by this factor"),
     ("positition_interpolation_factor", (1,), "positions are not interpolated"),
-    ("window_size", (), "write model.sliding_window=N in its place: the tokens that one sees, itself included"),
-    ("name", ("", "te_gpt", "megatron_gpt_full_te_layer_autocast", "modelopt"), "it names layers of another model"),
+    ("window_size", (), "write model.sliding_window=N instead, which includes the token itself"),
+    ("name", ("", "te_gpt", "megatron_gpt_full_te_layer_autocast", "modelopt"), "layers of another model"),
     ("num_moe_experts moe", (), "there are no experts"),
     ("expert_model_parallel_size", (1,), "there are no experts"),
     ("fp32_residual_connection", (False,), "the residual stream has the compute dtype"),
@@ -105,7 +110,7 @@ _MODEL_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("fp8", (False,), "this converter does not support fp8"),
     ("add_position_embedding", (True,), "positions are rotary"),
     ("rampup_batch_size", (), "write trainer.batch_schedule=[[samples, size], ...]"),
-    ("hidden_size_per_head", (), "write model.kv_channels"),
+    ("hidden_size_per_head", (), "write model.kv_channels instead"),
     ("flexible_pipeline_parallel_stages", (), "write trainer.pipeline_layers=[...], the layers of each stage"),
     ("context_parallel_size", (1,), "there is no context parallelism"),
     ("fsdp_grad_reduce_dtype", (32, "32", "fp32"), "gradients are summed in fp32"),
@@ -113,82 +118,81 @@ _MODEL_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("resume_from_checkpoint restore_from_path restore_from_ckpt", (), _CHECKPOINTS),
     ("peft.peft_scheme", ("none",), "adapters are not converted: write finetune=lora (docs/guides/data/finetuning.md)"),
 )
-_OTHER_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+_OTHER_VALUES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (f"{LAYOUT}context_parallel_size", (1,), "there is no context parallelism"),
     (f"{LAYOUT}expert_model_parallel_size", (1,), "there are no experts"),
-    ("trainer.accumulate_grad_batches", (1,), "write the whole batch in global_batch_size"),
+    ("trainer.accumulate_grad_batches", (1,), "include it in global_batch_size"),
     ("restore_from_path exp_manager.resume_from_checkpoint trainer.resume_from_checkpoint", (), _CHECKPOINTS),
-    ("exp_manager.create_early_stopping_callback", (False,), "no run stops early: it goes on to trainer.steps"),
+    ("exp_manager.create_early_stopping_callback", (False,), "there is no early stopping"),
     ("exp_manager.ema.enable", (False,), "there is no moving average of weights"),
     ("model_alignment_strategy", (), "SFT, DPO, ORPO and LoRA are not converted"),
-    ("data.dataloader_type", ("single",), "samples come in the order of Megatron's GPTDataset"),
+    ("data.dataloader_type", ("single",), "samples have the order of Megatron's GPTDataset"),
     ("data.data_impl", ("mmap",), "datasets are Megatron's .bin and .idx; for random tokens write data=mock"),
     ("data.mock_dataset", (False,), "for random tokens write data=mock on train.py's command line"),
-    ("data.reset_position_ids", (False,), "positions start again only with reset_attention_mask"),
+    ("data.reset_position_ids", (False,), "positions restart only with reset_attention_mask"),
     ("data.reset_attention_mask", (False,), "attention ends at documents only with reset_position_ids"),
-    ("data.no_seqlen_plus_one_input_tokens", (False,), "samples have one token more than the sequence"),
+    ("data.no_seqlen_plus_one_input_tokens", (False,), "samples have one more token than the sequence"),
     ("data.shuffle_documents", (True,), "documents are shuffled"),
-    ("data.fine_tuning", (False,), "fine-tuning sets are not converted"),
-    ("data.chat", (False,), "chat sets are not converted"),
-    ("data.train_dir", (), "make a dataset of the text with data_prep/preprocess.py, then data.prefixes=[PATH]"),
+    ("data.fine_tuning", (False,), "fine-tuning datasets are not converted"),
+    ("data.chat", (False,), "chat datasets are not converted"),
+    ("data.train_dir", (), "convert the text with data_prep/preprocess.py, then write data.prefixes=[PATH]"),
     ("data.val_dir", (), "validation documents are a share of the dataset: data.split"),
 )
-ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    **{f"model.{key}": (allowed, why) for keys, allowed, why in _MODEL_ONLY for key in keys.split()},
-    **{key: (allowed, why) for keys, allowed, why in _OTHER_ONLY for key in keys.split()},
+SUPPORTED_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    **{f"model.{key}": (allowed, why) for keys, allowed, why in _MODEL_VALUES for key in keys.split()},
+    **{key: (allowed, why) for keys, allowed, why in _OTHER_VALUES for key in keys.split()},
 }
-"""{key: (supported values, why)}; any other value is a different model or training, and so is a section of that name.
-"""
+"""{key: (supported values, reason)}; other values, and sections of this name, are a different model or training."""
 
-# Patterns of keys that change nothing here, with the reason. The first that matches counts.
-WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
+# Patterns of keys without effect here, with the reason. The first match counts.
+IGNORED_KEYS: tuple[tuple[str, str], ...] = (
     ("name", "a label"),
-    ("model_source", "there is one model"),
-    ("exp_manager.exp_dir", "the run's folder is run.dir"),
-    ("exp_manager.checkpoint_callback_params.save_last", "of a copy named -last; a run's last step is saved here"),
-    ("exp_manager.early_stopping_callback_params.*", "of early stopping"),
-    ("exp_manager.max_time_per_run", "run.slurm goes on after a time limit"),
-    ("exp_manager.*", "logs and checkpoints have their own format"),
-    ("trainer.devices trainer.num_nodes", "torchrun, srun or the launcher decides how many ranks there are"),
-    ("trainer.accelerator", "device=auto takes what is there"),
-    ("trainer.max_epochs trainer.check_val_every_n_epoch", "the length of a run is in steps"),
-    ("trainer.limit_test_batches", "there is no test run"),
-    ("trainer.num_sanity_val_steps", "a run has other checks before its start"),
-    ("trainer.max_time", "run.slurm goes on after a time limit"),
-    ("trainer.*", "of Lightning, which is not used"),
-    ("run.* hydra.* defaults env_vars.* data_dir base_results_dir", "of the launcher; other keys refer to it"),
-    ("s3_checkpointing.* model.dist_ckpt_* model.save_nemo_on_*", "checkpoints have their own format"),
-    ("model.*megatron_timer* model.gc_interval", "changes nothing that is computed"),
-    ("model.peft.*", "of the adapter, which is not converted"),
-    ("model.answer_only_loss data.chat_prompt_tokens.*", "of fine-tuning"),
-    ("model.use_te_rng_tracker", "there is no dropout, which alone needs it"),
-    ("model.fsdp model.fsdp_* model.cpu_offloading*", "where weights and activations are kept; trainer.zero decides"),
+    ("model_source", "there is only one implementation"),
+    ("exp_manager.exp_dir", "the run folder is run.dir"),
+    ("exp_manager.checkpoint_callback_params.save_last", "a copy named -last; here the last step is saved"),
+    ("exp_manager.early_stopping_callback_params.*", "early stopping"),
+    ("exp_manager.max_time_per_run", "run.slurm resumes after a time limit"),
+    ("exp_manager.*", "logs and checkpoints have another format"),
+    ("trainer.devices trainer.num_nodes", "torchrun, srun or the launcher sets the number of ranks"),
+    ("trainer.accelerator", "device=auto detects the device"),
+    ("trainer.max_epochs trainer.check_val_every_n_epoch", "the length of a run is given in steps"),
+    ("trainer.limit_test_batches", "there is no test dataset"),
+    ("trainer.num_sanity_val_steps", "other checks run before the start"),
+    ("trainer.max_time", "run.slurm resumes after a time limit"),
+    ("trainer.*", "Lightning is not used"),
+    ("run.* hydra.* defaults env_vars.* data_dir base_results_dir", "used by the launcher and by other keys"),
+    ("s3_checkpointing.* model.dist_ckpt_* model.save_nemo_on_*", "checkpoints have another format"),
+    ("model.*megatron_timer* model.gc_interval", "does not change the result"),
+    ("model.peft.*", "adapters are not converted"),
+    ("model.answer_only_loss data.chat_prompt_tokens.*", "fine-tuning only"),
+    ("model.use_te_rng_tracker", "only dropout needs it"),
+    ("model.fsdp model.fsdp_* model.cpu_offloading*", "location of weights and activations; trainer.zero decides"),
     (
         "model.layernorm_zero_centered_gamma",
-        "the same norm: its weight is kept as the distance from 1, and not decayed",
+        "equal norm: the weight is stored minus 1 and not decayed",
     ),
-    ("model.defer_embedding_wgrad_compute model.wgrad_deferral_limit", "the same gradient, later"),
+    ("model.defer_embedding_wgrad_compute model.wgrad_deferral_limit", "equal gradients, computed later"),
     (
         "model.optim.overlap_* model.optim.contiguous_* model.optim.bucket_cap_mb",
         "changes how gradients are communicated, not the result",
     ),
-    (f"{LAYOUT}token_shuffle_group_size", "of experts, which there are none of"),
-    ("model.make_vocab_size_divisible_by", "the vocabulary is padded for trainer.tp, and checkpoints don't show it"),
+    (f"{LAYOUT}token_shuffle_group_size", "there are no experts"),
+    ("model.make_vocab_size_divisible_by", "the vocabulary is padded for trainer.tp, but not in checkpoints"),
     ("model.pre_process model.post_process", "derived from the pipeline stage"),
-    ("model.native_amp_* model.hysteresis", "of loss scaling, which only fp16 needs"),
-    ("model.apply_query_key_layer_scaling", "divides and multiplies by the same number"),
+    ("model.native_amp_* model.hysteresis", "only fp16 needs loss scaling"),
+    ("model.apply_query_key_layer_scaling", "divides and multiplies by the same factor"),
     (
         "model.*fusion* model.*flash_attention model.fused* model.persist_layer_norm",
-        "the same arithmetic in one kernel",
+        "equal arithmetic in one kernel",
     ),
-    ("model.transformer_engine", "the same arithmetic in other kernels, while fp8 is off"),
+    ("model.transformer_engine", "equal arithmetic in other kernels, with fp8 off"),
     ("model.fp8_* model.reduce_amax", "fp8 is off"),
-    ("model.use_emha", "the same attention in one kernel"),
+    ("model.use_emha", "equal attention in one kernel"),
     ("model.openai_gelu", "the activation is not GELU"),
-    ("model.onnx_safe", "nothing is exported to ONNX"),
+    ("model.onnx_safe", "no export to ONNX"),
     ("model.apex_transformer_log_level", "apex is not used"),
-    ("model.use_cpu_initialization", "initial weights don't depend on the device"),
-    ("model.mcore_gpt", "the layers are megatron-core's"),
+    ("model.use_cpu_initialization", "initial weights do not depend on the device"),
+    ("model.mcore_gpt", "layers are from megatron-core"),
     ("model.activations_checkpoint_*", "changes memory and speed, not the result; trainer.recompute decides"),
     ("model.num_micro_batches_with_partial_activation_checkpoints", "changes memory and speed, not the result"),
     ("model.disable_layer_norm_checkpointing", "changes memory and speed, not the result"),
@@ -201,39 +205,39 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("model.qkv_linear model.fuse_qkv model.separate_qkv", "the same matrices in another layout"),
     ("model.transpose_nki_inputs", "the same matrices in another layout"),
     (f"model.pipeline_cuts {LAYOUT}pipeline_cuts", "trainer.pipeline_layers has the layers of each stage"),
-    ("model.weight_init_only", "their checkpoints are not loaded"),
-    ("model.*_xser", "checkpoints have their own format"),
+    ("model.weight_init_only", "checkpoints are not converted"),
+    ("model.*_xser", "checkpoints have another format"),
     (
         "model.convert_to_hf model.output_dir model.config_path",
-        "checkpoint.export_hf=true writes Hugging Face's format",
+        "checkpoint.export_hf=true writes the Hugging Face format",
     ),
-    ("model.log_gradient_norm", "it is always logged"),
-    ("model.nsys_profile.*", "a run is profiled from outside"),
-    ("model.optim.capturable", "the same arithmetic"),
+    ("model.log_gradient_norm", "always logged"),
+    ("model.nsys_profile.*", "use nsys on the command line"),
+    ("model.optim.capturable", "equal arithmetic"),
     ("model.optim.sched.name", "converted with the schedule"),
-    ("model.optim.sched.monitor model.optim.sched.reduce_on_plateau", "of a schedule that looks at a metric"),
+    ("model.optim.sched.monitor model.optim.sched.reduce_on_plateau", "only for schedules that read a metric"),
     (f"{LAYOUT}kv_replicator", "key-value heads are replicated as needed"),
     ("*.tokenizer.*", "training reads token ids"),
     (
         "data.mmap_bin_files data.exchange_indices_distributed data.legacy_dataset data.num_dataset_builder_threads",
-        "how files are read, not what",
+        "method of reading files",
     ),
-    ("data.skip_warmup", "files are mapped, not read ahead"),
-    ("data.num_workers", "data is read in the rank's own process"),
-    ("data.validation_drop_last", "validation takes whole batches"),
-    ("data.pad_samples_to_global_batch_size", "batches are whole"),
-    ("data.dev_choose_samples", "of fine-tuning"),
-    ("data.*_ds.*", "of fine-tuning, which is off"),
+    ("data.skip_warmup", "files are memory-mapped"),
+    ("data.num_workers", "each rank reads data in its process"),
+    ("data.validation_drop_last", "validation uses full batches"),
+    ("data.pad_samples_to_global_batch_size", "batches are full"),
+    ("data.dev_choose_samples", "fine-tuning only"),
+    ("data.*_ds.*", "fine-tuning is off"),
     ("precision.*", "converted with precision.type"),
-    ("compiler_*", "of the compiler"),
-    ("*async_exec_max_inflight_requests aync_exec_max_inflight_requests neuron_* lnc", "of the Neuron runtime"),
+    ("compiler_*", "compiler option"),
+    ("*async_exec_max_inflight_requests aync_exec_max_inflight_requests neuron_* lnc", "Neuron runtime option"),
     ("bucket_size_collectives", "changes how gradients are communicated, not the result"),
-    ("enable_*", "logs and checkpoints have their own format"),
-    ("cluster_type", "known to the launcher"),
+    ("enable_*", "logs and checkpoints have another format"),
+    ("cluster_type", "used by the launcher"),
 )
-MATTER: frozenset[str] = frozenset({*ONE_TO_ONE, *ONLY, "data.data_prefix", "model.ffn_hidden_size"})
+RELEVANT_KEYS: frozenset[str] = frozenset({*ONE_TO_ONE, *SUPPORTED_VALUES, "data.data_prefix", "model.ffn_hidden_size"})
 """Keys that would change the written file."""
-GPT_PARTS: Mapping[str, str] = {
+GPT_DEFAULTS: Mapping[str, str] = {
     "activation": "gelu",
     "normalization": "layernorm",
     "position_embedding_type": "learned_absolute",
@@ -241,13 +245,13 @@ GPT_PARTS: Mapping[str, str] = {
     "hidden_dropout": "0.1",
     "attention_dropout": "0.1, or 0 on Trainium",
 }
-"""What a model has whose file does not say, in NeMo and in what descends from it; several names of one key."""
+"""Defaults of NeMo and derived programs that differ from Llama, by the alternative names of a key."""
 
 
-# Which ``trainer.precision`` a NeMo, neuronx-nemo-megatron or NxDT config means; up to seven of its keys decide.
+# ``trainer.precision`` of a NeMo, neuronx-nemo-megatron or NxDT config, from up to seven keys.
 
 
-# The names of neuronx-nemo-megatron's train_setup.sh, which trainer.precision takes on every device.
+# Names of neuronx-nemo-megatron's train_setup.sh, which trainer.precision accepts on all devices.
 PRESETS = ("bf16SR", "fp32_ZeroOptMaster", "fp32_ZeroOptMasterGradAcc", "megatron_amp_O2", "fp32_OptStates", "fp32")
 SWITCHES = (
     "model.megatron_amp_O2",
@@ -257,109 +261,111 @@ SWITCHES = (
 )
 FP32_STATES = "adamw_fp32optstate"
 HALF = "XLA_USE_BF16"
-"""The variable by which alone train_setup.sh tells bf16SR from fp32; set where their script runs this one."""
+"""Variable that distinguishes bf16SR from fp32 in train_setup.sh; set if that script runs this one."""
 
 
 @dataclass(frozen=True)
-class Precision:
-    """What ``trainer.precision`` becomes."""
+class PrecisionChoice:
+    """Converted ``trainer.precision``."""
 
     name: str
     key: str
-    """The source's key that decided."""
+    """Key of the source that decided."""
     why: str = ""
     supported: bool = True
     assumed: str = ""
-    """What was assumed because the file leaves it open."""
+    """Note on an assumption; empty if the file defines the precision."""
 
 
-def precision_of(values: Mapping[str, Any]) -> Precision:
-    """The precision that the flat keys ``values`` mean."""
-    stated = str(values.get("trainer.precision", "32"))
-    if stated in PRESETS or stated == "bf16_sr":
-        return Precision(stated, "trainer.precision")
+def convert_precision(values: Mapping[str, Any]) -> PrecisionChoice:
+    """Return the precision of the flat keys ``values``."""
+    given = str(values.get("trainer.precision", "32"))
+    if given in PRESETS or given == "bf16_sr":
+        return PrecisionChoice(given, "trainer.precision")
     if values.get("precision.type") is not None:
         return _nxdt(values)
     if values.get("trainer.accelerator") == "tpu" or values.get("model.wrap_with_zero") is not None:
         return _neuron(values)
-    key, kind = "trainer.precision", stated.lower().removesuffix("-mixed")
+    key, kind = "trainer.precision", given.lower().removesuffix("-mixed")
     if kind in ("32", "32-true", "fp32"):
-        return Precision("fp32", key)
+        return PrecisionChoice("fp32", key)
     if kind == "bf16":
-        name = "megatron_amp_O2" if on(values, "model.megatron_amp_O2") else "bf16"
-        return Precision(name, key, "fp32 master weights, bf16 arithmetic")
-    why = "is an unknown precision; bf16 is taken"
+        name = "megatron_amp_O2" if is_on(values, "model.megatron_amp_O2") else "bf16"
+        return PrecisionChoice(name, key, "fp32 master weights, bf16 arithmetic")
+    why = "unknown precision; bf16 is written"
     if kind in ("16", "fp16"):
-        why = "fp16 with loss scaling is not supported; bf16 needs none"
+        why = "fp16 with loss scaling is not supported; bf16 is written"
     elif kind == "bf16-true":
-        why = "bf16 weights without fp32 copies lose small updates; bf16 keeps them"
-    return Precision("bf16", key, why, supported=False)
+        why = "bf16 weights without fp32 master weights lose small updates; bf16 has master weights"
+    return PrecisionChoice("bf16", key, why, supported=False)
 
 
-def on(values: Mapping[str, Any], key: str) -> bool:
-    """Whether a switch is on; NxDT writes some as '0' and '1'."""
+def is_on(values: Mapping[str, Any], key: str) -> bool:
+    """Return whether a switch is on; NxDT writes some as '0' and '1'."""
     return str(values.get(key, False)).lower() in ("true", "1")
 
 
-def _nxdt(values: Mapping[str, Any]) -> Precision:
+def _nxdt(values: Mapping[str, Any]) -> PrecisionChoice:
     key, kind = "precision.type", str(values["precision.type"])
-    zero = on(values, "distributed_strategy.zero1") or "distributed_strategy.zero1" not in values
+    zero = is_on(values, "distributed_strategy.zero1") or "distributed_strategy.zero1" not in values
     if kind in ("bf16SR", "fp32"):
-        return Precision(kind, key)
+        return PrecisionChoice(kind, key)
     if kind == "autocast":
-        return Precision("bf16", key, "computes in bf16, keeps fp32")
+        return PrecisionChoice("bf16", key, "bf16 arithmetic, fp32 weights")
     if kind in ("mixed_precision", "mixed_precisionSR", "mixed_precision_SR"):
         if not zero:
-            why = "without zero1 it keeps no master weights, which is not supported; bf16 keeps them"
-            return Precision("bf16", key, why, supported=False)
+            why = "without zero1 there are no master weights, which is not supported; bf16 has them"
+            return PrecisionChoice("bf16", key, why, supported=False)
         sr = "; activations are rounded to nearest" if kind != "mixed_precision" else ""
-        return Precision("fp32_ZeroOptMasterGradAcc", key, f"master weights and gradient sums in fp32{sr}")
+        return PrecisionChoice("fp32_ZeroOptMasterGradAcc", key, f"master weights and gradient sums in fp32{sr}")
     if kind == "manual":
         return _manual(values, zero)
-    return Precision("bf16", key, "is not a precision of NxDT; bf16 is taken", supported=False)
+    return PrecisionChoice("bf16", key, "not a precision of NxDT; bf16 is written", supported=False)
 
 
-def _manual(values: Mapping[str, Any], zero: bool) -> Precision:
+def _manual(values: Mapping[str, Any], zero: bool) -> PrecisionChoice:
     key = "precision.type"
-    half, down = on(values, "precision.xla_use_bf16"), on(values, "precision.xla_downcast_bf16")
-    stochastic = on(values, "precision.neuron_rt_stochastic_rounding_en")
-    master = on(values, "precision.master_weights") and zero
-    if half and stochastic:
-        return Precision("bf16SR", key, "xla_use_bf16 with stochastic rounding")
-    if down and master:
-        sums = on(values, "precision.fp32_grad_acc")
-        return Precision("fp32_ZeroOptMasterGradAcc" if sums else "fp32_ZeroOptMaster", key, "master weights in fp32")
-    if not half and not down:
-        return Precision("fp32", key, "nothing is in bf16")
-    why = "bf16 without master weights and without stochastic rounding loses small updates; bf16 is taken"
-    return Precision("bf16", key, why, supported=False)
+    bf16, downcast = is_on(values, "precision.xla_use_bf16"), is_on(values, "precision.xla_downcast_bf16")
+    stochastic = is_on(values, "precision.neuron_rt_stochastic_rounding_en")
+    master = is_on(values, "precision.master_weights") and zero
+    if bf16 and stochastic:
+        return PrecisionChoice("bf16SR", key, "xla_use_bf16 with stochastic rounding")
+    if downcast and master:
+        fp32_sums = is_on(values, "precision.fp32_grad_acc")
+        return PrecisionChoice(
+            "fp32_ZeroOptMasterGradAcc" if fp32_sums else "fp32_ZeroOptMaster", key, "master weights in fp32"
+        )
+    if not bf16 and not downcast:
+        return PrecisionChoice("fp32", key, "no bf16")
+    why = "bf16 without master weights and stochastic rounding loses small updates; bf16 is written"
+    return PrecisionChoice("bf16", key, why, supported=False)
 
 
-def _neuron(values: Mapping[str, Any]) -> Precision:
-    amp, zero, master, sums = (on(values, switch) for switch in SWITCHES)
+def _neuron(values: Mapping[str, Any]) -> PrecisionChoice:
+    amp, zero, master, fp32_sums = (is_on(values, switch) for switch in SWITCHES)
     if amp:
-        return Precision("megatron_amp_O2", SWITCHES[0])
+        return PrecisionChoice("megatron_amp_O2", SWITCHES[0])
     if zero and master:
-        return Precision("fp32_ZeroOptMasterGradAcc" if sums else "fp32_ZeroOptMaster", SWITCHES[2])
+        return PrecisionChoice("fp32_ZeroOptMasterGradAcc" if fp32_sums else "fp32_ZeroOptMaster", SWITCHES[2])
     if str(values.get("model.optim.name", "")).lower() == FP32_STATES:
-        return Precision("fp32_OptStates", "model.optim.name")
-    half = os.environ.get(HALF)
-    if half is not None:
-        kind = "bf16SR" if half.lower() in ("1", "true") else "fp32"
-        return Precision(kind, "trainer.precision", f"{HALF}={half} is set, as train_setup.sh does")
+        return PrecisionChoice("fp32_OptStates", "model.optim.name")
+    bf16 = os.environ.get(HALF)
+    if bf16 is not None:
+        kind = "bf16SR" if bf16.lower() in ("1", "true") else "fp32"
+        return PrecisionChoice(kind, "trainer.precision", f"{HALF}={bf16} is set, as train_setup.sh does")
     assumed = (
-        "trainer.precision=fp32: for bf16SR and fp32 their files are the same, and train_setup.sh tells them apart by "
-        f"{HALF}; write trainer.precision=bf16SR for the former"
+        "trainer.precision=fp32: configs of bf16SR and fp32 are equal, and train_setup.sh distinguishes them by "
+        f"{HALF}; write trainer.precision=bf16SR for bf16SR"
     )
-    return Precision("fp32", "trainer.precision", assumed=assumed)
+    return PrecisionChoice("fp32", "trainer.precision", assumed=assumed)
 
 
-# Rows of the embedding: of the tokenizer that a file names, or by that tokenizer's name.
+# Rows of the embedding, from the tokenizer or from its name.
 
 
 LLAMA2_VOCAB_SIZE = 32000
-# Words in a tokenizer's name or type, and the rows that models with it have.
-BY_NAME = (
+# Words in the name or type of a tokenizer, and rows of the embedding in models with it.
+ROWS_BY_NAME = (
     ("llama3", 128256),
     ("llama2", LLAMA2_VOCAB_SIZE),
     ("gpt2bpe", 50257),
@@ -368,21 +374,20 @@ BY_NAME = (
 )
 
 
-def rows_of_tokenizer(paths: Sequence[str]) -> tuple[int, str]:
-    """(rows, "") where one of the tokenizers is on this machine, else (rows, what they are assumed by)."""
+def embedding_rows(paths: Sequence[str]) -> tuple[int, str]:
+    """Return (rows, "") if one of the tokenizers is on this machine, else (rows, basis of the assumption)."""
     for path in paths:
-        if (size := _rows(path)) is not None:
+        if (size := _rows_of_path(path)) is not None:
             return size, ""
-    plain = "".join(paths).lower().replace("-", "").replace("_", "")
-    for word, size in BY_NAME:
-        if word in plain:
-            return size, f"by the tokenizer's name ({word})"
-    return LLAMA2_VOCAB_SIZE, "of Llama 1 and 2"
+    normalized = "".join(paths).lower().replace("-", "").replace("_", "")
+    for word, size in ROWS_BY_NAME:
+        if word in normalized:
+            return size, f"from the name of the tokenizer ({word})"
+    return LLAMA2_VOCAB_SIZE, "as in Llama 1 and 2"
 
 
-def _rows(path: str) -> int | None:
-    """Rows of the embedding in a Hugging Face folder, which can be more than its tokenizer has ids; else the number of
-    ids of a tokenizer; None where it is not here."""
+def _rows_of_path(path: str) -> int | None:
+    """Return the embedding rows of a Hugging Face folder, else the size of a tokenizer; None if not found."""
     try:
         rows = read_hf_config(path).get("vocab_size")
     except ValueError:

@@ -1,4 +1,4 @@
-"""Configs as NeMo, neuronx-nemo-megatron and NxDT write them, and what the tests do with one."""
+"""Configs of NeMo, neuronx-nemo-megatron and NxDT, and helpers to convert them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import yaml
 from megatron_llama.config import Config, load_config
 from megatron_llama.tools.import_nemo.cli import as_yaml
 from megatron_llama.tools.import_nemo.convert import convert
-from megatron_llama.tools.import_nemo.read_yaml import Converted
+from megatron_llama.tools.import_nemo.read_yaml import ConvertedConfig
 from tests.paths import CONF
 
-# Seven billion parameters as NeMo and neuronx-nemo-megatron write them: the data inside the model, some ${...}.
+# 7B config of NeMo and neuronx-nemo-megatron: data section inside the model section, some ${...}.
 NEMO: dict[str, Any] = {
     "name": "seven",
     "trainer": {
@@ -81,7 +81,7 @@ NEMO: dict[str, Any] = {
         },
     },
 }
-# Seventy billion as NxDT writes them: layout, data and precision in sections of their own.
+# 70B config of NxDT: separate sections for layout, data and precision.
 NXDT: dict[str, Any] = {
     "name": "seventy",
     "model_source": "megatron",
@@ -173,14 +173,14 @@ LAUNCHER: dict[str, Any] = {
 }
 
 
-def written(where: Path, content: dict[str, Any]) -> Path:
+def write_source(where: Path, content: dict[str, Any]) -> Path:
     path = where / "theirs.yaml"
     path.write_text(yaml.safe_dump(content))
     return path
 
 
-def changed(content: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """A copy with keys set; ``model__num_layers`` is model.num_layers, and ... takes a key out."""
+def with_changes(content: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Return a copy with changed keys; ``model__num_layers`` is model.num_layers, and ... deletes a key."""
     copy: dict[str, Any] = yaml.safe_load(yaml.safe_dump(content))
     for name, value in changes.items():
         *sections, key = name.split("__")
@@ -194,16 +194,16 @@ def changed(content: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return copy
 
 
-def converted(where: Path, content: dict[str, Any], *overrides: str) -> Converted:
-    return convert(written(where, content), overrides)
+def import_dict(where: Path, content: dict[str, Any], *overrides: str) -> ConvertedConfig:
+    return convert(write_source(where, content), overrides)
 
 
-def experiment(where: Path, result: Converted, *overrides: str) -> Config:
-    """What train.py makes of the written file."""
+def load_converted(where: Path, result: ConvertedConfig, *overrides: str) -> Config:
+    """Load the written config as train.py does."""
     path = where / "ours.yaml"
     path.write_text(as_yaml(result, "theirs.yaml"))
     return load_config([f"experiment={path}", *overrides], CONF)
 
 
-def kinds(result: Converted) -> dict[str, str]:
-    return {one.key: one.kind for one in result.found}
+def kinds(result: ConvertedConfig) -> dict[str, str]:
+    return {item.key: item.kind for item in result.conversions}

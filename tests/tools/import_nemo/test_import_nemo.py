@@ -1,4 +1,4 @@
-"""Files of NeMo, neuronx-nemo-megatron and NxDT become ours: every key accounted for, the plan the one they meant."""
+"""Converted configs of NeMo, neuronx-nemo-megatron and NxDT: all keys are listed and plans are equivalent."""
 
 from __future__ import annotations
 
@@ -12,16 +12,24 @@ import pytest
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.plan import resolve
-from megatron_llama.tools.import_nemo.cli import as_yaml, command_line, listing
+from megatron_llama.tools.import_nemo.cli import as_yaml, command_line, format_listing
 from megatron_llama.tools.import_nemo.nemo_keys import PRESETS
-from megatron_llama.tools.import_nemo.read_yaml import MEANINGLESS, RENAMED, SAME, TAKEN, UNSUPPORTED
+from megatron_llama.tools.import_nemo.read_yaml import MEANINGLESS, RENAMED, SAME_TRAINING, TAKEN, UNSUPPORTED
 from tests.paths import CONF
-from tests.tools.import_nemo.nemo_files import LAUNCHER, NEMO, NXDT, changed, converted, experiment, kinds
+from tests.tools.import_nemo.nemo_files import (
+    LAUNCHER,
+    NEMO,
+    NXDT,
+    import_dict,
+    kinds,
+    load_converted,
+    with_changes,
+)
 
 
 def test_seven_billion_of_nemo(tmp_path: Path) -> None:
-    result = converted(tmp_path, NEMO)
-    plan = resolve(experiment(tmp_path, result), result.world_size or 0, exists=lambda _: True)
+    result = import_dict(tmp_path, NEMO)
+    plan = resolve(load_converted(tmp_path, result), result.world_size or 0, exists=lambda _: True)
     model, trainer, optim, data = plan.model, plan.config.trainer, plan.config.optim, plan.config.data
     assert plan.world_size == 32 and plan.dp == 4 and plan.num_microbatches == 64
     assert (trainer.tp, trainer.pp, trainer.vpp, trainer.sp, trainer.zero) == (8, 1, 1, True, 1)
@@ -42,8 +50,8 @@ def test_seven_billion_of_nemo(tmp_path: Path) -> None:
 
 
 def test_seventy_billion_of_nxdt(tmp_path: Path) -> None:
-    result = converted(tmp_path, NXDT)
-    plan = resolve(experiment(tmp_path, result), result.world_size or 0, exists=lambda _: True)
+    result = import_dict(tmp_path, NXDT)
+    plan = resolve(load_converted(tmp_path, result), result.world_size or 0, exists=lambda _: True)
     model, trainer, optim = plan.model, plan.config.trainer, plan.config.optim
     assert plan.world_size == 256 and plan.dp == 2 and plan.num_microbatches == 256
     assert (trainer.tp, trainer.pp, trainer.sp, trainer.zero, trainer.precision) == (8, 16, True, 1, "bf16")
@@ -51,7 +59,7 @@ def test_seventy_billion_of_nxdt(tmp_path: Path) -> None:
     assert (model.num_key_value_heads, model.num_attention_heads, model.rope_theta) == (8, 64, 500000.0)
     assert len(plan.stage_layers) == 16 and plan.stage_layers[0] == (0, 1, 2, 3, 4)
     assert optim.schedule["_target_"].endswith(".LinearDecay")
-    assert (optim.warmup_steps, optim.min_lr, optim.constant_steps) == (100, 0.0, 0), "theirs ends at zero"
+    assert (optim.warmup_steps, optim.min_lr, optim.constant_steps) == (100, 0.0, 0), "the schedule there ends at zero"
     assert plan.config.data.prefixes == ["/data/all_text_document"]
 
 
@@ -64,48 +72,58 @@ def test_every_key_is_accounted_for_once(tmp_path: Path, content: dict[str, Any]
             for key in (leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"])
         ]
 
-    result = converted(tmp_path, content)
-    assert sorted(one.key for one in result.found) == sorted(leaves(content))
+    result = import_dict(tmp_path, content)
+    assert sorted(item.key for item in result.conversions) == sorted(leaves(content))
     assert not result.unsupported
-    text = listing(result, "theirs.yaml")
+    text = format_listing(result, "theirs.yaml")
     assert all(f"  {key}=" in text for key in leaves(content))
 
 
-def test_what_a_key_becomes(tmp_path: Path) -> None:
-    found = kinds(converted(tmp_path, NEMO))
-    assert found["model.hidden_size"] == found["model.optim.lr"] == found["model.micro_batch_size"] == TAKEN
-    assert found["model.num_layers"] == found["model.tensor_model_parallel_size"] == RENAMED
-    assert found["model.data.splits_string"] == found["trainer.max_steps"] == RENAMED
-    assert found["model.masked_softmax_fusion"] == found["trainer.devices"] == found["model.activation"] == MEANINGLESS
-    assert found["model.data.train_ds.shuffle"] == MEANINGLESS
+def test_kinds_of_keys(tmp_path: Path) -> None:
+    kind_of_key = kinds(import_dict(tmp_path, NEMO))
+    assert (
+        kind_of_key["model.hidden_size"]
+        == kind_of_key["model.optim.lr"]
+        == kind_of_key["model.micro_batch_size"]
+        == TAKEN
+    )
+    assert kind_of_key["model.num_layers"] == kind_of_key["model.tensor_model_parallel_size"] == RENAMED
+    assert kind_of_key["model.data.splits_string"] == kind_of_key["trainer.max_steps"] == RENAMED
+    assert (
+        kind_of_key["model.masked_softmax_fusion"]
+        == kind_of_key["trainer.devices"]
+        == kind_of_key["model.activation"]
+        == MEANINGLESS
+    )
+    assert kind_of_key["model.data.train_ds.shuffle"] == MEANINGLESS
 
 
 @pytest.mark.parametrize("content", [NEMO, NXDT], ids=["nemo", "nxdt"])
-def test_the_command_line_says_the_same_as_the_file(tmp_path: Path, content: dict[str, Any]) -> None:
-    result = converted(
+def test_the_command_line_equals_the_file(tmp_path: Path, content: dict[str, Any]) -> None:
+    result = import_dict(
         tmp_path, content, 'model.tokenizer.model="/a b/t,k.model"', "model.tokenizer.library=sentencepiece"
     )
     line = shlex.split(command_line(result, CONF))
     assert line[:2] == ["python", "train.py"]
-    by_line, by_file = load_config(line[2:], CONF), experiment(tmp_path, result)
+    by_line, by_file = load_config(line[2:], CONF), load_converted(tmp_path, result)
     assert by_file.data.tokenizer == "/a b/t,k.model"
     by_line.model.name, by_line.data.name = by_file.model.name, by_file.data.name  # labels
     assert by_line == by_file
 
 
-def test_the_nearest_preset_shortens_the_line(tmp_path: Path) -> None:
-    assert "model=llama7b" in command_line(converted(tmp_path, NEMO), CONF)
-    assert "num_attention_heads" not in command_line(converted(tmp_path, NEMO), CONF)
-    assert "model=llama70b" in command_line(converted(tmp_path, NXDT), CONF)
+def test_the_nearest_preset_shortens_the_command(tmp_path: Path) -> None:
+    assert "model=llama7b" in command_line(import_dict(tmp_path, NEMO), CONF)
+    assert "num_attention_heads" not in command_line(import_dict(tmp_path, NEMO), CONF)
+    assert "model=llama70b" in command_line(import_dict(tmp_path, NXDT), CONF)
 
 
-def test_keys_that_are_read_together(tmp_path: Path) -> None:
+def test_dependent_keys(tmp_path: Path) -> None:
     def settings(content: dict[str, Any], *overrides: str) -> dict[str, Any]:
-        return converted(tmp_path, content, *overrides).settings
+        return import_dict(tmp_path, content, *overrides).settings
 
-    assert settings(changed(NXDT, distributed_strategy__zero1=...))["trainer.zero"] == 1, "NxDT's default"
+    assert settings(with_changes(NXDT, distributed_strategy__zero1=...))["trainer.zero"] == 1, "NxDT's default"
     assert settings(NXDT, "distributed_strategy.zero1=False", "precision.type=fp32")["trainer.zero"] == 0
-    assert settings(NEMO, "model.data.seq_length=1024")["data.seq_length"] == 1024, "what is trained"
+    assert settings(NEMO, "model.data.seq_length=1024")["data.seq_length"] == 1024, "the length of samples"
     for override in (
         "trainer.limit_val_batches=1.0",
         "trainer.limit_val_batches=0",
@@ -118,33 +136,33 @@ def test_keys_that_are_read_together(tmp_path: Path) -> None:
     assert settings(NEMO, "model.optim.name=fused_adam")["optim.name"] == "adamw"
     scheduled = settings(NEMO, "+model.optim.sched.max_steps=5000")
     assert scheduled["optim.schedule.max_steps"] == 5000 and scheduled["trainer.steps"] == 10000
-    ratio = settings(changed(NEMO, model__optim__sched__warmup_steps=...), "+model.optim.sched.warmup_ratio=0.01")
+    ratio = settings(with_changes(NEMO, model__optim__sched__warmup_steps=...), "+model.optim.sched.warmup_ratio=0.01")
     assert ratio["optim.warmup_steps"] == 100
 
 
-def test_a_schedule_of_another_length_reaches_the_plan(tmp_path: Path) -> None:
-    config = experiment(tmp_path, converted(tmp_path, NEMO, "+model.optim.sched.max_steps=5000"))
+def test_a_schedule_of_another_length(tmp_path: Path) -> None:
+    config = load_converted(tmp_path, import_dict(tmp_path, NEMO, "+model.optim.sched.max_steps=5000"))
     plan = resolve(config, 8, exists=lambda _: True)
     assert plan.config.optim.schedule["max_steps"] == 5000 and plan.config.optim.schedule["warmup_steps"] == 2000
 
 
-def test_nothing_of_the_default_preset_is_left(tmp_path: Path) -> None:
-    """llama_2m has two kv heads and initial weights of 0.05; a file that is silent about them means something else."""
-    silent = changed(NEMO, model__init_method_std=..., model__layernorm_epsilon=...)
-    model = experiment(tmp_path, converted(tmp_path, silent)).model
+def test_the_default_preset_is_not_used(tmp_path: Path) -> None:
+    """llama_2m has two kv heads and an initializer range of 0.05, which must not be used."""
+    silent = with_changes(NEMO, model__init_method_std=..., model__layernorm_epsilon=...)
+    model = load_converted(tmp_path, import_dict(tmp_path, silent)).model
     assert (model.num_key_value_heads, model.initializer_range, model.rms_norm_eps) == (None, 0.02, 1e-5)
 
 
-def test_a_command_line_goes_over_the_file(tmp_path: Path) -> None:
-    config = experiment(tmp_path, converted(tmp_path, NEMO), "trainer.steps=3", "optim=linear", "data=mock")
+def test_overrides_have_precedence_over_the_file(tmp_path: Path) -> None:
+    config = load_converted(tmp_path, import_dict(tmp_path, NEMO), "trainer.steps=3", "optim=linear", "data=mock")
     assert config.trainer.steps == 3 and config.optim.schedule["_target_"].endswith(".LinearDecay")
     assert config.data.mock and config.trainer.global_batch_size == 256
 
 
-def test_their_overrides_come_first(tmp_path: Path) -> None:
+def test_overrides_of_the_source_are_applied(tmp_path: Path) -> None:
     overrides = ["model.num_layers=40", "+model.use_flash_attention=False", "model.data.data_prefix=[0.5,/a,0.5,/b]"]
-    result = converted(tmp_path, NEMO, *overrides, "model.vocab_size=50000", "model.encoder_seq_length=2048")
-    config = experiment(tmp_path, result)
+    result = import_dict(tmp_path, NEMO, *overrides, "model.vocab_size=50000", "model.encoder_seq_length=2048")
+    config = load_converted(tmp_path, result)
     assert (config.model.num_hidden_layers, config.model.vocab_size, config.data.seq_length) == (40, 50000, 2048)
     assert config.model.max_position_embeddings == 2048, "${.encoder_seq_length} follows"
     assert config.data.prefixes == [0.5, "/a", 0.5, "/b"] and not any("vocab" in text for text in result.assumed)
@@ -180,14 +198,14 @@ def test_their_overrides_come_first(tmp_path: Path) -> None:
         ("exp_manager__create_early_stopping_callback", True),
     ],
 )
-def test_what_would_change_the_result_is_not_passed_over(tmp_path: Path, key: str, value: Any) -> None:
-    content = changed(NEMO, **{key: value, "trainer__accelerator": "gpu"}, model__wrap_with_zero=...)
-    result = converted(tmp_path, content)
+def test_unsupported_values_are_reported(tmp_path: Path, key: str, value: Any) -> None:
+    content = with_changes(NEMO, **{key: value, "trainer__accelerator": "gpu"}, model__wrap_with_zero=...)
+    result = import_dict(tmp_path, content)
     name = key.replace("__", ".") + (".peft_scheme" if key.endswith("peft") else "")
-    others = [one.key for one in result.unsupported if one.key not in (name, "model.data.train_ds.file_names")]
-    assert name in [one.key for one in result.unsupported] and not others, "nothing that only belongs to it"
+    others = [item.key for item in result.unsupported if item.key not in (name, "model.data.train_ds.file_names")]
+    assert name in [item.key for item in result.unsupported] and not others, "no other unsupported keys"
     assert f"NOT SUPPORTED {name}=" in as_yaml(result, "theirs.yaml")
-    assert experiment(tmp_path, result).model.hidden_size == 4096, "the rest is still written"
+    assert load_converted(tmp_path, result).model.hidden_size == 4096, "the rest is written"
 
 
 @pytest.mark.parametrize(
@@ -213,7 +231,7 @@ def test_what_would_change_the_result_is_not_passed_over(tmp_path: Path, key: st
     ],
 )
 def test_precisions_of_nemo_and_neuron(tmp_path: Path, changes: dict[str, Any], precision: str) -> None:
-    result = converted(tmp_path, changed(NEMO, **changes))
+    result = import_dict(tmp_path, with_changes(NEMO, **changes))
     assert result.settings["trainer.precision"] == precision and not result.unsupported
 
 
@@ -231,52 +249,54 @@ def test_precisions_of_nemo_and_neuron(tmp_path: Path, changes: dict[str, Any], 
     ],
 )
 def test_precisions_of_nxdt(tmp_path: Path, changes: dict[str, Any], precision: str) -> None:
-    content = changed(NXDT, **{f"precision__{key}": value for key, value in changes.items()})
-    result = converted(tmp_path, content)
+    content = with_changes(NXDT, **{f"precision__{key}": value for key, value in changes.items()})
+    result = import_dict(tmp_path, content)
     assert result.settings["trainer.precision"] == precision and not result.unsupported
-    lost = converted(tmp_path, changed(content, precision__type="mixed_precision", distributed_strategy__zero1=False))
-    assert [one.key for one in lost.unsupported] == ["precision.type"] and lost.settings["trainer.zero"] == 0
+    lost = import_dict(
+        tmp_path, with_changes(content, precision__type="mixed_precision", distributed_strategy__zero1=False)
+    )
+    assert [item.key for item in lost.unsupported] == ["precision.type"] and lost.settings["trainer.zero"] == 0
 
 
-def test_every_precision_that_is_written_exists() -> None:
+def test_all_presets_exist() -> None:
     assert set(PRESETS) <= set(PRECISIONS)
 
 
-def test_a_launchers_file_refers_to_others(tmp_path: Path) -> None:
-    result = converted(tmp_path, LAUNCHER)
+def test_launcher_configs_with_open_references(tmp_path: Path) -> None:
+    result = import_dict(tmp_path, LAUNCHER)
     assert not result.unsupported
     assert result.settings["model.intermediate_size"] == 16384, "NeMo's multiply"
     assert result.settings["data.prefixes"] == [] and "run.dir" not in result.settings
-    left_out = [text for text in result.assumed if "is left out" in text]
-    assert len(left_out) == 2 and "${data_dir}/my-llama_00_text_document" in left_out[1], left_out
-    assert "data_dir=PATH" in left_out[1] and "exp_manager.explicit_log_dir" in left_out[0]
-    assert "${data_dir}" in listing(result, "theirs.yaml"), "the listing has it as it is written"
-    whole = converted(tmp_path, LAUNCHER, "data_dir=/data")
-    assert whole.settings["data.prefixes"][1] == "/data/my-llama_00_text_document" and not whole.unsupported
-    assert whole.settings["data.document_mask"] is True and whole.settings["data.eod_mask_loss"] is False
-    plan = resolve(experiment(tmp_path, whole), 8, exists=lambda _: True)
+    omitted = [text for text in result.assumed if "is omitted" in text]
+    assert len(omitted) == 2 and "${data_dir}/my-llama_00_text_document" in omitted[1], omitted
+    assert "data_dir=PATH" in omitted[1] and "exp_manager.explicit_log_dir" in omitted[0]
+    assert "${data_dir}" in format_listing(result, "theirs.yaml"), "the listing has the original text"
+    complete = import_dict(tmp_path, LAUNCHER, "data_dir=/data")
+    assert complete.settings["data.prefixes"][1] == "/data/my-llama_00_text_document" and not complete.unsupported
+    assert complete.settings["data.document_mask"] is True and complete.settings["data.eod_mask_loss"] is False
+    plan = resolve(load_converted(tmp_path, complete), 8, exists=lambda _: True)
     assert plan.config.data.prefixes[3] == "/data/my-llama_01_text_document"
 
 
-def test_what_a_file_leaves_out_is_their_default_and_said(tmp_path: Path) -> None:
+def test_missing_keys_are_assumed_and_reported(tmp_path: Path) -> None:
     def assumed(content: dict[str, Any], *overrides: str) -> tuple[dict[str, Any], str]:
-        result = converted(tmp_path, content, *overrides)
+        result = import_dict(tmp_path, content, *overrides)
         return result.settings, "\n".join(result.assumed)
 
     settings, text = assumed(LAUNCHER)
-    assert "model.position_embedding_type as a Llama has it" in text and "default is learned_absolute" in text
+    assert "model.position_embedding_type as in Llama" in text and "NeMo's default is learned_absolute" in text
     assert "model.bias as" in text and "model.activation as" not in text
-    assert settings["model.tie_word_embeddings"] is True and "tie_word_embeddings=true, their default" in text
+    assert settings["model.tie_word_embeddings"] is True and "tie_word_embeddings=true, NeMo's default" in text
     assert settings["model.vocab_size"] == 128256 and "llama3" in text
     assert settings["checkpoint.every_steps"] == 2000 and "saves at each validation" in text
     untied, text = assumed(LAUNCHER, "+model.share_embeddings_and_output_weights=false")
     assert untied["model.tie_word_embeddings"] is False and "tie_word" not in text
     for override in ("trainer.limit_val_batches=0", "trainer.accelerator=tpu"):
-        assert "checkpoint.every_steps" not in assumed(LAUNCHER, override)[0], "nothing is saved there"
+        assert "checkpoint.every_steps" not in assumed(LAUNCHER, override)[0], "no checkpoints there"
     stepped, text = assumed(LAUNCHER, "+exp_manager.checkpoint_callback_params.every_n_train_steps=50")
     assert stepped["checkpoint.every_steps"] == 50 and "each validation" not in text
-    timed = converted(tmp_path, LAUNCHER, "+exp_manager.checkpoint_callback_params.train_time_interval=600")
-    assert kinds(timed)["exp_manager.checkpoint_callback_params.train_time_interval"] == SAME
+    timed = import_dict(tmp_path, LAUNCHER, "+exp_manager.checkpoint_callback_params.train_time_interval=600")
+    assert kinds(timed)["exp_manager.checkpoint_callback_params.train_time_interval"] == SAME_TRAINING
     assert "checkpoint.every_steps" not in timed.settings and "in seconds" in "\n".join(timed.assumed)
 
 
@@ -284,19 +304,19 @@ def test_initial_weights_of_nxdts_hugging_face_models_differ(tmp_path: Path) -> 
     shape = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 2, "intermediate_size": 128, "vocab_size": 32, "rms_norm_eps": 1e-5}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    content = changed(NXDT, model_source="hf", model__model_config=str(tmp_path / "config.json"))
-    (differs,) = converted(tmp_path, content).unsupported
+    content = with_changes(NXDT, model_source="hf", model__model_config=str(tmp_path / "config.json"))
+    (differs,) = import_dict(tmp_path, content).unsupported
     assert differs.key == "model_source" and "o_proj and down_proj" in differs.why
-    assert kinds(converted(tmp_path, NXDT))["model_source"] == MEANINGLESS
+    assert kinds(import_dict(tmp_path, NXDT))["model_source"] == MEANINGLESS
 
 
-def test_documents_are_told_apart_by_both_or_neither(tmp_path: Path) -> None:
-    half = kinds(converted(tmp_path, LAUNCHER, "model.data.reset_position_ids=false"))
+def test_document_mask_needs_both_keys(tmp_path: Path) -> None:
+    half = kinds(import_dict(tmp_path, LAUNCHER, "model.data.reset_position_ids=false"))
     assert half["model.data.reset_attention_mask"] == UNSUPPORTED
 
 
-def test_the_newer_keys_of_nemos_gpt_change_nothing(tmp_path: Path) -> None:
-    newer = changed(
+def test_newer_keys_without_effect(tmp_path: Path) -> None:
+    newer = with_changes(
         LAUNCHER,
         model__name="te_gpt",
         model__drop_layers=[],
@@ -311,49 +331,53 @@ def test_the_newer_keys_of_nemos_gpt_change_nothing(tmp_path: Path) -> None:
         exp_manager__checkpoint_callback_params__async_save=False,
         exp_manager__early_stopping_callback_params={"patience": 10},
     )
-    result = converted(tmp_path, newer, "data_dir=/data")
+    result = import_dict(tmp_path, newer, "data_dir=/data")
     assert not result.unsupported
     assert result.settings["checkpoint.asynchronous"] is False and "checkpoint.save_last" not in result.settings
 
 
-def test_a_longer_context_over_several_ranks_is_the_same_training(tmp_path: Path) -> None:
+def test_context_parallelism_does_not_change_training(tmp_path: Path) -> None:
     for content, key in (
         (NEMO, "model.context_parallel_size"),
         (NXDT, "distributed_strategy.context_parallel_size"),
     ):
-        result = converted(tmp_path, content, f"+{key}=2")
-        assert kinds(result)[key] == SAME and not result.unsupported
-        assert kinds(converted(tmp_path, content, f"+{key}=1"))[key] == MEANINGLESS
+        result = import_dict(tmp_path, content, f"+{key}=2")
+        assert kinds(result)[key] == SAME_TRAINING and not result.unsupported
+        assert kinds(import_dict(tmp_path, content, f"+{key}=1"))[key] == MEANINGLESS
 
 
-def test_a_sliding_window_is_mistrals(tmp_path: Path) -> None:
+def test_sliding_window_keys(tmp_path: Path) -> None:
     for key in ("sliding_window", "sliding_window_size"):
-        result = converted(tmp_path, NEMO, f"+model.{key}=1024")
-        assert experiment(tmp_path, result).model.sliding_window == 1024 and not result.unsupported
-    assert kinds(converted(tmp_path, NEMO, "+model.window_size=[1024,0]"))["model.window_size"] == UNSUPPORTED
+        result = import_dict(tmp_path, NEMO, f"+model.{key}=1024")
+        assert load_converted(tmp_path, result).model.sliding_window == 1024 and not result.unsupported
+    assert kinds(import_dict(tmp_path, NEMO, "+model.window_size=[1024,0]"))["model.window_size"] == UNSUPPORTED
 
 
-def test_dropout_that_is_not_given_is_theirs(tmp_path: Path) -> None:
-    text = "\n".join(converted(tmp_path, changed(NEMO, model__hidden_dropout=...)).assumed)
-    assert "model.hidden_dropout as a Llama has it" in text and "default is 0.1" in text
+def test_missing_dropout_is_reported(tmp_path: Path) -> None:
+    text = "\n".join(import_dict(tmp_path, with_changes(NEMO, model__hidden_dropout=...)).assumed)
+    assert "model.hidden_dropout as in Llama" in text and "NeMo's default is 0.1" in text
     assert "model.attention_dropout" in text
-    assert "dropout" not in "\n".join(converted(tmp_path, NEMO, "+model.attention_dropout=0").assumed)
+    assert "dropout" not in "\n".join(import_dict(tmp_path, NEMO, "+model.attention_dropout=0").assumed)
 
 
-def test_a_file_that_fine_tunes_says_so(tmp_path: Path) -> None:
-    """NeMo's have the sets and no switch; neuronx-nemo-megatron's have both."""
-    without_switch = changed(NEMO, model__data__fine_tuning=...)
-    for content in (without_switch, changed(NEMO, model__data__fine_tuning=True)):
-        found = kinds(converted(tmp_path, content))
-        assert found["model.data.train_ds.file_names"] == UNSUPPORTED
-        assert found["model.data.train_ds.shuffle"] == MEANINGLESS
-    assert not converted(tmp_path, changed(without_switch, model__data__train_ds=...)).unsupported
+def test_fine_tuning_datasets_are_reported(tmp_path: Path) -> None:
+    """NeMo configs have fine-tuning datasets without a switch; neuronx-nemo-megatron configs have both."""
+    without_switch = with_changes(NEMO, model__data__fine_tuning=...)
+    for content in (without_switch, with_changes(NEMO, model__data__fine_tuning=True)):
+        kind_of_key = kinds(import_dict(tmp_path, content))
+        assert kind_of_key["model.data.train_ds.file_names"] == UNSUPPORTED
+        assert kind_of_key["model.data.train_ds.shuffle"] == MEANINGLESS
+    assert not import_dict(tmp_path, with_changes(without_switch, model__data__train_ds=...)).unsupported
     sizes = {"num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"}
-    shapeless = changed(without_switch, **{f"model__{size}": ... for size in sizes}, model__restore_from_path="???")
+    shapeless = with_changes(
+        without_switch, **{f"model__{size}": ... for size in sizes}, model__restore_from_path="???"
+    )
     with pytest.raises(ConfigError, match=r"init_from=FOLDER") as error:
-        converted(tmp_path, shapeless)
+        import_dict(tmp_path, shapeless)
     assert [problem.field for problem in error.value.problems] == ["model"]
-    (started,) = converted(tmp_path, NEMO, "+model.restore_from_path=/x.nemo").unsupported
+    (started,) = import_dict(tmp_path, NEMO, "+model.restore_from_path=/x.nemo").unsupported
     assert "init_from=FOLDER" in started.why
-    scheme = converted(tmp_path, changed(NEMO, model__peft={"peft_scheme": None, "lora_tuning": {"adapter_dim": 32}}))
-    assert not scheme.unsupported, "all weights are trained there"
+    scheme = import_dict(
+        tmp_path, with_changes(NEMO, model__peft={"peft_scheme": None, "lora_tuning": {"adapter_dim": 32}})
+    )
+    assert not scheme.unsupported, "full fine-tuning"

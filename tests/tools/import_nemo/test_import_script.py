@@ -1,4 +1,4 @@
-"""What an import leaves open, refuses and writes; scripts/import_config.py; experiments by name and by path."""
+"""Assumptions, errors and output of scripts/import_config.py; experiments by name and by path."""
 
 from __future__ import annotations
 
@@ -14,61 +14,65 @@ from megatron_llama.config import ConfigError, load_config
 from megatron_llama.tools.import_nemo.cli import as_yaml, check, main
 from megatron_llama.tools.import_nemo.convert import convert
 from tests.paths import CONF, ROOT
-from tests.tools.import_nemo.nemo_files import NEMO, NXDT, changed, converted, experiment, written
+from tests.tools.import_nemo.nemo_files import NEMO, NXDT, import_dict, load_converted, with_changes, write_source
 
 
-def test_what_is_left_open_is_said(tmp_path: Path) -> None:
-    bare = changed(NEMO, model__optim__weight_decay=..., model__optim__betas=..., model__data__data_prefix="???")
-    result = converted(tmp_path, bare)
+def test_assumptions_are_reported(tmp_path: Path) -> None:
+    bare = with_changes(NEMO, model__optim__weight_decay=..., model__optim__betas=..., model__data__data_prefix="???")
+    result = import_dict(tmp_path, bare)
     text = " ".join(result.assumed)
     for words in (
         "model.vocab_size=32000",
         "optim.weight_decay=0.01",
         "optim.betas=[0.9,0.999]",
-        "no dataset is named",
+        "no dataset is given",
     ):
         assert words in text
-    assert "train_setup.sh" in text, "their files don't tell bf16SR from fp32"
-    experiment(tmp_path, result)
+    assert "train_setup.sh" in text, "configs do not distinguish bf16SR from fp32"
+    load_converted(tmp_path, result)
     (problem,) = check(tmp_path / "ours.yaml", CONF, result.world_size)
     assert problem.field == "data.prefixes"
-    assert check(tmp_path / "ours.yaml", CONF, 20) == [problem], "20 devices are no whole number of tp * pp"
+    assert check(tmp_path / "ours.yaml", CONF, 20) == [problem], "20 devices are not a multiple of tp * pp"
 
 
-def test_nxdt_may_say_num_key_value_heads(tmp_path: Path) -> None:
-    content = changed(NXDT)
+def test_nxdt_num_key_value_heads(tmp_path: Path) -> None:
+    content = with_changes(NXDT)
     content["model"]["num_key_value_heads"] = content["model"].pop("num_kv_heads")
-    assert experiment(tmp_path, converted(tmp_path, content)).model.num_key_value_heads == 8
+    assert load_converted(tmp_path, import_dict(tmp_path, content)).model.num_key_value_heads == 8
 
 
-def test_a_shape_in_hugging_faces_config(tmp_path: Path) -> None:
+def test_shape_from_a_hugging_face_config(tmp_path: Path) -> None:
     shape = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672}
     shape |= {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "rope_theta": 500000.0}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    content = changed(NXDT, model_source="hf", model__model_config=str(tmp_path / "config.json"), model__num_layers=16)
+    content = with_changes(
+        NXDT, model_source="hf", model__model_config=str(tmp_path / "config.json"), model__num_layers=16
+    )
     for key in ("ffn_hidden_size", "num_attention_heads", "num_kv_heads"):
         del content["model"][key]
-    model = experiment(tmp_path, converted(tmp_path, content)).model
+    model = load_converted(tmp_path, import_dict(tmp_path, content)).model
     assert (model.vocab_size, model.intermediate_size, model.num_key_value_heads) == (128256, 28672, 8)
-    assert (model.num_hidden_layers, model.rms_norm_eps) == (16, 1e-6), "their file over the json, the json's defaults"
-    with pytest.raises(ConfigError, match=r"can't\s+be\s+read\s+here") as error:
-        converted(tmp_path, content, "model.model_config=/gone/config.json")
+    assert (model.num_hidden_layers, model.rms_norm_eps) == (16, 1e-6), (
+        "the YAML has precedence over the JSON and its defaults"
+    )
+    with pytest.raises(ConfigError, match=r"cannot\s+be\s+read") as error:
+        import_dict(tmp_path, content, "model.model_config=/gone/config.json")
     assert len(error.value.problems) == 1
 
 
-def test_sentencepieces_count_is_read_where_the_model_is_here(tmp_path: Path) -> None:
+def test_vocab_size_of_a_sentencepiece_model(tmp_path: Path) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"some words {number}" for number in range(200)))
     sentencepiece.SentencePieceTrainer.train(input=str(text), model_prefix=str(tmp_path / "t"), vocab_size=30)
-    result = converted(tmp_path, NEMO, f"model.tokenizer.model={tmp_path / 't.model'}")
+    result = import_dict(tmp_path, NEMO, f"model.tokenizer.model={tmp_path / 't.model'}")
     assert result.settings["model.vocab_size"] == 30 and not any("vocab" in text for text in result.assumed)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: [1", "can't be read as YAML"),
+        ("a: [1", "cannot be read as YAML"),
         ("- 1\n- 2\n", "theirs.yaml holds a sequence, where names and their values"),
         ("3\n", "theirs.yaml holds a number, where names"),
         ("2026-01-01\n", "holds a timestamp, where"),
@@ -76,25 +80,25 @@ def test_sentencepieces_count_is_read_where_the_model_is_here(tmp_path: Path) ->
         ("!!set {a, b}\n", "holds a set, where"),
         ("", "no model section"),
         ("model: llama\n", "no model section"),
-        ("a: 1\na: 2\n", "can't be read as YAML"),
+        ("a: 1\na: 2\n", "cannot be read as YAML"),
     ],
 )
-def test_files_that_are_none(tmp_path: Path, text: str, words: str) -> None:
+def test_invalid_files(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "theirs.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
         convert(path, ["=3"])
     assert len(error.value.problems) == 2 and words in " ".join(str(error.value).split()), (
-        "and the override's mistake with it"
+        "and the error of the override"
     )
 
 
-def test_everything_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
+def test_all_missing_keys_are_reported_together(tmp_path: Path) -> None:
     bare = {"model": {"hidden_size": 64, "activations_checkpoint_granularity": "some"}}
     with pytest.raises(ConfigError) as error:
-        converted(tmp_path, bare)
-    wrong = {problem.field for problem in error.value.problems}
-    assert wrong == {
+        import_dict(tmp_path, bare)
+    fields = {problem.field for problem in error.value.problems}
+    assert fields == {
         "model.num_layers",
         "model.num_attention_heads",
         "model.micro_batch_size",
@@ -106,20 +110,20 @@ def test_everything_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
     }
 
 
-def test_an_experiment_in_conf_goes_by_its_name(tmp_path: Path) -> None:
+def test_experiments_in_conf_are_found_by_name(tmp_path: Path) -> None:
     conf = tmp_path / "conf"
     shutil.copytree(CONF, conf)
     (conf / "experiment").mkdir(exist_ok=True)
-    (conf / "experiment" / "seven.yaml").write_text(as_yaml(converted(tmp_path, NEMO), "theirs.yaml"))
-    for written_so in ("experiment=seven", "+experiment=seven"):
-        config = load_config([written_so, "trainer.steps=5000"], conf)
+    (conf / "experiment" / "seven.yaml").write_text(as_yaml(import_dict(tmp_path, NEMO), "theirs.yaml"))
+    for override in ("experiment=seven", "+experiment=seven"):
+        config = load_config([override, "trainer.steps=5000"], conf)
         assert config.model.hidden_size == 4096 and config.trainer.steps == 5000
-    assert config == experiment(tmp_path, converted(tmp_path, NEMO), "trainer.steps=5000")
+    assert config == load_converted(tmp_path, import_dict(tmp_path, NEMO), "trainer.steps=5000")
     with pytest.raises(ConfigError, match=r"write\s+experiment=seven"):
         load_config(["experiment=sevn"], conf)
 
 
-def test_a_mistake_in_an_experiment_is_wrong(tmp_path: Path) -> None:
+def test_errors_in_an_experiment_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     path.write_text("trainer:\n  stepz: 3\n")
     with pytest.raises(ConfigError) as error:
@@ -135,7 +139,7 @@ def run(*arguments: str, where: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_script(tmp_path: Path) -> None:
-    written(tmp_path, NEMO)
+    write_source(tmp_path, NEMO)
     done = run("theirs.yaml", "-o", "out/ours.yaml", "model.num_layers=16", where=tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     for words in (
@@ -146,8 +150,8 @@ def test_the_script(tmp_path: Path) -> None:
         "model.num_hidden_layers=16",
     ):
         assert words in done.stdout
-    again = run("theirs.yaml", "-o", "out/ours.yaml", "model.activation=gelu", where=tmp_path)
-    assert again.returncode == 1 and "not supported: the training will differ (1)" in again.stdout
+    rerun = run("theirs.yaml", "-o", "out/ours.yaml", "model.activation=gelu", where=tmp_path)
+    assert rerun.returncode == 1 and "not supported: the training will differ (1)" in rerun.stdout
     dry = subprocess.run(
         [sys.executable, str(ROOT / "train.py"), "--dry-run", "experiment=out/ours.yaml", "data=mock", "trainer.dp=4"],
         cwd=tmp_path,
@@ -158,7 +162,7 @@ def test_the_script(tmp_path: Path) -> None:
     assert dry.returncode == 0 and "pp 1 × dp 4 × tp 8 = 32" in dry.stdout, dry.stderr
 
 
-# As the shell hands it to their training script, variables put in.
+# Arguments of the original training script, with variables expanded.
 THEIR_COMMAND = """--config-path=conf --config-name=theirs trainer.devices=32 trainer.num_nodes=1
 trainer.max_epochs=null trainer.max_steps=20000 trainer.val_check_interval=20000
 trainer.limit_val_batches=1 trainer.precision=32
@@ -170,11 +174,11 @@ exp_manager.explicit_log_dir=null +exp_manager.checkpoint_callback_params.train_
 ~exp_manager.checkpoint_callback_params.every_n_train_steps"""
 
 
-def test_the_script_stands_in_for_theirs(
+def test_the_script_accepts_the_original_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "conf").mkdir()
-    written(tmp_path / "conf", NEMO)
+    write_source(tmp_path / "conf", NEMO)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XLA_USE_BF16", "1")
     assert main([*THEIR_COMMAND.split(), "-o", "ours.yaml"]) == 0
@@ -184,29 +188,29 @@ def test_the_script_stands_in_for_theirs(
     assert (config.trainer.steps, config.trainer.val_every_steps, config.trainer.val_steps) == (20000, 20000, 1)
     assert (config.trainer.precision, config.trainer.zero, config.optim.lr) == ("bf16SR", 0, 3e-4)
     assert config.data.prefixes[1].endswith("/book.jsonl-processed_text_document") and config.data.split == "980,10,10"
-    assert config.checkpoint.every_steps is None, "theirs saves by the clock"
+    assert config.checkpoint.every_steps is None, "the source saves by time"
     with pytest.raises(SystemExit) as stopped:
         main([])
-    assert stopped.value.code == 2 and "name the YAML" in capsys.readouterr().err
+    assert stopped.value.code == 2 and "give the YAML" in capsys.readouterr().err
 
 
-def test_full_precision_of_their_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = changed(NEMO, model__wrap_with_zero=False)
+def test_precision_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = with_changes(NEMO, model__wrap_with_zero=False)
     for value, precision in (("1", "bf16SR"), ("0", "fp32")):
         monkeypatch.setenv("XLA_USE_BF16", value)
-        result = converted(tmp_path, content)
+        result = import_dict(tmp_path, content)
         assert result.settings["trainer.precision"] == precision and "train_setup.sh" not in " ".join(result.assumed)
-    assert converted(tmp_path, content, "trainer.precision=bf16SR").settings["trainer.precision"] == "bf16SR"
+    assert import_dict(tmp_path, content, "trainer.precision=bf16SR").settings["trainer.precision"] == "bf16SR"
 
 
 @pytest.mark.parametrize("override", ["~model.gone", "~gone.key", "~model.num_layers.x"])
-def test_only_what_is_there_can_be_deleted(tmp_path: Path, override: str) -> None:
-    with pytest.raises(ConfigError, match=r"no\s+\S+\s+that\s+could\s+be\s+deleted"):
-        converted(tmp_path, NEMO, override)
+def test_deleting_a_missing_key_is_an_error(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=r"no\s+key\s+\S+\s+to\s+delete"):
+        import_dict(tmp_path, NEMO, override)
 
 
-def test_the_script_refuses(tmp_path: Path) -> None:
-    theirs = written(tmp_path, NEMO)
+def test_the_script_rejects_bad_paths(tmp_path: Path) -> None:
+    theirs = write_source(tmp_path, NEMO)
     before = theirs.read_text()
     over = run("theirs.yaml", "-o", "theirs.yaml", where=tmp_path)
     assert over.returncode == 2 and "not made by this script" in over.stderr and theirs.read_text() == before
