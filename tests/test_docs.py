@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.paths import ROOT
+from tests.paths import ROOT, TRAIN_PY
 
 # docs/design/log and the results tell of files as they were.
 N = len(ROOT.parts)
@@ -88,3 +92,46 @@ def test_each_file_of_results_is_used() -> None:
     for file in (ROOT / "docs/results").iterdir():
         used = [path for path, text in texts.items() if f"/{file.name}" in text or f"({file.name}" in text]
         assert set(used) - {file}, f"no page links to {file.name}"
+
+
+def commands_of(page: Path) -> list[str]:
+    """Return the commands in the indented blocks of a page, joined over continued lines, without comments."""
+    text = re.sub(r" *\\\n +", " ", page.read_text(encoding="utf-8"))
+    lines = re.findall(r"^    (?:\$ )?((?:python|torchrun|sbatch|make|source) .*)$", text, flags=re.MULTILINE)
+    return [line.partition("  #")[0].strip() for line in lines]
+
+
+def train(command: str) -> subprocess.CompletedProcess[str]:
+    """Run a ``python train.py`` command from an empty environment of ranks, 80 columns wide."""
+    words = [sys.executable, str(TRAIN_PY), *shlex.split(command)[2:]]
+    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "COLUMNS": "80"})
+
+
+def test_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120 and len(text.split()) <= 1200
+
+
+def test_readme_shows_a_real_error() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (command,) = [line for line in commands_of(ROOT / "README.md") if "optim.lrr=1" in line]
+    done = train(command)
+    assert done.returncode == 2
+    shown = "".join(f"    {line}".rstrip() + "\n" for line in done.stderr.strip().splitlines())
+    assert f"    $ {command}\n{shown}" in text
+
+
+def test_readme_plans_64_gpus() -> None:
+    (command,) = [line for line in commands_of(ROOT / "README.md") if "--dry-run" in line]
+    done = train(command)
+    assert done.returncode == 0 and "64 ranks" in done.stdout, done.stderr
+
+
+RUN_COMMANDS = [line for line in commands_of(ROOT / "README.md") if "trainer.tp=8 DATA" in line]
+
+
+@pytest.mark.parametrize("command", RUN_COMMANDS)
+def test_readme_commands_have_valid_settings(command: str) -> None:
+    settings = [word for word in command.replace("DATA", "data=mock").split() if "=" in word]
+    done = train(" ".join(["python train.py --dry-run device=cuda", *settings]))
+    assert done.returncode == 0, done.stderr
