@@ -1,4 +1,4 @@
-"""The recipes of containers against what they install and run: no container engine is needed."""
+"""Container recipes against pyproject.toml, the Makefile and their page; no container engine is needed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def test_python_is_one_that_the_project_supports() -> None:
 
 
 def test_torch_is_in_the_tested_range() -> None:
-    (asked,) = re.findall(r'"(torch[^"]+)"', DOCKERFILE)
-    assert asked in PROJECT["dependencies"]
+    (requirement,) = re.findall(r'"(torch[^"]+)"', DOCKERFILE)
+    assert requirement in PROJECT["dependencies"]
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
@@ -34,8 +34,8 @@ def test_targets(target: str) -> None:
 
 
 def test_both_install_the_same_packages_of_the_system() -> None:
-    found = [re.search(r"--no-install-recommends ([^\\\n]+)", text) for text in (DOCKERFILE, APPTAINER)]
-    docker, apptainer = (sorted(match[1].split()) for match in found if match)
+    matches = [re.search(r"--no-install-recommends ([^\\\n]+)", text) for text in (DOCKERFILE, APPTAINER)]
+    docker, apptainer = (sorted(match[1].split()) for match in matches if match)
     assert docker == apptainer
     assert {"g++", "make"} <= set(docker)
 
@@ -54,7 +54,7 @@ def test_every_command_of_the_page_exists() -> None:
 
 
 def test_images_hold_what_git_holds() -> None:
-    """What git ignores would make images large, and a .venv of this machine would not run in them."""
+    """Ignored files would make images large, and a .venv of the host would not run in them."""
     ignored = (ROOT / ".dockerignore").read_text().split()
     for line in (ROOT / ".gitignore").read_text().split():
         name = line.strip("/")
