@@ -160,10 +160,11 @@ def experiment_summary(name: str) -> str:
 def recipe_tables() -> Iterator[str]:
     """Yield the lines of the tables."""
     names = sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml"))
-    yield from markdown_table(("experiment", "description"), ((f"`{name}`", experiment_summary(name)) for name in names))
+    described = ((f"`{name}`", experiment_summary(name)) for name in names)
+    yield from markdown_table(("experiment", "description"), described)
     yield ""
-    yield "Requirements and duration of each pretraining by `scripts/plan.py`, failures and checkpoints included. The last"
-    yield "column has the published device hours, for the device that was used."
+    yield "Requirements and duration of each pretraining by `scripts/plan.py`, failures and checkpoints included."
+    yield "The last column has the published device hours, for the device that was used."
     yield ""
     columns = ("recipe", "on", "layout", "GiB of a device", "tokens/s", "MFU", "days", "device hours", "published")
     forecasts = ((name, device, forecast(name, device)) for name in PUBLISHED for device in CLUSTERS)
