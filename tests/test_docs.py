@@ -13,7 +13,7 @@ import pytest
 
 from tests.paths import ROOT, TRAIN_PY
 
-# docs/design/log and the results tell of files as they were.
+# docs/design/log and the results describe files of their time.
 N = len(ROOT.parts)
 PAGES = [
     ROOT / "README.md",
