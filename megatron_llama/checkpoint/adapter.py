@@ -1,7 +1,7 @@
-"""LoRA adapters on disk, in PEFT's names and format, and the frozen base model that they are added to.
+"""LoRA adapters in PEFT's file format, and the frozen base model.
 
 A checkpoint of a LoRA run holds the trained tensors and their optimizer states. The frozen weights stay in the folder
-that init_from names; the checkpoint has a fingerprint of them, so that they can't be mistaken for others.
+of ``init_from``; the checkpoint stores their fingerprint, which a resume compares.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
 def trained_shapes(model: ModelConfig, finetune: FinetuneConfig) -> dict[str, Shape]:
-    """The tensors that LoRA trains: A and B under PEFT's names, modules_to_save under Hugging Face's."""
+    """Return the shapes of tensors that LoRA trains: A and B by PEFT name, modules_to_save by Hugging Face name."""
     whole = {name: shape for name, shape in hf_shapes(model).items() if is_saved_module(name, finetune)}
     return {**lora_shapes(model, finetune), **whole}
 
 
 def fingerprint(files: SafetensorsFiles) -> str:
-    """A digest of names, shapes, dtypes, and of up to 64 KiB from all over each tensor.
+    """Return a digest of names, shapes, dtypes, and samples of up to 64 KiB per tensor.
 
-    Cheap for any size: it tells another model, or the same one trained further, from this one, and does not look for
-    damage. Raises CorruptFile.
+    The cost does not depend on the model's size. The digest distinguishes models and training states; it does not
+    detect damage. Raises CorruptFile.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(files.tensors.items()):
@@ -49,67 +49,72 @@ def fingerprint(files: SafetensorsFiles) -> str:
 
 
 def open_adapter(folder: Path, model: ModelConfig, finetune: FinetuneConfig) -> SafetensorsFiles:
-    """A PEFT adapter's tensors under the names that ``trained_shapes`` gives them. Reads the header only.
+    """Return a PEFT adapter's tensors, with the names of ``trained_shapes``. Reads the header only.
 
-    ``finetune`` is what its adapter_config.json says. Raises ConfigError where it has other tensors, and CorruptFile.
+    Args:
+        finetune: The settings in the adapter's adapter_config.json.
+
+    Raises:
+        ConfigError: The adapter has other tensors or shapes.
+        CorruptFile: The file cannot be read.
     """
     shapes = trained_shapes(model, finetune)
-    found = list_tensors(folder / ADAPTER_WEIGHTS)
-    tensors = {name if is_lora(name) else name.removeprefix(PEFT_PREFIX): tensor for name, tensor in found.items()}
+    stored = list_tensors(folder / ADAPTER_WEIGHTS)
+    tensors = {name if is_lora(name) else name.removeprefix(PEFT_PREFIX): tensor for name, tensor in stored.items()}
     wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
     if wrong or tensors.keys() - shapes.keys():
         name = (wrong or sorted(tensors.keys() - shapes.keys()))[0]
-        there = f"in the shape {list(tensors[name].shape)}" if name in tensors else "not there"
-        wanted = f"this run has it as {list(shapes[name])}" if name in shapes else "this run has no such tensor"
-        rule = f"{name} is {there}, and {wanted}"
+        actual = f"has shape {list(tensors[name].shape)}" if name in tensors else "is missing"
+        expected = f"this run expects {list(shapes[name])}" if name in shapes else "this run has no such tensor"
+        rule = f"{name} {actual}; {expected}"
         raise ConfigError([Problem("finetune.adapter", str(folder), rule, "name an adapter of this model")])
     return SafetensorsFiles(folder, tensors)
 
 
 def finetune_of(manifest: Manifest) -> FinetuneConfig:
-    """The finetune settings of the run that saved a checkpoint. Raises CorruptFile where they are not valid."""
+    """Return the finetune settings of the run that saved a checkpoint. Raises CorruptFile if they are invalid."""
     try:
         return FinetuneConfig(**manifest.state.settings.get("finetune", {}))
     except TypeError as error:
-        raise CorruptFile(f"{manifest.stored.folder}: its finetune settings are not valid ({error})") from error
+        raise CorruptFile(f"{manifest.stored.folder}: invalid finetune settings ({error})") from error
 
 
 def open_base(manifest: Manifest, model: ModelConfig, folder: Path | None) -> SafetensorsFiles:
-    """The frozen weights of a LoRA run, in ``folder`` or where the run had them. Raises ConfigError for others."""
+    """Open the frozen weights of a LoRA run, in ``folder`` or the run's init_from. Raises ConfigError for others."""
     where = folder or (None if manifest.state.hf_folder is None else Path(manifest.state.hf_folder))
     if where is None:
-        rule = "its run began from random weights, which are in no folder: there is nothing to merge with"
-        instead = "name a checkpoint of a run with init_from; scripts/export_hf.py without --merge exports the adapter"
+        rule = "the run started from random weights, so no base model exists to merge with"
+        instead = "name a checkpoint of a run with init_from, or omit --merge to export the adapter"
         raise ConfigError([Problem("CHECKPOINT", str(manifest.stored.folder), rule, instead)])
-    instead = "write --base FOLDER, with the model of init_from"
+    instead = "write --base FOLDER with the model of init_from"
     if not where.exists():
-        raise ConfigError([Problem("--base", str(where), "there is no such folder", instead)])
+        raise ConfigError([Problem("--base", str(where), "no such folder", instead)])
     try:
         stored = open_hf_folder(where, model)
     except ConfigError as error:
         raise ConfigError([replace(p, field="--base", instead=instead) for p in error.problems]) from None
     if fingerprint(stored) != manifest.state.base:
-        rule = "does not hold the weights that this run was trained on"
+        rule = "has other weights than the base model of this run"
         raise ConfigError([Problem("--base", str(where), rule, instead)])
     return stored
 
 
 @dataclass(frozen=True)
 class MergedTensors(Stored):
-    """The tensors of a model with its LoRA adapter merged: W + alpha / rank · B A (Hu et al. 2021, arXiv:2106.09685).
+    """Tensors of a model with a merged LoRA adapter: W + alpha / rank · B A (Hu et al. 2021, arXiv:2106.09685).
 
-    Sums and products are fp32. They are rounded once, where they are stored in another dtype.
+    The arithmetic is fp32; the result is rounded once, to the dtype of the target.
     """
 
     base: Stored
-    """The frozen weights."""
+    """Frozen weights."""
     adapter: Stored
-    """A and B under PEFT's names, and modules_to_save under Hugging Face's."""
+    """A and B by PEFT name, modules_to_save by Hugging Face name."""
     finetune: FinetuneConfig
 
     @staticmethod
     def of(base: Stored, adapter: Stored, finetune: FinetuneConfig) -> MergedTensors:
-        """The sum of two; its folder is that of ``base``."""
+        """Merge ``adapter`` into ``base``; the folder is ``base.folder``."""
         tensors = dict(base.tensors)
         for name, tensor in base.tensors.items():
             if name in adapter.tensors:
@@ -119,14 +124,14 @@ class MergedTensors(Stored):
         return MergedTensors(base.folder, tensors, base, adapter, finetune)
 
     @torch.no_grad()
-    def load_into(self, wanted: Mapping[str, Rectangles]) -> int:
-        """Fills the rectangles. One matrix at a time is summed beside its target; nothing else is held twice."""
-        sums = {name for name in wanted if lora_name(name, "lora_A") in self.adapter.tensors}
-        whole = {name for name in wanted if name in self.adapter.tensors}
-        read = self.adapter.load_into({name: wanted[name] for name in whole})
-        read += self.base.load_into({name: wanted[name] for name in wanted.keys() - sums - whole})
+    def load_into(self, targets: Mapping[str, Rectangles]) -> int:
+        """Fill the rectangles of ``targets``, one matrix at a time: one extra copy of a matrix is in memory."""
+        sums = {name for name in targets if lora_name(name, "lora_A") in self.adapter.tensors}
+        whole = {name for name in targets if name in self.adapter.tensors}
+        read = self.adapter.load_into({name: targets[name] for name in whole})
+        read += self.base.load_into({name: targets[name] for name in targets.keys() - sums - whole})
         for name in sorted(sums):
-            for offset, target in wanted[name].parts:
+            for offset, target in targets[name].parts:
                 read += self._sum(name, offset, target)
         return read
 
@@ -143,14 +148,14 @@ class MergedTensors(Stored):
 
 
 def trained_tensors(manifest: Manifest, model: ModelConfig, finetune: FinetuneConfig) -> CheckpointTensors:
-    """The tensors that LoRA trained, without the optimizer states. Raises CorruptFile where one is missing."""
+    """Return the tensors that LoRA trained, without optimizer states. Raises CorruptFile if one is missing."""
     shapes = trained_shapes(model, finetune)
     manifest.check_tensors(shapes)
     return replace(manifest.stored, tensors={name: manifest.stored.tensors[name] for name in shapes})
 
 
 def adapter_config(finetune: FinetuneConfig, base: str | None) -> dict[str, Any]:
-    """The content of adapter_config.json; keys that it lacks have PEFT's defaults."""
+    """Return the content of adapter_config.json; omitted keys have PEFT's defaults."""
     alpha = finetune.lora_alpha
     return {
         "peft_type": "LORA",

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, as the training loop uses them: resume, save after a step, finish."""
+"""Checkpoints of a run: resume, save after a step, finish, export."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from megatron_llama.topology import Topology
 
 
 class Checkpointer:
-    """Saves and restores a run. All ranks must call each method, at the same steps."""
+    """Saves and restores a run. Each method is a collective: all ranks call it at the same step."""
 
     def __init__(self, plan: Plan, topology: Topology, model: ParallelModel, optimizer: Optimizer, data: Data) -> None:
-        assert plan.config.run.dir is not None, "a run has a folder"
+        assert plan.config.run.dir is not None, "run.dir must be set"
         self.plan, self.topology, self.model, self.optimizer, self.data = plan, topology, model, optimizer, data
         self.checkpoints = Path(plan.config.run.dir) / "checkpoints"
         self.bytes_read = 0
-        """Bytes that this rank read from files when it was last loaded."""
+        """Bytes that this rank read from files in the last load."""
         self.saver = Saver(self.checkpoints, topology.rank, model.device, plan.config.checkpoint)
         self._saved: int | None = None
         self._differences: list[Difference] = []
@@ -52,37 +52,36 @@ class Checkpointer:
         self._base: str | None = None
 
     def resume(self) -> Plan:
-        """Loads the newest good checkpoint, or the weights that the run starts from; returns the plan, whose ``start``
-        is where the run stands.
+        """Load the newest intact checkpoint, or the initial weights; return the plan, with ``start`` set.
 
-        Raises ConfigError on all ranks for a checkpoint that does not fit the config, and where there are checkpoints
-        but none is good: a run must not start anew by mistake.
+        Tries the candidates of ``resume_candidates`` in order and skips damaged ones.
+
+        Raises:
+            ConfigError: On all ranks, if a checkpoint does not match the config, or if all checkpoints are damaged.
         """
         settings = self.plan.config.checkpoint
         candidates, moved = broadcast_from_rank_0(lambda: resume_candidates(self.checkpoints, settings))
         if moved is not None:
-            self._report(f"starting anew; the checkpoints of the earlier run are now in {moved}")
+            self._report(f"starting from scratch; moved the earlier checkpoints to {moved}")
         if self._lora:
-            self._load_base()  # no checkpoint has it
+            self._load_base()  # checkpoints do not contain the base model
         failures = []
         for folder in candidates:
             try:
-                found = self._load(folder)
+                state = self._load(folder)
             except CorruptFile as error:
                 failures.append(str(error))
-                self._report(f"{folder} is damaged and not used: {error}")
+                self._report(f"skipping damaged {folder}: {error}")
                 continue
-            self._origin = self._origin if self._lora else (found.hf_folder, found.dtype)
-            self._saved = found.step if folder.parent == self.checkpoints else None
+            self._origin = self._origin if self._lora else (state.hf_folder, state.dtype)
+            self._saved = state.step if folder.parent == self.checkpoints else None
             if self._saved is not None and settings.resume == "auto" and self.topology.rank == 0:
-                point_to(folder)  # this run may have nothing more to save
-            self._go_on(folder, found)
+                point_to(folder)  # the run may end without another save
+            self._restore(folder, state)
             return self.plan
         if failures:
-            instead = (
-                "write checkpoint.resume=never to start anew (the checkpoints are kept), or the path of a good one"
-            )
-            rule = f"no checkpoint can be used: {'; '.join(failures)}"
+            instead = "write checkpoint.resume=never to start from scratch (moves them aside), or an intact one's path"
+            rule = f"all checkpoints are damaged: {'; '.join(failures)}"
             raise ConfigError([Problem("checkpoint.resume", settings.resume, rule, instead)])
         if self._lora and self.plan.config.finetune.adapter is not None:
             self._start_from("finetune.adapter", self.plan.config.finetune.adapter, self._load_adapter)
@@ -93,12 +92,18 @@ class Checkpointer:
     def after_step(
         self, step: int, stop: bool = False, val_loss: float | None = None, consumed_tokens: int | None = None
     ) -> bool:
-        """Saves if the step is due. True when ``stop`` is true on any rank: then all ranks have saved the step.
+        """Save every ``checkpoint.every_steps`` steps, and if ``stop`` is true on any rank. Return that flag.
 
-        ``val_loss`` is the validation loss after the step, where it was validated; ``consumed_tokens`` are the run's
-        tokens so far, where they were counted. Raises SaveFailed on all ranks when a checkpoint could not be written.
+        If it returns True, all ranks have saved the step and its files are on disk.
+
+        Args:
+            val_loss: Validation loss after the step, if it was validated.
+            consumed_tokens: Tokens of the run so far, if counted.
+
+        Raises:
+            SaveFailed: On all ranks, if a checkpoint could not be written.
         """
-        # NaN would compare as neither better nor worse than any other loss.
+        # NaN is neither better nor worse than another loss.
         self._val_loss = val_loss if val_loss is not None and math.isfinite(val_loss) else None
         self._tokens = consumed_tokens
         stop = self.saver.advance(stop)
@@ -111,26 +116,28 @@ class Checkpointer:
         return stop
 
     def finish(self, step: int) -> None:
-        """Saves the last step and waits until everything is on disk."""
+        """Save the last step and wait until all files are on disk."""
         phase.enter(f"saving step {step}, the last", phase.PATIENT)
         if self.plan.config.checkpoint.save_last:
             self._save(step)
         self.saver.wait()
 
     def export(self) -> None:
-        """With checkpoint.export_hf, writes the run's last checkpoint, or with keep_best the best one, as a Hugging
-        Face folder. Rank 0 does it alone."""
+        """With checkpoint.export_hf, write the last checkpoint (with keep_best: the best) as a Hugging Face folder.
+
+        Only rank 0 works.
+        """
         settings = self.plan.config.checkpoint
         if settings.export_hf and self.topology.rank == 0:
             best = self.checkpoints / BEST
-            is_best = settings.keep_best and best.is_file()  # there is none where no validation loss was finite
+            is_best = settings.keep_best and best.is_file()  # missing if no validation loss was finite
             source = find_checkpoint(best if is_best else self.checkpoints)
-            made = export(source, self.checkpoints.with_name("hf"), merge=self._lora)
-            which = "the best in validation" if is_best else "the last"
-            self._report(f"exported {source.name}, {which}, to {made.folder}, {made.dtype}")
+            exported = export(source, self.checkpoints.with_name("hf"), merge=self._lora)
+            label = "best validation loss" if is_best else "last"
+            self._report(f"exported {source.name} ({label}) to {exported.folder} as {exported.dtype}")
 
     def _load_base(self) -> None:
-        """Loads the weights that LoRA freezes, and takes their fingerprint."""
+        """Load the weights that LoRA freezes, and store their fingerprint."""
         trainer, model, folder = self.plan.config.trainer, self.plan.model, self.plan.config.init_from
         if folder is None:
             self._base = f"random weights of trainer.seed={trainer.seed}, {model.initializer_range:g}"
@@ -139,20 +146,21 @@ class Checkpointer:
         self._base = broadcast_from_rank_0(lambda: fingerprint(open_hf_folder(Path(folder), model)))
 
     def _start_from(self, field: str, folder: str, load: Callable[[Path], None]) -> None:
-        """Loads the weights of a folder. Raises ConfigError on all ranks where they can't be used."""
+        """Load the weights of a folder. Raises ConfigError on all ranks if they do not match."""
         try:
             with sync_errors(CorruptFile, ConfigError):
                 load(Path(folder))
         except CorruptFile as error:
-            raise ConfigError([Problem(field, folder, str(error), "get the folder again, or name another")]) from None
-        what = "frozen weights" if self._lora and field == "init_from" else "starting"
-        self._report(f"{what} from {folder}")
+            instead = "download the folder again, or name another"
+            raise ConfigError([Problem(field, folder, str(error), instead)]) from None
+        label = "frozen weights" if self._lora and field == "init_from" else "initial weights"
+        self._report(f"{label} from {folder}")
 
     def _load_weights(self, folder: Path) -> None:
         stored = open_hf_folder(folder, self.plan.model)
-        own = [shard for shard in self.model.shards if not is_lora(shard.name)]
-        self.bytes_read = stored.load_into(contents.weights(shard for shard in own if shard.quantized is None))
-        self.bytes_read += contents.load_quantized(own, stored)
+        base = [shard for shard in self.model.shards if not is_lora(shard.name)]
+        self.bytes_read = stored.load_into(contents.weights(shard for shard in base if shard.quantized is None))
+        self.bytes_read += contents.load_quantized(base, stored)
         self._origin = os.path.abspath(folder), dtype_of(stored)
 
     def _load_adapter(self, folder: Path) -> None:
@@ -160,7 +168,7 @@ class Checkpointer:
         self.bytes_read += adapter.load_into(contents.weights(self.model.trained))
 
     def _load(self, folder: Path) -> State:
-        """Loads a checkpoint. Raises on all ranks CorruptFile, and ConfigError for a checkpoint of another run."""
+        """Load a checkpoint. Raises CorruptFile or, for a checkpoint of another run, ConfigError on all ranks."""
         with sync_errors(CorruptFile, ConfigError):
             if self.topology.rank == 0:
                 read_manifest(folder).check_sizes()
@@ -171,54 +179,57 @@ class Checkpointer:
             )
             check_allowed(self._differences, self.plan.config.checkpoint.allow, folder)
             if manifest.state.base != self._base:
-                rule = f"is not the model that the checkpoint {folder} was trained on"
-                instead = "write init_from=FOLDER with that model"
+                rule = f"is not the base model of the checkpoint {folder}"
+                instead = "write init_from=FOLDER with the base model"
                 raise ConfigError([Problem("init_from", self.plan.config.init_from, rule, instead)])
             self._fill(manifest)
         return manifest.state
 
-    def _go_on(self, folder: Path, found: State) -> None:
-        """Puts optimizer, data and plan where the checkpoint's run stood, and tells what differs."""
-        self._report(f"going on from {folder}, step {found.step}")
+    def _restore(self, folder: Path, state: State) -> None:
+        """Restore optimizer, data and plan; log changed settings."""
+        self._report(f"resuming from {folder}, step {state.step}")
         for difference in self._differences:
             self._report(f"{difference}{', allowed' if difference.kind in ALLOWED else ''}")
-        self.optimizer.restore(found.updates, found.step)
-        if found.step > 0:
-            self.data.resume(data_record(found), found.position)
-        self.plan = replace(self.plan, start=found.position)
+        self.optimizer.restore(state.updates, state.step)
+        if state.step > 0:
+            self.data.resume(data_record(state), state.position)
+        self.plan = replace(self.plan, start=state.position)
         steps, batches = self.plan.config.trainer.steps, self.plan.batches
-        planned, ends = BatchSchedule.of(self.plan.config).after(steps).samples, batches.after(max(steps, found.step))
+        planned, ends = BatchSchedule.of(self.plan.config).after(steps).samples, batches.after(max(steps, state.step))
         if self.plan.requested.trainer.epochs is not None and ends.samples != planned:
-            instead = f"for {planned:,} write trainer.steps={batches.last_step_within(planned)}"
-            self._report(f"the {steps} steps of trainer.epochs now end at sample {ends.samples:,}; {instead}")
-        if found.lr is not None and found.lr != self.optimizer.lr:
-            self._report(f"the learning rate of step {found.step + 1} is {self.optimizer.lr:g}, not {found.lr:g}")
+            instead = f"for {planned:,} samples write trainer.steps={batches.last_step_within(planned)}"
+            self._report(f"{steps} steps (trainer.epochs) end at sample {ends.samples:,}; {instead}")
+        if state.lr is not None and state.lr != self.optimizer.lr:
+            self._report(f"the learning rate of step {state.step + 1} is {self.optimizer.lr:g}, not {state.lr:g}")
 
     def _fill(self, manifest: Manifest) -> None:
-        """Fills weights and optimizer states, and restores the random state where it is this rank's. Raises
-        CorruptFile."""
-        found, tensors, device = manifest.state, manifest.stored.tensors, self.model.device
-        wanted, converted, read = contents.weights(self.model.trained), set[str](), 0
-        if found.step > 0:
-            wanted |= contents.optimizer_states(self.optimizer)
+        """Fill weights and optimizer states; restore the random state if the world size is equal.
+
+        Raises CorruptFile.
+        """
+        state, tensors, device = manifest.state, manifest.stored.tensors, self.model.device
+        targets, converted, read = contents.weights(self.model.trained), set[str](), 0
+        if state.step > 0:
+            targets |= contents.optimizer_states(self.optimizer)
             converted, read = contents.load_converted(self.optimizer, manifest.stored)
-            wanted = {name: mine for name, mine in wanted.items() if name not in converted}
-        missing = sorted(name for name in wanted if name not in tensors)
+            targets = {name: target for name, target in targets.items() if name not in converted}
+        missing = sorted(name for name in targets if name not in tensors)
         if missing:
-            raise CorruptFile(f"{missing[0]} is not in it")
-        ((own, current),) = contents.random_state(self.topology.rank, device).items()
-        same_ranks = found.world_size == self.plan.world_size and own in tensors
+            raise CorruptFile(f"{missing[0]} is missing")
+        ((random_name, current),) = contents.random_state(self.topology.rank, device).items()
+        same_ranks = state.world_size == self.plan.world_size and random_name in tensors
         if same_ranks:
-            saved = torch.empty(tensors[own].shape, dtype=torch.uint8)
-            wanted[own] = Rectangles(tensors[own].shape, [((0,), saved)])
-        extra = contents.extra_states(self.optimizer, self.topology.rank) if found.step > 0 else {}
+            shape = tensors[random_name].shape
+            saved = torch.empty(shape, dtype=torch.uint8)
+            targets[random_name] = Rectangles(shape, [((0,), saved)])
+        extra = contents.extra_states(self.optimizer, self.topology.rank) if state.step > 0 else {}
         same = all(name in tensors and tensors[name].shape == held.shape for name, held in extra.items())
-        self.bytes_read = read + manifest.stored.load_into(wanted | (extra if same else {}))
+        self.bytes_read = read + manifest.stored.load_into(targets | (extra if same else {}))
         if extra and same:
             contents.load_extra_states(self.optimizer, extra)
         elif extra:
-            self._report(f"{self.optimizer.inner.extra_states_label} begin at zero: another layout saved them")
-        if same_ranks and saved.shape == current.shape:  # else another kind of device saved it
+            self._report(f"{self.optimizer.inner.extra_states_label} start at zero: the layout changed")
+        if same_ranks and saved.shape == current.shape:  # shapes differ between device types
             contents.set_random_state(saved, device)
 
     def _save(self, step: int) -> None:
@@ -250,6 +261,6 @@ class Checkpointer:
         self._saved = step
 
     def _report(self, text: str) -> None:
-        """Writes a line to stderr on rank 0; stdout has the progress line."""
+        """Write a line to stderr on rank 0; stdout has the progress line."""
         if self.topology.rank == 0:
             sys.stderr.write(f"checkpoint: {text}\n")

@@ -1,8 +1,7 @@
-"""Where a run differs from the checkpoint that it goes on from, and what that means for it.
+"""Differences between the settings of a run and of the checkpoint that it resumes from.
 
-Every setting is of one kind (``SETTINGS``; docs/guides/training/resume.md is generated from it). All differences are
-told at once:
-those that would make another run of it are refused unless ``checkpoint.allow`` names their kind.
+``SETTINGS`` gives each setting a kind: accepted, logged or rejected (a table in the docs is generated from it). All
+rejected changes are reported in one error. ``checkpoint.allow`` accepts changes of data, batch or optim.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from megatron_llama.plan.derive import COSINE, derive_optimizer
 from megatron_llama.plan.schedules import BatchSchedule, all_sizes
 from megatron_llama.topology import AXIS_NAMES
 
-FREE, LOGGED, FIXED = "free", "told", "fixed"
+FREE, LOGGED, FIXED = "free", "logged", "fixed"
 DATA, BATCH, OPTIM = ALLOWED
 
 SETTINGS = {
-    # Where and how fast it computes, what it prints and keeps, and what only its beginning reads.
+    # Accepted: placement, speed, output, and settings that only the first start reads.
     FREE: {
         "model": "name initializer_range",
         "data": "name tokenizer cache_dir prepare",
@@ -46,7 +45,7 @@ SETTINGS = {
         "run": "dir",
         "": "dry_run allow_targets",
     },
-    # It is the same run, and yet not to the last bit, or not for somebody who compares its numbers.
+    # Accepted and logged: results may differ.
     LOGGED: {
         "model": "max_position_embeddings",
         "data": "document_mask eod_mask_loss",
@@ -56,7 +55,7 @@ SETTINGS = {
         "finetune": "lora_dropout frozen_dtype",
         "": "init_from",
     },
-    # Which tensors there are, and what they mean.
+    # Rejected: names, shapes and meaning of the tensors.
     FIXED: {
         "model": "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
         "head_dim rms_norm_eps rope_theta sliding_window tie_word_embeddings",
@@ -73,21 +72,21 @@ SETTINGS = {
     BATCH: {"trainer": "global_batch_size batch_schedule"},
     OPTIM: {"optim": "lr min_lr warmup_steps constant_steps betas eps weight_decay clip schedule freeze_step"},
 }
-"""The settings of each kind, by section."""
+"""Settings of each kind, by section."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that is not what it was in the checkpoint's run."""
+    """A setting whose value differs from the checkpoint's."""
 
     name: str
-    """The setting."""
+    """Full name of the setting."""
     saved: Any
     now: Any
     kind: str
-    """LOGGED, FIXED, or one of ALLOWED."""
+    """LOGGED, FIXED or one of ALLOWED."""
     undo: str = ""
-    """How to go on as before; empty where writing ``saved`` does it."""
+    """How to restore the saved value; empty: write ``saved``."""
 
     def __str__(self) -> str:
         return f"{self.name}: from {format_value(self.saved)} to {format_value(self.now)}"
@@ -95,7 +94,7 @@ class Difference:
 
 @cache
 def kinds() -> dict[str, str]:
-    """The kind of each setting, by its full name."""
+    """Return the kind of each setting, by full name."""
     return {
         f"{section}.{name}".lstrip("."): kind
         for kind, by_section in SETTINGS.items()
@@ -105,54 +104,57 @@ def kinds() -> dict[str, str]:
 
 
 def find_differences(plan: Plan, state: State, record: Record) -> list[Difference]:
-    """Every setting that is not what it was, except those that may be anything, or only follow from others.
+    """Return the settings that differ, except accepted ones and defaults that were derived from other settings.
 
-    ``record`` is that of the plan's data. At step 0 nothing was trained, so that data, batch and optimizer may be any.
+    A checkpoint of step 0 accepts any data, batch and optimizer.
+
+    Args:
+        record: The record of the plan's data.
     """
-    settings, then = state.settings, _as_derived_then(plan.requested, state.settings)
+    settings, rederived = state.settings, _rederive(plan.requested, state.settings)
     unused = []
     if "lora" not in (plan.config.finetune.method, _saved(settings, "finetune.method")):
         unused += [name for name in kinds() if name.startswith("finetune.")]
     if plan.config.trainer.val_every_steps is None:
         unused.append("trainer.val_steps")
-    found = [] if state.step == 0 else _data_differences(plan, state, record)
+    differences = [] if state.step == 0 else _data_differences(plan, state, record)
     for name, kind in kinds().items():
         if kind in (FREE, DATA) or name in unused or (kind in ALLOWED and state.step == 0):
             continue
         saved, now = _saved(settings, name), get(plan.config, name)
         was_derived = name == FREE_DICT or get(plan.requested, name) is None
-        follows = was_derived and (saved is None or (name.startswith("optim.") and get(then, name) == saved))
+        follows = was_derived and (saved is None or (name.startswith("optim.") and get(rederived, name) == saved))
         if saved != now and not follows:
             section = name.rpartition(".")[0]
             undo = f"write {section}=null" if section in sections() and _saved(settings, section) is None else ""
-            found.append(Difference(name, saved, now, kind, undo))
-    if _sizes_left(settings["trainer"], state) == _sizes_left(vars(plan.config.trainer), state):
-        # What differs is in the past of the schedule, and in the batches of the validation.
-        found = [replace(difference, kind=LOGGED) if difference.kind == BATCH else difference for difference in found]
+            differences.append(Difference(name, saved, now, kind, undo))
+    if _remaining_sizes(settings["trainer"], state) == _remaining_sizes(vars(plan.config.trainer), state):
+        # The change affects only past steps and the validation batches.
+        differences = [replace(d, kind=LOGGED) if d.kind == BATCH else d for d in differences]
     order = [*kinds()]
-    return sorted(found, key=lambda difference: order.index(difference.name))
+    return sorted(differences, key=lambda difference: order.index(difference.name))
 
 
 def data_record(state: State) -> Record:
-    """The record of a checkpoint's data. Raises ConfigError if it has none: the order of its samples is unknown."""
+    """Return the record of a checkpoint's data. Raises ConfigError if an older version saved none."""
     if state.data is None:
-        rule = f"the checkpoint of step {state.step} has no record of its data: an older version saved it"
-        advice = "write another run.dir, with init_from=FOLDER of its weights (scripts/export_hf.py)"
-        raise ConfigError([Problem("checkpoint.resume", None, rule, advice)])
+        rule = f"the checkpoint of step {state.step} has no data record: an older version saved it"
+        instead = "write another run.dir, and init_from=FOLDER with its exported weights (scripts/export_hf.py)"
+        raise ConfigError([Problem("checkpoint.resume", None, rule, instead)])
     return state.data
 
 
 def check_allowed(differences: Sequence[Difference], allow: Sequence[str], folder: Path) -> None:
-    """Raises ConfigError with all differences that are neither harmless nor allowed."""
-    refused = [d for d in differences if d.kind == FIXED or (d.kind in ALLOWED and d.kind not in allow)]
-    wanted = {*allow, *(difference.kind for difference in refused)}
-    setting = f"checkpoint.allow={format_value([kind for kind in ALLOWED if kind in wanted])}"
+    """Raise ConfigError with all differences that are neither accepted nor in ``allow``."""
+    rejected = [d for d in differences if d.kind == FIXED or (d.kind in ALLOWED and d.kind not in allow)]
+    needed = {*allow, *(difference.kind for difference in rejected)}
+    setting = f"checkpoint.allow={format_value([kind for kind in ALLOWED if kind in needed])}"
     problems = []
-    for difference in refused:
-        undo = difference.undo or f"write {_written(difference.name, difference.saved)}"
-        instead = f"{undo} to go on as before, or {setting} to go on with what is new"
+    for difference in rejected:
+        undo = difference.undo or f"write {_format_override(difference.name, difference.saved)}"
+        instead = f"{undo} to keep the saved value, or {setting} to accept the change"
         if difference.kind == FIXED:
-            instead = f"{undo}, or start another run from its weights (scripts/export_hf.py, then init_from)"
+            instead = f"{undo}, or export the weights (scripts/export_hf.py) and start a run with init_from"
         rule = f"the checkpoint {folder} was trained with {format_value(difference.saved)}"
         problems.append(Problem(difference.name, difference.now, rule, instead))
     if problems:
@@ -160,13 +162,13 @@ def check_allowed(differences: Sequence[Difference], allow: Sequence[str], folde
 
 
 def _data_differences(plan: Plan, state: State, record: Record) -> list[Difference]:
-    """The differences of the data, which is known by what is in it: a dataset may lie elsewhere now."""
-    found, saved = [], data_record(state)
-    made_up = "mock" in (saved["kind"], record["kind"])  # which has nothing to split or to write
+    """Return the differences of the data. Datasets are compared by content, not by path."""
+    differences, saved = [], data_record(state)
+    is_mock = "mock" in (saved["kind"], record["kind"])  # mock data has no split and no template
     for name, before, after, how in record_differences(saved, record):
-        if made_up and name in ("data.split", "data.chat_template", "data.template"):
+        if is_mock and name in ("data.split", "data.chat_template", "data.template"):
             continue
-        if made_up and name == "data.kind":
+        if is_mock and name == "data.kind":
             name, before, after = "data.mock", before == "mock", after == "mock"
         if how == "blend":  # weights by prefix
             before, after = (
@@ -174,59 +176,59 @@ def _data_differences(plan: Plan, state: State, record: Record) -> list[Differen
             )
         undo = ""
         if how == "content":  # facts by prefix
-            before, after = map(_described, (before, after))
-            undo = "put the dataset back that it was trained on"
-        found.append(Difference(name, before, after, LOGGED if how == "moved" else DATA, undo))
+            before, after = map(_describe_dataset, (before, after))
+            undo = "restore the dataset of the checkpoint"
+        differences.append(Difference(name, before, after, LOGGED if how == "moved" else DATA, undo))
     for name in ("data.schedule", "data.validation_prefixes"):
         then, now = _saved(state.settings, name), get(plan.config, name)
-        if name == "data.schedule":  # the blends before are history
+        if name == "data.schedule":  # past blends do not matter
             then, now = (
                 [entry for entry in entries if entry["samples"] >= state.consumed_samples] for entries in (then, now)
             )
         if then != now:
-            # Without a set for validation, a part of the training data is taken for it.
+            # Without a validation set, a part of the training data is used.
             is_validation = name == "data.validation_prefixes" and then and now
-            found.append(Difference(name, then, now, LOGGED if is_validation else DATA))
-    return found
+            differences.append(Difference(name, then, now, LOGGED if is_validation else DATA))
+    return differences
 
 
-def _described(datasets: Mapping[str, Mapping[str, Any]]) -> str:
-    """A dataset, and what it is known by."""
+def _describe_dataset(datasets: Mapping[str, Mapping[str, Any]]) -> str:
+    """Format a dataset with its size and fingerprint."""
     ((prefix, facts),) = datasets.items()
     size = f"{facts['sequences']:,} documents, {facts['tokens']:,} tokens"
     return f"{prefix} of {size}, fingerprint {facts['fingerprint'][:8]}"
 
 
-def _written(name: str, value: Any) -> str:
-    """A setting as it is typed into a shell."""
+def _format_override(name: str, value: Any) -> str:
+    """Format a setting as a shell argument."""
     text = f"{name}={quote_value(value)}"
     return f"'{text}'" if isinstance(value, (dict, list)) and " " in text else text
 
 
-def _sizes_left(trainer: Mapping[str, Any], state: State) -> list[tuple[int, int]]:
-    """The global batches after a checkpoint: (consumed samples, size), the first from the checkpoint on."""
+def _remaining_sizes(trainer: Mapping[str, Any], state: State) -> list[tuple[int, int]]:
+    """Return the global batch sizes after a checkpoint: (consumed samples, size), starting at the checkpoint."""
     now = state.consumed_samples
     schedule = BatchSchedule(all_sizes(trainer["global_batch_size"], trainer.get("batch_schedule", ())), seq_length=0)
     return [(now, schedule.size_from(now)), *(entry for entry in schedule.sizes if entry[0] > now)]
 
 
-def _as_derived_then(asked: Config, saved: Mapping[str, Any]) -> Config:
-    """The settings that the checkpoint's run would have, had it left the same ones to be derived as this run.
+def _rederive(requested: Config, saved: Mapping[str, Any]) -> Config:
+    """Derive the optimizer settings that are unset in ``requested`` from the checkpoint's other settings.
 
-    What is derived in it as it was saved follows from a difference in other settings, such as the number of steps, and
-    is no difference of its own.
+    A saved value that equals the derived one was derived too: its change follows from another setting, such as the
+    number of steps, and is not reported.
     """
-    then = copy.deepcopy(asked)
-    then.optim.schedule = {"_target_": (asked.optim.schedule or COSINE).get("_target_")}
+    then = copy.deepcopy(requested)
+    then.optim.schedule = {"_target_": (requested.optim.schedule or COSINE).get("_target_")}
     then.trainer.steps, then.trainer.epochs = _saved(saved, "trainer.steps"), None
     names = [name for name, kind in kinds().items() if kind == OPTIM and name != FREE_DICT]
     for name in names:
         if get(then, name) is not None:
             setattr(then.optim, name.removeprefix("optim."), _saved(saved, name))
     derive_optimizer(then)
-    # The schedule's own ${...} are the other settings as they were saved.
+    # ${...} in the schedule refer to the saved settings.
     schedule = copy.deepcopy(then)
-    schedule.optim.schedule = asked.optim.schedule
+    schedule.optim.schedule = requested.optim.schedule
     for name in names:
         setattr(schedule.optim, name.removeprefix("optim."), _saved(saved, name))
     derive_optimizer(schedule)
@@ -235,11 +237,11 @@ def _as_derived_then(asked: Config, saved: Mapping[str, Any]) -> Config:
 
 
 def _saved(settings: Mapping[str, Any], name: str) -> Any:
-    """The value of a setting in a checkpoint; its default where the program that saved it did not know it yet."""
+    """Return a setting's saved value; its default if the version that saved the checkpoint did not have the setting."""
     value: Any = settings
     for key in name.split("."):
         if not isinstance(value, Mapping):
-            return None  # inside a section that is null
+            return None  # the section is null
         if key not in value:
             return settings_by_name()[name].default
         value = value[key]

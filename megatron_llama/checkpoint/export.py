@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a Hugging Face folder, without a GPU or ranks, one block of rows in memory at a time."""
+"""Export of a checkpoint as a Hugging Face folder, in one process without a GPU, block by block."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_llama.text.tokenizer import TokenizerError, read_sentencepiece
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_SHARD_BYTES = 5 * 10**9
 _BLOCK_BYTES = 64 << 20
-# Files of a tokenizer or of generation. Only these are copied from a folder: all are data, none is code.
+# Tokenizer and generation files. Only these are copied from a folder: data, no code.
 _COMPANIONS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -50,9 +50,9 @@ class Exported:
     dtype: str
     files: list[str]
     bytes: int
-    """Size of the weights."""
+    """Bytes of the weights."""
     tokenizer: bool
-    """Whether a tokenizer is in the folder."""
+    """Whether the folder has a tokenizer."""
 
 
 def export(
@@ -64,20 +64,29 @@ def export(
     merge: bool = False,
     base: Path | None = None,
 ) -> Exported:
-    """Writes the folder ``out``, which must not exist yet; it appears when it is complete.
+    """Write the folder ``out``, which appears when it is complete.
 
-    A LoRA run's checkpoint becomes a PEFT adapter; with ``merge`` the whole model, its frozen weights taken from the
-    folder that the run started from, or from ``base`` where that has moved. ``auto`` is the dtype of that folder, for
-    an adapter the dtype it was trained in, else float32. Raises ConfigError for what can't be done, CorruptFile where
-    the checkpoint's values are not what was written.
+    A LoRA run's checkpoint becomes a PEFT adapter, or with ``merge`` the whole model.
+
+    Args:
+        out: A folder that does not exist or is empty.
+        dtype: float32, bfloat16, float16 or auto: the dtype of the run's ``init_from`` folder, for an adapter its
+            training dtype, otherwise float32.
+        max_shard_bytes: Maximum size of a weights file.
+        merge: Merge the LoRA adapter into its base model.
+        base: Folder of the base model; default: ``init_from`` of the run.
+
+    Raises:
+        ConfigError: The options do not match the checkpoint, or ``out`` exists.
+        CorruptFile: The checkpoint is damaged.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError([Problem("OUT", str(out), "is there already", "write a folder that is not there yet")])
+        raise ConfigError([Problem("OUT", str(out), "the folder exists and is not empty", "write a new folder")])
     manifest = read_manifest(checkpoint)
     manifest.check_sizes()
     model, finetune = model_of(manifest), finetune_of(manifest)
     is_adapter = finetune.method == "lora" and not merge
-    _refuse_what_cannot_be(checkpoint, model, finetune, merge, base)
+    _check_options(checkpoint, model, finetune, merge, base)
     source, shapes = _adapter_source(manifest, model, finetune) if is_adapter else (manifest.stored, hf_shapes(model))
     if merge:
         trained = trained_tensors(manifest, model, finetune)
@@ -87,65 +96,65 @@ def export(
     if dtype == "auto":
         dtype = dtype_of(source) if is_adapter else manifest.state.dtype
     dtype = dtype if dtype in DTYPES else "float32"
-    aside = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     try:
         tokenizer = False
         if is_adapter:
             files = [shapes]
-            _write_json(aside / ADAPTER_CONFIG, adapter_config(finetune, manifest.state.hf_folder))
+            _write_json(partial / ADAPTER_CONFIG, adapter_config(finetune, manifest.state.hf_folder))
         else:
             files = split_into_files(shapes, DTYPES[dtype], max_shard_bytes)
-            token_ids, tokenizer = _write_companions(manifest, aside)
-            _write_json(aside / "config.json", hf_config(model, dtype, token_ids))
-        names, size = _write_weights(source, files, DTYPES[dtype], aside, ADAPTER_WEIGHTS if is_adapter else SINGLE)
-        sync_folder(aside)
+            token_ids, tokenizer = _write_companions(manifest, partial)
+            _write_json(partial / "config.json", hf_config(model, dtype, token_ids))
+        names, size = _write_weights(source, files, DTYPES[dtype], partial, ADAPTER_WEIGHTS if is_adapter else SINGLE)
+        sync_folder(partial)
         if out.exists():
             out.rmdir()
-        os.rename(aside, out)
+        os.rename(partial, out)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         raise
     return Exported(out, dtype, names, size, tokenizer)
 
 
-def _refuse_what_cannot_be(
+def _check_options(
     checkpoint: Path, model: ModelConfig, finetune: FinetuneConfig, merge: bool, base: Path | None
 ) -> None:
-    """Raises ConfigError for options that do not fit the checkpoint, and for a model that no folder can hold."""
+    """Raise ConfigError for options that do not match the checkpoint, and for models without a Hugging Face class."""
     if model.sparse_attention is not None:
         rule = f"was trained with model.sparse_attention: {NO_HF_BLOCKS}"
-        raise ConfigError([Problem("CHECKPOINT", str(checkpoint), rule, "generate and evaluate from the run itself")])
+        raise ConfigError([Problem("CHECKPOINT", str(checkpoint), rule, "generate and evaluate from the checkpoint")])
     if merge and finetune.method != "lora":
-        rule = "the checkpoint's weights are whole: there is nothing to merge into them"
-        raise ConfigError([Problem("--merge", None, rule, "leave --merge out")])
+        rule = "the checkpoint has no LoRA adapter to merge"
+        raise ConfigError([Problem("--merge", None, rule, "omit --merge")])
     if base is not None and not merge:
-        rule = "is read to merge into it, and nothing is merged"
-        raise ConfigError([Problem("--base", str(base), rule, "leave --base out, or add --merge for a LoRA run")])
+        rule = "is only used with --merge"
+        raise ConfigError([Problem("--base", str(base), rule, "omit --base, or add --merge for a LoRA run")])
 
 
 def _adapter_source(
     manifest: Manifest, model: ModelConfig, finetune: FinetuneConfig
 ) -> tuple[Stored, dict[str, Shape]]:
-    """The tensors that LoRA trained, and their shapes, under the names of PEFT's files."""
+    """Return the tensors that LoRA trained and their shapes, by PEFT name."""
     trained = trained_tensors(manifest, model, finetune)
     peft = {name if is_lora(name) else PEFT_PREFIX + name: tensor for name, tensor in trained.tensors.items()}
     return replace(trained, tensors=peft), {name: tensor.shape for name, tensor in peft.items()}
 
 
 def model_of(manifest: Manifest) -> ModelConfig:
-    """The shape of the model in a checkpoint. Raises CorruptFile where its settings are not valid."""
+    """Return the model config of a checkpoint. Raises CorruptFile if its settings are invalid."""
     try:
         model = ModelConfig.of(manifest.state.settings["model"])
         hf_shapes(model)
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptFile(f"{manifest.stored.folder / NAME}: its model settings are not valid ({error})") from error
+        raise CorruptFile(f"{manifest.stored.folder / NAME}: invalid model settings ({error})") from error
     return model
 
 
 def split_into_files(shapes: dict[str, Shape], dtype: torch.dtype, max_bytes: int) -> list[dict[str, Shape]]:
-    """The tensors in their order, in files of at most ``max_bytes``; a larger tensor gets a file of its own."""
+    """Split the tensors, in order, into files of at most ``max_bytes``; a larger tensor gets a separate file."""
     files: list[dict[str, Shape]] = [{}]
     size = 0
     for name, shape in shapes.items():
@@ -161,7 +170,7 @@ def split_into_files(shapes: dict[str, Shape], dtype: torch.dtype, max_bytes: in
 def _write_weights(
     source: Stored, files: list[dict[str, Shape]], dtype: torch.dtype, folder: Path, single: str
 ) -> tuple[list[str], int]:
-    """The file ``single``, or several with their index; returns the files' names and the bytes of all values."""
+    """Write the file ``single``, or several with an index; return the file names and the bytes of all values."""
     names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
     names = [single] if len(files) == 1 else names
     for name, shapes in zip(names, files, strict=True):
@@ -183,8 +192,10 @@ def _write_weights(
 
 
 def _write_companions(manifest: Manifest, folder: Path) -> tuple[dict[str, int], bool]:
-    """Tokenizer and generation config, where the run knew of any; returns the special tokens' ids and if there is
-    one."""
+    """Write tokenizer and generation config if the run has them.
+
+    Returns the ids of special tokens, and whether the folder has a tokenizer.
+    """
     source = manifest.state.hf_folder
     token_ids: dict[str, int] = {}
     if source is not None:
@@ -208,25 +219,25 @@ def _write_companions(manifest: Manifest, folder: Path) -> tuple[dict[str, int],
 
 
 def _write_sentencepiece(path: Path, folder: Path) -> dict[str, int]:
-    """The run's sentencepiece model as a Llama tokenizer; nothing where it is gone or is none.
+    """Write the run's sentencepiece model as a Llama tokenizer, if the file can be read. Return its token ids.
 
-    transformers 5 reads it with its own encoder, which differs from sentencepiece in two places: text that begins
-    with spaces gets one "▁" less, and the text "</s>" becomes the control id.
+    The encoder of transformers 5 differs from sentencepiece in two cases: text with leading spaces gets one "▁" less,
+    and the text "</s>" becomes the control id.
     """
     try:
-        pieces = read_sentencepiece(path)
+        processor = read_sentencepiece(path)
     except TokenizerError:
         return {}
     shutil.copyfile(path, folder / "tokenizer.model")
-    ids = {"bos": pieces.bos_id(), "eos": pieces.eos_id(), "pad": pieces.pad_id(), "unk": pieces.unk_id()}
+    ids = {name: getattr(processor, f"{name}_id")() for name in ("bos", "eos", "pad", "unk")}
     ids = {kind: number for kind, number in ids.items() if number >= 0}
     content: dict[str, Any] = {
         "tokenizer_class": "LlamaTokenizer",
-        "add_bos_token": False,  # the data that it was trained on has none
+        "add_bos_token": False,  # the training data has no BOS
         "add_eos_token": False,
         "legacy": False,
         "clean_up_tokenization_spaces": False,
-        **{f"{kind}_token": pieces.id_to_piece(number) for kind, number in ids.items()},
+        **{f"{kind}_token": processor.id_to_piece(number) for kind, number in ids.items()},
     }
     _write_json(folder / "tokenizer_config.json", content)
     return {f"{kind}_token_id": number for kind, number in ids.items() if kind != "unk"}

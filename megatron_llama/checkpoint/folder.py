@@ -1,4 +1,4 @@
-"""The folder ``<run.dir>/checkpoints``: checkpoints appear in it complete or not at all, and leave it at once."""
+"""The folder ``<run.dir>/checkpoints``. Renames publish and delete checkpoints atomically."""
 
 from __future__ import annotations
 
@@ -18,30 +18,32 @@ _STEP = re.compile(r"step_(\d{8,})")
 
 
 def folder_name(step: int) -> str:
-    """``step_00000100``."""
+    """Return the folder name of a step, such as ``step_00000100``."""
     return f"step_{step:08d}"
 
 
 def partial_folder(checkpoints: Path, step: int) -> Path:
-    """Where a checkpoint is written before it is complete."""
+    """Return the folder in which a checkpoint is written before its rename."""
     return checkpoints / f".{folder_name(step)}.partial"
 
 
 def saved_steps(checkpoints: Path) -> list[int]:
-    """The steps that have a checkpoint, newest first; raises CorruptFile for a folder that can't be read."""
+    """Return the steps with a checkpoint, newest first. Raises CorruptFile if the folder cannot be read."""
     try:
         names = os.listdir(checkpoints)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CorruptFile(f"{checkpoints}: {error.strerror}") from error
-    found = (_STEP.fullmatch(name) for name in names)
-    return sorted((int(match[1]) for match in found if match), reverse=True)
+    matches = map(_STEP.fullmatch, names)
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint at ``path``: the folder itself, the newest of a run's, or the one that a pointer (``latest``,
-    ``best``) names. Raises ConfigError."""
+    """Return the checkpoint folder of ``path``: a checkpoint, a run (its newest), or a pointer (``latest``, ``best``).
+
+    Raises ConfigError.
+    """
     candidates = [(path.parent, path.name)] if path.name in (POINTER, BEST) and path.is_file() else []
     candidates += [(path, POINTER), (path / "checkpoints", POINTER)]
     for folder, pointer in candidates:
@@ -52,16 +54,14 @@ def find_checkpoint(path: Path) -> Path:
                 return read_pointer(folder, pointer)
             except CorruptFile as error:
                 raise ConfigError([Problem("CHECKPOINT", str(path), str(error), "name a checkpoint")]) from error
-    rule = f"there is no {NAME} in it, so it is not a checkpoint"
-    raise ConfigError(
-        [Problem("CHECKPOINT", str(path), rule, "write RUN_FOLDER/checkpoints/step_..., or the run's folder")]
-    )
+    rule = f"is not a checkpoint: it has no {NAME}"
+    raise ConfigError([Problem("CHECKPOINT", str(path), rule, "write RUN_FOLDER/checkpoints/step_... or RUN_FOLDER")])
 
 
 def resume_candidates(checkpoints: Path, settings: CheckpointConfig) -> tuple[list[Path], Path | None]:
-    """The checkpoints to resume from, best first; and where those of an earlier run were moved by resume=never.
+    """Return the checkpoints to resume from, preferred first, and the folder to which resume=never moved old ones.
 
-    Deletes what a killed run left behind. Raises ConfigError.
+    Deletes partial files of a killed run. Raises ConfigError.
     """
     clean(checkpoints)
     if settings.resume == "never":
@@ -69,22 +69,22 @@ def resume_candidates(checkpoints: Path, settings: CheckpointConfig) -> tuple[li
     if settings.keep_best and checkpoints.is_dir():
         point_to_best(checkpoints)
     try:
-        own = [checkpoints / folder_name(step) for step in saved_steps(checkpoints)]
+        saved = [checkpoints / folder_name(step) for step in saved_steps(checkpoints)]
     except CorruptFile as error:
-        problem = Problem("run.dir", str(error), "its checkpoints can't be read", "make it readable")
+        problem = Problem("run.dir", str(error), "checkpoints cannot be read", "change its permissions")
         raise ConfigError([problem]) from None
     if settings.resume == "auto":
-        return own, None
-    # A path is where a run begins. Started again by the same command, the run resumes from its own checkpoints, unless
-    # the path is one of these: then the user wants to go back to it.
+        return saved, None
+    # A path gives the first start. A restart with the same command resumes from the run's newest checkpoint, unless the
+    # path is one of the run's checkpoints: then the run returns to it.
     chosen = Path(os.path.abspath(settings.resume))
     if chosen.name in (POINTER, BEST) and chosen.is_file():
         chosen = find_checkpoint(chosen)
-    return [chosen] if not own or chosen.parent == Path(os.path.abspath(checkpoints)) else own, None
+    return [chosen] if not saved or chosen.parent == Path(os.path.abspath(checkpoints)) else saved, None
 
 
 def clean(checkpoints: Path) -> None:
-    """Deletes what a killed run left half written or half deleted. The run's lock keeps other runs out."""
+    """Delete partial files of a killed run. The caller holds the lock of the run folder."""
     if not checkpoints.is_dir():
         return
     for entry in checkpoints.iterdir():
@@ -93,32 +93,32 @@ def clean(checkpoints: Path) -> None:
 
 
 def read_pointer(checkpoints: Path, pointer: str) -> Path:
-    """The checkpoint that the file ``latest`` or ``best`` names. Raises CorruptFile where it names none."""
+    """Return the checkpoint named by the file ``latest`` or ``best``. Raises CorruptFile if the file is invalid."""
     path = checkpoints / pointer
     try:
         return checkpoints / check_file_name(read_whole(path).decode().strip())
     except (OSError, UnicodeDecodeError, CorruptFile) as error:
-        raise CorruptFile(f"{path} is unusable: {error}") from error
+        raise CorruptFile(f"{path} is not a valid pointer: {error}") from error
 
 
 def best_checkpoint(checkpoints: Path) -> Path | None:
-    """The checkpoint with the lowest validation loss in its manifest, the first of equals; None without any."""
-    found: list[tuple[float, int]] = []
+    """Return the checkpoint with the lowest validation loss, the earliest of equals; None if none has a loss."""
+    losses: list[tuple[float, int]] = []
     for step in saved_steps(checkpoints):
         try:
             loss = read_manifest(checkpoints / folder_name(step)).state.val_loss
         except CorruptFile:
             continue
         if loss is not None:
-            found.append((loss, step))
-    return checkpoints / folder_name(min(found)[1]) if found else None
+            losses.append((loss, step))
+    return checkpoints / folder_name(min(losses)[1]) if losses else None
 
 
 def point_to_best(checkpoints: Path, new: State | None = None) -> Path | None:
-    """Makes ``best`` name the best checkpoint, and returns that.
+    """Write the name of the best checkpoint to ``best``, and return its folder.
 
-    ``new``, which has just been saved, is compared with the one that ``best`` names. Without it all are compared, which
-    also repairs what a killed run left undone.
+    Args:
+        new: The state just saved, compared with the current best. None: compare all checkpoints.
     """
     best: Path | None
     try:
@@ -138,9 +138,9 @@ def point_to_best(checkpoints: Path, new: State | None = None) -> Path | None:
 
 
 def publish(checkpoints: Path, state: State, settings: CheckpointConfig) -> None:
-    """Makes a checkpoint of what all ranks have written: describes it, renames it, points to it, deletes old ones.
+    """Publish the files that all ranks have written: write the manifest, rename, update pointers, delete old ones.
 
-    Raises OSError or CorruptFile; until the rename nothing of the earlier checkpoints has changed.
+    Raises OSError or CorruptFile. An error before the rename leaves earlier checkpoints unchanged.
     """
     partial, final = partial_folder(checkpoints, state.step), checkpoints / folder_name(state.step)
     text = merge(partial, state)
@@ -148,7 +148,7 @@ def publish(checkpoints: Path, state: State, settings: CheckpointConfig) -> None
         part.unlink()
     write_synced(partial / NAME, text.encode())
     sync_folder(partial)
-    if final.exists() or final.is_symlink():  # a damaged one, whose step the run has reached again
+    if final.exists() or final.is_symlink():  # a damaged checkpoint of the same step
         _remove(final)
     os.rename(partial, final)
     sync_folder(checkpoints)
@@ -158,12 +158,12 @@ def publish(checkpoints: Path, state: State, settings: CheckpointConfig) -> None
 
 
 def point_to(checkpoint: Path) -> None:
-    """Makes ``latest`` name a checkpoint. A kill after a checkpoint's rename leaves the one before it there."""
+    """Write a checkpoint's name to ``latest``."""
     write_atomically(checkpoint.with_name(POINTER), checkpoint.name + "\n")
 
 
 def prune(checkpoints: Path, newest: int, settings: CheckpointConfig, best: Path | None) -> None:
-    """Deletes the checkpoints up to ``newest`` that neither keep nor keep_every keeps, except ``best``."""
+    """Delete checkpoints up to ``newest`` by checkpoint.keep and keep_every, except ``best``."""
     if settings.keep is None:
         return
     for step in [step for step in saved_steps(checkpoints) if step <= newest][settings.keep :]:
@@ -173,12 +173,12 @@ def prune(checkpoints: Path, newest: int, settings: CheckpointConfig, best: Path
 
 
 def discard(checkpoints: Path, step: int) -> None:
-    """Deletes what was written of a checkpoint that failed."""
+    """Delete the partial files of a failed checkpoint."""
     _delete(partial_folder(checkpoints, step))
 
 
 def move_aside(checkpoints: Path) -> Path | None:
-    """Renames a folder with checkpoints, so that those of a new run don't mix with them; returns the new path."""
+    """Rename a folder with checkpoints to ``checkpoints.N``; return the new path, or None without checkpoints."""
     if not saved_steps(checkpoints):
         return None
     number = 1
@@ -189,7 +189,7 @@ def move_aside(checkpoints: Path) -> Path | None:
 
 
 def _remove(folder: Path) -> None:
-    """Deletes a checkpoint: first renames it, at once, then deletes its files."""
+    """Delete a checkpoint: rename it first, then delete its files."""
     removed = folder.with_name(f".{folder.name}.removed")
     _delete(removed)
     os.rename(folder, removed)
@@ -197,7 +197,7 @@ def _remove(folder: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Deletes a folder or file; a link is deleted, not followed."""
+    """Delete a folder, file or link. Links are not followed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,7 +1,7 @@
-"""Other programs' safetensors files: a Hugging Face model's folder, or one file; each rank reads its own slices only.
+"""Safetensors files of other programs: a Hugging Face model folder or one file. Each rank reads only its slices.
 
-The safetensors library reads them. It checks a file's header against its size when it opens the file, and maps the
-values into memory, so that a slice touches no more of the file than its own pages.
+The safetensors library checks a file's header against its size on open, and maps the file into memory: a slice loads
+only its pages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_llama.config import ConfigError, ModelConfig, Problem
 from megatron_llama.config.hf_config import download_hint
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-# Old exporters wrote these tensors although they follow from the config.
+# Old exporters wrote these tensors; the config defines their values.
 _DERIVED = ".rotary_emb.inv_freq"
 
 
@@ -39,28 +39,27 @@ class NamedTensor(StoredTensor):
     """A tensor in a safetensors file."""
 
     file: str
-    """Name of the file, in the folder."""
+    """File name in the folder."""
     key: str
-    """The tensor's name there."""
+    """Name of the tensor in the file."""
 
 
 @dataclass(frozen=True)
 class SafetensorsFiles(Stored):
-    """Tensors of a folder's safetensors files."""
+    """Tensors in the safetensors files of a folder."""
 
     tensors: Mapping[str, NamedTensor]
 
     @torch.no_grad()
-    def load_into(self, wanted: Mapping[str, Rectangles]) -> int:
-        """Fills the rectangles, one tensor at a time: a file's mapped pages count as memory of this process, and are
-        returned when the file is closed."""
-        return sum(self._fill(self.tensors[name], rectangles) for name, rectangles in wanted.items())
+    def load_into(self, targets: Mapping[str, Rectangles]) -> int:
+        """Fill the rectangles of ``targets``. Reopens the file per tensor, which frees its mapped pages."""
+        return sum(self._fill(self.tensors[name], rectangles) for name, rectangles in targets.items())
 
-    def _fill(self, tensor: NamedTensor, wanted: Rectangles) -> int:
+    def _fill(self, tensor: NamedTensor, rectangles: Rectangles) -> int:
         read = 0
         with open_safetensors(self.folder / tensor.file) as content:
             source = content.get_slice(tensor.key)
-            for offset, target in wanted.parts:
+            for offset, target in rectangles.parts:
                 values = source[tuple(slice(o, o + n) for o, n in zip(offset, target.shape, strict=True))]
                 check_finite(self.folder / tensor.file, tensor.key, values, offset)
                 target.copy_(values)
@@ -70,9 +69,9 @@ class SafetensorsFiles(Stored):
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """safetensors' ``safe_open``; its errors, and the operating system's, become a CorruptFile that names the file."""
+    """Open a file by ``safetensors.safe_open``. Raises CorruptFile, with the file's name, for any error."""
     if path.exists() and not path.is_file():
-        raise CorruptFile(f"{path}: is no regular file")  # to open a pipe is to wait for its writer
+        raise CorruptFile(f"{path}: is not a regular file")  # opening a pipe would block
     try:
         with safe_open(path, framework="pt") as content:
             yield content
@@ -81,21 +80,23 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def list_tensors(path: Path) -> dict[str, NamedTensor]:
-    """All tensors of a safetensors file, by its header. Raises CorruptFile."""
-    found = {}
+    """Return the tensors of a safetensors file from its header. Raises CorruptFile."""
+    tensors = {}
     with open_safetensors(path) as content:
         for key in content.keys():  # noqa: SIM118  no mapping
             tensor = content.get_slice(key)
             if tensor.get_dtype() not in DTYPES:
-                raise CorruptFile(f"{path}: {key} has dtype {tensor.get_dtype()}, which is not supported")
-            found[key] = NamedTensor(DTYPES[tensor.get_dtype()], tuple(tensor.get_shape()), path.name, key)
-    return found
+                raise CorruptFile(f"{path}: {key} has the unsupported dtype {tensor.get_dtype()}")
+            tensors[key] = NamedTensor(DTYPES[tensor.get_dtype()], tuple(tensor.get_shape()), path.name, key)
+    return tensors
 
 
 def open_hf_folder(folder: Path, model: ModelConfig) -> SafetensorsFiles:
-    """The tensors of ``model`` in a folder. Reads headers only.
+    """Return the tensors of ``model`` in a folder. Reads headers only.
 
-    Raises ConfigError where the folder does not hold exactly this model, and CorruptFile.
+    Raises:
+        ConfigError: The folder has missing, additional or differently shaped tensors.
+        CorruptFile: A file cannot be read.
     """
     tensors = _all_tensors(folder)
     shapes = hf_shapes(model)
@@ -105,26 +106,27 @@ def open_hf_folder(folder: Path, model: ModelConfig) -> SafetensorsFiles:
     unknown = sorted(n for n in tensors if n not in shapes and n not in ignored and not n.endswith(_DERIVED))
     problems = []
     if missing:
-        rule = f"lacks {len(missing)} of the model's {len(shapes)} tensors, such as {missing[0]}"
+        rule = f"has no {missing[0]} ({len(missing)} of {len(shapes)} tensors are missing)"
         tied = missing == ["lm_head.weight"]
-        instead = "write model.tie_word_embeddings=true" if tied else "name a folder with all of a Llama's tensors"
+        instead = "write model.tie_word_embeddings=true" if tied else "name the folder of a complete Llama model"
         problems.append(Problem("init_from", str(folder), rule, instead))
     if other:
-        found, expected = list(tensors[other[0]].shape), list(shapes[other[0]])
-        rule = f"{other[0]} is {found} there, and {expected} in model={model.name}"
+        actual, expected = list(tensors[other[0]].shape), list(shapes[other[0]])
+        rule = f"{other[0]} has shape {actual}; model={model.name} expects {expected}"
         problems.append(
             Problem("init_from", str(folder), rule, "write model=from_hf to take the shape from the folder")
         )
     if unknown:
-        rule = f"holds {unknown[0]}{' and others' if len(unknown) > 1 else ''}, which this Llama does not have"
-        problems.append(Problem("init_from", str(folder), rule, "name a folder of a Llama without it"))
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        rule = f"has the unknown tensor {unknown[0]}{more}"
+        problems.append(Problem("init_from", str(folder), rule, "name the folder of a Llama model"))
     if problems:
         raise ConfigError(problems)
     return SafetensorsFiles(folder, {name: tensors[name] for name in shapes})
 
 
 def _all_tensors(folder: Path) -> dict[str, NamedTensor]:
-    """Every tensor of the folder's safetensors files."""
+    """Return all tensors of the folder's safetensors files."""
     if (folder / INDEX).exists():
         index = read_json(folder / INDEX)
         files = index.get("weight_map") if isinstance(index, dict) else None
@@ -133,14 +135,14 @@ def _all_tensors(folder: Path) -> dict[str, NamedTensor]:
         by_file = {file: list_tensors(folder / file) for file in set(map(check_file_name, files.values()))}
         absent = [name for name, file in files.items() if name not in by_file[file]]
         if absent:
-            raise CorruptFile(f"{folder / files[absent[0]]}: does not hold {absent[0]}, which {INDEX} names")
+            raise CorruptFile(f"{folder / files[absent[0]]}: has no {absent[0]}, which {INDEX} lists")
         return {name: by_file[file][name] for name, file in files.items()}
     if (folder / SINGLE).exists():
         return list_tensors(folder / SINGLE)
     pickles = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
-    rule = f"holds neither {SINGLE} nor {INDEX}"
-    instead = "write the folder that holds config.json and the .safetensors files" + download_hint(str(folder))
+    rule = f"has neither {SINGLE} nor {INDEX}"
+    instead = "write a folder with config.json and .safetensors files" + download_hint(str(folder))
     if pickles:
-        rule += f", only {pickles[0]}: a pickle, which can run any program when it is read"
-        instead = "have transformers save it again: its save_pretrained writes safetensors"
+        rule += f", only {pickles[0]}, a pickle: loading it can execute code"
+        instead = "convert it: save_pretrained of transformers writes safetensors"
     raise ConfigError([Problem("init_from", str(folder), rule, instead)])

@@ -1,5 +1,4 @@
-"""``checkpoint.json``: the state of the run and the position of each tensor's values. JSON with a checksum of itself;
-never a pickle."""
+"""The manifest ``checkpoint.json``: run state and location of each tensor, as JSON with a checksum."""
 
 from __future__ import annotations
 
@@ -37,38 +36,38 @@ FORMAT, VERSION = "megatron_llama checkpoint", 1
 
 @dataclass
 class State:
-    """The state of a run besides its tensors."""
+    """State of a run without its tensors. The fields are stored in checkpoint.json."""
 
     step: int
-    """Steps taken."""
+    """Completed steps."""
     consumed_samples: int
-    """The position in the data."""
+    """RunPosition in the data, in samples."""
     optimizer: str
-    """The optimizer's name."""
+    """Name of the optimizer."""
     updates: int
-    """Steps of the optimizer: fewer than ``step`` where steps were skipped."""
+    """Optimizer steps: less than ``step`` if steps were skipped."""
     world_size: int
-    """Ranks of the run that saved it."""
+    """Ranks of the run that saved the checkpoint."""
     settings: dict[str, Any]
-    """The config of the run that saved it; the model's shape is under ``model``."""
+    """Config of the run that saved the checkpoint."""
     hf_folder: str | None = None
-    """The Hugging Face folder that the run started from, for its tokenizer."""
+    """``init_from`` of the run, which has the tokenizer."""
     dtype: str = "float32"
-    """The dtype of that folder's weights, and the default of exports."""
+    """dtype of the weights in ``hf_folder``: the default of exports."""
     val_loss: float | None = None
-    """Validation loss after this step; None where the run did not validate then."""
+    """Validation loss after this step; None if the run did not validate."""
     base: str | None = None
-    """For LoRA the fingerprint of the frozen weights, which the checkpoint does not hold."""
+    """LoRA: fingerprint of the frozen weights, which are not in the checkpoint."""
     lr: float | None = None
-    """The learning rate of the next step, by the schedule of the run that saved it."""
+    """Learning rate of the next step in the run that saved the checkpoint."""
     consumed_tokens: int | None = None
-    """The tokens of the samples so far. None: every sample had the sequence length of ``settings``."""
+    """Tokens of the samples so far. None: data.seq_length per sample."""
     data: dict[str, Any] | None = None
-    """The record of the data (data/record.py); None in checkpoints of older versions, which no run resumes."""
+    """Record of the data (data/record.py); None in checkpoints of old versions, which cannot be resumed."""
 
     @property
     def position(self) -> RunPosition:
-        """Where the run stood."""
+        """Step, samples and tokens of the checkpoint."""
         tokens = self.consumed_tokens
         if tokens is None:
             tokens = self.consumed_samples * self.settings.get("data", {}).get("seq_length", 0)
@@ -77,35 +76,35 @@ class State:
 
 @dataclass
 class Manifest:
-    """A checkpoint's description."""
+    """Parsed checkpoint.json."""
 
     state: State
     stored: CheckpointTensors
     files: dict[str, int]
-    """Bytes of each file."""
+    """File name to bytes."""
 
     def check_sizes(self) -> None:
-        """Raises CorruptFile unless every file is there at its full size."""
+        """Raise CorruptFile if a file is missing or has another size."""
         for name, size in self.files.items():
             path = self.stored.folder / name
             try:
-                found = path.stat().st_size
+                size_on_disk = path.stat().st_size
             except OSError as error:
                 raise CorruptFile(f"{path}: {error.strerror}") from error
-            if found != size:
-                raise CorruptFile(f"{path}: has {found} bytes of {size}")
+            if size_on_disk != size:
+                raise CorruptFile(f"{path}: has {size_on_disk} of {size} bytes")
 
     def check_tensors(self, shapes: Mapping[str, Shape]) -> None:
-        """Raises CorruptFile unless each of these tensors is there in its shape."""
+        """Raise CorruptFile if a tensor is missing or has another shape."""
         for name, shape in shapes.items():
             if name not in self.stored.tensors or self.stored.tensors[name].shape != shape:
-                raise CorruptFile(f"{self.stored.folder / NAME}: {name} is not there in the shape {list(shape)}")
+                raise CorruptFile(f"{self.stored.folder / NAME}: has no {name} of shape {list(shape)}")
 
 
 def merge(folder: Path, state: State) -> str:
-    """The manifest's text, from the descriptions that all ranks have written in ``folder``.
+    """Merge the ``rank_*.json`` files of all ranks; return the text of the manifest.
 
-    Raises CorruptFile unless they hold every value of every tensor exactly once.
+    Raises CorruptFile unless the ranks have each value of each tensor exactly once.
     """
     files: dict[str, int] = {}
     tensors: dict[str, dict[str, Any]] = {}
@@ -115,7 +114,7 @@ def merge(folder: Path, state: State) -> str:
         for name, described in part["tensors"].items():
             whole = tensors.setdefault(name, {**described, "chunks": []})
             if (whole["dtype"], whole["shape"]) != (described["dtype"], described["shape"]):
-                raise CorruptFile(f"{folder}: ranks disagree about the shape of {name}")
+                raise CorruptFile(f"{folder}: ranks wrote {name} with different shapes")
             whole["chunks"] += described["chunks"]
     body = {
         "format": FORMAT,
@@ -126,26 +125,26 @@ def merge(folder: Path, state: State) -> str:
         "files": files,
         "tensors": tensors,
     }
-    parse_manifest(folder, body)  # what a reader would refuse must not be published
+    parse_manifest(folder, body)  # publish only manifests that can be read
     return json.dumps({**body, "checksum": _checksum(body)}, indent=1)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises CorruptFile."""
+    """Read the manifest of a checkpoint. Raises CorruptFile."""
     path = folder / NAME
     body = read_json(path)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise CorruptFile(f"{path}: is not the manifest of a checkpoint")
+        raise CorruptFile(f"{path}: is not a checkpoint manifest")
     if body.get("version") != VERSION:
-        raise CorruptFile(f"{path}: has version {body.get('version')}, and this program reads version {VERSION}")
+        raise CorruptFile(f"{path}: has version {body.get('version')}; this program reads version {VERSION}")
     checksum = body.pop("checksum", None)
     if checksum != _checksum(body):
-        raise CorruptFile(f"{path}: its checksum is wrong, so it is not what was written")
+        raise CorruptFile(f"{path}: wrong checksum")
     return parse_manifest(folder, body)
 
 
 def parse_manifest(folder: Path, body: dict[str, Any]) -> Manifest:
-    """The manifest that JSON describes, every value checked. Raises CorruptFile."""
+    """Validate parsed JSON and return the manifest. Raises CorruptFile."""
     try:
         state = State(**body["state"])
         files = {check_file_name(name): parse_shape([size])[0] for name, size in body["files"].items()}
@@ -161,7 +160,7 @@ def parse_manifest(folder: Path, body: dict[str, Any]) -> Manifest:
         if not isinstance(data.get("tokenizer"), str | None):
             raise ValueError(f"data.tokenizer is {data['tokenizer']!r}"[:200])
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptFile(f"{folder / NAME}: a value is missing or of another type ({error!r})") from error
+        raise CorruptFile(f"{folder / NAME}: a value is missing or has the wrong type ({error!r})") from error
     except CorruptFile as error:
         raise CorruptFile(f"{folder / NAME}: {error}") from error
     return Manifest(state, CheckpointTensors(folder, tensors, block_bytes), files)
@@ -172,7 +171,7 @@ def _tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, int], block
     chunks = [_chunk(name, chunk, dtype.itemsize, shape, files, block_bytes) for chunk in entry["chunks"]]
     held = sum(math.prod(chunk.size) for chunk in chunks)
     if held != math.prod(shape) or len({chunk.offset for chunk in chunks}) != len(chunks):
-        raise CorruptFile(f"holds {held} of the {math.prod(shape)} values of {name}")
+        raise CorruptFile(f"has {held} of {math.prod(shape)} values of {name}")
     return ChunkedTensor(dtype, shape, chunks)
 
 
@@ -186,7 +185,7 @@ def _chunk(
         o + n <= m for o, n, m in zip(offset, size, shape, strict=True)
     )
     if not inside or start + math.prod(size) * itemsize > files[file]:
-        raise CorruptFile(f"a chunk of {name} is outside of it or of its file")
+        raise CorruptFile(f"a chunk of {name} exceeds the tensor or the file")
     blocks = -(-size[0] // block_rows(size, itemsize, block_bytes))
     if len(hashes) != blocks or not all(isinstance(text, str) and len(text) == HASH_DIGITS for text in hashes):
         raise CorruptFile(f"a chunk of {name} has {len(hashes)} hashes for {blocks} blocks")
@@ -199,7 +198,7 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 
 def dtype_of(stored: Stored) -> str:
-    """torch's name of the dtype that most of the values have."""
+    """Return the name of the most frequent dtype by values, such as bfloat16."""
     counts: dict[str, int] = {}
     for tensor in stored.tensors.values():
         name = str(tensor.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Saving while training goes on: the loop waits until its tensors are copied to host memory, and no longer."""
+"""Asynchronous saving: training waits only for the copy to host memory."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _POLL_SECONDS = 0.01
 
 
 class SaveFailed(MachineError):
-    """A checkpoint could not be written; the earlier ones are unchanged."""
+    """A checkpoint could not be written; earlier checkpoints are unchanged."""
 
 
 class Saver:
-    """Writes this rank's part of checkpoints in a thread. Ranks learn of each other's progress when all call
-    ``advance``.
+    """Writes this rank's file of checkpoints in a thread.
 
-    First every rank writes its own file; when all have, rank 0 publishes them together. No collective runs in a thread.
+    All ranks write their files; after the last one, rank 0 publishes the checkpoint. Ranks exchange their progress in
+    ``advance``, which all ranks call from the main thread.
     """
 
     def __init__(self, checkpoints: Path, rank: int, device: torch.device, settings: CheckpointConfig) -> None:
         self.checkpoints, self.rank, self.device, self.settings = checkpoints, rank, device, settings
         self.blocked_seconds = 0.0
-        """How long the last ``start`` took, which training waits for."""
+        """Seconds for which the last ``start`` blocked training."""
         self._staging: dict[str, Rectangles] = {}
         self._state: State | None = None
         self._publishing = False
@@ -44,7 +44,7 @@ class Saver:
         self._error: BaseException | None = None
 
     def start(self, tensors: dict[str, Rectangles], state: State) -> None:
-        """Copies ``tensors`` and starts to write them. All ranks must call it."""
+        """Copy ``tensors`` to host memory and start to write them. A collective."""
         self.wait()
         begin = time.perf_counter()
         self._copy(tensors)
@@ -55,8 +55,10 @@ class Saver:
         self.blocked_seconds = time.perf_counter() - begin
 
     def advance(self, stop: bool = False) -> bool:
-        """Starts the next stage if all ranks are done with theirs; True if ``stop`` is true on any rank. All ranks must
-        call it. Raises SaveFailed on all ranks when one could not write."""
+        """Start the next stage if all ranks have finished theirs. A collective.
+
+        Returns True if ``stop`` is true on any rank. Raises SaveFailed on all ranks if one could not write.
+        """
         busy = self._thread is not None and self._thread.is_alive()
         flags = torch.tensor([stop, busy, self._error is not None], dtype=torch.int32, device=self.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
@@ -68,7 +70,7 @@ class Saver:
         return bool(any_stop)
 
     def wait(self) -> None:
-        """Returns when nothing is left to write. All ranks must call it."""
+        """Block until all files are written. A collective."""
         while self._state is not None:
             self.advance()
             if self._thread is not None:
@@ -77,7 +79,7 @@ class Saver:
                 time.sleep(_POLL_SECONDS)
 
     def _next(self, state: State) -> None:
-        """All ranks are done with a stage: after writing comes publishing, after publishing nothing."""
+        """Enter the stage after writing (publishing) or after publishing (none)."""
         self._thread = None
         if self._publishing:
             self._state = None
@@ -87,13 +89,11 @@ class Saver:
             self._run(lambda: publish(self.checkpoints, state, self.settings))
 
     def _fail(self, state: State) -> None:
-        """Deletes what was written, and raises SaveFailed on all ranks with the cause and its rank."""
+        """Delete the partial files; raise SaveFailed on all ranks, with the cause and its rank."""
         error = None
         if self._error is not None:
-            where, cause = self.checkpoints / folder_name(state.step), _described(self._error)
-            error = SaveFailed(
-                f"{where} could not be written (rank {self.rank}: {cause}); the ones before it are untouched"
-            )
+            folder, cause = self.checkpoints / folder_name(state.step), _describe(self._error)
+            error = SaveFailed(f"cannot write {folder} (rank {self.rank}: {cause}); earlier checkpoints are unchanged")
             error.__cause__ = self._error
         if self.rank == 0:
             discard(self.checkpoints, state.step)
@@ -106,7 +106,7 @@ class Saver:
         save_part(self._staging, folder, self.rank)
 
     def _copy(self, tensors: dict[str, Rectangles]) -> None:
-        """Copies to host memory that is kept from save to save: new memory would cost page faults each time."""
+        """Copy to host memory that is reused by each save: new memory costs page faults."""
         shapes = {name: [part.shape for _, part in tensor.parts] for name, tensor in tensors.items()}
         if {name: [part.shape for _, part in tensor.parts] for name, tensor in self._staging.items()} != shapes:
             self._staging = {name: _host_like(tensor) for name, tensor in tensors.items()}
@@ -120,7 +120,7 @@ class Saver:
         def guarded() -> None:
             try:
                 work()
-            except BaseException as error:  # any error at all must reach the other ranks
+            except BaseException as error:  # all errors must reach the other ranks
                 self._error = error
 
         self._error = None
@@ -129,7 +129,7 @@ class Saver:
 
 
 def _host_like(tensor: Rectangles) -> Rectangles:
-    """Host memory for a copy; pinned where it is filled from a device, which is several times as fast."""
+    """Allocate host memory for a copy; pinned for accelerators, which copy several times as fast to it."""
     pinned = devices.of(tensor.parts[0][1].device).asynchronous
     parts = [
         (offset, torch.empty(part.shape, dtype=part.dtype, device=devices.HOST, pin_memory=pinned))
@@ -138,7 +138,7 @@ def _host_like(tensor: Rectangles) -> Rectangles:
     return Rectangles(tensor.shape, parts)
 
 
-def _described(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     if isinstance(error, OSError):
         return f"{error.strerror}, {error.filename}" if error.filename else str(error.strerror)
     return str(error) if isinstance(error, CorruptFile) else f"{type(error).__name__}: {error}"

@@ -1,5 +1,4 @@
-"""The tensors of a rank that a checkpoint holds: weights, optimizer states and random state, under Hugging Face's
-names."""
+"""Tensors of a rank in a checkpoint, by Hugging Face name: weights, optimizer states, random state."""
 
 from __future__ import annotations
 
@@ -19,17 +18,16 @@ from megatron_llama.parallel import Shard
 from megatron_llama.topology import AXES
 
 SCALE = ".scale"
-"""In the name of the scales of an 8-bit state, behind the state's own."""
+"""Suffix in the names of 8-bit states' scales."""
 
 
 def weights(shards: Iterable[Shard], owned: bool = False) -> dict[str, Rectangles]:
-    """This rank's weights, as views; with ``owned`` without those that another rank writes too."""
+    """Return views of this rank's weights; with ``owned`` only tensors that this rank saves."""
     return _by_name((("", shard, shard.local) for shard in shards), owned)
 
 
 def load_quantized(shards: Iterable[Shard], stored: Stored) -> int:
-    """Fills the quantized shards from a model's tensors, one at a time, so that only one of them is in memory in
-    fp32; returns the bytes that were read."""
+    """Load and quantize the quantized shards, one at a time to limit fp32 memory; return the bytes read."""
     read = 0
     for shard in (s for s in shards if s.quantized is not None and s.rectangles):
         values = shard.values
@@ -39,18 +37,22 @@ def load_quantized(shards: Iterable[Shard], stored: Stored) -> int:
 
 
 def optimizer_states(optimizer: Optimizer, owned: bool = False) -> dict[str, Rectangles]:
-    """exp_avg and exp_avg_sq of this rank's weights, as views, named like ``optimizer.exp_avg.model.norm.weight``;
-    zeros before the optimizer's first step. In 8 bits that is the codes, and ``optimizer.exp_avg.scale.model...`` are
-    the scales of their blocks."""
+    """Return views of this rank's optimizer states, named like ``optimizer.exp_avg.model.norm.weight``.
+
+    States are zero before the first step. With optim.state_bits=8 these are the codes, and
+    ``optimizer.exp_avg.scale.model...`` are the scales per block.
+    """
     return _by_name((tensor for state in optimizer.states() for tensor in _tensors(*state)), owned)
 
 
 def load_converted(optimizer: Optimizer, stored: Stored) -> tuple[set[str], int]:
-    """Fills the states that ``stored`` has in 8 bits and the optimizer in more, or the other way round, one at a time:
-    dequantized exactly, or quantized. Returns what they are called, and the bytes that were read."""
+    """Load states whose bits (8 or 32) differ from the optimizer's, one at a time: dequantize or quantize them.
+
+    Returns the names of the loaded states, and the bytes read.
+    """
     names, read = set[str](), 0
     for kind, shard, state in optimizer.states():
-        in_8_bits = any(f"{STATES}{kind}{SCALE}.{piece.name}" in stored.tensors for piece in shard.rectangles)
+        in_8_bits = any(f"{STATES}{kind}{SCALE}.{rectangle.name}" in stored.tensors for rectangle in shard.rectangles)
         if in_8_bits == isinstance(state, BlockwiseState) or not shard.rectangles:
             continue
         names |= _by_name(_tensors(kind, shard, state), owned=False).keys()
@@ -66,9 +68,9 @@ def load_converted(optimizer: Optimizer, stored: Stored) -> tuple[set[str], int]
 
 
 def random_state(rank: int, device: torch.device) -> dict[str, Rectangles]:
-    """The states of this rank's random generators, uint8: the CPU's, then the device's where that is another one.
+    """Return the states of this rank's random generators, uint8: CPU, then accelerator.
 
-    Only the same rank of as many ranks loads them, by their name.
+    A resume loads them only with the same world size: the name contains the rank.
     """
     states = [torch.get_rng_state()]
     if devices.of(device).is_accelerator:
@@ -78,7 +80,7 @@ def random_state(rank: int, device: torch.device) -> dict[str, Rectangles]:
 
 
 def set_random_state(both: torch.Tensor, device: torch.device) -> None:
-    """Restores what ``random_state`` gave."""
+    """Restore the state of ``random_state``."""
     size = torch.get_rng_state().numel()
     torch.set_rng_state(both[:size].clone())
     if devices.of(device).is_accelerator:
@@ -86,10 +88,9 @@ def set_random_state(both: torch.Tensor, device: torch.device) -> None:
 
 
 def extra_states(optimizer: Optimizer, rank: int) -> dict[str, Rectangles]:
-    """The optimizer's states that belong to this rank and to no weight, such as the errors of 1-bit Adam; copies.
+    """Return copies of optimizer states that belong to a rank, not to a weight, such as 1-bit Adam's errors.
 
-    Only the same rank of the same layout loads them, by name and shape. For others they begin at zero, as DeepSpeed's
-    errors do at every start.
+    The name contains layout and rank; another layout starts them at zero, as DeepSpeed does at each start.
     """
     plan = optimizer.model.plan
     sizes = [f"{axis.name}{plan.grid.sizes[axis.name]}" for axis in AXES if not axis.same_weights]
@@ -108,21 +109,21 @@ def load_extra_states(optimizer: Optimizer, states: Mapping[str, Rectangles]) ->
 def _tensors(
     kind: str, shard: Shard, state: torch.Tensor | BlockwiseState
 ) -> Iterator[tuple[str, Shard, torch.Tensor]]:
-    """What a state consists of, as ``_by_name`` takes it."""
+    """Yield the tensors of a state for ``_by_name``: the state, or 8-bit codes and scales."""
     if not isinstance(state, BlockwiseState):
         yield f"{STATES}{kind}.", shard, state
         return
     yield f"{STATES}{kind}.", shard, state.codes
-    in_blocks = replace(shard, rectangles=[piece.in_blocks(STATE_BLOCK) for piece in shard.rectangles])
+    in_blocks = replace(shard, rectangles=[rectangle.in_blocks(STATE_BLOCK) for rectangle in shard.rectangles])
     yield f"{STATES}{kind}{SCALE}.", in_blocks, state.scales
 
 
 def _by_name(tensors: Iterable[tuple[str, Shard, torch.Tensor]], owned: bool) -> dict[str, Rectangles]:
-    """The rectangles of tensors (prefix, shard, tensor shaped like the shard) under Hugging Face's names."""
-    found: dict[str, tuple[Shape, list[tuple[Shape, torch.Tensor]]]] = {}
+    """Group rectangles by Hugging Face name. ``tensors``: (prefix, shard, tensor shaped like the shard)."""
+    grouped: dict[str, tuple[Shape, list[tuple[Shape, torch.Tensor]]]] = {}
     for prefix, shard, tensor in tensors:
-        for piece in shard.rectangles:
-            if not owned or (shard.counts and piece.replica == 0):
-                _, parts = found.setdefault(prefix + piece.name, (piece.global_shape, []))
-                parts.append((piece.offset, tensor[piece.local_slices]))
-    return {name: Rectangles(shape, parts) for name, (shape, parts) in found.items()}
+        for rectangle in shard.rectangles:
+            if not owned or (shard.counts and rectangle.replica == 0):
+                _, parts = grouped.setdefault(prefix + rectangle.name, (rectangle.global_shape, []))
+                parts.append((rectangle.offset, tensor[rectangle.local_slices]))
+    return {name: Rectangles(shape, parts) for name, (shape, parts) in grouped.items()}

@@ -1,8 +1,7 @@
-"""The files of a checkpoint: one plain safetensors file for each rank, with a hash of each block of rows.
+"""Files of a checkpoint: one plain safetensors file per rank, with a hash per block of rows.
 
-torch.distributed.checkpoint plans which rectangles of the files a rank needs. Its own storage is not used: that adds a
-pickle, makes an archive of each tensor, and needs collectives. Here each rank writes its file without one, and reads
-only the blocks that it needs.
+torch.distributed.checkpoint plans which rectangles of the files a rank reads. Its storage is not used: it writes a
+pickle and one archive per tensor, and requires collectives.
 """
 
 from __future__ import annotations
@@ -36,31 +35,31 @@ from megatron_llama.checkpoint.stored_tensors import (
 from megatron_llama.system.files import open_regular
 
 HASH = "sha256"
-HASH_DIGITS = 32  # 128 of its bits
+HASH_DIGITS = 32  # 128 bits
 BLOCK_BYTES = 4 << 20
 STATES = "optimizer."
-"""With this the names of the optimizer's states begin."""
+"""Prefix of the names of optimizer states."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangle of a tensor in a file: row by row, without gaps."""
+    """A rectangle of a tensor in a file, row-major and contiguous."""
 
     file: str
-    """Name of the file, in the checkpoint's folder."""
+    """File name in the checkpoint's folder."""
     start: int
-    """Its first byte in the file."""
+    """First byte in the file."""
     offset: Shape
-    """Where the rectangle starts in the tensor."""
+    """Offset of the rectangle in the tensor."""
     size: Shape
-    """Extent of the rectangle."""
+    """Shape of the rectangle."""
     hashes: tuple[str, ...]
-    """One per block of rows, see ``block_rows``."""
+    """Hash per block of rows, see ``block_rows``."""
 
 
 @dataclass(frozen=True)
 class ChunkedTensor(StoredTensor):
-    """A tensor of a checkpoint, in the chunks that the ranks wrote."""
+    """A tensor of a checkpoint, in the chunks of all ranks."""
 
     chunks: list[Chunk]
 
@@ -71,16 +70,16 @@ class CheckpointTensors(Stored):
 
     tensors: Mapping[str, ChunkedTensor]
     block_bytes: int
-    """A block is as many whole rows of a chunk as fit in this many bytes, at least one."""
+    """Maximum size of a block of rows; a block has at least one row."""
 
     @torch.no_grad()
-    def load_into(self, wanted: Mapping[str, Rectangles]) -> int:
-        """Fills the rectangles, and checks the hash of every block that it reads."""
+    def load_into(self, targets: Mapping[str, Rectangles]) -> int:
+        """Fill the rectangles of ``targets``; verify the hash of each block read."""
         read, by_file = 0, dict[str, list[tuple[Chunk, torch.Tensor, ReadItem]]]()
-        for name, rectangles in wanted.items():
+        for name, rectangles in targets.items():
             tensor = self.tensors[name]
             if tensor.shape != rectangles.shape:
-                raise ValueError(f"{name} is saved as {list(tensor.shape)} and wanted as {list(rectangles.shape)}")
+                raise ValueError(f"{name} is saved as {list(tensor.shape)} and requested as {list(rectangles.shape)}")
             for item in _read_items(name, tensor, rectangles):
                 assert item.storage_index.index is not None and item.dest_index.index is not None
                 chunk, (_, target) = tensor.chunks[item.storage_index.index], rectangles.parts[item.dest_index.index]
@@ -92,7 +91,7 @@ class CheckpointTensors(Stored):
         return read
 
     def _fill(self, content: BinaryIO, chunk: Chunk, target: torch.Tensor, item: ReadItem) -> int:
-        """Copies a rectangle of a chunk to its place in ``target``, block by block; returns the bytes read."""
+        """Copy a rectangle of a chunk into ``target``, block by block; return the bytes read."""
         read, name = 0, item.storage_index.fqn
         dtype = self.tensors[name].dtype
         target = target[_slices(item.dest_offsets, item.lengths)]
@@ -101,7 +100,7 @@ class CheckpointTensors(Stored):
         for start, block in _verified_blocks(content, chunk, dtype, self.block_bytes, first, last, name):
             low, high = max(start, first), min(start + len(block), last)
             values = block[(slice(low - start, high - start), *columns)]
-            if not name.startswith(STATES):  # the square of a large gradient may be infinite: that weight rests
+            if not name.startswith(STATES):  # exp_avg_sq may be infinite: that weight is then not updated
                 place = (chunk.offset[0] + low, *(o + c.start for o, c in zip(chunk.offset[1:], columns, strict=True)))
                 check_finite(content.name, name, values, place)
             target[low - first : high - first].copy_(values)
@@ -109,31 +108,30 @@ class CheckpointTensors(Stored):
         return read
 
     def verify_file(self, file: str) -> None:
-        """Checks every hash of one file, and that its header agrees with the manifest. Raises CorruptFile."""
+        """Verify all hashes of a file, and its header against the manifest. Raises CorruptFile."""
         tensors = {_key(n, c.offset): (t.dtype, c) for n, t in self.tensors.items() for c in t.chunks if c.file == file}
         in_order = dict(sorted(tensors.items(), key=lambda item: item[1][1].start))
         header, starts = safetensors_header({key: (dtype, c.size) for key, (dtype, c) in in_order.items()})
         with _open(self.folder / file) as content:
-            found = bytearray(len(header))
-            _read(content, 0, memoryview(found))
-            if found != header or any(starts[key] != chunk.start for key, (_, chunk) in tensors.items()):
-                raise CorruptFile(f"{content.name}: its header is not that of the tensors in the manifest")
+            stored_header = bytearray(len(header))
+            _read(content, 0, memoryview(stored_header))
+            if stored_header != header or any(starts[key] != chunk.start for key, (_, chunk) in tensors.items()):
+                raise CorruptFile(f"{content.name}: the header does not match the manifest")
             for key, (dtype, chunk) in in_order.items():
                 for _ in _verified_blocks(content, chunk, dtype, self.block_bytes, 0, chunk.size[0], key):
                     pass
 
 
 def block_rows(size: Shape, itemsize: int, block_bytes: int) -> int:
-    """Rows of a chunk that are hashed together."""
+    """Return the rows per hashed block of a chunk."""
     return max(1, block_bytes // max(1, math.prod(size[1:]) * itemsize))
 
 
 def save_part(tensors: Mapping[str, Rectangles], folder: Path, rank: int) -> None:
-    """Writes this rank's part of a checkpoint: ``rank_00003.safetensors``, and ``rank_00003.json`` that describes it.
+    """Write this rank's part of a checkpoint: ``rank_00003.safetensors`` and its description ``rank_00003.json``.
 
-    Takes part in no collective, so that it can run in a thread beside training. The layout guarantees that no two ranks
-    write the same rectangle, and ``manifest.merge`` checks it. Values are written first and the header last, so that a
-    truncated file has no header; both files are on disk when it returns. Raises OSError.
+    Calls no collective, so it can run in a thread. No two ranks write the same rectangle; ``manifest.merge`` checks
+    this. The header is written last: a truncated file has no header. Syncs to disk before it returns. Raises OSError.
     """
     values = {_key(name, offset): part for name, whole in tensors.items() for offset, part in whole.parts}
     header, starts = safetensors_header({key: (part.dtype, tuple(part.shape)) for key, part in values.items()})
@@ -158,11 +156,11 @@ def save_part(tensors: Mapping[str, Rectangles], folder: Path, rank: int) -> Non
         json.dump({"file": path.name, "bytes": max(size, len(header)), "tensors": described}, description)
 
 
-def _read_items(name: str, tensor: ChunkedTensor, wanted: Rectangles) -> list[ReadItem]:
-    """What to read of which chunk for each part that is wanted."""
+def _read_items(name: str, tensor: ChunkedTensor, targets: Rectangles) -> list[ReadItem]:
+    """Plan the reads: overlap of each chunk with each target rectangle."""
     chunks = [ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.size)) for c in tensor.chunks]
     saved = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
-    parts = [ChunkStorageMetadata(torch.Size(offset), part.shape) for offset, part in wanted.parts]
+    parts = [ChunkStorageMetadata(torch.Size(offset), part.shape) for offset, part in targets.parts]
     return create_read_items_for_chunk_list(name, saved, parts)
 
 
@@ -172,7 +170,7 @@ def _slices(offset: Iterable[int], size: Iterable[int]) -> tuple[slice, ...]:
 
 @contextmanager
 def _open(path: Path) -> Iterator[BinaryIO]:
-    """The file, to be read; the operating system's errors become a CorruptFile that names it."""
+    """Open a file to read. Raises CorruptFile for errors of the operating system."""
     try:
         with open_regular(path) as file:
             yield file
@@ -181,20 +179,20 @@ def _open(path: Path) -> Iterator[BinaryIO]:
 
 
 def _read(file: BinaryIO, start: int, into: memoryview) -> None:
-    """Fills ``into`` from byte ``start`` on. Raises CorruptFile where the file is too short."""
+    """Fill ``into`` from byte ``start``. Raises CorruptFile if the file is too short."""
     file.seek(start)
     count = file.readinto(into)  # type: ignore[attr-defined]
     if count < len(into):
-        raise CorruptFile(f"{file.name}: ends at byte {start + count}, before its values do")
+        raise CorruptFile(f"{file.name}: is truncated at byte {start + count}")
 
 
 def _key(name: str, offset: Iterable[int]) -> str:
-    """A chunk's name in its file: the tensor's name, and where the chunk starts in it."""
+    """Return a chunk's name in its file: tensor name and offset."""
     return f"{name}@{','.join(map(str, offset))}"
 
 
 def _write_blocks(file: Any, tensor: torch.Tensor, hasher: Executor) -> Iterator[str]:
-    """Appends the values, and yields each block's hash, which a thread computes while the block is written."""
+    """Append the values; yield the hash of each block, computed in a thread during the write."""
     rows = block_rows(tuple(tensor.shape), tensor.dtype.itemsize, BLOCK_BYTES)
     for start in range(0, tensor.shape[0], rows):
         block = _memory(tensor[start : start + rows].reshape(-1).view(torch.uint8))
@@ -204,7 +202,7 @@ def _write_blocks(file: Any, tensor: torch.Tensor, hasher: Executor) -> Iterator
 
 
 def _memory(values: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, without a copy."""
+    """Return the bytes of a tensor without a copy."""
     return memoryview(values.numpy())  # type: ignore[arg-type]
 
 
@@ -215,8 +213,10 @@ def _digest(block: memoryview) -> str:
 def _verified_blocks(
     content: BinaryIO, chunk: Chunk, dtype: torch.dtype, block_bytes: int, first: int, last: int, name: str
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row, values) of each block that has some of the chunk's rows [first, last). Raises CorruptFile where the
-    hash differs."""
+    """Yield (first row, values) of each block that overlaps rows [first, last) of the chunk.
+
+    Raises CorruptFile if a hash differs.
+    """
     rows = block_rows(chunk.size, dtype.itemsize, block_bytes)
     row_bytes = dtype.itemsize * math.prod(chunk.size[1:])
     buffer = torch.empty(min(rows, chunk.size[0]) * row_bytes, dtype=torch.uint8)
@@ -226,7 +226,5 @@ def _verified_blocks(
         view = _memory(raw)
         _read(content, chunk.start + start * row_bytes, view)
         if _digest(view) != chunk.hashes[start // rows]:
-            raise CorruptFile(
-                f"{content.name}: the values of {name} from row {chunk.offset[0] + start} on are not what was written"
-            )
+            raise CorruptFile(f"{content.name}: wrong hash of {name} from row {chunk.offset[0] + start}")
         yield start, raw.view(dtype).view(count, *chunk.size[1:])

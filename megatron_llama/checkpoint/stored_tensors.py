@@ -1,7 +1,7 @@
-"""Tensors on disk, whoever wrote them: their names, dtypes and shapes, and how any rectangle of them is read.
+"""Interface of tensors on disk: names, dtypes, shapes, and reads of any rectangle.
 
-storage.py has those of our checkpoints, hf_folder.py those in other programs' safetensors files, adapter.py the sum
-that LoRA makes of two. Nothing is unpickled, and ``check_file_name`` checks each file name that comes from a file.
+Implementations: storage.py (checkpoints), hf_folder.py (safetensors files of other programs) and adapter.py (base model
+plus LoRA adapter). Nothing is unpickled, and ``check_file_name`` checks each file name read from a file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_llama.arch.names import Shape
 from megatron_llama.devices import HOST
 from megatron_llama.system import files
 
-# safetensors' names of the dtypes that we read or write
+# dtype names of safetensors
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -36,17 +36,17 @@ _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 
 
 class CorruptFile(Exception):
-    """A file is truncated, invalid, changed since it was written, or can't be read; the message names it."""
+    """A file is truncated, invalid, modified or unreadable; the message names it."""
 
 
 @dataclass(frozen=True)
 class Rectangles:
-    """A tensor of which this rank holds some rectangles, to be saved or filled."""
+    """Rectangles of a tensor on this rank, to save or to fill."""
 
     shape: Shape
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     parts: list[tuple[Shape, torch.Tensor]]
-    """(offset in the whole tensor, local tensor), all of one dtype and on one device."""
+    """(offset in the whole tensor, local tensor); all have one dtype and device."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,16 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Stored(ABC):
-    """Tensors on disk, by name."""
+    """Tensors on disk, by name. Subclasses: CheckpointTensors, SafetensorsFiles, MergedTensors."""
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
 
     @abstractmethod
-    def load_into(self, wanted: Mapping[str, Rectangles]) -> int:
-        """Fills rectangles of the named tensors, converting to their dtype; returns the bytes read from files.
+    def load_into(self, targets: Mapping[str, Rectangles]) -> int:
+        """Fill rectangles of the named tensors, converted to the targets' dtype; return the bytes read from files.
 
-        Reads no more than the rectangles need, and takes part in no collective. Raises CorruptFile.
+        Reads only the bytes of the rectangles. Calls no collective. Raises CorruptFile.
         """
 
     def read(
@@ -79,66 +79,66 @@ class Stored(ABC):
         dtype: torch.dtype | None = None,
         device: torch.device | str = HOST,
     ) -> torch.Tensor:
-        """One rectangle of a tensor, in its stored dtype unless another is given. Raises CorruptFile."""
+        """Read one rectangle of a tensor; default dtype: the stored one. Raises CorruptFile."""
         tensor = self.tensors[name]
         values = torch.empty(size, dtype=dtype or tensor.dtype, device=device)
         self.load_into({name: Rectangles(tensor.shape, [(offset, values)])})
         return values
 
     def rows(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Rows [first, last) of a tensor, all of them by default. Raises CorruptFile."""
+        """Read rows [first, last) of a tensor; default: all. Raises CorruptFile."""
         rows, *columns = self.tensors[name].shape
         last = rows if last is None else last
         return self.read(name, (first, *(0 for _ in columns)), (last - first, *columns))
 
 
 def check_finite(where: Path | str, name: str, values: torch.Tensor, offset: Shape) -> None:
-    """Raises CorruptFile where some of a weight's values, a rectangle at ``offset``, are infinite or no number.
+    """Raise CorruptFile if ``values``, a rectangle of a weight at ``offset``, has NaN or Inf.
 
-    One such weight makes every loss NaN, at a step that names no file. Costs one pass over the values.
+    A single non-finite weight makes every loss NaN.
     """
     if not values.is_floating_point() or not values.numel():
         return
-    ends = torch.stack(torch.aminmax(values))  # NaN if any value is
+    ends = torch.stack(torch.aminmax(values))  # NaN if any value is NaN
     if ends.isfinite().all():
         return
     wrong = (~values.isfinite()).nonzero()
     place = [int(o + n) for o, n in zip(offset, wrong[0], strict=True)]
-    found = values[tuple(wrong[0])].item()
-    others = f", and {len(wrong) - 1:,} more values are not finite" if len(wrong) > 1 else ""
-    raise CorruptFile(f"{where}: {name} holds {found} at {place}{others}: no model has such weights")
+    value = values[tuple(wrong[0])].item()
+    others = f" and {len(wrong) - 1:,} more non-finite values" if len(wrong) > 1 else ""
+    raise CorruptFile(f"{where}: {name} has {value} at {place}{others}")
 
 
 def check_file_name(name: Any) -> str:
-    """``name`` if it is the plain name of a file; raises CorruptFile for anything that could lead out of its folder."""
+    """Return ``name`` if it is a plain file name. Raises CorruptFile for paths and other values."""
     if not isinstance(name, str) or not _PLAIN.fullmatch(name):
-        raise CorruptFile(f"names a file {name!r}, which is no plain file name")
+        raise CorruptFile(f"has the invalid file name {name!r}")
     return name
 
 
 def parse_shape(values: Any) -> Shape:
-    """``values`` as a shape. Raises CorruptFile unless they are integers of at least 0."""
+    """Return ``values`` as a shape. Raises CorruptFile unless all are integers of at least 0."""
     if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
-        raise CorruptFile(f"has {values!r} instead of sizes")
+        raise CorruptFile(f"has {values!r} instead of a shape")
     return tuple(values)
 
 
 def read_json(path: Path) -> Any:
-    """The file's content. Raises CorruptFile."""
+    """Read a JSON file. Raises CorruptFile."""
     try:
         return files.read_json(path)
     except OSError as error:
         raise CorruptFile(f"{path}: {error.strerror}") from error
     except ValueError as error:
-        raise CorruptFile(f"{path}: is not JSON ({error})") from error
+        raise CorruptFile(f"{path}: not JSON ({error})") from error
 
 
 def safetensors_header(entries: Mapping[str, tuple[torch.dtype, Shape]]) -> tuple[bytes, dict[str, int]]:
-    """The header of a safetensors file with these tensors in this order, and the byte of the file where each starts.
+    """Return the header of a safetensors file with these tensors in order, and the first byte of each tensor.
 
-    The format: https://huggingface.co/docs/safetensors/index#format
+    Format: https://huggingface.co/docs/safetensors/index#format
     """
-    head: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
+    head: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers rejects files without it
     starts, position = {}, 0
     for name, (dtype, shape) in entries.items():
         size = math.prod(shape) * dtype.itemsize

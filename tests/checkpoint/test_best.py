@@ -72,7 +72,7 @@ def test_without_a_loss_there_is_no_best(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("losses", "step", "said"),
-    [(LOSSES, 2, "step_00000002, the best in validation,"), ({}, 3, "step_00000003, the last,")],
+    [(LOSSES, 2, "step_00000002 (best validation loss) "), ({}, 3, "step_00000003 (last) ")],
     ids=["validated", "never"],
 )
 def test_the_best_is_what_is_exported(

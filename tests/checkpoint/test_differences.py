@@ -55,7 +55,7 @@ def test_one_change(name: str, folder: Path) -> None:
     found = found_by(name, folder)
     where = ELSEWHERE.get(name, name)
     if name == "trainer.epochs":
-        kind = "told"
+        kind = "logged"
     assert outcome(found) == (f"allow=[{kind}]" if kind in ALLOWED else kind)
     if kind == "fixed":  # with what is derived from it
         assert where in names(found)
@@ -95,21 +95,21 @@ def test_all_differences_are_told_at_once_with_one_setting_that_allows_them(fold
     assert [problem.field for problem in problems] == told
     assert all("checkpoint.allow=[data,batch,optim]" in problem.instead for problem in problems)
     assert problems[2].rule == "the checkpoint runs/one/step_00000003 was trained with 0.0003"
-    assert problems[2].instead.startswith("write optim.lr=0.0003 to go on as before, or ")
+    assert problems[2].instead.startswith("write optim.lr=0.0003 to keep the saved value, or ")
     check_allowed(found, ["data", "batch", "optim"], Path())
     for missing in (["data"], ["optim"], ["batch"]):
         with pytest.raises(ConfigError):
             check_allowed(found, missing, Path())
 
 
-@pytest.mark.parametrize("name", [name for name, kind in differences.kinds().items() if kind not in ("free", "told")])
+@pytest.mark.parametrize("name", [name for name, kind in differences.kinds().items() if kind not in ("free", "logged")])
 def test_the_advice_to_go_on_as_before_can_be_typed(name: str, folder: Path) -> None:
     found = found_by(name, folder)
     with pytest.raises(ConfigError) as caught:
         check_allowed(found, [], Path("folder"))
-    refused = [difference for difference in found if difference.kind != "told"]
+    refused = [difference for difference in found if difference.kind != "logged"]
     for problem, difference in zip(caught.value.problems, refused, strict=True):
-        rest = ", or start another" if difference.kind == "fixed" else " to go on as before"
+        rest = ", or export the weights" if difference.kind == "fixed" else " to keep the saved value"
         words = problem.instead.removeprefix("write ").partition(rest)[0]
         null_section = (difference.name.rpartition(".")[0], None)
         assert as_typed(words) in ((difference.name, difference.saved), null_section)
@@ -154,7 +154,7 @@ def test_a_batch_schedule_differs_only_in_what_is_still_to_come(folder: Path) ->
     rising = {"trainer.global_batch_size": 8, "trainer.batch_schedule": [[16, 16], [64, 32]]}
     before = plan_in(folder, 1, rising)  # after three steps 32 samples are consumed
     same = {"trainer.global_batch_size": 16, "trainer.batch_schedule": [[64, 32]]}
-    assert outcome(between(before, plan_in(folder, 1, same))) == "told"
+    assert outcome(between(before, plan_in(folder, 1, same))) == "logged"
     later = {**rising, "trainer.batch_schedule": [[16, 16], [80, 32]]}
     assert outcome(between(before, plan_in(folder, 1, later))) == "allow=[batch]"
     assert outcome(between(before, plan_in(folder, 1, {**same, "trainer.batch_schedule": []}))) == "allow=[batch]"
@@ -167,7 +167,7 @@ def test_a_dataset_that_was_moved_is_the_same_and_one_that_was_replaced_is_not(f
             (tmp_path / path.name).write_bytes(path.read_bytes())
     moved = plan_in(tmp_path, 1, {})
     found = find_differences(moved, before, make_record(moved))
-    assert outcome(found) == "told" and len(found) == 2
+    assert outcome(found) == "logged" and len(found) == 2
     write_indexed(tmp_path / "a", numbered(30))
     replaced = plan_in(tmp_path, 1, {})
     assert outcome(find_differences(replaced, before, make_record(replaced))) == "allow=[data]"
@@ -181,7 +181,7 @@ def test_other_sets_to_validate_on_are_told(folder: Path) -> None:
         "data.validation_prefixes": ["b"],
     }
     found = between(plan_in(folder, 1, base), plan_in(folder, 1, {**base, "data.validation_prefixes": ["a"]}))
-    assert names(found) == ["data.validation_prefixes"] and outcome(found) == "told"
+    assert names(found) == ["data.validation_prefixes"] and outcome(found) == "logged"
 
 
 def old_checkpoint(plan: Plan) -> State:
@@ -212,7 +212,7 @@ def test_a_checkpoint_without_a_record_of_its_data_is_refused(folder: Path) -> N
     plan = plan_in(folder, 1, {})
     state = checkpoint_of(plan)
     state.data = None
-    with pytest.raises(ConfigError, match="has no record of its data"):
+    with pytest.raises(ConfigError, match="has no data record"):
         find_differences(plan, state, make_record(plan))
 
 

@@ -63,7 +63,7 @@ def test_an_optimizer_state_may_be_infinite(tmp_path: Path) -> None:
 def test_how_many(tmp_path: Path) -> None:
     save_file({"a": torch.full((3, 3), math.nan)}, tmp_path / "model.safetensors")
     stored = SafetensorsFiles(tmp_path, list_tensors(tmp_path / "model.safetensors"))
-    with pytest.raises(CorruptFile, match=r"a holds nan at \[0, 0\], and 8 more values are not finite"):
+    with pytest.raises(CorruptFile, match=r"a has nan at \[0, 0\] and 8 more non-finite values"):
         stored.rows("a")
 
 

@@ -272,7 +272,7 @@ def test_epochs_in_other_batches_say_where_they_end(datasets: Path, capfd: pytes
     planned = large.config.trainer.steps * 16
     ends, right = 8 + (large.config.trainer.steps - 2) * 16, 2 + (planned - 8) // 16
     said = capfd.readouterr().err
-    assert f"the {large.config.trainer.steps} steps of trainer.epochs now end at sample {ends}; " in said
+    assert f"the {large.config.trainer.steps} steps (trainer.epochs) end at sample {ends}; " in said
     assert f"for {planned} write trainer.steps={right}\n" in said
 
 

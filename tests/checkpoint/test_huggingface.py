@@ -304,5 +304,5 @@ def test_a_sentencepiece_model_becomes_the_tokenizer(tmp_path: Path) -> None:
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(CorruptFile, match="no regular file"):
+    with pytest.raises(CorruptFile, match="not a regular file"):
         list_tensors(tmp_path / "model.safetensors")

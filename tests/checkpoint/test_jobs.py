@@ -77,7 +77,7 @@ def test_killed_at_any_moment(tmp_path: Path, whole: Path) -> None:
         reached = max(reached, len(losses(folder)))
     job = Job(folder, *RUN)
     assert job.wait() == 0, job.said
-    assert "going on from" in job.said
+    assert "resuming from" in job.said
     assert_as_if_nothing_had_happened(folder, whole)
 
 

@@ -117,6 +117,6 @@ def _own_everything(checkpointer: Checkpointer) -> None:
 
 
 def test_a_value_written_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match="holds 4096 of the 2048 values"):
+    with pytest.raises(RankFailed, match="has 4096 of 2048 values"):
         run(2, tmp_path, "trainer.zero=0", until=1, tamper=_own_everything)
     assert list((tmp_path / "checkpoints").iterdir()) == []

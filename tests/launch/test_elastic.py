@@ -107,7 +107,7 @@ def test_a_killed_rank_is_started_again_to_the_bit(torchrun: Torchrun, tmp_path:
     said = torchrun.log.read_text()
     assert agent.returncode == 0, said
     # Ranks hear of each other's writing between steps: that of step 4 may not have been done after step 5.
-    assert len(re.findall(r"checkpoint: going on from .*step_0000000[24]", said)) == 1, said
+    assert len(re.findall(r"checkpoint: resuming from .*step_0000000[24]", said)) == 1, said
     assert steps(torchrun.run_dir) == list(range(1, STEPS + 1)), "each step once"
     status, printed = run_train_py(tmp_path / "plain", *WORDS, "trainer.dp=2")
     assert status == 0, printed

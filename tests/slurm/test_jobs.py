@@ -135,7 +135,7 @@ def test_a_job_survives_time_limit_preemption_and_a_lost_node(lab: Lab, tmp_path
     job.update("TimeLimit=60")
 
     reached(job, folder, first + 2)
-    assert f"going on from {folder}/checkpoints/step_{first:08d}" in job.log
+    assert f"resuming from {folder}/checkpoints/step_{first:08d}" in job.log
     urgent = lab.command(
         "sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
     ).split()[-1]
@@ -148,7 +148,7 @@ def test_a_job_survives_time_limit_preemption_and_a_lost_node(lab: Lab, tmp_path
     )
 
     reached(job, folder, second + 2)
-    assert f"going on from {folder}/checkpoints/step_{second:08d}" in job.log
+    assert f"resuming from {folder}/checkpoints/step_{second:08d}" in job.log
     lab.kill_node("n3")
     seconds = job.wait_for_requeue(3, 200)
     assert re.search(r"n3.*(Node failure|NODE FAILURE)|NODE FAILURE|[Cc]onnection closed|failed with status", job.log)
