@@ -242,5 +242,5 @@ def outcome(differences: list[Difference]) -> str:
             check_allowed(differences, allow, Path("step_00000003"))
         except ConfigError:
             continue
-        return f"allow=[{allow[0]}]" if allow else "told" if differences else "free"
+        return f"allow=[{allow[0]}]" if allow else "logged" if differences else "free"
     return "fixed"
