@@ -169,7 +169,7 @@ def hasten(monkeypatch: pytest.MonkeyPatch, marker: Path) -> None:
         return days[0]
 
     monkeypatch.setattr(watchdog, "monotonic", monotonic)
-    monkeypatch.setattr(watchdog, "_LONGEST_LOOK_SECONDS", float("inf"))
+    monkeypatch.setattr(watchdog, "_MAX_POLL_SECONDS", float("inf"))
 
 
 MakeLauncher = Callable[[Callable[[], int]], Launcher]

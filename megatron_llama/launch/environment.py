@@ -1,6 +1,6 @@
-"""The environment of this process: variables of torchrun, srun, mpirun or launch.hosts, and the network.
+"""Environment of this process: variables of torchrun, srun, mpirun or launch.hosts, and network interfaces.
 
-Reads variables and asks the system. It starts nothing and sends nothing.
+Starts no process and sends no packet.
 """
 
 from __future__ import annotations
@@ -18,75 +18,75 @@ from pathlib import Path
 
 from megatron_llama.config import ConfigError, Problem
 
-# Slurm numbers the steps that are no srun of ours (batch script, interactive shell, ...) from here on.
+# Slurm step ids from here on are not srun steps (batch script, interactive shell, ...).
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
-# Ports for rendezvous, below the range from which Linux hands out ports for outgoing connections (32768 on).
+# Rendezvous ports, below Linux's ephemeral port range (32768 and up).
 _FIRST_PORT, _PORTS = 15000, 15000
-# torchrun's own, where nothing tells one job from another.
-_USUAL_PORT = 29500
+# torchrun's default, if nothing distinguishes jobs.
+_DEFAULT_PORT = 29500
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _DISCARD_PORT = 9
 
 
-# What launch.hosts tells the one process that it starts on each host.
+# Variables that launch.hosts sets for its process on each host.
 NODE, NODES, SLOTS, RUN_ID = (f"MEGATRON_LLAMA_{name}" for name in ("NODE", "NODES", "SLOTS", "RUN_ID"))
 
-# What an mpirun calls a process's rank, the number of processes, and both again among those of the same machine.
+# mpirun's variables for rank, world size, local rank, local world size.
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-"""Of MPICH and Intel MPI."""
+"""MPICH and Intel MPI."""
 
-# Starters whose processes are not run as ranks, because none of these could be tried: rank, size, local rank ("": there
-# is no such variable). Under Slurm its own variables decide, whichever PMI it speaks.
-_OTHERS = {
+# Unsupported launchers (not tested): variables of rank, world size, local rank; "": no such variable. Under Slurm its
+# own variables are used, with any PMI.
+_UNSUPPORTED = {
     "PALS": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
     "Flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
     "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
     "mpirun_rsh": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
     "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK"),
-    "A PMI starter": ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK"),
-    "A PMIx starter": ("PMIX_RANK", "", "PMIX_LOCAL_RANK"),
+    "A PMI launcher": ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK"),
+    "A PMIx launcher": ("PMIX_RANK", "", "PMIX_LOCAL_RANK"),
     "pbsdsh": ("PBS_NODENUM", "", ""),
 }
 
 
 @dataclass(frozen=True)
 class ProcessContext:
-    """Where a process that somebody else started stands: a rank, or the one task on its node, which may start ranks."""
+    """Position of a process that another launcher started: a rank, or the only task of a node, which starts ranks."""
 
     launcher: str
     """torchrun, srun, mpirun or hosts."""
     rank: int
     local_rank: int
-    """Number among the processes that were started on this machine."""
+    """Index among the processes of this machine."""
     local_ranks: int
-    """Processes that were started on this machine."""
+    """Processes on this machine."""
     world_size: int
-    """All processes that were started."""
+    """Processes in all."""
     master_addr: str
     master_port: int
     job: str | None
-    """A name that all ranks of the job share and no other job has, if the starter gives one."""
+    """Id of the job, if the launcher sets one."""
     has_store: bool
-    """The starter hosts a store at master_addr:master_port."""
+    """Whether the launcher hosts a TCPStore at master_addr:master_port."""
     node: int = 0
-    """Number of this machine."""
+    """Index of this machine."""
     nodes: int = 1
-    """Machines."""
+    """Number of machines."""
     slots: tuple[int, ...] | None = None
-    """Ranks on each machine, where launch.hosts says so."""
+    """Ranks per machine, if launch.hosts sets them."""
 
     @property
     def one_per_node(self) -> bool:
-        """Whether this is the only process on its machine, among several machines."""
+        """Whether each machine has one process."""
         return self.launcher == "hosts" or (self.launcher != "torchrun" and self.nodes == self.world_size)
 
     def ranks_of_nodes(self, world_size: int) -> tuple[int, ...]:
-        """How many of ``world_size`` ranks each machine has, where there is one process on each."""
+        """Return the ranks per machine, if each machine has one process."""
         return self.slots or (world_size // self.nodes,) * self.nodes
 
     def environment(self) -> dict[str, str]:
-        """The variables that torch.distributed and ``run_rank`` read."""
+        """Return the variables that torch.distributed and ``run_rank`` read."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
@@ -98,97 +98,99 @@ class ProcessContext:
 
 
 def process_context(environ: Mapping[str, str]) -> ProcessContext | None:
-    """What the starter of this process has set; None where it was started by hand.
+    """Return the context set by this process's launcher; None if the user started the process.
 
-    Starters start one another, and the innermost one counts: torchrun as srun's or mpirun's task, mpirun in a job of
-    Slurm's. Raises ConfigError with every problem when the variables contradict each other, or when a starter that is
-    not known here has started several processes, each of which would begin the whole run.
+    Launchers can be nested (torchrun in srun, mpirun in a Slurm job): the innermost one is used.
+
+    Raises:
+        ConfigError: The variables contradict each other, or an unsupported launcher started several processes, each of
+            which would start the whole run.
     """
     if NODE in environ:
         return _from_hosts(environ)
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _from_torchrun(environ)
-    mpirun = next((names for names in (_OPEN_MPI, _HYDRA) if _is_one_of_several(environ, names)), None)
+    mpirun = next((names for names in (_OPEN_MPI, _HYDRA) if _has_peers(environ, names)), None)
     if mpirun is not None:
         return _from_mpirun(environ, mpirun)
     if _is_srun_task(environ):
         return _from_srun(environ)
-    _refuse_unknown_starter(environ)
+    _reject_unsupported(environ)
     return None
 
 
 def first_node(nodelist: str) -> str:
-    """The first host in Slurm's short notation: ``node[1-3,7]`` is node1, ``a,b`` is a, ``r[1-2]n[3-4]`` is r1n3."""
+    """Return the first host of a Slurm node list: ``node[1-3,7]`` is node1, ``r[1-2]n[3-4]`` is r1n3."""
     head = re.match(r"(?:[^,\[\]]|\[[^\]]*\])*", nodelist)
     assert head is not None, "the pattern matches the empty string"
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", head.group())
 
 
 def tasks_on_node(tasks_per_node: str, node: int) -> int | None:
-    """How many tasks run on the ``node``-th host, from Slurm's ``4(x2),3``; None if the text does not say."""
+    """Return the tasks on the ``node``-th host, from Slurm's ``4(x2),3``; None if unknown."""
     counts: list[int] = []
     for part in tasks_per_node.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
             return None
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts[node] if node < len(counts) else None
 
 
 class _Reader:
-    """Reads variables as numbers, and collects what is wrong with them."""
+    """Reads variables as numbers and collects problems."""
 
     def __init__(self, environ: Mapping[str, str], launcher: str) -> None:
         self.environ, self.launcher = environ, launcher
         self.problems: list[Problem] = []
 
     def number(self, name: str, default: int | None = None) -> int:
-        """The variable as a number; ``default`` where it is not set; 0, and a problem, where there is none."""
+        """Return the variable as a number, or ``default``; without both, add a problem and return 0."""
         text = self.environ.get(name, "")
         if text.isascii() and text.isdigit():
             return int(text)
         if text:
-            rule = "the program that starts the ranks sets this variable to a number"
-            self.add(name, text, rule, f"unset {name}, or start with {self.launcher}")
+            rule = "must be a number: the launcher sets it"
+            self.add(name, text, rule, f"unset {name}, or launch with {self.launcher}")
         elif default is not None:
             return default
         else:
-            self.missing(name)
+            self.add_missing(name)
         return 0
 
-    def missing(self, name: str, instead: str = "") -> None:
-        """Notes a variable without which this rank has no place."""
+    def add_missing(self, name: str, instead: str = "") -> None:
+        """Add the problem of a missing variable."""
         known = ("RANK", "WORLD_SIZE", *_OPEN_MPI[:2], *_HYDRA[:2], "SLURM_PROCID", "SLURM_NTASKS")
-        there = " and ".join(other for other in known if other in self.environ)
-        rule = f"with {there} this is one rank of several, which needs {name} too"
-        instead = instead or f"set {name}, or unset {there} to let this process start the ranks"
+        present = " and ".join(other for other in known if other in self.environ)
+        rule = f"is required with {present}, which mark this process as one of several ranks"
+        instead = instead or f"set {name}, or unset {present}: then this process starts the ranks"
         self.add(name, None, rule, instead)
 
     def add(self, name: str, value: object, rule: str, instead: str) -> None:
         self.problems.append(Problem(name, value, rule, instead))
 
-    def below(self, name: str, number: int, count_name: str, count: int) -> None:
-        """``number`` must be one of 0 to ``count`` - 1, if both could be read."""
+    def require_below(self, name: str, number: int, count_name: str, count: int) -> None:
+        """Add a problem unless 0 <= ``number`` < ``count``; skipped after other problems."""
         if not self.problems and number >= count:
-            rule = f"{count_name}={count} means the numbers 0 to {count - 1}"
-            self.add(name, number, rule, f"start all ranks with one command of {self.launcher}'s")
+            rule = f"must be less than {count_name}={count}"
+            self.add(name, number, rule, f"launch all ranks with one {self.launcher} command")
 
-    def checked(self, context: ProcessContext) -> ProcessContext:
-        """``context``, if there is no problem with it; raises ConfigError."""
+    def validate(self, context: ProcessContext) -> ProcessContext:
+        """Return ``context``. Raises ConfigError with all problems."""
         if not self.problems and not 0 < context.master_port < 2**16:
-            rule = "the ranks meet at this port, so all of them have to know it"  # 0 would be another one for each
-            self.add("MASTER_PORT", context.master_port, rule, "set a free one from 1024 to 65535")
+            rule = "must be a port number: all ranks connect to it"  # 0 would be a different port on each rank
+            self.add("MASTER_PORT", context.master_port, rule, "set a free port from 1024 to 65535")
         if self.problems:
             raise ConfigError(self.problems)
         return context
 
 
 def _from_hosts(environ: Mapping[str, str]) -> ProcessContext:
-    """Of the process that launch.hosts started on this host."""
+    """Return the context of the process that launch.hosts started on this host."""
     read = _Reader(environ, "launch.hosts")
     node, nodes = read.number(NODE), read.number(NODES)
     slots = tuple(int(count) for count in environ[SLOTS].split(",")) if environ.get(SLOTS) else None
-    return read.checked(
+    return read.validate(
         ProcessContext(
             launcher="hosts",
             rank=node,
@@ -207,22 +209,22 @@ def _from_hosts(environ: Mapping[str, str]) -> ProcessContext:
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> ProcessContext:
-    """From torchrun's variables, which other starters (accelerate, deepspeed, job services) use as well."""
+    """Return the context from torchrun's variables, which accelerate, deepspeed and job services set too."""
     read = _Reader(environ, "torchrun")
     rank, world_size, local_rank = read.number("RANK"), read.number("WORLD_SIZE"), read.number("LOCAL_RANK")
     address, port = environ.get("MASTER_ADDR", ""), read.number("MASTER_PORT")
     if not address:
-        read.missing("MASTER_ADDR")
-    # deepspeed says LOCAL_SIZE. Where nobody says it, the loopback shows that all ranks are on this machine.
+        read.add_missing("MASTER_ADDR")
+    # deepspeed sets LOCAL_SIZE. Without both, a loopback address means that all ranks are on this machine.
     one_machine = world_size if address and is_loopback(address) else None
     local_ranks = read.number("LOCAL_WORLD_SIZE", read.number("LOCAL_SIZE", 0) or one_machine)
-    read.below("RANK", rank, "WORLD_SIZE", world_size)
-    read.below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_ranks)
-    _compare_with_starter(read, world_size)
-    # torchrun's own default for the id is the word "none"; it says nothing about the job.
+    read.require_below("RANK", rank, "WORLD_SIZE", world_size)
+    read.require_below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_ranks)
+    _check_world_size(read, world_size)
+    # torchrun's default id is "none".
     job = environ.get("TORCHELASTIC_RUN_ID", "none")
     per_machine = max(1, local_ranks)
-    return read.checked(
+    return read.validate(
         ProcessContext(
             launcher="torchrun",
             rank=rank,
@@ -239,50 +241,52 @@ def _from_torchrun(environ: Mapping[str, str]) -> ProcessContext:
     )
 
 
-def _compare_with_starter(read: _Reader, world_size: int) -> None:
-    """Notes a WORLD_SIZE, left in the environment or written by hand, below the number of processes that were started:
-    several of them would have the same rank. torchrun's agents know better than what has started them."""
+def _check_world_size(read: _Reader, world_size: int) -> None:
+    """Add a problem if WORLD_SIZE is less than the number of started processes, which would then share ranks.
+
+    Skipped under torchrun, which may run inside another launcher.
+    """
     if "TORCHELASTIC_RUN_ID" in read.environ or read.problems:
         return
     for name in (_OPEN_MPI[1], _HYDRA[1], "SLURM_NTASKS"):
-        started = read.environ.get(name, "")
-        counts = name != "SLURM_NTASKS" or _is_srun_task(read.environ)
-        if counts and started.isdigit() and int(started) > world_size:
-            rule = f"{name}={started} processes were started"
-            read.add("WORLD_SIZE", world_size, rule, "unset RANK and WORLD_SIZE: the starter's own numbers do")
+        count = read.environ.get(name, "")
+        applies = name != "SLURM_NTASKS" or _is_srun_task(read.environ)
+        if applies and count.isdigit() and int(count) > world_size:
+            rule = f"is less than {name}={count}"
+            read.add("WORLD_SIZE", world_size, rule, "unset RANK and WORLD_SIZE: the launcher sets its own variables")
             return
 
 
-def _is_one_of_several(environ: Mapping[str, str], names: Sequence[str]) -> bool:
-    """Whether a starter with these variables has started several processes. A single one may use all devices."""
+def _has_peers(environ: Mapping[str, str], names: Sequence[str]) -> bool:
+    """Return whether a launcher with these variables started several processes."""
     rank, size, local_rank = names[:3]
     return {rank, size, local_rank} <= environ.keys() and environ[size] != "1"
 
 
 def _from_mpirun(environ: Mapping[str, str], names: Sequence[str]) -> ProcessContext:
-    """From the variables ``names`` of an mpirun.
+    """Return the context from the variables ``names`` of an mpirun.
 
-    On one machine the ranks meet at the loopback, at a port that follows from mpirun's process. Otherwise mpirun tells
-    nobody where rank 0 is: Slurm or the user must.
+    On one machine the ranks connect to the loopback, at a port derived from mpirun's pid. On several machines mpirun
+    does not report the host of rank 0: Slurm's variables or MASTER_ADDR do.
     """
     read = _Reader(environ, "mpirun")
     rank, world_size, local_rank, local_ranks = (read.number(name) for name in names)
-    read.below(names[0], rank, names[1], world_size)
-    read.below(names[2], local_rank, names[3], local_ranks)
+    read.require_below(names[0], rank, names[1], world_size)
+    read.require_below(names[2], local_rank, names[3], local_ranks)
     job = environ.get("SLURM_JOB_ID")
     address = environ.get("MASTER_ADDR", "")
     if local_ranks == world_size:
-        address, port = address or "127.0.0.1", port_for(_starter_pid(names[0]))
+        address, port = address or "127.0.0.1", port_for(_launcher_pid(names[0]))
     elif job:
         address, port = address or first_node(environ.get("SLURM_JOB_NODELIST", "")), port_for(_digits(job) * 10)
     else:
-        port = _USUAL_PORT
+        port = _DEFAULT_PORT
     if not address and not read.problems:
         option = "-x" if names is _OPEN_MPI else "-genv"
         separator = "=" if names is _OPEN_MPI else " "
-        read.missing("MASTER_ADDR", f"write mpirun {option} MASTER_ADDR{separator}NAME ... with rank 0's host")
+        read.add_missing("MASTER_ADDR", f"write mpirun {option} MASTER_ADDR{separator}HOST ..., the host of rank 0")
     per_machine = max(1, local_ranks)
-    return read.checked(
+    return read.validate(
         ProcessContext(
             launcher="mpirun",
             rank=rank,
@@ -299,9 +303,11 @@ def _from_mpirun(environ: Mapping[str, str], names: Sequence[str]) -> ProcessCon
     )
 
 
-def _starter_pid(rank_variable: str) -> int:
-    """The process that has started this machine's ranks: the nearest ancestor that is not itself part of a rank, as
-    shells and wrappers between the two are."""
+def _launcher_pid(rank_variable: str) -> int:
+    """Return the pid of this machine's launcher: the nearest ancestor without ``rank_variable``.
+
+    Shells and wrappers between launcher and rank have the variable.
+    """
     pid = os.getppid()
     try:
         while any(
@@ -314,24 +320,24 @@ def _starter_pid(rank_variable: str) -> int:
     return pid
 
 
-def _refuse_unknown_starter(environ: Mapping[str, str]) -> None:
-    """Raises ConfigError where this process is one of several that nothing here can bring together."""
+def _reject_unsupported(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if an unsupported launcher started this process as one of several."""
     read = _Reader(environ, "torchrun, srun or mpirun")
     if "RANK" in environ or environ.get("WORLD_SIZE", "1") != "1":
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             if name not in environ:
-                read.missing(name)
-    known = "SLURM_JOB_ID" in environ or _OPEN_MPI[1] in environ  # which say that it is a single one
-    for starter, (rank, size, local_rank) in () if known else _OTHERS.items():
+                read.add_missing(name)
+    is_single = "SLURM_JOB_ID" in environ or _OPEN_MPI[1] in environ  # these mark a single process
+    for launcher, (rank, size, local_rank) in () if is_single else _UNSUPPORTED.items():
         several = environ.get(size, "1") != "1" if size else environ.get(rank, "0") != "0" or rank == "PMIX_RANK"
         if rank in environ and several:
-            given = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank}
-            words = " ".join(f"{name}={f'${source}' if source else '...'}" for name, source in given.items())
-            rule = f"{starter} has started several processes, and is not known here: each would begin the whole run"
+            sources = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank}
+            assignments = " ".join(f"{name}={f'${source}' if source else '...'}" for name, source in sources.items())
+            rule = f"{launcher} is not supported, and each of its processes would start the whole run"
             instead = (
-                f"start with {read.launcher}; or give each process torchrun's variables: sh -c '{words} "
+                f"launch with {read.launcher}; or set torchrun's variables: sh -c '{assignments} "
                 "LOCAL_WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=29500 exec python train.py ...'; "
-                f"or, if it is the only one, unset {rank}"
+                f"or, for a single process, unset {rank}"
             )
             read.add(rank, environ[rank], rule, instead)
             break
@@ -340,10 +346,10 @@ def _refuse_unknown_starter(environ: Mapping[str, str]) -> None:
 
 
 def _is_srun_task(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of several tasks.
+    """Return whether srun started this process as one of several tasks.
 
-    Slurm sets SLURM_PROCID in batch scripts and interactive shells too; waiting for peers there would hang. A single
-    task is not counted either: started as if by hand it may use all devices that Slurm gave it.
+    Slurm also sets SLURM_PROCID in batch scripts and interactive shells, which have no peers. A single task starts its
+    ranks itself, on all devices of its allocation.
     """
     if not {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"} <= environ.keys() or environ["SLURM_NTASKS"] == "1":
         return False
@@ -354,7 +360,7 @@ def _is_srun_task(environ: Mapping[str, str]) -> bool:
 
 
 def _from_srun(environ: Mapping[str, str]) -> ProcessContext:
-    """From srun's variables; the first node of the step holds rank 0 and the store."""
+    """Return the context from srun's variables; the first node of the step has rank 0 and the store."""
     read = _Reader(environ, "srun")
     rank, world_size, local_rank = (read.number(f"SLURM_{name}") for name in ("PROCID", "NTASKS", "LOCALID"))
     lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -363,14 +369,14 @@ def _from_srun(environ: Mapping[str, str]) -> ProcessContext:
     count = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES")
     address = environ.get("MASTER_ADDR") or ("127.0.0.1" if count == "1" else first_node(nodes))
     if not address:
-        read.missing("SLURM_JOB_NODELIST")
+        read.add_missing("SLURM_JOB_NODELIST")
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
     node = int(environ.get("SLURM_NODEID", 0))
     local_ranks = tasks_on_node(tasks, node) or world_size
-    read.below("SLURM_PROCID", rank, "SLURM_NTASKS", world_size)
-    # A port that all tasks of a step agree on without talking; steps of one job on one node get different ones.
+    read.require_below("SLURM_PROCID", rank, "SLURM_NTASKS", world_size)
+    # All tasks of a step derive the same port; steps of a job on one node get different ports.
     port = port_for(_digits(job) * 10, _digits(environ.get("SLURM_STEP_ID")))
-    return read.checked(
+    return read.validate(
         ProcessContext(
             launcher="srun",
             rank=rank,
@@ -392,12 +398,12 @@ def _digits(text: str | None) -> int:
 
 
 def port_for(*numbers: int) -> int:
-    """A port for a rendezvous that follows from ``numbers``, so that different jobs get different ones."""
+    """Return a rendezvous port derived from ``numbers``."""
     return _FIRST_PORT + sum(numbers) % _PORTS
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` means "this machine" on every machine: localhost, 127.x.y.z or ::1."""
+    """Return whether ``host`` is a loopback address or name: localhost, 127.x.y.z or ::1."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -405,34 +411,34 @@ def is_loopback(host: str) -> bool:
 
 
 def addresses_of(host: str) -> list[str]:
-    """The addresses that this machine takes ``host`` for; raises OSError where it knows none."""
+    """Resolve ``host``. Raises OSError if it has no address."""
     return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)))
 
 
 def local_address_to(host: str) -> str:
-    """This machine's address on the way to ``host``, as its routes say; raises OSError where there is no way."""
+    """Return this machine's source address for packets to ``host``. Raises OSError without a route."""
     family, kind, _, _, target = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(target)  # for a datagram socket this picks a route, and no packet leaves
+        probe.connect(target)  # a datagram socket picks a route without sending
         return str(probe.getsockname()[0])
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has ``address``; None where the system does not say."""
+    """Return the network interface with ``address``; None if unknown."""
     if sys.platform != "linux":
         return None
-    wanted = ipaddress.ip_address(address.partition("%")[0])
-    if wanted.version == 6:
+    target = ipaddress.ip_address(address.partition("%")[0])
+    if target.version == 6:
         with suppress(OSError):
             lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
-            return next((line.split()[-1] for line in lines if line.startswith(wanted.packed.hex())), None)
+            return next((line.split()[-1] for line in lines if line.startswith(target.packed.hex())), None)
         return None
     named = (name for _, name in socket.if_nameindex())
-    return next((name for name in named if address_of_interface(name) == str(wanted)), None)
+    return next((name for name in named if address_of_interface(name) == str(target)), None)
 
 
 def address_of_interface(name: str) -> str | None:
-    """The first IPv4 address of an interface; None where it has none, or the system does not say."""
+    """Return the first IPv4 address of an interface; None if unknown."""
     if sys.platform != "linux":
         return None
     import fcntl

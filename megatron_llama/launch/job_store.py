@@ -1,10 +1,8 @@
-"""The store where the processes of a job meet, as we use it: bounded, and sealed with the job's secret.
+"""Key-value store of a job's processes: a ``torch.distributed.TCPStore`` with time limits and authentication.
 
-On a ``Board`` in it, watchers of several processes report hangs to each other.
-
-It is a ``torch.distributed.TCPStore``, which has no authentication: whoever reaches its port can read and write it, and
-a store whose process is stopped keeps who asks it waiting for ever, whatever timeout it was given. So every call here
-has a limit of time; our keys can't be guessed and our values not be forged without the secret.
+TCPStore has no authentication: any process that reaches its port can read and write it. Keys and values here carry an
+HMAC with the job's secret. A store whose process is stopped blocks its clients, despite their timeout: calls here run
+in a thread with a time limit. On a ``Board`` in the store, watchdogs of several processes report hangs.
 """
 
 from __future__ import annotations
@@ -23,66 +21,63 @@ from megatron_llama.system.errors import LaunchFailed
 T = TypeVar("T")
 
 SECRET = "MEGATRON_LLAMA_SECRET"
-"""The variable that has the job's secret where one of its starters has made one. Never part of a command line."""
+"""Variable with the job's secret. Never part of a command line."""
 ANSWER_SECONDS = 10.0
 _SEAL_HEX = 64
-# Of a board.
+# Times of a Board.
 _GATHER_SECONDS = 15.0
 _POLL_SECONDS = 0.2
 
 
 class StoreLost(LaunchFailed):
-    """The store does not answer, or is no store."""
+    """The store does not answer, or is not a store of this job."""
 
 
 class JobStore:
-    """Texts by name. The processes that give the same ``job`` and the same secret see the same ones."""
+    """Stores texts by name, shared by the processes with the same job and secret."""
 
     def __init__(self, connect: Callable[[], Any], job: str, secret: str, limit_seconds: float) -> None:
-        """``connect`` makes the connection, within ``limit_seconds``. Raises StoreLost, and what ``connect`` raises but
-        for torch's errors."""
+        """Connect by calling ``connect``, within ``limit_seconds``. Raises StoreLost, also for torch's errors."""
         self._job, self._secret = job, secret.encode()
-        self._store = _within(limit_seconds, connect)
+        self._store = _run_with_limit(limit_seconds, connect)
         self.forged: list[str] = []
-        """Names of values that did not carry the job's secret."""
+        """Names of values without a valid HMAC."""
 
-    def again(self, part: str = "") -> JobStore:
-        """Another connection to the same store, for another thread; with a ``part``, for texts of its own."""
+    def clone(self, part: str = "") -> JobStore:
+        """Open another connection for another thread; ``part`` gives it a separate namespace."""
         job = f"{self._job}/{part}" if part else self._job
         return JobStore(self._store.clone, job, self._secret.decode(), ANSWER_SECONDS)
 
     def set(self, name: str, text: str) -> None:
-        """Leaves a text. Raises StoreLost, also where it is larger than the store takes (8 MiB)."""
-        _within(ANSWER_SECONDS, lambda: self._store.set(self._key(name), self._sealed(name, text)))
+        """Store a text. Raises StoreLost, also if the text exceeds the store's limit (8 MiB)."""
+        _run_with_limit(ANSWER_SECONDS, lambda: self._store.set(self._key(name), self._seal(name, text)))
 
     def get(self, name: str) -> str | None:
-        """The text of this name; None where there is none, or one that nobody of this job has left. Raises
-        StoreLost."""
+        """Return the text of a name; None if it is missing or has no valid HMAC. Raises StoreLost."""
         key = self._key(name)
-        found = _within(ANSWER_SECONDS, lambda: self._store.get(key) if self._store.check([key]) else None)
-        return None if found is None else self._opened(name, found)
+        value = _run_with_limit(ANSWER_SECONDS, lambda: self._store.get(key) if self._store.check([key]) else None)
+        return None if value is None else self._unseal(name, value)
 
     def wait(self, name: str, seconds: float) -> str | None:
-        """The text of this name, as soon as there is one; None where none comes within ``seconds``. Raises
-        StoreLost."""
+        """Wait up to ``seconds`` for the text of a name; return it, or None. Raises StoreLost."""
         key, deadline = self._key(name), time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
-            piece = min(left, ANSWER_SECONDS)
-            # The store says itself that nothing has come; where it does not even do that, it is lost.
-            if _within(piece + ANSWER_SECONDS, partial(self._came, key, piece)):
+            timeout = min(left, ANSWER_SECONDS)
+            # The store reports a timeout itself; if it does not, it is lost.
+            if _run_with_limit(timeout + ANSWER_SECONDS, partial(self._wait_for_key, key, timeout)):
                 return self.get(name)
         return None
 
-    def first(self, name: str, text: str) -> str:
-        """The text of this name, which becomes ``text`` where there is none yet. Raises StoreLost."""
-        sealed = self._sealed(name, text)
-        found = _within(ANSWER_SECONDS, lambda: self._store.compare_set(self._key(name), "", sealed))
-        opened = self._opened(name, found)
-        if opened is None:
-            raise StoreLost(f"somebody without the job's secret has written {name}")
-        return opened
+    def set_default(self, name: str, text: str) -> str:
+        """Store ``text`` if the name is missing; return the stored text. Raises StoreLost."""
+        sealed = self._seal(name, text)
+        value = _run_with_limit(ANSWER_SECONDS, lambda: self._store.compare_set(self._key(name), "", sealed))
+        stored = self._unseal(name, value)
+        if stored is None:
+            raise StoreLost(f"{name} was written without the job's secret")
+        return stored
 
-    def _came(self, key: str, seconds: float) -> bool:
+    def _wait_for_key(self, key: str, seconds: float) -> bool:
         try:
             self._store.wait([key], timedelta(seconds=seconds))
         except RuntimeError as error:
@@ -95,15 +90,15 @@ class JobStore:
         return f"megatron_llama/{self._digest('key', name)}" if self._secret else f"megatron_llama/{self._job}/{name}"
 
     def _digest(self, *words: str) -> str:
-        # With the number of letters before each word: no two lists of words give the same text.
+        # The length before each word makes the text unique for a list of words.
         text = "".join(f"{len(word)} {word}" for word in (self._job, *words))
         return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
 
-    def _sealed(self, name: str, text: str) -> str:
+    def _seal(self, name: str, text: str) -> str:
         return self._digest("value", name, text) + text if self._secret else text
 
-    def _opened(self, name: str, found: bytes) -> str | None:
-        text = found.decode(errors="replace")
+    def _unseal(self, name: str, value: bytes) -> str | None:
+        text = value.decode(errors="replace")
         if not self._secret:
             return text
         seal, text = text[:_SEAL_HEX], text[_SEAL_HEX:]
@@ -114,58 +109,61 @@ class JobStore:
 
 
 class Board:
-    """One watcher's view of the store: its note and everybody's, and the alarm."""
+    """Exchange of hang reports between the watchdogs of a job: a note per watchdog, and an alarm."""
 
     def __init__(self, store: JobStore, number: int, count: int, host: str) -> None:
-        """``count`` watchers share the store; this one is the ``number``-th. ``host`` names the process that has it."""
-        self._store, self._number, self._count = store.again(), number, count
+        """Open the board of watchdog ``number`` of ``count``. ``host`` names the process that hosts the store."""
+        self._store, self._number, self._count = store.clone(), number, count
         self.host = host
         self.answers = True
-        """False once the store has not answered in time; then the process that hosts it does not run."""
+        """False after a timeout: the process that hosts the store is stopped or lost."""
 
-    def alarmed(self, note: str) -> bool:
-        """Leaves ``note`` for the others; whether any of them has given up."""
-        self._ask(lambda: self._store.set(f"hang/note/{self._number}", note))
-        return self._ask(lambda: self._store.get("hang/alarm")) is not None
+    def post_note(self, note: str) -> bool:
+        """Store ``note``; return whether any watchdog has raised the alarm."""
+        self._try_call(lambda: self._store.set(f"hang/note/{self._number}", note))
+        return self._try_call(lambda: self._store.get("hang/alarm")) is not None
 
-    def gather(self, mine: str) -> tuple[dict[int, str], dict[int, str]] | None:
-        """Gives the alarm. For the first to do so: the texts of all who answer, by number, and the notes of the others;
-        None for the rest. Alone with its own text where the store does not answer."""
-        teller = self._ask(lambda: self._store.first("hang/alarm", str(self._number)))
-        self._ask(lambda: self._store.set(f"hang/text/{self._number}", mine))
-        if self.answers and teller != str(self._number):
+    def gather(self, report: str) -> tuple[dict[int, str], dict[int, str]] | None:
+        """Raise the alarm and store ``report``.
+
+        The first watchdog to raise the alarm gets the reports of those that answer, by number, and the notes of the
+        others. The rest get None. If the store does not answer, returns only the local report.
+        """
+        reporter = self._try_call(lambda: self._store.set_default("hang/alarm", str(self._number)))
+        self._try_call(lambda: self._store.set(f"hang/text/{self._number}", report))
+        if self.answers and reporter != str(self._number):
             return None
-        texts, notes = {self._number: mine}, dict[int, str]()
+        texts, notes = {self._number: report}, dict[int, str]()
         for _ in range(round(_GATHER_SECONDS / _POLL_SECONDS)):
             if not self.answers or len(texts) == self._count:
                 break
-            texts |= self._all("text", but=texts)
+            texts |= self._read_all("text", exclude=texts)
             time.sleep(_POLL_SECONDS)
         if self.answers:
-            notes = self._all("note", but=texts)
+            notes = self._read_all("note", exclude=texts)
         return texts, notes
 
-    def tell(self) -> None:
-        """The first to give the alarm has printed what it gathered."""
-        self._ask(lambda: self._store.set("hang/told", ""))
+    def mark_reported(self) -> None:
+        """Store that the full report has been printed."""
+        self._try_call(lambda: self._store.set("hang/reported", ""))
 
-    def wait_until_told(self) -> None:
-        """Returns when that has happened, or takes too long."""
-        self._ask(lambda: self._store.wait("hang/told", 2 * _GATHER_SECONDS))
+    def wait_until_reported(self) -> None:
+        """Wait until the full report has been printed, at most 30 s."""
+        self._try_call(lambda: self._store.wait("hang/reported", 2 * _GATHER_SECONDS))
 
-    def _all(self, kind: str, but: dict[int, str]) -> dict[int, str]:
-        """What there is of all other numbers."""
-        found = {}
+    def _read_all(self, kind: str, exclude: dict[int, str]) -> dict[int, str]:
+        """Return the stored texts of a kind, by number, without those in ``exclude``."""
+        texts = {}
         for number in range(self._count):
-            if number not in but and (text := self._read(f"hang/{kind}/{number}")) is not None:
-                found[number] = text
-        return found
+            if number not in exclude and (text := self._read(f"hang/{kind}/{number}")) is not None:
+                texts[number] = text
+        return texts
 
     def _read(self, name: str) -> str | None:
-        return self._ask(lambda: self._store.get(name))
+        return self._try_call(lambda: self._store.get(name))
 
-    def _ask(self, call: Callable[[], T]) -> T | None:
-        """What ``call`` returns; None once the store is lost."""
+    def _try_call(self, call: Callable[[], T]) -> T | None:
+        """Return the result of ``call``; None if the store is lost."""
         if not self.answers:
             return None
         try:
@@ -175,24 +173,24 @@ class Board:
             return None
 
 
-def _within(seconds: float, call: Callable[[], T]) -> T:
-    """What ``call`` returns. Raises StoreLost where it takes longer, or torch says that the connection failed."""
-    found: list[T] = []
+def _run_with_limit(seconds: float, call: Callable[[], T]) -> T:
+    """Return the result of ``call``. Raises StoreLost after ``seconds``, and for torch's connection errors."""
+    results: list[T] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append(call())
+            results.append(call())
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="job's store", daemon=True)
+    thread = threading.Thread(target=run, name="job store", daemon=True)
     thread.start()
     thread.join(seconds)
-    if found:
-        return found[0]
+    if results:
+        return results[0]
     if not errors:
-        raise StoreLost(f"the store where the processes meet has not answered within {seconds:g} s")
-    if isinstance(errors[0], RuntimeError):  # torch's DistError and its kinds
-        raise StoreLost(f"the store where the processes meet: {str(errors[0]).splitlines()[0]}") from errors[0]
+        raise StoreLost(f"the rendezvous store did not answer within {seconds:g} s")
+    if isinstance(errors[0], RuntimeError):  # torch's DistError and subclasses
+        raise StoreLost(f"rendezvous store: {str(errors[0]).splitlines()[0]}") from errors[0]
     raise errors[0]

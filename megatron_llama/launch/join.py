@@ -1,4 +1,4 @@
-"""A process that another program has started: it becomes a rank, or the starter of its node's ranks."""
+"""Entry of a process that another launcher started: it becomes a rank, or starts the ranks of its node."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ PREPARE_LIMIT_SECONDS = 3600.0
 
 
 def join(plan: Plan, world: World, context: ProcessContext, entry: Entry) -> int:
-    """Meets the other processes of the run, then runs ``entry`` as, or in, the ranks of this one; the exit status."""
-    assert world.device is not None, "a plan refuses a device that is not here"
+    """Join the other processes, then run ``entry`` as a rank or in the ranks of this node; return the exit status."""
+    assert world.device is not None, "planning rejects unavailable devices"
     exit_with_parent(os.getppid())
     os.environ.update(rank_environment(world.device, plan))
     starts_ranks = context.launcher == "hosts" or plan.world_size > context.world_size
@@ -46,15 +46,17 @@ def join(plan: Plan, world: World, context: ProcessContext, entry: Entry) -> int
         counts = context.ranks_of_nodes(plan.world_size)
         ranks, first = counts[context.node], [0, *accumulate(counts)][context.node]
     with ExitStack() as stack:
-        rendezvous, mine = _meet(plan, world, context, node_info(context, first, ranks, plan.world_size), stack)
+        rendezvous, local = _join_rendezvous(
+            plan, world, context, node_info(context, first, ranks, plan.world_size), stack
+        )
         set_spill_folder(Path(str(plan.config.run.dir)))
-        _use_interface(context, mine)
+        _set_gloo_interface(context, local)
         hang_seconds = plan.config.trainer.hang_timeout_seconds
         if not starts_ranks:
             os.environ.update(context.environment(), TORCHELASTIC_USE_AGENT_STORE="True")
             watch_this_process(context.rank, plan.world_size, hang_seconds, rendezvous.board())
             return run_as_rank(plan, context.rank, entry)
-        # Nodes tell each other of a hang; on one alone its starter sees all.
+        # Nodes report hangs to each other; a single launcher watches all its ranks.
         board = rendezvous.board() if context.world_size > 1 else None
         output_dir = stack.enter_context(rank_outputs(Path(str(plan.config.run.dir)), range(first, first + ranks)))
         master = (context.master_addr, context.master_port)
@@ -63,51 +65,55 @@ def join(plan: Plan, world: World, context: ProcessContext, entry: Entry) -> int
         return start_ranks(plan, entry, share, while_running=obey)
 
 
-def _meet(
-    plan: Plan, world: World, context: ProcessContext, mine: NodeInfo, stack: ExitStack
+def _join_rendezvous(
+    plan: Plan, world: World, context: ProcessContext, local: NodeInfo, stack: ExitStack
 ) -> tuple[Rendezvous, NodeInfo]:
-    """Brings the processes together; the first one claims the run's folder until ``stack`` closes. All then have the
-    same ``run.dir``. Returns this process's report as the others see it."""
-    # Where files of records were replaced by datasets, other nodes may still prepare theirs.
+    """Wait for all processes and set the common ``run.dir``; process 0 locks it until ``stack`` closes.
+
+    Returns the rendezvous and this process's report, with the address that the other processes see.
+    """
+    # If raw data files are converted to datasets at the start, other nodes may take longer.
     prepared = plan.config.data.prefixes != world.config.data.prefixes
     limit = PREPARE_LIMIT_SECONDS if prepared else ARRIVAL_LIMIT_SECONDS
     rendezvous = Rendezvous(context, limit, secret_of_job(context))
-    rendezvous.report(mine)
+    rendezvous.report(local)
     if context.rank > 0:
         try:
-            opening = rendezvous.wait()
+            start = rendezvous.wait()
         except EOFError as error:
             time.sleep(CONSEQUENCE_DELAY_SECONDS)
-            raise LaunchFailed(f"the first process ended before the start: {error}") from error
+            raise LaunchFailed(f"process 0 ended before the start: {error}") from error
     else:
         nodes = check_consistent(rendezvous.gather())
-        mine = nodes[0]
-        wanted = plan.config.run.dir or default_run_dir(plan.config, context.job)
-        chosen, again = rendezvous.agree_on_run_dir(wanted)
+        local = nodes[0]
+        requested = plan.config.run.dir or default_run_dir(plan.config, context.job)
+        chosen, restarted = rendezvous.agree_on_run_dir(requested)
         plan.config.run.dir = chosen
         stack.enter_context(claim_run_dir(Path(chosen)))
         report_to_batch_script("running", chosen)
         sys.stdout.write(write_config_and_plan(plan, Path(chosen)) + "\n")
         if context.nodes > 1:
-            sys.stdout.write(f"{node_table(nodes, context)}{rendezvous.openness()}\n\n")
+            sys.stdout.write(f"{node_table(nodes, context)}{rendezvous.describe_security()}\n\n")
         sys.stdout.flush()
-        opening = rendezvous.open(nodes, chosen, again)
-    plan.config.run.dir = opening.run_dir
-    if opening.again and plan.config.checkpoint.resume == "never":  # that was about the first start
+        start = rendezvous.open(nodes, chosen, restarted)
+    plan.config.run.dir = start.run_dir
+    if start.restarted and plan.config.checkpoint.resume == "never":  # "never" applies to the first start only
         plan.config.checkpoint.resume = "auto"
-    os.environ[ATTEMPT] = opening.attempt
-    return rendezvous, mine
+    os.environ[ATTEMPT] = start.attempt
+    return rendezvous, local
 
 
 def secret_of_job(context: ProcessContext) -> str:
-    """What only this job's processes know; empty where no starter has made it."""
+    """Return the job's secret; empty if no launcher created one."""
     return read_secret() if context.launcher == "hosts" else os.environ.get(SECRET, "")
 
 
-def _use_interface(context: ProcessContext, mine: NodeInfo) -> None:
-    """Has gloo use the interface that leads to the first node: by default it takes the one of the host's name, which
-    is the loopback on many machines."""
-    interface = mine.interface
+def _set_gloo_interface(context: ProcessContext, local: NodeInfo) -> None:
+    """Set gloo's interface to the one with a route to the first node.
+
+    gloo's default is the interface of the host name, the loopback on many machines.
+    """
+    interface = local.interface
     one_machine = context.nodes == 1 or is_loopback(context.master_addr)
     if one_machine:
         interface = "lo" if sys.platform == "linux" else None

@@ -1,6 +1,6 @@
-"""One rank's process around its entry: the process ends with its launcher, and reports how it ended.
+"""The process of a rank: runs the entry, ends with its launcher, and reports how it ended.
 
-``python -m megatron_llama.launch.rank FD`` is a rank that its launcher does not fork; FD has the pickled assignment.
+``python -m megatron_llama.launch.rank FD`` is a spawned rank; FD has the pickled assignment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from megatron_llama.system.output import protect_output
 
-if __name__ == "__main__":  # first: the terminal may go while the rest is imported
+if __name__ == "__main__":  # first: the terminal may close during the imports
     protect_output()
 
 from megatron_llama.config import ConfigError  # noqa: E402
@@ -36,14 +36,15 @@ from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXI
 from megatron_llama.system.signals import exit_with_parent, is_ignored_by_user  # noqa: E402
 
 Entry = Callable[[Plan], None] | str
-"""The work of each rank on the plan: a function, or its name "package.module:function". A name is imported only where
-ranks run, so that a launcher of spawned ranks needs no torch."""
+"""The work of each rank: a function of the plan, or its name "package.module:function".
+
+A name is imported only in the ranks: a launcher of spawned ranks does not import torch.
+"""
 TRAIN: Entry = "megatron_llama.train.run_rank:run_rank"
 
-# A rank that lost another one waits before it reports that: by then the starter has killed it, and the cause is the
-# last thing on stderr.
+# A rank that lost its peer waits before it reports: the launcher kills it first, and the cause stays last on stderr.
 CONSEQUENCE_DELAY_SECONDS = 8.0
-# How a rank learns that another one has gone. Such an error is a consequence, whatever rank it is raised on.
+# Errors that mean the loss of another rank: consequences, not causes.
 _PEER_LOST = re.compile(
     r"connection (was )?(closed|reset)|closed by peer|broken pipe|connection refused|remote process exited"
     r"|likely closed|pair closure|communicator was aborted|socket timeout|wait timeout|timed out waiting|failed to recv"
@@ -51,29 +52,29 @@ _PEER_LOST = re.compile(
     re.IGNORECASE,
 )
 
-# Has a rank that its starter takes for hanging write its stacks.
+# Makes a rank write its stacks.
 STACKS_SIGNAL = signal.SIGQUIT
 
 
 @dataclass
 class Report:
-    """How a rank ended, as it reports itself."""
+    """A rank's report of its end."""
 
     kind: str
-    """done, user (a ConfigError), exit (SystemExit), interrupt or error."""
+    """done, user (ConfigError), exit (SystemExit), interrupt or error."""
     text: str = ""
-    """The message or the traceback."""
+    """Message or traceback."""
     code: int = 0
-    """Exit status that the rank asked for."""
+    """Exit status."""
     consequence: bool = False
-    """The error is that another rank was lost."""
+    """Whether the error only means that another rank was lost."""
     seconds: float = field(default_factory=time.monotonic)
-    """When it ended, on the machine's monotonic clock, so that ranks can be compared."""
+    """End on the machine's monotonic clock, comparable between ranks."""
 
 
 @dataclass
 class Assignment:
-    """What the process that starts a rank hands to it."""
+    """Arguments of a rank's process."""
 
     rank: int
     launcher_pid: int
@@ -83,9 +84,9 @@ class Assignment:
     crash_fd: int
     """File descriptor for the stack of a fatal signal."""
     phase_fd: int
-    """File descriptor of the PhaseFile that its phases go to."""
+    """File descriptor of the PhaseFile."""
     output: Path | None
-    """File that takes stdout and stderr; None leaves them as they are."""
+    """File for stdout and stderr; None: inherited."""
 
 
 def load_entry(entry: Entry) -> Callable[[Plan], None]:
@@ -98,7 +99,7 @@ def load_entry(entry: Entry) -> Callable[[Plan], None]:
 
 
 def describe(error: BaseException) -> Report:
-    """The report of an entry that ended with ``error``."""
+    """Return the report of an entry that ended with ``error``."""
     text = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, ConfigError):
         return Report("user", str(error), EXIT_USER)
@@ -112,7 +113,7 @@ def describe(error: BaseException) -> Report:
 
 
 def is_peer_lost(error: BaseException | None) -> bool:
-    """Whether ``error``, or the one it was raised from, only means that another rank was lost."""
+    """Return whether ``error``, or an error it was raised from, only means that another rank was lost."""
     while error is not None:
         if _PEER_LOST.search("".join(traceback.format_exception_only(error))):
             return True
@@ -123,7 +124,7 @@ def is_peer_lost(error: BaseException | None) -> bool:
 def run_assignment(assignment: Assignment, plan: Plan, entry: Entry) -> NoReturn:
     """Run ``entry`` as one rank of ``plan`` and end the process."""
     exit_with_parent(assignment.launcher_pid)
-    for number in FORWARDED:  # instead of the starter's handlers; then what arrived meanwhile is let through
+    for number in FORWARDED:  # replace the launcher's handlers, then unblock pending signals
         if not is_ignored_by_user(number):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, _interrupt_once)
@@ -137,7 +138,7 @@ def run_assignment(assignment: Assignment, plan: Plan, entry: Entry) -> NoReturn
             os.dup2(file.fileno(), 2)
     with os.fdopen(assignment.crash_fd, "w") as crash:
         faulthandler.enable(file=crash)
-        faulthandler.register(STACKS_SIGNAL, file=crash)  # in C: it needs no lock of the interpreter's
+        faulthandler.register(STACKS_SIGNAL, file=crash)  # in C, without the GIL
         phase.share(assignment.phase_fd)
         phase.enter("importing the program", phase.PATIENT)
         report = Report("done")
@@ -148,21 +149,20 @@ def run_assignment(assignment: Assignment, plan: Plan, entry: Entry) -> NoReturn
         with os.fdopen(assignment.report_fd, "wb") as pipe:
             pickle.dump(report, pipe)
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # the terminal or the reader of a pipe has gone
+            with suppress(OSError, ValueError):  # the terminal or pipe is closed
                 stream.flush()
-        # Not sys.exit: a forked rank must not run what its starter registered for its own end, and a collective that
-        # never finishes must not keep a dying rank alive.
+        # Not sys.exit: a forked rank must not run the launcher's exit handlers or wait for unfinished collectives.
         os._exit(report.code)
 
 
 def _interrupt_once(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C reaches a rank from the terminal and from its starter; the second must not disturb the clean-up."""
+    """Raise KeyboardInterrupt once: Ctrl-C arrives from the terminal and from the launcher."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def run_as_rank(plan: Plan, rank: int, entry: Entry) -> int:
-    """Run ``entry`` in this process, which torchrun or srun has started as ``rank``; return the exit status."""
+    """Run ``entry`` in this process, a rank of torchrun or srun; return the exit status."""
     signal.signal(signal.SIGINT, _interrupt_once)
     try:
         load_entry(entry)(plan)
@@ -180,7 +180,7 @@ def run_as_rank(plan: Plan, rank: int, entry: Entry) -> int:
     except Exception as error:
         if is_peer_lost(error):
             time.sleep(CONSEQUENCE_DELAY_SECONDS)
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # where torchrun looks for the rank that failed first
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun reads the first failure from this file
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             get_error_handler().record_exception(error)
@@ -189,19 +189,18 @@ def run_as_rank(plan: Plan, rank: int, entry: Entry) -> int:
         sys.stderr.flush()
         if rank == 0:
             report_to_batch_script(EXIT_FAILED)
-        # At once: a clean exit may wait for ranks that wait for this one, and the starter must first hear of the rank
-        # that failed of itself.
+        # Not sys.exit: a clean exit may deadlock with other ranks, and the launcher must see the cause first.
         os._exit(EXIT_FAILED)
     return 0
 
 
 def run_from(descriptor: int) -> NoReturn:
-    """Run the assignment that the launcher has pickled into a file, after the launcher's import path."""
+    """Run the pickled assignment in a file, after the pickled import path."""
     with os.fdopen(descriptor, "rb") as task:
         sys.path[:] = pickle.load(task)
         assignment, plan, entry = pickle.load(task)
     run_assignment(assignment, plan, entry)
 
 
-if __name__ == "__main__":  # by the module's full name: the launcher reads the report's class under that name
+if __name__ == "__main__":  # by full name: the launcher unpickles Report by it
     import_module("megatron_llama.launch.rank").run_from(int(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""What the processes of a start tell one another before it: where each is, and what the first one opens it with."""
+"""Messages between the processes of a launch: a report per process, and the start message of process 0."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ from megatron_llama.system.tables import text_table
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What one process reports about itself."""
+    """Report of a process about itself."""
 
     number: int
-    """Its rank among the processes that were started."""
+    """Rank among the launched processes."""
     node: int
     name: str
-    """The machine's own name."""
+    """Host name."""
     first_rank: int
     ranks: int
-    """Ranks that it is or will start."""
+    """Ranks that the process is or starts."""
     world_size: int
-    """Ranks in all, by its own count."""
+    """Ranks in all, as this process counts."""
     address: str
     interface: str | None
     processes: int = 1
-    """Processes that its starter says it has started."""
+    """Processes in all, as its launcher reports."""
     pid: int = field(default_factory=os.getpid)
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    """A word that no other process has, nor this number's process in another attempt of the same start."""
+    """Random id of the process, different in each attempt."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.name}"
 
 
 @dataclass(frozen=True)
-class Opening:
-    """What the first process tells all when the start opens."""
+class StartMessage:
+    """Start message of process 0 to all processes."""
 
     run_dir: str
-    again: bool
-    """An earlier attempt of the same start has begun the run."""
+    restarted: bool
+    """Whether an earlier attempt of this launch started the run."""
     tokens: tuple[str, ...]
-    """Those of all processes, by number: who does not find its own is not meant."""
+    """Tokens of all processes by number: a process whose token is missing ignores the message."""
 
     @property
     def attempt(self) -> str:
-        """A name for this attempt, which no other one has."""
+        """Unique id of this attempt."""
         return self.tokens[0]
 
 
 def node_info(context: ProcessContext, first_rank: int, ranks: int, world_size: int) -> NodeInfo:
-    """This process's report. The first node learns its own address only from the others'."""
+    """Return this process's report. The first node gets its address from the reports of the others."""
     try:
         address = local_address_to(context.master_addr)
     except OSError:
-        address = ""  # connecting will say more
+        address = ""  # connecting reports the error
     return NodeInfo(
         number=context.rank,
         node=context.node,
@@ -78,15 +78,17 @@ def node_info(context: ProcessContext, first_rank: int, ranks: int, world_size: 
 
 
 def check_consistent(reports: Sequence[NodeInfo]) -> list[NodeInfo]:
-    """All reports, with the first node's address as the others see it. Raises LaunchFailed where the processes don't
-    count the same number of ranks."""
+    """Return all reports, with the first node's address as seen by the others.
+
+    Raises LaunchFailed if the processes count different numbers of ranks.
+    """
     first = reports[0]
     odd = [node for node in reports if node.world_size != first.world_size]
     if odd:
         raise LaunchFailed(
-            f"{odd[0].name} has {odd[0].ranks} ranks and so counts {odd[0].world_size} in all; {first.name} has "
-            f"{first.ranks} and counts {first.world_size}. All nodes must have equally many devices, or launch.hosts "
-            "must say how many each has"
+            f"{odd[0].name} has {odd[0].ranks} ranks (world size {odd[0].world_size}), {first.name} has "
+            f"{first.ranks} (world size {first.world_size}). Nodes must have the same number of devices; else write "
+            "launch.hosts=[HOST:RANKS,...]"
         )
     others = [node for node in reports if node.node != 0 and node.address]
     if not others:
@@ -97,34 +99,34 @@ def check_consistent(reports: Sequence[NodeInfo]) -> list[NodeInfo]:
 
 
 def node_table(reports: Sequence[NodeInfo], context: ProcessContext) -> str:
-    """Which node has which ranks, and how it is reached; one row each."""
+    """Format a table of the nodes: ranks, address, interface."""
     rows = [("node", "name", "ranks", "address", "interface")]
-    # In the order of the ranks: a starter that deals them out in turn gives a machine more than one row.
+    # Sorted by rank: a round-robin launcher gives a machine several rows.
     for (number, name), group in groupby(sorted(reports, key=lambda n: n.first_rank), lambda n: (n.node, n.name)):
         here = list(group)
         first, last = here[0].first_rank, here[-1].first_rank + here[-1].ranks - 1
         ranks = f"{first}-{last}" if last > first else f"{first}"
         rows.append((str(number), name, ranks, here[0].address, here[0].interface or "unknown"))
-    return "\n".join([*text_table(rows), f"They meet at {context.master_addr}, port {context.master_port}."]) + "\n"
+    return "\n".join([*text_table(rows), f"Rendezvous at {context.master_addr}, port {context.master_port}."]) + "\n"
 
 
-def same_number(number: int, one: NodeInfo, other: NodeInfo | None) -> Problem:
-    """The problem of two processes with one number."""
-    rule = f"two processes have this number: {one}, and {'another' if other is None else other}"
-    return Problem("RANK", number, rule, "start all ranks with one command, or give each a number of its own")
+def duplicate_rank(number: int, one: NodeInfo, other: NodeInfo | None) -> Problem:
+    """Return the problem of two processes with one rank."""
+    rule = f"two processes have this rank: {one} and {'another' if other is None else other}"
+    return Problem("RANK", number, rule, "launch all ranks with one command, or set a different RANK for each")
 
 
-def read_opening(text: str | None) -> Opening | None:
-    """What the first process has said; None where it has said nothing, or that is none."""
+def read_start_message(text: str | None) -> StartMessage | None:
+    """Parse the start message; None if ``text`` is missing or invalid."""
     try:
-        said = json.loads(text or "")
-        return Opening(str(said["run_dir"]), bool(said["again"]), tuple(map(str, said["tokens"])))
+        fields = json.loads(text or "")
+        return StartMessage(str(fields["run_dir"]), bool(fields["restarted"]), tuple(map(str, fields["tokens"])))
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
 def read_report(text: str | None) -> NodeInfo | None:
-    """A report that has come; None where none has, or what came is none."""
+    """Parse a report; None if ``text`` is missing or invalid."""
     try:
         node = NodeInfo(**json.loads(text or ""))
     except (ValueError, TypeError, RecursionError):

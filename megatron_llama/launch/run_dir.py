@@ -1,4 +1,4 @@
-"""The run's folder: its name, the lock that keeps a second run out, and what is written into it before the start."""
+"""The run folder: name, lock against a second run, config.yaml and plan.txt."""
 
 from __future__ import annotations
 
@@ -17,99 +17,101 @@ from megatron_llama.system.files import DRAFT, try_lock, write_atomically
 from megatron_llama.train.metrics_file import METRICS_FILE
 
 LOCK_NAME = ".lock"
-# Names a file for the exit status of the run and its folder: a batch script learns from it whether all went well.
+# Variable with the path of a file for exit status and run folder, which batch scripts read.
 STATUS_VARIABLE = "MEGATRON_LLAMA_STATUS"
 
 
 def choose_run_dir(plan: Plan) -> None:
-    """Gives a run without a folder one, and reports it to a batch script."""
+    """Set run.dir if it is unset, and report it to the batch script."""
     config = plan.config
     config.run.dir = config.run.dir or default_run_dir(config, os.environ.get("SLURM_JOB_ID"))
     report_to_batch_script("running", config.run.dir)
 
 
 def run_dir_name(config: Config, suffix: str) -> str:
-    """The folder of a run whose config names none."""
+    """Return the default run folder with a suffix."""
     return f"runs/{config.model.name}-{config.data.name}-{suffix}"
 
 
 def default_run_dir(config: Config, job: str | None) -> str:
-    """The folder of a run without one, which may be part of the named job. Only the job's first process asks.
+    """Return the default run folder. Called only on the first process of a job.
 
-    Slurm's job numbers start again when its state is lost, so the name holds the time of the first start too. A job
-    that Slurm starts again goes on in the newest folder of its number.
+    The name has the time of the first start, because Slurm may reuse job ids. A job requeued by Slurm continues in the
+    newest folder of its id.
     """
     if job is None:
-        return run_dir_name(config, time.strftime("%Y%m%d-%H%M%S"))  # the time tells it from the last one
+        return run_dir_name(config, time.strftime("%Y%m%d-%H%M%S"))  # unique per second
     stem = re.sub(r"[^\w.-]", "_", job)
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
         earlier = Path("runs").glob(f"{glob.escape(Path(run_dir_name(config, stem)).name)}-*")
-        found = sorted(str(path) for path in earlier if re.fullmatch(r"\d{8}-\d{6}", path.name[-15:]))
-        if found:
-            return max(found, key=lambda path: path[-15:])
+        folders = sorted(str(path) for path in earlier if re.fullmatch(r"\d{8}-\d{6}", path.name[-15:]))
+        if folders:
+            return max(folders, key=lambda path: path[-15:])
     return run_dir_name(config, f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 @contextmanager
 def claim_run_dir(folder: Path) -> Iterator[None]:
-    """Makes ``folder`` and keeps every other run out of it until the end, or until this process is gone."""
+    """Create and lock ``folder`` for the ``with`` block. Raises ConfigError if another run has the lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Forked ranks inherit the file, and with it the lock: it is free when the last of them has gone.
+        # Forked ranks inherit the file with the lock, which is released when the last process ends.
         lock = open(folder / LOCK_NAME, "a+", encoding="utf-8")
     except OSError as error:
-        rule, instead = f"the run's folder can't be written: {error.strerror}", "write another run.dir=PATH"
+        rule, instead = f"cannot write to the run folder: {error.strerror}", "write another run.dir=PATH"
         raise ConfigError([Problem("run.dir", str(folder), rule, instead)]) from error
     if (metrics := folder / METRICS_FILE).exists() and not metrics.is_file():
-        rule, instead = f"{METRICS_FILE} in it is no regular file, and the run would wait for it", "remove it"
+        rule, instead = f"its {METRICS_FILE} is not a regular file", "remove the file"
         raise ConfigError([Problem("run.dir", str(folder), rule, instead)])
     with lock:
         locked = try_lock(lock)
         if locked is False:
             lock.seek(0)
             owner = lock.read().strip()
-            rule = f"another run is writing to this folder{f' ({owner})' if owner else ''}"
-            instead = "wait for it to end, or write another run.dir=PATH"
+            rule = f"is locked by another run{f' ({owner})' if owner else ''}"
+            instead = "wait until it ends, or write another run.dir=PATH"
             raise ConfigError([Problem("run.dir", str(folder), rule, instead)])
-        with suppress(OSError):  # on a full disk the lock holds all the same; its owner's name is a courtesy
+        with suppress(OSError):  # on a full disk the lock works without its owner's name
             lock.truncate(0)
             os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
-        for draft in folder.glob(f".*{DRAFT}") if locked else ():  # of a start that was killed
+        for draft in folder.glob(f".*{DRAFT}") if locked else ():  # left by a killed process
             draft.unlink(missing_ok=True)
         yield
 
 
 def report_to_batch_script(status: int | str, folder: str | None = None) -> None:
-    """Writes the state of the run, "running" or its exit status, to the file that a batch script named, if any."""
+    """Write "running" or the exit status, and the run folder, to the batch script's status file, if any."""
     path = os.environ.get(STATUS_VARIABLE)
     if path:
-        known = Path(path).read_text(encoding="utf-8").splitlines()[1:] if os.path.exists(path) else []
-        write_atomically(Path(path), "\n".join([str(status), folder or (known or [""])[0]]) + "\n")
+        previous = Path(path).read_text(encoding="utf-8").splitlines()[1:] if os.path.exists(path) else []
+        write_atomically(Path(path), "\n".join([str(status), folder or (previous or [""])[0]]) + "\n")
 
 
 def write_config_and_plan(plan: Plan, folder: Path) -> str:
-    """Writes what this run is: ``config.yaml`` with every value and ``plan.txt``, whose text is returned."""
+    """Write ``config.yaml`` and ``plan.txt``; return the text of the plan."""
     text = format_plan(plan).rstrip() + "\n"
     try:
         write_atomically(folder / "config.yaml", to_yaml(plan.config))
         write_atomically(folder / "plan.txt", text)
     except OSError as error:
-        rule, instead = f"can't be written: {error.strerror}", "make room there, or write another run.dir=PATH"
+        rule, instead = f"cannot write: {error.strerror}", "free disk space, or write another run.dir=PATH"
         raise ConfigError([Problem("run.dir", str(folder), rule, instead)]) from error
     return text
 
 
 @contextmanager
 def rank_outputs(folder: Path, ranks: range) -> Iterator[Path]:
-    """A folder for the output of ``ranks`` above 0; empty files in it are removed at the end. Under a batch script each
-    start has one of its own."""
+    """Create the folder for the output of ``ranks`` above 0; remove empty files at the end.
+
+    Under a batch script each start has a separate folder.
+    """
     status_file = os.environ.get(STATUS_VARIABLE)
     output_dir = Path(status_file).parent if status_file else folder / "ranks"
     output_dir.mkdir(exist_ok=True)
     yield output_dir
     for path in (output_dir / f"rank_{rank:05d}.txt" for rank in ranks):
-        with suppress(OSError):  # the disk has become read-only: an empty file is no reason to fail
+        with suppress(OSError):  # a read-only disk; an empty file is harmless
             if path.exists() and path.stat().st_size == 0:
                 path.unlink()
-    with suppress(OSError):  # something was printed, or another machine's ranks still print
+    with suppress(OSError):  # not empty, or used by another machine
         output_dir.rmdir()

@@ -1,7 +1,7 @@
-"""launch.hosts: runs this program once on each host over ssh; there it starts the ranks of that host.
+"""launch.hosts: runs this program once per host over ssh; each process starts the ranks of its host.
 
-The remote process's standard input is the control line: its first word is the job's secret, each other one a signal to
-pass on, and its end means that the process here is gone.
+Standard input of the remote process is the control line. The first word is the job's secret; each further word is a
+signal to forward; its end means that the local process has ended.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from megatron_llama.launch.supervise import Child, Grace, Signals, supervise, wi
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 
-# Variables that are passed on to the hosts; the rest comes from their own login environment.
+# Prefixes of variables that are forwarded to the hosts, in addition to their login environment.
 FORWARDED_VARIABLES = (
     *variable_prefixes(),
     *"FI_ GLOO_ LD_LIBRARY_PATH MASTER_ MKL_ OMP_ PYTHON RDMAV_ TORCH UCX_".split(),
 )
-# Longer than on one machine: the hosts' own starters wait for their ranks first.
+# Longer than on one machine: the hosts' launchers wait for their ranks first.
 GRACE = Grace(fault=1.5, restart=60.0, interrupt=4.0)
-_LINES_KEPT = 200
+_MAX_LINES = 200
 
 
 @dataclass
 class Remote(Child):
-    """One host's part of the run, as this process sees it."""
+    """The ssh process of one host."""
 
     host: Host
     process: subprocess.Popen[bytes]
-    lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES_KEPT))
-    """The last lines of its stderr."""
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_LINES))
+    """Last lines of stderr."""
     partial_line: bytes = b""
     ended_at: float = 0.0
 
@@ -69,13 +69,13 @@ class Remote(Child):
         self.write(signal.Signals(number).name)
 
     def write(self, word: str) -> None:
-        """Sends a word down the control line."""
+        """Send a word on the control line."""
         assert self.process.stdin is not None
-        with suppress(OSError, ValueError):  # it has ended
+        with suppress(OSError, ValueError):  # the process has ended
             self.process.stdin.write(f"{word}\n".encode())
 
     def show_output(self, prefix: str) -> bool:
-        """Prints what the host has written to stderr since the last call; False at the end of it."""
+        """Print new stderr output of the host; return False at its end."""
         assert self.process.stderr is not None
         text = self.process.stderr.read(1 << 16)
         if text is None:  # nothing yet
@@ -91,24 +91,24 @@ class Remote(Child):
 
 
 def run_on_hosts(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) -> int:
-    """Runs the plan on the hosts, with restarts if configured; returns the exit status of the whole."""
+    """Run the plan on the hosts, with restarts if configured; return the exit status."""
     return with_restarts(plan, lambda: _run_once(plan, hosts, overrides))
 
 
 def _run_once(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) -> int:
     ssh = shlex.split(plan.config.launch.ssh)
     common = _environment(hosts, f"{time.time_ns():x}")
-    # The folder must be the same on all; resume=never was about the first start, which this need not be.
+    # All hosts use one run folder. checkpoint.resume may have changed from "never" since the first start.
     fixed = [("run.dir", plan.config.run.dir), ("checkpoint.resume", plan.config.checkpoint.resume)]
     command = [sys.executable, os.path.abspath(sys.argv[0]), *overrides, *(_override(*pair) for pair in fixed)]
     remotes: list[Remote] = []
-    # Down the control line and not on the command line, which everybody on the hosts can read.
+    # Sent on the control line: other users of the hosts can read command lines.
     secret = secrets.token_hex(32)
     with Signals() as signals:
         try:
             for number, host in enumerate(hosts):
-                # The same command in the same folder, in a session of its own: Ctrl-C reaches the hosts through the
-                # control line, once, and ssh lives on to bring back the answer.
+                # The same command in the same folder. ssh runs in a new session: Ctrl-C is forwarded once, on the
+                # control line, and ssh stays alive for the host's output.
                 variables = [f"{name}={value}" for name, value in (common | {NODE: str(number)}).items()]
                 line = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *variables, *command])}"
                 remotes.append(Remote(host, _start([*ssh, host.name, line], plan)))
@@ -117,7 +117,7 @@ def _run_once(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) -> in
             _watch(remotes, signals)
         finally:
             _end(remotes)
-        return _verdict(remotes, signals)
+        return _exit_status(remotes, signals)
 
 
 def _start(command: list[str], plan: Plan) -> subprocess.Popen[bytes]:
@@ -126,21 +126,21 @@ def _start(command: list[str], plan: Plan) -> subprocess.Popen[bytes]:
             command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, start_new_session=True
         )
     except OSError as error:
-        rule = f"this command can't be started: {error.strerror}"
-        raise ConfigError([Problem("launch.ssh", plan.config.launch.ssh, rule, "write another")]) from error
+        rule = f"cannot start the command: {error.strerror}"
+        raise ConfigError([Problem("launch.ssh", plan.config.launch.ssh, rule, "write launch.ssh=COMMAND")]) from error
 
 
 @cache
 def read_secret() -> str:
-    """On a host: the job's secret, the first word that comes down the control line; once, however often it is asked."""
+    """On a host: read the job's secret, the first word on the control line."""
     word = sys.stdin.readline().strip()
     if not word:
-        raise LaunchFailed("the command that started this one has ended, or its ssh does not pass on standard input")
+        raise LaunchFailed("no secret on stdin: the launching command ended, or its ssh does not forward stdin")
     return word
 
 
 def follow_control_line(end: Callable[[], None]) -> None:
-    """On a host: passes on the signals that come down the control line, and calls ``end`` when it closes."""
+    """On a host: forward signals from the control line; call ``end`` when it closes."""
 
     def listen() -> None:
         for word in sys.stdin:
@@ -151,13 +151,13 @@ def follow_control_line(end: Callable[[], None]) -> None:
 
 
 def _override(name: str, value: str | None) -> str:
-    """An override whose value is any text, in Hydra's quotes."""
+    """Format an override with Hydra's quotes."""
     text = re.sub(r"(\\+)(?='|$)", r"\1\1", str(value)).replace("'", "\\'")
     return f"{name}='{text}'"
 
 
 def _environment(hosts: Sequence[Host], run_id: str) -> dict[str, str]:
-    """The variables of the process on each host, but for its own number."""
+    """Return the variables of the process on each host, without its index."""
     return {
         "MASTER_ADDR": hosts[0].address,
         "MASTER_PORT": str(port_for(os.getpid(), time.time_ns())),
@@ -170,8 +170,7 @@ def _environment(hosts: Sequence[Host], run_id: str) -> dict[str, str]:
 
 
 def _watch(remotes: Sequence[Remote], signals: Signals) -> None:
-    """Shows the hosts' output, of all but the first one with its name, until all have ended or the rest must be
-    ended."""
+    """Print the hosts' output (with a host prefix, except the first host) until ``supervise`` returns."""
     prefixes = {id(remote): "" if remote is remotes[0] else f"[{remote.host.name}] " for remote in remotes}
     with selectors.DefaultSelector() as selector:
         for remote in remotes:
@@ -180,7 +179,7 @@ def _watch(remotes: Sequence[Remote], signals: Signals) -> None:
             selector.register(remote.process.stderr, selectors.EVENT_READ, remote)
 
         def show(seconds: float) -> None:
-            if not selector.get_map():  # all have closed their output; select would return at once
+            if not selector.get_map():  # all outputs are closed; select would not wait
                 time.sleep(seconds)
             for key, _ in selector.select(seconds) if selector.get_map() else []:
                 if not key.data.show_output(prefixes[id(key.data)]):
@@ -192,7 +191,7 @@ def _watch(remotes: Sequence[Remote], signals: Signals) -> None:
 
 
 def _end(remotes: Sequence[Remote]) -> None:
-    """Ends what still runs: without its control line a host's process ends itself and its ranks; then ssh is killed."""
+    """End the hosts' processes by closing their control lines; kill ssh after 2 s."""
     for remote in remotes:
         assert remote.process.stdin is not None
         remote.process.stdin.close()
@@ -205,8 +204,8 @@ def _end(remotes: Sequence[Remote]) -> None:
             remote.process.wait()
 
 
-def _verdict(remotes: Sequence[Remote], signals: Signals) -> int:
-    """The exit status of the whole; where it is a failure, the output of the host that ended first comes last."""
+def _exit_status(remotes: Sequence[Remote], signals: Signals) -> int:
+    """Return the exit status; after a failure print the output of the first failed host."""
     if signals.interrupted_at is not None:
         sys.stderr.write("Stopped by SIGINT.\n")
         return EXIT_INTERRUPTED
@@ -215,6 +214,6 @@ def _verdict(remotes: Sequence[Remote], signals: Signals) -> int:
         return 0 if all(remote.succeeded for remote in remotes) else EXIT_RESTART
     cause = min(bad, key=lambda remote: remote.ended_at)
     status, text = cause.process.returncode, "\n".join(cause.lines).strip()
-    sys.stderr.write(f"\nHost {cause.host.name} ended first, with status {status}, and the others with it.\n")
-    sys.stderr.write(f"Its last words:\n\n{text}\n" if text else "It printed nothing.\n")
+    sys.stderr.write(f"\nHost {cause.host.name} failed first, with exit status {status}.\n")
+    sys.stderr.write(f"Last output:\n\n{text}\n" if text else "It has no output.\n")
     return status if status == EXIT_USER else EXIT_FAILED

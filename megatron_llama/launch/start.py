@@ -1,7 +1,7 @@
-"""Starts ranks on this machine. When one fails all end, and its traceback is the last thing on stderr.
+"""Launch of ranks on this machine. If one fails, all are ended and its traceback is printed last.
 
-``run_here`` is a whole run: it claims the run's folder, and restarts the ranks if configured. ``start_ranks`` starts
-the ranks once.
+``run_here`` is a whole run: it locks the run folder, and restarts the ranks if configured. ``start_ranks`` starts the
+ranks once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_llama.launch.rank import (
 )
 from megatron_llama.launch.run_dir import claim_run_dir, rank_outputs, write_config_and_plan
 from megatron_llama.launch.supervise import POLL_SECONDS, Child, Grace, Signals, report, supervise, with_restarts
-from megatron_llama.launch.watchdog import Hang, Watch, hold_back, tell
+from megatron_llama.launch.watchdog import Hang, Watchdog, print_report, wait_for_full_report
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.phase import Phase, PhaseFile
@@ -45,7 +45,7 @@ GRACE = Grace(fault=1.0, restart=30.0, interrupt=3.0)
 
 
 def run_here(plan: Plan, entry: Entry = TRAIN) -> int:
-    """Claim the run's folder and run ``entry`` in all ranks of ``plan``, with restarts; return the exit status."""
+    """Lock the run folder and run ``entry`` in all ranks of ``plan``, with restarts; return the exit status."""
     folder = Path(str(plan.config.run.dir))
     with claim_run_dir(folder):
         sys.stdout.write(write_config_and_plan(plan, folder) + "\n")
@@ -56,16 +56,17 @@ def run_here(plan: Plan, entry: Entry = TRAIN) -> int:
 
 
 def rank_environment(device: Device, plan: Plan) -> dict[str, str]:
-    """The variables that must be set before a rank imports torch, without those that the user has set.
+    """Return the variables to set before torch is imported, except those that the user has set.
 
-    Raises ConfigError where the compile cache can't be created."""
+    Raises ConfigError if the compile cache cannot be created.
+    """
     variables = device.environment(plan.config)
     if plan.config.trainer.compile:
         cache = Path(str(plan.config.trainer.compile_cache))
         try:
             cache.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            rule = f"the folder can't be created: {error.strerror}"
+            rule = f"cannot create the folder: {error.strerror}"
             problem = Problem("trainer.compile_cache", str(cache), rule, "write another trainer.compile_cache=PATH")
             raise ConfigError([problem]) from error
         variables |= device.compile_environment(cache)
@@ -74,21 +75,20 @@ def rank_environment(device: Device, plan: Plan) -> dict[str, str]:
 
 @dataclass
 class Share:
-    """The ranks that this process starts, and where they meet all others."""
+    """The ranks that this process starts, and the store of the job."""
 
     ranks: int
     world_size: int | None = None
-    """Ranks of the job; None: the ranks of this share are all."""
+    """Ranks of the job; None: equal to ``ranks``."""
     first_rank: int = 0
     master: tuple[str, int] | None = None
-    """Address and port of the store where the ranks meet, if it exists already; None: this process hosts one."""
+    """Address and port of an existing store; None: this process hosts one."""
     board: Board | None = None
-    """Asks the launchers of other machines about hangs there."""
+    """Exchanges hang reports with the launchers of other machines."""
     output_dir: Path | None = None
-    """Ranks above 0 print to files in this folder; None: to the terminal."""
+    """Folder for the output of ranks above 0; None: the terminal."""
     hang_seconds: float | None = None
-    """Ranks that make no progress for this long, times the patience of their phase, end the job. None: no limit, for
-    entries that do not report their phases."""
+    """Seconds without progress, times the phase's patience, after which the job ends. None: no limit."""
 
     @property
     def job_size(self) -> int:
@@ -96,25 +96,28 @@ class Share:
         return self.world_size or self.ranks
 
     def environment(self, listener: socket.socket | None) -> dict[str, str]:
-        """The variables with which a rank finds the store. ``listener`` is the store's socket if this process hosts it:
-        the store outlives every rank, and its port is bound before the first rank starts."""
+        """Return the variables with which a rank finds the store.
+
+        Args:
+            listener: Socket of the store if this process hosts it. The port is bound before the first rank starts.
+        """
         variables = {
             "WORLD_SIZE": str(self.job_size),
             "LOCAL_WORLD_SIZE": str(self.ranks),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's name for: rank 0 must not host the store
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch: rank 0 does not host the store
         }
         if listener is None:
-            assert self.master is not None, "without a listener the store is elsewhere"
+            assert self.master is not None, "without a listener, master is set"
             return variables | {"MASTER_ADDR": self.master[0], "MASTER_PORT": str(self.master[1])}
         if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
-            # All ranks are on this machine; gloo would look up the host's name, which fails or is slow on many laptops.
+            # gloo would resolve the host name, which fails or is slow on many laptops.
             variables["GLOO_SOCKET_IFNAME"] = "lo"
         return variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
 
 
 @dataclass
 class Rank(Child):
-    """One started rank, as its starter sees it."""
+    """Handle of a started rank."""
 
     number: int
     pid: int
@@ -123,19 +126,19 @@ class Rank(Child):
     phase_file: PhaseFile
     output: Path | None
     exit_code: int | None = None
-    """None while it runs; minus the signal's number where a signal ended it."""
+    """None while the rank runs; the negative signal number if a signal ended it."""
     killed: bool = False
-    """This process has killed it."""
+    """Whether this process killed the rank."""
     report: Report | None = None
 
     @classmethod
     def start(cls, number: int, plan: Plan, entry: Entry, share: Share, listener: socket.socket | None) -> Rank:
-        """Start a rank: a fork of this process, or a Python process for devices that do not survive a fork."""
+        """Start a rank: fork this process, or spawn a Python process for devices that cannot be forked."""
         device = get_device(plan.config.device.name)
         variables = rank_environment(device, plan) | share.environment(listener)
         variables |= {"RANK": str(number), "LOCAL_RANK": str(number - share.first_rank)}
         output = share.output_dir / f"rank_{number:05d}.txt" if share.output_dir and number else None
-        # Unnamed files: they outlive the rank and leave nothing behind.
+        # Unnamed temporary files survive the rank and need no cleanup.
         report_file, crash_file, phase_file = tempfile.TemporaryFile(), tempfile.TemporaryFile(), PhaseFile()
         files = report_file.fileno(), crash_file.fileno(), phase_file.file.fileno()
         launcher, pid = os.getpid(), os.fork() if device.forkable else None
@@ -169,11 +172,11 @@ class Rank(Child):
         return is_stopped(self.pid)
 
     def request_stacks(self) -> None:
-        if self.phase.number > 0:  # before that the signal would end it
+        if self.phase.number > 0:  # before the first phase the signal would end the rank
             self.send(STACKS_SIGNAL)
 
     def stacks(self) -> str:
-        # The rank shares the file's position, and may be writing: moving it would let it overwrite its own first lines.
+        # pread: the rank shares the file position and may be writing.
         file = self.crash_file.fileno()
         return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace").strip()
 
@@ -194,45 +197,44 @@ class Rank(Child):
         if self.exit_code >= 0 and written:
             self.report = pickle.loads(written)
         else:
-            self.report = self._sudden_end()
+            self.report = self._report_crash()
         return True
 
-    def _sudden_end(self) -> Report:
-        """The report of a rank that could not write one."""
+    def _report_crash(self) -> Report:
+        """Return the report of a rank that ended without writing one."""
         assert self.exit_code is not None
         stack = self.stacks()
         if self.exit_code < 0:
             name = signal.Signals(-self.exit_code).name
-            hint = " (not by this program; often the system was out of memory)" if name == "SIGKILL" else ""
-            text = f"rank {self.number} was killed{hint} by {name}"
+            hint = " (the system may be out of memory)" if name == "SIGKILL" else ""
+            text = f"rank {self.number} was killed by {name}{hint}"
         else:
-            text = f"rank {self.number} left in the middle of its work with exit status {self.exit_code}"
+            text = f"rank {self.number} exited with status {self.exit_code} before the end of its work"
         return Report("error", f"{stack}\n\n{text}".strip(), EXIT_FAILED)
 
 
 def start_ranks(
     plan: Plan, entry: Entry, share: Share | None = None, while_running: Callable[[], None] | None = None
 ) -> int:
-    """Run ``entry`` in the ranks of ``share``, or in all ranks of ``plan``, with the environment of its device.
+    """Run ``entry`` in the ranks of ``share``, default: all ranks of ``plan``.
 
-    Forked ranks begin with all that this process has imported. Other ranks are Python processes, for which ``entry``
-    must be picklable.
+    Forked ranks inherit the imports of this process. Spawned ranks need a picklable ``entry``.
 
     Args:
-        while_running: Called once all ranks are started; it must return at once.
+        while_running: Called after all ranks have started; must not block.
 
     Returns:
-        The exit status of all ranks together.
+        The exit status of the job.
 
     Raises:
         ConfigError: As ``rank_environment``.
     """
     share = share or Share(plan.world_size)
     device = get_device(plan.config.device.name)
-    environment = rank_environment(device, plan)  # for spawned ranks too: its errors come before any rank
+    environment = rank_environment(device, plan)  # for spawned ranks too: raises before a rank starts
     if device.forkable:
         os.environ.update(environment)  # before torch is imported
-        load_entry(TRAIN)  # imports once what nearly all entries need
+        load_entry(TRAIN)  # imports once what most entries need
     sys.stdout.flush()
     sys.stderr.flush()
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024) if share.master is None else None
@@ -242,7 +244,7 @@ def start_ranks(
             ranks.append(Rank.start(number, plan, entry, share, listener))
             signals.children.append(ranks[-1])
         store = None
-        if listener is not None:  # after the ranks are forked, because it starts a thread
+        if listener is not None:  # after the forks: the store starts a thread
             from torch.distributed import TCPStore
 
             port, file = listener.getsockname()[1], os.dup(listener.fileno())
@@ -253,30 +255,30 @@ def start_ranks(
             signals.release()
             if while_running is not None:
                 while_running()
-            watch = Watch(ranks, share.job_size, share.hang_seconds, share.board)
-            supervise(ranks, signals, GRACE, wait=watch.wait)
-        except Hang as found:
-            hang = found
-            hold_back(hang, share.board)
+            watchdog = Watchdog(ranks, share.job_size, share.hang_seconds, share.board)
+            supervise(ranks, signals, GRACE, wait=watchdog.wait)
+        except Hang as error:
+            hang = error
+            wait_for_full_report(hang, share.board)
         finally:
             _kill(ranks)
             del store
         if hang is not None:
-            tell(hang, share.board)
+            print_report(hang, share.board)
             return EXIT_FAILED
-        return _verdict(ranks, signals, share)
+        return _exit_status(ranks, signals, share)
 
 
 def _spawn(assignment: Assignment, plan: Plan, entry: Entry) -> int:
     """Start a Python process for a rank; return its process id."""
-    # All of the launcher's import path: the rank imports packages before it reads the path in the task.
+    # The rank imports packages before it reads sys.path from the task.
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), *sys.path)))
     with tempfile.TemporaryFile() as task:
         pickle.dump(sys.path, task)  # in the launcher's order
         pickle.dump((assignment, plan, entry), task)
         task.seek(0)
         process = subprocess.Popen(
-            # -P: the current folder is no part of the import path, as in the launcher.
+            # -P: do not add the current folder to sys.path.
             [sys.executable, "-P", "-m", "megatron_llama.launch.rank", str(task.fileno())],
             env={**os.environ, **assignment.environment, "PYTHONPATH": path},
             pass_fds=(task.fileno(), assignment.report_fd, assignment.crash_fd, assignment.phase_fd),
@@ -286,7 +288,7 @@ def _spawn(assignment: Assignment, plan: Plan, entry: Entry) -> int:
 
 
 def _kill(ranks: Sequence[Rank]) -> None:
-    """Kills what still runs, and waits for it."""
+    """Kill running ranks and wait for them."""
     running = [rank for rank in ranks if not rank.ended]
     for rank in running:
         rank.poll()
@@ -297,18 +299,18 @@ def _kill(ranks: Sequence[Rank]) -> None:
         time.sleep(POLL_SECONDS / 10)
 
 
-def _verdict(ranks: Sequence[Rank], signals: Signals, share: Share) -> int:
-    """The job's exit status; the reason why it is not 0 is the last thing on stderr."""
+def _exit_status(ranks: Sequence[Rank], signals: Signals, share: Share) -> int:
+    """Return the exit status of the job; print the cause of a failure last on stderr."""
     if signals.interrupted_at is not None:
         report("Stopped by Ctrl-C." if sys.stderr.isatty() else "Stopped by SIGINT.")
         return EXIT_INTERRUPTED
     bad = [rank for rank in ranks if not (rank.succeeded or rank.wants_restart or rank.killed)]
     if not bad:
         return EXIT_RESTART if any(rank.wants_restart for rank in ranks) else 0
-    # The rank that failed of itself before those that only lost it, then the first.
+    # Causes before consequences, then the first in time.
     cause = min(bad, key=lambda rank: (rank.report.consequence, rank.report.seconds) if rank.report else (True, 0.0))
     assert cause.report is not None and cause.exit_code is not None
-    if -cause.exit_code in signals.received:  # it was asked to end before it had a handler of its own
+    if -cause.exit_code in signals.received:  # the signal came before the rank's handler
         number = -cause.exit_code
         report(f"Stopped by {signal.Signals(number).name}.")
         return 128 + number
@@ -318,6 +320,6 @@ def _verdict(ranks: Sequence[Rank], signals: Signals, share: Share) -> int:
     if cause.report.consequence and share.ranks < share.job_size:
         time.sleep(CONSEQUENCE_DELAY_SECONDS)  # the cause is on another machine
     output = cause.output
-    where = f"; its output is in {output}" if output and output.exists() and output.stat().st_size else ""
+    where = f" (output: {output})" if output and output.exists() and output.stat().st_size else ""
     report(f"\nRank {cause.number} of {share.job_size} failed{where}:\n\n{cause.report.text}")
     return EXIT_FAILED

@@ -1,6 +1,6 @@
-"""Watching over children: one ends badly and all end; signals are passed on to them.
+"""Supervision of child processes: a failed child ends all, and signals are forwarded.
 
-start.py's children are the ranks of this machine, ssh.py's the commands on other machines.
+Children are the ranks of this machine (start.py) or the ssh processes of other machines (ssh.py).
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ POLL_SECONDS = 0.05
 
 
 class Child(ABC):
-    """A process that this one has started."""
+    """A child process."""
 
     ended: bool = False
 
     @abstractmethod
     def poll(self) -> bool:
-        """True once: on the first call after the child has ended. Sets ``ended``."""
+        """Set ``ended``; return True only in the first call after the end."""
 
     @abstractmethod
     def send(self, number: int) -> None:
-        """Sends it a signal, if it still runs."""
+        """Send a signal if the child runs."""
 
     @property
     @abstractmethod
     def succeeded(self) -> bool:
-        """Ended with its work done."""
+        """Whether the child finished its work."""
 
     @property
     @abstractmethod
     def wants_restart(self) -> bool:
-        """Ended with the status that asks to be started again."""
+        """Whether the child ended with EXIT_RESTART."""
 
 
 @dataclass(frozen=True)
 class Grace:
-    """How long the remaining children may go on after the first one has ended, in seconds."""
+    """Time for the remaining children after the first has ended, in seconds."""
 
     fault: float
-    """After a failure: time for the others to report theirs, since the cause may be among them."""
+    """After a failure: other children may report the cause."""
     restart: float
-    """After a child that asks for a restart: all have saved by then, the others have only to leave."""
+    """After EXIT_RESTART: all have saved and end soon."""
     interrupt: float
     """After Ctrl-C."""
 
 
 class Signals:
-    """This process's reaction to signals while its children run: they are passed on, and SIGINT ends the job."""
+    """Signal handlers while children run: signals are forwarded, and SIGINT ends the job."""
 
     def __init__(self, *, hold: bool = False) -> None:
-        """``hold`` holds signals back until ``release``: one that arrives between two forks would find half a job."""
+        """``hold``: block signals until ``release``, so that none arrives between two forks."""
         self.children: list[Child] = []
         self.interrupted_at: float | None = None
         self.received: set[int] = set()
@@ -72,7 +72,7 @@ class Signals:
         self._mask: Iterable[int] | None = None
 
     def __enter__(self) -> Signals:
-        if self._hold:  # before the handlers: they would drop a signal that comes before the first child
+        if self._hold:  # before the handlers, which would drop signals before the first child
             self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
         self._handlers.enter_context(handle_signals(WATCHED, self._receive))
         return self
@@ -82,7 +82,7 @@ class Signals:
         self.release()
 
     def release(self) -> None:
-        """Delivers what was held back."""
+        """Unblock held signals."""
         if self._mask is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
             self._mask = None
@@ -98,8 +98,7 @@ class Signals:
 def supervise(
     children: Sequence[Child], signals: Signals, grace: Grace, wait: Callable[[float], None] = time.sleep
 ) -> None:
-    """Returns when all children have ended, or when the rest has to be killed. ``wait`` is called with the seconds
-    between two looks at them."""
+    """Wait until all children have ended, or until the grace period is over. ``wait`` sleeps between polls."""
     deadline = float("inf")
     while not all(child.ended for child in children) and time.monotonic() < deadline:
         for child in children:
@@ -112,21 +111,21 @@ def supervise(
 
 
 def with_restarts(plan: Plan, start: Callable[[], int]) -> int:
-    """Starts a run that fails again, as often as trainer.max_restarts allows; returns the last exit status."""
+    """Call ``start``; restart after failures up to trainer.max_restarts times. Return the last exit status."""
     allowed = plan.config.trainer.max_restarts
     for restart in range(1, allowed + 1):
         status = start()
         if status != EXIT_FAILED:
             return status
-        report(f"\nStarting again, {restart} of {allowed} times, from the newest checkpoint.\n")
-        if plan.config.checkpoint.resume == "never":  # that was about the first start
+        report(f"\nRestart {restart} of {allowed} from the newest checkpoint.\n")
+        if plan.config.checkpoint.resume == "never":  # "never" applies to the first start only
             plan.config.checkpoint.resume = "auto"
     return start()
 
 
 def report(text: str) -> None:
-    """The last words on stderr, below whatever a progress bar left there."""
+    """Write a final message to stderr, below the progress bar."""
     if sys.stderr.isatty():
-        sys.stderr.write("\x1b[?25h\n")  # a bar that was killed may have left the cursor hidden
+        sys.stderr.write("\x1b[?25h\n")  # a killed progress bar leaves the cursor hidden
     sys.stderr.write(text + "\n")
     sys.stderr.flush()

@@ -1,8 +1,7 @@
-"""Turns a hang into a failure that can be debugged: which rank is in which phase, all stacks, and who is to blame.
+"""Hang watchdog: ends a job without progress, and reports each rank's phase, its stacks, and the culprit rank.
 
-Ranks note their phases (system/phase.py). The process that started the ranks of a machine watches them; a rank that
-torchrun or srun has started watches itself. Watchers in several processes reach each other through the store where they
-met (job_store.py), and one of them tells all.
+Ranks record their phases (system/phase.py). The launcher of a machine watches its ranks; a rank of torchrun or srun
+watches itself. Watchdogs exchange their states on the board in the job's store (job_store.py); one prints the report.
 """
 
 from __future__ import annotations
@@ -27,61 +26,60 @@ from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.phase import Phase
 from megatron_llama.system.tables import text_table
 
-# Between two looks no more than this counts: when a job was suspended (Ctrl-Z, a virtual machine that was moved), its
-# watcher was too, and no rank has lost time.
-_LONGEST_LOOK_SECONDS = 5.0
+# Maximum time counted between two polls: a suspended job (Ctrl-Z, VM migration) also suspends its watchdog.
+_MAX_POLL_SECONDS = 5.0
 _ANSWER_SECONDS = 5.0
 _STOPPED = "it is stopped (by SIGSTOP or a debugger)"
 _SILENT = "it does not answer"
-_LAST_HEARD = "it does not answer, and was last heard of there"
+_LAST_HEARD = "it does not answer; last seen there"
 
 
-class Watched(Protocol):
-    """A rank, as its watcher sees it."""
+class WatchedRank(Protocol):
+    """A rank under a watchdog."""
 
     number: int
     ended: bool
 
     @property
     def phase(self) -> Phase:
-        """What it does."""
+        """Current phase."""
 
     @property
     def awaited(self) -> str:
-        """The collective in which it waits for others; empty where it does not."""
+        """Collective in which the rank waits; empty if none."""
 
     @property
     def stopped(self) -> bool:
-        """Whether the system says that it is stopped."""
+        """Whether the process is stopped."""
 
     def request_stacks(self) -> None:
-        """Has it write its stacks, if it still can."""
+        """Request the stacks of all threads."""
 
     def stacks(self) -> str:
-        """What it has written."""
+        """Stacks written so far."""
 
 
 @dataclass(frozen=True)
-class Position:
-    """Where a rank was when its watcher gave up."""
+class RankState:
+    """State of a rank at the time of a hang."""
 
     rank: int
     phase: int
-    """The phase's number."""
+    """Number of the phase."""
     name: str
     seconds: float | None
-    """In this phase; None where that is not known."""
+    """Seconds in this phase; None if unknown."""
     fault: str = ""
-    """Why it can't go on by itself; empty where it can."""
+    """Why the rank cannot continue by itself; empty if it runs."""
     stacks: str = ""
     ended: bool = False
     awaited: str = ""
-    """The collective in which it waits for others, such as "tp all_reduce"."""
+    """Collective in which the rank waits, such as "tp all_reduce"."""
     host: str = ""
 
 
 class Hang(Exception):
-    """No progress; the message is the report. ``shown_elsewhere``: another process prints more."""
+    """No progress. The message is the report; ``shown_elsewhere``: another process prints the full report."""
 
     def __init__(self, text: str, shown_elsewhere: bool = False) -> None:
         super().__init__(text)
@@ -89,67 +87,69 @@ class Hang(Exception):
 
 
 _TO_END_SECONDS = 3.0
-"""How long who has told the report may take to end."""
+"""Time for the process with the full report to end."""
 
 
-class Watch:
-    """Looks after the ranks of one machine, or one rank after itself. Each may be in a phase for ``limit_seconds``
-    times the phase's patience; None: for ever."""
+class Watchdog:
+    """Watches the ranks of a machine, or the own rank. A phase may last ``limit_seconds`` times its patience.
+
+    None: no limit.
+    """
 
     def __init__(
-        self, ranks: Sequence[Watched], world_size: int, limit_seconds: float | None, board: Board | None = None
+        self, ranks: Sequence[WatchedRank], world_size: int, limit_seconds: float | None, board: Board | None = None
     ) -> None:
         self.ranks, self.world_size, self.limit, self.board = ranks, world_size, limit_seconds, board
-        self._clock, self._last, self._next_word = 0.0, monotonic(), 0.0
+        self._clock, self._last, self._next_post = 0.0, monotonic(), 0.0
         self._entered: dict[int, tuple[int, float]] = {}
 
     def wait(self, seconds: float) -> None:
-        """Sleeps, then looks. Raises Hang."""
+        """Sleep, then check the ranks. Raises Hang."""
         sleep(seconds)
         if self.limit is None:
             return
         now = monotonic()
-        self._clock += min(now - self._last, _LONGEST_LOOK_SECONDS)
+        self._clock += min(now - self._last, _MAX_POLL_SECONDS)
         self._last = now
         running = [rank for rank in self.ranks if not rank.ended]
-        # All are looked at: each look notes who has entered a new phase.
+        # Check all ranks: _seconds also records new phases.
         late = [rank for rank in running if self._seconds(rank) > self.limit * rank.phase.patience]
-        if late or self._others_have_given_up(running):
-            self._give_up(running)
+        if late or self._is_alarm_raised(running):
+            self._raise_hang(running)
 
-    def _seconds(self, rank: Watched) -> float:
-        """How long the rank has been in its phase."""
+    def _seconds(self, rank: WatchedRank) -> float:
+        """Return the seconds of the rank in its phase."""
         number, since = self._entered.get(rank.number, (-1, 0.0))
         if number != rank.phase.number:
             self._entered[rank.number] = rank.phase.number, self._clock
             return 0.0
         return self._clock - since
 
-    def _others_have_given_up(self, running: Sequence[Watched]) -> bool:
-        """Asks the board, now and then."""
-        if self.board is None or self.limit is None or self._clock < self._next_word or not self.board.answers:
+    def _is_alarm_raised(self, running: Sequence[WatchedRank]) -> bool:
+        """Post the local states to the board at intervals; return whether another watchdog has raised the alarm."""
+        if self.board is None or self.limit is None or self._clock < self._next_post or not self.board.answers:
             return False
-        self._next_word = self._clock + min(10.0, self.limit / 4)
-        return self.board.alarmed(_as_text([self._position(rank) for rank in running]))
+        self._next_post = self._clock + min(10.0, self.limit / 4)
+        return self.board.post_note(_to_json([self._state(rank) for rank in running]))
 
-    def _give_up(self, running: Sequence[Watched]) -> None:
-        positions = self._examine(running)
-        positions += [self._position(rank) for rank in self.ranks if rank.ended]
+    def _raise_hang(self, running: Sequence[WatchedRank]) -> None:
+        states = self._collect_states(running)
+        states += [self._state(rank) for rank in self.ranks if rank.ended]
         if self.board is not None:
-            gathered = self.board.gather(_as_text(positions))
+            gathered = self.board.gather(_to_json(states))
             if gathered is None:
-                where = "; ".join(f"rank {position.rank} is in {position.name}" for position in positions)
-                raise Hang(f"No progress: {where}. Another rank tells where all are.", shown_elsewhere=True)
+                phases = "; ".join(f"rank {state.rank} is in {state.name}" for state in states)
+                raise Hang(f"No progress: {phases}. See another rank's report.", shown_elsewhere=True)
             answers, notes = gathered
-            positions = [position for text in answers.values() for position in _of_text(text)]
-            positions += [position for text in notes.values() for position in _of_text(text, _LAST_HEARD)]
+            states = [state for text in answers.values() for state in _from_json(text)]
+            states += [state for text in notes.values() for state in _from_json(text, _LAST_HEARD)]
             if not self.board.answers:
-                lost = "The store where the ranks met does not answer: the process that hosts it is stopped or lost"
-                raise Hang(f"{describe(positions, self.world_size)}\n{lost}: {self.board.host}.")
-        raise Hang(describe(positions, self.world_size))
+                lost = f"The rendezvous store does not answer: its host ({self.board.host}) is stopped or lost."
+                raise Hang(f"{describe(states, self.world_size)}\n{lost}")
+        raise Hang(describe(states, self.world_size))
 
-    def _examine(self, ranks: Sequence[Watched]) -> list[Position]:
-        """Where the ranks are, with the stacks of those that still write them."""
+    def _collect_states(self, ranks: Sequence[WatchedRank]) -> list[RankState]:
+        """Return the states of the ranks, with stacks if they answer."""
         for rank in ranks:
             rank.request_stacks()
         recorders = {rank.number: device for rank in ranks if (device := request_collectives(rank.number))}
@@ -158,26 +158,26 @@ class Watch:
             if recorded and all(rank.stopped or rank.stacks() for rank in ranks):
                 break
             sleep(POLL_SECONDS)
-        sleep(POLL_SECONDS)  # stacks are not written in one call
-        found = []
+        sleep(POLL_SECONDS)  # stacks are written in several calls
+        states = []
         for rank in ranks:
             stacks = rank.stacks()
             fault = _STOPPED if rank.stopped else "" if stacks else _SILENT
             if device := recorders.get(rank.number):
                 if last := device.last_collectives(rank.number):
-                    stacks = f"{stacks}\n\nIts last collectives, the first of them finished:\n{last}".strip()
+                    stacks = f"{stacks}\n\nLast collectives, the first of them finished:\n{last}".strip()
                 device.remove_recordings(rank.number)
-            found.append(self._position(rank, self._seconds(rank), fault, stacks))
-        return found
+            states.append(self._state(rank, self._seconds(rank), fault, stacks))
+        return states
 
     @staticmethod
-    def _position(rank: Watched, seconds: float | None = None, fault: str = "", stacks: str = "") -> Position:
+    def _state(rank: WatchedRank, seconds: float | None = None, fault: str = "", stacks: str = "") -> RankState:
         now, host = rank.phase, socket.gethostname()
-        return Position(rank.number, now.number, now.name, seconds, fault, stacks, rank.ended, rank.awaited, host)
+        return RankState(rank.number, now.number, now.name, seconds, fault, stacks, rank.ended, rank.awaited, host)
 
 
 class ThisProcess:
-    """The rank that this process is, for its own watch."""
+    """This process as a WatchedRank."""
 
     ended, stopped = False, False
 
@@ -202,88 +202,88 @@ class ThisProcess:
 
 
 def watch_this_process(rank: int, world_size: int, limit_seconds: float | None, board: Board) -> None:
-    """Watches this process, a rank that torchrun or srun has started, from a thread until it ends; a hang ends it.
+    """Watch this process, a rank of torchrun or srun, in a thread; a hang ends the process.
 
-    Where all ranks are stopped nobody is left to notice; then only the limit of the job ends them."""
+    If all ranks are stopped, no watchdog runs: only the job's time limit ends them.
+    """
     if limit_seconds is None:
         return
-    watch = Watch([ThisProcess(rank)], world_size, limit_seconds, board)
+    watchdog = Watchdog([ThisProcess(rank)], world_size, limit_seconds, board)
 
-    def look() -> None:
+    def run() -> None:
         try:
             while True:
-                watch.wait(min(1.0, limit_seconds / 10))
+                watchdog.wait(min(1.0, limit_seconds / 10))
         except Hang as hang:
-            hold_back(hang, board)
-            tell(hang, board)
+            wait_for_full_report(hang, board)
+            print_report(hang, board)
             if rank == 0:
                 report_to_batch_script(EXIT_FAILED)
             os._exit(EXIT_FAILED)
 
-    threading.Thread(target=look, name="watchdog", daemon=True).start()
+    threading.Thread(target=run, name="watchdog", daemon=True).start()
 
 
-def hold_back(hang: Hang, board: Board | None) -> None:
-    """Lets the process with the full report be the first to end: who ends first is taken for the cause. Between its
-    report and its end it ends its ranks, of which one may be stopped."""
+def wait_for_full_report(hang: Hang, board: Board | None) -> None:
+    """Wait until the process with the full report has ended: launchers take the first end for the cause."""
     if board is not None and hang.shown_elsewhere:
-        board.wait_until_told()
+        board.wait_until_reported()
         sleep(_TO_END_SECONDS)
 
 
-def tell(hang: Hang, board: Board | None) -> None:
-    """Prints the report as the last thing on stderr."""
+def print_report(hang: Hang, board: Board | None) -> None:
+    """Print the report last on stderr."""
     report(f"\n{hang}")
     if board is not None and not hang.shown_elsewhere:
-        board.tell()
+        board.mark_reported()
 
 
-def culprits(positions: Sequence[Position]) -> list[Position]:
-    """Who is to blame: the ranks that can't go on by themselves, else those that are furthest behind."""
-    running = [position for position in positions if not position.ended]
-    behind = min(position.phase for position in running)
-    return [position for position in running if position.fault] or [p for p in running if p.phase == behind]
+def culprits(states: Sequence[RankState]) -> list[RankState]:
+    """Return the culprit ranks: those with a fault, otherwise those in the earliest phase."""
+    running = [state for state in states if not state.ended]
+    earliest = min(state.phase for state in running)
+    return [s for s in running if s.fault] or [s for s in running if s.phase == earliest]
 
 
-def describe(positions: Sequence[Position], world_size: int) -> str:
-    """All stacks, a table of where the ranks are and what they wait for, and last who is to blame."""
-    known = {position.rank: position for position in positions}
-    everybody = [known.get(rank) or Position(rank, -1, "unknown", None, _SILENT) for rank in range(world_size)]
-    lines = [f"Rank {position.rank}'s stacks:\n\n{position.stacks}\n" for position in everybody if position.stacks]
+def describe(states: Sequence[RankState], world_size: int) -> str:
+    """Format the hang report: stacks, a table of all ranks, and last the culprit ranks."""
+    known = {state.rank: state for state in states}
+    ranks = [known.get(rank) or RankState(rank, -1, "unknown", None, _SILENT) for rank in range(world_size)]
+    lines = [f"Stacks of rank {state.rank}:\n\n{state.stacks}\n" for state in ranks if state.stacks]
     rows = [("rank", "host", "phase", "for", "waits in", "state")]
-    for position in everybody:
-        seconds = "" if position.seconds is None else f"{position.seconds:.0f} s"
-        state = "it has ended" if position.ended else position.fault or "it runs"
-        rows.append((str(position.rank), position.host, position.name, seconds, position.awaited, state))
-    blamed = culprits(everybody)
+    for state in ranks:
+        seconds = "" if state.seconds is None else f"{state.seconds:.0f} s"
+        status = "ended" if state.ended else state.fault or "runs"
+        rows.append((str(state.rank), state.host, state.name, seconds, state.awaited, status))
+    blamed = culprits(ranks)
     lines += [*text_table(rows), ""]
     if len(blamed) == world_size > 1 and not blamed[0].fault:
-        # Where one does not wait, the table says which: it may be at work, or the cause.
-        in_which = _waits(blamed, "they wait") if all(position.awaited for position in blamed) else ""
-        return "\n".join([*lines, f"All {world_size} ranks failed: no progress in {blamed[0].name}{in_which}"])
-    several = len({position.host for position in everybody} - {""}) > 1
-    waiting = _waits([position for position in everybody if position not in blamed], "others wait for it")
-    for position in blamed:
-        fault = position.fault or ("it runs" if world_size == 1 else "it runs, and the others are further")
-        seconds = "" if position.seconds is None else f" for {position.seconds:.0f} s"
-        where = f"{position.name} on {position.host}" if several and position.host else position.name
-        lines.append(f"Rank {position.rank} of {world_size} failed: no progress{seconds} in {where}; {fault}{waiting}")
+        # If a rank does not wait, the table shows it: it works, or it is the cause.
+        waits = _describe_waits(blamed, "they wait") if all(state.awaited for state in blamed) else ""
+        return "\n".join([*lines, f"All {world_size} ranks failed: no progress in {blamed[0].name}{waits}"])
+    several = len({state.host for state in ranks} - {""}) > 1
+    waiting = _describe_waits([state for state in ranks if state not in blamed], "others wait for it")
+    for state in blamed:
+        fault = state.fault or ("it runs" if world_size == 1 else "it runs, behind the others")
+        seconds = "" if state.seconds is None else f" for {state.seconds:.0f} s"
+        where = f"{state.name} on {state.host}" if several and state.host else state.name
+        lines.append(f"Rank {state.rank} of {world_size} failed: no progress{seconds} in {where}; {fault}{waiting}")
     return "\n".join(lines)
 
 
-def _waits(positions: Sequence[Position], who: str) -> str:
-    """The end of a sentence about the collectives in which ranks wait; empty where none is known to."""
-    found = list(dict.fromkeys(position.awaited for position in positions if position.awaited))
-    return f"; {who} in {' and '.join(found)}" if found else ""
+def _describe_waits(states: Sequence[RankState], subject: str) -> str:
+    """Return a clause with the collectives in which the ranks wait; empty if none is known."""
+    awaited = list(dict.fromkeys(state.awaited for state in states if state.awaited))
+    return f"; {subject} in {' and '.join(awaited)}" if awaited else ""
 
 
-def _as_text(positions: Sequence[Position]) -> str:
-    return json.dumps([asdict(position) for position in positions])
+def _to_json(states: Sequence[RankState]) -> str:
+    return json.dumps([asdict(state) for state in states])
 
 
-def _of_text(text: str, fault: str = "") -> list[Position]:
+def _from_json(text: str, fault: str = "") -> list[RankState]:
     try:
-        positions = [Position(**fields) for fields in json.loads(text)]
-    except (ValueError, TypeError, RecursionError):  # not written by this program; who wrote nothing else has no answer
+        states = [RankState(**fields) for fields in json.loads(text)]
+    except (ValueError, TypeError, RecursionError):  # not written by this program
         return []
-    return [replace(position, fault=position.fault or fault) for position in positions]
+    return [replace(state, fault=state.fault or fault) for state in states]

@@ -1,4 +1,4 @@
-"""Which device a config means here and how many ranks: the world that ``resolve`` makes a plan for."""
+"""Device and number of ranks of a config on this machine, or on its hosts."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from megatron_llama.topology import Grid
 
 @dataclass(frozen=True)
 class World:
-    """A config whose device is known, and the ranks that it means."""
+    """A config with its device and number of ranks."""
 
     config: Config
     size: int
-    """Ranks in all."""
+    """World size."""
     device: Device | None
-    """None in a dry run about other machines, and where ``problem`` says why it can't be used."""
+    """None in a dry run for other machines, and if ``problem`` is set."""
     problem: Problem | None = None
     nodes: int = 1
-    """Machines that the ranks are spread over."""
+    """Number of machines."""
     hosts: tuple[Host, ...] = ()
-    """Where this process is to start the run by ssh: the machines."""
+    """Machines on which this process starts the run over ssh."""
 
     def plan(self, config: Config | None = None, known: Sequence[Problem] = ()) -> Plan:
-        """The plan of this world's config, or of ``config`` in the same world.
+        """Plan this config, or ``config`` on the same ranks.
 
-        Raises ConfigError with every problem: ``known`` ones, which were found before, the device's, and the config's.
+        Raises ConfigError with all problems: ``known`` ones, of the device and of the config.
         """
         problems = [] if self.problem is None else [self.problem]
         if self.config.trainer.async_tp and (reason := async_tp_missing(self.config.device.name)):
             problems.append(async_tp_problem(reason))
         machine = None
-        if self.device is not None:  # of other machines nothing is known; launch.hosts look at their own memory
+        if self.device is not None:  # other machines are unknown; hosts of launch.hosts check their own memory
             ranks = 1 if self.device.is_accelerator else self.size // self.nodes
             name, accelerator = f"this machine's {self.device.name}", self.device.is_accelerator
             machine = Machine(self.device.memory_bytes(), ranks, name, accelerator, self.device.has_fast_bf16())
@@ -53,62 +53,61 @@ class World:
 
 
 def find_world(config: Config, context: ProcessContext | None) -> World:
-    """The device and the number of ranks that ``config`` means here; fills in ``config.device.name``.
+    """Find the device and the number of ranks of ``config``; set ``config.device.name``.
 
-    Where another program has started the ranks (``context``) it decides; else the devices of this machine, or
-    launch.hosts. On a CPU, which has no count of devices, tp * pp * dp decides. Raises ConfigError for a hostfile that
-    can't be used.
+    The number of ranks comes from the launcher (``context``), launch.hosts, or the devices of this machine; on a CPU it
+    is tp * pp * dp. Raises ConfigError for an invalid hostfile.
     """
     grid = Grid.of(config.trainer)
-    block, wanted = grid.block, grid.world_size
+    block, requested = grid.block, grid.world_size
     facts = find_device(config.device.name)
     accelerator = config.device.name != "auto" and (facts is None or facts.is_accelerator)
-    about_others = config.trainer.dp is not None or accelerator
-    if config.dry_run and context is None and about_others:
-        # About devices that need not be here: asking for them would take seconds and say nothing.
-        return World(config, wanted, None)
+    for_other_machines = config.trainer.dp is not None or accelerator
+    if config.dry_run and context is None and for_other_machines:
+        # For other devices: querying local ones would take seconds.
+        return World(config, requested, None)
     by_ssh = context is None and (config.launch.hosts or config.launch.hostfile is not None)
     hosts = tuple(_hosts(config)) if by_ssh else ()
     device, problem = None, None
-    if config.device.name in DEVICES:  # else resolve reports it, with the other mistakes
+    if config.device.name in DEVICES:  # otherwise resolve reports it, with the other problems
         try:
             device = get_device(config.device.name)
         except ValueError as error:
-            instead = "write device=auto to take the best device that is here, or --dry-run to plan"
+            instead = "write device=auto for the best available device, or add --dry-run"
             problem = Problem("device", config.device.name, str(error), instead)
 
     def ranks_per_node(nodes: int) -> int:
-        """One for each device; on a CPU an equal share of those that are wanted."""
-        return device.count() if device is not None and device.is_accelerator else -(-wanted // nodes)
+        """Return one rank per device; on a CPU an equal share of the requested ranks."""
+        return device.count() if device is not None and device.is_accelerator else -(-requested // nodes)
 
-    if by_ssh:  # decided as if the hosts were like this machine; they look again for themselves
+    if by_ssh:  # as if the hosts equal this machine; each host checks itself
         slots = [host.slots for host in hosts if host.slots is not None]
-        size = sum(slots) or ranks_per_node(max(1, len(hosts))) * len(hosts) or wanted
+        size = sum(slots) or ranks_per_node(max(1, len(hosts))) * len(hosts) or requested
         return World(config, size, None, hosts=hosts)
     if device is None:
-        return World(config, context.world_size if context else wanted, None, problem)
+        return World(config, context.world_size if context else requested, None, problem)
     config.device.name = device.name
     if context is not None:
         size = context.world_size
-        if context.one_per_node:  # one process on a node may start as many ranks as it has devices
+        if context.one_per_node:  # a node's process starts one rank per device
             size = sum(context.slots or [ranks_per_node(context.nodes)] * context.nodes)
         return World(config, size, device, nodes=context.nodes)
     if not device.is_accelerator:
-        return World(config, wanted, device)
+        return World(config, requested, device)
     if config.dry_run and device.count() % block:
-        return World(config, wanted, None)
+        return World(config, requested, None)
     return World(config, device.count(), device)
 
 
 def _hosts(config: Config) -> list[Host]:
-    """The machines that the config names; of a list with mistakes the good ones, a rule reports the others."""
+    """Return the hosts of the config. Invalid entries are omitted; a planning rule reports them."""
     launch = config.launch
     if launch.hosts or launch.hostfile is None:
         return parse_hosts(launch.hosts)
     try:
         return parse_hostfile(read_whole(Path(launch.hostfile)).decode())
     except OSError as error:
-        rule, instead = f"it can't be read: {error.strerror}", "write its path, or launch.hosts=[a,b]"
+        rule, instead = f"cannot be read: {error.strerror}", "write the path of a hostfile, or launch.hosts=[a,b]"
     except ValueError as error:
-        rule, instead = str(error), "correct it; each host has a line 'name slots=N'"
+        rule, instead = str(error), "write one line 'name slots=N' per host"
     raise ConfigError([Problem("launch.hostfile", launch.hostfile, rule, instead)])

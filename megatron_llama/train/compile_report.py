@@ -1,4 +1,4 @@
-"""What torch.compile did on all ranks: graphs, cache hits and misses, as text for the console and as compile.json."""
+"""Report of torch.compile on all ranks: graphs, cache hits and misses, on the console and in compile.json."""
 
 from __future__ import annotations
 
@@ -20,49 +20,49 @@ REPORT_FILE = "compile.json"
 
 @dataclass(frozen=True)
 class Compilations:
-    """The graphs of some ranks, as each rank made them."""
+    """Compiled graphs by rank."""
 
     by_rank: Mapping[int, Sequence[Graph]]
-    """Rank to its graphs, in the order in which it made them."""
+    """Rank to its graphs, in order of compilation."""
 
     @property
     def all(self) -> list[Graph]:
-        """Every compilation, the same graph once for each rank that made it."""
+        """All compilations: a graph once per rank that compiled it."""
         return [graph for graphs in self.by_rank.values() for graph in graphs]
 
     @property
     def distinct(self) -> dict[str, Graph]:
-        """The graphs by key. Of equal ones, one that failed, else one that was compiled and not found in the cache."""
+        """Graphs by key. Among equal graphs: a failed one, otherwise a cache miss, otherwise a hit."""
         ordered = sorted(self.all, key=lambda graph: (graph.failure is None, graph.cached))
         return {graph.key: graph for graph in reversed(ordered)}
 
     @property
     def hits(self) -> int:
-        """Compilations that came out of the cache."""
+        """Compilations read from the cache."""
         return sum(graph.cached for graph in self.all)
 
     @property
     def misses(self) -> int:
-        """Compilations that did not."""
+        """Compilations that were not in the cache."""
         return len(self.all) - self.hits
 
     @property
     def failed(self) -> int:
-        """Distinct graphs that could not be compiled on some rank."""
+        """Distinct graphs that failed to compile on a rank."""
         return sum(graph.failure is not None for graph in self.distinct.values())
 
     def lines(self, cache: str) -> list[str]:
-        """Text for the console of a training run; ``cache`` is the cache's folder."""
+        """Return lines for the console; ``cache`` is the cache folder."""
         late = sum(graph.late for graph in self.all)
         first = (
             f"compiled {_count(len(self.distinct), 'graph')} on {_count(len(self.by_rank), 'rank')}: "
-            f"cache hits {self.hits}, misses {self.misses}{f', {late} of them after warm-up' * bool(late)} ({cache})"
+            f"cache hits {self.hits}, misses {self.misses}{f', {late} after warm-up' * bool(late)} ({cache})"
         )
         new = {f"  new: {g.function}, {g.mode}, {g.shapes}: {g.why}": None for g in self.all if g.why}
         return [first, *new, *self.overlap_lines()]
 
     def overlap_lines(self) -> list[str]:
-        """What trainer.async_tp did to each graph that has gathers or scatters; none without it."""
+        """Return a line per graph in which trainer.async_tp fused gathers or scatters."""
         return [
             f"  async_tp: {graph.function}, {graph.mode}, {graph.shapes}: {graph.overlap.fused} gathers and scatters "
             f"fused into matmuls, {graph.overlap.separate} separate"
@@ -71,7 +71,7 @@ class Compilations:
         ]
 
     def to_json(self, plan: Plan) -> dict[str, Any]:
-        """The content of compile.json."""
+        """Return the content of compile.json."""
         ranks: dict[str, list[int]] = {}
         for rank, graphs in self.by_rank.items():
             for graph in graphs:
@@ -90,21 +90,21 @@ class Compilations:
 
 
 def gather(graphs: Sequence[Graph]) -> Compilations:
-    """The graphs of all ranks. A collective: every rank must call it."""
+    """Gather the graphs of all ranks. A collective."""
     by_rank: list[list[Graph]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(by_rank, list(graphs))
     return Compilations(dict(enumerate(by_rank)))
 
 
 def write_report(compilations: Compilations, plan: Plan) -> Path:
-    """Writes ``<run.dir>/compile.json`` and returns its path."""
+    """Write ``<run.dir>/compile.json``; return its path."""
     path = plan.run_dir / REPORT_FILE
     write_atomically(path, json.dumps(compilations.to_json(plan), indent=1) + "\n")
     return path
 
 
 def report_graphs(plan: Plan, compiler: Compiler | None, logger: MetricsLogger | None) -> None:
-    """Prints what was compiled and what the cache answered, and writes compile.json. A collective."""
+    """Print the compilations and cache hits, and write compile.json. A collective."""
     if compiler is None:
         return
     compilations = gather(compiler.graphs)
@@ -113,5 +113,5 @@ def report_graphs(plan: Plan, compiler: Compiler | None, logger: MetricsLogger |
         write_report(compilations, plan)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

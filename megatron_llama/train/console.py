@@ -1,4 +1,4 @@
-"""The console of a run: a live progress line on a terminal, plain lines everywhere else, and a summary at the end."""
+"""Console output of a run: progress bar on a terminal, log lines elsewhere, summary at the end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_llama.devices import Peak
 from megatron_llama.plan import Plan
 
 Value = float | int | None
-WORTH_A_LINE = 0.05
-"""Share of a run's time spent waiting for data from which on the summary says so."""
+DATA_WAIT_SHARE = 0.05
+"""The summary reports waits for data above this share of the run time."""
 
 
 class Progress:
-    """Prints the steps of a run and its summary. Prints nothing until ``start``."""
+    """Prints the steps of a run and a summary. Prints nothing before ``start``."""
 
     def __init__(self, steps: int, start_step: int, every_steps: int, console: Console | None = None) -> None:
         self._steps, self._every = steps, max(1, every_steps)
@@ -35,29 +35,29 @@ class Progress:
                 TextColumn("{task.fields[text]}"),
             )
             self._bar = Bar(*columns, console=self._console, refresh_per_second=8)
-            # Large runs take minutes to their first step (compiling, reading indices), so the line shows at once.
+            # The first step of a large run takes minutes (compiling, reading indices): show the bar before it.
             self._task = self._bar.add_task("train", total=steps, completed=start_step, text="[dim]first step …")
 
     def start(self) -> None:
-        """Shows the live line if this is a terminal."""
+        """Show the progress bar if this is a terminal."""
         if self._bar is not None:
             self._bar.start()
 
     def stop(self) -> None:
-        """Stops redrawing the live line; later output goes below it."""
+        """Stop redrawing the bar; later output goes below it."""
         if self._bar is not None:
             self._bar.stop()
 
     def print_lines(self, lines: Sequence[str]) -> None:
-        """Prints lines that stay, above the live one."""
+        """Print lines above the bar."""
         self._console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
     def step(self, metrics: Mapping[str, Value], seconds_per_step: float) -> None:
-        """Shows a step. ``seconds_per_step``, a recent mean, gives the time left."""
+        """Show a step. The time left is computed from ``seconds_per_step``, a recent mean."""
         step = int(metrics["step"] or 0)
         left = (self._steps - step) * seconds_per_step
         shown = step % self._every == 0 or step == self._steps or "val_loss" in metrics
-        if self._bar is not None and not self._console.is_terminal:  # it was lost; a file has its place
+        if self._bar is not None and not self._console.is_terminal:  # the terminal closed; stdout is a file
             self._bar.stop()
             self._bar = None
         if self._bar is None:
@@ -69,7 +69,7 @@ class Progress:
             self._bar.console.print(f"[dim]step {step}[/]  val loss [bold]{metrics['val_loss']:.4f}")
         self._bar.update(self._task, completed=step)
         if shown:
-            # Short enough for a terminal of 100 columns.
+            # At most 79 columns with the bar.
             loss, speed = _number(metrics["reduced_train_loss"], ".4f"), _number(metrics["tokens_per_second"], ",.0f")
             shares = f"MFU {_number(metrics['mfu'], '.1%')}  [dim]{duration(left)} left"
             self._bar.update(self._task, text=f"loss [bold cyan]{loss}[/]  {speed} tokens/s  {shares}")
@@ -82,16 +82,16 @@ class Progress:
         samples: Sequence[str],
         picture: Path | None,
     ) -> None:
-        """Prints loss and speed of the run, text that the model generated, and the paths of what was written."""
+        """Print loss, speed, generated samples and paths of output files."""
         lines = ["", *_result(plan, peak, records)]
         for sample in samples:
-            lines += ["", "[dim]the model writes:[/]", *(f"  │ {escape(line)}" for line in sample.splitlines())]
+            lines += ["", "[dim]sample:[/]", *(f"  │ {escape(line)}" for line in sample.splitlines())]
         lines += _outputs(plan.run_dir, picture)
         self._console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 def _plain_text(metrics: Mapping[str, Value], left: float) -> str:
-    """A step as a line of a log file."""
+    """Format a step as a log line."""
     parts = [f"loss {_number(metrics['reduced_train_loss'], '.4f')}"]
     if "val_loss" in metrics:
         parts.append(f"val loss {_number(metrics['val_loss'], '.4f')}")
@@ -106,12 +106,12 @@ def _plain_text(metrics: Mapping[str, Value], left: float) -> str:
 
 
 def _number(value: Value, form: str) -> str:
-    """The value as text; a question mark for an unknown or non-finite one."""
+    """Format a value; "?" if unknown or non-finite."""
     return "?" if value is None else format(value, form)
 
 
 def duration(seconds: float) -> str:
-    """Seconds as 0:42, 12:05, 3:07:00 or 2d 04:10."""
+    """Format seconds as 0:42, 12:05, 3:07:00 or 2d 04:10."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours_left = divmod(hours, 24)
@@ -121,7 +121,7 @@ def duration(seconds: float) -> str:
 
 
 def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """First and last loss, median speed, and MFU with the peak it refers to."""
+    """Return lines with first and last loss, median speed, and MFU with its peak FLOP/s."""
     if not records:
         return []
     first, last = records[0], records[-1]
@@ -136,14 +136,14 @@ def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]]) -> lis
         f" after {last['consumed_tokens']:,} tokens, {duration(seconds)}",
         f"{median} (median step), peak memory {last['peak_memory_bytes'] / 2**20:,.0f} MiB on rank 0",
     ]
-    # Not the first step, which waits in any run; nor lines that an older version wrote.
+    # Without the first step, which always waits. Old versions did not log data_time_s.
     waited = sum(record.get("data_time_s") or 0.0 for record in records[1:])
-    if waited > WORTH_A_LINE * seconds:
-        lines.append(f"{waited / seconds:.0%} of the time was spent waiting for data (docs/reference/metrics.md)")
-    utilisations = sorted(record["mfu"] for record in records if record["mfu"] is not None)
-    if utilisations and peak.flops:
+    if waited > DATA_WAIT_SHARE * seconds:
+        lines.append(f"{waited / seconds:.0%} of the time: waiting for data (docs/reference/metrics.md)")
+    utilizations = sorted(record["mfu"] for record in records if record["mfu"] is not None)
+    if utilizations and peak.flops:
         lines.append(
-            f"MFU {utilisations[len(utilisations) // 2]:.1%} of {plan.world_size} × {peak.flops / 1e9:,.0f} GFLOP/s"
+            f"MFU {utilizations[len(utilizations) // 2]:.1%} of {plan.world_size} × {peak.flops / 1e9:,.0f} GFLOP/s"
             f" [dim]({escape(peak.source)})[/]"
         )
     elif not peak.flops:
@@ -152,8 +152,8 @@ def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]]) -> lis
 
 
 def _outputs(run_dir: Path, picture: Path | None) -> list[str]:
-    """The paths of the run's files."""
-    found = [
+    """Return lines with the paths of the run's files."""
+    outputs = [
         ("loss curve", picture),
         ("metrics", run_dir / "metrics.jsonl"),
         ("TensorBoard", run_dir / "tensorboard"),
@@ -162,7 +162,7 @@ def _outputs(run_dir: Path, picture: Path | None) -> list[str]:
         ("settings, plan", run_dir / "config.yaml"),
     ]
     lines = [""]
-    for name, path in found:
+    for name, path in outputs:
         if path is not None and path.exists():
             command = f"  [dim](tensorboard --logdir {escape(str(path))})[/]" if name == "TensorBoard" else ""
             lines.append(f"  {name:15s} {escape(str(path))}{command}")

@@ -1,5 +1,4 @@
-"""The training loop: ``train`` over all steps, ``training_step`` for one, ``validate`` for the held-out samples.
-Signals end it after a step."""
+"""The training loop: ``train`` (all steps), ``training_step``, ``validate``, and signals that stop a run."""
 
 from __future__ import annotations
 
@@ -34,11 +33,11 @@ from megatron_llama.train.stragglers import StragglerWatch
 def train(
     plan: Plan, topology: Topology, device: Device, model: ParallelModel, optimizer: Optimizer, data: Data
 ) -> None:
-    """Trains from the newest checkpoint, or the initial weights, to the last step; then continues the sample prompts.
+    """Train from the newest checkpoint, or the initial weights, to the last step; then generate samples.
 
     Raises:
-        SystemExit: with status 75, once all ranks have saved, if a signal asked any of them to stop.
-        TrainingFault: a loss or gradient is not finite, or copies of a weight differ.
+        SystemExit: Status 75, after a stop signal on any rank, once all ranks have saved.
+        TrainingFault: A loss or gradient is not finite, or copies of a weight differ.
     """
     trainer = plan.config.trainer
     checkpointer = Checkpointer(plan, topology, model, optimizer, data)
@@ -56,8 +55,10 @@ def train(
     prefetcher = Prefetcher(data.train, plan.batches.after(trainer.steps).samples)
     with StopSignals() as signals, metrics_logger as logger, prefetcher as batches, stragglers.watching():
         for step in range(first, trainer.steps + 1):
+            # PATIENT multiplies trainer.hang_timeout_seconds: a step that may compile takes minutes.
             patience = phase.PATIENT if model.compiler is not None and may_compile(plan, step, first) else 1.0
             phase.enter(f"step {step}", patience)
+            # profiler.step: a context whose value has the step's wait metrics (empty if the step is not profiled).
             profiled = profiler.step(step, batches) if profiler else nullcontext({})
             with profiled as waited, stragglers.step():
                 start = time.perf_counter()
@@ -99,12 +100,14 @@ def training_step(
     batches: Batches | Prefetcher,
     finite: FiniteCheck,
 ) -> dict[str, float]:
-    """One optimizer step, counted from 1; returns its metrics, the same on all ranks.
+    """Run one optimizer step, counted from 1; return its metrics, equal on all ranks.
 
-    Where loss or gradient norm is not finite the device leaves out the update by itself, and the host is told at the
-    end of the step. Raises TrainingFault then, with the weights as they were, unless ``finite`` allows a skip.
+    If loss or gradient norm is not finite, the device skips the update. The host reads both at the end of the step.
+
+    Raises:
+        TrainingFault: Loss or norm is not finite and ``finite`` has no skips left. The weights are unchanged.
     """
-    # The position in the data is a number that follows from the step, so resuming needs no state of a data loader.
+    # plan.batches.after(n): samples and tokens consumed by n steps. The data position follows from the step.
     before, after = plan.batches.after(step - 1), plan.batches.after(step)
     start = time.perf_counter()
     microbatches = batches.at(before.samples)
@@ -115,7 +118,7 @@ def training_step(
         check_every_gradient(model.shards)
     norm = optimizer.gradient_norm()
     optimizer.update(norm, skip=~(loss.isfinite() & norm.isfinite()))
-    # The step's only wait for the device, behind all that it has to do, unless the optimizer can't skip there.
+    # The only sync with the device in a step, after all its work (if the optimizer can skip on the device).
     mean_loss, gradient_norm = torch.stack((loss, norm)).tolist()
     tokens, attended = torch.stack((counts.tokens, counts.attended)).tolist()
     metrics = {
@@ -129,44 +132,44 @@ def training_step(
         "tokens": tokens,
         "attended": attended,
     }
+    # finite.check: True if loss and norm are finite; otherwise counts a skip or raises.
     optimizer.advance(updated=finite.check(step, mean_loss, gradient_norm, model.shards))
     return metrics
 
 
 def validate(plan: Plan, model: ParallelModel, batches: Batches) -> dict[str, float]:
-    """val_loss, the mean loss per token with loss over the validation samples: the first ``val_steps`` batches, or the
-    whole set; and val_token_accuracy, the share of these tokens whose label is the model's first choice.
+    """Return val_loss and val_token_accuracy over the first ``val_steps`` batches, or the whole validation set.
 
-    Batches are weighted by their tokens with loss: a mean of batch means would overweight short answers.
+    val_loss is the mean loss per token with loss; val_token_accuracy is the share of these tokens whose label has the
+    highest logit. Batches are weighted by tokens with loss: an unweighted mean would overweight short answers.
     """
     trainer = plan.config.trainer
     size = trainer.global_batch_size
     end = size * (trainer.val_steps or -(-len(batches.samples) // size))
-    found, counts = [], []
+    results, counts = [], []
     with Prefetcher(batches, end) as ahead:
         for position in range(0, end, size):
             phase.advance(f"sequence {position} of {end}")
             microbatches = ahead.at(position)
             batch = model.count(microbatches)
             counts.append(batch.with_loss)
-            found.append(model.evaluate(microbatches, batch))
+            results.append(model.evaluate(microbatches, batch))
     weights = torch.stack(counts).cpu().double()
-    means = (torch.stack(found).cpu().double() * weights[:, None]).sum(dim=0) / weights.sum().clamp(min=1)
+    means = (torch.stack(results).cpu().double() * weights[:, None]).sum(dim=0) / weights.sum().clamp(min=1)
     return dict(zip(("val_loss", "val_token_accuracy"), means.tolist(), strict=True))
 
 
-# SIGTERM, SIGUSR1, SIGHUP: finish the step, save, exit with 75. A second one stops at once, except under Slurm. A
-# terminal that closes sends SIGHUP any number of times, so SIGHUP never stops at once. nohup keeps it out.
+# SIGTERM, SIGUSR1, SIGHUP: finish the step, save, exit with 75. A second signal ends the process immediately, except
+# under Slurm and except SIGHUP, which a closing terminal sends repeatedly. nohup ignores SIGHUP.
 
-# A signal to a whole job reaches a rank twice, directly and through its starter. Within this time it is one request.
+# A signal to a job reaches a rank twice, directly and from its launcher. Signals within this time count as one.
 _ECHO_SECONDS = 1.0
-# Slurm sends both signals, seconds apart (SIGUSR1 before the time limit, SIGTERM at it), and SIGKILL to whoever takes
-# too long: under Slurm the second signal only repeats the first.
+# Slurm sends SIGUSR1 before the time limit and SIGTERM at the limit: the second signal repeats the first.
 _SLURM_JOB = "SLURM_JOB_ID"
 
 
 class StopSignals(ExitStack):
-    """Inside its ``with`` block, records whether this rank was asked to stop."""
+    """Records stop signals to this rank inside its ``with`` block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +177,7 @@ class StopSignals(ExitStack):
 
     @property
     def received(self) -> bool:
-        """Whether a signal has come."""
+        """Whether a stop signal was received."""
         return self._first_at is not None
 
     def __enter__(self) -> StopSignals:

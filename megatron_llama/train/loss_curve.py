@@ -1,5 +1,4 @@
-"""The loss curve as a picture. matplotlib is imported when one is drawn: training itself does not need it. All curves
-are smoothed here."""
+"""Loss curve as loss.png, and the moving average of all curves. Imports matplotlib only to draw."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
 
 PICTURE_FILE = "loss.png"
 INK, SOFT, TRAIN, VALIDATION, RATE = "#1f2933", "#9aa5b1", "#2563eb", "#ea580c", "#0d9488"
-# The smoothed curve's window, as a share of the run.
+# Window of the moving average, as a share of the run.
 SMOOTHING = 0.05
 
 
 def draw_run(plan: Plan) -> Path | None:
-    """Draws the ``loss.png`` of a run from its metrics.jsonl. Returns its path, or None if no step was logged."""
+    """Draw the ``loss.png`` of a run from its metrics.jsonl. Return its path, or None if no step was logged."""
     records = read_run_records(plan.run_dir / METRICS_FILE)
     if not records:
         return None
@@ -34,7 +33,7 @@ def draw_run(plan: Plan) -> Path | None:
 
 
 def describe(plan: Plan) -> str:
-    """Model size, layout, precision, device and data in one line."""
+    """Describe model size, layout, precision, device and data in one line."""
     trainer = plan.config.trainer
     count = plan.parameters
     size = f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
@@ -48,10 +47,10 @@ def describe(plan: Plan) -> str:
 
 
 def draw(records: Sequence[Mapping[str, Any]], path: Path, title: str, subtitle: str) -> Path:
-    """Draws training and validation loss over steps and tokens, with the learning rate below; returns ``path``."""
+    """Draw training and validation loss over steps and tokens, with the learning rate below; return ``path``."""
     import matplotlib
 
-    matplotlib.use("Agg")  # a run has no screen
+    matplotlib.use("Agg")  # no display
     from matplotlib import pyplot
 
     figure, (above, below) = pyplot.subplots(
@@ -69,12 +68,12 @@ def draw(records: Sequence[Mapping[str, Any]], path: Path, title: str, subtitle:
 
 
 def _headline(axes: Axes, text: str, points: float, **style: Any) -> None:
-    """A line of text so many points above the frame, flush with it."""
+    """Write a line of text, left-aligned, ``points`` above the frame."""
     axes.annotate(text, (0, 1), xycoords="axes fraction", xytext=(0, points), textcoords="offset points", **style)
 
 
 def _legend(figure: Figure, axes: Axes, points: float) -> None:
-    """The names of the curves so many points above the frame, at its right, where no curve comes."""
+    """Draw the legend, right-aligned, ``points`` above the frame."""
     from matplotlib.transforms import ScaledTranslation
 
     where = axes.transAxes + ScaledTranslation(0, points / 72, figure.dpi_scale_trans)
@@ -83,7 +82,7 @@ def _legend(figure: Figure, axes: Axes, points: float) -> None:
 
 
 def _loss(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
-    """Each step's loss thin, the smoothed one thick, validation as points; the last value right of the frame."""
+    """Draw the loss (thin), its moving average (thick) and validation loss (points); label the last value."""
     known = [record for record in records if record["reduced_train_loss"] is not None]
     steps = [record["step"] for record in known]
     losses = [record["reduced_train_loss"] for record in known]
@@ -114,7 +113,7 @@ def _loss(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _tokens_on_top(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
-    """The same axis in tokens, which rise faster where the batch is larger; beyond the run's ends, as they do there."""
+    """Add an axis in tokens on top; extrapolated beyond the run. Larger batches have more tokens per step."""
     import numpy as np
 
     known = np.array([(0, 0), *((record["step"], record["consumed_tokens"]) for record in records)])
@@ -130,7 +129,7 @@ def _tokens_on_top(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _learning_rate(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
-    """The learning rate, filled, over whole steps."""
+    """Draw the learning rate over steps."""
     from matplotlib.ticker import MaxNLocator
 
     steps, rates = [record["step"] for record in records], [record["lr"] for record in records]
@@ -146,12 +145,12 @@ def _learning_rate(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _dot(values: Sized) -> dict[str, Any]:
-    """The style of a line of ``values``: one alone would not be seen."""
+    """Return a line style: a single value needs a marker to be visible."""
     return {"marker": "o"} if len(values) == 1 else {}
 
 
 def _plain(axes: Axes) -> None:
-    """A quiet frame: light grid, no box."""
+    """Draw a light grid and no box."""
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(colors=INK, labelsize=9)
@@ -161,24 +160,24 @@ def _plain(axes: Axes) -> None:
 
 
 def _short(number: float) -> str:
-    """A count with a unit: 250 k, 1.5 M, 2 B."""
+    """Format a count with a unit: 250 k, 1.5 M, 2 B."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
             return f"{number / size:g} {unit}"
     return f"{number:g}"
 
 
-# The smoothing of all curves: loss.png, scripts/compare.py and the figures of scripts/.
+# Moving average of all curves: loss.png, scripts/compare.py and the figures of scripts/.
 
 Floats = npt.NDArray[np.float64]
 
 
 def moving_average(values: npt.ArrayLike, window: int) -> Floats:
-    """The mean of each ``window`` neighbours along the last axis: [..., n] to [..., n - window + 1].
+    """Return the mean of each ``window`` neighbors along the last axis: [..., n] to [..., n - window + 1].
 
-    Only whole windows count, so the noise in every smoothed value is the same. A value belongs to the middle of its
-    window, so that the curve does not lag behind: plot it over ``moving_average(steps, window)``, and a straight line
-    stays one. Non-finite values are left out of the mean; the result is NaN where less than half of a window is finite.
+    Only full windows are used, so all values have equal noise. A value belongs to the middle of its window: plot it
+    over ``moving_average(steps, window)``. Non-finite values are omitted; a mean is NaN if less than half of its window
+    is finite.
     """
     values = np.asarray(values, dtype=np.float64)
     finite = np.isfinite(values)

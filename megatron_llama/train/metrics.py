@@ -1,4 +1,4 @@
-"""A run's metrics, under the same names in metrics.jsonl, in TensorBoard and on the console."""
+"""Metrics of a run, with equal names in metrics.jsonl, TensorBoard and on the console."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, read_ru
 from megatron_llama.train.sinks import open_sinks
 from megatron_llama.train.waits import WAIT_METRICS
 
-# The order of the keys in a line of metrics.jsonl. The optional ones come last, on the steps that have them.
+# Order of the keys in a line of metrics.jsonl. Optional keys come last.
 EVERY_STEP = (
     "step",
     "consumed_samples",
@@ -47,23 +47,23 @@ SOME_STEPS = (
 )
 THROUGHPUT_STEPS = 10
 WARM_UP_STEPS = 3
-"""First steps of a start that train_samples_per_second leaves out: --throughput_warmup_steps of published recipes."""
+"""Steps after a start that train_samples_per_second omits: --throughput_warmup_steps of published recipes."""
 
 
 CURRICULUM = "curriculum_"
-"""Before the name of a metric of data.curriculum, it is the name of its difficulty."""
+"""Prefix of difficulty metrics, before the name of a data.curriculum metric."""
 
 
 def metric_names(plan: Plan) -> list[str]:
-    """Every metric that a step of the plan may have, in their order."""
+    """Return all metrics that a step of the plan may have, in order."""
     difficulties = [f"{CURRICULUM}{metric.metric}" for metric in curriculum_metrics(plan.config.data.curriculum)]
     return [*EVERY_STEP, *SOME_STEPS, *difficulties]
 
 
 def measure_peak(plan: Plan, device: Device, torch_device: torch.device) -> Peak:
-    """Peak FLOP/s of one device of this run, which MFU is a share of.
+    """Return the peak FLOP/s of one device, the denominator of MFU.
 
-    A collective: CPU ranks share cores and memory bandwidth, so they measure at the same time, and the mean counts.
+    A collective: CPU ranks share cores, so all ranks measure at the same time; the result is the mean.
     """
     if plan.config.device.peak_tflops is not None:
         return Peak(plan.config.device.peak_tflops * 1e12, "device.peak_tflops")
@@ -75,10 +75,10 @@ def measure_peak(plan: Plan, device: Device, torch_device: torch.device) -> Peak
 
 
 class MetricsLogger:
-    """Writes each step's metrics; used on the one rank that logs, in a ``with`` block."""
+    """Writes the metrics of each step. A context manager, used on the rank that logs."""
 
     def __init__(self, plan: Plan, peak: Peak, start_step: int = 0) -> None:
-        """Opens the files of a run that resumes after ``start_step``; what was logged later is removed."""
+        """Open the files of a run that resumes after ``start_step``; remove later steps from them."""
         self.plan, self.peak = plan, peak
         self._step_times: deque[float] = deque(maxlen=THROUGHPUT_STEPS)
         self._sizes: deque[int] = deque(maxlen=THROUGHPUT_STEPS)
@@ -103,7 +103,7 @@ class MetricsLogger:
             sink.close()
 
     def log_step(self, measured: Mapping[str, Value]) -> dict[str, Value]:
-        """Derives speed and utilisation from a step's measurements, writes all metrics, and returns them."""
+        """Derive speed and MFU from a step's measurements; write all metrics and return them."""
         metrics = self._with_derived(measured)
         self._file.append(metrics)
         for sink in self._sinks:
@@ -112,19 +112,19 @@ class MetricsLogger:
         return metrics
 
     def print_lines(self, lines: Sequence[str]) -> None:
-        """Prints lines above the progress line, unless they are the ones printed last."""
+        """Print lines above the progress bar, unless equal to the last printed lines."""
         if lines != self._last_lines:
             self._last_lines = lines
             self._progress.print_lines(lines)
 
     def finish(self, samples: Sequence[str] = ()) -> None:
-        """Draws the loss curve and prints the summary of the run."""
+        """Draw the loss curve and print the summary of the run."""
         self._progress.stop()
         picture = draw_run(self.plan)
         self._progress.summary(self.plan, self.peak, read_run_records(self._path), samples, picture)
 
     def _with_derived(self, measured: Mapping[str, Value]) -> dict[str, Value]:
-        """All metrics of a step, in their order."""
+        """Return all metrics of a step, in order."""
         seconds = float(measured["step_time_s"] or math.nan)
         size, tokens = int(measured["global_batch_size"] or 0), int(measured["tokens"] or 0)
         self._step_times.append(seconds)
@@ -138,7 +138,7 @@ class MetricsLogger:
             plan.model, document_length, plan.config.finetune, None if ltd is None else ltd.retained(step)
         )
         known = self.peak.flops > 0
-        # Both conventions of MFU: causal attention counted once (Megatron-LM), or as a full square (PaLM, torchtitan).
+        # Two conventions of MFU: causal attention FLOPs (Megatron-LM) or full attention FLOPs (PaLM, torchtitan).
         throughput = sum(self._sizes) / sum(self._step_times)
         self._throughput_peak = max(self._throughput_peak, throughput)
         derived: dict[str, Value] = {
@@ -148,7 +148,7 @@ class MetricsLogger:
             "mfu": mfu(flops.causal, tokens_per_second, self.peak.flops, world) if known else None,
             "mfu_full": mfu(flops.full, tokens_per_second, self.peak.flops, world) if known else None,
         }
-        # What NeMo and the recipes built on it, and those built on transformers, call it (docs/reference/metrics.md).
+        # Names used by NeMo, transformers and their recipes (docs/reference/metrics.md).
         derived |= {"global_step": step, "train_step_timing": seconds}
         derived["throughput_peak"] = self._throughput_peak
         if step >= self._first_warm_step:
@@ -167,5 +167,5 @@ class MetricsLogger:
 
 
 def _finite(value: Value) -> Value:
-    """JSON has no NaN or infinity; null stands for them."""
+    """Return None for NaN and Inf, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Writes and reads metrics.jsonl, and cuts it back to the step that a run resumes from."""
+"""Reads and writes metrics.jsonl, and truncates it to the step that a run resumes from."""
 
 from __future__ import annotations
 
@@ -13,43 +13,44 @@ from megatron_llama.system.errors import MachineError
 from megatron_llama.system.files import read_whole, write_atomically
 
 METRICS_FILE = "metrics.jsonl"
-MOST_BYTES = 16 << 30
-OWN = ("step", "consumed_tokens", "reduced_train_loss", "lr", "tokens_per_second", "step_time_s", "mfu")
-"""What every line of a run's own file has, and its summary and picture need."""
+MAX_BYTES = 16 << 30
+REQUIRED_METRICS = ("step", "consumed_tokens", "reduced_train_loss", "lr", "tokens_per_second", "step_time_s", "mfu")
+"""Metrics that the summary and loss.png need."""
 
 
 class MetricsFile:
-    """A metrics.jsonl that a run which resumes after ``start_step`` continues."""
+    """The metrics.jsonl of a run that starts or resumes after ``start_step``."""
 
     def __init__(self, path: Path, start_step: int) -> None:
-        """Lines that can't be read don't stop a run: the file as it was is kept beside it, and stderr says so."""
-        if told := truncate_after(path, start_step):
-            sys.stderr.write(told + "\n")
+        """Truncate the file. If lines are invalid, save a copy of the file and report it on stderr."""
+        if warning := truncate_after(path, start_step):
+            sys.stderr.write(warning + "\n")
         self._file = open(path, "a", encoding="utf-8")
 
     def close(self) -> None:
-        """Frees the file; what a full disk kept ``append`` from writing, it has reported."""
+        """Close the file; ``append`` has reported write errors."""
         with suppress(OSError):
             self._file.close()
 
     def append(self, metrics: Mapping[str, Any]) -> None:
-        """Adds a step's metrics. Raises MachineError."""
-        # One write per line: a reader, or a run that resumes after a kill, sees whole lines, except perhaps the last.
+        """Append a step's metrics. Raises MachineError."""
+        # One write per line: after a kill only the last line may be incomplete.
         try:
             self._file.write(json.dumps(metrics) + "\n")
             self._file.flush()
         except OSError as error:
-            raise MachineError(f"{self._file.name} could not be written: {error.strerror}") from error
+            raise MachineError(f"cannot write {self._file.name}: {error.strerror}") from error
 
 
 def read_metrics(path: Path, steps: Sequence[str] = ("step",)) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, one per step, without a last line that is only half written.
+    """Return the records of a metrics.jsonl, one per step, without an incomplete last line.
 
-    ``steps`` are names for the step, of which every record has one: other programs have other names for it.
+    Args:
+        steps: Names of the step; each record has one of them.
 
     Raises:
-        OSError: it can't be read.
-        ValueError: a line before the last is not JSON, or has no step.
+        OSError: The file cannot be read.
+        ValueError: A line before the last is not JSON, or has no step.
     """
     lines, broken = _read(path, steps)
     if broken:
@@ -58,37 +59,40 @@ def read_metrics(path: Path, steps: Sequence[str] = ("step",)) -> list[dict[str,
 
 
 def read_run_records(path: Path) -> list[dict[str, Any]]:
-    """The records that a run wrote, for its summary and picture; whatever else came into the file is left out."""
-    return [record for record, _ in _read(path, OWN[:1])[0] if all(_is_own(record, name) for name in OWN)]
+    """Return the records with all of ``REQUIRED_METRICS``, for the summary and loss.png."""
+    return [
+        record
+        for record, _ in _read(path, REQUIRED_METRICS[:1])[0]
+        if all(_is_metric(record, name) for name in REQUIRED_METRICS)
+    ]
 
 
 def truncate_after(path: Path, step: int) -> str | None:
-    """Removes all records after ``step`` and a half-written last line, so that a resumed run logs each step once.
+    """Remove the records after ``step`` and an incomplete last line, so that a resumed run logs each step once.
 
-    Where other lines can't be read, the file is first kept under another name. Returns what to tell about that.
-    Raises OSError.
+    If other lines are invalid, save a copy of the file first and return a warning. Raises OSError.
     """
     if not path.exists():
         return None
     lines, broken = _read(path)
-    told = None
+    warning = None
     if broken:
         number = 1
-        while (kept := path.with_name(f"{path.stem}.broken.{number}{path.suffix}")).exists():
+        while (copy := path.with_name(f"{path.stem}.broken.{number}{path.suffix}")).exists():
             number += 1
-        write_atomically(kept, read_whole(path, MOST_BYTES))
-        many = f"{len(broken):,} lines are left out, the first of them " if len(broken) > 1 else ""
-        told = f"{path}: {many}{_first(broken)}. The file as it was is kept: {kept}"
+        write_atomically(copy, read_whole(path, MAX_BYTES))
+        count = f"removed {len(broken):,} invalid lines, first " if len(broken) > 1 else "removed invalid "
+        warning = f"{path}: {count}{_first(broken)}; copy: {copy}"
     write_atomically(path, b"".join(line for record, line in lines if record["step"] <= step))
-    return told
+    return warning
 
 
 def _first(broken: Sequence[tuple[int, str]]) -> str:
     number, reason = broken[0]
-    return f"line {number:,}: not a line of metrics ({reason})"
+    return f"line {number:,} ({reason})"
 
 
-def _is_own(record: Mapping[str, Any], name: str) -> bool:
+def _is_metric(record: Mapping[str, Any], name: str) -> bool:
     value = record.get(name, "")
     return value is None or type(value) in (int, float)
 
@@ -97,15 +101,17 @@ Lines = list[tuple[dict[str, Any], bytes]]
 
 
 def _read(path: Path, steps: Sequence[str] = ("step",)) -> tuple[Lines, list[tuple[int, str]]]:
-    """((record, line) of each good line, (number, reason) of each other). A broken last line is neither: that is what a
-    kill leaves."""
-    lines = read_whole(path, MOST_BYTES).splitlines(keepends=True)
+    """Return (record, line) of each valid line, and (number, reason) of each invalid one.
+
+    An invalid last line, as a kill leaves it, is in neither.
+    """
+    lines = read_whole(path, MAX_BYTES).splitlines(keepends=True)
     good: Lines = []
     broken: list[tuple[int, str]] = []
     for number, line in enumerate(lines, start=1):
         try:
             if not line.endswith(b"\n"):
-                raise ValueError("no end of line")
+                raise ValueError("no newline at the end")
             record = json.loads(line)
             if not isinstance(record, dict) or not any(type(record.get(name)) in (int, float) for name in steps):
                 raise ValueError(f"no number under {' or '.join(steps)}")

@@ -1,4 +1,4 @@
-"""What one rank does, from its environment to the end of training: the whole program on one screen."""
+"""Entry of one rank: device, process groups, model, optimizer, data, training."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from megatron_llama.train.loop import train
 
 
 def run_rank(plan: Plan) -> None:
-    """Runs this process's part of the plan, as given by torchrun's variables: RANK, LOCAL_RANK, LOCAL_WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT.
+    """Run one rank of the plan. Reads RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        ConfigError: the data can't be used; on all ranks alike.
-        TrainingFault: training can't go on.
-        SystemExit: 75, after a signal and a save.
+        ConfigError: The data cannot be used; on all ranks.
+        TrainingFault: As ``train``.
+        SystemExit: Status 75, after a signal and a save.
     """
     phase.enter("opening the device", phase.PATIENT)
     device = get_device(plan.config.device.name)
@@ -32,7 +31,7 @@ def run_rank(plan: Plan) -> None:
     topology = plan.topology(int(os.environ["RANK"]))
     phase.enter("meeting the other ranks", phase.PATIENT)
     with process_groups(plan, topology, device, torch_device):
-        device.seed(plan.config.trainer.seed)  # after the process group: some runtimes must start with it
+        device.seed(plan.config.trainer.seed)  # after the process group, which some runtimes must initialize first
         phase.enter("building the model", phase.PATIENT)
         model = build_model(plan, topology, device, torch_device)
         phase.enter("building the optimizer", phase.PATIENT)

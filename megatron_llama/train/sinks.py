@@ -1,7 +1,6 @@
-"""Where a run's metrics go besides metrics.jsonl: TensorBoard, a CSV file, Weights & Biases.
+"""Additional outputs of metrics: TensorBoard, metrics.csv, Weights & Biases.
 
-These are courtesies: metrics.jsonl has everything, and what a disk or an account does to one of them is told once on
-stderr and does not stop the run.
+metrics.jsonl has all metrics. A failed output is reported once on stderr and does not stop the run.
 """
 
 from __future__ import annotations
@@ -23,19 +22,21 @@ Metrics = Mapping[str, Any]
 
 
 class MetricsSink(Protocol):
-    """Takes the metrics of each step. None of its methods raises what a disk or a network did."""
+    """An output of metrics. Methods do not raise errors of disk or network."""
 
     def append(self, metrics: Metrics) -> None:
-        """Adds the metrics of a step; ``step`` is one of them. A value may be None."""
+        """Append the metrics of a step; ``step`` is one of them. A value may be None."""
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Flush and close."""
 
 
 def open_sinks(plan: Plan, start_step: int, columns: Sequence[str], records: Sequence[Metrics]) -> list[MetricsSink]:
-    """The sinks that the plan's ``logging`` asks for, of a run that goes on after ``start_step``.
+    """Open the outputs of the plan's ``logging`` for a run that starts or resumes after ``start_step``.
 
-    ``columns`` are the names of all metrics, ``records`` the metrics of the steps until ``start_step``.
+    Args:
+        columns: Names of all metrics.
+        records: Metrics of the steps up to ``start_step``.
     """
     logging, sinks = plan.config.logging, list[MetricsSink]()
     if logging.tensorboard:
@@ -48,16 +49,16 @@ def open_sinks(plan: Plan, start_step: int, columns: Sequence[str], records: Seq
 
 
 class CsvFile:
-    """metrics.csv: a row for each step with the same columns, empty where a step does not have a metric."""
+    """metrics.csv: one row per step; missing metrics are empty."""
 
     def __init__(self, path: Path, columns: Sequence[str], records: Sequence[Metrics]) -> None:
-        """Writes the file anew, ``records`` first: the steps that a resumed run keeps."""
+        """Rewrite the file with ``records``, the steps before a resume."""
         self._path, self._columns = path, columns
         self._file: IO[str] | None = None
         try:
             self._file = path.open("w", encoding="utf-8", newline="")
         except OSError as error:
-            _tell(str(path), error)
+            _report_lost(str(path), error)
         self.append({name: name for name in columns})
         for record in records:
             self.append(record)
@@ -69,20 +70,20 @@ class CsvFile:
                 self._file.flush()
             except OSError as error:
                 self.close()
-                _tell(str(self._path), error)
+                _report_lost(str(self._path), error)
 
     def close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # what could not be written has been told
+            with suppress(OSError):  # append has reported the error
                 file.close()
 
 
 class WandbRun:
-    """A run of Weights & Biases (the package wandb), in its offline mode or with an account.
+    """A run of Weights & Biases (package wandb), offline or with an account.
 
-    Each start of a run is one run there, in a group of the run's folder: what was logged after the checkpoint that a
-    start goes on from can't be taken back there, and would be mixed up with what follows.
+    Each start is one wandb run, in a group per run folder: wandb cannot delete the steps after the checkpoint from
+    which a run resumes.
     """
 
     def __init__(self, plan: Plan, start_step: int) -> None:
@@ -102,8 +103,8 @@ class WandbRun:
                 settings=wandb.Settings(console="off", silent=True),
             )
             self._run.define_metric("*", step_metric="step")
-        except Exception as error:  # a missing account, a network, the package's own: the run goes on
-            _tell("Weights & Biases", error)
+        except Exception as error:  # account, network, or errors of the package
+            _report_lost("Weights & Biases", error)
 
     def append(self, metrics: Metrics) -> None:
         if self._run is not None:
@@ -111,7 +112,7 @@ class WandbRun:
                 self._run.log({name: value for name, value in metrics.items() if value is not None})
             except Exception as error:
                 self._run = None
-                _tell("Weights & Biases", error)
+                _report_lost("Weights & Biases", error)
 
     def close(self) -> None:
         run, self._run = self._run, None
@@ -119,62 +120,62 @@ class WandbRun:
             try:
                 run.finish()
             except Exception as error:
-                _tell("Weights & Biases", error)
+                _report_lost("Weights & Biases", error)
 
 
-def _tell(what: str, error: Exception) -> None:
+def _report_lost(name: str, error: Exception) -> None:
     reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().splitlines()[0]
-    sys.stderr.write(f"{what} can't be written any more: {reason}\n")
+    sys.stderr.write(f"{name}: stopped writing: {reason}\n")
 
 
-# A run's scalars in TensorBoard. A full disk ends them and not the run: metrics.jsonl has them all.
+# TensorBoard
 
 FLUSH_SECONDS = 10
 
 
 class TensorBoardFile:
-    """The events of a run that resumes after ``start_step``; those that an earlier attempt logged later are hidden."""
+    """TensorBoard events of a run that resumes after ``start_step``; later events are purged."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder, self._writer = folder, None
-        # Its thread raises what the disk did, once where nobody catches it and again in the next call here.
-        self._uncaught, threading.excepthook = threading.excepthook, self._of_a_thread
+        # The writer's thread raises disk errors twice: uncaught in the thread, then in the next call.
+        self._uncaught, threading.excepthook = threading.excepthook, self._handle_thread_error
         try:
             purge_step = start_step + 1 if folder.exists() else None
             self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=FLUSH_SECONDS)
         except OSError as error:
-            self._lose(error)
+            self._stop(error)
 
     @property
     def writes(self) -> bool:
-        """Whether it is still being written."""
+        """Whether events are still written."""
         return self._writer is not None
 
     def append(self, metrics: Mapping[str, Any]) -> None:
-        """Adds a step's metrics, those that have a value."""
+        """Write the metrics of a step that have a value."""
         for name, value in metrics.items():
             if value is not None and self._writer is not None:
                 try:
                     self._writer.add_scalar(name, value, metrics["step"])
                 except OSError as error:
-                    self._lose(error)
+                    self._stop(error)
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Flush and close."""
         writer, self._writer = self._writer, None
         try:
             if writer is not None:
                 writer.close()
         except OSError as error:
-            self._lose(error)
+            self._stop(error)
         threading.excepthook = self._uncaught
 
-    def _lose(self, error: OSError) -> None:
+    def _stop(self, error: OSError) -> None:
         self._writer = None
-        sys.stderr.write(f"TensorBoard: {self._folder} can't be written any more: {error.strerror or error}\n")
+        sys.stderr.write(f"{self._folder}: stopped writing: {error.strerror or error}\n")
 
-    def _of_a_thread(self, uncaught: threading.ExceptHookArgs) -> None:
+    def _handle_thread_error(self, uncaught: threading.ExceptHookArgs) -> None:
         if not isinstance(uncaught.exc_value, OSError):
             self._uncaught(uncaught)

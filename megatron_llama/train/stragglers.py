@@ -1,7 +1,7 @@
-"""Tells of a slow rank while the run goes on, and in which collective a rank waits.
+"""Report slow ranks during training, and the collective in which each rank waits.
 
-All ranks take equally long over a step, because they wait for one another; so what counts is how long each one works:
-the step less its waits. That is gathered behind a step of every window, where the host waits for the device anyway.
+Ranks wait for each other, so all have the same step time. The work time of a rank is the step time minus its waits. It
+is gathered once per window, at the end of a step, when the host waits for the device anyway.
 """
 
 from __future__ import annotations
@@ -25,42 +25,43 @@ from megatron_llama.train.metrics import MetricsLogger
 from megatron_llama.train.waits import trace_waits
 
 WINDOW_STEPS = 10
-"""Steps between two looks; the median of their times counts, so that a single slow step is nobody's fault."""
+"""Steps per comparison, which uses the median work time: a single slow step does not count."""
 SLOW, EVEN = 1.5, 1.2
-"""A rank becomes a straggler that works so many times as long as its peers, and stops being one below the other."""
+"""Work time relative to the peers: above SLOW a rank becomes a straggler, below EVEN it stops being one."""
 WINDOWS = 2
-"""Looks in a row that make it one."""
-REMEMBERED = 20
+"""Consecutive windows above SLOW that make a straggler."""
+HISTORY = 20
+"""Past windows of a rank without peers to which it is compared."""
 
 
 @dataclass
 class Verdict:
-    """One look at all ranks."""
+    """Comparison of all ranks."""
 
     slowest: int
-    """The rank that works longest, against its peers."""
+    """Rank with the highest ratio."""
     ratio: float
-    """Its time over theirs."""
-    begun: list[int] = field(default_factory=list)
-    """Ranks that have become stragglers with this look."""
+    """Its work time divided by the expected time."""
+    started: list[int] = field(default_factory=list)
+    """Ranks that became stragglers."""
     ended: list[int] = field(default_factory=list)
-    """Ranks that no longer are."""
+    """Ranks that stopped being stragglers."""
 
 
 class Stragglers:
-    """Who is slow, from the seconds that each rank works in a step. Pure: all ranks come to the same verdict."""
+    """Finds slow ranks from the work times of all ranks. Deterministic: all ranks get the same verdict."""
 
     def __init__(self, stages: Sequence[int]) -> None:
-        """``stages``: each rank's pipeline stage. Its peers have the same layers and as much to do."""
+        """``stages``: pipeline stage of each rank. Ranks of a stage are peers, with equal work."""
         self._peers = [
-            [other for other, its in enumerate(stages) if its == stage and other != rank]
+            [other for other, other_stage in enumerate(stages) if other_stage == stage and other != rank]
             for rank, stage in enumerate(stages)
         ]
         self._in_a_row, self.slow = [0] * len(stages), [False] * len(stages)
         self._history: list[list[float]] = [[] for _ in stages]
 
-    def look(self, busy: Sequence[float]) -> Verdict:
-        """``busy``: seconds of every rank."""
+    def update(self, busy: Sequence[float]) -> Verdict:
+        """Compare the ranks. ``busy``: work time of each rank, in seconds."""
         ratios = [seconds / max(self.expected(rank, busy), 1e-9) for rank, seconds in enumerate(busy)]
         slowest = max(range(len(busy)), key=lambda rank: ratios[rank])
         verdict = Verdict(slowest, ratios[slowest])
@@ -68,23 +69,23 @@ class Stragglers:
             self._in_a_row[rank] = self._in_a_row[rank] + 1 if ratio > SLOW else 0
             if not self.slow[rank] and self._in_a_row[rank] >= WINDOWS:
                 self.slow[rank] = True
-                verdict.begun.append(rank)
+                verdict.started.append(rank)
             elif self.slow[rank] and ratio < EVEN:
                 self.slow[rank] = False
                 verdict.ended.append(rank)
             if ratio <= SLOW:
-                self._history[rank] = [*self._history[rank], busy[rank]][-REMEMBERED:]
+                self._history[rank] = [*self._history[rank], busy[rank]][-HISTORY:]
         return verdict
 
     def expected(self, rank: int, busy: Sequence[float]) -> float:
-        """What a rank should need: the median of its peers, or of its own past where it is alone with its stage."""
+        """Return the expected work time: the median of the peers, without peers that of the rank's history."""
         if peers := self._peers[rank]:
             return median(busy[other] for other in peers)
         return median(self._history[rank] or [busy[rank]])
 
 
 class StragglerWatch:
-    """What the training loop asks for each step. With one rank it does nothing."""
+    """Measures the ranks' work times for the training loop. Does nothing with one rank."""
 
     def __init__(self, plan: Plan, device: Device, model: ParallelModel) -> None:
         self._device, self._model, self._world = device, model, plan.world_size
@@ -94,11 +95,11 @@ class StragglerWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Sees every collective for as long as the run trains."""
+        """Measure waits in collectives inside the ``with`` block."""
         if self._world == 1:
             yield
             return
-        # Inside compiled blocks only a profiled step looks, which is slower.
+        # compiled=True is slower; only profiled steps use it.
         with trace_waits(self._waiting, compiled=False):
             yield
 
@@ -114,7 +115,7 @@ class StragglerWatch:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step, at whose end the device has been waited for."""
+        """Measure a step. The caller syncs the device before its end."""
         self._waits.clear()
         start = time.perf_counter()
         yield
@@ -122,28 +123,28 @@ class StragglerWatch:
         self._window.append(time.perf_counter() - start - waited)
 
     def after_step(self, step: int, metrics: dict[str, float], logger: MetricsLogger | None) -> None:
-        """At the end of a window a collective: adds its metrics, and tells of who has become slow."""
+        """At the end of a window, gather work times, add metrics and report slow ranks (a collective)."""
         if self._world == 1 or len(self._window) < WINDOW_STEPS:
             return
-        mine = torch.tensor([median(self._window)], dtype=torch.float32, device=self._model.device)
+        local = torch.tensor([median(self._window)], dtype=torch.float32, device=self._model.device)
         self._window.clear()
         gathered = torch.empty(self._world, dtype=torch.float32, device=self._model.device)
-        dist.all_gather_into_tensor(gathered, mine)
+        dist.all_gather_into_tensor(gathered, local)
         busy = gathered.tolist()
-        verdict = self._stragglers.look(busy)
+        verdict = self._stragglers.update(busy)
         metrics |= {"slowest_rank": verdict.slowest, "slowest_rank_ratio": verdict.ratio}
-        if verdict.begun or verdict.ended:  # on all ranks alike
+        if verdict.started or verdict.ended:  # equal on all ranks
             hosts: list[Any] = [None] * self._world
             dist.all_gather_object(hosts, socket.gethostname())
             if logger is not None:
                 logger.print_lines([*self._lines(step, verdict, busy, hosts)])
 
     def _lines(self, step: int, verdict: Verdict, busy: Sequence[float], hosts: Sequence[str]) -> Iterator[str]:
-        for rank in verdict.begun:
+        for rank in verdict.started:
             expected = self._stragglers.expected(rank, busy)
             yield (
-                f"step {step}: rank {rank} on {hosts[rank]} is slow: it works {busy[rank]:.3g} s of a step, "
-                f"{busy[rank] / expected:.1f} times as long as its peers ({expected:.3g} s), and all wait for it"
+                f"step {step}: rank {rank} on {hosts[rank]} is slow: works {busy[rank]:.3g} s per step, "
+                f"{busy[rank] / expected:.1f} times its peers' {expected:.3g} s"
             )
         for rank in verdict.ended:
-            yield f"step {step}: rank {rank} on {hosts[rank]} is as fast as its peers again"
+            yield f"step {step}: rank {rank} on {hosts[rank]} is as fast as its peers"

@@ -1,8 +1,7 @@
-"""Tells when a rank waits for others, and in which collective of which axis.
+"""Trace when a rank waits for other ranks, and in which collective of which axis.
 
-Whatever starts a collective in Python goes through the process group's methods, and waits there or by ``Work.wait``;
-both are replaced meanwhile. Compiled blocks start and await theirs by operators instead, which a dispatch mode sees;
-there is one only where it is asked for, in profiled steps, as it costs some microseconds for each operator.
+Eager collectives call methods of the process group and ``Work.wait``; both are patched. Compiled blocks call functional
+collectives, which a dispatch mode intercepts. The mode costs microseconds per operator and is used in profiled steps.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_llama.parallel.groups import axis_of
 from megatron_llama.topology import AXIS_NAMES
 
-# torch has more than one name for some of them; which ones exist depends on its version.
+# Method to collective. The methods depend on torch's version.
 _METHODS = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",
@@ -48,24 +47,24 @@ _OPERATORS = {
 }
 AXES = (*AXIS_NAMES, "world")
 DATA = "data"
-"""The wait for samples."""
+"""Name of the wait for samples."""
 WAIT_METRICS = tuple(f"waited_{name}_s" for name in (DATA, *AXES))
-"""The metrics of a profiled step."""
+"""Metrics of a profiled step."""
 
 
-Waiting = Callable[[str], AbstractContextManager[None]]
-"""What is entered for as long as a wait lasts; it is given "axis kind", such as "tp all_reduce"."""
+WaitContext = Callable[[str], AbstractContextManager[None]]
+"""Returns a context that is active during a wait; called with "axis kind", such as "tp all_reduce"."""
 
 
 @contextmanager
-def trace_waits(waiting: Waiting, *, compiled: bool) -> Iterator[None]:
-    """Enters ``waiting`` around each wait."""
+def trace_waits(waiting: WaitContext, *, compiled: bool) -> Iterator[None]:
+    """Enter ``waiting`` around each wait; with ``compiled`` also in compiled blocks."""
     started: WeakKeyDictionary[dist.Work, str] = WeakKeyDictionary()
     wait, waits = dist.Work.wait, False
 
     @contextmanager
     def once(name: str) -> Iterator[None]:
-        """A group that shares memory hands some of its collectives to another group: that is one wait."""
+        """Enter ``waiting`` unless active: shared-memory groups delegate some collectives to another group."""
         nonlocal waits
         if waits:
             yield
@@ -97,46 +96,45 @@ def trace_waits(waiting: Waiting, *, compiled: bool) -> Iterator[None]:
 def _starting(
     original: Callable[..., dist.Work],
     method: str,
-    waiting: Waiting,
+    waiting: WaitContext,
     started: WeakKeyDictionary[dist.Work, str],
 ) -> Callable[..., dist.Work]:
     def start(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
         if group.size() == 1:
             return original(group, *args, **kwargs)
         name = _name(_METHODS[method], group)
-        with waiting(name):  # groups that share memory are done when it returns
+        with waiting(name):  # shared-memory groups finish inside this call
             work = original(group, *args, **kwargs)
         if work is not None:
             started[work] = name
         return work
 
-    # pybind11 takes this function for an override of the method, as a class in Python may have one, and would call it
-    # from itself, did it not have the method's name.
+    # pybind11 treats a Python function with another name as an override and would call it recursively.
     start.__code__ = start.__code__.replace(co_name=method)
     return start
 
 
 def _name(kind: str, group: dist.ProcessGroup) -> str:
-    # megatron-core uses the world's group for one direction between two stages. Devices without send and recv have
-    # separate groups for the same purpose (PairTransfers).
+    # megatron-core uses the world group for one direction between two stages. Devices without send and recv have
+    # separate groups for it (PairTransfers).
     axis = "pp" if kind in ("send", "recv") else axis_of(group) or "pp"
     return f"{axis} {kind}"
 
 
 class _Operators(TorchDispatchMode):
-    """Sees the functional collectives that compiled blocks call."""
+    """Intercepts the functional collectives of compiled blocks."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Keeps compiled blocks compiled under this mode; by default a mode disables them."""
+        """Keep compiled blocks compiled in this mode; by default a mode disables them."""
         return True
 
-    def __init__(self, waiting: Waiting) -> None:
+    def __init__(self, waiting: WaitContext) -> None:
         super().__init__()
         self._waiting = waiting
-        self._started: dict[int, str] = {}  # by the result's data
+        self._started: dict[int, str] = {}  # by data pointer of the result
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -111,7 +111,7 @@ def test_a_dry_run_of_512_ranks_shows_the_last_one() -> None:
 def test_mistakes_are_said_without_a_traceback(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clear_starters(monkeypatch)
+    clear_launcher_variables(monkeypatch)
     assert cli.main([*TINY, "trainer.tp=3", "optim.lr=-1"]) == 2
     text = capfd.readouterr().err
     assert "trainer.tp" in text and "optim.lr" in text, "all of them at once"
@@ -121,7 +121,7 @@ def test_mistakes_are_said_without_a_traceback(
 def test_a_device_that_is_not_here_is_refused_together_with_the_rest(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clear_starters(monkeypatch)
+    clear_launcher_variables(monkeypatch)
 
     def missing(name: str) -> None:
         raise ValueError(f"device={name} is unavailable on this host: no driver")
@@ -132,7 +132,7 @@ def test_a_device_that_is_not_here_is_refused_together_with_the_rest(
     assert "is unavailable on this host" in text and "optim.lr" in text
 
 
-def clear_starters(monkeypatch: pytest.MonkeyPatch) -> None:
+def clear_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the tests had been started by hand."""
     for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
         monkeypatch.delenv(name)
@@ -181,7 +181,7 @@ def test_the_world_of_a_starter_wins() -> None:
 def test_a_run_writes_its_config_and_plan(
     launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clear_starters(monkeypatch)
+    clear_launcher_variables(monkeypatch)
     monkeypatch.chdir(tmp_path)
     job = launcher(partial(cli.main, [*TINY, "trainer.tp=2", "trainer.global_batch_size=4"], note_place))
     assert job.wait() == 0, job.errors
@@ -208,7 +208,7 @@ def hold(plan: Plan) -> None:
 def test_one_folder_has_one_run(
     launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    clear_starters(monkeypatch)
+    clear_launcher_variables(monkeypatch)
     arguments = [*TINY, f"run.dir={tmp_path}/run"]
     job = launcher(partial(cli.main, arguments, hold))
     deadline = time.monotonic() + 100
@@ -217,30 +217,30 @@ def test_one_folder_has_one_run(
         time.sleep(0.02)
     assert cli.main(arguments, note_place) == 2
     text = capfd.readouterr().err
-    assert "another run is writing to this folder" in text and f"process {job.pid} " in text
+    assert "is locked by another run" in text and f"process {job.pid} " in text
     os.kill(job.pid, signal.SIGKILL)
     job.wait()
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:  # the lock is free as soon as the last rank has gone
+    while time.monotonic() < deadline:  # the lock is released when the last rank ends
         try:
             with run_dir.claim_run_dir(tmp_path / "run"):
                 return
         except ConfigError:
             time.sleep(0.05)
-    raise AssertionError("the lock outlives its run")
+    raise AssertionError("the lock was not released")
 
 
 def test_a_folder_that_cannot_be_made_is_the_users_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    clear_starters(monkeypatch)
+    clear_launcher_variables(monkeypatch)
     (tmp_path / "file").touch()
     assert cli.main([*TINY, f"run.dir={tmp_path}/file/run"], note_place) == 2
-    assert "can't be written" in capfd.readouterr().err
+    assert "cannot write to the run folder" in capfd.readouterr().err
 
 
 def test_a_full_disk_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clear_starters(monkeypatch)
+    clear_launcher_variables(monkeypatch)
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:  # no file of this process can grow, as on a full disk
@@ -252,7 +252,7 @@ def test_a_full_disk_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with os.fdopen(reader) as pipe:
         stderr = pipe.read()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
-    assert "run.dir" in stderr and "can't be written" in stderr and "Traceback" not in stderr
+    assert "run.dir" in stderr and "cannot write" in stderr and "Traceback" not in stderr
 
 
 def test_ctrl_c_before_the_start_is_one_line(
@@ -268,7 +268,7 @@ def test_ctrl_c_before_the_start_is_one_line(
 
 def test_a_job_that_is_started_again_finds_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    clear_starters(monkeypatch)
+    clear_launcher_variables(monkeypatch)
     config = load_config(TINY, cli.CONF_DIR)
     first = run_dir.default_run_dir(config, "4711")
     assert re.fullmatch(r"runs/llama_2m-mock-4711-\d{8}-\d{6}", first)

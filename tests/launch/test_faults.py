@@ -192,9 +192,7 @@ def fail_late_to_say_so(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
-def test_consequence_reported_first_is_not_the_cause(
-    launcher: MakeLauncher, tmp_path: Path, patient: None
-) -> None:
+def test_consequence_reported_first_is_not_the_cause(launcher: MakeLauncher, tmp_path: Path, patient: None) -> None:
     job = launcher(run(fail_late_to_say_so, tmp_path, ranks=2))
     assert job.wait() == 1
     assert job.last_line == "ValueError: the cause"
@@ -251,7 +249,7 @@ def abort(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("work", "last_line"),
     [
-        (exit_early, "rank 1 left in the middle of its work with exit status 0"),
+        (exit_early, "rank 1 exited with status 0 before the end of its work"),
         (exit_by_system_exit, "SystemExit: no more data"),
         (abort, "rank 1 was killed by SIGSEGV"),
     ],
@@ -282,9 +280,7 @@ def test_spawned_ranks_follow_the_same_rules(launcher: MakeLauncher, tmp_path: P
 
 
 @pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
-def test_ranks_die_with_a_killed_launcher(
-    launcher: MakeLauncher, tmp_path: Path, fork: bool
-) -> None:
+def test_ranks_die_with_a_killed_launcher(launcher: MakeLauncher, tmp_path: Path, fork: bool) -> None:
     job = launcher(run(sleep_long, tmp_path, ranks=2, fork=fork))
     ranks = pids(tmp_path, 2)
     os.kill(job.pid, signal.SIGKILL)

@@ -71,16 +71,16 @@ def test_a_process_of_another_job_is_not_counted(port: int) -> None:
     first = Rendezvous(context(0, 2, port=port), limit_seconds=1.0)
     first.report(info(0))
     Rendezvous(context(1, 2, port=port, job="8")).report(info(1))
-    with pytest.raises(LaunchFailed, match="nodes 1 of 2 have not come within 1 s; here are n1"):
+    with pytest.raises(LaunchFailed, match="nodes 1 of 2 missing after 1 s; arrived: n1"):
         first.gather()
 
 
-def test_a_first_process_that_is_not_there_is_reported(port: int) -> None:
-    with pytest.raises(LaunchFailed, match=rf"node 2, .* can't reach the first node at 127.0.0.1, port {port}"):
+def test_missing_process_0_is_reported(port: int) -> None:
+    with pytest.raises(LaunchFailed, match=rf"node 2 .* cannot reach the first node at 127.0.0.1, port {port}"):
         Rendezvous(context(2, port=port), limit_seconds=0.5)
 
 
-def test_a_first_process_that_ends_lets_the_others_go(port: int) -> None:
+def test_end_of_process_0_ends_the_wait(port: int) -> None:
     first = Rendezvous(context(0, 2, port=port))
     other = Rendezvous(context(1, 2, port=port))
     other.report(info(1))
@@ -89,11 +89,13 @@ def test_a_first_process_that_ends_lets_the_others_go(port: int) -> None:
         other.wait()
 
 
-def test_a_first_process_that_does_not_begin_is_named(port: int) -> None:
+def test_process_0_that_does_not_start_is_reported(port: int) -> None:
     first = Rendezvous(context(0, 2, port=port))
     other = Rendezvous(context(1, 2, port=port), limit_seconds=0.5)
     other.report(info(1))
-    with pytest.raises(LaunchFailed, match=r"the first process has not begun within 0\.5 s: it is stopped"):
+    with pytest.raises(
+        LaunchFailed, match=r"process 0 did not start within 0\.5 s: it, or a process .* is stopped"
+    ):
         other.wait()
     del first
 
@@ -157,17 +159,17 @@ def test_what_an_earlier_attempt_has_left_does_not_count() -> None:
     def attempt(chosen: str) -> list[Any]:
         first, second = [start(place) for place in places]
 
-        def begin() -> reports.Opening:
+        def begin() -> reports.StartMessage:
             nodes = [replace(node, token="old") if node.number else node for node in first.gather()]
-            return first.open(nodes, *first.agree_on_run_dir(chosen))  # as if the report lay there from before
+            return first.open(nodes, *first.agree_on_run_dir(chosen))  # like a report of an earlier attempt
 
-        opened, heard = together(begin, second.wait)
-        assert opened == heard, "the report that was there first is corrected"
-        first.board().alarmed("")
-        assert not second.board().alarmed("")
+        sent, received = together(begin, second.wait)
+        assert sent == received, "the old report is replaced"
+        first.board().post_note("")
+        assert not second.board().post_note("")
         together(partial(first.board().gather, "rank 0 hangs"), partial(second.board().gather, "rank 1 too"))
-        assert second.board().alarmed("")
-        return [opened.run_dir, opened.again, opened.attempt]
+        assert second.board().post_note("")
+        return [sent.run_dir, sent.restarted, sent.attempt]
 
     monday, tuesday = attempt("runs/monday"), attempt("runs/tuesday")
     assert monday[:2] == ["runs/monday", False] and tuesday[:2] == ["runs/monday", True]
@@ -207,7 +209,7 @@ def test_a_value_that_a_stranger_changes_or_moves_is_not_believed(port: int) -> 
     good = evil.get(theirs)
     for changed in (b"{}", b"0" * 64 + b"{}", good[:-1] + b" ", evil.get(mine)):  # the last: another's report
         evil.set(theirs, changed.decode())
-        with pytest.raises(LaunchFailed, match="nodes 1 of 2.*had not this job's MEGATRON_LLAMA_SECRET"):
+        with pytest.raises(LaunchFailed, match="nodes 1 of 2.*reports without this job's MEGATRON_LLAMA_SECRET"):
             first.gather()
     evil.set(theirs, good.decode())
     assert len(first.gather()) == 2
@@ -230,12 +232,12 @@ def test_neither_the_jobs_name_nor_its_secret_stands_in_the_store(port: int) -> 
 
 
 @pytest.mark.parametrize("report", ["", "[" * 100_000, '{"number": 1}', "null", "7" * 5000])
-def test_without_a_secret_nonsense_is_a_rank_that_has_not_come(port: int, report: str) -> None:
+def test_without_a_secret_an_invalid_report_is_a_missing_rank(port: int, report: str) -> None:
     first = Rendezvous(context(0, 2, port=port), limit_seconds=0.5)
     first.report(info(0))
     (mine,) = our_keys(stranger(port))
     stranger(port).set(f"{mine[:-1]}1", report)
-    with pytest.raises(LaunchFailed, match="nodes 1 of 2 have not come"):
+    with pytest.raises(LaunchFailed, match="nodes 1 of 2 missing"):
         first.gather()
 
 
@@ -265,15 +267,18 @@ def another_program(how: str) -> socket.socket:
     return listener
 
 
-@pytest.mark.parametrize("how", ["says nothing", "drips", "nonsense", "does not stop", "hangs up"])
-def test_a_port_where_another_program_listens_is_told_in_time(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr(rendezvous, "_SPEAK_SECONDS", 1.0)
+@pytest.mark.parametrize("how", ["silent", "drips", "nonsense", "does not stop", "hangs up"])
+def test_port_of_another_program_is_reported_in_time(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(rendezvous, "_CONNECT_LIMIT_SECONDS", 1.0)
     monkeypatch.setattr(job_store, "ANSWER_SECONDS", 1.0)
-    with another_program(how) as listener, pytest.raises(LaunchFailed, match="is not this job's first process"):
+    with (
+        another_program(how) as listener,
+        pytest.raises(LaunchFailed, match="does not belong to process 0"),
+    ):
         Rendezvous(context(1, port=listener.getsockname()[1]), limit_seconds=2.0).report(info(1))
 
 
-def test_a_first_process_that_is_stopped_keeps_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_store_host_raises_store_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     host = os.fork()
     if host == 0:
@@ -285,14 +290,14 @@ def test_a_first_process_that_is_stopped_keeps_nobody_for_ever(monkeypatch: pyte
         here = JobStore(lambda: TCPStore("127.0.0.1", port, is_master=False), "job", "", PATIENCE_SECONDS)
         here.set("a", "1")
         assert here.get("a") == "1" and here.get("b") is None
-        assert here.wait("b", 0.2) is None, "that nothing comes is an answer"
+        assert here.wait("b", 0.2) is None, "a timeout is an answer"
         os.kill(host, signal.SIGSTOP)
         while not is_stopped(host):
             time.sleep(0.01)
         monkeypatch.setattr(job_store, "ANSWER_SECONDS", 0.3)
-        calls: list[Callable[[], Any]] = [partial(here.get, "a"), partial(here.wait, "b", 0.3), here.again]
+        calls: list[Callable[[], Any]] = [partial(here.get, "a"), partial(here.wait, "b", 0.3), here.clone]
         for call in calls:
-            with pytest.raises(StoreLost, match="has not answered within"):
+            with pytest.raises(StoreLost, match="did not answer within"):
                 call()
     finally:
         os.kill(host, signal.SIGKILL)
@@ -323,59 +328,60 @@ def memory_mib() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def test_the_first_process_listens_where_it_was_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_0_listens_on_master_addr(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "is_loopback", lambda host: host == "127.0.1.1")
     # 127.0.0.2 stands for the address of one of several interfaces, 127.0.1.1 for a name that is the loopback on the
     # first node alone, 203.0.113.7 for the address of a router before it.
     for address, nodes, expected in [
-        ("127.0.0.2", 2, "127.0.0.2 alone"),
-        ("127.0.1.1", 2, "all its addresses"),
-        ("203.0.113.7", 2, "all its addresses"),
-        ("127.0.1.1", 1, "127.0.1.1 alone"),
+        ("127.0.0.2", 2, "127.0.0.2"),
+        ("127.0.1.1", 2, "all addresses"),
+        ("203.0.113.7", 2, "all addresses"),
+        ("127.0.1.1", 1, "127.0.1.1"),
     ]:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             number = int(probe.getsockname()[1])
         first = Rendezvous(replace(context(0, 2, address, number), nodes=nodes))
-        assert f"The first listens on {expected}." in first.openness()
-        assert [f"{one} alone" if one not in ("::", "0.0.0.0") else "all its addresses" for one in heard(number)] == [
+        assert f"Process 0 listens on {expected}." in first.describe_security()
+        assert [one if one not in ("::", "0.0.0.0") else "all addresses" for one in listening_addresses(number)] == [
             expected
         ]
 
 
-def heard(port: int) -> list[str]:
-    """The addresses on which this machine listens at ``port``."""
-    found = []
+def listening_addresses(port: int) -> list[str]:
+    """Return the addresses on which this machine listens at ``port``."""
+    addresses = []
     for file, family in (("/proc/net/tcp", socket.AF_INET), ("/proc/net/tcp6", socket.AF_INET6)):
         for line in Path(file).read_text().splitlines()[1:]:
             address, _, number = line.split()[1].partition(":")
             if line.split()[3] == "0A" and int(number, 16) == port:
-                words = bytes.fromhex(address)  # of four bytes, each in the machine's order
+                words = bytes.fromhex(address)  # words of four bytes in host order
                 swapped = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
-                found.append(socket.inet_ntop(family, swapped))
-    return found
+                addresses.append(socket.inet_ntop(family, swapped))
+    return addresses
 
 
-def test_a_start_without_a_secret_says_so(port: int) -> None:
+def test_missing_secret_is_reported(port: int) -> None:
     first = Rendezvous(context(0, 2, port=port))
-    assert "There is no MEGATRON_LLAMA_SECRET" in first.openness()
-    assert "Only who has" in Rendezvous(context(1, 2, port=port), secret=SECRET).openness()
+    assert "MEGATRON_LLAMA_SECRET is not set" in first.describe_security()
+    second = Rendezvous(context(1, 2, port=port), secret=SECRET)
+    assert "Messages carry an HMAC" in second.describe_security()
 
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.1.1", "::1"])
 def test_a_loopback_address_is_refused_on_every_node(address: str) -> None:
     for node in (0, 1):
-        with pytest.raises(ConfigError, match=rf"(?s)MASTER_ADDR.*on node {node},"):
+        with pytest.raises(ConfigError, match=rf"(?s)MASTER_ADDR.*on\s+node\s+{node}"):
             check_first_address(context(node, address=address))
     check_first_address(context(0, 1, address))
 
 
 def test_torchruns_nodes_may_share_a_machine() -> None:
-    """Its agents have met before a rank starts: where the first one's store answers, the loopback is right."""
+    """If the store of the first agent answers, the loopback is valid."""
     with socket.create_server(("127.0.0.1", 0)) as store:
         port = store.getsockname()[1]
         for node in (0, 1):
             check_first_address(replace(context(node, port=port), launcher="torchrun", has_store=True))
-            with pytest.raises(ConfigError, match="every node takes it for itself"):
+            with pytest.raises(ConfigError, match="resolves to the loopback"):
                 check_first_address(context(node, port=port))
     with pytest.raises(ConfigError, match=r"on\s+node\s+1"):
         check_first_address(replace(context(1, port=port), launcher="torchrun", has_store=True))

@@ -76,15 +76,15 @@ def test_ranks_on_two_hosts_meet(tmp_path: Path, ssh: str) -> None:
     assert [(folder / f"sum{rank}").read_text() for rank in range(4)] == ["6.0"] * 4
     places = [json.loads((folder / f"place{rank}.json").read_text()) for rank in range(4)]
     assert [place["LOCAL_RANK"] for place in places] == ["0", "1", "0", "1"]
-    assert "They meet at 127.0.0.1" in out and "2-3" in out
-    assert "Only who has the job's MEGATRON_LLAMA_SECRET counts" in out
+    assert "Rendezvous at 127.0.0.1" in out and "2-3" in out
+    assert "Messages carry an HMAC with MEGATRON_LLAMA_SECRET." in out
     secret = next(tmp_path.glob("secret*")).read_text()
     assert len(secret) == 64 and {path.read_text() for path in tmp_path.glob("secret*")} == {secret}
-    assert secret not in (tmp_path / "command_lines").read_text(), "everybody on the hosts can read that"
+    assert secret not in (tmp_path / "command_lines").read_text(), "other users can read command lines"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
-def test_signals_reach_the_ranks_and_75_comes_back(tmp_path: Path, ssh: str, number: signal.Signals) -> None:
+def test_signals_are_forwarded_and_75_returned(tmp_path: Path, ssh: str, number: signal.Signals) -> None:
     run = start(tmp_path, "announce_and_wait", "trainer.tp=2", "launch.hosts=[a,b]", ssh)
     pids(tmp_path, 2)
     run.send_signal(number)
@@ -104,18 +104,18 @@ def test_ranks_end_with_the_command(tmp_path: Path, ssh: str, number: signal.Sig
     assert all(gone(pid) for pid in ranks)
 
 
-def test_a_failing_rank_ends_all_hosts_and_has_the_last_word(tmp_path: Path, ssh: str) -> None:
+def test_failing_rank_ends_all_hosts_and_is_printed_last(tmp_path: Path, ssh: str) -> None:
     run = start(tmp_path, "announce_and_fail_on_three", "trainer.tp=4", "launch.hosts=[a:2,b:2]", ssh)
     ranks = pids(tmp_path, 4)
     _, errors = run.communicate(timeout=PATIENCE_SECONDS)
     assert run.returncode == 1
     assert errors.rstrip().splitlines()[-1] == "ZeroDivisionError: the weights of rank three"
-    assert "Rank 3 of 4 failed" in errors and "Host b ended first, with status 1" in errors
+    assert "Rank 3 of 4 failed" in errors and "Host b failed first, with exit status 1" in errors
     assert all(gone(pid) for pid in ranks)
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_on_another_host_is_blamed_by_all(tmp_path: Path, ssh: str) -> None:
+def test_stopped_rank_on_another_host_is_the_culprit(tmp_path: Path, ssh: str) -> None:
     limit = "trainer.hang_timeout_seconds=20"  # eight times that to start
     run = start(tmp_path, "stop_on_three", "trainer.tp=4", "launch.hosts=[a:2,b:2]", ssh, limit)
     ranks = pids(tmp_path, 4)
@@ -126,11 +126,11 @@ def test_a_stopped_rank_on_another_host_is_blamed_by_all(tmp_path: Path, ssh: st
     assert all(gone(pid) for pid in ranks)
 
 
-def test_a_host_that_cannot_be_reached_ends_all(tmp_path: Path, ssh: str) -> None:
+def test_unreachable_host_ends_all(tmp_path: Path, ssh: str) -> None:
     run = start(tmp_path, "announce_and_wait", "trainer.tp=2", "launch.hosts=[a,down]", ssh)
     _, errors = run.communicate(timeout=PATIENCE_SECONDS)
-    assert run.returncode == 1, "and does not wait for host a, whose rank never ends"
-    assert "Host down ended first, with status 255" in errors
+    assert run.returncode == 1, "without a wait for host a, whose rank never ends"
+    assert "Host down failed first, with exit status 255" in errors
     assert errors.rstrip().splitlines()[-1] == "ssh: connect to host down: No route to host"
 
 

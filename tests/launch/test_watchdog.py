@@ -1,4 +1,4 @@
-"""A rank that makes no progress ends the job, and is the one that is named, whatever it was doing."""
+"""A rank without progress ends the job and is reported as the culprit, in any phase."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_llama.devices.cuda import flight_recorder
 from megatron_llama.launch import job_store, start, watchdog
 from megatron_llama.launch.job_store import Board, JobStore
 from megatron_llama.launch.start import Rank, Share, start_ranks
-from megatron_llama.launch.watchdog import Hang, Watch, watch_this_process
+from megatron_llama.launch.watchdog import Hang, Watchdog, watch_this_process
 from megatron_llama.parallel.compiling import may_compile
 from megatron_llama.plan import resolve
 from megatron_llama.system import phase
@@ -44,7 +44,7 @@ from tests.processes import (
 
 
 class Simulated:
-    """A rank whose phase the test sets."""
+    """A simulated rank whose phase the test sets."""
 
     ended = False
 
@@ -63,7 +63,7 @@ class Simulated:
 
 
 class Clock:
-    """The watch's clock, and its only sleep."""
+    """A simulated clock of the watchdog."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -79,8 +79,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def look(watch: Watch, seconds: float) -> str:
-    """What the watch reports within so many seconds; empty where it has no complaint."""
+def report_of(watch: Watchdog, seconds: float) -> str:
+    """Return the watchdog's report within ``seconds``; empty if there is none."""
     try:
         for _ in range(round(seconds)):
             watch.wait(1.0)
@@ -89,52 +89,52 @@ def look(watch: Watch, seconds: float) -> str:
     return ""
 
 
-def test_a_phase_has_its_limit_and_a_patient_one_eight_times_that(clock: Clock) -> None:
+def test_limit_of_phases_and_patient_phases(clock: Clock) -> None:
     one = Simulated(0)
-    watch = Watch([one], 1, 10.0)
-    assert not look(watch, 9)
+    watch = Watchdog([one], 1, 10.0)
+    assert not report_of(watch, 9)
     one.enter("step 2")
-    assert not look(watch, 9), "a new phase has its own time"
+    assert not report_of(watch, 9), "a new phase has its own time"
     one.enter("compiling", phase.PATIENT)
-    assert not look(watch, 79)
+    assert not report_of(watch, 79)
     one.enter("compiling ahead", phase.UNWATCHED)
-    assert not look(watch, 100_000)
+    assert not report_of(watch, 100_000)
     one.enter("step 3")
-    assert look(watch, 12).endswith("Rank 0 of 1 failed: no progress for 11 s in step 3; it runs")
-    assert not look(Watch([one], 1, None), 100_000), "null waits for ever"
+    assert report_of(watch, 12).endswith("Rank 0 of 1 failed: no progress for 11 s in step 3; it runs")
+    assert not report_of(Watchdog([one], 1, None), 100_000), "None: no limit"
 
 
-def test_a_job_that_was_suspended_has_not_hung(clock: Clock) -> None:
-    watch = Watch([Simulated(0)], 1, 60.0)
-    assert not look(watch, 2)
-    clock.now += 86400  # Ctrl-Z: the ranks and their watcher slept
-    assert not look(watch, 50)
-    assert look(watch, 10)
+def test_suspended_job_is_no_hang(clock: Clock) -> None:
+    watch = Watchdog([Simulated(0)], 1, 60.0)
+    assert not report_of(watch, 2)
+    clock.now += 86400  # Ctrl-Z suspends ranks and watchdog
+    assert not report_of(watch, 50)
+    assert report_of(watch, 10)
 
 
-def test_who_is_stopped_is_blamed_and_not_who_waits_for_it(clock: Clock) -> None:
+def test_stopped_rank_is_the_culprit(clock: Clock) -> None:
     waits, stopped, waits_too = Simulated(0), Simulated(1, stopped=True), Simulated(2)
     for one in (waits, waits_too):
         one.enter("step 2")
-    said = look(Watch([waits, stopped, waits_too], 3, 10.0), 30)
+    said = report_of(Watchdog([waits, stopped, waits_too], 3, 10.0), 30)
     rows = [line.split() for line in said.splitlines()]
     host = socket.gethostname()
-    assert ["0", host, "step", "2", "11", "s", "it", "runs"] in rows
+    assert ["0", host, "step", "2", "11", "s", "runs"] in rows
     assert f"1 {host} step 1 11 s it is stopped (by SIGSTOP or a debugger)".split() in rows
     assert "in the stack of 0" in said and "in the stack of 2" in said
     assert said.splitlines()[-1].startswith("Rank 1 of 3 failed: no progress for 11 s in step 1; it is stopped")
 
 
-def test_who_does_not_answer_is_blamed_else_who_is_behind_else_all(clock: Clock) -> None:
+def test_culprit_is_silent_or_behind_or_all(clock: Clock) -> None:
     first, second = Simulated(0), Simulated(1, answers=False)
-    assert look(Watch([first, second], 2, 10.0), 30).splitlines()[-1].startswith("Rank 1 of 2 failed")
+    assert report_of(Watchdog([first, second], 2, 10.0), 30).splitlines()[-1].startswith("Rank 1 of 2 failed")
     second.answers = True
     first.enter("step 2")
-    said = look(Watch([first, second], 2, 10.0), 30).splitlines()[-1]
+    said = report_of(Watchdog([first, second], 2, 10.0), 30).splitlines()[-1]
     assert said.startswith("Rank 1 of 2 failed")
-    assert said.endswith("in step 1; it runs, and the others are further")
+    assert said.endswith("in step 1; it runs, behind the others")
     second.enter("step 2")
-    said = look(Watch([first, second], 2, 10.0), 30).splitlines()[-1]
+    said = report_of(Watchdog([first, second], 2, 10.0), 30).splitlines()[-1]
     assert said == "All 2 ranks failed: no progress in step 2"
 
 
@@ -142,34 +142,34 @@ def test_the_collective_is_named_in_which_the_others_wait(clock: Clock) -> None:
     first, second = Simulated(0), Simulated(1)
     first.awaited = "dp reduce_scatter"
     first.enter("step 2")
-    said = look(Watch([first, second], 2, 10.0), 30).splitlines()
-    assert said[-1].endswith("it runs, and the others are further; others wait for it in dp reduce_scatter")
-    assert any("dp reduce_scatter" in line and line.startswith("0 ") for line in said), "and in the table"
+    said = report_of(Watchdog([first, second], 2, 10.0), 30).splitlines()
+    assert said[-1].endswith("it runs, behind the others; others wait for it in dp reduce_scatter")
+    assert any("dp reduce_scatter" in line and line.startswith("0 ") for line in said), "also in the table"
     second.enter("step 2")
     second.awaited = "dp all_gather"
-    said = look(Watch([first, second], 2, 10.0), 30).splitlines()
+    said = report_of(Watchdog([first, second], 2, 10.0), 30).splitlines()
     assert said[-1] == "All 2 ranks failed: no progress in step 2; they wait in dp reduce_scatter and dp all_gather"
 
 
-def test_of_several_machines_the_one_is_named() -> None:
-    positions = [watchdog.Position(rank, 1 + (rank != 1), "step 7", 9.0, host=f"n{rank}") for rank in range(3)]
-    last = watchdog.describe(positions, 3).splitlines()[-1]
+def test_host_of_the_culprit_is_named() -> None:
+    states = [watchdog.RankState(rank, 1 + (rank != 1), "step 7", 9.0, host=f"n{rank}") for rank in range(3)]
+    last = watchdog.describe(states, 3).splitlines()[-1]
     assert last.startswith("Rank 1 of 3 failed: no progress for 9 s in step 7 on n1; it runs")
 
 
-def test_a_rank_that_has_ended_is_not_to_blame(clock: Clock) -> None:
+def test_ended_rank_is_not_the_culprit(clock: Clock) -> None:
     first, second = Simulated(0), Simulated(1)
     first.ended = True
-    said = look(Watch([first, second], 2, 10.0), 30)
-    assert re.search(r"^0 .* step 1 +it has ended$", said, re.MULTILINE)
+    said = report_of(Watchdog([first, second], 2, 10.0), 30)
+    assert re.search(r"^0 .* step 1 +ended$", said, re.MULTILINE)
     assert said.splitlines()[-1].startswith("Rank 1 of 2 failed")
 
 
-# Real processes, stopped for real. The watch's clock stands still until the test has seen that the rank is stopped.
+# Real processes with SIGSTOP. The watchdog's clock does not advance until the rank is stopped.
 
 
 def stop_in(name: str, folder: Path) -> None:
-    """What rank 1 does when it comes to a phase; the other waits for it in the next one."""
+    """Stop rank 1 in a phase; the other rank waits for it in the next phase."""
     for each in ("importing the program", "meeting the other ranks", "loading", "step 1", "exporting"):
         if each != "importing the program":
             phase.enter(each, phase.PATIENT)
@@ -184,14 +184,14 @@ def stop_in(name: str, folder: Path) -> None:
 
 
 def watched(work: Callable[[], None], ranks: int = 2) -> Callable[[], int]:
-    """Return a launcher whose ranks may be in a phase for 1000 s."""
+    """Return a launcher with a limit of 1000 s per phase."""
     return partial(start_ranks, plan_of(ranks), partial(without_plan, work), Share(ranks, hang_seconds=1000.0))
 
 
 def until_stopped(folder: Path, number: int, ranks: int = 2) -> None:
     pid, deadline = pids(folder, ranks)[number], time.monotonic() + PATIENCE_SECONDS
     while not is_stopped(pid):
-        assert time.monotonic() < deadline, "it is not stopped"
+        assert time.monotonic() < deadline, "the rank is not stopped"
         time.sleep(0.02)
 
 
@@ -206,12 +206,12 @@ def test_a_stopped_rank_is_named_with_its_phase(
     assert job.wait() == 1
     assert job.last_line.startswith("Rank 1 of 2 failed: no progress for ")
     assert f"in {name}; it is stopped" in job.last_line
-    assert job.last_line.endswith("; others wait for it in tp all_reduce"), "which is seen from outside"
-    assert "Rank 0's stacks" in job.errors and "in stop_in" in job.errors
-    assert "Rank 1's stacks" not in job.errors
+    assert job.last_line.endswith("; others wait for it in tp all_reduce"), "read from the phase file"
+    assert "Stacks of rank 0" in job.errors and "in stop_in" in job.errors
+    assert "Stacks of rank 1" not in job.errors
 
 
-def test_a_rank_that_is_stopped_before_its_first_line_is_named(
+def test_rank_stopped_at_its_start_is_named(
     launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hasten(monkeypatch, tmp_path / "hasten")
@@ -232,7 +232,7 @@ def test_a_rank_that_is_stopped_before_its_first_line_is_named(
     assert job.last_line.startswith("Rank 1 of 2 failed") and "in the start of its process" in job.last_line
 
 
-def test_a_rank_that_holds_the_interpreter_writes_its_stacks_all_the_same(
+def test_rank_that_holds_the_gil_writes_its_stacks(
     launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hasten(monkeypatch, tmp_path / "hasten")
@@ -240,7 +240,7 @@ def test_a_rank_that_holds_the_interpreter_writes_its_stacks_all_the_same(
     def hold() -> None:
         phase.enter("step 1")
         announce(tmp_path)
-        max(itertools.repeat(0))  # for ever in C: no other thread runs, and no handler of a signal
+        max(itertools.repeat(0))  # an endless loop in C: no other thread and no signal handler runs
 
     job = launcher(watched(hold, ranks=1))
     pids(tmp_path, 1)
@@ -249,11 +249,11 @@ def test_a_rank_that_holds_the_interpreter_writes_its_stacks_all_the_same(
     assert "in hold" in job.errors and job.last_line.endswith("in step 1; it runs")
 
 
-# Ranks that torchrun or srun has started: each watches itself, and they meet in a store.
+# Ranks of torchrun or srun: each watches itself and uses a common store.
 
 
 def one_of_three(number: int, port: int, folder: Path, host: bool) -> int:
-    """Such a rank; number 1 stops itself, number 0 hosts the store where ``host``."""
+    """Run a rank that watches itself; the victim stops itself. With ``host`` rank 0 hosts the store."""
     os.environ["RANK"] = str(number)
     hosts = host and number == 0
     connect = partial(dist.TCPStore, "127.0.0.1", port, is_master=hosts, wait_for_workers=False)
@@ -263,7 +263,7 @@ def one_of_three(number: int, port: int, folder: Path, host: bool) -> int:
     (folder / f"up{number}").touch()
     while len(list(folder.glob("up*"))) < 3:
         time.sleep(0.01)
-    the_board.alarmed(watchdog._as_text([watchdog.Position(number, 1, "step 7", None)]))
+    the_board.post_note(watchdog._to_json([watchdog.RankState(number, 1, "step 7", None)]))
     announce(folder)
     if number == int((folder / "victim").read_text()):
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -274,7 +274,7 @@ def one_of_three(number: int, port: int, folder: Path, host: bool) -> int:
 
 
 @pytest.mark.parametrize(("victim", "host"), [(1, False), (0, True)], ids=["a rank", "the host of the store"])
-def test_ranks_that_watch_themselves_name_the_stopped_one(
+def test_self_watching_ranks_report_the_stopped_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, host: bool
 ) -> None:
     hasten(monkeypatch, tmp_path / "hasten")
@@ -296,9 +296,9 @@ def test_ranks_that_watch_themselves_name_the_stopped_one(
         if host:
             assert all("does not answer" in text.splitlines()[-1] and "rank 0's" in text for text in said)
             return
-        (full,) = [text for text in said if "Another rank tells" not in text]
+        (full,) = [text for text in said if "See another rank's report" not in text]
         assert full.rstrip().splitlines()[-1] == f"Rank 1 of 3 failed: no progress in step 7; {watchdog._LAST_HEARD}"
-        assert "Rank 0's stacks" in full and "Rank 2's stacks" in full
+        assert "Stacks of rank 0" in full and "Stacks of rank 2" in full
     finally:
         for rank in ranks:
             rank.kill()
@@ -316,7 +316,7 @@ def test_new_graphs_come_in_the_first_steps_and_the_first_validations() -> None:
     assert [step for step in range(3, 40) if may_compile(plan, step, 3)] == [3, 4, 5, 10]
 
 
-def test_reading_stacks_does_not_disturb_who_writes_them() -> None:
+def test_reading_stacks_does_not_disturb_the_writer() -> None:
     """A rank shares the file position with its launcher; a seek by the launcher would overwrite lines."""
     file: IO[bytes] = tempfile.TemporaryFile()
     lines = [f"line {number}\n" for number in range(5_000)]
@@ -334,13 +334,12 @@ def test_reading_stacks_does_not_disturb_who_writes_them() -> None:
 
 
 class FakeRecorder(threading.Thread):
-    """What the monitoring thread of NCCL's process group does: a named pipe, and when something is written to it, a
-    pickle of the ring beside it."""
+    """Imitates the monitoring thread of NCCL's process group: dumps the ring to a file on a write to its pipe."""
 
     def __init__(self, number: int, entries: list[dict[str, object]]) -> None:
         super().__init__(daemon=True)
         environment = flight_recorder.recorder_environment()
-        assert int(environment["TORCH_NCCL_TRACE_BUFFER_SIZE"]) > 0, "without it there is no pipe"
+        assert int(environment["TORCH_NCCL_TRACE_BUFFER_SIZE"]) > 0, "0 disables the pipe"
         self.file = Path(f"{environment['TORCH_NCCL_DEBUG_INFO_TEMP_FILE']}{number}")
         self.content = pickle.dumps({"version": "2.10", "entries": entries}, protocol=2)
         pipe = f"{environment['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}{number}.pipe"
@@ -364,21 +363,21 @@ def recorded(name: str, number: int, state: str) -> dict[str, object]:
     return {**group, "profiling_name": name, "collective_seq_id": number, "input_sizes": [[4, 8]], "state": state}
 
 
-def test_a_report_has_the_collectives_of_a_device_that_records_them(tmp_path: Path) -> None:
+def test_report_has_recorded_collectives(tmp_path: Path) -> None:
     ring = [recorded("nccl:all_reduce", number, "completed") for number in (1, 2)]
     ring += [recorded("nccl:_all_gather_base", 3, "started")]
     recorder = FakeRecorder(0, ring)
     recorder.start()
     ranks = [Simulated(0), Simulated(1)]
-    positions = Watch(ranks, 2, 10.0)._examine(ranks)
-    report = watchdog.describe(positions, 2)
+    states = Watchdog(ranks, 2, 10.0)._collect_states(ranks)
+    report = watchdog.describe(states, 2)
     assert "nccl:_all_gather_base 3 in group tensor-parallel, of [[4, 8]]: started" in report
-    assert "nccl:all_reduce 2 in group" in report and "all_reduce 1" not in report, "of the finished ones the last"
+    assert "nccl:all_reduce 2 in group" in report and "all_reduce 1" not in report, "only the last finished one"
     assert "in the stack of 0" in report and not recorder.file.exists()
-    assert "collectives" not in positions[1].stacks, "it has no recorder"
+    assert "collectives" not in states[1].stacks, "it has no recorder"
 
 
-def test_a_recording_can_not_run_programs() -> None:
+def test_recording_cannot_execute_code() -> None:
     file = Path(f"{flight_recorder.recorder_environment()['TORCH_NCCL_DEBUG_INFO_TEMP_FILE']}7")
     try:
         file.write_bytes(pickle.dumps({"entries": [Path("a")]}))

@@ -231,7 +231,7 @@ def test_a_node_that_cannot_reach_the_first_is_named(lab: Lab) -> None:
     # An address of nobody: the first node listens on its own, and the others knock in vain.
     job = lab.submit(["--nodes=2"], TINY, MASTER_ADDR="10.77.0.99", MAX_RESTARTS="0")
     assert job.wait_for_end() == "FAILED"
-    assert re.search(r"node 1, n2, can't reach the first node at 10\.77\.0\.99", job.log), job.log
+    assert re.search(r"node 1 \(n2\) cannot reach the first node at 10\.77\.0\.99", job.log), job.log
 
 
 def test_launch_hosts_starts_ranks_on_other_nodes(lab: Lab, expected: list[float], tmp_path: Path) -> None:

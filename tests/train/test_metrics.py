@@ -60,7 +60,7 @@ def test_the_summary_says_when_training_waited_for_data(
             logger.log_step(measured(step, step_time_s=1.0, data_time_s=100.0 if step == 1 else data_time_s))
         logger.finish()
     text = capsys.readouterr().out
-    assert ("15% of the time was spent waiting for data" in text) == told, "0.6 s of 4, without the first step"
+    assert ("15% of the time: waiting for data" in text) == told, "0.6 s of 4, without the first step"
     assert ("waiting for data" in text) == told
 
 
@@ -146,7 +146,7 @@ def test_a_broken_line_in_the_middle_does_not_stop_a_run(
     (kept,) = (one for one in tmp_path.iterdir() if one != path)
     assert kept.read_text() == text, "nothing was thrown away"
     told = capsys.readouterr().err
-    assert "3 lines are left out, the first of them line 2" in told and str(kept) in told
+    assert "removed 3 invalid lines, first line 2" in told and str(kept) in told
     MetricsFile(path, 1).close()
     assert len(list(tmp_path.iterdir())) == 2 and not capsys.readouterr().err, "once"
 

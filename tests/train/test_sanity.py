@@ -46,15 +46,15 @@ def test_a_copy_that_drifted_is_named(world: int, layout: str, precision: str) -
         "self_attn.k_proj" if world == 4 else "norm.weight"
     )  # kv heads are copied, and norms under tp, and all at zero 0
     for message in on_ranks(_drift, world, make_plan(world, layout, f"trainer.precision={precision}"), name):
-        assert "hold different copies of it" in message and "ranks 0 and 1" in message and name in message
+        assert "the copies on ranks 0 and 1 differ" in message and name in message
 
 
 def _drift(plan: Plan, model: ParallelModel, name: str) -> str:
-    check_copies(model.shards)  # as they were made they are equal
+    check_copies(model.shards)  # equal after initialization
     if torch.distributed.get_rank() == 1:
-        pieces = [(shard, piece) for shard in model.shards for piece in shard.rectangles if name in piece.name]
-        shard, piece = pieces[-1]
-        values = shard.local[piece.local_slices].view(-1)
+        rectangles = [(shard, part) for shard in model.shards for part in shard.rectangles if name in part.name]
+        shard, rectangle = rectangles[-1]
+        values = shard.local[rectangle.local_slices].view(-1)
         values[0] = torch.nextafter(values[0], torch.tensor(2.0, dtype=values.dtype))  # the last bit of one value
     with pytest.raises(TrainingFault) as fault:
         check_copies(model.shards)
@@ -75,10 +75,10 @@ def _forgotten(plan: Plan, model: ParallelModel) -> str:
     return str(fault.value)
 
 
-def test_what_is_no_number_stops_before_the_weights_are_touched() -> None:
-    for message, untouched in on_ranks(_poisoned, 2, make_plan(2, "trainer.tp=2")):
-        assert "step 1: the loss is nan" in message and "the weights were not updated" in message
-        assert untouched
+def test_nan_loss_stops_before_weights_change() -> None:
+    for message, unchanged in on_ranks(_poisoned, 2, make_plan(2, "trainer.tp=2")):
+        assert "step 1: loss nan, gradient norm " in message and "the weights were not updated" in message
+        assert unchanged
 
 
 def _poisoned(plan: Plan, model: ParallelModel) -> tuple[str, bool]:
@@ -113,15 +113,14 @@ NOT_FUSED = (
 def test_a_skipped_step_leaves_weights_states_and_their_count(
     settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's fused optimizers skip on the device, the others too if the host runs ahead of it, and offloaded ones on
-    the host."""
+    """Fused optimizers and asynchronous devices skip on the device, offloaded optimizers on the host."""
     on_device = ASYNCHRONOUS in settings
     monkeypatch.setattr(type(get_device("cpu")), "asynchronous", on_device)
     settings = [setting for setting in settings if setting != ASYNCHRONOUS]
     for (before, skipped, after), left in on_ranks(_skipping, 1, make_plan(1, *settings)):
         assert all(torch.equal(one, other) for one, other in zip(before, skipped, strict=True))
         assert not all(torch.equal(one, other) for one, other in zip(skipped, after, strict=True)), (
-            "the next one counts"
+            "the next step updates"
         )
         assert left == 0, "the skip was counted"
 
@@ -141,38 +140,38 @@ def _skipping(plan: Plan, model: ParallelModel) -> tuple[list[list[torch.Tensor]
     model.forward_backward = poisoned  # type: ignore[method-assign]
     for step in (1, 2, 3):
         training_step(step, plan, model, optimizer, batches, finite)
-        kept = [*(s.local for s in model.shards), *(tensor for *_, tensor in optimizer.states())]
-        states.append([torch.tensor(optimizer.updates), *(tensor.clone() for tensor in kept)])
+        tensors = [*(s.local for s in model.shards), *(tensor for *_, tensor in optimizer.states())]
+        states.append([torch.tensor(optimizer.updates), *(tensor.clone() for tensor in tensors)])
     return states, finite.skips
 
 
-def test_validation_sees_the_same_samples_each_time_and_changes_nothing() -> None:
+def test_validation_repeats_its_samples_and_changes_nothing() -> None:
     answers = on_ranks(
         _validations, 2, make_plan(2, "trainer.zero=1", "trainer.val_every_steps=1", "trainer.val_steps=2")
     )
     assert answers[0] == answers[1]
-    first, again, trained, mean, seen, gradients = answers[0]
-    assert first == again != trained
+    first, second, trained, mean, positions, gradients = answers[0]
+    assert first == second != trained
     assert first["val_loss"] == pytest.approx(mean, rel=1e-5)
-    assert seen == [0, 8] * 3 and gradients == 0
+    assert positions == [0, 8] * 3 and gradients == 0
 
 
 def _validations(plan: Plan, model: ParallelModel) -> tuple[float, float, float, float, list[int], int]:
-    batches, seen = batches_of(plan, model), []
+    batches, positions = batches_of(plan, model), []
 
-    class Watched(Batches):
+    class RecordingBatches(Batches):
         def on_host(self, consumed_samples: int) -> Any:
-            seen.append(consumed_samples)
+            positions.append(consumed_samples)
             return super().on_host(consumed_samples)
 
-    watched = Watched(batches.samples, plan, batches.topology, model.device)
-    first, again = validate(plan, model, watched), validate(plan, model, watched)
+    recording = RecordingBatches(batches.samples, plan, batches.topology, model.device)
+    first, second = validate(plan, model, recording), validate(plan, model, recording)
     gradients = sum(shard.grad is not None for shard in model.shards)
     losses = [model.forward_backward(batches.at(at), train=False).item() for at in (0, 8)]
     counts = [model.count(batches.at(at)).with_loss.item() for at in (0, 8)]
     mean = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
     training_step(1, plan, model, build_optimizer(plan, model), batches, FiniteCheck(0))
-    return first, again, validate(plan, model, watched), mean, seen, gradients
+    return first, second, validate(plan, model, recording), mean, positions, gradients
 
 
 class ShorterAnswers(RaggedSamples):
@@ -180,15 +179,15 @@ class ShorterAnswers(RaggedSamples):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         sample = super().__getitem__(index)
-        kept = torch.arange(self.seq_length) < (self.seq_length - index % 3 if index < 8 else 1 + index % 2)
+        with_loss = torch.arange(self.seq_length) < (self.seq_length - index % 3 if index < 8 else 1 + index % 2)
         labels = sample["labels"] if index < 8 else torch.zeros_like(sample["labels"])
-        # A model that knows nothing is rarely right: a token itself is a better guess than any other.
+        # An untrained model is rarely right; the input token is its most likely prediction.
         labels = torch.where(torch.arange(self.seq_length) % 3 == 1, sample["tokens"], labels)
-        return sample | {"loss_mask": kept.float(), "labels": labels}
+        return sample | {"loss_mask": with_loss.float(), "labels": labels}
 
 
 def _val_loss(plan: Plan, model: ParallelModel) -> tuple[dict[str, float], list[tuple[float, int, int]]]:
-    """What ``validate`` finds, and (loss, right tokens, tokens) of each sample, computed one by one."""
+    """Return the result of ``validate``, and (loss, correct tokens, tokens) of each sample, computed one by one."""
     samples = ShorterAnswers(plan.config.data.seq_length, plan.model.vocab_size)
     batches = Batches(samples, plan, plan.topology(torch.distributed.get_rank()), model.device)
     alone = []
@@ -206,15 +205,15 @@ def _val_loss(plan: Plan, model: ParallelModel) -> tuple[dict[str, float], list[
 def test_validation_is_the_mean_over_tokens_in_every_layout() -> None:
     tied, odd = "model.tie_word_embeddings=true", "model.vocab_size=61"  # which tp pads
     settings = ("trainer.val_every_steps=1", "trainer.val_steps=2", "model.initializer_range=0.3", tied, odd)
-    ((found, alone),) = on_ranks(_val_loss, 1, make_plan(1, *settings))
+    ((result, alone),) = on_ranks(_val_loss, 1, make_plan(1, *settings))
     sums, right, counts = (sum(column) for column in zip(*alone, strict=True))
     halves = [sum(loss for loss, *_ in half) / sum(n for *_, n in half) for half in (alone[:8], alone[8:])]
-    assert abs(sum(halves) / 2 - sums / counts) > 0.1, "else a mean of batches' means would not show"
-    assert found == pytest.approx({"val_loss": sums / counts, "val_token_accuracy": right / counts}, rel=1e-6)
+    assert abs(sum(halves) / 2 - sums / counts) > 0.1, "otherwise a mean of batch means would not differ"
+    assert result == pytest.approx({"val_loss": sums / counts, "val_token_accuracy": right / counts}, rel=1e-6)
     assert 0 < right < counts
     for layout in ("trainer.tp=2", "trainer.pp=2", "trainer.zero=1"):
         for other, _ in on_ranks(_val_loss, 2, make_plan(2, *settings, layout)):
-            assert other == pytest.approx(found, rel=1e-6), layout
+            assert other == pytest.approx(result, rel=1e-6), layout
 
 
 LAYOUTS = {
@@ -230,7 +229,7 @@ def sampling(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     tokenizer = train_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.model")
     return [
         f"data.tokenizer={tokenizer}",
-        "model.vocab_size=301",  # not a multiple of tp: padding must never be written
+        "model.vocab_size=301",  # not a multiple of tp: padding ids must not be sampled
         "model.initializer_range=0.3",
         "data.seq_length=32",
         "logging.sample_prompts=[walking,'open jumps']",
@@ -258,7 +257,7 @@ def test_samples_are_the_same_in_every_layout(
     assert on_ranks(continue_prompts, world, make_plan(world, *sampling, *layout)) == [alone] * world
 
 
-def test_a_tokenizer_that_is_not_there_gives_no_samples(tmp_path: Path, sampling: list[str]) -> None:
+def test_no_samples_without_a_tokenizer(tmp_path: Path, sampling: list[str]) -> None:
     plan = make_plan(1, *sampling)
     plan.config.data.tokenizer = str(tmp_path / "nothing.model")
     assert on_ranks(continue_prompts, 1, plan)[0] == []

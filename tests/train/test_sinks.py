@@ -1,4 +1,4 @@
-"""metrics.csv and Weights & Biases say what metrics.jsonl says, and none of them stops a run."""
+"""metrics.csv and Weights & Biases match metrics.jsonl; their errors do not stop a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def as_cells(records: list[dict[str, Any]]) -> list[dict[str, str]]:
     return [{name: str(record.get(name, "")) for name in (*EVERY_STEP, *SOME_STEPS)} for record in records]
 
 
-def test_csv_says_what_the_file_says_also_after_a_resume(tmp_path: Path) -> None:
+def test_csv_equals_metrics_jsonl_after_a_resume(tmp_path: Path) -> None:
     log_steps(plan_of(tmp_path, "logging.csv=true"), last=9)
     log_steps(plan_of(tmp_path, "logging.csv=true"), first=6)
     records = read_metrics(tmp_path / "metrics.jsonl")
@@ -41,24 +41,24 @@ def test_csv_says_what_the_file_says_also_after_a_resume(tmp_path: Path) -> None
     assert rows(tmp_path)[0]["val_loss"] == "" and rows(tmp_path)[3]["val_loss"] == "2.25"
 
 
-def test_csv_is_given_up_on_a_full_disk(tmp_path: Path) -> None:
+def test_csv_stops_on_a_full_disk(tmp_path: Path) -> None:
     def work() -> None:
         file = CsvFile(tmp_path / "metrics.csv", ["step", "loss"], [])
         for step in range(100):
             file.append({"step": step, "loss": 2.0})
         file.close()
 
-    said = on_a_full_disk(work, tmp_path / "errors", 200)
-    assert said == f"{tmp_path}/metrics.csv can't be written any more: File too large\n"
+    errors = on_a_full_disk(work, tmp_path / "errors", 200)
+    assert errors == f"{tmp_path}/metrics.csv: stopped writing: File too large\n"
 
 
-def test_csv_where_a_folder_has_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_csv_path_is_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.csv").mkdir()
     log_steps(plan_of(tmp_path, "logging.csv=true"))
-    assert f"{tmp_path}/metrics.csv can't be written any more: Is a directory\n" in capsys.readouterr().err
+    assert f"{tmp_path}/metrics.csv: stopped writing: Is a directory\n" in capsys.readouterr().err
 
 
-def test_the_names_of_other_works(tmp_path: Path) -> None:
+def test_metric_names_of_nemo_and_transformers(tmp_path: Path) -> None:
     with MetricsLogger(plan_of(tmp_path), PEAK) as logger:
         for step, seconds in enumerate((8.0, 1.0, 1.0, 2.0, 4.0, 2.0), start=1):
             logger.log_step(measured(step, step_time_s=seconds))
@@ -74,8 +74,8 @@ def test_the_names_of_other_works(tmp_path: Path) -> None:
     assert after_warm_up == pytest.approx([8 / 2, 16 / 6, 24 / 8])
 
 
-def test_the_peak_outlives_a_resume_and_the_warm_up_does_not(tmp_path: Path) -> None:
-    log_steps(plan_of(tmp_path), last=6)  # ever slower: the first step's is the peak
+def test_resume_keeps_the_throughput_peak_and_restarts_warm_up(tmp_path: Path) -> None:
+    log_steps(plan_of(tmp_path), last=6)  # each step is slower: the first has the peak
     log_steps(plan_of(tmp_path), first=6)
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert {record["throughput_peak"] for record in records} == {16.0}
@@ -84,7 +84,7 @@ def test_the_peak_outlives_a_resume_and_the_warm_up_does_not(tmp_path: Path) -> 
 
 
 class FakeWandb:
-    """What of the package is used, with its signatures (wandb 0.31)."""
+    """The wandb functions that are used, with their signatures (wandb 0.31)."""
 
     def __init__(self, fail_at: int | None = None) -> None:
         self.inits: list[dict[str, Any]] = []
@@ -112,12 +112,12 @@ class FakeWandb:
         self.finished += 1
 
 
-def test_wandb_gets_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_logs_all_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    asked = ("logging.wandb=online", "logging.wandb_project=mine")
-    log_steps(plan_of(tmp_path, *asked), last=9)
-    log_steps(plan_of(tmp_path, *asked), first=6)
+    settings = ("logging.wandb=online", "logging.wandb_project=mine")
+    log_steps(plan_of(tmp_path, *settings), last=9)
+    log_steps(plan_of(tmp_path, *settings), first=6)
     first, second = fake.inits
     assert first["project"] == "mine" and first["mode"] == "online" and first["dir"] == str(tmp_path)
     assert first["config"]["trainer"]["tp"] == 2
@@ -128,22 +128,22 @@ def test_wandb_gets_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("fail_at", "said"),
+    ("fail_at", "message"),
     [(0, "api_key not configured (no-tty)"), (3, "No space left on device")],
     ids=["no account", "full disk"],
 )
 def test_wandb_never_stops_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fail_at: int, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fail_at: int, message: str
 ) -> None:
     fake = FakeWandb(fail_at)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     log_steps(plan_of(tmp_path, "logging.wandb=online"))
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == STEPS
-    assert capsys.readouterr().err == f"Weights & Biases can't be written any more: {said}\n"
+    assert capsys.readouterr().err == f"Weights & Biases: stopped writing: {message}\n"
     assert len(fake.logged) == fail_at
 
 
-def test_a_config_that_asks_for_a_missing_wandb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wandb_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else object())
     (problem,) = problems_of(make(**{"logging.wandb": "offline"}), 1)
     assert problem.field == "logging.wandb" and "megatron_llama[wandb]" in problem.instead
@@ -151,7 +151,7 @@ def test_a_config_that_asks_for_a_missing_wandb_is_refused(monkeypatch: pytest.M
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """The records of a .wandb file: 7 bytes, then LevelDB's log format (blocks of 32 KiB; crc, length, type, data)."""
+    """Yield the records of a .wandb file: 7 bytes, then LevelDB's log (blocks of 32 KiB; crc, length, type, data)."""
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # made at import
 
     content, position, data = path.read_bytes(), 7, b""
@@ -170,7 +170,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
 
 WANDB_SECONDS = 60
-"""That wandb's own process, which writes the file, may take on a busy machine."""
+"""Time limit for wandb's process, which writes the file."""
 
 
 @pytest.mark.slow

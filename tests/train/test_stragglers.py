@@ -1,4 +1,4 @@
-"""A rank that is slow is told of, and no other, however equal the steps of all are; a healthy run says nothing."""
+"""Only slow ranks are reported, although all ranks have equal step times."""
 
 from __future__ import annotations
 
@@ -27,47 +27,47 @@ from tests.processes import run_train_py
 from tests.ranks import run_ranks
 
 
-def looks(watch: Stragglers, *windows: Sequence[float]) -> list[tuple[list[int], list[int]]]:
-    """Who begins and who ends to be slow with each look."""
-    verdicts = [watch.look(busy) for busy in windows]
-    return [(verdict.begun, verdict.ended) for verdict in verdicts]
+def changes(watch: Stragglers, *windows: Sequence[float]) -> list[tuple[list[int], list[int]]]:
+    """Return the ranks that become slow and that recover, per window."""
+    verdicts = [watch.update(busy) for busy in windows]
+    return [(verdict.started, verdict.ended) for verdict in verdicts]
 
 
-def test_an_episode_is_told_once_and_its_end() -> None:
-    well, ill = [1.0, 1.1, 0.9, 1.0], [1.0, 1.1, 1.8, 1.0]
+def test_straggler_is_reported_once_and_when_it_recovers() -> None:
+    even, slow = [1.0, 1.1, 0.9, 1.0], [1.0, 1.1, 1.8, 1.0]
     watch = Stragglers([0] * 4)
-    assert looks(watch, well, ill, well, ill, ill, ill, ill, well, well) == [
-        *[([], [])] * 4,  # once is chance
+    assert changes(watch, even, slow, even, slow, slow, slow, slow, even, even) == [
+        *[([], [])] * 4,  # one slow window is not enough
         ([2], []),
         *[([], [])] * 2,
         ([], [2]),
         ([], []),
     ]
-    verdict = watch.look(ill)
+    verdict = watch.update(slow)
     assert verdict.slowest == 2 and verdict.ratio == pytest.approx(1.8)
 
 
 def test_of_two_ranks_the_slower_one_is_named() -> None:
-    assert looks(Stragglers([0, 0]), [1.0, 2.0], [1.0, 2.0])[-1] == ([1], [])
+    assert changes(Stragglers([0, 0]), [1.0, 2.0], [1.0, 2.0])[-1] == ([1], [])
 
 
 def test_stages_with_more_to_do_are_not_slow() -> None:
-    """The last stage has the output head; its ranks are compared with one another."""
+    """The last stage has the output head; its ranks are compared with each other."""
     busy = [1.0, 1.0, 3.0, 3.0]
-    assert looks(Stragglers([0, 0, 1, 1]), *[busy] * 3)[-1] == ([], [])
-    assert looks(Stragglers([0, 0, 1, 1]), *[[1.0, 1.0, 3.0, 5.0]] * 2)[-1] == ([3], [])
+    assert changes(Stragglers([0, 0, 1, 1]), *[busy] * 3)[-1] == ([], [])
+    assert changes(Stragglers([0, 0, 1, 1]), *[[1.0, 1.0, 3.0, 5.0]] * 2)[-1] == ([3], [])
 
 
-def test_a_rank_alone_with_its_stage_is_compared_with_its_past() -> None:
+def test_rank_without_peers_is_compared_with_its_history() -> None:
     before, after = [1.0, 3.0], [1.0, 6.0]
     watch = Stragglers([0, 1])
-    assert looks(watch, before, before, after, after)[-1] == ([1], [])
-    assert looks(watch, *[after] * 30)[-1] == ([], []), "it does not get used to it"
-    assert looks(watch, before)[-1] == ([], [1])
+    assert changes(watch, before, before, after, after)[-1] == ([1], [])
+    assert changes(watch, *[after] * 30)[-1] == ([], []), "slow windows are not added to the history"
+    assert changes(watch, before)[-1] == ([], [1])
 
 
 class FakeTime:
-    """A clock on which work and waits last as long as the test says."""
+    """A simulated clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -77,8 +77,8 @@ class FakeTime:
 
 
 def train_with_a_slow_rank(rank: int, slow: int | None) -> tuple[list[dict[str, float]], list[str], set[str], str]:
-    """Steps of 0.3 s on all ranks: the slow one works throughout, the others for 0.1 s and then wait for it."""
-    clock, lines, seen = FakeTime(), list[str](), set[str]()
+    """Run steps of 0.3 s: the slow rank works 0.3 s, the others work 0.1 s and wait 0.2 s."""
+    clock, lines, awaited = FakeTime(), list[str](), set[str]()
     stragglers.time = clock  # type: ignore[assignment]
     plan = resolve(make(**{"trainer.dp": 3, "trainer.global_batch_size": 3}), 3)
     device = get_device("cpu")
@@ -87,7 +87,7 @@ def train_with_a_slow_rank(rank: int, slow: int | None) -> tuple[list[dict[str, 
     wait = dist.Work.wait
 
     def waiting(work: Any, *more: Any) -> Any:
-        seen.add(phase.awaited())
+        awaited.add(phase.awaited())
         clock.now += 0.0 if rank == slow else 0.2
         return wait(work, *more)
 
@@ -95,7 +95,7 @@ def train_with_a_slow_rank(rank: int, slow: int | None) -> tuple[list[dict[str, 
     model = cast(Any, SimpleNamespace(device=torch.device("cpu")))
     watch = StragglerWatch(plan, device, model)
     logger = SimpleNamespace(print_lines=lines.extend) if rank == 0 else None
-    found = []
+    logged = []
     with watch.watching():
         for step in range(1, 4 * WINDOW_STEPS + 1):
             with watch.step():
@@ -104,27 +104,28 @@ def train_with_a_slow_rank(rank: int, slow: int | None) -> tuple[list[dict[str, 
             metrics = {"step": float(step)}
             watch.after_step(step, metrics, cast(MetricsLogger, logger))
             if len(metrics) > 1:
-                found.append(metrics)
-    return found, lines, seen, phase.awaited()
+                logged.append(metrics)
+    return logged, lines, awaited, phase.awaited()
 
 
-def test_ranks_that_wait_are_not_slow_and_the_one_that_works_is_named() -> None:
-    (found, lines, seen, after), *others = run_ranks(train_with_a_slow_rank, 3, 1)
-    assert [metrics["step"] for metrics in found] == [10, 20, 30, 40]
-    assert all(metrics["slowest_rank"] == 1 for metrics in found)
-    assert found[-1]["slowest_rank_ratio"] == pytest.approx(3.0, rel=1e-3)
+def test_waiting_ranks_are_not_slow() -> None:
+    (logged, lines, awaited, after), *others = run_ranks(train_with_a_slow_rank, 3, 1)
+    assert [metrics["step"] for metrics in logged] == [10, 20, 30, 40]
+    assert all(metrics["slowest_rank"] == 1 for metrics in logged)
+    assert logged[-1]["slowest_rank_ratio"] == pytest.approx(3.0, rel=1e-3)
     (line,) = lines
-    assert line.startswith(f"step 20: rank 1 on {os.uname().nodename} is slow: it works 0.3 s of a step, 3.0 times")
-    assert "dp all_reduce" in seen and after == ""
-    assert [other[0] for other in others] == [found] * 2, "all ranks judge alike"
+    where = f"step 20: rank 1 on {os.uname().nodename}"
+    assert line.startswith(f"{where} is slow: works 0.3 s per step, 3.0 times its peers' 0.1 s")
+    assert "dp all_reduce" in awaited and after == ""
+    assert [other[0] for other in others] == [logged] * 2, "all ranks have the same verdict"
 
 
-def test_a_healthy_run_says_nothing() -> None:
-    found, lines, _, _ = run_ranks(train_with_a_slow_rank, 3, None)[0]
-    assert not lines and all(metrics["slowest_rank_ratio"] == pytest.approx(1.0) for metrics in found)
+def test_no_report_without_a_slow_rank() -> None:
+    logged, lines, _, _ = run_ranks(train_with_a_slow_rank, 3, None)[0]
+    assert not lines and all(metrics["slowest_rank_ratio"] == pytest.approx(1.0) for metrics in logged)
 
 
-def test_what_a_rank_waits_for_is_seen_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_reads_the_awaited_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_descriptor", "_shared_wait", "_awaited", "_current"):
         monkeypatch.setattr(phase, name, getattr(phase, name))
     file = PhaseFile()
@@ -138,9 +139,8 @@ def test_what_a_rank_waits_for_is_seen_from_outside(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_a_real_rank_that_is_slow_is_named_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real run of two ranks that compute for milliseconds; one of them then does nothing for longer than any machine
-    here lets the other wait for its turn."""
+def test_slow_rank_of_a_real_run_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks compute for milliseconds; one also sleeps, longer than scheduling delays of a busy machine."""
     inner = loop.training_step
 
     def slowed(step: int, *more: Any) -> dict[str, float]:
@@ -149,8 +149,8 @@ def test_a_real_rank_that_is_slow_is_named_and_no_other(tmp_path: Path, monkeypa
         return inner(step, *more)
 
     monkeypatch.setattr(loop, "training_step", slowed)  # the ranks are forks
-    status, said = run_train_py(tmp_path / "run", *SMALL, f"trainer.steps={2 * WINDOW_STEPS}")
-    assert status == 0, said
-    (line,) = [line for line in said.splitlines() if "is slow: it works" in line or "as fast as its peers" in line]
-    assert line.startswith(f"step {2 * WINDOW_STEPS}: rank 1 on {os.uname().nodename} is slow: it works ")
+    status, output = run_train_py(tmp_path / "run", *SMALL, f"trainer.steps={2 * WINDOW_STEPS}")
+    assert status == 0, output
+    (line,) = [line for line in output.splitlines() if "is slow: works" in line or "as fast as its peers" in line]
+    assert line.startswith(f"step {2 * WINDOW_STEPS}: rank 1 on {os.uname().nodename} is slow: works ")
     assert [record["slowest_rank"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")[9::10]] == [1, 1]
