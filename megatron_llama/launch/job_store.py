@@ -126,8 +126,8 @@ class Board:
     def gather(self, report: str) -> tuple[dict[int, str], dict[int, str]] | None:
         """Raise the alarm and store ``report``.
 
-        The first watchdog to raise the alarm gets the reports of those that answer, by number, and the notes of the
-        others. The rest get None. If the store does not answer, returns only the local report.
+        The first watchdog to raise the alarm gets the reports of watchdogs that answer, by number, and the notes of the
+        others. Other watchdogs get None. If the store does not answer, returns only the local report.
         """
         reporter = self._try_call(lambda: self._store.set_default("hang/alarm", str(self._number)))
         self._try_call(lambda: self._store.set(f"hang/text/{self._number}", report))
@@ -152,7 +152,7 @@ class Board:
         self._try_call(lambda: self._store.wait("hang/reported", 2 * _GATHER_SECONDS))
 
     def _read_all(self, kind: str, exclude: dict[int, str]) -> dict[int, str]:
-        """Return the stored texts of a kind, by number, without those in ``exclude``."""
+        """Return the stored texts of a kind, by number, without the numbers in ``exclude``."""
         texts = {}
         for number in range(self._count):
             if number not in exclude and (text := self._read(f"hang/{kind}/{number}")) is not None:

@@ -56,7 +56,7 @@ def run_here(plan: Plan, entry: Entry = TRAIN) -> int:
 
 
 def rank_environment(device: Device, plan: Plan) -> dict[str, str]:
-    """Return the variables to set before torch is imported, except those that the user has set.
+    """Return the variables to set before torch is imported, except variables that the user has set.
 
     Raises ConfigError if the compile cache cannot be created.
     """

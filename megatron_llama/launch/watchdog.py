@@ -239,7 +239,7 @@ def print_report(hang: Hang, board: Board | None) -> None:
 
 
 def culprits(states: Sequence[RankState]) -> list[RankState]:
-    """Return the culprit ranks: those with a fault, otherwise those in the earliest phase."""
+    """Return the culprits: ranks with a fault, otherwise ranks in the earliest phase."""
     running = [state for state in states if not state.ended]
     earliest = min(state.phase for state in running)
     return [s for s in running if s.fault] or [s for s in running if s.phase == earliest]

@@ -78,7 +78,7 @@ class Stragglers:
         return verdict
 
     def expected(self, rank: int, busy: Sequence[float]) -> float:
-        """Return the expected work time: the median of the peers, without peers that of the rank's history."""
+        """Return the expected work time: the median of the peers (without peers: of the rank's history)."""
         if peers := self._peers[rank]:
             return median(busy[other] for other in peers)
         return median(self._history[rank] or [busy[rank]])
