@@ -120,7 +120,7 @@ def test_a_failure_that_comes_back_each_time_ends_the_job(job: Job) -> None:
 
 def test_nodes_are_examined_and_only_what_is_sure_to_break_ends_the_job(job: Job) -> None:
     end = job.run(0, "0", FINDS="2")
-    assert (end.status, end.requeued) == (2, False) and "DOCTOR=0 tries it" in end.printed
+    assert (end.status, end.requeued) == (2, False) and "DOCTOR=0 skips it" in end.printed
     assert not (job.folder / "arguments").exists(), "nothing is trained"
     examined = (job.folder / "examined").read_text().splitlines()
     assert examined[-4:] == ["scripts/doctor.py", "--quick", "a=b c", "it's"]

@@ -143,8 +143,8 @@ def test_a_corpus_over_nodes_with_a_killed_task(
 
 def test_wrong_arrays_are_refused(lab: Lab) -> None:
     for options, words, reason in (
-        (["--array=2-3"], ["preprocess.py"], "the tasks are the parts 1 to N"),
-        ([], ["preprocess.py"], "the tasks are the parts 1 to N"),
+        (["--array=2-3"], ["preprocess.py"], "array tasks must be 1 to N"),
+        ([], ["preprocess.py"], "array tasks must be 1 to N"),
         (["--array=1-1"], ["redpajama.py"], "not 'redpajama.py'"),
     ):
         name = f"{lab.checkout}/wrong-%j.out"
