@@ -134,13 +134,14 @@ def train_rank(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tupl
 
 def rectangles(model: ParallelModel, of: Callable[[Shard], torch.Tensor | None]) -> list[tuple]:
     """(name, global shape, offset, values) of all that this rank holds."""
-    found = []
+    results = []
     for shard in model.shards:
         tensor = of(shard)
         assert tensor is not None, f"{shard.name} has no gradient"
-        for piece in shard.rectangles:
-            found.append((piece.name, piece.global_shape, piece.offset, tensor[piece.local_slices].clone()))
-    return found
+        for rectangle in shard.rectangles:
+            values = tensor[rectangle.local_slices].clone()
+            results.append((rectangle.name, rectangle.global_shape, rectangle.offset, values))
+    return results
 
 
 def assemble(ranks: list[list[tuple]]) -> tuple[Tensors, int]:
@@ -150,15 +151,15 @@ def assemble(ranks: list[list[tuple]]) -> tuple[Tensors, int]:
     copies = 0
     for name, shape, offset, values in (rectangle for rank in ranks for rectangle in rank):
         whole = tensors.setdefault(name, torch.full(shape, torch.nan))
-        seen = held.setdefault(name, torch.zeros(shape, dtype=torch.bool))
+        covered = held.setdefault(name, torch.zeros(shape, dtype=torch.bool))
         where = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
-        if seen[where].any():
-            assert seen[where].all() and torch.equal(whole[where], values), f"copies of {name} at {offset} differ"
+        if covered[where].any():
+            assert covered[where].all() and torch.equal(whole[where], values), f"copies of {name} at {offset} differ"
             copies += 1
         whole[where] = values
-        seen[where] = True
-    for name, seen in held.items():
-        assert seen.all(), f"no rank holds all of {name}"
+        covered[where] = True
+    for name, covered in held.items():
+        assert covered.all(), f"no rank holds all of {name}"
     return tensors, copies
 
 
@@ -172,12 +173,12 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def worst(result: Result, expected: Result) -> dict[str, float]:
     """The largest relative difference of each kind."""
-    found = {
+    results = {
         kind: max(abs(a - b) / abs(b) for a, b in zip(getattr(result, kind), getattr(expected, kind), strict=True))
         for kind in ("losses", "norms")
     }
     for kind in ("first_grads", "last_grads", "weights"):
         ours, theirs = getattr(result, kind), getattr(expected, kind)
         assert ours.keys() == theirs.keys()
-        found[kind] = max(distance(ours[name], theirs[name]) for name in theirs)
-    return found
+        results[kind] = max(distance(ours[name], theirs[name]) for name in theirs)
+    return results

@@ -97,13 +97,13 @@ def gone(pid: int, limit: float = PATIENCE_SECONDS) -> bool:
 
 def save_and_leave(folder: Path) -> None:
     """What a rank that has saved after a signal does."""
-    told: list[int] = []
+    received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: told.append(number))
+        signal.signal(number, lambda number, frame: received.append(number))
     announce(folder)
-    while not told:
+    while not received:
         time.sleep(0.01)
-    (folder / f"told{rank()}").write_text(signal.Signals(told[0]).name)
+    (folder / f"told{rank()}").write_text(signal.Signals(received[0]).name)
     sys.exit(75)
 
 

@@ -173,8 +173,8 @@ def test_arch_corpus_and_plan_import_no_torch() -> None:
 def test_no_circles() -> None:
     """Between files, inside rooms too, imports for type checkers included."""
     edges = {name: set(imported(parsed(path))) - {name} for name, path in MODULES.items()}
-    for name, wanted in edges.items():
-        assert wanted <= MODULES.keys(), f"{name} imports what is not there: {wanted - MODULES.keys()}"
+    for name, targets in edges.items():
+        assert targets <= MODULES.keys(), f"{name} imports what is not there: {targets - MODULES.keys()}"
     assert not circle(edges), "a circle: " + " → ".join(circle(edges))
 
 
@@ -187,12 +187,12 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
             return [*path[path.index(name) :], name]
         if name not in done:
             for other in sorted(edges[name]):
-                if found := follow(other, [*path, name]):
-                    return found
+                if cycle := follow(other, [*path, name]):
+                    return cycle
             done.add(name)
         return []
 
-    return next((found for name in sorted(edges) if (found := follow(name, []))), [])
+    return next((cycle for name in sorted(edges) if (cycle := follow(name, []))), [])
 
 
 def test_a_circle_would_be_seen() -> None:

@@ -64,7 +64,7 @@ class Job:
                 return os.waitstatus_to_exitcode(status)
             time.sleep(0.02)
         self.kill()
-        raise AssertionError(f"no end within {timeout} s:\n{self.said}")
+        raise AssertionError(f"no end within {timeout} s:\n{self.output}")
 
     def kill(self) -> None:
         """kill -9, and wait until its ranks have gone too: they hold the folder's lock until then."""
@@ -81,12 +81,12 @@ class Job:
         while not condition():
             if time.monotonic() > deadline:
                 self.kill()
-                raise AssertionError(f"never came to it:\n{self.said}")
-            assert os.waitpid(self.pid, os.WNOHANG)[0] == 0, f"ended before:\n{self.said}"
+                raise AssertionError(f"never came to it:\n{self.output}")
+            assert os.waitpid(self.pid, os.WNOHANG)[0] == 0, f"ended before:\n{self.output}"
             time.sleep(0.02)
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """What it printed."""
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 

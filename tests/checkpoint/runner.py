@@ -85,9 +85,9 @@ def rectangles(model: ParallelModel, optimizer: Optimizer) -> list:
     for kind, shard, moment in optimizer.states():
         held.append((kind + "/", shard, moment[:] if isinstance(moment, BlockwiseState) else moment))
     return [
-        (prefix + piece.name, piece.global_shape, piece.offset, tensor[piece.local_slices].clone())
+        (prefix + rectangle.name, rectangle.global_shape, rectangle.offset, tensor[rectangle.local_slices].clone())
         for prefix, shard, tensor in held
-        for piece in shard.rectangles
+        for rectangle in shard.rectangles
     ]
 
 

@@ -46,8 +46,8 @@ def test_it_is_never_pruned(tmp_path: Path) -> None:
     run(2, tmp_path, *KEEP, until=7, tamper=validating(LOSSES))
     assert saved_steps(tmp_path / "checkpoints") == [7, 2]  # the first of two that are equal
     assert best(tmp_path) == "step_00000002\n"
-    found = find_checkpoint(tmp_path / "checkpoints" / "best")
-    assert read_manifest(found).state.val_loss == 3.0
+    kept_steps = find_checkpoint(tmp_path / "checkpoints" / "best")
+    assert read_manifest(kept_steps).state.val_loss == 3.0
     assert find_checkpoint(tmp_path).name == "step_00000007"
 
 
@@ -71,12 +71,12 @@ def test_without_a_loss_there_is_no_best(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("losses", "step", "said"),
+    ("losses", "step", "message"),
     [(LOSSES, 2, "step_00000002 (best validation loss) "), ({}, 3, "step_00000003 (last) ")],
     ids=["validated", "never"],
 )
 def test_the_best_is_what_is_exported(
-    losses: dict[int, float], step: int, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    losses: dict[int, float], step: int, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def exporting(checkpointer: Checkpointer) -> None:
         validating(losses)(checkpointer)
@@ -89,7 +89,7 @@ def test_the_best_is_what_is_exported(
         checkpointer.finish = then_export  # type: ignore[method-assign]
 
     run(1, tmp_path, *KEEP, "checkpoint.export_hf=true", until=3, tamper=exporting)
-    assert f"exported {said}" in capfd.readouterr().err
+    assert f"exported {message}" in capfd.readouterr().err
     expected = export(tmp_path / "checkpoints" / f"step_{step:08d}", tmp_path / "expected").folder
     ours = (tmp_path / "hf" / "model.safetensors").read_bytes()
     assert ours == (expected / "model.safetensors").read_bytes()
@@ -137,12 +137,12 @@ def test_a_marker_that_is_wrong_is_mended(tmp_path: Path, marker: str | None) ->
 def test_the_loop_says_its_validation_losses(tmp_path: Path) -> None:
     every = ["trainer.steps=9", "checkpoint.every_steps=2", "checkpoint.keep_best=true", "trainer.val_every_steps=3"]
     job = Job(tmp_path / "run", *every, "trainer.val_steps=1", "optim.lr=0.05", "trainer.tp=2")
-    assert job.wait() == 0, job.said
+    assert job.wait() == 0, job.output
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    found = {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
+    kept_steps = {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
     checkpoints = tmp_path / "run" / "checkpoints"
-    assert saved_steps(checkpoints) == [9, 8, 6, 4, 2] and sorted(found) == [3, 6, 9]
+    assert saved_steps(checkpoints) == [9, 8, 6, 4, 2] and sorted(kept_steps) == [3, 6, 9]
     for step in saved_steps(checkpoints):
-        assert read_manifest(checkpoints / f"step_{step:08d}").state.val_loss == found.get(step)
-    lowest = min((found[step], step) for step in (6, 9))[1]
+        assert read_manifest(checkpoints / f"step_{step:08d}").state.val_loss == kept_steps.get(step)
+    lowest = min((kept_steps[step], step) for step in (6, 9))[1]
     assert read_pointer(checkpoints, "best") == best_checkpoint(checkpoints) == checkpoints / f"step_{lowest:08d}"

@@ -153,9 +153,9 @@ def test_a_disk_that_is_full_stops_the_run_and_harms_nothing(tmp_path: Path, asy
     with pytest.raises(RankFailed) as failed:
         settings = ["checkpoint.every_steps=1", f"checkpoint.asynchronous={asynchronous}"]
         run(2, tmp_path, *LAYOUT, *settings, until=3, tamper=_full_disk_at_step_2)
-    said = str(failed.value)
+    message = str(failed.value)
     # Every rank leaves, and says whose disk it was.
-    assert said.count("SaveFailed") >= 2 and "rank 1: File too large" in said and "step_00000002" in said
+    assert message.count("SaveFailed") >= 2 and "rank 1: File too large" in message and "step_00000002" in message
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_00000001"]
     assert run(2, tmp_path, *LAYOUT, "checkpoint.save_last=false").started_at == 1
 

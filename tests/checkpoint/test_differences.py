@@ -38,8 +38,8 @@ def between(before: Plan, after: Plan, step: int = 3) -> list[Difference]:
     return find_differences(after, checkpoint_of(before, step), make_record(after))
 
 
-def names(found: Sequence[Difference]) -> list[str]:
-    return [difference.name for difference in found]
+def names(changed: Sequence[Difference]) -> list[str]:
+    return [difference.name for difference in changed]
 
 
 def test_every_setting_has_a_kind_and_a_change() -> None:
@@ -52,21 +52,21 @@ def test_every_setting_has_a_kind_and_a_change() -> None:
 @pytest.mark.parametrize("name", CHANGES)
 def test_one_change(name: str, folder: Path) -> None:
     kind = differences.kinds()[name]
-    found = found_by(name, folder)
+    changed = found_by(name, folder)
     where = ELSEWHERE.get(name, name)
     if name == "trainer.epochs":
         kind = "logged"
-    assert outcome(found) == (f"allow=[{kind}]" if kind in ALLOWED else kind)
+    assert outcome(changed) == (f"allow=[{kind}]" if kind in ALLOWED else kind)
     if kind == "fixed":  # with what is derived from it
-        assert where in names(found)
+        assert where in names(changed)
     else:
-        assert names(found) == ([] if kind == "free" else [where]), "that one difference and no other"
+        assert names(changed) == ([] if kind == "free" else [where]), "that one difference and no other"
 
 
 @pytest.mark.parametrize("name", [name for name, kind in differences.kinds().items() if kind in ALLOWED])
 def test_before_the_first_step_data_batch_and_optimizer_may_be_any(name: str, folder: Path) -> None:
-    found = found_by(name, folder, step=0)
-    assert outcome(found) == "free"
+    changed = found_by(name, folder, step=0)
+    assert outcome(changed) == "free"
 
 
 def test_the_same_run_differs_in_nothing(folder: Path) -> None:
@@ -81,33 +81,33 @@ def test_a_setting_that_was_not_there_then_and_is_derived_now_is_no_difference(f
     old = checkpoint_of(plan, 3)
     assert old.settings["data"].pop("eod_mask_loss") is False
     assert find_differences(plan, old, make_record(plan)) == []
-    asked = plan_in(folder, 1, {"data.eod_mask_loss": True})
-    assert names(find_differences(asked, old, make_record(asked))) == ["data.eod_mask_loss"]
+    requested = plan_in(folder, 1, {"data.eod_mask_loss": True})
+    assert names(find_differences(requested, old, make_record(requested))) == ["data.eod_mask_loss"]
 
 
 def test_all_differences_are_told_at_once_with_one_setting_that_allows_them(folder: Path) -> None:
     changes = {"data.prefixes": [0.25, "a", 0.75, "b"], "optim.lr": 1e-4, "optim.weight_decay": 0.0}
-    found = between(plan_in(folder, 1, {}), plan_in(folder, 1, {**changes, "trainer.seed": 5, "trainer.steps": 50}))
+    changed = between(plan_in(folder, 1, {}), plan_in(folder, 1, {**changes, "trainer.seed": 5, "trainer.steps": 50}))
     with pytest.raises(ConfigError) as caught:
-        check_allowed(found, ["batch"], Path("runs/one/step_00000003"))
+        check_allowed(changed, ["batch"], Path("runs/one/step_00000003"))
     problems = caught.value.problems
-    told = ["data.prefixes", "trainer.seed", "optim.lr", "optim.weight_decay"]
-    assert [problem.field for problem in problems] == told
+    fields = ["data.prefixes", "trainer.seed", "optim.lr", "optim.weight_decay"]
+    assert [problem.field for problem in problems] == fields
     assert all("checkpoint.allow=[data,batch,optim]" in problem.instead for problem in problems)
     assert problems[2].rule == "the checkpoint runs/one/step_00000003 was trained with 0.0003"
     assert problems[2].instead.startswith("write optim.lr=0.0003 to keep the saved value, or ")
-    check_allowed(found, ["data", "batch", "optim"], Path())
+    check_allowed(changed, ["data", "batch", "optim"], Path())
     for missing in (["data"], ["optim"], ["batch"]):
         with pytest.raises(ConfigError):
-            check_allowed(found, missing, Path())
+            check_allowed(changed, missing, Path())
 
 
 @pytest.mark.parametrize("name", [name for name, kind in differences.kinds().items() if kind not in ("free", "logged")])
 def test_the_advice_to_go_on_as_before_can_be_typed(name: str, folder: Path) -> None:
-    found = found_by(name, folder)
+    changed = found_by(name, folder)
     with pytest.raises(ConfigError) as caught:
-        check_allowed(found, [], Path("folder"))
-    refused = [difference for difference in found if difference.kind != "logged"]
+        check_allowed(changed, [], Path("folder"))
+    refused = [difference for difference in changed if difference.kind != "logged"]
     for problem, difference in zip(caught.value.problems, refused, strict=True):
         rest = ", or export the weights" if difference.kind == "fixed" else " to keep the saved value"
         words = problem.instead.removeprefix("write ").partition(rest)[0]
@@ -117,9 +117,9 @@ def test_the_advice_to_go_on_as_before_can_be_typed(name: str, folder: Path) -> 
 
 
 def test_what_is_fixed_can_not_be_allowed(folder: Path) -> None:
-    found = between(plan_in(folder, 1, {}), plan_in(folder, 1, {"optim.name": "sgd", "optim.lr": 0.1}))
+    changed = between(plan_in(folder, 1, {}), plan_in(folder, 1, {"optim.name": "sgd", "optim.lr": 0.1}))
     with pytest.raises(ConfigError) as caught:
-        check_allowed(found, ALLOWED, Path("folder"))
+        check_allowed(changed, ALLOWED, Path("folder"))
     (problem,) = caught.value.problems
     assert problem.field == "optim.name" and "init_from" in problem.instead and "allow" not in problem.instead
 
@@ -130,7 +130,7 @@ WSD = {
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "found"),
+    ("before", "after", "expected"),
     [
         ({}, {"trainer.steps": 200}, ["trainer.steps"]),  # warm-up and schedule follow
         (WSD, {**WSD, "trainer.steps": 200}, ["trainer.steps"]),
@@ -145,9 +145,9 @@ WSD = {
     ],
 )
 def test_what_follows_from_another_difference_is_none(
-    before: dict[str, Any], after: dict[str, Any], found: list[str], folder: Path
+    before: dict[str, Any], after: dict[str, Any], expected: list[str], folder: Path
 ) -> None:
-    assert names(between(plan_in(folder, 1, before), plan_in(folder, 1, after))) == found
+    assert names(between(plan_in(folder, 1, before), plan_in(folder, 1, after))) == expected
 
 
 def test_a_batch_schedule_differs_only_in_what_is_still_to_come(folder: Path) -> None:
@@ -166,8 +166,8 @@ def test_a_dataset_that_was_moved_is_the_same_and_one_that_was_replaced_is_not(f
         for path in folder.glob(f"{name}[._]*"):
             (tmp_path / path.name).write_bytes(path.read_bytes())
     moved = plan_in(tmp_path, 1, {})
-    found = find_differences(moved, before, make_record(moved))
-    assert outcome(found) == "logged" and len(found) == 2
+    changed = find_differences(moved, before, make_record(moved))
+    assert outcome(changed) == "logged" and len(changed) == 2
     write_indexed(tmp_path / "a", numbered(30))
     replaced = plan_in(tmp_path, 1, {})
     assert outcome(find_differences(replaced, before, make_record(replaced))) == "allow=[data]"
@@ -180,8 +180,8 @@ def test_other_sets_to_validate_on_are_told(folder: Path) -> None:
         "trainer.val_every_steps": 10,
         "data.validation_prefixes": ["b"],
     }
-    found = between(plan_in(folder, 1, base), plan_in(folder, 1, {**base, "data.validation_prefixes": ["a"]}))
-    assert names(found) == ["data.validation_prefixes"] and outcome(found) == "logged"
+    changed = between(plan_in(folder, 1, base), plan_in(folder, 1, {**base, "data.validation_prefixes": ["a"]}))
+    assert names(changed) == ["data.validation_prefixes"] and outcome(changed) == "logged"
 
 
 def old_checkpoint(plan: Plan) -> State:
@@ -203,9 +203,9 @@ def test_an_old_checkpoint_is_compared_by_its_settings(name: str, folder: Path) 
     plan, state = plan_in(folder, 1, {}), old_checkpoint(plan_in(folder, 1, {}))
     assert find_differences(plan, state, make_record(plan)) == []
     assert state.position.tokens == state.consumed_samples * 32
-    changed = plan_in(folder, 1, {name: CHANGES[name].now})
-    found = find_differences(changed, state, make_record(changed))
-    assert names(found) == [name] and outcome(found) == f"allow=[{differences.kinds()[name]}]"
+    plan = plan_in(folder, 1, {name: CHANGES[name].now})
+    changed = find_differences(plan, state, make_record(plan))
+    assert names(changed) == [name] and outcome(changed) == f"allow=[{differences.kinds()[name]}]"
 
 
 def test_a_checkpoint_without_a_record_of_its_data_is_refused(folder: Path) -> None:

@@ -51,10 +51,10 @@ def test_more_steps_go_on_exactly_and_the_jump_of_the_rate_is_told(
     assert state_of(tmp_path / "run").lr == pytest.approx(0.001)  # of a fifth step, after the end of the cosine
     capfd.readouterr()
     longer = run(1, tmp_path / "run", *ADAM, "trainer.steps=12", until=5)
-    said = capfd.readouterr().err
+    output = capfd.readouterr().err
     assert longer.started_at == 4
-    assert "checkpoint: trainer.steps: from 4 to 12\n" in said
-    assert f"the learning rate of step 5 is {cosine(4, 12):g}, not 0.001\n" in said and "schedule:" not in said
+    assert "checkpoint: trainer.steps: from 4 to 12\n" in output
+    assert f"the learning rate of step 5 is {cosine(4, 12):g}, not 0.001\n" in output and "schedule:" not in output
     # A schedule that does not depend on the steps has nothing to tell, and the longer run is the run.
     constant = [*ADAM, "optim=constant", NO_SAVE]
     whole = run(1, tmp_path / "whole", *constant, "trainer.steps=12", until=6)
@@ -73,17 +73,17 @@ def _by_hand(rank: int, plan: Plan, sizes: list[int]) -> tuple[list[float], list
         model = build_model(plan, topology, device, CPU)
         optimizer = build_optimizer(plan, model)
         samples = MockDataset(10**6, 16, 64, plan.config.trainer.seed)
-        found, consumed = [], [0]
+        results, consumed = [], [0]
         for size in sizes:
             batch = []
             for number in range(consumed[-1], consumed[-1] + size):
                 one = samples[number]
                 tensors = (one[key][None] for key in ("tokens", "labels", "loss_mask"))
                 batch.append(MicroBatch(*tensors, sizes=torch.tensor([16, 16 * 16])))
-            found.append(model.forward_backward(batch).item())
+            results.append(model.forward_backward(batch).item())
             optimizer.step(optimizer.gradient_norm())
             consumed.append(consumed[-1] + size)
-        return found, consumed[1:]
+        return results, consumed[1:]
 
 
 def metrics(run_dir: Path, name: str) -> list[Any]:
@@ -110,7 +110,7 @@ def test_a_batch_schedule_takes_the_batches_that_were_counted_by_hand(
     folder = tmp_path / "run"
     for more in (["trainer.tp=2", "checkpoint.every_steps=5", "trainer.steps=5"], ["trainer.dp=2"]):
         job = Job(folder, *RISING, *more)  # the second goes on, in another layout
-        assert job.wait() == 0, job.said
+        assert job.wait() == 0, job.output
     assert [loss for _, loss in losses(folder)] == pytest.approx(expected, rel=1e-5)
     assert metrics(folder, "consumed_samples") == consumed == [4, 8, 12, 20, 28, 36, 38, 40, 42]
     assert metrics(folder, "consumed_tokens") == [16 * samples for samples in consumed]
@@ -119,8 +119,8 @@ def test_a_batch_schedule_takes_the_batches_that_were_counted_by_hand(
     assert (state.step, state.consumed_samples, state.consumed_tokens) == (9, 42, 16 * 42)
     job = Job(folder, *RISING, "trainer.dp=2", "optim.lr=0.02", "trainer.seed=7")
     assert job.wait() == 2, "a mistake of the user's"
-    said = job.said.rpartition("This config can't work, for 2 reasons")[2]
-    assert said.count("checkpoint.allow=[data,optim]") == 2 and "Traceback" not in job.said
+    output = job.output.rpartition("This config can't work, for 2 reasons")[2]
+    assert output.count("checkpoint.allow=[data,optim]") == 2 and "Traceback" not in job.output
 
 
 def test_without_the_schedule_another_run_would_be_seen(by_hand: tuple[list[float], list[int]]) -> None:
@@ -171,14 +171,14 @@ def _read(rank: int, plan: Plan, until: int) -> Reads:
                 sample = one.sample(number)
                 text = torch.cat((sample["tokens"], sample["labels"][-1:]))
                 known[tuple(text.tolist())] = (Path(path).name, number)
-        found = []
+        results = []
         for step in range(schedule.start.step + 1, until + 1):
             for batch in data.train.at(schedule.after(step - 1).samples):
                 for tokens, labels in zip(batch.tokens, batch.labels, strict=True):
-                    found.append(known[tuple(torch.cat((tokens, labels[-1:])).tolist())])
+                    results.append(known[tuple(torch.cat((tokens, labels[-1:])).tolist())])
             checkpointer.after_step(step)
         checkpointer.finish(until)
-        return found
+        return results
 
 
 def of(name: str, reads: Reads) -> list[int]:
@@ -271,9 +271,9 @@ def test_epochs_in_other_batches_say_where_they_end(datasets: Path, capfd: pytes
     run_ranks(_read, 1, large, 3)
     planned = large.config.trainer.steps * 16
     ends, right = 8 + (large.config.trainer.steps - 2) * 16, 2 + (planned - 8) // 16
-    said = capfd.readouterr().err
-    assert f"the {large.config.trainer.steps} steps (trainer.epochs) end at sample {ends}; " in said
-    assert f"for {planned} write trainer.steps={right}\n" in said
+    output = capfd.readouterr().err
+    assert f"the {large.config.trainer.steps} steps (trainer.epochs) end at sample {ends}; " in output
+    assert f"for {planned} write trainer.steps={right}\n" in output
 
 
 def test_another_sequence_length_goes_on_at_the_token(datasets: Path, capfd: pytest.CaptureFixture[str]) -> None:

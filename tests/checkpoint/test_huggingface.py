@@ -156,8 +156,8 @@ def test_transformers_folder_gives_its_logits_and_comes_back(case: Case, tmp_pat
     for name, tensor in before.items():
         assert after[name].dtype == tensor.dtype == case.dtype
         assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
-    (again,) = run_ranks(_load_with_transformers, 1, tmp_path / "back")
-    assert torch.equal(again, theirs)
+    (second,) = run_ranks(_load_with_transformers, 1, tmp_path / "back")
+    assert torch.equal(second, theirs)
     kinds = [json.loads((tmp_path / name / "config.json").read_text())["model_type"] for name in ("hf", "back")]
     assert kinds[0] == kinds[1] and plan.model.sliding_window == case.shape.get("sliding_window")
 
@@ -218,8 +218,8 @@ def test_each_rank_reads_only_its_own_slices(tmp_path: Path) -> None:
     save_with_transformers(CASES["llama 2, fp32, one file"], tmp_path / "hf")
     for layout, ranks in ((["trainer.tp=4"], 4), (["trainer.tp=2", "trainer.pp=2"], 4)):
         plan = import_plan(ranks, tmp_path / "hf", tmp_path / f"run{len(layout)}", *layout)
-        for asked, share in run_ranks(_bytes_read, ranks, plan):
-            assert asked == share
+        for requested, share in run_ranks(_bytes_read, ranks, plan):
+            assert requested == share
 
 
 def _bytes_read(rank: int, plan: Plan) -> tuple[int, int]:
@@ -231,7 +231,8 @@ def _bytes_read(rank: int, plan: Plan) -> tuple[int, int]:
         )
         checkpointer.resume()
         assert ".safetensors" not in Path("/proc/self/maps").read_text(), "mapped pages count as this rank's memory"
-        held = sum(shard.local[piece.local_slices].numel() for shard in model.shards for piece in shard.rectangles)
+        rectangles = [(shard, rectangle) for shard in model.shards for rectangle in shard.rectangles]
+        held = sum(shard.local[rectangle.local_slices].numel() for shard, rectangle in rectangles)
         return checkpointer.bytes_read, 4 * held
 
 

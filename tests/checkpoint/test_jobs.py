@@ -37,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run, left alone."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     job = Job(folder, *RUN)
-    assert job.wait() == 0, job.said
+    assert job.wait() == 0, job.output
     assert len(losses(folder)) == 8
     return folder
 
@@ -76,8 +76,8 @@ def test_killed_at_any_moment(tmp_path: Path, whole: Path) -> None:
         job.kill()
         reached = max(reached, len(losses(folder)))
     job = Job(folder, *RUN)
-    assert job.wait() == 0, job.said
-    assert "resuming from" in job.said
+    assert job.wait() == 0, job.output
+    assert "resuming from" in job.output
     assert_as_if_nothing_had_happened(folder, whole)
 
 
@@ -95,8 +95,8 @@ def _note_signals(run_dir: Path) -> None:
 
 def _have_told(run_dir: Path, count: int) -> bool:
     """Whether both ranks have received so many signals."""
-    told = [run_dir / f"told{number}" for number in range(2)]
-    return all(path.exists() and len(path.read_text()) == count for path in told)
+    files = [run_dir / f"told{number}" for number in range(2)]
+    return all(path.exists() and len(path.read_text()) == count for path in files)
 
 
 def _in_the_third_step(run_dir: Path) -> bool:
@@ -127,11 +127,11 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, whole: Path, numbe
     job = Job(folder, *only_on_signal, work=_waits_for_a_signal)
     job.until(lambda: _in_the_third_step(folder))
     os.kill(job.pid, number)
-    assert job.wait() == 75, job.said
+    assert job.wait() == 75, job.output
     assert losses(folder)[-1][0] == 3
     assert [path.name for path in (folder / "checkpoints").glob("step_*")] == ["step_00000003"]
     job = Job(folder, *only_on_signal)
-    assert job.wait() == 0, job.said
+    assert job.wait() == 0, job.output
     assert_as_if_nothing_had_happened(folder, whole)
 
 
@@ -191,8 +191,8 @@ def test_a_hang_prints_every_ranks_stacks_and_fails(tmp_path: Path, monkeypatch:
     job.until(lambda: _in_the_third_step(tmp_path / "run"))
     (tmp_path / "hasten").touch()
     assert job.wait() == 1
-    assert "stuck_in_the_third_step" in job.said and "in training_step" in job.said
-    assert job.said.rstrip().splitlines()[-1] == "All 2 ranks failed: no progress in step 3"
+    assert "stuck_in_the_third_step" in job.output and "in training_step" in job.output
+    assert job.output.rstrip().splitlines()[-1] == "All 2 ranks failed: no progress in step 3"
 
 
 # The phases of a run, in their order. What is left out of the list would count to the phase before it.
@@ -222,11 +222,11 @@ def _stops_in(name: str | None) -> Callable[[Plan], None]:
     def work(plan: Plan) -> None:
         folder, enter = Path(str(plan.config.run.dir)), phase.enter
 
-        def noted(what: str, patience: float = 1.0) -> None:
-            enter(what, patience)
+        def noted(label: str, patience: float = 1.0) -> None:
+            enter(label, patience)
             with (folder / f"phases{rank()}").open("a") as file:
-                file.write(f"{what}\n")
-            if what == name and rank() == 1:
+                file.write(f"{label}\n")
+            if label == name and rank() == 1:
                 announce(folder)
                 os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -238,7 +238,7 @@ def _stops_in(name: str | None) -> Callable[[Plan], None]:
 
 def test_every_part_of_a_run_is_a_phase_and_all_ranks_enter_the_same(tmp_path: Path) -> None:
     job = Job(tmp_path / "run", *ALL_PHASES, work=_stops_in(None))
-    assert job.wait() == 0, job.said
+    assert job.wait() == 0, job.output
     for number in (0, 1):
         assert (tmp_path / "run" / f"phases{number}").read_text().splitlines() == PHASES
 
@@ -254,7 +254,7 @@ def test_a_rank_that_is_stopped_in_any_phase_is_blamed(
     job.until(lambda: (folder / "pid1").exists() and is_stopped(int((folder / "pid1").read_text())))
     (tmp_path / "hasten").touch()
     assert job.wait() == 1
-    last = job.said.rstrip().splitlines()[-1]
+    last = job.output.rstrip().splitlines()[-1]
     assert last.startswith("Rank 1 of 2 failed: no progress") and f"in {name}; it is stopped" in last
 
 
@@ -277,15 +277,15 @@ def _dies_once(plan: Plan) -> None:
 def test_restarts_from_the_last_checkpoint(tmp_path: Path, whole: Path) -> None:
     folder = tmp_path / "run"
     job = Job(folder, *RUN, "trainer.max_restarts=1", work=_dies_once)
-    assert job.wait() == 0, job.said
-    assert "a fault of the moment" in job.said and "Starting again, 1 of 1" in job.said
+    assert job.wait() == 0, job.output
+    assert "a fault of the moment" in job.output and "Restart 1 of 1" in job.output
     assert_as_if_nothing_had_happened(folder, whole)
 
 
 def test_without_restarts_a_fault_is_the_end(tmp_path: Path) -> None:
     job = Job(tmp_path / "run", *RUN, work=_dies_once)
     assert job.wait() == 1
-    assert "a fault of the moment" in job.said
+    assert "a fault of the moment" in job.output
 
 
 def _nan_on_rank_1(plan: Plan) -> None:
@@ -309,7 +309,7 @@ def test_a_nan_gradient_stops_the_run_before_the_weights(tmp_path: Path) -> None
     folder = tmp_path / "run"
     job = Job(folder, *RUN, work=_nan_on_rank_1)
     assert job.wait() == 1
-    assert "step 3" in job.said and "rank 1: the gradient of layers.2.mlp.down_proj.weight not finite" in job.said
+    assert "step 3" in job.output and "rank 1: the gradient of layers.2.mlp.down_proj.weight not finite" in job.output
     assert all(tensor.float().isfinite().all() for tensor in final_tensors(folder).values())
 
 
@@ -317,8 +317,8 @@ def test_a_nan_gradient_stops_the_run_before_the_weights(tmp_path: Path) -> None
 def test_steps_can_be_left_out(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = Job(folder, *RUN, "trainer.skip_nonfinite_steps=2", work=_nan_on_rank_1)
-    assert job.wait() == 0, job.said
-    assert job.said.count("skipped step") == 2
+    assert job.wait() == 0, job.output
+    assert job.output.count("skipped step") == 2
     assert [step for step, _ in losses(folder)] == list(range(1, 9))
     job = Job(tmp_path / "other", *RUN, "trainer.skip_nonfinite_steps=1", work=_nan_on_rank_1)
-    assert job.wait() == 1 and "step 5" in job.said
+    assert job.wait() == 1 and "step 5" in job.output

@@ -54,8 +54,8 @@ def test_a_forgotten_count_would_be_seen(tmp_path: Path) -> None:
 def test_what_is_bf16_is_stored_as_bf16(tmp_path: Path) -> None:
     before = run(2, tmp_path / "run", SR, "trainer.tp=2", until=2)
     stored = read_manifest(find_checkpoint(tmp_path / "run")).stored
-    kept = {name: tensor.dtype for name, tensor in stored.tensors.items() if not name.startswith("random.")}
-    assert set(kept.values()) == {torch.bfloat16} and any(name.startswith("optimizer.exp_avg_sq.") for name in kept)
+    saved = {name: tensor.dtype for name, tensor in stored.tensors.items() if not name.startswith("random.")}
+    assert set(saved.values()) == {torch.bfloat16} and any(name.startswith("optimizer.exp_avg_sq.") for name in saved)
     # Any layout reads it, and what it reads is the same.
     step = f"checkpoint.resume={tmp_path}/run/checkpoints/step_00000002"
     assert_same(run(2, tmp_path / "other", SR, "trainer.pp=2", step, NO_SAVE).tensors, before.tensors)
@@ -69,11 +69,11 @@ def test_what_is_bf16_is_stored_as_bf16(tmp_path: Path) -> None:
 
 
 def test_from_fp32_to_bf16_to_nearest_and_back_exactly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    wide = run(1, tmp_path / "wide", FP32, until=2)
+    fp32_run = run(1, tmp_path / "wide", FP32, until=2)
     second = f"checkpoint.resume={tmp_path}/wide/checkpoints/step_00000002"
-    narrow = run(1, tmp_path / "narrow", SR, second, NO_SAVE)
-    assert narrow.updates == 2
-    assert_same(narrow.tensors, {name: tensor.bfloat16().float() for name, tensor in wide.tensors.items()})
+    bf16_run = run(1, tmp_path / "narrow", SR, second, NO_SAVE)
+    assert bf16_run.updates == 2
+    assert_same(bf16_run.tensors, {name: tensor.bfloat16().float() for name, tensor in fp32_run.tensors.items()})
     assert "trainer.precision: from fp32 to bf16_sr" in capfd.readouterr().err
     further = run(1, tmp_path / "narrow", SR, second, until=3)
     third = f"checkpoint.resume={tmp_path}/narrow/checkpoints/step_00000003"

@@ -115,8 +115,8 @@ def test_keep(tmp_path: Path) -> None:
 def test_no_steps_saves_what_a_run_starts_from(tmp_path: Path) -> None:
     start = run(2, tmp_path, "trainer.tp=2", "trainer.steps=0")
     assert saved_steps(tmp_path / "checkpoints") == [0]
-    again = run(1, tmp_path, "trainer.steps=0")
-    assert_same(again.tensors, start.tensors)
+    restarted = run(1, tmp_path, "trainer.steps=0")
+    assert_same(restarted.tensors, start.tensors)
     assert saved_steps(tmp_path / "checkpoints") == [0]
 
 

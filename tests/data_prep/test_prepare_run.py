@@ -247,10 +247,10 @@ def test_a_run(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.Monke
         dry.status == 0 and "is not prepared yet" in " ".join(dry.out.split()) and not (tmp_path / "cache").exists()
     ), dry.err
     job = Job(tmp_path / "run", *asked, "trainer.steps=2")
-    assert job.wait() == 0, job.said
-    assert "16 documents" in job.said and "0 skipped" in job.said
+    assert job.wait() == 0, job.output
+    assert "16 documents" in job.output and "0 skipped" in job.output
     dry = command(cli.main, *asked, "trainer.epochs=1", "--dry-run")
     assert "not prepared" not in " ".join(dry.out.split()) and "1 epoch of" in dry.out, dry.err
     chat.write_text("{\n")
     job = Job(tmp_path / "bad", *asked)
-    assert job.wait() == 2 and f"{chat}, line 1: bad_json" in " ".join(job.said.split()) and "Traceback" not in job.said
+    assert job.wait() == 2 and f"{chat}, line 1: bad_json" in " ".join(job.output.split()) and "Traceback" not in job.output

@@ -51,25 +51,26 @@ class Job:
             (folder / "bin" / name).write_text(text)
             (folder / "bin" / name).chmod(0o755)
 
-    def start(self, ends: int, said: str, script: str = "run.slurm", **more: str) -> subprocess.Popen[str]:
+    def start(self, ends: int, run_status: str, script: str = "run.slurm", **more: str) -> subprocess.Popen[str]:
         """Starts the script; srun will end with ``ends``, and the first rank will have ``said``."""
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b", "SLURM_JOB_NUM_NODES": "2"}
-        told = {"FOLDER": str(self.folder), "ENDS": str(ends), "SAID": said, "WAIT": "", "CHECKPOINT": "", "EARLY": ""}
-        variables = environment() | slurm | told | {"PATH": path} | more
+        outcome = {"FOLDER": str(self.folder), "ENDS": str(ends), "SAID": run_status}
+        outcome |= {"WAIT": "", "CHECKPOINT": "", "EARLY": ""}
+        variables = environment() | slurm | outcome | {"PATH": path} | more
         return subprocess.Popen(
             ["bash", script, "a=b c", "it's"], cwd=self.folder, env=variables, stdout=subprocess.PIPE, text=True
         )
 
     def end(self, script: subprocess.Popen[str]) -> Batch:
         printed, _ = script.communicate(timeout=30)
-        asked = self.folder / "scontrol"
-        requeued = asked.exists() and "requeue 7" in asked.read_text()
-        asked.unlink(missing_ok=True)
+        scontrol_calls = self.folder / "scontrol"
+        requeued = scontrol_calls.exists() and "requeue 7" in scontrol_calls.read_text()
+        scontrol_calls.unlink(missing_ok=True)
         return Batch(script.returncode, printed, requeued)
 
-    def run(self, ends: int, said: str, **more: str) -> Batch:
-        return self.end(self.start(ends, said, **more))
+    def run(self, ends: int, run_status: str, **more: str) -> Batch:
+        return self.end(self.start(ends, run_status, **more))
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def job(tmp_path: Path) -> Job:
 
 
 @pytest.mark.parametrize(
-    ("ends", "said", "status", "requeued"),
+    ("ends", "run_status", "status", "requeued"),
     [
         (0, "0", 0, False),
         (0, "running", 1, True),  # a rank was lost: never COMPLETED
@@ -92,16 +93,16 @@ def job(tmp_path: Path) -> Job:
         (137, "2", 2, False),
     ],
 )
-def test_what_the_end_of_a_step_means(job: Job, ends: int, said: str, status: int, requeued: bool) -> None:
-    end = job.run(ends, said)
+def test_what_the_end_of_a_step_means(job: Job, ends: int, run_status: str, status: int, requeued: bool) -> None:
+    end = job.run(ends, run_status)
     assert (end.status, end.requeued) == (status, requeued), end.printed
 
 
-@pytest.mark.parametrize(("ends", "said", "status"), [(75, "75", 75), (1, "1", 1), (0, "running", 1)])
-def test_the_restart_limit_ends_with_a_failure(job: Job, ends: int, said: str, status: int) -> None:
-    last = job.run(ends, said, SLURM_RESTART_COUNT="2", MAX_RESTARTS="3")
+@pytest.mark.parametrize(("ends", "run_status", "status"), [(75, "75", 75), (1, "1", 1), (0, "running", 1)])
+def test_the_restart_limit_ends_with_a_failure(job: Job, ends: int, run_status: str, status: int) -> None:
+    last = job.run(ends, run_status, SLURM_RESTART_COUNT="2", MAX_RESTARTS="3")
     assert last.requeued
-    over = job.run(ends, said, SLURM_RESTART_COUNT="3", MAX_RESTARTS="3")
+    over = job.run(ends, run_status, SLURM_RESTART_COUNT="3", MAX_RESTARTS="3")
     assert (over.status, over.requeued) == (status, False)
     assert "MAX_RESTARTS=3" in over.printed
     # Slurm's own restarts count too.
@@ -162,9 +163,9 @@ def test_arguments_arrive_untouched(job: Job) -> None:
     assert {"--ntasks-per-node=8", "--ntasks=16"} <= set((job.folder / "arguments").read_text().splitlines())
 
 
-@pytest.mark.parametrize(("ends", "said", "status"), [(0, "0", 0), (0, "running", 1), (1, "1", 1), (137, "2", 2)])
-def test_compilation_is_not_queued_again(job: Job, ends: int, said: str, status: int) -> None:
-    end = job.end(job.start(ends, said, "compile.slurm"))
+@pytest.mark.parametrize(("ends", "run_status", "status"), [(0, "0", 0), (0, "running", 1), (1, "1", 1), (137, "2", 2)])
+def test_compilation_is_not_requeued(job: Job, ends: int, run_status: str, status: int) -> None:
+    end = job.end(job.start(ends, run_status, "compile.slurm"))
     assert (end.status, end.requeued) == (status, False)
     assert "scripts/compile.py" in (job.folder / "arguments").read_text()
 

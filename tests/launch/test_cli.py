@@ -78,13 +78,13 @@ def test_broken_data_is_told_before_a_rank_starts(tmp_path: Path) -> None:
     prefix = write_indexed(tmp_path / "set", numbered(50, first_id=700))
     write_indexed(tmp_path / "set_mask", numbered(50))  # of another type than masks are
     words = [f"data.prefixes=[{prefix}]", "data.tokenizer=null", "device=cpu", f"run.dir={tmp_path / 'run'}"]
-    for more, said in (
+    for more, output in (
         (["model.vocab_size=600"], "the model's vocabulary ends at 599"),
         (["model.vocab_size=9999", "data.kind=sft"], "_mask does not match the dataset"),
     ):
         for dry in ([], ["--dry-run"]):
             done = probe([*words, *more, *dry])
-            assert said in " ".join(done.stderr.split()) and "rank grid" not in done.stdout, done.stderr
+            assert output in " ".join(done.stderr.split()) and "rank grid" not in done.stdout, done.stderr
             assert done.stdout.endswith("heavy: [] status: 2\n")
     assert not (tmp_path / "run").exists()
 
@@ -97,8 +97,8 @@ def test_a_device_without_async_tp_is_refused_before_anything_is_started(capfd: 
     assert cli.main([*words, "device=cpu"]) == 2
     capfd.readouterr()
     assert cli.main(["--dry-run", "data=mock", "trainer.async_tp=true", "device=cpu"]) == 2
-    told = capfd.readouterr().err  # tp=2 would be refused as well
-    assert told.count("write trainer.async_tp=false") == 1 and "for 2 reasons" in told and "tp=2" not in told
+    errors = capfd.readouterr().err  # tp=2 would be refused as well
+    assert errors.count("write trainer.async_tp=false") == 1 and "for 2 reasons" in errors and "tp=2" not in errors
     assert cli.main(["--dry-run", *words, "device=cuda"]) == 0
     assert "sequence parallelism on · compile · async_tp" in capfd.readouterr().out
 
@@ -347,5 +347,5 @@ def test_under_srun_a_mistake_is_said_once(tmp_path: Path) -> None:
 
 def test_mistakes_in_writing_and_in_meaning_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--dry-run", "data=mock", "trainer.tpp=2", "trainer.tp=3"]) == 2
-    told = capsys.readouterr().err
-    assert "trainer.tpp = 2" in told and "model.num_attention_heads=4 must divide by tp" in told
+    errors = capsys.readouterr().err
+    assert "trainer.tpp = 2" in errors and "model.num_attention_heads=4 must divide by tp" in errors

@@ -69,23 +69,23 @@ class Torchrun:
     def open(self, step: int) -> None:
         (self.gates / str(step)).unlink()
 
-    def wait(self, done: Callable[[], bool], what: str) -> None:
+    def wait(self, done: Callable[[], bool], condition: str) -> None:
         deadline = time.monotonic() + LIMIT_SECONDS
         while not done():
-            assert time.monotonic() < deadline, f"no {what}:\n{self.log.read_text()}"
+            assert time.monotonic() < deadline, f"no {condition}:\n{self.log.read_text()}"
             time.sleep(0.05)
 
     def reached(self, step: int, ranks: int) -> list[int]:
         """Waits until ``ranks`` ranks stand behind ``step``; their processes."""
-        found: list[int] = []
+        results: list[int] = []
 
         def there() -> bool:
-            found[:] = [pid for agent in self.agents for pid in children(agent.pid)]
+            results[:] = [pid for agent in self.agents for pid in children(agent.pid)]
             assert any(agent.poll() is None for agent in self.agents), self.log.read_text()
-            return len(found) == ranks and steps(self.run_dir)[-1:] == [step]
+            return len(results) == ranks and steps(self.run_dir)[-1:] == [step]
 
         self.wait(there, f"step {step} with {ranks} ranks")
-        return found
+        return results
 
 
 @pytest.fixture
@@ -104,10 +104,10 @@ def test_a_killed_rank_is_started_again_to_the_bit(torchrun: Torchrun, tmp_path:
     os.kill(ranks[1], signal.SIGKILL)
     torchrun.open(6)
     torchrun.wait(lambda: agent.poll() is not None, "end")
-    said = torchrun.log.read_text()
-    assert agent.returncode == 0, said
+    output = torchrun.log.read_text()
+    assert agent.returncode == 0, output
     # Ranks hear of each other's writing between steps: that of step 4 may not have been done after step 5.
-    assert len(re.findall(r"checkpoint: resuming from .*step_0000000[24]", said)) == 1, said
+    assert len(re.findall(r"checkpoint: resuming from .*step_0000000[24]", output)) == 1, output
     assert steps(torchrun.run_dir) == list(range(1, STEPS + 1)), "each step once"
     status, printed = run_train_py(tmp_path / "plain", *WORDS, "trainer.dp=2")
     assert status == 0, printed
@@ -127,11 +127,11 @@ def test_an_agent_that_is_killed_leaves_the_job_to_the_other(torchrun: Torchrun,
     assert all(gone(pid) for pid in ranks[1:]), "its rank dies with it"
     torchrun.open(6)
     torchrun.wait(lambda: first.poll() is not None, "end")
-    said = torchrun.log.read_text()
-    assert first.returncode == 0, said
+    output = torchrun.log.read_text()
+    assert first.returncode == 0, output
     assert steps(torchrun.run_dir) == list(range(1, STEPS + 1)), "each step once"
     status, printed = run_train_py(tmp_path / "plain", *WORDS)
     assert status == 0, printed
-    found, alone = losses(torchrun.run_dir), losses(tmp_path / "plain")
-    assert found == pytest.approx(alone, rel=2e-6), "whatever the number of ranks"
-    assert found[6:] != alone[6:] or found[:4] != alone[:4], "two ranks have summed some of it"
+    results, alone = losses(torchrun.run_dir), losses(tmp_path / "plain")
+    assert results == pytest.approx(alone, rel=2e-6), "whatever the number of ranks"
+    assert results[6:] != alone[6:] or results[:4] != alone[:4], "two ranks have summed some of it"

@@ -214,9 +214,9 @@ def _from(error: Exception, cause: BaseException | None) -> Exception:
     ],
 )
 def test_what_a_disk_did_is_no_traceback(error: Exception, is_message: bool) -> None:
-    found = describe(error)
-    assert found.kind == "error" and ("Traceback" in found.text or "Error" in found.text) != is_message
-    assert (error.strerror if isinstance(error, OSError) else str(error)) in found.text
+    reported = describe(error)
+    assert reported.kind == "error" and ("Traceback" in reported.text or "Error" in reported.text) != is_message
+    assert (error.strerror if isinstance(error, OSError) else str(error)) in reported.text
 
 
 def test_an_output_that_can_not_be_deleted_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,28 +102,28 @@ def test_process_0_that_does_not_start_is_reported(port: int) -> None:
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
     """What each call returns or raises, all running at once."""
-    found: list[Any] = [None] * len(calls)
+    results: list[Any] = [None] * len(calls)
 
     def run(number: int) -> None:
         try:
-            found[number] = calls[number]()
+            results[number] = calls[number]()
         except Exception as error:
-            found[number] = error
+            results[number] = error
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE_SECONDS)
-    return found
+    return results
 
 
 def start(place: ProcessContext, token: str = "", counts: int | None = None) -> Rendezvous:
     """A process that has reported itself; its launcher told it of ``counts`` processes."""
-    told = place if counts is None else replace(place, world_size=counts)
-    here = Rendezvous(told)
-    mine = reports.node_info(told, place.rank, 1, place.world_size)
-    here.report(replace(mine, token=token) if token else mine)
+    count = place if counts is None else replace(place, world_size=counts)
+    here = Rendezvous(count)
+    own_key = reports.node_info(count, place.rank, 1, place.world_size)
+    here.report(replace(own_key, token=token) if token else own_key)
     return here
 
 
@@ -203,11 +203,11 @@ def test_a_value_that_a_stranger_changes_or_moves_is_not_believed(port: int) -> 
     other = Rendezvous(context(1, 2, port=port), 0.5, SECRET)
     first.report(info(0))
     evil = stranger(port)
-    (mine,) = our_keys(evil)
+    (own_key,) = our_keys(evil)
     other.report(info(1))
-    (theirs,) = our_keys(evil, 2) - {mine}
+    (theirs,) = our_keys(evil, 2) - {own_key}
     good = evil.get(theirs)
-    for changed in (b"{}", b"0" * 64 + b"{}", good[:-1] + b" ", evil.get(mine)):  # the last: another's report
+    for changed in (b"{}", b"0" * 64 + b"{}", good[:-1] + b" ", evil.get(own_key)):  # the last: another's report
         evil.set(theirs, changed.decode())
         with pytest.raises(LaunchFailed, match="nodes 1 of 2.*reports without this job's MEGATRON_LLAMA_SECRET"):
             first.gather()
@@ -235,8 +235,8 @@ def test_neither_the_jobs_name_nor_its_secret_stands_in_the_store(port: int) -> 
 def test_without_a_secret_an_invalid_report_is_a_missing_rank(port: int, report: str) -> None:
     first = Rendezvous(context(0, 2, port=port), limit_seconds=0.5)
     first.report(info(0))
-    (mine,) = our_keys(stranger(port))
-    stranger(port).set(f"{mine[:-1]}1", report)
+    (own_key,) = our_keys(stranger(port))
+    stranger(port).set(f"{own_key[:-1]}1", report)
     with pytest.raises(LaunchFailed, match="nodes 1 of 2 missing"):
         first.gather()
 

@@ -20,7 +20,7 @@ from megatron_llama.launch import run_dir as run_dir_module
 from megatron_llama.launch import start as start_module
 from megatron_llama.plan import Plan
 from megatron_llama.system.output import FILE
-from megatron_llama.system.signals import exit_on_signal, ignore_signals
+from megatron_llama.system.signals import leave_quietly, settle
 from megatron_llama.train import loop, run_rank
 from tests.checkpoint.jobs import Job, leftovers, losses
 from tests.checkpoint.runner import SMALL
@@ -63,15 +63,15 @@ def test_while_imports_last(tmp_path: Path, module: str, number: signal.Signals)
 def test_after_the_end_the_status_is_what_counts() -> None:
     child = os.fork()
     if child == 0:
-        exit_on_signal()
-        ignore_signals()
+        leave_quietly()
+        settle()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1):
             os.kill(os.getpid(), number)
         os._exit(75)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 75
 
 
-def told(number: int) -> None:
+def signal_launcher(number: int) -> None:
     """Signals this rank's launcher; returns when the signal has come here."""
     arrived: list[int] = []
     handler: Any = signal.getsignal(number)
@@ -100,7 +100,7 @@ def in_a_phase(owner: Any, name: str, number: int, call: int = 1) -> Callable[[P
     """The work of a rank that signals its launcher in a phase."""
 
     def work(plan: Plan) -> None:
-        first(owner, name, lambda: told(number), call)
+        first(owner, name, lambda: signal_launcher(number), call)
         run_rank.run_rank(plan)
 
     return work
@@ -117,8 +117,8 @@ def in_a_phase(owner: Any, name: str, number: int, call: int = 1) -> Callable[[P
 )
 def test_in_training(tmp_path: Path, owner: Any, name: str, number: signal.Signals, status: int, saved: int) -> None:
     job = Job(tmp_path / "run", *RUN, work=in_a_phase(owner, name, number))
-    assert job.wait() == status, job.said
-    assert "Traceback" not in job.said
+    assert job.wait() == status, job.output
+    assert "Traceback" not in job.output
     assert (tmp_path / "run/checkpoints/latest").read_text() == f"step_{saved:08d}\n"
     assert losses(tmp_path / "run")[-1][0] == saved and leftovers(tmp_path / "run") == []
 
@@ -138,8 +138,8 @@ def _killed_while_it_exports(plan: Plan) -> None:
 )
 def test_before_and_after_training(tmp_path: Path, work: Callable[[Plan], None]) -> None:
     job = Job(tmp_path / "run", *RUN, "trainer.steps=1", work=work)
-    assert job.wait() == 128 + signal.SIGTERM, job.said
-    assert job.said.splitlines()[-1] == "Stopped by SIGTERM." and "Traceback" not in job.said
+    assert job.wait() == 128 + signal.SIGTERM, job.output
+    assert job.output.splitlines()[-1] == "Stopped by SIGTERM." and "Traceback" not in job.output
     assert len(losses(tmp_path / "run")) == (work is _killed_while_it_exports)
 
 
@@ -158,7 +158,7 @@ def test_under_nohup_a_closed_terminal_changes_nothing(tmp_path: Path, monkeypat
         job = Job(tmp_path / "run", *RUN, work=work)
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert job.wait() == 0, job.said
+    assert job.wait() == 0, job.output
     assert len(losses(tmp_path / "run")) == 4
 
 
@@ -172,9 +172,9 @@ def test_before_the_ranks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
     else:
         first(start_module.Rank, "start", lambda: os.kill(os.getpid(), signal.SIGINT), 2, patch)
         expected, last = 130, "Stopped by SIGINT."
-    job = Job(tmp_path / "run", *RUN, "trainer.tp=2", prepare=exit_on_signal)
-    assert job.wait() == expected, job.said
-    assert job.said.splitlines()[-1] == last and "Traceback" not in job.said
+    job = Job(tmp_path / "run", *RUN, "trainer.tp=2", prepare=leave_quietly)
+    assert job.wait() == expected, job.output
+    assert job.output.splitlines()[-1] == last and "Traceback" not in job.output
     assert leftovers(tmp_path / "run") == []
 
 
@@ -182,12 +182,12 @@ def test_while_the_processes_of_a_job_meet(tmp_path: Path) -> None:
     def prepare() -> None:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "15001"}
-        exit_on_signal()
+        leave_quietly()
         first(join, "Rendezvous", lambda: os.kill(os.getpid(), signal.SIGINT))
 
     job = Job(tmp_path / "run", *RUN, "trainer.tp=2", prepare=prepare)
-    assert job.wait() == 130, job.said
-    assert job.said == "Stopped by SIGINT.\n"
+    assert job.wait() == 130, job.output
+    assert job.output == "Stopped by SIGINT.\n"
 
 
 def test_what_a_killed_start_left_half_written_is_deleted(tmp_path: Path) -> None:
@@ -196,19 +196,19 @@ def test_what_a_killed_start_left_half_written_is_deleted(tmp_path: Path) -> Non
     for path in (tmp_path / "run/.config.yaml.here.1.draft", checkpoints / ".latest.here.1.draft"):
         path.touch()
     job = Job(tmp_path / "run", *RUN, "trainer.steps=1")
-    assert job.wait() == 0, job.said
+    assert job.wait() == 0, job.output
     assert leftovers(tmp_path / "run") == []
 
 
 @pytest.mark.parametrize(
-    ("redirection", "status", "said"),
+    ("redirection", "status", "message"),
     [("| true", 141, ""), ("> /dev/full", 1, "The output could not be written: No space left on device\n")],
 )
-def test_a_plan_that_can_not_be_printed_is_no_success(redirection: str, status: int, said: str) -> None:
+def test_a_plan_that_can_not_be_printed_is_no_success(redirection: str, status: int, message: str) -> None:
     line = f'set -o pipefail; sleep 0.1; "$@" {redirection}'
     command = ["bash", "-c", line, "sh", sys.executable, str(TRAIN_PY), "--help"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stderr) == (status, said)
+    assert (done.returncode, done.stderr) == (status, message)
 
 
 def test_a_lost_console_does_not_end_training(tmp_path: Path) -> None:

@@ -138,8 +138,8 @@ def test_hostfile() -> None:
     text = "# ours\nn1 slots=8\n\nu@n2.cluster slots = 8 max_slots=16  # the second\n"
     assert parse_hostfile(text) == [Host("n1", 8), Host("u@n2.cluster", 8)]
     assert parse_hostfile("a\nb\n") == [Host("a"), Host("b")]
-    for bad, said in [("", "no host"), ("a slots=0", "line 1"), ("a\nb slot=2", "line 2"), ("a\na", "twice")]:
-        with pytest.raises(ValueError, match=said):
+    for bad, message in [("", "no host"), ("a slots=0", "line 1"), ("a\nb slot=2", "line 2"), ("a\na", "twice")]:
+        with pytest.raises(ValueError, match=message):
             parse_hostfile(bad)
 
 

@@ -121,24 +121,24 @@ def test_a_signal_to_mpirun_saves_and_a_killed_rank_ends_all(tmp_path: Path) -> 
     saved = steps(tmp_path / "run")[-1]
     assert (tmp_path / "run" / "checkpoints" / f"step_{saved:08d}").is_dir()
 
-    again = started(command)
-    wait_for_step(again, tmp_path / "run", saved + 2)
+    restarted = started(command)
+    wait_for_step(restarted, tmp_path / "run", saved + 2)
     ranks = pids_of(str(tmp_path / "run"))
     assert len(ranks) == 2
     os.kill(ranks[1], signal.SIGKILL)
-    again.communicate(timeout=PATIENCE_SECONDS)
-    assert again.returncode not in (0, 75)
+    restarted.communicate(timeout=PATIENCE_SECONDS)
+    assert restarted.returncode not in (0, 75)
     assert all(gone(pid) for pid in ranks)
 
 
 def pids_of(word: str) -> list[int]:
     """The processes that run Python with this word on their command line."""
-    found = []
+    matches = []
     for entry in Path("/proc").iterdir():
         try:
             words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
         except OSError:  # it has ended meanwhile
             continue
         if words[:1] == [sys.executable.encode()] and f"run.dir={word}".encode() in words:
-            found.append(int(entry.name))
-    return sorted(found)
+            matches.append(int(entry.name))
+    return sorted(matches)

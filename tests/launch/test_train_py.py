@@ -52,9 +52,9 @@ def test_stopped_by_a_signal_it_saves_asks_to_be_started_again_and_goes_on(tmp_p
     assert run.returncode == 75, errors
     assert "Traceback" not in errors
     done = steps(tmp_path / "run")[-1]
-    again = start(BY_HAND, f"trainer.steps={done + 2}", *arguments)
-    out, errors = again.communicate(timeout=200)
-    assert again.returncode == 0, errors
+    restarted = start(BY_HAND, f"trainer.steps={done + 2}", *arguments)
+    out, errors = restarted.communicate(timeout=200)
+    assert restarted.returncode == 0, errors
     assert steps(tmp_path / "run") == list(range(1, done + 3)), "each step stands there once"
 
 

@@ -116,13 +116,13 @@ def test_stopped_rank_is_the_culprit(clock: Clock) -> None:
     waits, stopped, waits_too = Simulated(0), Simulated(1, stopped=True), Simulated(2)
     for one in (waits, waits_too):
         one.enter("step 2")
-    said = report_of(Watchdog([waits, stopped, waits_too], 3, 10.0), 30)
-    rows = [line.split() for line in said.splitlines()]
+    output = report_of(Watchdog([waits, stopped, waits_too], 3, 10.0), 30)
+    rows = [line.split() for line in output.splitlines()]
     host = socket.gethostname()
     assert ["0", host, "step", "2", "11", "s", "runs"] in rows
     assert f"1 {host} step 1 11 s it is stopped (by SIGSTOP or a debugger)".split() in rows
-    assert "in the stack of 0" in said and "in the stack of 2" in said
-    assert said.splitlines()[-1].startswith("Rank 1 of 3 failed: no progress for 11 s in step 1; it is stopped")
+    assert "in the stack of 0" in output and "in the stack of 2" in output
+    assert output.splitlines()[-1].startswith("Rank 1 of 3 failed: no progress for 11 s in step 1; it is stopped")
 
 
 def test_culprit_is_silent_or_behind_or_all(clock: Clock) -> None:
@@ -130,25 +130,25 @@ def test_culprit_is_silent_or_behind_or_all(clock: Clock) -> None:
     assert report_of(Watchdog([first, second], 2, 10.0), 30).splitlines()[-1].startswith("Rank 1 of 2 failed")
     second.answers = True
     first.enter("step 2")
-    said = report_of(Watchdog([first, second], 2, 10.0), 30).splitlines()[-1]
-    assert said.startswith("Rank 1 of 2 failed")
-    assert said.endswith("in step 1; it runs, behind the others")
+    output = report_of(Watchdog([first, second], 2, 10.0), 30).splitlines()[-1]
+    assert output.startswith("Rank 1 of 2 failed")
+    assert output.endswith("in step 1; it runs, behind the others")
     second.enter("step 2")
-    said = report_of(Watchdog([first, second], 2, 10.0), 30).splitlines()[-1]
-    assert said == "All 2 ranks failed: no progress in step 2"
+    output = report_of(Watchdog([first, second], 2, 10.0), 30).splitlines()[-1]
+    assert output == "All 2 ranks failed: no progress in step 2"
 
 
 def test_the_collective_is_named_in_which_the_others_wait(clock: Clock) -> None:
     first, second = Simulated(0), Simulated(1)
     first.awaited = "dp reduce_scatter"
     first.enter("step 2")
-    said = report_of(Watchdog([first, second], 2, 10.0), 30).splitlines()
-    assert said[-1].endswith("it runs, behind the others; others wait for it in dp reduce_scatter")
-    assert any("dp reduce_scatter" in line and line.startswith("0 ") for line in said), "also in the table"
+    output = report_of(Watchdog([first, second], 2, 10.0), 30).splitlines()
+    assert output[-1].endswith("it runs, behind the others; others wait for it in dp reduce_scatter")
+    assert any("dp reduce_scatter" in line and line.startswith("0 ") for line in output), "also in the table"
     second.enter("step 2")
     second.awaited = "dp all_gather"
-    said = report_of(Watchdog([first, second], 2, 10.0), 30).splitlines()
-    assert said[-1] == "All 2 ranks failed: no progress in step 2; they wait in dp reduce_scatter and dp all_gather"
+    output = report_of(Watchdog([first, second], 2, 10.0), 30).splitlines()
+    assert output[-1] == "All 2 ranks failed: no progress in step 2; they wait in dp reduce_scatter and dp all_gather"
 
 
 def test_host_of_the_culprit_is_named() -> None:
@@ -160,9 +160,9 @@ def test_host_of_the_culprit_is_named() -> None:
 def test_ended_rank_is_not_the_culprit(clock: Clock) -> None:
     first, second = Simulated(0), Simulated(1)
     first.ended = True
-    said = report_of(Watchdog([first, second], 2, 10.0), 30)
-    assert re.search(r"^0 .* step 1 +ended$", said, re.MULTILINE)
-    assert said.splitlines()[-1].startswith("Rank 1 of 2 failed")
+    output = report_of(Watchdog([first, second], 2, 10.0), 30)
+    assert re.search(r"^0 .* step 1 +ended$", output, re.MULTILINE)
+    assert output.splitlines()[-1].startswith("Rank 1 of 2 failed")
 
 
 # Real processes with SIGSTOP. The watchdog's clock does not advance until the rank is stopped.
@@ -292,11 +292,11 @@ def test_self_watching_ranks_report_the_stopped_rank(
         (tmp_path / "hasten").touch()
         others = [rank for number, rank in enumerate(ranks) if number != victim]
         assert [rank.wait() for rank in others] == [1, 1]
-        said = [rank.errors for rank in others]
+        output = [rank.errors for rank in others]
         if host:
-            assert all("does not answer" in text.splitlines()[-1] and "rank 0's" in text for text in said)
+            assert all("does not answer" in text.splitlines()[-1] and "rank 0's" in text for text in output)
             return
-        (full,) = [text for text in said if "See another rank's report" not in text]
+        (full,) = [text for text in output if "See another rank's report" not in text]
         assert full.rstrip().splitlines()[-1] == f"Rank 1 of 3 failed: no progress in step 7; {watchdog._LAST_HEARD}"
         assert "Stacks of rank 0" in full and "Stacks of rank 2" in full
     finally:

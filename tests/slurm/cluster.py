@@ -115,12 +115,12 @@ class Job:
         """Sends a signal to the batch script only, as --signal=B: does."""
         self.lab.command("scancel", "--batch", f"--signal={name}", str(self.number))
 
-    def wait(self, done: Callable[[], bool], limit: float, what: str) -> float:
+    def wait(self, done: Callable[[], bool], limit: float, label: str) -> float:
         """Waits for ``done``; returns the seconds."""
         begin = time.monotonic()
         while not done():
             if time.monotonic() - begin > limit:
-                raise AssertionError(f"no {what} within {limit} s: {self.facts}\n{self.log}")
+                raise AssertionError(f"no {label} within {limit} s: {self.facts}\n{self.log}")
             time.sleep(0.2)
         return time.monotonic() - begin
 
@@ -152,5 +152,5 @@ class Report:
     def __init__(self) -> None:
         self.rows: list[str] = []
 
-    def add(self, what: str, seen: str) -> None:
-        self.rows.append(f"| {what} | {seen} |")
+    def add(self, label: str, value: str) -> None:
+        self.rows.append(f"| {label} | {value} |")

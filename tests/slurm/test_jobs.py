@@ -212,7 +212,7 @@ def test_a_rank_that_fails_shows_its_traceback(lab: Lab, tmp_path: Path, report:
     )
 
 
-def test_a_mistake_is_not_tried_again(lab: Lab) -> None:
+def test_config_error_is_not_requeued(lab: Lab) -> None:
     job = lab.submit(["--nodes=4"], [*TINY, "trainer.tp=3", "optim.lr=-1"])
     assert job.wait_for_end() == "FAILED"
     assert job.facts["ExitCode"] == "2:0" and job.facts["Restarts"] == "0"

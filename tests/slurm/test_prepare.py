@@ -42,8 +42,8 @@ run_main(main)
 def tasks_of(lab: Lab, job: Job) -> dict[int, dict[str, str]]:
     """What Slurm says of each task of an array."""
     lines = lab.command("scontrol", "-o", "show", "job", str(job.number)).splitlines()
-    found = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in lines if line]
-    return {int(facts["ArrayTaskId"]): facts for facts in found if facts["ArrayTaskId"].isdecimal()}
+    states = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in lines if line]
+    return {int(facts["ArrayTaskId"]): facts for facts in states if facts["ArrayTaskId"].isdecimal()}
 
 
 def ended(lab: Lab, job: Job) -> bool:
@@ -119,20 +119,20 @@ def test_a_corpus_over_nodes_with_a_killed_task(
     lab.set_up()  # the node comes back
     job.wait(lambda: ended(lab, job), 200, "end")
     seconds = time.monotonic() - begin
-    said = logs(lab, job)
-    assert all(facts["JobState"] == "COMPLETED" for facts in tasks_of(lab, job).values()), said
-    assert "part 2/4: failed with status 137; queued again, restart 1 of at most 100" in said[2]
-    assert all("going on after" in said[part] for part in (2, 3)), said
+    output = logs(lab, job)
+    assert all(facts["JobState"] == "COMPLETED" for facts in tasks_of(lab, job).values()), output
+    assert "part 2/4: failed with status 137; queued again, restart 1 of at most 100" in output[2]
+    assert all("going on after" in output[part] for part in (2, 3)), output
     assert [facts["Restarts"] for _, facts in sorted(tasks_of(lab, job).items())] == ["0", "1", "1", "0"]
-    assert sum("all 4 parts are joined" in text for text in said.values()) == 1
+    assert sum("all 4 parts are joined" in text for text in output.values()) == 1
     for suffix in ("bin", "idx", "json"):
         ours, theirs = (Path(f"{base}_text_document.{suffix}").read_bytes() for base in (prefix, tmp_path / "one/x"))
         assert ours == theirs, suffix
     assert manifest(prefix)["documents_read"] == 1200 and not work.exists()
 
-    again = lab.submit(options, words, script="prepare.slurm")
-    again.wait(lambda: ended(lab, again), 120, "end")
-    assert all("complete already, nothing to do" in text for text in logs(lab, again).values())
+    rerun = lab.submit(options, words, script="prepare.slurm")
+    rerun.wait(lambda: ended(lab, rerun), 120, "end")
+    assert all("complete already, nothing to do" in text for text in logs(lab, rerun).values())
     report.add(
         "`sbatch --array=1-4 prepare.slurm preprocess.py ...`: 1,200 documents on 4 nodes, part 2 killed with "
         f"-9, then node {lost} (part 3) lost: both queued again, going on where they were; dataset and manifest "

@@ -37,5 +37,5 @@ def test_tensorboard_stops_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.Mo
         board.append({"step": 2, "loss": 2.0})
         board.close()
 
-    said = on_a_full_disk(work, tmp_path / "errors", 1000)
-    assert said == f"{tmp_path}/tensorboard: stopped writing: File too large\n"
+    output = on_a_full_disk(work, tmp_path / "errors", 1000)
+    assert output == f"{tmp_path}/tensorboard: stopped writing: File too large\n"

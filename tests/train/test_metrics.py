@@ -51,17 +51,17 @@ def test_the_documentation_lists_every_metric_in_its_order() -> None:
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*EVERY_STEP, *SOME_STEPS]
 
 
-@pytest.mark.parametrize(("data_time_s", "told"), [(0.001, False), (0.2, True), (None, False)])
+@pytest.mark.parametrize(("data_time_s", "is_shown"), [(0.001, False), (0.2, True), (None, False)])
 def test_the_summary_says_when_training_waited_for_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], data_time_s: float | None, told: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data_time_s: float | None, is_shown: bool
 ) -> None:
     with MetricsLogger(plan_of(tmp_path), PEAK) as logger:
         for step in range(1, 5):
             logger.log_step(measured(step, step_time_s=1.0, data_time_s=100.0 if step == 1 else data_time_s))
         logger.finish()
     text = capsys.readouterr().out
-    assert ("15% of the time: waiting for data" in text) == told, "0.6 s of 4, without the first step"
-    assert ("waiting for data" in text) == told
+    assert ("15% of the time: waiting for data" in text) == is_shown, "0.6 s of 4, without the first step"
+    assert ("waiting for data" in text) == is_shown
 
 
 def test_speeds_and_utilisation(tmp_path: Path) -> None:
@@ -143,10 +143,10 @@ def test_a_broken_line_in_the_middle_does_not_stop_a_run(
     path.write_text(text)
     MetricsFile(path, 2).close()
     assert path.read_text() == LINES[0] + LINES[1]
-    (kept,) = (one for one in tmp_path.iterdir() if one != path)
-    assert kept.read_text() == text, "nothing was thrown away"
-    told = capsys.readouterr().err
-    assert "removed 3 invalid lines, first line 2" in told and str(kept) in told
+    (copy,) = (one for one in tmp_path.iterdir() if one != path)
+    assert copy.read_text() == text, "nothing was thrown away"
+    warning = capsys.readouterr().err
+    assert "removed 3 invalid lines, first line 2" in warning and str(copy) in warning
     MetricsFile(path, 1).close()
     assert len(list(tmp_path.iterdir())) == 2 and not capsys.readouterr().err, "once"
 

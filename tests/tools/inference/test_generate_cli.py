@@ -74,7 +74,7 @@ def test_a_checkpoint_of_any_layout_is_read_as_it_is(folder: Path, tmp_path: Pat
         "trainer.tp=2",
         "trainer.pp=2",
     )
-    assert job.wait() == 0, job.said
+    assert job.wait() == 0, job.output
     arguments = [*CPU, "--prompt", "the cat sat", "--greedy", "--max-new-tokens", 16]
     theirs = command(generate, folder, *arguments)
     assert theirs.status == 0

@@ -41,7 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model.tie_word_embeddings=false", *LORA, "finetune.modules_to_save=[norm,lm_head]", "trainer.tp=2",
         "trainer.steps=2", "optim=constant", "optim.lr=0.05", "optim.warmup_steps=0",
     )  # fmt: skip
-    assert job.wait() == 0, job.said
+    assert job.wait() == 0, job.output
     checkpoint = find_checkpoint(folder / "run")
     export(checkpoint, folder / "merged", "float32", merge=True)
     export(checkpoint, folder / "adapter")
