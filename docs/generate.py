@@ -73,7 +73,7 @@ effects.
 """
 OUTCOMES = {
     "free": "accepted",
-    "told": "accepted and logged",
+    "logged": "accepted and logged",
     "fixed": "rejected: start a new run from the weights",
     "allow=[data]": "rejected without `checkpoint.allow=[data]`",
     "allow=[batch]": "rejected without `checkpoint.allow=[batch]`",

@@ -62,7 +62,7 @@ def _replace_by_a_file(folder: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (_truncate, rf"{SHARD}: has \d+ bytes of \d+"),
+    "truncated": (_truncate, rf"{SHARD}: has \d+ of \d+ bytes"),
     "flipped": (lambda folder: _flip(folder / SHARD, -100), f"{SHARD}: wrong hash of .* from row "),
     "missing": (lambda folder: (folder / SHARD).unlink(), f"{SHARD}: No such file"),
     "manifest": (lambda folder: _flip(folder / NAME, 600), f"{NAME}: "),
@@ -308,7 +308,7 @@ def test_the_scripts_statuses(
     assert "is not a checkpoint" in capsys.readouterr().err
     if script == "export_hf":
         assert status(copy, "good") == 2  # there already
-        assert "already" in capsys.readouterr().err
+        assert "the folder exists" in capsys.readouterr().err
     shard = copy / "checkpoints" / "step_00000002" / SHARD
     _flip(shard, 8 + int.from_bytes(shard.read_bytes()[:8], "little") + 40)  # in a weight, which both read
     assert status(copy, "bad") == 1

@@ -42,7 +42,7 @@ def test_a_hugging_face_folder(tmp_path: Path, value: float, dtype: torch.dtype)
     path = tmp_path / "model.safetensors"
     save_file({EMBEDDING: spoiled(value, dtype)}, path)
     stored = SafetensorsFiles(tmp_path, list_tensors(path))
-    with pytest.raises(CorruptFile, match=rf"model.safetensors: {EMBEDDING} holds {value} at \[5, 1\]"):
+    with pytest.raises(CorruptFile, match=rf"model.safetensors: {EMBEDDING} has {value} at \[5, 1\]"):
         stored.load_into({EMBEDDING: half(4)})
     stored.load_into({EMBEDDING: half(0)})  # a rank looks at what it reads, no further
 
@@ -50,7 +50,7 @@ def test_a_hugging_face_folder(tmp_path: Path, value: float, dtype: torch.dtype)
 def test_a_checkpoint(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, **{EMBEDDING: spoiled(math.nan)})
     stored = read_manifest(tmp_path).stored
-    with pytest.raises(CorruptFile, match=rf"rank_00000.safetensors: {EMBEDDING} holds nan at \[5, 1\]"):
+    with pytest.raises(CorruptFile, match=rf"rank_00000.safetensors: {EMBEDDING} has nan at \[5, 1\]"):
         stored.load_into({EMBEDDING: half(2)})
 
 

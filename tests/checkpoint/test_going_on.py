@@ -272,8 +272,8 @@ def test_epochs_in_other_batches_say_where_they_end(datasets: Path, capfd: pytes
     planned = large.config.trainer.steps * 16
     ends, right = 8 + (large.config.trainer.steps - 2) * 16, 2 + (planned - 8) // 16
     output = capfd.readouterr().err
-    assert f"the {large.config.trainer.steps} steps (trainer.epochs) end at sample {ends}; " in output
-    assert f"for {planned} write trainer.steps={right}\n" in output
+    assert f"{large.config.trainer.steps} steps (trainer.epochs) end at sample {ends}; " in output
+    assert f"for {planned} samples write trainer.steps={right}\n" in output
 
 
 def test_another_sequence_length_goes_on_at_the_token(datasets: Path, capfd: pytest.CaptureFixture[str]) -> None:

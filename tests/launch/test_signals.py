@@ -20,7 +20,7 @@ from megatron_llama.launch import run_dir as run_dir_module
 from megatron_llama.launch import start as start_module
 from megatron_llama.plan import Plan
 from megatron_llama.system.output import FILE
-from megatron_llama.system.signals import leave_quietly, settle
+from megatron_llama.system.signals import exit_on_signal, ignore_signals
 from megatron_llama.train import loop, run_rank
 from tests.checkpoint.jobs import Job, leftovers, losses
 from tests.checkpoint.runner import SMALL
@@ -63,8 +63,8 @@ def test_while_imports_last(tmp_path: Path, module: str, number: signal.Signals)
 def test_after_the_end_the_status_is_what_counts() -> None:
     child = os.fork()
     if child == 0:
-        leave_quietly()
-        settle()
+        exit_on_signal()
+        ignore_signals()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1):
             os.kill(os.getpid(), number)
         os._exit(75)
@@ -172,7 +172,7 @@ def test_before_the_ranks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
     else:
         first(start_module.Rank, "start", lambda: os.kill(os.getpid(), signal.SIGINT), 2, patch)
         expected, last = 130, "Stopped by SIGINT."
-    job = Job(tmp_path / "run", *RUN, "trainer.tp=2", prepare=leave_quietly)
+    job = Job(tmp_path / "run", *RUN, "trainer.tp=2", prepare=exit_on_signal)
     assert job.wait() == expected, job.output
     assert job.output.splitlines()[-1] == last and "Traceback" not in job.output
     assert leftovers(tmp_path / "run") == []
@@ -182,7 +182,7 @@ def test_while_the_processes_of_a_job_meet(tmp_path: Path) -> None:
     def prepare() -> None:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "15001"}
-        leave_quietly()
+        exit_on_signal()
         first(join, "Rendezvous", lambda: os.kill(os.getpid(), signal.SIGINT))
 
     job = Job(tmp_path / "run", *RUN, "trainer.tp=2", prepare=prepare)
