@@ -36,12 +36,12 @@ class Job:
     ) -> None:
         self.run_dir = run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
-        self.output = run_dir.with_name(run_dir.name + ".out")
+        self.output_file = run_dir.with_name(run_dir.name + ".out")
         self.pid = os.fork()
         if self.pid == 0:
             status = STATUS_LOST
             try:
-                with self.output.open("ab") as file:
+                with self.output_file.open("ab") as file:
                     os.dup2(file.fileno(), 1)
                     os.dup2(file.fileno(), 2)
                 sys.stdout, sys.stderr = (
@@ -87,8 +87,8 @@ class Job:
 
     @property
     def output(self) -> str:
-        """What it printed."""
-        return self.output.read_text(errors="replace") if self.output.exists() else ""
+        """stdout and stderr of the job."""
+        return self.output_file.read_text(errors="replace") if self.output_file.exists() else ""
 
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:
