@@ -1,4 +1,4 @@
-"""What forked ranks need before they build a model that compiles."""
+"""Preparation of forked ranks whose model is compiled."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from tests.parallel.symmetric_memory import symmetric_memory
 REASON = get_device("cpu").compiler_missing()
 needs_compiler = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 SECONDS = 600
-"""That ranks which compile may take: compilers are slow on a busy machine."""
+"""Time limit of ranks that compile."""
 
 
 def skip_without_compiler(overrides: Iterable[str]) -> None:
-    """Skips a row of a table that compiles where nothing can."""
+    """Skip a row of a table that compiles, if there is no compiler."""
     if REASON is not None and "trainer.compile=true" in overrides:
         pytest.skip(REASON)
 
 
 def prepare_rank(plan: Plan) -> None:
-    """What the process that starts ranks does for a plan that compiles, and what trainer.async_tp finds on GPUs. For
-    each plan of a forked rank, before its model is built."""
+    """Set the environment of a plan that compiles, and stand-ins for trainer.async_tp. Call it before build_model."""
     trainer = plan.config.trainer
     if trainer.compile:
         os.environ.update(get_device("cpu").compile_environment(Path(str(trainer.compile_cache))))

@@ -1,4 +1,4 @@
-"""Time that other processes can't make longer: the processor's."""
+"""CPU time, which does not depend on other processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def children_cpu_seconds(limit: float) -> Iterator[None]:
-    """Fails where the processes started, and waited for, in this block need more than ``limit`` seconds together."""
+    """Fail if the child processes of this block use more than ``limit`` seconds of CPU time."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     yield
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

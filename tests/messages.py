@@ -1,4 +1,4 @@
-"""What programs print, in a form that does not depend on the width of a terminal or the length of a path."""
+"""Comparison of messages, independent of line wrapping."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import pytest
 
 
 def unwrap(text: str) -> str:
-    """The text on one line, each run of blanks and line ends as one space: wrapping never separates words that a test
-    looks for."""
+    """Join the text to one line, with single spaces."""
     return " ".join(text.split())
 
 
 @contextmanager
 def raises_with_message(kind: type[BaseException], pattern: str) -> Iterator[None]:
-    """The block must raise an error of this kind, in whose message, unwrapped, the regular expression is found."""
+    """Expect an error of this kind whose unwrapped message matches the pattern."""
     with pytest.raises(kind) as raised:
         yield
     message = unwrap(str(raised.value))

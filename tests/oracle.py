@@ -48,7 +48,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Result:
-    """What a run gave: per step, and per Hugging Face tensor."""
+    """Result of a run: values per step, and tensors by Hugging Face name."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -57,13 +57,13 @@ class Result:
     last_grads: Tensors = field(default_factory=dict)
     weights: Tensors = field(default_factory=dict)
     copies: int = 0
-    """Rectangles that more than one rank held; they were all equal."""
+    """Rectangles held by several ranks, all equal."""
     fused: int = 0
-    """Products with a gather or a scatter inside that each rank has run (trainer.async_tp)."""
+    """Matmuls with a fused gather or scatter per rank (trainer.async_tp)."""
 
 
 class RaggedSamples:
-    """Random tokens whose loss counts in a different share of each sample: a mean of means would show."""
+    """Random tokens with a different number of loss tokens per sample, which exposes a mean of means."""
 
     def __init__(self, seq_length: int, vocab_size: int) -> None:
         self.seq_length, self.vocab_size = seq_length, vocab_size
@@ -79,7 +79,7 @@ class RaggedSamples:
 
 
 def make_plan(world_size: int, *overrides: str) -> Plan:
-    """The small model in a layout."""
+    """Plan the small model in a layout."""
     return resolve(load_config([*SMALL, *overrides], CONF), world_size)
 
 
@@ -104,7 +104,7 @@ def run_layout(world_size: int, *overrides: str, steps: int = STEPS, tamper: Tam
 
 @cache
 def oracle(*overrides: str) -> Result:
-    """The same training by one process."""
+    """Train in one process."""
     return run_layout(1, *overrides)
 
 
@@ -133,7 +133,7 @@ def train_rank(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tupl
 
 
 def rectangles(model: ParallelModel, of: Callable[[Shard], torch.Tensor | None]) -> list[tuple]:
-    """(name, global shape, offset, values) of all that this rank holds."""
+    """Return (name, global shape, offset, values) of all rectangles of this rank."""
     results = []
     for shard in model.shards:
         tensor = of(shard)
@@ -145,7 +145,7 @@ def rectangles(model: ParallelModel, of: Callable[[Shard], torch.Tensor | None])
 
 
 def assemble(ranks: list[list[tuple]]) -> tuple[Tensors, int]:
-    """Whole tensors from the ranks' rectangles. Each value must be there, and copies must be equal to the last bit."""
+    """Assemble whole tensors from all ranks. Checks that no value is missing and that copies are bit-identical."""
     tensors: Tensors = {}
     held: dict[str, torch.Tensor] = {}
     copies = 0
@@ -172,7 +172,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def worst(result: Result, expected: Result) -> dict[str, float]:
-    """The largest relative difference of each kind."""
+    """Return the largest relative difference of each kind."""
     results = {
         kind: max(abs(a - b) / abs(b) for a, b in zip(getattr(result, kind), getattr(expected, kind), strict=True))
         for kind in ("losses", "norms")

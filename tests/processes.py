@@ -1,4 +1,4 @@
-"""Processes that tests start, watch and end: command lines, starters of ranks, ranks that announce themselves."""
+"""Processes of tests: command lines, launchers, and ranks that report their pids."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "SLURM_", "TORCHELASTIC_",
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's variables without those of whatever started the tests."""
+    """Return this process's variables without those of a launcher."""
     return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)} | more
 
 
@@ -38,7 +38,7 @@ DEFAULTS = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGUSR1: signal.SIG_DFL,
 }
-"""Reactions to signals in a process that a terminal's shell starts."""
+"""Default signal handlers."""
 
 
 @contextmanager
@@ -56,24 +56,24 @@ def default_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-# Longer than any machine here is slow, shorter than what the ranks of these tests wait for.
+# Longer than delays of a busy machine, shorter than the sleeps of the ranks.
 PATIENCE_SECONDS = 100.0
 
 
 def rank() -> int:
-    """The number of the rank this runs on."""
+    """Return the rank of this process."""
     return int(os.environ["RANK"])
 
 
 def announce(folder: Path) -> None:
-    """Leaves this rank's process id where the test finds it."""
+    """Write this rank's pid to a file for the test."""
     part = folder / f"part{rank()}"
     part.write_text(str(os.getpid()))
     part.rename(folder / f"pid{rank()}")
 
 
 def pids(folder: Path, count: int, limit: float = PATIENCE_SECONDS) -> list[int]:
-    """The process ids of ``count`` ranks, once all have announced themselves."""
+    """Wait for the pid files of ``count`` ranks and return the pids."""
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         if all((folder / f"pid{number}").exists() for number in range(count)):
@@ -83,7 +83,7 @@ def pids(folder: Path, count: int, limit: float = PATIENCE_SECONDS) -> list[int]
 
 
 def gone(pid: int, limit: float = PATIENCE_SECONDS) -> bool:
-    """Whether the process ends within the limit (a zombie that its new parent has not looked at counts as ended)."""
+    """Return whether the process ends within the limit. A zombie counts as ended."""
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         try:
@@ -96,7 +96,7 @@ def gone(pid: int, limit: float = PATIENCE_SECONDS) -> bool:
 
 
 def save_and_leave(folder: Path) -> None:
-    """What a rank that has saved after a signal does."""
+    """Wait for a signal and exit with status 75, like a rank that has saved."""
     received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: received.append(number))
@@ -112,7 +112,7 @@ LIMIT_SECONDS = 250.0
 
 
 class Launcher:
-    """A forked process that runs ``function``; its exit status is what the function returns."""
+    """A forked process that runs ``function`` and exits with its result."""
 
     def __init__(self, function: Callable[[], int], folder: Path) -> None:
         self.out, self.err = folder / "stdout.txt", folder / "stderr.txt"
@@ -143,25 +143,24 @@ class Launcher:
         raise AssertionError(f"the launcher still runs after {limit} s; it said:\n{self.errors}")
 
     def kill(self) -> None:
-        """For tests that failed."""
+        """Kill the process after a failed test."""
         if self.pid:
             os.kill(self.pid, 9)
             os.waitpid(self.pid, 0)
 
     @property
     def errors(self) -> str:
-        """What stood on stderr."""
+        """Content of stderr."""
         return self.err.read_text()
 
     @property
     def last_line(self) -> str:
-        """The last thing printed."""
+        """Last line of stderr."""
         return self.errors.rstrip().splitlines()[-1]
 
 
 def hasten(monkeypatch: pytest.MonkeyPatch, marker: Path) -> None:
-    """Makes the hang watch of processes forked later look at a clock on which a day goes by with each look, once
-    ``marker`` is there; until then it stands still."""
+    """Replace the watchdog's clock in later forks: each poll advances it by a day, once ``marker`` exists."""
     days = [0.0]
 
     def monotonic() -> float:
@@ -177,35 +176,35 @@ MakeLauncher = Callable[[Callable[[], int]], Launcher]
 
 
 def children(pid: int) -> list[int]:
-    """The processes that ``pid`` has started."""
+    """Return the child processes of ``pid``."""
     done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
     return [int(word) for word in done.stdout.split()]
 
 
 def plan_of(ranks: int) -> Plan:
-    """A plan of ``ranks`` data-parallel ranks on CPUs, for ranks that do not train."""
+    """Return a plan of data-parallel CPU ranks, for ranks that do not train."""
     words = ["data=mock", "device=cpu", f"trainer.dp={ranks}", f"trainer.global_batch_size={ranks}"]
     return resolve(load_config(words, TRAIN_PY.parent / "conf"), ranks)
 
 
 def without_plan(work: Callable[[], None], plan: Plan) -> None:
-    """An entry that does not depend on the plan."""
+    """Run an entry that ignores the plan."""
     work()
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps in metrics.jsonl."""
+    """Return the steps in metrics.jsonl."""
     path = folder / "metrics.jsonl"
     return [record["step"] for record in read_metrics(path)] if path.exists() else []
 
 
 def losses(folder: Path) -> list[float]:
-    """The training losses of a run."""
+    """Return the training losses of a run."""
     return [record["reduced_train_loss"] for record in read_metrics(folder / "metrics.jsonl")]
 
 
 def run_train_py(folder: Path, *overrides: str, timeout: float = 200) -> tuple[int, str]:
-    """``python train.py ...`` in a fork of this warm process; its exit status and what it printed."""
+    """Run ``python train.py ...`` in a fork of this process; return exit status and output."""
     output = folder.with_suffix(".txt")
     status = run_forked(partial(_train_py, [*overrides, f"run.dir={folder}"]), output, output, timeout)
     return status, output.read_text()

@@ -28,11 +28,11 @@ from megatron_llama.devices.cpu.shared_memory import register
 
 
 class RankFailed(AssertionError):
-    """A rank raised, died or ran out of time; the message holds every traceback."""
+    """A rank raised, died or timed out; the message has all tracebacks."""
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
-    """``function(rank, *args)`` on each of ``world_size`` ranks over gloo; their results in the order of ranks."""
+    """Run ``function(rank, *args)`` on ``world_size`` gloo ranks; return the results by rank."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         readers, workers = [], []
@@ -82,7 +82,7 @@ def _collect(readers: list[Connection], timeout: float) -> list[Any]:
             try:
                 result, error = pickle.loads(readers[index].recv_bytes())
             except EOFError:
-                result, error = None, "died without a word"
+                result, error = None, "ended without a result"
             if error is None:
                 results[index] = result
             else:

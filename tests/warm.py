@@ -1,6 +1,6 @@
-"""What forked processes need, imported once in the process that they are forked from, and forks that copy little.
+"""Imports for forked processes, done once in the parent, and frozen objects that forks do not copy.
 
-A rank of the tests works for about a second: what it imports for itself is a fifth of that, again on each rank.
+A rank of a test runs for about a second, of which its own imports would take a fifth.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""For every setting: a run, and a change of that setting in the run that goes on from its checkpoint."""
+"""A changed value for each setting, applied to a run that resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class Change:
     """A changed setting."""
 
     now: Any
-    """Its new value. Of the prefixes, names in the folder of the datasets."""
+    """New value. For prefixes: names in the datasets' folder."""
     base: dict[str, Any] = field(default_factory=dict)
-    """What else the first run has that is not the default."""
+    """Other settings of the first run."""
     also: dict[str, Any] = field(default_factory=dict)
-    """What else must change for the new value to be legal."""
+    """Other settings that the new value requires."""
     world: int = 1
     becomes: dict[str, Any] = field(default_factory=dict)
-    """What the launcher writes in its place: a dataset for files of records."""
+    """Dataset that the launcher substitutes for raw data files."""
 
     @property
     def world_before(self) -> int:
-        """The ranks of the first run."""
+        """Ranks of the first run."""
         sizes = [self.base.get(name, 1) for name in ("trainer.tp", "trainer.pp", "trainer.dp")]
         return math.prod(sizes)
 
@@ -178,7 +178,7 @@ CHANGES: dict[str, Change] = {
 
 
 def write_datasets(folder: Path) -> None:
-    """The datasets a and b, whose documents also serve as examples."""
+    """Write the datasets a and b."""
     for name, count, first_id in (("a", 200, 1), ("b", 100, 10000)):
         examples = [document for document in numbered(count, first_id) if 2 <= len(document) <= 32]
         write_indexed(folder / name, examples)
@@ -186,7 +186,7 @@ def write_datasets(folder: Path) -> None:
 
 
 def plan_in(folder: Path, world: int, settings: dict[str, Any]) -> Plan:
-    """The plan of a small run on the datasets in ``folder``."""
+    """Plan a small run on the datasets in ``folder``."""
     defaults = {
         "data.mock": False,
         "data.prefixes": [0.5, "a", 0.5, "b"],
@@ -201,7 +201,7 @@ def plan_in(folder: Path, world: int, settings: dict[str, Any]) -> Plan:
 
 
 def _placed(folder: Path, value: Any) -> Any:
-    """The names of datasets as paths in ``folder``."""
+    """Replace dataset names by paths in ``folder``."""
     if isinstance(value, dict):
         return {key: _placed(folder, item) for key, item in value.items()}
     if isinstance(value, list):
@@ -210,7 +210,7 @@ def _placed(folder: Path, value: Any) -> Any:
 
 
 def checkpoint_of(plan: Plan, step: int = STEP) -> State:
-    """What a checkpoint of the plan's run says, as a file of JSON holds it."""
+    """Return the state of a checkpoint of the plan, after a JSON round trip."""
     position = plan.batches.after(step)
     state = State(
         step=step,
@@ -227,7 +227,7 @@ def checkpoint_of(plan: Plan, step: int = STEP) -> State:
 
 @cache
 def found_by(name: str, folder: Path, step: int = STEP) -> list[Difference]:
-    """All differences of the run that goes on with the setting changed."""
+    """Return all differences of a resumed run with the changed setting."""
     change = CHANGES[name]
     before = plan_in(folder, change.world_before, change.base)
     changed = change.becomes or {**change.also, name: change.now}
@@ -236,7 +236,7 @@ def found_by(name: str, folder: Path, step: int = STEP) -> list[Difference]:
 
 
 def outcome(differences: list[Difference]) -> str:
-    """What the run that goes on does about its differences."""
+    """Return the effect of the differences on a resumed run."""
     for allow in ([], ["data"], ["batch"], ["optim"]):
         try:
             check_allowed(differences, allow, Path("step_00000003"))

@@ -1,4 +1,4 @@
-"""Save in one layout, load in another, and compare whole tensors under Hugging Face's names."""
+"""Save in one layout, load in another, and compare whole tensors by Hugging Face name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Tamper = Callable[[Checkpointer], None]
 
 @dataclass
 class Run:
-    """What a run gave: losses by step, and whole tensors at its end; moments are named like
+    """Result of a run: losses by step, and whole tensors at its end; moments are named like
     exp_avg/model.norm.weight."""
 
     started_at: int = 0
@@ -37,7 +37,7 @@ class Run:
     updates: int = 0
     lr: float = 0.0
     random: list[float] = field(default_factory=list)
-    """A number that each rank drew at the end."""
+    """Random number of each rank at the end."""
 
 
 def make_plan(world_size: int, run_dir: Path, *overrides: str) -> Plan:
@@ -92,7 +92,7 @@ def rectangles(model: ParallelModel, optimizer: Optimizer) -> list:
 
 
 def assembled(ranks: list[list]) -> Tensors:
-    """Whole tensors from the ranks' rectangles; every value must be there, and copies must be equal to the last bit."""
+    """Assemble whole tensors from all ranks; no value may be missing, and copies must be bit-identical."""
     tensors: Tensors = {}
     for name, shape, offset, values in (rectangle for rank in ranks for rectangle in rank):
         whole = tensors.setdefault(name, torch.full(shape, torch.nan))
@@ -105,7 +105,7 @@ def assembled(ranks: list[list]) -> Tensors:
 
 
 def assert_same(ours: Tensors, theirs: Tensors) -> None:
-    """The same names, and the same bits under each."""
+    """Check that names are equal and tensors bit-identical."""
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), f"{name} differs"

@@ -13,7 +13,7 @@ from tests.processes import Launcher, MakeLauncher
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[MakeLauncher]:
-    """Makes starters, and ends those that a failed test leaves."""
+    """Return a factory of launchers; kill running launchers at the end."""
     made: list[Launcher] = []
 
     def make(function: Callable[[], int]) -> Launcher:

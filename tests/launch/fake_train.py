@@ -17,7 +17,7 @@ TINY = ["data=mock", "device=cpu", "trainer.steps=1"]
 
 
 def note_place(plan: Plan) -> None:
-    """A rank that only says where it is."""
+    """Write rank, local rank, world size and run folder to a file."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     place = {name: os.environ[name] for name in names} | {"dir": plan.config.run.dir}
     (Path(str(plan.config.run.dir)) / f"place{os.environ['RANK']}.json").write_text(json.dumps(place))
@@ -45,7 +45,7 @@ def script(folder: Path, work: str, patience: int = 1, before: str = "") -> Path
 
 
 def meet(plan: Plan) -> None:
-    """A rank that meets the others where the launcher said."""
+    """Join the process group at the launcher's address."""
     import torch
     import torch.distributed as dist
 
@@ -72,7 +72,7 @@ def fail_on_one(plan: Plan) -> None:
 
 
 def announce_and_wait(plan: object) -> None:
-    """A rank that saves and leaves when it is told to."""
+    """Exit with status 75 after a stop signal."""
     save_and_leave(Path(os.environ["PIDS"]))
 
 

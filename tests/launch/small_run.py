@@ -1,4 +1,4 @@
-"""A run of train.py that takes seconds, for tests of what starts it."""
+"""A run of train.py that takes seconds, for launcher tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = [
 
 
 def wait_for_step(run: subprocess.Popen[str], folder: Path, step: int, limit: float = 150.0) -> None:
-    """Returns when the run has logged ``step``."""
+    """Wait until the run has logged ``step``."""
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         if run.poll() is not None:

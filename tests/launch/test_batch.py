@@ -1,4 +1,4 @@
-"""What run.slurm makes of the end of a step: commands of Slurm's are stood in for, the script is the real one."""
+"""run.slurm after the end of a step. Slurm commands are replaced by stand-ins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from tests.paths import ROOT
 from tests.processes import environment
 
-# Leaves what the first rank would have left, prints its arguments, and ends as it is told to.
+# Writes the status of the first rank and its arguments, and exits with $ENDS.
 SRUN = """#!/bin/bash
 [[ " $* " != *" scripts/doctor.py "* ]] || { printf '%s\\n' "$@" >"$FOLDER/examined"; exit "${FINDS:-0}"; }
 printf '%s\\n' "$@" >"$FOLDER/arguments"
@@ -89,7 +89,7 @@ def job(tmp_path: Path) -> Job:
         (1, "1", 1, True),
         (137, "running", 1, True),
         (1, "0", 1, True),  # a rank failed after the first one had finished
-        (2, "2", 2, False),  # a mistake does not mend itself
+        (2, "2", 2, False),  # a config error is not retried
         (137, "2", 2, False),
     ],
 )
@@ -116,7 +116,7 @@ def test_a_failure_that_comes_back_each_time_ends_the_job(job: Job) -> None:
     end = job.run(1, "1", SLURM_RESTART_COUNT="4")
     assert (end.status, end.requeued) == (1, False)
     assert "3 times without a new checkpoint" in end.printed
-    assert job.run(1, "1").requeued, "another job with this number starts anew"
+    assert job.run(1, "1").requeued, "another job with this id starts from zero"
 
 
 def test_nodes_are_examined_and_only_what_is_sure_to_break_ends_the_job(job: Job) -> None:

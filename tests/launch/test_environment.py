@@ -1,4 +1,4 @@
-"""What the variables of torchrun, srun and mpirun mean, and which starters are refused."""
+"""Variables of torchrun, srun and mpirun, and rejected launchers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens when a rank, or the process that started it, ends in any way but the good one."""
+"""Failures of ranks and launchers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TAKES_ALL_DOWN_SECONDS = 10.0
 
 
 def run(work: Callable[[Path], None], folder: Path, ranks: int = 4, fork: bool = True) -> Callable[[], int]:
-    """What a launcher does: run ``work`` on ``ranks`` ranks."""
+    """Return a launcher that runs ``work`` on ``ranks`` ranks."""
 
     def start() -> int:
         Cpu.forkable = fork  # in this process alone
@@ -49,7 +49,7 @@ def run(work: Callable[[Path], None], folder: Path, ranks: int = 4, fork: bool =
 
 
 def sleep_long(folder: Path) -> None:
-    """A rank that waits for something that never comes."""
+    """Sleep in all ranks."""
     announce(folder)
     time.sleep(600)
 

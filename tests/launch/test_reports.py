@@ -1,4 +1,4 @@
-"""What processes report about themselves before the start."""
+"""Reports of processes about themselves before the start."""
 
 from __future__ import annotations
 
