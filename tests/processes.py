@@ -132,7 +132,7 @@ class Launcher:
                 os._exit(status)
 
     def wait(self, limit: float = LIMIT_SECONDS) -> int:
-        """The exit status, or minus the signal's number; fails the test where the launcher takes too long."""
+        """Return the exit status, or the negative signal number. Fails the test after ``limit`` seconds."""
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -140,7 +140,7 @@ class Launcher:
                 self.pid = 0
                 return os.waitstatus_to_exitcode(status)
             time.sleep(0.02)
-        raise AssertionError(f"the launcher still runs after {limit} s; it said:\n{self.errors}")
+        raise AssertionError(f"the launcher still runs after {limit} s; stderr:\n{self.errors}")
 
     def kill(self) -> None:
         """Kill the process after a failed test."""
