@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 # Commands that tests run get one thread too: pools of threads that spin are in each other's way on two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Nor a pool of Inductor's workers beside each forked rank. It asks once, when it is imported.
+# No pool of Inductor workers per forked rank. Inductor reads this at import.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import torch  # noqa: E402
 
@@ -48,7 +48,7 @@ def signals_have_defaults() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def torchs_own_products() -> Iterator[None]:
-    """A test that measures this process as a rank may choose how it multiplies; the next test is asked anew."""
+    """Reset the CPU device's choice of matmul, which a test may have set."""
     from megatron_llama.devices.cpu import device as cpu
     from megatron_llama.devices.cpu import matmul
 
@@ -68,8 +68,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def compiled_here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where plans compile that do not say where: a folder of all files and workers, many of whose graphs are equal."""
-    base = tmp_path_factory.getbasetemp()  # a worker's own, below that of the run
+    """Share one compile cache between all test files and workers, which have many equal graphs."""
+    base = tmp_path_factory.getbasetemp()  # the worker's folder, inside the run's folder
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))

@@ -1,4 +1,4 @@
-"""The structure that README.md and docs/design/tour.md describe: imports go down only, without circles, and every file
+"""The structure that README.md and docs/design/tour.md describe: imports go down only, without cycles, and every file
 and
 function can be read at once."""
 
@@ -18,12 +18,12 @@ import pytest
 
 from tests.paths import ROOT
 
-# The order of the rooms, from the top down: each imports only from rows below its own; a row's rooms do
-# not import one another. The table in docs/design/tour.md is the one place that states it.
+# Packages from top to bottom: each imports only from lower rows, and packages of a row do not import each other. The
+# order is read from the table in docs/design/tour.md.
 TABLE = re.compile(r"^\| ((?:`[\w.]+`(?:, )?)+) \|", re.MULTILINE)
 TOUR = (ROOT / "docs/design/tour.md").read_text(encoding="utf-8")
-ROOMS = [re.findall(r"`([\w.]+)`", row) for row in TABLE.findall(TOUR)]
-ROW = {room: number for number, rooms in enumerate(ROOMS) for room in rooms}
+PACKAGES = [re.findall(r"`([\w.]+)`", row) for row in TABLE.findall(TOUR)]
+ROW = {package: number for number, packages in enumerate(PACKAGES) for package in packages}
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 600, 60
 
 SOURCES = sorted([*(ROOT / "megatron_llama").rglob("*.py"), *(ROOT / "data_prep").rglob("*.py")])
@@ -43,8 +43,8 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in SOURCES}
 
 
-def room_of(module: str) -> str:
-    """The room of a module by its full name: ``megatron_llama.plan.rules.layout`` is in ``plan``."""
+def package_of(module: str) -> str:
+    """Return the package of a module by its full name: ``megatron_llama.plan.rules.layout`` is in ``plan``."""
     if module.startswith("data_prep"):
         return "data_prep.lib" if module.startswith("data_prep.lib") else "data_prep"
     parts = module.split(".")[1:] or ["megatron_llama"]
@@ -65,10 +65,10 @@ def imported(tree: ast.Module) -> Iterator[str]:
                 yield name if name in MODULES else name.rpartition(".")[0]
 
 
-def strays(room: str, tree: ast.Module) -> list[str]:
+def upward_imports(package: str, tree: ast.Module) -> list[str]:
     """Imports that go up, or across a row. The package itself is below all: it reports packages that are missing."""
     modules = set(imported(tree)) - {"megatron_llama"}
-    return sorted({m for m in modules if room_of(m) != room and ROW[room_of(m)] <= ROW[room]})
+    return sorted({m for m in modules if package_of(m) != package and ROW[package_of(m)] <= ROW[package]})
 
 
 # Tools that build on another tool; all of them may use forecast/, and the files that lie in tools/ itself.
@@ -83,7 +83,7 @@ def tool_of(module: str) -> str | None:
     return parts[2] if parts[:2] == ["megatron_llama", "tools"] and in_folder else None
 
 
-def strays_among_tools(tool: str, tree: ast.Module) -> list[str]:
+def cross_tool_imports(tool: str, tree: ast.Module) -> list[str]:
     """Imports of other tools that no order allows."""
     allowed = {None, tool, "forecast", *AMONG_TOOLS.get(tool, ())}
     return sorted({module for module in imported(tree) if tool_of(module) not in allowed})
@@ -95,19 +95,19 @@ def nonempty(problems: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
+def parse_source(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def test_every_room_has_a_row() -> None:
-    assert sum(len(rooms) for rooms in ROOMS) == len(ROW), "a room stands in the table once"
-    rooms = {room_of(module) for module in MODULES if module != "megatron_llama"}
-    assert rooms == set(ROW), "give the new room a row in docs/design/tour.md, or take the old one out"
+    assert sum(len(packages) for packages in PACKAGES) == len(ROW), "a package is in the table once"
+    packages = {package_of(module) for module in MODULES if module != "megatron_llama"}
+    assert packages == set(ROW), "add the new package to the table in docs/design/tour.md, or remove the old one"
 
 
 def test_imports_go_down() -> None:
-    rooms = {path: room_of(module_of(path)) for path in SOURCES if module_of(path) != "megatron_llama"}
-    upward = {name_of(path): strays(room, parsed(path)) for path, room in rooms.items()}
+    packages = {path: package_of(module_of(path)) for path in SOURCES if module_of(path) != "megatron_llama"}
+    upward = {name_of(path): upward_imports(package, parse_source(path)) for path, package in packages.items()}
     assert not nonempty(upward), "imports from a file's own row or above"
 
 
@@ -118,11 +118,11 @@ def test_an_import_that_goes_up_would_be_seen() -> None:
         "from megatron_llama import launch",
         "from data_prep import sft",
     ):
-        assert strays("model", ast.parse(f"def later():\n    {line}\n"))
-        assert strays("model", ast.parse(f"if TYPE_CHECKING:\n    {line}\n"))
-    assert strays("data", ast.parse("from megatron_llama.optim import norm"))
-    assert not strays("data", ast.parse("from megatron_llama.parallel import Shard"))
-    assert strays("data_prep.lib", ast.parse("from data_prep.sft import main"))
+        assert upward_imports("model", ast.parse(f"def later():\n    {line}\n"))
+        assert upward_imports("model", ast.parse(f"if TYPE_CHECKING:\n    {line}\n"))
+    assert upward_imports("data", ast.parse("from megatron_llama.optim import norm"))
+    assert not upward_imports("data", ast.parse("from megatron_llama.parallel import Shard"))
+    assert upward_imports("data_prep.lib", ast.parse("from data_prep.sft import main"))
 
 
 TRAINER = [path for name, path in MODULES.items() if not name.startswith(("megatron_llama.tools", "data_prep"))]
@@ -130,7 +130,7 @@ TRAINER = [path for name, path in MODULES.items() if not name.startswith(("megat
 
 def names_of_tools(path: Path) -> list[str]:
     """Imports of tools by a file, and strings with the name of one."""
-    tree = parsed(path)
+    tree = parse_source(path)
     strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
     return [
         *(name for name in imported(tree) if name.startswith("megatron_llama.tools")),
@@ -147,39 +147,39 @@ def test_the_trainer_imports_no_tool() -> None:
 
 def test_tools_import_one_another_in_one_order() -> None:
     tools = {name: tool for name in MODULES if (tool := tool_of(name))}
-    assert not nonempty({name: strays_among_tools(tool, parsed(MODULES[name])) for name, tool in tools.items()})
+    assert not nonempty({name: cross_tool_imports(tool, parse_source(MODULES[name])) for name, tool in tools.items()})
 
 
 def test_a_stray_among_tools_would_be_seen() -> None:
     line = ast.parse("from megatron_llama.tools.plan.forecast_run import forecast_plan")
-    assert strays_among_tools("forecast", line) and strays_among_tools("rehearse", line)
-    assert not strays_among_tools("tune", line)
-    assert not strays_among_tools("doctor", ast.parse("from megatron_llama.tools.forecast.hardware import devices"))
+    assert cross_tool_imports("forecast", line) and cross_tool_imports("rehearse", line)
+    assert not cross_tool_imports("tune", line)
+    assert not cross_tool_imports("doctor", ast.parse("from megatron_llama.tools.forecast.hardware import devices"))
 
 
 def test_arch_corpus_and_plan_import_no_torch() -> None:
     """Not even inside functions: a login node has answers in a second."""
     for path in SOURCES:
-        if room_of(module_of(path)) in ("arch", "corpus", "plan", "config", "hooks", "topology"):
+        if package_of(module_of(path)) in ("arch", "corpus", "plan", "config", "hooks", "topology"):
             names = [
                 alias.name if isinstance(node, ast.Import) else f"{node.module}.{alias.name}"
-                for node in ast.walk(parsed(path))
+                for node in ast.walk(parse_source(path))
                 if isinstance(node, ast.Import | ast.ImportFrom)
                 for alias in node.names
             ]
             assert not [name for name in names if name.partition(".")[0] == "torch"], name_of(path)
 
 
-def test_no_circles() -> None:
-    """Between files, inside rooms too, imports for type checkers included."""
-    edges = {name: set(imported(parsed(path))) - {name} for name, path in MODULES.items()}
+def test_no_import_cycles() -> None:
+    """Includes imports within a package and imports for type checkers."""
+    edges = {name: set(imported(parse_source(path))) - {name} for name, path in MODULES.items()}
     for name, targets in edges.items():
-        assert targets <= MODULES.keys(), f"{name} imports what is not there: {targets - MODULES.keys()}"
-    assert not circle(edges), "a circle: " + " → ".join(circle(edges))
+        assert targets <= MODULES.keys(), f"{name} imports missing modules: {targets - MODULES.keys()}"
+    assert not find_cycle(edges), "a cycle: " + " → ".join(find_cycle(edges))
 
 
-def circle(edges: dict[str, set[str]]) -> list[str]:
-    """The files of one circle, or nothing."""
+def find_cycle(edges: dict[str, set[str]]) -> list[str]:
+    """Return the files of one import cycle, or []."""
     done: set[str] = set()
 
     def follow(name: str, path: list[str]) -> list[str]:
@@ -195,15 +195,15 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
     return next((cycle for name in sorted(edges) if (cycle := follow(name, []))), [])
 
 
-def test_a_circle_would_be_seen() -> None:
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
-    assert not circle({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+def test_find_cycle() -> None:
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert not find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()})
 
 
 def test_files_and_functions_can_be_read_at_once() -> None:
     lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in [*SOURCES, *PROGRAMS]}
     assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES_OF_A_FILE}
-    assert not nonempty({name_of(path): long_functions(parsed(path)) for path in [*SOURCES, *PROGRAMS]})
+    assert not nonempty({name_of(path): long_functions(parse_source(path)) for path in [*SOURCES, *PROGRAMS]})
 
 
 SMALL_FILE_LINES, MOST_SMALL_FILES, MOST_FILES_OF_A_FOLDER = 100, 0.15, 14
@@ -231,7 +231,7 @@ def kind_tests(tree: ast.Module) -> list[str]:
 
 def test_no_code_of_the_trainer_asks_for_the_kind_of_an_optimizer() -> None:
     """Rows of config/optimizers.py and properties of optim/base.py answer instead."""
-    assert not nonempty({name_of(path): kind_tests(parsed(path)) for path in TRAINER})
+    assert not nonempty({name_of(path): kind_tests(parse_source(path)) for path in TRAINER})
 
 
 @pytest.mark.parametrize(
@@ -249,8 +249,8 @@ def long_functions(tree: ast.Module) -> list[tuple[str, int]]:
 
 def test_the_library_does_not_print() -> None:
     # A run's messages use its logger, its progress line or stderr, so that users can redirect them.
-    library = [path for path in SOURCES if room_of(module_of(path)) != "data_prep"]
-    assert not nonempty({name_of(path): prints(parsed(path)) for path in library})
+    library = [path for path in SOURCES if package_of(module_of(path)) != "data_prep"]
+    assert not nonempty({name_of(path): prints(parse_source(path)) for path in library})
 
 
 def prints(tree: ast.Module) -> list[int]:
@@ -266,7 +266,7 @@ def test_long_functions_and_prints_are_reported() -> None:
 
 
 def test_every_file_says_what_it_is() -> None:
-    trees = {name_of(path): parsed(path) for path in [*SOURCES, *PROGRAMS]}
+    trees = {name_of(path): parse_source(path) for path in [*SOURCES, *PROGRAMS]}
     assert not [name for name, tree in trees.items() if tree.body and not ast.get_docstring(tree)]
 
 
@@ -294,7 +294,7 @@ IN_PROSE = re.compile(r"\bcuda\b|neuron|habana|\bhpu\b|\bnccl\b|\bhccl\b")
 
 
 def device_names(source: str) -> Iterator[str]:
-    """Where code or what is written about it speaks of a device in the program's own words."""
+    """Return the lines of code, comments or docstrings that name a device."""
     source = source.replace("neuronx-nemo-megatron", "")  # a program's name
     tree = ast.parse(source)
     documentation = {
@@ -391,10 +391,10 @@ def test_prose_may_speak_of_makers() -> None:
 
 
 def test_tests_share_helpers_and_not_each_other() -> None:
-    """A helper is imported from a file that is named for it: whoever changes a test must not break another one."""
+    """Helpers are imported from helper files, so that changing a test cannot break another one."""
     shared = re.compile(r"tests\.(?:\w+\.)*(?:test_\w+|conftest)")
     for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]:
-        for node in ast.walk(parsed(path)):
+        for node in ast.walk(parse_source(path)):
             if not isinstance(node, ast.Import | ast.ImportFrom):
                 continue
             package = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""

@@ -21,5 +21,5 @@ import megatron_llama.parallel
 import megatron_llama.train.run_rank  # noqa: F401
 
 # A collection in a child writes to every object that it visits, and so copies the parent's pages; frozen objects are
-# not visited. The parent goes on as before.
+# not visited. The parent unfreezes them.
 os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)

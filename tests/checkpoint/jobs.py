@@ -24,8 +24,7 @@ STATUS_LOST = -1
 
 
 class Job:
-    """``python train.py`` with these arguments; ``work`` takes the place of what a rank does, and ``prepare`` is called
-    before anything else."""
+    """A forked ``python train.py`` with these arguments. ``prepare`` is called first; ``work`` replaces run_rank."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The checkpoint with the lowest validation loss is named, and stays, whatever else goes."""
+"""The checkpoint with the lowest validation loss is named by ``best`` and never deleted."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_without_a_loss_there_is_no_best(tmp_path: Path) -> None:
     run(1, tmp_path, *KEEP, until=3)
     assert saved_steps(tmp_path / "checkpoints") == [3]
     assert not (tmp_path / "checkpoints" / "best").exists()
-    run(1, tmp_path / "other", *KEEP[:2], until=3, tamper=validating(LOSSES))  # not asked for
+    run(1, tmp_path / "other", *KEEP[:2], until=3, tamper=validating(LOSSES))  # without keep_best
     assert saved_steps(tmp_path / "other" / "checkpoints") == [3]
 
 

@@ -33,7 +33,7 @@ LAYOUT = ["trainer.tp=2"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    """A run with checkpoints of steps 1 and 2, and what it was at step 1."""
+    """Train a run with checkpoints of steps 1 and 2; return it with its result at step 1."""
     folder = tmp_path_factory.mktemp("trained")
     first = run(2, folder, *LAYOUT, until=1)
     run(2, folder, *LAYOUT, until=2)
@@ -128,7 +128,7 @@ def test_verify_reads_every_byte(copy: Path) -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("seq_length", None), ("seq_length", "8"), ("tokenizer", 3)])
 def test_settings_of_another_type_are_refused(copy: Path, name: str, value: object) -> None:
-    """Their checksum may be right: somebody else has written them. Generation reads them before a plan does."""
+    """The checksum may be right: another program wrote the manifest. Generation reads it before a plan."""
     folder = copy / "checkpoints" / "step_00000002"
     body = json.loads((folder / NAME).read_text())
     parse_manifest(folder, body)

@@ -1,5 +1,4 @@
-"""Each difference between a checkpoint and the config that goes on from it, one by one: free, told, refused, or allowed
-by one setting."""
+"""Effect of each changed setting on a resumed run: accepted, logged, rejected, or allowed by a setting."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ def test_one_change(name: str, folder: Path) -> None:
     if name == "trainer.epochs":
         kind = "logged"
     assert outcome(changed) == (f"allow=[{kind}]" if kind in ALLOWED else kind)
-    if kind == "fixed":  # with what is derived from it
+    if kind == "fixed":  # with derived settings
         assert where in names(changed)
     else:
         assert names(changed) == ([] if kind == "free" else [where]), "that one difference and no other"
@@ -136,7 +135,7 @@ WSD = {
         (WSD, {**WSD, "trainer.steps": 200}, ["trainer.steps"]),
         ({"optim.warmup_ratio": 0.03}, {"optim.warmup_ratio": 0.03, "trainer.steps": 900}, ["trainer.steps"]),
         ({"optim.warmup_ratio": 0.03}, {"optim.warmup_ratio": 0.06}, ["optim.warmup_steps"]),
-        ({"optim.warmup_steps": 10}, {"trainer.steps": 200}, ["trainer.steps"]),  # 10 was what is derived from 100
+        ({"optim.warmup_steps": 10}, {"trainer.steps": 200}, ["trainer.steps"]),  # 10 equals the value derived from 100
         ({"optim.warmup_steps": 12}, {"trainer.steps": 200}, ["trainer.steps", "optim.warmup_steps"]),
         ({"optim.warmup_steps": 12}, {"trainer.steps": 120}, ["trainer.steps"]),  # the same 12
         ({}, {"optim.lr": 1e-3}, ["optim.lr"]),  # and so min_lr

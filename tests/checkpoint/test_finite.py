@@ -1,4 +1,4 @@
-"""Weights that no model has, NaN and infinity, are told when they are loaded: by file, tensor and place."""
+"""NaN and Inf in weights are reported on load, with file, tensor and position."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_hugging_face_folder(tmp_path: Path, value: float, dtype: torch.dtype)
     stored = SafetensorsFiles(tmp_path, list_tensors(path))
     with pytest.raises(CorruptFile, match=rf"model.safetensors: {EMBEDDING} has {value} at \[5, 1\]"):
         stored.load_into({EMBEDDING: half(4)})
-    stored.load_into({EMBEDDING: half(0)})  # a rank looks at what it reads, no further
+    stored.load_into({EMBEDDING: half(0)})  # a rank checks only its own rectangle
 
 
 def test_a_checkpoint(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_state_may_be_infinite(tmp_path: Path) -> None:
-    """The square of a large gradient: that run went on, and does so again."""
+    """exp_avg_sq may be infinite after a large gradient; such a run can be resumed."""
     write_checkpoint(tmp_path, **{STATE: spoiled(math.inf)})
     assert read_manifest(tmp_path).stored.rows(STATE)[5, 1] == math.inf
 

@@ -1,4 +1,4 @@
-"""Runs that go on from a checkpoint with other steps, batches or data than it was trained with."""
+"""Resuming with other steps, batches or data."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NO_SAVE = "checkpoint.save_last=false"
 
 
 def state_of(run_dir: Path) -> State:
-    """What the newest checkpoint says."""
+    """Return the state of the newest checkpoint."""
     return read_manifest(find_checkpoint(run_dir)).state
 
 
@@ -67,7 +67,7 @@ def test_more_steps_go_on_exactly_and_the_jump_of_the_rate_is_told(
 
 
 def _by_hand(rank: int, plan: Plan, sizes: list[int]) -> tuple[list[float], list[int]]:
-    """Losses of steps on the next so many samples each, in micro batches of one; and the consumed samples."""
+    """Train steps of the given sizes in micro batches of one; return losses and consumed samples."""
     device, topology = get_device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, CPU):
         model = build_model(plan, topology, device, CPU)
@@ -109,7 +109,7 @@ def test_a_batch_schedule_takes_the_batches_that_were_counted_by_hand(
     expected, consumed = by_hand
     folder = tmp_path / "run"
     for more in (["trainer.tp=2", "checkpoint.every_steps=5", "trainer.steps=5"], ["trainer.dp=2"]):
-        job = Job(folder, *RISING, *more)  # the second goes on, in another layout
+        job = Job(folder, *RISING, *more)  # the second run resumes in another layout
         assert job.wait() == 0, job.output
     assert [loss for _, loss in losses(folder)] == pytest.approx(expected, rel=1e-5)
     assert metrics(folder, "consumed_samples") == consumed == [4, 8, 12, 20, 28, 36, 38, 40, 42]
@@ -141,7 +141,7 @@ def test_another_batch_size_goes_on_after_the_consumed_samples(
     second = run(1, tmp_path, *CONSTANT, eight, "checkpoint.allow=[batch]", until=5)
     assert "checkpoint: trainer.global_batch_size: from 4 to 8, allowed\n" in capfd.readouterr().err
     assert state_of(tmp_path).consumed_samples == 12 + 2 * 8
-    third = run(1, tmp_path, *CONSTANT, eight, until=6)  # its checkpoint knows the new size
+    third = run(1, tmp_path, *CONSTANT, eight, until=6)  # its checkpoint has the new size
     assert list((first.losses | second.losses | third.losses).values()) == by_hand[0][:6]
     assert (state_of(tmp_path).consumed_samples, state_of(tmp_path).consumed_tokens) == (36, 36 * 16)
 
@@ -152,7 +152,7 @@ Reads = list[tuple[str, int]]
 
 
 def reads_of(folder: Path, *overrides: str, until: int) -> Reads:
-    """What a run in ``folder`` trains on until it saves step ``until``."""
+    """Return the samples of a run in ``folder`` up to step ``until``, which it saves."""
     plan = make_plan(1, folder / "run", *ON_FILES, *overrides)
     return run_ranks(_read, 1, plan, until)[0]
 
@@ -213,11 +213,11 @@ def test_each_dataset_goes_on_where_it_stood(datasets: Path) -> None:
     fifth = reads_of(datasets, blend(datasets, 0.5, "a", 0.5, "c"), until=13)  # the same blend: nothing to allow
     reads = first + second + third + fourth + fifth
     for name, count in (("a", 16 + 8 + 8 + 4), ("b", 16 + 24 + 8), ("c", 8 + 8 + 4)):
-        assert of(name, reads) == list(range(count)), f"{name}: a sample was left out or read twice"
+        assert of(name, reads) == list(range(count)), f"{name}: a sample was skipped or read twice"
 
 
 def _next_texts(rank: int, plan: Plan, count: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The samples that a run goes on with; and those that it would have, had it begun in megatron-core's order."""
+    """Return the samples after a resume, and the samples in megatron-core's order."""
     device, topology = get_device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, CPU):
         model, data = build_model(plan, topology, device, CPU), build_data(plan, topology, CPU)

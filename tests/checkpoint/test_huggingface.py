@@ -204,7 +204,7 @@ def test_transformers_loads_what_was_trained_here(tmp_path: Path) -> None:
 
 
 def test_blocks_have_no_folder(tmp_path: Path) -> None:
-    """What would attend to everything elsewhere is not exported; the run itself goes on."""
+    """Sparse attention is not exported, because Hugging Face's Llama attends to all tokens; the run continues."""
     blocks = "model.sparse_attention={block: 2, num_local_blocks: 2}"
     run(1, tmp_path / "run", blocks, until=1)
     with raises_with_message(ConfigError, "model.sparse_attention"):
@@ -237,7 +237,7 @@ def _bytes_read(rank: int, plan: Plan) -> tuple[int, int]:
 
 
 def _refused(folder: Path, run_dir: Path, *overrides: str) -> str:
-    """What is said about a folder that can't be used."""
+    """Return the error message about a folder."""
     try:
         plan = import_plan(1, folder, run_dir, *overrides)
     except ConfigError as error:

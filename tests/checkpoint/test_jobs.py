@@ -34,7 +34,7 @@ RUN = [*TP2, "trainer.steps=8", "checkpoint.every_steps=1", "checkpoint.keep=3"]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run, left alone."""
+    """Run the same job without interruption."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     job = Job(folder, *RUN)
     assert job.wait() == 0, job.output
@@ -82,7 +82,7 @@ def test_killed_at_any_moment(tmp_path: Path, whole: Path) -> None:
 
 
 def _note_signals(run_dir: Path) -> None:
-    """Has this rank write down each signal that it has received and lived through."""
+    """Make this rank record each signal that it survives."""
     receive = loop.StopSignals._receive
 
     def noting(self: loop.StopSignals, number: int, frame: FrameType | None) -> None:
@@ -195,7 +195,7 @@ def test_a_hang_prints_every_ranks_stacks_and_fails(tmp_path: Path, monkeypatch:
     assert job.output.rstrip().splitlines()[-1] == "All 2 ranks failed: no progress in step 3"
 
 
-# The phases of a run, in their order. What is left out of the list would count to the phase before it.
+# All phases of a run, in order.
 PHASES = [
     "opening the device",
     "meeting the other ranks",

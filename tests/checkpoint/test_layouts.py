@@ -1,4 +1,4 @@
-"""Save in layout A, load in layout B: weights and optimizer moments are equal to the last bit."""
+"""Save in layout A, load in layout B: weights and optimizer moments are bit-identical."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAYOUTS = {
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 MODELS = {"odd vocabulary": ["model.vocab_size=61"], "tied": ["model.tie_word_embeddings=true"]}
 NAMES = list(LAYOUTS)
-# What stands in the file does not depend on the layout, so it is enough that each layout writes and each one reads.
+# The stored content does not depend on the layout: it is enough that each layout writes and each layout reads.
 STEPS_BETWEEN = {"odd vocabulary": 5, "tied": 4}
 PAIRS = {
     f"{model}: {saved} to {other}": (model, saved, other)

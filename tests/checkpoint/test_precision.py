@@ -1,4 +1,4 @@
-"""Checkpoints of weights and moments in bf16: bit for bit into the same precision, by conversion into another."""
+"""Checkpoints with bf16 weights and moments: bit-identical in the same precision, converted in another."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_is_bf16_is_stored_as_bf16(tmp_path: Path) -> None:
     stored = read_manifest(find_checkpoint(tmp_path / "run")).stored
     saved = {name: tensor.dtype for name, tensor in stored.tensors.items() if not name.startswith("random.")}
     assert set(saved.values()) == {torch.bfloat16} and any(name.startswith("optimizer.exp_avg_sq.") for name in saved)
-    # Any layout reads it, and what it reads is the same.
+    # All layouts read equal values.
     step = f"checkpoint.resume={tmp_path}/run/checkpoints/step_00000002"
     assert_same(run(2, tmp_path / "other", SR, "trainer.pp=2", step, NO_SAVE).tensors, before.tensors)
     made = export(find_checkpoint(tmp_path / "run"), tmp_path / "hf")

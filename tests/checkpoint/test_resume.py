@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint is the run that was never stopped; and which checkpoint it goes on from."""
+"""A resumed run equals an uninterrupted run; selection of the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def test_which_checkpoint(tmp_path: Path) -> None:
     assert (checkpoints / "latest").read_text() == "step_00000005\n"
     assert run(1, tmp_path / "run", until=5).started_at == 5  # the newest
     back = f"checkpoint.resume={checkpoints}/step_00000002"
-    assert run(1, tmp_path / "run", back, "checkpoint.save_last=false").started_at == 2  # one of its own
+    assert run(1, tmp_path / "run", back, "checkpoint.save_last=false").started_at == 2  # a checkpoint of this run
     assert run(1, tmp_path / "other", back, until=3).started_at == 2  # another run's
-    assert run(1, tmp_path / "other", back, until=3).started_at == 3  # started again, it goes on with its own
+    assert run(1, tmp_path / "other", back, until=3).started_at == 3  # a restart resumes from its newest checkpoint
     assert run(1, tmp_path / "run", "checkpoint.resume=never", until=1).started_at == 0
     assert saved_steps(checkpoints) == [1]
     assert saved_steps(tmp_path / "run" / "checkpoints.1") == [5, 4, 2]  # nothing is lost

@@ -38,7 +38,7 @@ sys.exit(cli.main(sys.argv[1:], fake_train.{work}))
 
 def script(folder: Path, work: str, patience: int = 1, before: str = "") -> Path:
     """A train.py whose ranks run a function of this file, after the lines ``before``. A rank that only lost another one
-    waits ``patience`` times as long before it says so: on a busy machine the launcher may hear of the cause late."""
+    reports after ``patience`` times its delay: on a busy machine the launcher may see the cause late."""
     path = folder / "fake_train.py"
     path.write_text(FAKE_TRAIN.format(root=str(ROOT), before=before, work=work, patience=patience))
     return path

@@ -133,7 +133,7 @@ def test_a_device_that_is_not_here_is_refused_together_with_the_rest(
 
 
 def clear_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the tests had been started by hand."""
+    """Remove the launcher's variables from the environment."""
     for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
         monkeypatch.delenv(name)
 
@@ -275,7 +275,7 @@ def test_a_job_that_is_started_again_finds_its_folder(tmp_path: Path, monkeypatc
     for name in (first, "runs/llama_2m-mock-4711-20200101-000000", "runs/llama_2m-mock-47112-20990101-000000"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.setattr("time.strftime", lambda form: "20330101-000000")
-    # Slurm's numbers start again one day: another job of this number must not go on in that folder.
+    # Slurm may reuse job ids: a later job with this id must not resume in that folder.
     assert run_dir.default_run_dir(config, "4711") == "runs/llama_2m-mock-4711-20330101-000000"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert run_dir.default_run_dir(config, "4711") == first

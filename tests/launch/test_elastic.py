@@ -76,7 +76,7 @@ class Torchrun:
             time.sleep(0.05)
 
     def reached(self, step: int, ranks: int) -> list[int]:
-        """Waits until ``ranks`` ranks stand behind ``step``; their processes."""
+        """Wait until ``ranks`` ranks have finished ``step``; return their pids."""
         results: list[int] = []
 
         def there() -> bool:
@@ -118,7 +118,7 @@ def test_an_agent_that_is_killed_leaves_the_job_to_the_other(torchrun: Torchrun,
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     options = ["--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv-id=elastic", "--rdzv-backend=c10d"]
-    # How long one node waits for another that might come; with both there at once nobody waits.
+    # Time to wait for further nodes; unused if both are present.
     options += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=5"]
     torchrun.close(6)
     first, second = torchrun.start(*options), torchrun.start(*options, "--rdzv-conf=last_call_timeout=5,is_host=false")
@@ -133,5 +133,5 @@ def test_an_agent_that_is_killed_leaves_the_job_to_the_other(torchrun: Torchrun,
     status, printed = run_train_py(tmp_path / "plain", *WORDS)
     assert status == 0, printed
     results, alone = losses(torchrun.run_dir), losses(tmp_path / "plain")
-    assert results == pytest.approx(alone, rel=2e-6), "whatever the number of ranks"
+    assert results == pytest.approx(alone, rel=2e-6), "for any number of ranks"
     assert results[6:] != alone[6:] or results[:4] != alone[:4], "two ranks have summed some of it"

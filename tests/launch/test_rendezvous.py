@@ -101,7 +101,7 @@ def test_process_0_that_does_not_start_is_reported(port: int) -> None:
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
-    """What each call returns or raises, all running at once."""
+    """Run all calls concurrently; return their results or errors."""
     results: list[Any] = [None] * len(calls)
 
     def run(number: int) -> None:
@@ -119,7 +119,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 
 
 def start(place: ProcessContext, token: str = "", counts: int | None = None) -> Rendezvous:
-    """A process that has reported itself; its launcher told it of ``counts`` processes."""
+    """Start a process that has reported itself and counts ``counts`` ranks."""
     count = place if counts is None else replace(place, world_size=counts)
     here = Rendezvous(count)
     own_key = reports.node_info(count, place.rank, 1, place.world_size)
@@ -185,7 +185,7 @@ SECRET = "0123456789abcdef"
 
 
 def stranger(port: int) -> Any:
-    """Somebody who reaches the port and knows everything about the job but its secret."""
+    """Connect to the port without the job's secret."""
     return TCPStore("127.0.0.1", port, is_master=False)
 
 
@@ -242,7 +242,7 @@ def test_without_a_secret_an_invalid_report_is_a_missing_rank(port: int, report:
 
 
 def another_program(how: str) -> socket.socket:
-    """It has the port, but is no first process: it says nothing, drips, talks nonsense, does not stop, or hangs up."""
+    """Open a port that is not process 0: silent, slow, invalid, endless or closing."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def talk(connection: socket.socket) -> None:
@@ -324,7 +324,7 @@ def test_a_hostile_crowd_at_the_store_keeps_nobody_out(port: int) -> None:
 
 
 def memory_mib() -> float:
-    """What this process holds of the machine's memory; the store is in it."""
+    """Return the MiB of memory of this process, which includes the store."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
@@ -397,5 +397,5 @@ def test_the_first_node_may_know_its_own_name_as_loopback(monkeypatch: pytest.Mo
 def test_interfaces() -> None:
     assert environment.local_address_to("127.0.0.1") == "127.0.0.1"
     assert environment.interface_of("127.0.0.1") in ("lo", "lo0", None)
-    assert environment.interface_of("203.0.113.7") is None, "an address of nobody"
+    assert environment.interface_of("203.0.113.7") is None, "an unused address"
     assert environment.is_loopback("localhost.localdomain") and not environment.is_loopback("n1.cluster")

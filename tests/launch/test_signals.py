@@ -84,7 +84,7 @@ def signal_launcher(number: int) -> None:
 def first(
     owner: Any, name: str, act: Callable[[], Any], call: int = 1, patch: Callable[[Any, str, Any], None] = setattr
 ) -> None:
-    """Has the ``call``-th call of a function begin with ``act``."""
+    """Make the ``call``-th call of a function start with ``act``."""
     inner, calls = getattr(owner, name), []
 
     def acting(*arguments: Any, **keywords: Any) -> Any:

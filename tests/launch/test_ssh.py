@@ -17,8 +17,7 @@ from megatron_llama.launch.world import find_world
 from tests.launch.fake_train import TINY, script
 from tests.processes import PATIENCE_SECONDS, environment, gone, pids
 
-# What sshd does: a shell for the command line, in the user's home, in a session that outlives the command that asked
-# for it. "down" is a host that can't be reached.
+# Like sshd: a shell in the user's home, in a session that outlives the local command. "down" is an unreachable host.
 SSH = """#!/bin/sh
 test "$1" = down && { echo "ssh: connect to host down: No route to host" >&2; exit 255; }
 echo "$2" >>"${0%/*}/command_lines"

@@ -1,6 +1,6 @@
 """The programs that start ranks, the real ones: mpirun of Open MPI, MPICH and Intel MPI, accelerate, torchrun.
 
-`make starters` installs the MPIs; what is not there is skipped.
+`make starters` installs the MPIs; missing ones are skipped.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_a_wrong_variable_is_refused_by_each_process(launcher: str, tmp_path: Pa
         run, wrong = started([*agent, "env", "-u", "MASTER_ADDR", *train]), "MASTER_ADDR"
     _, errors = run.communicate(timeout=PATIENCE_SECONDS)
     assert run.returncode == (2 if launcher == "mpich" else 1), errors
-    # torchrun ends the others once one has failed: whether they have told by then is a matter of luck.
+    # torchrun ends the other ranks after the first failure, before or after their reports.
     assert errors.count("can't work") in ([2] if launcher == "mpich" else [1, 2]) and wrong in errors, errors
     assert not (tmp_path / "run").exists()
 

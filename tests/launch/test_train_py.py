@@ -55,7 +55,7 @@ def test_stopped_by_a_signal_it_saves_asks_to_be_started_again_and_goes_on(tmp_p
     restarted = start(BY_HAND, f"trainer.steps={done + 2}", *arguments)
     out, errors = restarted.communicate(timeout=200)
     assert restarted.returncode == 0, errors
-    assert steps(tmp_path / "run") == list(range(1, done + 3)), "each step stands there once"
+    assert steps(tmp_path / "run") == list(range(1, done + 3)), "each step is logged once"
 
 
 @pytest.mark.slow

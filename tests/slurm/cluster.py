@@ -1,6 +1,6 @@
 """A real SLURM with four virtual nodes, each with its own network, and its jobs.
 
-$SLURM_LAB_SETUP names the script that sets it up; else it is looked for beside the repository.
+$SLURM_LAB_SETUP names the script that sets it up; default: next to the repository.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tests.paths import ROOT
 from tests.processes import environment
 
 SETUP = Path(os.environ.get("SLURM_LAB_SETUP", ROOT.parent / "shared" / "slurm" / "setup_slurm.sh"))
-# Each node has one core: the same number of threads everywhere, and nodes that don't fight for both. nproc would print
-# OMP_NUM_THREADS, which is 1 in a job, and put all nodes on the first core.
+# Each node has one core, so that nodes do not share cores. nproc prints OMP_NUM_THREADS, which is 1 in a job: it would
+# put all nodes on the first core.
 PYTHON = (
     f'#!/bin/sh\nexec taskset -c $((${{SLURM_NODEID:-0}} % $(env -u OMP_NUM_THREADS nproc))) {sys.executable} "$@"\n'
 )
@@ -69,7 +69,7 @@ class Lab:
         }
 
     def command(self, *words: str, **more: str) -> str:
-        """What a command of Slurm's prints."""
+        """Run a Slurm command and return its output."""
         variables = self.client | more
         done = subprocess.run(
             words, env=variables, cwd=self.checkout, capture_output=True, text=True, timeout=60, check=False
@@ -95,7 +95,7 @@ class Job:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What Slurm says of it."""
+        """Return the fields of ``scontrol show job``."""
         line = self.lab.command("scontrol", "-o", "show", "job", str(self.number))
         return dict(re.findall(r"(\S+?)=(\S*)", line))
 
@@ -147,7 +147,7 @@ class Job:
 
 
 class Report:
-    """What was seen, for docs/results."""
+    """Results for docs/results."""
 
     def __init__(self) -> None:
         self.rows: list[str] = []

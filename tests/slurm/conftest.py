@@ -1,5 +1,5 @@
 """The SLURM cluster of cluster.py for the time of these tests; they are skipped, with the reason, where it can't be set
-up. $SLURM_REPORT names a file that takes what was seen."""
+up. $SLURM_REPORT names a file for the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs under a real SLURM: they equal a plain run, survive what clusters do to jobs, and say why they end."""
+"""Jobs under a real SLURM: losses equal a plain run, jobs survive cluster events, and report why they end."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ def test_losses_equal_those_of_a_plain_run(
     (logs,) = (lab.checkout / "logs" / str(job.number)).iterdir()
     assert "step 3/3" in (logs / "task_0.txt").read_text() and "step 3/3" in job.log
     report.add(
-        f"`sbatch {' '.join(options)} run.slurm`, 3 steps, 4 ranks: losses equal those of `python train.py`, "
-        "to the bit",
+        f"`sbatch {' '.join(options)} run.slurm`, 3 steps, 4 ranks: losses bit-identical to `python train.py`",
         f"{time.monotonic() - begin:.0f} s",
     )
 
@@ -162,7 +161,7 @@ def test_a_job_survives_time_limit_preemption_and_a_lost_node(lab: Lab, tmp_path
     assert losses(folder) == plain(tmp_path / "plain", *LONG), "to the bit"
     restarts = job.facts["Restarts"]
     report.add(
-        "that job, 120 steps: losses equal those of an uninterrupted `python train.py`, to the bit, each step "
+        "that job, 120 steps: losses bit-identical to an uninterrupted `python train.py`, each step "
         "once in metrics.jsonl",
         f"{restarts} restarts",
     )
@@ -228,14 +227,14 @@ def test_a_loopback_address_is_refused_by_name(lab: Lab) -> None:
 
 
 def test_a_node_that_cannot_reach_the_first_is_named(lab: Lab) -> None:
-    # An address of nobody: the first node listens on its own, and the others knock in vain.
+    # An unused address: the first node listens on its own address, and the others cannot connect.
     job = lab.submit(["--nodes=2"], TINY, MASTER_ADDR="10.77.0.99", MAX_RESTARTS="0")
     assert job.wait_for_end() == "FAILED"
     assert re.search(r"node 1 \(n2\) cannot reach the first node at 10\.77\.0\.99", job.log), job.log
 
 
 def test_launch_hosts_starts_ranks_on_other_nodes(lab: Lab, expected: list[float], tmp_path: Path) -> None:
-    # Not through Slurm: the nodes serve as machines with a network of their own, entered instead of by ssh.
+    # Without Slurm: the nodes are machines with separate networks, entered directly instead of by ssh.
     enter = tmp_path / "enter"
     enter.write_text('#!/bin/sh\np=$(cat "$LAB/run/$1.pid")\nexec nsenter -t "$p" -n -u -m --wdns="$PWD" sh -c "$2"\n')
     enter.chmod(0o755)

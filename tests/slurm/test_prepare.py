@@ -21,7 +21,7 @@ from tests.slurm.cluster import Job, Lab, Report
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 PARTS = 4
-# So slow that a task can be killed in the middle of its part, until a file says that it may go on.
+# Slow until a file exists, so that a task can be killed in the middle of its part.
 SLOW_PYTHON = """#!{python}
 import os, sys, time
 sys.path[:0] = [{root!r}]
@@ -40,14 +40,14 @@ run_main(main)
 
 
 def tasks_of(lab: Lab, job: Job) -> dict[int, dict[str, str]]:
-    """What Slurm says of each task of an array."""
+    """Return the fields of each task of an array."""
     lines = lab.command("scontrol", "-o", "show", "job", str(job.number)).splitlines()
     states = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in lines if line]
     return {int(facts["ArrayTaskId"]): facts for facts in states if facts["ArrayTaskId"].isdecimal()}
 
 
 def ended(lab: Lab, job: Job) -> bool:
-    """Whether all tasks have ended; those that are queued again need not wait for two minutes."""
+    """Return whether all tasks have ended; release requeued tasks from their two minutes of delay."""
     waiting = False
     for number, facts in tasks_of(lab, job).items():
         if facts["JobState"] == "PENDING" and facts["Reason"] == "BeginTime":
@@ -135,7 +135,7 @@ def test_a_corpus_over_nodes_with_a_killed_task(
     assert all("complete already, nothing to do" in text for text in logs(lab, rerun).values())
     report.add(
         "`sbatch --array=1-4 prepare.slurm preprocess.py ...`: 1,200 documents on 4 nodes, part 2 killed with "
-        f"-9, then node {lost} (part 3) lost: both queued again, going on where they were; dataset and manifest "
+        f"-9, then node {lost} (part 3) lost: both requeued and resumed; dataset and manifest "
         "byte-identical to one machine's",
         f"{seconds:.0f} s",
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def on_a_full_disk(work: Callable[[], None], errors: Path, size: int) -> str:
-    """What a process says whose files can't grow beyond ``size`` bytes; it must end well."""
+    """Run ``work`` with files limited to ``size`` bytes; return stderr. The exit status must be 0."""
     child = os.fork()
     if child == 0:
         status = 1

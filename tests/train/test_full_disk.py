@@ -1,4 +1,4 @@
-"""What a run logs, on a disk that is full: metrics.jsonl is missed, TensorBoard is not."""
+"""Logging on a full disk: metrics.jsonl fails the run, TensorBoard does not."""
 
 from __future__ import annotations
 

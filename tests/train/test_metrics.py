@@ -99,7 +99,7 @@ def test_going_on_from_a_checkpoint_leaves_each_step_once(tmp_path: Path) -> Non
     log_steps(plan_of(tmp_path), last=9)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 10, "consumed_sam')  # the kill
-    time.sleep(1)  # TensorBoard orders its files by the second, and those of one process by a number without zeros
+    time.sleep(1)  # TensorBoard orders its files by the second, and files of one process by an unpadded number
     log_steps(plan_of(tmp_path), first=6)
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, STEPS + 1))
     assert [step for step, _ in events(tmp_path)["reduced_train_loss"]] == list(range(1, STEPS + 1))

@@ -199,7 +199,7 @@ def test_an_offline_run_of_the_real_package(tmp_path: Path, monkeypatch: pytest.
 def test_no_sink_without_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was there when the plan was made, and is not on the machine of this rank."""
+    """wandb is installed where the plan was made, but not on this rank's machine."""
     plan = plan_of(tmp_path, "logging.wandb=offline")
     monkeypatch.setitem(sys.modules, "wandb", None)
     run = WandbRun(plan, 0)

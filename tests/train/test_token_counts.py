@@ -1,4 +1,4 @@
-"""What is counted of a batch: tokens without padding, attention inside documents; in any layout, over a resume."""
+"""Token counts of a batch: without padding, attention within documents; in all layouts and after a resume."""
 
 from __future__ import annotations
 
