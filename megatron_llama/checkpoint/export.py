@@ -70,9 +70,7 @@ def export(
 
     Args:
         out: A folder that does not exist or is empty.
-        dtype: float32, bfloat16, float16 or auto: the dtype of the run's ``init_from`` folder, for an adapter its
-            training dtype, otherwise float32.
-        max_shard_bytes: Maximum size of a weights file.
+        dtype: auto: dtype of the run's ``init_from`` folder, for an adapter its training dtype, otherwise float32.
         merge: Merge the LoRA adapter into its base model.
         base: Folder of the base model; default: ``init_from`` of the run.
 
