@@ -2,7 +2,7 @@
 
     python -m benchmarks data --input all.jsonl --tokenizer-model tokenizer.model
 
-Each command is a module of benchmarks/ or benchmarks/methods/, with `describe(parser)` and `run(args) -> int`.
+Each command is a module of benchmarks/ or benchmarks/methods/, with `add_arguments(parser)` and `run(args) -> int`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> int:
         # The other modules are not imported: some need torch, and --help has two seconds.
         if name in sys.argv[1:2]:
             loaded = importlib.import_module(f"benchmarks.{module}")
-            loaded.describe(command)
+            loaded.add_arguments(command)
             command.set_defaults(run=loaded.run)
     args = parser.parse_args()
     try:

@@ -65,7 +65,7 @@ Found = dict[str, list[tuple[int, Cost, Cost]]]
 """By case, (tokens of the sequence, dense, ours)."""
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The sub-command's arguments."""
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="tokens in a sequence")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")

@@ -33,7 +33,7 @@ from megatron_llama.plan import Plan
 REPEATS = 3
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The sub-command's arguments."""
     parser.add_argument("--model", default="llama_56m", help="preset whose weights and optimizer states are saved")
     parser.add_argument("--folder", type=Path, help="where to write; a temporary folder otherwise")

@@ -10,7 +10,7 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 
-from benchmarks.harness.arguments import layout_of, words
+from benchmarks.harness.arguments import parse_layout, split_words
 from benchmarks.harness.environments import torch_version
 from benchmarks.results import ROOT, command_line, commit, describe_machine
 from megatron_llama.cli import main as launch
@@ -31,10 +31,10 @@ reduce_scatter (n-1)/n.
 """
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The sub-command's arguments."""
     add = parser.add_argument
-    add("--layouts", type=words, default=["tp2", "dp2", "pp2"], help="one run each, such as tp2,dp2,tp2dp2")
+    add("--layouts", type=split_words, default=["tp2", "dp2", "pp2"], help="one run each, such as tp2,dp2,tp2dp2")
     add("--smallest", type=int, default=4096, help="bytes (default %(default)s)")
     add("--largest", type=int, default=64 << 20, help="bytes (default %(default)s)")
     add("--factor", type=int, default=8, help="from one size to the next (default %(default)s)")
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         sizes.append(sizes[-1] * args.factor)
     rows: list[list[str]] = []
     failed = []
-    layouts = {name: layout_of(name) for name in args.layouts}
+    layouts = {name: parse_layout(name) for name in args.layouts}
     for number, (name, layout) in enumerate(layouts.items()):
         sys.stderr.write(f"{number}/{len(layouts)} layouts: {name} ...\n")
         with tempfile.TemporaryDirectory() as folder:

@@ -115,7 +115,7 @@ def _watch_memory(process: subprocess.Popen) -> int:
     return peak
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The sub-command's options."""
     parser.add_argument("--input", nargs="+", required=True, help="JSONL files, plain or compressed, or folders")
     parser.add_argument("--tokenizer-model", required=True, help="sentencepiece model")

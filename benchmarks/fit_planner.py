@@ -236,7 +236,7 @@ def _name_and_hash(table: Path) -> str:
     return f"{table.name} (sha256 {hashlib.sha256(table.read_bytes()).hexdigest()[:16]})"
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument(
         "tables", type=Path, nargs="+", help="published runs, with the columns that docs/guides/tools/planning.md lists"

@@ -45,7 +45,7 @@ class Slow:
         return self.samples[index]
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The sub-command's arguments."""
     parser.add_argument("--tokens", type=float, default=50e6, help="size of the dataset, which is made up")
     parser.add_argument("--delays", type=float, nargs="+", default=[0, 0.005, 0.05], help="more seconds for a sample")

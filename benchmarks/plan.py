@@ -61,7 +61,7 @@ JOBS = {
 }
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The sub-command's arguments."""
     parser.add_argument("--only", help="jobs whose name has these words")
     parser.add_argument("--steps", type=int, default=6, help="of each job, beside a first one that is not counted")

@@ -17,23 +17,23 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_program(program: str, *words: object, folder: Path = ROOT) -> None:
-    """Runs one of the project's programs in ``folder``, as a user does. Raises CalledProcessError."""
+    """Run one of the project's programs in ``folder``. Raises CalledProcessError."""
     subprocess.run([sys.executable, str(ROOT / program), *map(str, words)], cwd=folder, check=True)
 
 
 def command_line() -> str:
-    """The command of this benchmark, for its page."""
+    """Return the command of this benchmark, for its page."""
     return shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
 
 
 def commit() -> str:
-    """The short name of the commit that is checked out; empty outside of git."""
+    """Return the short hash of the checked-out commit; empty outside a git repository."""
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip()
 
 
 def describe_machine(device: str) -> str:
-    """Cores, processor, and whether it has units for bf16 products; on an accelerator its name too."""
+    """Return a description of the cores, the processor, its bf16 matmul units, and the accelerators."""
     cpu = processor()
     units = [unit for unit in ("amx_bf16", "avx512_bf16") if unit in cpu.get("flags", "").split()]
     text = f"{os.cpu_count()} cores of {cpu.get('model name', 'an unknown processor')}, "
@@ -47,7 +47,7 @@ def describe_machine(device: str) -> str:
 
 @contextlib.contextmanager
 def figure(path: Path, rows: int, columns: int, **options: Any) -> Iterator[Any]:
-    """Panels to draw in, as ``pyplot.subplots`` makes them; saved to ``path`` when the block ends."""
+    """Yield the axes of ``pyplot.subplots``; save the figure to ``path`` at the end of the block."""
     import matplotlib
 
     matplotlib.use("Agg")

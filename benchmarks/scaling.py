@@ -12,10 +12,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness.arguments import ONE, Wanted, layout_of, tasks_of, tell_left_out, words
+from benchmarks.harness.arguments import ONE, RunMatrix, build_tasks, parse_layout, report_excluded, split_words
 from benchmarks.harness.environments import OURS, PEERS, interpreter, torch_version
-from benchmarks.harness.runner import Course, compete, progress
-from benchmarks.harness.task import Task
+from benchmarks.harness.runner import RoundSettings, progress, run_rounds
+from benchmarks.harness.task import TrainingTask
 from benchmarks.results import ROOT, command_line, commit, describe_machine, figure
 from megatron_llama.devices import get_device
 from megatron_llama.system.files import write_atomically
@@ -25,14 +25,14 @@ SWEEPS = ("model", "sequence", "micro batches", "ranks")
 HEAD = ("what grows", "value", "layout", "tokens/s", "us per token", "processor us per token", "resident MiB")
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The sub-command's arguments."""
     add = parser.add_argument
-    add("--models", type=words, default=["llama_2m", "llama_15m", "llama_56m", "llama_110m"], help="presets")
+    add("--models", type=split_words, default=["llama_2m", "llama_15m", "llama_56m", "llama_110m"], help="presets")
     add("--base", default="llama_15m", help="the model of the other sweeps (default %(default)s)")
-    add("--sequences", type=words, default=["64", "128", "256"], help="tokens, in a step of the same tokens")
-    add("--micro-batches", type=words, default=["1", "2", "4", "8"], help="of 8 sequences; one process and pp2")
-    add("--layouts", type=words, default=[ONE, "tp2", "dp2", "pp2", "dp4", "tp2dp2"], help="ranks, same cores")
+    add("--sequences", type=split_words, default=["64", "128", "256"], help="tokens, in a step of the same tokens")
+    add("--micro-batches", type=split_words, default=["1", "2", "4", "8"], help="of 8 sequences; one process and pp2")
+    add("--layouts", type=split_words, default=[ONE, "tp2", "dp2", "pp2", "dp4", "tp2dp2"], help="ranks, same cores")
     add("--precision", default="fp32", choices=["fp32", "bf16"])
     add("--mode", default="eager", choices=["eager", "compiled"])
     add("--rounds", type=int, default=3, help="turns (default %(default)s)")
@@ -42,14 +42,14 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, draw and write; status 1 if a point failed."""
-    left_out: dict[str, str] = {}
+    excluded: dict[str, str] = {}
     points = list(sweeps(args))
     found: list[dict[str, Any]] = []
     with progress(len(points) * (args.rounds + 2)) as advance:
         for sweep, value, task in points:
             left: dict[str, str] = {}
-            course = Course(args.rounds, args.steps, False, lambda: 0.0, advance, left)
-            for result in compete([(PEERS[OURS], interpreter(PEERS[OURS]), task)], course):
+            settings = RoundSettings(args.rounds, args.steps, False, lambda: 0.0, advance, left)
+            for result in run_rounds([(PEERS[OURS], interpreter(PEERS[OURS]), task)], settings):
                 tokens = task.batch_size * task.seq_length
                 seconds = median(sum(turn.step_seconds) / len(turn.step_seconds) for turn in result.turns)
                 found.append(
@@ -62,23 +62,25 @@ def run(args: argparse.Namespace) -> int:
                         "peak_bytes": max(turn.peak_bytes for turn in result.turns),
                     }
                 )
-            left_out.update({f"{sweep} {value} {name}": reason for name, reason in left.items()})
+            excluded.update({f"{sweep} {value} {name}": reason for name, reason in left.items()})
     text = "\n".join(_page(args, found)) + "\n"
     write_atomically(args.output.with_suffix(".json"), json.dumps(found, indent=1) + "\n")
     write_atomically(args.output.with_suffix(".md"), text)
     draw(found, args.output.with_suffix(".png"))
     sys.stdout.write(text)
-    return tell_left_out(left_out)
+    return report_excluded(excluded)
 
 
-def sweeps(args: argparse.Namespace) -> Iterator[tuple[str, str, Task]]:
+def sweeps(args: argparse.Namespace) -> Iterator[tuple[str, str, TrainingTask]]:
     """(what grows, its value, the task) of every point; all else stays the same in a sweep."""
     cores = get_device("cpu").count()
     longest = max(int(length) for length in args.sequences)
 
-    def task(preset: str, layout: str = ONE, length: int = longest, batch: int = 8, micro: int | None = None) -> Task:
-        wanted = Wanted([OURS], [args.mode], [layout], ["none"], [1], "cpu", cores, batch, length, None)
-        found = next(task for _, task in tasks_of(wanted, preset, args.precision))
+    def task(
+        preset: str, layout: str = ONE, length: int = longest, batch: int = 8, micro: int | None = None
+    ) -> TrainingTask:
+        matrix = RunMatrix([OURS], [args.mode], [layout], ["none"], [1], "cpu", cores, batch, length, None)
+        found = next(task for _, task in build_tasks(matrix, preset, args.precision))
         return found if micro is None else replace(found, micro_batch_size=micro)
 
     for preset in args.models:
@@ -89,7 +91,7 @@ def sweeps(args: argparse.Namespace) -> Iterator[tuple[str, str, Task]]:
         for layout in (ONE, "pp2"):
             yield "micro batches", str(number), task(args.base, layout, micro=8 // number)
     for layout in args.layouts:
-        yield "ranks", str(layout_of(layout).ranks), task(args.base, layout)
+        yield "ranks", str(parse_layout(layout).ranks), task(args.base, layout)
 
 
 def scaling_rows(found: Sequence[dict[str, Any]]) -> Iterator[list[str]]:

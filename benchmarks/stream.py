@@ -44,7 +44,7 @@ HEAD = (
 )
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The sub-command's options."""
     parser.add_argument("--tokens", default="10e9", help="of all datasets together (default 10e9)")
     parser.add_argument("--run-tokens", default="1e12", help="of the longest run (default 1e12)")

@@ -1,4 +1,4 @@
-"""The arguments that the training benchmarks share, and the tasks that follow from them."""
+"""Command-line arguments of the training benchmarks, and the tasks built from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.harness.environments import BENCH_DIR, OURS, PEERS, NotInstalled, Peer, interpreter
-from benchmarks.harness.task import Layout, Task
+from benchmarks.harness.task import Layout, TrainingTask
 from megatron_llama.arch.shapes import head_dim, kv_heads, parameters
 from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import Config, ConfigError, Problem, load_config
@@ -25,74 +25,73 @@ PRECISIONS, MODES, ZERO, STATE_BITS = "fp32,bf16", "eager,compiled", "0,1,2,3", 
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the command line asks for in every cell."""
+class RunMatrix:
+    """Settings to combine for each model and precision."""
 
     peers: Sequence[str]
     modes: Sequence[str]
     layouts: Sequence[str]
-    """Of this project; the peers train in one process."""
+    """Layouts of this project; peers train in one process."""
     recompute: Sequence[str]
-    """Of this project, settings of trainer.recompute."""
+    """Values of this project's trainer.recompute."""
     zero: Sequence[int]
-    """Of this project, settings of trainer.zero."""
+    """Values of this project's trainer.zero."""
     device: str
     threads: int
     batch_size: int
-    """Sequences of a step."""
+    """Sequences per step."""
     seq_length: int
-    """Tokens; fewer where the model supports fewer."""
+    """Tokens per sequence, capped at the model's maximum."""
     layers: int | None
-    """Of each model, instead of its own number."""
+    """Layers of each model; None keeps the preset's number."""
     state_bits: Sequence[int] = (32,)
-    """Of this project's Adam: 8 for optim.state_bits=8, or 32."""
+    """Bits of this project's Adam states: 8 (optim.state_bits=8) or 32."""
 
 
-def layout_of(name: str) -> Layout:
-    """The layout that ``name`` means: ``one``, or axes with sizes, such as ``tp2`` or ``tp2pp2``. Raises
-    ConfigError."""
+def parse_layout(name: str) -> Layout:
+    """Parse ``one``, or axes with sizes such as ``tp2`` or ``tp2pp2``. Raises ConfigError."""
     axes = {axis: int(size) for axis, size in re.findall(r"(tp|pp|dp)(\d+)", name)}
     if 0 in axes.values() or name != (ONE if not axes else "".join(f"{axis}{size}" for axis, size in axes.items())):
-        rule = f"a layout is {ONE}, or axes with their sizes"
-        raise ConfigError([Problem("--layouts", name, rule, "write such as one,tp2,dp2,pp2,tp2pp2")])
+        rule = f"a layout is {ONE}, or axes with sizes"
+        raise ConfigError([Problem("--layouts", name, rule, "write for example one,tp2,dp2,pp2,tp2pp2")])
     return Layout(**axes)
 
 
-def config_of(preset: str, layers: int | None) -> Config:
-    """The settings of a preset. Raises ConfigError if there is none of that name."""
+def load_preset(preset: str, layers: int | None) -> Config:
+    """Load a model preset, with ``layers`` layers if given. Raises ConfigError for an unknown preset."""
     changed = [] if layers is None else [f"model.num_hidden_layers={layers}"]
     return load_config([f"model={preset}", *changed], CONF_DIR)
 
 
-def tasks_of(wanted: Wanted, preset: str, precision: str) -> Iterator[tuple[Peer, Task]]:
-    """The contestants of a cell in the order of their turns."""
-    config = config_of(preset, wanted.layers)
+def build_tasks(matrix: RunMatrix, preset: str, precision: str) -> Iterator[tuple[Peer, TrainingTask]]:
+    """Yield the programs that train ``preset`` in ``precision``, in the order of their turns."""
+    config = load_preset(preset, matrix.layers)
     shape = {**asdict(config.model), "num_key_value_heads": kv_heads(config.model), "head_dim": head_dim(config.model)}
     optim = config.optim
-    for name in wanted.peers:
+    for name in matrix.peers:
         peer = PEERS[name]
-        modes = [mode for mode in wanted.modes if mode in peer.modes]
+        modes = [mode for mode in matrix.modes if mode in peer.modes]
         variants = [(ONE, 1, 32, "none")]
         if name == OURS:
-            variants = [*product(wanted.layouts, wanted.zero, wanted.state_bits, wanted.recompute)]
+            variants = [*product(matrix.layouts, matrix.zero, matrix.state_bits, matrix.recompute)]
         for mode, (layout, zero, state_bits, recompute) in product(modes, variants):
-            shares = layout_of(layout)
+            ranks = parse_layout(layout)
             cache = f"{name}-{mode}-{preset}-{precision}-{layout}" + (f"-{recompute}" if recompute != "none" else "")
             yield (
                 peer,
-                Task(
+                TrainingTask(
                     preset=preset,
                     model=shape,
                     parameters=parameters(config.model),
-                    seq_length=min(wanted.seq_length, config.model.max_position_embeddings),
-                    batch_size=wanted.batch_size,
-                    # A pipeline needs several to fill it; otherwise a rank takes all its sequences at a time.
-                    micro_batch_size=1 if shares.pp > 1 else max(1, wanted.batch_size // shares.dp),
+                    seq_length=min(matrix.seq_length, config.model.max_position_embeddings),
+                    batch_size=matrix.batch_size,
+                    # A pipeline needs several micro batches; other layouts use one per rank.
+                    micro_batch_size=1 if ranks.pp > 1 else max(1, matrix.batch_size // ranks.dp),
                     precision=precision,
                     mode=mode,
-                    layout=shares,
-                    device=wanted.device,
-                    threads=wanted.threads,
+                    layout=ranks,
+                    device=matrix.device,
+                    threads=matrix.threads,
                     optimizer={
                         "lr": optim.lr,
                         "betas": list(optim.betas),
@@ -110,38 +109,56 @@ def tasks_of(wanted: Wanted, preset: str, precision: str) -> Iterator[tuple[Peer
             )
 
 
-def words(text: str) -> list[str]:
-    """The words of ``one,two``."""
+def split_words(text: str) -> list[str]:
+    """Split ``one,two`` at commas."""
     return [word for word in text.split(",") if word]
 
 
-def numbers(text: str) -> list[int]:
-    """The numbers of ``1,3``."""
-    return [int(word) for word in words(text)]
+def split_numbers(text: str) -> list[int]:
+    """Split ``1,3`` into integers."""
+    return [int(word) for word in split_words(text)]
 
 
-def describe_contestants(parser: argparse.ArgumentParser) -> None:
-    """Adds what ``entries_of`` and ``installed`` read."""
+def add_program_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that ``build_entries`` and ``install_peers`` read."""
     add = parser.add_argument
-    add("--models", type=words, default=["llama_15m", "llama_56m", "llama_110m"], help="presets of conf/model")
-    add("--precision", type=words, default=words(PRECISIONS), help="fp32,bf16: products; weights are fp32 in both")
-    add("--peers", type=words, default=list(PEERS), help=f"of {','.join(PEERS)}")
-    add("--modes", type=words, default=words(MODES), help="eager,compiled")
-    add("--layouts", type=words, default=[ONE], help="of this project: one,tp2,dp2,pp2 (default one)")
-    add("--recompute", type=words, default=["none"], help="of this project: none,elementwise,full ... (default none)")
-    add("--zero", type=numbers, default=[1], help="of this project: trainer.zero, such as 1,3 (default 1)")
-    add("--state-bits", type=numbers, default=[32], help="of this project: of Adam's states, 32,8 (default 32)")
-    add("--batch", type=int, default=4, help="sequences of a step (default %(default)s)")
-    add("--seq-length", type=int, default=512, help="tokens of a sequence, at most the model's (default %(default)s)")
-    add("--layers", type=int, help="blocks of each model, instead of its own number: a large model's shape on one GPU")
+    add("--models", type=split_words, default=["llama_15m", "llama_56m", "llama_110m"], help="presets of conf/model")
+    add(
+        "--precision",
+        type=split_words,
+        default=split_words(PRECISIONS),
+        help="dtypes of the matmuls: fp32,bf16; weights are always fp32",
+    )
+    add("--peers", type=split_words, default=list(PEERS), help=f"programs, from {', '.join(PEERS)} (default all)")
+    add("--modes", type=split_words, default=split_words(MODES), help="eager,compiled")
+    add("--layouts", type=split_words, default=[ONE], help="this project's layouts: one,tp2,dp2,pp2 (default one)")
+    add(
+        "--recompute",
+        type=split_words,
+        default=["none"],
+        help="this project's trainer.recompute: none,elementwise,full ... (default none)",
+    )
+    add("--zero", type=split_numbers, default=[1], help="this project's trainer.zero, for example 1,3 (default 1)")
+    add("--state-bits", type=split_numbers, default=[32], help="bits of this project's Adam states: 32,8 (default 32)")
+    add("--batch", type=int, default=4, help="sequences per step (default %(default)s)")
+    add(
+        "--seq-length",
+        type=int,
+        default=512,
+        help="tokens per sequence, capped at the model's maximum (default %(default)s)",
+    )
+    add("--layers", type=int, help="layers of each model, to run a large model's shape on one GPU (default: all)")
     add("--device", default="cpu", choices=[name for name in DEVICES if name != "auto"])
     cores = get_device("cpu").count()
-    add("--threads", type=int, default=cores, help="of each contestant, all ranks together (default: the cores)")
+    add("--threads", type=int, default=cores, help="threads per program, over all its ranks (default: all cores)")
 
 
-def entries_of(args: argparse.Namespace) -> dict[tuple[str, str], list[tuple[Peer, Task]]]:
-    """The contestants of each cell, a model in a precision, in the order of their turns. Raises ConfigError with
-    everything that is wrong with the arguments."""
+def build_entries(args: argparse.Namespace) -> dict[tuple[str, str], list[tuple[Peer, TrainingTask]]]:
+    """Return the programs for each (model, precision), in the order of their turns.
+
+    Raises:
+        ConfigError: with all problems of the arguments.
+    """
     problems: list[Problem] = []
     for flag, given, listed in (
         ("--models", args.models, ""),
@@ -154,20 +171,20 @@ def entries_of(args: argparse.Namespace) -> dict[tuple[str, str], list[tuple[Pee
         ("--state-bits", args.state_bits, STATE_BITS),
     ):
         if not given:
-            problems.append(Problem(flag, None, "names nothing", f"name something, or leave {flag} out"))
+            problems.append(Problem(flag, None, "is empty", f"give a value, or omit {flag}"))
         for word in given if listed else ():
-            if str(word) not in words(listed):
-                problems.append(Problem(flag, word, f"is not one of {listed}", f"write such as {flag} {listed}"))
+            if str(word) not in split_words(listed):
+                problems.append(Problem(flag, word, f"is not one of {listed}", f"write for example {flag} {listed}"))
     for name in ("batch", "seq_length", "layers", "threads", "rounds", "steps"):
-        flag, number = f"--{name.replace('_', '-')}", getattr(args, name, None)  # not all have all of them
+        flag, number = f"--{name.replace('_', '-')}", getattr(args, name, None)  # a command may lack the flag
         if number is not None and number < 1:
-            problems.append(Problem(flag, number, "must be at least 1", f"write {flag} 1, or more"))
+            problems.append(Problem(flag, number, "must be at least 1", f"write {flag} 1 or more"))
     if args.layers is None or args.layers > 0:
-        problems += [problem for name in args.models for problem in _problems(config_of, name, args.layers)]
-    problems += [problem for name in args.layouts for problem in _problems(layout_of, name)]
+        problems += [problem for name in args.models for problem in _problems(load_preset, name, args.layers)]
+    problems += [problem for name in args.layouts for problem in _problems(parse_layout, name)]
     if problems:
         raise ConfigError([problem for n, problem in enumerate(problems) if problem not in problems[:n]])
-    wanted = Wanted(
+    matrix = RunMatrix(
         peers=args.peers,
         modes=args.modes,
         layouts=args.layouts,
@@ -180,7 +197,7 @@ def entries_of(args: argparse.Namespace) -> dict[tuple[str, str], list[tuple[Pee
         seq_length=args.seq_length,
         layers=args.layers,
     )
-    return {cell: list(tasks_of(wanted, *cell)) for cell in product(args.models, args.precision)}
+    return {cell: list(build_tasks(matrix, *cell)) for cell in product(args.models, args.precision)}
 
 
 def _problems(read: Callable[..., object], *arguments: object) -> Sequence[Problem]:
@@ -191,22 +208,22 @@ def _problems(read: Callable[..., object], *arguments: object) -> Sequence[Probl
     return ()
 
 
-def installed(args: argparse.Namespace, left_out: dict[str, str]) -> Iterator[tuple[str, Path]]:
-    """The interpreters of the peers that can take part; ``left_out`` takes the others with the reason."""
+def install_peers(args: argparse.Namespace, excluded: dict[str, str]) -> Iterator[tuple[str, Path]]:
+    """Install the requested peers; yield (name, interpreter). ``excluded`` collects the others with the reason."""
     for name in args.peers:
         peer = PEERS[name]
         if peer.needs_accelerator and not get_device(args.device).is_accelerator:
-            left_out[name] = f"does not run on device {args.device}"
+            excluded[name] = f"does not run on device {args.device}"
             continue
-        sys.stderr.write(f"environment of {name} ...\n")
+        sys.stderr.write(f"preparing the environment of {name} ...\n")
         try:
             yield name, interpreter(peer)
         except NotInstalled as error:
-            left_out[name] = str(error)
+            excluded[name] = str(error)
 
 
-def tell_left_out(left_out: dict[str, str]) -> int:
-    """Names who did not take part; returns the exit status."""
-    for name, reason in left_out.items():
-        sys.stderr.write(f"left out: {name}: {reason}\n")
-    return EXIT_FAILED if left_out else 0
+def report_excluded(excluded: dict[str, str]) -> int:
+    """Print the excluded programs to stderr; return the exit status."""
+    for name, reason in excluded.items():
+        sys.stderr.write(f"excluded: {name}: {reason}\n")
+    return EXIT_FAILED if excluded else 0

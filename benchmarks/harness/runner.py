@@ -1,7 +1,6 @@
-"""Start the programs of a benchmark, compare their work, and run them alternately on one machine.
+"""Start the programs of a benchmark, verify that they do equal work, and run them alternately on one machine.
 
-The matrix peak is measured before and after each turn. A program that does other work than its task is excluded by
-name.
+Matmul FLOP/s are measured before and after each turn. Programs that do different work are excluded and reported.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.harness.environments import OURS, ROOT, Peer
-from benchmarks.harness.task import Facts, Task, checksum
+from benchmarks.harness.task import Facts, TrainingTask, checksum
 from megatron_llama.system.errors import MachineError
 from megatron_llama.topology import AXIS_NAMES
 from megatron_llama.train.console import duration
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 LOSS_TOLERANCE = 0.1
-"""The first loss is the logarithm of the vocabulary within this share: initial weights differ, random tokens can't be
-guessed, and another normalization or shift would show."""
+"""Relative tolerance of the first loss around log(vocabulary size). Tokens are random, so a larger difference means
+another normalization or shift of the loss."""
 FIRST_STEP_SECONDS = 900.0
-"""A contestant that has not trained a step by then is left out; compilers have taken minutes."""
+"""Timeout of the first step, compiling included. Slower programs are excluded."""
 WARM_UP_STEPS = 2
-"""Steps that no turn counts. In a process's first three memory still grows: the second takes up to a third longer."""
-WAKING_STEPS = 1
-"""Steps at the start of each turn that it does not count. While a process sleeps it loses caches and pages, and its
-first step afterwards takes up to twice as long; a run does not sleep."""
+"""Untimed steps after the start. Memory still grows in a process's first three steps; the second takes up to a third
+longer."""
+UNTIMED_STEPS = 1
+"""Untimed steps at the start of each turn. The first step after a sleep takes up to twice as long."""
 
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A function to call with what begins next, ``total`` times in all."""
+    """Show a progress bar on stderr; yield a function to call with the name of each of ``total`` tasks."""
     console = Console(stderr=True)
     columns = (BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn())
     bar = Progress(*columns, console=console, disable=not console.is_terminal)
@@ -64,99 +63,102 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         yield advance
 
 
-def unfair(task: Task, facts: Facts, first_loss: float, torch_version: str) -> list[str]:
-    """What a contestant does otherwise than its task says, a sentence each; empty for a fair one."""
+def find_mismatches(task: TrainingTask, facts: Facts, first_loss: float, torch_version: str) -> list[str]:
+    """Return a message for each difference between a program's work and its task."""
     tokens = task.text(1)[:, :-1]
-    wanted: dict[str, tuple[object, object]] = {
+    checks: dict[str, tuple[object, object]] = {
         "parameters": (facts.parameters, task.parameters),
-        "dtype of the weights": (facts.weight_dtype, "float32"),
-        "dtype of the products": (facts.compute_dtype, DTYPES[task.precision]),
-        "tokens of a step": (facts.tokens_per_step, tokens.numel()),
+        "weight dtype": (facts.weight_dtype, "float32"),
+        "matmul dtype": (facts.compute_dtype, DTYPES[task.precision]),
+        "tokens per step": (facts.tokens_per_step, tokens.numel()),
         "checksum of the first tokens": (facts.tokens_checksum, checksum(tokens)),
-        "largest gradient norm": (facts.clip, task.optimizer["clip"]),
+        "gradient clipping": (facts.clip, task.optimizer["clip"]),
         "torch": (facts.versions.get("torch"), torch_version),
     }
-    found = [f"{what}: {has}, not {should}" for what, (has, should) in wanted.items() if has != should]
+    mismatches = [
+        f"{name}: {actual}, not {expected}" for name, (actual, expected) in checks.items() if actual != expected
+    ]
     expected = math.log(task.model["vocab_size"])
     if not abs(first_loss - expected) < LOSS_TOLERANCE * expected:
-        found.append(f"first loss: {first_loss:.4f}, not within {LOSS_TOLERANCE:.0%} of {expected:.4f}")
-    return found
+        mismatches.append(f"first loss: {first_loss:.4f}, not within {LOSS_TOLERANCE:.0%} of {expected:.4f}")
+    return mismatches
 
 
-class Failed(MachineError):
-    """A contestant ended, or did not answer; the message has the end of what it printed."""
+class ProgramFailed(MachineError):
+    """A program ended or timed out; the message has the end of its output."""
 
 
 @dataclass
-class Turn:
-    """Some steps of one contestant, with the machine to itself."""
+class TurnMeasurement:
+    """Measurements of one program's turn, in which no other program runs."""
 
     step_seconds: list[float]
-    """Each step's, by the clock."""
+    """Wall time of each step."""
     processor_seconds: float
-    """User and system time of a step, all ranks together."""
+    """User and system time per step, summed over ranks."""
     peak_bytes: int
-    """Most resident memory during the turn, all ranks together; on an accelerator the allocator's."""
+    """Peak resident memory (on accelerators: peak allocated memory), summed over ranks."""
     peak_flops: float
-    """FLOP/s of a matrix product on the idle machine: the mean of before and after the turn."""
+    """Matmul FLOP/s on the idle machine, mean of before and after the turn."""
     loss: float
+    """Loss of the last step."""
 
 
 @dataclass
-class Start:
-    """From the start of the program to the end of its first step, seconds."""
+class StartupTime:
+    """Time from a program's start to the end of its first step, in seconds."""
 
     seconds: float
     parts: dict[str, float]
-    """What it took until each mark after the one before it."""
+    """Seconds of each phase, by the mark at its end."""
     graphs: int
-    """Graphs compiled, those found in the cache not counted."""
+    """Compiled graphs, without cache hits."""
 
 
 @dataclass
-class Result:
-    """What was measured of one contestant."""
+class ProgramResult:
+    """Measurements of one program."""
 
     name: str
-    task: Task
+    task: TrainingTask
     facts: Facts
     first_loss: float
-    starts: list[Start] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
+    starts: list[StartupTime] = field(default_factory=list)
+    turns: list[TurnMeasurement] = field(default_factory=list)
     live_bytes: int = 0
-    """Most bytes of live tensors in a step, all ranks together."""
+    """Peak bytes of live tensors in a step, summed over ranks."""
 
 
-def contestant_name(peer: str, task: Task) -> str:
-    """Such as ``ours compiled tp2`` or ``ours recompute=full``."""
+def program_name(peer: str, task: TrainingTask) -> str:
+    """Return a name such as ``ours compiled tp2`` or ``ours recompute=full``."""
     axes = {axis: getattr(task.layout, axis) for axis in AXIS_NAMES}
     layout = "".join(f" {axis}{size}" for axis, size in axes.items() if size > 1)
     zero = f" zero={task.zero}" if task.zero != 1 else ""
     bits = f" state_bits={task.state_bits}" if task.state_bits != 32 else ""
-    again = f" recompute={task.recompute}" if task.recompute != "none" else ""
-    return f"{peer}{' compiled' if task.mode == 'compiled' else ''}{layout}{zero}{bits}{again}"
+    recompute = f" recompute={task.recompute}" if task.recompute != "none" else ""
+    return f"{peer}{' compiled' if task.mode == 'compiled' else ''}{layout}{zero}{bits}{recompute}"
 
 
-class Contestant:
-    """A started program that waits for its turns. Use it in a ``with`` block: it is ended with it."""
+class RunningProgram:
+    """A started program that waits for requests. Leaving the ``with`` block ends it."""
 
-    def __init__(self, peer: Peer, python: Path, task: Task) -> None:
-        """Starts the program and waits for its first step. Raises Failed."""
-        self.name = contestant_name(peer.name, task)
+    def __init__(self, peer: Peer, python: Path, task: TrainingTask) -> None:
+        """Start the program and wait for its first step. Raises ProgramFailed."""
+        self.name = program_name(peer.name, task)
         self._folder = tempfile.mkdtemp(prefix="bench-")
         try:
-            ready = self._first_answer(peer, python, task)
-        except Failed:
+            ready = self._start(peer, python, task)
+        except ProgramFailed:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
         self.facts, self.first_loss = Facts(**ready["facts"]), float(ready["loss"])
         marks = {"start": self.task.started, **ready["marks"]}
         moments = sorted(marks.items(), key=lambda mark: mark[1])
         parts = {name: moment - earlier for (_, earlier), (name, moment) in zip(moments, moments[1:], strict=False)}
-        self.start = Start(marks["first_step"] - self.task.started, parts, ready["graphs"])
+        self.start = StartupTime(marks["first_step"] - self.task.started, parts, ready["graphs"])
 
-    def _first_answer(self, peer: Peer, python: Path, task: Task) -> dict[str, Any]:
-        """Starts the program; returns what it reports after its first step."""
+    def _start(self, peer: Peer, python: Path, task: TrainingTask) -> dict[str, Any]:
+        """Start the program; return its report after the first step."""
         self._output = Path(self._folder) / "output"
         Path(task.cache).mkdir(parents=True, exist_ok=True)
         with Listener(str(Path(self._folder) / "socket"), "AF_UNIX") as listener, open(self._output, "wb") as output:
@@ -168,126 +170,123 @@ class Contestant:
             }
             self._process = subprocess.Popen(
                 [str(python), "-m", peer.program, self.task.to_json()],
-                cwd=self._folder,  # whatever a peer leaves
+                cwd=self._folder,  # collects files that a peer writes
                 env={**os.environ, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-            self._connection = self._accept(listener)
-        return self._answer()
+            self._connection = self._wait_for_connection(listener)
+        return self._receive()
 
-    def __enter__(self) -> Contestant:
+    def __enter__(self) -> RunningProgram:
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._process.poll() is None and not exception[0]:
-            self._tell(steps=0)
+            self._send_request(steps=0)
         try:
             self._process.wait(0 if exception[0] else 30)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # its ranks die with it
+            self._process.kill()  # its ranks end too
             self._process.wait()
         self._connection.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def train(self, steps: int) -> dict[str, Any]:
-        """Trains ``steps`` steps; returns what worker.py measured."""
-        self._tell(steps=steps)
-        return self._answer()
+        """Train ``steps`` steps; return the measurements of worker.py."""
+        self._send_request(steps=steps)
+        return self._receive()
 
     def live_bytes(self) -> int:
-        """Most bytes of live tensors during one more step, which is watched and slow."""
-        self._tell(steps=1, watch=True)
-        return int(self._answer()["live_bytes"])
+        """Train one more step under the profiler; return the peak bytes of live tensors."""
+        self._send_request(steps=1, watch=True)
+        return int(self._receive()["live_bytes"])
 
-    def _tell(self, steps: int, watch: bool = False) -> None:
+    def _send_request(self, steps: int, watch: bool = False) -> None:
         self._connection.send_bytes(json.dumps({"steps": steps, "watch": watch}).encode())
 
-    def _accept(self, listener: Listener) -> Connection:
-        socket = listener._listener._socket  # type: ignore[attr-defined]  # a Listener can't be waited for otherwise
+    def _wait_for_connection(self, listener: Listener) -> Connection:
+        socket = listener._listener._socket  # type: ignore[attr-defined]  # wait() needs the socket
         end = time.monotonic() + FIRST_STEP_SECONDS
         while not wait([socket], timeout=1.0):
             if self._process.poll() is not None or time.monotonic() > end:
-                raise self._failed()
+                raise self._failure()
         return listener.accept()
 
-    def _answer(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
         try:
             if self._connection.poll(FIRST_STEP_SECONDS):
                 answer: dict[str, Any] = json.loads(self._connection.recv_bytes())
                 return answer
         except (EOFError, ConnectionError):
             pass
-        raise self._failed()
+        raise self._failure()
 
-    def _failed(self) -> Failed:
+    def _failure(self) -> ProgramFailed:
         self._process.kill()
         status = self._process.wait()
         text = self._output.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-12:]
-        return Failed(f"{self.name} ended with status {status}:\n" + "\n".join(f"    {line}" for line in text))
+        return ProgramFailed(f"{self.name} ended with status {status}:\n" + "\n".join(f"    {line}" for line in text))
 
 
 @dataclass(frozen=True)
-class Course:
-    """How a cell is run."""
+class RoundSettings:
+    """Number of turns and steps, and callbacks, for ``run_rounds``."""
 
     rounds: int
-    """Turns of each contestant; none leaves it at the start."""
+    """Turns of each program; 0 measures only the start."""
     steps: int
-    """Steps of a turn."""
+    """Timed steps per turn."""
     cold: bool
-    """Whether each contestant is started once with an empty cache of compiled graphs before it competes."""
+    """Whether to start each program once with an empty compile cache first."""
     peak: Callable[[], float]
-    """Measures FLOP/s of a matrix product on the machine, which is idle then."""
+    """Measures matmul FLOP/s while all programs sleep."""
     advance: Callable[[str], None]
-    """Is told what comes next: rounds + 2 times for each contestant."""
-    left_out: dict[str, str]
-    """Takes the contestants that fail or do other work, with the reason."""
+    """Receives the name of each task: rounds + 2 times per program."""
+    excluded: dict[str, str]
+    """Collects programs that fail or do different work, with the reason."""
 
 
-def compete(entries: Sequence[tuple[Peer, Path, Task]], course: Course) -> list[Result]:
-    """The contestants of one cell: starts each alone and warms it up, then gives them their turns.
-
-    All stay in memory between their turns, asleep.
-    """
-    running: list[tuple[Contestant, Result]] = []
+def run_rounds(entries: Sequence[tuple[Peer, Path, TrainingTask]], settings: RoundSettings) -> list[ProgramResult]:
+    """Start and warm up each program alone, then run them round-robin. Programs sleep in memory between turns."""
+    running: list[tuple[RunningProgram, ProgramResult]] = []
     with ExitStack() as stack:
         for peer, python, task in entries:
-            name = contestant_name(peer.name, task)
-            course.advance(f"{name} starts")
+            name = program_name(peer.name, task)
+            settings.advance(f"{name} starts")
             starts = []
             try:
-                if course.cold:
+                if settings.cold:
                     shutil.rmtree(task.cache, ignore_errors=True)
-                    with Contestant(peer, python, task) as first:
+                    with RunningProgram(peer, python, task) as first:
                         starts.append(first.start)
-                contestant = stack.enter_context(Contestant(peer, python, task))
-            except Failed as failed:
-                course.left_out[name] = str(failed)
+                program = stack.enter_context(RunningProgram(peer, python, task))
+            except ProgramFailed as failure:
+                settings.excluded[name] = str(failure)
                 continue
-            if found := unfair(task, contestant.facts, contestant.first_loss, torch.__version__):
-                course.left_out[name] = f"does other work than its task says: {'; '.join(found)}"
+            if mismatches := find_mismatches(task, program.facts, program.first_loss, torch.__version__):
+                settings.excluded[name] = f"does different work: {'; '.join(mismatches)}"
                 continue
-            starts.append(contestant.start)
-            if course.rounds:
-                contestant.train(WARM_UP_STEPS)
-            running.append((contestant, Result(name, contestant.task, contestant.facts, contestant.first_loss, starts)))
-        before = course.peak()
-        for number in range(course.rounds):
-            for contestant, result in running:
-                course.advance(f"{result.name}, round {number + 1}")
-                contestant.train(WAKING_STEPS)
-                told = contestant.train(course.steps)
-                after = course.peak()
-                result.turns.append(Turn(**told, peak_flops=(before + after) / 2))
+            starts.append(program.start)
+            if settings.rounds:
+                program.train(WARM_UP_STEPS)
+            running.append((program, ProgramResult(name, program.task, program.facts, program.first_loss, starts)))
+        before = settings.peak()
+        for number in range(settings.rounds):
+            for program, result in running:
+                settings.advance(f"{result.name}, round {number + 1}")
+                program.train(UNTIMED_STEPS)
+                measured = program.train(settings.steps)
+                after = settings.peak()
+                result.turns.append(TurnMeasurement(**measured, peak_flops=(before + after) / 2))
                 before = after
-        for contestant, result in running if course.rounds else ():
-            course.advance(f"{result.name}, memory")
-            result.live_bytes = contestant.live_bytes()
+        for program, result in running if settings.rounds else ():
+            settings.advance(f"{result.name}, memory")
+            result.live_bytes = program.live_bytes()
     return [result for _, result in running]
 
 
-def is_ours(name: str) -> bool:
-    """Whether a contestant is this project, in any mode and layout."""
+def is_this_project(name: str) -> bool:
+    """Return whether a program's name is this project's, in any mode and layout."""
     return name.split()[0] == OURS

@@ -1,6 +1,6 @@
-"""What every contestant trains: the model's shape, the tokens, the optimizer; and what it reports about itself.
+"""The training task of all programs (model shape, tokens, optimizer), and the facts that a program reports.
 
-The peers' programs import this file in their own environments, so it needs nothing but torch.
+The peers' programs import this file in their environments, so it requires only torch.
 """
 
 from __future__ import annotations
@@ -30,130 +30,130 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Task:
-    """One contestant's work, the same for all of a cell but for ``mode``, ``layout`` and this project's settings."""
+class TrainingTask:
+    """Work of one program. Programs of a comparison differ only in mode, layout and this project's settings."""
 
     preset: str
     """Name of the model in conf/model."""
     model: dict[str, Any]
-    """The fields of ModelConfig, derived ones included."""
+    """Fields of ModelConfig, derived ones included."""
     parameters: int
-    """Weights that the model must have; a tied head counts once."""
+    """Expected number of weights; tied embeddings count once."""
     seq_length: int
-    """Tokens."""
+    """Tokens per sequence."""
     batch_size: int
-    """Sequences of a step."""
+    """Sequences per step."""
     micro_batch_size: int
-    """Sequences that a rank of this project takes at a time; the peers take the batch whole."""
+    """Sequences per micro batch of this project; peers use the whole batch."""
     precision: str
-    """fp32, or bf16: products in bf16, weights and optimizer states in fp32."""
+    """fp32, or bf16: matmuls in bf16, weights and optimizer states in fp32."""
     mode: str
     """eager or compiled."""
     layout: Layout
     device: str
     """torch's device type."""
     threads: int
-    """Of all ranks together."""
+    """Threads over all ranks."""
     optimizer: dict[str, Any]
-    """AdamW: lr, betas, eps, weight_decay, and clip, the largest gradient norm."""
+    """AdamW's lr, betas, eps and weight_decay, and ``clip``, the maximum gradient norm."""
     seed: int
     cache: str = ""
-    """Folder of the compiler's cache; published records lack it."""
+    """Folder of the compile cache; empty in published records."""
     started: float = 0.0
-    """When the program was started, seconds since the epoch."""
+    """Time of the program's start, seconds since the epoch."""
     address: str = ""
-    """Socket of the process that gives the turns."""
+    """Socket of the benchmark process."""
     recompute: str = "none"
-    """What this project makes again in the backward pass (trainer.recompute); the peers keep everything."""
+    """This project's trainer.recompute; peers recompute nothing."""
     zero: int = 1
-    """This project's trainer.zero; at 3 one rank, too, casts its weights block by block."""
+    """This project's trainer.zero; with 3, a single rank also casts its weights block by block."""
     state_bits: int = 32
-    """Of this project's Adam's states: 8 for optim.state_bits=8, or 32."""
+    """Bits of this project's Adam states: 8 (optim.state_bits=8) or 32."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Task:
+    def from_json(cls, text: str) -> TrainingTask:
         return cls.from_fields(json.loads(text))
 
     @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> Task:
-        """The task that ``dataclasses.asdict`` made ``fields`` of."""
+    def from_fields(cls, fields: dict[str, Any]) -> TrainingTask:
+        """Rebuild a task from ``dataclasses.asdict``."""
         return cls(**{**fields, "layout": Layout(**fields["layout"])})
 
     def text(self, step: int) -> torch.Tensor:
-        """The token ids of step ``step`` [batch, seq + 1], int64, the same for every contestant.
+        """Return the token ids of ``step`` [b, s + 1], int64, equal for all programs.
 
-        Uniformly random: what they are changes no time, and the loss begins near the logarithm of the vocabulary.
+        They are uniformly random, so the first loss is near log(vocabulary size).
         """
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         shape = (self.batch_size, self.seq_length + 1)
         return torch.randint(0, self.model["vocab_size"], shape, generator=generator)
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and labels of a step on the device, each [batch, seq], int64."""
+        """Return tokens and labels of a step on the device, each [b, s], int64."""
         text = self.text(step).to(self.device)
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """What autocast computes products in; None for fp32, where there is no autocast."""
+        """Autocast dtype; None for fp32, which does not use autocast."""
         return torch.bfloat16 if self.precision == "bf16" else None
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a contestant says about itself, for the check that the comparison is fair and for the table."""
+    """Properties that a program reports, for the check of equal work and for the table."""
 
     parameters: int
-    """Elements of its trained tensors, each counted once, over all ranks."""
+    """Elements of the trained tensors over all ranks, shared ones counted once."""
     weight_dtype: str
-    """Of the weights that the optimizer updates, such as float32."""
+    """Dtype of the weights that the optimizer updates, such as float32."""
     compute_dtype: str
-    """Of the products inside a block, as seen in a forward pass, or as the plan says."""
+    """Dtype of the matmuls in a block, from a forward pass or the plan."""
     tokens_per_step: int
     tokens_checksum: int
-    """Of the first step's token ids, as ``checksum`` makes it."""
+    """``checksum`` of the first step's token ids."""
     optimizer: str
-    """Class, and how it is implemented."""
+    """Class and implementation."""
     clip: float | None
-    """Largest gradient norm."""
+    """Maximum gradient norm."""
     attention: str
     versions: dict[str, str]
 
 
 def checksum(tokens: torch.Tensor) -> int:
-    """A number that equal token ids share."""
+    """Return the CRC-32 of token ids."""
     return zlib.crc32(tokens.cpu().contiguous().numpy().tobytes())
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Elements of the trained parameters; shared ones count once."""
+    """Return the number of elements of the trained parameters; shared ones count once."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def weight_dtype(model: torch.nn.Module) -> str:
-    """The dtypes of the trained parameters, as text."""
+    """Return the dtypes of the trained parameters, separated by spaces."""
     return " ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}))
 
 
-def product_dtype(model: torch.nn.Module, layer: str, forward: Any) -> str:
-    """The dtype of the output of the module named ``layer``, as ``forward`` runs it on a few tokens."""
-    seen: list[str] = []
+def matmul_dtype(model: torch.nn.Module, layer: str, forward: Any) -> str:
+    """Return the output dtype of the module named ``layer`` when ``forward`` runs the model."""
+    dtypes: list[str] = []
     hook = model.get_submodule(layer).register_forward_hook(
-        lambda module, inputs, output: seen.append(str(output.dtype).removeprefix("torch."))
+        lambda module, inputs, output: dtypes.append(str(output.dtype).removeprefix("torch."))
     )
     try:
         with torch.no_grad():
             forward()
     finally:
         hook.remove()
-    return seen[0]
+    return dtypes[0]
 
 
-def facts_of(
-    task: Task,
+def collect_facts(
+    task: TrainingTask,
     model: torch.nn.Module,
     *,
     compute_dtype: Callable[[], str],
@@ -161,9 +161,12 @@ def facts_of(
     attention: str,
     versions: dict[str, str],
 ) -> Facts:
-    """What a peer in one process says about itself; ``versions`` of its packages, without torch's.
+    """Return the facts of a peer that trains in one process.
 
-    ``compute_dtype`` is called last: its forward pass may leave ``fully_shard``'s cast weights in the model.
+    Args:
+        compute_dtype: called after the weights' dtype is read, as its forward pass may leave the cast weights of
+            ``fully_shard`` in the model.
+        versions: versions of the peer's packages, without torch.
     """
     tokens, _ = task.batch(1)
     return Facts(
@@ -179,8 +182,8 @@ def facts_of(
     )
 
 
-def fused_adamw(task: Task, model: torch.nn.Module) -> torch.optim.AdamW:
-    """torch's fused AdamW with the task's settings, for all of the model's parameters."""
+def fused_adamw(task: TrainingTask, model: torch.nn.Module) -> torch.optim.AdamW:
+    """Build torch's fused AdamW with the task's settings for all parameters of the model."""
     options = task.optimizer
     return torch.optim.AdamW(
         model.parameters(),

@@ -1,7 +1,7 @@
-"""A contestant's process: builds, trains a first step, then trains as many steps as it is told, and measures itself.
+"""The loop in a program's process: build, train the first step, then train and measure steps on request.
 
-The messages go over a socket, one JSON object each, so that whatever a peer prints does no harm. Imported in the peers'
-environments: it needs nothing but torch.
+Messages are JSON objects over a socket, so a peer may print freely. Imported in the peers' environments: requires only
+torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch._subclasses import FakeTensor
 
-from benchmarks.harness.task import Facts, Task
+from benchmarks.harness.task import Facts, TrainingTask
 
 
 class Trainer(Protocol):
@@ -29,37 +29,38 @@ class Trainer(Protocol):
     facts: Facts
 
     def step(self, number: int) -> float:
-        """Trains on the tokens of step ``number``, an optimizer step and the gradients' clipping included; the loss."""
+        """Train one step on the tokens of step ``number``, with clipping and optimizer; return the loss."""
         ...
 
 
 class Ranks:
-    """How the ranks of one contestant agree; this one is alone."""
+    """Communication between the ranks of a program; this base class has one rank."""
 
     is_first = True
 
     def share(self, receive: Callable[[], Any]) -> Any:
-        """What ``receive`` returns on the first rank, on all of them."""
+        """Call ``receive`` on the first rank; return its result on all ranks."""
         return receive()
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on all of them."""
+        """Return the values of all ranks, on every rank."""
         return [value]
 
 
-def read_task() -> Task:
-    """The task on the command line, with the threads set up as it says."""
-    task = Task.from_json(sys.argv[1])
+def read_task() -> TrainingTask:
+    """Read the task from the command line and set torch's threads."""
+    task = TrainingTask.from_json(sys.argv[1])
     torch.set_num_threads(task.threads)
     return task
 
 
 def serve(
-    task: Task, build: Callable[[], Trainer], ranks: Ranks | None = None, marks: dict[str, float] | None = None
+    task: TrainingTask, build: Callable[[], Trainer], ranks: Ranks | None = None, marks: dict[str, float] | None = None
 ) -> None:
-    """Reports the first step, then obeys until it is told to end. All ranks call it.
+    """Report the first step, then serve requests until a request has 0 steps. All ranks call it.
 
-    ``marks`` are moments of the start, in seconds since the epoch, that the report passes on.
+    Args:
+        marks: times of phases of the start, in seconds since the epoch, to include in the report.
     """
     ranks = ranks or Ranks()
     marks = {"imports": time.time(), **(marks or {})}
@@ -79,20 +80,20 @@ def serve(
     while True:
         if connection is not None:
             connection.send_bytes(json.dumps(ready).encode())
-        order = ranks.share(receive)
-        if not order["steps"]:
+        request = ranks.share(receive)
+        if not request["steps"]:
             return
-        if order["watch"]:
+        if request["watch"]:
             step += 1
             ready = {"live_bytes": sum(ranks.gather(_live_bytes(task, trainer, step)))}
             continue
-        ready = _train(task, trainer, ranks, step + 1, order["steps"])
-        step += order["steps"]
+        ready = _train(task, trainer, ranks, step + 1, request["steps"])
+        step += request["steps"]
 
 
-def _train(task: Task, trainer: Trainer, ranks: Ranks, first: int, steps: int) -> dict[str, Any]:
-    """Trains ``steps`` steps and reports their times, the last loss and the memory."""
-    _forget_peak_memory(task)
+def _train(task: TrainingTask, trainer: Trainer, ranks: Ranks, first: int, steps: int) -> dict[str, Any]:
+    """Train ``steps`` steps; return their times, the last loss and the memory."""
+    _reset_peak_memory(task)
     seconds = []
     before = _processor_seconds()
     for number in range(first, first + steps):
@@ -105,11 +106,11 @@ def _train(task: Task, trainer: Trainer, ranks: Ranks, first: int, steps: int) -
         "step_seconds": seconds,
         "processor_seconds": sum(ranks.gather(used)) / steps,
         "loss": loss,
-        "peak_bytes": sum(ranks.gather(_peak_memory(task))),
+        "peak_bytes": sum(ranks.gather(_read_peak_memory(task))),
     }
 
 
-def _synchronize(task: Task) -> None:
+def _synchronize(task: TrainingTask) -> None:
     if task.device != "cpu":
         torch.accelerator.synchronize()
 
@@ -120,23 +121,23 @@ def _processor_seconds() -> float:
 
 
 def _new_graphs() -> int:
-    """Graphs that this process compiled, and did not find in the cache."""
+    """Return the number of graphs that this process compiled, without cache hits."""
     counters = sys.modules["torch._dynamo.utils"].counters["inductor"] if "torch._dynamo.utils" in sys.modules else {}
     return int(counters.get("fxgraph_cache_miss", 0) + counters.get("fxgraph_cache_bypass", 0))
 
 
-def _forget_peak_memory(task: Task) -> None:
-    """The peak begins anew; otherwise it would be that of importing and compiling."""
+def _reset_peak_memory(task: TrainingTask) -> None:
+    """Reset the peak, which otherwise includes imports and compilation."""
     if task.device != "cpu":
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats()
         return
-    with suppress(OSError), open("/proc/self/clear_refs", "w") as file:  # not allowed everywhere
+    with suppress(OSError), open("/proc/self/clear_refs", "w") as file:  # some containers deny it
         file.write("5")
 
 
-def _peak_memory(task: Task) -> int:
-    """Most bytes that the device held, or this process kept resident, since ``_forget_peak_memory``."""
+def _read_peak_memory(task: TrainingTask) -> int:
+    """Return the peak allocated (accelerator) or resident (CPU) bytes since ``_reset_peak_memory``."""
     if task.device != "cpu":
         return int(torch.accelerator.max_memory_allocated())
     with suppress(OSError), open("/proc/self/status", encoding="ascii") as file:
@@ -146,33 +147,35 @@ def _peak_memory(task: Task) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _live_bytes(task: Task, trainer: Trainer, step: int) -> int:
-    """Most bytes of tensors alive at a time during a step."""
+def _live_bytes(task: TrainingTask, trainer: Trainer, step: int) -> int:
+    """Return the peak bytes of live tensors during a step."""
     if task.device == "cpu":
-        return most_alive(lambda: trainer.step(step))
+        return peak_live_bytes(lambda: trainer.step(step))
     torch.accelerator.reset_peak_memory_stats()
     trainer.step(step)
     return int(torch.accelerator.max_memory_allocated())
 
 
-def most_alive(work: Callable[[], object]) -> int:
-    """Most bytes of a CPU's tensors alive at a time during ``work``: those alive before, and what the allocator then
-    reports."""
+def peak_live_bytes(work: Callable[[], object]) -> int:
+    """Return the peak bytes of live CPU tensors during ``work``.
+
+    Adds the allocator's events under torch.profiler to the bytes of the existing tensors.
+    """
     gc.collect()
-    # type(), as isinstance would wake lazily imported modules among the objects.
+    # type() instead of isinstance(), which would import lazy modules.
     storages = {}
     for tensor in gc.get_objects():
-        # Fake tensors are left over where graphs were compiled.
+        # Compilation leaves fake tensors, which have no memory.
         real = issubclass(type(tensor), torch.Tensor) and not issubclass(type(tensor), FakeTensor)
         if real and tensor.device.type == "cpu":
-            with suppress(NotImplementedError, RuntimeError):  # wrappers without memory of their own
+            with suppress(NotImplementedError, RuntimeError):  # tensor wrappers without storage
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
-    alive = most = sum(storages.values())
+    live = peak = sum(storages.values())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         work()
     changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(changes, key=lambda event: event.start_ns()):
-        alive += event.nbytes()
-        most = max(most, alive)
-    return most
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak

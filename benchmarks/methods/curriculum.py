@@ -33,9 +33,9 @@ CURRICULA = {
 """By metric, without the total_curriculum_step, which is half of a plain run's steps."""
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The sub-command's options."""
-    variants.describe(parser)
+    variants.add_arguments(parser)
     parser.add_argument("--tokens", type=int, default=143_360, help="of each run (default 143360)")
 
 

@@ -114,7 +114,7 @@ def table(found: Mapping[str, Sequence[Trained]], settings: Mapping[str, list[st
     return [*markdown_table(head, rows)]
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("--input", type=Path, required=True, help="a folder of RedPajama, as data_prep/redpajama.py")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "less_communication", help="runs and results")

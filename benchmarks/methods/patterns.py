@@ -26,9 +26,9 @@ PATTERNS: dict[str, tuple[list[str], Pattern]] = {
 }
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The sub-command's options."""
-    variants.describe(parser)
+    variants.add_arguments(parser)
     parser.add_argument("--steps", type=int, default=140, help="of each run (default 140)")
 
 

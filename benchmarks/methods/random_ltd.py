@@ -21,9 +21,9 @@ LENGTH, BATCH = 256, 8
 PLAIN, DROPPING = "plain", "random-LTD"
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The sub-command's options."""
-    variants.describe(parser)
+    variants.add_arguments(parser)
     parser.add_argument("--steps", type=int, default=140, help="of a plain run (default 140)")
     parser.add_argument("--min-value", type=int, default=64, help=f"tokens of {LENGTH} at first (default 64)")
 

@@ -63,7 +63,7 @@ class Trained:
         return [record for record in self.records if record.get("val_loss") is not None]
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a sub-command that trains on SUBSETS."""
     parser.add_argument("--input", type=Path, required=True, help=f"folder with {', '.join(SUBSETS)} as .jsonl")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="keeps datasets and runs")

@@ -1,1 +1,1 @@
-"""One program per trainer. A peer's program runs in the peer's own environment, which has torch and no more."""
+"""One program per trainer. A peer's program runs in the peer's environment, without this project's dependencies."""

@@ -1,4 +1,4 @@
-"""litgpt: its GPT under Lightning Fabric, with the loss, optimizer and clipping of its `pretrain` command."""
+"""litgpt's GPT on Lightning Fabric, with the loss, optimizer and clipping of its `pretrain` command."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from litgpt import GPT, Config
 from litgpt.pretrain import initialize_weights
 from litgpt.utils import chunked_cross_entropy, instantiate_torch_optimizer
 
-from benchmarks.harness.task import Task, facts_of, product_dtype
+from benchmarks.harness.task import TrainingTask, collect_facts, matmul_dtype
 from benchmarks.harness.worker import read_task, serve
 
 
 class LitgptTrainer:
     """The model and its optimizer."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrainingTask) -> None:
         self.task = task
         precision = "bf16-mixed" if task.precision == "bf16" else "32-true"
         self.fabric = lightning.Fabric(accelerator=task.device, devices=1, precision=precision)
@@ -33,29 +33,29 @@ class LitgptTrainer:
         self.plain = model
         self.model = self.fabric.setup(torch.compile(model) if task.mode == "compiled" else model)
         options = {name: task.optimizer[name] for name in ("lr", "betas", "eps", "weight_decay")}
-        fused = self.fabric.device.type != "cpu"  # as its pretrain command has it
+        fused = self.fabric.device.type != "cpu"  # the default of litgpt's pretrain command
         optimizer = instantiate_torch_optimizer(
             {"class_path": "torch.optim.AdamW", "init_args": options}, self.model.parameters(), fused=fused
         )
         self.optimizer = self.fabric.setup_optimizers(optimizer)
         tokens, _ = task.batch(1)
-        self.facts = facts_of(
+        self.facts = collect_facts(
             task,
             model,
             compute_dtype=lambda: self._compute_dtype(tokens[:1, :8]),
-            optimizer=f"AdamW, {'fused' if fused else 'not fused: its own default on a CPU'}",
+            optimizer=f"AdamW, {'fused' if fused else 'not fused: the default on CPU'}",
             attention="scaled_dot_product_attention",
             versions={"litgpt": version("litgpt"), "lightning": version("lightning")},
         )
 
     def _compute_dtype(self, tokens: torch.Tensor) -> str:
-        """As Fabric's precision runs the plain model, which a compiled one shares its weights with."""
+        """Return the matmul dtype of the eager model, which shares its weights with the compiled one."""
 
         def forward() -> None:
             with self.fabric.autocast():
                 self.plain(tokens)
 
-        return product_dtype(self.plain, "transformer.h.0.mlp.proj", forward)
+        return matmul_dtype(self.plain, "transformer.h.0.mlp.proj", forward)
 
     def step(self, number: int) -> float:
         tokens, labels = self.task.batch(number)
@@ -67,8 +67,8 @@ class LitgptTrainer:
         return loss.item()
 
 
-def litgpt_config(task: Task) -> Config:
-    """litgpt's Config of the task's Llama."""
+def litgpt_config(task: TrainingTask) -> Config:
+    """Return litgpt's Config of the task's model."""
     model = task.model
     return Config(
         name=task.preset,
@@ -92,5 +92,5 @@ def litgpt_config(task: Task) -> Config:
 
 
 if __name__ == "__main__":
-    asked = read_task()
-    serve(asked, lambda: LitgptTrainer(asked))
+    task = read_task()
+    serve(task, lambda: LitgptTrainer(task))

@@ -1,4 +1,4 @@
-"""This project: its ranks, started by its own launcher, train the task in any layout with the steps of `train`."""
+"""This project: the launcher starts the ranks, which train the task in any layout with the steps of `train`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.task import Facts, Task, checksum
+from benchmarks.harness.task import Facts, TrainingTask, checksum
 from benchmarks.harness.worker import Ranks, serve
 from megatron_llama.cli import main as launch
 from megatron_llama.data.batches import build_data
@@ -32,8 +32,8 @@ from megatron_llama.tools.steps import Steps, open_steps
 from megatron_llama.topology import AXIS_NAMES
 
 
-def overrides(task: Task, run_dir: str) -> list[str]:
-    """The command line of train.py that trains the task."""
+def overrides(task: TrainingTask, run_dir: str) -> list[str]:
+    """Return train.py's overrides that train the task."""
     layout, optimizer = task.layout, task.optimizer
     return [
         f"model={task.preset}",
@@ -64,25 +64,25 @@ def _text(value: Any) -> str:
     return "null" if value is None else str(value).replace(" ", "")
 
 
-def _attention(task: Task, dtype: torch.dtype) -> str:
-    """The kernels of the task's attention, for its facts."""
-    heads, wide = task.model["num_attention_heads"], task.model.get("head_dim")
-    q = torch.empty(1, 1, task.seq_length, wide or task.model["hidden_size"] // heads, dtype=dtype, device=task.device)
+def _attention(task: TrainingTask, dtype: torch.dtype) -> str:
+    """Return the name of the attention kernels, for the facts."""
+    head_dim = task.model.get("head_dim") or task.model["hidden_size"] // task.model["num_attention_heads"]
+    q = torch.empty(1, 1, task.seq_length, head_dim, dtype=dtype, device=task.device)
     if task.mode == "compiled" and attention_cpu.serves(q):
-        return "its own FlashAttention for CPUs"
+        return "custom FlashAttention for CPU"
     if not attention_cpu.is_faster(q):
         return "scaled_dot_product_attention"
-    return "by chunks" if not by_amx(dtype) else "scaled_dot_product_attention forward, by chunks backward"
+    return "chunked" if not by_amx(dtype) else "scaled_dot_product_attention forward, chunked backward"
 
 
 class TaskBatches:
-    """The task's tokens, cut for one rank as data/batches.py cuts samples."""
+    """The task's tokens, split among ranks in the order of data/batches.py."""
 
-    def __init__(self, task: Task, plan: Plan, dp_rank: int, device: torch.device) -> None:
+    def __init__(self, task: TrainingTask, plan: Plan, dp_rank: int, device: torch.device) -> None:
         self.task, self.plan, self.dp_rank, self.device = task, plan, dp_rank, device
 
     def at(self, consumed_samples: int) -> Sequence[MicroBatch]:
-        """This rank's micro batches of the step that follows ``consumed_samples``."""
+        """Return this rank's micro batches of the step after ``consumed_samples`` samples."""
         text = self.task.text(consumed_samples // self.task.batch_size + 1)
         size, dp, length = self.plan.config.trainer.micro_batch_size, self.task.layout.dp, self.task.seq_length
         batches = []
@@ -96,28 +96,28 @@ class TaskBatches:
 
 
 class OurRanks(Ranks):
-    """The ranks of the run agree through torch.distributed."""
+    """Communication between the ranks over torch.distributed."""
 
     def __init__(self, rank: int) -> None:
         self.is_first = rank == 0
 
     def share(self, receive: Callable[[], Any]) -> Any:
         phase.enter("waiting for its turn", phase.UNWATCHED)
-        held = [receive() if self.is_first else None]
-        dist.broadcast_object_list(held, src=0)
+        values = [receive() if self.is_first else None]
+        dist.broadcast_object_list(values, src=0)
         phase.enter("its turn", phase.PATIENT)
-        return held[0]
+        return values[0]
 
     def gather(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
 
 
 class OurTrainer:
-    """One rank's steps."""
+    """Training steps of one rank."""
 
-    def __init__(self, task: Task, plan: Plan, model: ParallelModel, steps: Steps, ranks: Ranks) -> None:
+    def __init__(self, task: TrainingTask, plan: Plan, model: ParallelModel, steps: Steps, ranks: Ranks) -> None:
         self.steps = steps
         counted = sum(part.numel() for shard in model.trained for part in shard.owned(shard.local))
         tokens = task.text(1)[:, :-1]
@@ -127,7 +127,7 @@ class OurTrainer:
             compute_dtype=plan.precision.compute_dtype,
             tokens_per_step=plan.tokens_per_step,
             tokens_checksum=checksum(tokens),
-            optimizer="AdamW, fused" if task.state_bits == 32 else f"AdamW with states of {task.state_bits} bits",
+            optimizer="AdamW, fused" if task.state_bits == 32 else f"AdamW, {task.state_bits}-bit states",
             clip=plan.config.optim.clip,
             attention=_attention(task, getattr(torch, plan.precision.compute_dtype)),
             versions={"torch": torch.__version__, "megatron-core": version("megatron-core")},
@@ -137,8 +137,8 @@ class OurTrainer:
         return self.steps.run(number)
 
 
-def train_rank(task: Task, marks: dict[str, float], plan: Plan) -> None:
-    """What each rank does."""
+def train_rank(task: TrainingTask, marks: dict[str, float], plan: Plan) -> None:
+    """Build and serve one rank; the entry point of each rank."""
     marks = {**marks, "ranks started": time.time()}
     rank = int(os.environ["RANK"])
     device, topology = get_device(plan.config.device.name), plan.topology(rank)
@@ -157,8 +157,8 @@ def train_rank(task: Task, marks: dict[str, float], plan: Plan) -> None:
 
 
 def main() -> int:
-    """Starts the ranks of the task on the command line; returns their exit status."""
-    task, marks = Task.from_json(sys.argv[1]), {"imports": time.time()}
+    """Start the ranks of the task on the command line; return the exit status."""
+    task, marks = TrainingTask.from_json(sys.argv[1]), {"imports": time.time()}
     os.environ["OMP_NUM_THREADS"] = str(max(1, task.threads // task.layout.ranks))
     with tempfile.TemporaryDirectory() as folder:
         return launch(overrides(task, str(Path(folder) / "run")), partial(train_rank, task, marks))

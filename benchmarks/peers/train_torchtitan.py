@@ -1,5 +1,7 @@
-"""torchtitan: its Llama 3 under fully_shard over one rank, blocks and loss compiled, with its loss by chunks of the
-sequence, its clipping and the fused AdamW of its configs."""
+"""torchtitan's Llama 3 with fully_shard over one rank, chunked loss, clipping and the fused AdamW of its configs.
+
+In compiled mode, blocks and loss are compiled.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,14 @@ from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_conf
 from torchtitan.models.llama3 import Llama3Model
 from torchtitan.models.llama3.model import Llama3TransformerBlock
 
-from benchmarks.harness.task import Task, facts_of, fused_adamw, product_dtype
+from benchmarks.harness.task import TrainingTask, collect_facts, fused_adamw, matmul_dtype
 from benchmarks.harness.worker import read_task, serve
 
 
 class TorchtitanTrainer:
     """The model and its optimizer."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrainingTask) -> None:
         self.task = task
         if not dist.is_initialized():
             address = {
@@ -48,8 +50,8 @@ class TorchtitanTrainer:
         model.init_states(buffer_device=torch.device(task.device))
         compiling = CompileConfig(enable=task.mode == "compiled")
         if compiling.enable:
-            alone = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, world_size=1)
-            apply_compile(model, compile_config=compiling, parallel_dims=alone)
+            one_rank = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, world_size=1)
+            apply_compile(model, compile_config=compiling, parallel_dims=one_rank)
         apply_fsdp_to_decoder(
             model,
             init_device_mesh(task.device, (1,), mesh_dim_names=("fsdp",)),
@@ -63,7 +65,7 @@ class TorchtitanTrainer:
         model._skip_lm_head = True
         self.optimizer = fused_adamw(task, model)
         tokens, _ = task.batch(1)
-        self.facts = facts_of(
+        self.facts = collect_facts(
             task,
             model,
             compute_dtype=lambda: self._compute_dtype(tokens[:1, :8]),
@@ -73,8 +75,8 @@ class TorchtitanTrainer:
         )
 
     def _compute_dtype(self, tokens: torch.Tensor) -> str:
-        with torch.compiler.set_stance("force_eager"):  # other shapes than those of a step
-            return product_dtype(self.model, "layers.0.feed_forward.w2", lambda: self.model(tokens))
+        with torch.compiler.set_stance("force_eager"):  # shapes differ from a step's
+            return matmul_dtype(self.model, "layers.0.feed_forward.w2", lambda: self.model(tokens))
 
     def step(self, number: int) -> float:
         tokens, labels = self.task.batch(number)
@@ -87,8 +89,8 @@ class TorchtitanTrainer:
         return loss.item()
 
 
-def torchtitan_config(task: Task) -> Llama3Model.Config:
-    """torchtitan's Config of the task's Llama. Weights begin with a deviation of 0.02, as the other contestants' do."""
+def torchtitan_config(task: TrainingTask) -> Llama3Model.Config:
+    """Return torchtitan's Config of the task's model. Initial weights have std 0.02, as in the other programs."""
     model = task.model
     dim, vocabulary, eps = model["hidden_size"], model["vocab_size"], model["rms_norm_eps"]
     normal = {"weight": partial(nn.init.normal_, std=0.02)}
@@ -127,5 +129,5 @@ def torchtitan_config(task: Task) -> Llama3Model.Config:
 
 
 if __name__ == "__main__":
-    asked = read_task()
-    serve(asked, lambda: TorchtitanTrainer(asked))
+    task = read_task()
+    serve(task, lambda: TorchtitanTrainer(task))

@@ -1,6 +1,6 @@
-"""Hugging Face transformers: LlamaForCausalLM with the settings that its Trainer defaults to, in a plain loop.
+"""Hugging Face transformers' LlamaForCausalLM with the Trainer's default settings, in a plain loop.
 
-The loop is the Trainer's without callbacks and logging: autocast for bf16, fused AdamW, gradients clipped.
+The loop equals the Trainer's without callbacks and logging: autocast for bf16, fused AdamW, clipped gradients.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 import transformers
 
-from benchmarks.harness.task import Task, facts_of, fused_adamw, product_dtype
+from benchmarks.harness.task import TrainingTask, collect_facts, fused_adamw, matmul_dtype
 from benchmarks.harness.worker import read_task, serve
 
-# Names that ModelConfig shares with LlamaConfig.
+# Fields of both ModelConfig and LlamaConfig.
 _SHARED = (
     "vocab_size",
     "hidden_size",
@@ -30,7 +30,7 @@ _SHARED = (
 class TransformersTrainer:
     """The model and its optimizer."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrainingTask) -> None:
         self.task = task
         torch.manual_seed(task.seed)
         config = transformers.LlamaConfig(use_cache=False, **{name: task.model[name] for name in _SHARED})
@@ -38,10 +38,10 @@ class TransformersTrainer:
             self.model = transformers.LlamaForCausalLM(config).train()
         self.optimizer = fused_adamw(task, self.model)
         tokens, _ = task.batch(1)
-        self.facts = facts_of(
+        self.facts = collect_facts(
             task,
             self.model,
-            compute_dtype=lambda: product_dtype(
+            compute_dtype=lambda: matmul_dtype(
                 self.model, "model.layers.0.mlp.down_proj", lambda: self._forward(tokens[:1, :8], tokens[:1, :8])
             ),
             optimizer="AdamW, fused",
@@ -51,7 +51,7 @@ class TransformersTrainer:
         self.run = torch.compile(self.model) if task.mode == "compiled" else self.model
 
     def _forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The mean loss; ``labels`` are shifted already."""
+        """Return the mean loss; ``labels`` are already shifted."""
         dtype = self.task.autocast_dtype
         with torch.autocast(self.task.device, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
             model = getattr(self, "run", self.model)
@@ -67,5 +67,5 @@ class TransformersTrainer:
 
 
 if __name__ == "__main__":
-    asked = read_task()
-    serve(asked, lambda: TransformersTrainer(asked))
+    task = read_task()
+    serve(task, lambda: TransformersTrainer(task))

@@ -1,15 +1,15 @@
-"""A cell of the comparison as it was recorded, with round numbers."""
+"""A recorded cell of a comparison, with round numbers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.harness.runner import Result, Start, Turn, contestant_name
-from benchmarks.harness.standings import Cell
-from benchmarks.harness.task import Facts, Layout, Task, checksum
+from benchmarks.harness.comparison import ComparisonCell
+from benchmarks.harness.runner import ProgramResult, StartupTime, TurnMeasurement, program_name
+from benchmarks.harness.task import Facts, Layout, TrainingTask, checksum
 
-TASK = Task(
+TASK = TrainingTask(
     preset="tiny",
     model={"vocab_size": 1000},
     parameters=5000,
@@ -40,22 +40,21 @@ FACTS = Facts(
 FIRST_LOSS = 6.95  # log(1000) is 6.908
 
 
-def result(peer: str, seconds: list[float], live_bytes: int, **changed: Any) -> Result:
-    """Turns of one step each that took ``seconds``, on a machine whose peak is 1000 FLOP/s in the first round and 2000
-    in the others."""
+def result(peer: str, seconds: list[float], live_bytes: int, **changed: Any) -> ProgramResult:
+    """Return turns of one step of ``seconds`` each; the peak is 1000 FLOP/s in the first round and 2000 afterwards."""
     task = replace(TASK, **changed)
     turns = [
-        Turn([second], 2 * second, 10 * live_bytes + number, 1000.0 if number == 0 else 2000.0, 6.9)
+        TurnMeasurement([second], 2 * second, 10 * live_bytes + number, 1000.0 if number == 0 else 2000.0, 6.9)
         for number, second in enumerate(seconds)
     ]
-    starts = [Start(30.0, {"imports": 5.0, "built": 1.0, "first_step": 24.0}, graphs=2)]
-    starts += [Start(8.0, {"imports": 5.0, "built": 1.0, "first_step": 2.0}, graphs=0)]
-    return Result(contestant_name(peer, task), task, FACTS, FIRST_LOSS, starts, turns, live_bytes)
+    starts = [StartupTime(30.0, {"imports": 5.0, "built": 1.0, "first_step": 24.0}, graphs=2)]
+    starts += [StartupTime(8.0, {"imports": 5.0, "built": 1.0, "first_step": 2.0}, graphs=0)]
+    return ProgramResult(program_name(peer, task), task, FACTS, FIRST_LOSS, starts, turns, live_bytes)
 
 
-def cell() -> Cell:
-    """Ours in 1, 2 and 1 s, a fast peer in 2, 2 and 4 s, a lean one in 10 s; ours in two layouts in 2 s."""
-    return Cell(
+def cell() -> ComparisonCell:
+    """Return a cell: ours takes 1, 2 and 1 s, peer ``fast`` 2, 2 and 4 s, peer ``lean`` 10 s, two layouts 2 s."""
+    return ComparisonCell(
         flops_per_token=10.0,
         results=[
             result("ours", [1.0, 2.0, 1.0], 60 << 20),

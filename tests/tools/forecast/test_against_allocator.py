@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness.worker import most_alive
+from benchmarks.harness.worker import peak_live_bytes
 from megatron_llama.config import load_config
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
@@ -60,4 +60,4 @@ def _step_peak(rank: int, plan: Plan) -> int:
         optimizer = build_optimizer(plan, model)
         with open_steps(plan, topology, model, optimizer, data) as steps:
             steps.run(1)
-            return most_alive(lambda: steps.run(2))
+            return peak_live_bytes(lambda: steps.run(2))

@@ -1,0 +1,186 @@
+"""Statistics and tables of a training comparison: speed, share of the matmul peak, memory and ratios.
+
+Values are medians over rounds. Ratios are computed per round, so that changes of the machine affect both programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from benchmarks.harness.runner import ProgramResult, StartupTime, TurnMeasurement, is_this_project
+from benchmarks.harness.task import Facts, TrainingTask
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, minimum and maximum."""
+
+    median_value: float
+    minimum: float
+    maximum: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median_value:.2f} ({self.minimum:.2f} to {self.maximum:.2f})"
+
+
+@dataclass
+class ComparisonCell:
+    """Results of all programs for one model in one precision."""
+
+    flops_per_token: float
+    """FLOPs of forward and backward pass with causal attention."""
+    results: list[ProgramResult]
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> ComparisonCell:
+        """Rebuild a cell from ``dataclasses.asdict``."""
+        return cls(fields["flops_per_token"], [_result_from_json(result) for result in fields["results"]])
+
+    @property
+    def task(self) -> TrainingTask:
+        """The first program's task; the others differ only in mode, layout and this project's settings."""
+        return self.results[0].task
+
+    @property
+    def title(self) -> str:
+        """Model, precision and size of a step."""
+        task = self.task
+        return (
+            f"{task.preset}, {task.precision}: {task.parameters:,} parameters, "
+            f"{task.batch_size} x {task.seq_length} tokens per step"
+        )
+
+    def speeds(self, result: ProgramResult) -> list[float]:
+        """Return tokens per second of each turn."""
+        tokens = self.task.batch_size * self.task.seq_length
+        return [tokens * len(turn.step_seconds) / sum(turn.step_seconds) for turn in result.turns]
+
+    def peak_shares(self, result: ProgramResult) -> list[float]:
+        """Return the share of the matmul peak in each turn."""
+        return [
+            speed * self.flops_per_token / turn.peak_flops
+            for speed, turn in zip(self.speeds(result), result.turns, strict=True)
+        ]
+
+    def ratio(self, result: ProgramResult, other: ProgramResult) -> Spread:
+        """Return the speed of ``result`` relative to ``other``, computed per round."""
+        return Spread.of([a / b for a, b in zip(self.speeds(result), self.speeds(other), strict=True)])
+
+    def fastest(self, ours: bool) -> ProgramResult | None:
+        """Return the fastest one-process result, of this project or of the peers."""
+        candidates = [r for r in self.results if is_this_project(r.name) == ours and r.task.layout.ranks == 1]
+        return max(candidates, key=lambda result: median(self.speeds(result)), default=None)
+
+
+HEAD = (
+    "program",
+    "tokens/s",
+    "GFLOP/s",
+    "of peak",
+    "CPU s/step",
+    "resident MiB",
+    "live MiB",
+    "first step, cold cache",
+    "warm",
+)
+
+
+def speed_rows(cell: ComparisonCell) -> Iterator[list[str]]:
+    """Yield rows of HEAD, the fastest program first."""
+    for result in sorted(cell.results, key=lambda result: -median(cell.speeds(result))):
+        speed = median(cell.speeds(result))
+        cold = [start.seconds for start in result.starts if start.graphs]
+        warm = [start.seconds for start in result.starts if not start.graphs]
+        yield [
+            result.name,
+            f"{speed:,.0f}",
+            f"{speed * cell.flops_per_token / 1e9:,.1f}",
+            f"{median(cell.peak_shares(result)):.1%}",
+            f"{median(turn.processor_seconds for turn in result.turns):.2f}",
+            f"{max(turn.peak_bytes for turn in result.turns) / MIB:,.0f}",
+            f"{result.live_bytes / MIB:,.0f}",
+            f"{cold[0]:.1f} s" if cold else "",
+            f"{warm[-1]:.1f} s" if warm else "",
+        ]
+
+
+def _memory_settings(result: ProgramResult) -> tuple[int, int, str]:
+    """Return the settings of this project that reduce memory."""
+    return result.task.zero, result.task.state_bits, result.task.recompute
+
+
+def summary_lines(cell: ComparisonCell) -> Iterator[str]:
+    """Yield sentences that compare this project's speed and memory with the peers'."""
+    ours, fastest = cell.fastest(ours=True), cell.fastest(ours=False)
+    if ours is None or fastest is None:
+        return
+    ratio = cell.ratio(ours, fastest)
+    yield f"{ours.name} is {ratio} times as fast as the fastest peer, {fastest.name}."
+    peers = [r for r in cell.results if not is_this_project(r.name) and r.task.layout.ranks == 1]
+    for peer in peers:
+        if peer is not fastest:
+            yield f"{ours.name} is {cell.ratio(ours, peer)} times as fast as {peer.name}."
+    alone = [r for r in cell.results if is_this_project(r.name) and r.task.layout.ranks == 1]
+    for result in [ours, *(r for r in alone if _memory_settings(r) != _memory_settings(ours))]:
+        if result is not ours:
+            ratio = cell.ratio(result, fastest)
+            yield f"{result.name} is {ratio} times as fast as the fastest peer, {fastest.name}."
+        for kind, memory in (("resident", _peak_resident_bytes), ("live", lambda result: result.live_bytes)):
+            smallest = min(peers, key=memory)
+            if memory(smallest) and memory(result):
+                share = memory(result) / memory(smallest)
+                yield f"Its peak {kind} memory is {share:.0%} of {smallest.name}, the peer with the smallest."
+
+
+def layout_rows(cell: ComparisonCell) -> Iterator[list[str]]:
+    """Yield rows of LAYOUT_HEAD: each layout relative to one process of the same mode on the same cores."""
+    for result in cell.results:
+        layout = result.task.layout
+        alone = [r for r in cell.results if r.task.mode == result.task.mode and r.task.layout.ranks == 1]
+        alone = [r for r in alone if _memory_settings(r) == _memory_settings(result)]
+        alone = [r for r in alone if r.name.split()[0] == result.name.split()[0]]
+        if layout.ranks == 1 or not alone:
+            continue
+        ratio = cell.ratio(result, alone[0])
+        # A pipeline of p stages with m micro batches is busy in m of m + p - 1 slots.
+        micro_batches = result.task.batch_size // (layout.dp * result.task.micro_batch_size)
+        bound = 1.0 if layout.pp == 1 else micro_batches / (micro_batches + layout.pp - 1)
+        yield [result.name, str(ratio), f"{bound:.2f}", f"{ratio.median_value / bound:.1%}"]
+
+
+LAYOUT_HEAD = ("layout", "times one process", "upper bound", "share of bound")
+
+
+def _peak_resident_bytes(result: ProgramResult) -> int:
+    return max(turn.peak_bytes for turn in result.turns)
+
+
+def _result_from_json(fields: dict[str, Any]) -> ProgramResult:
+    task = TrainingTask.from_fields(fields["task"])
+    turns = [TurnMeasurement(**turn) for turn in fields["turns"]]
+    starts = [StartupTime(**start) for start in fields["starts"]]
+    facts = Facts(**fields["facts"])
+    return ProgramResult(**{**fields, "task": task, "facts": facts, "starts": starts, "turns": turns})
+
+
+FACTS_HEAD = ("program", "optimizer", "attention", "weights", "matmuls")
+
+
+def fact_rows(cells: Sequence[ComparisonCell]) -> list[list[str]]:
+    """Return rows of FACTS_HEAD: the facts that the programs report, without duplicates."""
+    rows = {}
+    for cell in cells:
+        for result in cell.results:
+            facts = result.facts
+            row = [result.name, facts.optimizer, facts.attention, facts.weight_dtype, facts.compute_dtype]
+            rows[tuple(row)] = row
+    return sorted(rows.values())
