@@ -1,4 +1,4 @@
-"""Benchmarks on this machine, each next to its baselines in the same run.
+"""Run a benchmark on this machine, together with its baselines.
 
     python -m benchmarks data --input all.jsonl --tokenizer-model tokenizer.model
 
@@ -13,6 +13,7 @@ import importlib
 import sys
 from pathlib import Path
 
+from benchmarks.help_format import HelpFormatter
 from megatron_llama.config import ConfigError, format_problems
 from megatron_llama.system.errors import run_main
 from megatron_llama.system.exit_status import EXIT_USER
@@ -45,8 +46,8 @@ def main() -> int:
         name, path = module.rpartition(".")[2], Path(__file__).parent / f"{module.replace('.', '/')}.py"
         doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         command = commands.add_parser(name, help=doc.partition("\n")[0], description=doc.replace("%", "%%"))
-        command.formatter_class = argparse.RawDescriptionHelpFormatter
-        # The other modules are not imported: some need torch, and --help has two seconds.
+        command.formatter_class = HelpFormatter
+        # Import only the requested module: some import torch, which makes --help slow.
         if name in sys.argv[1:2]:
             loaded = importlib.import_module(f"benchmarks.{module}")
             loaded.add_arguments(command)

@@ -1,5 +1,7 @@
-"""Checkpoints: save and load compared with a plain file copy and torch.save; how long a save blocks training; what
-init_from reads and holds in memory."""
+"""Measure checkpoints: save and load compared with a file copy and torch.save, blocking time, and init_from.
+
+Reports how long a save blocks training, and the bytes and memory that init_from uses.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,13 @@ REPEATS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The sub-command's arguments."""
+    """Add the command's arguments."""
     parser.add_argument("--model", default="llama_56m", help="preset whose weights and optimizer states are saved")
-    parser.add_argument("--folder", type=Path, help="where to write; a temporary folder otherwise")
+    parser.add_argument("--folder", type=Path, help="folder for the files (default: a temporary folder)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; status 0 unless a run failed."""
+    """Measure and print; return 1 if a run failed."""
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     common = ["data=mock", "device=cpu", "data.seq_length=64", f"model={args.model}", "trainer.steps=0"]
     hf = folder / "hf"
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checkpointer(plan: Plan, measure: Callable[[Checkpointer, int], dict[str, Any]]) -> None:
-    """Builds a rank's model, optimizer and checkpointer, measures, and writes the figures to the run's folder."""
+    """Build a rank's model, optimizer and checkpointer; write the figures of ``measure`` to the run folder."""
     rank = int(os.environ["RANK"])
     device, topology = get_device("cpu"), plan.topology(rank)
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -74,7 +76,7 @@ def _checkpointer(plan: Plan, measure: Callable[[Checkpointer, int], dict[str, A
 
 
 def _disk(plan: Plan) -> None:
-    """Figures of one rank that saves and loads weights and optimizer states."""
+    """Measure saving and loading of weights and optimizer states in one rank."""
 
     def measure(checkpointer: Checkpointer, _: int) -> dict[str, Any]:
         for _name, _shard, moment in checkpointer.optimizer.states():
@@ -84,7 +86,7 @@ def _disk(plan: Plan) -> None:
         tensors |= contents.optimizer_states(checkpointer.optimizer, owned=True)
         size = sum(part.numel() * part.element_size() for tensor in tensors.values() for _, part in tensor.parts)
         saver = checkpointer.saver
-        checkpointer._save(0)  # allocates the memory for copies
+        checkpointer._save(0)  # allocates the staging memory
         saver.wait()
         state = read_manifest(find_checkpoint(checkpointer.checkpoints)).state
         step = iter(range(1, 100))
@@ -108,7 +110,7 @@ def _disk(plan: Plan) -> None:
         seconds = _medians(
             {
                 "save": save,
-                "load, every hash checked": lambda: manifest.stored.load_into(tensors),
+                "load with hash check": lambda: manifest.stored.load_into(tensors),
                 "file copy and fsync": lambda: _synced(copied, copy),
                 "torch.save and fsync": lambda: _synced(torchs, functools.partial(torch.save, plain)),
                 "torch.load": lambda: torch.load(torchs, weights_only=True),
@@ -117,44 +119,44 @@ def _disk(plan: Plan) -> None:
         return {
             "megabytes": round(size / 1e6, 1),
             "MB/s": {name: round(size / 1e6 / value) for name, value in seconds.items()},
-            "asynchronous save: seconds in all": round(seconds["save"], 3),
-            "asynchronous save: seconds that training waits, first": round(blocked[0], 3),
-            "asynchronous save: seconds that training waits, later": round(statistics.median(blocked[1:]), 3),
+            "asynchronous save, seconds": round(seconds["save"], 3),
+            "asynchronous save, seconds that block training, first": round(blocked[0], 3),
+            "asynchronous save, seconds that block training, later": round(statistics.median(blocked[1:]), 3),
         }
 
     _checkpointer(plan, measure)
 
 
 def _slices(plan: Plan) -> None:
-    """Figures of a rank that starts from a Hugging Face folder."""
+    """Measure a rank that starts from a Hugging Face folder."""
 
     def measure(checkpointer: Checkpointer, before: int) -> dict[str, Any]:
-        Path("/proc/self/clear_refs").write_text("5")  # forget the highest memory so far
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak memory
         checkpointer.resume()
         share = sum(s.local[p.local_slices].numel() * 4 for s in checkpointer.model.shards for p in s.rectangles)
         return {
             "init_from at tp4, rank": checkpointer.topology.rank,
             "share of the weights, MB": round(share / 1e6, 1),
             "bytes read / share": round(checkpointer.bytes_read / share, 4),
-            "memory from before the model is built to the peak, MB": round((_memory("VmHWM") - before) / 1e6, 1),
+            "peak memory above the memory before the model is built, MB": round((_memory("VmHWM") - before) / 1e6, 1),
         }
 
     _checkpointer(plan, measure)
 
 
 def _medians(works: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median seconds of each, measured in turn, so that other load on the machine slows all of them alike."""
+    """Return median seconds, measured alternately, so that other load on the machine affects all functions."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(REPEATS):
         for name, work in works.items():
             begin = time.perf_counter()
             work()
             times[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def _synced(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Replaces ``path`` by what ``write`` writes, and returns once it is on disk."""
+    """Replace ``path`` with the output of ``write`` and fsync it."""
     path.unlink(missing_ok=True)
     with path.open("wb") as file:
         write(file)
@@ -163,6 +165,6 @@ def _synced(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def _memory(field: str) -> int:
-    """A line of /proc/self/status, in bytes."""
+    """Read a field of /proc/self/status, in bytes."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status[field].split()[0]) * 1024

@@ -1,4 +1,4 @@
-"""Communication: latency and bandwidth of each collective, per parallel axis, for messages of growing size."""
+"""Measure latency and bandwidth of each collective by parallel axis and message size."""
 
 from __future__ import annotations
 
@@ -24,26 +24,30 @@ from megatron_llama.topology import AXIS_NAMES
 HEAD = ("layout", "axis", "collective", "ranks", "bytes", "time", "algorithm", "bus")
 
 EXPLANATION = """\
-Medians of calls after a barrier, each that of the slowest rank, in fp32. Bytes and bus bandwidth are counted as
-in docs/guides/tools/benchmarks.md: of each byte all_reduce carries 2 (n-1)/n over a link, all_gather and
-reduce_scatter (n-1)/n.
+Medians of calls after a barrier, in fp32; the time of a call is the slowest rank's. Algorithm bandwidth is bytes over
+time. Bus bandwidth multiplies it by 2 (n-1)/n for all_reduce and (n-1)/n for all_gather and reduce_scatter.
 
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The sub-command's arguments."""
+    """Add the command's arguments."""
     add = parser.add_argument
-    add("--layouts", type=split_words, default=["tp2", "dp2", "pp2"], help="one run each, such as tp2,dp2,tp2dp2")
-    add("--smallest", type=int, default=4096, help="bytes (default %(default)s)")
-    add("--largest", type=int, default=64 << 20, help="bytes (default %(default)s)")
-    add("--factor", type=int, default=8, help="from one size to the next (default %(default)s)")
-    add("--device", default="cpu", help="its backend is measured: shared memory and gloo on a CPU")
-    add("--output", type=Path, default=ROOT / "docs/results/collectives.md")
+    add(
+        "--layouts",
+        type=split_words,
+        default=["tp2", "dp2", "pp2"],
+        help="layouts, one run each, for example tp2,dp2,tp2dp2",
+    )
+    add("--smallest", type=int, default=4096, help="smallest message, bytes (default %(default)s)")
+    add("--largest", type=int, default=64 << 20, help="largest message, bytes (default %(default)s)")
+    add("--factor", type=int, default=8, help="factor between message sizes (default %(default)s)")
+    add("--device", default="cpu", help="device whose backend is measured (default cpu: shared memory and gloo)")
+    add("--output", type=Path, default=ROOT / "docs/results/collectives.md", help="path of the page")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print and write; status 1 if a layout could not run."""
+    """Measure, print and write; return 1 if a layout failed."""
     sizes = [args.smallest]
     while args.factor > 1 and sizes[-1] * args.factor <= args.largest:
         sizes.append(sizes[-1] * args.factor)
@@ -69,12 +73,12 @@ def run(args: argparse.Namespace) -> int:
     text = "\n".join(_page(args, rows)) + "\n"
     write_atomically(args.output, text)
     sys.stdout.write(text)
-    sys.stderr.writelines(f"left out: {name}: its ranks failed, see above\n" for name in failed)
+    sys.stderr.writelines(f"excluded: {name}: a rank failed, see above\n" for name in failed)
     return EXIT_FAILED if failed else 0
 
 
 def rate_rows(layout: str, rates: Iterator[Rate]) -> Iterator[list[str]]:
-    """Rows of HEAD; bandwidths in GB/s."""
+    """Yield rows of HEAD, with bandwidths in GB/s."""
     for rate in rates:
         yield [
             layout,

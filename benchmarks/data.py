@@ -1,8 +1,8 @@
-"""Preprocessing speed: preprocess.py, Megatron's preprocess_data.py, plain sentencepiece in two processes.
+"""Compare the speed of preprocess.py with Megatron's preprocess_data.py and with plain sentencepiece.
 
-Every row is a whole process on the same JSONL. Each round runs all rows in turn, so that other load on the machine
-affects all of them; the table gives the median over the rounds, in wall-clock seconds and in CPU seconds of the whole
-tree of processes. The outputs are compared byte by byte.
+All programs process the same JSONL. Each round runs all programs, so that other load on the machine affects all of
+them. The table gives medians over rounds: wall time, and CPU seconds of all processes. Outputs are compared byte by
+byte.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import markdown_table
 
-# The smallest program that a user would write: two processes, half of the lines each, tokens written to a file.
+# A minimal baseline: each process tokenizes every second line and writes the tokens to a file.
 PLAIN_SENTENCEPIECE = """
 import json, multiprocessing, sys
 import numpy as np, sentencepiece
@@ -66,19 +66,19 @@ class Row:
 
     @property
     def wall(self) -> float:
-        """Wall-clock seconds, the median."""
+        """Median wall time, seconds."""
         return statistics.median(self.walls)
 
     @property
     def cpu(self) -> float:
-        """CPU seconds of all processes, the median."""
+        """Median CPU seconds of all processes."""
         return statistics.median(self.cpus)
 
     def once(self, folder: Path, peak: bool = False) -> None:
-        """Runs it in an empty folder.
+        """Run the program in an empty folder.
 
         Raises:
-            MachineError: it failed; with the end of what it wrote.
+            MachineError: with the end of the output, if the program fails.
         """
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -100,11 +100,11 @@ class Row:
 
 
 def _watch_memory(process: subprocess.Popen) -> int:
-    """The largest sum of proportional set sizes of a process and its children, in bytes, until it ends."""
+    """Return the peak proportional set size of a process and its children, in bytes."""
     peak = 0
     while process.poll() is None:
         total, pids = 0, [str(process.pid)]
-        with contextlib.suppress(OSError):  # a process may end while it is looked at
+        with contextlib.suppress(OSError):  # the process may end at any time
             pids += Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         for pid in pids:
             with contextlib.suppress(OSError):
@@ -116,25 +116,29 @@ def _watch_memory(process: subprocess.Popen) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The sub-command's options."""
+    """Add the command's options."""
     parser.add_argument("--input", nargs="+", required=True, help="JSONL files, plain or compressed, or folders")
     parser.add_argument("--tokenizer-model", required=True, help="sentencepiece model")
-    parser.add_argument("--megatron", help="a checkout of Megatron-LM that runs in this Python; without it, no row")
+    parser.add_argument("--megatron", help="checkout of Megatron-LM that runs in this Python (default: no row)")
     parser.add_argument("--repeat", type=int, default=5, help="rounds (default 5)")
-    parser.add_argument("--sizes", type=int, nargs="*", default=[1, 4, 16], help="file sizes to scale to, in copies")
-    parser.add_argument("--workers", type=int, nargs="*", default=[1, 2], help="numbers of workers to scale to")
-    parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
-    parser.add_argument("--report", type=Path, help="write the table to this file as well")
+    parser.add_argument(
+        "--sizes", type=int, nargs="*", default=[1, 4, 16], help="file sizes of the scaling table, in copies"
+    )
+    parser.add_argument(
+        "--workers", type=int, nargs="*", default=[1, 2], help="numbers of workers of the scaling table"
+    )
+    parser.add_argument("--folder", type=Path, help="folder for temporary files")
+    parser.add_argument("--report", type=Path, help="also write the table to this file")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs everything and prints the tables."""
+    """Run all programs and print the tables."""
     if args.repeat < 1:
         raise UserError("--repeat must be at least 1")
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         source = folder / "all.jsonl"
-        with open(source, "wb") as file:  # one plain file, which every program here can read
+        with open(source, "wb") as file:  # one plain file, which all programs can read
             lines_of_all = itertools.chain.from_iterable(map(read_lines, find_sources(args.input).sources))
             file.writelines(line + b"\n" for line in lines_of_all if line.strip())
         lines = [*_heading(args, source), *_peers(args, source, folder), *_scaling(args, source, folder)]
@@ -158,8 +162,8 @@ def _heading(args: argparse.Namespace, source: Path) -> list[str]:
         f"{datetime.date.today()}, commit {commit()}, {os.cpu_count()} cores of {cpu}, "
         f"load {os.getloadavg()[0]:.1f} at the start; Python {platform.python_version()}, {', '.join(versions)}.",
         "",
-        f"One JSONL file of {source.stat().st_size / 1e6:.1f} MB. Whole processes; median of {args.repeat} rounds, all "
-        "rows in turn in each. CPU seconds are of the whole tree of processes.",
+        f"One JSONL file of {source.stat().st_size / 1e6:.1f} MB. Whole processes; medians of {args.repeat} rounds, "
+        "each with all rows. CPU seconds include child processes.",
         "",
     ]
 
@@ -173,7 +177,7 @@ def _ours(source: Path, args: argparse.Namespace, out: Path, workers: int, *more
 
 
 def _peers(args: argparse.Namespace, source: Path, folder: Path) -> list[str]:
-    """The table against the peers, ratios to the first row."""
+    """Return the table of all programs, with ratios to the first row."""
     model = os.path.abspath(args.tokenizer_model)
     outs = [folder / f"row{number}" for number in range(4)]
     plain = [sys.executable, "-c", PLAIN_SENTENCEPIECE, str(source), model, str(outs[1] / "x"), "2"]
@@ -192,7 +196,7 @@ def _peers(args: argparse.Namespace, source: Path, folder: Path) -> list[str]:
         environment = {"PYTHONPATH": os.path.abspath(args.megatron)}
         rows.append(Row("Megatron preprocess_data.py, 2 workers", command, environment))
     else:
-        notes.append("No row for Megatron's preprocess_data.py: no checkout of Megatron-LM was given (--megatron).")
+        notes.append("No row for Megatron's preprocess_data.py: --megatron names no checkout of Megatron-LM.")
     for _ in range(args.repeat):
         for row, out in zip(rows, outs, strict=False):
             row.once(out)
@@ -203,7 +207,7 @@ def _peers(args: argparse.Namespace, source: Path, folder: Path) -> list[str]:
         numbers = (f"{row.wall:.2f}", f"{size / row.wall:.1f}", f"{row.wall / wall:.1f}")
         table.append((row.name, *numbers, f"{row.cpu:.2f}", f"{row.cpu / cpu:.1f}"))
     lines = [*markdown_table(("program", "s", "MB/s", "times ours", "CPU s", "times ours"), table)]
-    lines += ["", "Every time, in seconds:"]
+    lines += ["", "All times, in seconds:"]
     lines += [f"- {row.name}: {', '.join(f'{value:.2f}' for value in row.walls)}" for row in rows]
     for out, row in zip(outs[2:], rows[2:], strict=False):
         same = all(
@@ -215,7 +219,7 @@ def _peers(args: argparse.Namespace, source: Path, folder: Path) -> list[str]:
 
 
 def _scaling(args: argparse.Namespace, source: Path, folder: Path) -> list[str]:
-    """Speed over the file's size and the number of workers; memory of the whole tree of processes."""
+    """Return the table of speed and memory by file size and number of workers."""
     content = source.read_bytes()
     size, rows = len(content) / 1e6, []
     for copies in args.sizes:

@@ -1,14 +1,15 @@
-"""Fits the planner's constants to published step times, and judges them on rows that the fit has not seen.
+"""Fit the planner's constants to published step times and cross-validate them.
 
-    python -m benchmarks fit_planner FILE.csv ...            fits, and prints the errors on held-out rows
-    python -m benchmarks fit_planner FILE.csv ... --write    and writes megatron_llama/tools/forecast/constants.json
+    python -m benchmarks fit_planner FILE.csv ...            print errors
+    python -m benchmarks fit_planner FILE.csv ... --write    also write constants
 
-The constants are few: one share of the peak for each chip and number format, one for each kind of attention kernel,
-and what kinds of kernels, networks and hosts cost. None belongs to a row, a model or a release of a framework. Each
-stays between physical bounds and is drawn towards a value that was chosen before the fit. Rows of high confidence count
-fully, of medium less, those of a sweep over one machine's layouts little, of low not at all. Held out is each fifth of
-the rows in turn, while the other four are fitted, and then each source in turn, which says what to expect of pages that
-nobody has read; what is written is fitted to all of them.
+The constants are a share of the peak for each chip and dtype, a share for each kind of attention kernel, and costs of
+kernels, networks and hosts. No constant belongs to a single row, model or framework release. Each has physical bounds
+and is regularized towards a value that was chosen before the fit. Rows are weighted by confidence: high, medium, sweep
+(layouts of one machine); rows of low confidence are ignored.
+
+Two cross-validations are printed: five folds of rows, and leave-one-source-out. --write stores the constants fitted to
+all rows in megatron_llama/tools/forecast/constants.json.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from megatron_llama.tools.plan.published import Published, read_run
 
 FOLDS = 5
 WEIGHTS = {"high": 1.0, "medium": 0.25, "sweep": 0.05}
-BEND = 0.05  # errors below count by their square, larger ones by their size: a wild row must not decide
-ITERATIONS = 5  # from the constants of all rows on, those of most of them are near
-PULL = 0.02  # towards the values that were chosen before the fit
-SHARE = "share of the peak that large matrix products reach, "
-ATTENTION = "share of the peak that attention reaches, "
-PASSES = "bytes moved between products, as multiples of the least, "
-HIDDEN = "share of the communication that is not hidden, "
+BEND = 0.05  # Huber loss: quadratic below, linear above, so that outliers do not dominate
+ITERATIONS = 5  # enough for a fold, which starts from the constants of all rows
+PULL = 0.02  # weight of the regularization towards the start values
+SHARE = "share of the peak of large matmuls, "
+ATTENTION = "share of the peak of attention, "
+PASSES = "bytes moved between matmuls, as multiples of the minimum, "
+HIDDEN = "share of communication that is not overlapped, "
 SPECIFICATION = {
-    # name: (start, least, most, meaning)
-    "matmul": (0.9, 0.6, 1.1, "of what a benchmark of large products reaches, on chips without a share of their own"),
+    # name: (start, minimum, maximum, meaning)
+    "matmul": (0.9, 0.6, 1.1, "share of a large-matmul benchmark, on chips without a separate constant"),
     "matmul.a100.bf16": (0.80, 0.4, 0.95, SHARE + "A100"),
     "matmul.h100.bf16": (0.70, 0.4, 0.95, SHARE + "H100 and H200"),
     "matmul.h100.fp8": (0.60, 0.3, 0.95, SHARE + "H100 and H200"),
@@ -55,7 +56,7 @@ SPECIFICATION = {
     "matmul.gaudi2.fp8": (0.80, 0.3, 0.97, SHARE + "Gaudi 2"),
     "matmul.mi300x.bf16": (0.50, 0.2, 0.90, SHARE + "MI300X and MI325X"),
     "matmul.mi300x.fp8": (0.50, 0.2, 0.90, SHARE + "MI300X and MI325X"),
-    "tile.bf16": (80, 16, 300, "rows, columns or depth of a product that are lost to starting and ending"),
+    "tile.bf16": (80, 16, 300, "rows, columns or depth of a matmul lost to prologue and epilogue"),
     "tile.fp8": (150, 16, 500, "the same in fp8 and fp4"),
     "attention.flash": (0.35, 0.1, 0.8, ATTENTION + "FlashAttention 2"),
     "attention.flash 1": (0.30, 0.1, 0.8, ATTENTION + "the first FlashAttention"),
@@ -68,43 +69,43 @@ SPECIFICATION = {
     "tile.head": (10, 1, 100, "width of a head that attention loses to its softmax"),
     "passes.eager": (3.0, 1.0, 6.0, PASSES + "a kernel for each operation"),
     "passes.compiled": (1.2, 0.7, 3.0, PASSES + "torch.compile"),
-    "passes.fused": (1.0, 0.7, 3.0, PASSES + "fused by hand"),
-    "passes.scores": (8.0, 3.0, 15.0, "times that the square of attention scores is read or written"),
-    "passes.loss": (3.0, 1.0, 10.0, PASSES + "a loss of a kernel for each operation"),
-    "passes.per tensor": (1.0, 0.2, 5.0, PASSES + "casts to fp8 with a scale for a tensor"),
-    "passes.per row": (3.0, 0.2, 20.0, PASSES + "casts to fp8 with a scale for a row"),
-    "passes.per block": (1.3, 0.2, 5.0, PASSES + "casts to fp8 and fp4 with a scale for a block"),
-    "host.operation": (2e-5, 5e-6, 5e-5, "seconds that a host takes to start a kernel; those of A100"),
-    "gap.eager": (4e-6, 5e-7, 8e-6, "seconds that a kernel takes of the device besides its work: start and end"),
-    "gap.compiled": (3e-6, 5e-7, 6e-6, "the same under torch.compile"),
-    "gap.fused": (3e-6, 5e-7, 6e-6, "the same, fused by hand"),
-    "launch.step": (0.01, 0.002, 0.05, "seconds that the host takes once a step"),
-    "network.share": (0.7, 0.4, 1.0, "share of the network cards' speed that collectives reach"),
-    "latency.node": (3e-5, 1e-5, 1e-4, "seconds that a collective takes to start inside a node"),
-    "latency.network": (6e-5, 2e-5, 5e-4, "seconds that a collective takes to start over the network"),
+    "passes.fused": (1.0, 0.7, 3.0, PASSES + "hand-fused kernels"),
+    "passes.scores": (8.0, 3.0, 15.0, "reads and writes of the s x s attention scores"),
+    "passes.loss": (3.0, 1.0, 10.0, PASSES + "loss with one kernel per operation"),
+    "passes.per tensor": (1.0, 0.2, 5.0, PASSES + "casts to fp8 with a scale per tensor"),
+    "passes.per row": (3.0, 0.2, 20.0, PASSES + "casts to fp8 with a scale per row"),
+    "passes.per block": (1.3, 0.2, 5.0, PASSES + "casts to fp8 and fp4 with a scale per block"),
+    "host.operation": (2e-5, 5e-6, 5e-5, "host seconds to launch a kernel, on an A100 host"),
+    "gap.eager": (4e-6, 5e-7, 8e-6, "device seconds of a kernel's start and end, eager"),
+    "gap.compiled": (3e-6, 5e-7, 6e-6, "the same, torch.compile"),
+    "gap.fused": (3e-6, 5e-7, 6e-6, "the same, hand-fused kernels"),
+    "launch.step": (0.01, 0.002, 0.05, "host seconds once per step"),
+    "network.share": (0.7, 0.4, 1.0, "share of the NICs' bandwidth that collectives reach"),
+    "latency.node": (3e-5, 1e-5, 1e-4, "seconds to start a collective inside a node"),
+    "latency.network": (6e-5, 2e-5, 5e-4, "seconds to start a collective over the network"),
     "exposed.tp": (0.9, 0.4, 1.0, HIDDEN + "tensor parallelism"),
-    "exposed.tp overlapped": (0.4, 0.05, 1.0, HIDDEN + "tensor parallelism cut in pieces"),
+    "exposed.tp overlapped": (0.4, 0.05, 1.0, HIDDEN + "tensor parallelism, chunked and overlapped"),
     "exposed.cp": (0.2, 0.02, 1.0, HIDDEN + "context parallelism"),
     "exposed.pp": (0.7, 0.1, 1.0, HIDDEN + "between pipeline stages"),
     "exposed.dp": (0.15, 0.02, 1.0, HIDDEN + "data parallelism"),
-    "waiting": (0.004, 0.0005, 0.03, "share of a step lost to the slowest, for each doubling of the nodes"),
+    "waiting": (0.004, 0.0005, 0.03, "share of a step lost to the slowest rank, per doubling of the nodes"),
 }
 NAMES = tuple(SPECIFICATION)
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def named(logs: Vector) -> dict[str, float]:
-    """The constants of a vector of their logarithms."""
+    """Return the constants by name from a vector of their logarithms."""
     return dict(zip(NAMES, np.exp(logs).tolist(), strict=True))
 
 
 def log_errors(runs: Sequence[Published], constants: Mapping[str, float]) -> Vector:
-    """log(predicted / published) of each row's step time."""
+    """Return log(predicted / published) of each row's step time."""
     return np.array([math.log(step_time(run.job, run.device, constants).total / run.seconds) for run in runs])  # type: ignore[operator]
 
 
-class _Read(dict[str, float]):
-    """Constants that know which of them were asked for."""
+class _RecordingConstants(dict[str, float]):
+    """Constants that record the names that were read."""
 
     def __init__(self, constants: Mapping[str, float]) -> None:
         super().__init__(constants)
@@ -115,23 +116,26 @@ class _Read(dict[str, float]):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The constant, if there is one."""
+        """Return the constant, or ``default``."""
         return self[name] if name in self else default
 
 
 def rows_by_constant(runs: Sequence[Published]) -> list[Vector]:
-    """For each constant, the numbers of the rows whose step time asks for it: the others do not move with it."""
+    """Return, for each constant, the indices of the rows whose step time depends on it."""
     start, reads = named(np.log([SPECIFICATION[name][0] for name in NAMES])), []
     for run in runs:
-        constants = _Read(start)
+        constants = _RecordingConstants(start)
         step_time(run.job, run.device, constants)
         reads.append(constants.names)
     return [np.array([row for row, names in enumerate(reads) if name in names], dtype=np.intp) for name in NAMES]
 
 
 def fit(runs: Sequence[Published], begin: Mapping[str, float] | None = None, iterations: int = 12) -> dict[str, float]:
-    """The constants with the least weighted error: Gauss and Newton's steps from ``begin`` on, or from what was chosen
-    before, each damped until it helps."""
+    """Return the constants with the smallest weighted error, by damped Gauss-Newton steps (Levenberg-Marquardt).
+
+    Args:
+        begin: initial constants; default: the start values of SPECIFICATION.
+    """
     start, low, high = (np.log([SPECIFICATION[name][column] for name in NAMES]) for column in (0, 1, 2))
     weights = np.array([WEIGHTS[run.row["confidence"]] for run in runs])
     pull = 2 * PULL * len(runs) / 100
@@ -157,10 +161,10 @@ def fit(runs: Sequence[Published], begin: Mapping[str, float] | None = None, ite
         before = best
         for _ in range(8):
             damped = curvature + np.diag(np.diag(curvature) * damping + pull + 1e-9)
-            tried = np.clip(logs - np.clip(np.linalg.solve(damped, gradient), -0.5, 0.5), low, high)
-            found = log_errors(runs, named(tried))
-            if cost(found, tried) < best:
-                logs, errors, best, damping = tried, found, cost(found, tried), damping / 3
+            trial = np.clip(logs - np.clip(np.linalg.solve(damped, gradient), -0.5, 0.5), low, high)
+            trial_errors = log_errors(runs, named(trial))
+            if cost(trial_errors, trial) < best:
+                logs, errors, best, damping = trial, trial_errors, cost(trial_errors, trial), damping / 3
                 break
             damping *= 4
         if before - best < 1e-4 * before:
@@ -169,54 +173,60 @@ def fit(runs: Sequence[Published], begin: Mapping[str, float] | None = None, ite
 
 
 def usable(rows: Iterable[Mapping[str, str]]) -> list[Published]:
-    """The rows that have a step time, and a confidence that counts."""
-    found = []
+    """Return the rows with a step time and a confidence in WEIGHTS."""
+    runs = []
     for row in rows:
         try:
             run = read_run(row)
         except CannotPredict:
             continue
         if run.seconds is not None and row.get("confidence") in WEIGHTS:
-            found.append(run)
-    return found
+            runs.append(run)
+    return runs
 
 
 def fold_of(run: Published) -> int:
-    """The fifth in which a row is held out: by its number, so that it never changes."""
+    """Return the fold in which a row is held out, by a hash of its id."""
     return int.from_bytes(hashlib.sha256(run.row["id"].encode()).digest()[:4], "big") % FOLDS
 
 
 def held_out_errors(runs: Sequence[Published], constants: Mapping[str, float]) -> dict[str, list[float]]:
-    """By confidence: (predicted - published) / published of each row, by constants fitted without its fifth, from
-    ``constants``, those of all rows, on."""
+    """Return relative errors by confidence, with constants fitted without the row's fold.
+
+    Args:
+        constants: constants fitted to all rows, from which each fit starts.
+    """
     errors: dict[str, list[float]] = {confidence: [] for confidence in WEIGHTS}
     for fold in range(FOLDS):
         judged = [run for run in runs if fold_of(run) == fold]
         without = fit([run for run in runs if fold_of(run) != fold], constants, ITERATIONS)
         for run, error in zip(judged, np.expm1(log_errors(judged, without)), strict=True):
             errors[run.row["confidence"]].append(float(error))
-        print(f"fifth {fold + 1} of {FOLDS} judged", flush=True)
+        print(f"fold {fold + 1} of {FOLDS} done", flush=True)
     return errors
 
 
-def left_out_errors(runs: Sequence[Published], constants: Mapping[str, float]) -> dict[str, list[tuple[str, float]]]:
-    """By source: (confidence, error) of each of its rows, by constants fitted without any of them, from ``constants``,
-    those of all rows, on."""
+def source_errors(runs: Sequence[Published], constants: Mapping[str, float]) -> dict[str, list[tuple[str, float]]]:
+    """Return (confidence, relative error) of the rows by source, with constants fitted without that source.
+
+    Args:
+        constants: constants fitted to all rows, from which each fit starts.
+    """
     sources = sorted({source_of(run.row) for run in runs})
     errors = {}
     for number, source in enumerate(sources, 1):
         judged = [run for run in runs if source_of(run.row) == source]
         without = fit([run for run in runs if source_of(run.row) != source], constants, ITERATIONS)
-        found = np.expm1(log_errors(judged, without)).tolist()
-        errors[source] = [(run.row["confidence"], error) for run, error in zip(judged, found, strict=True)]
-        print(f"source {number} of {len(sources)} judged: {source}", flush=True)
+        relative = np.expm1(log_errors(judged, without)).tolist()
+        errors[source] = [(run.row["confidence"], error) for run, error in zip(judged, relative, strict=True)]
+        print(f"source {number} of {len(sources)} done: {source}", flush=True)
     return errors
 
 
-def print_left_out(errors: Mapping[str, Sequence[tuple[str, float]]]) -> dict[str, dict[str, float]]:
-    """Prints the table by source, the worst first; returns the summaries by confidence."""
+def print_source_errors(errors: Mapping[str, Sequence[tuple[str, float]]]) -> dict[str, dict[str, float]]:
+    """Print the table by source, largest mean error first; return the summaries by confidence."""
     by_source = {source: summary([error for _, error in rows]) for source, rows in errors.items()}
-    rows: list[tuple[str, ...]] = [("left out", "rows", "mean", "90th percentile", "bias")]
+    rows: list[tuple[str, ...]] = [("held-out source", "rows", "mean", "90th percentile", "bias")]
     for source, numbers in sorted(by_source.items(), key=lambda item: -item[1]["mean"]):
         shares = (f"{100 * numbers[part]:.1f} %" for part in ("mean", "percentile_90", "bias"))
         rows.append((source, str(numbers["rows"]), *shares))
@@ -228,7 +238,7 @@ def print_left_out(errors: Mapping[str, Sequence[tuple[str, float]]]) -> dict[st
 
 
 def rounded(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Four digits are more than the data tell."""
+    """Round to four significant digits."""
     return {name: float(f"{number:.4g}") for name, number in numbers.items()}
 
 
@@ -237,15 +247,15 @@ def _name_and_hash(table: Path) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.add_argument(
-        "tables", type=Path, nargs="+", help="published runs, with the columns that docs/guides/tools/planning.md lists"
+        "tables", type=Path, nargs="+", help="CSV files of published runs (columns: docs/guides/tools/planning.md)"
     )
     parser.add_argument("--write", action="store_true", help="write constants.json")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Fits, judges and writes; returns the exit status."""
+    """Fit, cross-validate and write the constants; return the exit status."""
     runs = usable(row for table in options.tables for row in read_table(table))
     constants = fit(runs)
     held_out = {name: rounded(summary(errors)) for name, errors in held_out_errors(runs, constants).items() if errors}
@@ -254,10 +264,10 @@ def run(options: argparse.Namespace) -> int:
         for name in WEIGHTS
         if (part := [run for run in runs if run.row["confidence"] == name])
     }
-    left_out = print_left_out(left_out_errors(runs, constants))
+    by_source = print_source_errors(source_errors(runs, constants))
     for name, value in constants.items():
         print(f"{name:30s} {SPECIFICATION[name][0]:10.4g} -> {value:10.4g}   {SPECIFICATION[name][3]}")
-    for title, errors in (("held out", held_out), ("source left out", left_out), ("fitted", fitted_errors)):
+    for title, errors in (("held out", held_out), ("source held out", by_source), ("fitted", fitted_errors)):
         for name, numbers in errors.items():
             mean, most = numbers["mean"], numbers["percentile_90"]
             print(f"{title}, confidence {name}: mean {mean:.1%}, 90th percentile {most:.1%}")
@@ -267,7 +277,7 @@ def run(options: argparse.Namespace) -> int:
             "data": f"{len(runs)} step times of " + " and ".join(map(_name_and_hash, options.tables)),
             "script": "python -m benchmarks fit_planner",
             "held out, each fifth judged by the other four": held_out,
-            "held out, each source judged by the others": left_out,
+            "held out, each source judged by the others": by_source,
             "fitted": fitted_errors,
             "constants": {
                 name: {"value": value, "meaning": SPECIFICATION[name][3]} for name, value in rounded(constants).items()

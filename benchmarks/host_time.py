@@ -1,4 +1,4 @@
-"""Host time of a step: what training waits for its data, built in the step and on the prefetch thread."""
+"""Measure how long a training step waits for its data, with batches built in the step and on the prefetch thread."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from megatron_llama.train.loop import training_step
 from megatron_llama.train.sanity import FiniteCheck
 
 ROUNDS, STEPS, VOCABULARY = 3, 10, 2048
-HEAD = ("read takes", "batch built", "data_time_s: median", "largest", "step: median")
+HEAD = ("read latency", "batch built", "data_time_s, median", "maximum", "step, median")
 
 
 class Slow:
-    """Samples of which each takes some seconds longer to read, as from a storage that is far away."""
+    """Samples with an additional read latency of ``seconds``, as from remote storage."""
 
     def __init__(self, samples: Samples, seconds: float) -> None:
         self.samples, self.seconds = samples, seconds
@@ -46,14 +46,16 @@ class Slow:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The sub-command's arguments."""
-    parser.add_argument("--tokens", type=float, default=50e6, help="size of the dataset, which is made up")
-    parser.add_argument("--delays", type=float, nargs="+", default=[0, 0.005, 0.05], help="more seconds for a sample")
-    parser.add_argument("overrides", nargs="*", help="settings, such as model=llama_15m trainer.global_batch_size=8")
+    """Add the command's arguments."""
+    parser.add_argument("--tokens", type=float, default=50e6, help="tokens of the synthetic dataset (default 50e6)")
+    parser.add_argument(
+        "--delays", type=float, nargs="+", default=[0, 0.005, 0.05], help="added latencies per sample, seconds"
+    )
+    parser.add_argument("overrides", nargs="*", help="settings, for example model=llama_15m")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; status 0 unless a run failed."""
+    """Measure and print; return 1 if the run failed."""
     folder = Path(tempfile.mkdtemp())
     try:
         _made_up(folder, int(args.tokens))
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _made_up(folder: Path, total: int) -> None:
-    """A dataset of random ids in documents of lengths like a web corpus's."""
+    """Write a dataset of random ids with document lengths typical of web text."""
     rng = np.random.default_rng(0)
     lengths = np.maximum(1, rng.lognormal(6.2, 1.0, total // 812)).astype("<i4")
     lengths.tofile(folder / "lengths")
@@ -76,7 +78,7 @@ def _made_up(folder: Path, total: int) -> None:
 
 
 def _measure(delays: list[float], plan: Plan) -> None:
-    """Trains, with the batches built in one way and in the other by turns, and prints the table."""
+    """Train with both ways of building batches alternately, and print the table."""
     device, topology = get_device("cpu"), plan.topology(int(os.environ["RANK"]))
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     with process_groups(plan, topology, device, torch_device):
@@ -96,18 +98,18 @@ def _measure(delays: list[float], plan: Plan) -> None:
                             step, start = step + 1, time.perf_counter()
                             source = prefetcher if way == "on a thread" else batches
                             metrics = training_step(step, plan, model, optimizer, source, finite)
-                            if number:  # the first one waits for its data in any case
+                            if number:  # the first step always waits
                                 waits.setdefault((delay, way), []).append(metrics["data_time_s"])
                                 steps.setdefault((delay, way), []).append(time.perf_counter() - start)
     if topology.rank == 0:
         rows = [
             [
-                f"{delay * 1e3:g} ms more a sample" if delay else "from the page cache",
+                f"{delay * 1e3:g} ms more per sample" if delay else "from the page cache",
                 way,
-                f"{statistics.median(found) * 1e3:.3f} ms",
-                f"{max(found) * 1e3:.3f} ms",
+                f"{statistics.median(seconds) * 1e3:.3f} ms",
+                f"{max(seconds) * 1e3:.3f} ms",
                 f"{statistics.median(steps[delay, way]) * 1e3:.1f} ms",
             ]
-            for (delay, way), found in waits.items()
+            for (delay, way), seconds in waits.items()
         ]
         sys.stdout.write("\n".join(markdown_table(HEAD, rows)) + "\n")

@@ -1,9 +1,9 @@
-"""What plan.py forecasts of a step on this machine, beside what the step takes: small jobs in many layouts.
+"""Compare the step times that plan.py forecasts for this machine with measured ones, for small jobs in many layouts.
 
     python -m benchmarks plan [--only WORDS] [--steps 6] [--calibrate]
 
-Each job runs some steps of ``train`` on random data in ranks of its own; the median is compared. The forecast is that
-of ``scripts/plan.py cluster.device=cpu``, from the measurements of ``--calibrate``.
+Each job runs some steps of ``train`` on random data; the median is compared. The forecast equals
+``scripts/plan.py cluster.device=cpu`` and uses the measurements of ``--calibrate``.
 """
 
 from __future__ import annotations
@@ -62,15 +62,17 @@ JOBS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The sub-command's arguments."""
-    parser.add_argument("--only", help="jobs whose name has these words")
-    parser.add_argument("--steps", type=int, default=6, help="of each job, beside a first one that is not counted")
-    parser.add_argument("--calibrate", action="store_true", help="measure the machine first, in a minute or two")
-    parser.add_argument("--machine", type=Path, help="another calibration file")
+    """Add the command's arguments."""
+    parser.add_argument("--only", help="run only jobs whose name contains these words")
+    parser.add_argument(
+        "--steps", type=int, default=6, help="timed steps of each job, after an untimed one (default 6)"
+    )
+    parser.add_argument("--calibrate", action="store_true", help="measure the machine first (1 to 2 minutes)")
+    parser.add_argument("--machine", type=Path, help="calibration file, instead of the default one")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table; the exit status is 1 if a forecast is off by more than a fifth."""
+    """Print the table; return 1 if a forecast is off by more than 20 %."""
     if args.calibrate and (status := calibrate(args.machine)):
         return status
     machine = load_calibration(args.machine)
@@ -100,7 +102,7 @@ def _plan(overrides: tuple[str, ...]) -> Plan:
 
 
 def measured(plan: Plan, steps: int) -> list[float]:
-    """Seconds of each step on the first rank."""
+    """Return the seconds of each step on the first rank."""
     from megatron_llama.launch.start import Share, start_ranks
 
     with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +113,7 @@ def measured(plan: Plan, steps: int) -> list[float]:
 
 
 def _time_steps(count: int, folder: Path, plan: Plan) -> None:
-    """What each rank does; the first one writes."""
+    """Time the steps of a rank; rank 0 writes the seconds to ``folder``."""
     from megatron_llama.data.batches import build_data
     from megatron_llama.devices import get_device
     from megatron_llama.optim import build_optimizer
@@ -126,9 +128,9 @@ def _time_steps(count: int, folder: Path, plan: Plan) -> None:
         optimizer = build_optimizer(plan, model)
         data = build_data(plan, topology, torch_device)
         with open_steps(plan, topology, model, optimizer, data) as steps:
-            found = list(_times(steps.run, count))
+            seconds = list(_times(steps.run, count))
     if rank == 0:
-        (folder / "seconds.json").write_text(json.dumps(found))
+        (folder / "seconds.json").write_text(json.dumps(seconds))
 
 
 def _times(step: Callable[[int], object], count: int) -> Iterator[float]:

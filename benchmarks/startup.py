@@ -26,8 +26,8 @@ HEAD = ("program", "model", "cache", "to the first step", *PARTS, "graphs compil
 COMMAND = "train.py, until it logs step 1"
 
 EXPLANATION = """\
-Time from the start of the program to the end of its first step, by phase: imports; start of the ranks (this project
-only, including settings and plan); building of model and optimizer; first step, compilation included. Cold means an
+Time from the start of the program to the end of its first step. Phases are imports, start of the ranks (this project
+only, with settings and plan), building of model and optimizer, and first step with compilation. Cold means an
 empty compile cache. Values are medians; files were in the page cache.
 
 """

@@ -1,10 +1,9 @@
-"""The sample stream of pretraining: time and memory to the first batch, wherever a run stands.
+"""Measure time and memory of the pretraining sample stream until the first batch, at several positions of a run.
 
-A blend of four datasets with the shares of RedPajama-1T, of plausible lengths of documents: the .idx files are real,
-the .bin files are holes of their size. Each row is a process of its own that plans a run, checks the data, and reads a
-global batch; the old order is megatron-core's of all epochs together, which the project used before. Imports are not
-counted. Memory is the peak above them: what is allocated, and what is resident, pages of mapped files included (64 MiB
-of each dataset, whose ids are checked, and what the samples touch).
+The data is a blend of four synthetic datasets with the weights of RedPajama-1T: real .idx files and sparse .bin files.
+Each row is a separate process that plans a run, checks the data and reads a global batch. Order "megatron" is
+megatron-core's shuffle of all epochs together. Imports are not counted. Memory is the peak above the memory after
+imports. Resident memory includes mapped pages: the 64 MiB of each dataset whose ids are checked, and the samples.
 """
 
 from __future__ import annotations
@@ -34,27 +33,27 @@ LENGTH, GLOBAL_BATCH = 4096, 256
 HEAD = (
     "order",
     "tokens of the run",
-    "tokens consumed before",
+    "tokens consumed",
     "index files",
     "s to the first batch",
     "CPU s",
     "MiB allocated",
     "MiB resident",
-    "CPU ms a batch later on",
+    "CPU ms per later batch",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The sub-command's options."""
-    parser.add_argument("--tokens", default="10e9", help="of all datasets together (default 10e9)")
-    parser.add_argument("--run-tokens", default="1e12", help="of the longest run (default 1e12)")
-    parser.add_argument("--limit-gib", type=float, default=8, help="memory that a process may allocate (default 8)")
-    parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
-    parser.add_argument("--report", type=Path, help="write the table to this file as well")
+    """Add the command's options."""
+    parser.add_argument("--tokens", default="10e9", help="tokens of all datasets together (default 10e9)")
+    parser.add_argument("--run-tokens", default="1e12", help="tokens of the longest run (default 1e12)")
+    parser.add_argument("--limit-gib", type=float, default=8, help="memory limit of a process, GiB (default 8)")
+    parser.add_argument("--folder", type=Path, help="folder for temporary files")
+    parser.add_argument("--report", type=Path, help="also write the table to this file")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes the datasets, measures, and prints the table."""
+    """Create the datasets, measure, and print the table."""
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         documents, blend = make_datasets(folder, int(float(args.tokens)))
@@ -68,7 +67,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_datasets(folder: Path, total: int) -> tuple[int, list[Any]]:
-    """(documents, data.prefixes) of datasets of ``total`` tokens: log-normal lengths, 812 tokens on average."""
+    """Create datasets of ``total`` tokens with log-normal document lengths, 812 tokens on average.
+
+    Returns:
+        The number of documents, and the value of data.prefixes.
+    """
     import numpy as np
 
     from data_prep.lib.download import shares
@@ -111,7 +114,7 @@ def _rows(args: argparse.Namespace, folder: Path, blend: list[Any]) -> Iterator[
             row = _row(args, folder, blend, "megatron", length, 0.0, cached)
             yield row
             if not row[-1]:
-                break  # with nothing built there is nothing to read
+                break  # the build failed, so there is no cache to read
 
 
 def _row(
@@ -123,18 +126,18 @@ def _row(
     call = (json.dumps(blend), str(cache), order, samples, first, args.limit_gib)
     program = f"from benchmarks.stream import measure; measure{call!r}"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, cwd=ROOT)
-    files = "read" if cached else "made"
+    files = "read" if cached else "built"
     words = [order, *(f"{tokens / 1e9:,.0f} B" for tokens in (length, consumed)), files]
     if done.returncode:
         reason = "out of memory" if "MemoryError" in done.stderr or done.returncode < 0 else done.stderr[-200:]
         return [*words, reason, "", "", "", ""]
-    found = json.loads(done.stdout.splitlines()[-1])
-    sizes = (f"{found[key] / 2**20:,.0f}" for key in ("allocated", "resident"))
-    return [*words, f"{found['seconds']:.1f}", f"{found['cpu']:.1f}", *sizes, f"{1000 * found['batch']:.0f}"]
+    figures = json.loads(done.stdout.splitlines()[-1])
+    sizes = (f"{figures[key] / 2**20:,.0f}" for key in ("allocated", "resident"))
+    return [*words, f"{figures['seconds']:.1f}", f"{figures['cpu']:.1f}", *sizes, f"{1000 * figures['batch']:.0f}"]
 
 
 def measure(blend: str, cache: str, order: str, samples: int, first: int, limit_gib: float) -> None:
-    """In a process of its own: prints seconds and bytes to the first batch, and the CPU seconds of a batch later on."""
+    """Print seconds and bytes until the first batch, and CPU seconds per later batch. Runs in a separate process."""
     import torch
     import torch.distributed as dist
 
@@ -172,18 +175,18 @@ def measure(blend: str, cache: str, order: str, samples: int, first: int, limit_
         return torch.stack([stream[first + number * GLOBAL_BATCH + n]["tokens"] for n in range(GLOBAL_BATCH)])
 
     assert batch(0).shape == (GLOBAL_BATCH, LENGTH)
-    found = {"seconds": time.monotonic() - start, "cpu": time.process_time() - cpu}
+    figures = {"seconds": time.monotonic() - start, "cpu": time.process_time() - cpu}
     is_done.set()
-    found |= {"allocated": peak[0] - before["RssAnon"], "resident": _size("VmHWM") - before["VmRSS"]}
+    figures |= {"allocated": peak[0] - before["RssAnon"], "resident": _size("VmHWM") - before["VmRSS"]}
     cpu = time.process_time()
     for number in range(1, 6):
         batch(number)
-    print(json.dumps({**found, "batch": (time.process_time() - cpu) / 5}))
+    print(json.dumps({**figures, "batch": (time.process_time() - cpu) / 5}))
 
 
 def _size(name: str) -> int:
-    """A size of this process in bytes, from /proc."""
+    """Read a field of /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return 1024 * int(line.split()[1])
-    raise UserError(f"/proc/self/status has no {name}: this is measured on Linux")
+    raise UserError(f"/proc/self/status has no {name}: this benchmark requires Linux")

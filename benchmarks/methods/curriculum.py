@@ -1,9 +1,10 @@
-"""What a curriculum gains: validation loss by tokens seen and processor time, beside plain training of as many tokens.
+"""Compare curricula with plain training of the same number of tokens: validation loss and CPU time.
 
-    OMP_NUM_THREADS=1 python -m benchmarks curriculum --input data/redpajama_mini --output runs/curriculum
+    OMP_NUM_THREADS=1 python -m benchmarks curriculum \\
+        --input data/redpajama_mini --output runs/curriculum
 
-A tokenizer of 384 pieces is trained on the text, four subsets are prepared and analyzed, and the demo's Llama trains on
-them with each curriculum and each seed.
+Trains a tokenizer of 384 tokens, prepares and analyzes four subsets, and trains the demo's Llama on them with each
+curriculum and seed.
 """
 
 from __future__ import annotations
@@ -30,31 +31,31 @@ CURRICULA = {
     "vocab_rarity": "difficulty_type: percentile, schedule_type: fixed_root, min_difficulty: 10, max_difficulty: 100, "
     "difficulty_step: 10",
 }
-"""By metric, without the total_curriculum_step, which is half of a plain run's steps."""
+"""Settings by metric, without total_curriculum_step, which is half of a plain run's steps."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The sub-command's options."""
+    """Add the command's options."""
     variants.add_arguments(parser)
-    parser.add_argument("--tokens", type=int, default=143_360, help="of each run (default 143360)")
+    parser.add_argument("--tokens", type=int, default=143_360, help="tokens of each run (default 143360)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepares, trains, and prints or writes the page."""
+    """Prepare, train, and print or write the page."""
     folder = args.output.resolve()
     prefixes = variants.prepare(args.input.resolve(), folder)
     for prefix in prefixes:
         run_program("data_prep/analyze.py", prefix, "--metric", "vocab_rarity", "--seq-length", LENGTH)
-    found: dict[str, list[Trained]] = {name: [] for name in CURRICULA}
+    runs_by_name: dict[str, list[Trained]] = {name: [] for name in CURRICULA}
     for seed in args.seeds:
-        for name, runs in found.items():
+        for name, runs in runs_by_name.items():
             runs.append(_train(name, seed, args.tokens, folder, prefixes))
-    variants.publish(_page(found, args), args.write)
+    variants.publish(_page(runs_by_name, args), args.write)
     return 0
 
 
 def _train(name: str, seed: int, tokens: int, folder: Path, prefixes: Sequence[Path]) -> Trained:
-    """Trains on as many tokens, or the next step's end."""
+    """Train until the first step in which ``tokens`` tokens are consumed."""
     total = tokens // (LENGTH * BATCH) // 2
     words = [*variants.recipe(LENGTH, BATCH), variants.blend(prefixes), f"trainer.seed={seed}"]
     if name != "none":
@@ -66,33 +67,39 @@ def _train(name: str, seed: int, tokens: int, folder: Path, prefixes: Sequence[P
     return variants.train(folder / variants.folder_name(name, seed, tokens), words)
 
 
-def _page(found: Mapping[str, Sequence[Trained]], args: argparse.Namespace) -> str:
-    """The result in Markdown."""
+def _page(runs_by_name: Mapping[str, Sequence[Trained]], args: argparse.Namespace) -> str:
+    """Return the page in Markdown."""
     marks = [args.tokens * quarter // 4 for quarter in (1, 2, 3, 4)]
 
     def at_marks(run: Trained) -> list[float]:
         tokens, losses = zip(*((r["consumed_tokens"], r["val_loss"]) for r in run.validations), strict=True)
         return [float(loss) for loss in np.interp(marks, tokens, losses)]
 
-    losses = {name: [at_marks(run) for run in runs] for name, runs in found.items()}
+    losses = {name: [at_marks(run) for run in runs] for name, runs in runs_by_name.items()}
     at_the_end = {name: [loss[-1] for loss in of] for name, of in losses.items()}
     rows = []
-    for name, runs in found.items():
+    for name, runs in runs_by_name.items():
         means = [f"{statistics.fmean(column):.4f}" for column in zip(*losses[name], strict=True)]
         gap = "" if name == "none" else variants.gap(at_the_end[name], at_the_end["none"])
         seconds = statistics.fmean(run.seconds for run in runs)
         rows.append((name, f"{len(runs[0].records)}", *means, gap, f"{seconds:.0f}"))
-    head = ("curriculum", "steps", *(f"at {mark:,} tokens" for mark in marks), "gap to none at the end", "CPU s a run")
+    head = (
+        "curriculum",
+        "steps",
+        *(f"at {mark:,} tokens" for mark in marks),
+        "gap to none at the end",
+        "CPU s per run",
+    )
     entries = [f"- {name}: {words}" for name, words in CURRICULA.items() if words]
     lines = [
-        "# Curricula beside plain training\n",
-        f"{variants.conditions()} llama_2m, {args.tokens:,} tokens a run, {len(args.seeds)} seeds, equal parts of "
-        f"{', '.join(SUBSETS)}; validation on whole sequences of documents that are not trained on, in nats a token. "
-        f"{variants.how_compared(0)} Made by\n",
+        "# Curricula compared with plain training\n",
+        f"{variants.conditions()} llama_2m, {args.tokens:,} tokens per run, {len(args.seeds)} seeds, equal parts of "
+        f"{', '.join(SUBSETS)}; validation on full sequences of held-out documents, in nats per token. "
+        f"{variants.describe_statistics(0)} Command:\n",
         "    OMP_NUM_THREADS=1 python -m benchmarks curriculum --input REDPAJAMA_FOLDER --output DIR "
         f"--tokens {args.tokens} --seeds {' '.join(map(str, args.seeds))}\n",
         *markdown_table(head, rows),
-        "\nThe difficulty rises over half of a plain run's steps:\n",
+        "\nThe difficulty increases over half of a plain run's steps:\n",
         *entries,
     ]
     return "\n".join(lines) + "\n"

@@ -1,9 +1,10 @@
-"""Train a small Llama with each way to send less between data-parallel ranks: losses, bytes and times.
+"""Compare methods that reduce data-parallel communication: loss, bytes and time of a small Llama.
 
-    python -m benchmarks less_communication --input REDPAJAMA_FOLDER --steps 100 --seeds 1 2 3 --output DIR
+    python -m benchmarks less_communication --input REDPAJAMA_FOLDER \\
+        --steps 100 --seeds 1 2 3 --output DIR
 
-Four ranks on this machine, as two nodes of two. Bytes are those of tools/forecast/traffic.py, which --count also counts
-in two real steps and compares. docs/guides/methods/less_communication.md
+Trains on four ranks of this machine, as two nodes of two. Bytes are forecasts of tools/forecast/traffic.py; --count
+compares them with two real steps. See docs/guides/methods/less_communication.md.
 """
 
 from __future__ import annotations
@@ -36,42 +37,42 @@ RECIPE = (
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to train."""
+class Method:
+    """A training method."""
 
     settings: str
     exact: bool = False
-    """It computes what the first one computes: one seed shows that."""
+    """Whether results equal the first method's, so that one seed is enough."""
     may_diverge: bool = False
-    """A run that ends early is a result, and no failure."""
+    """Whether a run that ends early is a result instead of a failure."""
     sends_like: str = ""
-    """The way that sends as many bytes, where prediction takes this one for another."""
+    """Method with equal traffic, if the traffic forecast does not apply to this one."""
 
 
 SHARDED, ONE_BIT = "trainer.zero=3", "trainer.zero=0 optim.name=onebit_adam"
-WAYS = {
-    "zero 3": Way(SHARDED),
-    "zero 3, a second copy in each node": Way(f"{SHARDED} trainer.secondary_group=2", exact=True),
-    "gradients in bf16": Way(f"{SHARDED} trainer.grad_reduce=bf16 trainer.reduce_group=2"),
-    "gradients in int8": Way(f"{SHARDED} trainer.grad_reduce=int8 trainer.reduce_group=2"),
-    "weights in int8": Way(f"{SHARDED} trainer.param_gather=int8"),
-    "ZeRO++: all three": Way(
+METHODS = {
+    "zero 3": Method(SHARDED),
+    "zero 3, a second copy in each node": Method(f"{SHARDED} trainer.secondary_group=2", exact=True),
+    "gradients in bf16": Method(f"{SHARDED} trainer.grad_reduce=bf16 trainer.reduce_group=2"),
+    "gradients in int8": Method(f"{SHARDED} trainer.grad_reduce=int8 trainer.reduce_group=2"),
+    "weights in int8": Method(f"{SHARDED} trainer.param_gather=int8"),
+    "ZeRO++: all three": Method(
         f"{SHARDED} trainer.secondary_group=2 trainer.grad_reduce=int8 trainer.reduce_group=2 trainer.param_gather=int8"
     ),
-    "zero 0": Way("trainer.zero=0", exact=True),
-    # Its Adam has no bias correction. Without ever sending signs it says what these change.
-    "zero 0, 1-bit Adam's warm-up only": Way(f"{ONE_BIT} optim.freeze_step=1000000", sends_like="zero 0"),
-    "zero 0, 1-bit Adam": Way(ONE_BIT, may_diverge=True),
-    "zero 0, its warm-up only, eps 1e-5": Way(
+    "zero 0": Method("trainer.zero=0", exact=True),
+    # 1-bit Adam has no bias correction. This run separates its effect from the effect of compression.
+    "zero 0, 1-bit Adam's warm-up only": Method(f"{ONE_BIT} optim.freeze_step=1000000", sends_like="zero 0"),
+    "zero 0, 1-bit Adam": Method(ONE_BIT, may_diverge=True),
+    "zero 0, its warm-up only, eps 1e-5": Method(
         f"{ONE_BIT} optim.freeze_step=1000000 optim.eps=1e-5", sends_like="zero 0"
     ),
-    # Rows of the embedding without a gradient in the warm-up keep a second moment of 0: eps is all that divides.
-    "zero 0, 1-bit Adam, eps 1e-5": Way(f"{ONE_BIT} optim.eps=1e-5", may_diverge=True),
+    # Embedding rows without a gradient in the warm-up have a second moment of 0: eps is then the whole denominator.
+    "zero 0, 1-bit Adam, eps 1e-5": Method(f"{ONE_BIT} optim.eps=1e-5", may_diverge=True),
 }
 
 
 def prepare(source: Path, output: Path) -> str:
-    """The dataset with a tokenizer of its own, made once; returns data.prefixes."""
+    """Prepare dataset and tokenizer unless they exist; return the override of data.prefixes."""
     import yaml
 
     made = output / "redpajama.yaml"
@@ -88,7 +89,7 @@ def prepare(source: Path, output: Path) -> str:
 
 
 def sent(overrides: Sequence[str]) -> tuple[float, float]:
-    """MB that all ranks together send along dp in a step, and MB of it from node to node."""
+    """Return MB that all ranks send along dp per step, in total and between nodes."""
     plan = resolve(load_config([*overrides, "data.mock=true", "data.prefixes=[]"], ROOT / "conf"), RANKS)
     within = across = 0.0
     for rank in range(RANKS):
@@ -98,56 +99,67 @@ def sent(overrides: Sequence[str]) -> tuple[float, float]:
     return within / 1e6, across / 1e6
 
 
-def table(found: Mapping[str, Sequence[Trained]], settings: Mapping[str, list[str]]) -> list[str]:
-    """Markdown. ``found`` has the runs of each way by seed."""
-    losses = {name: [run.records[-1].get("val_loss") or math.nan for run in runs] for name, runs in found.items()}
+def table(runs_by_name: Mapping[str, Sequence[Trained]], settings: Mapping[str, list[str]]) -> list[str]:
+    """Return the table in Markdown, from the runs of each method by seed."""
+    losses = {
+        name: [run.records[-1].get("val_loss") or math.nan for run in runs] for name, runs in runs_by_name.items()
+    }
     first, *_ = losses.values()
     rows = []
-    for name, runs in found.items():
-        own = losses[name]
-        megabytes = [f"{size:.2f}" for size in sent(settings[WAYS[name].sends_like or name])]
+    for name, runs in runs_by_name.items():
+        final = losses[name]
+        megabytes = [f"{size:.2f}" for size in sent(settings[METHODS[name].sends_like or name])]
         seconds = statistics.fmean(run.seconds for run in runs)
         rows.append(
-            (name, f"{statistics.fmean(own):.4f}", variants.gap(own, first[: len(own)]), *megabytes, f"{seconds:.0f}")
+            (
+                name,
+                f"{statistics.fmean(final):.4f}",
+                variants.gap(final, first[: len(final)]),
+                *megabytes,
+                f"{seconds:.0f}",
+            )
         )
-    head = ("", "validation loss", "above the first, by seed", "MB sent a step", "MB between nodes", "CPU s a run")
+    head = ("", "validation loss", "gap to the first", "MB per step", "MB between nodes", "CPU s per run")
     return [*markdown_table(head, rows)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    parser.add_argument("--input", type=Path, required=True, help="a folder of RedPajama, as data_prep/redpajama.py")
-    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "less_communication", help="runs and results")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each run (default: 100)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="one run of each way for each seed")
-    parser.add_argument("--count", action="store_true", help="also count two steps of each way, and compare")
+    """Add the command's arguments."""
+    parser.add_argument("--input", type=Path, required=True, help="RedPajama folder, as for data_prep/redpajama.py")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "runs" / "less_communication", help="folder of runs and results"
+    )
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each run (default 100)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of each method")
+    parser.add_argument("--count", action="store_true", help="also measure the bytes of two steps of each method")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare, count, train, report; status 1 where a program failed."""
+    """Prepare, count, train and report; return 1 if a program failed."""
     output = args.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    found: dict[str, list[Trained]] = {name: [] for name in WAYS}
-    settings = {name: [*RECIPE, *way.settings.split()] for name, way in WAYS.items()}
+    runs_by_name: dict[str, list[Trained]] = {name: [] for name in METHODS}
+    settings = {name: [*RECIPE, *method.settings.split()] for name, method in METHODS.items()}
     length = [f"trainer.steps={args.steps}", f"trainer.val_every_steps={args.steps}"]
     try:
         data = prepare(args.input.resolve(), output)
         for name, overrides in settings.items():
-            if (
-                args.count and "onebit" not in WAYS[name].settings
-            ):  # it counts signs from its second step on: test_count_steps.py
+            # 1-bit Adam compresses only from its second step on: see test_count_steps.py.
+            if args.count and "onebit" not in METHODS[name].settings:
                 run_program("scripts/traffic.py", "--measure", *overrides)
         for number, seed in enumerate(args.seeds):
-            for name, way in WAYS.items():
-                if number and way.exact:
+            for name, method in METHODS.items():
+                if number and method.exact:
                     continue
                 words = [*settings[name], data, f"trainer.seed={seed}", *length]
-                found[name].append(variants.train(output / variants.folder_name(name, seed), words, way.may_diverge))
+                runs_by_name[name].append(
+                    variants.train(output / variants.folder_name(name, seed), words, method.may_diverge)
+                )
     except subprocess.CalledProcessError as error:
         sys.stderr.write(f"{' '.join(error.cmd[1:3])} ended with status {error.returncode}\n")
         return 1
     recipe = f"`{' '.join(RECIPE)} trainer.steps={args.steps}`, {len(args.seeds)} seeds"
-    text = "\n".join([variants.conditions(), "", recipe, "", *table(found, settings)])
+    text = "\n".join([variants.conditions(), "", recipe, "", *table(runs_by_name, settings)])
     (output / "less_communication.md").write_text(text + "\n", encoding="utf-8")
     print(text)
     return 0

@@ -1,9 +1,10 @@
-"""What windows and block-sparse attention cost in loss and save in time, beside training with dense attention.
+"""Compare sliding-window and block-sparse attention with dense attention: validation loss and CPU time.
 
-    OMP_NUM_THREADS=1 python -m benchmarks patterns --input data/redpajama_mini --output runs/patterns
+    OMP_NUM_THREADS=1 python -m benchmarks patterns \\
+        --input data/redpajama_mini --output runs/patterns
 
-Sequences of 1,024 tokens; data, model and recipe are the same as in curriculum.py. `python -m benchmarks attention`
-measures the time of attention alone over the length of sequences.
+Sequences have 1,024 tokens; data, model and recipe equal curriculum.py's. `python -m benchmarks attention` measures
+attention alone by sequence length.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ PATTERNS: dict[str, tuple[list[str], Pattern]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The sub-command's options."""
+    """Add the command's options."""
     variants.add_arguments(parser)
-    parser.add_argument("--steps", type=int, default=140, help="of each run (default 140)")
+    parser.add_argument("--steps", type=int, default=140, help="steps of each run (default 140)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepares, trains, and prints or writes the page."""
+    """Prepare, train, and print or write the page."""
     folder = args.output.resolve()
     data = variants.blend(variants.prepare(args.input.resolve(), folder))
 
@@ -42,28 +43,28 @@ def run(args: argparse.Namespace) -> int:
         words += [f"trainer.seed={seed}", *PATTERNS[name][0]]
         return variants.train(folder / variants.folder_name(name, steps, seed), words)
 
-    # A run of one step is nearly all start and validation, which every run has.
+    # A run of one step measures the time of startup and validation.
     start = trained("dense", 1, args.seeds[0]).seconds
-    found: dict[str, list[Trained]] = {name: [] for name in PATTERNS}
+    runs_by_name: dict[str, list[Trained]] = {name: [] for name in PATTERNS}
     for seed in args.seeds:
-        for name, runs in found.items():
+        for name, runs in runs_by_name.items():
             runs.append(trained(name, args.steps, seed))
-    variants.publish("\n".join(_page(found, start, args)) + "\n", args.write)
+    variants.publish("\n".join(_page(runs_by_name, start, args)) + "\n", args.write)
     return 0
 
 
-def _page(found: Mapping[str, Sequence[Trained]], start: float, args: argparse.Namespace) -> Iterator[str]:
-    """The result in Markdown."""
-    yield "# Windows and block-sparse attention beside dense training\n"
+def _page(runs_by_name: Mapping[str, Sequence[Trained]], start: float, args: argparse.Namespace) -> Iterator[str]:
+    """Yield the page in Markdown."""
+    yield "# Sliding-window and block-sparse attention compared with dense attention\n"
     yield (
         f"{variants.conditions()} llama_2m, {args.steps} steps of {BATCH} sequences of {LENGTH}, {len(args.seeds)} "
-        f"seeds, equal parts of {', '.join(SUBSETS)}; validation on documents that are not trained on, with the "
-        "pattern, in nats a token, after the last step. The share is that of the causal pairs of a sequence that are "
-        f"computed. FLOPs are those of `metrics.jsonl`. {variants.how_compared(start)} Made by\n"
+        f"seeds, equal parts of {', '.join(SUBSETS)}; validation on held-out documents, with the pattern, in nats per "
+        "token, after the last step. The share is the computed share of a sequence's causal pairs. FLOPs are from "
+        f"`metrics.jsonl`. {variants.describe_statistics(start)} Command:\n"
     )
     yield (
         "    OMP_NUM_THREADS=1 python -m benchmarks patterns --input REDPAJAMA_FOLDER --output DIR "
         f"--steps {args.steps} --seeds {' '.join(map(str, args.seeds))}\n"
     )
-    told = {name: (f"{pattern.span(LENGTH) / LENGTH:.0%}",) for name, (_, pattern) in PATTERNS.items()}
-    yield from variants.comparison(("share seen",), told, found, start)
+    shares = {name: (f"{pattern.span(LENGTH) / LENGTH:.0%}",) for name, (_, pattern) in PATTERNS.items()}
+    yield from variants.comparison(("share computed",), shares, runs_by_name, start)

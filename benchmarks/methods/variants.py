@@ -1,7 +1,7 @@
-"""Shared by the studies of methods: runs with their processor time, gaps over seeds, tables.
+"""Runs, statistics and tables shared by the studies of methods.
 
-The variants of a seed are trained one after the other, so that other load on the machine meets them alike. A run that
-is done is kept below the output folder and not repeated; one that was killed begins anew, as its time is to be whole.
+All variants of a seed train one after another, so that other load on the machine affects all of them. Finished runs are
+stored in the output folder and are not repeated. An interrupted run restarts from scratch, as its CPU time is measured.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ SUBSETS = ("arxiv", "c4", "github", "wikipedia")
 
 
 def recipe(length: int, batch: int) -> list[str]:
-    """Overrides: the demo's Llama in one process on equal parts of SUBSETS, ``batch`` sequences of ``length`` tokens a
-    step; validation on documents that are not trained on, 96 sequences of 256 or as many tokens."""
+    """Return overrides that train the demo's Llama in one process, on equal parts of SUBSETS.
+
+    A step has ``batch`` sequences of ``length`` tokens. Validation uses 24,576 tokens of held-out documents.
+    """
     return shlex.split(
         f"model=llama_2m device=cpu trainer.dp=1 data.seq_length={length} trainer.global_batch_size={batch} "
         f"trainer.micro_batch_size={batch // 2} optim.lr=1e-3 trainer.val_steps=12 logging.every_steps=50 "
@@ -45,34 +47,34 @@ def recipe(length: int, batch: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run has left."""
+    """Results of a finished run."""
 
     seconds: float
-    """Processor seconds of all its processes, from the start of the first."""
+    """CPU seconds of all processes of the run."""
     records: Sequence[dict[str, Any]]
-    """Of metrics.jsonl, one for each step."""
+    """Records of metrics.jsonl, one per step."""
 
     @property
     def flops(self) -> float:
-        """What the steps have computed, as they count it."""
+        """FLOPs of all steps, from the logged TFLOP/s and step times."""
         return sum(1e12 * record["tflops_per_device"] * record["step_time_s"] for record in self.records)
 
     @property
     def validations(self) -> list[dict[str, Any]]:
-        """The records of the steps that validated."""
+        """Records of the steps with a validation."""
         return [record for record in self.records if record.get("val_loss") is not None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of a sub-command that trains on SUBSETS."""
+    """Add the options of a command that trains on SUBSETS."""
     parser.add_argument("--input", type=Path, required=True, help=f"folder with {', '.join(SUBSETS)} as .jsonl")
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="keeps datasets and runs")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--write", type=Path, help="write the page here instead of printing it")
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder of datasets and runs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds (default 1 2 3)")
+    parser.add_argument("--write", type=Path, help="write the page to this file instead of printing it")
 
 
 def prepare(source: Path, folder: Path) -> list[Path]:
-    """Prefixes of the datasets of SUBSETS, with a tokenizer of 384 pieces; what is there already is left as it is."""
+    """Prepare a tokenizer of 384 tokens and the datasets of SUBSETS, unless they exist; return their prefixes."""
     tokenizer = folder / "pieces.model"
     if not tokenizer.exists():
         inputs = [source / subset for subset in SUBSETS]
@@ -85,13 +87,16 @@ def prepare(source: Path, folder: Path) -> list[Path]:
 
 
 def blend(prefixes: Sequence[Path]) -> str:
-    """data.prefixes with equal weights."""
+    """Return the override of data.prefixes with equal weights."""
     return f"data.prefixes=[{','.join(f'{1 / len(prefixes)},{prefix}' for prefix in prefixes)}]"
 
 
 def train(folder: Path, words: Sequence[str], may_diverge: bool = False) -> Trained:
-    """Trains, unless ``folder`` has the run. Raises CalledProcessError where it fails, but for one that
-    ``may_diverge``: how far it came is a result."""
+    """Train unless ``folder`` has a finished run; return its results.
+
+    Raises:
+        CalledProcessError: if the run fails, unless ``may_diverge``.
+    """
     done = folder / "done.json"
     if not done.exists():
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -106,49 +111,58 @@ def train(folder: Path, words: Sequence[str], may_diverge: bool = False) -> Trai
 
 
 def folder_name(*parts: object) -> str:
-    """A name without blanks for what has been asked for."""
+    """Join the parts to a folder name of lowercase letters, digits, ``_`` and ``-``."""
     return "-".join(re.sub("[^a-z0-9]+", "_", str(part).lower()) for part in parts)
 
 
-def gap(own: Iterable[float], plain: Iterable[float]) -> str:
-    """The mean of the differences by seed, the smallest and the largest."""
-    gaps = [one - other for one, other in zip(own, plain, strict=True)]
+def gap(losses: Iterable[float], plain: Iterable[float]) -> str:
+    """Format mean, minimum and maximum of the differences by seed."""
+    gaps = [loss - reference for loss, reference in zip(losses, plain, strict=True)]
     spread = f" ({min(gaps):+.4f} to {max(gaps):+.4f})" if len(gaps) > 1 else ""
     return f"{statistics.fmean(gaps):+.4f}{spread}"
 
 
-def how_compared(start: float) -> str:
-    """What the gaps and seconds of a page are."""
-    less = f"less the {start:.0f} of a run of one step, which starts and validates" if start else "start and all"
+def describe_statistics(start: float) -> str:
+    """Return the explanation of a page's gaps and CPU seconds."""
+    startup = f"minus the {start:.0f} s of a run of one step (startup and validation)" if start else "with startup"
     return (
-        "Gaps and shares are those of a seed to the plain run of the same seed: their mean, the smallest and the "
-        f"largest. Processor seconds are those of one thread, {less}."
+        "Gaps and shares compare with the plain run of the same seed: mean, minimum and maximum over seeds. CPU "
+        f"seconds are measured with one thread, {startup}."
     )
 
 
 def comparison(
-    head: Sequence[str], told: Mapping[str, Sequence[str]], found: Mapping[str, Sequence[Trained]], start: float
+    head: Sequence[str],
+    columns: Mapping[str, Sequence[str]],
+    runs_by_name: Mapping[str, Sequence[Trained]],
+    start: float,
 ) -> Iterator[str]:
-    """The lines of a table of variants, the first of which is the plain one: what is ``told`` of each under ``head``,
-    FLOPs, losses after the last step, and processor seconds without those of a start."""
-    losses = {name: [run.records[-1]["val_loss"] for run in runs] for name, runs in found.items()}
-    flops = {name: runs[0].flops for name, runs in found.items()}
-    seconds = {name: [run.seconds - start for run in runs] for name, runs in found.items()}
-    plain, *_ = found
+    """Yield the lines of a table of variants with FLOPs, final losses and CPU seconds.
+
+    Args:
+        head: titles of additional columns.
+        columns: cells of the additional columns, by variant.
+        found: runs of each variant by seed; the first variant is the plain one.
+        start: CPU seconds of startup and validation, to subtract.
+    """
+    losses = {name: [run.records[-1]["val_loss"] for run in runs] for name, runs in runs_by_name.items()}
+    flops = {name: runs[0].flops for name, runs in runs_by_name.items()}
+    seconds = {name: [run.seconds - start for run in runs] for name, runs in runs_by_name.items()}
+    plain, *_ = runs_by_name
     rows = []
-    for name in found:
-        shares = [own / other for own, other in zip(seconds[name], seconds[plain], strict=True)]
-        row = [name, *told[name], f"{flops[name] / 1e12:.2f} ({flops[name] / flops[plain]:.0%})"]
+    for name in runs_by_name:
+        shares = [time / other for time, other in zip(seconds[name], seconds[plain], strict=True)]
+        row = [name, *columns[name], f"{flops[name] / 1e12:.2f} ({flops[name] / flops[plain]:.0%})"]
         row += [f"{statistics.fmean(losses[name]):.4f}", gap(losses[name], losses[plain]) if name != plain else ""]
         row.append(f"{statistics.fmean(seconds[name]):.0f}")
         row.append(f"{statistics.fmean(shares):.0%} ({min(shares):.0%} to {max(shares):.0%})" if name != plain else "")
         rows.append(row)
-    columns = ("TFLOP", "validation loss", f"gap to {plain}", "CPU s", f"of {plain}'s")
-    yield from markdown_table(("", *head, *columns), rows)
+    titles = ("TFLOP", "validation loss", f"gap to {plain}", "CPU s", f"share of {plain}'s")
+    yield from markdown_table(("", *head, *titles), rows)
 
 
 def conditions() -> str:
-    """Date, machine, versions and commit, for a page of results."""
+    """Return date, machine, versions and commit, for a page of results."""
     name = processor().get("model name", platform.machine())
     versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "megatron-core"))
     return (
@@ -158,7 +172,7 @@ def conditions() -> str:
 
 
 def publish(page: str, path: Path | None) -> None:
-    """Writes the page, or prints it."""
+    """Write the page to ``path``, or print it."""
     if path is None:
         sys.stdout.write(page)
     else:

@@ -1,12 +1,15 @@
 """Verify the data preparation on whole datasets, which takes too long for the test suite.
 
-    python -m benchmarks.verify.data identity --input ../shared/data/redpajama_mini --tokenizer-model tokenizer.model
+    python -m benchmarks.verify.data identity \\
+        --input data/redpajama_mini --tokenizer-model tokenizer.model
     python -m benchmarks.verify.data index --tokens 10e9
     python -m benchmarks.verify.data disk --input ... --tokenizer-model ...
 
-identity: every document's ids against sentencepiece, and both files against megatron-core's own builder, byte by byte.
-index: index building and blending of synthetic lengths through megatron-core's own datasets, timed, ratios checked.
-disk: a real full disk (a small tmpfs, needs root), then room, then the rest of the run.
+identity: compare all token ids with sentencepiece, and both files with megatron-core's builder, byte by byte.
+
+index: build indices of synthetic documents and blend them with megatron-core's datasets; print times, check weights.
+
+disk: fill a small tmpfs (needs root), enlarge it, and resume.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+from benchmarks.help_format import HelpFormatter
 from benchmarks.results import ROOT
 from megatron_llama.system.errors import MachineError, UserError, run_main
 from megatron_llama.system.files import sha256_file
@@ -32,13 +36,13 @@ if TYPE_CHECKING:
 
 
 def preprocess(*args: object) -> subprocess.CompletedProcess[str]:
-    """Runs preprocess.py as a user does."""
+    """Run preprocess.py as a subprocess."""
     command = [sys.executable, str(ROOT / "data_prep/preprocess.py"), "--append-eod", *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True)
 
 
 def identity(args: argparse.Namespace) -> Iterator[str]:
-    """One line per input file, and one for all of them in one dataset."""
+    """Compare the output of each input file, and of all files as one dataset; yield a line for each."""
     import numpy as np
 
     from data_prep.lib.input_files import find_sources
@@ -63,7 +67,7 @@ def identity(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _compare(args: argparse.Namespace, inputs: list[str], prefix: Path, documents: list[npt.NDArray]) -> str:
-    """Prepares ``inputs`` and compares both files with those of megatron-core's own builder, from ``documents``."""
+    """Prepare ``inputs``; compare both files with the files that megatron-core's builder writes for ``documents``."""
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -82,15 +86,15 @@ def _compare(args: argparse.Namespace, inputs: list[str], prefix: Path, document
             raise MachineError(f"{inputs}: {end} differs from the reference")
     encoder = json.loads(Path(f"{prefix}_text_document.json").read_bytes())["encoder"]
     digest = sha256_file(Path(f"{prefix}.bin"))[:16]
-    what = os.path.relpath(inputs[0], args.input)
+    name = os.path.relpath(inputs[0], args.input)
     return (
-        f"{what}: {len(documents):,} documents, {sum(map(len, documents)):,} tokens by {encoder}: "
+        f"{name}: {len(documents):,} documents, {sum(map(len, documents)):,} tokens by {encoder}: "
         f"ids, .bin and .idx identical (sha256 of the .bin {digest}...)"
     )
 
 
 def index(args: argparse.Namespace) -> Iterator[str]:
-    """Writes indices over sparse .bin files, then builds GPT and blended datasets of megatron-core over them."""
+    """Write indices of sparse .bin files; build megatron-core's GPT and blended datasets from them."""
     from benchmarks.stream import make_datasets
 
     total = int(float(args.tokens))
@@ -100,7 +104,7 @@ def index(args: argparse.Namespace) -> Iterator[str]:
         documents, blend = make_datasets(folder, total)
         weights = {Path(path).name: weight for weight, path in zip(blend[::2], blend[1::2], strict=True)}
         seconds = time.monotonic() - start
-        yield f"{documents:,} documents, {total:,} tokens wanted, 4 .idx files written in {seconds:.1f} s"
+        yield f"{documents:,} documents, about {total:,} tokens, 4 .idx files written in {seconds:.1f} s"
         yield from _blend(folder, weights, total)
 
 
@@ -110,7 +114,7 @@ def _blend(folder: Path, weights: dict[str, float], total: int) -> Iterator[str]
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-    # The part of a tokenizer's interface that the dataset needs.
+    # The attributes of a tokenizer that the dataset reads.
     tokenizer = SimpleNamespace(vocab_size=32000, eod=2, pad=0, unique_identifiers={"class": "none"})
     length = 4096
     config = GPTDatasetConfig(
@@ -126,10 +130,10 @@ def _blend(folder: Path, weights: dict[str, float], total: int) -> Iterator[str]
         path_to_cache=str(folder / "cache"),
         mmap_bin_files=True,
     )
-    # the blended dataset needs the rank before it writes its cache
+    # The blended dataset reads the rank before it writes its cache.
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     samples = total // length
-    for attempt in ("from nothing", "from its cache"):
+    for attempt in ("from scratch", "from its cache"):
         start = time.monotonic()
         builder = BlendedMegatronDatasetBuilder(GPTDataset, [samples, samples // 100, 0], lambda: True, config)
         train = builder.build()[0]
@@ -137,17 +141,17 @@ def _blend(folder: Path, weights: dict[str, float], total: int) -> Iterator[str]
         yield f"blend of {len(train):,} samples of {length} tokens, {attempt}: {seconds:.1f} s"
     counts = np.bincount(train.dataset_index, minlength=len(weights))
     for (name, weight), count in zip(weights.items(), counts, strict=True):
-        wanted = weight * len(train)
-        yield f"  {name}: {count:,} samples, {wanted:,.1f} wanted (off by {abs(count - wanted):.1f})"
-        if abs(count - wanted) > 2:
-            raise MachineError(f"the blend is off for {name}")
+        expected = weight * len(train)
+        yield f"  {name}: {count:,} samples, expected {expected:,.1f} (difference {abs(count - expected):.1f})"
+        if abs(count - expected) > 2:
+            raise MachineError(f"wrong number of samples of {name}")
     prefix = np.cumsum(train.dataset_index[:100_000] == 0)
     worst = np.abs(prefix - list(weights.values())[0] * np.arange(1, len(prefix) + 1)).max()
-    yield f"  along the first {len(prefix):,} samples the first share is never off by more than {worst:.2f} samples"
+    yield f"  first dataset in the first {len(prefix):,} samples: largest difference {worst:.2f} samples"
 
 
 def disk(args: argparse.Namespace) -> Iterator[str]:
-    """Fills a small tmpfs, enlarges it, continues; compares with an undisturbed run."""
+    """Fill a small tmpfs, enlarge it and resume; compare with an uninterrupted run."""
     if os.geteuid() != 0:
         raise UserError("mounting a small tmpfs needs root")
     with tempfile.TemporaryDirectory() as name:
@@ -164,31 +168,31 @@ def disk(args: argparse.Namespace) -> Iterator[str]:
             yield f"disk of half the size needed: status {full.returncode}, {full.stderr.strip().splitlines()[-1]}"
             visible = [path.name for path in small.iterdir() if not path.name.startswith(".")]
             if full.returncode != 1 or visible or "Traceback" in full.stderr:
-                raise MachineError(f"not as it must be: {visible} {full.stderr}")
+                raise MachineError(f"expected status 1, no files and no traceback, got: {visible} {full.stderr}")
             subprocess.run(["mount", "-o", f"remount,size={2 * size + 2**24}", str(small)], check=True)
             done = preprocess(*base, "--output-prefix", small / "x")
-            yield f"with room: status {done.returncode}, {done.stdout.splitlines()[0]}"
+            yield f"enlarged disk: status {done.returncode}, {done.stdout.splitlines()[0]}"
             for end in (".bin", ".idx"):
                 a, b = Path(f"{folder}/whole_text_document{end}"), Path(f"{small}/x_text_document{end}")
                 if a.read_bytes() != b.read_bytes():
-                    raise MachineError(f"{end} differs from an undisturbed run's")
-            yield "both files identical to an undisturbed run's"
+                    raise MachineError(f"{end} differs from an uninterrupted run's")
+            yield "both files identical to an uninterrupted run's"
         finally:
             subprocess.run(["umount", str(small)], check=False)
 
 
 def main() -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("what", choices=["identity", "index", "disk"])
-    parser.add_argument("--input", help="a file or folder of records")
-    parser.add_argument("--tokenizer-model", help="sentencepiece model of fewer than 65,500 pieces")
-    parser.add_argument("--tokens", default="10e9", help="for index (default 10e9)")
-    parser.add_argument("--workers", type=int, default=2)
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("check", choices=["identity", "index", "disk"], help="check to run")
+    parser.add_argument("--input", help="raw data file or folder (identity, disk)")
+    parser.add_argument("--tokenizer-model", help="sentencepiece model of fewer than 65,500 tokens (identity, disk)")
+    parser.add_argument("--tokens", default="10e9", help="number of tokens (index; default 10e9)")
+    parser.add_argument("--workers", type=int, default=2, help="worker processes (default 2)")
     args = parser.parse_args()
-    if args.what != "index" and not (args.input and args.tokenizer_model):
-        raise UserError(f"{args.what} needs --input and --tokenizer-model")
-    for line in {"identity": identity, "index": index, "disk": disk}[args.what](args):
+    if args.check != "index" and not (args.input and args.tokenizer_model):
+        raise UserError(f"{args.check} needs --input and --tokenizer-model")
+    for line in {"identity": identity, "index": index, "disk": disk}[args.check](args):
         print(line, flush=True)
     return 0
 

@@ -14,49 +14,55 @@ from datetime import date
 from pathlib import Path
 
 from benchmarks.harness.environments import torch_version
+from benchmarks.help_format import HelpFormatter
 from benchmarks.results import ROOT, commit, describe_machine
 from megatron_llama.system.errors import run_main
 from megatron_llama.system.files import write_atomically
 
 HEAD = """\
-# The doctor on four nodes, with faults put in ({day})
+# The doctor on four nodes, with injected faults ({day})
 
-Machine: {machine}; four virtual nodes of a real SLURM, each with a network of its own, sharing its cores and its disk.
-{other}. torch {torch}, commit {commit}.
+Machine: {machine}. Four virtual nodes of a real SLURM with separate networks share its cores and disk. {other}. torch
+{torch}, commit {commit}.
 
     python -m benchmarks.verify.doctor
 
-The blocked port is a rule of nft on n3; the slow link is `tc qdisc ... tbf` (this kernel has no netem); the full disk
-is a tmpfs of 1 MiB; the clock and the version of torch are shifted in one node's processes (tests/slurm/faulty_nodes).
-tests/slurm/test_doctor.py also checks that a node which can't even come is named by both sides, and that run.slurm
-ends with status 2. {verdict}
+Faults (tests/slurm/faulty_nodes):
+
+* blocked port: an nft rule on n3
+* slow link: `tc qdisc ... tbf` (this kernel has no netem)
+* full disk: a tmpfs of 1 MiB
+* wrong clock and wrong version of torch: shifted in one node's processes
+
+tests/slurm/test_doctor.py also checks that both sides report a node that cannot connect, and that run.slurm ends with
+status 2. {verdict}
 
 """
 
 
 def main() -> int:
-    """Runs the tests and writes the page; the tests' status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=ROOT / "docs/results/doctor.md")
+    """Run the tests and write the page; return the tests' status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--output", type=Path, default=ROOT / "docs/results/doctor.md", help="path of the page")
     args = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:
         pages = Path(folder) / "pages"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "slurm", str(ROOT / "tests/slurm/test_doctor.py")]
-        begun = commit()
+        tested = commit()
         done = subprocess.run(
             command, cwd=ROOT, env={**os.environ, "DOCTOR_REPORT": str(pages)}, capture_output=True, text=True
         )
         sys.stdout.write(done.stdout[-3000:])
         if not pages.exists():
             return done.returncode or 1
-        load = f"Load {os.getloadavg()[1]:.0f}, others' work included"
+        load = f"Load {os.getloadavg()[1]:.0f}, other processes included"
         text = HEAD.format(
             day=date.today(),
             machine=describe_machine("cpu"),
             other=load,
             torch=torch_version(),
-            commit=begun,
+            commit=tested,
             verdict=f"pytest: {done.stdout.strip().splitlines()[-1].strip('= ')}.",
         )
         write_atomically(args.output, text + pages.read_text(encoding="utf-8").rstrip() + "\n")

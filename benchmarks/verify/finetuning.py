@@ -1,10 +1,15 @@
-"""Fine-tune a real model on real datasets, and evaluate it before and after: a table, a figure, each report as JSON.
+"""Fine-tune a real model on QNLI and GSM8K and evaluate it before and after; write a table, a figure and reports.
 
-    python -m benchmarks.verify.finetuning --model SMOLLM2_FOLDER --data FOLDER --output runs/finetuning
+    python -m benchmarks.verify.finetuning --model SMOLLM2_FOLDER --data FOLDER \\
+        --output runs/finetuning
 
-FOLDER holds qnli_dev.tsv and gsm8k_{train,test}.jsonl. QNLI: all weights, and LoRA; accuracy on lines held out, beside
-the share of the more frequent label. GSM8K: all weights for some steps; the share of held-out questions that are
-answered with a line `#### number`. Finished parts are not done again, so a run that was stopped can be continued.
+FOLDER contains qnli_dev.tsv and gsm8k_{train,test}.jsonl.
+
+QNLI: full fine-tuning and LoRA; accuracy on held-out lines, compared with the majority class.
+
+GSM8K: full fine-tuning for some steps; share of held-out questions with an answer that ends in `#### number`.
+
+Finished parts are not repeated, so a stopped run can be resumed.
 """
 
 from __future__ import annotations
@@ -17,13 +22,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.help_format import HelpFormatter
 from benchmarks.results import ROOT, figure, run_program
 from megatron_llama.system.errors import run_main
 from megatron_llama.system.tables import markdown_table
 from megatron_llama.train.loss_curve import moving_average
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 
-# Two ranks of one thread each are quicker than one rank of two, and compiled blocks quicker than eager ones.
+# Two ranks of one thread are faster than one rank of two threads, and compiled blocks are faster than eager ones.
 RECIPE = (
     "model=from_hf device=cpu trainer.dp=2 trainer.precision=bf16 trainer.compile=true trainer.micro_batch_size=2 "
     "trainer.global_batch_size=4 optim.warmup_ratio=0.1 trainer.val_every_steps=50 trainer.val_steps=10 "
@@ -35,11 +41,11 @@ LORA = (
 ).split()
 FULL = ["finetune=full", "optim.lr=1e-4"]
 EVALUATION = ("--chat", "--dtype", "bfloat16", "--device", "cpu")
-WINDOW = 10  # steps that a loss is averaged over in the figure
+WINDOW = 10  # steps of the moving average in the figure
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """The sets, where data=qnli and data=gsm8k look for them: datasets/ below the folder that they are started in."""
+    """Prepare the datasets in datasets/ of the output folder, the paths of data=qnli and data=gsm8k."""
     common = ("--tokenizer-model", args.model, "--seq-length", 512, "--on-bad-line", "skip", "--output-prefix")
     if not (args.output / "datasets/qnli/qnli_train_sft.json").exists():
         source = ("--input", args.data / "qnli_dev.tsv", "--template", "qnli", "--split", args.split)
@@ -51,19 +57,19 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def evaluate(model: Path, task: str, report: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """scripts/evaluate.py's report on lines that no run has seen."""
+    """Return the report of scripts/evaluate.py on held-out lines; evaluate unless the report exists."""
     if not report.exists():
         if task == "qnli":
-            what = ["--labelled", "datasets/qnli/qnli_validation.tsv", "--template", "qnli"]
+            options = ["--labelled", "datasets/qnli/qnli_validation.tsv", "--template", "qnli"]
         else:
-            what = ["--generative", args.data / "gsm8k_test.jsonl", "--template", "gsm8k", "--limit", args.questions]
-        run_program("scripts/evaluate.py", model, *what, *EVALUATION, "--output", report, folder=args.output)
-    found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
-    return found
+            options = ["--generative", args.data / "gsm8k_test.jsonl", "--template", "gsm8k", "--limit", args.questions]
+        run_program("scripts/evaluate.py", model, *options, *EVALUATION, "--output", report, folder=args.output)
+    evaluation: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+    return evaluation
 
 
 def table(reports: Mapping[str, Mapping[str, Any]]) -> str:
-    """Markdown: what was measured before and after."""
+    """Return the table of results before and after fine-tuning, in Markdown."""
 
     def words(share: Mapping[str, Any]) -> str:
         return f"{share['share']:.1%} ({share['right']} of {share['of']}; {share['low']:.1%} to {share['high']:.1%})"
@@ -71,21 +77,21 @@ def table(reports: Mapping[str, Mapping[str, Any]]) -> str:
     majority = reports["qnli_before"]["majority"]
     qnli = [(f"always `{majority['label']}`", f"{majority['share']:.1%}", "")]
     for name in ("before", "full", "lora"):
-        found = reports[f"qnli_{name}"]
-        chosen = ", ".join(f"{label} {counts['chosen']}" for label, counts in found["labels"].items())
-        qnli.append((name, words(found["accuracy"]), chosen))
+        report = reports[f"qnli_{name}"]
+        chosen = ", ".join(f"{label} {counts['chosen']}" for label, counts in report["labels"].items())
+        qnli.append((name, words(report["accuracy"]), chosen))
     gsm8k = [(name, reports[f"gsm8k_{name}"]) for name in ("before", "full")]
-    answers = [(name, words(found["well_formed"]), words(found["exact_match"])) for name, found in gsm8k]
+    answers = [(name, words(report["well_formed"]), words(report["exact_match"])) for name, report in gsm8k]
     lines = [
         *markdown_table(("QNLI, held out", "accuracy (95 % interval)", "chosen"), qnli),
         "",
-        *markdown_table(("GSM8K, held out", "ends in `#### number`", "the right number"), answers),
+        *markdown_table(("GSM8K, held out", "ends in `#### number`", "correct number"), answers),
     ]
     return "\n".join(lines) + "\n"
 
 
 def draw(folders: Mapping[str, Path], path: Path) -> None:
-    """Training losses, averaged over the last steps, and validation losses as dots; a panel for each set."""
+    """Plot moving averages of the training losses, and validation losses as dots; a panel per dataset."""
     with figure(path, 1, 2, figsize=(11, 4.2)) as panels:
         for (name, folder), colour in zip(folders.items(), ("#2563eb", "#ea580c", "#0d9488"), strict=True):
             axes = panels[int(name.startswith("gsm8k"))]
@@ -97,20 +103,20 @@ def draw(folders: Mapping[str, Path], path: Path) -> None:
             axes.plot(*zip(*checked, strict=True), "o", color=colour, markersize=5, label=f"{name}, validation")
         for axes, title in zip(panels, ("QNLI", "GSM8K"), strict=True):
             axes.set(title=title, xlabel="step", ylabel="loss, nats per learned token")
-            axes.set_ylim(0, 1.2)  # the first steps are far above
+            axes.set_ylim(0, 1.2)  # cuts off the first steps
             axes.legend(frameon=False)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prepare, train, evaluate, report; status 1 where a program failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Prepare, train, evaluate and report; return 1 if a program failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder with a chat template")
-    parser.add_argument("--data", type=Path, required=True, help="folder of qnli_dev.tsv and gsm8k_*.jsonl")
-    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "finetuning", help="folder for runs and results")
-    parser.add_argument("--split", default="4463,1000", help="QNLI's lines to learn and to hold out")
-    parser.add_argument("--epochs", type=int, default=1, help="of QNLI")
-    parser.add_argument("--gsm8k-steps", type=int, default=60, help="optimizer steps on GSM8K")
-    parser.add_argument("--questions", type=int, default=100, help="of GSM8K that are answered")
+    parser.add_argument("--data", type=Path, required=True, help="folder with qnli_dev.tsv and gsm8k_*.jsonl")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "finetuning", help="folder of runs and results")
+    parser.add_argument("--split", default="4463,1000", help="QNLI lines to train on and to hold out")
+    parser.add_argument("--epochs", type=int, default=1, help="epochs of QNLI (default 1)")
+    parser.add_argument("--gsm8k-steps", type=int, default=60, help="optimizer steps on GSM8K (default 60)")
+    parser.add_argument("--questions", type=int, default=100, help="GSM8K questions to answer (default 100)")
     args = parser.parse_args(argv)
     for name in ("model", "data", "output"):
         setattr(args, name, getattr(args, name).resolve())
@@ -129,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
             reports[f"{task}_before"] = evaluate(args.model, task, output / f"{task}_before.json", args)
         for name, overrides in runs.items():
             report = output / f"{name}.json"
-            if not report.exists():  # train.py continues a run that was stopped
+            if not report.exists():  # train.py resumes a stopped run
                 overrides = [*RECIPE, f"init_from={args.model}", *overrides, f"run.dir={output / name}"]
                 run_program("train.py", *overrides, folder=output)
             reports[name] = evaluate(output / name, name.partition("_")[0], report, args)

@@ -1,6 +1,8 @@
-"""Run every layout of tests/layouts against the one-process oracle and print the differences as a Markdown table.
+"""Compare all layouts of tests/layouts with the one-process oracle; print a Markdown table of differences.
 
-python -m benchmarks.verify.parity > table.md        (about two minutes on two cores)
+    python -m benchmarks.verify.parity > table.md
+
+Takes about two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import platform
 import sys
 from importlib.metadata import version
 
+from benchmarks.help_format import HelpFormatter
 from benchmarks.results import commit
 from megatron_llama.system.errors import run_main
 from megatron_llama.system.tables import markdown_table
@@ -18,8 +21,8 @@ KINDS = ("losses", "norms", "first_grads", "last_grads", "weights")
 
 
 def main() -> int:
-    """Print the table; status 1 if a difference is above the tolerance."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    """Print the table; return 1 if a difference exceeds the tolerance."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter).parse_args()
     from tests.compiled import REASON
     from tests.layouts.table import LAYOUTS
     from tests.oracle import TOLERANCE, oracle, run_layout, worst
@@ -33,7 +36,7 @@ def main() -> int:
     failed = False
     for name, ranks, layout, model in LAYOUTS:
         if REASON is not None and "trainer.compile=true" in layout:
-            sys.stderr.write(f"{name}: left out. {REASON}\n")
+            sys.stderr.write(f"{name}: skipped. {REASON}\n")
             continue
         differences = worst(run_layout(ranks, *layout, *model), oracle(*model))
         failed |= any(differences[kind] > TOLERANCE for kind in KINDS)

@@ -1,15 +1,15 @@
-"""Train the demo's Llama on the demo's data in several precisions and draw their losses and the gaps to the first.
+"""Train the demo's Llama on the demo's data in several precisions; plot the losses and the gaps to the first.
 
-    python -m benchmarks.verify.precision --steps 600 --seeds 1234 1235 --output runs/precision
-    python -m benchmarks.verify.precision --precisions fp32 "fp32 optim.state_bits=8" --output runs/state_bits
+    python -m benchmarks.verify.precision --steps 600 --seeds 1234 1235
+    python -m benchmarks.verify.precision --output runs/state_bits \\
+        --precisions fp32 "fp32 optim.state_bits=8"
 
-A precision may bring overrides of its own: the second line holds 8-bit optimizer states to fp32 ones. Runs with one
-seed have the same data and the same initial weights (rounded to bf16 where weights are bf16). Each is a run folder
-under --output: scripts/compare.py can read it, and a run that was killed continues when this script is started again.
-bf16_pure is the control: unless it falls behind, the agreement of the others shows little.
+A precision may include overrides: the second command compares 8-bit optimizer states with fp32 states. Runs with the
+same seed have the same data and initial weights (rounded to bf16 if weights are bf16). Run folders are in --output;
+scripts/compare.py reads them. The same command resumes killed runs.
 
-The recipe makes the control fail: at this learning rate most updates are smaller than half a unit in the last place of
-a bf16 weight.
+bf16_pure is the negative control and must have a higher loss: with the recipe's learning rate, most updates are smaller
+than half a unit in the last place of a bf16 weight.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.help_format import HelpFormatter
 from benchmarks.methods import variants
 from benchmarks.results import ROOT, figure, run_program
 from megatron_llama.system.errors import run_main
@@ -31,32 +32,34 @@ from megatron_llama.train.loss_curve import Floats, moving_average
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 
 PRECISIONS = ("fp32", "bf16", "bf16_sr", "bf16_pure")
-# Constant batches and a small model: a precision needs a few minutes on two cores that know bf16.
+# Constant batches and a small model: a precision takes a few minutes on two cores with bf16 instructions.
 RECIPE = (
     "model=llama_2m data=python_stdlib device=cpu trainer.dp=1 trainer.micro_batch_size=4 trainer.global_batch_size=4 "
     "optim.lr=3e-4 logging.every_steps=50 checkpoint.every_steps=100 checkpoint.keep=1"
 ).split()
-WINDOW = 0.1  # share of the run that a loss is averaged over
+WINDOW = 0.1  # length of the moving average, as a share of the run
 COLOURS = ("#1f2933", "#2563eb", "#0d9488", "#ea580c", "#7c3aed", "#be123c")
 
 Runs = Mapping[str, Sequence[Sequence[float]]]
-"""For each precision its runs, one for each seed: the loss of each step, or of each validation."""
+"""Losses of each step, or of each validation, by seed and precision."""
 
 
 def smoothed(losses: Sequence[float]) -> Floats:
-    """Means over WINDOW of the run: [steps] to [steps - window + 1]."""
+    """Return the moving average over WINDOW of the run: [steps] to [steps - window + 1]."""
     return moving_average(losses, max(1, int(len(losses) * WINDOW)))
 
 
 def gaps(runs: Runs, precision: str) -> list[Floats]:
-    """For each seed: how much higher the smoothed loss is than that of the first precision."""
+    """Return, for each seed, the smoothed loss minus the first precision's."""
     pairs = zip(runs[precision], next(iter(runs.values())), strict=True)
     return [smoothed(losses) - smoothed(reference) for losses, reference in pairs]
 
 
 def table(runs: Runs, validated: Runs) -> list[str]:
-    """Markdown: the last losses of each precision, smoothed in training and whole in validation, their gaps to the
-    first by seed, and how far the seeds lie apart."""
+    """Return a Markdown table of final losses, gaps to the first precision by seed, and the range over seeds.
+
+    Training losses are smoothed; validation losses are not.
+    """
     first = next(iter(runs))
     rows = []
     for precision in runs:
@@ -79,7 +82,7 @@ def _spread(losses: Sequence[float]) -> str:
 
 
 def draw(runs: Runs, path: Path, title: str) -> None:
-    """Losses above, gaps to the first precision below; one line for each seed."""
+    """Plot losses (top) and gaps to the first precision (bottom), one line per seed."""
     with figure(path, 2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 2)) as (above, below):
         for colour, (precision, losses) in zip(COLOURS * len(runs), runs.items(), strict=False):
             for number, (seed, gap) in enumerate(zip(losses, gaps(runs, precision), strict=True)):
@@ -88,19 +91,22 @@ def draw(runs: Runs, path: Path, title: str) -> None:
                 below.plot(middles, gap, color=colour, linewidth=1.2)
         above.set(title=title, ylabel="loss, nats per token")
         above.legend(frameon=False)
-        below.set(xlabel="step", ylabel=f"loss above {next(iter(runs))}")
+        below.set(xlabel="step", ylabel=f"gap to {next(iter(runs))}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, draw and print; status 1 where a run failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600, help="optimizer steps of each run (default: 600)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1234], help="one run of each precision for each seed")
-    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "precision", help="folder for runs and results")
+    """Train, draw and print; return 1 if a run failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps of each run (default 600)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1234], help="seeds of each precision")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "precision", help="folder of runs and results")
     parser.add_argument(
-        "--precisions", nargs="+", default=PRECISIONS, help="each may bring overrides; all are held to the first"
+        "--precisions",
+        nargs="+",
+        default=PRECISIONS,
+        help="precisions, each with optional overrides; all are compared with the first",
     )
-    parser.add_argument("overrides", nargs="*", help="changes to the recipe, as train.py takes them")
+    parser.add_argument("overrides", nargs="*", help="changes of the recipe, as for train.py")
     args = parser.parse_args(argv)
     output = args.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
@@ -111,8 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for precision in args.precisions:
                 folder = output / variants.folder_name(precision, seed)
                 dtypes, *changes = shlex.split(precision)
-                own = [f"trainer.precision={dtypes}", *changes, f"trainer.seed={seed}", f"run.dir={folder}"]
-                run_program("train.py", *recipe, *own)
+                settings = [f"trainer.precision={dtypes}", *changes, f"trainer.seed={seed}", f"run.dir={folder}"]
+                run_program("train.py", *recipe, *settings)
                 records[precision].append(read_metrics(folder / METRICS_FILE))
     except subprocess.CalledProcessError as error:
         sys.stderr.write(f"{folder}: train.py ended with status {error.returncode}\n")
@@ -128,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _of_each_run(records: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], name: str) -> Runs:
-    """The metric ``name`` of the steps that have it."""
+    """Return the metric ``name`` of the steps that logged it."""
     return {
         precision: [[float(record[name]) for record in run if record.get(name) is not None] for run in of]
         for precision, of in records.items()

@@ -1,10 +1,10 @@
-"""Trains every recipe that pretrains, scaled down by conf/scaled/laptop.yaml, on the demo's text: a table of losses.
+"""Train all pretraining recipes, scaled down by conf/scaled/laptop.yaml, on the demo's text; print a table of losses.
 
     make demo-data
     python -m benchmarks.verify.recipes --output runs/recipes
 
-A recipe with a pipeline has one here too, of two stages. Any further words are overrides for each of the runs. Finished
-runs are not done again.
+Recipes with pipeline parallelism run with two stages. Additional arguments are overrides for all runs. Finished runs
+are not repeated.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.help_format import HelpFormatter
 from benchmarks.results import ROOT, commit, run_program
 from megatron_llama.cli import CONF_DIR
 from megatron_llama.config.load_config import from_yaml, load_config
@@ -21,7 +22,7 @@ from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 
 
 def trained(recipe: str, folder: Path, overrides: list[str]) -> Iterator[str]:
-    """A row of the table; trains where the run is not there."""
+    """Train unless the run is finished; yield the cells of its row."""
     published = load_config([f"experiment={recipe}"], CONF_DIR).trainer
     pipeline = ["trainer.pp=2", f"trainer.vpp={min(2, published.vpp)}", "trainer.dp=1"] if published.pp > 1 else []
     run_program("train.py", f"experiment={recipe}", "scaled=laptop", f"run.dir={folder}", *pipeline, *overrides)
@@ -31,7 +32,7 @@ def trained(recipe: str, folder: Path, overrides: list[str]) -> Iterator[str]:
     yield f"`{recipe}`"
     layout = f"tp {trainer.tp} pp {trainer.pp} x {trainer.vpp} dp {trainer.dp}"
     yield f"{layout}, zero {trainer.zero}, {trainer.precision}, recompute {trainer.recompute}"
-    yield "inside documents" if config.data.document_mask else "causal"
+    yield "within documents" if config.data.document_mask else "causal"
     yield str(len(steps))
     yield f"{steps[0]['reduced_train_loss']:.3f}"
     yield f"{steps[-1]['reduced_train_loss']:.3f}"
@@ -40,15 +41,15 @@ def trained(recipe: str, folder: Path, overrides: list[str]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Trains all, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Train all recipes and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of the runs")
     args, overrides = parser.parse_known_args()
     recipes = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("pretrain_*.yaml"))
     rows = [tuple(trained(recipe, (args.output / recipe).absolute(), overrides)) for recipe in recipes]
     head = (
         "recipe",
-        "what is kept of it",
+        "scaled-down settings",
         "attention",
         "steps",
         "first loss",

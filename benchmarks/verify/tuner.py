@@ -1,11 +1,12 @@
-"""scripts/tune.py under a memory limit against an exhaustive trial: is what it finds within 5 % of the best?
+"""Verify that scripts/tune.py finds settings within 5 % of the best under a memory limit.
 
-python -m benchmarks.verify.tuner [--memory 700] [--trials 8] [--steps 5] [--out docs/results/tune.md]
+    python -m benchmarks.verify.tuner [--memory 700] [--trials 8] [--steps 5]
 
-Puts itself into a control group whose limit is --memory MiB (as root, versions 1 and 2; else each process gets that
-much address space beside what torch itself maps, as by ulimit -v, and the result says so). There it runs the tuner,
-then every set of settings that the tuner may choose from, then its choice and the best of all in turn, five times.
-About twenty minutes on two idle cores.
+Runs the tuner, then all candidates, then the tuner's choice and the best candidate alternately, five times each. Takes
+about twenty minutes on two idle cores.
+
+As root, the limit is a cgroup (v1 or v2) of --memory MiB. Otherwise the address space of each process is limited
+(ulimit -v) to --memory MiB plus the address space that torch maps; the page reports the kind of limit.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.help_format import HelpFormatter
 from benchmarks.results import ROOT, commit
 from megatron_llama.devices.processor import processor
 from megatron_llama.system.errors import run_main
@@ -39,18 +41,18 @@ WORDS = (
     "trainer.zero=1 trainer.vpp=1 logging.tensorboard=false"
 ).split()
 TORCH_MAPS = 6 << 30
-"""Address space that a rank maps before it has a tensor: libraries and the stacks of threads."""
+"""Address space that a rank maps without tensors: libraries and thread stacks."""
 WITHIN = 0.05
 TURNS = 5
 
 
 def main() -> int:
-    """Runs all of it; 0 where the tuner's choice is within 5 % of the best."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--memory", type=int, default=700, help="MiB")
-    parser.add_argument("--trials", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    """Run all trials and print the page; return 0 if the tuner's choice is within 5 % of the best."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--memory", type=int, default=700, help="memory limit, MiB (default 700)")
+    parser.add_argument("--trials", type=int, default=8, help="trials of the tuner (default 8)")
+    parser.add_argument("--steps", type=int, default=5, help="steps per trial (default 5)")
+    parser.add_argument("--out", type=Path, help="also write the page to this file")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="prove_tuner"))
     name = f"prove_tuner_{os.getpid()}"
@@ -61,20 +63,20 @@ def main() -> int:
             words = [f"tune.name={name}", f"tune.trials={arguments.trials}", f"tune.steps={arguments.steps}"]
             words += [f"tune.dir={folder / 'tuner'}"]
             command = [sys.executable, str(ROOT / "scripts" / "tune.py"), *WORDS, *words]
-            found = subprocess.run(command, capture_output=True, text=True)
-            sys.stdout.write(found.stdout + found.stderr)
-            if found.returncode:
-                return found.returncode
+            done = subprocess.run(command, capture_output=True, text=True)
+            sys.stdout.write(done.stdout + done.stderr)
+            if done.returncode:
+                return done.returncode
             tuned_seconds = time.monotonic() - begun
-            asked = objectives.read_request([*WORDS, *words, "tune.overwrite=true"])
-            tuned = Tuner(asked.config, fixed_settings(asked.config, list(asked.overrides)), asked.target)
-            every = tuned.enumerate(memory_factor=0.0).candidates
-            measured = exhaustive(every, asked.tune, folder)
+            request = objectives.read_request([*WORDS, *words, "tune.overwrite=true"])
+            tuner = Tuner(request.config, fixed_settings(request.config, list(request.overrides)), request.target)
+            every = tuner.enumerate(memory_factor=0.0).candidates
+            measured = exhaustive(every, request.tune, folder)
             chosen = by_key(every, best_of_journal(folder / "tuner" / "trials.json"))
             best = min(
                 (each for each in every if measured[each.key].status == DONE), key=lambda e: seconds(measured, e)
             )
-            pairs = in_turn([chosen, best], asked.tune, folder) if chosen is not best else []
+            pairs = alternately([chosen, best], request.tune, folder) if chosen is not best else []
         lines = report(arguments, limit, every, measured, (chosen, best), pairs, tuned_seconds, begun)
     finally:
         written.unlink(missing_ok=True)
@@ -88,7 +90,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def limited(size: int) -> Iterator[str]:
-    """Puts this process, and all that it starts, under a limit; says which."""
+    """Limit the memory of this process and its children to ``size`` bytes; yield a description of the limit."""
     group = None
     for tree, name in (("memory", "memory.limit_in_bytes"), (".", "memory.max")):
         folder = Path("/sys/fs/cgroup") / tree / f"prove_tuner_{os.getpid()}"
@@ -103,14 +105,14 @@ def limited(size: int) -> Iterator[str]:
                 folder.rmdir()
     if group is None:
         resource.setrlimit(resource.RLIMIT_AS, (TORCH_MAPS + size, TORCH_MAPS + size))
-        yield f"ulimit -v: {gib(size)} beside {gib(TORCH_MAPS)} for what torch maps"
+        yield f"ulimit -v: {gib(size)} plus {gib(TORCH_MAPS)} that torch maps"
         return
     try:
         version_number = 1 if group.parent.name == "memory" else 2
-        yield f"a control group (version {version_number}) of {gib(size)}"
+        yield f"a cgroup (v{version_number}) of {gib(size)}"
     finally:
         (group.parent / "cgroup.procs").write_text(str(os.getpid()))
-        for _ in range(50):  # processes that were killed may still be leaving
+        for _ in range(50):  # killed processes may not have ended yet
             with contextlib.suppress(OSError):
                 group.rmdir()
                 break
@@ -118,43 +120,45 @@ def limited(size: int) -> Iterator[str]:
 
 
 def exhaustive(every: list[Candidate], tune: TuneConfig, folder: Path) -> dict[str, TrialOutcome]:
-    """Every candidate, one after the other."""
-    found: dict[str, TrialOutcome] = {}
+    """Run all candidates one after another; return the outcomes by key."""
+    outcomes: dict[str, TrialOutcome] = {}
     begun = time.monotonic()
     for number, each in enumerate(every, 1):
-        found[each.key] = run_trial(each, WORDS, tune, folder / "trial", None, 1)
+        outcomes[each.key] = run_trial(each, WORDS, tune, folder / "trial", None, 1)
         left = (time.monotonic() - begun) / number * (len(every) - number)
-        sys.stderr.write(f"{number} of {len(every)}, {left:.0f} s left: {each.key}: {found[each.key]}\n")
-    return found
+        sys.stderr.write(f"{number} of {len(every)}, {left:.0f} s left: {each.key}: {outcomes[each.key]}\n")
+    return outcomes
 
 
-def in_turn(both: list[Candidate], tune: TuneConfig, folder: Path) -> list[tuple[float, float]]:
-    """Seconds of a step of both, TURNS times in turn."""
+def alternately(both: list[Candidate], tune: TuneConfig, folder: Path) -> list[tuple[float, float]]:
+    """Run both candidates alternately, TURNS times; return pairs of seconds per step."""
     runs = [
         [run_trial(each, WORDS, tune, folder / "trial", None, 1).seconds or 0.0 for each in both] for _ in range(TURNS)
     ]
-    return [(one, other) for one, other in runs]
+    return [(first, second) for first, second in runs]
 
 
 def best_of_journal(path: Path) -> str:
-    """The settings that the tuner has written: the fastest that it tried."""
+    """Return the settings that the tuner chose: the fastest trial."""
     trials = [each for each in read_json(path)["trials"] if each["outcome"]["status"] == DONE]
     return str(min(trials, key=lambda each: each["outcome"]["seconds"])["settings"])
 
 
 def by_key(every: list[Candidate], key: str) -> Candidate:
-    """The candidate with these settings."""
+    """Return the candidate with the key ``key``."""
     return next(each for each in every if each.key == key)
 
 
 def seconds(measured: dict[str, TrialOutcome], each: Candidate) -> float:
-    """Of a step that was measured."""
+    """Return the measured seconds per step; infinity if the trial failed."""
     return measured[each.key].seconds or float("inf")
 
 
 def loss(pairs: list[tuple[float, float]]) -> float:
-    """By how much the tuner's choice is slower than the best: the fastest time of each, since near the limit the
-    system takes pages back, and one time can be a multiple of the next. 0 where it is the best itself."""
+    """Return the relative slowdown of the tuner's choice; 0 if it is the best candidate.
+
+    Compares the fastest time of each: near the limit the system reclaims pages, and single times vary by a multiple.
+    """
     if not pairs:
         return 0.0
     ours, best = (min(times) for times in zip(*pairs, strict=True))
@@ -162,7 +166,7 @@ def loss(pairs: list[tuple[float, float]]) -> float:
 
 
 def within(pairs: list[tuple[float, float]]) -> bool:
-    """Whether it is within 5 %."""
+    """Return whether the slowdown is at most 5 %."""
     return loss(pairs) <= WITHIN
 
 
@@ -176,30 +180,29 @@ def report(
     tuned_seconds: float,
     begun: float,
 ) -> list[str]:
-    """The page."""
+    """Return the lines of the page."""
     chosen, best = both
     model = processor().get("model name", platform.machine())
     failed = [each for each in every if measured[each.key].status == MEMORY]
     command = f"python -m benchmarks.verify.tuner --memory {arguments.memory} --trials {arguments.trials}"
-    lines = [f"# The tuner under a memory limit, against an exhaustive trial, {time.strftime('%Y-%m-%d')}", ""]
+    lines = [f"# The tuner under a memory limit, compared with all candidates, {time.strftime('%Y-%m-%d')}", ""]
     lines += [f"    {command} --steps {arguments.steps}", ""]
     lines += [
         f"{model}, {len(os.sched_getaffinity(0))} cores; torch {version('torch')}, megatron-core "
         f"{version('megatron-core')}; commit {commit()}.",
-        f"Limit: {limit}. `{' '.join(WORDS)}`: {len(every)} sets of settings obey the rules; {len(failed)} of them ran "
-        "out of memory in the exhaustive trial.",
+        f"Limit: {limit}. `{' '.join(WORDS)}`: {len(every)} valid candidates; {len(failed)} of them ran out of memory.",
         "",
-        f"The tuner took {tuned_seconds:.0f} s, all of it with the exhaustive trial {time.monotonic() - begun:.0f} s.",
-        f"It chose `{chosen.key}`; the best of the exhaustive trial is `{best.key}`.",
-        f"Once each, the choice is slower by {seconds(measured, chosen) / seconds(measured, best) - 1:.1%}; "
-        f"in turn: {', '.join(f'{one:.3f} / {other:.3f} s' for one, other in pairs) or 'not needed'}; the fastest of "
-        f"each: **{loss(pairs):+.1%}** ({'within' if within(pairs) else 'NOT within'} 5 %).",
+        f"The tuner took {tuned_seconds:.0f} s; tuner and all candidates took {time.monotonic() - begun:.0f} s.",
+        f"The tuner chose `{chosen.key}`; the best candidate is `{best.key}`.",
+        f"In single runs, the choice is slower by {seconds(measured, chosen) / seconds(measured, best) - 1:.1%}. "
+        f"Pairs: {', '.join(f'{one:.3f} / {other:.3f} s' for one, other in pairs) or 'not needed'}. Fastest runs: "
+        f"**{loss(pairs):+.1%}** ({'within' if within(pairs) else 'NOT within'} 5 %).",
         "",
     ]
     rows = []
     for each in sorted(every, key=lambda each: seconds(measured, each)):
         out = measured[each.key]
-        marks = " (the tuner's)" * (each == chosen)
+        marks = " (tuner's choice)" * (each == chosen)
         time_of_step = f"{out.seconds:.3f}" if out.seconds else out.status
         name = f"`{each.key.replace('trainer.', '')}`{marks}"
         rows.append((name, f"{each.seconds:.3f}", time_of_step, gib(each.required_bytes)))

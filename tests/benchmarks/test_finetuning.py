@@ -1,4 +1,4 @@
-"""The short form of benchmarks/verify/finetuning.py: the same commands, on a tiny model that learns nothing."""
+"""benchmarks/verify/finetuning.py on a tiny random model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def share(right: int, of: int) -> dict[str, Any]:
     return {"right": right, "of": of, "share": right / of, "low": 0.25, "high": 0.75}
 
 
-def test_the_table() -> None:
+def test_table() -> None:
     chosen = {"entailment": {"there": 3, "chosen": 1}, "not_entailment": {"there": 5, "chosen": 7}}
     majority = {"label": "not_entailment", "share": 0.625}
     qnli = {"accuracy": share(4, 8), "majority": majority, "labels": chosen}
@@ -37,7 +37,7 @@ def test_the_table() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="trainer.compile=true on the CPU needs a C++ compiler, g++")
-def test_all_of_it(tmp_path: Path) -> None:
+def test_fine_tuning_end_to_end_and_resume(tmp_path: Path) -> None:
     model = make_folder(tmp_path / "model", max_position_embeddings=512, hidden_size=64, intermediate_size=128)
     data = tmp_path / "data"
     data.mkdir()
@@ -47,15 +47,15 @@ def test_all_of_it(tmp_path: Path) -> None:
     for part in ("train", "test"):
         (data / f"gsm8k_{part}.jsonl").write_text("\n".join(sums) + "\n")
     output = tmp_path / "out"
-    # Validation comes every 50 steps, and the figure shows it.
+    # The figure needs a validation, which runs every 50 steps.
     sizes = ("--split", "120,40", "--epochs", "4", "--gsm8k-steps", "50", "--questions", "4")
     script = [sys.executable, "-m", "benchmarks.verify.finetuning", "--model", str(model), "--data", str(data)]
 
-    def prove() -> subprocess.CompletedProcess[str]:
+    def run() -> subprocess.CompletedProcess[str]:
         command = [*script, "--output", str(output), *sizes]
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=500, cwd=ROOT)
 
-    done = prove()
+    done = run()
     assert done.returncode == 0, done.stderr[-3000:]
     assert (output / "finetuning.md").read_text() in done.stdout
     assert (output / "finetuning.png").read_bytes().startswith(b"\x89PNG")
@@ -63,7 +63,7 @@ def test_all_of_it(tmp_path: Path) -> None:
     assert before["accuracy"]["of"] == lora["accuracy"]["of"] == 40
     written = {path: path.stat().st_mtime_ns for path in output.rglob("*.json*")}
     (output / "finetuning.md").unlink()
-    again = prove()
-    assert again.returncode == 0, again.stderr[-3000:]
+    repeated = run()
+    assert repeated.returncode == 0, repeated.stderr[-3000:]
     assert (output / "finetuning.md").exists()
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*.json*")} == written

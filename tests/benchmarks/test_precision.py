@@ -1,4 +1,4 @@
-"""The comparison of precisions: its arithmetic on given losses, and its errors. train.py does the training."""
+"""The comparison of precisions: statistics of given losses, overrides and errors, without training."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ RUNS = {
 }
 
 
-def test_gaps_are_to_the_first_precision_of_the_same_seed() -> None:
+def test_gaps_compare_with_the_first_precision_of_the_same_seed() -> None:
     assert [gap.tolist() for gap in precision.gaps(RUNS, "fp32")] == [[0.0] * 91] * 2
     first, second = precision.gaps(RUNS, "bf16_pure")
-    # Over the last 10 of 100 steps, 90 to 99, the mean is that of step 94.5.
+    # The mean over the last 10 of 100 steps, 90 to 99, is the loss of step 94.5.
     assert first[-1] == pytest.approx(94.5 / 200) and second[-1] == pytest.approx(94.5 / 200 + 0.02)
     [head, _, _, row] = precision.table(RUNS, {name: [[], []] for name in RUNS})
     assert row == "| bf16_pure | 3.5875 (3.5275 to 3.6475) | +0.4825 (+0.4725 to +0.4925) |"
@@ -31,7 +31,7 @@ def test_gaps_are_to_the_first_precision_of_the_same_seed() -> None:
     assert row.endswith("(+0.4725 to +0.4925) | 3.4500 (3.4000 to 3.5000) | +0.4000 (+0.3000 to +0.5000) |")
 
 
-def test_a_precision_brings_its_own_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_with_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[str, ...]] = []
 
     def program(*words: str) -> None:
@@ -45,23 +45,24 @@ def test_a_precision_brings_its_own_overrides(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(precision, "run_program", program)
     words = ["optim.lr=1e-3", "--seeds", "1", "2", "--output", str(tmp_path)]
     assert precision.main([*words, "--precisions", "fp32", "bf16 optim.state_bits=8 optim.lr=2e-3"]) == 0
-    # One seed after the other, so that other load on the machine meets all precisions alike.
+    # Seeds run one after another, so that other load on the machine affects all precisions.
     eight = "bf16_optim_state_bits_8_optim_lr_2e_3"
     assert [Path(run[-1]).name for run in started] == ["fp32-1", f"{eight}-1", "fp32-2", f"{eight}-2"]
-    own = started[1]
-    assert own.index("optim.lr=1e-3") < own.index("optim.lr=2e-3") and "optim.state_bits=8" in own
-    assert "trainer.precision=bf16" in own and "trainer.seed=1" in own
+    words_of_run = started[1]
+    assert words_of_run.index("optim.lr=1e-3") < words_of_run.index("optim.lr=2e-3")
+    assert "optim.state_bits=8" in words_of_run
+    assert "trainer.precision=bf16" in words_of_run and "trainer.seed=1" in words_of_run
     assert "optim.state_bits=8" not in started[0]
     page = (tmp_path / "precision.md").read_text()
     assert "seeds 1, 2" in page and "| 1.8000 (1.7000 to 1.9000) | +0.1000 (+0.1000 to +0.1000) |" in page
 
 
-def test_it_draws(tmp_path: Path) -> None:
+def test_figure_is_written(tmp_path: Path) -> None:
     precision.draw(RUNS, tmp_path / "curves.png", "title")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_failed_run_is_reported(tmp_path: Path) -> None:
+def test_failed_run_is_reported(tmp_path: Path) -> None:
     script = [sys.executable, "-m", "benchmarks.verify.precision", "--steps", "1", "--output", str(tmp_path)]
     done = subprocess.run([*script, "--precisions", "fp23"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "must be one of fp32, bf16" in done.stderr
