@@ -1,10 +1,11 @@
-"""Faults to small runs on this machine, several hundred of them: python -m tests.chaos FOLDER --faults 300
+"""Inject faults into small training runs on this machine.
 
-Each fault (kill -9, signals, a stopped process, a full or read-only disk, damaged files, garbage to open ports, broken
-connections, jumps of the clock) comes at a random moment of a run in one of four layouts. Then the run is started again
-by the same command. Nothing may be lost: losses and final tensors must be those of a run that was left alone, to the
-last bit. Nothing may hang, no process or half file may stay, and the exit status must be the right one. The folders of
-runs that broke a promise are kept.
+    python -m tests.chaos FOLDER --faults 300
+
+Faults are kill -9, signals, a stopped process, a full or read-only disk, damaged files, garbage to open ports, broken
+connections and clock jumps. Each occurs at a random time of a run in one of four layouts. The same command then
+restarts the run. Losses and final tensors must be bit-identical to an undisturbed run. A run must not hang or leave
+processes or partial files, and its exit status must be correct. Folders of failed runs are retained.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.help_format import HelpFormatter
 from megatron_llama.system.errors import run_main
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from tests.chaos.interposer import Interposer, build
@@ -28,7 +30,7 @@ INTERPOSER_MISSING = "MEGATRON_LLAMA_CHAOS_WITHOUT"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``python -m tests.chaos`` with ``argv``; the exit status is 0 where every promise was kept."""
+    """Run ``python -m tests.chaos`` with ``argv``; return 0 if all checks passed."""
     arguments = _parser().parse_args(argv)
     folder: Path = arguments.folder.resolve()
     if Interposer.loaded() is None and INTERPOSER_MISSING not in os.environ:
@@ -40,10 +42,10 @@ def main(argv: Sequence[str]) -> int:
         variables = build(folder)
         if isinstance(variables, str):
             variables = {INTERPOSER_MISSING: variables}
-        # Loaded before the C library, so this program starts anew with it. One thread: ranks share two cores or more.
+        # LD_PRELOAD takes effect at start, so restart this program. One thread: ranks share the cores.
         os.environ.update(variables, OMP_NUM_THREADS="1")
         os.execv(sys.executable, [sys.executable, "-m", "tests.chaos", *argv])
-    # Everything that a run imports: each start is a fork of this process, which takes no time.
+    # Import all modules of a run: each start is a fork of this process, so it imports nothing.
     import gc
 
     import matplotlib.pyplot  # noqa: F401
@@ -58,48 +60,46 @@ def main(argv: Sequence[str]) -> int:
     kinds = arguments.only.split(",") if arguments.only else list(KINDS_OF_FAULT)
     begin = time.monotonic()
     campaign = Campaign(folder, arguments.layouts.split(","), kinds, arguments.seed, Interposer.loaded())
-    _tell(f"seed {arguments.seed}; undisturbed runs took {time.monotonic() - begin:.0f} s")
+    _report(f"seed {arguments.seed}; undisturbed runs took {time.monotonic() - begin:.0f} s")
     for kind in set(kinds) - set(campaign.kinds):
-        _tell(f"left out: {kind}: {os.environ[INTERPOSER_MISSING]}")
+        _report(f"skipped: {kind}: {os.environ[INTERPOSER_MISSING]}")
     begin = time.monotonic()
     for done, line in enumerate(campaign.run(arguments.faults), start=1):
         rate = done / (time.monotonic() - begin)
         left = (arguments.faults - done) / rate
-        _tell(f"{line}  [{60 * rate:.1f} faults/min, {left / 60:.0f} min left]")
-    _tell("\n".join(summary(campaign)))
+        _report(f"{line}  [{60 * rate:.1f} faults/min, {left / 60:.0f} min left]")
+    _report("\n".join(summary(campaign)))
     return EXIT_FAILED if campaign.failures else 0
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def summary(campaign: Campaign) -> list[str]:
-    """A table by kind, in Markdown, and what failed."""
+    """Return a Markdown table by kind, and the failures."""
     lines = [
-        "| kind | faults | ended by it | unharmed | told | not seen | resumed before | broken promises | statuses |",
+        "| kind | faults | ended | unharmed | reported | undetected | resumed before | failures | statuses |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for kind, t in campaign.tallies.items():
         statuses = ", ".join(f"{status}: {count}" for status, count in sorted(t.statuses.items()))
-        cells = (kind, t.faults, t.ended, t.unharmed, t.told, t.unseen, t.resumed, t.broken, statuses)
+        cells = (kind, t.faults, t.ended, t.unharmed, t.reported, t.undetected, t.resumed, t.broken, statuses)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     lines.append(f"\nLongest from a fault to the end of the run: {campaign.longest:.0f} s")
     return lines + [f"BROKEN {failure}" for failure in campaign.failures]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, help="where the runs are written; must not be there yet")
-    parser.add_argument("--faults", type=int, default=100, help="how many (default 100)")
-    parser.add_argument("--seed", type=int, default=1, help="of the moments and the kinds (default 1)")
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("folder", type=Path, help="new folder for the runs")
+    parser.add_argument("--faults", type=int, default=100, help="number of faults (default 100)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of times and kinds (default 1)")
     parser.add_argument(
-        "--only", metavar="KINDS", help="some kinds: kill,term,stop,pause,disk,garbage,drop,clock,damage"
+        "--only", metavar="KINDS", help="kinds to inject, from kill,term,stop,pause,disk,garbage,drop,clock,damage"
     )
-    parser.add_argument("--layouts", default="single,tp2,pp2,dp2_zero3", help="default: %(default)s")
+    parser.add_argument("--layouts", default="single,tp2,pp2,dp2_zero3", help="layouts (default %(default)s)")
     return parser
 
 

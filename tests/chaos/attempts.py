@@ -53,39 +53,38 @@ class Life:
 
     @property
     def output(self) -> Path:
-        """What all attempts printed."""
+        """File with the output of all attempts."""
         return self.folder.with_name(self.folder.name + ".out")
 
     def start(self, *overrides: str) -> Attempt:
-        """Starts the run, or starts it again by the same command."""
+        """Start or restart the run with the same command."""
         self.attempts += 1
         self.folder.mkdir(parents=True, exist_ok=True)
-        own = [f"run.dir={self.folder}", f"data.prefixes=[{self.dataset}]"]
-        return Attempt(self, [*SETTINGS, *LAYOUTS[self.layout], *own, *overrides])
+        paths = [f"run.dir={self.folder}", f"data.prefixes=[{self.dataset}]"]
+        return Attempt(self, [*SETTINGS, *LAYOUTS[self.layout], *paths, *overrides])
 
     def losses(self) -> list[tuple[int, float]]:
-        """(step, loss) of each whole line of metrics.jsonl. Raises ValueError for a broken line."""
+        """Return (step, loss) of each complete line of metrics.jsonl. Raises ValueError for an invalid line."""
         path = self.folder / METRICS_FILE
         return [(r["step"], r["reduced_train_loss"]) for r in read_metrics(path)] if path.exists() else []
 
     def newest_checkpoint(self) -> int:
-        """The step of the newest whole checkpoint; 0 without one."""
+        """Return the step of the newest complete checkpoint; 0 without one."""
         names = (re.fullmatch(r"step_(\d{8})", path.name) for path in (self.folder / "checkpoints").glob("step_*"))
         return max((int(name[1]) for name in names if name), default=0)
 
     def saving(self) -> bool:
-        """Whether a checkpoint is being written at this moment."""
+        """Return whether a checkpoint is being written."""
         return any((self.folder / "checkpoints").glob(".step_*"))
 
     def leftovers(self) -> list[str]:
-        """Files and folders that only exist while something is written."""
+        """Return temporary files and folders."""
         hidden = (path for path in self.folder.rglob("*") if path.name.startswith(".") and path.name != ".lock")
         return sorted(str(path.relative_to(self.folder)) for path in hidden)
 
 
 class Attempt:
-    """One start of a run: a process forked from this one that does what ``python train.py`` does, in a session of its
-    own, by which all its processes are found."""
+    """One start of a run: a forked process that runs train.py in a new session, which identifies its processes."""
 
     def __init__(self, life: Life, arguments: Sequence[str]) -> None:
         self.life, self.status = life, None
@@ -103,61 +102,61 @@ class Attempt:
                 protect_output()
                 status = main(arguments)
                 sys.stdout.flush()
-            except BaseException:  # as Python does with what nobody catches
+            except BaseException:  # as Python does for uncaught exceptions
                 traceback.print_exc()
             finally:
                 os._exit(status)
 
     status: int | None
-    """The exit status, minus the signal's number where one ended it; None while it runs."""
+    """The exit status, negative for a signal; None while the process runs."""
 
     @property
     def said_by_all(self) -> bytes:
-        """What this attempt and those before it printed."""
+        """Output of this and all previous attempts."""
         return self.life.output.read_bytes() if self.life.output.exists() else b""
 
     @property
-    def said(self) -> str:
-        """What this attempt printed."""
+    def output(self) -> str:
+        """Output of this attempt."""
         return self.said_by_all[self.first_line :].decode(errors="replace")
 
     @property
     def step(self) -> int:
-        """The last step that it has told of; 0 before the first."""
-        return max(map(int, re.findall(rf"^step (\d+)/{STEPS}", self.said, re.MULTILINE)), default=0)
+        """The last logged step; 0 before the first."""
+        return max(map(int, re.findall(rf"^step (\d+)/{STEPS}", self.output, re.MULTILINE)), default=0)
 
     @property
     def runs(self) -> bool:
-        """Whether its first process still runs."""
+        """Whether the launcher still runs."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.status = os.waitstatus_to_exitcode(status) if pid else None
         return self.status is None
 
     def wait(self, seconds: float) -> bool:
-        """Whether it ends within a time."""
+        """Return whether the attempt ends within ``seconds``."""
         deadline = time.monotonic() + seconds
         while self.runs and time.monotonic() < deadline:
             time.sleep(0.01)
         return not self.runs
 
     def processes(self) -> list[int]:
-        """Its processes, in the order in which they were started; those that have ended are not listed."""
-        found = []
+        """Return the ids of running processes in the order of their start."""
+        started = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
                     words = (entry / "stat").read_text().rpartition(")")[2].split()
                     if int(words[3]) == self.pid and words[0] not in "ZX":
-                        found.append((int(words[19]), int(entry.name)))
-        return [pid for _, pid in sorted(found)]
+                        started.append((int(words[19]), int(entry.name)))
+        return [pid for _, pid in sorted(started)]
 
     def ranks(self) -> list[int]:
-        """The processes of its ranks, in their order, once all are started; before that, those that are."""
+        """Return the process ids of the started ranks, in the order of ranks."""
         return [pid for pid in self.processes() if pid != self.pid][: RANKS[self.life.layout]]
 
     def kill(self) -> None:
-        """Ends every process of it."""
+        """Kill all processes of the attempt."""
         while pids := self.processes():
             for pid in pids:
                 with contextlib.suppress(OSError):

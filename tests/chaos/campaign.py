@@ -18,24 +18,24 @@ from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.corpus.indexed_format import write_index
 from tests.chaos.attempts import STEPS, Attempt, Life
-from tests.chaos.faults import DAMAGED_FILES, FAULTS, HANG_SECONDS, MAKE_HANG, NEED_INTERPOSER, Fault, harm
+from tests.chaos.faults import DAMAGED_FILES, FAULTS, HANG_SECONDS, MAKE_HANG, NEED_INTERPOSER, Fault, damage_file
 from tests.chaos.interposer import Interposer
 
 LIMIT_SECONDS = 300.0
-"""Of an attempt without a fault. More than any start takes on a busy machine."""
+"""Time limit of an attempt without a fault, long enough for a busy machine."""
 GONE_SECONDS = 20.0
-"""In which the last process of a run must follow the first."""
+"""Time limit for the other processes to end after the launcher."""
 DAMAGE = "damage"
 KINDS_OF_FAULT = (*FAULTS, DAMAGE)
 
 
 class Broken(Exception):
-    """A promise was not kept; the message says which."""
+    """A check failed."""
 
 
 @dataclass
 class Undisturbed:
-    """What a run in a layout gives when nothing happens to it."""
+    """Results of a run without faults."""
 
     losses: list[tuple[int, float]]
     tensors: dict[str, torch.Tensor]
@@ -43,17 +43,17 @@ class Undisturbed:
 
 @dataclass
 class Tally:
-    """What became of the faults of one kind."""
+    """Outcomes of the faults of one kind."""
 
     faults: int = 0
     ended: int = 0
-    """The run ended by it, with a right status."""
+    """The run ended with a permitted status."""
     unharmed: int = 0
-    """The run went on to its last step."""
-    told: int = 0
-    """Damaged files: the run named the damage, and went on from what was whole or refused to start."""
-    unseen: int = 0
-    """Damaged files: the run gave other losses without a word. Files without a checksum: .bin."""
+    """The run continued to its last step."""
+    reported: int = 0
+    """Damaged files: the run reported the damage and used an intact file or stopped."""
+    undetected: int = 0
+    """Damaged files: the losses changed silently; only .bin, which has no checksum."""
     resumed: int = 0
     broken: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
@@ -76,23 +76,23 @@ class Campaign:
         self.undisturbed = {layout: self._leave_alone(layout) for layout in layouts}
 
     def run(self, faults: int) -> Iterator[str]:
-        """Deals out ``faults`` faults; yields a line about each."""
+        """Inject ``faults`` faults; yield a line about each."""
         number = 0
         while number < faults:
-            # Each fault has a seed of its own, so that it can be tried again alone.
+            # Each fault has a separate seed, so that it can be repeated alone.
             chance = random.Random(f"{self.seed}/{self._count}")
             self._count += 1
             kind, layout = self.kinds[number % len(self.kinds)], chance.choice(list(self.layouts))
             try:
-                told = self._damage(layout, chance) if kind == DAMAGE else self._harm(kind, layout, chance)
+                reported = self._damage(layout, chance) if kind == DAMAGE else self._harm(kind, layout, chance)
             except Broken as broken:
                 self.tallies[kind].faults += 1
                 self.tallies[kind].broken += 1
                 self.failures.append(f"seed {self.seed}/{self._count - 1}, {kind}, {layout}: {broken}")
-                told = f"BROKEN: {broken}"
-            if told:
+                reported = f"BROKEN: {broken}"
+            if reported:
                 number += 1
-                yield f"{number}/{faults} {kind}, {layout}: {told}"
+                yield f"{number}/{faults} {kind}, {layout}: {reported}"
         for layout in list(self.lives):
             try:
                 self._finish(self.lives.pop(layout))
@@ -104,7 +104,7 @@ class Campaign:
         attempt = life.start()
         if not attempt.wait(LIMIT_SECONDS) or attempt.status != 0:
             attempt.kill()
-            raise Broken(f"the run that is left alone ends with {attempt.status}:\n{attempt.said}")
+            raise Broken(f"the undisturbed run ended with {attempt.status}:\n{attempt.output}")
         return Undisturbed(life.losses(), _tensors(life))
 
     def _life(self, layout: str) -> Life:
@@ -121,9 +121,9 @@ class Campaign:
             fault = FAULTS[kind](attempt, chance, self.interposer)
             begin = time.monotonic()
             if fault is not None:
-                life.faults.append(fault.what)
+                life.faults.append(fault.description)
             if not attempt.wait(LIMIT_SECONDS if fault is None else fault.seconds + LIMIT_SECONDS / 5):
-                raise Broken(f"no end within {time.monotonic() - begin:.0f} s of {fault and fault.what}")
+                raise Broken(f"no end within {time.monotonic() - begin:.0f} s of {fault and fault.description}")
             self.longest = max(self.longest, time.monotonic() - begin)
             if fault is not None and self.interposer is not None:
                 self.interposer.heal()
@@ -145,31 +145,31 @@ class Campaign:
         tally.ended += attempt.status != 0
         tally.unharmed += attempt.status == 0
         tally.resumed += saved > 0
-        return f"{fault.what}: status {attempt.status}, {time.monotonic() - begin:.1f} s"
+        return f"{fault.description}: status {attempt.status}, {time.monotonic() - begin:.1f} s"
 
     def _judge(self, life: Life, attempt: Attempt, fault: Fault | None, saved: int) -> None:
         """Raises Broken for what an attempt did wrong."""
         statuses = {0} if fault is None else fault.statuses
-        what = "no fault" if fault is None else fault.what
+        description = "no fault" if fault is None else fault.description
         if attempt.status not in statuses:
-            raise Broken(f"{what}: status {attempt.status}, not one of {sorted(statuses)}")
+            raise Broken(f"{description}: status {attempt.status}, not one of {sorted(statuses)}")
         if not attempt.gone(GONE_SECONDS):
-            raise Broken(f"{what}: processes {attempt.processes()} still run")
-        said = attempt.said
+            raise Broken(f"{description}: processes {attempt.processes()} still run")
+        output = attempt.output
         allowed = 0 if fault is None else fault.tracebacks
-        if said.count("Traceback (most recent call last)") > allowed:
-            raise Broken(f"{what}: {said.count('Traceback (most')} tracebacks, where {allowed} are allowed")
-        if fault is not None and attempt.status == 1 and (missing := [w for w in fault.says if w not in said]):
-            raise Broken(f"{what}: it failed and did not say {missing}")
+        if output.count("Traceback (most recent call last)") > allowed:
+            raise Broken(f"{description}: {output.count('Traceback (most')} tracebacks, where {allowed} are allowed")
+        if fault is not None and attempt.status == 1 and (missing := [w for w in fault.messages if w not in output]):
+            raise Broken(f"{description}: it failed without the messages {missing}")
         wrong = [pair for pair in life.losses() if pair not in self.undisturbed[life.layout].losses]
         if wrong:
-            raise Broken(f"{what}: (step, loss) {wrong[0]} is not the undisturbed run's")
-        first = re.search(rf"^step (\d+)/{STEPS}", said, re.MULTILINE)
+            raise Broken(f"{description}: (step, loss) {wrong[0]} is not the undisturbed run's")
+        first = re.search(rf"^step (\d+)/{STEPS}", output, re.MULTILINE)
         if first and int(first[1]) != saved + 1:
-            raise Broken(f"{what}: it went on with step {first[1]}, and step {saved} was saved")
+            raise Broken(f"{description}: resumed at step {first[1]}, and step {saved} was saved")
         last = life.losses()[-1][0] if life.losses() else 0
         if attempt.status == 75 and fault is not None and fault.saved and life.newest_checkpoint() != last:
-            raise Broken(f"{what}: status 75, but of {last} steps {life.newest_checkpoint()} are saved")
+            raise Broken(f"{description}: status 75, but of {last} steps {life.newest_checkpoint()} are saved")
 
     def _finish(self, life: Life) -> None:
         """Lets a run come to its end, and judges it."""
@@ -186,7 +186,7 @@ class Campaign:
             attempt.kill()
 
     def _finished(self, life: Life) -> None:
-        """Raises Broken where a finished run is not the undisturbed one to the last bit; deletes it otherwise."""
+        """Raise Broken unless a finished run is bit-identical to the undisturbed one; then delete it."""
         undisturbed = self.undisturbed[life.layout]
         if life.losses() != undisturbed.losses:
             raise Broken("the losses of the finished run are not the undisturbed one's")
@@ -208,32 +208,33 @@ class Campaign:
         for path in (place / "run/checkpoints").glob(f"step_{STEPS:08d}"):
             shutil.rmtree(path)  # so that it has steps to train
         path = chance.choice(sorted(place.glob(DAMAGED_FILES[kind])))
-        what = f"{kind}, {harm(path, chance)}"
+        description = f"{kind}, {damage_file(path, chance)}"
         life, tally = Life(place / "run", layout, place / "data" / self.dataset.name), self.tallies[DAMAGE]
         attempt = life.start()
         try:
             if not attempt.wait(LIMIT_SECONDS):
-                raise Broken(f"{what}: no end")
+                raise Broken(f"{description}: no end")
             if attempt.status not in (0, 2):
-                raise Broken(f"{what}: status {attempt.status}")
-            if "Traceback" in attempt.said:
-                raise Broken(f"{what}: a traceback")
-            told = attempt.status == 2 or "damaged" in attempt.said
+                raise Broken(f"{description}: status {attempt.status}")
+            if "Traceback" in attempt.output:
+                raise Broken(f"{description}: a traceback")
+            reported = attempt.status == 2 or "damaged" in attempt.output
             trained = attempt.status == 0 and self._same_end(life)
-            if attempt.status == 0 and not trained and not told and kind != ".bin":
-                raise Broken(f"{what}: other losses, without a word")
+            if attempt.status == 0 and not trained and not reported and kind != ".bin":
+                raise Broken(f"{description}: losses changed silently")
         except Broken:
             self._keep(life, attempt)
             raise
         finally:
             attempt.kill()
         tally.faults += 1
-        tally.told += told
-        tally.unharmed += trained and not told
-        tally.unseen += not told and not trained
+        tally.reported += reported
+        tally.unharmed += trained and not reported
+        tally.undetected += not reported and not trained
         tally.statuses[int(attempt.status or 0)] += 1
         shutil.rmtree(place)
-        return f"{what}: status {attempt.status}, {'told' if told else 'unharmed' if trained else 'UNSEEN'}"
+        outcome = "reported" if reported else "unharmed" if trained else "UNDETECTED"
+        return f"{description}: status {attempt.status}, {outcome}"
 
     def _same_end(self, life: Life) -> bool:
         """Whether the last checkpoint is the undisturbed run's."""
@@ -241,7 +242,7 @@ class Campaign:
         return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
     def _keep(self, life: Life, attempt: Attempt) -> None:
-        """Leaves a run that failed where it is, with a note of what was done to it; the next one starts anew."""
+        """Retain the folder of a failed run with a list of its faults; the next run uses a new folder."""
         life.folder.with_name(life.folder.name + ".faults").write_text("\n".join(life.faults) + "\n")
         self.lives.pop(life.layout, None)
 

@@ -20,7 +20,7 @@ from tests.chaos.attempts import POLL_SECONDS, RANKS, SAVED_EVERY, STEPS, Attemp
 from tests.chaos.interposer import DISK_ERRORS, Interposer
 
 NEWEST = STEPS - SAVED_EVERY
-"""The checkpoint that a run with a damaged file begins with; one more is left."""
+"""Step of the newest checkpoint of a run with a damaged file; one older checkpoint exists."""
 # Kinds of files, by patterns below a folder that holds a run in run/ and its dataset in data/.
 DAMAGED_FILES = {
     "shard": f"run/checkpoints/step_{NEWEST:08d}/*.safetensors",
@@ -35,54 +35,54 @@ DAMAGED_FILES = {
 }
 
 
-def harm(path: Path, chance: random.Random) -> str:
-    """Damages a file; says how."""
+def damage_file(path: Path, chance: random.Random) -> str:
+    """Damage a file; return a description."""
     content = bytearray(path.read_bytes())
     size = len(content)
     position, how = chance.randrange(size + 1), chance.choice(("flip", "flip", "cut", "insert", "zeros", "empty"))
     if how == "flip" and position < size:
         bit = chance.randrange(8)
         content[position] ^= 1 << bit
-        what = f"bit {bit} of byte {position:,} turned over"
+        description = f"bit {bit} of byte {position:,} turned over"
     elif how == "insert":
         new = chance.randbytes(chance.randint(1, 16))
         content[position:position] = new
-        what = f"{len(new)} bytes put in at {position:,}"
+        description = f"{len(new)} bytes put in at {position:,}"
     elif how == "zeros":
         count = min(chance.choice((1, 512, 4096)), size - position)
         content[position : position + count] = bytes(count)
-        what = f"{count} bytes from {position:,} set to zero"
+        description = f"{count} bytes from {position:,} set to zero"
     else:
         position = 0 if how == "empty" else position
         del content[position:]
-        what = f"cut off at byte {position:,} of {size:,}"
+        description = f"cut off at byte {position:,} of {size:,}"
     path.write_bytes(content)
-    return f"{path.name}: {what}"
+    return f"{path.name}: {description}"
 
 
 HANG_SECONDS = 8
-"""trainer.hang_timeout_seconds of a run whose ranks are to wait for one another in vain."""
+"""trainer.hang_timeout_seconds of runs with a fault that causes a hang."""
 
 
 @dataclass
 class Fault:
-    """What was done, and what the run may do about it."""
+    """An injected fault and the permitted reactions of the run."""
 
-    what: str
+    description: str
     statuses: frozenset[int]
-    """Exit statuses that are right; -9 and the like for the signal that ended the first process."""
+    """Permitted exit statuses; negative for the signal that ended the launcher."""
     tracebacks: int = 0
-    """At most so many may be printed: the failing rank's own."""
-    says: tuple[str, ...] = ()
-    """Where it fails (status 1), each of these is said."""
+    """Maximum number of printed tracebacks."""
+    messages: tuple[str, ...] = ()
+    """Texts that the output must contain if the run fails with status 1."""
     seconds: float = 60.0
-    """Within which it must have ended."""
+    """Maximum time until the run ends."""
     saved: bool = False
-    """With status 75, its last step is saved."""
+    """Whether the last step must be saved if the status is 75."""
 
 
 def _moment(attempt: Attempt, chance: random.Random) -> str | None:
-    """Waits for a random moment of the attempt; says which, or None where the run has ended before."""
+    """Wait for a random time of the attempt; return its description, or None if the run has ended."""
     kind = chance.choice(("start", "step", "save", "end"))
     first = min(attempt.life.newest_checkpoint() + 1, STEPS)
     target = STEPS if kind == "end" else chance.randint(first, STEPS)
@@ -101,38 +101,39 @@ def _moment(attempt: Attempt, chance: random.Random) -> str | None:
 
 
 def kill(attempt: Attempt, chance: random.Random, _: Interposer | None) -> Fault | None:
-    """kill -9 of the starter, of one rank, or of all processes."""
-    whom = chance.choice(("starter", "rank", "all"))
+    """Kill the launcher, one rank, or all processes with SIGKILL."""
+    target_process = chance.choice(("launcher", "rank", "all"))
     moment = _moment(attempt, chance)
     ranks = attempt.ranks()
-    if moment is None or (whom == "rank" and not ranks):
+    if moment is None or (target_process == "rank" and not ranks):
         return None
     number = chance.randrange(len(ranks)) if ranks else 0
-    pids = {"starter": [attempt.pid], "rank": ranks[number : number + 1], "all": attempt.processes()}[whom]
+    pids = {"launcher": [attempt.pid], "rank": ranks[number : number + 1], "all": attempt.processes()}[target_process]
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    if whom == "rank":
-        return Fault(f"kill -9 of rank {number} {moment}", frozenset({0, 1}), says=("was killed", "SIGKILL"))
-    return Fault(f"kill -9 of {whom} {moment}", frozenset({0, -signal.SIGKILL}))
+    if target_process == "rank":
+        return Fault(f"kill -9 of rank {number} {moment}", frozenset({0, 1}), messages=("was killed", "SIGKILL"))
+    return Fault(f"kill -9 of {target_process} {moment}", frozenset({0, -signal.SIGKILL}))
 
 
 def term(attempt: Attempt, chance: random.Random, _: Interposer | None) -> Fault | None:
-    """A signal that asks for an end: to the starter alone, or to all processes, as a terminal sends it."""
+    """Send a termination signal to the launcher, or to all processes as a terminal does."""
     number = chance.choice((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT))
     group, moment = chance.random() < 0.5, _moment(attempt, chance)
     if moment is None:
         return None
     with contextlib.suppress(ProcessLookupError):
         (os.killpg if group else os.kill)(attempt.pid, number)
-    early = {128 + number, -number}  # before the ranks have handlers, nothing is to be saved
+    early = {128 + number, -number}  # before the ranks install handlers there is nothing to save
     statuses = {0, 130} if number == signal.SIGINT else {0, 75, *early}
-    what = f"{number.name} to {'all processes' if group else 'the starter'} {moment}"
-    return Fault(what, frozenset(statuses), saved=True)
+    return Fault(
+        f"{number.name} to {'all processes' if group else 'the launcher'} {moment}", frozenset(statuses), saved=True
+    )
 
 
 def stop(attempt: Attempt, chance: random.Random, _: Interposer | None) -> Fault | None:
-    """SIGSTOP of one rank: the run must find out, name the rank, and end."""
+    """Stop one rank with SIGSTOP: the run must detect it, report the rank, and end."""
     moment = _moment(attempt, chance)
     ranks = attempt.ranks()
     if moment is None or not ranks:
@@ -140,12 +141,12 @@ def stop(attempt: Attempt, chance: random.Random, _: Interposer | None) -> Fault
     number = chance.randrange(len(ranks))
     with contextlib.suppress(ProcessLookupError):
         os.kill(ranks[number], signal.SIGSTOP)
-    says = (f"Rank {number} of {RANKS[attempt.life.layout]} failed", "it is stopped")
-    return Fault(f"SIGSTOP of rank {number} {moment}", frozenset({0, 1}), 0, says, PATIENT * HANG_SECONDS + 60)
+    messages = (f"Rank {number} of {RANKS[attempt.life.layout]} failed", "it is stopped")
+    return Fault(f"SIGSTOP of rank {number} {moment}", frozenset({0, 1}), 0, messages, PATIENT * HANG_SECONDS + 60)
 
 
 def pause(attempt: Attempt, chance: random.Random, _: Interposer | None) -> Fault | None:
-    """Ctrl-Z and fg: all processes stop for a while and go on; nothing comes of it."""
+    """Stop and continue all processes, like Ctrl-Z and fg; the run must not fail."""
     moment = _moment(attempt, chance)
     if moment is None:
         return None
@@ -159,47 +160,49 @@ def pause(attempt: Attempt, chance: random.Random, _: Interposer | None) -> Faul
 
 
 def disk(attempt: Attempt, chance: random.Random, interposer: Interposer | None) -> Fault | None:
-    """From a random write on, the run's folder is full, read-only, or broken."""
-    assert interposer is not None, "the campaign leaves this kind out without it"
+    """Make all writes to the run's folder fail after a random number of writes: disk full, read-only or I/O error."""
+    assert interposer is not None, "the campaign skips this kind without the interposer"
     name, moment = chance.choice(list(DISK_ERRORS)), _moment(attempt, chance)
     if moment is None:
         return None
     after = chance.choice((0, chance.randrange(20), chance.randrange(400)))
     interposer.disk_fails(attempt.life.folder, DISK_ERRORS[name], after)
-    what = f"{name} from {after} writes on {moment}"
-    return Fault(what, frozenset({0, 1, 2}), 0, (os.strerror(DISK_ERRORS[name]),), 90)
+    description = f"{name} after {after} writes {moment}"
+    return Fault(description, frozenset({0, 1, 2}), 0, (os.strerror(DISK_ERRORS[name]),), 90)
 
 
 def garbage(attempt: Attempt, chance: random.Random, _: Interposer | None) -> Fault | None:
-    """Strangers connect to every port that the run listens at; nothing comes of it."""
+    """Send garbage to all ports on which the run listens; the run must not fail."""
     moment, ports = _moment(attempt, chance), attempt.listening()
     if moment is None or not ports:
         return None
     texts = (b"", b"GET / HTTP/1.1\r\n\r\n", chance.randbytes(64), b"\0" * 4096, b"\xff" * 9, chance.randbytes(100_000))
-    held, sent = [], 0
+    connections_to_ports, sent = [], 0
     for host, port in ports:
         with contextlib.suppress(OSError):
             host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-            held.append(socket.create_connection((host, port), timeout=1))
-            held[-1].sendall(chance.choice(texts))
+            connections_to_ports.append(socket.create_connection((host, port), timeout=1))
+            connections_to_ports[-1].sendall(chance.choice(texts))
             sent += 1
     time.sleep(chance.uniform(0, 0.2))
-    for connection in held:
+    for connection in connections_to_ports:
         connection.close()
     return Fault(f"garbage to {sent} of {len(ports)} ports {moment}", frozenset({0}))
 
 
 def drop(attempt: Attempt, chance: random.Random, _: Interposer | None) -> Fault | None:
-    """One of the run's connections breaks."""
-    moment, found = _moment(attempt, chance), attempt.connections()
-    if moment is None or not found or not cut(*chance.choice(found)):
+    """Break one of the run's connections."""
+    moment, open_connections = _moment(attempt, chance), attempt.connections()
+    if moment is None or not open_connections or not cut(*chance.choice(open_connections)):
         return None
-    return Fault(f"1 of {len(found)} connections cut {moment}", frozenset({0, 1}), 1, (), PATIENT * HANG_SECONDS + 60)
+    return Fault(
+        f"1 of {len(open_connections)} connections cut {moment}", frozenset({0, 1}), 1, (), PATIENT * HANG_SECONDS + 60
+    )
 
 
 def clock(attempt: Attempt, chance: random.Random, interposer: Interposer | None) -> Fault | None:
-    """The time of day jumps, forth or back; nothing comes of it."""
-    assert interposer is not None, "the campaign leaves this kind out without it"
+    """Move the wall clock forward or backward; the run must not fail."""
+    assert interposer is not None, "the campaign skips this kind without the interposer"
     moment = _moment(attempt, chance)
     if moment is None:
         return None

@@ -1,7 +1,6 @@
-"""A library that is loaded before the C library: at our command writes below a folder fail, or the clock jumps.
+"""An LD_PRELOAD library that makes writes below a folder fail, or moves the wall clock, on request.
 
-It shows faults at any write that the kernel would need a disk of the right size for, and a change of the time of day
-that only one run sees. Needs Linux and a C compiler.
+Faults affect only the runs that load it. Requires Linux and a C compiler.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ __attribute__((constructor)) static void begin(void) {
 }
 #define REAL(name) static __typeof__(&name) real; if (!real) real = (__typeof__(&name))dlsym(RTLD_NEXT, #name)
 
-/* Whether an operation on this path fails; sets errno. The first that does is chosen by a countdown, then all do. */
+/* Return whether an operation on this path fails, and set errno. After a countdown, all operations fail. */
 static int fails(const char *path) {
     if (!control || !control->error || !path || strncmp(path, control->folder, strlen(control->folder))) return 0;
     if (__atomic_fetch_sub(&control->left, 1, __ATOMIC_SEQ_CST) > 0) return 0;
@@ -65,7 +64,7 @@ static int fails_fd(int file) {
     path[n] = 0;
     return fails(path);
 }
-/* A full disk takes new names from no one, but lets go of old ones. */
+/* A full disk rejects new files, but allows rename and removal. */
 static int full(void) { return control && control->error == ENOSPC; }
 
 ssize_t write(int file, const void *data, size_t size) {
@@ -112,7 +111,7 @@ time_t time(time_t *now) {
 
 
 class _Control(ctypes.Structure):
-    """What the library reads; the same in C above."""
+    """Shared memory of the library; equals struct control in C."""
 
     _fields_ = [
         ("seconds", ctypes.c_int64),
@@ -125,7 +124,7 @@ class _Control(ctypes.Structure):
 
 
 class Interposer:
-    """This process's view of the library's controls; runs that are forked from it obey them."""
+    """The library's controls. Runs that are forked from this process share them."""
 
     def __init__(self, path: Path) -> None:
         with open(path, "r+b") as file:
@@ -134,28 +133,28 @@ class Interposer:
 
     @classmethod
     def loaded(cls) -> Interposer | None:
-        """The library's controls, where it is loaded into this process."""
+        """Return the controls if the library is loaded into this process."""
         path = os.environ.get(CONTROL)
         return cls(Path(path)) if path else None
 
     def disk_fails(self, folder: Path, error: int, after: int) -> None:
-        """Has everything that writes below ``folder`` fail with ``error``, an errno, after so many writes."""
+        """Make operations that write below ``folder`` fail with errno ``error`` after ``after`` writes."""
         self._control.error = 0
         self._control.folder = os.fsencode(f"{folder}/")[: _FOLDER_BYTES - 1]
         self._control.left, self._control.hits = after, 0
         self._control.error = error
 
     def clock_jumps(self, seconds: int) -> None:
-        """Moves the time of day, which starts anew from the right one."""
+        """Set the offset of the wall clock from the correct time."""
         self._control.seconds = seconds
 
     @property
     def failed_writes(self) -> int:
-        """Since the last ``disk_fails``."""
+        """Number of failed writes since the last ``disk_fails``."""
         return self._control.hits
 
     def heal(self) -> None:
-        """All is well again."""
+        """End all faults."""
         self._control.error = self._control.seconds = 0
 
 
@@ -163,10 +162,10 @@ DISK_ERRORS = {"disk full": errno.ENOSPC, "read-only": errno.EROFS, "input/outpu
 
 
 def build(folder: Path) -> dict[str, str] | str:
-    """Compiles the library into ``folder``; the variables with which a process loads it, or why it can't be had."""
+    """Compile the library into ``folder``; return the variables that load it, or an error message."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if sys.platform != "linux" or compiler is None:
-        return "it needs Linux and a C compiler"
+        return "requires Linux and a C compiler"
     source, library, control = folder / "interposer.c", folder / "interposer.so", folder / "control"
     source.write_text(_SOURCE)
     command = [compiler, "-O1", "-shared", "-fPIC", "-U_FORTIFY_SOURCE", "-o", str(library), str(source), "-ldl"]

@@ -1,4 +1,4 @@
-"""The fault campaign: its library, its damage, and that it would see each promise that a run breaks."""
+"""The fault campaign: its library, its file damage, and its detection of each kind of failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from tests.chaos import campaign as campaign_module
 from tests.chaos.attempts import Life
 from tests.chaos.campaign import Broken, Campaign, Undisturbed
-from tests.chaos.faults import Fault, harm
+from tests.chaos.faults import Fault, damage_file
 from tests.chaos.interposer import build
 from tests.paths import ROOT
 
@@ -42,12 +42,12 @@ for name in ("run/a", "other", "run/b"):
 interposer.heal()
 (folder / "run/c").write_text("text")
 assert abs(time.time() - before) < 60
-assert results == ["run/a", "other", errno.ENOSPC], results  # opening it and writing to it are two
+assert results == ["run/a", "other", errno.ENOSPC], results  # open and write count separately
 assert interposer.failed_writes == 1, interposer.failed_writes
 """
 
 
-def test_the_library_breaks_disks_and_clocks(tmp_path: Path) -> None:
+def test_library_breaks_disks_and_clocks(tmp_path: Path) -> None:
     variables = build(tmp_path)
     if isinstance(variables, str):
         pytest.skip(variables)
@@ -58,39 +58,39 @@ def test_the_library_breaks_disks_and_clocks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_damage_follows_from_its_seed(tmp_path: Path) -> None:
-    content, seen = bytes(range(256)) * 40, set()
+def test_damage_is_deterministic(tmp_path: Path) -> None:
+    content, size_changes = bytes(range(256)) * 40, set()
     for seed in range(40):
         results = []
         for path in (tmp_path / "a", tmp_path / "b"):
             path.write_bytes(content)
-            results.append((harm(path, random.Random(seed)).partition(": ")[2], path.read_bytes()))
+            results.append((damage_file(path, random.Random(seed)).partition(": ")[2], path.read_bytes()))
         assert results[0] == results[1]
-        seen.add((len(results[0][1]) > len(content)) - (len(results[0][1]) < len(content)))
+        size_changes.add((len(results[0][1]) > len(content)) - (len(results[0][1]) < len(content)))
         assert results[0][1] != content or "zero" in results[0][0]
-    assert seen == {-1, 0, 1}
+    assert size_changes == {-1, 0, 1}
 
 
 @dataclass
-class Told:
-    """What an attempt is taken to have done."""
+class RecordedAttempt:
+    """A recorded attempt."""
 
     status: int = 0
-    said: str = ""
+    output: str = ""
     left: list[int] = field(default_factory=list)
 
     def gone(self, _: float) -> bool:
-        """Whether no process is left."""
+        """Return whether no process is left."""
         return not self.left
 
     def processes(self) -> list[int]:
-        """Those that are."""
+        """Return the remaining processes."""
         return self.left
 
 
 @pytest.fixture
 def campaign(tmp_path: Path) -> Campaign:
-    """A campaign that has seen one undisturbed run, of three steps and one tensor."""
+    """Return a campaign with one undisturbed run of three steps and one tensor."""
     made = object.__new__(Campaign)
     made.undisturbed = {"single": Undisturbed(LOSSES, {"weight": torch.ones(2)})}
     return made
@@ -98,11 +98,11 @@ def campaign(tmp_path: Path) -> Campaign:
 
 @pytest.fixture
 def life(tmp_path: Path) -> Life:
-    """A run that has come to step 2, and saved it."""
-    found = Life(tmp_path / "run", "single", tmp_path / "tokens")
-    write_metrics(found, LOSSES[:2])
-    (found.folder / "checkpoints/step_00000002").mkdir(parents=True)
-    return found
+    """Return a run that has trained and saved step 2."""
+    recorded_life = Life(tmp_path / "run", "single", tmp_path / "tokens")
+    write_metrics(recorded_life, LOSSES[:2])
+    (recorded_life.folder / "checkpoints/step_00000002").mkdir(parents=True)
+    return recorded_life
 
 
 def write_metrics(life: Life, losses: list[tuple[int, float]]) -> None:
@@ -111,37 +111,37 @@ def write_metrics(life: Life, losses: list[tuple[int, float]]) -> None:
     (life.folder / "metrics.jsonl").write_text("".join(lines))
 
 
-FAULT = Fault("kill", frozenset({0, 1, 75}), says=("rank 0 was killed",), saved=True)
+FAULT = Fault("kill", frozenset({0, 1, 75}), messages=("rank 0 was killed",), saved=True)
 
 
-def test_what_is_right_passes(campaign: Campaign, life: Life) -> None:
-    said = "step 1/24  loss\nstep 2/24  loss\n"
-    campaign._judge(life, Told(75, said), FAULT, 0)  # type: ignore[arg-type]
-    campaign._judge(life, Told(1, said + "rank 0 was killed"), FAULT, 0)  # type: ignore[arg-type]
+def test_correct_attempts_pass(campaign: Campaign, life: Life) -> None:
+    output = "step 1/24  loss\nstep 2/24  loss\n"
+    campaign._judge(life, RecordedAttempt(75, output), FAULT, 0)  # type: ignore[arg-type]
+    campaign._judge(life, RecordedAttempt(1, output + "rank 0 was killed"), FAULT, 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("told", "losses", "saved", "rule"),
+    ("recorded", "losses", "saved", "rule"),
     [
-        (Told(3), LOSSES[:2], 0, "status 3"),
-        (Told(0, left=[7]), LOSSES[:2], 0, "still run"),
-        (Told(0, "Traceback (most recent call last)"), LOSSES[:2], 0, "1 tracebacks"),
-        (Told(1, "Segmentation fault"), LOSSES[:2], 0, "did not say"),
-        (Told(0), [(1, 4.0), (2, 3.5000000000000004)], 0, "not the undisturbed run's"),
-        (Told(0, "step 1/24  loss"), LOSSES[:2], 2, "it went on with step 1, and step 2 was saved"),
-        (Told(75), LOSSES, 0, "of 3 steps 2 are saved"),
+        (RecordedAttempt(3), LOSSES[:2], 0, "status 3"),
+        (RecordedAttempt(0, left=[7]), LOSSES[:2], 0, "still run"),
+        (RecordedAttempt(0, "Traceback (most recent call last)"), LOSSES[:2], 0, "1 tracebacks"),
+        (RecordedAttempt(1, "Segmentation fault"), LOSSES[:2], 0, "without the messages"),
+        (RecordedAttempt(0), [(1, 4.0), (2, 3.5000000000000004)], 0, "not the undisturbed run's"),
+        (RecordedAttempt(0, "step 1/24  loss"), LOSSES[:2], 2, "resumed at step 1, and step 2 was saved"),
+        (RecordedAttempt(75), LOSSES, 0, "of 3 steps 2 are saved"),
     ],
 )
-def test_each_broken_promise_is_seen(
-    campaign: Campaign, life: Life, told: Told, losses: list[tuple[int, float]], saved: int, rule: str
+def test_each_failure_is_detected(
+    campaign: Campaign, life: Life, recorded: RecordedAttempt, losses: list[tuple[int, float]], saved: int, rule: str
 ) -> None:
     write_metrics(life, losses)
     with pytest.raises(Broken, match=rule):
-        campaign._judge(life, told, FAULT, saved)  # type: ignore[arg-type]
+        campaign._judge(life, recorded, FAULT, saved)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("flaw", ["a step twice", "a bit of a tensor", "a tensor less", "a draft"])
-def test_a_finished_run_must_be_the_undisturbed_one(
+def test_finished_run_must_equal_the_undisturbed_one(
     campaign: Campaign, life: Life, monkeypatch: pytest.MonkeyPatch, flaw: str
 ) -> None:
     tensors: dict[str, Any] = {"weight": torch.ones(2)}
@@ -158,7 +158,7 @@ def test_a_finished_run_must_be_the_undisturbed_one(
 
 
 @pytest.mark.slow
-def test_a_short_campaign(tmp_path: Path) -> None:
+def test_short_campaign(tmp_path: Path) -> None:
     """Two faults of each kind."""
     command = [sys.executable, "-m", "tests.chaos", str(tmp_path / "chaos"), "--faults", "18", "--seed", "3"]
     done = subprocess.run([*command, "--layouts", "single,tp2"], capture_output=True, text=True, timeout=800, cwd=ROOT)

@@ -25,17 +25,17 @@ FSDP, GAUDI, TRAINIUM, ZERO = WORLDS
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder without datasets and weights."""
+    """Run in a folder without datasets and weights."""
     monkeypatch.chdir(tmp_path)
 
 
 def dry_run(name: str, *overrides: str) -> Plan:
-    """What ``train.py +experiment=NAME --dry-run`` plans."""
+    """Return the plan of ``train.py +experiment=NAME --dry-run``."""
     return find_world(load_config([f"+experiment={name}", "dry_run=true", *overrides], CONF_DIR), None).plan()
 
 
 def gib(plan: Plan) -> float:
-    """The heaviest rank's, before activations."""
+    """Return the largest memory of a rank, without activations."""
     return max(memory.total for memory in stage_memory(plan)) / GIB
 
 
@@ -63,17 +63,17 @@ def test_a_run_without_them_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_made_up_data_serves_for_compiling_and_measuring(name: str) -> None:
+def test_mock_data_can_be_used_to_compile_and_measure(name: str) -> None:
     plan = dry_run(name, "data=mock", "trainer.steps=4")
     assert plan.config.data.mock and plan.config.trainer.steps == 4
     assert plan.tokens_per_step == dry_run(name).tokens_per_step
 
 
-@pytest.mark.parametrize("own", ["trainer.compile=true", "checkpoint.every_steps=null"], ids=["compile", "traffic"])
+@pytest.mark.parametrize("setting", ["trainer.compile=true", "checkpoint.every_steps=null"], ids=["compile", "traffic"])
 @pytest.mark.parametrize("name", WORLDS)
-def test_the_tools_that_run_on_mock_data_take_it(name: str, own: str) -> None:
-    """And keep what graphs and work depend on."""
-    plan, run = dry_run(name, *MOCK_RUN, own), dry_run(name)
+def test_the_tools_that_run_on_mock_data_take_it(name: str, setting: str) -> None:
+    """Mock data keeps the settings that determine graphs and work."""
+    plan, run = dry_run(name, *MOCK_RUN, setting), dry_run(name)
     assert plan.config.data.mock and plan.config.data.pack == run.config.data.pack
     assert plan.config.trainer.steps == run.config.trainer.steps and plan.tokens_per_step == run.tokens_per_step
 

@@ -1,4 +1,4 @@
-"""The recipes that pretrain: their numbers beside the published ones, their memory, and one of them at work."""
+"""Pretraining recipes: published numbers, memory, and a short training run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.processes import run_train_py
 
 
 class Published(NamedTuple):
-    """What a paper says of a model."""
+    """Published numbers of a model."""
 
     tokens: float
     seq_length: int
@@ -85,29 +85,29 @@ def test_a_dry_run_without_the_data_has_each_command_once() -> None:
     config = load_config(["+experiment=llama2_70b_lora_gaudi", "dry_run=true"], CONF_DIR)
     weights = next(note for note in resolve(config, 8, exists=lambda _: False).notes if "init_from" in note)
     assert "hf download OWNER/NAME --local-dir models/Llama-2-70b-hf" in weights
-    assert "hf download models/" not in weights, "which is a folder, and nobody's name"
+    assert "hf download models/" not in weights, "models/ is a folder, not an owner on the Hub"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_it_fits_its_cluster(name: str) -> None:
-    """80 GB are 79.1 GiB on an H100, of which tensors can fill a share; and the first line says how many machines."""
+    """Memory fits an H100 (79.1 GiB, of which tensors can use a share); the summary names the number of machines."""
     plan = plan_of(name, "device.memory_gib=79.1")
     assert max(stage.total for stage in stage_footprints(plan)) <= USABLE * 79.1 * GIB
     assert f" on {plan.world_size // 8} machines with 8 H100" in generate.experiment_summary(name)
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The settings of a YAML file by their full names."""
-    found: dict[str, Any] = {}
+    """Return the settings of a YAML file by full name."""
+    leaves_by_name: dict[str, Any] = {}
     for name, value in tree.items():
-        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return found
+        leaves_by_name |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return leaves_by_name
 
 
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_scaled_down_all_but_size_is_the_recipes(name: str, order: int) -> None:
-    """In either order on the command line."""
+    """Both orders on the command line are equal."""
     recipe = load_config([f"experiment={name}"], CONF_DIR)
     small = load_config([f"experiment={name}", "scaled=laptop"][::order], CONF_DIR)
     rule = leaves(yaml.safe_load(SCALED.read_text(encoding="utf-8")))
@@ -117,7 +117,7 @@ def test_scaled_down_all_but_size_is_the_recipes(name: str, order: int) -> None:
 
 
 def test_one_trains(tmp_path: Path) -> None:
-    """Made-up data and one rank, for speed; `python -m benchmarks.verify.recipes` trains all of them on text."""
+    """Mock data and one rank, for speed; `python -m benchmarks.verify.recipes` trains all recipes on text."""
     cheap = ("data.mock=true", "data.tokenizer=null", "trainer.tp=1", "trainer.dp=1", "trainer.steps=6")
     more = ("optim.warmup_steps=1", "trainer.val_every_steps=null", "logging.tensorboard=false", "checkpoint=none")
     words = ["+experiment=pretrain_llama3_8b", "+scaled=laptop", *cheap, *more, "checkpoint.every_steps=null"]
@@ -155,7 +155,7 @@ def test_each_choice_of_a_group_makes_a_plan(choice: str, settings: dict[str, An
 
 
 def test_without_a_choice_the_groups_change_nothing() -> None:
-    """The defaults stand in one place, settings.py."""
+    """Defaults are only in settings.py."""
     composed, plain = load_config([], CONF_DIR), Config()
     for section in ("trainer", "logging", "checkpoint"):
         assert getattr(composed, section) == getattr(plain, section)

@@ -21,7 +21,7 @@ from tests.processes import run_train_py
 
 pytestmark = pytest.mark.slow
 SMALL = ("model=llama_2m", "device=cpu", "data.seq_length=256", "logging.tensorboard=false")
-# What people would write to try an experiment on two cores.
+# Overrides to try an experiment on two cores.
 RUNS = {
     "llama2_70b_fsdp_chat": (
         *("trainer.dp=2", "trainer.global_batch_size=4", "trainer.steps=6", "trainer.val_every_steps=3"),
@@ -124,7 +124,7 @@ def prepare(name: str, folder: Path) -> None:
 
 
 def train(workplace: Path, folder: Path, *overrides: str) -> None:
-    """``python train.py`` where the experiments' paths lead to what is there."""
+    """Run train.py in a folder that contains the experiments' datasets and weights."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workplace)
         status, output = run_train_py(folder, *SMALL, *overrides)
@@ -132,37 +132,37 @@ def train(workplace: Path, folder: Path, *overrides: str) -> None:
 
 
 def logged(folder: Path, name: str) -> list[Any]:
-    """One metric, step by step; None on steps that don't have it."""
+    """Return a metric of each step; None for steps without it."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line).get(name) for line in lines]
 
 
 def settings(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of a YAML file by their full names."""
-    found = {}
+    """Return the settings of a YAML file by full name."""
+    actual = {}
     for key, value in tree.items():
-        found |= settings(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
+        actual |= settings(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return actual
 
 
 @pytest.fixture(scope="module", params=RUNS)
 def run(request: pytest.FixtureRequest, workplace: Path) -> tuple[str, Path]:
-    """(experiment, folder of its finished run)."""
+    """Return (experiment, folder of its finished run)."""
     name, folder = request.param, workplace / request.param
     prepare(name, workplace)
     train(workplace, folder, f"+experiment={name}", *RUNS[name])
     return name, folder
 
 
-def test_it_is_the_experiment_but_for_what_was_overridden(run: tuple[str, Path]) -> None:
+def test_run_uses_the_experiments_settings_except_overrides(run: tuple[str, Path]) -> None:
     name, folder = run
-    wanted = yaml.safe_load((CONF_DIR / "experiment" / f"{name}.yaml").read_text(encoding="utf-8"))
-    wanted.pop("defaults")
-    found = settings(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
+    experiment = yaml.safe_load((CONF_DIR / "experiment" / f"{name}.yaml").read_text(encoding="utf-8"))
+    experiment.pop("defaults")
+    actual = settings(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
     overridden = {word.partition("=")[0] for word in (*SMALL, *RUNS[name])}
     derived = {"trainer.epochs", "optim.warmup_ratio"}  # replaced by steps
-    kept = {key: value for key, value in settings(wanted).items() if key not in overridden | derived}
-    assert {key: found[key] for key in kept} == kept
+    expected = {key: value for key, value in settings(experiment).items() if key not in overridden | derived}
+    assert {key: actual[key] for key in expected} == expected
 
 
 def test_it_learns(run: tuple[str, Path]) -> None:

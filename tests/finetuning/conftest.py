@@ -1,4 +1,4 @@
-"""One base model, one adapter that peft wrote, and what transformers and peft make of them; shared by all tests."""
+"""Shared fixtures: a base model, a peft adapter, and the reference results of transformers and peft."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fine-tune a small Llama by ours in any layout, and by transformers and peft in a plain loop, on the same batches."""
+"""Fine-tune a small Llama with this project in any layout, and with transformers and peft, on the same batches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Tamper = Callable[[ParallelModel], None]
 
 @dataclass
 class Tuned:
-    """What fine-tuning gave."""
+    """Results of fine-tuning."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -48,20 +48,21 @@ class Tuned:
     trained: Tensors = field(default_factory=dict)
     frozen: Tensors = field(default_factory=dict)
     dtypes: tuple[set[torch.dtype], set[torch.dtype]] = (set(), set())
-    """Of what is trained and of what is frozen, on the first rank."""
+    """Dtypes of trained and of frozen weights on the first rank."""
     moments: int = 0
-    """Values that the optimizer remembers on the first rank."""
+    """Elements of the optimizer states on the first rank."""
 
 
 def make_plan(world: int, folder: Path, *overrides: str) -> Plan:
-    """The small model in a layout."""
+    """Return the plan of the small model in a layout."""
     return resolve(load_config([*SETTINGS, f"run.dir={folder}", *overrides], CONF), world)
 
 
 def tune(world: int, folder: Path, *overrides: str, steps: int = STEPS, tamper: Tamper | None = None) -> Tuned:
-    """Go on from where the run in ``folder`` stands up to step ``steps``, on forked ranks, and save.
+    """Start or resume the run in ``folder`` on forked ranks, train until step ``steps``, and save.
 
-    ``tamper`` may break the model on each rank before it is loaded.
+    Args:
+        tamper: modifies the model on each rank before the weights are loaded.
     """
     answers = run_ranks(_tune, world, make_plan(world, folder, *overrides), steps, tamper)
     first, *_ = answers[0]
@@ -98,15 +99,17 @@ def _tune(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
 
 
 def _held(model: ParallelModel, *, trained: bool, gradients: bool = False) -> list[tuple]:
-    """(name, global shape, offset, values) of what this rank holds."""
-    found = []
+    """Return (name, global shape, offset, values) of this rank's shards."""
+    shards = []
     for shard in model.shards:
         if shard.is_trained is trained:
             tensor = shard.grad if gradients else shard.values
             assert tensor is not None, f"{shard.name} has no gradient"
-            for piece in shard.rectangles:
-                found.append((piece.name, piece.global_shape, piece.offset, tensor[piece.local_slices].clone()))
-    return found
+            for rectangle in shard.rectangles:
+                shards.append(
+                    (rectangle.name, rectangle.global_shape, rectangle.offset, tensor[rectangle.local_slices].clone())
+                )
+    return shards
 
 
 def save_base(plan: Plan, folder: Path) -> None:
@@ -162,7 +165,7 @@ def train_theirs(model: Any, plan: Plan, steps: int = STEPS) -> Tuned:
     """torch.optim.AdamW in a plain loop over the same batches. To be called in a forked rank."""
     optim = plan.config.optim
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    # As transformers' Trainer groups them, for a Llama: all but the norms, which are the only vectors.
+    # The groups of transformers' Trainer: weight decay for all weights except norms, the only vectors of a Llama.
     groups = [
         {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": optim.weight_decay},
         {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": 0.0},
@@ -233,11 +236,11 @@ TOLERANCE = 1e-5  # fp32; sums in another order
 
 
 def worst(ours: Tuned, theirs: Tuned) -> dict[str, float]:
-    """The largest relative differences."""
+    """Return the largest relative differences."""
     steps = len(ours.losses)
     assert steps and ours.trained.keys() == theirs.trained.keys()
-    found = {
+    differences = {
         kind: max(abs(a / b - 1) for a, b in zip(getattr(ours, kind), getattr(theirs, kind)[:steps], strict=True))
         for kind in ("losses", "norms")
     }
-    return found | {name: distance(tensor, theirs.trained[name]) for name, tensor in ours.trained.items()}
+    return differences | {name: distance(tensor, theirs.trained[name]) for name, tensor in ours.trained.items()}

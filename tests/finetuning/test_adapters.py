@@ -1,4 +1,4 @@
-"""Adapters are PEFT's files, both ways; merged is W + B A; and what can't be merged is refused."""
+"""Adapters are exchanged with PEFT in both directions; merging gives W + B A; unsupported adapters are rejected."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def test_peft_reads_our_adapter_and_gives_our_logits(world: World, trained: Path
     (their_logits, _) = run_ranks(_their_logits, 1, world.plan, world.base, made.folder)[0]
     assert distance(logits, their_logits) <= 1e-6
     (plain, _) = run_ranks(_their_logits, 1, world.plan, world.base, None)[0]
-    assert distance(logits, plain) > 1e-2  # the adapter really is at work
-    # And back: a new run from the exported adapter begins where this one ended.
+    assert distance(logits, plain) > 1e-2  # the adapter changes the logits
+    # A new run from the exported adapter starts with the same logits.
     chosen = [*world.lora[:1], f"finetune.adapter={made.folder}", *world.lora[2:]]
-    (again,) = run_ranks(_our_logits, 1, make_plan(1, tmp_path / "again", *chosen))
-    assert torch.equal(again, logits)
+    (reloaded,) = run_ranks(_our_logits, 1, make_plan(1, tmp_path / "again", *chosen))
+    assert torch.equal(reloaded, logits)
 
 
 def test_merged_is_base_plus_product(world: World, trained: Path, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def _with(adapter: Path, folder: Path, **settings: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"use_rslora": True}, "use_rslora is True"),
@@ -154,15 +154,17 @@ def _with(adapter: Path, folder: Path, **settings: Any) -> Path:
         ({"target_modules": ".*_proj"}, "target_modules are no list"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is"),
         ({"target_modules": ["q_proj", "c_attn"]}, "must be some of q_proj"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),  # the base is another one then
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),  # it changes the base weights
         ({"init_lora_weights": "pissa_niter_16"}, "only True or False or 'gaussian'"),
         ({"loftq_config": {"loftq_bits": 4}}, "loftq_config is"),
         ({"of_a_later_peft": 3}, "of_a_later_peft is 3"),
     ],
 )
-def test_other_kinds_of_adapters_are_refused(settings: dict[str, Any], said: str, world: World, tmp_path: Path) -> None:
+def test_other_kinds_of_adapters_are_refused(
+    settings: dict[str, Any], message: str, world: World, tmp_path: Path
+) -> None:
     folder = _with(world.adapter, tmp_path / "other", **settings)
-    with raises_with_message(ConfigError, said):
+    with raises_with_message(ConfigError, message):
         make_plan(1, tmp_path, "finetune=lora", f"finetune.adapter={folder}", f"init_from={world.base}")
 
 

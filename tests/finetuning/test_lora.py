@@ -1,4 +1,4 @@
-"""What LoRA is by itself: where it starts, what it leaves alone, what it costs, and how it goes on."""
+"""LoRA: initialization, frozen weights, memory and FLOPs, and recomputation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.ranks import RankFailed, run_ranks
 SP, ZERO_3 = ["trainer.tp=2"], ["trainer.zero=3"]
 
 
-def test_at_its_start_it_adds_nothing(world: World, tmp_path: Path) -> None:
+def test_initial_lora_adds_nothing(world: World, tmp_path: Path) -> None:
     fresh = tune(1, tmp_path / "lora", *world.fresh, steps=1)
     plain = tune(1, tmp_path / "full", *world.full, steps=1)
     assert fresh.losses == plain.losses  # all bits: B is zero
@@ -38,7 +38,7 @@ def test_at_its_start_it_adds_nothing(world: World, tmp_path: Path) -> None:
     assert len({tensor.sum().item() for name, tensor in start.trained.items() if "lora_A" in name}) == 14
 
 
-def test_its_start_does_not_depend_on_the_layout(world: World, tmp_path: Path) -> None:
+def test_initialization_does_not_depend_on_the_layout(world: World, tmp_path: Path) -> None:
     one = tune(1, tmp_path / "one", *world.fresh, steps=0)
     for index, (ranks, layout) in enumerate([(4, ["trainer.tp=4"]), (4, ["trainer.pp=2", *ZERO_3])]):
         other = tune(ranks, tmp_path / str(index), *world.fresh, *layout, steps=0)
@@ -48,22 +48,22 @@ def test_its_start_does_not_depend_on_the_layout(world: World, tmp_path: Path) -
 
 @pytest.mark.parametrize("recompute", ["full", "elementwise", "selective"])
 def test_recomputation_gives_the_same_gradients(recompute: str, world: World, tmp_path: Path) -> None:
-    """Where a block's input asks for no gradient, some ways to recompute give none to LoRA (PEFT's old trap)."""
+    """Recomputation keeps LoRA's gradients although the block's input requires no gradient."""
     plain = tune(1, tmp_path / "plain", *world.lora, steps=2)
-    again = tune(1, tmp_path / "again", *world.lora, f"trainer.recompute={recompute}", steps=2)
+    recomputed = tune(1, tmp_path / "again", *world.lora, f"trainer.recompute={recompute}", steps=2)
     for name, grad in plain.first_grads.items():
-        assert torch.equal(again.first_grads[name], grad) and grad.any(), name
-    assert again.losses == plain.losses
+        assert torch.equal(recomputed.first_grads[name], grad) and grad.any(), name
+    assert recomputed.losses == plain.losses
 
 
 def test_dropout(world: World, tmp_path: Path) -> None:
-    """Other masks at each step, the same when a block is computed again, and the same on ranks that hold copies."""
+    """Dropout masks differ between steps and are equal in recomputation and on replicas."""
     chosen = [*world.fresh, "finetune.lora_dropout=0.3"]
     drops = tune(1, tmp_path / "one", *chosen, steps=3)
     for recompute in ("elementwise", "full"):
-        again = tune(1, tmp_path / recompute, *chosen, f"trainer.recompute={recompute}", steps=3)
-        assert drops.losses == again.losses
-    assert all(torch.equal(tensor, again.trained[name]) for name, tensor in drops.trained.items())
+        recomputed = tune(1, tmp_path / recompute, *chosen, f"trainer.recompute={recompute}", steps=3)
+        assert drops.losses == recomputed.losses
+    assert all(torch.equal(tensor, recomputed.trained[name]) for name, tensor in drops.trained.items())
     assert drops.losses[1:] != tune(1, tmp_path / "none", *world.fresh, steps=3).losses[1:]
     for name, layout in {"sp": SP, "tp": [*SP, "trainer.sp=false"]}.items():
         tune(2, tmp_path / name, *chosen, *layout, steps=3)  # copies are compared
@@ -77,41 +77,41 @@ def _gradients_of_one_batch(rank: int, plan: Plan) -> list[torch.Tensor]:
     device, topology = get_device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, CPU):
         model = build_model(plan, topology, device, CPU)
-        batch, found = build_data(plan, topology, CPU).train.at(0), []
+        batch, gradients = build_data(plan, topology, CPU).train.at(0), []
         for _ in range(2):
             model.zero_grad()
             model.forward_backward(batch)
             grad = next(s.grad for s in model.shards if s.name.endswith("lora_B"))
             assert grad is not None
-            found.append(grad.clone())
-        return found
+            gradients.append(grad.clone())
+        return gradients
 
 
 @pytest.mark.parametrize("layout", [[], SP, ZERO_3], ids=["one", "tp2+sp", "zero 3"])
 def test_frozen_weights_in_bf16_under_fp32_lora(layout: list[str], world: World, tmp_path: Path) -> None:
-    """The same as LoRA on the base rounded to bf16, to the last bit."""
+    """Frozen bf16 weights give bit-identical results to a base that is rounded to bf16."""
     rounded = tmp_path / "rounded"
     rounded.mkdir()
     base = {name: tensor.bfloat16() for name, tensor in load_file(world.base / "model.safetensors").items()}
     save_file(base, rounded / "model.safetensors", {"format": "pt"})
     (rounded / "config.json").write_text((world.base / "config.json").read_text())
     ranks = 2 if layout else 1
-    kept = tune(ranks, tmp_path / "kept", *world.lora, *layout, "finetune.frozen_dtype=bf16", steps=3)
+    frozen_bf16 = tune(ranks, tmp_path / "frozen_bf16", *world.lora, *layout, "finetune.frozen_dtype=bf16", steps=3)
     expected = tune(ranks, tmp_path / "expected", *world.lora, *layout, f"init_from={rounded}", steps=3)
-    assert kept.losses == expected.losses
-    assert all(torch.equal(tensor, expected.trained[name]) for name, tensor in kept.trained.items())
-    assert kept.dtypes == ({torch.float32}, {torch.bfloat16})
+    assert frozen_bf16.losses == expected.losses
+    assert all(torch.equal(tensor, expected.trained[name]) for name, tensor in frozen_bf16.trained.items())
+    assert frozen_bf16.dtypes == ({torch.float32}, {torch.bfloat16})
     assert expected.dtypes == ({torch.float32}, {torch.float32})
 
 
-def test_bf16_keeps_masters_of_what_is_trained_only(world: World, tmp_path: Path) -> None:
+def test_bf16_keeps_master_weights_of_trained_weights_only(world: World, tmp_path: Path) -> None:
     tuned = tune(2, tmp_path, *world.lora, *SP, "trainer.precision=bf16", steps=2)
     assert tuned.dtypes == ({torch.float32}, {torch.bfloat16})
     sr = tune(2, tmp_path / "sr", *world.lora, *SP, "trainer.precision=bf16_sr", steps=2)
     assert sr.dtypes == ({torch.bfloat16}, {torch.bfloat16})
 
 
-def test_counts_and_memory_are_those_of_the_run(world: World, tmp_path: Path) -> None:
+def test_planned_memory_equals_the_run(world: World, tmp_path: Path) -> None:
     for ranks, layout in ((1, []), (4, ["trainer.tp=4"]), (4, ["trainer.tp=2", "trainer.pp=2"]), (2, ZERO_3)):
         plan = make_plan(ranks, tmp_path, *RANK, *layout, "finetune.modules_to_save=[embed_tokens,input_layernorm]")
         for trained, frozen, moments, stage in run_ranks(_sizes, ranks, plan):
@@ -126,16 +126,18 @@ def test_counts_and_memory_are_those_of_the_run(world: World, tmp_path: Path) ->
     assert tuned.moments == 2 * count
 
 
-def test_flops_are_those_that_torch_counts(world: World) -> None:
+def test_flops_equal_the_count_of_torch(world: World) -> None:
     (theirs, ours) = run_ranks(_flops, 1, world.plan, world.base)[0]
     assert theirs == ours
 
 
 def _flops(rank: int, plan: Plan, base: Path) -> tuple[int, int]:
-    """(torch's count for peft's model, ours) of forward and backward over 2 x 16 tokens."""
+    """Return the FLOPs of forward and backward over 2 x 16 tokens: torch's count for peft's model, and ours."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    model = their_lora(their_base(base, attention="eager"), plan)  # plain products, which the counter sees whole
+    model = their_lora(
+        their_base(base, attention="eager"), plan
+    )  # eager attention consists of matmuls, which the counter counts
     model.enable_input_require_grads()
     tokens = torch.zeros(2, 16, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
@@ -143,17 +145,17 @@ def _flops(rank: int, plan: Plan, base: Path) -> tuple[int, int]:
     rotary = 2 * 2 * 16 * (plan.model.hidden_size // plan.model.num_attention_heads // 2)  # positions x frequencies
     counted = counter.get_total_flops()
     ours = flops_per_token(plan.model, 16, plan.config.finetune).full * tokens.numel()
-    # The rotation's table may be made once for both samples, or for each.
+    # The RoPE table may be computed once for both samples, or for each.
     return next((counted - more for more in (rotary // 2, rotary) if counted - more == ours), counted), ours
 
 
 def _sizes(rank: int, plan: Plan) -> tuple[int, int, int, int]:
-    """(values trained, values frozen, bytes of moments, pipeline stage) of a rank."""
+    """Return (trained elements, frozen elements, bytes of moments, pipeline stage) of a rank."""
     device, topology = get_device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, CPU):
         model = build_model(plan, topology, device, CPU)
         moments = sum(moment.nbytes for _, _, moment in build_optimizer(plan, model).states())
-        sizes = [sum(s.local.numel() for s in model.shards if s.is_trained is wanted) for wanted in (True, False)]
+        sizes = [sum(s.local.numel() for s in model.shards if s.is_trained is trained) for trained in (True, False)]
         return sizes[0], sizes[1], moments, topology.place["pp"]
 
 
@@ -168,10 +170,10 @@ def test_names_cover_every_value_once(tp: int, kv_heads: int, tmp_path: Path) ->
             for owner in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
                 for side in ("lora_A", "lora_B"):
                     parameter = f"layers.{layer}.{owner}.{side}"
-                    for piece in rectangles(parameter, model, TensorParallel(rank, tp), 64, finetune):
-                        assert is_lora(piece.name) and piece.global_shape == counted[piece.name].shape
-                        where = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))
-                        counted[piece.name][where] += piece.replica == 0
+                    for rectangle in rectangles(parameter, model, TensorParallel(rank, tp), 64, finetune):
+                        assert is_lora(rectangle.name) and rectangle.global_shape == counted[rectangle.name].shape
+                        where = tuple(slice(o, o + n) for o, n in zip(rectangle.offset, rectangle.size, strict=True))
+                        counted[rectangle.name][where] += rectangle.replica == 0
     assert all((tensor == 1).all() for tensor in counted.values())
 
 

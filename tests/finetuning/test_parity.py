@@ -1,5 +1,4 @@
-"""Step by step, fine-tuning is that of a plain transformers, peft and torch.optim loop on the same batches, in every
-kind of layout."""
+"""In all layouts, fine-tuning equals a loop of transformers, peft and torch.optim on the same batches, step by step."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ LAYOUTS = {
 
 @dataclass
 class Quantized:
-    """A base as it is, and folders of what it unpacks to after quantization, by kind."""
+    """A base model, and folders with its dequantized weights by kind of quantization."""
 
     base: Path
     unpacked: dict[str, Path]
@@ -48,7 +48,7 @@ class Quantized:
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
     pytest.importorskip("transformers", reason="transformers, the oracle, is a development dependency")
-    # Imported before any rank is forked: it takes seconds.
+    # Import before ranks are forked, as it takes seconds.
     where = "torchao.quantization.quantize_.workflows.nf4.nf4_tensor"
     pytest.importorskip(where, reason="torchao quantizes: pip install 'megatron_llama[quantize]'")
     folder = tmp_path_factory.mktemp("quantized")
@@ -59,7 +59,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
 
 @pytest.fixture(scope="module")
 def oracles(quantized: Quantized, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tuned]:
-    """Our own LoRA in fp32, in one process, on what the base unpacks to."""
+    """Results of LoRA in fp32, in one process, on the dequantized base."""
     folder = tmp_path_factory.mktemp("oracles")
     return {kind: tune(1, folder / kind, *quantized.plain(kind), steps=STEPS) for kind in quantized.unpacked}
 
@@ -132,18 +132,18 @@ def _check_errors(rank: int, kind: str) -> None:
     values = torch.randn(96, 256) * torch.logspace(-6, 3, 96).unsqueeze(1)
     values[5, 64:128] = 0
     largest = values.unflatten(1, (-1, 64)).abs().amax(-1, keepdim=True)
-    # The widest gap of nf4's levels is that between -1 and -0.6962; int8's range is cut at 127 of 127.5.
+    # The largest gap of nf4's levels is between -1 and -0.6962; int8's range ends at 127 of 127.5.
     most = largest * {"int8": 0.5 / 127.5, "nf4": 0.3038 / 2}[kind] * 1.0001 + 1e-7
-    found = dequantize(quantize(values, kind), kind, torch.float32)
-    errors = (found - values).abs().unflatten(1, (-1, 64))
-    assert (errors <= most).all() and not found[5, 64:128].any()
-    relative = ((found - values).norm() / values.norm()).item()
+    dequantized = dequantize(quantize(values, kind), kind, torch.float32)
+    errors = (dequantized - values).abs().unflatten(1, (-1, 64))
+    assert (errors <= most).all() and not dequantized[5, 64:128].any()
+    relative = ((dequantized - values).norm() / values.norm()).item()
     assert {"int8": 0.003, "nf4": 0.06}[kind] < relative < {"int8": 0.008, "nf4": 0.11}[kind]
     assert torch.equal(quantize(values[7:31], kind), quantize(values, kind)[7:31])  # any rows
     at_once, quantized_module._MOST_VALUES = quantize(values, kind), 5 * 256  # five rows at once; in this rank only
     assert torch.equal(quantize(values, kind), at_once)
     part = dequantize(quantize(values[:, 64:192], kind), kind, torch.float32)
-    assert torch.equal(part, found[:, 64:192])  # and any blocks
+    assert torch.equal(part, dequantized[:, 64:192])  # and any blocks
     values[9, 70] = torch.nan
     assert dequantize(quantize(values, kind), kind, torch.float32)[9].isnan().sum() == 64
     assert dequantize(quantize(values[:0], kind), kind, torch.float32).shape == (0, 256)
@@ -154,16 +154,16 @@ def test_memory_is_that_of_the_plan(kind: str, zero: int, quantized: Quantized, 
     layout = ["trainer.tp=2", f"trainer.zero={zero}", "trainer.micro_batch_size=1"]
     plan = make_plan(4, tmp_path, *LORA, *WIDE, *layout, f"finetune.frozen_dtype={kind}")
     (memory,) = stage_memory(plan)
-    for held, gathered, matrices, packed, kept in run_ranks(_memory, 4, plan):
-        # Two micro batches or more: nothing that is gathered is let go of before the gradients are there.
+    for held, gathered, matrices, packed, saved_dtypes in run_ranks(_memory, 4, plan):
+        # With several micro batches, gathered weights are freed only after the gradients are reduced.
         assert memory.weights == held + (0 if zero == 3 else gathered)
         assert packed == matrices * {"int8": 1.0625, "nf4": 0.5625}[kind]
-        assert kept == {torch.uint8}, "a backward pass keeps an unpacked matrix"
+        assert saved_dtypes == {torch.uint8}, "a backward pass keeps an unpacked matrix"
 
 
 def _memory(rank: int, plan: Plan) -> tuple[int, int, int, int, set[torch.dtype]]:
-    """(bytes of weights that this rank holds, of those gathered, values in its matrices, bytes of these, the dtypes in
-    which a micro batch keeps tensors of a matrix' size for its backward pass)."""
+    """Return bytes of this rank's weights, bytes of gathered weights, elements and bytes of its matrices, and the
+    dtypes of matrix-sized tensors that a micro batch saves for its backward pass."""
     device, topology = get_device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, CPU):
         model = build_model(plan, topology, device, CPU)
@@ -172,11 +172,11 @@ def _memory(rank: int, plan: Plan) -> tuple[int, int, int, int, set[torch.dtype]
         norm = parameter_norm(model.shards, CPU)
         assert norm.isfinite() and norm > whole.norm() / 2
         packed = [s for s in model.shards if s.quantized]
-        kept: set[torch.dtype] = set()
+        saved_dtypes: set[torch.dtype] = set()
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dim() == 2 and tensor.numel() >= 128 * 64 and not tensor.requires_grad:
-                kept.add(tensor.dtype)
+                saved_dtypes.add(tensor.dtype)
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -187,4 +187,4 @@ def _memory(rank: int, plan: Plan) -> tuple[int, int, int, int, set[torch.dtype]
             if isinstance(module, FSDPModule):
                 module.unshard()
         gathered = sum(parameter.nbytes for parameter in model.chunks[0].parameters())
-        return held, gathered, matrices, bytes_of_them, kept
+        return held, gathered, matrices, bytes_of_them, saved_dtypes

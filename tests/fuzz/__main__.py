@@ -1,11 +1,11 @@
-"""Feeds damaged and hostile files to everything that reads files from strangers.
+"""Fuzz all code that reads untrusted files with damaged and malicious files.
 
     python -m tests.fuzz --seconds 600
-    python -m tests.fuzz --only config.json --seed 7      one target, from one seed on
-    python -m tests.fuzz --case FOLDER --only recipe      one kept case again
+    python -m tests.fuzz --only config.json --seed 7      one target, from one seed
+    python -m tests.fuzz --case FOLDER --only recipe      repeat a stored case
 
-An answer or one message is right; an exception, a crash, too much time or memory is a finding. Its files are kept under
---keep with what happened, as small as hypothesis could make them, and the exit status is 1.
+A result or one error message is correct. An exception, a crash, or too much time or memory is a finding. Its files,
+minimized by hypothesis, and its traceback are stored in --keep, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ ROUND = 100
 
 
 def main() -> int:
-    """Exit status 0 where nothing was found, else 1."""
+    """Run the command line; return 1 if there are findings."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60.0, help="in all, shared by the targets (default 60)")
-    parser.add_argument("--rounds", type=int, help=f"at most, of each target, {ROUND} cases each (default: any)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="total time, shared by the targets (default 60)")
+    parser.add_argument("--rounds", type=int, help=f"maximum rounds per target, {ROUND} cases each (default: no limit)")
     parser.add_argument("--only", nargs="+", metavar="TARGET", help="; ".join(target.name for target in TARGETS))
-    parser.add_argument("--seed", type=int, help="the first round's (default: the time)")
-    parser.add_argument("--keep", type=Path, default=Path("runs/fuzz"), help="where findings go (default runs/fuzz)")
-    parser.add_argument("--case", type=Path, metavar="FOLDER", help="read this case once, with --only its target")
+    parser.add_argument("--seed", type=int, help="seed of the first round (default: the time)")
+    parser.add_argument("--keep", type=Path, default=Path("runs/fuzz"), help="folder of findings (default runs/fuzz)")
+    parser.add_argument("--case", type=Path, metavar="FOLDER", help="run this case once; name its target with --only")
     arguments = parser.parse_args()
     targets = [target for target in TARGETS if arguments.only is None or target.name in arguments.only]
     if not targets:
-        parser.error(f"--only: there is {', '.join(target.name for target in TARGETS)}")
+        parser.error(f"--only: choose from {', '.join(target.name for target in TARGETS)}")
     if arguments.case is not None:
         with tempfile.TemporaryDirectory() as folder:
             read_case(targets[0], Path(shutil.copytree(arguments.case, Path(folder) / "case")))
@@ -55,18 +55,20 @@ def main() -> int:
 
 
 def _fuzz_for(target: Target, seconds: float, first: int, last: int | None, keep: Path) -> tuple[str, int, int, int]:
-    """(seeds, cases, seconds, findings) of rounds until the last, or the time is over, or something is found."""
+    """Run rounds until the last one, the time limit, or a finding; return (seeds, cases, seconds, findings)."""
     begin, cases, number = time.monotonic(), 0, first
     while True:
         with tempfile.TemporaryDirectory() as folder:
             outcome = fuzz(target, Path(folder), number, ROUND)
             cases += outcome.cases
             if outcome.finding is not None:
-                kept = keep / f"{target.name.replace(' ', '_')}-{number}"
-                shutil.rmtree(kept, ignore_errors=True)
-                shutil.copytree(Path(folder) / "kept", kept / "case")
-                (kept / "finding.txt").write_text(outcome.finding, encoding="utf-8")
-                print(f"{target.name}, seed {number}: {outcome.finding.strip().splitlines()[-1]} ({kept})", flush=True)
+                stored = keep / f"{target.name.replace(' ', '_')}-{number}"
+                shutil.rmtree(stored, ignore_errors=True)
+                shutil.copytree(Path(folder) / "kept", stored / "case")
+                (stored / "finding.txt").write_text(outcome.finding, encoding="utf-8")
+                print(
+                    f"{target.name}, seed {number}: {outcome.finding.strip().splitlines()[-1]} ({stored})", flush=True
+                )
         over = number == last or time.monotonic() - begin >= seconds
         if outcome.finding is not None or over:
             spent = round(time.monotonic() - begin)

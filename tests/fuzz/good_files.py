@@ -322,12 +322,12 @@ def _framed(records: list[bytes]) -> bytes:
 
 
 def _records(events: bytes) -> list[bytes]:
-    found, at = [], 0
+    records, at = [], 0
     while at < len(events):
         (size,) = struct.unpack("<Q", events[at : at + 8])
-        found.append(events[at + 12 : at + 12 + size])
+        records.append(events[at + 12 : at + 12 + size])
         at += 16 + size
-    return found
+    return records
 
 
 EVENT_CASES = st.one_of(

@@ -1,7 +1,7 @@
-"""Runs fuzz targets in children with limits: what a stranger's file may cost, and what it may do to a program.
+"""Run fuzz targets in child processes with limits on time and memory.
 
 A case is a folder of files. A target reads it and either returns or raises one of ANSWERS, which programs print as one
-message with status 2 (or 1 for damage). Anything else is a finding: another exception, a crash, a limit that is passed.
+message with status 2 (or 1 for damage). Other exceptions, crashes and exceeded limits are findings.
 """
 
 from __future__ import annotations
@@ -30,43 +30,42 @@ from megatron_llama.text.conversation import RecordError
 Files = Mapping[str, bytes]
 ANSWERS = (ConfigError, UserError, CorruptFile, RecordError)
 CASE_SECONDS = 10.0
-"""Processor time of one case: far above what any needs, far below a nuisance."""
+"""CPU time limit of a case."""
 SILENCE_SECONDS = 120.0
-"""Without a new case after this time, the child waits for something or is lost in a library: it is killed."""
+"""Wall time without a new case after which the child is killed."""
 SHRINK_SECONDS = 20.0
-"""A finding is made smaller for as long as this."""
+"""Time limit for minimizing a finding."""
 MEMORY_BYTES = 1 << 30
-"""Address space of one case, beyond what the process has when it begins."""
+"""Address space limit of a case, in addition to the process's at its start."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
 class Target:
-    """A reader of files from strangers."""
+    """Code that reads untrusted files."""
 
     name: str
     files: SearchStrategy[Files]
-    """Cases: contents by file name."""
+    """Cases: file contents by name."""
     read: Callable[[Path], object]
     """Reads the case in a folder."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of some cases."""
+    """Result of a round of cases."""
 
     cases: int
     finding: str | None
-    """What went wrong in the case whose files are in ``folder``/kept; None where nothing did."""
+    """Error of the case in ``folder``/kept; None without a finding."""
 
 
 class OutOfTime(BaseException):
-    """A case took CASE_SECONDS. No Exception: nothing on the way may take it for an error of its own."""
+    """A case took CASE_SECONDS. Derives from BaseException so that ``except Exception`` does not catch it."""
 
 
 def fuzz(target: Target, folder: Path, number: int, cases: int) -> Outcome:
-    """Runs ``cases`` cases, drawn with the seed ``number``, in a child; fewer where one fails, which is then made as
-    small as hypothesis can."""
+    """Run ``cases`` cases with seed ``number`` in a child process; stop at a failing case and minimize it."""
     case = folder / "case"
     reader, writer = os.pipe()
     child = os.fork()
@@ -99,16 +98,16 @@ def fuzz(target: Target, folder: Path, number: int, cases: int) -> Outcome:
 
 
 def read_case(target: Target, case: Path) -> None:
-    """One case, its files in a folder, under the limits of time and memory. Raises what is a finding."""
+    """Read one case under the limits of time and memory. Raises an exception if it is a finding."""
     with _limits():
         try:
             target.read(case)
         except ANSWERS as answer:
-            str(answer).encode()  # what can't be printed is no message
+            str(answer).encode()  # the message must be printable
 
 
-def _run_cases(target: Target, case: Path, number: int, cases: int, tell: Callable[[], object]) -> None:
-    first: float | None = None  # when something was found
+def _run_cases(target: Target, case: Path, number: int, cases: int, report_case: Callable[[], object]) -> None:
+    first: float | None = None  # time of the first finding
     folder = case.parent
 
     @seed(number)
@@ -125,7 +124,7 @@ def _run_cases(target: Target, case: Path, number: int, cases: int, tell: Callab
         nonlocal first
         if first is not None and time.monotonic() - first > SHRINK_SECONDS:
             os._exit(1)
-        tell()
+        report_case()
         shutil.rmtree(case, ignore_errors=True)
         case.mkdir(parents=True)
         for name, content in files.items():
@@ -133,7 +132,7 @@ def _run_cases(target: Target, case: Path, number: int, cases: int, tell: Callab
         try:
             read_case(target, case)
         except BaseException as error:
-            # The last one that fails is the smallest so far: hypothesis only goes on from smaller ones.
+            # The latest failing case is the smallest: hypothesis only continues from smaller ones.
             first = first or time.monotonic()
             _keep(folder, case, error)
             raise
@@ -143,7 +142,7 @@ def _run_cases(target: Target, case: Path, number: int, cases: int, tell: Callab
 
 
 def _keep(folder: Path, case: Path, error: BaseException) -> None:
-    """Keeps a finding: the case's files in ``folder``/kept, and what happened."""
+    """Store a finding: the case's files in ``folder``/kept, and the traceback."""
     shutil.rmtree(folder / "kept", ignore_errors=True)
     if case.exists():
         shutil.copytree(case, folder / "kept")
@@ -168,21 +167,21 @@ def _limits() -> Iterator[None]:
 
 
 def _count(reader: int, child: int) -> tuple[int, bool]:
-    """(the child's cases, whether it fell silent and was killed)"""
+    """Return the child's number of cases, and whether it was killed for SILENCE_SECONDS."""
     done, last = 0, time.monotonic()
     while True:
         ready, _, _ = select.select([reader], [], [], 1.0)
         if ready:
-            told = len(os.read(reader, 1 << 12))
-            if not told:
+            received = len(os.read(reader, 1 << 12))
+            if not received:
                 return done, False
-            done, last = done + told, time.monotonic()
+            done, last = done + received, time.monotonic()
         elif time.monotonic() - last > SILENCE_SECONDS:
             os.kill(child, signal.SIGKILL)
             return done, True
 
 
 def _described(error: BaseException) -> str:
-    """The error with its traceback, long lines cut: a case may hold megabytes."""
+    """Format the traceback with truncated lines, as a case may contain megabytes."""
     lines = "".join(traceback.format_exception(error)).splitlines()
     return "\n".join(line[:300] for line in lines[-60:]) + "\n"

@@ -41,41 +41,41 @@ ODD: SearchStrategy[Any] = st.one_of(
     st.text(max_size=8),
     st.sampled_from([[], {}, [[]], [{}], {"": None}, [None], ["x"], [1, 2], {"a": 1}, [1.5], LONG]),
 )
-"""Values that nobody expects where they stand."""
+"""Values of unexpected types and sizes."""
 
 
 def edited(document: Any, more: Sequence[Any] = ()) -> SearchStrategy[Any]:
-    """The document with up to four values replaced, removed, moved or added; ``more`` are values worth trying."""
+    """Return the document with up to four values replaced, removed, moved or added; ``more`` adds values to try."""
     value = st.one_of(ODD, st.sampled_from(list(more))) if more else ODD
     edit = st.tuples(st.integers(0, 10**6), st.sampled_from("rrrrrdasx"), value)
     return st.lists(edit, max_size=4).map(lambda edits: _apply(document, edits))
 
 
-def _places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """(container, key) of everything inside a value."""
+def _places(value: Any, places: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Return (container, key) of all nested values."""
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in keys:
-        found.append((value, key))
-        _places(value[key], found)
-    return found
+        places.append((value, key))
+        _places(value[key], places)
+    return places
 
 
 def _apply(document: Any, edits: list[tuple[int, str, Any]]) -> Any:
     root = [copy.deepcopy(document)]
-    for where, what, value in edits:
-        places = _places(root, [])
-        container, key = places[where % len(places)]
+    for position, operation, value in edits:
+        nested = _places(root, [])
+        container, key = nested[position % len(nested)]
         value = copy.deepcopy(value)
-        if what == "d":
+        if operation == "d":
             del container[key]
-        elif what == "a" and isinstance(container, dict):
+        elif operation == "a" and isinstance(container, dict):
             container[value if isinstance(value, str) else "extra"] = value
-        elif what == "a":
+        elif operation == "a":
             container.insert(key, value)
-        elif what == "s":
-            other, name = places[(where // 7) % len(places)]
+        elif operation == "s":
+            other, name = nested[(position // 7) % len(nested)]
             container[key] = copy.deepcopy(other[name])
-        elif what == "x" and isinstance(container[key], (int, float)):
+        elif operation == "x" and isinstance(container[key], (int, float)):
             container[key] = container[key] * 1000 + 1
         else:
             container[key] = value
@@ -90,7 +90,7 @@ def as_json(value: Any) -> bytes:
 
 
 def damaged(content: SearchStrategy[bytes]) -> SearchStrategy[bytes]:
-    """Mostly the content as it is; else cut off, with bytes flipped, removed, repeated or put in."""
+    """Return the content, mostly unchanged, else truncated or with bytes flipped, removed, repeated or inserted."""
     damage = st.tuples(st.sampled_from("ctfirb"), st.integers(0, 2**32), st.integers(0, 2**16), st.binary(max_size=9))
     none: SearchStrategy[list[Any]] = st.just([])
     return st.tuples(content, st.one_of(none, none, st.lists(damage, max_size=3))).map(_damage)
@@ -98,19 +98,19 @@ def damaged(content: SearchStrategy[bytes]) -> SearchStrategy[bytes]:
 
 def _damage(case: tuple[bytes, list[tuple[str, int, int, bytes]]]) -> bytes:
     content, damages = case
-    for what, where, size, put in damages:
-        at = where % (len(content) + 1)
-        if what == "c":
+    for operation, position, size, put in damages:
+        at = position % (len(content) + 1)
+        if operation == "c":
             content = content[:at] + content[at + size % 64 :]
-        elif what == "t":
+        elif operation == "t":
             content = content[:at]
-        elif what == "f" and at < len(content):
+        elif operation == "f" and at < len(content):
             content = content[:at] + bytes([content[at] ^ (1 << size % 8)]) + content[at + 1 :]
-        elif what == "i":
+        elif operation == "i":
             content = content[:at] + put + content[at:]
-        elif what == "r":
+        elif operation == "r":
             content = content[:at] + content[at : at + size % 64] * (1 + size % 5) + content[at:]
-        elif what == "b":
+        elif operation == "b":
             content = content[:at] + (put or b"\0")[:1] * min(size, 4096) + content[at:]
     return content
 

@@ -1,4 +1,4 @@
-"""What reads files from strangers. ``runner.py`` says what counts as a finding, ``good_files.py`` has the cases."""
+"""Fuzz targets: code that reads untrusted files. ``runner.py`` defines findings, ``good_files.py`` the cases."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ MOCK = ("data=mock", "device=cpu", "dry_run=true")
 
 
 def plan_of(*overrides: str) -> None:
-    """What ``train.py --dry-run`` does."""
+    """Build and format a plan as ``train.py --dry-run`` does."""
     try:
         config = load_config([*MOCK, *overrides], CONF)
     except ConfigError as error:
@@ -101,7 +101,7 @@ def read_checkpoint(case: Path) -> None:
 
 
 def read_dataset(case: Path) -> None:
-    """What training, planning and inspect.py do with a dataset."""
+    """Read a dataset as training, planning and inspect.py do."""
     from data_prep.inspect import counts, decoded, histogram
     from data_prep.lib import dataset as datasets
 
@@ -125,7 +125,7 @@ def read_dataset(case: Path) -> None:
 
 
 def read_jsonl(case: Path) -> None:
-    """What preprocess.py and sft.py do with records, without their worker processes."""
+    """Read raw data as preprocess.py and sft.py do, without worker processes."""
     (case / "tokenizer.model").write_bytes(TOKENIZER)
     encoder = load_encoder("sentencepiece", str(case / "tokenizer.model"), "sentencepiece")
     sources = [with_array(source) for source in find_sources([str(case / "a.*")], arrays=True).sources]
@@ -174,15 +174,15 @@ def read_tokenizer(case: Path) -> None:
 
 
 def read_metrics_file(case: Path) -> None:
-    """What a resumed run and compare.py do; nothing of the file may be lost."""
+    """Read metrics as a resumed run and compare.py do; no line may be lost."""
     path = case / METRICS_FILE
     before = path.read_bytes()
     MetricsFile(path, 10).close()
     after = read_metrics(path)
-    kept = [other.read_bytes() for other in case.iterdir() if other != path]
-    assert kept in ([], [before]) and all(record["step"] <= 10 for record in after)
+    backups = [other.read_bytes() for other in case.iterdir() if other != path]
+    assert backups in ([], [before]) and all(record["step"] <= 10 for record in after)
     whole = [line for line in before.splitlines() if line.startswith(b'{"step": 1,') and line.endswith(b"}")]
-    assert kept or len(after) >= len([line for line in whole[:-1] if json.loads(line)]), "a line vanished"
+    assert backups or len(after) >= len([line for line in whole[:-1] if json.loads(line)]), "a line vanished"
     read_run_records(path)
     read_log(case)
 
