@@ -1,1 +1,1 @@
-"""Text on disk to indexed datasets that Megatron reads. The scripts here run as `python data_prep/<name>.py`."""
+"""Data preparation: raw text to Megatron's indexed datasets. Run the scripts as `python data_prep/<name>.py`."""

@@ -1,15 +1,15 @@
-"""Shows what is in an indexed dataset, and checks that it is whole.
+"""Show and verify an indexed dataset.
 
     python data_prep/inspect.py datasets/book_text_document --document 0
 
-Prints counts, a histogram of document lengths and one document decoded. Every length, pointer, index, token id and hash
-is checked; exit status 2 where something is wrong.
+Prints counts, a histogram of sequence lengths and one decoded document. Checks all lengths, pointers, indices, token
+ids and hashes; the exit status is 2 if a check fails.
 """
 
 import os
 import sys
 
-if __package__ in (None, ""):  # run as a script: this folder holds inspect.py, which must not hide Python's own
+if __package__ in (None, ""):  # run as a script: keep inspect.py in this folder from hiding the standard library's
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
@@ -26,7 +26,7 @@ SHOWN_CHARACTERS = 1000
 
 
 def counts(dataset: "IndexedDataset", manifest: dict[str, Any] | None) -> Iterator[str]:
-    """What there is, in a few lines."""
+    """Yield lines with the counts of documents and tokens."""
     import numpy as np
 
     lengths = dataset.index.lengths
@@ -38,16 +38,16 @@ def counts(dataset: "IndexedDataset", manifest: dict[str, Any] | None) -> Iterat
         yield f"read {read:,} = {manifest['documents_written']:,} written + {empty:,} empty + {skipped:,} skipped"
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in manifest["skipped"].items())
         if reasons:
-            yield f"skipped: {reasons}; kept in {manifest['quarantine']}"
+            yield f"skipped: {reasons}; saved in {manifest['quarantine']}"
         sha256 = manifest["tokenizer_sha256"][:12]
-        yield f"tokenizer {manifest['tokenizer']} ({manifest['vocab_size']:,} pieces, sha256 {sha256}...)"
+        yield f"tokenizer {manifest['tokenizer']} (vocabulary of {manifest['vocab_size']:,}, sha256 {sha256}...)"
     if len(lengths):
         middle = f"median {int(np.median(lengths)):,}, mean {lengths.mean():,.1f}"
-        yield f"tokens a sequence: {lengths.min():,} to {lengths.max():,}, {middle}"
+        yield f"tokens per sequence: {lengths.min():,} to {lengths.max():,}, {middle}"
 
 
 def histogram(dataset: "IndexedDataset") -> Iterator[str]:
-    """How many sequences have how many tokens, in powers of two."""
+    """Yield the lines of a histogram of sequence lengths, in powers of two."""
     import numpy as np
 
     if not len(dataset.index.lengths):
@@ -62,16 +62,16 @@ def histogram(dataset: "IndexedDataset") -> Iterator[str]:
 def decoded(
     dataset: "IndexedDataset", manifest: dict[str, Any] | None, number: int, model: str | None, characters: int
 ) -> Iterator[str]:
-    """One document as text, where its tokenizer is at hand, else as ids.
+    """Yield a document's ids, and its text if the tokenizer is available.
 
     Raises:
-        UserError: there is no such document, or the tokenizer is not the one that the manifest names.
+        UserError: The document does not exist, or the tokenizer differs from the manifest's.
     """
     ids = dataset.document(number).tolist()
     yield f"document {number}: {len(ids):,} tokens, ids {' '.join(map(str, ids[:12]))}{' ...' if len(ids) > 12 else ''}"
     path = model or (manifest or {}).get("tokenizer")
     if not path or (not model and not os.path.exists(path)):
-        yield "(no tokenizer at hand to decode it: name one with --tokenizer-model)"
+        yield "(no tokenizer to decode it: write --tokenizer-model PATH)"
         return
     from data_prep.lib.encoders import load_encoder
     from megatron_llama.config.hf_config import resolve_hub_name
@@ -80,33 +80,45 @@ def decoded(
     path = resolve_hub_name(path)
     tokenizer = load_encoder(library, path, "sentencepiece" if library == "sentencepiece" else "auto").tokenizer
     if manifest and manifest["tokenizer_sha256"] != tokenizer.sha256:
-        raise UserError(f"{path} is not the tokenizer that made the dataset: its sha256 is {tokenizer.sha256[:12]}")
+        raise UserError(
+            f"{path} (sha256 {tokenizer.sha256[:12]}) is not the tokenizer of this dataset; see its manifest"
+        )
     if ids and max(ids) >= tokenizer.size:
-        raise UserError(f"{path} has {tokenizer.size} pieces and the document holds id {max(ids)}: not its tokenizer")
+        raise UserError(
+            f"{path} is not the tokenizer of this dataset: id {max(ids)} exceeds its vocabulary of {tokenizer.size}"
+        )
     text = tokenizer.decode(ids[:-1] if ids and ids[-1] == tokenizer.end else ids, skip_special=False)
     yield text[:characters] + ("..." if len(text) > characters else "")
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("prefix", help="the dataset's path, with or without .bin or .idx")
-    parser.add_argument("--document", type=int, default=0, metavar="N", help="decode the N-th document (default 0)")
-    parser.add_argument("--tokenizer-model", help="default: the one that the manifest names")
-    parser.add_argument("--characters", type=int, default=SHOWN_CHARACTERS, help="of the document (default 1000)")
-    parser.add_argument("--no-hashes", action="store_true", help="leave out the sha256, the slowest of the checks")
+    parser.add_argument("prefix", help="dataset path, with or without .bin or .idx")
+    parser.add_argument(
+        "--document", type=int, default=0, metavar="N", help="document to decode, counted from 0 (default 0)"
+    )
+    parser.add_argument("--tokenizer-model", metavar="PATH", help="default: the tokenizer in the manifest")
+    parser.add_argument(
+        "--characters",
+        type=int,
+        default=SHOWN_CHARACTERS,
+        metavar="N",
+        help="characters of the document to print (default 1000)",
+    )
+    parser.add_argument("--no-hashes", action="store_true", help="skip the sha256 checks, which are the slowest")
     args = parser.parse_args()
-    from data_prep.lib.dataset import problems, read_manifest
+    from data_prep.lib.dataset import find_problems, read_manifest
     from megatron_llama.corpus.indexed_format import IndexedDataset
 
     dataset = IndexedDataset(args.prefix)
     manifest = read_manifest(dataset.prefix)
     for line in [*counts(dataset, manifest), *histogram(dataset)]:
         print(line)
-    wrong = list(problems(dataset, manifest, check_hashes=not args.no_hashes))
-    if wrong:
-        raise UserError(f"{dataset.prefix} is damaged: " + "; ".join(wrong))
-    print("whole: header, sizes, lengths, pointers, document indices" + (", ids, manifest" if manifest else ""))
+    errors = list(find_problems(dataset, manifest, check_hashes=not args.no_hashes))
+    if errors:
+        raise UserError(f"{dataset.prefix} is damaged: " + "; ".join(errors))
+    print("verified: header, sizes, lengths, pointers, document indices" + (", ids, manifest" if manifest else ""))
     if len(dataset):
         for line in decoded(dataset, manifest, args.document, args.tokenizer_model, args.characters):
             print(line)

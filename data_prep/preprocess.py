@@ -1,16 +1,17 @@
-"""JSONL, .csv, .parquet, .arrow and text, compressed or not, to Megatron's indexed datasets.
+"""Tokenize JSONL, CSV, Parquet, Arrow and text files into Megatron's indexed datasets.
 
     python data_prep/preprocess.py --input A.jsonl B.jsonl.zst folder/ 'glob*.json.gz' \\
         --tokenizer-model tokenizer.model --append-eod --output-prefix out/book --workers 8
 
-Writes out/book_text_document.bin, .idx and, as the sign that all is complete, .json. Killed at any moment, the same
-command goes on where it was. Flags keep the names and meaning that Megatron's and NeMo's preprocessing gave them.
+Input files may be compressed. Writes out/book_text_document.bin and .idx, and last .json, the manifest of a complete
+dataset. Rerun the same command to resume an interrupted run. Flags have the names and meaning of Megatron's and NeMo's
+preprocessing.
 """
 
 import os
 import sys
 
-if __package__ in (None, ""):  # run as a script: this folder holds inspect.py, which must not hide Python's own
+if __package__ in (None, ""):  # run as a script: keep inspect.py in this folder from hiding the standard library's
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
@@ -24,7 +25,7 @@ from megatron_llama.system.errors import UserError, run_main
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line's options."""
+    """Build the argument parser."""
     result = argparse.ArgumentParser(
         prog="preprocess.py",
         description=(__doc__ or "").partition("\n\n")[0],
@@ -32,32 +33,39 @@ def parser() -> argparse.ArgumentParser:
     )
     data = result.add_argument_group("input")
     data.add_argument(
-        "--input", nargs="+", required=True, metavar="PATH", help="files, folders, patterns, - for a pipe"
+        "--input", nargs="+", required=True, metavar="PATH", help="files, folders or glob patterns; - reads stdin"
     )
     data.add_argument(
-        "--json-keys", nargs="+", metavar="KEY", help="a dataset for each (default: text; content for OSCAR's own)"
+        "--json-keys",
+        nargs="+",
+        metavar="KEY",
+        help="JSON keys of the text, one dataset per key (default: text, raw_content or content)",
     )
     data.add_argument(
-        "--text-suffixes", nargs="+", default=list(TEXT_SUFFIXES), metavar="S", help="files that are one document"
+        "--text-suffixes",
+        nargs="+",
+        default=list(TEXT_SUFFIXES),
+        metavar="S",
+        help="suffixes of files that are one document each (default .txt)",
     )
     tokenizer = result.add_argument_group("tokenizer")
-    tokenizer.add_argument("--tokenizer-library", help="sentencepiece (default), huggingface, tiktoken")
-    tokenizer.add_argument("--tokenizer-type", help="a Hugging Face folder, or Megatron's name for a tokenizer")
-    tokenizer.add_argument("--tokenizer-model", metavar="PATH", help=".model file, or a Hugging Face folder")
-    tokenizer.add_argument("--append-eod", action="store_true", help="end each document with the end-of-text token")
+    tokenizer.add_argument("--tokenizer-library", help="sentencepiece, huggingface or tiktoken (default: detected)")
+    tokenizer.add_argument("--tokenizer-type", help="Hugging Face folder, or a tokenizer type of Megatron")
+    tokenizer.add_argument("--tokenizer-model", metavar="PATH", help=".model file or Hugging Face folder")
+    tokenizer.add_argument("--append-eod", action="store_true", help="append the end-of-text token to each document")
     tokenizer.add_argument(
         "--encoder",
         choices=["auto", "sentencepiece", "gigatoken", "kitoken"],
         default="auto",
-        help="for sentencepiece models; auto: the fastest that proves identical at the start",
+        help="for sentencepiece models; auto picks the fastest encoder whose ids match sentencepiece's (default auto)",
     )
     output = result.add_argument_group("output and run")
     add_run_flags(data, output, "PATH_KEY_document.bin ...")
     output.add_argument(
-        "--block-mib", type=float, default=RunOptions.block_mib, help="text that a worker takes at a time (default 4)"
+        "--block-mib", type=float, default=RunOptions.block_mib, help="MiB of text per worker task (default 4)"
     )
-    known = result.add_argument_group("known from Megatron and NeMo, without effect here")
-    known.add_argument("--dataset-impl", choices=["mmap"], default="mmap", help="the only one there is")
+    known = result.add_argument_group("accepted for compatibility with Megatron and NeMo, no effect")
+    known.add_argument("--dataset-impl", choices=["mmap"], default="mmap", help="only mmap is supported")
     for flag in ("--log-interval", "--partitions", "--make-vocab-size-divisible-by", "--vocab-size"):
         known.add_argument(flag, type=int, help=argparse.SUPPRESS)
     for flag in ("--need-pad-id", "--keep-sequential-samples", "--split-sentences", "--prepend-bos", "--ftfy"):
@@ -66,12 +74,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line; return the exit status."""
     args = parser().parse_args(arguments)
     if args.split_sentences:
-        raise UserError("--split-sentences is for BERT; there are no sentences here, only documents")
+        raise UserError("--split-sentences is not supported: datasets hold documents. Remove the flag")
     if args.prepend_bos or args.ftfy:
-        raise UserError("--prepend-bos and --ftfy are not done here: text goes in as it is, documents end with EOD")
+        raise UserError("--prepend-bos and --ftfy are not supported: text is tokenized unchanged. Remove the flag")
     text = TextOptions(**{one.name: getattr(args, one.name) for one in fields(TextOptions)})
     make_text_set(text, RunOptions.of(args), print)
     return 0

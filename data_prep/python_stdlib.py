@@ -1,16 +1,16 @@
-"""Real text that every machine with Python has: its standard library and its documentation topics.
+"""Write demo text: the sources of Python's standard library and its documentation topics.
 
-Writes RedPajama-shaped records, {"text": ..., "meta": {...}}, one a line:
+Records have RedPajama's form, {"text": ..., "meta": {...}}, one per line:
 
     python data_prep/python_stdlib.py --output data/python_stdlib/python_stdlib.jsonl
 
-It serves the demo, which must need no download. The text is Python's own (PSF licence) and stays on this machine.
+The demo uses it, since it needs no download. The text has the PSF license.
 """
 
 import os
 import sys
 
-if __package__ in (None, ""):  # run as a script: this folder holds inspect.py, which must not hide Python's own
+if __package__ in (None, ""):  # run as a script: keep inspect.py in this folder from hiding the standard library's
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
@@ -27,7 +27,7 @@ from typing import Any
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import atomic_open
 
-# Tests repeat themselves, tables are generated, and installed packages differ from machine to machine.
+# Tests are repetitive, tables are generated, and installed packages differ between machines.
 SKIPPED_FOLDERS = {
     "__pycache__", "dist-packages", "idle_test", "lib-dynload", "site-packages", "test", "tests", "turtledemo",
 }  # fmt: skip
@@ -37,52 +37,52 @@ MAX_DOCUMENT_CHARACTERS = 24_000
 
 
 def source_files(root: Path) -> list[Path]:
-    """The library's own modules below `root`, in alphabetical order, without tests and generated tables."""
-    found = []
+    """Return the modules below ``root``, sorted, without tests and generated tables."""
+    paths = []
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if SKIPPED_FOLDERS.intersection(relative.parts[:-1]) or relative.as_posix() in SKIPPED_FILES:
             continue
         if relative.parts[0].startswith("config-") or relative.name.startswith("_sysconfigdata"):
             continue
-        # encodings/cp437.py and its 80 siblings are tables of code points; only the package itself reads like a program
+        # The other modules of encodings are generated tables of code points.
         if relative.parts[0] == "encodings" and relative.name not in ("__init__.py", "idna.py", "punycode.py"):
             continue
         if path.stat().st_size <= MAX_FILE_BYTES:
-            found.append(path)
-    return found
+            paths.append(path)
+    return paths
 
 
 def split_source(text: str, limit: int = MAX_DOCUMENT_CHARACTERS) -> list[str]:
-    """Cuts a long module into documents of at most about `limit` characters, between top-level definitions.
+    """Split a long module between top-level definitions into documents of about ``limit`` characters.
 
-    Nothing is lost: the pieces joined are the text. A single definition longer than the limit stays whole.
+    The joined parts equal the text. A definition longer than the limit is not split.
     """
     if len(text) <= limit:
         return [text]
-    pieces: list[str] = []
-    piece: list[str] = []
+    parts: list[str] = []
+    part: list[str] = []
     size = 0
     previous = ""
     for line in text.splitlines(keepends=True):
         starts_definition = line.startswith(("class ", "def ", "async def ", "@")) and not previous.startswith("@")
         if starts_definition and size > limit // 2:
-            pieces.append("".join(piece))
-            piece, size = [], 0
-        piece.append(line)
+            parts.append("".join(part))
+            part, size = [], 0
+        part.append(line)
         size += len(line)
         previous = line
-    pieces.append("".join(piece))
-    return pieces
+    parts.append("".join(part))
+    return parts
 
 
 def records(root: Path) -> Iterator[dict[str, Any]]:
-    """All records. Files and topics come in the order of their names' hashes, so any slice is a fair sample."""
+    """Yield all records, ordered by the hash of their names, so that any prefix is a random sample."""
     topics: dict[str, str] = {}
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ImportError:
-        pass  # some distributions package the topics apart; the sources alone are enough
+        pass  # some distributions package the topics separately
     entries: list[tuple[str, Path | str]] = [(path.relative_to(root).as_posix(), path) for path in source_files(root)]
     entries += [(f"topic:{name}", text) for name, text in topics.items()]
     entries.sort(key=lambda entry: hashlib.sha256(entry[0].encode()).digest())
@@ -93,21 +93,21 @@ def records(root: Path) -> Iterator[dict[str, Any]]:
             yield {"text": content, "meta": {**meta, "language": "English"}}
             continue
         try:
-            with tokenize.open(content) as file:  # honours the coding line
+            with tokenize.open(content) as file:  # respects the encoding declaration
                 text = file.read()
         except (OSError, SyntaxError, UnicodeDecodeError):
             continue
-        for number, piece in enumerate(split_source(text)):
-            if piece.strip():
-                yield {"text": piece, "meta": {**meta, "language": "Python", "part": number}}
+        for number, part in enumerate(split_source(text)):
+            if part.strip():
+                yield {"text": part, "meta": {**meta, "language": "Python", "part": number}}
 
 
 def write_records(output: Path, max_bytes: int) -> tuple[int, int]:
-    """Writes the records until `max_bytes` of output are reached; returns (documents, bytes).
+    """Write records up to ``max_bytes`` of output; return (documents, bytes).
 
     Raises:
-        UserError: this Python has no readable sources.
-        OSError: the output can't be written.
+        UserError: This Python has no readable sources.
+        OSError: The output cannot be written.
     """
     documents = size = 0
     with atomic_open(output) as file:
@@ -119,18 +119,20 @@ def write_records(output: Path, max_bytes: int) -> tuple[int, int]:
             documents += 1
             size += len(line)
         if not documents:
-            raise UserError("this Python's standard library has no readable sources, or --max-mib is too small")
+            raise UserError(
+                "no record was written: this Python has no standard library sources, or --max-mib is too small"
+            )
     return documents, size
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n\n")[0],
         epilog="Then: data_prep/train_tokenizer.py, data_prep/preprocess.py",
     )
-    parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to write")
-    parser.add_argument("--max-mib", type=float, default=32.0, help="stop before this size (default 32)")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=".jsonl file to write")
+    parser.add_argument("--max-mib", type=float, default=32.0, help="size limit of the file in MiB (default 32)")
     args = parser.parse_args()
     documents, size = write_records(args.output, int(args.max_mib * 2**20))
     print(f"{args.output}: {documents:,} documents, {size / 1e6:.1f} MB, Python {platform.python_version()}")

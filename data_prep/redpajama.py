@@ -1,16 +1,16 @@
-"""RedPajama, from the official list of files to indexed datasets and a config that trains on their blend.
+"""Download RedPajama, tokenize its subsets and write a config that trains on their blend.
 
     python data_prep/redpajama.py download --output data/redpajama --subsets arxiv wikipedia --sample 2
     python data_prep/redpajama.py prepare --input data/redpajama --tokenizer-model tokenizer.model
     python train.py data=redpajama ...
 
-Both can be stopped, killed and started again: they go on where they were.
+Rerun either command to resume it.
 """
 
 import os
 import sys
 
-if __package__ in (None, ""):  # run as a script: this folder holds inspect.py, which must not hide Python's own
+if __package__ in (None, ""):  # run as a script: keep inspect.py in this folder from hiding the standard library's
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
@@ -48,56 +48,76 @@ DEFAULT_CONF = ROOT / "conf" / "data" / "redpajama.yaml"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line's options."""
+    """Build the argument parser."""
     result = argparse.ArgumentParser(prog="redpajama.py", description=(__doc__ or "").partition("\n\n")[0])
     commands = result.add_subparsers(dest="command", required=True)
-    download = commands.add_parser("download", help="fetch files of the official list")
-    download.add_argument("--output", type=Path, required=True, help="folder; the list's own layout is kept below it")
-    download.add_argument("--url-list", help="URL or file with one URL a line (default: the official list of 1T)")
-    download.add_argument("--base-url", help="what to take off the URLs to get the paths (default: their common part)")
-    download.add_argument("--subsets", nargs="+", help="only these (default: all that are listed)")
-    download.add_argument("--sample", type=int, metavar="N", help="only N files of each subset, evenly spread")
+    download = commands.add_parser("download", help="download the files of a URL list")
     download.add_argument(
-        "--sha256sums", nargs="+", default=[], help="sha256sum lists, URLs or files, to check against"
+        "--output", type=Path, required=True, metavar="FOLDER", help="output folder; keeps the paths of the list"
     )
-    download.add_argument("--jobs", type=int, default=4, help="files at a time (default 4)")
-    download.add_argument("--dry-run", action="store_true", help="only list what would be fetched")
-    prepare = commands.add_parser("prepare", help="tokenize every subset and write the config")
-    prepare.add_argument("--input", required=True, help="the folder that download filled, or any of its layout")
-    prepare.add_argument("--output", type=Path, default=Path("datasets/redpajama"), help="default datasets/redpajama")
-    prepare.add_argument("--tokenizer-model", required=True, help=".model file, or a Hugging Face folder")
-    prepare.add_argument("--tokenizer-library", help="sentencepiece (default), huggingface, tiktoken")
-    prepare.add_argument("--subsets", nargs="+", help="only these (default: all that are there)")
-    prepare.add_argument("--quality", nargs="+", default=[], metavar="RULE", help="V2: keep what fulfils all, e.g. "
-                         "'rps_doc_word_count>=50' 'ccnet_perplexity<300'")  # fmt: skip
-    prepare.add_argument("--on-bad-line", choices=["error", "skip"], default="error", help="default: error")
-    prepare.add_argument("--workers", type=int, default=cores(), help="processes (default: one a core)")
-    prepare.add_argument("--overwrite", action="store_true", help="replace datasets made with other options")
-    prepare.add_argument("--split", default="980,10,10", help="training, validation, test (default 980,10,10)")
-    prepare.add_argument("--conf", type=Path, default=DEFAULT_CONF, help="default conf/data/redpajama.yaml")
+    download.add_argument("--url-list", help="URL or file with one URL per line (default: RedPajama-1T's list)")
+    download.add_argument("--base-url", help="URL prefix to strip for local paths (default: common prefix)")
+    download.add_argument("--subsets", nargs="+", metavar="NAME", help="subsets (default: all in the list)")
+    download.add_argument("--sample", type=int, metavar="N", help="download N evenly spaced files per subset")
+    download.add_argument(
+        "--sha256sums", nargs="+", default=[], metavar="LIST", help="sha256sum lists (URLs or files) to verify"
+    )
+    download.add_argument("--jobs", type=int, default=4, help="parallel downloads (default 4)")
+    download.add_argument("--dry-run", action="store_true", help="list the files without downloading")
+    prepare = commands.add_parser("prepare", help="tokenize the subsets and write the config")
+    prepare.add_argument(
+        "--input", required=True, metavar="FOLDER", help="folder written by download, or with its layout"
+    )
+    prepare.add_argument(
+        "--output", type=Path, default=Path("datasets/redpajama"), metavar="FOLDER", help="default datasets/redpajama"
+    )
+    prepare.add_argument("--tokenizer-model", required=True, metavar="PATH", help=".model file or Hugging Face folder")
+    prepare.add_argument("--tokenizer-library", help="sentencepiece, huggingface or tiktoken (default: detected)")
+    prepare.add_argument("--subsets", nargs="+", metavar="NAME", help="subsets (default: all in --input)")
+    prepare.add_argument(
+        "--quality",
+        nargs="+",
+        default=[],
+        metavar="RULE",
+        help="V2 only: keep documents that satisfy all rules, such as rps_doc_word_count>=50",
+    )
+    prepare.add_argument(
+        "--on-bad-line",
+        choices=["error", "skip"],
+        default="error",
+        help="stop at a bad line, or skip it (default error)",
+    )
+    prepare.add_argument("--workers", type=int, default=cores(), help="processes (default: one per core)")
+    prepare.add_argument("--overwrite", action="store_true", help="replace datasets written with other options")
+    prepare.add_argument(
+        "--split", default="980,10,10", help="weights of training, validation and test (default 980,10,10)"
+    )
+    prepare.add_argument(
+        "--conf", type=Path, default=DEFAULT_CONF, metavar="FILE", help="default conf/data/redpajama.yaml"
+    )
     return result
 
 
 def select(urls: Sequence[str], base: str, subsets: Sequence[str] | None, sample: int | None) -> dict[str, str]:
-    """URL to path below the output folder, for the chosen subsets and sample.
+    """Map the URLs of the requested subsets and sample to paths below the output folder.
 
     Raises:
-        UserError: a subset is not in the list, or a URL would leave the folder.
+        UserError: A subset is not in the list, or a URL's path leaves the folder.
     """
     paths: dict[str, str] = {}
     by_subset: dict[str, list[str]] = {}
     for url in dict.fromkeys(urls):
         path = url.removeprefix(base).lstrip("/") if url.startswith(base) else urlsplit(url).path.lstrip("/")
         if not path or ".." in url.split("/"):
-            raise UserError(f"the list holds {url}, which names no file below the output folder")
+            raise UserError(f"--url-list: {url} has no file path below the output folder")
         paths[url] = path
         by_subset.setdefault(subset_of(path.split("/")[0]), []).append(url)
-    wanted = [subset_of(name) for name in subsets] if subsets else list(by_subset)
-    unknown = [name for name in wanted if name not in by_subset]
+    requested = [subset_of(name) for name in subsets] if subsets else list(by_subset)
+    unknown = [name for name in requested if name not in by_subset]
     if unknown:
         raise UserError(f"--subsets {' '.join(unknown)}: the list has {', '.join(by_subset)}")
     chosen = {}
-    for name in wanted:
+    for name in requested:
         files = by_subset[name]
         count = min(len(files), sample) if sample else len(files)
         for number in range(count):
@@ -107,27 +127,29 @@ def select(urls: Sequence[str], base: str, subsets: Sequence[str] | None, sample
 
 
 def download(args: argparse.Namespace) -> int:
-    """Fetches the chosen files."""
+    """Download the requested files."""
     if args.sample is not None and args.sample < 1:
         raise UserError("--sample must be at least 1")
     if args.jobs < 1:
         raise UserError("--jobs must be at least 1")
-    where = args.url_list or URL_LIST
-    urls = [line.strip() for line in read_text(where).splitlines() if line.strip()]
+    url_list = args.url_list or URL_LIST
+    urls = [line.strip() for line in read_text(url_list).splitlines() if line.strip()]
     bad = [url for url in urls if not url.startswith(("http://", "https://"))]
     if not urls or bad:
-        raise UserError(f"{where} is no list of URLs" + (f": it holds {bad[0][:80]!r}" if bad else ""))
-    base = args.base_url or (where.rsplit("/", 1)[0] + "/" if "://" in where else _common(urls))
+        raise UserError(
+            f"--url-list {url_list}: expected one URL per line" + (f", found {bad[0][:40]!r}" if bad else "")
+        )
+    base = args.base_url or (url_list.rsplit("/", 1)[0] + "/" if "://" in url_list else _common(urls))
     chosen = select(urls, base, args.subsets, args.sample)
     sums: dict[str, str] = {}
     for name in args.sha256sums:
         sums |= parse_sums(read_text(name))
     items = []
     for url, path in chosen.items():
-        names = (path, path.partition("/")[2], os.path.basename(path))  # a list may name files without their folders
+        names = (path, path.partition("/")[2], os.path.basename(path))  # a list may omit folders
         items.append(DownloadItem(url, args.output / path, next((sums[name] for name in names if name in sums), None)))
     checked = sum(item.sha256 is not None for item in items)
-    print(f"{len(items)} of {len(urls)} files, {checked} with a sha256 to check")
+    print(f"{len(items)} of {len(urls)} files, {checked} with a sha256")
     if args.dry_run:
         for item in items:
             print(f"{item.url} -> {item.path}")
@@ -137,27 +159,27 @@ def download(args: argparse.Namespace) -> int:
 
 
 def _common(urls: Sequence[str]) -> str:
-    """The folder that all URLs share, one level above where they part."""
+    """Return the URL prefix above the subset folders."""
     folders = {url.rsplit("/", 1)[0] + "/" for url in urls}
     common = os.path.commonprefix(sorted(folders)).rsplit("/", 1)[0]
-    return (common.rsplit("/", 1)[0] if len(folders) == 1 else common) + "/"  # one folder alone is the subset
+    return (common.rsplit("/", 1)[0] if len(folders) == 1 else common) + "/"  # a single folder is the subset itself
 
 
 def prepare(args: argparse.Namespace) -> int:
-    """Tokenizes the subsets and writes the config."""
+    """Tokenize the subsets and write the config."""
     rules = [QualityRule.parse(text) for text in args.quality]
-    found = find_subsets(args.input)
+    folders = find_subsets(args.input)
     if args.subsets:
-        wanted = [subset_of(name) for name in args.subsets]
-        missing = [name for name in wanted if name not in found]
+        requested = [subset_of(name) for name in args.subsets]
+        missing = [name for name in requested if name not in folders]
         if missing:
-            raise UserError(f"--subsets {' '.join(missing)}: {args.input} holds {', '.join(found)}")
-        found = {name: path for name, path in found.items() if name in wanted}
-    if rules and V2 not in found:
-        raise UserError("--quality is for V2, which has signals; this is 1T")
-    weights = shares(list(found))
+            raise UserError(f"--subsets {' '.join(missing)}: {args.input} holds {', '.join(folders)}")
+        folders = {name: path for name, path in folders.items() if name in requested}
+    if rules and V2 not in folders:
+        raise UserError(f"--quality needs the quality signals of RedPajama-V2; {args.input} has 1T. Remove --quality")
+    weights = shares(list(folders))
     prefixes = {}
-    for name, folder in found.items():
+    for name, folder in folders.items():
         print(f"{name} ({weights[name]:.1%} of the blend)")
         source = str(_filter_v2(folder, args.output / "filtered", rules)) if rules else folder
         prefix = args.output / name
@@ -170,17 +192,17 @@ def prepare(args: argparse.Namespace) -> int:
         prefixes[name] = os.path.abspath(f"{prefix}_{key}_document")
     command = f"python data_prep/redpajama.py {shlex.join(sys.argv[1:])}"
     write_conf(args.conf, prefixes, os.path.abspath(resolve_hub_name(args.tokenizer_model)), args.split, command)
-    print(f"{args.conf}: now python train.py data={args.conf.stem} ...")
+    print(f"{args.conf} written. Next: python train.py data={args.conf.stem} ...")
     return 0
 
 
 def _filter_v2(folder: str, target: Path, rules: list[QualityRule]) -> Path:
-    """Writes the documents that fulfil the rules below `target`, file by file; what is there already is kept."""
+    """Write the documents that satisfy all rules to ``target``; skip files that exist."""
     summarize_run = target / "account.txt"
     totals: Counter[str] = Counter()
     words = " ".join(map(str, rules))
     if summarize_run.exists() and summarize_run.read_text().splitlines()[0] != words:
-        raise UserError(f"{target} holds documents filtered by other rules: remove it, or choose another --output")
+        raise UserError(f"{target} was filtered by other rules: remove it, or write another --output")
     write_atomically(summarize_run, words + "\n")
     for source in find_sources([folder]).sources:
         relative = os.path.relpath(source.path, folder)
@@ -195,7 +217,7 @@ def _filter_v2(folder: str, target: Path, rules: list[QualityRule]) -> Path:
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line; return the exit status."""
     args = parser().parse_args()
     return download(args) if args.command == "download" else prepare(args)
 

@@ -1,17 +1,16 @@
-"""Conversations, pairs and labelled tables to a fine-tuning set: tokens, and masks of what is to be learned.
+"""Tokenize conversations, prompt-answer pairs and labelled tables into a fine-tuning dataset with loss masks.
 
     python data_prep/sft.py --input chat.jsonl.gz folder/ --tokenizer-model HF_FOLDER --seq-length 2048 \\
         --output-prefix datasets/chat/chat
 
-Writes datasets/chat/chat_sft.bin, .idx (tokens, one sequence an example), chat_sft_mask.bin, .idx (1 where a token is
-to be learned) and, as the sign that all is complete, .json beside both. Killed at any moment, the same command goes on
-where it was. docs/guides/data/sft_data.md has the formats, the templates and what counts as a bad record.
+Writes datasets/chat/chat_sft.bin and .idx (tokens, one sequence per example), chat_sft_mask.bin and .idx (1 where a
+token has loss), and last the .json manifests. Rerun the same command to resume an interrupted run.
 """
 
 import os
 import sys
 
-if __package__ in (None, ""):  # run as a script: this folder holds inspect.py, which must not hide Python's own
+if __package__ in (None, ""):  # run as a script: keep inspect.py in this folder from hiding the standard library's
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
@@ -28,30 +27,43 @@ from megatron_llama.system.errors import UserError, run_main
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line's options."""
+    """Build the argument parser."""
     result = argparse.ArgumentParser(
         prog="sft.py",
         description=(__doc__ or "").partition("\n\n")[0],
-        epilog="docs/guides/data/sft_data.md has the formats, the templates, and what counts as a bad record.",
+        epilog="Formats, templates and bad records: docs/guides/data/sft_data.md",
     )
     data = result.add_argument_group("input")
-    data.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders, patterns; - is stdin")
-    data.add_argument("--format", choices=FORMATS, default="auto", help="default: by each record's keys, and .tsv")
-    data.add_argument("--template", choices=LABEL_TEMPLATES, help="how a labelled table's lines are asked")
-    data.add_argument("--split", metavar="N,M", help="N lines for training and M for validation, drawn by --seed")
-    data.add_argument("--seed", type=int, default=1234, help="of --split (default 1234)")
-    example = result.add_argument_group("examples")
-    example.add_argument("--tokenizer-model", required=True, metavar="PATH", help=".model file, or Hugging Face folder")
-    example.add_argument("--chat-template", choices=CHAT_TEMPLATES, default="own", help="default: the tokenizer's own")
-    example.add_argument("--seq-length", type=int, required=True, help="tokens of a training sequence")
-    example.add_argument(
-        "--too-long", choices=["bad", "truncate"], default="bad", help="what is longer is a bad line, or cut"
+    data.add_argument(
+        "--input", nargs="+", required=True, metavar="PATH", help="files, folders or glob patterns; - reads stdin"
     )
-    example.add_argument("--train-on-inputs", action="store_true", help="loss on all tokens, not on answers alone")
+    data.add_argument(
+        "--format", choices=FORMATS, default="auto", help="record format (default auto: detected from keys and suffix)"
+    )
+    data.add_argument(
+        "--template", choices=LABEL_TEMPLATES, help="prompt template of a labelled table (.tsv, CSV, Parquet)"
+    )
+    data.add_argument("--split", metavar="N,M", help="draw N lines for training and M for validation")
+    data.add_argument("--seed", type=int, default=1234, help="seed of --split (default 1234)")
+    example = result.add_argument_group("examples")
+    example.add_argument("--tokenizer-model", required=True, metavar="PATH", help=".model file or Hugging Face folder")
+    example.add_argument(
+        "--chat-template", choices=CHAT_TEMPLATES, default="own", help="chat template (default own: the tokenizer's)"
+    )
+    example.add_argument("--seq-length", type=int, required=True, help="tokens per training sequence")
+    example.add_argument(
+        "--too-long",
+        choices=["bad", "truncate"],
+        default="bad",
+        help="longer examples are bad records or are truncated (default bad)",
+    )
+    example.add_argument(
+        "--train-on-inputs", action="store_true", help="compute the loss on all tokens, not only on answers"
+    )
     example.add_argument(
         "--add-bos",
         action=argparse.BooleanOptionalAction,
-        help="begin a named template's examples with the begin-of-text token (default: where the tokenizer does)",
+        help="begin a named template's examples with the begin-of-text token (default: as the tokenizer does)",
     )
     output = result.add_argument_group("output and run")
     add_run_flags(data, output, "PATH_sft.bin ...")
@@ -59,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line; return the exit status."""
     args = parser().parse_args(arguments)
     examples = ExampleOptions(**{one.name: getattr(args, one.name) for one in fields(ExampleOptions)})
     options = RunOptions.of(args)
@@ -68,11 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     sizes = args.split.split(",")
     if len(sizes) != 2 or not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
-        raise UserError(f"--split {args.split}: write two numbers of lines, such as 4463,1000")
+        raise UserError(f"--split {args.split}: write two line counts, such as 4463,1000")
     sources = find_record_files(args.input, examples, print).sources
     tables = {examples.is_table(source) for source in sources}
     if len(tables) > 1:
-        raise UserError("--split: the input mixes tables and records")
+        raise UserError("--split: the input mixes tables and JSON records; prepare them separately")
     paths = split_lines(sources, [*map(int, sizes)], Path(args.output_prefix), tables.pop(), args.seed)
     for part, path in zip(PARTS, paths, strict=True):
         make_sft_set([str(path)], examples, replace(options, output_prefix=f"{args.output_prefix}_{part}"), print)

@@ -1,15 +1,15 @@
-"""Trains a sentencepiece tokenizer with Llama 2's settings on the text of JSONL files.
+"""Train a sentencepiece tokenizer with Llama 2's settings.
 
     python data_prep/train_tokenizer.py --input data/*.jsonl --vocab-size 4096 --model-prefix data/tokenizer
 
-BPE with byte fallback (no character is ever unknown), identity normalisation, digits one by one, whitespace pieces
-allowed, <unk> 0, <s> 1, </s> 2. Writes PREFIX.model and PREFIX.vocab. The same input gives the same model.
+BPE with byte fallback, identity normalization, split digits and whitespace-only pieces; <unk> 0, <s> 1, </s> 2.
+Writes PREFIX.model and PREFIX.vocab. Training is deterministic.
 """
 
 import os
 import sys
 
-if __package__ in (None, ""):  # run as a script: this folder holds inspect.py, which must not hide Python's own
+if __package__ in (None, ""):  # run as a script: keep inspect.py in this folder from hiding the standard library's
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
@@ -24,13 +24,13 @@ from data_prep.lib.sources import Source, read_lines
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import write_atomically
 
-# sentencepiece drops sentences longer than this many bytes; ours are cut instead
+# sentencepiece drops longer sentences, so sample_sentences cuts them.
 MAX_SENTENCE_BYTES = 4192
 BYTE_AND_CONTROL_PIECES = 256 + 3
 
 
 def texts(sources: Sequence[Source], keys: Sequence[str]) -> Iterator[str]:
-    """The text of every record; bad lines are left out (preprocess.py is the one to report them)."""
+    """Yield the text of each record; skip bad lines, which preprocess.py reports."""
     for source in sources:
         for line in read_lines(source):
             if source.is_text:
@@ -46,9 +46,9 @@ def texts(sources: Sequence[Source], keys: Sequence[str]) -> Iterator[str]:
                     yield text.encode("utf-8", "ignore").decode("utf-8")
 
 
-def sample_sentences(documents: Iterator[str], available: int, wanted: int) -> Iterator[str]:
-    """Lines of evenly spread documents, about `wanted` bytes of the `available`; same input, same sample."""
-    share = min(1.0, wanted / max(1, available))
+def sample_sentences(documents: Iterator[str], available: int, sample_bytes: int) -> Iterator[str]:
+    """Yield lines of evenly spaced documents, about ``sample_bytes`` of ``available`` bytes. Deterministic."""
+    share = min(1.0, sample_bytes / max(1, available))
     taken = offered = 0.0
     for text in documents:
         offered += len(text)
@@ -56,7 +56,7 @@ def sample_sentences(documents: Iterator[str], available: int, wanted: int) -> I
             continue
         taken += len(text)
         for line in text.split("\n"):
-            # no character has more than 4 bytes, so a quarter of the limit always fits
+            # A UTF-8 character has at most 4 bytes.
             for start in range(0, len(line), MAX_SENTENCE_BYTES // 4):
                 sentence = line[start : start + MAX_SENTENCE_BYTES // 4].replace("\0", "")
                 if sentence:
@@ -64,10 +64,10 @@ def sample_sentences(documents: Iterator[str], available: int, wanted: int) -> I
 
 
 def train(sentences: Iterator[str], vocab_size: int) -> bytes:
-    """Trains and returns the model's bytes.
+    """Train a tokenizer; return the serialized model.
 
     Raises:
-        UserError: the text is too little or too uniform for that many pieces.
+        UserError: The text is too short or too uniform for ``vocab_size``.
     """
     import sentencepiece
 
@@ -75,7 +75,7 @@ def train(sentences: Iterator[str], vocab_size: int) -> bytes:
     input_errors: list[UserError] = []
 
     def guarded() -> Iterator[str]:
-        # what is raised while sentencepiece asks for the next sentence loses its message on the way through C++
+        # An exception raised in this iterator loses its message in sentencepiece's C++ code.
         try:
             yield from sentences
         except UserError as error:
@@ -100,21 +100,21 @@ def train(sentences: Iterator[str], vocab_size: int) -> bytes:
             eos_id=2,
             pad_id=-1,
             unk_surface=" \u2047 ",
-            num_threads=1,  # BPE training hardly uses more, and the number is noted in the model and so in its hash
+            num_threads=1,  # the model stores this number, which would change its sha256
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
         if input_errors:
             raise input_errors[0] from None
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else "no reason given"
-        raise UserError(f"sentencepiece can't make {vocab_size} pieces of this text: {reason}") from None
+        raise UserError(f"sentencepiece cannot train --vocab-size {vocab_size} on this text: {reason}") from None
     if input_errors:
         raise input_errors[0]
     return model.getvalue()
 
 
 def write_model(model: bytes, prefix: Path) -> int:
-    """Writes PREFIX.vocab and then PREFIX.model; returns the number of pieces."""
+    """Write PREFIX.vocab, then PREFIX.model; return the vocabulary size."""
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -126,28 +126,34 @@ def write_model(model: bytes, prefix: Path) -> int:
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--input", nargs="+", required=True, help="files, folders, patterns; as in preprocess.py")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], help="where a record's text is (default text)")
-    parser.add_argument("--vocab-size", type=int, default=32000, help="number of pieces (default 32000)")
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="PATH", help="files, folders or glob patterns, as in preprocess.py"
+    )
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="JSON keys of the text (default text)"
+    )
+    parser.add_argument("--vocab-size", type=int, default=32000, help="vocabulary size (default 32000)")
     parser.add_argument("--model-prefix", type=Path, required=True, help="writes PREFIX.model and PREFIX.vocab")
-    parser.add_argument("--sample-mib", type=float, default=64.0, help="learn from about this much text (default 64)")
+    parser.add_argument("--sample-mib", type=float, default=64.0, help="MiB of text to sample (default 64)")
     args = parser.parse_args()
     if args.vocab_size <= BYTE_AND_CONTROL_PIECES:
-        raise UserError(f"--vocab-size must be above {BYTE_AND_CONTROL_PIECES}: the bytes and <unk> <s> </s> are in it")
+        raise UserError(
+            f"--vocab-size must be above {BYTE_AND_CONTROL_PIECES}: 256 bytes and <unk>, <s>, </s> are included"
+        )
     if args.sample_mib <= 0:
         raise UserError("--sample-mib must be above 0")
     start = time.monotonic()
-    found = find_sources(args.input)
-    for note in found.notes():
+    inputs = find_sources(args.input)
+    for note in inputs.notes():
         sys.stderr.write(f"note: {note}\n")
-    sources = found.sources
-    # A compressed file holds about three times its bytes on disk, and parquet compresses its own pages.
+    sources = inputs.sources
+    # Compressed files and Parquet unpack to about three times their size on disk.
     available = sum(source.size * (3 if source.compression or source.kind == "parquet" else 1) for source in sources)
     sentences = sample_sentences(texts(sources, args.json_keys), available, int(args.sample_mib * 2**20))
     size = write_model(train(sentences, args.vocab_size), args.model_prefix)
-    print(f"{args.model_prefix}.model: {size:,} pieces, {time.monotonic() - start:.1f} s")
+    print(f"{args.model_prefix}.model: vocabulary of {size:,}, {time.monotonic() - start:.1f} s")
     return 0
 
 

@@ -1,3 +1,3 @@
-"""The parts that the data preparation scripts share. Nothing here imports torch."""
+"""Library of the data preparation scripts. No module imports torch."""
 
 import megatron_llama  # noqa: F401  its excepthook reports packages that are not installed

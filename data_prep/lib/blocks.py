@@ -1,9 +1,8 @@
-"""Cutting the input into blocks of a few MiB that any worker can take, in a fixed order.
+"""Cut the input into ordered blocks of a few MiB, and encode them in workers.
 
-A plain file is cut by byte range: the worker that gets [start, end) reads the lines that begin in it, to their ends.
-Parquet and Arrow are cut by their own parts. Any other file (compressed, one JSON array, .csv) is one stream, unpacked
-once, here, into slots of memory shared with the workers, and cut after line feeds. Where the cuts fall never shows in
-the output, which is all blocks joined in order.
+A plain file is cut by byte range: the worker of [start, end) reads the lines that start in it. Parquet and Arrow are
+cut by row groups or record batches. Any other file (compressed, a JSON array, CSV) is a stream that this process
+unpacks into memory slots shared with the workers and cuts after line feeds. The output does not depend on the cuts.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from data_prep.lib.encoders import Encoder, check_same
 from data_prep.lib.job import BadRecord, BlockResult, ChatFormat, PrepareJob
 from data_prep.lib.parquet_csv import bad_columns, part_lines, part_sizes
 from data_prep.lib.records import BOM, parse_line, parse_object, parse_text, parse_turns
-from data_prep.lib.sources import Source, check_unchanged, read_pieces
+from data_prep.lib.sources import Source, check_unchanged, read_chunks
 from megatron_llama.corpus.indexed_format import MASK_DTYPE, token_dtype
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import encode_spans
@@ -31,7 +30,7 @@ from megatron_llama.text.conversation import RecordError, Template, labelled_tur
 
 @dataclass(frozen=True)
 class BlockPosition:
-    """How far the input is done: all sources before `source`, and that one up to `offset`, counted as in Segment."""
+    """Position in the input: all sources before ``source``, and ``offset`` in it, in units of BlockSegment."""
 
     source: int = 0
     offset: int = 0
@@ -42,27 +41,29 @@ START = BlockPosition()
 
 @dataclass(frozen=True)
 class BlockSegment:
-    """A part of one source: the lines that begin in [start, end), offsets counted in unpacked bytes of lines; of a
-    source in parts, the parts [start, end)."""
+    """Range of one source: the lines that start in [start, end), in unpacked bytes.
+
+    For Parquet and Arrow, the row groups or batches [start, end).
+    """
 
     source: int
     start: int
     end: int
     slot: int | None = None
-    """where the bytes are, if they were unpacked already; None: the worker reads the file"""
+    """Slot with the unpacked bytes; None: the worker reads the file."""
     length: int = 0
-    """bytes in the slot"""
+    """Bytes in the slot."""
     inline: bytes | None = None
-    """the bytes themselves, where they are more than a slot holds"""
+    """The bytes, if they do not fit into a slot."""
     disk_end: int = 0
-    """bytes of the source on disk up to the segment's end; for the progress bar"""
+    """Bytes on disk up to the segment's end, for the progress bar."""
     size: int = 0
-    """about how many bytes a worker has to read"""
+    """Approximate bytes that a worker reads."""
 
 
 @dataclass(frozen=True)
 class TextBlock:
-    """What one worker does at a time. Most have one segment; small files travel together."""
+    """Unit of work of a worker. Small files share a block."""
 
     number: int
     segments: list[BlockSegment]
@@ -70,7 +71,7 @@ class TextBlock:
 
 @dataclass
 class Slots:
-    """Memory shared with forked workers, for unpacked blocks."""
+    """Shared-memory slots for unpacked blocks."""
 
     count: int
     size: int
@@ -82,11 +83,11 @@ class Slots:
             self.free.put(slot)
 
     def put(self, slot: int, data: bytes) -> None:
-        """Fills a slot."""
+        """Write ``data`` to a slot."""
         self.memory[slot * self.size : slot * self.size + len(data)] = data
 
     def get(self, slot: int, length: int) -> bytes:
-        """A slot's bytes."""
+        """Return ``length`` bytes of a slot."""
         return self.memory[slot * self.size : slot * self.size + length]
 
 
@@ -98,12 +99,13 @@ def cut_blocks(
     block_bytes: int,
     until: BlockPosition | None = None,
 ) -> Iterator[TextBlock]:
-    """All blocks from `begin` on, or up to `until`, in order. Waits for a free slot before each unpacked block.
+    """Yield the blocks from ``begin`` to ``until`` (default: the end) in order. Blocks until a slot is free.
 
-    `until` is at the begin of a source that is one stream or one text, never inside.
+    Args:
+        until: In a stream or a text file, only its start.
 
     Raises:
-        UserError: a source has changed since it was found, or a compressed one is damaged or cut off.
+        UserError: A source has changed, or a compressed source is damaged or truncated.
     """
     number = 0
     waiting: list[BlockSegment] = []
@@ -121,7 +123,7 @@ def cut_blocks(
         else:
             segments = _cut_plain(source, index, offset, end, block_bytes)
         for segment in segments:
-            # an unpacked block holds a slot and goes out at once; what is on disk can wait for company
+            # An unpacked block occupies a slot, so yield it at once; segments on disk are grouped.
             on_disk = segment.slot is None and segment.inline is None
             if waiting and (not on_disk or waiting_bytes + segment.size > block_bytes):
                 yield TextBlock(number, waiting)
@@ -136,7 +138,7 @@ def cut_blocks(
 
 
 def _cut_plain(source: Source, index: int, offset: int, end: int | None, block_bytes: int) -> Iterator[BlockSegment]:
-    """Byte ranges from ``offset`` to ``end``, or to the file's end; a text is one."""
+    """Yield byte ranges from ``offset`` to ``end`` (default: the file's end); a text file is one range."""
     if source.is_text or not source.size:
         if offset < max(1, source.size):
             yield BlockSegment(index, 0, max(1, source.size), disk_end=source.size, size=source.size)
@@ -148,7 +150,7 @@ def _cut_plain(source: Source, index: int, offset: int, end: int | None, block_b
 
 
 def _cut_parts(source: Source, index: int, offset: int, end: int | None, block_bytes: int) -> Iterator[BlockSegment]:
-    """Row groups or record batches from ``offset`` to ``end``, or to the file's end."""
+    """Yield ranges of row groups or record batches from ``offset`` to ``end`` (default: the file's end)."""
     sizes = part_sizes(source.file, source.kind)
     last = max(1, len(sizes)) if end is None else end
     total = max(1, sum(sizes))
@@ -159,40 +161,40 @@ def _cut_parts(source: Source, index: int, offset: int, end: int | None, block_b
             size += sizes[stop]
             stop += 1
         done += size
-        # a source without parts still passes, so that the position moves behind it
+        # yield empty sources too, so that the position advances past them
         yield BlockSegment(index, start, stop, disk_end=source.size * done // total, size=size)
         start = stop
 
 
 def _cut_stream(source: Source, index: int, offset: int, slots: Slots, max_line: int) -> Iterator[BlockSegment]:
-    """Unpacks a source and cuts it after the last line feed that fits a slot; bytes before `offset` are dropped.
+    """Unpack a source from ``offset`` and cut it after the last line feed that fits into a slot.
 
-    Of a line longer than `max_line` only `max_line + 1` bytes are kept, enough for the worker to refuse it.
+    Lines longer than ``max_line`` are truncated to ``max_line + 1`` bytes, so that the worker rejects them.
     """
-    held: list[bytes] = []  # since the last cut
-    size = tail = 0  # bytes in `held`; bytes in it after the last line feed
-    start = position = 0  # unpacked offsets: of `held`'s begin, of the end of what was read
-    dropping = False  # inside the rest of a line that is too long
+    held: list[bytes] = []  # chunks since the last cut
+    size = tail = 0  # bytes in `held`; bytes after its last line feed
+    start = position = 0  # unpacked offsets of the start of `held` and of the end of the data read
+    dropping = False  # in the remainder of a line that is too long
     disk = 0
-    for piece, disk in read_pieces(source):
-        position += len(piece)
+    for chunk, disk in read_chunks(source):
+        position += len(chunk)
         if position <= offset:
             start = position
             continue
         if start < offset:
-            piece, start = piece[-(position - offset) :], offset
-        feed = -1 if source.is_text else piece.rfind(b"\n")
+            chunk, start = chunk[-(position - offset) :], offset
+        feed = -1 if source.is_text else chunk.rfind(b"\n")
         if dropping:
             if feed < 0:
                 continue
-            line_end = piece.index(b"\n") + 1
-            end = position - len(piece) + line_end
+            line_end = chunk.index(b"\n") + 1
+            end = position - len(chunk) + line_end
             yield _unpacked(index, start, end, b"".join(held) + b"\n", slots, disk)
-            held, size, start, piece, dropping = [], 0, end, piece[line_end:], False
+            held, size, start, chunk, dropping = [], 0, end, chunk[line_end:], False
             feed -= line_end
-        held.append(piece)
-        size += len(piece)
-        tail = tail + len(piece) if feed < 0 else len(piece) - feed - 1
+        held.append(chunk)
+        size += len(chunk)
+        tail = tail + len(chunk) if feed < 0 else len(chunk) - feed - 1
         if feed >= 0 and size >= slots.size:
             data = b"".join(held)
             for cut in _cuts(data, slots.size):
@@ -206,12 +208,12 @@ def _cut_stream(source: Source, index: int, offset: int, slots: Slots, max_line:
             size, tail = len(held[0]), 0
     data = b"".join(held)
     if data or start == 0:
-        # an empty source still passes, so that the position moves behind it
+        # yield empty sources too, so that the position advances past them
         yield _unpacked(index, start, max(position, 1), data, slots, disk)
 
 
 def _cuts(data: bytes, limit: int) -> Iterator[int]:
-    """Ends of parts of `data` after line feeds, each at most `limit` bytes long where its lines allow that."""
+    """Yield cut positions after line feeds, at most ``limit`` bytes apart unless a line is longer."""
     start = 0
     while len(data) - start >= limit:
         cut = data.rfind(b"\n", start, start + limit) + 1 or data.find(b"\n", start + limit) + 1
@@ -226,18 +228,18 @@ def _unpacked(index: int, start: int, end: int, data: bytes, slots: Slots, disk:
         return BlockSegment(index, start, end, inline=data, disk_end=disk)
     slot = slots.free.get()
     if slot is None:
-        raise InterruptedError  # the run is over: the thread that waits here must end
+        raise InterruptedError  # the run has ended
     slots.put(slot, data)
     return BlockSegment(index, start, end, slot=slot, length=len(data), disk_end=disk)
 
 
 def segment_lines(segment: BlockSegment, source: Source, slots: Slots, max_line: int) -> list[bytes]:
-    """The lines that begin in the segment (for a text source: the whole file as one), without line feeds.
+    """Return the lines that start in the segment (a text file is one line), without line feeds.
 
-    Lines longer than `max_line` bytes come as `max_line + 1` bytes. A byte-order mark at the source's start is gone.
+    Lines longer than ``max_line`` bytes are truncated to ``max_line + 1``. A byte-order mark is removed.
 
     Raises:
-        UserError: the file can't be read any more.
+        UserError: The file is no longer readable.
     """
     if segment.inline is not None:
         data = segment.inline
@@ -258,7 +260,7 @@ def segment_lines(segment: BlockSegment, source: Source, slots: Slots, max_line:
 
 
 def _read_range(source: Source, segment: BlockSegment, max_line: int) -> bytes:
-    """From the first line that begins in the segment to the end of the last."""
+    """Read from the first line that starts in the segment to the end of the last one."""
     try:
         with open(source.file, "rb", buffering=0) as file:
             if source.is_text:
@@ -266,48 +268,47 @@ def _read_range(source: Source, segment: BlockSegment, max_line: int) -> bytes:
             before = min(1, segment.start)
             data = os.pread(file.fileno(), segment.end - segment.start + before, segment.start - before)
             if before:
-                # the line that runs across `start` belongs to the segment before, unless it ends exactly there
+                # A line that spans `start` belongs to the previous segment.
                 first = data.find(b"\n") + 1
                 if not first or first == len(data):
                     return b""
                 data = data[first:]
-            pieces = [data]
+            chunks = [data]
             position, tail = segment.end, len(data) - data.rfind(b"\n") - 1
-            while pieces[-1][-1:] not in (b"\n", b"") and tail <= max_line:
-                piece = os.pread(file.fileno(), 1 << 18, position)
-                end = piece.find(b"\n") + 1
-                piece = piece[:end] if end else piece
-                pieces.append(piece)
-                position, tail = position + len(piece), tail + len(piece)
+            while chunks[-1][-1:] not in (b"\n", b"") and tail <= max_line:
+                chunk = os.pread(file.fileno(), 1 << 18, position)
+                end = chunk.find(b"\n") + 1
+                chunk = chunk[:end] if end else chunk
+                chunks.append(chunk)
+                position, tail = position + len(chunk), tail + len(chunk)
     except OSError as error:
-        raise UserError(f"can't read {source.path}: {error.strerror}") from None
-    return b"".join(pieces)
+        raise UserError(f"cannot read {source.path}: {error.strerror}") from None
+    return b"".join(chunks)
 
 
-# What a worker does with a block: lines to documents, documents to tokens, and an account of every line.
+# Encoding of a block in a worker: lines to documents to tokens, and line counts.
 
-
-# One document in this many is encoded by the reference too, when a faster encoder does the work.
+# With a fast encoder, one document in this many is also encoded by the reference.
 CHECK_EVERY = 256
 CHECK_MAX_CHARACTERS = 50_000
-# What is wrong with one record must not end a run that leaves bad records out.
+# Exceptions of a single record, which --on-bad-line skip must survive.
 _FAULTS = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
 Document = TypeVar("Document")
 
 
 class BlockEncoder(ABC, Generic[Document]):
-    """Encodes blocks; lives in a worker."""
+    """Encoder of blocks in a worker."""
 
     def __init__(self, job: PrepareJob, encoder: Encoder, slots: Slots) -> None:
         self.job, self.encoder, self.slots = job, encoder, slots
         self.dtype = token_dtype(encoder.tokenizer.size)
 
     def run(self, block: TextBlock) -> BlockResult:
-        """Encodes a block.
+        """Encode a block.
 
         Raises:
-            UserError: a source can't be read any more.
-            MachineError: the fast encoder was caught giving other ids than the reference.
+            UserError: A source is no longer readable.
+            MachineError: The ids of the fast encoder differ from the reference.
         """
         result = BlockResult()
         documents: list[Document] = []
@@ -332,24 +333,24 @@ class BlockEncoder(ABC, Generic[Document]):
                     documents.append(self.parse(line, segment, result))
                 except RecordError as bad:
                     raw = line[: BadRecord.KEEP_BAD_BYTES]
-                    complete = len(raw) == len(line) <= max_line  # a longer line was cut where it was read
+                    complete = len(raw) == len(line) <= max_line  # longer lines were truncated when read
                     record = BadRecord(position, number, bad.reason, bad.detail, len(line), complete, raw)
                     result.bad.append(record)
-        lines, line = [], b""  # their texts are enough
+        lines, line = [], b""  # free memory: only the texts are needed
         self.write(documents, block, result)
         return result
 
     @abstractmethod
     def parse(self, line: bytes, segment: BlockSegment, result: BlockResult) -> Document:
-        """A line of a segment to a document. Raises Bad."""
+        """Convert a line to a document. Raises RecordError."""
 
     @abstractmethod
     def write(self, documents: list[Document], block: TextBlock, result: BlockResult) -> None:
-        """Adds the block's documents to its result, one entry of tokens and lengths for each output."""
+        """Append tokens and lengths of the documents to the result, one entry per output."""
 
 
 class TextEncoder(BlockEncoder[list[str]]):
-    """For pretraining: a document is its texts, one for each JSON key."""
+    """Encoder for pretraining. A document is a list of texts, one per JSON key."""
 
     def parse(self, line: bytes, segment: BlockSegment, result: BlockResult) -> list[str]:
         if self.job.sources[segment.source].is_text:
@@ -367,7 +368,7 @@ class TextEncoder(BlockEncoder[list[str]]):
                 ids: Any = self._encode(texts[key])
                 if number % CHECK_EVERY == checked and len(texts[key]) <= CHECK_MAX_CHARACTERS:
                     check_same(self.encoder, texts[key], np.asarray(ids))
-                texts[key] = ""  # of a block that is one long line, memory is what there is least of
+                texts[key] = ""  # free memory: a block may be one very long line
                 ids = np.asarray(ids, dtype=self.dtype)
                 if len(ids):
                     lengths[number] = len(ids) + (eod is not None)
@@ -382,14 +383,14 @@ class TextEncoder(BlockEncoder[list[str]]):
         try:
             return self.encoder.encode(text)
         except Exception:
-            # a fast encoder may refuse what the reference takes; the reference's own errors go up
+            # A fast encoder may reject text that the reference accepts.
             if not self.encoder.is_fast:
                 raise
             return self.encoder.reference(text)
 
 
 class ExampleEncoder(BlockEncoder[tuple[list[int], list[bool]]]):
-    """For fine-tuning: a document is (ids, whether each is learned); the two outputs are tokens and masks."""
+    """Encoder for fine-tuning. A document is (ids, loss mask); the two outputs are tokens and masks."""
 
     def __init__(self, job: PrepareJob, encoder: Encoder, slots: Slots, chat: ChatFormat) -> None:
         super().__init__(job, encoder, slots)
@@ -398,46 +399,54 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[bool]]]):
     def parse(self, line: bytes, segment: BlockSegment, result: BlockResult) -> tuple[list[int], list[bool]]:
         try:
             kind = self.job.sources[segment.source].kind
-            asked = self.chat.labelled if kind in ("csv", "parquet", "arrow") else None
-            example, notes = self._example(line, self.chat.columns.get(segment.source), asked)
+            template = self.chat.labelled if kind in ("csv", "parquet", "arrow") else None
+            example, notes = self._example(line, self.chat.columns.get(segment.source), template)
         except _FAULTS as error:
             raise RecordError("broken_record", f"{type(error).__name__}: {error}") from None
         result.notes.update(notes)
         return example
 
     def _example(
-        self, line: bytes, columns: Sequence[str] | None, asked: Template | None
+        self, line: bytes, columns: Sequence[str] | None, template: Template | None
     ) -> tuple[tuple[list[int], list[bool]], list[str]]:
-        """((ids, mask), notes) of a line; ``columns`` of a table's, ``asked`` of a row that is asked. Raises Bad."""
+        """Return ((ids, mask), notes) of a line.
+
+        Args:
+            columns: Header of a .tsv table, for its lines.
+            template: Prompt template of a CSV, Parquet or Arrow row.
+
+        Raises:
+            RecordError: The record is invalid.
+        """
         chat = self.chat
         notes: list[str] = []
-        if asked is not None:
+        if template is not None:
             record = parse_object(line)
-            texts = {name: "" if record.get(name) is None else str(record[name]) for name in asked.fields}
-            turns = labelled_turns([*texts], [*texts.values()], asked)
+            texts = {name: "" if record.get(name) is None else str(record[name]) for name in template.fields}
+            turns = labelled_turns([*texts], [*texts.values()], template)
         elif columns is None:
             turns, notes = parse_turns(parse_object(line), chat.format)
         else:
-            assert chat.labelled is not None, "sft.py asks for a template where there are tables"
+            assert chat.labelled is not None, "sft.py requires --template for tables"
             values = parse_text(line).removesuffix("\r").split("\t")
             turns = labelled_turns(columns, values, chat.labelled)
         if chat.own_template:
             for turn in turns:
-                found = next((name for name in chat.tokenizer.control_tokens if name in turn.text), None)
-                if found is not None:
-                    raise RecordError("control_token", f"the {turn.role}'s text holds {found}")
-        ids, learn = encode_spans(chat.pieces(turns), chat.tokenizer, parse_special=chat.own_template)
+                token = next((name for name in chat.tokenizer.control_tokens if name in turn.text), None)
+                if token is not None:
+                    raise RecordError("control_token", f"the {turn.role}'s text contains {token}")
+        ids, learn = encode_spans(chat.render(turns), chat.tokenizer, parse_special=chat.own_template)
         if chat.add_bos and chat.tokenizer.bos is not None:
             ids, learn = [chat.tokenizer.bos, *ids], [False, *learn]
         if len(ids) > chat.max_tokens:
             if not chat.truncate:
-                raise RecordError("too_long", f"it has {len(ids)} tokens, and {chat.max_tokens} fit")
+                raise RecordError("too_long", f"{len(ids)} tokens; at most {chat.max_tokens} fit")
             ids, learn = ids[: chat.max_tokens], learn[: chat.max_tokens]
             if not any(learn[1:]):
-                raise RecordError("answer_cut_off", f"its first {chat.max_tokens} tokens hold nothing of an answer")
+                raise RecordError("answer_cut_off", f"the first {chat.max_tokens} tokens have no answer")
             notes.append("cut to the sequence's length")
         if not any(learn[1:]):
-            raise RecordError("no_assistant_turn", "the template leaves nothing of the answer")
+            raise RecordError("no_assistant_turn", "the chat template drops the answer")
         if chat.train_on_inputs:
             learn = [True] * len(ids)
         return (ids, learn), notes

@@ -1,4 +1,4 @@
-"""A whole run: open or resume the work folder, encode everything in order, publish."""
+"""Prepare datasets: open or resume the work folder, encode the input in order, publish the files."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import read_json, sha256_file
 
 MANIFEST_FORMAT = 1
-# A run that a bad line ends leaves its work for the next one only where doing it again would take longer than this.
+# A run that stops at a bad line keeps its work folder only if repeating the work takes longer.
 WORTH_KEEPING_SECONDS = 60.0
 
 
 def identity(job: PrepareJob, encoder: Encoder) -> dict[str, Any]:
-    """Everything that decides what the output holds, the order of the inputs included."""
+    """Return the options that determine the output, including the order of the inputs."""
     files = [[os.path.abspath(source.path), source.size, source.mtime_ns, source.is_text] for source in job.sources]
     return {
         "format": MANIFEST_FORMAT,
@@ -60,20 +60,22 @@ def identity(job: PrepareJob, encoder: Encoder) -> dict[str, Any]:
 def make_dataset(
     job: PrepareJob, options: RunOptions, encoder: Encoder, report: Callable[[str], None]
 ) -> dict[str, Any] | None:
-    """Does the run, or what is left of it; returns the manifest of the first output, None where other parts of the run
-    are still to be done.
+    """Prepare the datasets, or resume an interrupted run.
+
+    Returns:
+        The manifest of the first dataset; None if other parts of the run are unfinished.
 
     Raises:
-        UserError, MachineError, Stopped: as their names say; the final names stay untouched.
+        UserError, MachineError, Stopped: No file has its final name then.
     """
-    wanted, names = identity(job, encoder), job.names(options.output_prefix)
+    expected, names = identity(job, encoder), job.names(options.output_prefix)
     if options.part is not None:
         return _encode_part(job, options, encoder, PreparePart.parse(options.part), report)
-    finished = _find_output(names, options, wanted, report)
+    finished = _find_output(names, options, expected, report)
     if finished is not None:
         return finished
     workspace = Workspace(_work_folder(options, names), names)
-    run = EncodingRun(job, options, encoder, workspace, _open_ledger(workspace, wanted, options, report))
+    run = EncodingRun(job, options, encoder, workspace, _open_ledger(workspace, expected, options, report))
     _encode(run, report)
     manifest = _write_datasets(job, options, encoder, encoder.name, workspace, run.ledger)
     report("\n".join([*summarize_run(job, options, run.ledger), run.speed()]))
@@ -81,7 +83,7 @@ def make_dataset(
 
 
 def _encode(run: EncodingRun, report: Callable[[str], None]) -> None:
-    """Encodes all of a run's range; where that fails, keeps or removes what was done."""
+    """Encode a run's input range; on failure, keep or remove the work folder."""
     workspace = run.workspace
     try:
         run.encode()
@@ -89,41 +91,41 @@ def _encode(run: EncodingRun, report: Callable[[str], None]) -> None:
         workspace.remove()
         raise
     except UserError:
-        # Bad input is rarely far from the start. What took long is kept for a run with --on-bad-line skip.
+        # Long work is saved for a run with --on-bad-line skip.
         if run.seconds_worth < WORTH_KEEPING_SECONDS:
             workspace.remove()
         else:
             workspace.checkpoint(run.ledger, seconds=run.seconds_worth)
-            report(f"the {run.ledger.documents_read:,} documents before it are kept in {workspace.folder}")
+            report(f"the {run.ledger.documents_read:,} documents before it are saved in {workspace.folder}")
         raise
 
 
 def _encode_part(
     job: PrepareJob, options: RunOptions, encoder: Encoder, part: PreparePart, report: Callable[[str], None]
 ) -> dict[str, Any] | None:
-    """Does one part of the run, and joins all where it is the last to be done."""
-    wanted, names = identity(job, encoder), job.names(options.output_prefix)
+    """Encode one part of the input; join all parts if it is the last."""
+    expected, names = identity(job, encoder), job.names(options.output_prefix)
     if any(source.stored_at for source in job.sources):
-        raise UserError("--part: all parts read the input, and a pipe can be read only once")
-    own = finished_part(part, options.folder, names)
+        raise UserError("--part: every part reads the input, and a pipe can be read only once. Write a file to --input")
+    finished_before = finished_part(part, options.folder, names)
     try:
-        finished = _find_output(names, options, wanted, report)
+        finished = _find_output(names, options, expected, report)
     except Locked:
-        if own is None:
+        if finished_before is None:
             raise
-        report(f"part {part} is done, and another process joins all parts")
+        report(f"part {part} is done; another process is joining the parts")
         return None
     if finished is not None:
         remove_parts(options.folder, names)
         return finished
     cuts = split_input(job.sources, part.count)
-    if own is None or own.identity != wanted:
+    if finished_before is None or finished_before.identity != expected:
         try:
             workspace = Workspace(part.folder(options.folder, names), names)
-        except Locked as error:  # perhaps by a process of a lost node, whose lock will go: no mistake of the user's
+        except Locked as error:  # A lost node's lock expires: not an error of the user.
             raise MachineError(f"part {part}: {error}") from None
         cut = cuts[part.number - 1]
-        ledger = _open_ledger(workspace, {**wanted, "part": str(part)}, options, report, cut.begin)
+        ledger = _open_ledger(workspace, {**expected, "part": str(part)}, options, report, cut.begin)
         run = EncodingRun(job, options, encoder, workspace, ledger, cut)
         _encode(run, report)
         workspace.checkpoint(run.ledger, part_done=True, encoder=encoder.name)
@@ -131,15 +133,15 @@ def _encode_part(
         workspace.unlock()
         report(f"part {part}: {run.ledger.documents_read:,} documents, {run.ledger.tokens:,} tokens\n{run.speed()}")
     else:
-        report(f"part {part}: complete already")
+        report(f"part {part}: already complete")
     done = [
         finished_part(PreparePart(number, part.count), options.folder, names) for number in range(1, part.count + 1)
     ]
     missing = [number for number, one in enumerate(done, start=1) if one is None]
     if missing:
-        finished = _find_output(names, options, wanted, report)  # another joined them meanwhile
+        finished = _find_output(names, options, expected, report)  # another process may have joined them
         if finished is None:
-            report(f"still to be done, of {part.count} parts: {format_numbers(missing)}")
+            report(f"unfinished parts of {part.count}: {format_numbers(missing)}")
         return finished
     return _join_parts([one for one in done if one is not None], job, options, encoder, cuts, report)
 
@@ -152,44 +154,46 @@ def _join_parts(
     cuts: Sequence[InputRange],
     report: Callable[[str], None],
 ) -> dict[str, Any] | None:
-    """Writes the dataset of all parts."""
-    wanted, names = identity(job, encoder), job.names(options.output_prefix)
+    """Join all parts into one dataset."""
+    expected, names = identity(job, encoder), job.names(options.output_prefix)
     for one in parts:
-        if different := describe_differences(one.identity, wanted):
-            raise UserError(f"part {one.part} was made with other options: {'; '.join(different)}. Do it again")
+        if different := describe_differences(one.identity, expected):
+            raise UserError(
+                f"part {one.part} has other options: {'; '.join(different)}. Rerun it with --part {one.part}"
+            )
         if one.ledger.skipped and options.on_bad_line == "error":
-            raise UserError(f"part {one.part} skipped bad lines: go on with --on-bad-line skip")
+            raise UserError(f"part {one.part} skipped bad lines: write --on-bad-line skip")
     try:
         workspace = Workspace(_work_folder(options, names), names)
     except Locked:
-        report("all parts are done, and another process joins them")
+        report("all parts are done; another process is joining them")
         return None
-    if not parts[0].folder.exists():  # it was faster, and is done
+    if not parts[0].folder.exists():  # another process has joined them
         workspace.remove()
-        return _read_output(names, options, wanted)
-    workspace.begin(wanted)
+        return _read_output(names, options, expected)
+    workspace.begin(expected)
     ledger = join_parts(parts, workspace, job.sources, cuts)
     encoders = ", ".join(sorted({str(one.checkpoint["encoder"]) for one in parts}))
     manifest = _write_datasets(job, options, encoder, encoders, workspace, ledger)
     remove_parts(options.folder, names)
-    report("\n".join([f"all {len(parts)} parts are joined", *summarize_run(job, options, ledger)]))
+    report("\n".join([f"joined {len(parts)} parts", *summarize_run(job, options, ledger)]))
     return manifest
 
 
 def _write_datasets(
     job: PrepareJob, options: RunOptions, encoder: Encoder, encoder_name: str, workspace: Workspace, ledger: Ledger
 ) -> dict[str, Any]:
-    """Publishes what the workspace holds. Raises UserError where that is nothing."""
+    """Publish the work folder's datasets. Raises UserError if they are empty."""
     if not (ledger.documents_read or options.allow_empty or job.chat is not None):
         workspace.remove()
-        files = "the one file" if len(job.sources) == 1 else f"all {len(job.sources):,} files"
-        raise UserError(f"the input holds no document: {files} of it are empty; --allow-empty makes a dataset of that")
+        files = "the input file is" if len(job.sources) == 1 else f"all {len(job.sources):,} input files are"
+        raise UserError(f"no documents: {files} empty. Write --allow-empty to accept an empty dataset")
     if job.chat is not None and not ledger.keys[0].written:
         workspace.remove()
         counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(ledger.skipped.items()))
-        advice = "without --on-bad-line skip the first is named with its reason"
-        why = f"all its records are bad ({counts}); {advice}" if counts else "it holds no record"
-        raise UserError(f"{options.output_prefix}: no example was made of the input: {why}")
+        hint = "rerun without --on-bad-line skip to see the first one"
+        why = f"all records are bad ({counts}); {hint}" if counts else "the input has no records"
+        raise UserError(f"{options.output_prefix}: no examples: {why}")
     dtypes = [token_dtype(encoder.tokenizer.size)] * len(workspace.names)
     if job.chat is not None:
         dtypes[1] = np.dtype(MASK_DTYPE)
@@ -207,28 +211,28 @@ def _work_folder(options: RunOptions, names: Sequence[str]) -> Path:
 
 
 def _find_output(
-    names: list[str], options: RunOptions, wanted: dict[str, Any], report: Callable[[str], None]
+    names: list[str], options: RunOptions, expected: dict[str, Any], report: Callable[[str], None]
 ) -> dict[str, Any] | None:
-    """The manifest, where an earlier run has made this output, or all of it but the final names."""
+    """Return the manifest if an earlier run finished this output, or finish its publication."""
     begun_by = _finish_publishing(_work_folder(options, names), names, options, report)
-    finished = None if options.overwrite and begun_by != wanted else _read_output(names, options, wanted)
+    finished = None if options.overwrite and begun_by != expected else _read_output(names, options, expected)
     if finished is not None:
-        report(f"{options.output_prefix}: complete already, nothing to do")
+        report(f"{options.output_prefix}: already complete, nothing to do")
     return finished
 
 
-def _read_output(names: list[str], options: RunOptions, wanted: dict[str, Any]) -> dict[str, Any] | None:
-    """The manifest where this very output is complete; None where there is none."""
+def _read_output(names: list[str], options: RunOptions, expected: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the manifest of a complete output with the same options, or None. Raises UserError for other options."""
     manifest = read_finished(options.folder, names)
     if manifest is None:
         return None
-    different = describe_differences(manifest.get("options", {}), wanted)
+    different = describe_differences(manifest.get("options", {}), expected)
     if manifest["documents_skipped"] and options.on_bad_line == "error":
-        different.append(f"it left out {manifest['documents_skipped']} bad lines and now none may be bad")
+        different.append(f"it skipped {manifest['documents_skipped']} bad lines, and --on-bad-line is error")
     if different:
         raise UserError(
-            f"{options.output_prefix} was made with other options: {'; '.join(different)}. "
-            "Choose another --output-prefix, or replace it with --overwrite"
+            f"{options.output_prefix} was written with other options: {'; '.join(different)}. "
+            "Write another --output-prefix, or --overwrite"
         )
     return manifest
 
@@ -236,7 +240,7 @@ def _read_output(names: list[str], options: RunOptions, wanted: dict[str, Any]) 
 def _finish_publishing(
     folder: Path, names: list[str], options: RunOptions, report: Callable[[str], None]
 ) -> dict[str, Any] | None:
-    """Finishes a run that was killed between its last checkpoint and its end; returns that run's options."""
+    """Finish a run that was killed while its files got their final names; return its options."""
     if not folder.is_dir():
         return None
     workspace = Workspace(folder, names)
@@ -244,10 +248,10 @@ def _finish_publishing(
     if checkpoints and checkpoints[-1].get("publish"):
         publish(workspace.folder, options.folder, names)
         workspace.remove()
-        report(f"{options.output_prefix}: an earlier run had all but the final names")
+        report(f"{options.output_prefix}: finished renaming the files of an earlier run")
         return begun
     if begun is None:
-        workspace.remove()  # a run was killed while it made, or removed, the folder
+        workspace.remove()  # a run was killed while it created or removed the folder
     else:
         workspace.unlock()
     return None
@@ -255,40 +259,40 @@ def _finish_publishing(
 
 def _open_ledger(
     workspace: Workspace,
-    wanted: dict[str, Any],
+    expected: dict[str, Any],
     options: RunOptions,
     report: Callable[[str], None],
     begin: BlockPosition = START,
 ) -> Ledger:
-    """Resumes what was begun, or starts from nothing, at ``begin``."""
+    """Resume an unfinished run, or start a new one at ``begin``."""
     begun, checkpoints = workspace.read_journal()
-    different = describe_differences(begun, wanted) if begun is not None else []
+    different = describe_differences(begun, expected) if begun is not None else []
     if different and not options.overwrite:
-        same_but_for_content = begun is not None and {**begun, "input_state": ""} == {**wanted, "input_state": ""}
+        same_but_for_content = begun is not None and {**begun, "input_state": ""} == {**expected, "input_state": ""}
         if not same_but_for_content:
             raise UserError(
-                f"an unfinished run with other options is in {workspace.folder}: {'; '.join(different)}. "
-                "Finish it with its own options, remove that folder, or start over with --overwrite"
+                f"{workspace.folder} has an unfinished run with other options: {'; '.join(different)}. "
+                "Rerun with its options, remove the folder, or write --overwrite to start over"
             )
-        report("the input files were changed since an unfinished run: starting over")
+        report("input files changed since the unfinished run: starting over")
     elif begun is not None and checkpoints and not different:
         if checkpoints[-1]["ledger"]["skipped"] and options.on_bad_line == "error":
             raise UserError(
-                f"the unfinished run in {workspace.folder} skipped bad lines: go on with --on-bad-line skip"
+                f"the unfinished run in {workspace.folder} skipped bad lines: write --on-bad-line skip to resume"
             )
-        ledger = workspace.resume(wanted, checkpoints[-1])
+        ledger = workspace.resume(expected, checkpoints[-1])
         if ledger is not None:
-            report(f"going on after {ledger.documents_read:,} documents of an unfinished run")
+            report(f"resuming after {ledger.documents_read:,} documents of an unfinished run")
             return ledger
-        report("the unfinished run's files are damaged: starting over")
-    workspace.begin(wanted)
+        report("files of the unfinished run are damaged: starting over")
+    workspace.begin(expected)
     return Ledger([KeyCounts() for _ in workspace.names], begin)
 
 
 def _manifest(
     job: PrepareJob, encoder_and_name: tuple[Encoder, str], names: list[str], ledger: Ledger, key: int, dtype: str
 ) -> dict[str, Any]:
-    """What the output is and where it comes from. Nothing in it depends on time, machine or number of workers."""
+    """Return an output's manifest, which does not depend on time, machine or number of workers."""
     encoder, encoder_name = encoder_and_name
     counts = ledger.keys[key]
     manifest = {
@@ -322,8 +326,7 @@ def _manifest(
     return manifest
 
 
-# The full check of an indexed dataset: every length, pointer, index, token id and hash.
-
+# Verification of an indexed dataset: every length, pointer, index, token id and hash.
 
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("documents_read", "documents_written", "documents_skipped", "vocab_size"), (int,)),
@@ -331,26 +334,26 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("options", "skipped"), (dict,)),
     "eod": (int, type(None)),
 }
-"""What a manifest must hold to be shown and checked, besides what only some have."""
+"""Required keys of a manifest and their types."""
 
 
 def read_manifest(prefix: str) -> dict[str, Any] | None:
-    """PREFIX.json, which preprocess.py or sft.py wrote; None where another program made the dataset.
+    """Read PREFIX.json of preprocess.py or sft.py; return None if there is no manifest.
 
     Raises:
-        UserError: it is damaged, or can't be read.
+        UserError: The manifest is damaged or unreadable.
     """
     try:
         manifest = read_json(Path(prefix + ".json"))
         if not isinstance(manifest, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("not a JSON object")
         for name, kinds in _KINDS.items():
             if name not in manifest or type(manifest[name]) not in kinds:
                 raise ValueError(f"{name} is {str(manifest.get(name, 'missing'))[:60]}")
         if not all(type(count) is int for count in manifest["skipped"].values()):
-            raise ValueError("skipped holds no counts")
+            raise ValueError("skipped has values that are not counts")
         if not isinstance(manifest.get("sha256", {}), dict):
-            raise ValueError("sha256 is no object")
+            raise ValueError("sha256 is not an object")
         return manifest
     except FileNotFoundError:
         return None
@@ -358,8 +361,8 @@ def read_manifest(prefix: str) -> dict[str, Any] | None:
         raise UserError(f"{prefix}.json is damaged: {error}") from None
 
 
-def problems(dataset: IndexedDataset, manifest: dict[str, Any] | None, check_hashes: bool) -> Iterator[str]:
-    """Everything that is wrong with a dataset, one sentence each. Reads all of it once, in chunks."""
+def find_problems(dataset: IndexedDataset, manifest: dict[str, Any] | None, check_hashes: bool) -> Iterator[str]:
+    """Yield one message per error in a dataset. Reads the files once, in chunks."""
     index = dataset.index
     itemsize = index.dtype.itemsize
     end = 0
@@ -370,17 +373,17 @@ def problems(dataset: IndexedDataset, manifest: dict[str, Any] | None, check_has
         sizes = lengths * itemsize
         wrong = index.pointers[start : start + CHUNK] != end + np.cumsum(sizes) - sizes
         if wrong.any():
-            yield f"sequence {start + int(np.argmax(wrong))} does not begin where the one before it ends"
+            yield f"sequence {start + int(np.argmax(wrong))} does not start at the end of the previous one"
         end += int(sizes.sum())
     size = dataset.bin_path.stat().st_size
     if end != size:
-        yield f"{dataset.bin_path.name} has {size:,} bytes; the index gives {end:,}"
+        yield f"{dataset.bin_path.name} has {size:,} bytes; the index requires {end:,}"
     indices = index.document_indices
     if not len(indices) or indices[0] != 0 or indices[-1] != len(index):
         yield "the document indices do not run from 0 to the number of sequences"
     for start in range(0, len(indices) - 1, CHUNK):
         if (np.diff(indices[start : start + CHUNK + 1]) < 0).any():
-            yield "the document indices fall"
+            yield "the document indices decrease"
             break
     if manifest is not None:
         vocab_size = manifest["vocab_size"]
@@ -396,20 +399,20 @@ def problems(dataset: IndexedDataset, manifest: dict[str, Any] | None, check_has
 def _against_manifest(dataset: IndexedDataset, manifest: dict[str, Any], check_hashes: bool) -> Iterator[str]:
     index = dataset.index
     written = int(np.count_nonzero(np.diff(index.document_indices)))
-    found = {
+    counts = {
         "documents_written": written,
         "documents_empty": len(dataset) - written,
         "tokens": len(dataset.tokens),
     }
-    for key, value in found.items():
+    for key, value in counts.items():
         if manifest.get(key) != value:
-            yield f"{key} is {value:,}; the manifest says {manifest.get(key)}"
+            yield f"{key} is {value:,}, {manifest.get(key)} in the manifest"
     if manifest.get("eod") is not None and len(index):
         ends = index.pointers // index.dtype.itemsize + index.lengths - 1
         last = dataset.tokens[np.minimum(ends, len(dataset.tokens) - 1)]
         if (last != manifest["eod"]).any():
-            yield f"document {int(np.argmax(last != manifest['eod']))} of those with tokens does not end with EOD"
+            yield f"non-empty document {int(np.argmax(last != manifest['eod']))} does not end with EOD"
     for suffix, path in ((".bin", dataset.bin_path), (".idx", dataset.idx_path)):
         expected = manifest.get("sha256", {}).get(suffix)
         if check_hashes and expected and sha256_file(path) != expected:
-            yield f"{path.name} is not the file that was written: its sha256 differs from the manifest's"
+            yield f"{path.name} was changed: its sha256 differs from the manifest's"

@@ -1,7 +1,7 @@
-"""Fetching many large files: resumable, size- and hash-checked, a few at a time.
+"""Download of large files: parallel, resumable, with checks of size and sha256. RedPajama's layout and filters.
 
-A file grows as NAME.part and gets its name when its size, and its sha256 where one is known, are right. A part goes on
-where it was only while the server still has the same file (its ETag or date is noted beside the part).
+A download is written to NAME.part and renamed once its size, and its sha256 if known, are verified. It resumes only if
+the server's ETag or date, saved in NAME.part.json, is unchanged.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from megatron_llama.config.data_settings import RAW_DATA_SUFFIXES, strip_compres
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import atomic_open, sha256_file, write_atomically
 
-PIECE = 1 << 20
+CHUNK_BYTES = 1 << 20
 TIMEOUT_SECONDS = 60.0
-# A connection that breaks is tried again this often without any progress, with growing pauses.
+# Attempts without progress before a download fails; pauses grow exponentially.
 TRIES = 5
 
 
 @dataclass(frozen=True)
 class DownloadItem:
-    """One file to fetch."""
+    """File to download."""
 
     url: str
     path: Path
@@ -45,10 +45,10 @@ class DownloadItem:
 
 
 def read_text(where: str) -> str:
-    """A text from a URL or a file.
+    """Read text from a URL or a file.
 
     Raises:
-        UserError: it is not there.
+        UserError: It is unreadable.
     """
     try:
         if "://" in where:
@@ -56,15 +56,15 @@ def read_text(where: str) -> str:
                 return str(response.read().decode("utf-8"))
         return Path(where).read_text(encoding="utf-8")
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise UserError(f"can't read {where}: {getattr(error, 'reason', None) or error}") from None
+        raise UserError(f"cannot read {where}: {getattr(error, 'reason', None) or error}") from None
 
 
 def fetch_all(items: Sequence[DownloadItem], jobs: int, report: Callable[[str], None]) -> None:
-    """Fetches everything that is not there yet.
+    """Download the files that do not exist yet.
 
     Raises:
-        UserError: files that the server does not have; all others are fetched first.
-        MachineError: the connection broke again and again, the disk is full, or a hash is wrong.
+        UserError: The server lacks some files; the others are downloaded first.
+        MachineError: The connection failed repeatedly, the disk is full, or a hash is wrong.
     """
     failed: list[Exception] = []
     stop = threading.Event()
@@ -84,38 +84,36 @@ def fetch_all(items: Sequence[DownloadItem], jobs: int, report: Callable[[str], 
     if failed:
         kind = MachineError if any(isinstance(error, MachineError) for error in failed) else UserError
         raise kind(
-            f"{len(failed)} of {len(items)} files were not fetched; the others are in place. First: {failed[0]}. "
-            "The same command goes on"
+            f"{len(failed)} of {len(items)} downloads failed; the others are complete. First: {failed[0]}. "
+            "Rerun the same command to resume"
         )
 
 
 def _fetch(item: DownloadItem, stop: threading.Event) -> str:
-    """Fetches one file; returns what happened, in words."""
+    """Download one file; return its status."""
     note = item.path.with_name(item.path.name + ".part.json")
     part = item.path.with_name(item.path.name + ".part")
     if item.path.exists():
         if item.sha256 and sha256_file(item.path) != item.sha256:
-            raise MachineError(
-                f"{item.path} is there, but its sha256 is not the listed one: remove it to fetch it again"
-            )
-        return "there already"
+            raise MachineError(f"{item.path} exists with a wrong sha256: remove it to download it again")
+        return "already downloaded"
     try:
         item.path.parent.mkdir(parents=True, exist_ok=True)
         size = _fetch_part(item, part, note, stop)
         if item.sha256 and sha256_file(part) != item.sha256:
             part.unlink()
-            raise MachineError(f"{item.url}: the sha256 of what came is not the listed one; the part was removed")
+            raise MachineError(f"{item.url}: the downloaded file has a wrong sha256 and was removed")
         os.replace(part, item.path)
         note.unlink(missing_ok=True)
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
         raise MachineError(f"{item.url}: {getattr(error, 'reason', None) or error}") from None
     except OSError as error:
-        raise MachineError(f"can't write {item.path}: {error.strerror or error}") from None
-    return f"{size:,} bytes" + (", sha256 right" if item.sha256 else "")
+        raise MachineError(f"cannot write {item.path}: {error.strerror or error}") from None
+    return f"{size:,} bytes" + (", sha256 verified" if item.sha256 else "")
 
 
 def _fetch_part(item: DownloadItem, part: Path, note: Path, stop: threading.Event) -> int:
-    """Completes the part, over as many connections as it takes; returns its size."""
+    """Download the part, reconnecting as needed; return its size."""
     tries = 0
     while True:
         before = part.stat().st_size if part.exists() else 0
@@ -126,7 +124,7 @@ def _fetch_part(item: DownloadItem, part: Path, note: Path, stop: threading.Even
             error: Exception = ConnectionError(f"the connection ended after {part.stat().st_size:,} of {size:,} bytes")
         except urllib.error.HTTPError as problem:
             if problem.code in (401, 403, 404, 410):
-                raise UserError(f"{item.url}: the server answers {problem.code} {problem.reason}") from None
+                raise UserError(f"{item.url}: HTTP status {problem.code} {problem.reason}") from None
             error = problem
         except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as problem:
             error = problem
@@ -138,7 +136,7 @@ def _fetch_part(item: DownloadItem, part: Path, note: Path, stop: threading.Even
 
 
 def _one_connection(item: DownloadItem, part: Path, note: Path, stop: threading.Event) -> int | None:
-    """Gets as much as one connection gives; returns the whole file's size where the server tells it."""
+    """Download over one connection; return the file's size if the server reports it."""
     have = part.stat().st_size if part.exists() else 0
     known: dict[str, Any] = {}
     with contextlib.suppress(FileNotFoundError, ValueError):
@@ -150,22 +148,22 @@ def _one_connection(item: DownloadItem, part: Path, note: Path, stop: threading.
         if have == known.get("size"):
             return have
     with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
-        goes_on = response.status == 206
+        is_resumed = response.status == 206
         length = response.headers.get("Content-Length")
-        size = int(length) + (have if goes_on else 0) if length is not None else None
+        size = int(length) + (have if is_resumed else 0) if length is not None else None
         validator = response.headers.get("ETag") or response.headers.get("Last-Modified")
-        if not goes_on:
+        if not is_resumed:
             note.write_text(json.dumps({"validator": validator, "size": size}))
-        with open(part, "ab" if goes_on else "wb") as file:
-            while piece := response.read(PIECE):
-                file.write(piece)
+        with open(part, "ab" if is_resumed else "wb") as file:
+            while chunk := response.read(CHUNK_BYTES):
+                file.write(chunk)
                 if stop.is_set():
                     raise ConnectionError("stopped")
     return size
 
 
 def parse_sums(text: str) -> dict[str, str]:
-    """A sha256sum list: file name to hash."""
+    """Parse a sha256sum list to {file name: hash}."""
     sums = {}
     for line in text.splitlines():
         words = line.split()
@@ -174,11 +172,10 @@ def parse_sums(text: str) -> dict[str, str]:
     return sums
 
 
-# What RedPajama looks like on disk: its subsets, their shares in Llama's training, and V2's quality signals.
-
+# RedPajama: subsets, their shares in Llama's training, and V2's quality signals.
 
 URL_LIST = "https://data.together.xyz/redpajama-data-1T/v1.0.0/urls.txt"
-# Sampling shares in per cent, Llama paper (arXiv 2302.13971), table 1.
+# Sampling shares in percent, Llama paper (arXiv 2302.13971), table 1.
 LLAMA_SHARES = {
     "common_crawl": 67.0,
     "c4": 15.0,
@@ -188,39 +185,38 @@ LLAMA_SHARES = {
     "arxiv": 2.5,
     "stackexchange": 2.0,
 }
-# The book subset was withdrawn; a folder of that name may carry the plural.
+# Other names of subsets. The book subset was withdrawn.
 ALIASES = {"books": "book", "cc": "common_crawl", "commoncrawl": "common_crawl", "wiki": "wikipedia"}
 V2 = "v2"
 
 
 def subset_of(name: str) -> str:
-    """The subset's own name for a folder's or user's name of it."""
+    """Return the subset's canonical name."""
     lower = name.lower()
     return ALIASES.get(lower, lower)
 
 
 def find_subsets(folder: str) -> dict[str, str]:
-    """Subset to folder, for those that hold files; V2's documents count as one subset.
+    """Map the subsets that have files to their folders; V2's documents are one subset.
 
     Raises:
-        UserError: it is no folder, or holds no subset.
+        UserError: ``folder`` does not exist or has no subset.
     """
     if not os.path.isdir(folder):
-        raise UserError(f"there is no folder {folder}")
-    found = {}
+        raise UserError(f"--input {folder} is not a folder")
+    folders = {}
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
         if subset_of(name) in LLAMA_SHARES and os.path.isdir(path) and _has_records(path):
-            found[subset_of(name)] = path
+            folders[subset_of(name)] = path
     documents = next(Path(folder).rglob("documents"), None)
     if documents is not None and _has_records(str(documents)):
-        found[V2] = str(documents)
-    if not found:
+        folders[V2] = str(documents)
+    if not folders:
         raise UserError(
-            f"{folder} holds no RedPajama subset: neither one of {', '.join(LLAMA_SHARES)} with files in it, "
-            "nor V2's documents/"
+            f"{folder} has no RedPajama subset: expected folders {', '.join(LLAMA_SHARES)}, or V2's documents"
         )
-    return {name: found[name] for name in [*LLAMA_SHARES, V2] if name in found}
+    return {name: folders[name] for name in [*LLAMA_SHARES, V2] if name in folders}
 
 
 def _has_records(folder: str) -> bool:
@@ -228,15 +224,15 @@ def _has_records(folder: str) -> bool:
 
 
 def shares(subsets: Sequence[str]) -> dict[str, float]:
-    """Llama's shares over the subsets that are there, adding up to 1; V2 alone is all of it.
+    """Return Llama's shares of the given subsets, normalized to 1; V2 alone has 1.
 
     Raises:
-        UserError: V2 together with others, for which no shares were published.
+        UserError: V2 together with others, for which no shares are published.
     """
     if list(subsets) == [V2]:
         return {V2: 1.0}
     if V2 in subsets:
-        raise UserError("there are no published shares for a mix of V2 and V1: prepare them apart, or pass --subsets")
+        raise UserError("no shares are published for a mix of V1 and V2: prepare them separately, or write --subsets")
     total = sum(LLAMA_SHARES[name] for name in subsets)
     return {name: LLAMA_SHARES[name] / total for name in subsets}
 
@@ -254,7 +250,7 @@ COMPARE: dict[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class QualityRule:
-    """A condition on one of V2's quality signals, such as rps_doc_word_count>=50."""
+    """Condition on a quality signal of V2, such as rps_doc_word_count>=50."""
 
     signal: str
     sign: str
@@ -262,10 +258,10 @@ class QualityRule:
 
     @staticmethod
     def parse(text: str) -> QualityRule:
-        """From the command line.
+        """Parse a rule.
 
         Raises:
-            UserError: it is no condition.
+            UserError: The text is not a condition.
         """
         match = RULE.match(text)
         if not match:
@@ -273,10 +269,10 @@ class QualityRule:
         return QualityRule(match[1], match[2], float(match[3]))
 
     def holds(self, signals: dict[str, Any]) -> bool:
-        """Whether a document fulfils it; one whose signal is null does not.
+        """Whether a document satisfies the rule; a null signal does not.
 
         Raises:
-            KeyError: there is no such signal.
+            KeyError: The signal does not exist.
         """
         spans = signals[self.signal]
         value = spans[0][2] if spans else None
@@ -287,7 +283,7 @@ class QualityRule:
 
 
 def signals_path(documents: str) -> str:
-    """The file of quality signals that belongs to a file of V2's documents."""
+    """Return the quality signals file of a V2 documents file. Raises UserError."""
     head, marker, tail = documents.rpartition(f"{os.sep}documents{os.sep}")
     name = tail
     for suffix in (".gz", ".zst", *RAW_DATA_SUFFIXES):
@@ -296,16 +292,16 @@ def signals_path(documents: str) -> str:
     for suffix in (".gz", ".zst", ""):
         if marker and os.path.exists(base + suffix):
             return base + suffix
-    raise UserError(f"{documents}: its quality signals are not there; looked for {base}.gz")
+    raise UserError(f"{documents}: no quality signals file {base}.gz: download it, or remove --quality")
 
 
 def filter_file(source: Source, target: Path, rules: Sequence[QualityRule]) -> dict[str, int]:
-    """Copies the documents that fulfil all rules to a .zst file, line by line as they are; returns the counts.
+    """Copy the lines of documents that satisfy all rules to a .zst file; return the counts.
 
-    The two files belong together line by line; where a signal's id names its line, that is checked too.
+    Lines of the two files correspond. If a signal's id has a line number, it is verified.
 
     Raises:
-        UserError: they don't belong together, a signal is unknown, or a line of signals is damaged.
+        UserError: The files do not match, a signal is unknown, or a line of signals is invalid.
     """
     counts = {"kept": 0, **{str(rule): 0 for rule in rules}}
     signals_file = signals_path(source.path)
@@ -317,15 +313,19 @@ def filter_file(source: Source, target: Path, rules: Sequence[QualityRule]) -> d
         for number, (line, signals) in enumerate(pairs):
             if line is None or signals is None:
                 shorter = source.path if line is None else signals_file
-                raise UserError(f"{source.path} and its quality signals differ in lines: {shorter} ends after {number}")
+                raise UserError(
+                    f"{source.path} and its quality signals differ in length: {shorter} ends after {number} lines"
+                )
             values = _signals(signals, signals_file, number)
             try:
                 failed = next((rule for rule in rules if not rule.holds(values)), None)
             except KeyError as error:
                 known = ", ".join(sorted(values)[:12])
-                raise UserError(f"{signals_file}, line {number + 1}: no signal {error}; there are {known}") from None
+                raise UserError(
+                    f"{signals_file}, line {number + 1}: no signal {error}; the signals are {known}"
+                ) from None
             except (TypeError, IndexError, ValueError):
-                raise UserError(f"{signals_file}, line {number + 1}: a signal has no value where one belongs") from None
+                raise UserError(f"{signals_file}, line {number + 1}: a signal has no value") from None
             counts["kept" if failed is None else str(failed)] += 1
             if failed is None:
                 file.write(line + b"\n")
@@ -339,23 +339,23 @@ def _signals(line: bytes, path: str, number: int) -> dict[str, Any]:
         values = loads(values.encode()) if isinstance(values, str) else values
         identity = str(record.get("id", ""))
     except (ValueError, TypeError, KeyError):
-        raise UserError(f"{path}, line {number + 1}: not a record of quality signals") from None
+        raise UserError(f"{path}, line {number + 1}: not a quality signals record") from None
     last = identity.rpartition("/")[2]
     if last.isdigit() and int(last) != number:
-        raise UserError(f"{path}, line {number + 1}: it is of document {identity}, so lines are missing before it")
+        raise UserError(f"{path}, line {number + 1}: it has document {identity}, so lines are missing before it")
     return dict(values)
 
 
 def write_conf(path: Path, prefixes: dict[str, str], tokenizer: str, split: str, command: str) -> None:
-    """Writes the data group's file that `train.py data=NAME` reads, NAME being the file's.
+    """Write the config file of ``train.py data=NAME``, with NAME the file's stem.
 
     Args:
-        prefixes: subset to dataset prefix.
+        prefixes: Subset to dataset prefix.
     """
     weights = shares(list(prefixes))
     lines = [
         "# Written by data_prep/redpajama.py prepare. The weights are the Llama paper's shares of the training samples",
-        "# (arXiv 2302.13971, table 1), renormalised over the subsets that are here.",
+        "# (arXiv 2302.13971, table 1), renormalized over these subsets.",
         f"name: {json.dumps(path.stem)}",
         "prefixes:",
     ]

@@ -1,6 +1,6 @@
-"""Text to token ids: sentencepiece's own, or a faster encoder's where it is proven to give the same.
+"""Encoders of text to token ids: sentencepiece, or a faster encoder that returns the same ids.
 
-Nothing in a document ever becomes a control id: the text "</s>" is encoded as the characters it consists of.
+Control tokens are never parsed from documents: the text "</s>" is encoded as its characters.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from megatron_llama.text.tokenizer import (
 
 Encode = Callable[[str], Any]
 LIBRARIES = ("sentencepiece", "huggingface", "tiktoken")
-# The two fast encoders, faster first
+# Fast encoders, fastest first
 FAST = ("gigatoken", "kitoken")
-# Searching each text for this many costs less than gigatoken saves
+# Searching each text for up to this many pieces costs less than gigatoken saves.
 MAX_USER_DEFINED = 64
 
-# Texts that some fast encoder got wrong, and the beginnings of real documents.
+# Texts for which some fast encoder returned wrong ids.
 PROBES = (
     "", " ", "  ", "\n", "\t\t \n", "a", " a", "a ", "   leading", "trailing   ", "a  b   c    d", "\u2581", "a\u2581b",
     "<s>", "</s>", "<unk>", "x</s>y", "</s></s>", "<s>[INST] hello [/INST]</s>", "<0x0A>", "<|endoftext|>",
@@ -54,21 +54,21 @@ PROBES = (
 
 
 class EncoderMismatch(MachineError):
-    """A fast encoder was caught giving other ids than the reference."""
+    """The ids of a fast encoder differ from the reference."""
 
 
 class Encoder:
-    """A tokenizer, and what computes its ids."""
+    """Tokenizer and the encoder that computes its ids."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
         self.reference: Encode = tokenizer.encode_text
-        """Text to ids by the library that defines them."""
+        """Encoder of the tokenizer's library."""
         self.encode: Encode = self.reference
-        """The same ids, by the package ``name``."""
+        """Encoder of the package ``name``; returns the same ids."""
         self.name = tokenizer.package
         self.notes: list[str] = []
-        """What a user should know about the choice."""
+        """Messages about the selected encoder."""
 
     @property
     def is_fast(self) -> bool:
@@ -77,21 +77,21 @@ class Encoder:
 
 
 def load_encoder(library: str, path: str, choice: str = "auto", sample: Sequence[str] = ()) -> Encoder:
-    """Loads a tokenizer; with `choice` auto the fastest encoder that passes the self-check.
+    """Load a tokenizer. ``choice`` auto selects the fastest encoder that passes the self-check.
 
     Raises:
-        UserError: the tokenizer is not there, is none, or the chosen encoder can't be used for it.
+        UserError: The tokenizer is missing or invalid, or ``choice`` does not support it.
     """
     if library not in LIBRARIES:
-        raise UserError(f"--tokenizer-library {library}: known are {', '.join(LIBRARIES)}")
+        raise UserError(f"--tokenizer-library {library}: write {', '.join(LIBRARIES)}")
     if choice in FAST and library != "sentencepiece":
-        raise UserError(f"--encoder {choice} works for sentencepiece models only")
+        raise UserError(f"--encoder {choice} supports only sentencepiece models: write --encoder auto")
     if library == "tiktoken":
         return Encoder(TiktokenTokenizer(Path(path)))
     file = tokenizer_file(path) if library == "huggingface" else Path(path)
     if library == "huggingface" and not file.is_file():
-        what = f"{path}: a Hugging Face tokenizer is a local folder with {FAST_JSON} (or {PIECES})"
-        raise UserError(what + download_hint(path))
+        message = f"{path}: expected a Hugging Face folder with {FAST_JSON} or {PIECES}"
+        raise UserError(message + download_hint(path))
     if library == "huggingface" and file.name != PIECES:
         return Encoder(HuggingFaceTokenizer(Path(path)))
     return _choose_fast(SentencePieceTokenizer(file), choice, sample)
@@ -102,23 +102,23 @@ def _choose_fast(tokenizer: SentencePieceTokenizer, choice: str, sample: Sequenc
     if choice == "sentencepiece":
         return encoder
     model = read_model(tokenizer.file)
-    # Text that looks like the model's own special pieces, and some of its longest ordinary ones.
+    # Probe texts: the model's special pieces and some of its longest ordinary pieces.
     special = list(special_pieces(model))[:64]
-    longest = sorted((piece.piece for piece in model.pieces), key=len, reverse=True)[:32]
-    probes = [*PROBES, *(text for piece in special + longest for text in (piece, f"x{piece} y")), *sample]
+    longest = sorted((entry.piece for entry in model.pieces), key=len, reverse=True)[:32]
+    probes = [*PROBES, *(text for token in special + longest for text in (token, f"x{token} y")), *sample]
     reasons = []
-    unfit = fast_encoder_obstacle(model)
+    unsupported = fast_encoder_obstacle(model)
     for name in FAST if choice == "auto" else (choice,):
-        if unfit:
-            reasons.append(unfit)
+        if unsupported:
+            reasons.append(unsupported)
             break
         try:
             encode = _FAST_LOADERS[name](model, encoder.reference)
         except ImportError:
             reasons.append(f"{name} is not installed (pip install {name})")
             continue
-        except Exception as error:  # of any kind, from another library: sentencepiece works in any case
-            reasons.append(f"{name} can't load this model: {error}")
+        except Exception as error:  # any exception of the library: sentencepiece is the fallback
+            reasons.append(f"{name} cannot load this model: {error}")
             continue
         different = first_difference(encode, encoder.reference, probes)
         if different is None:
@@ -126,15 +126,15 @@ def _choose_fast(tokenizer: SentencePieceTokenizer, choice: str, sample: Sequenc
             if reasons and choice == "auto":
                 encoder.notes.append(f"encoding with {name}: {'; '.join(reasons)}")
             return encoder
-        reasons.append(f"{name} gives other ids than sentencepiece, for example for {different[:60]!r}")
+        reasons.append(f"{name} returns other ids than sentencepiece, for example for {different[:60]!r}")
     if choice != "auto":
         raise UserError(f"--encoder {choice}: {'; '.join(reasons)}")
-    encoder.notes.append(f"encoding with sentencepiece itself, exact but slower: {'; '.join(reasons)}")
+    encoder.notes.append(f"encoding with sentencepiece (slower): {'; '.join(reasons)}")
     return encoder
 
 
 def first_difference(encode: Encode, reference: Encode, texts: Sequence[str]) -> str | None:
-    """The first text for which two encoders differ (an encoder that fails counts as different), else None."""
+    """Return the first text for which ``encode`` fails or differs from ``reference``, else None."""
     for text in texts:
         try:
             ids = list(encode(text))
@@ -146,7 +146,7 @@ def first_difference(encode: Encode, reference: Encode, texts: Sequence[str]) ->
 
 
 def _load_gigatoken(model: Any, reference: Encode) -> Encode:
-    """gigatoken, which gives other ids around user-defined pieces: text that has one goes to the reference."""
+    """Load gigatoken. Texts with user-defined pieces use the reference, since gigatoken differs there."""
     import gigatoken
 
     encode: Encode = gigatoken.Tokenizer.from_json(to_tokenizer_json(model)).backend.encode
@@ -154,9 +154,9 @@ def _load_gigatoken(model: Any, reference: Encode) -> Encode:
     if not special:
         return encode
     spaces = f"{SPACE} \n\t"
-    if len(special) > MAX_USER_DEFINED or not all(piece.strip(spaces) for piece in special):
-        raise ValueError("its user-defined pieces are in nearly every text")
-    has_special = re.compile("|".join(re.escape(piece) for piece in special)).search
+    if len(special) > MAX_USER_DEFINED or not all(token.strip(spaces) for token in special):
+        raise ValueError("its user-defined pieces occur in nearly every text")
+    has_special = re.compile("|".join(re.escape(token) for token in special)).search
 
     def route(text: str) -> Any:
         return reference(text) if has_special(text) else encode(text)
@@ -174,7 +174,7 @@ def _load_kitoken(model: Any, reference: Encode) -> Encode:
 _FAST_LOADERS: dict[str, Callable[[Any, Encode], Encode]] = {"gigatoken": _load_gigatoken, "kitoken": _load_kitoken}
 
 
-# Llama 3's split pattern and the positions of its special tokens, from its published tokenizer.
+# Split pattern and special token positions of Llama 3's published tokenizer.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -184,7 +184,7 @@ LLAMA3_END_OF_TEXT = 1
 
 
 class TiktokenTokenizer(TextTokenizer):
-    """Llama 3's tokenizer.model: a line per token, its bytes in base64 and its rank."""
+    """Llama 3's tokenizer.model: one line per token with its bytes in base64 and its rank."""
 
     library = package = "tiktoken"
 
@@ -216,14 +216,14 @@ class TiktokenTokenizer(TextTokenizer):
 
 
 def check_same(encoder: Encoder, text: str, ids: np.ndarray) -> None:
-    """Checks one document's ids against the reference, in the middle of a run.
+    """Compare a document's ids with the reference during a run.
 
     Raises:
-        EncoderMismatch: they differ.
+        EncoderMismatch: The ids differ.
     """
     expected = encoder.reference(text)
     if len(expected) != len(ids) or not np.array_equal(np.asarray(expected, dtype=np.int64), ids):
         raise EncoderMismatch(
-            f"{encoder.name} gave other ids than sentencepiece for a document that begins {text[:60]!r}. "
-            "Nothing of this run was kept; start again with --encoder sentencepiece"
+            f"{encoder.name} returned other ids than sentencepiece for a document that starts with {text[:60]!r}. "
+            "The run's files were removed: rerun with --encoder sentencepiece"
         )

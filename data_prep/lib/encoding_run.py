@@ -1,4 +1,4 @@
-"""The encoding of one run: blocks to the pool, results in order to the work folder, checkpoints now and then."""
+"""Encoding of one run: submit blocks to the pool, write results in order, save checkpoints."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class EncodingRun:
         ledger: Ledger,
         cut: InputRange | None = None,
     ) -> None:
-        """``cut`` is the range of the input that is done here; None: all of it."""
+        """``cut`` is the input range to encode; None: all of it."""
         self.cut = cut or InputRange(START, BlockPosition(len(job.sources)))
         self.job, self.options, self.encoder = job, options, encoder
         self.workspace, self.ledger = workspace, ledger
@@ -64,32 +64,32 @@ class EncodingRun:
         self.start = self.saved = time.monotonic()
         self.signal: int | None = None
         self.disk_before = [0, *itertools.accumulate(source.size for source in job.sources)]
-        """Bytes of the sources before each, and of all."""
+        """Cumulative size of the sources on disk, [sources + 1]."""
 
     @property
     def _fresh(self) -> tuple[int, int]:
-        """Bytes of text and tokens since this process started."""
+        """Text bytes and tokens since this process started."""
         return self.ledger.text_bytes - self.started_with.text_bytes, self.ledger.tokens - self.started_with.tokens
 
     @property
     def seconds_worth(self) -> float:
-        """Seconds of work in the ledger: this process's, and in proportion to their bytes those of earlier ones."""
+        """Estimated seconds of work in the ledger, earlier processes included."""
         seconds = time.monotonic() - self.start
         fresh, _ = self._fresh
         return seconds * (self.ledger.text_bytes / fresh if fresh else 1.0)
 
     def _disk(self, position: BlockPosition) -> int:
-        """Bytes on disk before a position; of a file that is no plain lines, before the file."""
+        """Return the bytes on disk before a position, rounded down to whole files for streams."""
         before = self.disk_before[position.source]
         sources = self.job.sources[position.source : position.source + 1]
         return before + sum(position.offset for one in sources if one.kind == "lines" and not one.is_stream)
 
     def encode(self) -> None:
-        """Everything from the ledger's position to the range's end."""
+        """Encode from the ledger's position to the end of the range."""
         options, job = self.options, self.job
         block_bytes = int(options.block_mib * 2**20)
         streams = any(source.is_stream for source in job.sources)
-        # These keep all workers busy: for each, a block is encoded and one waits; and two are filled.
+        # Per worker one block in work and one queued, and two that are being filled.
         slots = Slots(2 * options.workers + 2 if streams else 1, block_bytes)
         worker: BlockEncoder[Any] = TextEncoder(job, self.encoder, slots)
         if job.chat is not None:
@@ -108,7 +108,7 @@ class EncodingRun:
         self._check_stop()
 
     def _take(self, block: TextBlock, result: BlockResult) -> None:
-        """Writes a block's documents and quarantines its bad lines."""
+        """Write a block's documents; quarantine its bad lines."""
         for record in result.bad:
             source = self.job.sources[block.segments[record.segment].source]
             line = self.ledger.line_before(block, record.segment, result) + record.line + 1
@@ -118,7 +118,7 @@ class EncodingRun:
             if self.options.on_bad_line == "error":
                 raise UserError(
                     f"{where}: {record.reason}: {record.detail}. Nothing was written. "
-                    "Mend the line, or leave bad lines out with --on-bad-line skip"
+                    f"Fix the {source.unit}, or write --on-bad-line skip"
                 )
             try:
                 raw: dict[str, Any] = {"raw": record.raw.decode("utf-8")}
@@ -143,11 +143,11 @@ class EncodingRun:
             self.workspace.checkpoint(self.ledger)
             raise Stopped(
                 f"{signal.Signals(self.signal).name} after {self.ledger.documents_read:,} documents. "
-                "They are kept: the same command goes on from there"
+                "They are saved: rerun the same command to resume"
             )
 
     def speed(self) -> str:
-        """What this process did, and how fast."""
+        """Format the amount of work of this process and its speed."""
         fresh, tokens = self._fresh
         seconds = time.monotonic() - self.start
         return (
@@ -158,46 +158,46 @@ class EncodingRun:
 
 
 def summarize_run(job: PrepareJob, options: RunOptions, ledger: Ledger) -> list[str]:
-    """What became of every document and every file, in words."""
+    """Return report lines with the counts of documents, files and skipped lines."""
     lines, names = [], job.names(options.output_prefix)
     for name, counts in list(zip(names, ledger.keys, strict=True))[: 1 if job.chat else None]:
-        lines.append(
-            f"{options.folder / name}: {ledger.documents_read:,} documents = {counts.written:,} written "
-            f"+ {counts.empty:,} empty + {ledger.documents_skipped:,} skipped; {counts.tokens:,} tokens"
-        )
+        lines += [
+            f"{options.folder / name}: {counts.tokens:,} tokens",
+            f"{ledger.documents_read:,} documents = {counts.written:,} written + {counts.empty:,} empty "
+            f"+ {ledger.documents_skipped:,} skipped",
+        ]
     if job.not_taken:
         taken, others = len(job.sources), len(job.not_taken)
-        lines.append(f"{taken + others:,} files found = {taken:,} taken + {others:,} not taken")
+        lines.append(f"{taken + others:,} files found = {taken:,} used + {others:,} ignored")
     if ledger.skipped:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(ledger.skipped.items()))
-        lines.append(f"skipped: {reasons}; see {quarantine_file(options.folder, names)}")
+        lines += [f"skipped: {reasons}", f"skipped lines are in {quarantine_file(options.folder, names)}"]
     if job.chat is not None:
         lines.append(f"{ledger.learned:,} tokens with loss")
     if ledger.notes:
-        lines.append("changed: " + ", ".join(f"{count:,} {note}" for note, count in sorted(ledger.notes.items())))
+        lines.append("modified: " + ", ".join(f"{count:,} {note}" for note, count in sorted(ledger.notes.items())))
     return lines
 
 
-# A preparation over several machines: ``--part K/N`` does part K, and the last to be done joins all into one dataset.
+# Preparation on several machines: ``--part K/N`` encodes part K of the input; the last finished part joins all parts.
 #
-# Each part is a range of the input, cut where a single run could be cut too, so that the parts' files one after another
-# are the single run's. A part has a work folder of its own, ``.<name>.parts/K-of-N``, beside the output: a part that is
-# killed goes on from there and costs the others nothing. Nobody waits: whoever finds all parts done joins them.
+# Parts are cut at block boundaries, so their concatenated files equal the files of a single run. Each part has a work
+# folder next to the output, ``.<name>.parts/K-of-N``, and resumes from it. No process waits for another one.
 
 
-PIECE_BYTES = 1 << 20
+READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class PreparePart:
-    """Part ``number``, counted from 1, of ``count``."""
+    """Part ``number`` (from 1) of ``count``."""
 
     number: int
     count: int
 
     @staticmethod
     def parse(text: str) -> PreparePart:
-        """K/N, as RunOptions has checked it."""
+        """Parse K/N, which RunOptions has validated."""
         number, _, count = text.partition("/")
         return PreparePart(int(number), int(count))
 
@@ -205,13 +205,13 @@ class PreparePart:
         return f"{self.number}/{self.count}"
 
     def folder(self, folder: Path, names: Sequence[str]) -> Path:
-        """Its work folder, for an output of these names in ``folder``."""
+        """Return the part's work folder for outputs ``names`` in ``folder``."""
         return parts_folder(folder, names) / f"{self.number}-of-{self.count}"
 
 
 @dataclass(frozen=True)
 class InputRange:
-    """The input from ``begin`` up to ``end``."""
+    """Input range [begin, end)."""
 
     begin: BlockPosition
     end: BlockPosition
@@ -219,14 +219,14 @@ class InputRange:
 
 @dataclass(frozen=True)
 class FinishedPart:
-    """A part that is done."""
+    """Finished part."""
 
     part: PreparePart
     folder: Path
     identity: dict[str, Any]
-    """The run's options."""
+    """Options of the run."""
     checkpoint: dict[str, Any]
-    """The last of its journal."""
+    """Last checkpoint of the journal."""
 
     @property
     def ledger(self) -> Ledger:
@@ -234,20 +234,22 @@ class FinishedPart:
 
 
 def parts_folder(folder: Path, names: Sequence[str]) -> Path:
-    """Holds the work folders of all parts."""
+    """Return the parent of the parts' work folders."""
     return folder / f".{'+'.join(names)}.parts"
 
 
 def split_input(sources: Sequence[Source], count: int) -> list[InputRange]:
-    """The input cut into ``count`` ranges of about equal bytes on disk, some perhaps empty. A file of plain lines is
-    cut anywhere, parquet and Arrow between their parts; any other file belongs to one range."""
+    """Split the input into ``count`` ranges of about equal bytes on disk, some possibly empty.
+
+    Plain line files are cut anywhere, Parquet and Arrow between row groups or batches, other files not at all.
+    """
     before = [0, *itertools.accumulate(source.size for source in sources)]
 
-    def position(wanted: int) -> BlockPosition:
-        index = min(bisect.bisect_right(before, wanted) - 1, len(sources))
+    def position(target: int) -> BlockPosition:
+        index = min(bisect.bisect_right(before, target) - 1, len(sources))
         if index == len(sources):
             return BlockPosition(index)
-        source, within = sources[index], wanted - before[index]
+        source, within = sources[index], target - before[index]
         if source.kind == "lines" and not source.is_stream:
             return BlockPosition(index, within)
         if source.in_parts:
@@ -261,7 +263,7 @@ def split_input(sources: Sequence[Source], count: int) -> list[InputRange]:
 
 
 def finished_part(part: PreparePart, folder: Path, names: Sequence[str]) -> FinishedPart | None:
-    """A part, where it is done."""
+    """Return a part if it is finished, else None."""
     work = part.folder(folder, names)
     identity, checkpoints = read_journal(work)
     if identity is None or not checkpoints or not checkpoints[-1].get("part_done"):
@@ -273,29 +275,29 @@ def finished_part(part: PreparePart, folder: Path, names: Sequence[str]) -> Fini
 def join_parts(
     parts: Sequence[FinishedPart], workspace: Workspace, sources: Sequence[Source], cuts: Sequence[InputRange]
 ) -> Ledger:
-    """Appends the parts' files to the workspace's, in order; returns the account of all, which is the sum of theirs.
+    """Append the parts' files to the workspace in order; return the sum of their ledgers.
 
     Raises:
-        MachineError: a part's files are not what its journal says. That part is removed.
+        MachineError: A part's files differ from its journal. The part is removed.
     """
     total = sum(sum(one.checkpoint["sizes"].values()) for one in parts)
     progress, done = ProgressBar(total), 0
     whole = Ledger([KeyCounts() for _ in workspace.names])
-    lines_before, source_before = 0, -1  # the lines that earlier parts have read of a source
+    lines_before, source_before = 0, -1  # lines of a source in earlier parts
     try:
         for one, cut in zip(parts, cuts, strict=True):
-            goes_on = lines_before if cut.begin.source == source_before else 0
+            offset = lines_before if cut.begin.source == source_before else 0
             for name, size in one.checkpoint["sizes"].items():
-                pieces = _checked(one, name)
+                chunks = _checked(one, name)
                 if name == QUARANTINE:
                     path = sources[cut.begin.source].path if cut.begin.source < len(sources) else ""
-                    pieces = iter([_renumbered(b"".join(pieces), path, goes_on)])
-                for piece in pieces:
-                    workspace.append(name, piece)
+                    chunks = iter([_renumbered(b"".join(chunks), path, offset)])
+                for chunk in chunks:
+                    workspace.append(name, chunk)
                 done += size
                 progress.update(done, done, 0)
             ledger = one.ledger
-            lines_before = ledger.line + (goes_on if ledger.position.source == cut.begin.source else 0)
+            lines_before = ledger.line + (offset if ledger.position.source == cut.begin.source else 0)
             source_before = ledger.position.source
             whole.add_ledger(ledger)
     finally:
@@ -305,37 +307,35 @@ def join_parts(
 
 
 def _checked(one: FinishedPart, name: str) -> Iterator[bytes]:
-    """A part's file, in pieces, compared with its journal while it is read."""
+    """Yield a part's file in chunks; compare its hash with the journal."""
     digest, left = hashlib.sha256(), one.checkpoint["sizes"][name]
     with contextlib.suppress(FileNotFoundError), open(one.folder / name, "rb") as file:
-        while left and (piece := file.read(min(left, PIECE_BYTES))):
-            left -= len(piece)
-            digest.update(piece)
-            yield piece
+        while left and (chunk := file.read(min(left, READ_BYTES))):
+            left -= len(chunk)
+            digest.update(chunk)
+            yield chunk
     if left or digest.hexdigest() != one.checkpoint["sha256"][name]:
         shutil.rmtree(one.folder, ignore_errors=True)
         raise MachineError(
-            f"{name} of part {one.part} is not what was written there. That part is removed: the same command with "
-            f"--part {one.part} does it again"
+            f"{name} of part {one.part} is damaged, so the part was removed: rerun with --part {one.part}"
         )
 
 
 def _renumbered(entries: bytes, path: str, lines_before: int) -> bytes:
-    """Quarantined lines of a part with the line numbers of the whole file ``path``, of which earlier parts have read
-    ``lines_before`` lines."""
+    """Add ``lines_before`` to the line numbers of quarantined lines from the file ``path``."""
     if not lines_before:
         return entries
-    found = []
+    renumbered = []
     for line in entries.splitlines():
         entry = json.loads(line)
         if entry["file"] == path:
             entry["line"] += lines_before
-        found.append(json.dumps(entry).encode() + b"\n")
-    return b"".join(found)
+        renumbered.append(json.dumps(entry).encode() + b"\n")
+    return b"".join(renumbered)
 
 
 def format_numbers(numbers: Sequence[int]) -> str:
-    """1, 3-5, 8"""
+    """Format sorted numbers as ranges, such as 1, 3-5, 8."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:
@@ -346,12 +346,12 @@ def format_numbers(numbers: Sequence[int]) -> str:
 
 
 def remove_parts(folder: Path, names: Sequence[str]) -> None:
-    """Removes the work folders of all parts."""
+    """Remove the work folders of all parts."""
     if os.path.isdir(parts_folder(folder, names)):
         shutil.rmtree(parts_folder(folder, names), ignore_errors=True)
 
 
-# From a finished work folder to the outputs under their final names; and telling whether they are there already.
+# Publication: move the files of a finished work folder to their final names.
 
 
 SUFFIXES = (".bin", ".idx", ".json")
@@ -360,9 +360,9 @@ SUFFIXES = (".bin", ".idx", ".json")
 def write_outputs(
     workspace: Workspace, dtypes: Sequence[np.dtype], manifests: list[dict[str, Any]], ledger: Ledger
 ) -> None:
-    """Writes indices and manifests into the work folder, notes in the journal that all is complete, and publishes.
+    """Write indices and manifests, mark the journal complete, and publish.
 
-    Sizes and hashes are added to ``manifests``.
+    Adds sizes and hashes to ``manifests``.
     """
     for name, dtype, manifest in zip(workspace.names, dtypes, manifests, strict=True):
         index = workspace.folder / f"{name}.idx"
@@ -384,9 +384,9 @@ def write_outputs(
 
 
 def publish(work: Path, folder: Path, names: list[str]) -> None:
-    """Moves complete files to their final names. Killed in the middle, it is called again and finishes the job.
+    """Move complete files to their final names. The call can be repeated after a crash.
 
-    A manifest comes last and an old one goes first: with a manifest, all files that it lists are in place.
+    The manifest is removed first and written last, so a manifest implies that its files are complete.
     """
     for name in names:
         files = [f"{name}{suffix}" for suffix in SUFFIXES]
@@ -408,43 +408,43 @@ def publish(work: Path, folder: Path, names: list[str]) -> None:
 
 
 def quarantine_file(folder: Path, names: list[str]) -> Path:
-    """Where the lines that were skipped end up."""
+    """Return the path of the file with the skipped lines."""
     return folder / f"{names[0]}{QUARANTINE_SUFFIX}"
 
 
 def read_finished(folder: Path, names: list[str]) -> dict[str, Any] | None:
-    """The manifest of a complete output, or None where there is none at all.
+    """Return the manifest of a complete output, or None if no file exists.
 
     Raises:
-        UserError: files are there that no finished run of this program left.
+        UserError: Files exist that do not form a complete output.
     """
     manifests = []
-    strange = []
+    unexpected = []
     for name in names:
         files = [folder / f"{name}{suffix}" for suffix in SUFFIXES]
-        there = [path for path in files if path.exists()]
-        if not there:
+        existing = [path for path in files if path.exists()]
+        if not existing:
             continue
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             manifest = json.loads(files[2].read_bytes())
             if all(path.stat().st_size == manifest["bytes"][path.suffix] for path in files[:2]):
                 manifests.append(manifest)
                 continue
-        strange += [str(path) for path in there]
-    if strange or (manifests and len(manifests) < len(names)):
+        unexpected += [str(path) for path in existing]
+    if unexpected or (manifests and len(manifests) < len(names)):
         raise UserError(
-            f"{', '.join(strange) or folder}: files are there that no finished run of this program left. "
-            "Move them away, or replace them with --overwrite"
+            f"{', '.join(unexpected) or folder}: not a complete output of this program. "
+            "Move the files, or write --overwrite"
         )
     return manifests[0] if manifests else None
 
 
 def describe_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What differs between two runs' options, in words."""
-    words = []
+    """Format the differences between two runs' options, one string each."""
+    changes = []
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key):
             before, now = json.dumps(old.get(key)), json.dumps(new.get(key))
             long = len(before) + len(now) > 200
-            words.append(f"{key} differs" if long else f"{key} was {before} and is now {now}")
-    return words
+            changes.append(f"{key} differs" if long else f"{key} was {before} and is now {now}")
+    return changes

@@ -1,4 +1,4 @@
-"""Finding the input's files. What is found and not taken is kept with its reason: no file vanishes."""
+"""Find the input files. Each ignored file is recorded with a reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from data_prep.lib.parquet_csv import is_columnar
 from data_prep.lib.records import BOM, loads, parse_line
-from data_prep.lib.sources import STDIN, Source, compression_of, inspect, not_read, read_pieces, unpack
+from data_prep.lib.sources import STDIN, Source, compression_of, describe_unsupported, inspect, read_chunks, unpack
 from megatron_llama.config.data_settings import RAW_DATA_SUFFIXES, TABLE_SUFFIXES, strip_compression
 from megatron_llama.config.hf_config import DATASET, download_hint, resolve_hub_name
 from megatron_llama.system.errors import UserError
@@ -22,21 +22,21 @@ from megatron_llama.text.conversation import RecordError
 TEXT_SUFFIXES = (".txt",)
 ONE_VALUE_MAX_BYTES = 4 << 20
 QUARANTINE_SUFFIX = ".quarantine.jsonl"
-"""Of the file in which a run keeps the bad lines that it left out."""
-NO_SUFFIX = "no suffix that is read"
+"""Suffix of the file with a run's skipped lines."""
+NO_SUFFIX = "unsupported suffix"
 MOST_REASONS = 8
 
 
 @dataclass
 class InputFiles:
-    """The input's files."""
+    """Input files, and ignored files with reasons."""
 
     sources: list[Source] = field(default_factory=list)
     not_taken: dict[str, str] = field(default_factory=dict)
-    """path to reason"""
+    """Path to reason."""
 
     def notes(self) -> list[str]:
-        """What was not taken: each reason once, with a name and the number of others; all are in the manifest."""
+        """Return notes on ignored files: each reason once, with one path and a count. The manifest lists all."""
         if not self.not_taken:
             return []
         by_reason: dict[str, list[str]] = {}
@@ -48,56 +48,55 @@ class InputFiles:
         ]
         words += [f"{len(by_reason) - MOST_REASONS} more reasons"] if len(by_reason) > MOST_REASONS else []
         total = len(self.sources) + len(self.not_taken)
-        return [
-            f"{len(self.not_taken):,} of {total:,} files found are not taken: {'; '.join(words)}. To take one, name it"
-        ]
+        head = f"{len(self.not_taken):,} of {total:,} files found are ignored (list a file in --input to use it):"
+        return ["\n  ".join([head, *words])]
 
 
 def find_sources(
     patterns: Sequence[str], text_suffixes: Sequence[str] = TEXT_SUFFIXES, *, arrays: bool = False, tables: bool = False
 ) -> InputFiles:
-    """The input files of the command line, in its order; folders and patterns are sorted by path.
+    """Find the input files, in command-line order; files of folders and patterns are sorted by path.
 
-    A file that is named is taken. In a folder, at any depth, the names decide: RECORD_SUFFIXES and ``text_suffixes``,
-    with ``tables`` .tsv too, compressed or not. Of what a pattern matches, files of other names are taken where they
-    begin with a record. What is plainly no list of records is left out: a manifest of several lines, a text file
-    beside files of records. With ``arrays`` a JSON array over several lines is a list of records.
+    Paths of files are always used. In folders, at any depth, the suffix decides: RAW_DATA_SUFFIXES, ``text_suffixes``
+    and, with ``tables``, .tsv, compressed or not. For patterns, files with other suffixes are also used if they start
+    with a record. JSON files with a single value, and text files among record files, are ignored. With ``arrays``, a
+    JSON array over several lines is a list of records.
 
     Raises:
-        UserError: something is not there, can't be read, or no file is left.
+        UserError: A path does not exist or is unreadable, or no file remains.
     """
     texts = tuple(text_suffixes)
-    wanted = RAW_DATA_SUFFIXES + texts + (TABLE_SUFFIXES if tables else ())
-    found = InputFiles()
+    suffixes = RAW_DATA_SUFFIXES + texts + (TABLE_SUFFIXES if tables else ())
+    inputs = InputFiles()
     seen: set[str] = set()
-    for given in patterns:
-        pattern = resolve_hub_name(given, DATASET)
+    for path_or_pattern in patterns:
+        pattern = resolve_hub_name(path_or_pattern, DATASET)
         if os.path.isdir(pattern):
-            paths, reasons = _in_folder(pattern, wanted)
+            paths, reasons = _in_folder(pattern, suffixes)
         elif pattern == STDIN or os.path.exists(pattern):
             paths, reasons = ["/dev/stdin" if pattern == STDIN else pattern], {}
         else:
-            paths, reasons = _matching(pattern, wanted)
+            paths, reasons = _matching(pattern, suffixes)
         if paths != [pattern]:
             reasons |= _no_records(paths, texts, arrays)
-        found.not_taken |= dict(sorted(reasons.items()))
+        inputs.not_taken |= dict(sorted(reasons.items()))
         taken = [path for path in paths if path not in reasons]
         if not taken:
             others = InputFiles(not_taken=reasons).notes()
             raise UserError(
-                ". ".join([f"{pattern} holds no file to take ({', '.join(wanted)}, compressed or not)", *others])
+                ". ".join([f"{pattern} has no supported file ({', '.join(suffixes)}, optionally compressed)", *others])
             )
         for path in taken:
             real = os.path.realpath(path)
             if real in seen:
-                raise UserError(f"{path} is named twice in --input: its documents would count twice")
+                raise UserError(f"{path} occurs twice in --input: list each file once")
             seen.add(real)
-            found.sources.append(inspect(path, texts))
-    return found
+            inputs.sources.append(inspect(path, texts))
+    return inputs
 
 
-def _in_folder(folder: str, wanted: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-    """(what the names in a folder say is to be taken, sorted; the rest with reasons)"""
+def _in_folder(folder: str, suffixes: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+    """Return (supported files in a folder, sorted; ignored paths with reasons)."""
     paths: list[str] = []
     reasons: dict[str, str] = {}
     for base, folders, names in os.walk(folder, followlinks=True):
@@ -106,10 +105,10 @@ def _in_folder(folder: str, wanted: tuple[str, ...]) -> tuple[list[str], dict[st
             reasons[os.path.join(base, name)] = "a hidden folder"
         for name in [one for one in folders if _is_loop(base, one)]:
             folders.remove(name)
-            reasons[os.path.join(base, name)] = "a link to a folder that it is in"
+            reasons[os.path.join(base, name)] = "a link to a parent folder"
         for name in names:
             path = os.path.join(base, name)
-            if reason := _reason(path, wanted):
+            if reason := _reason(path, suffixes):
                 reasons[path] = reason
             else:
                 paths.append(path)
@@ -118,7 +117,7 @@ def _in_folder(folder: str, wanted: tuple[str, ...]) -> tuple[list[str], dict[st
 
 
 def _is_loop(base: str, name: str) -> bool:
-    """Whether a folder in ``base`` is a link to that folder, or to one above it."""
+    """Whether a folder in ``base`` is a link to ``base`` or one of its parents."""
     path = os.path.join(base, name)
     if not os.path.islink(path):
         return False
@@ -127,42 +126,46 @@ def _is_loop(base: str, name: str) -> bool:
 
 
 def _no_records(paths: Sequence[str], texts: tuple[str, ...], arrays: bool) -> dict[str, str]:
-    """Of the files of a folder or pattern those that are plainly no lists of records, with reasons."""
-    reasons = {path: "one JSON value, and no list of records" for path in paths if _is_one_value(path, arrays)}
+    """Return the files that are not lists of records, with reasons."""
+    reasons = {path: "a single JSON value, not a list of records" for path in paths if _is_one_value(path, arrays)}
     is_text = {path for path in paths if strip_compression(path).endswith(texts)}
     if texts and len(is_text) + len(reasons) < len(paths):
-        reasons |= dict.fromkeys(sorted(is_text), "a text beside files of records")
+        reasons |= dict.fromkeys(sorted(is_text), "a text file in an input of record files")
     return reasons
 
 
-def _reason(path: str, wanted: tuple[str, ...]) -> str | None:
-    """Why a file in a folder is not taken, as far as its name says."""
+def _reason(path: str, suffixes: tuple[str, ...]) -> str | None:
+    """Return the reason to ignore a file of a folder by its name, else None."""
     if os.path.basename(path).startswith("."):
         return "hidden"
     if os.path.exists(path) and not os.path.isfile(path):
-        return "no file: a pipe, a socket or a device"
+        return "a pipe, socket or device"
     if path.endswith(QUARANTINE_SUFFIX):
-        return "bad lines that an earlier run left out"
-    if strip_compression(path).endswith(wanted):
+        return "skipped lines of an earlier run"
+    if strip_compression(path).endswith(suffixes):
         return None
     if strip_compression(path).endswith(TABLE_SUFFIXES):
-        return "a table; sft.py takes it with --template"
+        return "a table, which sft.py reads with --template"
     return NO_SUFFIX
 
 
-def _matching(pattern: str, wanted: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-    """(the files that match a pattern and are to be taken, sorted; the rest with reasons)"""
+def _matching(pattern: str, suffixes: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+    """Return (supported files that match a pattern, sorted; ignored paths with reasons)."""
     matches = sorted(glob.glob(pattern, recursive=True))
     if not matches:
-        what = " (nothing matches)" if glob.has_magic(pattern) else ": name one" + download_hint(pattern, DATASET)
-        raise UserError(f"there is no file {pattern}{what}")
+        hint = (
+            " (no match for the pattern)"
+            if glob.has_magic(pattern)
+            else ": write an existing path" + download_hint(pattern, DATASET)
+        )
+        raise UserError(f"--input {pattern} does not exist{hint}")
     paths: list[str] = []
     reasons: dict[str, str] = {}
     for path in matches:
         if os.path.isdir(path):
-            if "**" not in pattern:  # which goes through the folders itself
-                reasons[path] = "a folder; name it, or write **"
-        elif (reason := _reason(path, wanted)) and not (reason == NO_SUFFIX and _begins_with_record(path)):
+            if "**" not in pattern:  # ** descends into folders
+                reasons[path] = "a folder: list it in --input, or write **"
+        elif (reason := _reason(path, suffixes)) and not (reason == NO_SUFFIX and _begins_with_record(path)):
             reasons[path] = reason
         else:
             paths.append(path)
@@ -170,11 +173,11 @@ def _matching(pattern: str, wanted: tuple[str, ...]) -> tuple[list[str], dict[st
 
 
 def _begins_with_record(path: str) -> bool:
-    """Whether a file whose name says nothing begins as parquet, Arrow or a JSON object."""
+    """Whether a file with an unsupported suffix starts as Parquet, Arrow or a JSON object."""
     try:
         with open(path, "rb") as file:
             head = file.read(1 << 10)
-            if is_columnar(head) or not_read(head):
+            if is_columnar(head) or describe_unsupported(head):
                 return bool(is_columnar(head))
             if compression := compression_of(head):
                 file.seek(0)
@@ -185,7 +188,7 @@ def _begins_with_record(path: str) -> bool:
 
 
 def _is_one_value(path: str, arrays: bool) -> bool:
-    """Whether a small .json file is one JSON value over several lines: a manifest or a configuration."""
+    """Whether a small .json file is one JSON value over several lines, such as a configuration."""
     if not path.lower().endswith(".json") or os.path.getsize(path) > ONE_VALUE_MAX_BYTES:
         return False
     with open(path, "rb") as file:
@@ -199,13 +202,11 @@ def _is_one_value(path: str, arrays: bool) -> bool:
     return not (arrays and isinstance(value, list))
 
 
-# A folder that holds a Hugging Face dataset: which of its files are data, and of which split.
+# Hugging Face datasets: select the data files and the split.
 #
-# Two layouts: what ``datasets.save_to_disk`` writes (state.json beside data-*.arrow, a folder for each split under a
-# dataset_dict.json), and a repository of the hub as it is downloaded (README.md names configs and their data files, or
-# the files are named train-00000-of-00002.parquet). As everywhere, what is trained on is the split ``train`` where
-# there is one; of several configs, the default one.
-
+# Two layouts: the output of ``datasets.save_to_disk`` (state.json and data-*.arrow, a folder per split below a
+# dataset_dict.json), and a downloaded hub repository (README.md lists configs and their data files, or files have names
+# like train-00000-of-00002.parquet). The split ``train`` is used if it exists, and the default config.
 
 TRAIN = "train"
 DESCRIPTIONS = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json")
@@ -213,16 +214,16 @@ SHARD = re.compile(r"(?:^|[^A-Za-z0-9])(train|validation|valid|val|dev|test|eval
 
 
 def not_chosen(folder: str, paths: Sequence[str]) -> dict[str, str]:
-    """Those of a folder's files that are not to be taken, with the reason; none where it holds no such dataset.
+    """Return the files of a Hugging Face dataset to ignore, with reasons; empty for other folders.
 
     Raises:
-        UserError: it can't be told which files are meant.
+        UserError: The selection is ambiguous, or files are missing.
     """
-    reasons = {path: "describes the dataset" for path in paths if os.path.basename(path) in DESCRIPTIONS}
+    reasons = {path: "dataset description" for path in paths if os.path.basename(path) in DESCRIPTIONS}
     for path in paths:
         state = _object(path) if os.path.basename(path) == "state.json" else {}
         if "_data_files" in state:
-            reasons[path] = "describes the dataset"
+            reasons[path] = "dataset description"
             reasons |= _not_saved(path, state, paths)
     rest = [path for path in paths if path not in reasons]
     splits = _object(os.path.join(folder, "dataset_dict.json")).get("splits") or []
@@ -244,23 +245,25 @@ def not_chosen(folder: str, paths: Sequence[str]) -> dict[str, str]:
 
 
 def _other_split(split: str) -> str:
-    return f"of the split {split}; the split {TRAIN} is taken"
+    return f"split {split}; only the split {TRAIN} is used"
 
 
 def _not_saved(path: str, state: dict[str, Any], paths: Sequence[str]) -> dict[str, str]:
-    """The .arrow files beside a state.json that it does not name: caches of earlier work on the dataset."""
+    """Return the .arrow files that state.json does not list, such as caches."""
     if state.get("_indices_data_files"):
-        raise UserError(f"{path}: the dataset's rows are chosen by a file of indices: save it again, flattened")
+        raise UserError(
+            f"{path}: indices mappings are not supported: call flatten_indices() and save the dataset again"
+        )
     named = {str(one.get("filename")) for one in state["_data_files"]}
     here = [one for one in paths if os.path.dirname(one) == os.path.dirname(path) and one.endswith(".arrow")]
     missing = named - {os.path.basename(one) for one in here}
     if missing:
-        raise UserError(f"{path} names {sorted(missing)[0]}, which is not there: the dataset is not whole")
-    return {one: "not among the data files of state.json" for one in here if os.path.basename(one) not in named}
+        raise UserError(f"{path} lists {sorted(missing)[0]}, which does not exist: download or save the dataset again")
+    return {one: "not listed in state.json" for one in here if os.path.basename(one) not in named}
 
 
 def _object(path: str) -> dict[str, Any]:
-    """A small file's JSON object; an empty one where there is none."""
+    """Read a JSON object; return an empty one if there is no valid file."""
     with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
         content = json.load(file)
         return content if isinstance(content, dict) else {}
@@ -268,7 +271,7 @@ def _object(path: str) -> dict[str, Any]:
 
 
 def _configs(readme: str) -> list[dict[str, Any]]:
-    """What the header of a dataset's README.md says of its configs."""
+    """Return the configs in the YAML header of a dataset's README.md."""
     try:
         with open(readme, encoding="utf-8") as file:
             text = file.read(1 << 20)
@@ -286,7 +289,7 @@ def _configs(readme: str) -> list[dict[str, Any]]:
 
 
 def _files_of(folder: str, config: dict[str, Any]) -> dict[str, str]:
-    """path to split of a config's data files."""
+    """Map the paths of a config's data files to splits."""
     given = config.get("data_files") or "**"
     if isinstance(given, dict):
         given = [{"split": split, "path": path} for split, path in given.items()]
@@ -302,7 +305,7 @@ def _files_of(folder: str, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _not_in_config(folder: str, paths: Sequence[str], configs: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """The files of other configs and splits than the one that is taken."""
+    """Return the files of other configs and splits, with reasons."""
     normal = {os.path.normpath(path): path for path in paths}
     there = {}
     for config in configs:
@@ -315,8 +318,8 @@ def _not_in_config(folder: str, paths: Sequence[str], configs: Sequence[dict[str
     chosen = next(iter(there)) if len(there) == 1 else defaults[0] if defaults else None
     if chosen is None:
         raise UserError(
-            f"{folder} is a dataset of several configs ({', '.join(there)}), none of them the default: "
-            "name the files of one, with a pattern"
+            f"{folder} has several configs ({', '.join(there)}) and no default: "
+            "write a pattern for the files of one config"
         )
     files = there[chosen][1]
     reasons = {}
@@ -324,37 +327,36 @@ def _not_in_config(folder: str, paths: Sequence[str], configs: Sequence[dict[str
         split = files.get(normed)
         if split is None:
             other = next((name for name, (_, theirs) in there.items() if normed in theirs), None)
-            reasons[path] = f"of the config {other}; {chosen} is taken" if other else "no data file of its README.md"
+            reasons[path] = f"config {other}; only {chosen} is used" if other else "not a data file in README.md"
         elif split != TRAIN and TRAIN in files.values():
             reasons[path] = _other_split(split)
     return reasons
 
 
-# A first look into the input: what the text's key is, and some text for the encoder's self-check.
-
+# Detection of the text key, and sample texts for the encoder's self-check.
 
 LOOK_BYTES = 1 << 17
 SAMPLE_FILES = 4
 SAMPLE_CHARACTERS = 1 << 16
-# A record's text is under the first of these that it has: RedPajama-1T and most others; RedPajama-V2; OSCAR.
+# Text keys in order of priority: RedPajama-1T and most others, RedPajama-V2, OSCAR.
 TEXT_KEYS = ("text", "raw_content", "content")
 
 
 def _head(source: Source) -> bytes:
-    """About the first LOOK_BYTES bytes, unpacked."""
+    """Return the first LOOK_BYTES unpacked bytes."""
     head = b""
-    for piece, _ in read_pieces(source):
-        head += piece[:LOOK_BYTES]
+    for chunk, _ in read_chunks(source):
+        head += chunk[:LOOK_BYTES]
         if len(head) >= LOOK_BYTES:
             break
     return head[:LOOK_BYTES].removeprefix(BOM)
 
 
 def detect_keys(sources: Sequence[Source]) -> list[str]:
-    """The key that the first good record's text is under, where the user did not name it.
+    """Return the text key of the first valid record, or ``text``.
 
     Raises:
-        UserError: a damaged compressed file.
+        UserError: A compressed file is damaged.
     """
     for source in sources[:SAMPLE_FILES]:
         if source.is_text:
@@ -372,7 +374,7 @@ def detect_keys(sources: Sequence[Source]) -> list[str]:
 
 
 def sample_texts(sources: Sequence[Source], keys: Sequence[str]) -> list[str]:
-    """Some 64 K characters from the beginnings of the first, middle and last files."""
+    """Return about 64 K characters from the start of the first, middle and last files."""
     picked = sorted({0, len(sources) // 3, 2 * len(sources) // 3, len(sources) - 1})[:SAMPLE_FILES]
     texts: list[str] = []
     for index in picked:
@@ -380,12 +382,12 @@ def sample_texts(sources: Sequence[Source], keys: Sequence[str]) -> list[str]:
         try:
             head = _head(sources[index])
         except UserError:
-            continue  # it will be reported in the input's order
+            continue  # reported later, in input order
         for line in [head] if sources[index].is_text else head.split(b"\n"):
-            found = [line.decode("utf-8", "ignore")]
-            with contextlib.suppress(RecordError):  # a bad line is a sample of bytes, at least
-                found = found if sources[index].is_text else parse_line(line, keys)
-            for text in found:
+            texts_of_line = [line.decode("utf-8", "ignore")]
+            with contextlib.suppress(RecordError):  # a bad line is still a sample
+                texts_of_line = texts_of_line if sources[index].is_text else parse_line(line, keys)
+            for text in texts_of_line:
                 texts.append(text[: SAMPLE_CHARACTERS // SAMPLE_FILES - size])
                 size += len(texts[-1])
             if size >= SAMPLE_CHARACTERS // SAMPLE_FILES:

@@ -1,4 +1,4 @@
-"""What a run of the preparation is to do, and what its workers give back."""
+"""Options of a preparation run, the job of its workers, their results, and the progress bar."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from megatron_llama.text.tokenizer import Tokenizer
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Where a dataset is written, and how it is made."""
+    """Output path and run options of a dataset."""
 
     output_prefix: str
     on_bad_line: str = "error"
-    """``error``, or ``skip``: bad lines are left out and kept in a quarantine file."""
+    """``error`` stops at a bad line; ``skip`` moves bad lines to a quarantine file."""
     max_line_mib: float = 64.0
-    """A longer line is a bad line."""
+    """Longer lines are bad lines."""
     workers: int = field(default_factory=cores)
-    """Processes that encode."""
+    """Number of encoding processes."""
     allow_empty: bool = False
-    """An input without a document is an empty dataset, rather than a mistake."""
+    """Accept an input without documents."""
     part: str | None = None
-    """K/N: do the K-th of N parts only; the last to be done joins them."""
+    """K/N: process only part K of N; the last finished part joins all parts."""
     overwrite: bool = False
-    """Replace an output that was made with other options."""
+    """Replace an output written with other options."""
     checkpoint_seconds: float = 5.0
-    """Work that a kill may cost."""
+    """Seconds between checkpoints."""
     block_mib: float = 4.0
-    """Text that a worker takes at a time."""
+    """MiB of text per block."""
 
     def __post_init__(self) -> None:
-        """Raises UserError for values that can't work."""
+        """Validate the options. Raises UserError."""
         if self.workers < 1:
             raise UserError(f"--workers must be at least 1, not {self.workers}")
         if self.max_line_mib <= 0:
@@ -59,18 +59,18 @@ class RunOptions:
         if self.part is not None:
             number, slash, count = self.part.partition("/")
             if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-                raise UserError(f"--part {self.part}: write K/N, the K-th of N parts, such as 1/16 to 16/16")
+                raise UserError(f"--part {self.part}: write K/N with K from 1 to N, such as 1/16")
         if os.path.basename(self.output_prefix) in ("", ".", ".."):
-            raise UserError(f"--output-prefix {self.output_prefix}: it must end in a name, not in a folder")
+            raise UserError(f"--output-prefix {self.output_prefix}: it must end in a file name, such as data/book")
 
     @staticmethod
     def of(args: argparse.Namespace) -> RunOptions:
-        """From the flags of ``add_run_flags``. Raises UserError."""
+        """Build the options from the flags of ``add_run_flags``. Raises UserError."""
         return RunOptions(**{one.name: vars(args)[one.name] for one in fields(RunOptions) if one.name in vars(args)})
 
     @property
     def max_line(self) -> int:
-        """Bytes."""
+        """Maximum line length in bytes."""
         return int(self.max_line_mib * 2**20)
 
     @property
@@ -79,122 +79,129 @@ class RunOptions:
 
 
 def add_run_flags(data: argparse._ArgumentGroup, output: argparse._ArgumentGroup, writes: str) -> None:
-    """The flags that preprocess.py and sft.py share; ``writes`` says what comes of --output-prefix."""
-    data.add_argument("--on-bad-line", choices=["error", "skip"], default="error", help="default: error")
+    """Add the flags that preprocess.py and sft.py share; ``writes`` names the output files for the help."""
     data.add_argument(
-        "--max-line-mib", type=float, default=RunOptions.max_line_mib, help="a longer line is a bad line (default 64)"
+        "--on-bad-line",
+        choices=["error", "skip"],
+        default="error",
+        help="stop at a bad line, or skip it (default error)",
     )
-    data.add_argument("--allow-empty", action="store_true", help="take an input without a document for an empty one")
+    data.add_argument(
+        "--max-line-mib",
+        type=float,
+        default=RunOptions.max_line_mib,
+        help="MiB; longer lines are bad lines (default 64)",
+    )
+    data.add_argument("--allow-empty", action="store_true", help="accept an input without documents")
     output.add_argument("--output-prefix", required=True, metavar="PATH", help=f"writes {writes}")
-    output.add_argument("--workers", type=int, default=cores(), help="processes (default: one a core)")
+    output.add_argument("--workers", type=int, default=cores(), help="processes (default: one per core)")
     output.add_argument(
         "--part",
         metavar="K/N",
-        help="do the K-th of N parts, here or elsewhere; the last to be done joins them",
+        help="process part K of N on this machine; the last finished part joins all parts",
     )
-    output.add_argument("--overwrite", action="store_true", help="replace an output made with other options")
+    output.add_argument("--overwrite", action="store_true", help="replace an output written with other options")
     output.add_argument(
         "--checkpoint-seconds",
         type=float,
         default=RunOptions.checkpoint_seconds,
-        help="work that a kill may cost (default 5)",
+        help="seconds between checkpoints (default 5)",
     )
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How records of a fine-tuning set become examples."""
+    """Conversion of records to examples of a fine-tuning dataset."""
 
     tokenizer: Tokenizer
-    pieces: Callable[[Sequence[Turn]], list[TextSpan]]
-    """Renders a conversation."""
+    render: Callable[[Sequence[Turn]], list[TextSpan]]
+    """Chat template: conversation to text spans."""
     format: str
     labelled: Template | None
     columns: Mapping[int, Sequence[str]]
-    """The header of each source that is a table, by its position among the sources."""
+    """Header of each source that is a table, by index of the source."""
     max_tokens: int
     truncate: bool
-    """Cut what is longer, rather than count it as bad."""
+    """Truncate longer examples instead of rejecting them."""
     train_on_inputs: bool
     add_bos: bool
     own_template: bool
     options: Mapping[str, Any]
-    """Everything above that decides what the output holds, for the manifest."""
+    """Fields above that determine the output, for the manifest."""
 
 
 @dataclass(frozen=True)
 class PrepareJob:
-    """What is encoded, the same for all blocks of a run."""
+    """Input and encoding options, the same for all blocks of a run."""
 
     sources: Sequence[Source]
     keys: Sequence[str]
-    """JSON keys, each an output of its own; of a fine-tuning set the names of its two outputs."""
+    """JSON keys, one output each. For a fine-tuning dataset, the names of its two outputs."""
     max_line: int
-    """Bytes."""
+    """Maximum line length in bytes."""
     append_eod: bool = False
     chat: ChatFormat | None = None
-    """For a fine-tuning set: how records become examples."""
+    """Set for fine-tuning datasets only."""
     not_taken: Mapping[str, str] = field(default_factory=dict)
-    """Files that were found in folders and patterns and are no sources: path to reason."""
+    """Ignored files of folders and patterns: path to reason."""
 
     def names(self, prefix: str) -> list[str]:
-        """The outputs' names without their folder."""
+        """Return the file names of the outputs, without suffix."""
         ending = "" if self.chat is not None else "_document"
         return [f"{Path(prefix).name}_{key}{ending}" for key in self.keys]
 
     def is_table(self, source: int) -> bool:
-        """Whether a source begins with a header."""
+        """Whether a source starts with a table header."""
         return self.chat is not None and source in self.chat.columns
 
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A line that was not taken."""
+    """Rejected line."""
 
     segment: int
-    """Position of its segment in the block."""
+    """Index of the segment in the block."""
     line: int
-    """Lines before it in the segment."""
+    """Number of lines before it in the segment."""
     reason: str
     detail: str
     size: int
-    """Bytes; for a line that is too long, at least that many."""
+    """Size in bytes; a lower bound for a line that is too long."""
     complete: bool
-    """Whether ``raw`` is all of it."""
+    """Whether ``raw`` is the complete line."""
     raw: bytes
-    """At most its first KEEP_BAD_BYTES bytes."""
+    """First KEEP_BAD_BYTES bytes at most."""
 
     KEEP_BAD_BYTES = 1 << 20
 
 
 @dataclass
 class BlockResult:
-    """A block's documents as they go into the files, one entry per output, and the account of its lines."""
+    """Encoded documents of a block, one entry per output, and its line counts."""
 
     tokens: list[bytes] = field(default_factory=list)
     lengths: list[bytes] = field(default_factory=list)
-    """int32 per document, 0 for one without tokens."""
+    """Tokens per document, int32; 0 if empty."""
     documents_read: int = 0
     text_bytes: int = 0
-    """Size of the lines."""
+    """Total size of the lines."""
     lines: list[int] = field(default_factory=list)
-    """Lines in each segment, blank ones included."""
+    """Lines per segment, including blank ones."""
     bad: list[BadRecord] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
-    """Records that were taken, but changed: how, and how many."""
+    """Number of modified records by kind of modification."""
     learned: int = 0
-    """Of a fine-tuning set: tokens with loss."""
+    """Tokens with loss, of a fine-tuning dataset."""
 
 
-# A line that says how far a job is, how fast, and how long it will still take.
-
+# Progress: share done, speed and remaining time.
 
 TERMINAL_SECONDS = 0.2
 LOG_SECONDS = 30.0
 
 
 def short_time(seconds: float) -> str:
-    """Hours, minutes and seconds as they are read aloud: 2h05m, 3m20s, 12s."""
+    """Format a duration, such as 2h05m, 3m20s or 12s."""
     whole = int(seconds + 0.5)
     if whole >= 3600:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
@@ -202,10 +209,10 @@ def short_time(seconds: float) -> str:
 
 
 class ProgressBar:
-    """Draws a bar on a terminal, and writes a line now and then where the output goes to a file."""
+    """Progress bar on a terminal; a line every LOG_SECONDS otherwise."""
 
     def __init__(self, total: int, done: int = 0, stream: TextIO | None = None) -> None:
-        """`total` and `done` in bytes on disk."""
+        """``total`` and ``done`` are bytes on disk."""
         self.total = max(1, total)
         self.begun_at = done
         self.stream = stream or sys.stderr
@@ -214,7 +221,7 @@ class ProgressBar:
         self.width = 0
 
     def update(self, done: int, work_bytes: int, tokens: int) -> None:
-        """`done` bytes on disk of the total; text bytes and tokens since this process started."""
+        """Show ``done`` bytes on disk; ``work_bytes`` and ``tokens`` count from the start of this process."""
         now = time.monotonic()
         if now - self.shown < (TERMINAL_SECONDS if self.terminal else LOG_SECONDS):
             return
@@ -235,7 +242,7 @@ class ProgressBar:
         self.stream.flush()
 
     def finish(self) -> None:
-        """Takes the bar away."""
+        """Erase the bar."""
         if self.terminal and self.width:
             self.stream.write("\r" + " " * self.width + "\r")
             self.stream.flush()

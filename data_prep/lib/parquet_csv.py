@@ -1,7 +1,7 @@
-"""Parquet, Arrow and .csv files as one JSON object a line. The first two need pyarrow, imported at the first such file.
+"""Read Parquet, Arrow and CSV files as JSON lines. Parquet and Arrow need pyarrow.
 
-A file comes in parts, parquet's row groups or Arrow's record batches, which workers can take on their own. Arrow is
-read in both its formats: with a footer, and the stream that Hugging Face's ``save_to_disk`` writes.
+Workers read Parquet row groups and Arrow record batches ("parts") independently. Both Arrow formats are supported: the
+file format, and the stream format of Hugging Face's ``save_to_disk``.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 STREAM_END = ARROW_STREAM + bytes(4)
 BUFFER_BYTES = 1 << 20
 BATCH_BYTES = 4 << 20
-"""About what is turned into Python objects at a time, unpacked."""
+"""Approximate unpacked bytes that are converted to Python objects at a time."""
 
 
 def is_columnar(head: bytes) -> str:
-    """``parquet``, ``arrow`` or nothing, by a file's first bytes."""
+    """Return ``parquet``, ``arrow`` or an empty string by a file's first bytes."""
     return "parquet" if head.startswith(PARQUET) else "arrow" if head.startswith((ARROW_FILE, ARROW_STREAM)) else ""
 
 
 def part_sizes(path: str, kind: str) -> list[int]:
-    """The unpacked bytes of each part.
+    """Return the unpacked bytes of each part.
 
     Raises:
-        UserError: the file is damaged, cut off or encrypted, or pyarrow is missing.
+        UserError: The file is damaged, truncated or encrypted, or pyarrow is missing.
     """
     with _opened(path, kind) as file:
         if kind == "parquet":
@@ -41,10 +41,10 @@ def part_sizes(path: str, kind: str) -> list[int]:
 
 
 def part_lines(path: str, kind: str, start: int, end: int) -> Iterator[bytes]:
-    """The records of the parts [start, end), each as a line without its line feed.
+    """Yield the records of the parts [start, end) as lines without line feeds.
 
     Raises:
-        UserError: the file is damaged, or pyarrow is missing.
+        UserError: The file is damaged, or pyarrow is missing.
     """
     with _opened(path, kind) as file:
         if kind == "parquet":
@@ -63,13 +63,13 @@ def part_lines(path: str, kind: str, start: int, end: int) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _opened(path: str, kind: str) -> Iterator[Any]:
-    """The file, opened by pyarrow, whose errors become UserErrors; without threads, because workers are forked."""
+    """Open a file with pyarrow; convert its errors to UserError. No threads, since workers are forked."""
     try:
         import pyarrow
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError:
-        raise UserError(f"{path} is {kind}, which pyarrow reads: pip install 'megatron_llama[parquet]'") from None
+        raise UserError(f"{path} is {kind} and needs pyarrow: pip install 'megatron_llama[parquet]'") from None
     try:
         if kind == "parquet":
             with pyarrow.parquet.ParquetFile(
@@ -82,21 +82,23 @@ def _opened(path: str, kind: str) -> Iterator[Any]:
             if data.read(len(ARROW_FILE)) == ARROW_FILE:
                 reader = pyarrow.ipc.open_file(data)
             else:
-                # A writer that was killed leaves whole batches and no end; the reader would take them for all.
+                # The stream of a killed writer has no end marker; pyarrow would accept it.
                 data.seek(max(0, os.path.getsize(path) - len(STREAM_END)))
                 if data.read() != STREAM_END:
-                    raise UserError(f"{path} is cut off: its Arrow stream has no end. Fetch it again, or leave it out")
+                    raise UserError(
+                        f"{path} is truncated: its Arrow stream has no end. Write it again, or remove it from --input"
+                    )
                 data.seek(0)
                 reader = pyarrow.ipc.open_stream(data)
             _check_names(path, reader.schema.names)
             yield reader
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: damaged {kind} data: {error}. Fetch it again, or leave it out") from None
+        raise UserError(f"{path}: damaged {kind} data: {error}. Download it again, or remove it from --input") from None
 
 
 def _check_names(path: str, names: list[str]) -> None:
     if len(set(names)) != len(names):
-        raise UserError(f"{path}: two of its columns have one name: {', '.join(names)[:200]}")
+        raise UserError(f"{path}: duplicate column names: {', '.join(names)[:200]}")
 
 
 def _batches(reader: Any) -> Iterator[Any]:
@@ -122,7 +124,7 @@ def _line(record: dict[str, Any]) -> bytes:
 
 
 def _careful_line(row: Any) -> bytes:
-    """The line of a batch of one row. Text that is no UTF-8 makes it a line that is none, as in a file of lines."""
+    """Convert a batch of one row to a line. Text that is not UTF-8 gives a bad line, as in JSONL files."""
     try:
         return _line(row.to_pylist()[0])
     except UnicodeDecodeError as error:
@@ -130,7 +132,7 @@ def _careful_line(row: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no form for: text that was written without its type, dates, decimal numbers, pictures."""
+    """Convert types that JSON lacks: bytes, dates, decimals."""
     if isinstance(value, bytes):
         try:
             return value.decode()
@@ -139,33 +141,32 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-# A .csv file as one JSON object a line, with the header's names as keys and every value a string.
+# CSV files as JSON lines, with the header's names as keys and strings as values.
 #
-# Quotes as in RFC 4180: a field in double quotes may hold commas, line feeds and doubled quotes. So a row's end can't
-# be told from the middle of a file, and the file is one stream.
-
+# Quoting follows RFC 4180: a quoted field may contain line feeds. So rows cannot be found from the middle of a file,
+# which is read as a stream.
 
 MAX_FIELD_BYTES = 1 << 28
-"""Bounds what a quote that is never closed takes into memory."""
-PIECE_BYTES = 1 << 17
+"""Memory limit for a quote that is never closed."""
+CHUNK_BYTES = 1 << 17
 
 
-def row_lines(path: str, pieces: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
-    """The rows below the header, each as a JSON line, in pieces; the numbers (bytes on disk) are passed on.
+def row_lines(path: str, chunks: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
+    """Yield the rows as JSON lines in chunks, each with its input chunk's bytes on disk.
 
-    A row with more or fewer cells than the header becomes a JSON array of its cells, which no record is. Bytes that are
-    no UTF-8 stay as they are. Both are seen where lines are parsed.
+    A row with a wrong number of cells becomes a JSON array, and bytes that are not UTF-8 stay unchanged: the parser of
+    lines rejects both.
 
     Raises:
-        UserError: no usable header; or a quote is broken, so that the rows after it can't be told apart.
+        UserError: The header is unusable, or a quote is broken, so that the following rows are unknown.
     """
     position = 0
 
     def text_lines() -> Iterator[str]:
         nonlocal position
         rest: list[bytes] = []
-        for number, (piece, position) in enumerate(pieces):  # noqa: B007  the reader's loop below passes it on
-            *lines, tail = (piece if number else piece.removeprefix(BOM)).split(b"\n")
+        for number, (chunk, position) in enumerate(chunks):  # noqa: B007  used by the loop below
+            *lines, tail = (chunk if number else chunk.removeprefix(BOM)).split(b"\n")
             for line in lines:
                 yield b"".join([*rest, line, b"\n"]).decode("utf-8", "surrogateescape")
                 rest = []
@@ -177,7 +178,7 @@ def row_lines(path: str, pieces: Iterator[tuple[bytes, int]]) -> Iterator[tuple[
     rows = csv.reader(text_lines(), strict=True)
     header: list[str] | None = None
     number = size = 0
-    found: list[bytes] = []
+    output: list[bytes] = []
     try:
         for row in rows:
             if not row:
@@ -188,36 +189,36 @@ def row_lines(path: str, pieces: Iterator[tuple[bytes, int]]) -> Iterator[tuple[
             number += 1
             record = dict(zip(header, row, strict=True)) if len(row) == len(header) else row
             line = dump_texts(record)
-            found += (line, b"\n")
+            output += (line, b"\n")
             size += len(line)
-            if size >= PIECE_BYTES:
-                yield b"".join(found), position
-                found, size = [], 0
+            if size >= CHUNK_BYTES:
+                yield b"".join(output), position
+                output, size = [], 0
     except csv.Error as error:
         raise UserError(
-            f"{path}, row {number + 1} (ends in line {rows.line_num}): {error}. After a broken quote rows can't be "
-            "told apart, so nothing of the rest could be trusted: mend the file, or leave it out"
+            f"{path}, row {number + 1} (ends in line {rows.line_num}): {error}. Rows after a broken quote "
+            "cannot be separated: fix the file, or remove it from --input"
         ) from None
-    if found:
-        yield b"".join(found), position
+    if output:
+        yield b"".join(output), position
 
 
 def bad_columns(line: bytes) -> str | None:
-    """What is wrong where ``row_lines`` made the line of a row with too many or too few cells."""
+    """Return the error of a row with a wrong number of cells, else None."""
     if not line.startswith(b"["):
         return None
-    return f"{len(json.loads(line.decode('utf-8', 'replace')))} cells, which is not the header's number of columns"
+    return f"{len(json.loads(line.decode('utf-8', 'replace')))} cells, but the header has another number of columns"
 
 
 def _checked_header(path: str, names: list[str]) -> list[str]:
-    """The names of the columns. Raises UserError."""
+    """Return the column names. Raises UserError."""
     if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"{path}: its header names the column {twice!r} twice")
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"{path}: the header has the column {duplicate!r} twice")
     try:
         ",".join(names).encode()
     except UnicodeEncodeError:
-        raise UserError(f"{path}: its header is no UTF-8; convert the file (iconv -t utf-8)") from None
+        raise UserError(f"{path}: the header is not UTF-8: convert the file (iconv -t utf-8)") from None
     if len(names) == 1 and (";" in names[0] or "\t" in names[0]):
-        raise UserError(f"{path}: its header {names[0][:80]!r} holds no comma, which is what has to be between cells")
+        raise UserError(f"{path}: the header {names[0][:80]!r} has no comma: separate columns by commas")
     return names

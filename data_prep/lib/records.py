@@ -1,8 +1,7 @@
-"""One record of a fine-tuning set to a conversation, in the formats that sets are exported in.
+"""Parse JSON lines: records of fine-tuning datasets to conversations, and records of text.
 
-OpenAI's and TRL's `messages`, ShareGPT's `conversations`, prompt and completion, preference sets (the chosen answer is
-taken), Alpaca and Dolly, GSM8K. Other keys of a record are used, noted or refused, never dropped in
-silence.
+Formats: OpenAI's and TRL's ``messages``, ShareGPT's ``conversations``, prompt and completion, preference pairs (the
+chosen answer is used), Alpaca, Dolly and GSM8K. Other keys of a record are used, noted in the manifest or rejected.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _LISTS = ("messages", "conversations", "conversation")
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {}, "[]", "{}", "null")
 FORMATS = ("auto", "messages", "sharegpt", "prompt_completion", "preference", "alpaca", "gsm8k", "tsv")
 
-# Stanford Alpaca's two prompts, to the letter.
+# The two prompts of Stanford Alpaca, verbatim.
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:"
@@ -46,25 +45,25 @@ ALPACA_INPUT = (
 
 
 def parse_turns(record: Mapping[str, Any], format: str) -> tuple[Turns, list[str]]:
-    """A record's conversation up to its last answer, and notes on what was left out of it.
+    """Return a record's conversation up to its last answer, and notes on omitted content.
 
     Raises:
-        Bad: the record can't be used.
+        RecordError: The record is invalid.
     """
     kind = _detected(record) if format == "auto" else format
     notes = _notes_on_other_keys(record, kind)
     turns = _READERS[kind](record)
     if turns and turns[0].role == "system" and not turns[0].text.strip():
-        turns, notes = turns[1:], [*notes, "empty system turn left out"]
-    for key in ("system", "system_prompt"):  # beside the turns, as in LLaMA-Factory's exports
+        turns, notes = turns[1:], [*notes, "empty system turn left out"]  # a key in stored manifests; prose: ok
+    for key in ("system", "system_prompt"):  # next to the turns, as in LLaMA-Factory's exports
         text = _text(record.get(key) or "", key)
         if text.strip() and (not turns or turns[0].role != "system"):
             turns = [Turn("system", text), *turns]
         elif text.strip() and turns[0].text != text:
-            raise RecordError("bad_messages", f"{key!r} and the first turn are two system texts")
+            raise RecordError("bad_messages", f"{key!r} and the first turn are different system texts")
     for number, turn in enumerate(turns):
         if not turn.text.strip():
-            raise RecordError("empty_content", f"turn {number + 1}, of the {turn.role}, is empty")
+            raise RecordError("empty_content", f"turn {number + 1} ({turn.role}) is empty")
         try:
             turn.text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -73,14 +72,14 @@ def parse_turns(record: Mapping[str, Any], format: str) -> tuple[Turns, list[str
             raise RecordError("lone_surrogate", place) from None
     answers = [number for number, turn in enumerate(turns) if turn.role == "assistant" and turn.learn]
     if not answers:
-        raise RecordError("no_assistant_turn", f"{len(turns)} turns, none of them an answer to learn")
+        raise RecordError("no_assistant_turn", f"{len(turns)} turns, none of them an answer with loss")
     if answers[-1] + 1 < len(turns):
-        notes.append("turns after the last answer left out")
+        notes.append("turns after the last answer left out")  # a key in stored manifests; prose: ok
     return turns[: answers[-1] + 1], notes
 
 
 def _detected(record: Mapping[str, Any]) -> str:
-    """The format that the record's keys indicate."""
+    """Return the format that the record's keys indicate."""
     keys = record.keys()
     if isinstance(record.get("chosen"), (str, list, dict)):
         return "preference"
@@ -93,20 +92,20 @@ def _detected(record: Mapping[str, Any]) -> str:
     ):
         if question in keys and keys & answers:
             return kind
-    raise RecordError("unknown_format", f"its keys are {', '.join(sorted(keys)[:8])[:200] or 'none'}")
+    raise RecordError("unknown_format", f"the keys are {', '.join(sorted(keys)[:8])[:200] or 'none'}")
 
 
 def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
-    """Notes on the keys besides a record's texts; raises Bad where its answers mean nothing without it."""
+    """Return notes on ignored keys. Raises RecordError for keys that the answer depends on."""
     notes = []
     lists = [record.get(key) for key in (*_LISTS, "prompt", "completion", "response", "chosen")]
     turns = [turn for value in lists for turn in (value if isinstance(value, list) else [value])]
     for where in (record, *(turn for turn in turns if isinstance(turn, dict))):
         for key in ("tools", "functions", "tool_calls", "function_call"):
             if where.get(key) not in _NOTHING:
-                raise RecordError("tools_not_supported", f"there is something under {key!r}")
+                raise RecordError("tools_not_supported", f"{key!r} is not empty")
         if any(where.get(key) not in _NOTHING for key in ("reasoning_content", "reasoning", "thinking")):
-            notes = ["reasoning beside an answer left out"]
+            notes = ["reasoning beside an answer left out"]  # a key in stored manifests; prose: ok
     key = "label" if kind == "prompt_completion" else "kto_tag"
     if record.get(key, True) in (False, "false", "False"):
         raise RecordError("rejected_answer", f"{key!r} is false")
@@ -114,16 +113,16 @@ def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
 
 
 def _key(record: Mapping[str, Any], *keys: str) -> Any:
-    """The value of the first of ``keys`` that the record has."""
+    """Return the value of the first of ``keys`` that the record has."""
     for key in keys:
         if key in record:
             return record[key]
     known = ", ".join(sorted(record)[:8])[:200] or "nothing"
-    raise RecordError("unknown_format", f"no key {keys[0]!r}; there is {known}")
+    raise RecordError("unknown_format", f"no key {keys[0]!r}; the keys are {known}")
 
 
 def _text(value: Any, where: str) -> str:
-    """A content as text: a string, or OpenAI's list of parts that are all text."""
+    """Return content as text: a string, or OpenAI's list of text parts."""
     if isinstance(value, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in value):
         return "".join(part["text"] for part in value)
     if not isinstance(value, str):
@@ -132,22 +131,22 @@ def _text(value: Any, where: str) -> str:
 
 
 def _listed(turns: Any) -> Turns:
-    """A list of role and content (OpenAI's names) or from and value (ShareGPT's), by each turn's keys."""
+    """Parse turns with role and content (OpenAI) or from and value (ShareGPT)."""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise RecordError("bad_messages", f"it is a {type(turns).__name__}, not a list of objects")
-    found = []
+        raise RecordError("bad_messages", f"expected a list of objects, not {type(turns).__name__}")
+    parsed = []
     for number, turn in enumerate(turns):
         role = turn.get("role", turn.get("from"))
         known = ROLES.get(role.strip().lower()) if isinstance(role, str) else None
         if known is None:
-            raise RecordError("unknown_role", f"turn {number + 1} is of {str(role)[:60]!r}")
+            raise RecordError("unknown_role", f"turn {number + 1} has the role {str(role)[:60]!r}")
         learn = turn.get("weight", 1) != 0
-        found.append(Turn(known, _text(turn.get("content", turn.get("value")), f"turn {number + 1}"), learn))
-    return found
+        parsed.append(Turn(known, _text(turn.get("content", turn.get("value")), f"turn {number + 1}"), learn))
+    return parsed
 
 
 def _dialogue(text: str) -> Turns | None:
-    """The turns of Anthropic's and rm-static's `\\n\\nHuman: ...\\n\\nAssistant: ...`; None for any other text."""
+    """Parse `\\n\\nHuman: ...\\n\\nAssistant: ...` (Anthropic, rm-static); return None for other text."""
     if not re.match(r"\s*Human:", text) or "\n\nAssistant:" not in text:
         return None
     matches = re.finditer(r"(Human|Assistant):(.*?)(?=\n\nHuman:|\n\nAssistant:|\Z)", text, re.DOTALL)
@@ -155,7 +154,7 @@ def _dialogue(text: str) -> Turns | None:
 
 
 def _side(value: Any, where: str, role: str) -> Turns:
-    """One side of a pair: turns, a dialogue, or a text of ``role``."""
+    """Parse one side of a pair: turns, a dialogue, or a text of ``role``."""
     turns = [value] if isinstance(value, dict) else value
     if isinstance(turns, list) and all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in turns):
         return _listed(turns)
@@ -164,40 +163,40 @@ def _side(value: Any, where: str, role: str) -> Turns:
 
 
 def _pair(record: Mapping[str, Any], *answer_keys: str) -> Turns:
-    """What is asked, which is not to be learned, and the answer, which is."""
+    """Return the prompt's turns without loss and the answer with loss."""
     answer = _side(_key(record, *answer_keys), answer_keys[0], "assistant")
     if len(answer) > 1 and answer[0].role != "assistant":
-        # The whole conversation: as in hh-rlhf and most sets of messages, only its last answer was chosen.
+        # The whole conversation, as in hh-rlhf: only its last answer was chosen.
         return [*(replace(turn, learn=False) for turn in answer[:-1]), answer[-1]]
-    asked = _side(_key(record, "prompt", *_LISTS), "prompt", "user")
-    if asked and asked[-1].role == "assistant" and not asked[-1].text.strip():
-        asked = asked[:-1]  # "Assistant:" at a prompt's end only says who is next
+    prompt = _side(_key(record, "prompt", *_LISTS), "prompt", "user")
+    if prompt and prompt[-1].role == "assistant" and not prompt[-1].text.strip():
+        prompt = prompt[:-1]  # a trailing "Assistant:" of the prompt
     before = [turn for pair in _history(record) for turn in zip(("user", "assistant"), pair, strict=True)]
     return [
         *(Turn(role, text, False) for role, text in before),
-        *(replace(turn, learn=False) for turn in asked),
+        *(replace(turn, learn=False) for turn in prompt),
         *(replace(turn, text=turn.text.strip()) for turn in answer),
     ]
 
 
 def _history(record: Mapping[str, Any]) -> list[list[str]]:
-    """What was asked and answered before."""
+    """Return the previous (prompt, answer) pairs."""
     history = record.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise RecordError("bad_messages", "'history' is no list of pairs")
+        raise RecordError("bad_messages", "'history' is not a list of pairs")
     return [[_text(text, "a text of 'history'") for text in pair] for pair in history]
 
 
 def _alpaca(record: Mapping[str, Any]) -> Turns:
-    """Stanford's, and Dolly's (instruction, context, response), which are asked alike."""
+    """Parse Alpaca's records and Dolly's (instruction, context, response)."""
     instruction = _text(_key(record, "instruction"), "instruction")
     output = _text(_key(record, "output", "response"), "output")
     extra = _text(record.get("input") or record.get("context") or "", "input")
     if not instruction.strip():
         raise RecordError("empty_content", "the instruction is empty")
     turns = []
-    for asked, answered in _history(record):
-        turns += [Turn("user", ALPACA.format(instruction=asked)), Turn("assistant", answered)]
+    for prompt, answered in _history(record):
+        turns += [Turn("user", ALPACA.format(instruction=prompt)), Turn("assistant", answered)]
     prompt = (ALPACA_INPUT if extra.strip() else ALPACA).format(instruction=instruction, input=extra)
     return [*turns, Turn("user", prompt), Turn("assistant", output)]
 
@@ -214,75 +213,73 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Turns]] = {
 }
 
 
-# A file that is one JSON array, as ShareGPT and Alpaca are published, to one element a line.
+# Split a JSON array (as ShareGPT and Alpaca are published) into one element per line.
 #
-# Only strings and brackets are distinguished here, piece by piece, so memory does not depend on the file's size.
-# Whether an element is good JSON is seen where lines are parsed.
-
+# The scanner only separates strings from brackets, chunk by chunk, in constant memory. Parsing validates the JSON.
 
 _OUTSIDE = re.compile(rb'["\[\]{},]|\s+')
 _INSIDE = re.compile(rb'["\\\n]')
 
 
-def element_lines(path: str, pieces: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
-    """The array's elements, each ended by a line feed, in pieces; the numbers (bytes on disk) are passed on.
+def element_lines(path: str, chunks: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
+    """Yield chunks of lines, one array element per line, each with its input chunk's bytes on disk.
 
     Raises:
-        UserError: the array has no end, or something else follows it.
+        UserError: The array is truncated, or other content follows it.
     """
     scanner = _Scanner(path)
     first = True
-    for piece, position in pieces:
-        lines = scanner.feed(piece.removeprefix(BOM) if first else piece)
+    for chunk, position in chunks:
+        lines = scanner.feed(chunk.removeprefix(BOM) if first else chunk)
         first = False
         if lines:
             yield lines, position
     if scanner.depth or not scanner.begun:
-        raise UserError(f"{path} is cut off: it begins a JSON array that has no end. Fetch it again, or leave it out")
+        raise UserError(f"{path} is truncated: its JSON array has no end. Download it again, or remove it from --input")
 
 
 class _Scanner:
-    """Where in the array the last piece ended."""
+    """State of the scan at the end of the last chunk."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.depth = 0  # brackets and braces that are open
+        self.depth = 0  # number of open brackets and braces
         self.begun = self.in_string = self.escaped = False
 
-    def feed(self, piece: bytes) -> bytes:
-        """The lines of the next piece."""
-        found: list[bytes] = []
+    def feed(self, chunk: bytes) -> bytes:
+        """Return the lines of the next chunk."""
+        output: list[bytes] = []
         offset = 0
-        while offset < len(piece):
-            offset = self._inside(piece, offset, found) if self.in_string else self._outside(piece, offset, found)
-        return b"".join(found)
+        while offset < len(chunk):
+            offset = self._inside(chunk, offset, output) if self.in_string else self._outside(chunk, offset, output)
+        return b"".join(output)
 
-    def _inside(self, piece: bytes, offset: int, found: list[bytes]) -> int:
-        """Takes a part of a string. A raw line feed, which no string may hold, becomes what none may hold either."""
+    def _inside(self, chunk: bytes, offset: int, output: list[bytes]) -> int:
+        """Scan inside a string. A raw line feed, invalid in JSON strings, becomes an equally invalid CR."""
         if self.escaped:
             self.escaped = False
-            found.append(piece[offset : offset + 1].replace(b"\n", b"\r"))
+            output.append(chunk[offset : offset + 1].replace(b"\n", b"\r"))
             return offset + 1
-        match = _INSIDE.search(piece, offset)
+        match = _INSIDE.search(chunk, offset)
         if match is None:
-            found.append(piece[offset:])
-            return len(piece)
-        found.append(piece[offset : match.end()].replace(b"\n", b"\r"))
+            output.append(chunk[offset:])
+            return len(chunk)
+        output.append(chunk[offset : match.end()].replace(b"\n", b"\r"))
         self.in_string, self.escaped = match[0] != b'"', match[0] == b"\\"
         return match.end()
 
-    def _outside(self, piece: bytes, offset: int, found: list[bytes]) -> int:
-        """Takes what is between strings, up to the next mark."""
-        match = _OUTSIDE.search(piece, offset)
-        start, end = match.span() if match else (len(piece), len(piece))
-        mark = piece[start:end]
+    def _outside(self, chunk: bytes, offset: int, output: list[bytes]) -> int:
+        """Scan outside strings up to the next mark."""
+        match = _OUTSIDE.search(chunk, offset)
+        start, end = match.span() if match else (len(chunk), len(chunk))
+        mark = chunk[start:end]
         if self.depth == 0:
             if start > offset or not (mark.isspace() or (mark == b"[" and not self.begun)):
-                raise UserError(f"{self.path} begins with a JSON array, and something else comes after the array")
+                raise UserError(f"{self.path}: content follows the JSON array. Write one array, or one record per line")
             if mark == b"[":
                 self.depth, self.begun = 1, True
             return end
-        found.append(piece[offset:start])
+        output.append(chunk[offset:start])
         if mark == b'"':
             self.in_string = True
         elif mark in (b"[", b"{"):
@@ -290,23 +287,21 @@ class _Scanner:
         elif mark in (b"]", b"}"):
             self.depth -= 1
         if self.depth == 0 and mark == b"}":
-            raise UserError(f"{self.path} is no JSON array: its brackets do not match")
+            raise UserError(f"{self.path} is not a valid JSON array: brackets do not match")
         if self.depth == 0 or (self.depth == 1 and mark == b","):
-            found.append(b"\n")
+            output.append(b"\n")
         else:
-            found.append(b" " if mark.isspace() else mark)
+            output.append(b" " if mark.isspace() else mark)
         return end
 
 
-# One line of JSON to its text; Bad, with the reason, where it has none.
+# Parse one JSON line to its text.
 #
-# Fast where the line is good (orjson where it is installed), careful where it is not: a line that the fast parser
-# refuses is looked at again by Python's own, which accepts what Megatron's preprocessing accepts (NaN in the metadata,
-# say).
-
+# orjson is used if installed. Lines that it rejects are parsed again by Python's json, which accepts the same lines as
+# Megatron's preprocessing (such as NaN in metadata) and reports the exact error.
 
 BOM = b"\xef\xbb\xbf"
-# What a bad line is counted under. "line_too_long" is found before parsing, where lines are cut.
+# Reasons of bad lines. "line_too_long" is detected before parsing.
 REASONS = {
     "bad_utf8": "the line is not UTF-8",
     "bad_json": "the line is not one JSON value",
@@ -314,7 +309,7 @@ REASONS = {
     "missing_text": "the record has no text under the key",
     "null_text": "the text is null",
     "text_not_a_string": "the text is not a string",
-    "lone_surrogate": "the text holds half of a surrogate pair, which is no character",
+    "lone_surrogate": "the text contains half of a surrogate pair",
     "line_too_long": "the line is longer than --max-line-mib",
 }
 
@@ -329,16 +324,18 @@ except ImportError:
 
 
 def dump_texts(record: dict[str, str] | list[str]) -> bytes:
-    """A record of texts as a line of JSON, the same bytes with and without the fast library. What ``surrogateescape``
-    made of bytes that are no UTF-8 becomes those bytes again."""
+    """Serialize texts as a JSON line, with the same bytes with and without orjson.
+
+    Characters of ``surrogateescape`` become the original bytes, which are not UTF-8.
+    """
     if _fast_dumps is not None:
-        with contextlib.suppress(TypeError):  # a surrogate
+        with contextlib.suppress(TypeError):  # orjson rejects surrogates
             return _fast_dumps(record)
     return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogateescape")
 
 
 def parse_line(line: bytes, keys: Sequence[str]) -> list[str]:
-    """The texts under `keys`, in their order. Raises Bad where one is missing or is no text."""
+    """Return the texts under ``keys``. Raises RecordError if one is missing or not a string."""
     try:
         record = loads(line)
         texts = [record[key] for key in keys]
@@ -353,7 +350,7 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[str]:
 
 
 def parse_text(data: bytes) -> str:
-    """A file, or a line, as one text. Raises Bad where it is not UTF-8."""
+    """Decode UTF-8. Raises RecordError."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -362,7 +359,7 @@ def parse_text(data: bytes) -> str:
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """The line's JSON object. Raises Bad."""
+    """Parse a line to a JSON object. Raises RecordError."""
     with contextlib.suppress(ValueError, RecursionError):
         record = loads(line)
         if isinstance(record, dict):
@@ -371,7 +368,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
 
 
 def _parse_slowly(line: bytes) -> dict[str, Any]:
-    """The object where only the fast parser has refused the line; else raises Bad with the exact reason."""
+    """Parse a line that orjson rejected. Raises RecordError with the exact reason."""
     text = parse_text(line)
     try:
         record = json.loads(text)
@@ -383,12 +380,12 @@ def _parse_slowly(line: bytes) -> dict[str, Any]:
 
 
 def _parse_line_slowly(line: bytes, keys: Sequence[str]) -> list[str]:
-    """The texts where only the fast parser has refused the line; else raises Bad with the exact reason."""
+    """Return the texts of a line that orjson rejected. Raises RecordError with the exact reason."""
     record = _parse_slowly(line)
     for key in keys:
         if key not in record:
-            there = ", ".join(sorted(record)[:8]) or "nothing"
-            raise RecordError("missing_text", f"no key {key!r}; there is {there[:200]}")
+            existing = ", ".join(sorted(record)[:8]) or "none"
+            raise RecordError("missing_text", f"no key {key!r}; the keys are {existing[:200]}")
         text = record[key]
         if text is None:
             raise RecordError("null_text", f"{key!r} is null")

@@ -1,4 +1,4 @@
-"""From files of records to one fine-tuning set: ``PREFIX_sft`` (tokens) and ``PREFIX_sft_mask`` (loss masks)."""
+"""Build fine-tuning datasets (PREFIX_sft, PREFIX_sft_mask) and pretraining datasets (PREFIX_KEY_document)."""
 
 from __future__ import annotations
 
@@ -29,94 +29,98 @@ CHATML_END = "<|im_end|>"
 
 @dataclass(frozen=True)
 class ExampleOptions:
-    """How records become examples; sft.py's flags of the same names."""
+    """Options of examples: sft.py's flags of the same names."""
 
     tokenizer_model: str
-    """A sentencepiece model's file, or a Hugging Face folder."""
+    """Path of a sentencepiece model or a Hugging Face folder."""
     seq_length: int
-    """Tokens of a training sequence; an example has one more, which is only a label."""
+    """Tokens per training sequence; an example has one more, used only as a label."""
     format: str = "auto"
-    """One of record_formats.FORMATS."""
+    """One of records.FORMATS."""
     template: str | None = None
-    """One of LABEL_TEMPLATES: the question that is asked of a table's lines."""
+    """One of LABEL_TEMPLATES: prompt of a labelled table's rows."""
     chat_template: str = "own"
     """One of CHAT_TEMPLATES."""
     too_long: str = "bad"
-    """What happens to an example with too many tokens: it is a ``bad`` record, or ``truncate``."""
+    """``bad``: examples with too many tokens are bad records. ``truncate``: they are truncated."""
     train_on_inputs: bool = False
-    """Loss on all tokens, not on answers alone."""
+    """Compute the loss on all tokens, not only on answers."""
     add_bos: bool | None = None
-    """Whether a named template's examples begin with BOS; None: where the tokenizer does so."""
+    """Whether a named template's examples start with BOS; None: as the tokenizer does."""
 
     def __post_init__(self) -> None:
-        """Raises UserError for values that can't work."""
+        """Validate the options. Raises UserError."""
         if self.seq_length < 1:
             raise UserError("--seq-length must be at least 1")
 
     def is_table(self, source: Source) -> bool:
-        """Whether a file is a table with a header, rather than one record a line."""
+        """Whether a file is a table with a header instead of JSON records."""
         return self.format == "tsv" or (self.format == "auto" and is_table(source.path))
 
 
 def make_sft_set(
-    inputs: Sequence[str], examples: ExampleOptions, options: RunOptions, report: Callable[[str], None]
+    paths: Sequence[str], examples: ExampleOptions, options: RunOptions, report: Callable[[str], None]
 ) -> dict[str, Any] | None:
-    """Makes the set; returns the manifest of its tokens, None where other parts of the run are still to be done.
+    """Build a fine-tuning dataset; return its manifest, or None if other parts of the run are unfinished.
 
     Raises:
-        UserError: the input, the tokenizer or a record can't be used.
-        MachineError: the disk is full, a worker was killed.
-        Stopped: a signal came; the same call goes on.
+        UserError: The input, the tokenizer or a record is invalid.
+        MachineError: The disk is full or a worker was killed.
+        Stopped: A signal arrived; the same call resumes.
     """
-    found = find_record_files(inputs, examples, report)
-    chat = build_chat_format(examples, found.sources)
-    job = PrepareJob(found.sources, KEYS, options.max_line, chat=chat, not_taken=found.not_taken)
+    inputs = find_record_files(paths, examples, report)
+    chat = build_chat_format(examples, inputs.sources)
+    job = PrepareJob(inputs.sources, KEYS, options.max_line, chat=chat, not_taken=inputs.not_taken)
     return make_dataset(job, options, Encoder(chat.tokenizer), report)
 
 
-def find_record_files(inputs: Sequence[str], examples: ExampleOptions, report: Callable[[str], None]) -> InputFiles:
-    """The input's files. Raises UserError."""
-    found = find_sources(inputs, text_suffixes=(), arrays=True, tables=examples.template is not None)
-    for note in found.notes():
+def find_record_files(paths: Sequence[str], examples: ExampleOptions, report: Callable[[str], None]) -> InputFiles:
+    """Find the input files. Raises UserError."""
+    inputs = find_sources(paths, text_suffixes=(), arrays=True, tables=examples.template is not None)
+    for note in inputs.notes():
         report(note)
-    found.sources = [source if examples.is_table(source) else with_array(source) for source in found.sources]
-    return found
+    inputs.sources = [source if examples.is_table(source) else with_array(source) for source in inputs.sources]
+    return inputs
 
 
 def build_chat_format(examples: ExampleOptions, sources: Sequence[Source]) -> ChatFormat:
-    """How the options make examples of these sources.
+    """Build the conversion of these sources to examples.
 
     Raises:
-        UserError: tokenizer and template don't fit, or a table's template is missing.
+        UserError: Tokenizer and template are incompatible, or a table's template is missing.
     """
-    model, own = resolve_hub_name(examples.tokenizer_model), examples.chat_template == "own"
+    model, uses_own_template = resolve_hub_name(examples.tokenizer_model), examples.chat_template == "own"
     tokenizer = open_tokenizer(Path(model))
     if tokenizer.library == "sentencepiece" and Path(model).is_dir():
-        raise UserError(f"{model} has no {FAST_JSON}; name its tokenizer.model as --tokenizer-model")
-    if own:
+        raise UserError(f"{model} has no {FAST_JSON}: write --tokenizer-model {model}/tokenizer.model")
+    if uses_own_template:
         jinja = load_own_template(tokenizer.path, tokenizer.added_tokens)
-        pieces, source = jinja.render_spans, jinja.source
+        render, source = jinja.render_spans, jinja.source
     else:
         named = NAMED_TEMPLATES[examples.chat_template]
-        pieces, source = named.render_spans, repr(named)
-        # A model that never learns to end an answer never ends one.
+        render, source = named.render_spans, repr(named)
+        # The model must be trained on a token that ends an answer.
         if examples.chat_template == "chatml":
             if tokenizer.control(CHATML_END) is None:
                 raise UserError(
-                    f"{model} has no token {CHATML_END}, with which --chat-template chatml ends an answer: the model "
-                    "would not stop. Write prompter, dialogue or plain"
+                    f"--chat-template chatml ends answers with {CHATML_END}, which {model} does not have: "
+                    "write prompter, dialogue or plain"
                 )
         elif tokenizer.end is None:
-            raise UserError(f"{model} has no end-of-text token, with which --chat-template ends an answer")
-    if examples.add_bos and own:
-        raise UserError("--add-bos is for named templates; the tokenizer's own writes its begin-of-text token itself")
+            raise UserError(
+                f"--chat-template {examples.chat_template} needs an end-of-text token, which {model} does not have"
+            )
+    if examples.add_bos and uses_own_template:
+        raise UserError(
+            "--add-bos: the tokenizer's chat template already writes the begin-of-text token. Remove --add-bos"
+        )
     if examples.add_bos and tokenizer.bos is None:
-        raise UserError(f"--add-bos: {model} has no begin-of-text token")
-    add_bos = bool(tokenizer.adds_bos and not own if examples.add_bos is None else examples.add_bos)
+        raise UserError(f"--add-bos: {model} has no begin-of-text token. Remove --add-bos")
+    add_bos = bool(tokenizer.adds_bos and not uses_own_template if examples.add_bos is None else examples.add_bos)
     decisive = {key: value for key, value in asdict(examples).items() if key != "tokenizer_model"}
     return ChatFormat(
         tokenizer=tokenizer,
-        pieces=pieces,
+        render=render,
         format=examples.format if examples.format != "tsv" else "auto",
         labelled=LABELLED[examples.template] if examples.template else None,
         columns=_columns(examples, sources),
@@ -124,7 +128,7 @@ def build_chat_format(examples: ExampleOptions, sources: Sequence[Source]) -> Ch
         truncate=examples.too_long == "truncate",
         train_on_inputs=examples.train_on_inputs,
         add_bos=add_bos,
-        own_template=own,
+        own_template=uses_own_template,
         options={
             **decisive,
             "add_bos": add_bos,
@@ -134,25 +138,25 @@ def build_chat_format(examples: ExampleOptions, sources: Sequence[Source]) -> Ch
 
 
 def _columns(examples: ExampleOptions, sources: Sequence[Source]) -> dict[int, list[str]]:
-    """The header of each source that is a table. Raises UserError where its template or a column is missing."""
-    found = {}
+    """Return the header of each source that is a table. Raises UserError for a missing template or column."""
+    headers: dict[int, list[str]] = {}
     for number, source in enumerate(sources):
         if not examples.is_table(source):
             continue
         if examples.template is None:
-            raise UserError(
-                f"{source.path} is a table: give --template, how its lines are asked ({', '.join(LABELLED)})"
-            )
-        found[number] = header_of(source).decode("utf-8", "replace").split("\t")
+            raise UserError(f"{source.path} is a table: write --template with one of {', '.join(LABELLED)}")
+        headers[number] = header_of(source).decode("utf-8", "replace").split("\t")
         template = LABELLED[examples.template]
         for name in template.fields:
-            if name not in found[number]:
-                raise UserError(f"{source.path} has no column {name}; it has {', '.join(found[number])[:200]}")
-    return found
+            if name not in headers[number]:
+                columns = ", ".join(headers[number])[:200]
+                raise UserError(
+                    f"{source.path}: --template {examples.template} needs a column {name}; the table has {columns}"
+                )
+    return headers
 
 
-# From files of text to indexed datasets for pretraining, one for each JSON key: ``PREFIX_KEY_document``.
-
+# Pretraining datasets, one per JSON key: ``PREFIX_KEY_document``.
 
 TOKENIZER_TYPES = {
     **dict.fromkeys(
@@ -161,37 +165,39 @@ TOKENIZER_TYPES = {
     **dict.fromkeys(("huggingfacetokenizer", "huggingface"), "huggingface"),
     **dict.fromkeys(("tiktokenizer", "tiktoken", "llama3"), "tiktoken"),
 }
-"""Megatron's and NeMo's names of tokenizers, in lower case, to the library that reads them."""
+"""Tokenizer types of Megatron and NeMo, in lower case, to the library."""
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What text is taken and how it is encoded; preprocess.py's flags of the same names."""
+    """Input and encoding options: preprocess.py's flags of the same names."""
 
     input: Sequence[str]
     tokenizer_model: str | None
     tokenizer_library: str | None = None
     tokenizer_type: str | None = None
     json_keys: Sequence[str] | None = None
-    """None: found in the first record."""
+    """None: detected from the first record."""
     text_suffixes: Sequence[str] = TEXT_SUFFIXES
     append_eod: bool = False
     encoder: str = "auto"
 
     def __post_init__(self) -> None:
-        """Raises UserError for values that can't work."""
+        """Validate the options. Raises UserError."""
         for key in self.json_keys or []:
             if not re.fullmatch(r"[\w.\- ]+", key):
-                raise UserError(f"--json-keys {key!r}: the key becomes part of a file name and must fit there")
+                raise UserError(
+                    f"--json-keys {key!r}: the key is part of a file name, so use letters, digits, _ . - and spaces"
+                )
         if len(set(self.json_keys or [])) != len(self.json_keys or []):
-            raise UserError("--json-keys: a key is named twice")
+            raise UserError("--json-keys: a key is listed twice")
 
     @property
     def tokenizer(self) -> tuple[str, str]:
-        """(library, path), from flags as Megatron's or NeMo's users write them.
+        """(library, path) of the tokenizer, from Megatron's or NeMo's flags.
 
         Raises:
-            UserError: none is named, or it is an unknown one.
+            UserError: The tokenizer is missing or its type is unknown.
         """
         kind, library, model = self.tokenizer_type or "", (self.tokenizer_library or "").lower(), self.tokenizer_model
         library = {"hf": "huggingface", "megatron": ""}.get(library, library)
@@ -201,33 +207,33 @@ class TextOptions:
         if not library:
             if kind and kind.lower() not in TOKENIZER_TYPES:
                 known = ", ".join(sorted(TOKENIZER_TYPES))
-                raise UserError(f"--tokenizer-type {kind}: known are a Hugging Face folder, {known}")
+                raise UserError(f"--tokenizer-type {kind}: write a Hugging Face folder, or one of {known}")
             fallback = "huggingface" if model and os.path.isdir(resolve_hub_name(model)) else "sentencepiece"
             library = TOKENIZER_TYPES.get(kind.lower(), fallback)
         if library not in TOKENIZER_TYPES.values():
-            raise UserError(f"--tokenizer-library {library}: known are sentencepiece, huggingface, tiktoken")
+            raise UserError(f"--tokenizer-library {library}: write sentencepiece, huggingface or tiktoken")
         if not model:
-            raise UserError("--tokenizer-model is missing: the tokenizer's .model file, or a Hugging Face folder")
+            raise UserError("--tokenizer-model is missing: write a .model file or a Hugging Face folder")
         return library, resolve_hub_name(model)
 
 
 def make_text_set(text: TextOptions, options: RunOptions, report: Callable[[str], None]) -> None:
-    """Makes the datasets. Notes on the input and the encoder go to stderr.
+    """Build the pretraining datasets; print notes on the input and the encoder to stderr.
 
     Raises:
-        UserError: the input, the tokenizer or a record can't be used.
-        MachineError: the disk is full, a worker was killed.
-        Stopped: a signal came; the same call goes on.
+        UserError: The input, the tokenizer or a record is invalid.
+        MachineError: The disk is full or a worker was killed.
+        Stopped: A signal arrived; the same call resumes.
     """
     library, model = text.tokenizer
-    found = find_sources(text.input, text.text_suffixes)
-    for note in found.notes():
+    inputs = find_sources(text.input, text.text_suffixes)
+    for note in inputs.notes():
         sys.stderr.write(f"note: {note}\n")
-    keys = text.json_keys or detect_keys(found.sources)
-    encoder = load_encoder(library, model, text.encoder, sample_texts(found.sources, keys))
+    keys = text.json_keys or detect_keys(inputs.sources)
+    encoder = load_encoder(library, model, text.encoder, sample_texts(inputs.sources, keys))
     if text.append_eod and encoder.tokenizer.end is None:
-        raise UserError(f"--append-eod: the tokenizer {model} has no end-of-text token")
+        raise UserError(f"--append-eod: the tokenizer {model} has no end-of-text token. Remove --append-eod")
     for note in encoder.notes:
         sys.stderr.write(f"note: {note}\n")
-    job = PrepareJob(found.sources, tuple(keys), options.max_line, text.append_eod, not_taken=found.not_taken)
+    job = PrepareJob(inputs.sources, tuple(keys), options.max_line, text.append_eod, not_taken=inputs.not_taken)
     make_dataset(job, options, encoder, report)

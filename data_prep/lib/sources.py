@@ -1,7 +1,7 @@
-"""An input file, and its records as lines of bytes, whatever its format and compression.
+"""Input files, and their records as lines of bytes for every format and compression.
 
-What a file is, its first bytes say: RedPajama's common_crawl is zstd although its names end in .json.gz. The name is
-asked only where the bytes can't tell, for .csv and text.
+The first bytes of a file determine its type: RedPajama's common_crawl is zstd despite its .json.gz names. The name only
+distinguishes CSV and text files.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from megatron_llama.config.data_settings import COLUMNAR_SUFFIXES, COMPRESSION_S
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import atomic_open
 
-PIECE_BYTES = 1 << 17
+CHUNK_BYTES = 1 << 17
 LARGEST_PART = 1 << 28
-"""Unpacked bytes of a row group that a worker may take whole; a file with a larger one is read as one stream."""
+"""Maximum unpacked bytes of a row group for parallel reading; files with larger ones are read as a stream."""
 UNITS = {"text": "file", "array": "record", "csv": "row", "parquet": "row", "arrow": "row"}
 _NOT_READ = {
-    b"PK\x03\x04": "a zip archive: unpack it",
-    b"\x04\x22\x4d\x18": "lz4: unpack it, or pack it with zstd",
-    b"7z\xbc\xaf": "a 7z archive: unpack it",
-    b"Obj\x01": "an Avro file: write it as parquet",
+    b"PK\x03\x04": "a zip archive. Unpack it",
+    b"\x04\x22\x4d\x18": "lz4-compressed. Unpack it, or compress it with zstd",
+    b"7z\xbc\xaf": "a 7z archive. Unpack it",
+    b"Obj\x01": "an Avro file. Convert it to Parquet",
 }
 _POINTER = b"version https://git-lfs"
 _HEAD_BYTES = 32
@@ -45,21 +45,21 @@ _HEAD_BYTES = 32
 
 @dataclass(frozen=True)
 class Source:
-    """One input file."""
+    """Input file."""
 
     path: str
     size: int
-    """bytes on disk"""
+    """Bytes on disk."""
     mtime_ns: int
     compression: str
-    """"", "gzip", "zstd", "xz" or "bz2" """
+    """``gzip``, ``zstd``, ``xz``, ``bz2`` or empty."""
     kind: str = "lines"
-    """"lines": a record a line; "text": the whole file is one document; "array": one JSON array; "csv"; "parquet";
-    "arrow". Records of the last four are read as JSON lines."""
+    """``lines`` (a record per line), ``text`` (one document), or a format read as JSON lines: ``array`` (a JSON array),
+    ``csv``, ``parquet``, ``arrow``."""
     in_parts: bool = False
-    """of parquet and arrow: whether workers take its parts on their own"""
+    """Parquet and Arrow: whether workers read row groups or batches in parallel."""
     stored_at: str | None = None
-    """of a pipe: the file that took its bytes"""
+    """For a pipe: path of the copy of its content."""
 
     @property
     def is_text(self) -> bool:
@@ -73,39 +73,39 @@ class Source:
 
     @property
     def is_stream(self) -> bool:
-        """Whether its lines can only be found from its beginning on."""
+        """Whether it can only be read sequentially."""
         return not self.in_parts and (bool(self.compression) or self.kind not in ("lines", "text"))
 
     @property
     def file(self) -> str:
-        """What to open; ``path`` is what to call it."""
+        """Path to open; ``path`` is for messages."""
         return self.stored_at or self.path
 
     @property
     def unit(self) -> str:
-        """What its records are called in messages."""
+        """Name of a record in messages."""
         return UNITS.get(self.kind, "line")
 
 
 def inspect(path: str, text_suffixes: tuple[str, ...]) -> Source:
-    """What the file is. A pipe is read to its end.
+    """Detect the type of a file. A pipe is read to its end.
 
     Raises:
-        UserError: it can't be read, is no kind of file that is read here, or is damaged in a way that shows at once.
+        UserError: The file is unreadable, unsupported or visibly damaged.
     """
     try:
         status = os.stat(path)
         pipe = store_pipe(path) if is_pipe(status) else None
         if pipe is None and not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{path} is neither a file, a folder nor a pipe")
+            raise UserError(f"{path} is not a file, a folder or a pipe")
         with open(pipe.path if pipe else path, "rb") as file:
             status = os.fstat(file.fileno())
             head = file.read(_HEAD_BYTES)
     except OSError as error:
-        raise UserError(f"can't read {path}: {error.strerror}") from None
-    what = not_read(head)
-    if what and not (strip_compression(path).endswith(text_suffixes) and not head.startswith(_POINTER)):
-        raise UserError(f"{path} is {what}")
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    unsupported = describe_unsupported(head)
+    if unsupported and not (strip_compression(path).endswith(text_suffixes) and not head.startswith(_POINTER)):
+        raise UserError(f"{path} is {unsupported}")
     compression = compression_of(head)
     kind = _kind(path, head, compression, text_suffixes)
     source = Source(path, status.st_size, status.st_mtime_ns, compression, kind)
@@ -117,55 +117,57 @@ def inspect(path: str, text_suffixes: tuple[str, ...]) -> Source:
 
 
 def _kind(path: str, head: bytes, compression: str, text_suffixes: tuple[str, ...]) -> str:
-    """``Source.kind``. Raises UserError where name and first bytes contradict each other."""
+    """Return ``Source.kind``. Raises UserError if the name contradicts the content."""
     if kind := is_columnar(head):
         return kind
     name = strip_compression(path)
     if name.endswith(COLUMNAR_SUFFIXES):
         if compression:
-            raise UserError(f"{path} is compressed as a whole: unpack it; such files compress their own pages")
-        raise UserError(f"{path} is cut off, damaged or no such file: it starts with {head[:8]!r}")
+            raise UserError(
+                f"{path} is compressed as a whole, which is not supported: unpack it (its pages are compressed)"
+            )
+        raise UserError(f"{path} is truncated or not of this format: it starts with {head[:8]!r}")
     is_json = head.lstrip(BOM + b" \t\r\n")[:1] in (b"{", b"[", b"")
     if not (compression or is_json) and path.lower().endswith(COMPRESSION_SUFFIXES):
         kinds = ", ".join(end[1:] for end in COMPRESSION_SUFFIXES)
-        raise UserError(f"{path} is none of {kinds}, whatever its name says: it starts with {head[:8]!r}")
+        raise UserError(f"{path} is not compressed with any of {kinds}: it starts with {head[:8]!r}")
     return "text" if name.endswith(text_suffixes) else "csv" if name.endswith(CSV_SUFFIXES) else "lines"
 
 
-def not_read(head: bytes) -> str | None:
-    """What a file is that is not read here, by its first bytes, and what to do with it."""
+def describe_unsupported(head: bytes) -> str | None:
+    """Return the type of an unsupported file by its first bytes, with a fix, else None."""
     if head.startswith(_POINTER):
-        return "a pointer of git-lfs: its content was not fetched (git lfs pull)"
-    return next((what for magic, what in _NOT_READ.items() if head.startswith(magic)), None)
+        return "a git-lfs pointer. Run git lfs pull"
+    return next((message for magic, message in _NOT_READ.items() if head.startswith(magic)), None)
 
 
 def with_array(source: Source) -> Source:
-    """The source, read as one JSON array where its first byte, white space aside, says that it is one."""
+    """Return the source, as kind ``array`` if its first byte, except white space, starts a JSON array."""
     if source.kind != "lines":
         return source
-    with contextlib.closing(_unpacked_pieces(source)) as pieces:
-        for number, (piece, _) in enumerate(pieces):
-            head = (piece if number else piece.removeprefix(BOM)).lstrip()
+    with contextlib.closing(_unpacked_chunks(source)) as chunks:
+        for number, (chunk, _) in enumerate(chunks):
+            head = (chunk if number else chunk.removeprefix(BOM)).lstrip()
             if head:
                 return replace(source, kind="array") if head.startswith(b"[") else source
     return source
 
 
-def read_pieces(source: Source) -> Iterator[tuple[bytes, int]]:
-    """The source's lines, unpacked, in pieces, each with the number of bytes on disk read so far.
+def read_chunks(source: Source) -> Iterator[tuple[bytes, int]]:
+    """Yield the unpacked lines in chunks, each with the bytes on disk read so far.
 
     Raises:
-        UserError: a file that is not plain lines is damaged or cut off.
+        UserError: A file that is not plain lines is damaged or truncated.
     """
     if source.kind in ("parquet", "arrow"):
-        return _columnar_pieces(source)
-    pieces = _unpacked_pieces(source)
+        return _columnar_chunks(source)
+    chunks = _unpacked_chunks(source)
     if source.kind == "array":
-        return element_lines(source.path, pieces)
-    return row_lines(source.path, pieces) if source.kind == "csv" else pieces
+        return element_lines(source.path, chunks)
+    return row_lines(source.path, chunks) if source.kind == "csv" else chunks
 
 
-def _columnar_pieces(source: Source) -> Iterator[tuple[bytes, int]]:
+def _columnar_chunks(source: Source) -> Iterator[tuple[bytes, int]]:
     sizes = part_sizes(source.file, source.kind)
     done, total = 0, max(1, sum(sizes))
     for number, part in enumerate(sizes):
@@ -174,7 +176,7 @@ def _columnar_pieces(source: Source) -> Iterator[tuple[bytes, int]]:
         for line in part_lines(source.file, source.kind, number, number + 1):
             held += (line, b"\n")
             size += len(line) + 1
-            if size >= PIECE_BYTES:
+            if size >= CHUNK_BYTES:
                 passed += size
                 yield b"".join(held), source.size * (done + min(part, passed)) // total
                 held, size = [], 0
@@ -183,24 +185,24 @@ def _columnar_pieces(source: Source) -> Iterator[tuple[bytes, int]]:
             yield b"".join(held), source.size * done // total
 
 
-def _unpacked_pieces(source: Source) -> Generator[tuple[bytes, int], None, None]:
+def _unpacked_chunks(source: Source) -> Generator[tuple[bytes, int], None, None]:
     with open(source.file, "rb") as file:
         if source.compression:
             yield from unpack(source.path, source.compression, file)
-        while piece := file.read(1 << 20):  # nothing is left of a compressed file
-            yield piece, file.tell()
+        while chunk := file.read(1 << 20):  # a compressed file is at its end
+            yield chunk, file.tell()
 
 
 def read_lines(source: Source) -> Iterator[bytes]:
-    """The source's lines (a text source is one line), without the line feed; a leading byte-order mark is gone."""
+    """Yield lines without line feeds and without a byte-order mark; a text file is one line."""
     rest: list[bytes] = []
-    for number, (piece, _) in enumerate(read_pieces(source)):
+    for number, (chunk, _) in enumerate(read_chunks(source)):
         if number == 0:
-            piece = piece.removeprefix(BOM)
-        if source.is_text or b"\n" not in piece:
-            rest.append(piece)
+            chunk = chunk.removeprefix(BOM)
+        if source.is_text or b"\n" not in chunk:
+            rest.append(chunk)
             continue
-        head, *lines, tail = piece.split(b"\n")
+        head, *lines, tail = chunk.split(b"\n")
         yield b"".join([*rest, head])
         yield from lines
         rest = [tail]
@@ -209,43 +211,42 @@ def read_lines(source: Source) -> Iterator[bytes]:
 
 
 def check_unchanged(source: Source) -> None:
-    """Raises UserError where the file was changed since it was inspected."""
+    """Raise UserError if the file was changed since it was inspected."""
     if source.stored_at is not None:
         return
     status = Path(source.path).stat()
     if (status.st_size, status.st_mtime_ns) != (source.size, source.mtime_ns):
-        raise UserError(f"{source.path} was changed while it was read: start again")
+        raise UserError(f"{source.path} changed while it was read: rerun when no process writes to it")
 
 
-# Compressed files as plain bytes: gzip, zstd, xz and bzip2, recognised by their first bytes, never by their name.
+# Decompression: gzip, zstd, xz and bzip2, detected by their first bytes.
 #
-# A stream that ends early is an error, always: what was in the rest is unknown.
+# A truncated stream is always an error, since its documents cannot be counted.
 
-
-# Small enough that one piece of a well-compressed file does not become hundreds of megabytes.
+# Small, so that a chunk of a highly compressed file does not unpack to hundreds of MB.
 READ_BYTES = 1 << 17
-# Files packed with a longer window (zstd --long, xz with a large dictionary) need that much memory to unpack.
+# Memory limits for files with long windows (zstd --long, large xz dictionaries).
 ZSTD_MAX_WINDOW = 1 << 27
 XZ_MAX_MEMORY = 1 << 28
 _MAGIC = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd", "xz": b"\xfd7zXZ\x00"}
-_BZ2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")  # the first block, and the end of an empty stream
+_BZ2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")  # the first block, or the end of an empty stream
 
 
 def compression_of(head: bytes) -> str:
-    """``gzip``, ``zstd``, ``xz``, ``bz2`` or nothing, by a file's first 10 bytes."""
+    """Return ``gzip``, ``zstd``, ``xz``, ``bz2`` or an empty string by a file's first 10 bytes."""
     if head[:3] == b"BZh" and head[4:10] in _BZ2_BLOCKS:
         return "bz2"
     return next((kind for kind, magic in _MAGIC.items() if head.startswith(magic)), "")
 
 
 def unpack(path: str, kind: str, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    """The unpacked bytes of all frames, members or streams, in pieces, each with the bytes of the file read so far.
+    """Yield the unpacked bytes of all frames, members or streams in chunks, with the bytes on disk read so far.
 
-    By hand, because the libraries' own readers take a file that is cut off for a shorter one, or stop after the first
-    frame. Zeros between and after gzip's members and xz's streams are padding.
+    The libraries' readers are not used: they accept truncated files, or stop after the first frame. Zeros between and
+    after gzip members and xz streams are padding.
 
     Raises:
-        UserError: damaged, or cut off.
+        UserError: The file is damaged or truncated.
     """
     new, errors = _decompressor(path, kind)
     padded = kind in ("gzip", "xz")
@@ -264,24 +265,26 @@ def unpack(path: str, kind: str, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
                 continue
             frame = new()
         try:
-            piece = frame.decompress(packed)
+            chunk = frame.decompress(packed)
         except errors as error:
-            raise UserError(f"{path}: damaged {kind} data after {unpacked:,} good bytes: {error}") from None
+            raise UserError(
+                f"{path}: damaged {kind} data after {unpacked:,} unpacked bytes: {error}. Download it again"
+            ) from None
         packed = frame.unused_data if frame.eof else b""
         if frame.eof:
             frame = None
-        if piece:
-            unpacked += len(piece)
-            yield piece, position
+        if chunk:
+            unpacked += len(chunk)
+            yield chunk, position
     if frame is not None:
         raise UserError(
-            f"{path} is cut off: its {kind} stream ends in the middle, after {unpacked:,} unpacked bytes. "
-            "Fetch it again, or leave it out"
+            f"{path} is truncated: its {kind} stream ends after {unpacked:,} unpacked bytes. "
+            "Download it again, or remove it from --input"
         )
 
 
 def _decompressor(path: str, kind: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]:
-    """(what makes a decompressor of one frame, the errors that it raises)"""
+    """Return (constructor of a frame decompressor, its exceptions)."""
     if kind == "gzip":
         library: Any = zlib
         with contextlib.suppress(ImportError):
@@ -298,85 +301,83 @@ def _decompressor(path: str, kind: str) -> tuple[Callable[[], Any], tuple[type[E
 
             return bz2.BZ2Decompressor, (OSError, ValueError, EOFError)
         import zstandard
-    except ImportError as error:  # Pythons built by hand may lack lzma or bz2
-        advice = " (pip install zstandard)" if kind == "zstd" else ""
-        raise UserError(f"{path} is {kind}: that needs Python's package {error.name}{advice}") from None
+    except ImportError as error:  # custom builds of Python may lack lzma or bz2
+        hint = ": pip install zstandard" if kind == "zstd" else ""
+        raise UserError(f"{path} is {kind}-compressed and needs the package {error.name}{hint}") from None
     return zstandard.ZstdDecompressor(max_window_size=ZSTD_MAX_WINDOW).decompressobj, (zstandard.ZstdError,)
 
 
 # Pipes as input: standard input, ``<(zcat x.gz)``, a FIFO.
 #
-# A run reads its input's beginning more than once, and in several processes. So a pipe's bytes go to a nameless
-# temporary file first, which is gone with this process however it ends.
-
+# A run reads the start of its input several times, in several processes. So a pipe is copied to an unnamed temporary
+# file, which the system deletes when this process ends.
 
 STDIN = "-"
 _open_pipes: list[IO[bytes]] = []
-"""Open as long as this process and its workers live."""
+"""Kept open until this process and its workers end."""
 
 
 @dataclass(frozen=True)
 class PipeCopy:
-    """A pipe's content."""
+    """Temporary copy of a pipe's content."""
 
     path: str
     size: int
     """Bytes."""
     identity: int
-    """Of the content; in place of a file's time, so that a run with the same content goes on."""
+    """Digest of the content. It replaces a file's mtime, so a run with the same content resumes."""
 
 
 def is_pipe(status: os.stat_result) -> bool:
-    """Whether it can be read only once, from its beginning to its end."""
+    """Whether the file can be read only once."""
     return stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode) or stat.S_ISCHR(status.st_mode)
 
 
 def store_pipe(path: str) -> PipeCopy:
-    """Reads a pipe to its end, into $TMPDIR.
+    """Copy a pipe to a temporary file in $TMPDIR.
 
     Raises:
-        UserError: it is a terminal or another device, or there is no room.
+        UserError: It is a terminal or another device, or the disk is full.
     """
     digest, size = hashlib.sha256(), 0
     try:
         with open(path, "rb", buffering=0) as pipe:
             if stat.S_ISCHR(os.fstat(pipe.fileno()).st_mode):
-                raise UserError(f"{path} is a terminal or a device: name a file, or write into a pipe")
+                raise UserError(f"{path} is a terminal or a device: write a file, or pipe data into the command")
             file = tempfile.TemporaryFile() if os.path.isdir("/proc/self/fd") else tempfile.NamedTemporaryFile()
-            sys.stderr.write(f"note: {path} is a pipe: its bytes go to {tempfile.gettempdir()} first\n")
-            while piece := pipe.read(1 << 20):
-                file.write(piece)
-                digest.update(piece)
-                size += len(piece)
+            sys.stderr.write(f"note: copying the pipe {path} to {tempfile.gettempdir()}\n")
+            while chunk := pipe.read(1 << 20):
+                file.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
             file.flush()
     except OSError as error:
-        raise UserError(f"can't store the pipe {path} in {tempfile.gettempdir()}: {error.strerror}") from None
+        raise UserError(f"cannot copy the pipe {path} to {tempfile.gettempdir()}: {error.strerror}") from None
     _open_pipes.append(file)
     name = f"/proc/self/fd/{file.fileno()}" if isinstance(file.name, int) else file.name
     return PipeCopy(name, size, int(digest.hexdigest()[:15], 16))
 
 
-# Shares the lines of a fine-tuning set out over training and validation, in files of their own.
+# Split the lines of a fine-tuning dataset into files for training and validation.
 #
-# The lines stay as they are, so an evaluation can read them too. Which go where is a function of the seed and of how
-# many there are; each part keeps the order of the input.
-
+# Lines are copied unchanged and in order, so an evaluation can read them. The split depends on the seed and the number
+# of lines.
 
 PARTS = ("train", "validation")
 
 
 def split_lines(sources: Sequence[Source], sizes: Sequence[int], prefix: Path, tables: bool, seed: int) -> list[Path]:
-    """Writes <prefix>_train and <prefix>_validation (.tsv for ``tables``, else .jsonl) with ``sizes`` lines each.
+    """Write PREFIX_train and PREFIX_validation (.tsv for ``tables``, else .jsonl) with ``sizes`` lines each.
 
     Raises:
-        UserError: there are not that many lines, or the tables' headers differ.
+        UserError: The input has fewer lines, or the tables' headers differ.
     """
     headers = {header_of(source) for source in sources} if tables else set()
     if len(headers) > 1:
         raise UserError("--split: the tables have different headers")
     count = sum(1 for source in sources for _ in _records(source, tables))
     if sum(sizes) > count:
-        raise UserError(f"--split {','.join(map(str, sizes))} needs {sum(sizes):,} lines, and there are {count:,}")
+        raise UserError(f"--split {','.join(map(str, sizes))} needs {sum(sizes):,} lines, but the input has {count:,}")
     part_of = np.full(count, len(sizes), dtype=np.int8)
     order = np.random.RandomState(seed).permutation(count)
     start = 0
@@ -397,18 +398,18 @@ def split_lines(sources: Sequence[Source], sizes: Sequence[int], prefix: Path, t
 
 
 def header_of(source: Source) -> bytes:
-    """The first line of a table.
+    """Return the first line of a table.
 
     Raises:
-        UserError: the file is empty.
+        UserError: The file is empty.
     """
     for line in read_lines(source):
         return line.removesuffix(b"\r")
-    raise UserError(f"{source.path} is empty: a table begins with the names of its columns")
+    raise UserError(f"{source.path} is empty: a table starts with a header of column names")
 
 
 def _records(source: Source, tables: bool) -> Iterator[bytes]:
-    """Lines that hold something, without a table's header."""
+    """Yield non-empty lines, without a table's header."""
     for number, line in enumerate(read_lines(source)):
         if not (tables and number == 0) and line and not line.isspace():
             yield line

@@ -1,9 +1,8 @@
-"""The work folder of a run: what it has written so far, and how far that goes.
+"""Work folder of a run: partial output files and a journal of checkpoints.
 
-`<folder>/.<name>.partial/` is in the folder of the output, so that finished files move by a rename. It holds the
-growing .bin, the documents' lengths, the quarantined lines and a journal. A checkpoint is a line of the journal,
-written after the data that it covers is on disk; what was written after the last checkpoint is cut
-off at the next start.
+``<folder>/.<name>.partial/`` is in the output folder, so that finished files move by a rename. It holds the growing
+.bin, the documents' lengths, the quarantined lines and a journal. A checkpoint is a line of the journal, written after
+its data is on disk. Resuming truncates the files to the last checkpoint.
 """
 
 from __future__ import annotations
@@ -30,17 +29,18 @@ QUARANTINE = "quarantine.jsonl"
 
 
 class Locked(UserError):
-    """Another run holds the work folder."""
+    """The work folder is locked by another run."""
 
 
 class Workspace:
-    """A locked work folder."""
+    """Locked work folder."""
 
     def __init__(self, folder: Path, names: list[str]) -> None:
-        """Makes and locks the folder. `names` are the outputs' names, one per JSON key.
+        """Create and lock the folder. ``names`` are the outputs' names, one per JSON key.
 
         Raises:
-            UserError: the folder can't be made; Locked: another run holds it.
+            UserError: The folder cannot be created.
+            Locked: Another run has locked it.
         """
         self.folder = folder
         self.names = names
@@ -50,11 +50,11 @@ class Workspace:
         self._hashes: dict[str, Any] = {}
 
     def read_journal(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-        """As ``read_journal`` of this folder."""
+        """Call ``read_journal`` for this folder."""
         return read_journal(self.folder)
 
     def begin(self, identity: dict[str, Any]) -> None:
-        """Starts from nothing."""
+        """Start a new run; delete existing files."""
         for path in self.folder.iterdir():
             if path.name != "lock":
                 path.unlink()
@@ -62,7 +62,7 @@ class Workspace:
         self._open_files("wb")
 
     def resume(self, identity: dict[str, Any], checkpoint: dict[str, Any]) -> Ledger | None:
-        """Cuts the files back to a checkpoint; None where they don't agree with it (after a power cut, say)."""
+        """Truncate the files to a checkpoint; return None if they differ from it, e.g. after a power failure."""
         for name in self._data_files:
             if self._hash_prefix(name, checkpoint["sizes"][name]) != checkpoint["sha256"][name]:
                 self._hashes.clear()
@@ -75,13 +75,13 @@ class Workspace:
 
     def _hash_prefix(self, name: str, size: int) -> str | None:
         digest = hashlib.sha256()
-        left = size
+        remaining = size
         with contextlib.suppress(FileNotFoundError), open(self.folder / name, "rb") as file:
-            while left and (piece := file.read(min(left, 1 << 20))):
-                digest.update(piece)
-                left -= len(piece)
+            while remaining and (chunk := file.read(min(remaining, 1 << 20))):
+                digest.update(chunk)
+                remaining -= len(chunk)
             self._hashes[name] = digest
-            return None if left else digest.hexdigest()
+            return None if remaining else digest.hexdigest()
         return None
 
     def _write_journal(self, entries: list[dict[str, Any]]) -> None:
@@ -95,10 +95,10 @@ class Workspace:
         self._files[JOURNAL] = open(self.folder / JOURNAL, "ab", buffering=0)
 
     def append(self, name: str, data: bytes) -> None:
-        """Appends to one of the files.
+        """Append to one of the files.
 
         Raises:
-            MachineError: it can't be written, the disk is full, say.
+            MachineError: The write failed, e.g. because the disk is full.
         """
         view = memoryview(data)
         try:
@@ -111,12 +111,12 @@ class Workspace:
 
     def _failed(self, error: OSError) -> MachineError:
         return MachineError(
-            f"can't write below {self.folder}: {error.strerror}. What was done is kept there: "
-            "once that is mended, the same command goes on"
+            f"cannot write to {self.folder}: {error.strerror}. Progress is saved there: "
+            "fix the cause and rerun the same command"
         )
 
     def checkpoint(self, ledger: Ledger, **more: Any) -> None:
-        """Makes everything up to here survive, a power cut included."""
+        """Write a checkpoint that survives a power failure."""
         entry = {
             "ledger": asdict(ledger),
             "sizes": {name: os.fstat(self._files[name].fileno()).st_size for name in self._data_files},
@@ -132,29 +132,28 @@ class Workspace:
             raise self._failed(error) from None
 
     def sha256(self, name: str) -> str:
-        """Of one of the data files, as far as it is written."""
+        """Return the sha256 of a data file as written so far."""
         return str(self._hashes[name].hexdigest())
 
     def close(self) -> None:
-        """Closes the data files; the lock stays until `remove` or the process's end."""
+        """Close the data files; the lock stays until ``remove`` or process exit."""
         for file in self._files.values():
             file.close()
         self._files.clear()
 
     def unlock(self) -> None:
-        """Gives up the lock."""
+        """Release the lock."""
         self._lock.close()
 
     def remove(self) -> None:
-        """Removes the folder and gives up the lock."""
+        """Remove the folder and release the lock."""
         self.close()
         shutil.rmtree(self.folder)
         self.unlock()
 
 
 def read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """(the options of the run that was begun in a work folder, its checkpoints); a half-written last line does not
-    count."""
+    """Return (options, checkpoints) of the run in a work folder; ignore an incomplete last line."""
     entries = []
     with contextlib.suppress(FileNotFoundError, ValueError):
         for line in (folder / JOURNAL).read_bytes().split(b"\n")[:-1]:
@@ -163,31 +162,31 @@ def read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[dict[str, An
 
 
 def _lock_folder(folder: Path) -> IO[bytes]:
-    """A lock of this process alone: forked workers don't inherit it, and it is gone when we are."""
+    """Lock the folder for this process; forked workers do not inherit the lock."""
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = open(folder / "lock", "wb")
         except OSError as error:
-            raise UserError(f"can't write the output: {folder.parent}: {error.strerror}") from None
+            raise UserError(f"cannot write to the output folder {folder.parent}: {error.strerror}") from None
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             lock.close()
-            raise Locked(f"another run is writing this output (it holds {folder})") from None
-        # the folder may have been removed, by the run that held it, between our open and our lock
+            raise Locked(f"another run is writing this output: {folder} is locked") from None
+        # Another run may have removed the folder between open and lock.
         with contextlib.suppress(FileNotFoundError):
             if os.stat(folder / "lock").st_ino == os.fstat(lock.fileno()).st_ino:
                 return lock
         lock.close()
 
 
-# The account of a run: every document read is written, empty or skipped, and the sum is checked.
+# Counts of a run. Each document read is written, empty or skipped; the sum is checked.
 
 
 @dataclass
 class KeyCounts:
-    """Of one JSON key."""
+    """Document and token counts of one JSON key."""
 
     written: int = 0
     empty: int = 0
@@ -201,18 +200,18 @@ class Ledger:
     keys: list[KeyCounts]
     position: BlockPosition = field(default_factory=BlockPosition)
     line: int = 0
-    """lines of the current source before the position"""
+    """Lines of the current source before the position."""
     documents_read: int = 0
     text_bytes: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
-    """by reason"""
+    """Skipped documents by reason."""
     notes: dict[str, int] = field(default_factory=dict)
-    """of a fine-tuning set: examples that were taken, but changed, by how"""
+    """Modified examples of a fine-tuning dataset by kind of modification."""
     learned: int = 0
-    """of a fine-tuning set: tokens with loss"""
+    """Tokens with loss, of a fine-tuning dataset."""
 
     def add(self, block: TextBlock, result: BlockResult) -> None:
-        """Takes a block's account in; bad lines have been seen to already."""
+        """Add the counts of a block."""
         for segment, lines in zip(block.segments, result.lines, strict=True):
             self.line = lines + (self.line if segment.source == self.position.source else 0)
             self.position = BlockPosition(segment.source, segment.end)
@@ -232,13 +231,13 @@ class Ledger:
         self.check()
 
     def add_ledger(self, other: Ledger) -> None:
-        """Takes the account of another part of the same input in; position and lines stay."""
+        """Add the counts of another part of the input; keep position and line."""
         self.documents_read += other.documents_read
         self.text_bytes += other.text_bytes
         self.learned += other.learned
-        for mine, theirs in ((self.skipped, other.skipped), (self.notes, other.notes)):
-            for name, count in theirs.items():
-                mine[name] = mine.get(name, 0) + count
+        for counts_by_name, other_counts in ((self.skipped, other.skipped), (self.notes, other.notes)):
+            for name, count in other_counts.items():
+                counts_by_name[name] = counts_by_name.get(name, 0) + count
         for counts, more in zip(self.keys, other.keys, strict=True):
             counts.written += more.written
             counts.empty += more.empty
@@ -246,7 +245,7 @@ class Ledger:
         self.check()
 
     def line_before(self, block: TextBlock, index: int, result: BlockResult) -> int:
-        """Lines of a segment's source before that segment of a block not yet added."""
+        """Return the lines of a source before a segment of a block that is not yet added."""
         source = block.segments[index].source
         before = self.line if source == self.position.source else 0
         return before + sum(
@@ -261,17 +260,17 @@ class Ledger:
 
     @property
     def tokens(self) -> int:
-        """Of all keys."""
+        """Tokens of all keys."""
         return sum(counts.tokens for counts in self.keys)
 
     def check(self) -> None:
-        """No document may be lost."""
+        """Assert that each document is counted once."""
         for counts in self.keys:
             accounted = counts.written + counts.empty + self.documents_skipped
             assert self.documents_read == accounted, f"{self.documents_read} documents read, {accounted} accounted for"
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Ledger:
-        """From the journal, which holds it as ``dataclasses.asdict`` does."""
+        """Build a ledger from its ``dataclasses.asdict`` in the journal."""
         keys = [KeyCounts(**counts) for counts in data["keys"]]
         return Ledger(**{**data, "keys": keys, "position": BlockPosition(**data["position"])})

@@ -1,4 +1,4 @@
-"""Small tokenizers, and preprocess.py run with one."""
+"""Fixtures: small tokenizers, and preprocess.py with one of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.paths import ROOT
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sentencepiece model of 600 pieces, trained by train_tokenizer.py itself."""
+    """A sentencepiece model with a vocabulary of 600, trained by train_tokenizer.py."""
     folder = tmp_path_factory.mktemp("tokenizer")
     text = folder / "text.jsonl"
     with open(text, "w", encoding="utf-8") as file:
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def preprocess(tokenizer: Path) -> Run:
-    """Runs preprocess.py with the small tokenizer, --append-eod and one worker unless told otherwise."""
+    """Return a function that runs preprocess.py with the small tokenizer and --append-eod."""
 
     def run(*args: object, workers: int = 1, **more: object) -> subprocess.CompletedProcess[str]:
         given = [] if "--tokenizer-model" in args else ["--tokenizer-model", tokenizer]

@@ -1,4 +1,4 @@
-"""What the data preparation's tests share: a reference that is as plain as can be, records, a runner."""
+"""Helpers of the data preparation tests: a reference writer, records, runners of the scripts."""
 
 from __future__ import annotations
 
@@ -56,14 +56,19 @@ SPECIAL = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 
 
 def killer(owner: str, name: str, count: int, *, after: bool = False, script: str = "preprocess") -> str:
-    """Python code that runs one of data_prep's scripts and kills itself with -9 just before, or after, the ``count``-th
-    call of the function ``name`` of ``owner``, a module or class below data_prep/lib."""
+    """Return Python code that runs a script of data_prep and sends itself SIGKILL at a function call.
+
+    Args:
+        owner: Module or class below data_prep/lib.
+        name: Function of ``owner``.
+        count: Kill at this call.
+        after: Kill after the call, not before.
+    """
     return _KILLER.format(script=script, root=str(ROOT), owner=owner, name=name, count=count, after=after)
 
 
 def run_script(name: str, *args: object, **more: object) -> subprocess.CompletedProcess[str]:
-    """Run one of data_prep's scripts in a fork of this process, which has imported most libraries already. Options of
-    ``subprocess.run`` need a command, see ``run_command``."""
+    """Run a script of data_prep in a fork of this process, or with ``run_command`` if ``more`` has options."""
     if more:
         return run_command(name, *args, **more)
     with tempfile.TemporaryDirectory() as folder:
@@ -81,17 +86,17 @@ def _run_main(arguments: list[str]) -> None:
 
 
 def run_command(name: str, *args: object, **more: object) -> subprocess.CompletedProcess[str]:
-    """Run one of data_prep's scripts as a user does."""
+    """Run a script of data_prep in a subprocess."""
     return subprocess.run(command(name, *args), cwd=ROOT, capture_output=True, text=True, timeout=120, **more)  # type: ignore[call-overload, no-any-return]
 
 
 def command(name: str, *args: object) -> list[str]:
-    """The command line of one of data_prep's scripts."""
+    """Return the command line of a script of data_prep."""
     return [sys.executable, str(ROOT / "data_prep" / name), *map(str, args)]
 
 
 def write_jsonl(path: Path, texts: Iterable[str]) -> Path:
-    """RedPajama-shaped records."""
+    """Write records in RedPajama's format."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
         for number, text in enumerate(texts):
@@ -100,7 +105,7 @@ def write_jsonl(path: Path, texts: Iterable[str]) -> Path:
 
 
 def some_texts(count: int, seed: int = 0) -> list[str]:
-    """Documents of mixed length and script, with empty ones and things that look like control tokens among them."""
+    """Return documents of mixed length and script; some are empty or contain text of control tokens."""
     rng = random.Random(seed)
     words = [
         "def",
@@ -127,7 +132,7 @@ def some_texts(count: int, seed: int = 0) -> list[str]:
 
 
 def reference(model: Path, texts: Iterable[str], eod: bool = True) -> tuple[bytes, bytes]:
-    """(.bin, .idx) written as plainly as the format's description reads, by sentencepiece itself."""
+    """Return (.bin, .idx) of a direct implementation of the format, with sentencepiece."""
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     kind, code, size = ("<u2", 8, 2) if processor.vocab_size() < 65500 else ("<i4", 4, 4)
     tokens = b""
@@ -153,23 +158,23 @@ def reference(model: Path, texts: Iterable[str], eod: bool = True) -> tuple[byte
 
 
 def outputs(prefix: Path, key: str = "text") -> tuple[bytes, bytes]:
-    """(.bin, .idx) as they are on disk."""
+    """Read (.bin, .idx) from disk."""
     base = f"{prefix}_{key}_document"
     return Path(base + ".bin").read_bytes(), Path(base + ".idx").read_bytes()
 
 
 def manifest(prefix: Path, key: str = "text") -> dict:
-    """The manifest on disk."""
+    """Read the manifest from disk."""
     return dict(json.loads(Path(f"{prefix}_{key}_document.json").read_text()))
 
 
 def listing(folder: Path) -> list[str]:
-    """All names in a folder, hidden ones too; empty where there is none."""
+    """Return all names in a folder, hidden ones included; empty if the folder does not exist."""
     return sorted(os.listdir(folder)) if folder.exists() else []
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *words: str, status: int = 2) -> None:
-    """One clear message with these words, the right status, no traceback."""
+    """Assert the exit status, a message with these words and no traceback."""
     assert done.returncode == status, (done.returncode, done.stdout, done.stderr)
     assert "Traceback" not in done.stderr
     for word in words:
@@ -197,7 +202,7 @@ BAD_LINES = {
 
 
 def read(prefix: Path) -> tuple[list[np.ndarray], list[np.ndarray], dict[str, Any]]:
-    """(tokens, masks, manifest) of a set."""
+    """Read (tokens, masks, manifest) of a fine-tuning dataset."""
     tokens, masks = IndexedDataset(f"{prefix}_sft"), IndexedDataset(f"{prefix}_sft_mask")
     manifest = read_manifest(tokens.prefix)
     assert manifest is not None and len(tokens) == len(masks) == manifest["documents_written"]

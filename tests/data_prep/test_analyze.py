@@ -1,5 +1,4 @@
-"""Difficulties measured once: what they are, and that they are the same to the byte however the work is shared or
-killed."""
+"""analyze.py: metric values, and byte-identical files for any split of the work and after kills."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def prefix(tmp_path: Path) -> str:
 
 
 def held(ids: np.ndarray) -> float:
-    """A metric that never comes back from sample 50 on while the environment says so."""
+    """A metric that blocks at sample 50 while HOLD is set in the environment."""
     if HOLD in os.environ and np.array_equal(ids, TEXT[50 * LENGTH : 51 * LENGTH + 1]):
         signal.pause()
     return float(ids.sum())
@@ -50,7 +49,7 @@ def written(prefix: str, name: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(f"{prefix}_metrics/{name}-{LENGTH}").iterdir()}
 
 
-def test_values_are_those_of_the_definitions(prefix: str) -> None:
+def test_values_match_definitions(prefix: str) -> None:
     for metric in ("vocab_rarity", "length", "tests.data_prep.test_analyze.held"):
         measure(prefix, metric)
     count = (len(TEXT) - 1) // LENGTH
@@ -66,7 +65,7 @@ def test_values_are_those_of_the_definitions(prefix: str) -> None:
         assert measured.ranks[measured.order].tolist() == list(range(count))
 
 
-def test_workers_and_parts_write_the_same(prefix: str, tmp_path: Path) -> None:
+def test_workers_and_parts_give_identical_files(prefix: str, tmp_path: Path) -> None:
     measure(prefix, "vocab_rarity")
     whole = written(prefix, "vocab_rarity")
     assert set(whole) == {"values.npy", "order.npy", "index.json"}
@@ -74,14 +73,14 @@ def test_workers_and_parts_write_the_same(prefix: str, tmp_path: Path) -> None:
     measure(prefix, "vocab_rarity", "--workers", "3", "--output", str(output))
     shared = Path(output / "a_metrics" / f"vocab_rarity-{LENGTH}")
     assert {path.name: path.read_bytes() for path in shared.iterdir()} == whole
-    # Two passes in three parts each, in any order: counts, then values.
+    # Each part runs twice, in any order: counts, then values.
     other = write_indexed(tmp_path / "b", DOCUMENTS)
     for part in ("3/3", "1/3", "2/3", "1/3", "3/3"):
         measure(other, "vocab_rarity", "--part", part)
     assert written(other, "vocab_rarity") == whole
 
 
-def test_killed_and_started_again_writes_the_same(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_analysis_is_identical(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metric = "tests.data_prep.test_analyze.held"
     other = write_indexed(tmp_path / "b", DOCUMENTS)
     measure(other, metric)
@@ -98,9 +97,9 @@ def test_killed_and_started_again_writes_the_same(prefix: str, tmp_path: Path, m
     with pytest.raises(UserError, match="there is no index"):
         open_difficulty_index(work.parent, prefix)
     monkeypatch.delenv(HOLD)
-    kept = [path.stat().st_ino for path in done]
-    assert [path.stat().st_ino for path in sorted(work.glob("values-*.npy"))[:5]] == kept
-    (work / done[0].name).write_bytes(b"")  # a power cut: what is not whole must be noticed, not used
+    inodes = [path.stat().st_ino for path in done]
+    assert [path.stat().st_ino for path in sorted(work.glob("values-*.npy"))[:5]] == inodes
+    (work / done[0].name).write_bytes(b"")  # after a power failure, incomplete files must be detected
     with pytest.raises((ValueError, EOFError, OSError)):
         measure(prefix, metric)
     done[0].unlink()
@@ -108,14 +107,14 @@ def test_killed_and_started_again_writes_the_same(prefix: str, tmp_path: Path, m
     assert written(prefix, "held") == written(other, "held")
 
 
-def test_another_analysis_is_not_replaced_by_mistake(prefix: str) -> None:
+def test_other_analysis_needs_overwrite(prefix: str) -> None:
     measure(prefix, "length")
     before = written(prefix, "length")
-    measure(prefix, "length")  # is done
+    measure(prefix, "length")  # already complete
     with pytest.raises(UserError, match="--overwrite"):
         measure(prefix, "tests.data_prep.test_analyze.held", "--name", "length")
     write_indexed(Path(prefix), DOCUMENTS[1:])
-    with pytest.raises(UserError, match="another dataset"):
+    with pytest.raises(UserError, match="another version of"):
         measure(prefix, "length")
     assert written(prefix, "length") == before
     measure(prefix, "length", "--overwrite")
@@ -123,18 +122,18 @@ def test_another_analysis_is_not_replaced_by_mistake(prefix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
-        (["--metric", "nothing.there"], "can't be imported"),
+        (["--metric", "nothing.there"], "cannot be imported"),
         (["--metric", "rarity"], "package.module.function"),
-        (["--metric", "math.pi"], "is no function"),
+        (["--metric", "math.pi"], "is not a function"),
         (["--metric", "length", "--name", "a/b"], "letters, digits"),
-        (["--metric", "length", "--seq-length", "99999"], "less than a sequence"),
+        (["--metric", "length", "--seq-length", "99999"], "fewer than one sequence"),
         (["--metric", "length", "--part", "3/2"], "K/N"),
     ],
 )
-def test_what_is_refused(prefix: str, more: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_invalid_flags_are_rejected(prefix: str, more: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         analyze.main([prefix, "--seq-length", str(LENGTH), *more])
     with pytest.raises(UserError, match="write --seq-length"):
         analyze.main([prefix, "--metric", "length"])

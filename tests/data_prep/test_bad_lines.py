@@ -1,4 +1,4 @@
-"""Every kind of bad line: stopped at, or left out and accounted for. No document is ever lost without a word."""
+"""Bad lines: --on-bad-line error stops, skip counts and quarantines. No document is lost silently."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BAD: dict[str, tuple[bytes, str]] = {
 ARGS = ("--max-line-mib", 0.25, "--block-mib", 0.01)
 
 
-def test_every_reason_is_tried() -> None:
+def test_every_reason_is_covered() -> None:
     assert {reason for _, reason in BAD.values()} == set(REASONS)
 
 
@@ -55,7 +55,7 @@ def test_error_names_file_line_and_reason(tmp_path: Path, preprocess: Run, name:
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_skip_accounts_for_all_and_keeps_each_line(
+def test_skip_counts_and_quarantines_each_line(
     tmp_path: Path, preprocess: Run, tokenizer: Path, compressed: bool
 ) -> None:
     lines: list[bytes] = []
@@ -73,14 +73,14 @@ def test_skip_accounts_for_all_and_keeps_each_line(
     done = preprocess("--input", path, "--output-prefix", tmp_path / "x", "--on-bad-line", "skip", *ARGS, workers=2)
     assert done.returncode == 0, done.stderr
     assert outputs(tmp_path / "x") == reference(tokenizer, texts)
-    found = manifest(tmp_path / "x")
-    assert found["documents_read"] == 2 * len(BAD) == found["documents_written"] + found["documents_skipped"]
+    report = manifest(tmp_path / "x")
+    assert report["documents_read"] == 2 * len(BAD) == report["documents_written"] + report["documents_skipped"]
     expected: dict[str, int] = {}
     for _, reason in bad_at.values():
         expected[reason] = expected.get(reason, 0) + 1
-    assert found["skipped"] == expected
+    assert report["skipped"] == expected
     assert f"{len(BAD)} skipped" in done.stdout
-    entries = [json.loads(line) for line in (tmp_path / found["quarantine"]).read_bytes().splitlines()]
+    entries = [json.loads(line) for line in (tmp_path / report["quarantine"]).read_bytes().splitlines()]
     assert [(entry["line"], entry["reason"]) for entry in entries] == [
         (line, reason) for line, (_, reason) in bad_at.items()
     ]
@@ -92,8 +92,8 @@ def test_skip_accounts_for_all_and_keeps_each_line(
             assert bad_at[entry["line"]][0].startswith(raw)
 
 
-def test_the_first_bad_line_is_named_whoever_finds_it(tmp_path: Path, preprocess: Run) -> None:
-    """With many workers a later block may be done first; the message must not depend on that."""
+def test_first_bad_line_is_reported_with_any_number_of_workers(tmp_path: Path, preprocess: Run) -> None:
+    """A later block may finish first; the message must not depend on that."""
     good = json.dumps({"text": "word " * 300}).encode()
     lines = [good] * 400
     lines[233] = b"null"
@@ -127,7 +127,7 @@ def test_one_bad_key_of_two_skips_the_whole_record(tmp_path: Path, preprocess: R
     assert outputs(tmp_path / "x", "a") == reference(tokenizer, ["2", "6"])
 
 
-def test_writing_without_the_fast_library_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dump_texts_without_orjson_is_identical(monkeypatch: pytest.MonkeyPatch) -> None:
     from data_prep.lib import records
 
     text = "".join(map(chr, (*range(0x300), 0x2028, 0x2029, 0xFFFD, 0xFFFF, 0x1F642, 0x10FFFF)))
@@ -138,7 +138,7 @@ def test_writing_without_the_fast_library_is_the_same(monkeypatch: pytest.Monkey
     assert fast[2] == b'{"a":"caf\xe9"}'
 
 
-def test_parsing_without_the_fast_parser_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parsing_without_orjson_is_identical(monkeypatch: pytest.MonkeyPatch) -> None:
     from data_prep.lib import records
 
     good = [b'{"text": "a\\u00e9\\n\xc3\xa9"}', b' {"text":"", "x": NaN}\r', b'{"text": "a", "text": "b"}']

@@ -1,4 +1,4 @@
-"""The machine's failures: a full disk, an output that can't be written. Clear, and nothing half-written or lost."""
+"""Machine failures (full disk, unwritable output) are reported and leave no partial output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.paths import ROOT
 
 @pytest.mark.parametrize("limit", [2_000, 60_000, 300_000])
 def test_a_full_disk(tmp_path: Path, preprocess: Run, tokenizer: Path, limit: int) -> None:
-    """A limit on files' sizes stands for the full disk: the write fails in the same way. Room made, it goes on."""
+    """A file size limit emulates a full disk. Without the limit, the run resumes."""
     texts = some_texts(1200)
     args = (
         *("--input", write_jsonl(tmp_path / "a.jsonl", texts), "--output-prefix", tmp_path / "out/x"),
@@ -27,20 +27,20 @@ def test_a_full_disk(tmp_path: Path, preprocess: Run, tokenizer: Path, limit: in
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
     full = preprocess(*args, preexec_fn=small_disk)
-    assert_refused(full, "can't write", "the same command goes on", status=1)
+    assert_refused(full, "cannot write", "rerun the same command", status=1)
     assert not [name for name in listing(tmp_path / "out") if not name.startswith(".")]
     done = preprocess(*args)
     assert done.returncode == 0, done.stderr
-    assert ("going on after" in done.stdout) == (limit >= 60_000)
+    assert ("resuming after" in done.stdout) == (limit >= 60_000)
     assert outputs(tmp_path / "out/x") == reference(tokenizer, texts)
 
 
-def test_an_output_that_cant_be_written(tmp_path: Path, preprocess: Run) -> None:
+def test_unwritable_output_is_rejected(tmp_path: Path, preprocess: Run) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", ["a"])
     for prefix, words in [
-        (source / "x", ["can't write the output"]),
-        ("/proc/nowhere/x", ["can't write the output"]),
-        (str(tmp_path) + "/", ["must end in a name"]),
+        (source / "x", ["cannot write to the output folder"]),
+        ("/proc/nowhere/x", ["cannot write to the output folder"]),
+        (str(tmp_path) + "/", ["must end in a file name"]),
     ]:
         assert_refused(preprocess("--input", source, "--output-prefix", prefix), *words)
 
@@ -59,8 +59,8 @@ def test_wrong_flags_are_refused(tmp_path: Path, preprocess: Run) -> None:
         (("--workers", 0), "--workers must be at least 1"),
         (("--json-keys", "text", "text"), "twice"),
         (("--json-keys", "a/b"), "a/b"),
-        (("--tokenizer-library", "nltk"), "known are"),
-        (("--tokenizer-type", "BertWordPieceLowerCase"), "known are"),
+        (("--tokenizer-library", "nltk"), "write sentencepiece, huggingface or tiktoken"),
+        (("--tokenizer-type", "BertWordPieceLowerCase"), "or one of gptsentencepiecetokenizer"),
         (("--split-sentences",), "--split-sentences"),
         (("--block-mib", 0), "--block-mib"),
         (("--dataset-impl", "lazy"), "mmap"),
@@ -72,15 +72,15 @@ def test_wrong_flags_are_refused(tmp_path: Path, preprocess: Run) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer: Path) -> None:
-    """The processes' own peaks, two workers, 12 and 48 MB; python -m benchmarks.verify.data measures a gigabyte."""
+    """Compare peak memory for 12 and 48 MB; python -m benchmarks.verify.data uses a gigabyte."""
     texts = some_texts(500)
     peaks = []
     script = (
         f"import resource, sys; sys.path[0] = {str(ROOT)!r}\n"
         "from data_prep.preprocess import main\n"
         "main(sys.argv[1:])\n"
-        "own = next(line for line in open('/proc/self/status') if line.startswith('VmHWM')).split()[1]\n"
-        "print('peaks', own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+        "main_peak = next(line for line in open('/proc/self/status') if line.startswith('VmHWM')).split()[1]\n"
+        "print('peaks', main_peak, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     )
     for times in (8, 32):
         path = tmp_path / f"{times}.jsonl"
@@ -94,15 +94,15 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer: Path) -> 
         )
         done = subprocess.run([sys.executable, "-c", script, *args[2:]], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert done.returncode == 0
-        own, largest_worker = map(int, done.stdout.rpartition("peaks")[2].split())
-        peaks.append(1024 * (own + 2 * largest_worker))
+        main_peak, largest_worker = map(int, done.stdout.rpartition("peaks")[2].split())
+        peaks.append(1024 * (main_peak + 2 * largest_worker))
     assert peaks[0] > 10e6
     grown = os.path.getsize(tmp_path / "32.jsonl") - os.path.getsize(tmp_path / "8.jsonl")
     assert peaks[1] < 600e6 and peaks[1] - peaks[0] < 0.4 * grown, (peaks, grown)
 
 
-def test_scripts_run_from_anywhere_and_hide_no_module_of_pythons(tmp_path: Path) -> None:
-    """The folder of the scripts holds inspect.py; dataclasses and others import Python's own inspect."""
+def test_scripts_run_from_any_folder(tmp_path: Path) -> None:
+    """inspect.py in the scripts' folder must not hide the standard library's inspect."""
     for script in ("preprocess.py", "inspect.py", "redpajama.py", "train_tokenizer.py", "python_stdlib.py"):
         code = f"import runpy, sys; sys.argv = ['x', '--help']; runpy.run_path({str(ROOT / 'data_prep' / script)!r}, "
         code += "run_name='__main__')"

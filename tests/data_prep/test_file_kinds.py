@@ -1,4 +1,4 @@
-"""Parquet, Arrow, .csv and pipes give what the same records in a .jsonl give; damaged files never pass."""
+"""Parquet, Arrow, CSV and pipes give the dataset of the same records in JSONL; damaged files are rejected."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def zipped(path: Path) -> Path:
 
 @pytest.fixture
 def make(tokenizer: Path, tmp_path: Path) -> Make:
-    """preprocess.py in this process, writing out/x below tmp_path with blocks of 10 KiB."""
+    """Return a function that runs preprocess.py in this process and writes out/x below tmp_path."""
 
     def run(*given: object, workers: int = 1, prefix: str = "out/x") -> int:
         common = ["--tokenizer-model", tokenizer, "--append-eod", "--block-mib", 0.01, "--workers", workers]
@@ -67,18 +67,17 @@ def make(tokenizer: Path, tmp_path: Path) -> Make:
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_each_kind_is_its_records(tmp_path: Path, make: Make, tokenizer: Path, kind: str) -> None:
+def test_each_format_gives_the_same_dataset(tmp_path: Path, make: Make, tokenizer: Path, kind: str) -> None:
     path = WRITERS[kind](tmp_path)
     assert make(path, workers=2) == 0
     assert outputs(tmp_path / "out/x") == reference(tokenizer, TEXTS)
-    found = manifest(tmp_path / "out/x")
-    assert found["documents_read"] == len(TEXTS) == found["documents_written"] + found["documents_empty"]
+    inputs = manifest(tmp_path / "out/x")
+    assert inputs["documents_read"] == len(TEXTS) == inputs["documents_written"] + inputs["documents_empty"]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow stream", "csv"])
-def test_every_block_is_a_place_to_go_on(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As blocks are cut, so are checkpoints: from each, the rest is exactly what had not come. Also for parquet with a
-    row group that is too large for a worker, which is one stream."""
+def test_every_block_end_is_a_resume_position(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest after each block's end is complete, also for Parquet with a single row group or none."""
     from data_prep.lib.blocks import BlockPosition, Slots, cut_blocks, segment_lines
 
     path = WRITERS[kind](tmp_path)
@@ -86,10 +85,10 @@ def test_every_block_is_a_place_to_go_on(tmp_path: Path, kind: str, monkeypatch:
     assert [json.loads(line)["text"] for line in expected] == TEXTS
 
     def lines_from(position: BlockPosition, size: int) -> list[tuple[BlockPosition, list[bytes]]]:
-        slots, found = Slots(1000, size), find_sources([str(path)]).sources
+        slots, inputs = Slots(1000, size), find_sources([str(path)]).sources
         return [
-            (BlockPosition(one.source, one.end), segment_lines(one, found[one.source], slots, 1 << 20))
-            for block in cut_blocks(found, position, slots, 1 << 20, size)
+            (BlockPosition(one.source, one.end), segment_lines(one, inputs[one.source], slots, 1 << 20))
+            for block in cut_blocks(inputs, position, slots, 1 << 20, size)
             for one in block.segments
         ]
 
@@ -104,7 +103,7 @@ def test_every_block_is_a_place_to_go_on(tmp_path: Path, kind: str, monkeypatch:
                 assert rest == expected[done:], (largest, size, position)
 
 
-def test_a_large_parquet_is_shared_and_a_kill_costs_little(tmp_path: Path, tokenizer: Path) -> None:
+def test_large_parquet_is_read_in_parallel_and_resumes(tmp_path: Path, tokenizer: Path) -> None:
     from tests.data_prep.helpers import killer
 
     path = write_parquet(tmp_path / "a.parquet", RECORDS)
@@ -114,28 +113,28 @@ def test_a_large_parquet_is_shared_and_a_kill_costs_little(tmp_path: Path, token
     killed = subprocess.run([sys.executable, "-c", script, *map(str, args)], capture_output=True, timeout=100)
     assert killed.returncode == -9, killed.stderr
     done = subprocess.run(command("preprocess.py", *args), capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0 and "going on after" in done.stdout, done.stderr
+    assert done.returncode == 0 and "resuming after" in done.stdout, done.stderr
     assert outputs(tmp_path / "x") == reference(tokenizer, TEXTS)
 
 
-def test_bad_rows_have_reasons_and_numbers(tmp_path: Path, make: Make, tokenizer: Path) -> None:
-    wide = tmp_path / "a.csv"
-    wide.write_bytes(b'id,text\n1,good\n2\n3,caf\xe9\n4,"one, two",more\n\n5,"last ""one"""\n')
+def test_bad_rows_are_reported_with_row_numbers(tmp_path: Path, make: Make, tokenizer: Path) -> None:
+    rows_with_extra = tmp_path / "a.csv"
+    rows_with_extra.write_bytes(b'id,text\n1,good\n2\n3,caf\xe9\n4,"one, two",more\n\n5,"last ""one"""\n')
     text = pa.array([b"fine", None, b"caf\xe9", "é".encode(), b'"\xff\n"']).cast(pa.binary())
     view = pa.StringArray.from_buffers(5, text.buffers()[1], text.buffers()[2], text.buffers()[0])
     pq.write_table(pa.table({"text": view}), tmp_path / "b.parquet", row_group_size=2)
     other = write_parquet(tmp_path / "c.parquet", [{"body": "no text"}, {"body": "none"}])
     with pytest.raises(UserError, match=r"a\.csv, row 2: bad_columns: 1 cells"):
-        make(wide)
+        make(rows_with_extra)
     with pytest.raises(UserError, match=r"b\.parquet, row 2: null_text"):
         make(tmp_path / "b.parquet")
-    assert make(wide, tmp_path / "b.parquet", other, "--on-bad-line", "skip") == 0
+    assert make(rows_with_extra, tmp_path / "b.parquet", other, "--on-bad-line", "skip") == 0
     assert outputs(tmp_path / "out/x") == reference(tokenizer, ["good", 'last "one"', "fine", "é"])
-    found = manifest(tmp_path / "out/x")
-    assert found["skipped"] == {"bad_columns": 2, "bad_utf8": 3, "missing_text": 2, "null_text": 1}
-    assert found["documents_read"] == 12
-    kept = [json.loads(one) for one in (tmp_path / "out" / found["quarantine"]).read_bytes().splitlines()]
-    assert [(Path(one["file"]).name[0], one["line"], one["reason"]) for one in kept] == [
+    inputs = manifest(tmp_path / "out/x")
+    assert inputs["skipped"] == {"bad_columns": 2, "bad_utf8": 3, "missing_text": 2, "null_text": 1}
+    assert inputs["documents_read"] == 12
+    entries = [json.loads(one) for one in (tmp_path / "out" / inputs["quarantine"]).read_bytes().splitlines()]
+    assert [(Path(one["file"]).name[0], one["line"], one["reason"]) for one in entries] == [
         *(("a", 2, "bad_columns"), ("a", 3, "bad_utf8"), ("a", 4, "bad_columns")),
         *(("b", 2, "null_text"), ("b", 3, "bad_utf8"), ("b", 5, "bad_utf8")),
         *(("c", 1, "missing_text"), ("c", 2, "missing_text")),
@@ -156,11 +155,11 @@ DAMAGED: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda d: damaged(d / "a.csv", lambda _: b'id,text\n1,"a" b\n2,"c"\n'),
         r"a\.csv, row 1 .*expected after",
     ),
-    "csv with semicolons": (lambda d: damaged(d / "a.csv", lambda _: b"id;text\n1;a\n"), "holds no comma"),
-    "csv in Latin-1": (lambda d: damaged(d / "a.csv", lambda _: b"id,text\xe9\n1,a\n"), "header is no UTF-8"),
+    "csv with semicolons": (lambda d: damaged(d / "a.csv", lambda _: b"id;text\n1;a\n"), "has no comma"),
+    "csv in Latin-1": (lambda d: damaged(d / "a.csv", lambda _: b"id,text\xe9\n1,a\n"), "header is not UTF-8"),
     "csv in UTF-16": (
         lambda d: damaged(d / "a.csv", lambda _: "id,text\n1,a\n".encode("utf-16")),
-        "header is no UTF-8",
+        "header is not UTF-8",
     ),
     "csv with a name twice": (lambda d: damaged(d / "a.csv", lambda _: b"text,text\na,b\n"), "'text' twice"),
     "parquet cut off": (lambda d: damaged(WRITERS["parquet"](d), lambda b: b[:-200]), r"a\.parquet: damaged parquet"),
@@ -169,26 +168,32 @@ DAMAGED: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda d: damaged(WRITERS["parquet"](d), lambda b: b[:600] + bytes(3000) + b[3600:]),
         r"a\.parquet: damaged parquet",
     ),
-    "parquet by name only": (lambda d: damaged(d / "a.parquet", lambda _: b'{"text": "a"}\n'), "no such file"),
+    "parquet by name only": (
+        lambda d: damaged(d / "a.parquet", lambda _: b'{"text": "a"}\n'),
+        "truncated or not of this format",
+    ),
     "parquet in gzip": (lambda d: zipped(WRITERS["parquet"](d)), "compressed as a whole"),
     "a pointer of git-lfs": (
         lambda d: damaged(d / "a.parquet", lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
         "git lfs pull",
     ),
-    "arrow stream without its end": (lambda d: damaged(WRITERS["arrow stream"](d), lambda b: b[:-8]), "cut off"),
+    "arrow stream without its end": (lambda d: damaged(WRITERS["arrow stream"](d), lambda b: b[:-8]), "is truncated"),
     "arrow stream cut in a batch": (
         lambda d: damaged(WRITERS["arrow stream"](d), lambda b: b[: len(b) // 2] + parquet_csv.STREAM_END),
         "damaged arrow",
     ),
     "arrow file cut off": (lambda d: damaged(WRITERS["arrow file"](d), lambda b: b[:-9]), "damaged arrow"),
-    "zip": (lambda d: damaged(d / "a.jsonl", lambda _: b"PK\x03\x04 and more"), "a zip archive: unpack it"),
-    "xz by name only": (lambda d: damaged(d / "a.jsonl.xz", lambda _: b"\x00\x01\x02\x03"), "whatever its name says"),
+    "zip": (lambda d: damaged(d / "a.jsonl", lambda _: b"PK\x03\x04 and more"), "a zip archive. Unpack it"),
+    "xz by name only": (
+        lambda d: damaged(d / "a.jsonl.xz", lambda _: b"\x00\x01\x02\x03"),
+        "is not compressed with any of",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGED)
 def test_damaged_files_are_named(tmp_path: Path, make: Make, kind: str) -> None:
-    """In both modes: after the damage nothing could be counted."""
+    """Also with --on-bad-line skip, since documents after the damage cannot be counted."""
     write, words = DAMAGED[kind]
     for name in ("a.csv", "a.parquet", "a.jsonl", "a.jsonl.xz"):
         (tmp_path / name).touch()
@@ -198,7 +203,7 @@ def test_damaged_files_are_named(tmp_path: Path, make: Make, kind: str) -> None:
     assert path.name in str(refused.value) and listing(tmp_path / "out") == []
 
 
-def test_without_pyarrow_the_command_is_named(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pyarrow_error_has_install_command(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     path = WRITERS["parquet"](tmp_path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=r"pip install 'megatron_llama\[parquet\]'"):
@@ -206,8 +211,10 @@ def test_without_pyarrow_the_command_is_named(tmp_path: Path, make: Make, monkey
     assert make(write_jsonl(tmp_path / "b.jsonl", ["a"])) == 0, "nothing else needs it"
 
 
-def test_no_file_vanishes(tmp_path: Path, make: Make, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every file of a folder, and every match of a pattern, is taken or named with its reason."""
+def test_every_file_is_used_or_listed_with_a_reason(
+    tmp_path: Path, make: Make, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files of a folder and matches of a pattern are used, or listed with a reason."""
     folder = tmp_path / "in"
     write_jsonl(folder / "a.jsonl", ["first"])
     write_jsonl(folder / "part-00000", ["in a pattern only"])
@@ -221,8 +228,8 @@ def test_no_file_vanishes(tmp_path: Path, make: Make, tokenizer: Path, capsys: p
     os.mkfifo(folder / "pipe.jsonl")
     assert make(folder) == 0
     assert outputs(tmp_path / "out/x") == reference(tokenizer, ["first", "second"])
-    found = manifest(tmp_path / "out/x")
-    reasons = {Path(path).name: reason for path, reason in found["files_not_taken"].items()}
+    inputs = manifest(tmp_path / "out/x")
+    reasons = {Path(path).name: reason for path, reason in inputs["files_not_taken"].items()}
     assert set(reasons) == {"d.zip", "e.lz4", "README.md", ".gitattributes", "t.tsv", "readme.txt", ".cache"} | {
         "pipe.jsonl",
         "part-00000",
@@ -230,15 +237,15 @@ def test_no_file_vanishes(tmp_path: Path, make: Make, tokenizer: Path, capsys: p
         "old.quarantine.jsonl",
     }
     assert reasons["pipe.jsonl"].startswith("no file") and reasons[".gitattributes"] == "hidden"
-    assert found["files_found"] == 13 == found["files_taken"] + len(reasons)
-    said = capsys.readouterr()
-    assert "13 files found = 2 taken + 11 not taken" in said.out and "11 of 13 files found" in said.err
-    assert "README.md and 4 more (no suffix that is read)" in said.err
+    assert inputs["files_found"] == 13 == inputs["files_taken"] + len(reasons)
+    message = capsys.readouterr()
+    assert "13 files found = 2 used + 11 ignored" in message.out and "11 of 13 files found" in message.err
+    assert "README.md and 4 more (unsupported suffix)" in message.err
 
     assert make(f"{folder}/*", prefix="out/y") == 0
-    found = manifest(tmp_path / "out/y")
-    assert [Path(one["path"]).name for one in found["sources"]] == ["a.jsonl", "i.json.1", "part-00000"]
-    reasons = {Path(path).name: reason for path, reason in found["files_not_taken"].items()}
+    inputs = manifest(tmp_path / "out/y")
+    assert [Path(one["path"]).name for one in inputs["sources"]] == ["a.jsonl", "i.json.1", "part-00000"]
+    reasons = {Path(path).name: reason for path, reason in inputs["files_not_taken"].items()}
     assert set(reasons) == {
         "d.zip",
         "e.lz4",
@@ -249,8 +256,8 @@ def test_no_file_vanishes(tmp_path: Path, make: Make, tokenizer: Path, capsys: p
         "sub",
         "old.quarantine.jsonl",
     }
-    assert found["files_found"] == 11
-    with pytest.raises(UserError, match=r"holds no file to take .*README\.md \(no suffix"):
+    assert inputs["files_found"] == 11
+    with pytest.raises(UserError, match=r"(?s)has no supported file .*README\.md \(unsupported suffix"):
         make(folder / "*.md")
 
 
@@ -262,25 +269,25 @@ def test_pipes(tmp_path: Path, tokenizer: Path, packed: bool, by: str) -> None:
     os.mkfifo(pipe)
     args = ["--tokenizer-model", tokenizer, "--append-eod", "--workers", 2, "--output-prefix", tmp_path / "x"]
     args += ["--block-mib", 0.01, "--input", "-" if by == "stdin" else pipe]
-    for said in ("documents = ", "complete already"):  # the same content again is the same input
+    for message in ("documents = ", "already complete"):  # same content, same input
         writer = threading.Thread(target=pipe.write_bytes, args=(data,), daemon=True)
         if by == "fifo":
             writer.start()
         given = data if by == "stdin" else None
         done = subprocess.run(command("preprocess.py", *args), input=given, capture_output=True, timeout=100)
         assert done.returncode == 0, done.stderr
-        assert said in done.stdout.decode()
+        assert message in done.stdout.decode()
         assert outputs(tmp_path / "x") == reference(tokenizer, TEXTS)
     if by == "fifo":
         return
     empty = subprocess.run(command("preprocess.py", *args[:-1], "-", "--overwrite"), input=b"", capture_output=True)
-    assert empty.returncode == 2 and b"holds no document" in empty.stderr
+    assert empty.returncode == 2 and b"no documents:" in empty.stderr
     nothing = subprocess.run(command("preprocess.py", *args[:-1], "/dev/null", "--overwrite"), capture_output=True)
     assert nothing.returncode == 2 and b"a terminal or a device" in nothing.stderr
 
 
-def test_labelled_rows_are_asked_as_lines_of_a_tsv_are(tmp_path: Path, folder: Path) -> None:
-    """Of .csv and .parquet alike; a label may be a number, and a row without one is bad."""
+def test_labelled_rows_match_tsv_lines(tmp_path: Path, folder: Path) -> None:
+    """For CSV and Parquet. A label may be a number; a row without a label is bad."""
     rows: Rows = [{"index": 1, "sentence": "fine, and good", "label": 1}, {"index": 2, "sentence": "no", "label": 0}]
     (tmp_path / "a.tsv").write_text("sentence\tlabel\n" + "fine, and good\t1\nno\t0\n")
     write_parquet(tmp_path / "a.parquet", rows)

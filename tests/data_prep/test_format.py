@@ -1,4 +1,4 @@
-"""The bytes on disk: against a plain reference writer, and through megatron-core's own reader and writer."""
+"""Bytes on disk, compared with a reference writer and with megatron-core's reader and writer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def test_output_is_the_reference_byte_by_byte(tmp_path: Path, preprocess: Run, t
     assert outputs(tmp_path / "out/x") == reference(tokenizer, texts)
 
 
-def test_index_held_down_byte_by_byte(tmp_path: Path) -> None:
-    """Three documents of 3, 0 and 2 tokens, written out by hand."""
+def test_index_bytes(tmp_path: Path) -> None:
+    """Expected bytes of three documents with 3, 0 and 2 tokens."""
     (tmp_path / "lengths").write_bytes(struct.pack("<3i", 3, 0, 2))
     with open(tmp_path / "x.idx", "wb") as file:
         assert write_index(file, tmp_path / "lengths", token_dtype(32000)) == (2, 5)
@@ -66,8 +66,8 @@ def test_token_type_follows_the_vocabulary(vocabulary: int, dtype: str) -> None:
     assert token_dtype(vocabulary) == np.dtype(dtype)
 
 
-def test_chunks_of_the_index_join_without_a_seam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pointers and document indices go on across the chunks in which a large index is written."""
+def test_index_chunks_are_contiguous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pointers and document indices continue across the chunks of a large index."""
     import io
 
     from megatron_llama.corpus import indexed_format as indexed
@@ -86,7 +86,7 @@ def test_chunks_of_the_index_join_without_a_seam(tmp_path: Path, monkeypatch: py
     assert pointers[-1] == 4 * (lengths.sum() - lengths[lengths > 0][-1])
 
 
-def test_no_eod_unless_asked(tmp_path: Path, tokenizer: Path) -> None:
+def test_no_eod_by_default(tmp_path: Path, tokenizer: Path) -> None:
     from tests.data_prep.helpers import run_script
 
     texts = some_texts(50)
@@ -119,11 +119,11 @@ def test_manifest_counts_and_hashes(tmp_path: Path, preprocess: Run, tokenizer: 
 
     texts = some_texts(100)
     preprocess("--input", write_jsonl(tmp_path / "a.jsonl", texts), "--output-prefix", tmp_path / "x")
-    found = manifest(tmp_path / "x")
+    report = manifest(tmp_path / "x")
     binary, index = outputs(tmp_path / "x")
     empty = sum(not text for text in texts)
-    assert (found["documents_read"], found["documents_written"]) == (100, 100 - empty)
-    assert (found["documents_empty"], found["documents_skipped"], found["skipped"]) == (empty, 0, {})
-    assert found["tokens"] * 2 == len(binary)
-    assert found["tokenizer_sha256"] == hashlib.sha256(tokenizer.read_bytes()).hexdigest()
-    assert found["sha256"] == {".bin": hashlib.sha256(binary).hexdigest(), ".idx": hashlib.sha256(index).hexdigest()}
+    assert (report["documents_read"], report["documents_written"]) == (100, 100 - empty)
+    assert (report["documents_empty"], report["documents_skipped"], report["skipped"]) == (empty, 0, {})
+    assert report["tokens"] * 2 == len(binary)
+    assert report["tokenizer_sha256"] == hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+    assert report["sha256"] == {".bin": hashlib.sha256(binary).hexdigest(), ".idx": hashlib.sha256(index).hexdigest()}

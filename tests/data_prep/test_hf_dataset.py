@@ -1,4 +1,4 @@
-"""Downloaded Hugging Face datasets: the right files of the right split, the others named."""
+"""Downloaded Hugging Face datasets: files of the selected split, and reasons for the others."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.data_prep.columns import write_arrow, write_parquet
 TRAIN = ["one", "two"], ["three"]
 
 
-def texts(found: InputFiles) -> list[str]:
-    return [json.loads(line)["text"] for source in found.sources for line in read_lines(source)]
+def texts(inputs: InputFiles) -> list[str]:
+    return [json.loads(line)["text"] for source in inputs.sources for line in read_lines(source)]
 
 
-def reasons(found: InputFiles) -> dict[str, str]:
-    return {Path(path).name: reason for path, reason in found.not_taken.items()}
+def reasons(inputs: InputFiles) -> dict[str, str]:
+    return {Path(path).name: reason for path, reason in inputs.not_taken.items()}
 
 
 def records(names: list[str]) -> list[dict[str, str]]:
@@ -28,7 +28,7 @@ def records(names: list[str]) -> list[dict[str, str]]:
 
 
 def saved(folder: Path, shards: tuple[list[str], ...]) -> None:
-    """As datasets.save_to_disk writes a split."""
+    """Write a split in the layout of datasets.save_to_disk."""
     names = [f"data-{number:05}-of-{len(shards):05}.arrow" for number in range(len(shards))]
     for name, part in zip(names, shards, strict=True):
         write_arrow(folder / name, records(part))
@@ -37,12 +37,12 @@ def saved(folder: Path, shards: tuple[list[str], ...]) -> None:
     (folder / "dataset_info.json").write_text(json.dumps({"features": {}}))
 
 
-def test_what_save_to_disk_writes(tmp_path: Path) -> None:
+def test_save_to_disk_layout(tmp_path: Path) -> None:
     saved(tmp_path / "one", TRAIN)
     write_arrow(tmp_path / "one/cache-0123456789abcdef.arrow", records(["of a map"]))
-    found = find_sources([str(tmp_path / "one")])
-    assert texts(found) == ["one", "two", "three"]
-    assert reasons(found) == {
+    inputs = find_sources([str(tmp_path / "one")])
+    assert texts(inputs) == ["one", "two", "three"]
+    assert reasons(inputs) == {
         "cache-0123456789abcdef.arrow": "not among the data files of state.json",
         "dataset_info.json": "describes the dataset",
         "state.json": "describes the dataset",
@@ -50,17 +50,17 @@ def test_what_save_to_disk_writes(tmp_path: Path) -> None:
     saved(tmp_path / "all/train", TRAIN)
     saved(tmp_path / "all/test", (["held out"],))
     (tmp_path / "all/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    found = find_sources([str(tmp_path / "all")])
-    assert texts(found) == ["one", "two", "three"]
-    assert reasons(found)["data-00000-of-00001.arrow"] == "of the split test; the split train is taken"
+    inputs = find_sources([str(tmp_path / "all")])
+    assert texts(inputs) == ["one", "two", "three"]
+    assert reasons(inputs)["data-00000-of-00001.arrow"] == "of the split test; the split train is taken"
     assert texts(find_sources([str(tmp_path / "all/test")])) == ["held out"], "what is named is taken"
     (tmp_path / "one/data-00001-of-00002.arrow").unlink()
-    with pytest.raises(UserError, match="names data-00001-of-00002.arrow, which is not there"):
+    with pytest.raises(UserError, match="lists data-00001-of-00002.arrow, which does not exist"):
         find_sources([str(tmp_path / "one")])
 
 
 def hub(folder: Path, **files: list[str]) -> Path:
-    """As the hub's cache holds a repository: names are links into blobs."""
+    """Write a repository in the layout of the hub cache, with links into blobs."""
     for number, (name, part) in enumerate(files.items()):
         path = folder / "snapshots/0a1b" / name.replace("__", "/")
         blob = write_parquet(folder / "blobs" / f"b{number}", records(part))
@@ -74,9 +74,9 @@ SHARDS = {f"data__train-{n:05}-of-00002": part for n, part in enumerate(TRAIN)} 
 
 
 def test_shards_by_name(tmp_path: Path) -> None:
-    found = find_sources([str(hub(tmp_path, **SHARDS))])
-    assert texts(found) == ["one", "two", "three"]
-    assert reasons(found) == {
+    inputs = find_sources([str(hub(tmp_path, **SHARDS))])
+    assert texts(inputs) == ["one", "two", "three"]
+    assert reasons(inputs) == {
         ".gitattributes": "hidden",
         "test-00000-of-00001.parquet": "of the split test; the split train is taken",
     }
@@ -100,12 +100,12 @@ configs:
 # Dataset
 """
     (folder / "README.md").write_text(config % "")
-    with pytest.raises(UserError, match=r"several configs \(main, more\), none of them the default"):
+    with pytest.raises(UserError, match=r"several configs \(main, more\) and no default"):
         find_sources([str(folder)])
     (folder / "README.md").write_text(config % "default: true")
-    found = find_sources([str(folder)])
-    assert texts(found) == ["more"]
-    assert reasons(found) == {
+    inputs = find_sources([str(folder)])
+    assert texts(inputs) == ["more"]
+    assert reasons(inputs) == {
         ".gitattributes": "hidden",
         "README.md": "no suffix that is read",
         "test-00000-of-00001.parquet": "of the config main; more is taken",
@@ -114,4 +114,4 @@ configs:
         "y.parquet": "of the split validation; the split train is taken",
         "z.parquet": "no data file of its README.md",
     }
-    assert texts(find_sources([f"{folder}/data/train-*"])) == ["one", "two", "three"], "a pattern says it itself"
+    assert texts(find_sources([f"{folder}/data/train-*"])) == ["one", "two", "three"], "a pattern names the file itself"

@@ -1,4 +1,4 @@
-"""Every way that documents can arrive: the result is always the reference's."""
+"""All kinds of input give the reference dataset."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKERS = {"gz": partial(gzip.compress, mtime=0), "xz": lzma.compress, "bz2": bz
 
 
 def packed(path: Path, kind: str) -> Path:
-    """A compressed copy, in two frames or members, as parallel compressors write them."""
+    """Write a compressed copy in two frames or members, as parallel compressors do."""
     data = path.read_bytes()
     half = len(data) // 2
     if kind in PACKERS:
@@ -40,7 +40,7 @@ def packed(path: Path, kind: str) -> Path:
 def test_small_blocks_and_any_number_of_workers(
     tmp_path: Path, preprocess: Run, tokenizer: Path, kind: str, workers: int
 ) -> None:
-    """Some 60 blocks of 10 KiB, cut in the middle of lines, with lines longer than a block among them."""
+    """About 60 blocks of 10 KiB, cut inside lines; some lines are longer than a block."""
     texts = some_texts(250) + ["long " * 9000] + some_texts(60, seed=5)
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     if kind != "plain":
@@ -52,7 +52,7 @@ def test_small_blocks_and_any_number_of_workers(
 
 @pytest.mark.parametrize("compression", ["", "gzip", "zstd", "xz", "bz2"])
 def test_every_block_size_gives_the_same_lines(tmp_path: Path, compression: str) -> None:
-    """The cutting alone, at all block sizes from 1 byte on, resumed at every block's end."""
+    """Cut with all block sizes from 1 byte, and resume at each block's end."""
     from data_prep.lib.blocks import BlockPosition, Slots, cut_blocks, segment_lines
     from data_prep.lib.input_files import find_sources
 
@@ -100,9 +100,12 @@ def test_folder_pattern_and_files_in_order(tmp_path: Path, preprocess: Run, toke
     )
     assert done.returncode == 0, done.stderr
     assert outputs(tmp_path / "x") == reference(tokenizer, [text for name in "bcdea" for text in texts[name]])
-    assert "note: 2 of 7 files found are not taken" in done.stderr
-    assert "manifest.json (one JSON value" in done.stderr and "README.txt (a text beside" in done.stderr
-    assert "7 files found = 5 taken + 2 not taken" in done.stdout
+    assert "note: 2 of 7 files found are ignored" in done.stderr
+    assert (
+        "manifest.json (a single JSON value" in done.stderr
+        and "README.txt (a text file in an input of record files" in done.stderr
+    )
+    assert "7 files found = 5 used + 2 ignored" in done.stdout
     report = manifest(tmp_path / "x")
     assert [Path(path).name for path in report["files_not_taken"]] == ["README.txt", "manifest.json"]
     assert report["files_found"] == report["files_taken"] + 2 == len(report["sources"]) + 2
@@ -142,8 +145,8 @@ def test_byte_order_mark_blank_lines_crlf_and_no_last_feed(tmp_path: Path, prepr
     assert manifest(tmp_path / "x")["documents_read"] == 3
 
 
-def test_metadata_that_only_python_reads_is_no_bad_line(tmp_path: Path, preprocess: Run, tokenizer: Path) -> None:
-    """Megatron's json.loads takes these; a faster parser refuses them."""
+def test_nan_in_metadata_is_accepted(tmp_path: Path, preprocess: Run, tokenizer: Path) -> None:
+    """json.loads, which Megatron uses, accepts these; orjson rejects them."""
     (tmp_path / "a.jsonl").write_text(
         '{"text": "a", "score": NaN}\n{"text": "b", "score": -Infinity}\n{"meta": "\\ud800", "text": "c"}\n'
     )
@@ -157,7 +160,7 @@ def test_empty_files_give_an_empty_dataset(tmp_path: Path, preprocess: Run, toke
     (tmp_path / "a.jsonl").write_bytes(data)
     (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(data))
     given = ("--input", tmp_path / "a.jsonl", tmp_path / "b.jsonl.zst", "--output-prefix", tmp_path / "out/x")
-    assert_refused(preprocess(*given), "holds no document", "--allow-empty")
+    assert_refused(preprocess(*given), "no documents:", "--allow-empty")
     assert listing(tmp_path / "out") == []
     done = preprocess(*given, "--allow-empty")
     assert done.returncode == 0, done.stderr
@@ -165,13 +168,13 @@ def test_empty_files_give_an_empty_dataset(tmp_path: Path, preprocess: Run, toke
 
 
 @pytest.mark.parametrize(("kind", "where"), CUTS)
-def test_a_cut_off_compressed_file_is_refused(tmp_path: Path, preprocess: Run, kind: str, where: float) -> None:
-    """Also with skip: what was in the rest is unknown, so the account of documents could not add up."""
+def test_truncated_compressed_file_is_rejected(tmp_path: Path, preprocess: Run, kind: str, where: float) -> None:
+    """Also with --on-bad-line skip, since the remaining documents cannot be counted."""
     path = packed(write_jsonl(tmp_path / "a.jsonl", some_texts(300)), kind)
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * where)])
     done = preprocess("--input", path, "--output-prefix", tmp_path / "out/x", "--on-bad-line", "skip", workers=2)
-    assert_refused(done, path.name, "cut off")
+    assert_refused(done, path.name, "truncated")
     assert listing(tmp_path / "out") == []
 
 
@@ -191,17 +194,17 @@ def test_wrong_inputs_are_refused(tmp_path: Path, preprocess: Run) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "b.jsonl.gz").write_bytes(b"\x00\x01\x02\x03")
     for given, words in [
-        ([tmp_path / "none.jsonl"], ["there is no file"]),
-        ([tmp_path / "none*.jsonl"], ["nothing matches"]),
-        ([tmp_path / "empty"], ["holds no file to take"]),
-        ([source, source], ["twice"]),
-        ([tmp_path / "b.jsonl.gz"], ["none of zst, zstd, gz, xz, bz2"]),
+        ([tmp_path / "none.jsonl"], ["none.jsonl does not exist"]),
+        ([tmp_path / "none*.jsonl"], ["no match for the pattern"]),
+        ([tmp_path / "empty"], ["has no supported file"]),
+        ([source, source], ["occurs twice in --input"]),
+        ([tmp_path / "b.jsonl.gz"], ["not compressed with any of zst, zstd, gz, xz, bz2"]),
     ]:
         assert_refused(preprocess("--input", *given, "--output-prefix", tmp_path / "out/x"), *words)
     assert listing(tmp_path / "out") == []
 
 
-def test_help_answers_at_once() -> None:
+def test_help_is_fast() -> None:
     from tests.data_prep.helpers import run_script
 
     for script in ("preprocess.py", "python_stdlib.py", "train_tokenizer.py", "inspect.py", "redpajama.py"):

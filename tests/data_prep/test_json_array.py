@@ -1,4 +1,4 @@
-"""A set that is one JSON array: read element by element, with the account that lines have."""
+"""JSON array files are read element by element, with the same counts as JSON lines."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from tests.data_prep.helpers import BAD_LINES, GOOD, read
 TRICKY: list[Any] = [{"a": 'b"]},[{\\'}, {"c": ["\\\\", {"d": [1, -2.5e3, None]}]}, [[], {}], "x,\ny", "é🤯\u2028", 3]
 
 
-def pieces(data: bytes, size: int) -> Iterator[tuple[bytes, int]]:
+def chunks(data: bytes, size: int) -> Iterator[tuple[bytes, int]]:
     return ((data[start : start + size], start) for start in range(0, len(data), size))
 
 
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-def test_elements_are_lines_wherever_pieces_end(indent: int | None, size: int) -> None:
+def test_elements_are_lines_for_any_chunk_size(indent: int | None, size: int) -> None:
     data = b" \n" + json.dumps(TRICKY, indent=indent, ensure_ascii=False).encode() + b"\r\n"
-    lines = b"".join(line for line, _ in element_lines("f", pieces(data, size)))
+    lines = b"".join(line for line, _ in element_lines("f", chunks(data, size)))
     assert [json.loads(line) for line in lines.decode().removesuffix("\n").split("\n")] == TRICKY
 
 
-def test_what_is_bad_stays_bad() -> None:
-    """No element becomes good by being cut out, and nothing of a file is lost in silence."""
+def test_invalid_json_stays_invalid() -> None:
+    """Splitting makes no invalid element valid, and loses no content silently."""
     data = b'\xef\xbb\xbf[1 2, "a\nb", nul l, {"a": 1,}'
-    lines = b"".join(line for line, _ in element_lines("f", pieces(data + b"]", 5))).split(b"\n")[:-1]
+    lines = b"".join(line for line, _ in element_lines("f", chunks(data + b"]", 5))).split(b"\n")[:-1]
     assert len(lines) == 4
     for line in lines:
         with pytest.raises(ValueError):
@@ -43,20 +43,20 @@ def test_what_is_bad_stays_bad() -> None:
     for bad, word in (
         (b'[{"a": 1}', "has no end"),
         (b'["a', "has no end"),
-        (b"[1] [2]", "after the array"),
+        (b"[1] [2]", "content follows the JSON array"),
         (b"[1}", "match"),
     ):
         with pytest.raises(UserError, match=word):
-            list(element_lines("f", pieces(bad, 3)))
+            list(element_lines("f", chunks(bad, 3)))
 
 
-def test_an_indented_array_in_a_folder_is_no_manifest(tmp_path: Path) -> None:
+def test_indented_array_in_a_folder_is_used(tmp_path: Path) -> None:
     (tmp_path / "set.json").write_text("[\n {}\n]")
     (tmp_path / "about.json").write_text("{\n}")
-    found = find_sources([str(tmp_path)], text_suffixes=(), arrays=True)
-    assert [with_array(source).is_array for source in found.sources] == [True]
-    assert list(found.not_taken) == [str(tmp_path / "about.json")]
-    with pytest.raises(UserError, match="one JSON value"):  # preprocess.py's rule stays
+    inputs = find_sources([str(tmp_path)], text_suffixes=(), arrays=True)
+    assert [with_array(source).is_array for source in inputs.sources] == [True]
+    assert list(inputs.not_taken) == [str(tmp_path / "about.json")]
+    with pytest.raises(UserError, match="a single JSON value"):  # preprocess.py's rule stays
         find_sources([str(tmp_path)])
 
 
@@ -66,8 +66,8 @@ def prepare(folder: Path, source: Path, prefix: Path, *more: str) -> None:
 
 
 @pytest.mark.parametrize("shape", ["one line", "gzip"])
-def test_a_set_as_published(folder: Path, tmp_path: Path, shape: str) -> None:
-    """The set of an array is the set of its lines, bad records and their numbers included."""
+def test_array_file_matches_lines(folder: Path, tmp_path: Path, shape: str) -> None:
+    """An array gives the dataset of its lines, including bad records and their numbers."""
     records = [json.loads(line) for line in [*GOOD[:30], BAD_LINES["unknown_role"], *GOOD[30:]]]
     lines = tmp_path / "lines.jsonl"
     lines.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -84,13 +84,13 @@ def test_a_set_as_published(folder: Path, tmp_path: Path, shape: str) -> None:
         assert (tmp_path / f"out{suffix}").read_bytes() == (tmp_path / f"wanted{suffix}").read_bytes()
 
 
-def test_a_split_of_an_array_and_a_set_of_nothing(folder: Path, tmp_path: Path) -> None:
+def test_split_of_an_array_and_empty_result(folder: Path, tmp_path: Path) -> None:
     source = tmp_path / "set.json"
     source.write_text(json.dumps([json.loads(line) for line in GOOD], indent=1))
     prepare(folder, source, tmp_path / "out", "--split", "30,10")
     parts = [(tmp_path / f"out_{part}.jsonl").read_text().splitlines() for part in ("train", "validation")]
     assert sorted(json.dumps(json.loads(line)) for part in parts for line in part) == sorted(GOOD)
     source.write_text(json.dumps([json.loads(BAD_LINES["unknown_role"])] * 3))
-    with pytest.raises(UserError, match=r"no example was made of the input: all .* \(3 unknown_role\)"):
+    with pytest.raises(UserError, match=r"no examples: all records are bad \(3 unknown_role\)"):
         prepare(folder, source, tmp_path / "none", "--on-bad-line", "skip")
     assert not list(tmp_path.glob("none*")) and not list(tmp_path.glob(".none*"))

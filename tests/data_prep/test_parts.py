@@ -1,4 +1,4 @@
-"""A preparation in parts: whatever is killed, repeated or out of order, the dataset is the single run's to the byte."""
+"""--part: the dataset is byte-identical to a single run after kills, repeats and any order of parts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """Files of every way of being cut: plain lines, a stream, an empty file; with bad lines all over them."""
+    """Files of each kind of cut (plain lines, a stream, an empty file), with bad lines."""
     folder = tmp_path / "in"
     for number, name in enumerate(("a.jsonl", "b.jsonl", "d.jsonl")):
         path = write_jsonl(folder / name, some_texts(90, seed=number))
@@ -50,7 +50,7 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make(tokenizer: Path, corpus: Path) -> Make:
-    """preprocess.py on the corpus, in this process; leaves bad lines out."""
+    """Return a function that runs preprocess.py on the corpus in this process and skips bad lines."""
 
     def run(prefix: Path, part: str | None = None, *more: str) -> None:
         args = ["--input", corpus, "--output-prefix", prefix, "--tokenizer-model", tokenizer, "--append-eod"]
@@ -65,20 +65,20 @@ def made(prefix: Path, suffixes: tuple[str, ...] = SUFFIXES) -> list[bytes]:
 
 
 @pytest.mark.parametrize("count", [1, 3, 14])
-def test_parts_are_the_single_run(tmp_path: Path, make: Make, count: int) -> None:
-    """Dataset, manifest and the line numbers of bad lines; in any order of the parts, some of them empty."""
+def test_parts_match_a_single_run(tmp_path: Path, make: Make, count: int) -> None:
+    """Compare dataset, manifest and line numbers of bad lines, for any order of the parts."""
     make(tmp_path / "one/x")
     for number in [*range(2, count + 1), 1]:
         assert not (tmp_path / "parts/x_text_document.bin").exists()
         make(tmp_path / "parts/x", f"{number}/{count}")
     assert made(tmp_path / "parts/x") == made(tmp_path / "one/x")
     assert listing(tmp_path / "parts") == listing(tmp_path / "one"), "the parts' folders are gone"
-    found = manifest(tmp_path / "parts/x")
-    assert (found["documents_read"], found["documents_skipped"]) == (270, 15)
+    lines_of_parts = manifest(tmp_path / "parts/x")
+    assert (lines_of_parts["documents_read"], lines_of_parts["documents_skipped"]) == (270, 15)
 
 
-def test_each_line_is_in_one_part_wherever_it_is_cut(tmp_path: Path) -> None:
-    """The cutting alone, into any number of parts up to one for each byte and more."""
+def test_each_line_is_in_exactly_one_part(tmp_path: Path) -> None:
+    """Split into any number of parts, up to more than one per byte."""
     data = b"\n".join([b"a", b"", b"bcd", b"e" * 30, b"f\r", b"", b"gh" * 7]) + b"\nlast without a feed"
     for name in ("a.jsonl", "c.jsonl"):
         (tmp_path / name).write_bytes(data)
@@ -133,7 +133,7 @@ PHASES = {
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_killed_and_started_again(
+def test_part_resumes_after_kill(
     tmp_path: Path, make: Make, corpus: Path, tokenizer: Path, phase: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(tmp_path / "one/x")
@@ -144,21 +144,21 @@ def test_killed_and_started_again(
     killed = subprocess.run([sys.executable, "-c", script, *map(str, args)], cwd=ROOT, capture_output=True, timeout=100)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     capsys.readouterr()
-    make(tmp_path / "parts/x", "1/2")  # what is done is not done again, and joins where it can
-    assert "part 1/2: complete already" in (said := capsys.readouterr().out) or "nothing to do" in said
+    make(tmp_path / "parts/x", "1/2")  # finished parts are not repeated, and joined if complete
+    assert "part 1/2: already complete" in (output := capsys.readouterr().out) or "nothing to do" in output
     make(tmp_path / "parts/x", "2/2")
-    said = capsys.readouterr().out
-    assert "going on after" in said if phase == "in the part" else "joined" in said or "nothing to do" in said
+    output = capsys.readouterr().out
+    assert "resuming after" in output if phase == "in the part" else "joined" in output or "nothing to do" in output
     assert made(tmp_path / "parts/x") == made(tmp_path / "one/x")
     assert listing(tmp_path / "parts") == listing(tmp_path / "one")
 
 
-def test_what_does_not_belong_together_is_refused(tmp_path: Path, make: Make, corpus: Path) -> None:
+def test_parts_with_other_options_are_rejected(tmp_path: Path, make: Make, corpus: Path) -> None:
     make(tmp_path / "x", "1/3")
     make(tmp_path / "x", "2/3")
     with pytest.raises(UserError, match="max_line_bytes was 67108864 and is now 5242880"):
         make(tmp_path / "x", "2/3", "--max-line-mib", "5")
-    with pytest.raises(UserError, match=r"part 1/3 was made with other options: max_line_bytes"):
+    with pytest.raises(UserError, match=r"part 1/3 has other options: max_line_bytes"):
         make(tmp_path / "x", "3/3", "--max-line-mib", "5")
     shutil.rmtree(tmp_path / ".x_text_document.parts/3-of-3")
     for bad in ("0/3", "4/3", "3", "a/b", "1/"):
@@ -166,18 +166,18 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path, make: Make, co
             make(tmp_path / "x", bad)
     assert not list(tmp_path.glob("x_*"))
     write_jsonl(corpus / "d.jsonl", ["changed"])
-    with pytest.raises(UserError, match=r"part 1/3 was made with other options: input_state"):
+    with pytest.raises(UserError, match=r"part 1/3 has other options: input_state"):
         make(tmp_path / "x", "3/3")
 
 
-def test_a_damaged_part_is_done_again(tmp_path: Path, make: Make) -> None:
+def test_damaged_part_is_removed(tmp_path: Path, make: Make) -> None:
     make(tmp_path / "one/x")
     make(tmp_path / "parts/x", "1/2")
     binary = tmp_path / "parts/.x_text_document.parts/1-of-2/x_text_document.bin"
     data = bytearray(binary.read_bytes())
     data[100] ^= 1
     binary.write_bytes(data)
-    with pytest.raises(MachineError, match=r"x_text_document.bin of part 1/2 .* --part 1/2 does it again"):
+    with pytest.raises(MachineError, match=r"x_text_document.bin of part 1/2 .* rerun with --part 1/2"):
         make(tmp_path / "parts/x", "2/2")
     make(tmp_path / "parts/x", "1/2")
     assert made(tmp_path / "parts/x") == made(tmp_path / "one/x")
@@ -185,7 +185,7 @@ def test_a_damaged_part_is_done_again(tmp_path: Path, make: Make) -> None:
 
 @contextlib.contextmanager
 def locked(work: Path) -> Iterator[None]:
-    """Another process holds a work folder."""
+    """Lock a work folder in another process."""
     work.mkdir(parents=True, exist_ok=True)
     code = HOLD_LOCK.format(path=str(work / "lock"))
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -196,22 +196,22 @@ def locked(work: Path) -> Iterator[None]:
         other.communicate()
 
 
-def test_one_joins_and_the_others_go_home(tmp_path: Path, make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_process_joins_the_parts(tmp_path: Path, make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path / "x", "1/2")
     with locked(tmp_path / ".x_text_document.partial"):
         make(tmp_path / "x", "1/2")
-        assert "another process joins" in capsys.readouterr().out
+        assert "another process is joining" in capsys.readouterr().out
         with pytest.raises(UserError, match="another run is writing"):
             make(tmp_path / "x", "2/2")
     with locked(tmp_path / ".x_text_document.parts/2-of-2"):
         make(tmp_path / "x", "1/2")
-        with pytest.raises(MachineError, match="part 2/2: another run is writing"):  # to be tried again
+        with pytest.raises(MachineError, match="part 2/2: another run is writing"):  # MachineError: SLURM retries it
             make(tmp_path / "x", "2/2")
     make(tmp_path / "x", "2/2")
     assert manifest(tmp_path / "x")["documents_read"] == 270
 
 
-def test_a_bad_line_of_a_part_says_where(tmp_path: Path, tokenizer: Path) -> None:
+def test_bad_line_of_a_part_is_located(tmp_path: Path, tokenizer: Path) -> None:
     lines = [json.dumps({"text": "word"})] * 100
     lines[80] = "null"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -221,5 +221,5 @@ def test_a_bad_line_of_a_part_says_where(tmp_path: Path, tokenizer: Path) -> Non
     assert listing(tmp_path / "o/.x_text_document.parts") == []
 
 
-def test_numbers_in_words() -> None:
+def test_format_numbers() -> None:
     assert format_numbers([1, 3, 4, 5, 8]) == "1, 3-5, 8" and format_numbers([2, 3]) == "2-3"

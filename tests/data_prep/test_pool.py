@@ -1,4 +1,4 @@
-"""The pool of workers, where one of them ends."""
+"""Worker pool after the death of a worker."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from megatron_llama.system.errors import MachineError
 
 
 class DiesWhileSending:
-    """Encodes nothing; on block 3 its process is killed when half of the result is in the pipe."""
+    """Encoder whose process is killed on block 3 when half of the result is in the pipe."""
 
     def __init__(self) -> None:
         self.slots = Slots(1, 1)
@@ -43,5 +43,5 @@ def test_a_worker_killed_while_it_sends_a_result_is_reported() -> None:
         with Pool(2, cast(BlockEncoder[Any], DiesWhileSending())) as pool:
             for block, _ in pool.run(blocks(), lambda: None):
                 done.append(block.number)
-    assert done == list(range(len(done))) and len(done) < 100  # in their order, as far as they came
+    assert done == list(range(len(done))) and len(done) < 100  # in order
     assert not any(process.is_alive() for process in pool.processes)

@@ -1,4 +1,4 @@
-"""Files of records straight into a run: the sets are sft.py's, made once, whole, and by one start."""
+"""Raw data files in data.prefixes: prepared once, atomically, by one process, as sft.py does."""
 
 from __future__ import annotations
 
@@ -53,39 +53,39 @@ def chat(tmp_path: Path) -> Path:
 
 
 def config_of(base: Path, *files: Path, cache: Path, **data: object) -> Config:
-    """A config whose data are these files; the cache is beside them."""
+    """Return a config with these files as data and the given cache."""
     names = [str(file) for file in files]
     settings = DataConfig(kind="sft", prefixes=names, seq_length=64, cache_dir=str(cache), **data)  # type: ignore[arg-type]
     return Config(data=settings, init_from=str(base))
 
 
 def content(prefix: str | Path) -> list[bytes]:
-    """Ids and masks."""
+    """Read the files with ids and masks."""
     return [Path(f"{prefix}{end}").read_bytes() for end in (".bin", ".idx", "_mask.bin", "_mask.idx")]
 
 
 def by_hand(tmp_path: Path, base: Path, file: Path, *options: str) -> list[bytes]:
-    """What the command makes of a file."""
+    """Prepare a file with sft.py; return its output."""
     made = ["--input", str(file), "--tokenizer-model", str(base), "--seq-length", "64", "--workers", "1", *options]
     assert data_prep.sft.main([*made, "--output-prefix", str(tmp_path / "by_hand" / "set")]) == 0
     return content(tmp_path / "by_hand" / "set_sft")
 
 
-def test_it_is_what_the_command_makes(base: Path, chat: Path, tmp_path: Path, capsys) -> None:
+def test_dataset_matches_sft_command(base: Path, chat: Path, tmp_path: Path, capsys) -> None:
     config = config_of(base, chat, cache=tmp_path / "cache")
     made = with_prepared(config)
     (prefix,) = made.data.prefixes
     assert config.data.prefixes == [str(chat)] and content(prefix) == by_hand(tmp_path, base, chat)
     documents = IndexedDataset(prefix)
-    assert f"16 documents, {int(documents.index.lengths.sum()):,} tokens" in (said := capsys.readouterr().out)
-    assert "0 skipped" in said and str(Path(prefix).parent) in said
-    # The next run, on a copy elsewhere, makes nothing; a dry run finds it too.
+    assert f"16 documents, {int(documents.index.lengths.sum()):,} tokens" in (output := capsys.readouterr().out)
+    assert "0 skipped" in output and str(Path(prefix).parent) in output
+    # A run on a copy of the file, and a dry run, use the prepared dataset.
     times = os.stat(prefix + ".bin").st_mtime_ns
     copy = tmp_path / "copy.jsonl"
     copy.write_bytes(chat.read_bytes())
-    again = config_of(base, copy, cache=tmp_path / "cache")
-    assert with_prepared(again).data.prefixes == with_finished(again).data.prefixes == [prefix]
-    assert os.stat(prefix + ".bin").st_mtime_ns == times and "prepared before" in capsys.readouterr().out
+    config_of_copy = config_of(base, copy, cache=tmp_path / "cache")
+    assert with_prepared(config_of_copy).data.prefixes == with_finished(config_of_copy).data.prefixes == [prefix]
+    assert os.stat(prefix + ".bin").st_mtime_ns == times and "using the prepared dataset" in capsys.readouterr().out
 
 
 def test_a_table(base: Path, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_table(base: Path, tmp_path: Path) -> None:
 
 
 def test_other_kinds_of_files_and_a_folder(base: Path, chat: Path, tmp_path: Path) -> None:
-    """The same records in a .parquet, a .csv, a compressed file and a downloaded dataset give the same set."""
+    """Parquet, CSV, compressed and downloaded files with equal records give equal datasets."""
     parquet = pytest.importorskip("pyarrow.parquet", reason="an extra")
     pyarrow = pytest.importorskip("pyarrow")
     rows = [{"prompt": question, "completion": answer} for question, answer in TALKS * 4]
@@ -117,21 +117,21 @@ def test_other_kinds_of_files_and_a_folder(base: Path, chat: Path, tmp_path: Pat
         writer.writeheader()
         writer.writerows(rows)
     (tmp_path / "c.jsonl.xz").write_bytes(lzma.compress(chat.read_bytes()))
-    wanted = by_hand(tmp_path, base, chat)
+    expected = by_hand(tmp_path, base, chat)
     folder = resolve_raw_data(str(hub / "snapshots/0a1b"))
     for path in (tmp_path / "a.parquet", tmp_path / "b.csv", tmp_path / "c.jsonl.xz", folder):
         config = config_of(base, cache=tmp_path / "cache")
         config.data.prefixes = [str(path)]
         (prefix,) = with_prepared(config).data.prefixes
-        assert content(prefix) == wanted, path
+        assert content(prefix) == expected, path
         assert with_finished(config).data.prefixes == [prefix]
     (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
     with pytest.raises(ConfigError, match=r"damaged\s+parquet"):
         with_prepared(config_of(base, tmp_path / "a.parquet", cache=tmp_path / "cache"))
 
 
-def test_what_is_prepared_has_its_templates_in_it(base: Path, tmp_path: Path) -> None:
-    """A run resolves what it has prepared once more, and templates are for files."""
+def test_prepared_config_has_no_template(base: Path, tmp_path: Path) -> None:
+    """A run resolves its config again after preparation; templates are valid for files only."""
     table = tmp_path / "few.tsv"
     table.write_text("question\tsentence\tlabel\n" + "a\tb\tentailment\n" * 20)
     config = config_of(base, table, cache=tmp_path / "cache", template="qnli", chat_template="plain")
@@ -142,7 +142,7 @@ def test_what_is_prepared_has_its_templates_in_it(base: Path, tmp_path: Path) ->
     assert not [problem for problem in problems if problem.field.startswith("data.")], problems
 
 
-def test_what_changes_it_is_in_its_name(base: Path, chat: Path, tmp_path: Path) -> None:
+def test_folder_name_depends_on_content_and_settings(base: Path, chat: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     first = with_prepared(config_of(base, chat, cache=cache)).data.prefixes
     shorter = config_of(base, chat, cache=cache)
@@ -168,8 +168,8 @@ def test_a_bad_record_stops_the_start(base: Path, chat: Path, tmp_path: Path) ->
         file.write('{"messages": [{"role": "user", "content": "alone"}]}\n')
     with pytest.raises(ConfigError) as refused:
         with_prepared(config_of(base, chat, cache=tmp_path / "cache"))
-    said = " ".join(str(refused.value).split())
-    assert f"{chat}, line 17: no_assistant_turn" in said and "--on-bad-line skip" in said
+    output = " ".join(str(refused.value).split())
+    assert f"{chat}, line 17: no_assistant_turn" in output and "--on-bad-line skip" in output
     assert [path.name for path in (tmp_path / "cache").iterdir() if not path.name.endswith(".lock")] == []
 
 
@@ -183,9 +183,9 @@ def test_files_that_are_refused(base: Path, chat: Path, tmp_path: Path, monkeypa
     config.model.num_hidden_layers = 0
     with pytest.raises(ConfigError) as refused:  # before anything is prepared
         resolve(config, 1)
-    said = " ".join(str(refused.value).split())
+    output = " ".join(str(refused.value).split())
     for part in ("needs a tokenizer", "no such file", "is a table", "num_hidden_layers"):
-        assert part in said, part
+        assert part in output, part
     with pytest.raises(ConfigError, match=r"is\s+for\s+files\s+of\s+records"):
         resolve(Config(data=DataConfig(kind="sft", prefixes=["x"], chat_template="chatml")), 1, exists=lambda _: True)
 
@@ -200,7 +200,7 @@ def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch:
 
     def slowly(*arguments: Any) -> Any:
         deadline = time.monotonic() + 100
-        while len(list(tmp_path.glob("looked*"))) < 2:  # until the other start has found nothing prepared
+        while len(list(tmp_path.glob("looked*"))) < 2:  # until the other process has found no dataset
             assert time.monotonic() < deadline, "the other start has not come"
             time.sleep(0.01)
         return prepare(*arguments)
@@ -215,7 +215,7 @@ def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(sets, "make_sft_set", slowly)
     config = config_of(base, chat, cache=tmp_path / "cache")
     (records,) = prepare_run._find_records(config, config.data, raw_data_files(config.data), [], [])
-    rest = records.folder.parent / f".{records.folder.name}.partial.elsewhere.1"  # a start that was killed
+    rest = records.folder.parent / f".{records.folder.name}.partial.elsewhere.1"  # leftover of a killed run
     rest.mkdir(parents=True)
     pids = []
     for number in range(2):
@@ -229,29 +229,28 @@ def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch:
             finally:
                 os._exit(status)
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0, 0]
-    said = "".join((tmp_path / f"said{number}").read_text() for number in range(2))
-    assert said.count("16 documents") == 1 and said.count("prepared by another start") == 1
+    output = "".join((tmp_path / f"said{number}").read_text() for number in range(2))
+    assert output.count("16 documents") == 1 and output.count("prepared by another run") == 1
     assert sorted(path.suffix for path in records.folder.parent.iterdir()) == ["", ".lock"]
 
 
 def test_a_run(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    asked = [
+    overrides = [
         "data=chat", f"data.prefixes=[{chat}]", "data.seq_length=32", "model=from_hf", f"init_from={base}",
         "model.vocab_size=290", "model.num_hidden_layers=3", "finetune=lora", "data.split='50,50,0'",
         "trainer.global_batch_size=2",
         "trainer.micro_batch_size=1", "trainer.val_every_steps=2", f"data.tokenizer={base}", "device=cpu",
     ]  # fmt: skip
-    dry = command(cli.main, *asked, "--dry-run")
+    dry = command(cli.main, *overrides, "--dry-run")
     assert (
         dry.status == 0 and "is not prepared yet" in " ".join(dry.out.split()) and not (tmp_path / "cache").exists()
     ), dry.err
-    job = Job(tmp_path / "run", *asked, "trainer.steps=2")
+    job = Job(tmp_path / "run", *overrides, "trainer.steps=2")
     assert job.wait() == 0, job.output
     assert "16 documents" in job.output and "0 skipped" in job.output
-    dry = command(cli.main, *asked, "trainer.epochs=1", "--dry-run")
+    dry = command(cli.main, *overrides, "trainer.epochs=1", "--dry-run")
     assert "not prepared" not in " ".join(dry.out.split()) and "1 epoch of" in dry.out, dry.err
     chat.write_text("{\n")
-    job = Job(tmp_path / "bad", *asked)
-    assert job.wait() == 2 and "Traceback" not in job.output
-    assert f"{chat}, line 1: bad_json" in " ".join(job.output.split())
+    job = Job(tmp_path / "bad", *overrides)
+    assert job.wait() == 2 and f"{chat}, line 1: bad_json" in " ".join(job.output.split()) and "Traceback" not in job.output

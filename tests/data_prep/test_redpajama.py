@@ -21,11 +21,11 @@ yaml = pytest.importorskip("yaml")
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves files with Range and ETag; can break connections, change a file, and remembers what was asked."""
+    """Server with Range and ETag that can break connections and change a file, and records requests."""
 
     files: dict[str, bytes] = {}
     break_after: dict[str, list[int]] = {}
-    asked: list[tuple[str, str | None]] = []
+    requests: list[tuple[str, str | None]] = []
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -35,16 +35,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self.server.asked.append((self.path, self.headers.get("Range")))
+        self.server.requests.append((self.path, self.headers.get("Range")))
         data = self.server.files.get(self.path)
         if data is None:
             self.send_error(404)
             return
         tag = f'"{hashlib.md5(data).hexdigest()}"'
         start = 0
-        wanted = self.headers.get("Range")
-        if wanted and self.headers.get("If-Range") == tag:
-            start = int(wanted.removeprefix("bytes=").rstrip("-"))
+        range_header = self.headers.get("Range")
+        if range_header and self.headers.get("If-Range") == tag:
+            start = int(range_header.removeprefix("bytes=").rstrip("-"))
         self.send_response(206 if start else 200)
         self.send_header("ETag", tag)
         self.send_header("Content-Length", str(len(data) - start))
@@ -60,7 +60,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[Server]:
     server = Server(("127.0.0.1", 0), Handler)
-    server.files, server.break_after, server.asked = {}, {}, []
+    server.files, server.break_after, server.requests = {}, {}, []
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server
@@ -70,7 +70,7 @@ def server() -> Iterator[Server]:
 
 
 def serve(server: Server) -> str:
-    """Seven files of three subsets and their list; returns the list's URL."""
+    """Serve seven files of three subsets and their list; return the list's URL."""
     base = f"http://127.0.0.1:{server.server_address[1]}/v1.0.0/"
     names = ["arxiv/arxiv_0.jsonl", "book/book.jsonl", *(f"c4/c4-train.{n}.jsonl" for n in range(5))]
     for number, name in enumerate(names):
@@ -98,14 +98,14 @@ def test_download_subsets_sample_and_hashes(tmp_path: Path, server: Server) -> N
     )
     assert done.returncode == 0, done.stderr
     assert tree(tmp_path / "d") == ["book/book.jsonl", "c4/c4-train.0.jsonl", "c4/c4-train.2.jsonl"]
-    assert "3 of 7 files, 3 with a sha256" in done.stdout and done.stdout.count("sha256 right") == 3
+    assert "3 of 7 files, 3 with a sha256" in done.stdout and done.stdout.count("sha256 verified") == 3
     for name in tree(tmp_path / "d"):
         assert (tmp_path / "d" / name).read_bytes() == server.files["/v1.0.0/" + name]
-    again = download(url, tmp_path / "d", "--subsets", "c4", "books", "--sample", 2)
-    assert again.stdout.count("there already") == 3
+    second = download(url, tmp_path / "d", "--subsets", "c4", "books", "--sample", 2)
+    assert second.stdout.count("there already") == 3
 
 
-def test_download_goes_on_after_broken_connections(tmp_path: Path, server: Server) -> None:
+def test_download_resumes_after_broken_connections(tmp_path: Path, server: Server) -> None:
     url = serve(server)
     name = "/v1.0.0/arxiv/arxiv_0.jsonl"
     server.break_after[name] = [1000, 70_000, 5]
@@ -113,7 +113,7 @@ def test_download_goes_on_after_broken_connections(tmp_path: Path, server: Serve
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "arxiv/arxiv_0.jsonl").read_bytes() == server.files[name]
     assert tree(tmp_path) == ["arxiv/arxiv_0.jsonl"]
-    sent = [wanted for path, wanted in server.asked if path == name]
+    sent = [range_header for path, range_header in server.requests if path == name]
     assert sent == [None, "bytes=1000-", "bytes=71000-", "bytes=71005-"]
 
 
@@ -122,7 +122,7 @@ def test_a_part_of_a_file_that_changed_is_not_continued(tmp_path: Path, server: 
     name = "/v1.0.0/arxiv/arxiv_0.jsonl"
     server.break_after[name] = [1000] + [0] * 9
     broken = download(url, tmp_path, "--subsets", "arxiv")
-    assert_refused(broken, "arxiv_0.jsonl", "goes on", status=1)
+    assert_refused(broken, "arxiv_0.jsonl", "Rerun the same command", status=1)
     assert (tmp_path / "arxiv/arxiv_0.jsonl.part").stat().st_size == 1000
     server.break_after.clear()
     server.files[name] = b'{"text": "another"}\n' * 300
@@ -131,7 +131,7 @@ def test_a_part_of_a_file_that_changed_is_not_continued(tmp_path: Path, server: 
     assert (tmp_path / "arxiv/arxiv_0.jsonl").read_bytes() == server.files[name]
 
 
-def test_missing_files_and_wrong_hashes_are_told_after_the_rest_is_there(tmp_path: Path, server: Server) -> None:
+def test_missing_files_and_wrong_hashes_are_reported_last(tmp_path: Path, server: Server) -> None:
     url = serve(server)
     del server.files["/v1.0.0/book/book.jsonl"]
     done = download(url, tmp_path / "a")
@@ -147,16 +147,16 @@ def test_wrong_lists_are_refused(tmp_path: Path, server: Server) -> None:
     url = serve(server)
     assert_refused(download(url, tmp_path / "d", "--subsets", "c5"), "c5", "arxiv, book, c4")
     assert_refused(download(url.replace("urls.txt", "none.txt"), tmp_path / "d"), "none.txt")
-    assert_refused(download("http://127.0.0.1:1/urls.txt", tmp_path / "d"), "can't read")
+    assert_refused(download("http://127.0.0.1:1/urls.txt", tmp_path / "d"), "cannot read")
     (tmp_path / "list").write_text("ftp://x/y\n")
-    assert_refused(download(str(tmp_path / "list"), tmp_path / "d"), "no list of URLs")
+    assert_refused(download(str(tmp_path / "list"), tmp_path / "d"), "expected one URL per line")
     (tmp_path / "list").write_text(url.replace("urls.txt", "../../etc/passwd") + "\n")
-    assert_refused(download(str(tmp_path / "list"), tmp_path / "d"), "names no file below")
+    assert_refused(download(str(tmp_path / "list"), tmp_path / "d"), "has no file path below")
     assert listing(tmp_path / "d") == []
 
 
 def write_1t(folder: Path) -> dict[str, list[str]]:
-    """Every subset in 1T's layout and shape of records; returns the texts."""
+    """Write every subset in the layout of 1T; return the texts."""
     texts = {name: some_texts(20, seed=number) for number, name in enumerate(LLAMA_SHARES)}
     places = {
         "common_crawl": "common_crawl/2019-30/en_head_0000.json.gz.dedup.classifier.jsonl.zst",
@@ -197,11 +197,11 @@ def test_prepare_every_subset_and_write_the_blend(tmp_path: Path, tokenizer: Pat
     assert conf["prefixes"][1::2] == [str(tmp_path / f"out/{name}_text_document") for name in LLAMA_SHARES]
     assert conf["prefixes"][0::2] == [0.67, 0.15, 0.045, 0.045, 0.045, 0.025, 0.02]
     assert conf["name"] == "redpajama" and conf["split"] == "980,10,10" and conf["tokenizer"] == str(tokenizer)
-    again = prepare(tmp_path, tokenizer)
-    assert again.stdout.count("complete already") == 7
+    second = prepare(tmp_path, tokenizer)
+    assert second.stdout.count("already complete") == 7
 
 
-def test_prepare_renormalises_over_what_is_there(tmp_path: Path, tokenizer: Path) -> None:
+def test_prepare_normalizes_shares(tmp_path: Path, tokenizer: Path) -> None:
     write_1t(tmp_path / "rp")
     done = prepare(tmp_path, tokenizer, "--subsets", "arxiv", "wikipedia")
     assert done.returncode == 0, done.stderr
@@ -210,7 +210,7 @@ def test_prepare_renormalises_over_what_is_there(tmp_path: Path, tokenizer: Path
     assert_refused(prepare(tmp_path, tokenizer, "--subsets", "gutenberg"), "gutenberg", "common_crawl")
     (tmp_path / "empty").mkdir()
     args = ("redpajama.py", "prepare", "--input", tmp_path / "empty", "--tokenizer-model", tokenizer)
-    assert_refused(run_script(*args), "holds no RedPajama subset")
+    assert_refused(run_script(*args), "has no RedPajama subset")
 
 
 def test_the_committed_config_names_all_subsets_with_their_shares() -> None:
@@ -233,7 +233,7 @@ def test_shares_always_add_up_to_one() -> None:
 
 
 def write_v2(folder: Path, count: int = 40, drop: int | None = None) -> list[str]:
-    """Two files of V2 with their signals; `drop` leaves a line of the second signals file out."""
+    """Two files of V2 with their signals; ``drop`` omits a line of the second signals file."""
     texts = [text or "x" for text in some_texts(2 * count)]
     for number in range(2):
         shard = f"2023-06/{number:04}/en_head"
@@ -266,19 +266,19 @@ def test_v2_with_and_without_quality_rules(tmp_path: Path, tokenizer: Path) -> N
     rules = ("--quality", "rps_doc_word_count>=5", "ccnet_perplexity<130")
     done = prepare(tmp_path, tokenizer, *rules, "--output", tmp_path / "good")
     assert done.returncode == 0, done.stderr
-    kept = [text for line, text in enumerate(texts) if len(text.split()) >= 5 and line % 40 < 30]
-    assert 0 < len(kept) < len(texts)
-    assert outputs(tmp_path / "good/v2", "raw_content") == reference(tokenizer, kept)
-    assert f"80 documents = {len(kept)} kept" in done.stdout
-    assert manifest(tmp_path / "good/v2", "raw_content")["documents_read"] == len(kept)
+    expected = [text for line, text in enumerate(texts) if len(text.split()) >= 5 and line % 40 < 30]
+    assert 0 < len(expected) < len(texts)
+    assert outputs(tmp_path / "good/v2", "raw_content") == reference(tokenizer, expected)
+    assert f"80 documents = {len(expected)} kept" in done.stdout
+    assert manifest(tmp_path / "good/v2", "raw_content")["documents_read"] == len(expected)
     assert_refused(prepare(tmp_path, tokenizer, "--quality", "x>1", "--output", tmp_path / "good"), "other rules")
 
 
 @pytest.mark.parametrize("drop", [0, 20, 39])
-def test_signals_that_dont_belong_to_the_documents_are_refused(tmp_path: Path, tokenizer: Path, drop: int) -> None:
+def test_mismatched_signals_are_rejected(tmp_path: Path, tokenizer: Path, drop: int) -> None:
     write_v2(tmp_path / "rp", drop=drop)
     done = prepare(tmp_path, tokenizer, "--quality", "rps_doc_word_count>=5")
-    assert_refused(done, "0001", "lines are missing" if drop < 39 else "differ in lines")
+    assert_refused(done, "0001", "lines are missing" if drop < 39 else "quality signals differ")
     assert not (tmp_path / "conf").exists()
 
 

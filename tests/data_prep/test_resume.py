@@ -1,4 +1,4 @@
-"""Killed at any moment, started again: the result is that of an uninterrupted run, byte for byte."""
+"""Interrupted runs: the resumed result is byte-identical to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def arguments(tmp_path: Path, tokenizer: Path) -> list[str]:
 
 @pytest.fixture
 def documents(tmp_path: Path) -> list[str]:
-    """Two inputs, one of them compressed, with a bad line in each; returns the good texts in order."""
+    """Write two inputs, one compressed, with a bad line each; return the good texts in order."""
     import gzip
 
     texts = some_texts(120), some_texts(120, seed=1)
@@ -75,7 +75,7 @@ def test_kill_9_in_each_phase(tmp_path: Path, documents: list[str], tokenizer: P
     args = arguments(tmp_path, tokenizer)
     killed = subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=100)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    # with a manifest, all is complete; nothing half-written has a final name
+    # a manifest implies complete files; no partial file has a final name
     if (tmp_path / "out/x_text_document.json").exists():
         assert outputs(tmp_path / "out/x") == reference(tokenizer, documents)
     done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=100)
@@ -87,14 +87,14 @@ def check_complete(tmp_path: Path, documents: list[str], tokenizer: Path) -> Non
     assert outputs(tmp_path / "out/x") == reference(tokenizer, documents)
     name = "x_text_document"
     assert listing(tmp_path / "out") == [f"{name}{end}" for end in (".bin", ".idx", ".json", ".quarantine.jsonl")]
-    found = manifest(tmp_path / "out/x")
-    assert (found["documents_read"], found["documents_skipped"]) == (len(documents) + 2, 2)
+    report = manifest(tmp_path / "out/x")
+    assert (report["documents_read"], report["documents_skipped"]) == (len(documents) + 2, 2)
     quarantined = [json.loads(line) for line in (tmp_path / f"out/{name}.quarantine.jsonl").read_bytes().splitlines()]
     assert [(Path(entry["file"]).name, entry["line"]) for entry in quarantined] == [("a.jsonl", 51), ("b.jsonl.gz", 51)]
 
 
-def test_it_goes_on_where_it_was(tmp_path: Path, documents: list[str], tokenizer: Path) -> None:
-    """The second run must not do the first one's work again."""
+def test_resume_skips_finished_work(tmp_path: Path, documents: list[str], tokenizer: Path) -> None:
+    """The second run must not repeat work of the first."""
     script = killer("encoding_run.EncodingRun", "_take", 12)
     args = arguments(tmp_path, tokenizer)
     subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=100)
@@ -151,7 +151,7 @@ def test_kills_at_random_times_until_done(tmp_path: Path, tokenizer: Path) -> No
 
 
 def as_a_script(killer: str) -> str:
-    """A killer() whose errors become a message and a status, as the script's do."""
+    """Return killer() code that reports errors as the script does."""
     return killer.replace(
         "sys.exit(main(sys.argv[1:]))",
         "from megatron_llama.system.errors import run_main\nrun_main(lambda: main(sys.argv[1:]))",
@@ -162,10 +162,10 @@ def as_a_script(killer: str) -> str:
     ("which", "to"),
     [(signal.SIGHUP, "process"), (signal.SIGINT, "group"), (signal.SIGTERM, "group")],
 )
-def test_a_signal_ends_it_with_75_and_it_goes_on(
+def test_signal_exits_with_75_and_run_resumes(
     tmp_path: Path, documents: list[str], tokenizer: Path, which: signal.Signals, to: str
 ) -> None:
-    """A scheduler, a terminal and Ctrl-C signal the whole group: the workers die of it too."""
+    """Schedulers and Ctrl-C signal the process group, including the workers."""
     args = [*arguments(tmp_path, tokenizer)[:-2], "--checkpoint-seconds", "1000"]
     if to == "process":
         script = killer("encoding_run.EncodingRun", "_take", 9, after=True)
@@ -180,9 +180,9 @@ def test_a_signal_ends_it_with_75_and_it_goes_on(
         timeout=100,
         start_new_session=True,
     )
-    assert_refused(stopped, which.name, "the same command goes on", status=75)
+    assert_refused(stopped, which.name, "rerun the same command", status=75)
     done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert "going on after" in done.stdout
+    assert "resuming after" in done.stdout
     check_complete(tmp_path, documents, tokenizer)
 
 
@@ -232,7 +232,7 @@ def test_a_killed_worker_is_reported_and_nothing_lost(tmp_path: Path, tokenizer:
         text=True,
         timeout=100,
     )
-    assert_refused(stopped, "signal 9", "goes on", status=1)
+    assert_refused(stopped, "signal 9", "rerun the same command", status=1)
     done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert outputs(tmp_path / "x") == reference(tokenizer, texts)
@@ -243,8 +243,8 @@ def test_finished_is_not_redone_and_other_options_are_refused(tmp_path: Path, pr
     args = ("--input", source, "--output-prefix", tmp_path / "x")
     preprocess(*args)
     before = os.stat(tmp_path / "x_text_document.bin").st_mtime_ns
-    again = preprocess(*args, workers=2)
-    assert again.returncode == 0 and "complete already" in again.stdout
+    second = preprocess(*args, workers=2)
+    assert second.returncode == 0 and "already complete" in second.stdout
     assert os.stat(tmp_path / "x_text_document.bin").st_mtime_ns == before
     assert_refused(
         preprocess(*args, "--max-line-mib", 5), "max_line_bytes was 67108864 and is now 5242880", "--overwrite"
@@ -273,7 +273,7 @@ def test_an_unfinished_run_with_other_options_is_refused(tmp_path: Path, documen
 
 
 def test_a_damaged_work_folder_is_noticed(tmp_path: Path, documents: list[str], tokenizer: Path) -> None:
-    """After a power cut the data may not be what the journal says: then it starts over, rather than go on wrongly."""
+    """If the data differ from the journal, e.g. after a power failure, the run starts over."""
     script = killer("encoding_run.EncodingRun", "_take", 12)
     args = arguments(tmp_path, tokenizer)
     subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=100)

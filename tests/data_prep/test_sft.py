@@ -1,4 +1,4 @@
-"""sft.py: every record accounted for, whatever stops it; what it writes is what the records say."""
+"""sft.py: counts of records, interruptions, and the content of the output."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def test_every_record_is_accounted_for(folder: Path, tmp_path: Path) -> None:
     assert manifest["skipped"] == {**dict.fromkeys(BAD_LINES, 1), "no_assistant_turn": 2}
     assert manifest["documents_read"] == 40 + len(bad) + 1 and len(tokens) == 40
     assert "12 skipped" in done.stdout and "1 too_long" in done.stdout and "tokens with loss" in done.stdout
-    kept = [json.loads(line) for line in (tmp_path / "out_sft.quarantine.jsonl").read_text().splitlines()]
-    assert [entry["reason"] for entry in kept] == [*BAD_LINES, "no_assistant_turn"] and kept[-1]["line"] == 53
-    # Token conservation: what is in the files is each example's own tokens, and no other.
+    entries = [json.loads(line) for line in (tmp_path / "out_sft.quarantine.jsonl").read_text().splitlines()]
+    assert [entry["reason"] for entry in entries] == [*BAD_LINES, "no_assistant_turn"] and entries[-1]["line"] == 53
+    # The files have exactly the tokens of the examples.
     tokenizer = HuggingFaceTokenizer(folder)
     template = load_own_template(folder, tokenizer.added_tokens)
     for number, (ids, mask) in enumerate(zip(tokens, masks, strict=True)):
@@ -55,7 +55,7 @@ def test_every_record_is_accounted_for(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_fault_in_reading_is_one_bad_record(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a record makes of the readers, the others are taken."""
+    """An exception in one record does not affect the others."""
     source = tmp_path / "chat.jsonl"
     source.write_text("\n".join([GOOD[0], '{"question": "q", "answer": "a"}', GOOD[1]]) + "\n")
     monkeypatch.setitem(records._READERS, "gsm8k", lambda record: record["answer"]["no"])
@@ -65,7 +65,7 @@ def test_a_fault_in_reading_is_one_bad_record(folder: Path, tmp_path: Path, monk
     assert manifest["skipped"] == {"broken_record": 1} and manifest["documents_written"] == 2
 
 
-def test_workers_do_not_show_and_what_is_finished_stays(folder: Path, tmp_path: Path) -> None:
+def test_output_is_independent_of_workers_and_not_rewritten(folder: Path, tmp_path: Path) -> None:
     source = tmp_path / "chat.jsonl"
     source.write_text("\n".join(GOOD * 20) + "\n")
     for name, workers in (("one", 1), ("three", 3)):
@@ -77,8 +77,8 @@ def test_workers_do_not_show_and_what_is_finished_stays(folder: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("over", [0, 1])
-def test_truncation_at_the_border(folder: Path, tmp_path: Path, over: int) -> None:
-    """129 tokens fit 128 places, since the last is only a label; one more is cut, and counted."""
+def test_truncation_at_the_limit(folder: Path, tmp_path: Path, over: int) -> None:
+    """129 tokens fit --seq-length 128, since the last is only a label; longer examples are truncated."""
     tokenizer = HuggingFaceTokenizer(folder)
     template = load_own_template(folder, tokenizer.added_tokens)
 
@@ -110,14 +110,14 @@ def test_train_on_inputs_and_bos(folder: Path, tmp_path: Path, tokenizer: Path) 
     assert some.tolist() == same.tolist() and some[0] == 1
     assert every.min() == 1 and 0 < masked.sum() < len(masked) and masked[0] == 0
     assert_refused(prepare(tokenizer, source, tmp_path / "no"), "no chat template", "--chat-template")
-    assert_refused(prepare(folder, source, tmp_path / "no", "--add-bos"), "--add-bos is for named templates")
-    with pytest.raises(UserError, match=r"no token <\|im_end\|>.*would not stop"):  # text never stops a model
+    assert_refused(prepare(folder, source, tmp_path / "no", "--add-bos"), "already writes the begin-of-text token")
+    with pytest.raises(UserError, match=r"ends answers with <\|im_end\|>.*does not have"):
         build_chat_format(ExampleOptions(str(tokenizer), 8, chat_template="chatml"), [])
     chat = build_chat_format(ExampleOptions(str(folder), 8, chat_template="chatml"), [])
     assert chat.tokenizer.control("<|im_end|>") is not None
 
 
-def test_tables_are_split_for_good(folder: Path, tmp_path: Path) -> None:
+def test_tables_are_split_by_seed(folder: Path, tmp_path: Path) -> None:
     source = tmp_path / "qnli.tsv"
     rows = [f'{n}\tWho {n}?\tHe "{n}" did.\t{"entailment" if n % 2 else "not_entailment"}' for n in range(50)]
     source.write_text("\n".join(["index\tquestion\tsentence\tlabel", *rows, "50\tWho?\tHe.\tmaybe", "51\tWho?"]) + "\n")
@@ -134,23 +134,25 @@ def test_tables_are_split_for_good(folder: Path, tmp_path: Path) -> None:
     skipped = [manifest["skipped"] for manifest in manifests]
     assert sum(one.get("unknown_label", 0) for one in skipped) == sum(one.get("bad_columns", 0) for one in skipped) == 1
     assert sum(manifest["documents_written"] for manifest in manifests) == 50
-    assert_refused(prepare(folder, source, tmp_path / "far", "--template", "qnli", "--split", "99,1"), "there are 52")
+    assert_refused(
+        prepare(folder, source, tmp_path / "far", "--template", "qnli", "--split", "99,1"), "but the input has 52"
+    )
 
 
-def test_kill_9_and_again(folder: Path, tmp_path: Path) -> None:
-    """Resuming is preprocess.py's, and holds for two outputs of different types."""
+def test_resume_after_sigkill(folder: Path, tmp_path: Path) -> None:
+    """Resume with two outputs of different dtypes."""
     source = tmp_path / "chat.jsonl"
     source.write_text("\n".join(GOOD * 60) + "\n")
     arguments = ("--tokenizer-model", folder, "--seq-length", 128, "--workers", 1, "--checkpoint-seconds", 0)
     whole = run_script("sft.py", "--input", source, *arguments, "--output-prefix", tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
-    again = command("sft.py", "--input", source, *arguments, "--output-prefix", tmp_path / "killed")
+    second = command("sft.py", "--input", source, *arguments, "--output-prefix", tmp_path / "killed")
     script = killer("workspace.Workspace", "checkpoint", 1, after=True, script="sft")
-    killed = subprocess.run([sys.executable, "-c", script, *again[2:]], cwd=ROOT, capture_output=True, timeout=120)
+    killed = subprocess.run([sys.executable, "-c", script, *second[2:]], cwd=ROOT, capture_output=True, timeout=120)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     assert (tmp_path / ".killed_sft+killed_sft_mask.partial" / "journal.jsonl").exists()
-    done = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(second, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "going on after" in done.stdout
+    assert "resuming after" in done.stdout
     for suffix in ("_sft.bin", "_sft.idx", "_sft_mask.bin", "_sft_mask.idx"):
         assert (tmp_path / f"whole{suffix}").read_bytes() == (tmp_path / f"killed{suffix}").read_bytes()

@@ -45,7 +45,7 @@ DAMAGE = {
     "a token beyond the vocabulary": (".bin", 10, b"\xff\xff", "vocabulary"),
     "another token": (".bin", 20, b"\x21\x01", "sha256"),
     "no EOD at the end": (".bin", -2, b"\x05\x00", "EOD"),
-    "a length": (".idx", 34, b"\x09\x09", "does not begin where"),
+    "a length": (".idx", 34, b"\x09\x09", "does not start at the end of"),
     "a pointer": (".idx", -1, b"", "document indices"),
     "the magic": (".idx", 0, b"X", "not a Megatron index"),
     "the version": (".idx", 9, b"\x02", "version 2"),
@@ -69,10 +69,10 @@ def test_inspect_finds_truncation_and_the_wrong_tokenizer(dataset: Path, tmp_pat
     text = write_jsonl(tmp_path / "t.jsonl", some_texts(300))
     run_script("train_tokenizer.py", "--input", text, "--vocab-size", 320, "--model-prefix", tmp_path / "other")
     done = run_script("inspect.py", dataset, "--tokenizer-model", tmp_path / "other.model")
-    assert_refused(done, "not the tokenizer that made")
+    assert_refused(done, "is not the tokenizer of this dataset")
     binary = Path(f"{dataset}.bin")
     binary.write_bytes(binary.read_bytes()[:-100])
-    assert_refused(run_script("inspect.py", dataset), "the index gives")
+    assert_refused(run_script("inspect.py", dataset), "the index requires")
 
 
 def test_trained_tokenizer_has_llama_2s_settings(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_trained_tokenizer_has_llama_2s_settings(tmp_path: Path) -> None:
     processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "t0.model"))
     assert processor.vocab_size() == 340
     assert (processor.unk_id(), processor.bos_id(), processor.eos_id(), processor.pad_id()) == (0, 1, 2, -1)
-    assert not any(piece.isdigit() and len(piece) > 1 for piece in map(processor.id_to_piece, range(340)))
+    assert not any(part.isdigit() and len(part) > 1 for part in map(processor.id_to_piece, range(340)))
     for text in ["  two  spaces  ", "tab\tand\nline\r\n", "unseen: ⚛ ǅ ﬁ Å", *some_texts(50, seed=9)]:
         assert processor.decode(processor.encode(text)) == text
         assert 0 not in processor.encode(text)
@@ -101,12 +101,12 @@ def test_tokenizer_mistakes_are_refused(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["too little text"])
     base = ("train_tokenizer.py", "--input", path, "--model-prefix", tmp_path / "t", "--vocab-size")
     assert_refused(run_script(*base, 200), "--vocab-size must be above 259")
-    assert_refused(run_script(*base, 9000), "9000 pieces")
+    assert_refused(run_script(*base, 9000), "--vocab-size 9000")
     assert_refused(run_script(*base, 300, "--sample-mib", 0), "--sample-mib")
     packed = tmp_path / "b.jsonl.gz"
     packed.write_bytes(gzip.compress(path.read_bytes() * 50)[:-12])
     done = run_script("train_tokenizer.py", "--input", packed, "--vocab-size", 300, "--model-prefix", tmp_path / "t")
-    assert_refused(done, "cut off")
+    assert_refused(done, "truncated")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl.gz"]
 
 
@@ -120,7 +120,7 @@ def test_standard_library_text(tmp_path: Path) -> None:
     assert any("dataclass" in record["text"] for record in records)
     before = out.stat().st_mtime_ns
     assert run_script("python_stdlib.py", "--output", out).returncode == 0
-    assert out.stat().st_mtime_ns == before  # the same again: what was made from it stays valid
+    assert out.stat().st_mtime_ns == before  # unchanged, so that datasets made from it stay valid
     run_script("python_stdlib.py", "--output", tmp_path / "small.jsonl", "--max-mib", 1)
     assert out.read_bytes().startswith((tmp_path / "small.jsonl").read_bytes())
     assert (tmp_path / "small.jsonl").stat().st_size <= 2**20
@@ -132,7 +132,7 @@ def test_long_modules_are_cut_between_definitions_without_loss() -> None:
     from data_prep.python_stdlib import split_source
 
     text = "import os\n\n" + "".join(f"@decorator\ndef f{n}(x):\n    return {n}\n\n\n" for n in range(200))
-    pieces = split_source(text, 500)
-    assert "".join(pieces) == text and len(pieces) > 5
-    assert all(piece.startswith(("import", "@decorator")) for piece in pieces)
-    assert all(len(piece) < 600 for piece in pieces)
+    parts = split_source(text, 500)
+    assert "".join(parts) == text and len(parts) > 5
+    assert all(part.startswith(("import", "@decorator")) for part in parts)
+    assert all(len(part) < 600 for part in parts)

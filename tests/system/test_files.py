@@ -84,5 +84,5 @@ def test_a_link_that_leads_round_is_told_once(tmp_path: Path) -> None:
     assert [Path(source.path).name for source in found.sources] == ["a.jsonl", "b.jsonl"]
     assert set(found.not_taken.values()) == {"a link to a folder that it is in"} and len(found.not_taken) == 2
     (tmp_path / "in/again").symlink_to("deep")  # this is no loop, and takes a file twice
-    with pytest.raises(UserError, match="named twice"):
+    with pytest.raises(UserError, match="occurs twice"):
         find_sources([str(tmp_path / "in")])

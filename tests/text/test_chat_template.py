@@ -171,7 +171,7 @@ def test_an_end_that_is_not_flagged_special(folder: Path, tmp_path: Path) -> Non
     (tmp_path / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
     tokenizer = HuggingFaceTokenizer(tmp_path)
     assert tokenizer.control_tokens == [] and "<|im_end|>" in tokenizer.added_tokens
-    assert shown(list(build_chat_format(ExampleOptions(str(tmp_path), 8), []).pieces(TALK))) == OWN["chatml"]
+    assert shown(list(build_chat_format(ExampleOptions(str(tmp_path), 8), []).render(TALK))) == OWN["chatml"]
 
 
 def test_a_template_is_rendered_in_a_sandbox() -> None:
