@@ -236,7 +236,7 @@ def test_every_file_is_used_or_listed_with_a_reason(
         "i.json.1",
         "old.quarantine.jsonl",
     }
-    assert reasons["pipe.jsonl"].startswith("no file") and reasons[".gitattributes"] == "hidden"
+    assert reasons["pipe.jsonl"] == "a pipe, socket or device" and reasons[".gitattributes"] == "hidden"
     assert inputs["files_found"] == 13 == inputs["files_taken"] + len(reasons)
     message = capsys.readouterr()
     assert "13 files found = 2 used + 11 ignored" in message.out and "11 of 13 files found" in message.err

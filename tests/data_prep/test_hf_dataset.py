@@ -43,16 +43,16 @@ def test_save_to_disk_layout(tmp_path: Path) -> None:
     inputs = find_sources([str(tmp_path / "one")])
     assert texts(inputs) == ["one", "two", "three"]
     assert reasons(inputs) == {
-        "cache-0123456789abcdef.arrow": "not among the data files of state.json",
-        "dataset_info.json": "describes the dataset",
-        "state.json": "describes the dataset",
+        "cache-0123456789abcdef.arrow": "not listed in state.json",
+        "dataset_info.json": "dataset description",
+        "state.json": "dataset description",
     }
     saved(tmp_path / "all/train", TRAIN)
     saved(tmp_path / "all/test", (["held out"],))
     (tmp_path / "all/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     inputs = find_sources([str(tmp_path / "all")])
     assert texts(inputs) == ["one", "two", "three"]
-    assert reasons(inputs)["data-00000-of-00001.arrow"] == "of the split test; the split train is taken"
+    assert reasons(inputs)["data-00000-of-00001.arrow"] == "split test; only the split train is used"
     assert texts(find_sources([str(tmp_path / "all/test")])) == ["held out"], "what is named is taken"
     (tmp_path / "one/data-00001-of-00002.arrow").unlink()
     with pytest.raises(UserError, match="lists data-00001-of-00002.arrow, which does not exist"):
@@ -78,7 +78,7 @@ def test_shards_by_name(tmp_path: Path) -> None:
     assert texts(inputs) == ["one", "two", "three"]
     assert reasons(inputs) == {
         ".gitattributes": "hidden",
-        "test-00000-of-00001.parquet": "of the split test; the split train is taken",
+        "test-00000-of-00001.parquet": "split test; only the split train is used",
     }
 
 
@@ -107,11 +107,11 @@ configs:
     assert texts(inputs) == ["more"]
     assert reasons(inputs) == {
         ".gitattributes": "hidden",
-        "README.md": "no suffix that is read",
-        "test-00000-of-00001.parquet": "of the config main; more is taken",
-        "train-00000-of-00002.parquet": "of the config main; more is taken",
-        "train-00001-of-00002.parquet": "of the config main; more is taken",
-        "y.parquet": "of the split validation; the split train is taken",
-        "z.parquet": "no data file of its README.md",
+        "README.md": "unsupported suffix",
+        "test-00000-of-00001.parquet": "config main; only more is used",
+        "train-00000-of-00002.parquet": "config main; only more is used",
+        "train-00001-of-00002.parquet": "config main; only more is used",
+        "y.parquet": "split validation; only the split train is used",
+        "z.parquet": "not a data file in README.md",
     }
     assert texts(find_sources([f"{folder}/data/train-*"])) == ["one", "two", "three"], "a pattern names the file itself"

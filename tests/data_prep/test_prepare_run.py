@@ -174,7 +174,7 @@ def test_a_bad_record_stops_the_start(base: Path, chat: Path, tmp_path: Path) ->
 
 
 def test_files_that_are_refused(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_run, "MOST_BYTES", 100)
+    monkeypatch.setattr(prepare_run, "MAX_BYTES", 100)
     for take in (with_prepared, with_finished):
         with pytest.raises(ConfigError, match=r"python\s+data_prep/sft.py\s+--input"):
             take(config_of(base, chat, cache=tmp_path))

@@ -119,7 +119,7 @@ def read_dataset(case: Path) -> None:
     manifest = datasets.read_manifest(prefix)
     for line in [*counts(dataset, manifest), *histogram(dataset)]:
         line.encode()
-    if not list(datasets.problems(dataset, manifest, check_hashes=True)):
+    if not list(datasets.find_problems(dataset, manifest, check_hashes=True)):
         for number in range(len(dataset)):
             list(decoded(dataset, manifest, number, None, 100))
 

@@ -82,7 +82,7 @@ def test_a_link_that_leads_round_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "in/deep/up").symlink_to(tmp_path / "in")
     found = find_sources([str(tmp_path / "in")])
     assert [Path(source.path).name for source in found.sources] == ["a.jsonl", "b.jsonl"]
-    assert set(found.not_taken.values()) == {"a link to a folder that it is in"} and len(found.not_taken) == 2
+    assert set(found.not_taken.values()) == {"a link to a parent folder"} and len(found.not_taken) == 2
     (tmp_path / "in/again").symlink_to("deep")  # this is no loop, and takes a file twice
     with pytest.raises(UserError, match="occurs twice"):
         find_sources([str(tmp_path / "in")])
