@@ -331,8 +331,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{analysis.folder}: part {args.part} is done; {rest}")
                 return 0
     values = np.load(analysis.folder / "values.npy", mmap_mode="r")
-    shares = ", ".join(f"{q} %: {np.percentile(values, q):g}" for q in (0, 10, 50, 90, 100))
-    print(f"{analysis.folder}\n{analysis.name} of {analysis.units:,} samples, percentiles: {shares}")
+    percentiles = ", ".join(f"{np.percentile(values, q):g}" for q in (0, 10, 50, 90, 100))
+    print(
+        f"{analysis.folder}: {analysis.units:,} samples\n{analysis.name} percentiles 0, 10, 50, 90, 100: {percentiles}"
+    )
     return 0
 
 
