@@ -102,7 +102,7 @@ def test_download_subsets_sample_and_hashes(tmp_path: Path, server: Server) -> N
     for name in tree(tmp_path / "d"):
         assert (tmp_path / "d" / name).read_bytes() == server.files["/v1.0.0/" + name]
     second = download(url, tmp_path / "d", "--subsets", "c4", "books", "--sample", 2)
-    assert second.stdout.count("there already") == 3
+    assert second.stdout.count("already downloaded") == 3
 
 
 def test_download_resumes_after_broken_connections(tmp_path: Path, server: Server) -> None:

@@ -99,7 +99,7 @@ def test_resume_skips_finished_work(tmp_path: Path, documents: list[str], tokeni
     args = arguments(tmp_path, tokenizer)
     subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=100)
     done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=100)
-    words = done.stdout.split("going on after ")[1].split()
+    words = done.stdout.split("resuming after ")[1].split()
     assert int(words[0]) > 20, done.stdout
     check_complete(tmp_path, documents, tokenizer)
 
