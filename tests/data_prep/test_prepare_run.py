@@ -253,4 +253,5 @@ def test_a_run(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert "not prepared" not in " ".join(dry.out.split()) and "1 epoch of" in dry.out, dry.err
     chat.write_text("{\n")
     job = Job(tmp_path / "bad", *overrides)
-    assert job.wait() == 2 and f"{chat}, line 1: bad_json" in " ".join(job.output.split()) and "Traceback" not in job.output
+    assert job.wait() == 2 and "Traceback" not in job.output
+    assert f"{chat}, line 1: bad_json" in " ".join(job.output.split())
