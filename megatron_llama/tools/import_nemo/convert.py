@@ -368,7 +368,7 @@ class _Conversion:
         if self.get(f"{at}train_time_interval"):
             why = "saving by time is not supported: write checkpoint.every_steps=N"
             self.record(f"{at}train_time_interval", SAME_TRAINING, why=why)
-            self.result.assumed.append("checkpoint.every_steps is omitted, because the source uses seconds; write one")
+            self.result.assumed.append("checkpoint.every_steps is omitted: the source interval is in seconds; set it")
         elif self.values.get("trainer.accelerator") != "tpu" and not self._is_nxdt:
             every = self.settings.get("trainer.val_every_steps")
             if every:

@@ -29,9 +29,9 @@ USAGE = f"""\
 usage: python scripts/traffic.py [{MEASURE}] [group=choice ...]
                                  [section.setting=value ...]
 
-Predict the bytes sent by each rank in a training step, by parallel axis and
-collective. trainer.dp=N sets the number of model replicas, so the world may be
-larger than this machine. docs/guides/tools/traffic.md has the formulas.
+Predict the bytes sent per rank and step, by parallel axis and collective.
+trainer.dp=N sets the number of model replicas, so the world may be larger than
+this machine. docs/guides/tools/traffic.md has the formulas.
 
   {MEASURE}   also run two steps here on random data, count the bytes sent and
               compare; every byte and call must match
