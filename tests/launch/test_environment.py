@@ -162,7 +162,7 @@ def test_one_process_of_mpiruns_may_start_all_ranks() -> None:
 
 
 def test_mpirun_on_several_machines_needs_an_address() -> None:
-    for environ, option in ((OPEN_MPI, "-x MASTER_ADDR=NAME"), (HYDRA, "-genv MASTER_ADDR NAME")):
+    for environ, option in ((OPEN_MPI, "-x MASTER_ADDR=HOST"), (HYDRA, "-genv MASTER_ADDR HOST")):
         several = {name: "8" for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")}
         with pytest.raises(ConfigError, match=rf"mpirun\s+{option}"):
             process_context(environ | several)
@@ -237,7 +237,7 @@ def test_all_wrong_variables_are_reported_together() -> None:
 @pytest.mark.parametrize("launcher", [OPEN_MPI, HYDRA, SRUN])
 def test_world_size_below_the_launchers_is_rejected(launcher: dict[str, str]) -> None:
     left = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    with pytest.raises(ConfigError, match=r"is less than \w+=2") as error:
+    with pytest.raises(ConfigError, match=r"is less than \w+=(2|16)") as error:
         process_context(launcher | left)
     assert [problem.field for problem in error.value.problems] == ["WORLD_SIZE"]
 

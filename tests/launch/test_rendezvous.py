@@ -137,7 +137,7 @@ def test_two_processes_with_one_number_are_told_at_once(port: int) -> None:
 def test_a_late_process_with_a_taken_number_does_not_wait(port: int) -> None:
     first, second = start(context(0, 2, port=port)), start(context(1, 2, port=port))
     together(lambda: first.open(first.gather(), "runs/x"), second.wait)
-    with pytest.raises(ConfigError, match=r"two\s+processes\s+have\s+this\s+number"):
+    with pytest.raises(ConfigError, match=r"two\s+processes\s+have\s+this\s+rank"):
         start(context(1, 2, port=port)).wait()
 
 
