@@ -135,7 +135,7 @@ def test_missing_files_and_wrong_hashes_are_reported_last(tmp_path: Path, server
     url = serve(server)
     del server.files["/v1.0.0/book/book.jsonl"]
     done = download(url, tmp_path / "a")
-    assert_refused(done, "1 of 7 files", "book.jsonl", "404")
+    assert_refused(done, "1 of 7 downloads failed", "book.jsonl", "404")
     assert len(tree(tmp_path / "a")) == 6
     (tmp_path / "sums").write_text("0" * 64 + "  arxiv/arxiv_0.jsonl\n")
     done = download(url, tmp_path / "b", "--subsets", "arxiv", "--sha256sums", tmp_path / "sums")

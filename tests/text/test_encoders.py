@@ -71,7 +71,7 @@ def test_a_wrong_fast_encoder_is_found_at_the_start(tokenizer: Path, monkeypatch
     monkeypatch.setattr(encoders, "_FAST_LOADERS", {name: load for name in FAST})
     encoder = load_encoder("sentencepiece", str(tokenizer))
     assert encoder.name == "sentencepiece" and not encoder.is_fast
-    assert "gigatoken gives other ids than sentencepiece, for example for '</s>'" in encoder.notes[0]
+    assert "gigatoken returns other ids than sentencepiece, for example for '</s>'" in encoder.notes[0]
     with pytest.raises(UserError, match="other ids"):
         load_encoder("sentencepiece", str(tokenizer), "kitoken")
 
