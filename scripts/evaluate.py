@@ -1,4 +1,4 @@
-"""Say how good a model is: python scripts/evaluate.py CHECKPOINT --dataset PREFIX (see --help)."""
+"""Evaluate a model: python scripts/evaluate.py CHECKPOINT --dataset PREFIX (see --help)."""
 
 from __future__ import annotations
 

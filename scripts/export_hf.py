@@ -1,7 +1,7 @@
-"""Write a checkpoint as a Hugging Face folder: python scripts/export_hf.py CHECKPOINT OUT
+"""Export a checkpoint as a Hugging Face folder: python scripts/export_hf.py CHECKPOINT OUT
 
-A LoRA run's checkpoint becomes a PEFT adapter or, with --merge, the whole model with the adapter merged. Needs no GPU
-and no ranks, and holds one block of rows in memory at a time.
+A LoRA checkpoint becomes a PEFT adapter or, with --merge, the full model with the adapter merged. Needs no GPU and
+streams the weights block by block.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def main() -> int:
-    """Exit status: 0 written, 1 the checkpoint is damaged, 2 a mistake in the arguments."""
+    """Run the command; return 0 on success, 1 for a damaged checkpoint, 2 for invalid arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint's folder, or a run's (its newest checkpoint)")
-    parser.add_argument("out", type=Path, help="the folder to write; must not be there yet")
-    parser.add_argument("--merge", action="store_true", help="of a LoRA run: write the whole model, not the adapter")
-    parser.add_argument("--base", type=Path, help="the model that LoRA was trained on, where its folder has moved")
-    about = "auto: that of the folder in init_from; float32, bit for bit, for a run from random weights"
+    parser.add_argument("checkpoint", type=Path, help="checkpoint folder, or run folder (its newest checkpoint)")
+    parser.add_argument("out", type=Path, help="output folder; must not exist")
+    parser.add_argument("--merge", action="store_true", help="LoRA only: write the full model, not the adapter")
+    parser.add_argument("--base", type=Path, help="base model of LoRA, if its folder has moved")
+    about = "auto: dtype of init_from; float32 for a run from random weights"
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help=about)
-    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file, 10^9 bytes (default 5)")
+    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="maximum file size, 10^9 bytes (default: 5)")
     arguments = parser.parse_args()
     # Imported here: --help needs no torch.
     from megatron_llama.checkpoint.export import export

@@ -1,4 +1,4 @@
-"""Let a model write: python scripts/generate.py CHECKPOINT --prompt TEXT, or --chat (see --help)."""
+"""Generate text: python scripts/generate.py CHECKPOINT --prompt TEXT, or --chat (see --help)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory, time and cost of a run before it runs: python scripts/plan.py model=llama7b cluster.nodes=4 (see --help)."""
+"""Forecast memory, time and cost of a run: python scripts/plan.py model=llama7b cluster.nodes=4 (see --help)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The best settings of a run on a machine: python scripts/tune.py model=llama7b cluster.nodes=4 (see --help)."""
+"""Find the best layout of a run: python scripts/tune.py model=llama7b cluster.nodes=4 (see --help)."""
 
 from __future__ import annotations
 

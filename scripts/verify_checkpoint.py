@@ -1,4 +1,4 @@
-"""Check every byte of a checkpoint against its hashes: python scripts/verify_checkpoint.py CHECKPOINT"""
+"""Verify all bytes of a checkpoint against its hashes: python scripts/verify_checkpoint.py CHECKPOINT"""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def main() -> int:
-    """Exit status: 0 all hashes are right, 1 something is corrupt, 2 the argument is not a checkpoint."""
+    """Run the command; return 0 if all hashes match, 1 for a corrupt file, 2 if the argument is not a checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint's folder, or a run's (its newest checkpoint)")
+    parser.add_argument("checkpoint", type=Path, help="checkpoint folder, or run folder (its newest checkpoint)")
     arguments = parser.parse_args()
     # Imported here: --help needs no torch.
     from megatron_llama.checkpoint.folder import find_checkpoint

@@ -25,11 +25,11 @@ from megatron_llama.tools.inference.arguments import not_utf8
 from megatron_llama.tools.inference.generator import Generator, Sampling
 
 RESET = "/reset"
-WELCOME = f"A message and Enter; {RESET} begins a new conversation, Ctrl-D ends."
+WELCOME = f"Type a message. {RESET} starts a new conversation, Ctrl-D exits."
 
 
-class Chat:
-    """Messages in, answers out. All ranks run it; rank 0 alone reads and writes."""
+class ChatSession:
+    """Conversation with a model. All ranks run it; only rank 0 reads and writes."""
 
     def __init__(
         self, generator: Generator, prompts: PromptBuilder, sampling: Sampling, max_new_tokens: int, system: str | None
@@ -39,7 +39,7 @@ class Chat:
         self._history = list(self._first)
 
     def run(self, source: TextIO, out: TextIO) -> None:
-        """Answers each line of ``source`` until it ends."""
+        """Answer each line of ``source`` until its end."""
         is_first = dist.get_rank() == 0
         if is_first and source.isatty():
             out.write(WELCOME + "\n")
@@ -49,7 +49,7 @@ class Chat:
             self._history.append({"role": "assistant", "content": self.prompts.parse_answer(answer.ids)})
 
     def _next_prompt(self, source: TextIO, out: TextIO) -> list[int] | None:
-        """The ids of the conversation with the next message; None at the end of ``source``."""
+        """Return the ids of the conversation with the next message; None at the end of ``source``."""
         while True:
             if source.isatty():
                 out.write("\n> ")
@@ -64,16 +64,17 @@ class Chat:
             elif rule := not_utf8(message):
                 self._say(f"the message {rule}")
             elif message:
-                asked = [*self._history, {"role": "user", "content": message}]
+                messages = [*self._history, {"role": "user", "content": message}]
                 try:
-                    ids = self.prompts.ids(asked)
+                    ids = self.prompts.ids(messages)
                 except ConfigError as error:
                     self._say(error.problems[0].rule)
                     continue
                 if len(ids) < self.generator.context:
-                    self._history = asked
+                    self._history = messages
                     return ids
-                self._say(f"the conversation has {len(ids)} of the model's {self.generator.context} tokens: {RESET}")
+                limit = self.generator.context
+                self._say(f"the conversation has {len(ids)} tokens, the model {limit} positions; type {RESET}")
 
     @staticmethod
     def _say(words: str) -> None:
@@ -81,10 +82,7 @@ class Chat:
         sys.stderr.flush()
 
 
-# A conversation to the ids that ask for its next answer.
-#
-# Training examples are encoded by the same code (text/), so a prompt has the ids that came before the answer in
-# training.
+# Prompts. They are encoded by the code of training examples (text/), so they have the ids of training.
 
 
 Message = Mapping[str, str]
@@ -94,97 +92,105 @@ ARGUMENT = "--chat-template"
 
 
 class PromptBuilder:
-    """A tokenizer and a chat template; with ``none`` the messages' text is the prompt."""
+    """Tokenizer and chat template; with the template ``none`` the prompt is the text of the messages."""
 
     stop: frozenset[int]
-    """The ids that end an answer in this template."""
+    """Ids that end an answer in this template."""
 
     def __init__(self, tokenizer: Tokenizer, template: str, add_bos: bool | None = None) -> None:
-        """``add_bos`` is for named templates; None does what the tokenizer does before any text.
+        """Open a template.
 
-        Raises ConfigError where the tokenizer has no template of its own, or can't be used with any.
+        Args:
+            tokenizer: tokenizer of the model.
+            template: name of a template; ``own``: the tokenizer's template.
+            add_bos: whether named templates start with BOS. None: the tokenizer's default.
+
+        Raises:
+            ConfigError: the tokenizer has no template, or is not compatible with it.
         """
         self.tokenizer, self.template, self._add_bos = tokenizer, template, add_bos
-        self._end_text = ""  # what is written between an answer and the token that ends it
+        self._end_text = ""  # text between an answer and its end token
         self._chat: NamedTemplate | Jinja | None = NAMED_TEMPLATES.get(template)
         try:
             if template == OWN:
                 self._chat = load_own_template(tokenizer.path, tokenizer.control_tokens)
         except UserError as error:
             names = ", ".join(NAMED_TEMPLATES)
-            instead = f"write --chat-template {names}; or --tokenizer FOLDER with a template of its own"
+            instead = f"write --chat-template {names}; or --tokenizer FOLDER with a chat template"
             raise ConfigError([Problem(ARGUMENT, template, str(error), instead)]) from None
         self._gap = self._chat.gap if isinstance(self._chat, NamedTemplate) else ""
-        # A template of the tokenizer's own writes its BOS itself.
+        # The tokenizer's template writes BOS itself.
         bos = isinstance(self._chat, NamedTemplate) and (tokenizer.adds_bos if add_bos is None else add_bos)
         self._bos = [tokenizer.bos] if bos and tokenizer.bos is not None else []
         self.stop = self._find_end()
 
-    def __reduce__(self) -> Any:  # a compiled template can't be pickled, as spawned ranks need it
+    def __reduce__(self) -> Any:  # spawned ranks need pickling, which compiled templates do not support
         return PromptBuilder, (self.tokenizer, self.template, self._add_bos)
 
     def ids(self, messages: Sequence[Message], answer: str | None = None) -> list[int]:
-        """The ids up to where the assistant's next answer begins; with an ``answer`` its ids too, without its end.
+        """Return the ids of a prompt, and of an ``answer`` without its end token.
 
-        Raises ConfigError where the template refuses the conversation.
+        Raises:
+            ConfigError: the template rejects the conversation.
         """
         if self._chat is None:
             return self.tokenizer.encode("".join(message["content"] for message in messages) + (answer or ""))
         try:
-            pieces = self._chat.ask([Turn(message["role"], message["content"]) for message in messages])
+            spans = self._chat.ask([Turn(message["role"], message["content"]) for message in messages])
             if answer is not None:
-                pieces.append(TextSpan(self._gap + answer, True))
-            return self._bos + encode_spans(pieces, self.tokenizer, parse_special=self.template == OWN)[0]
+                spans.append(TextSpan(self._gap + answer, True))
+            return self._bos + encode_spans(spans, self.tokenizer, parse_special=self.template == OWN)[0]
         except RecordError as error:
-            rule = f"the chat template {self.template} of {self.tokenizer.path} refuses this conversation ({error})"
-            instead = "leave out --system, or use --prompt"
+            rule = f"the chat template {self.template} of {self.tokenizer.path} rejects this conversation ({error})"
+            instead = "remove --system, or use --prompt"
             raise ConfigError([Problem(ARGUMENT, self.template, rule, instead)]) from None
 
     def parse_answer(self, ids: Sequence[int]) -> str:
-        """The content of the assistant's message that a model wrote as ``ids``."""
+        """Return the text of an answer from its generated ids."""
         return self.tokenizer.decode(ids).removeprefix(self._gap).removesuffix(self._end_text)
 
     def _find_end(self) -> frozenset[int]:
-        """The control token that an example's answer ends with, if it is one id; sets ``_end_text``."""
+        """Return the control token that ends an answer, if it is one id; set ``_end_text``."""
         if self._chat is None:
             return frozenset()
         try:
             example = self._chat.render_spans([Turn("user", "question"), Turn("assistant", "answer")])
-        except RecordError:  # a template that refuses this conversation: answers end with the tokenizer's end of text
+        except RecordError:  # the template rejects the example: answers end with the tokenizer's end-of-text id
             return frozenset()
-        learned = [piece for piece in example if piece.learn]
-        if isinstance(self._chat, Jinja):  # control tokens are a part of its text
-            after = "".join(piece.text for piece in learned).partition("answer")[2].lstrip()
+        learned = [span for span in example if span.learn]
+        if isinstance(self._chat, Jinja):  # its text contains control tokens
+            after = "".join(span.text for span in learned).partition("answer")[2].lstrip()
             numbers = (self.tokenizer.control(name) for name in self.tokenizer.control_tokens if after.startswith(name))
             return frozenset(number for number in numbers if number is not None)
-        for piece in learned[1:]:
-            ids = encode_spans([piece], self.tokenizer)[0]
-            if piece.control and len(ids) == 1:
+        for span in learned[1:]:
+            ids = encode_spans([span], self.tokenizer)[0]
+            if span.control and len(ids) == 1:
                 return frozenset(ids)
-            self._end_text += piece.text
+            self._end_text += span.text
         return frozenset()
 
 
 def open_prompt_builder(
     tokenizer: Tokenizer, template: str | None, trained: TrainedTemplate | None, default: str
 ) -> PromptBuilder:
-    """A builder for ``template``, else for the one that the model was ``trained`` with, else for ``default``.
+    """Return a builder for ``template``, or the template of training, or ``default``.
 
-    Raises ConfigError as ``PromptBuilder`` does.
+    Raises:
+        ConfigError: as ``PromptBuilder``.
     """
     name = template or (trained.template if trained else default)
     return PromptBuilder(tokenizer, name, trained.add_bos if trained and trained.template == name else None)
 
 
-# Prints text while it is generated.
+# Streaming of generated text.
 
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-_KNOWN_TAIL = 8  # ids of the prompt that are decoded with an answer's first piece, so that its space is kept
+_KNOWN_TAIL = 8  # prompt ids decoded with an answer's first id, which preserves a leading space
 
 
 class Decoder:
-    """Ids to text, piece by piece; a piece that ends inside a character is held back until the rest is there."""
+    """Incremental decoder. It holds back incomplete UTF-8 characters."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -193,10 +199,10 @@ class Decoder:
         self._start = 0
 
     def add(self, number: int | None) -> str:
-        """The text that can be printed once ``number`` is known; with None, at the end, the text that was held back."""
+        """Add an id and return the new complete text. With None, at the end, return the text that was held back."""
         if number is not None:
             self._ids.append(number)
-        # Both are decoded from the same start: a tokenizer treats the first piece of a text in its own way.
+        # Decode both from the same start, because tokenizers treat the first id of a text differently.
         before = self._tokenizer.decode(self._ids[self._start : self._printed])
         now = self._tokenizer.decode(self._ids[self._start :])
         if number is not None and now.endswith(_BROKEN):
@@ -206,7 +212,7 @@ class Decoder:
 
 
 class Printer:
-    """Answers of a batch, one after the other although they grow together: the first streams, then the next one."""
+    """Printer of a batch of answers in order: the first unfinished one streams, the others are buffered."""
 
     def __init__(self, out: TextIO, tokenizer: Tokenizer, prompts: Sequence[str], ids: Sequence[Sequence[int]]) -> None:
         self._out = out
@@ -217,7 +223,7 @@ class Printer:
         self._show()
 
     def __call__(self, row: int, number: int | None) -> None:
-        """A new id of a row, or None where the row has ended."""
+        """Print a new id of a row; None ends the row."""
         self._waiting[row] += self._decoders[row].add(number)
         self._ended[row] = number is None
         self._show()

@@ -1,4 +1,4 @@
-"""``scripts/evaluate.py``: perplexity, accuracy on labels, or written answers, as a line and as JSON."""
+"""``scripts/evaluate.py``: perplexity, label accuracy, or accuracy of generated answers, as text and JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.config.settings import CHAT_TEMPLATES
-from megatron_llama.tools.inference.arguments import OpenedModel, Problems, Start, Task, model_parser, run_task
+from megatron_llama.tools.inference.arguments import (
+    InferenceTask,
+    OpenedModel,
+    Problems,
+    StartRanks,
+    model_parser,
+    run_task,
+)
 
 if TYPE_CHECKING:
     from megatron_llama.text.conversation import Template
@@ -22,24 +29,26 @@ if TYPE_CHECKING:
     from megatron_llama.tools.inference.generator import Generator
 
 DESCRIPTION = """\
-Say how good a model is: python scripts/evaluate.py CHECKPOINT followed by one of
-  --dataset PREFIX                            perplexity on an indexed dataset
-  --labelled FILE --template qnli             accuracy: which label is likelier after the prompt
-  --generative FILE.jsonl --template gsm8k    written answers: share with a "#### number", and with the right one
+Evaluate a model: python scripts/evaluate.py CHECKPOINT with one of
+  --dataset PREFIX                  perplexity on an indexed dataset
+  --labelled FILE --template qnli   accuracy of the likeliest label
+  --generative FILE.jsonl --template gsm8k
+                                    generated answers: share with a line
+                                    "#### number", and with the right number
 """
-EPILOG = "docs/guides/data/evaluation.md defines what is measured."
+EPILOG = "Definitions of the metrics: docs/guides/data/evaluation.md"
 
 
 @dataclass(frozen=True)
-class Evaluation(Task):
-    """A task that ends in a report."""
+class Evaluation(InferenceTask):
+    """Task that produces a report."""
 
     output: Path | None
-    """The file that the report is written to."""
+    """File for the report; None: print only."""
 
     @abstractmethod
     def measure(self, generator: Generator, progress: Progress) -> dict[str, Any]:
-        """The figures, by their names in the report. All ranks must call it."""
+        """Return the results by their names in the report. All ranks must call it."""
 
     def run(self, generator: Generator, opened: OpenedModel, is_first: bool) -> None:
         start = time.perf_counter()
@@ -78,7 +87,7 @@ class DatasetTask(Evaluation):
 
 @dataclass(frozen=True)
 class RecordsTask(Evaluation):
-    """Right answers to the records of a file."""
+    """Accuracy on the records of a file."""
 
     kind: str
     """``labelled`` or ``generative``."""
@@ -87,7 +96,7 @@ class RecordsTask(Evaluation):
     prompts: PromptBuilder
     records: list[EncodedRecord]
     skipped: dict[str, int]
-    """Records that are left out, by reason."""
+    """Number of skipped records by reason."""
     batch_size: int
     max_new_tokens: int
 
@@ -103,63 +112,65 @@ class RecordsTask(Evaluation):
             "skipped": self.skipped,
         }
         if self.kind == "labelled":
-            found = label_accuracy(generator, self.records, self.template, self.batch_size, progress)
+            results = label_accuracy(generator, self.records, self.template, self.batch_size, progress)
         else:
             report["max_new_tokens"] = self.max_new_tokens
             decode, size, most = self.prompts.tokenizer.decode, self.batch_size, self.max_new_tokens
-            found = answer_accuracy(generator, self.records, self.template, decode, size, most, progress)
-        return {**report, **found}
+            results = answer_accuracy(generator, self.records, self.template, decode, size, most, progress)
+        return {**report, **results}
 
 
-def main(argv: Sequence[str], start: Start) -> int:
-    """Runs ``scripts/evaluate.py`` with ``argv``, its ranks started by ``start``; returns the exit status."""
+def main(argv: Sequence[str], start: StartRanks) -> int:
+    """Run ``scripts/evaluate.py`` with ``argv`` on ranks started by ``start``; return the exit status."""
     arguments, problems = parser().parse_args(argv), Problems()
     _check(arguments, problems)
     return run_task(arguments, start, _task, problems, needs_tokenizer=arguments.dataset is None)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = model_parser("evaluate.py", DESCRIPTION, EPILOG)
-    made.add_argument("--dataset", metavar="PREFIX", help="indexed dataset, without .bin and .idx")
-    made.add_argument("--labelled", type=Path, metavar="FILE", help=".tsv with a header, or .jsonl")
-    made.add_argument("--generative", type=Path, metavar="FILE", help=".tsv with a header, or .jsonl")
-    made.add_argument("--template", metavar="NAME", help="qnli, sst2, gsm8k, or a JSON file")
-    made.add_argument("--chat", action="store_true", help="in the run's chat template, else the tokenizer's own")
-    made.add_argument("--chat-template", choices=(*CHAT_TEMPLATES, "none"), help="in this one; none: plain prompts")
-    made.add_argument("--limit", type=int, metavar="N", help="the first N records only")
-    made.add_argument("--batch-size", type=int, default=16, metavar="N", help="records at a time (default 16)")
-    made.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="of a written answer (default 256)")
-    made.add_argument("--seq-length", type=int, metavar="N", help="of a window (default: the run's)")
-    made.add_argument("--max-tokens", type=int, metavar="N", help="the dataset's first N tokens only")
-    made.add_argument("--output", type=Path, metavar="FILE", help="the report, as JSON")
+    made.add_argument("--dataset", metavar="PREFIX", help="indexed dataset, path without .bin and .idx")
+    made.add_argument("--labelled", type=Path, metavar="FILE", help="labeled records: .tsv with a header, or .jsonl")
+    made.add_argument("--generative", type=Path, metavar="FILE", help="records: .tsv with a header, or .jsonl")
+    made.add_argument("--template", metavar="NAME", help="prompt template: qnli, sst2, gsm8k, or a JSON file")
+    made.add_argument("--chat", action="store_true", help="use the run's or the tokenizer's chat template")
+    made.add_argument("--chat-template", choices=(*CHAT_TEMPLATES, "none"), help="chat template; none: plain prompts")
+    made.add_argument("--limit", type=int, metavar="N", help="use the first N records")
+    made.add_argument("--batch-size", type=int, default=16, metavar="N", help="records per batch (default: 16)")
+    made.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="answer length limit (default: 256)")
+    made.add_argument("--seq-length", type=int, metavar="N", help="tokens per window (default: as in training)")
+    made.add_argument("--max-tokens", type=int, metavar="N", help="use the first N tokens of the dataset")
+    made.add_argument("--output", type=Path, metavar="FILE", help="write the report as JSON")
     return made
 
 
 def _check(arguments: argparse.Namespace, problems: Problems) -> None:
-    """Adds what is wrong with the arguments themselves."""
+    """Add the problems of the arguments."""
     tasks = {f"--{name}": getattr(arguments, name) for name in ("dataset", "labelled", "generative")}
     given = [flag for flag, value in tasks.items() if value is not None]
     if len(given) != 1:
-        rule = f"{' and '.join(given)} are given" if given else "none of them is given"
-        problems.add(" ".join(tasks), None, f"{rule}, and one is evaluated at a time", "write one of them")
+        rule = f"exactly one is required, not {' and '.join(given)}" if given else "exactly one is required"
+        problems.add(" ".join(tasks), None, rule, "write one of them")
     elif "--dataset" not in given and arguments.template is None:
         name = "qnli" if arguments.labelled else "gsm8k"
-        problems.add("--template", None, f"{given[0]} needs a template for its prompts", f"write --template {name}")
+        problems.add("--template", None, f"is required with {given[0]}", f"write --template {name}")
     for name in ("limit", "batch_size", "max_new_tokens", "seq_length"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            problems.add(f"--{name.replace('_', '-')}", value, "must be at least 1", "leave it out")
+            flag = f"--{name.replace('_', '-')}"
+            problems.add(flag, value, "must be at least 1", f"remove {flag}")
     if arguments.max_tokens is not None and arguments.max_tokens < 2:
-        rule = "must be at least 2: nothing predicts the first token"
-        problems.add("--max-tokens", arguments.max_tokens, rule, "leave it out")
+        rule = "must be at least 2, because the first token is not predicted"
+        problems.add("--max-tokens", arguments.max_tokens, rule, "remove --max-tokens")
     folder = arguments.output.absolute().parent if arguments.output else None
     if folder is not None and not folder.is_dir():
-        problems.add("--output", str(arguments.output), f"there is no folder {folder}", "make it, or write another")
+        rule = f"folder not found: {folder}"
+        problems.add("--output", str(arguments.output), rule, "create the folder, or write another path")
 
 
 def _task(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems) -> Evaluation | None:
-    """The task, its records encoded; None where something is wrong, which is then among ``problems``."""
+    """Create the task with its encoded records; on errors return None and add to ``problems``."""
     context = opened.saved.model.max_position_embeddings
     length = arguments.seq_length or min(opened.saved.seq_length, context)
     if length > context:
@@ -173,7 +184,7 @@ def _task(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems
     problems.collect(open_examples if is_set else open_ids, arguments.dataset, opened.saved.model)
     for flag, value in (("--seq-length", arguments.seq_length), ("--max-tokens", arguments.max_tokens)):
         if is_set and value is not None:
-            problems.add(flag, value, "cuts text, and a fine-tuning set has whole examples", f"leave {flag} out")
+            problems.add(flag, value, "does not apply to a fine-tuning set", f"remove {flag}")
     return DatasetTask(frozenset(), arguments.output, arguments.dataset, length, arguments.max_tokens)
 
 
@@ -189,14 +200,14 @@ def _records_task(arguments: argparse.Namespace, opened: OpenedModel, problems: 
     if template is None:
         return None
     if bool(template.labels) != (kind == "labelled"):
-        rule = "has labels, for --labelled" if template.labels else "has no labels to compare"
+        rule = "has labels; use --labelled" if template.labels else "has no labels; use --generative"
         problems.add("--template", arguments.template, rule, "write another template")
         return None
     records = problems.collect(read_records, file, template, arguments.limit)
-    if records is None or opened.tokenizer is None or problems.found:
+    if records is None or opened.tokenizer is None or problems.items:
         return None
-    # Of a model that was fine-tuned with no template: our prompts end with a line feed before the answer, and those
-    # of a file are complete as they are.
+    # Without a template of training: built-in templates use plain prompts that end with a line feed, templates from a
+    # file are complete prompts.
     default = "own" if arguments.chat else "plain" if arguments.template in TEMPLATES else "none"
     saved, name = opened.saved, arguments.chat_template
     builder = problems.collect(open_prompt_builder, opened.tokenizer, name, saved.trained_template, default)
@@ -205,8 +216,8 @@ def _records_task(arguments: argparse.Namespace, opened: OpenedModel, problems: 
     context = saved.model.max_position_embeddings
     room = context if template.labels else context - 1
     encoded = problems.collect(encode_records, records, template, builder, room) or []
-    if not encoded and not problems.found:
-        problems.add("FILE", str(file), f"no record fits into the model's {context} positions", "name another")
+    if not encoded and not problems.items:
+        problems.add("FILE", str(file), f"no record fits into the model's {context} positions", "name another file")
     return RecordsTask(
         stop=stop_ids(saved, opened.tokenizer) | builder.stop,
         output=arguments.output,
@@ -222,15 +233,16 @@ def _records_task(arguments: argparse.Namespace, opened: OpenedModel, problems: 
 
 
 def describe(report: dict[str, Any]) -> str:
-    """The report's figures in a line or two."""
+    """Format the results of a report in one or two lines."""
     if "dataset" in report:
         return f"perplexity {report['perplexity']:.4f}, loss {report['loss']:.6f}, over {report['tokens']:,} tokens"
     skipped = sum(report["skipped"].values())
-    left_out = f" ({skipped} left out: {report['skipped']})" if skipped else ""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in report["skipped"].items())
+    excluded = f"\nskipped records: {reasons}" if skipped else ""
     if "labelled" in report:
         most = report["majority"]
-        return f"accuracy {_share(report['accuracy'])}; always {most['label']}: {most['share']:.1%}{left_out}"
-    return f"well formed {_share(report['well_formed'])}\nexact match {_share(report['exact_match'])}{left_out}"
+        return f"accuracy {_share(report['accuracy'])}; majority label {most['label']}: {most['share']:.1%}{excluded}"
+    return f"well formed {_share(report['well_formed'])}\nexact match {_share(report['exact_match'])}{excluded}"
 
 
 def _share(share: dict[str, Any]) -> str:

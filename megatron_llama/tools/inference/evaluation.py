@@ -1,4 +1,4 @@
-"""Accuracy: of the likeliest label, and of the number at the end of a written answer."""
+"""Evaluation: perplexity, accuracy of the likeliest label, and accuracy of final numbers in generated answers."""
 from __future__ import annotations
 
 import json
@@ -36,37 +36,43 @@ _NUMBER = re.compile(r"^#### *(-?\$?\d[\d,]*(?:\.\d+)?)\s*$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class EncodedRecord:
-    """A record as ids."""
+    """Token ids of a record."""
 
     prompt: list[int]
     labels: list[list[int]]
-    """The ids that follow the prompt for each label; empty where an answer is to be written."""
+    """Ids of each label after the prompt; empty for generated answers."""
     record: Record
 
 
 def share(right: int, of: int) -> dict[str, float]:
-    """``right`` answers out of ``of``, at least one: their share, and Wilson's interval of 95 % (Wilson 1927)."""
+    """Return the share of ``right`` answers out of ``of`` > 0, with the 95 % Wilson interval (Wilson 1927)."""
     p, square = right / of, _Z * _Z
     middle, width = (p + square / (2 * of)), _Z * math.sqrt(p * (1 - p) / of + square / (4 * of * of))
     low, high = ((middle + sign * width) / (1 + square / of) for sign in (-1, 1))
     return {"right": right, "of": of, "share": p, "low": max(0.0, low), "high": min(1.0, high)}
 
 
-def encode_records(records: Records, template: Template, prompts: PromptBuilder, room: int) -> list[EncodedRecord]:
-    """The records as ids, shortest first. Those with more than ``room`` ids are left out and counted in ``records``.
+def encode_records(
+    records: EvalRecords, template: Template, prompts: PromptBuilder, max_ids: int
+) -> list[EncodedRecord]:
+    """Encode records, shortest first.
 
-    A prompt is a user's message in the chat template. A label's ids are those that differ when it is written after the
-    prompt: a tokenizer may join its first letters with the prompt's last. Raises ConfigError as ``prompts`` does.
+    A prompt is a user message in the chat template. Records of more than ``max_ids`` ids are skipped and counted in
+    ``records``. Label ids start where the labels' encodings differ, because a tokenizer may merge a label's first
+    letters with the end of the prompt.
+
+    Raises:
+        ConfigError: the chat template rejects a prompt.
     """
     encoded = []
     for record in records.good:
         messages = [{"role": "user", "content": template.prompt.format(**record)}]
         ids = prompts.ids(messages)
         labels = [label if prompts.template == NONE else label.strip() for label in template.labels.values()]
-        whole = [prompts.ids(messages, label) for label in labels]
-        shared = len(os.path.commonprefix([ids, *whole]))
-        one = EncodedRecord(ids[:shared], [other[shared:] for other in whole], record)
-        if shared + max(map(len, one.labels), default=0) > room or not shared:
+        full = [prompts.ids(messages, label) for label in labels]
+        shared = len(os.path.commonprefix([ids, *full]))
+        one = EncodedRecord(ids[:shared], [other[shared:] for other in full], record)
+        if shared + max(map(len, one.labels), default=0) > max_ids or not shared:
             records.skipped["too long"] += 1
         else:
             encoded.append(one)
@@ -76,7 +82,7 @@ def encode_records(records: Records, template: Template, prompts: PromptBuilder,
 def label_accuracy(
     generator: Generator, records: Sequence[EncodedRecord], template: Template, rows: int, progress: Progress
 ) -> dict[str, object]:
-    """The share of records whose own label is the likeliest of all labels after the prompt, ``rows`` at a time."""
+    """Return the share of records whose label is the likeliest one, in batches of ``rows``."""
     names = list(template.labels)
     right, truths, guesses = 0, Counter[str](), Counter[str]()
     for batch in _batches(records, rows, progress):
@@ -94,7 +100,7 @@ def label_accuracy(
 
 
 def label_scores(generator: Generator, batch: Sequence[EncodedRecord]) -> torch.Tensor:
-    """The log likelihood of each label's ids after each prompt, [b, labels], fp64. The prompt is computed once."""
+    """Return the log likelihood of each label after each prompt, [b, labels], fp64. Prompts are computed once."""
     lengths = torch.tensor([len(one.prompt) for one in batch])
     longest = max(len(label) for one in batch for label in one.labels)
     cache = generator.cache(len(batch), int(lengths.max()) + longest, at_once=longest)
@@ -107,7 +113,7 @@ def label_scores(generator: Generator, batch: Sequence[EncodedRecord]) -> torch.
         steps = [after_prompt]
         most = max(map(len, labels))
         if most > 1:
-            # The next label overwrites this one in the cache: a slot is a position.
+            # The next label overwrites this one in the cache, because slots are positions.
             logits = generator.logits(_padded([label[:-1] for label in labels]), cache.at(lengths, most - 1))
             steps.append(torch.log_softmax(logits.double(), -1))
         likelihoods = torch.cat(steps)
@@ -125,7 +131,7 @@ def answer_accuracy(
     max_new_tokens: int,
     progress: Progress,
 ) -> dict[str, object]:
-    """The shares of greedy answers that have a line ``#### number``, and that have the right number there."""
+    """Return the shares of greedy answers with a line ``#### number``, and with the right number."""
     formed = right = 0
     examples: list[dict[str, object]] = []
     for batch in _batches(records, rows, progress):
@@ -151,16 +157,16 @@ def _batches(records: Sequence[T], rows: int, progress: Progress) -> Iterator[Se
 
 
 def final_number(answer: str) -> Decimal | None:
-    """The number of the first line ``#### number``; None where there is no such line."""
-    found = _NUMBER.search(answer)
+    """Return the number of the first line ``#### number``; None without such a line."""
+    match = _NUMBER.search(answer)
     try:
-        return Decimal(found[1].replace(",", "").replace("$", "")) if found else None
+        return Decimal(match[1].replace(",", "").replace("$", "")) if match else None
     except InvalidOperation:
         return None
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Ids [rows, longest], zeros after the end of each row."""
+    """Pad rows of ids with zeros: int64 [rows, longest]."""
     return pad_sequence([torch.tensor(ids, dtype=torch.int64) for ids in rows], batch_first=True)
 
 
@@ -169,28 +175,28 @@ def _padded(rows: Sequence[Sequence[int]]) -> torch.Tensor:
 
 _LOGIT_BYTES = 256 << 20  # fp32 logits of a rank in one batch
 Progress = Callable[[int, int], None]
-"""Called with the number of windows or records that are done, and of all."""
+"""Callback with (completed, total) windows or records."""
 Example = tuple[np.ndarray, np.ndarray]
-"""(ids, loss mask) of a window or a fine-tuning example. Nothing predicts its first id."""
+"""(ids, loss mask) of a window or fine-tuning example. Its first id is not predicted."""
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Over all learned tokens that have a token before them."""
+    """Perplexity of all predicted tokens in the loss mask."""
 
     tokens: int
-    """Predicted tokens; of a dataset of text all but the first."""
+    """Predicted tokens."""
     windows: int
-    """Windows or examples."""
+    """Number of windows or examples."""
     seq_length: int
-    """Inputs of the longest one."""
+    """Inputs of the longest window or example."""
     loss: float
     """Mean negative log likelihood of a token, in nats."""
     perplexity: float
 
 
 def open_ids(prefix: str, model: ModelConfig) -> np.ndarray:
-    """All ids of a dataset, document after document, memory-mapped. Raises ConfigError where they do not fit."""
+    """Return all ids of a dataset, memory-mapped; raise ConfigError if they do not fit the model."""
     problems = check_data(Config(model=model, data=DataConfig(prefixes=[prefix], tokenizer=None)))
     if problems:
         raise ConfigError(problems)
@@ -203,34 +209,34 @@ def is_fine_tuning_set(prefix: str) -> bool:
 
 
 def open_examples(prefix: str, model: ModelConfig) -> list[Example] | None:
-    """The examples of a fine-tuning set, memory-mapped; None for a dataset of text.
+    """Return the examples of a fine-tuning set, memory-mapped; None for a dataset of text.
 
-    Raises ConfigError for a set that does not fit the model, or whose masks are not its own.
+    Raises:
+        ConfigError: the set does not fit the model, or its masks do not match.
     """
     if not is_fine_tuning_set(prefix):
         return None
     open_ids(prefix, model)
     tokens = IndexedDataset(prefix)
     if rule := mask_problem(prefix, tokens.index):
-        raise ConfigError([Problem("--dataset", prefix, rule, "make the dataset again")])
+        raise ConfigError([Problem("--dataset", prefix, rule, "prepare the dataset from scratch")])
     masks = IndexedDataset(prefix + MASK_SUFFIX)
     longest, context = int(tokens.index.lengths.max()), model.max_position_embeddings
     if longest - 1 > context:
-        rule = f"holds an example of {longest} tokens, and the model has {context} positions"
-        raise ConfigError([Problem("--dataset", prefix, rule, "make it again with a smaller --seq-length")])
+        rule = f"has an example of {longest} tokens, but the model has {context} positions"
+        raise ConfigError([Problem("--dataset", prefix, rule, "prepare the dataset with a smaller --seq-length")])
     return [(tokens.sequence(number), masks.sequence(number)) for number in range(len(tokens.index))]
 
 
 def windows(count: int, length: int) -> Iterator[tuple[int, int]]:
-    """(first input, first after the last input) of windows that predict every id but the first once; the last is
-    shorter."""
+    """Yield (start, end) of the inputs of windows that predict each id except the first once; the last is shorter."""
     return ((start, min(start + length, count - 1)) for start in range(0, count - 1, length))
 
 
 def open_windows(prefix: str, model: ModelConfig, length: int, max_tokens: int | None) -> list[Example]:
-    """A dataset, or its first ``max_tokens`` ids, in windows of ``length`` inputs, cut as training cuts them.
+    """Return a dataset, or its first ``max_tokens`` ids, in windows of ``length`` inputs.
 
-    A window's first tokens have little context, as in training, and documents follow each other as they are stored.
+    As in training, a window's first tokens have little context, and documents follow each other in stored order.
     """
     ids, learned = open_ids(prefix, model)[:max_tokens], np.ones(length + 1, np.uint8)
     return [(ids[a : b + 1], learned[: b + 1 - a]) for a, b in windows(len(ids), length)]
@@ -238,16 +244,16 @@ def open_windows(prefix: str, model: ModelConfig, length: int, max_tokens: int |
 
 @torch.no_grad()
 def perplexity(generator: Generator, examples: list[Example], progress: Progress) -> Perplexity:
-    """The loss on examples or windows, as val_loss is: each alone, over its learned tokens, all of equal weight.
+    """Return the perplexity on examples or windows, with the token-weighted loss of val_loss.
 
     All ranks must call it.
     """
     examples = sorted(examples, key=lambda example: len(example[0]))  # similar lengths in a batch: less padding
-    room = _LOGIT_BYTES * generator.plan.config.trainer.tp // (generator.plan.padded_vocab_size * 4)
+    max_tokens = _LOGIT_BYTES * generator.plan.config.trainer.tp // (generator.plan.padded_vocab_size * 4)
     total, count, done = 0.0, 0, 0
     while done < len(examples):
         rows = 1
-        while done + rows < len(examples) and (rows + 1) * (len(examples[done + rows][0]) - 1) <= room:
+        while done + rows < len(examples) and (rows + 1) * (len(examples[done + rows][0]) - 1) <= max_tokens:
             rows += 1
         ids, learned = (
             pad_sequence([torch.from_numpy(row.astype(np.int64)) for row in column], batch_first=True)
@@ -264,26 +270,26 @@ def perplexity(generator: Generator, examples: list[Example], progress: Progress
     return Perplexity(count, len(examples), longest, mean, math.exp(mean) if mean < 700 else math.inf)
 
 
-# Evaluation data: the records of a file, and the templates that make prompts of them.
+# Evaluation data: records of a file and prompt templates.
 
 
 Record = Mapping[str, Any]
 
 
-# The prompts are the user's messages that data_prep/sft.py makes, so that a tuned model gets prompts as in training.
+# The prompts are the user messages of data_prep/sft.py, as in training.
 TEMPLATES: Mapping[str, Template] = {**LABELLED, "gsm8k": Template("{question}", "answer")}
 
 
 @dataclass
-class Records:
-    """Records that can be used, and the number of others by reason."""
+class EvalRecords:
+    """Usable records, and the number of skipped records by reason."""
 
     good: list[Record] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
 
 
 def find_template(name: str) -> Template:
-    """A template of this file by its name, or a JSON file with prompt, answer and, for labelled sets, labels."""
+    """Return a built-in template, or the template of a JSON file with prompt, answer and optional labels."""
     if name in TEMPLATES:
         return TEMPLATES[name]
     instead = f"write --template {', '.join(TEMPLATES)}, or a JSON file with prompt, answer and labels"
@@ -292,50 +298,53 @@ def find_template(name: str) -> Template:
     try:
         content = read_json(Path(name))
         template = Template(content["prompt"], content["answer"], content.get("labels", {}))
-        template.fields  # noqa: B018  raises ValueError where the braces can't be parsed
+        template.fields  # noqa: B018  raises ValueError for invalid braces
         if not all(isinstance(text, str) and text for text in (*template.labels, *template.labels.values())):
-            raise ValueError("labels are texts")
+            raise ValueError("labels must be non-empty strings")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError([Problem("--template", name, f"can't be used: {error!r}", instead)]) from None
+        raise ConfigError([Problem("--template", name, f"is invalid: {error!r}", instead)]) from None
     return template
 
 
-def read_records(path: Path, template: Template, limit: int | None = None) -> Records:
-    """The records of a .tsv (with a header), .jsonl or .json (one array) file, at most the first ``limit`` good ones.
+def read_records(path: Path, template: Template, limit: int | None = None) -> EvalRecords:
+    """Read the first ``limit`` usable records of a .tsv (with a header), .jsonl or .json (one array) file.
 
-    Others are left out and counted. Raises ConfigError for a file that can't be read or has no good record.
+    Other records are skipped and counted.
+
+    Raises:
+        ConfigError: the file cannot be read or has no usable record.
     """
-    records, wanted = Records(), template.fields
+    records, required = EvalRecords(), template.fields
     try:
         for record in _rows(path):
             if len(records.good) == limit:
                 break
             if record is None:
                 records.skipped["unreadable"] += 1
-            elif any(not str(record.get(name) or "").strip() for name in wanted):
+            elif any(not str(record.get(name) or "").strip() for name in required):
                 records.skipped["lacks a field"] += 1
-            elif any(not_utf8(str(record[name])) for name in wanted):
+            elif any(not_utf8(str(record[name])) for name in required):
                 records.skipped["lone surrogate"] += 1
             elif template.labels and str(record[template.answer]) not in template.labels:
                 records.skipped["unknown label"] += 1
             else:
                 records.good.append(record)
     except (OSError, UnicodeDecodeError, UserError) as error:
-        rule = f"can't be read: {error}"
+        rule = f"cannot be read: {error}"
         raise ConfigError([Problem("FILE", str(path), rule, "name a .tsv or .jsonl file")]) from None
     if not records.good:
-        rule = f"has no record with {', '.join(sorted(wanted))} ({dict(records.skipped) or 'it is empty'})"
+        rule = f"has no record with {', '.join(sorted(required))} ({dict(records.skipped) or 'it is empty'})"
         raise ConfigError([Problem("FILE", str(path), rule, "name another file, or another --template")])
     return records
 
 
 def _rows(path: Path) -> Iterator[Record | None]:
-    """Each record, None for one that can't be read; data_prep's readers take compressed files and JSON arrays too."""
+    """Yield each record, None for an unreadable one; compressed files and JSON arrays are supported."""
     for source in find_sources([str(path)], text_suffixes=(), arrays=True).sources:
         if strip_compression(source.path).endswith(".tsv"):
             lines = (line.decode().rstrip("\r") for line in read_lines(source))
             names = next(lines, "").split("\t")
-            for cells in (line.split("\t") for line in lines if line):  # in GLUE's files quotes are ordinary characters
+            for cells in (line.split("\t") for line in lines if line):  # quotes are literal in GLUE's files
                 yield dict(zip(names, cells, strict=True)) if len(cells) == len(names) else None
             continue
         for line in read_lines(with_array(source)):

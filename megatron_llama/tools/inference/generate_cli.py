@@ -1,4 +1,4 @@
-"""``scripts/generate.py``: a model continues prompts, or chats."""
+"""``scripts/generate.py``: continue prompts, or chat."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.tools.inference.arguments import (
+    InferenceTask,
     OpenedModel,
     Problems,
-    Start,
-    Task,
+    StartRanks,
     model_parser,
     not_utf8,
     run_task,
@@ -24,29 +24,30 @@ if TYPE_CHECKING:
     from megatron_llama.tools.inference.chat import PromptBuilder
     from megatron_llama.tools.inference.generator import Generator, Sampling
 
-DESCRIPTION = "Let a model write: python scripts/generate.py CHECKPOINT --prompt TEXT, or --chat\n"
-EPILOG = "Text goes to stdout, tokens/s to stderr."
+DESCRIPTION = "Generate text: python scripts/generate.py CHECKPOINT --prompt TEXT, or --chat\n"
+EPILOG = "Text is written to stdout, tokens/s to stderr."
 
 
 @dataclass(frozen=True)
-class Request(Task):
-    """The task: texts to continue, or a conversation."""
+class Request(InferenceTask):
+    """Task: texts to continue, or a conversation."""
 
     tokenizer: Tokenizer
     sampling: Sampling
     max_new_tokens: int
     texts: list[str]
-    """What is continued; empty for a conversation."""
+    """Prompts; empty for a conversation."""
     chat: PromptBuilder | None
-    """For a conversation."""
+    """Prompt builder of a conversation."""
     system: str | None
 
     def run(self, generator: Generator, opened: OpenedModel, is_first: bool) -> None:
-        from megatron_llama.tools.inference.chat import Chat, Printer
+        from megatron_llama.tools.inference.chat import ChatSession, Printer
 
         if self.chat is not None:
             sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
-            Chat(generator, self.chat, self.sampling, self.max_new_tokens, self.system).run(sys.stdin, sys.stdout)
+            session = ChatSession(generator, self.chat, self.sampling, self.max_new_tokens, self.system)
+            session.run(sys.stdin, sys.stdout)
         else:
             ids = [self.tokenizer.encode(text) for text in self.texts]
             printer = Printer(sys.stdout, self.tokenizer, self.texts, ids) if is_first else None
@@ -55,41 +56,41 @@ class Request(Task):
         if is_first and speed.new_tokens:
             sys.stderr.write(
                 f"{speed.new_tokens:,} tokens, {speed.tokens_per_second:,.1f} tokens/s "
-                f"(after {speed.prompt_tokens:,} tokens of prompts in {speed.prompt_seconds:.2f} s)\n"
+                f"(prompts: {speed.prompt_tokens:,} tokens in {speed.prompt_seconds:.2f} s)\n"
             )
 
 
-def main(argv: Sequence[str], start: Start) -> int:
-    """Runs ``scripts/generate.py`` with ``argv``, its ranks started by ``start``; returns the exit status."""
+def main(argv: Sequence[str], start: StartRanks) -> int:
+    """Run ``scripts/generate.py`` with ``argv`` on ranks started by ``start``; return the exit status."""
     arguments, problems = parser().parse_args(argv), Problems()
     _check(arguments, problems)
     return run_task(arguments, start, _request, problems)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = model_parser("generate.py", DESCRIPTION, EPILOG)
     made.add_argument("--prompt", nargs="+", default=[], metavar="TEXT", help="texts to continue, as one batch")
-    made.add_argument("--chat", action="store_true", help="a conversation on stdin, in a chat template")
-    made.add_argument("--chat-template", choices=CHAT_TEMPLATES, help="default: the run's, else own")
-    made.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
-    made.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="of each answer (default 256)")
-    made.add_argument("--temperature", type=float, help="logits are divided by this (default 0.7)")
-    made.add_argument("--top-p", type=float, help="draw among the fewest ids with this much probability (default 1)")
-    made.add_argument("--greedy", action="store_true", help="always the likeliest id")
-    made.add_argument("--seed", type=int, help="of the draws (default 1234)")
+    made.add_argument("--chat", action="store_true", help="chat on stdin, with a chat template")
+    made.add_argument("--chat-template", choices=CHAT_TEMPLATES, help="chat template (default: the run's, else own)")
+    made.add_argument("--system", metavar="TEXT", help="system message, for --chat")
+    made.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="answer length limit (default: 256)")
+    made.add_argument("--temperature", type=float, help="sampling temperature (default: 0.7)")
+    made.add_argument("--top-p", type=float, help="nucleus sampling probability (default: 1)")
+    made.add_argument("--greedy", action="store_true", help="choose the likeliest id")
+    made.add_argument("--seed", type=int, help="sampling seed (default: 1234)")
     return made
 
 
 def _check(arguments: argparse.Namespace, problems: Problems) -> None:
-    """Adds what is wrong with the arguments themselves."""
+    """Add the problems of the arguments."""
     if bool(arguments.prompt) == arguments.chat:
-        given = "both are given" if arguments.chat else "neither is given"
-        problems.add("--chat", None, f"one of --prompt and --chat is needed, and {given}", "write one of them")
+        given = "but both are set" if arguments.chat else "but none is set"
+        problems.add("--chat", None, f"exactly one of --prompt and --chat is required, {given}", "write one of them")
     if arguments.system is not None and not arguments.chat:
-        problems.add("--system", arguments.system, "is a part of conversations", "write --chat too, or leave it out")
+        problems.add("--system", arguments.system, "applies only to --chat", "add --chat, or remove --system")
     if arguments.chat_template is not None and not arguments.chat:
-        problems.add("--chat-template", arguments.chat_template, "is for conversations", "write --chat too")
+        problems.add("--chat-template", arguments.chat_template, "applies only to --chat", "add --chat")
     for name, text in [("--system", arguments.system), *(("--prompt", prompt) for prompt in arguments.prompt)]:
         if rule := not_utf8(text or ""):
             shown = text.encode("utf-8", "backslashreplace").decode()
@@ -98,21 +99,21 @@ def _check(arguments: argparse.Namespace, problems: Problems) -> None:
         problems.add("--max-new-tokens", arguments.max_new_tokens, "must be at least 1", "write --max-new-tokens 64")
     for name, value in _drawing(arguments).items() if arguments.greedy else ():
         flag = f"--{name.replace('_', '-')}"
-        problems.add(flag, value, "has no effect with --greedy", f"leave out --greedy or {flag}")
+        problems.add(flag, value, "has no effect with --greedy", f"remove --greedy or {flag}")
     if arguments.temperature is not None and not arguments.temperature > 0:
-        problems.add("--temperature", arguments.temperature, "must be above 0", "write --greedy for the likeliest ids")
+        problems.add("--temperature", arguments.temperature, "must be above 0", "write --greedy for the likeliest id")
     if arguments.top_p is not None and not 0 < arguments.top_p <= 1:
         problems.add("--top-p", arguments.top_p, "must be above 0 and at most 1", "write --top-p 0.9")
 
 
 def _drawing(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields of Sampling that are given, by name."""
+    """Return the given fields of Sampling by name."""
     values = {name: getattr(arguments, name) for name in ("temperature", "top_p", "seed")}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _request(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems) -> Request:
-    """What the ranks are to do; prompts that do not fit the model, and a template that can't be used, are problems."""
+    """Create the task; add prompts that do not fit the model, and incompatible templates, to ``problems``."""
     from megatron_llama.config import ConfigError
     from megatron_llama.tools.inference.chat import open_prompt_builder
     from megatron_llama.tools.inference.generator import Sampling
@@ -123,25 +124,25 @@ def _request(arguments: argparse.Namespace, opened: OpenedModel, problems: Probl
     if arguments.chat:
         name, trained = arguments.chat_template, saved.trained_template
         builder = problems.collect(open_prompt_builder, tokenizer, name, trained, "own")
-        if builder is not None:  # a template may refuse a system message
+        if builder is not None:  # a template may reject a system message
             system = [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
             problems.collect(builder.ids, [*system, {"role": "user", "content": "Hello"}])
     context = saved.model.max_position_embeddings
-    for text in arguments.prompt if not problems.found else ():
+    for text in arguments.prompt if not problems.items else ():
         count, shown = len(tokenizer.encode(text)), text if len(text) < 40 else text[:36] + " ..."
         if count >= context:
-            rule = f"has {count} tokens, and the model has {context} positions for prompt and answer"
-            problems.add("--prompt", shown, rule, "write a shorter one")
+            rule = f"has {count} tokens, but the model has {context} positions for prompt and answer"
+            problems.add("--prompt", shown, rule, "write a shorter prompt")
         elif count == 0:
-            problems.add("--prompt", shown, "has no token, and the model continues tokens", "write at least a word")
+            problems.add("--prompt", shown, "has no token", "write at least one word")
     stop = stop_ids(saved, tokenizer)
     if builder is not None:
         stop |= builder.stop
     elif saved.trained_template is not None:
-        # A model that learned to end its answers may end any text so.
+        # A fine-tuned model may end any text with its end token.
         try:
             stop |= open_prompt_builder(tokenizer, None, saved.trained_template, "own").stop
         except ConfigError:
-            pass  # its tokenizer can't be used with that template: then there is no such id
+            pass  # the tokenizer is not compatible with the template: no end token
     sampling = Sampling(greedy=arguments.greedy, **_drawing(arguments))
     return Request(stop, tokenizer, sampling, arguments.max_new_tokens, arguments.prompt, builder, arguments.system)

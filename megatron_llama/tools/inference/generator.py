@@ -1,4 +1,4 @@
-"""Generation with a key-value cache: a batch of prompts of any lengths in, one id per row and step out."""
+"""Batched generation with a KV cache."""
 from __future__ import annotations
 
 import os
@@ -23,30 +23,30 @@ from megatron_llama.tools.inference.kv_cache import KVCache
 from megatron_llama.tools.inference.saved_model import SavedModel
 
 OnToken = Callable[[int, int | None], None]
-"""Called with (row, id) for each new id, and with (row, None) when the row has ended."""
+"""Callback with (row, id) for each new id, and with (row, None) at the end of a row."""
 
 
 @dataclass
 class Answer:
-    """The continuation of a prompt."""
+    """Continuation of a prompt."""
 
     ids: list[int] = field(default_factory=list)
-    """Without the id that ended it."""
+    """Generated ids, without the end token."""
     ended: str = ""
-    """``stop`` (one of the ids that end it), ``length`` (max_new_tokens) or ``context`` (the model's last position)."""
+    """Reason of the end: ``stop`` (end token), ``length`` (max_new_tokens) or ``context`` (last position)."""
 
 
 @dataclass
 class Speed:
-    """Counts and times of all calls so far."""
+    """Token counts and times of all calls."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
     new_tokens: int = 0
     seconds: float = 0.0
-    """Of the decoding steps; each row's first id comes from the prompt's pass."""
+    """Seconds of the decoding steps. The forward pass of the prompts yields each row's first id."""
     timed_tokens: int = 0
-    """New ids within ``seconds``."""
+    """New ids of the decoding steps."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -55,7 +55,7 @@ class Speed:
 
 
 class Generator:
-    """A loaded model. All ranks must call its methods, with the same arguments."""
+    """Loaded model. All ranks must call its methods with the same arguments."""
 
     def __init__(self, llama: Llama, plan: Plan, device: torch.device, stop: frozenset[int]) -> None:
         self.llama, self.plan, self.device, self.stop = llama, plan, device, stop
@@ -63,18 +63,25 @@ class Generator:
 
     @property
     def context(self) -> int:
-        """The number of the model's positions."""
+        """Number of positions of the model."""
         return self.plan.model.max_position_embeddings
 
     def cache(self, rows: int, capacity: int, at_once: int = 1) -> KVCache:
-        """An empty cache, which after the prompts takes at most ``at_once`` tokens at a time."""
+        """Return an empty cache for ``capacity`` positions; after the prompts, at most ``at_once`` tokens per step."""
         like = self.llama.embed_tokens.weight
         return KVCache(self.plan.model, self.plan.config.trainer.tp, rows, min(capacity, self.context), like, at_once)
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
-        """fp32 logits [s, b, vocabulary] on the CPU, the same on all ranks, of the ids [b, s] at the positions that
-        ``cache.at`` has set; [1, b, vocabulary] where ``cache.at`` wants one position of each row."""
+        """Return the logits of ids at the positions of the cache; the same on all ranks.
+
+        Args:
+            tokens: ids, [b, s].
+            cache: cache whose ``at`` has set the positions.
+
+        Returns:
+            fp32 logits on the CPU, [s, b, vocabulary]; [1, b, vocabulary] if the cache selects one token per row.
+        """
         tokens = tokens.to(self.device)
         with cache.attached(self.llama):
             local = self.llama(tokens, inputs=cache.inputs(self.llama, tokens), token_index=cache.token_index)
@@ -84,7 +91,10 @@ class Generator:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, max_new_tokens: int, on_token: OnToken | None = None
     ) -> list[Answer]:
-        """Continues each prompt, of at least one id and fewer than ``context``, until it ends or is long enough."""
+        """Continue each prompt until its end token, ``max_new_tokens`` or the last position.
+
+        A prompt has at least one id and fewer than ``context``.
+        """
         start = time.perf_counter()
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         assert int(lengths.min()) > 0 and int(lengths.max()) < self.context, "a prompt is empty or too long"
@@ -99,7 +109,7 @@ class Generator:
         while True:
             chosen = choose(logits[0], sampling, generators)
             if self.plan.world_size > 1:
-                # Ranks whose logits differ in the last bit could choose, and end, differently, and hang.
+                # Ranks whose logits differ in the last bit could choose different ids and hang.
                 chosen = chosen.to(self.device)
                 dist.broadcast(chosen, src=0)
                 chosen = chosen.cpu()
@@ -118,7 +128,7 @@ class Generator:
     def _take(
         self, chosen: torch.Tensor, lengths: torch.Tensor, answers: list[Answer], most: int, on_token: OnToken | None
     ) -> int:
-        """Appends each unfinished answer's new id and ends those that are complete; returns the number of ids taken."""
+        """Append the new ids to unfinished answers, end complete answers, and return the number of new ids."""
         taken = 0
         for row, (number, length, answer) in enumerate(zip(chosen.tolist(), lengths.tolist(), answers, strict=True)):
             if answer.ended:
@@ -141,13 +151,18 @@ class Generator:
 
 @contextmanager
 def open_generator(saved: SavedModel, plan: Plan, stop: frozenset[int]) -> Iterator[Generator]:
-    """Joins the other ranks and loads this rank's part of the model. Reads torchrun's variables (RANK, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Raises CorruptFile where a block's checksum is wrong."""
+    """Join the process group and load this rank's shard of the model.
+
+    Reads torchrun's variables (RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+
+    Raises:
+        CorruptFile: a checksum of the weights is wrong.
+    """
     device = get_device(plan.config.device.name)
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     topology = plan.topology(int(os.environ["RANK"]))
     with process_groups(plan, topology, device, torch_device):
-        # Without fully_shard, which would hold the weights twice.
+        # Without fully_shard, which would store the weights twice.
         with torch.device("meta"):
             llama = Llama(
                 plan.model,
@@ -159,49 +174,48 @@ def open_generator(saved: SavedModel, plan: Plan, stop: frozenset[int]) -> Itera
         llama.to_empty(device=torch_device).requires_grad_(False).eval()
         shards = shards_of(llama, plan, topology)
         for shard in shards:
-            shard.local.zero_()  # rows that pad the vocabulary are not on disk
+            shard.local.zero_()  # padding rows of the vocabulary are not stored
         saved.stored.load_into(weights(shards))
         yield Generator(llama, plan, torch_device, stop)
 
 
-# Choosing the next id.
+# Sampling.
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Greedy, or how ids are drawn."""
+    """Sampling parameters."""
 
     greedy: bool = False
-    """Always the likeliest id; the other fields have no effect then."""
+    """Choose the likeliest id; the other fields have no effect."""
     temperature: float = 0.7
-    """Logits are divided by this."""
+    """Divisor of the logits."""
     top_p: float = 1.0
-    """Draw among the fewest likeliest ids whose probabilities add up to this much (nucleus sampling, Holtzman et al.
-    2020, arXiv:1904.09751)."""
+    """Sample from the fewest likeliest ids with this total probability (nucleus sampling, arXiv:1904.09751)."""
     seed: int = 1234
 
     def generators(self, rows: int) -> list[torch.Generator]:
-        """One for each row, so that what a row draws does not depend on the rows beside it."""
+        """Return one random generator per row, so that a row does not depend on the others."""
         return [torch.Generator().manual_seed(self.seed + row) for row in range(rows)]
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, generators: list[torch.Generator]) -> torch.Tensor:
-    """The next id of each row [b], from logits [b, vocabulary], fp32, on the CPU."""
+    """Return the next id of each row [b], from fp32 logits [b, vocabulary] on the CPU."""
     if sampling.greedy:
         return logits.argmax(-1)
-    # In fp64, by where one uniform number falls among the cumulative probabilities: the last bits of the logits, which
-    # differ between layouts, then almost never change the draw.
+    # Inverse transform sampling in fp64: the last bits of the logits, which differ between layouts, then almost never
+    # change the result.
     probabilities, ids = torch.softmax(logits.double() / sampling.temperature, -1).sort(dim=-1, descending=True)
     probabilities = nucleus(probabilities, sampling.top_p)
     sums = probabilities.cumsum(-1)
     drawn = torch.stack([torch.rand(1, dtype=torch.float64, generator=generator) for generator in generators])
     positions = torch.searchsorted(sums, drawn * sums[:, -1:], right=True)
-    kept = (probabilities > 0).sum(-1, keepdim=True)
-    return ids.gather(-1, positions.minimum(kept - 1))[:, 0]
+    nonzero = (probabilities > 0).sum(-1, keepdim=True)
+    return ids.gather(-1, positions.minimum(nonzero - 1))[:, 0]
 
 
 def nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Probabilities [..., vocabulary] in descending order, with zeros after the fewest that add up to ``top_p``."""
+    """Zero all probabilities [..., vocabulary], in descending order, after the fewest that sum to ``top_p``."""
     before = probabilities.cumsum(-1) - probabilities
-    before[..., 0] = -1  # the likeliest stays, whatever top_p
+    before[..., 0] = -1  # always keep the likeliest id
     return torch.where(before < top_p, probabilities, 0.0)

@@ -1,8 +1,8 @@
-"""The KV cache for generation: keys and values of earlier tokens, so that the next token costs one position.
+"""KV cache for generation.
 
-Position p of a row is in slot p modulo the number of slots, so rows of different lengths need no padding mask: what a
-query sees follows from the positions that the slots hold. With a sliding window there are only as many slots as the
-window and the next tokens need, however long a text becomes.
+Position p of a row is in slot p modulo the number of slots. The attention mask follows from the positions in the slots,
+so rows of different lengths need no padding mask. With a sliding window the number of slots is the window plus the next
+tokens, for texts of any length.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_llama.model.rotary import rotary_table
 
 
 class LayerCache:
-    """One layer's keys and values [b, kv heads of this rank, slots, d]."""
+    """Keys and values of one layer, [b, kv heads of this rank, slots, d]."""
 
     def __init__(self, cache: KVCache, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
         self._cache = cache
@@ -42,20 +42,20 @@ class LayerCache:
         """
         cache = self._cache
         if cache.from_the_start:
-            for row, positions in enumerate(cache.kept):
+            for row, positions in enumerate(cache.prompt_positions):
                 self._keys[row, :, positions % cache.slots] = k[row, :, positions]
                 self._values[row, :, positions % cache.slots] = v[row, :, positions]
             return attend(q, k, v, visible)
         keys, values = self._extended(k, v)
         if q.shape[2] == 1:
-            # One new token: the queries of a group see the same slots, so they can be the rows of one matrix, which is
-            # faster than a product of one row for each head.
+            # One new token: the queries of a group attend to the same slots. One GEMM per group is faster than one
+            # GEMV per head.
             grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
             return F.scaled_dot_product_attention(grouped, keys, values, cache.mask).reshape(q.shape)
         return F.scaled_dot_product_attention(q, keys, values, cache.mask, enable_gqa=q.shape[1] != k.shape[1])
 
     def _extended(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores new keys and values; returns all, each [b, kv heads, used slots, d]."""
+        """Store new keys and values; return all, each [b, kv heads, used slots, d]."""
         cache = self._cache
         slots = cache.positions % cache.slots
         self._keys[cache.rows, :, slots] = keys.transpose(1, 2)
@@ -64,15 +64,18 @@ class LayerCache:
 
 
 class KVCache:
-    """The cache of all layers of a batch. ``at`` sets the positions of the next tokens before each forward pass."""
+    """KV cache of all layers. ``at`` sets the positions of the next tokens before each forward pass."""
 
     def __init__(
         self, model: ModelConfig, tp: int, batch: int, capacity: int, like: torch.Tensor, at_once: int = 1
     ) -> None:
-        """For ``capacity`` positions of ``batch`` rows; after the first pass at most ``at_once`` tokens at a time."""
+        """Create a cache for ``capacity`` positions of ``batch`` rows.
+
+        After the first forward pass it accepts at most ``at_once`` tokens at a time. ``like`` has the dtype and device.
+        """
         self.device, self.capacity = like.device, capacity
         self.pattern = pattern_of(model)
-        # The first of the next tokens sees a window that they must not overwrite.
+        # The next tokens must not overwrite the window of the first one.
         self.slots = min(capacity, self.pattern.window + at_once - 1) if self.pattern.window else capacity
         self.rows = torch.arange(batch, device=self.device)[:, None]
         shape = batch, kv_heads_per_rank(model, tp), self.slots, head_dim(model)
@@ -81,10 +84,12 @@ class KVCache:
         self._slots = torch.arange(self.slots, device=self.device)
 
     def at(self, starts: torch.Tensor, count: int, token_index: torch.Tensor | None = None) -> KVCache:
-        """Sets the positions of each row's next ``count`` tokens: from ``starts`` [b], int64. Returns itself.
+        """Set the positions of the next tokens and return the cache.
 
-        ``token_index`` [b] selects one of these tokens in each row, the last one that is not padding and the only one
-        whose logits are computed; None: all.
+        Args:
+            starts: first position of each row, int64 [b].
+            count: number of tokens per row.
+            token_index: last token of each row that is not padding, [b]; logits are computed only for it. None: all.
         """
         assert int(starts.max()) + count <= self.capacity, "the cache is full"
         self.positions = starts.to(self.device)[:, None] + torch.arange(count, device=self.device)
@@ -93,14 +98,14 @@ class KVCache:
         self.from_the_start = bool((starts == 0).all())
         if self.from_the_start:
             lengths = [count] * len(starts) if token_index is None else (token_index + 1).tolist()
-            self.kept = [torch.arange(max(0, n - self.slots), n, device=self.device) for n in lengths]
+            self.prompt_positions = [torch.arange(max(0, n - self.slots), n, device=self.device) for n in lengths]
             return self
-        # A slot holds the last position that was written to it.
+        # Each slot holds the last position written to it.
         last, slots = self.positions[:, -1:], self._slots[: self.used]
         held = (last - (last - slots) % self.slots)[:, None]
         queries = self.positions[:, :, None]
-        seen = (held >= 0) & (held <= queries) & is_visible(queries, held, self.pattern)
-        self.mask = seen[:, None]  # [b, 1, s, slots]
+        visible = (held >= 0) & (held <= queries) & is_visible(queries, held, self.pattern)
+        self.mask = visible[:, None]  # [b, 1, s, slots]
         return self
 
     @contextmanager

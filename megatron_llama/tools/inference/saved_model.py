@@ -1,4 +1,4 @@
-"""The model that a path holds, whatever wrote it: its shape, its weights and its tokenizer."""
+"""Open a saved model of any format: shape, weights and tokenizer."""
 
 from __future__ import annotations
 
@@ -37,30 +37,34 @@ ARGUMENT = "CHECKPOINT"
 
 @dataclass
 class SavedModel:
-    """A model on disk."""
+    """Model on disk."""
 
     folder: Path
-    """The checkpoint's, the Hugging Face folder, or the PEFT adapter's."""
+    """Folder of the checkpoint, Hugging Face model or PEFT adapter."""
     model: ModelConfig
     stored: Stored
-    """All weights; a LoRA run's or an adapter's are merged while they are read."""
+    """All weights. LoRA weights are merged while reading."""
     tokenizer: Path | None
-    """A sentencepiece model or a Hugging Face folder; None where it is not known."""
+    """Sentencepiece model or Hugging Face folder; None if unknown."""
     token_ids: dict[str, Any]
-    """Special tokens (``..._token_id``) in config.json and generation_config.json."""
+    """Special tokens (``*_token_id``) of config.json and generation_config.json."""
     seq_length: int
-    """Tokens per sequence in training, or a usual number of them."""
+    """Tokens per sequence in training; a default for Hugging Face models."""
     trained_template: TrainedTemplate | None = None
-    """Of a fine-tuning run."""
+    """Chat template of a fine-tuning run."""
 
 
 def open_saved_model(path: Path, base: Path | None = None) -> SavedModel:
-    """The model at ``path``: a checkpoint, a run's folder (its newest checkpoint), a Hugging Face folder or a PEFT
-    adapter.
+    """Open the model at a path; read only headers and samples for a fingerprint.
 
-    ``base`` is the folder of the weights that LoRA was trained on, where it has moved. Reads headers, and samples for
-    a fingerprint. Both may be names of the hub, whose models are in the local cache. Raises ConfigError for what is
-    none of them, and CorruptFile.
+    Args:
+        path: checkpoint, run folder (its newest checkpoint), Hugging Face folder, PEFT adapter, or the name of a hub
+            model in the local cache.
+        base: base model of LoRA, if its folder has moved; a folder or hub name.
+
+    Raises:
+        ConfigError: the path is none of these.
+        CorruptFile: a file is damaged.
     """
     path = Path(resolve_hub_name(str(path)))
     base = None if base is None else Path(resolve_hub_name(str(base)))
@@ -70,7 +74,7 @@ def open_saved_model(path: Path, base: Path | None = None) -> SavedModel:
         _refuse_base(base)
         return _open_hf_folder(path)
     if not path.exists():
-        rule, instead = "there is no such folder", "write a checkpoint's, a run's or a Hugging Face model's folder"
+        rule, instead = "folder not found", "write the folder of a checkpoint, run or Hugging Face model"
         raise ConfigError([Problem(ARGUMENT, str(path), rule, instead + download_hint(str(path)))])
     folder = find_checkpoint(path)
     manifest = read_manifest(folder)
@@ -100,13 +104,13 @@ def open_saved_model(path: Path, base: Path | None = None) -> SavedModel:
 
 def _refuse_base(base: Path | None) -> None:
     if base is not None:
-        rule = "is the model that LoRA was trained on, and these weights are whole"
-        raise ConfigError([Problem("--base", str(base), rule, "leave --base out")])
+        rule = "applies only to LoRA, and this model has complete weights"
+        raise ConfigError([Problem("--base", str(base), rule, "remove --base")])
 
 
 @contextmanager
 def restated(restate: Callable[[Problem], Problem]) -> Iterator[None]:
-    """Raises the block's ConfigError with its problems restated, in terms of what the user wrote."""
+    """Rewrite the problems of a ConfigError in the block, in terms of the user's arguments."""
     try:
         yield
     except ConfigError as error:
@@ -114,15 +118,15 @@ def restated(restate: Callable[[Problem], Problem]) -> Iterator[None]:
 
 
 def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
-    """A PEFT adapter on ``base``, or on the folder that it names itself.
+    """Open a PEFT adapter on ``base``, or on the folder that its config names.
 
-    PEFT keeps no fingerprint of the base: only its shapes can be checked.
+    Only the shapes of the base are checked, because PEFT stores no fingerprint.
     """
 
     def of_adapter(problem: Problem) -> Problem:
         name = problem.field.partition(".")[2]
-        about = "" if name == "adapter" else f"its {name} {problem.value!r}: "
-        return Problem(ARGUMENT, str(folder), about + problem.rule, "name an adapter of plain LoRA, made for this base")
+        about = "" if name == "adapter" else f"{name} {problem.value!r}: "
+        return Problem(ARGUMENT, str(folder), about + problem.rule, "name a plain LoRA adapter of this base")
 
     problems: list[Problem] = []
     finetune = FinetuneConfig(method="lora")
@@ -136,8 +140,8 @@ def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
         named = read_hf_config(str(folder), ADAPTER_CONFIG).get("base_model_name_or_path")
         named = resolve_hub_name(named) if isinstance(named, str) else None
         if not named or not (Path(named) / "config.json").is_file():
-            rule = f"the adapter's base_model_name_or_path is {named!r}, and no model's folder is there"
-            raise ConfigError([Problem("--base", None, rule, "write --base FOLDER, with the model it was made for")])
+            rule = f"the adapter's base_model_name_or_path {named!r} is not a model folder"
+            raise ConfigError([Problem("--base", None, rule, "write --base FOLDER, with the adapter's base model")])
         base = Path(named)
     with restated(lambda problem: replace(problem, field="--base")):
         whole = _open_hf_folder(base)
@@ -149,23 +153,23 @@ def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
         if problems:
             raise ConfigError(problems)
         adapter = open_adapter(folder, whole.model, finetune)
-    own = any((folder / name).is_file() for name in (FAST_JSON, PIECES))
+    has_tokenizer = any((folder / name).is_file() for name in (FAST_JSON, PIECES))
     merged = MergedTensors.of(whole.stored, adapter, finetune)
-    return replace(whole, folder=folder, stored=merged, tokenizer=folder if own else whole.tokenizer)
+    return replace(whole, folder=folder, stored=merged, tokenizer=folder if has_tokenizer else whole.tokenizer)
 
 
 def _open_hf_folder(folder: Path) -> SavedModel:
     try:
         content = read_hf_config(str(folder))
     except ValueError as error:
-        raise ConfigError([Problem(ARGUMENT, str(folder), str(error), "get the folder again")]) from None
-    rules = [f"is no Llama of this kind: {clause}" for clause in unsupported_architecture(content)]
+        raise ConfigError([Problem(ARGUMENT, str(folder), str(error), "download the folder from scratch")]) from None
+    rules = [f"unsupported Llama: {clause}" for clause in unsupported_architecture(content)]
     shape = shape_from_hf(content)
     try:
         model = ModelConfig.of(shape)
         model = replace(model, num_key_value_heads=kv_heads(model), head_dim=head_dim(model), name=folder.name)
     except (TypeError, ZeroDivisionError) as error:
-        rules.append(f"its config.json describes no Llama ({error})")
+        rules.append(f"config.json is not of a Llama ({error})")
     if rules:
         raise ConfigError([Problem(ARGUMENT, str(folder), rule, "name another folder") for rule in rules])
     with restated(lambda problem: replace(problem, field=ARGUMENT)):
@@ -174,37 +178,38 @@ def _open_hf_folder(folder: Path) -> SavedModel:
 
 
 def _token_ids(folder: Path) -> dict[str, Any]:
-    """Special tokens by the folder's config.json, and by generation_config.json, which wins."""
-    found: dict[str, Any] = {}
+    """Return the special tokens of config.json and generation_config.json; the latter has priority."""
+    token_ids: dict[str, Any] = {}
     for name in ("config.json", "generation_config.json"):
         try:
             content = read_json(folder / name)
         except CorruptFile:
             continue
         if isinstance(content, dict):
-            found |= {key: value for key, value in content.items() if key.endswith("_token_id") and value is not None}
-    return found
+            named = {key: value for key, value in content.items() if key.endswith("_token_id")}
+            token_ids |= {key: value for key, value in named.items() if value is not None}
+    return token_ids
 
 
 def tokenizer_of(saved: SavedModel, given: Path | None = None) -> Tokenizer:
-    """The tokenizer that is given, or else the one that belongs to the model. Raises ConfigError where none fits."""
-    path, instead = given or saved.tokenizer, "write --tokenizer tokenizer.model, or a Hugging Face tokenizer's folder"
+    """Return the given tokenizer or the model's; raise ConfigError if it is missing or does not fit."""
+    path, instead = given or saved.tokenizer, "write --tokenizer PATH, a sentencepiece model or Hugging Face folder"
     if path is None:
-        rule = "the model's tokenizer is not known, or no longer where it was in training"
+        rule = "the model's tokenizer is unknown, or its path of training no longer exists"
         raise ConfigError([Problem("--tokenizer", None, rule, instead)])
     try:
         tokenizer = open_tokenizer(path)
     except TokenizerError as error:
         raise ConfigError([Problem("--tokenizer", str(path), error.rule, instead)]) from None
     if tokenizer.size > saved.model.vocab_size:
-        rule = f"has {tokenizer.size} ids, and the model's vocabulary only {saved.model.vocab_size}"
-        instead = "name the tokenizer that the model was trained with"
+        rule = f"has {tokenizer.size} ids, but the model's vocabulary has {saved.model.vocab_size}"
+        instead = "write the tokenizer of the model's training"
         raise ConfigError([Problem("--tokenizer", str(path), rule, instead)])
     return tokenizer
 
 
 def stop_ids(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
-    """The ids that end an answer."""
+    """Return the ids that end an answer."""
     named = saved.token_ids.get("eos_token_id")
     ids = named if isinstance(named, list) else [named]
     return frozenset(number for number in (*ids, tokenizer.end) if isinstance(number, int))

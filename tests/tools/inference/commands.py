@@ -1,4 +1,4 @@
-"""Commands of inference as a user starts them, in a process forked from this one."""
+"""Inference commands as a user starts them, in a forked process."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ class Ended:
 
 
 def command(main: Main, *arguments: object, stdin: str = "", timeout: float = 150, reader: bool = True) -> Ended:
-    """``main`` with these arguments and this on its stdin, where ``surrogateescape`` stands for any bytes; without
-    ``reader`` its stdout is a pipe that nobody reads."""
+    """Run ``main`` with arguments and stdin (``surrogateescape`` for other bytes).
+
+    Without ``reader`` its stdout is a pipe whose read end is closed.
+    """
     with (
         tempfile.TemporaryFile("w+", errors="surrogateescape") as given,
         tempfile.TemporaryFile("w+") as out,
@@ -46,8 +48,8 @@ def command(main: Main, *arguments: object, stdin: str = "", timeout: float = 15
                 for number, file in enumerate((given, out, err)):
                     os.dup2(file.fileno(), number)
                 if not reader:
-                    nobody, pipe = os.pipe()
-                    os.close(nobody)
+                    read_end, pipe = os.pipe()
+                    os.close(read_end)
                     os.dup2(pipe, 1)
                 sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
                 sys.stderr = open(2, "w", buffering=1, closefd=False)
@@ -59,7 +61,7 @@ def command(main: Main, *arguments: object, stdin: str = "", timeout: float = 15
                 sys.stdout.flush()
                 os._exit(status)
         deadline = time.monotonic() + timeout
-        while not (found := os.waitpid(pid, os.WNOHANG))[0]:
+        while not (waited := os.waitpid(pid, os.WNOHANG))[0]:
             if time.monotonic() > deadline:
                 os.kill(pid, 9)
                 os.waitpid(pid, 0)
@@ -67,7 +69,7 @@ def command(main: Main, *arguments: object, stdin: str = "", timeout: float = 15
             time.sleep(0.02)
         out.seek(0)
         err.seek(0)
-        return Ended(os.waitstatus_to_exitcode(found[1]), out.read(), err.read())
+        return Ended(os.waitstatus_to_exitcode(waited[1]), out.read(), err.read())
 
 
 CPU = ("--device", "cpu")

@@ -85,7 +85,7 @@ NOTHING: frozenset[int] = frozenset()
 
 
 def with_generator(work: Callable[[Generator], Any], folder: Path, tp: int = 1, stop: frozenset[int] = NOTHING) -> Any:
-    """What ``work`` gives on each rank."""
+    """Return the result of ``work`` on each rank."""
     source = open_saved_model(folder)
     return run_ranks(in_generator, tp, work, source, inference_plan(source.model, tp, "cpu"), stop)
 
@@ -93,6 +93,6 @@ def with_generator(work: Callable[[Generator], Any], folder: Path, tp: int = 1, 
 def in_generator(
     rank: int, work: Callable[[Generator], Any], source: SavedModel, plan: Plan, stop: frozenset[int]
 ) -> Any:
-    os.environ["LOCAL_WORLD_SIZE"] = "64"  # one thread, however few ranks: beside other tests more are slower
+    os.environ["LOCAL_WORLD_SIZE"] = "64"  # one thread: more are slower while other tests run
     with open_generator(source, plan, stop) as made:
         return work(made)

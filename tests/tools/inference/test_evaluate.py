@@ -1,4 +1,4 @@
-"""The figures are those of transformers, on any number of ranks; records that can't be used are counted."""
+"""Evaluation: equal to transformers on any number of ranks; unusable records are counted."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ def test_perplexity_is_their_loss_weighted_by_tokens(
     folder: Path, dataset: tuple[str, np.ndarray], tmp_path: Path, tp: int
 ) -> None:
     prefix, ids = dataset
-    found = report(tmp_path, folder, "--dataset", prefix, "--seq-length", 48, "--tp", tp)
+    results = report(tmp_path, folder, "--dataset", prefix, "--seq-length", 48, "--tp", tp)
     rows = [ids[a : b + 1] for a, b in windows(len(ids), 48)]
     losses = run_ranks(_their_losses, 1, folder, rows)[0]
     expected = sum(loss * count for loss, count in losses) / sum(count for _, count in losses)
-    assert sum(count for _, count in losses) == len(ids) - 1 == found["tokens"]
+    assert sum(count for _, count in losses) == len(ids) - 1 == results["tokens"]
     assert len({count for _, count in losses}) > 1, "windows of one length would not show a mean of means"
-    assert found["loss"] == pytest.approx(expected, rel=1e-6)
-    assert found["perplexity"] == pytest.approx(np.exp(expected), rel=1e-5)
+    assert results["loss"] == pytest.approx(expected, rel=1e-6)
+    assert results["perplexity"] == pytest.approx(np.exp(expected), rel=1e-5)
     assert report(tmp_path, folder, "--dataset", prefix, "--max-tokens", 50)["tokens"] == 49
 
 
@@ -134,20 +134,20 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_labels_are_compared_by_their_likelihoods(folder: Path, labelled: tuple[Path, Path], tmp_path: Path) -> None:
     file, template = labelled
     text = HuggingFaceTokenizer(folder)
-    encoded = encode_records(read_records(file, BALANCED), BALANCED, PromptBuilder(text, "none"), room=256)
+    encoded = encode_records(read_records(file, BALANCED), BALANCED, PromptBuilder(text, "none"), max_ids=256)
     assert len(encoded) == 24
     assert all(text.decode(one.prompt + one.labels[1]).endswith(" mat") for one in encoded)
     theirs = run_ranks(_their_label_scores, 1, folder, [[(a.prompt, label) for label in a.labels] for a in encoded])[0]
     names = list(BALANCED.labels)
     chosen = [names[scores.index(max(scores))] for scores in theirs]
     right = sum(guess == one.record["label"] for guess, one in zip(chosen, encoded, strict=True))
-    assert len(set(chosen)) == 2, "a model that says the same to all would show little"
+    assert len(set(chosen)) == 2, "the model chooses both labels"
     for more in (["--batch-size", 5], ["--tp", 2, "--batch-size", 24], ["--batch-size", 1]):
-        found = report(tmp_path, folder, "--labelled", file, "--template", template, *more)
-        assert found["accuracy"]["right"] == right and found["accuracy"]["of"] == 24
-        assert [found["labels"][name]["chosen"] for name in names] == [chosen.count(name) for name in names]
-    assert found["majority"] == {"label": "not_entailment", "share": 16 / 24}
-    assert found["skipped"] == {"unknown label": 1, "unreadable": 1, "lacks a field": 1, "too long": 1}
+        results = report(tmp_path, folder, "--labelled", file, "--template", template, *more)
+        assert results["accuracy"]["right"] == right and results["accuracy"]["of"] == 24
+        assert [results["labels"][name]["chosen"] for name in names] == [chosen.count(name) for name in names]
+    assert results["majority"] == {"label": "not_entailment", "share": 16 / 24}
+    assert results["skipped"] == {"unknown label": 1, "unreadable": 1, "lacks a field": 1, "too long": 1}
     assert report(tmp_path, folder, "--labelled", file, "--template", template, "--limit", 7)["accuracy"]["of"] == 7
 
 
@@ -155,7 +155,7 @@ def test_likelihoods_are_theirs(folder: Path, labelled: tuple[Path, Path]) -> No
     from tests.tools.inference.models import with_generator
 
     encoded = encode_records(
-        read_records(labelled[0], LABELS), LABELS, PromptBuilder(HuggingFaceTokenizer(folder), "none"), room=256
+        read_records(labelled[0], LABELS), LABELS, PromptBuilder(HuggingFaceTokenizer(folder), "none"), max_ids=256
     )[:10]
     assert len({len(label) for one in encoded for label in one.labels}) > 1
     theirs = run_ranks(_their_label_scores, 1, folder, [[(a.prompt, label) for label in a.labels] for a in encoded])[0]
@@ -168,7 +168,7 @@ def test_chat_prompts(folder: Path, tmp_path: Path) -> None:
     path.write_text(json.dumps({"question": "cat", "sentence": "dog", "label": "entailment"}) + "\nno json\n")
     text, records = HuggingFaceTokenizer(folder), read_records(path, LABELS)
     prompts = PromptBuilder(text, "own")
-    (one,) = encode_records(records, LABELS, prompts, room=256)
+    (one,) = encode_records(records, LABELS, prompts, max_ids=256)
     assert one.prompt == prompts.ids([{"role": "user", "content": "cat and dog"}])
     assert [text.decode(label) for label in one.labels] == ["the cat", "a"]
     assert records.skipped == {"unreadable": 1}
@@ -183,37 +183,38 @@ def test_files_are_read_as_they_are_prepared(tmp_path: Path) -> None:
     for name, unreadable in (("table.tsv", 2), ("array.json", 1), ("lines.jsonl.gz", 1)):
         records = read_records(tmp_path / name, LABELS)
         assert list(records.good) == [good] and records.skipped == {"unreadable": unreadable}, name
-    with pytest.raises(ConfigError, match=r"can't\s+be\s+read"):
+    with pytest.raises(ConfigError, match=r"cannot\s+be\s+read"):
         read_records(tmp_path / "nowhere.jsonl", LABELS)
 
 
 def test_written_answers(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "some.jsonl"
     path.write_text("".join(json.dumps({"question": q, "answer": "4\n#### 4"}) + "\n" for q in ("2 + 2", "cat", "a b")))
-    found = report(tmp_path, folder, "--generative", path, "--template", "gsm8k", "--max-new-tokens", 6)
-    assert found["well_formed"]["of"] == found["exact_match"]["of"] == 3
-    assert found["exact_match"]["right"] == 0 and len(found["examples"]) == 3
+    results = report(tmp_path, folder, "--generative", path, "--template", "gsm8k", "--max-new-tokens", 6)
+    assert results["well_formed"]["of"] == results["exact_match"]["of"] == 3
+    assert results["exact_match"]["right"] == 0 and len(results["examples"]) == 3
 
 
 def test_right_wrong_and_malformed_answers(folder: Path) -> None:
-    said = ["It is 4.\n#### 4", "#### 5", "It is 6."]
+    answer_text = ["It is 4.\n#### 4", "#### 5", "It is 6."]
     text = HuggingFaceTokenizer(folder)
 
-    class Says:
+    class FixedAnswers:
         """A model that has learned these answers."""
 
         def generate(self, prompts: list[list[int]], *_: object) -> list[SimpleNamespace]:
-            return [SimpleNamespace(ids=text.encode(said[prompt[0]])) for prompt in prompts]
+            return [SimpleNamespace(ids=text.encode(answer_text[prompt[0]])) for prompt in prompts]
 
     truth = ("#### 4", "#### 6", "#### 6")
     encoded = [EncodedRecord([number], [], {"answer": answer}) for number, answer in enumerate(truth)]
-    found = answer_accuracy(Says(), encoded, find_template("gsm8k"), text.decode, 2, 16, lambda done, of: None)
-    assert [found[kind]["right"] for kind in ("well_formed", "exact_match")] == [2, 1]
-    assert [one["written"] for one in found["examples"]] == said
+    template = find_template("gsm8k")
+    results = answer_accuracy(FixedAnswers(), encoded, template, text.decode, 2, 16, lambda done, of: None)
+    assert [results[kind]["right"] for kind in ("well_formed", "exact_match")] == [2, 1]
+    assert [one["written"] for one in results["examples"]] == answer_text
 
 
 @pytest.mark.parametrize(
-    ("said", "number"),
+    ("answer_text", "number"),
     [
         ("2 + 2 = 4\n#### 4", 4),
         ("#### 1,234.50\n", Decimal("1234.5")),
@@ -226,8 +227,8 @@ def test_right_wrong_and_malformed_answers(folder: Path) -> None:
         ("", None),
     ],
 )
-def test_final_numbers(said: str, number: Any) -> None:
-    assert final_number(said) == number
+def test_final_numbers(answer_text: str, number: Any) -> None:
+    assert final_number(answer_text) == number
 
 
 def test_the_interval_is_wilsons() -> None:
@@ -249,7 +250,7 @@ WORDED = {"question": " 2 + 2 = ?\n", "answer": "2 + 2 = 4\n#### 4"}
 @pytest.mark.parametrize("template", ["own", "plain", "dialogue"])
 @pytest.mark.parametrize("name", ["qnli", "gsm8k"])
 def test_prompts_are_those_of_training(folder: Path, tmp_path: Path, name: str, template: str) -> None:
-    """The ids that come before a training example's answer are the ids of evaluation's prompt, white space and all."""
+    """Check that the ids before the answer of a training example are the ids of the prompt in evaluation."""
     record = ROWS if name == "qnli" else WORDED
     source = tmp_path / ("set.tsv" if name == "qnli" else "set.jsonl")
     line = "\t".join(record.values()) if name == "qnli" else json.dumps(record)
@@ -265,25 +266,25 @@ def test_prompts_are_those_of_training(folder: Path, tmp_path: Path, name: str, 
         read_records(source, TEMPLATES[name]),
         TEMPLATES[name],
         PromptBuilder(HuggingFaceTokenizer(folder), template),
-        room=256,
+        max_ids=256,
     )
     assert one.prompt == ids[:learned].tolist()
     if name == "qnli":
         assert one.labels[0] == ids[learned:][mask[learned:] == 1].tolist()[:-1]  # the last one ends the answer
 
 
-def test_every_mistake_at_once(folder: Path, dataset: tuple[str, np.ndarray], tmp_path: Path) -> None:
+def test_all_problems_are_reported_together(folder: Path, dataset: tuple[str, np.ndarray], tmp_path: Path) -> None:
     done = command(evaluate, folder, *CPU, "--tp", 3, "--batch-size", 0, "--output", tmp_path / "no" / "file")
     assert done.status == 2 and "Traceback" not in done.err
-    for named in ("--tp", "--batch-size", "--output", "none of them is given"):
+    for named in ("--tp", "--batch-size", "--output", "exactly one is required"):
         assert named in done.err, named
     for arguments, named in (
         (["--dataset", tmp_path / "nothing"], "can't be read"),
         (["--dataset", dataset[0], "--seq-length", 512], "256 positions"),
-        (["--labelled", tmp_path / "nothing.tsv", "--template", "qnli"], "can't be read"),
+        (["--labelled", tmp_path / "nothing.tsv", "--template", "qnli"], "cannot be read"),
         (["--labelled", tmp_path / "nothing.tsv"], "--template qnli"),
         (["--labelled", tmp_path / "nothing.tsv", "--template", "gsm8k"], "no labels"),
-        (["--generative", tmp_path / "x.jsonl", "--dataset", dataset[0]], "one is evaluated at a time"),
+        (["--generative", tmp_path / "x.jsonl", "--dataset", dataset[0]], "exactly one is required, not"),
     ):
         done = command(evaluate, folder, *CPU, *arguments)
         assert done.status == 2 and named in done.err, (arguments, done.err)
@@ -292,21 +293,21 @@ def test_every_mistake_at_once(folder: Path, dataset: tuple[str, np.ndarray], tm
 
 
 def test_perplexity_of_a_fine_tuning_set_is_of_its_answers(folder: Path, tmp_path: Path) -> None:
-    """Each example alone, on its learned tokens: as transformers' loss is where all others are -100."""
+    """Compare with transformers' loss, with label -100 for tokens outside the mask."""
     path, prefix = tmp_path / "some.jsonl", tmp_path / "set"
     lines = [("cat", "the mat"), ("a dog and a cat", "on"), ("é", "Hello the cat sat")]
     path.write_text("".join(json.dumps({"prompt": q, "completion": a}) + "\n" for q, a in lines))
     made = ["--tokenizer-model", folder, "--seq-length", 256, "--output-prefix", prefix]
     assert run_script("sft.py", "--input", path, *made).returncode == 0
-    found = report(tmp_path, folder, "--dataset", f"{prefix}_sft", "--tp", 2)
+    results = report(tmp_path, folder, "--dataset", f"{prefix}_sft", "--tp", 2)
     tokens, masks = (IndexedDataset(f"{prefix}_sft{end}") for end in ("", "_mask"))
     pairs = [(tokens.document(n).tolist(), masks.document(n).tolist()) for n in range(3)]
     split = [[(ids[:at], ids[at : at + 1]) for at in range(1, len(ids)) if mask[at]] for ids, mask in pairs]
     theirs = [one for scores in run_ranks(_their_label_scores, 1, folder, split)[0] for one in scores]
-    assert found["tokens"] == len(theirs) == sum(map(sum, masks_of(pairs))) and found["windows"] == 3
-    assert found["loss"] == pytest.approx(-sum(theirs) / len(theirs), rel=1e-5)
-    refused = command(evaluate, folder, *CPU, "--dataset", f"{prefix}_sft", "--max-tokens", 9)
-    assert refused.status == 2 and "whole examples" in refused.err
+    assert results["tokens"] == len(theirs) == sum(map(sum, masks_of(pairs))) and results["windows"] == 3
+    assert results["loss"] == pytest.approx(-sum(theirs) / len(theirs), rel=1e-5)
+    rejected = command(evaluate, folder, *CPU, "--dataset", f"{prefix}_sft", "--max-tokens", 9)
+    assert rejected.status == 2 and "does not apply to a fine-tuning set" in rejected.err
 
 
 def masks_of(pairs: list[tuple[list[int], list[int]]]) -> list[list[int]]:

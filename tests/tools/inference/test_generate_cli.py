@@ -47,7 +47,7 @@ def test_chat(folder: Path) -> None:
     done = command(generate, *arguments, stdin="Hello cat\nHello cat\n\n/reset\nHello cat\n")
     assert done.status == 0, done.err
     single = command(generate, *arguments, stdin="Hello cat").out
-    # Begun anew, the same question has the same answer; as a second one it has another.
+    # After a reset the same question has the same answer; as a second question it has another.
     assert len(single) > 4 and done.out.startswith(single) and done.out.endswith(single)
     middle = done.out[len(single) : -len(single)]
     assert middle and middle != single
@@ -58,12 +58,12 @@ def test_chat(folder: Path) -> None:
 def test_a_conversation_that_is_full(folder: Path) -> None:
     arguments = [folder, *CPU, "--chat", "--max-new-tokens", 4]
     done = command(generate, *arguments, stdin="cat " * 200 + "\nHello\n")
-    assert done.status == 0 and "of the model's 128 tokens: /reset" in done.err
-    assert done.out  # what did not fit was not kept
+    assert done.status == 0 and "the model 128 positions; type /reset" in done.err
+    assert done.out  # the message that did not fit was dropped
 
 
 def test_a_checkpoint_of_any_layout_is_read_as_it_is(folder: Path, tmp_path: Path) -> None:
-    # A job of its own: torch's threads, once used here, would be missing in what is forked from here.
+    # A separate job: forked processes would lack torch's threads once they are used here.
     shape = ["model.vocab_size=290", "model.num_hidden_layers=3", "model.tie_word_embeddings=true"]
     job = Job(
         tmp_path / "run",
@@ -89,7 +89,7 @@ def test_a_checkpoint_of_any_layout_is_read_as_it_is(folder: Path, tmp_path: Pat
     assert broken.status == 1 and "wrong hash of" in broken.err
 
 
-def test_every_mistake_at_once(folder: Path, tmp_path: Path) -> None:
+def test_all_problems_are_reported_together(folder: Path, tmp_path: Path) -> None:
     done = command(
         generate, folder, *CPU, "--tp", 3, "--chat", "--prompt", "x", "--temperature", 0, "--top-p", 1.5,
         "--max-new-tokens", 0,
@@ -99,7 +99,7 @@ def test_every_mistake_at_once(folder: Path, tmp_path: Path) -> None:
         assert named in done.err, named
     done = command(generate, tmp_path / "nothing", *CPU, "--greedy", "--seed", 4, "--system", "x")
     assert done.status == 2
-    for named in ("there is no such folder", "--seed", "--system", "--prompt"):
+    for named in ("folder not found", "--seed", "--system", "--prompt"):
         assert named in done.err, named
     done = command(generate, folder, *CPU, "--prompt", "cat " * 300, "")
     assert (
@@ -132,4 +132,4 @@ def test_a_message_that_is_not_utf8_is_refused_and_the_chat_goes_on(folder: Path
 
 def test_a_reader_that_has_gone_is_one_message(folder: Path) -> None:
     done = command(generate, folder, *CPU, "--prompt", "the cat", "--max-new-tokens", 8, reader=False)
-    assert done.status == 2 and "its reader has gone" in done.err and "Traceback" not in done.err, done.err
+    assert done.status == 2 and "the reader closed the pipe" in done.err and "Traceback" not in done.err, done.err

@@ -80,8 +80,8 @@ WINDOW = 5
 def test_a_window_as_transformers_generates(tmp_path: Path, greedy: list[list[int]]) -> None:
     """Mistral's window; the cache holds it and no more, the prompts being shorter and longer than it."""
     folder = make_folder(tmp_path / "hf", sliding_window=WINDOW)
-    found = [answer.ids for answer in write(folder, tp=2)]
-    assert found == run_ranks(_theirs, 1, folder)[0] and found != greedy
+    answers = [answer.ids for answer in write(folder, tp=2)]
+    assert answers == run_ranks(_theirs, 1, folder)[0] and answers != greedy
 
     def several_at_a_time(made: Generator) -> tuple[int, float]:
         """(slots, largest difference) of three tokens at once, twice from the same positions, to whole sequences."""
@@ -114,7 +114,7 @@ def test_several_ranks_as_one(folder: Path, tp: int, sampling: Sampling) -> None
 def test_a_row_does_not_depend_on_its_neighbours(folder: Path, sampling: Sampling) -> None:
     together = write(folder, sampling=sampling)
     for row, prompt in enumerate(PROMPTS):
-        # A row's draws are those of its position, so alone it has another seed.
+        # A row's seed depends on its position, so a single prompt needs another seed.
         alone = Sampling(sampling.greedy, sampling.temperature, sampling.top_p, sampling.seed + row)
         assert write(folder, [prompt], alone) == [together[row]]
 

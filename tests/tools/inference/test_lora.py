@@ -1,4 +1,4 @@
-"""What LoRA has trained answers like its merged export, in any layout, without being exported; with no other base."""
+"""LoRA checkpoints generate like their merged export, in any layout, and only with their base."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.tools.inference.models import NOTHING, PROMPTS, in_generator, make_fo
 
 TARGETS = "finetune.lora_target_modules=[q_proj,v_proj,o_proj,up_proj,down_proj]"  # parts of stacked matrices too
 LORA = ("finetune=lora", "finetune.lora_rank=3", "finetune.lora_alpha=7", TARGETS)
-ASKED = (*CPU, "--prompt", "the cat sat", "a", "--greedy", "--max-new-tokens", 16)
+ARGUMENTS = (*CPU, "--prompt", "the cat sat", "a", "--greedy", "--max-new-tokens", 16)
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,8 @@ def test_logits_are_those_of_the_merged_export(folders: Path) -> None:
     (expected,), (base,) = (with_generator(logits, folders / name) for name in ("merged", "base"))
     assert distance(base, expected) > 0.1, "else there would be nothing to see"
     for name, tp in (("run", 1), ("run", 2), ("adapter", 2)):
-        for found in with_generator(logits, folders / name, tp):
-            assert distance(found, expected) <= 1e-5
+        for model in with_generator(logits, folders / name, tp):
+            assert distance(model, expected) <= 1e-5
 
 
 def test_bf16_weights_are_rounded_once(folders: Path) -> None:
@@ -73,15 +73,15 @@ def test_bf16_weights_are_rounded_once(folders: Path) -> None:
 
 
 def test_it_writes_what_the_merged_model_writes(folders: Path) -> None:
-    theirs = command(generate, folders / "merged", "--tokenizer", folders / "base", *ASKED)
+    theirs = command(generate, folders / "merged", "--tokenizer", folders / "base", *ARGUMENTS)
     assert theirs.status == 0 and len(theirs.out) > 20, theirs.err
     for path, tp in ((folders / "run", 1), (folders / "run/checkpoints/step_00000002", 2)):  # with the base's tokenizer
-        ours = command(generate, path, *ASKED, "--tp", tp)
+        ours = command(generate, path, *ARGUMENTS, "--tp", tp)
         assert (ours.status, ours.out) == (0, theirs.out), ours.err
 
 
 def refused(path: Path, base: Path | None = None) -> str:
-    """What is said of a source that can't be opened, one thing."""
+    """Return the single problem of a model that cannot be opened."""
     with pytest.raises(ConfigError) as error:
         open_saved_model(path, base)
     assert len(error.value.problems) == 1
@@ -95,12 +95,12 @@ def test_the_base_may_move(folders: Path, tmp_path: Path) -> None:
     )
     base.rename(moved)
     try:
-        for name, rule in (("run", "there is no such folder"), ("adapter", "no model's folder is there")):
+        for name, rule in (("run", "there is no such folder"), ("adapter", "is not a model folder")):
             assert rule in refused(folders / name) and "write --base FOLDER" in refused(folders / name)
-            found = open_saved_model(folders / name, moved)
-            assert (found.stored.folder, found.tokenizer, found.token_ids) == (moved, moved, {"eos_token_id": 0})
-        for main, asked in ((generate, ASKED), (evaluate, (*CPU, "--dataset", tmp_path / "none"))):
-            done = command(main, folders / "run", *asked)
+            model = open_saved_model(folders / name, moved)
+            assert (model.stored.folder, model.tokenizer, model.token_ids) == (moved, moved, {"eos_token_id": 0})
+        for main, arguments in ((generate, ARGUMENTS), (evaluate, (*CPU, "--dataset", tmp_path / "none"))):
+            done = command(main, folders / "run", *arguments)
             assert (
                 done.status == 2
                 and "there is no such folder" in " ".join(done.err.split())
@@ -112,10 +112,10 @@ def test_the_base_may_move(folders: Path, tmp_path: Path) -> None:
 
 def test_another_base_is_refused(folders: Path) -> None:
     run, merged = folders / "run", folders / "merged"
-    for main, asked in ((generate, ASKED), (evaluate, (*CPU, "--dataset", "none"))):
-        done = command(main, run, *asked, "--base", merged)
+    for main, arguments in ((generate, ARGUMENTS), (evaluate, (*CPU, "--dataset", "none"))):
+        done = command(main, run, *arguments, "--base", merged)
         assert done.status == 2 and "has other weights than the base model" in " ".join(done.err.split())
-    assert "these weights are whole" in refused(merged, folders / "base")
+    assert "this model has complete weights" in refused(merged, folders / "base")
     manifest = read_manifest(find_checkpoint(run))
     manifest.state.hf_folder = None  # as a run from random weights has it
     with pytest.raises(ConfigError, match=r"began\s+from\s+random\s+weights"):
@@ -123,18 +123,18 @@ def test_another_base_is_refused(folders: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"use_rslora": True}, "use_rslora is True"),
         ({"r": 2}, "has shape"),
         ({"r": 64}, "lora_rank 64: is above the rank"),
-        ({"lora_alpha": -1}, "its lora_alpha -1"),
+        ({"lora_alpha": -1}, "lora_alpha -1"),
         ({"target_modules": ["q_proj"]}, "this run has no such tensor"),
-        ({"base_model_name_or_path": "nobody/nothing"}, "'nobody/nothing', and no model's folder"),
+        ({"base_model_name_or_path": "missing/model"}, "'missing/model' is not a model folder"),
     ],
 )
-def test_adapters_that_do_not_fit(folders: Path, tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+def test_adapters_that_do_not_fit(folders: Path, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     other = shutil.copytree(folders / "adapter", tmp_path / "other")
     config = json.loads((other / "adapter_config.json").read_text())
     (other / "adapter_config.json").write_text(json.dumps(config | settings))
-    assert said in refused(other)
+    assert message in refused(other)

@@ -67,7 +67,7 @@ def text_of(path: Path) -> Tokenizer:
 
 
 def example(tokenizer: Path, tmp_path: Path, *options: str) -> tuple[list[int], list[int], TrainedTemplate | None]:
-    """(ids, mask) of TALK as data_prep/sft.py makes it, and what its manifest says."""
+    """Return (ids, mask, manifest's template) of TALK, as prepared by data_prep/sft.py."""
     source, prefix = tmp_path / "talk.jsonl", tmp_path / "set"
     tmp_path.mkdir(exist_ok=True)
     source.write_text(json.dumps({"messages": TALK}) + "\n")
@@ -80,7 +80,7 @@ def example(tokenizer: Path, tmp_path: Path, *options: str) -> tuple[list[int], 
 @pytest.mark.parametrize("name", ["plain", "bos", "pieces.model"])
 @pytest.mark.parametrize("template", ["own", *sorted(NAMED_TEMPLATES)])
 def test_prompts_are_those_of_training(folders: Path, tmp_path: Path, template: str, name: str) -> None:
-    """Of a conversation of two answers, all ids up to each are those that ask for it, BOS included."""
+    """Check that the ids before each answer of a conversation are its prompt, with BOS."""
     path = folders / name
     if template == "own" and not path.is_dir():
         with pytest.raises(ConfigError, match=r"has\s+no\s+chat\s+template"):
@@ -151,7 +151,7 @@ def test_the_own_template_is_found_where_preparation_finds_it(folders: Path, tmp
     assert prompts.tokenizer.decode(prompts.ids(HELLO), skip_special=False) == "<|user|>Hello<|user|><|assistant|>"
     assert prompts.stop == {2} and prompts.ids(HELLO)[0] == 2  # <|user|> is one id
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ raise_exception('no') }}"}))
-    with pytest.raises(ConfigError, match=r"refuses\s+this\s+conversation"):
+    with pytest.raises(ConfigError, match=r"rejects\s+this\s+conversation"):
         PromptBuilder(HuggingFaceTokenizer(tmp_path), "own").ids(HELLO)
 
 
@@ -168,8 +168,8 @@ def test_others_render_an_exported_template_alike(folders: Path, template: str, 
         ids = theirs.apply_chat_template(turns, chat_template=source, add_generation_prompt=ask, return_dict=False)
         if ask:
             assert ids == prompts.ids(turns)
-            asked = NAMED_TEMPLATES[template].ask([Turn(turn["role"], turn["content"]) for turn in turns])
-            shown = "".join(piece.text for piece in asked)
+            spans = NAMED_TEMPLATES[template].ask([Turn(turn["role"], turn["content"]) for turn in turns])
+            shown = "".join(span.text for span in spans)
             begin = "<|begin|>" if name == "bos" else ""
             assert text == begin + shown.replace("<|endoftext|>", "<|endoftext|>" if begin else "<|end|>")
         else:
@@ -188,7 +188,7 @@ def test_an_export_says_it_to_others(folders: Path, tmp_path: Path, name: str) -
     theirs = transformers.AutoTokenizer.from_pretrained(str(hf))
     prompts = PromptBuilder(text_of(folders / "bos"), name)
     rendered = theirs.apply_chat_template(HELLO, add_generation_prompt=True, return_dict=False)
-    assert rendered == prompts.ids(HELLO), "no manifest says whether BOS comes first: the tokenizer adds it"
+    assert rendered == prompts.ids(HELLO), "without a manifest the tokenizer decides on BOS"
     assert rendered[0] == theirs.convert_tokens_to_ids("<|begin|>")
     ends = json.loads((hf / "generation_config.json").read_text())["eos_token_id"]
     assert set([ends] if isinstance(ends, int) else ends) == {0, *prompts.stop}

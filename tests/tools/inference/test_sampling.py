@@ -1,4 +1,4 @@
-"""What is drawn, and what never is."""
+"""Sampling of ids."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ P = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)  # exact sums
 
 
 @pytest.mark.parametrize(
-    ("top_p", "kept"),
+    ("top_p", "count"),
     [(1e-9, 1), (0.5, 1), (0.5 + 1e-9, 2), (0.75, 2), (0.75 + 1e-9, 3), (0.875, 3), (0.876, 4), (1.0, 4)],
 )
-def test_the_nucleus_is_the_smallest_that_reaches_p(top_p: float, kept: int) -> None:
-    assert (nucleus(P.clone(), top_p) > 0).tolist() == [place < kept for place in range(4)]
+def test_the_nucleus_is_the_smallest_that_reaches_p(top_p: float, count: int) -> None:
+    assert (nucleus(P.clone(), top_p) > 0).tolist() == [place < count for place in range(4)]
 
 
 def drawn(sampling: Sampling, logits: torch.Tensor, count: int = 4000) -> torch.Tensor:
@@ -51,8 +51,8 @@ def test_greedy_takes_the_likeliest() -> None:
 
 def test_a_seed_is_a_sequence_of_draws() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
-    first, again, other = (Sampling(seed=seed).generators(3) for seed in (1, 1, 9))
+    first, repeated, other = (Sampling(seed=seed).generators(3) for seed in (1, 1, 9))
     draws = [
-        [choose(logits, Sampling(), generators).tolist() for _ in range(8)] for generators in (first, again, other)
+        [choose(logits, Sampling(), generators).tolist() for _ in range(8)] for generators in (first, repeated, other)
     ]
     assert draws[0] == draws[1] != draws[2]

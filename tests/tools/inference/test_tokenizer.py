@@ -1,4 +1,4 @@
-"""Tokenizers, and text that comes piece by piece."""
+"""Tokenizers and incremental decoding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def spm_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import sentencepiece
 
     path = tmp_path_factory.mktemp("pieces") / "tokenizer"
@@ -51,8 +51,8 @@ def source(tokenizer: Path | None, vocab_size: int = 400, **token_ids: object) -
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
-def test_pieces_add_up_to_the_text(kind: str, folder: Path, pieces: Path) -> None:
-    text: Tokenizer = HuggingFaceTokenizer(folder) if kind == "huggingface" else SentencePieceTokenizer(pieces)
+def test_pieces_add_up_to_the_text(kind: str, folder: Path, spm_file: Path) -> None:
+    text: Tokenizer = HuggingFaceTokenizer(folder) if kind == "huggingface" else SentencePieceTokenizer(spm_file)
     ids = text.encode(HARD)
     whole = text.decode(ids)
     for prompt in (0, 1, 5, len(ids) - 1):
@@ -61,11 +61,11 @@ def test_pieces_add_up_to_the_text(kind: str, folder: Path, pieces: Path) -> Non
         assert text.decode(ids[:prompt]) + "".join(shown) + decoder.add(None) == whole or "\ufffd" in text.decode(
             ids[:prompt]
         )
-        assert not any("\ufffd" in piece for piece in shown), "half a character was shown"
+        assert not any("\ufffd" in text_part for text_part in shown), "half a character was shown"
 
 
-def test_the_space_after_a_prompt_is_kept(pieces: Path) -> None:
-    text = SentencePieceTokenizer(pieces)
+def test_the_space_after_a_prompt_is_kept(spm_file: Path) -> None:
+    text = SentencePieceTokenizer(spm_file)
     prompt, whole = text.encode("the cat"), text.encode("the cat sat")
     assert whole[: len(prompt)] == prompt
     decoder = Decoder(text, prompt)
@@ -86,15 +86,15 @@ def test_a_batch_is_shown_row_by_row(folder: Path) -> None:
     assert out.getvalue() == "cat sat on the mat\n\na dog\n"
 
 
-def test_which_tokenizer(folder: Path, pieces: Path, tmp_path: Path) -> None:
+def test_which_tokenizer(folder: Path, spm_file: Path, tmp_path: Path) -> None:
     assert isinstance(tokenizer_of(source(folder)), HuggingFaceTokenizer)
-    assert isinstance(tokenizer_of(source(folder), pieces), SentencePieceTokenizer)
-    (tmp_path / "tokenizer.model").write_bytes(pieces.read_bytes())
-    plain, bos = SentencePieceTokenizer(pieces).encode("cat"), SentencePieceTokenizer(pieces).bos
+    assert isinstance(tokenizer_of(source(folder), spm_file), SentencePieceTokenizer)
+    (tmp_path / "tokenizer.model").write_bytes(spm_file.read_bytes())
+    plain, bos = SentencePieceTokenizer(spm_file).encode("cat"), SentencePieceTokenizer(spm_file).bos
     assert tokenizer_of(source(tmp_path)).encode("cat") == [bos, *plain]  # Llama 2's own
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
     assert tokenizer_of(source(tmp_path)).encode("cat") == plain  # ours
-    with pytest.raises(ConfigError, match=r"not\s+known.*|--tokenizer"):
+    with pytest.raises(ConfigError, match=r"is\s+unknown.*|--tokenizer"):
         tokenizer_of(source(None))
     with pytest.raises(ConfigError, match=r"290\s+ids"):
         tokenizer_of(source(folder, vocab_size=100))
@@ -107,22 +107,22 @@ def test_which_tokenizer(folder: Path, pieces: Path, tmp_path: Path) -> None:
     [(None, False, True), ("{}", True, True), ('{"add_bos_token": false}', False, False)],
 )
 def test_bos_has_one_rule(
-    pieces: Path, tmp_path: Path, settings: str | None, named_by_file: bool, named_by_folder: bool
+    spm_file: Path, tmp_path: Path, settings: str | None, named_by_file: bool, named_by_folder: bool
 ) -> None:
     """Preparation, generation and export all see it alike."""
     file = tmp_path / "tokenizer.model"
-    file.write_bytes(pieces.read_bytes())
+    file.write_bytes(spm_file.read_bytes())
     if settings is not None:
         (tmp_path / "tokenizer_config.json").write_text(settings)
     assert open_tokenizer(file).adds_bos == named_by_file
     assert open_tokenizer(tmp_path).adds_bos == named_by_folder
     assert (
-        len(open_tokenizer(file).encode("cat")) > len(SentencePieceTokenizer(pieces).encode("cat"))
+        len(open_tokenizer(file).encode("cat")) > len(SentencePieceTokenizer(spm_file).encode("cat"))
     ) == named_by_file
 
 
-def test_damaged_settings_are_refused(pieces: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(pieces.read_bytes())
+def test_damaged_settings_are_refused(spm_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(spm_file.read_bytes())
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": ')
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json|can't\s+be\s+read"):
         tokenizer_of(source(tmp_path))
