@@ -279,7 +279,7 @@ def test_all_problems_are_reported_together(folder: Path, dataset: tuple[str, np
     for named in ("--tp", "--batch-size", "--output", "exactly one is required"):
         assert named in done.err, named
     for arguments, named in (
-        (["--dataset", tmp_path / "nothing"], "can't be read"),
+        (["--dataset", tmp_path / "nothing"], "cannot be read"),
         (["--dataset", dataset[0], "--seq-length", 512], "256 positions"),
         (["--labelled", tmp_path / "nothing.tsv", "--template", "qnli"], "cannot be read"),
         (["--labelled", tmp_path / "nothing.tsv"], "--template qnli"),

@@ -95,7 +95,7 @@ def test_the_base_may_move(folders: Path, tmp_path: Path) -> None:
     )
     base.rename(moved)
     try:
-        for name, rule in (("run", "there is no such folder"), ("adapter", "is not a model folder")):
+        for name, rule in (("run", "no such folder"), ("adapter", "is not a model folder")):
             assert rule in refused(folders / name) and "write --base FOLDER" in refused(folders / name)
             model = open_saved_model(folders / name, moved)
             assert (model.stored.folder, model.tokenizer, model.token_ids) == (moved, moved, {"eos_token_id": 0})
@@ -103,7 +103,7 @@ def test_the_base_may_move(folders: Path, tmp_path: Path) -> None:
             done = command(main, folders / "run", *arguments)
             assert (
                 done.status == 2
-                and "there is no such folder" in " ".join(done.err.split())
+                and "no such folder" in " ".join(done.err.split())
                 and "Traceback" not in done.err
             )
     finally:
@@ -118,7 +118,7 @@ def test_another_base_is_refused(folders: Path) -> None:
     assert "this model has complete weights" in refused(merged, folders / "base")
     manifest = read_manifest(find_checkpoint(run))
     manifest.state.hf_folder = None  # as a run from random weights has it
-    with pytest.raises(ConfigError, match=r"began\s+from\s+random\s+weights"):
+    with pytest.raises(ConfigError, match=r"started\s+from\s+random\s+weights"):
         open_base(manifest, model_of(manifest), None)
 
 
