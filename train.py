@@ -1,11 +1,11 @@
-"""Trains a Llama: ``python train.py model=llama7b trainer.tp=8``; ``python train.py --help`` says more."""
+"""Train a Llama model: ``python train.py model=llama7b trainer.tp=8``. See ``python train.py --help``."""
 
 import sys
 
 from megatron_llama.system.output import protect_output
 from megatron_llama.system.signals import exit_on_signal
 
-if __name__ == "__main__":  # first: a signal may come, and the terminal go, while the rest is imported
+if __name__ == "__main__":  # before slow imports, during which a signal may arrive or the terminal close
     exit_on_signal()
     protect_output()
 

@@ -1,4 +1,4 @@
-"""Megatron-style 3D-parallel training of Llama models, from one core to a thousand accelerators."""
+"""Megatron-style 3D-parallel training of Llama models."""
 
 import sys
 import warnings
@@ -6,21 +6,20 @@ from types import ModuleType
 
 from megatron_llama.system.installed import report_missing_packages
 
-report_missing_packages()  # first: what is imported next may be what is missing
+report_missing_packages()  # before other imports, which may be of missing packages
 
-# What megatron-core says at import about packages that we don't use, and torch about names that megatron-core and
-# fully_shard call: nobody who trains can act on it, and each rank would say it.
+# Warnings on which users cannot act, printed by each rank: megatron-core's about packages that are not used here, and
+# torch's about deprecated functions that megatron-core and fully_shard call.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\b")
 warnings.filterwarnings(
     "ignore", category=FutureWarning, message=r".*torch\.distributed\.(reduce_scatter_tensor|all_gather_into)"
 )
-# The embedding's output is a view where megatron-core's reduction over one rank returns its input. Nothing here writes
-# into it.
+# With one rank, megatron-core's reduction returns its input, so the embedding's output is a view. It is not modified.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w*VocabParallelEmbedding\) returned a view")
 
-# megatron-core hands functions that nothing here calls to torch.compile while it is imported. That loads Inductor: one
-# second and 44 MB in each process. Its own switch comes too late, so the module with the switch is put in place first.
-# The router of 0.19 doesn't ask the switch: there Inductor is loaded.
+# At import, megatron-core passes functions that are not used here to torch.compile, which loads Inductor: one second
+# and 44 MB per process. Its switch is read at import, so a replacement module is installed first. The router of 0.19
+# ignores the switch and loads Inductor.
 _jit = ModuleType("megatron.core.jit")
 vars(_jit).update(dict.fromkeys(("jit_fuser", "noop_decorator"), lambda function: function))
 vars(_jit).update(dict.fromkeys(("enable_jit_fuser", "disable_jit_fuser"), lambda: None))

@@ -1,10 +1,11 @@
-"""The command line of train.py: from overrides to a plan that is printed, or to ranks that run it."""
+"""Command line of train.py: print the plan of a config, or start the ranks that run it."""
 
 from __future__ import annotations
 
 import errno
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,35 +26,48 @@ if TYPE_CHECKING:
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 
 USAGE = """\
-python train.py [--dry-run] [--help] [group=choice ...] [section.setting=value ...]
+usage: python train.py [--dry-run] [--help]
+                       [group=choice ...] [section.setting=value ...]
 
-Trains a Llama in 3D parallel. Started plainly, it starts one process per device of this machine (on a CPU:
-tp x pp x dp processes); under torchrun, srun or mpirun it becomes one of the ranks, or starts those of its node.
+Train a Llama model with 3D parallelism. By default, one process per device of
+this host is started (on a CPU: tp x pp x dp processes). Under torchrun, srun
+or mpirun, the process becomes a rank or starts the ranks of its node.
 
-  --dry-run   print the plan and start nothing (same as dry_run=true); trainer.dp=N plans for other machines
-  --help      this text
+  --dry-run   print the plan and exit (same as dry_run=true);
+              trainer.dp=N plans for other hosts
+  --help      print this text and exit
 
-What is left open follows from model and device, and the plan says what was chosen: on an accelerator the model's own
-sequence length, bf16, and torch.compile for long runs; on a CPU short sequences in fp32.
+Unset values are chosen by model and device, and the plan lists them. On an
+accelerator: the model's sequence length, bf16, and torch.compile for long
+runs. On a CPU: short sequences in fp32.
 
 Examples
-  python train.py                                                 a small Llama on this machine
-  python train.py model=llama_15m trainer.tp=2 trainer.steps=500  another preset, two ranks share each matrix
-  python train.py --dry-run model=llama70b trainer.tp=8 trainer.pp=16 trainer.dp=4
-                                                                  what 512 ranks would do, on a laptop
-  python train.py experiment=recipe.yaml trainer.steps=500        a recipe: a file, or a name in conf/experiment/
-  python train.py +experiment=pretrain_llama7b +scaled=laptop     a recipe that pretrains, made small enough to try
-  torchrun --nnodes 2 --nproc_per_node 8 ... train.py model=llama7b trainer.tp=8
-  srun --nodes 4 --ntasks-per-node 8 python train.py model=llama7b trainer.tp=8 trainer.zero=1
-  sbatch --nodes 4 run.slurm model=llama7b trainer.tp=8           the same as a job that survives its time limit
-  python train.py launch.hosts=[a,b,c] model=llama7b trainer.tp=8 the same over ssh
+  A small Llama on this host:
+    python train.py
+  Another preset; two ranks share each matrix:
+    python train.py model=llama_15m trainer.tp=2 trainer.steps=500
+  The plan of 512 ranks, on a laptop:
+    python train.py --dry-run model=llama70b data=mock device=cuda \\
+        trainer.tp=8 trainer.pp=16 trainer.dp=4
+  A recipe, from a file or by its name in conf/experiment/:
+    python train.py experiment=recipe.yaml trainer.steps=500
+  A pretraining recipe, scaled down to try it:
+    python train.py +experiment=pretrain_llama7b +scaled=laptop
+  Several nodes, by torchrun, srun, sbatch (restarts at the time limit) or ssh:
+    torchrun --nnodes 2 --nproc_per_node 8 ... \\
+        train.py model=llama7b trainer.tp=8
+    srun --nodes 4 --ntasks-per-node 8 \\
+        python train.py model=llama7b trainer.tp=8
+    sbatch --nodes 4 run.slurm model=llama7b trainer.tp=8
+    python train.py launch.hosts=[a,b,c] model=llama7b trainer.tp=8
 
-Experiments (+experiment=NAME; the command line wins over the file)
+Experiments (+experiment=NAME; the command line overrides the file)
 {experiments}
-Groups (the files in conf/)
+Groups (files in conf/)
 {groups}
-Every setting with its type, default, unit and meaning is in docs/reference/config.md.
-Exit status: 0 done, 2 a mistake of the user, 75 stopped after saving (start it again), else a failure.
+docs/reference/config.md lists all settings with type, default and meaning.
+Exit status: 0 done; 2 user error; 75 stopped after saving (run the same
+command to continue); others: failure.
 """
 
 
@@ -66,7 +80,7 @@ def main(argv: Sequence[str], entry: Entry | None = None, subfolder: str | None 
     """
     if {"--help", "-h"} & set(argv):
         sys.stdout.write(usage())
-        return _shown()
+        return _flush_output()
     overrides = [argument for argument in argv if argument != "--dry-run"]
     if len(overrides) < len(argv):
         overrides.append("dry_run=true")  # last, so that it wins
@@ -79,7 +93,7 @@ def main(argv: Sequence[str], entry: Entry | None = None, subfolder: str | None 
 
 def _report_errors(overrides: list[str], entry: Entry | None, subfolder: str | None) -> int:
     """Run the command; turn its errors into one message and an exit status."""
-    # Imported here: --help needs none of it. Before the try: where one can't be imported, that is the error.
+    # Imported here because --help does not need it, and before the try so that import errors surface.
     from megatron_llama.config import ConfigError, format_problems
     from megatron_llama.launch.environment import process_context
     from megatron_llama.launch.rank import CONSEQUENCE_DELAY_SECONDS
@@ -93,10 +107,10 @@ def _report_errors(overrides: list[str], entry: Entry | None, subfolder: str | N
     except ConfigError as error:
         status = EXIT_USER
         if context is not None and context.rank > 0:
-            # A starter ends all ranks with the first that ends; rank 0 must have reported by then.
+            # A launcher ends all ranks when the first one ends; rank 0 must report before that.
             time.sleep(CONSEQUENCE_DELAY_SECONDS)
-        # Ranks on one machine see the same files and devices. Another machine may lack what the first one has: if the
-        # job still runs by now, rank 0 had no complaint and this is news.
+        # Ranks of one host have the same files and devices, so one rank reports. If the job still runs at this point,
+        # rank 0 found no problem, and only this host has it.
         if context is None or context.local_rank == 0:
             sys.stderr.write(format_problems(error) + "\n")
     except LaunchFailed as error:
@@ -118,17 +132,24 @@ def _report_errors(overrides: list[str], entry: Entry | None, subfolder: str | N
 
 
 def usage() -> str:
-    """The text of ``--help``."""
+    """Return the text of ``--help``."""
     groups = {path.name: sorted(path.glob("*.yaml")) for path in CONF_DIR.iterdir() if path.is_dir()}
     experiments = groups.pop("experiment")
     width = max(len(file.stem) for file in experiments)
-    said = [f"  {file.stem:{width}}  {describe_recipe(file)}\n" for file in experiments]
-    lines = [f"  {name + '=':12s}{' | '.join(file.stem for file in files)}\n" for name, files in sorted(groups.items())]
-    return USAGE.format(experiments="".join(said), groups="".join(lines))
+    recipes = [_wrap(f"  {file.stem:{width}}  ", describe_recipe(file)) for file in experiments]
+    choices = {name: " | ".join(file.stem for file in files) for name, files in sorted(groups.items())}
+    lines = [_wrap(f"  {name + '=':12s}", listed) for name, listed in choices.items()]
+    return USAGE.format(experiments="".join(recipes), groups="".join(lines))
+
+
+def _wrap(label: str, text: str) -> str:
+    """Wrap a labeled entry of the help text to 79 columns."""
+    indent = " " * len(label)
+    return textwrap.fill(text, 79, initial_indent=label, subsequent_indent=indent, break_on_hyphens=False) + "\n"
 
 
 def describe_recipe(recipe: Path) -> str:
-    """What a recipe's file says of itself in its first comment, one sentence or two."""
+    """Return the description of a recipe: the first comment of its file."""
     comments = (line[2:] for line in recipe.read_text(encoding="utf-8").splitlines() if line.startswith("# "))
     return next(line for line in comments if not line.startswith("@package")).removesuffix(" Not run on hardware.")
 
@@ -161,15 +182,15 @@ def _run(config: Config, context: ProcessContext | None, overrides: list[str], e
     from megatron_llama.launch.world import find_world
 
     world = find_world(config, context)
-    plan = world.plan()  # first: mistakes are reported before anything is prepared, or the processes meet
+    plan = world.plan()  # first, so that errors are reported before data is prepared or ranks meet
     is_first = context is None or context.rank == 0
-    if plan.raw_data_files and (config.dry_run or not world.hosts):  # each host has its own disk
+    if plan.raw_data_files and (config.dry_run or not world.hosts):  # hosts may have separate disks
         from data_prep.lib.prepare_run import prepare_datasets
 
         files, length = plan.raw_data_files, plan.config.data.length
         plan = world.plan(prepare_datasets(world.config, files, length, make=not config.dry_run, quiet=not is_first))
     if config.dry_run:
-        return _print_plan(plan) if is_first else _shown()
+        return _print_plan(plan) if is_first else _flush_output()
 
     from megatron_llama.launch.join import join
     from megatron_llama.launch.rank import TRAIN
@@ -183,7 +204,7 @@ def _run(config: Config, context: ProcessContext | None, overrides: list[str], e
     set_spill_folder(Path(str(plan.config.run.dir)))
     if world.hosts:
         return run_on_hosts(plan, world.hosts, overrides)
-    if problems := _check_datasets(plan):  # the ranks would find out only once they have built a model
+    if problems := _check_datasets(plan):  # else the ranks would fail only after building a model
         raise ConfigError(problems)
     return run_here(plan, entry or TRAIN)
 
@@ -196,11 +217,11 @@ def _print_plan(plan: Plan) -> int:
     if problems := _check_datasets(plan):
         raise ConfigError(problems)
     sys.stdout.write(format_plan(plan).rstrip() + "\n")
-    return _shown()
+    return _flush_output()
 
 
 def _check_datasets(plan: Plan) -> list[Problem]:
-    """Return the problems of datasets that are here. A dry run may lack some."""
+    """Return the problems of existing datasets. A dry run may lack some."""
     from megatron_llama.plan.rules.data import check_data as missing_data
 
     if plan.config.data.mock or plan.raw_data_files or missing_data(plan.config, os.path.exists):
@@ -210,11 +231,11 @@ def _check_datasets(plan: Plan) -> list[Problem]:
     return check_data(plan.config)
 
 
-def _shown() -> int:
-    """The exit status where what was printed is all that was asked for, and its loss no trifle."""
+def _flush_output() -> int:
+    """Flush stdout; return an error status if output was lost."""
     sys.stdout.flush()
     loss = stdout_loss()
-    if loss == os.strerror(errno.EPIPE):  # head has seen enough
+    if loss == os.strerror(errno.EPIPE):  # the reader, such as head, exited
         return EXIT_PIPE
     if loss is not None:
         sys.stderr.write(f"The output could not be written: {loss}\n")

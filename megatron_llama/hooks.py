@@ -1,4 +1,4 @@
-"""The tools that the trainer uses where they are installed, by name: the trainer runs without ``tools/``."""
+"""Optional tools that the trainer loads by name; it also runs without ``tools/``."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ PROFILER = ("megatron_llama.tools.profile.profiler", "StepProfiler")
 
 
 def advice() -> Callable[..., list[Any]] | None:
-    """``fitting_changes``, which finds the settings with which a run fits; None without tools."""
+    """Return ``fitting_changes``, which finds settings with which a run fits in memory; None without tools."""
     return _load(*ADVICE)
 
 
 def profiler() -> type[Any] | None:
-    """``StepProfiler``, which measures the steps of trainer.profile; None without tools."""
+    """Return ``StepProfiler``, which measures the steps of trainer.profile; None without tools."""
     return _load(*PROFILER)
 
 
 def has_profiler() -> bool:
-    """Whether ``profiler`` returns a class. Imports no torch."""
+    """Return whether ``profiler`` returns a class. Imports no torch."""
     return _is_installed(PROFILER[0])
 
 
@@ -33,7 +33,7 @@ def _load(module: str, name: str) -> Any:
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError as error:  # a package above it is missing; an error inside that package is not hidden
+    except ModuleNotFoundError as error:  # a parent package is missing; errors inside the package are raised
         if error.name is not None and module.startswith(error.name):
             return False
         raise

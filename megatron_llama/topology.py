@@ -1,8 +1,8 @@
-"""The table of parallel axes, and the place of a rank among them.
+"""The table of parallel axes, and the position of a rank on them.
 
-Ranks are numbered in Megatron's order: tp varies fastest, then dp, then pp. So tensor-parallel ranks, which communicate
-most, are neighbours on one machine, and pipeline stages, which communicate least, are on different machines. Sizes,
-ranks, groups and shares of the layout come from this table.
+Ranks are numbered in Megatron's order: tp varies fastest, then dp, then pp. Tensor-parallel ranks, which communicate
+most, are neighbors on one host; pipeline stages, which communicate least, are on different hosts. Sizes, ranks, groups
+and shares of the layout come from this table.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Divided = Literal["matrices", "samples", "layers", "tokens", "activations"]
-"""Parts of the work that an axis divides. ``tokens`` are the positions of a sequence. ``activations`` are the positions
-between the matrices under sequence parallelism: axes that divide the matrices divide them too."""
+"""Work that an axis divides. ``tokens`` are the positions of a sequence. ``activations`` are the positions outside the
+matmuls with sequence parallelism: axes that divide the matrices divide them too."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Axis:
     mcore: str
     """megatron-core's name: the argument is ``<mcore>_size``, the group ``get_<mcore>_group``."""
     is_derived: bool = False
-    """Whether its size is the rest of the world, which the other axes leave; one axis of a table."""
+    """Whether its size is derived: world size / product of the other axes. One axis of a table."""
 
     def divides(self, work: Divided) -> bool:
-        """Whether each rank along the axis does a part of ``work``."""
+        """Return whether each rank along the axis does a part of ``work``."""
         return self.cuts == work or (work == "activations" and self.cuts in ("matrices", "tokens"))
 
 
@@ -41,9 +41,9 @@ TP = Axis("tp", cuts="matrices", same_weights=False, same_tokens=True, mcore="te
 DP = Axis("dp", cuts="samples", same_weights=True, same_tokens=False, mcore="data_parallel", is_derived=True)
 PP = Axis("pp", cuts="layers", same_weights=False, same_tokens=True, mcore="pipeline_model_parallel")
 AXES = (TP, DP, PP)
-"""The fastest first. Axes with the same weights are neighbours, as the ranks of a shard group are."""
+"""Axes, fastest first. Axes with the same weights are adjacent, so that the ranks of a shard group are."""
 AXIS_NAMES = tuple(axis.name for axis in sorted(AXES, key=lambda axis: axis.same_weights))
-"""In the order of tables: first the axes that divide the model, then the axes that divide the data."""
+"""Names in the order of tables: axes that divide the model, then axes that divide the data."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,10 @@ class Grid:
 
     @classmethod
     def of(cls, settings: Any, axes: tuple[Axis, ...] = AXES) -> Grid:
-        """The grid whose sizes are attributes of ``settings``, such as a TrainerConfig. A missing size, or one that a
-        limit rejects, counts as 1."""
+        """Return the grid whose sizes are attributes of ``settings``, such as a TrainerConfig.
+
+        Missing sizes and sizes below 1 count as 1.
+        """
         return cls({axis.name: max(1, getattr(settings, axis.name, None) or 1) for axis in axes}, axes)
 
     def resized(self, **sizes: int) -> Grid:
@@ -75,11 +77,11 @@ class Grid:
 
     @property
     def block(self) -> int:
-        """Ranks of all axes except the derived one: the world is a multiple of it."""
+        """Ranks along all axes except the derived one; the world size is a multiple of it."""
         return self.product(*(axis.name for axis in self.axes if not axis.is_derived))
 
     def with_world(self, world_size: int) -> Grid:
-        """Return the grid of a world of ``world_size`` ranks: the derived axis has its number of whole blocks, or 1."""
+        """Return the grid of a world of ``world_size`` ranks, with the derived axis set to world size / block."""
         (derived,) = (axis.name for axis in self.axes if axis.is_derived)
         return self.resized(**{derived: max(1, world_size // self.block)})
 
@@ -94,25 +96,25 @@ class Grid:
         return tuple(axis.name for axis in self.axes if axis.same_tokens)
 
     def product(self, *names: str) -> int:
-        """Ranks of a group along these axes."""
+        """Return the number of ranks of a group along these axes."""
         return math.prod(self.sizes[name] for name in names)
 
     def stride(self, name: str) -> int:
-        """Distance between neighbours along an axis."""
+        """Return the distance between neighbors along an axis."""
         return math.prod(self.sizes[axis.name] for axis in self._faster(name))
 
     def at(self, rank: int) -> dict[str, int]:
-        """The position of ``rank`` along each axis. Raises ValueError for a rank outside the world."""
+        """Return the position of ``rank`` along each axis. Raises ValueError for a rank outside the world."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in a world of {self.world_size}")
         return {axis.name: rank // self.stride(axis.name) % self.sizes[axis.name] for axis in self.axes}
 
     def rank(self, **at: int) -> int:
-        """The rank at these positions; 0 along the axes that are not given."""
+        """Return the rank at these positions; 0 along the other axes."""
         return sum(self.stride(name) * position for name, position in at.items())
 
     def ranks(self, rank: int, *names: str) -> list[int]:
-        """The group of ``rank`` along these axes: ranks at the same position along all others, ascending."""
+        """Return the group of ``rank`` along these axes: ranks with its position on all other axes, ascending."""
         group = [self.rank(**{name: position for name, position in self.at(rank).items() if name not in names})]
         for axis in reversed(self.axes):
             if axis.name in names:
@@ -121,7 +123,7 @@ class Grid:
         return group
 
     def index(self, rank: int, *names: str) -> int:
-        """The position of ``rank`` in its group along these axes."""
+        """Return the position of ``rank`` in its group along these axes."""
         index, step = 0, 1
         for name, position in self.at(rank).items():
             if name in names:
@@ -129,11 +131,11 @@ class Grid:
         return index
 
     def divisor(self, work: Divided) -> int:
-        """Ranks that share ``work``."""
+        """Return the number of ranks that divide ``work``."""
         return math.prod(self.sizes[axis.name] for axis in self.axes if axis.divides(work))
 
     def share(self, work: Divided, count: int) -> int:
-        """One rank's part of ``count`` samples, layers, tokens ..., rounded down."""
+        """Return one rank's part of ``count`` samples, layers, tokens ..., rounded down."""
         return count // self.divisor(work)
 
     def _faster(self, name: str) -> Iterator[Axis]:
@@ -146,14 +148,14 @@ class Grid:
 
 @dataclass(frozen=True)
 class Topology:
-    """This rank's place in the grid."""
+    """Position of this rank in the grid."""
 
     grid: Grid
     rank: int
     vpp: int = 1
-    """Chunks of layers on each pipeline stage."""
+    """Virtual stages per pipeline stage."""
     shard_size: int = 1
-    """Ranks with the same weights that together hold one replica of the shards."""
+    """Ranks of a shard group, which together hold one replica of the sharded state."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -172,24 +174,24 @@ class Topology:
 
     @property
     def shard_rank(self) -> int:
-        """Position in the group that shares one replica."""
+        """Position in the shard group."""
         return self.grid.index(self.rank, *self.grid.same_weights) % self.shard_size
 
     @property
     def replica_rank(self) -> int:
-        """Number of the replica that this rank's group holds; norms and checkpoints count replica 0."""
+        """Number of the shard group's replica; norms and checkpoints count replica 0."""
         return self.grid.index(self.rank, *self.grid.same_weights) // self.shard_size
 
     @property
     def is_logger(self) -> bool:
-        """Whether this rank writes the metrics. It is rank 0, as all ranks have the reduced values."""
+        """Whether this rank writes the metrics: rank 0, since all ranks have the reduced values."""
         return self.rank == 0
 
     def chunks(self) -> range:
-        """The virtual stages of this rank."""
+        """Return the virtual stages of this rank."""
         return chunks_of(self.place["pp"], self.sizes["pp"], self.vpp)
 
 
 def chunks_of(pp_rank: int, pp: int, vpp: int) -> range:
-    """The virtual stages of a pipeline stage: p, pp + p, 2 pp + p, ..."""
+    """Return the virtual stages of a pipeline stage: p, pp + p, 2 pp + p, ..."""
     return range(pp_rank, pp * vpp, pp)

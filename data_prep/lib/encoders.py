@@ -18,7 +18,7 @@ from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import read_whole
 from megatron_llama.text.tokenizer import (
     FAST_JSON,
-    PIECES,
+    SENTENCEPIECE_MODEL,
     SPACE,
     USER_DEFINED,
     HuggingFaceTokenizer,
@@ -90,9 +90,9 @@ def load_encoder(library: str, path: str, choice: str = "auto", sample: Sequence
         return Encoder(TiktokenTokenizer(Path(path)))
     file = tokenizer_file(path) if library == "huggingface" else Path(path)
     if library == "huggingface" and not file.is_file():
-        message = f"{path}: expected a Hugging Face folder with {FAST_JSON} or {PIECES}"
+        message = f"{path}: expected a Hugging Face folder with {FAST_JSON} or {SENTENCEPIECE_MODEL}"
         raise UserError(message + download_hint(path))
-    if library == "huggingface" and file.name != PIECES:
+    if library == "huggingface" and file.name != SENTENCEPIECE_MODEL:
         return Encoder(HuggingFaceTokenizer(Path(path)))
     return _choose_fast(SentencePieceTokenizer(file), choice, sample)
 

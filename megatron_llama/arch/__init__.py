@@ -1,1 +1,1 @@
-"""A Llama as numbers, without torch: shapes, names of tensors, FLOPs, the attention pattern."""
+"""Shapes, tensor names, FLOPs and attention pattern of a Llama, without torch."""

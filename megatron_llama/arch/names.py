@@ -1,8 +1,8 @@
-"""The mapping between our parameters and Hugging Face's tensors.
+"""Mapping between the model's parameters and Hugging Face's tensors.
 
 A rank's parameter consists of rectangles of Hugging Face tensors: ``qkv_proj`` on one tensor-parallel rank is some rows
-of q_proj, then some of k_proj, then some of v_proj. Initial weights, checkpoints, import, export and norms all use this
-mapping, so nothing else needs to know how a matrix is split.
+of q_proj, then of k_proj, then of v_proj. Initial weights, checkpoints, import, export and norms use this mapping, so
+that no other code depends on how a matrix is sharded.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Rectangle:
     size: Shape
     """Extent of the rectangle."""
     replica: int = 0
-    """Number of this copy among tensor- and pipeline-parallel ranks; norms and checkpoints count copy 0."""
+    """Number of this copy on tensor- and pipeline-parallel ranks; norms and checkpoints count copy 0 only."""
 
     @property
     def local_slices(self) -> tuple[slice, ...]:
-        """The rectangle in the rank's parameter."""
+        """Slices of the rectangle in the rank's parameter."""
         return tuple(slice(o, o + n) for o, n in zip(self.local_offset, self.size, strict=True))
 
     def in_blocks(self, block: int) -> Rectangle:
-        """The rectangle of a matrix with one value for each ``block`` values of a row of this one."""
+        """Return the rectangle of the matrix of block scales, with one value per ``block`` values of a row."""
 
         def cut(shape: Shape) -> Shape:
             return (shape[0], shape[1] // block)
@@ -56,14 +56,14 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The part of the layout that decides how matrices are cut."""
+    """Tensor-parallel rank and size, which decide how matrices are sharded."""
 
     rank: int
     size: int
 
 
 def hf_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Every tensor of the Hugging Face checkpoint and its shape, in file order."""
+    """Return the shapes of all tensors of the Hugging Face checkpoint, in file order."""
     h = model.hidden_size
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (model.vocab_size, h)}
     for i in range(model.num_hidden_layers):
@@ -78,7 +78,7 @@ def hf_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 def lora_shapes(model: ModelConfig, finetune: FinetuneConfig) -> dict[str, Shape]:
-    """Every tensor that LoRA adds and its shape, under PEFT's names: A is [rank, in], B is [out, rank]."""
+    """Return the shapes of LoRA's tensors under PEFT's names: A is [rank, in], B is [out, rank]."""
     shapes: dict[str, Shape] = {}
     for name, (rows, columns) in ((n, s) for n, s in hf_shapes(model).items() if len(s) == 2):
         if name.split(".")[-2] in finetune.lora_target_modules:
@@ -88,17 +88,17 @@ def lora_shapes(model: ModelConfig, finetune: FinetuneConfig) -> dict[str, Shape
 
 
 def lora_name(weight: str, side: str) -> str:
-    """PEFT's name of the lora_A or lora_B (``side``) of the matrix with this Hugging Face name."""
+    """Return PEFT's name of lora_A or lora_B (``side``) of the matrix with this Hugging Face name."""
     return f"{PEFT_PREFIX}{weight.removesuffix('weight')}{side}.weight"
 
 
 def is_lora(name: str) -> bool:
-    """Whether a tensor or parameter of this name belongs to LoRA."""
+    """Return whether a tensor or parameter of this name belongs to LoRA."""
     return name.removesuffix(".weight").endswith((".lora_A", ".lora_B"))
 
 
 def is_saved_module(name: str, finetune: FinetuneConfig) -> bool:
-    """Whether the weight is trained in full besides LoRA: by the ending of its name, as in PEFT's modules_to_save."""
+    """Return whether a weight is in modules_to_save, by the ending of its name, as in PEFT."""
     return name.removesuffix(".weight").endswith(tuple(finetune.modules_to_save))
 
 
@@ -109,13 +109,19 @@ def rectangles(
     padded_vocab_size: int,
     finetune: FinetuneConfig | None = None,
 ) -> list[Rectangle]:
-    """The rectangles of one of our parameters on one tensor-parallel rank.
+    """Return the rectangles of a parameter on one tensor-parallel rank.
 
-    ``parameter`` is a name from ``Llama.named_parameters()``; LoRA's need ``finetune``. Rows that pad the vocabulary
-    are in no rectangle. Raises KeyError for other names.
+    Args:
+        parameter: Name from ``Llama.named_parameters()``; LoRA's need ``finetune``.
+
+    Returns:
+        The rectangles. Rows that pad the vocabulary are in none.
+
+    Raises:
+        KeyError: Unknown name.
     """
     if is_lora(parameter):
-        assert finetune is not None, "LoRA's tensors have the shape that the settings give them"
+        assert finetune is not None, "LoRA's shapes depend on the settings"
         return _lora_pieces(parameter, model, tp, padded_vocab_size, finetune)
     shapes = hf_shapes(model)
     parameter = parameter.replace(".base_layer.", ".")  # a matrix that LoraLinear wraps
@@ -147,20 +153,20 @@ def rectangles(
 
 
 def whole_shape(parameter: str, model: ModelConfig, finetune: FinetuneConfig | None = None) -> Shape:
-    """The shape of one of our parameters in one piece: in no layout cut, and without padding."""
+    """Return the unsharded shape of a parameter, without padding."""
     parts = rectangles(parameter, model, TensorParallel(0, 1), model.vocab_size, finetune)
     return (sum(part.size[0] for part in parts), *parts[0].size[1:])
 
 
 def keep_rows(parts: list[Rectangle], start: int, stop: int) -> list[Rectangle]:
-    """The parts of the rectangles in rows [start, stop) of the parameter, with local offsets relative to ``start``."""
-    kept = []
+    """Return the parts of the rectangles in rows [start, stop) of the parameter, with local offsets from ``start``."""
+    selected = []
     for part in parts:
         first = max(start, part.local_offset[0])
         last = min(stop, part.local_offset[0] + part.size[0])
         if first < last:
             cut = first - part.local_offset[0]
-            kept.append(
+            selected.append(
                 replace(
                     part,
                     offset=(part.offset[0] + cut, *part.offset[1:]),
@@ -168,7 +174,7 @@ def keep_rows(parts: list[Rectangle], start: int, stop: int) -> list[Rectangle]:
                     size=(last - first, *part.size[1:]),
                 )
             )
-    return kept
+    return selected
 
 
 def _row_part(name: str, shape: Shape, part: int, parts: int, replica: int = 0) -> Rectangle:
@@ -177,7 +183,7 @@ def _row_part(name: str, shape: Shape, part: int, parts: int, replica: int = 0) 
 
 
 def _stack(parts: list[Rectangle]) -> list[Rectangle]:
-    """Places rectangles below one another in the parameter."""
+    """Place rectangles below one another in the parameter."""
     row, stacked = 0, []
     for part in parts:
         stacked.append(replace(part, local_offset=(row, 0)))
@@ -188,7 +194,7 @@ def _stack(parts: list[Rectangle]) -> list[Rectangle]:
 def _lora_pieces(
     parameter: str, model: ModelConfig, tp: TensorParallel, padded_vocab_size: int, finetune: FinetuneConfig
 ) -> list[Rectangle]:
-    """A is split like its matrix's columns and B like its rows; what is not split is replicated on all ranks."""
+    """Return the rectangles of LoRA's A, sharded like its matrix's columns, or B, like its rows; else replicated."""
     owner, _, side = parameter.rpartition(".")
     rank, parts = finetune.lora_rank, []
     for matrix in rectangles(f"{owner}.weight", model, tp, padded_vocab_size):

@@ -1,6 +1,6 @@
-"""Which earlier tokens a token sees, described once: for the kernels, the mask, the FLOPs and the plan's notes.
+"""The attention pattern, which kernels, masks, FLOPs and the plan's notes read.
 
-A pattern is about the positions inside one document, so a document sees the same alone and packed beside others.
+A pattern applies to positions inside one document, so packing does not change a document's attention.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import NamedTuple
 from megatron_llama.config.settings import ModelConfig
 
 LARGEST_FLASH_HEAD = 256
-"""Widest head of FlashAttention's kernels; its width is a multiple of 8."""
+"""Largest head dimension of FlashAttention's kernels, which must be a multiple of 8."""
 
 
 class Keys(Enum):
-    """Which keys of a part of a tile are seen."""
+    """Visible keys of a range, for query i of the tile."""
 
     ALL = "all"
     CAUSAL = "causal"
-    """The query at place i of the tile sees the keys at places 0 to i."""
+    """Keys 0 to i of the range."""
     WINDOW = "window"
-    """It sees ``window`` keys, from place i on."""
+    """``window`` keys of the range, from key i on."""
     GLOBAL = "global"
-    """All of them; places count among the document's global keys (``Pattern.global_keys``)."""
+    """All; the range counts the document's global keys (``Pattern.global_keys``)."""
 
 
 class KeyRange(NamedTuple):
-    """Keys that a tile's queries see, or some of them."""
+    """A range of keys that a tile's queries attend to."""
 
     start: int
     stop: int
@@ -37,7 +37,7 @@ class KeyRange(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Queries of a document that go through the kernel together, and the keys that they see."""
+    """Queries of a document for one kernel call, and the ranges of keys that they attend to."""
 
     start: int
     stop: int
@@ -46,46 +46,46 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Pattern:
-    """What attention leaves out beside later tokens and other documents; by default nothing."""
+    """Sparsity of attention in addition to the causal and the document mask; by default none."""
 
     window: int = 0
-    """A token sees this many tokens, itself included (model.sliding_window). 0: all."""
+    """Tokens that a token attends to, itself included (model.sliding_window). 0: all."""
     block: int = 0
-    """Tokens of a block of model.sparse_attention. 0: no blocks."""
+    """Tokens per block of model.sparse_attention. 0: no blocks."""
     local_blocks: int = 0
-    """A token sees what precedes it in its group of this many blocks."""
+    """Blocks per group; a token attends to earlier tokens of its group."""
     global_blocks: int = 0
-    """It also sees this many blocks at the end of each earlier group."""
+    """Blocks at the end of each earlier group that a token also attends to."""
 
     @property
     def group(self) -> int:
-        """Tokens of a group of blocks; 0 without blocks."""
+        """Tokens per group of blocks; 0 without blocks."""
         return self.block * self.local_blocks
 
     def is_sparse(self, length: int) -> bool:
-        """Whether it makes a difference to a document of ``length`` tokens."""
+        """Return whether the pattern masks keys in a document of ``length`` tokens."""
         return bool(0 < self.window < length or 0 < self.group < length and self.global_blocks < self.local_blocks)
 
     def span(self, length: float) -> float:
-        """Twice the mean number of tokens that a token of a document sees, its own counted by half.
+        """Return twice the mean number of keys per query in a document, with the query's own key counted by half.
 
-        Without a pattern that is ``length``: attention's work is proportional to it.
+        Attention's FLOPs are proportional to it. Without a pattern it is ``length``.
         """
         if 0 < self.window < length:
             return 2 * self.window - self.window**2 / length
         if 0 < self.group < length:
             whole, rest = divmod(length, self.group)
-            kept = self.block * self.global_blocks
-            # Whole groups see themselves, and of the earlier ones what is kept; so does the rest at the end.
-            seen = whole * self.group**2 + whole * (whole - 1) * self.group * kept + rest**2 + 2 * rest * whole * kept
-            return seen / length
+            tail = self.block * self.global_blocks
+            # Whole groups attend to themselves and to the tails of earlier groups, as does the rest at the end.
+            scores = whole * self.group**2 + whole * (whole - 1) * self.group * tail + rest**2 + 2 * rest * whole * tail
+            return scores / length
         return length
 
     def tiles(self, length: int) -> Iterator[Tile]:
-        """How to compute a document of ``length`` tokens, without what is left out. Every query is in one tile."""
+        """Yield tiles that compute a document of ``length`` tokens without masked keys. Each query is in one tile."""
         if 0 < self.window < length:
             yield Tile(0, self.window, (KeyRange(0, self.window, Keys.CAUSAL),))
-            # A tile of n queries computes n - 1 scores a row too many; small tiles are slow for other reasons.
+            # A tile of n queries computes n - 1 masked scores per row; small tiles have other overhead.
             step = min(128, max(32, self.window // 4))
             for start in range(self.window, length, step):
                 stop = min(start + step, length)
@@ -93,19 +93,19 @@ class Pattern:
         elif 0 < self.group < length:
             for start in range(0, length, self.group):
                 stop = min(start + self.group, length)
-                kept = start // self.group * self.block * self.global_blocks
-                earlier = (KeyRange(0, kept, Keys.GLOBAL),) if kept else ()
+                global_count = start // self.group * self.block * self.global_blocks
+                earlier = (KeyRange(0, global_count, Keys.GLOBAL),) if global_count else ()
                 yield Tile(start, stop, (KeyRange(start, stop, Keys.CAUSAL), *earlier))
         else:
             yield Tile(0, length, (KeyRange(0, length, Keys.CAUSAL),))
 
     def global_keys(self, length: int) -> tuple[int, int, int]:
-        """The document's global keys: (groups that are whole, first of the places that are kept in each, group)."""
+        """Return the document's global keys: (whole groups, first global position in a group, tokens per group)."""
         return (length // self.group if self.group else 0, self.group - self.block * self.global_blocks, self.group)
 
 
 def pattern_of(model: ModelConfig) -> Pattern:
-    """The pattern of a model's attention."""
+    """Return the attention pattern of a model."""
     sparse = model.sparse_attention
     if sparse is None:
         return Pattern(window=model.sliding_window or 0)
@@ -113,5 +113,5 @@ def pattern_of(model: ModelConfig) -> Pattern:
 
 
 def fits_varlen(pattern: Pattern, dtype: str, head_dim: int) -> bool:
-    """Whether FlashAttention over sequences of different lengths takes a pattern, dtype (torch's name) and head."""
+    """Return whether variable-length FlashAttention supports a pattern, dtype (torch's name) and head dimension."""
     return not pattern.group and dtype != "float32" and head_dim <= LARGEST_FLASH_HEAD and head_dim % 8 == 0

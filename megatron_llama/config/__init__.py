@@ -1,8 +1,8 @@
-"""The configuration of a run: every setting, typed, documented and with its limit; ``load_config`` reads them.
+"""Configuration of a run: typed settings with documentation and limits, and ``load_config``.
 
     config = load_config(["model=llama7b", "trainer.tp=8"], Path("conf"))
 
-Imports no torch. What a config means on a number of devices is ``megatron_llama.plan``.
+Imports no torch. ``megatron_llama.plan`` derives the plan of a config on a number of devices.
 """
 
 from megatron_llama.config.hostfile import Host, parse_hostfile, parse_hosts

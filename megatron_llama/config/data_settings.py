@@ -1,6 +1,9 @@
-"""The entries of ``data.prefixes`` and ``data.validation_prefixes``: weights, datasets, and files of records that are
-still to be prepared. Decides by names alone and opens no file; ``resolve_raw_data`` looks whether one is there. The
-entries of ``data.curriculum`` are here too."""
+"""Entries of ``data.prefixes``, ``data.validation_prefixes`` and ``data.curriculum``.
+
+Prefixes are weights, indexed datasets and raw data files that are not prepared yet. Functions decide by name and open
+no file; only ``resolve_raw_data`` checks whether a path exists.
+"""
+
 from __future__ import annotations
 
 import itertools
@@ -22,19 +25,19 @@ from megatron_llama.config.settings import Config, DataConfig
 CSV_SUFFIXES, COLUMNAR_SUFFIXES, TABLE_SUFFIXES = (".csv",), (".parquet", ".arrow"), (".tsv",)
 RAW_DATA_SUFFIXES = (".jsonl", ".json", ".ndjson", *CSV_SUFFIXES, *COLUMNAR_SUFFIXES)
 MASK_SUFFIX = "_mask"
-"""Added to a fine-tuning set's prefix, it is the prefix of its loss masks."""
+"""Suffix of a fine-tuning dataset's prefix that gives the prefix of its loss masks."""
 COMPRESSION_SUFFIXES = (".zst", ".zstd", ".gz", ".xz", ".bz2")
 
 
 def split_weights(prefixes: Sequence[Any]) -> tuple[list[float], list[str]]:
-    """The two halves of ``weight, path, weight, path, ...``; no weights where only paths are given."""
+    """Split ``weight, path, weight, path, ...`` into (weights, paths); weights are [] if only paths are given."""
     if not any(is_number(item) for item in prefixes):
         return [], [str(item) for item in prefixes]
     return [float(str(item)) for item in prefixes[::2]], [str(item) for item in prefixes[1::2]]
 
 
 def name_dataset(prefixes: Sequence[Any]) -> str:
-    """What to call datasets that were given as paths, fit for a folder's name; empty for none."""
+    """Return a name, valid as a folder name, for datasets given as paths; "" for no path."""
     paths = [item for item in prefixes if not is_number(item)]
     if not paths:
         return ""
@@ -43,7 +46,7 @@ def name_dataset(prefixes: Sequence[Any]) -> str:
 
 
 def list_paths(data: DataConfig) -> list[tuple[str, str]]:
-    """(setting, path) of every entry, training before validation."""
+    """Return (setting, path) of every entry, training before validation."""
     paths = [("data.prefixes", path) for path in split_weights(data.prefixes)[1]]
     known = {path for _, path in paths}
     for entry in data.schedule:
@@ -54,8 +57,7 @@ def list_paths(data: DataConfig) -> list[tuple[str, str]]:
 
 
 def raw_data_files(data: DataConfig) -> list[tuple[str, str]]:
-    """(setting, path) of each entry that is a file or folder of records (conversations, tables) for data_prep/sft.py
-    rather than an indexed dataset, each once."""
+    """Return (setting, path) of each entry that is raw data (conversations, tables) for data_prep/sft.py, each once."""
     if data.kind != "sft" or data.mock:
         return []
     suffixes = (*RAW_DATA_SUFFIXES, *TABLE_SUFFIXES, "/")
@@ -64,16 +66,16 @@ def raw_data_files(data: DataConfig) -> list[tuple[str, str]]:
 
 
 def settle_data_settings(data: Any, given: Set[str]) -> None:
-    """Settle, in place, the ``data`` section of a config that is not typed yet.
+    """Complete, in place, the ``data`` section of a config that is not typed yet.
 
-    Prefixes on the command line have a name and no command that prepares them. Names of the hub become folders of the
-    local cache, where that holds them; a folder of records then ends in a slash, as ``raw_data_files`` expects.
+    Prefixes on the command line set ``data.name`` and clear ``data.prepare``. Hub names become folders of the local
+    cache if it contains them. Folders of raw data then end in a slash, as ``raw_data_files`` expects.
 
     Args:
         given: Settings and groups that the command line sets.
     """
     if "data.prefixes" in given and "data.prepare" not in given:
-        # The group's command makes the group's files, not those named on the command line.
+        # The group's command makes the group's files, not the files on the command line.
         data.prepare = None
         if not {"data.name", "data", "experiment"} & given:
             data.name = name_dataset(list(data.prefixes)) or data.name
@@ -85,39 +87,41 @@ def settle_data_settings(data: Any, given: Set[str]) -> None:
 
 
 def resolve_raw_data(path: str) -> str:
-    """A path, ended by a slash where it is a folder of records, such as a downloaded dataset, or the hub's name of one
-    in the local cache; an indexed dataset of that name goes before both."""
+    """Return ``path``, or with a trailing slash its folder of raw data or the cached folder of a hub name.
+
+    An indexed dataset of that name takes precedence.
+    """
     if os.path.exists(path + ".idx"):
         return path
-    found = resolve_hub_name(path, DATASET)
-    return os.path.join(found, "") if os.path.isdir(found) else path
+    folder = resolve_hub_name(path, DATASET)
+    return os.path.join(folder, "") if os.path.isdir(folder) else path
 
 
 def is_table(path: str) -> bool:
-    """Whether a file of records has nothing but columns, so that it needs a prompt for its lines."""
+    """Return whether a raw data file is a table, which needs a prompt template."""
     return strip_compression(path).endswith(TABLE_SUFFIXES)
 
 
 def has_columns(path: str) -> bool:
-    """Whether a file of records, or those of a folder, can have columns that a prompt names."""
+    """Return whether raw data can have columns that a prompt template refers to."""
     return strip_compression(path).endswith((*TABLE_SUFFIXES, *CSV_SUFFIXES, *COLUMNAR_SUFFIXES, "/"))
 
 
 def raw_data_tokenizer(config: Config) -> str | None:
-    """What encodes the files of records: a sentencepiece model or a Hugging Face folder."""
+    """Return the tokenizer of raw data files: a sentencepiece model or a Hugging Face folder."""
     return config.data.tokenizer or config.init_from
 
 
 def strip_compression(path: str) -> str:
-    """A path or name in lower case without the suffix of its compression."""
+    """Return a path in lower case without the suffix of its compression."""
     lower = path.lower()
     for suffix in COMPRESSION_SUFFIXES:
         lower = lower.removesuffix(suffix)
     return lower
 
 
-# The entries of ``data.curriculum``: the measure of a sample's difficulty, and how the difficulty rises. Names and
-# arithmetic come from DeepSpeed's data efficiency library (arXiv:2212.03597).
+# Entries of ``data.curriculum``: difficulty metric and schedule. Names and arithmetic come from DeepSpeed's data
+# efficiency library (arXiv:2212.03597).
 
 SECTION = "data.curriculum"
 TRUNCATE, RESHAPE = "seqlen_truncate", "seqlen_reshape"
@@ -125,42 +129,42 @@ VALUE, PERCENTILE = "value", "percentile"
 LINEAR, ROOT, DISCRETE = "fixed_linear", "fixed_root", "fixed_discrete"
 PACED = ("min_difficulty", "max_difficulty", "total_curriculum_step", "difficulty_step")
 BY_TYPE = {LINEAR: PACED, ROOT: (*PACED, "root_degree"), DISCRETE: ("difficulty", "max_step")}
-"""What each schedule_type is made of."""
+"""Required keys of each schedule_type."""
 
 
 @dataclass(frozen=True, eq=False)
 class CurriculumMetric:
-    """An entry of data.curriculum: a mapping with these keys, of which it needs metric and those of its schedule."""
+    """Entry of data.curriculum: a mapping with metric, the keys of its schedule_type, and optionally the others."""
 
     metric: str = ""
-    """seqlen_truncate (sequences are cut off behind so many tokens), seqlen_reshape (cut into pieces of so many), or
-    the name of an index that data_prep/analyze.py has written: vocab_rarity, length, or a function of your own."""
+    """seqlen_truncate (truncate sequences to the difficulty, in tokens), seqlen_reshape (split sequences into chunks of
+    that length), or the name of an index that data_prep/analyze.py wrote: vocab_rarity, length or a custom function."""
     index: str | None = None
-    """Folder of the index. Derived: where data_prep/analyze.py puts it, beside each dataset."""
+    """Folder of the index. Derived: the folder next to each dataset that data_prep/analyze.py writes."""
     difficulty_type: Annotated[str, one_of(VALUE, PERCENTILE)] = VALUE
-    """value (samples up to the difficulty are drawn) or percentile (that share of all samples, the easiest, where
-    max_difficulty is the whole: 100 for percent). For metrics with an index."""
+    """value (draw samples up to the difficulty) or percentile (draw the easiest share of all samples; max_difficulty is
+    the whole, 100 for percent). For metrics with an index."""
     schedule_type: Annotated[str, one_of(LINEAR, ROOT, DISCRETE)] = LINEAR
-    """fixed_linear, fixed_root (fast at first), or fixed_discrete (a table)."""
+    """fixed_linear, fixed_root (fast at first) or fixed_discrete (a table)."""
     min_difficulty: Annotated[int | None, at_least(1)] = None
-    """Difficulty that the schedule rises from."""
+    """First difficulty of the schedule."""
     max_difficulty: Annotated[int | None, at_least(1)] = None
-    """Difficulty that it reaches; for sequence lengths, data.seq_length."""
+    """Last difficulty; for sequence lengths data.seq_length."""
     total_curriculum_step: Annotated[int | None, at_least(1)] = None
-    """The step at which it is reached."""
+    """Step at which max_difficulty is reached."""
     difficulty_step: Annotated[int, at_least(1)] = 1
-    """Difficulties are multiples of this. For sequence lengths each is a shape of its own, which devices that compile
-    compile anew: choose few."""
+    """Difficulties are multiples of this. Each sequence length is a new shape, which some devices compile: choose a
+    large value."""
     root_degree: Annotated[int, at_least(1)] = 2
-    """For fixed_root: 2 for the square root of the time, 3 for the cube root."""
+    """For fixed_root: 2 for the square root of the step, 3 for the cube root."""
     difficulty: list[int] = field(default_factory=list)
     """For fixed_discrete: the difficulties, ascending."""
     max_step: list[int] = field(default_factory=list)
-    """For fixed_discrete: the last step of each difficulty but the last, ascending."""
+    """For fixed_discrete: the last step of each difficulty except the last, ascending."""
 
     @property
     def is_length(self) -> bool:
-        """Whether the difficulty is the length of the sequences, which needs no index."""
+        """Whether the difficulty is the sequence length, which needs no index."""
         return self.metric in (TRUNCATE, RESHAPE)
 
     @property
@@ -172,59 +176,58 @@ class CurriculumMetric:
         return self.max_difficulty
 
     def at(self, step: int) -> int:
-        """The difficulty of a step, counted from 1. It never falls."""
+        """Return the difficulty of a step, counted from 1. It never decreases."""
         if self.schedule_type == DISCRETE:
             return self.difficulty[sum(last < step for last in self.max_step)]
         least, most, unit = self.min_difficulty, self.max_difficulty, self.difficulty_step
         assert least is not None and most is not None and self.total_curriculum_step is not None, "a rule asks for them"
         root = self.root_degree if self.schedule_type == ROOT else 1
-        # In this order of operations, on which rounding depends.
+        # DeepSpeed's order of operations, on which the rounding depends.
         reached = math.floor((float(step) / self.total_curriculum_step) ** (1.0 / root) * (most - least) + least)
-        # Rounding down must not end below the first multiple from min_difficulty on.
+        # Rounding down must not go below the first multiple of unit from min_difficulty on.
         return min(max(reached - reached % unit, -(-least // unit) * unit), most)
 
     @lru_cache(maxsize=64)  # noqa: B019  (a process has few metrics)
     def rises(self, last_step: int, begin: int = 1) -> list[tuple[int, int]]:
-        """(first step, difficulty) of each difficulty from step ``begin`` to ``last_step``."""
-        found = [(begin, self.at(begin))]
-        while (now := found[-1])[1] < self.at(last_step):
-            low, high = now[0], last_step  # at(low) is the difficulty now, at(high) is another
+        """Return (first step, difficulty) of each difficulty from step ``begin`` to ``last_step``."""
+        levels = [(begin, self.at(begin))]
+        while (now := levels[-1])[1] < self.at(last_step):
+            low, high = now[0], last_step  # at(low) is the current difficulty, at(high) a larger one
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (middle, high) if self.at(middle) == now[1] else (low, middle)
-            found.append((high, self.at(high)))
-        return found
+            levels.append((high, self.at(high)))
+        return levels
 
 
 def curriculum_metrics(entries: Sequence[Any]) -> tuple[CurriculumMetric, ...]:
-    """The entries of a ``data.curriculum`` that has no ``check_curriculum``."""
+    """Return the entries of a ``data.curriculum`` in which ``check_curriculum`` finds no problem."""
     return _metrics(json.dumps([dict(entry) for entry in entries]))
 
 
 @lru_cache(maxsize=16)
 def _metrics(entries: str) -> tuple[CurriculumMetric, ...]:
-    """Of entries as JSON: a step asks for them several times."""
+    """Parse the entries from JSON; cached, as each step needs them several times."""
     return tuple(CurriculumMetric(**entry) for entry in json.loads(entries))
 
 
 def check_curriculum(entries: Sequence[Any]) -> list[Problem]:
-    """Everything that is wrong with the entries by themselves."""
-    found: list[Problem] = []
+    """Return the problems of the entries that do not depend on other settings."""
+    problems: list[Problem] = []
     for number, entry in enumerate(entries, start=1):
-        problems = [*_problems(entry)]
-        which = f"entry {number}" if len(entries) > 1 else "the entry"
-        found += [Problem(SECTION, format_value(entry), f"{which}: {rule}", instead) for rule, instead in problems]
+        label = f"entry {number}" if len(entries) > 1 else "the entry"
+        problems += [Problem(SECTION, format_value(entry), f"{label}: {rule}", fix) for rule, fix in _problems(entry)]
     names = [entry.get("metric") for entry in entries if isinstance(entry, Mapping)]
     if len(set(map(str, names))) < len(names):
-        found.append(Problem(SECTION, None, "names a metric twice", "write each metric once"))
+        problems.append(Problem(SECTION, None, "lists a metric twice", "write each metric once"))
     if {TRUNCATE, RESHAPE} <= {*map(str, names)}:
-        rule = "a sequence can't be cut off and cut into pieces at once"
-        found.append(Problem(SECTION, None, rule, f"keep {TRUNCATE} or {RESHAPE}"))
-    return found
+        rule = f"{TRUNCATE} and {RESHAPE} cannot be combined"
+        problems.append(Problem(SECTION, None, rule, f"keep {TRUNCATE} or {RESHAPE}"))
+    return problems
 
 
 def _problems(entry: Any) -> Iterator[tuple[str, str]]:
-    """(rule, what to write instead) of an entry."""
+    """Yield (rule, text to write instead) for each problem of an entry."""
     if not isinstance(entry, Mapping):
         yield f"must be a mapping, not {format_value(entry)}", "write {metric: NAME, schedule_type: fixed_linear, ...}"
         return
@@ -246,23 +249,23 @@ def _problems(entry: Any) -> Iterator[tuple[str, str]]:
 
 
 def _contradictions(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What does not go together in an entry whose values are possible by themselves."""
+    """Yield the conflicts between the values of an entry."""
     (metric,) = curriculum_metrics([entry])
     if not metric.metric.strip():
         yield "has no metric", f"write metric: {TRUNCATE}, {RESHAPE} or the name of an index"
-    wanted = BY_TYPE[metric.schedule_type]
-    if missing := [name for name in wanted if getattr(metric, name) in (None, [])]:
+    required = BY_TYPE[metric.schedule_type]
+    if missing := [name for name in required if getattr(metric, name) in (None, [])]:
         missing = [name for name in missing if not (name == "max_step" and len(metric.difficulty) == 1)]
     if missing:
         yield f"schedule_type={metric.schedule_type} needs {', '.join(missing)}", f"write {missing[0]}: NUMBER"
         return
-    foreign = [key for key in entry if any(key in keys for keys in BY_TYPE.values()) and key not in wanted]
-    if foreign:
-        yield f"schedule_type={metric.schedule_type} does not read {', '.join(foreign)}", f"leave out {foreign[0]}"
+    unused = [key for key in entry if any(key in keys for keys in BY_TYPE.values()) and key not in required]
+    if unused:
+        yield f"schedule_type={metric.schedule_type} does not read {', '.join(unused)}", f"omit {unused[0]}"
     if metric.is_length and metric.difficulty_type == PERCENTILE:
-        yield f"{metric.metric} counts tokens, of which there is no percentile", f"write difficulty_type: {VALUE}"
+        yield f"{metric.metric} counts tokens and has no percentiles", f"write difficulty_type: {VALUE}"
     if metric.is_length and metric.index:
-        yield f"{metric.metric} needs no index", "leave out index"
+        yield f"{metric.metric} needs no index", "omit index"
     if metric.schedule_type != DISCRETE:
         assert metric.min_difficulty is not None and metric.max_difficulty is not None
         if metric.min_difficulty > metric.max_difficulty:
@@ -272,7 +275,7 @@ def _contradictions(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     whole = all(type(number) is int and number >= 1 for number in (*metric.difficulty, *metric.max_step))
     pairs = [*itertools.pairwise(metric.difficulty), *itertools.pairwise(metric.max_step)]
     if not whole or not all(one < other for one, other in pairs):
-        yield "difficulty and max_step must be whole numbers above 0 that ascend", "write difficulty: [64,128,256]"
+        yield "difficulty and max_step must be ascending whole numbers above 0", "write difficulty: [64,128,256]"
     elif len(metric.difficulty) != len(metric.max_step) + 1:
         rule = f"has {len(metric.difficulty)} difficulties and {len(metric.max_step)} max_step"
-        yield rule, "write one max_step less than difficulties: the last one holds to the end"
+        yield rule, "write one max_step less than difficulties: the last difficulty has no end"

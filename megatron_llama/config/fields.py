@@ -1,5 +1,8 @@
-"""The settings as a flat table, read from the dataclasses: ``trainer.tp`` -> its type, default and limit. Names that do
-not exist get suggestions."""
+"""Flat table of the settings, read from the dataclasses: ``trainer.tp`` -> type, default and limit.
+
+Unknown names get suggestions.
+"""
+
 from __future__ import annotations
 
 import copy
@@ -15,7 +18,7 @@ from megatron_llama.config.limits import Limit
 from megatron_llama.config.problems import Problem, closest_match, format_value, quote_value
 from megatron_llama.config.settings import Config
 
-# The one section whose keys are not ours: the arguments of whatever schedule class it names.
+# Section with free keys: the arguments of the schedule class that it names.
 FREE_DICT = "optim.schedule"
 KINDS = {
     int: "a whole number",
@@ -27,7 +30,7 @@ KINDS = {
 }
 EXAMPLES = {int: "1", float: "0.1", bool: "true", str: "name", list: "[...]", dict: "{...}"}
 TOO_LARGE = 1e18
-"""No setting is meant to be so large: it is a typing error, or infinity."""
+"""Upper bound of every number: a larger value is a typo or infinity."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,12 @@ class Setting:
 
     @property
     def type_name(self) -> str:
-        """What a value must be."""
+        """The type in words, such as "a whole number"."""
         of = f" of {KINDS[self.item_kind].split(' ', 1)[1]}s" if self.item_kind in (int, float) else ""
         return KINDS[self.kind] + of + (" (or null)" if self.optional else "")
 
-    def advice(self, value: Any) -> str:
-        """What to write instead of ``value``, which has the wrong type."""
+    def suggest_value(self, value: Any) -> str:
+        """Return the text to write instead of ``value``, which has the wrong type."""
         if self.kind is int and isinstance(value, float) and value.is_integer():
             return f"write {self.name}={int(value)}"
         if self.kind is list and not isinstance(value, (list, dict)):
@@ -58,11 +61,11 @@ class Setting:
         return f"write {self.type_name}, such as {self.name}={example}"
 
     def has_type(self, value: Any) -> bool:
-        """Whether ``value``, which is not null, is of the setting's type; a whole number is one with a fraction too."""
+        """Return whether ``value``, which is not null, has the setting's type. An int is a valid float."""
         return type(value) is self.kind or (self.kind is float and type(value) is int)
 
     def problem(self, value: Any) -> Problem | None:
-        """What is wrong with ``value``, which has the right type; None where nothing is."""
+        """Return the problem of ``value``, which has the right type; None if it is within the limit."""
         if self.limit is None or (value is None and self.optional):
             return None
         too_large = self.kind in (int, float) and abs(value) >= TOO_LARGE
@@ -76,7 +79,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Section:
-    """A group of settings, one dataclass."""
+    """A group of settings: one dataclass."""
 
     name: str
     kind: type
@@ -85,33 +88,33 @@ class Section:
 
 @functools.cache
 def settings_by_name() -> dict[str, Setting]:
-    """Every setting under its full name."""
+    """Return all settings by full name."""
     return {part.name: part for part in _walk(Config, "") if isinstance(part, Setting)}
 
 
 def settings_of(owner: type, section: str) -> dict[str, Setting]:
-    """The settings of a dataclass that is no part of ``Config``, under ``section``."""
+    """Return the settings of a dataclass that is not part of ``Config``, named below ``section``."""
     return {part.name: part for part in _walk(owner, f"{section}.") if isinstance(part, Setting)}
 
 
 @functools.cache
 def sections() -> dict[str, Section]:
-    """Every section (``trainer``, ``model.rope_scaling``) under its full name."""
+    """Return all sections (``trainer``, ``model.rope_scaling``) by full name."""
     return {part.name: part for part in _walk(Config, "") if isinstance(part, Section)}
 
 
 def check_limits(config: Config) -> list[Problem]:
-    """The settings whose value is impossible whatever the others are."""
-    found = [
+    """Return the problems of settings whose value violates its own limit."""
+    problems = [
         setting.problem(get(config, name))
         for name, setting in settings_by_name().items()
         if get(config, name.rpartition(".")[0]) is not None  # a section that is null has no values
     ]
-    return [problem for problem in found if problem is not None]
+    return [problem for problem in problems if problem is not None]
 
 
 def reset_to_defaults(config: Config, problems: Iterable[Problem]) -> Config:
-    """A copy in which the settings that ``problems`` name have their default value."""
+    """Return a copy with default values for the settings that ``problems`` name."""
     config = copy.deepcopy(config)
     for problem in problems:
         section, _, key = problem.field.rpartition(".")
@@ -120,8 +123,7 @@ def reset_to_defaults(config: Config, problems: Iterable[Problem]) -> Config:
 
 
 def get(config: Config, name: str) -> Any:
-    """The value of a setting or section by its full name, the whole config for ""; None inside a section that is
-    null."""
+    """Return the value of a setting or section by full name, the whole config for ""; None in a null section."""
     value: Any = config
     for key in name.split(".") if name else ():
         value = getattr(value, key) if value is not None else None
@@ -148,9 +150,9 @@ def _walk(owner: type, prefix: str) -> Iterator[Setting | Section]:
             yield Setting(name, kind, item_kind, optional, default, limit)
 
 
-# Suggestions for settings that do not exist.
+# Suggestions for unknown settings.
 
-# Names in Megatron, NeMo, transformers and PEFT, and ours.
+# Names in Megatron, NeMo, transformers and PEFT, and the names here.
 FOREIGN_NAMES = {
     "tensor_model_parallel_size": "trainer.tp",
     "tensor_parallel_size": "trainer.tp",
@@ -178,35 +180,35 @@ FOREIGN_NAMES = {
     "num_train_epochs": "trainer.epochs",
     "packing": "data.pack",
 }
-# Their settings that have no counterpart here.
-ADVICE = {
-    "cluster": "leave it out: a run finds its machines; cluster.* is of scripts/plan.py and scripts/tune.py",
-    "tune": "leave it out: tune.* is of scripts/tune.py, which writes an experiment for train.py",
-    "objective": "leave it out: it is of scripts/tune.py, which writes an experiment for train.py",
+# Settings of those programs, or of scripts here, that a run does not have.
+SUGGESTIONS = {
+    "cluster": "omit it: cluster.* belongs to scripts/plan.py and scripts/tune.py",
+    "tune": "omit it: tune.* belongs to scripts/tune.py, which writes an experiment for train.py",
+    "objective": "omit it: objective belongs to scripts/tune.py, which writes an experiment for train.py",
     "bf16": "write trainer.precision=bf16",
-    "fp16": "write trainer.precision=bf16; there is no fp16, which needs a loss scale",
+    "fp16": "write trainer.precision=bf16; fp16 is not supported (it needs loss scaling)",
     "gradient_accumulation": "write trainer.global_batch_size, which is micro_batch_size x dp x accumulation",
     "gradient_accumulation_steps": "write trainer.global_batch_size, which is micro_batch_size x dp x accumulation",
-    "rampup_batch_size": "write trainer.batch_schedule=[[samples,size],...]: from so many consumed samples, that size",
-    "context_parallel_size": "leave it out: there is no context parallelism; trainer.sp shares the sequence among tp",
-    "cp": "leave it out: there is no context parallelism; trainer.sp shares the sequence among tp",
+    "rampup_batch_size": "write trainer.batch_schedule=[[samples,size],...]: the size from that consumed sample on",
+    "context_parallel_size": "omit it: context parallelism is not supported; trainer.sp splits the sequence over tp",
+    "cp": "omit it: context parallelism is not supported; trainer.sp splits the sequence over tp",
 }
 
 
 def unknown_setting_problem(name: str, value: Any) -> Problem:
-    """The problem of a setting that does not exist, with the setting that was probably meant."""
-    instead = ADVICE.get(name.rpartition(".")[2].lower()) or ADVICE.get(name.partition(".")[0])
+    """Return the problem of an unknown setting, with the most similar known one."""
+    instead = SUGGESTIONS.get(name.rpartition(".")[2].lower()) or SUGGESTIONS.get(name.partition(".")[0])
     if instead is None and (guess := suggest(name)):
         instead = f"write {guess}={format_value(value)}"
     if instead is None:
         section = name.rpartition(".")[0]
-        beside = (_settings_in(section) if section else []) or [f"{known}.*" for known in sections()]
-        instead = f"write one of {', '.join(beside)}; docs/reference/config.md has them all"
+        known_names = (_settings_in(section) if section else []) or [f"{known}.*" for known in sections()]
+        instead = f"write one of {', '.join(known_names)}; docs/reference/config.md lists all"
     return Problem(name, value, "there is no setting of this name", instead)
 
 
 def suggest(name: str) -> str | None:
-    """The known setting that ``name`` was probably meant to be."""
+    """Return the known setting that is most similar to ``name``; None if none is."""
     section, _, leaf = name.rpartition(".")
     if leaf in FOREIGN_NAMES:
         return FOREIGN_NAMES[leaf]
@@ -214,7 +216,7 @@ def suggest(name: str) -> str | None:
     same_leaf = [other for other in known if other.rpartition(".")[2] == leaf]
     if same_leaf:
         return max(same_leaf, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
-    # Misspelt: look in the given section first, then everywhere.
+    # Misspelled: search the given section first, then all settings.
     for others, cutoff in ((_settings_in(section), 0.6), (list(known), 0.8)):
         by_leaf = {other.rpartition(".")[2]: other for other in others}
         guess = closest_match(leaf, by_leaf, cutoff)

@@ -17,10 +17,10 @@ from megatron_llama.system.files import read_json
 FROM_HF = "from_hf"
 CONFIG = "config.json"
 MOST_BYTES = 16 << 20
-"""Of a config.json."""
+"""Size limit of a config.json."""
 FOLDER_HINT = "write the folder that holds config.json and the .safetensors files"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# What config.json may leave out, and what transformers' LlamaConfig takes then.
+# Optional keys of config.json, with the defaults of transformers' LlamaConfig.
 _DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
@@ -29,7 +29,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 OPTIONAL = ("num_key_value_heads", "head_dim")
-# Keys that config.json and our model section share. A wrong rms_norm_eps would be hard to notice otherwise.
+# Keys that config.json and the model section share; a wrong rms_norm_eps is hard to notice otherwise.
 _SHAPE = (*NEEDED, *OPTIONAL, "rope_theta", "rms_norm_eps", "tie_word_embeddings")
 MISTRAL = "mistral"
 _MODEL_TYPES = ("llama", MISTRAL)
@@ -38,8 +38,8 @@ _MISTRAL_DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 8,
     "sliding_window": 4096,
 }
-"""What transformers' MistralConfig takes where it differs from LlamaConfig. A null is a value: no window."""
-NO_HF_BLOCKS = "no Hugging Face model has such blocks, so what it exports to would attend to all tokens"
+"""Defaults of transformers' MistralConfig that differ from LlamaConfig. A null is a value: no window."""
+NO_HF_BLOCKS = "Hugging Face's Llama has no block-sparse attention: an exported model would attend to all tokens"
 _ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # Keys of config.json that change the architecture, and the only value that is supported.
 _ONLY: dict[str, Any] = {
@@ -50,22 +50,22 @@ _ONLY: dict[str, Any] = {
     "quantization_config": None,
 }
 
-# PEFT's names of what an adapter fixes, and ours.
+# PEFT's names of an adapter's settings, and the names here.
 _LORA_SETTINGS = {
     "r": "lora_rank",
     "lora_alpha": "lora_alpha",
     "target_modules": "lora_target_modules",
     "modules_to_save": "modules_to_save",
 }
-# Legal values of adapter_config.json's other keys, besides null, false and empty. A key that is not listed must be one
-# of these three, so that what a later PEFT adds is refused, not ignored. Some initialisations (pissa, olora, corda,
-# loftq) change the base's weights too, which the base's folder does not have.
+# Valid values of adapter_config.json's other keys, in addition to null, false and empty. Unlisted keys must have one of
+# these three values, so that features of later PEFT versions are rejected, not ignored. Some initializations (pissa,
+# olora, corda, loftq) also change the base weights, which the base model's folder does not contain.
 _PLAIN_LORA: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian"),
 }
-# Keys that do not change what the adapter's tensors mean. layers_pattern needs layers_to_transform, which is refused.
+# Keys that do not change the meaning of the tensors. layers_pattern needs layers_to_transform, which is rejected.
 _IRRELEVANT = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("lora_dropout", "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config"),
@@ -73,10 +73,11 @@ _IRRELEVANT = (
 
 
 def read_hf_config(folder: str, name: str = CONFIG) -> dict[str, Any]:
-    """The folder's config.json or ADAPTER_CONFIG.
+    """Return the content of the folder's config.json or ADAPTER_CONFIG.
 
-    Raises ValueError where it can't be read or is no JSON object, and for values of config.json that are none of a
-    model, all at once: texts instead of numbers, negative sizes.
+    Raises:
+        ValueError: The file cannot be read or is not a JSON object, or config.json has invalid values (text instead of
+            numbers, negative sizes). The message lists all of them.
     """
     path = os.path.join(folder, name)
     try:
@@ -84,16 +85,16 @@ def read_hf_config(folder: str, name: str = CONFIG) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        raise ValueError(f"{path} is not a JSON object")
     if name == CONFIG and (wrong := list(_malformed(content))):
         raise ValueError(f"{path}: {'; '.join(wrong)}")
     return content
 
 
 def _malformed(content: dict[str, Any]) -> Iterator[str]:
-    """A clause for each value that can be no model's, by the types and limits of our settings."""
+    """Yield a clause for each value that violates the type or limit of the matching setting."""
     ropes = {name: content[name] for name in ("rope_scaling", "rope_parameters") if content.get(name)}
     for name, rope in ropes.items():
         if not isinstance(rope, dict):
@@ -115,11 +116,11 @@ def _malformed(content: dict[str, Any]) -> Iterator[str]:
 
 
 def compare_shapes(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Where a config.json and a ModelConfig, as a dict with every derived value, differ: {name: (ours, theirs)}."""
+    """Compare a ModelConfig, as a dict with derived values, with a config.json: {name: (ours, theirs)} that differ."""
     flat = {**theirs, **rope_from_hf(theirs)}
 
     def same(one: Any, other: Any) -> bool:
-        # Equal, or one number before and after a format that has fp32 only: GGUF turns 1e-05 into 9.99999974e-06.
+        # Equal up to fp32 rounding: GGUF stores fp32 and turns 1e-05 into 9.99999974e-06.
         both_floats = isinstance(one, float) and isinstance(other, float)
         return math.isclose(one, other, rel_tol=2**-24) if both_floats else bool(one == other)
 
@@ -133,23 +134,22 @@ def compare_shapes(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tu
 
 
 def unsupported_architecture(content: dict[str, Any]) -> list[str]:
-    """Clauses on each key of a config.json that asks for an architecture that is not supported."""
-    found = [
+    """Return a clause for each key of a config.json whose value is not supported."""
+    clauses = [
         f"{name} is {content[name]!r}, and only {only!r} is supported"
         for name, only in _ONLY.items()
         if name in content and content[name] != only and content[name] is not None
     ]
     if content.get("model_type", "llama") not in _MODEL_TYPES:
-        found.insert(0, f"model_type is {content['model_type']!r}, and only 'llama' and 'mistral' are supported")
+        clauses.insert(0, f"model_type is {content['model_type']!r}, and only 'llama' and 'mistral' are supported")
     kind = _rope(content).get("rope_type", "default")
     if kind not in ("default", "llama3"):
-        found.append(f"rope_type is {kind!r}, and only 'default' and 'llama3' are supported")
-    return found
+        clauses.append(f"rope_type is {kind!r}, and only 'default' and 'llama3' are supported")
+    return clauses
 
 
 def shape_from_hf(content: dict[str, Any]) -> dict[str, Any]:
-    """ModelConfig's values from a config.json; both the spelling of transformers 5 (rope_parameters) and the older
-    one."""
+    """Return ModelConfig's values from a config.json of transformers 4 or 5 (rope_parameters)."""
     shape = {name: content[name] for name in NEEDED if content.get(name) is not None}
     shape |= {name: content.get(name) for name in OPTIONAL}
     for name, default in _DEFAULTS.items():
@@ -162,7 +162,7 @@ def shape_from_hf(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def window_from_hf(content: dict[str, Any]) -> int | None:
-    """ModelConfig's ``sliding_window`` from a config.json. A Llama's is not read, as transformers does not read it."""
+    """Return ModelConfig's ``sliding_window`` from a config.json. transformers ignores the key in a Llama."""
     if content.get("model_type") != MISTRAL:
         return None
     window: int | None = content.get("sliding_window", _MISTRAL_DEFAULTS["sliding_window"])
@@ -170,7 +170,7 @@ def window_from_hf(content: dict[str, Any]) -> int | None:
 
 
 def rope_from_hf(content: dict[str, Any]) -> dict[str, Any]:
-    """ModelConfig's ``rope_theta``, None where it is not given, and ``rope_scaling`` from a config.json."""
+    """Return ModelConfig's ``rope_theta`` (None if missing) and ``rope_scaling`` from a config.json."""
     rope = _rope(content)
     names = [field.name for field in fields(RopeScaling)]
     scaled = rope.get("rope_type", "default") != "default"
@@ -183,10 +183,10 @@ def fill_from_folders(
 ) -> None:
     """Assign the model's shape from the folder in ``init_from``, and LoRA's settings from the adapter's folder.
 
-    Names of the hub become folders of the local cache, where that holds them.
+    Hub names become folders of the local cache if it contains them.
 
     Args:
-        config: The config before it is typed; ``assign`` sets its values.
+        config: Config before it is typed; ``assign`` sets its values.
         given: Settings that the command line sets.
     """
     for section, name in ((config, "init_from"), (config.finetune, "adapter")):
@@ -201,9 +201,9 @@ def fill_from_folders(
 def _fill_from_hf(
     folder: str | None, given: set[str], assign: Callable[[str, Any], None], problems: list[Problem]
 ) -> None:
-    """Assigns every ``model.`` setting that is not ``given`` on the command line from the folder's config.json."""
+    """Assign each ``model.`` setting that is not ``given`` on the command line from the folder's config.json."""
     if folder is None:
-        rule, instead = "takes the shape from the folder in init_from, which is not given", "write init_from=FOLDER"
+        rule, instead = "needs init_from, the folder with the model's shape", "write init_from=FOLDER"
         problems.append(Problem("model", FROM_HF, rule, instead))
         return
     try:
@@ -222,8 +222,7 @@ def _fill_from_hf(
 
 
 def hf_config(model: ModelConfig, dtype: str, token_ids: dict[str, int]) -> dict[str, Any]:
-    """config.json of a model that was trained here, readable by transformers 4 and 5 and by everything that reads
-    Llamas. With a sliding window it is a Mistral, which is a Llama with one; without, a Llama."""
+    """Return the config.json of a trained model, for transformers 4 and 5: a Mistral if it has a sliding window."""
     windowed = model.sliding_window is not None
     scaling = None if model.rope_scaling is None else asdict(model.rope_scaling)
     return {
@@ -252,45 +251,47 @@ def hf_config(model: ModelConfig, dtype: str, token_ids: dict[str, int]) -> dict
 def fill_from_adapter(
     folder: str, given: set[str], assign: Callable[[str, Any], None], problems: list[Problem]
 ) -> None:
-    """Assigns rank, alpha and modules from a PEFT adapter's adapter_config.json. Giving them again is a problem."""
+    """Assign rank, alpha and modules from a PEFT adapter's adapter_config.json. Settings in ``given`` are a problem."""
     try:
         content = read_hf_config(folder, ADAPTER_CONFIG)
         if not os.path.exists(os.path.join(folder, ADAPTER_WEIGHTS)):
-            raise ValueError(f"there is no {ADAPTER_WEIGHTS} in it")
+            raise ValueError(f"has no {ADAPTER_WEIGHTS}")
     except ValueError as error:
         instead = f"write the folder that holds {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
         problems.append(Problem("finetune.adapter", folder, str(error), instead))
         return
     wrong = unsupported_lora(content)
-    problems += [Problem("finetune.adapter", folder, clause, "name an adapter of plain LoRA") for clause in wrong]
+    problems += [Problem("finetune.adapter", folder, clause, "write a plain LoRA adapter") for clause in wrong]
     for theirs, ours in _LORA_SETTINGS.items() if not wrong else ():
         name, value = f"finetune.{ours}", content.get(theirs) or []
         if name in given:
             rule = f"is set by the adapter in {folder}: {format_value(value)}"
-            problems.append(Problem(name, None, rule, f"leave {name} out"))
+            problems.append(Problem(name, None, rule, f"omit {name}"))
         else:
             assign(name, sorted(value) if isinstance(value, list) else value)
 
 
 def unsupported_lora(content: dict[str, Any]) -> list[str]:
-    """Clauses on each key of an adapter_config.json that asks for something other than plain LoRA."""
-    found = []
+    """Return a clause for each key of an adapter_config.json that differs from plain LoRA."""
+    clauses = []
     for name, value in content.items():
         may = _PLAIN_LORA.get(name, ())
         if value and value not in may and name not in (*_LORA_SETTINGS, *_IRRELEVANT):
-            rule = f"only {' or '.join(map(repr, may))} is supported" if may else "that is more than plain LoRA"
-            found.append(f"its {name} is {value!r}, and {rule}")
+            rule = f"only {' or '.join(map(repr, may))} is supported" if may else "only plain LoRA is supported"
+            clauses.append(f"its {name} is {value!r}, and {rule}")
     for name in ("target_modules", "modules_to_save"):
         value = content.get(name)
         optional = value is None and name == "modules_to_save"
         if not optional and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
-            found.append(f"its {name} are no list of names")
-    return found
+            clauses.append(f"its {name} must be a list of names")
+    return clauses
 
 
 def _rope(content: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings in the spelling of transformers 5, from any of their spellings. Where both are given rope_scaling
-    counts, as in transformers' RotaryEmbeddingConfigMixin."""
+    """Return the rotary settings under transformers 5's names.
+
+    If both are present, rope_scaling takes precedence, as in transformers' RotaryEmbeddingConfigMixin.
+    """
     rope = dict(content.get("rope_scaling") or content.get("rope_parameters") or {})
     if "rope_type" not in rope and "type" in rope:
         rope["rope_type"] = rope["type"]
@@ -299,23 +300,28 @@ def _rope(content: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
-# Folders of names of the Hugging Face hub, such as meta-llama/Llama-2-7b-hf, in huggingface_hub's local cache:
-# models--org--name/snapshots/COMMIT, and refs/main with the newest commit. Nothing is downloaded: a start on a thousand
-# ranks is no moment for 140 GB, and nodes often have no way out. The message has the command that fetches a model.
+# Folders of Hugging Face hub names, such as meta-llama/Llama-2-7b-hf, in huggingface_hub's local cache:
+# models--org--name/snapshots/COMMIT, and refs/main with the newest commit. Nothing is downloaded, since compute nodes
+# often have no internet access and a thousand ranks would fetch 140 GB each. The message has the download command.
 
 MODEL, DATASET = "model", "dataset"
 _NAME = re.compile(r"(?!models/|datasets/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether it could be a name of the hub; a relative path of two parts could be, too. Nobody there is called models
-    or datasets, as folders often are."""
+    """Return whether ``name`` could be a hub name. A relative path of two parts could be one too.
+
+    No hub account is called models or datasets, which are common folder names.
+    """
     return bool(_NAME.fullmatch(name)) and ".." not in name and "--" not in name
 
 
 def resolve_hub_name(name: str, kind: str = MODEL) -> str:
-    """The folder that a name means: itself where it is a path that exists or no name of the hub, else what the cache
-    holds. A name that is neither comes back as it is, for the check of the path to refuse with ``download_hint``."""
+    """Return the cached folder of a hub name.
+
+    Existing paths, other names and names that are not in the cache are returned unchanged. The check of paths then
+    rejects a missing one with ``download_hint``.
+    """
     if os.path.exists(name) or not is_hub_name(name):
         return name
     repository = cache_folder() / f"{kind}s--{name.replace('/', '--')}"
@@ -323,13 +329,13 @@ def resolve_hub_name(name: str, kind: str = MODEL) -> str:
         commit = (repository / "refs" / "main").read_text(encoding="ascii").strip()
         commits = [commit]
     except (OSError, UnicodeDecodeError):
-        commits = [path.name for path in repository.glob("snapshots/*")]  # fetched by a commit's number alone
-    found = [repository / "snapshots" / commit for commit in commits]
-    return str(found[0]) if len(found) == 1 and found[0].is_dir() else name
+        commits = [path.name for path in repository.glob("snapshots/*")]  # downloaded by commit hash
+    folders = [repository / "snapshots" / commit for commit in commits]
+    return str(folders[0]) if len(folders) == 1 and folders[0].is_dir() else name
 
 
 def cache_folder() -> Path:
-    """Where huggingface_hub keeps what it downloads, by the variables that it reads."""
+    """Return huggingface_hub's cache folder, from its environment variables."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
     home = os.environ.get("HF_HOME") or os.path.join(home, "huggingface")
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
@@ -337,23 +343,22 @@ def cache_folder() -> Path:
 
 
 def download_hint(name: str, kind: str = MODEL) -> str:
-    """The end of a message on a path that is not there, where it could be a name of the hub's, or on a snapshot of the
-    cache that lacks files; else nothing."""
+    """Return the end of a message with the download command, for a hub name or an incomplete snapshot; else ""."""
     whole = _repository(name)
     if whole:
-        return f", or fetch the files that the cache lacks: {_command(whole, kind)}"
+        return f", or download the files that the cache lacks: {_command(whole, kind)}"
     if not is_hub_name(name) or os.path.exists(name):
         return ""
-    return f", or fetch the {kind}, which is not in the Hugging Face cache {cache_folder()}: {_command(name, kind)}"
+    return f", or download the {kind}, which is not in the Hugging Face cache {cache_folder()}: {_command(name, kind)}"
 
 
 def short_name(folder: str) -> str:
-    """What to call a folder: its own name, or that of the hub's repository whose snapshot it is."""
+    """Return a folder's name, or the repository's name if the folder is a snapshot of a hub repository."""
     return _repository(folder).rpartition("/")[2] or os.path.basename(os.path.abspath(folder))
 
 
 def _repository(folder: str) -> str:
-    """The hub's name of the repository whose snapshot a folder is; nothing for other folders."""
+    """Return the hub name of the repository whose snapshot a folder is; "" for other folders."""
     path = Path(os.path.abspath(folder))
     _, _, name = path.parent.parent.name.partition("s--")
     return name.replace("--", "/") if path.parent.name == "snapshots" else ""

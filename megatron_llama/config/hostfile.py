@@ -1,4 +1,4 @@
-"""The machines that launch.hosts or a hostfile names."""
+"""Hosts that launch.hosts or a hostfile lists."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Host:
     """One machine."""
 
     name: str
-    """As given to ssh, with the user if there is one."""
+    """Name for ssh, including the user if there is one."""
     slots: int | None = None
-    """Ranks to start there; None: one for each of its devices."""
+    """Ranks to start on the host; None: one per device."""
 
     @property
     def address(self) -> str:
@@ -31,46 +31,46 @@ class Host:
 
 
 def check_hosts(entries: Iterable[Any]) -> str | None:
-    """What is wrong with the entries of launch.hosts, in one sentence; None where nothing is."""
+    """Return the first error in the entries of launch.hosts; None if there is none."""
     wrong = [str(entry) for entry in entries if not _HOST.fullmatch(str(entry))]
-    return f"{wrong[0]!r} is not a host name" if wrong else _bad_together(parse_hosts(entries))
+    return f"{wrong[0]!r} is not a host name" if wrong else _check_all(parse_hosts(entries))
 
 
 def parse_hosts(entries: Iterable[Any]) -> list[Host]:
-    """The hosts of launch.hosts; malformed entries, which ``check_hosts`` reports, are left out."""
-    found = [_HOST.fullmatch(str(entry)) for entry in entries]
-    return [_host(match) for match in found if match is not None]
+    """Return the hosts of launch.hosts. Malformed entries, which ``check_hosts`` reports, are omitted."""
+    matches = [_HOST.fullmatch(str(entry)) for entry in entries]
+    return [_host(match) for match in matches if match is not None]
 
 
 def parse_hostfile(text: str) -> list[Host]:
-    """The hosts of a file with a line ``name slots=N`` for each, as DeepSpeed and mpirun read it; ``#`` begins a
-    comment.
+    """Return the hosts of a hostfile in DeepSpeed's and mpirun's format: a line ``name slots=N`` per host.
 
-    Raises ValueError with the line that is wrong.
+    ``#`` begins a comment. Raises ValueError with the malformed line.
     """
     hosts = []
     for number, line in enumerate(text.splitlines(), 1):
         line = line.partition("#")[0].strip()
         if line:
-            found = _LINE.fullmatch(line)
-            if found is None:
+            match = _LINE.fullmatch(line)
+            if match is None:
                 raise ValueError(f"line {number}, {line!r}, is not 'name slots=N'")
-            hosts.append(_host(found))
-    wrong = _bad_together(hosts) if hosts else "it names no host"
+            hosts.append(_host(match))
+    wrong = _check_all(hosts) if hosts else "it lists no host"
     if wrong:
         raise ValueError(wrong)
     return hosts
 
 
-def _host(found: re.Match[str]) -> Host:
-    return Host(found["name"], int(found["slots"]) if found["slots"] else None)
+def _host(match: re.Match[str]) -> Host:
+    return Host(match["name"], int(match["slots"]) if match["slots"] else None)
 
 
-def _bad_together(hosts: list[Host]) -> str | None:
+def _check_all(hosts: list[Host]) -> str | None:
+    """Return the error of a list of hosts whose entries are valid."""
     names = [host.address for host in hosts]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         return f"{twice[0]} is listed twice; one process starts all ranks of a host"
     if len({host.slots is None for host in hosts}) > 1:
-        return "some hosts have a number of ranks and some don't"
+        return "either all hosts or no host must have a number of ranks"
     return None

@@ -1,8 +1,8 @@
-"""What the value of a setting may be, whatever the other settings are. ``settings.py`` has a limit beside each setting:
+"""Limits on single settings. ``settings.py`` annotates each setting with its limit:
 
     tp: Annotated[int, at_least(1)] = 1
 
-How settings must go together is in ``plan/rules/``.
+Rules on combinations of settings are in ``plan/rules/``.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ class Limit:
 
     holds: Callable[[Any], bool]
     rule: str
-    """The condition in words."""
+    """Condition in words."""
     example: str
-    """A legal value for the advice, as typed; used where the setting's default is null or empty."""
+    """Valid value for suggestions, as typed; used if the setting's default is null or empty."""
     choices: tuple[str, ...] = ()
-    """All legal values, where they are words."""
+    """All valid values, if they are words."""
 
 
 def at_least(least: float) -> Limit:
-    """A number of ``least`` or more."""
+    """Require a number of ``least`` or more."""
     return Limit(lambda value: value >= least, f"must be at least {least:g}", f"{least:g}")
 
 
 def above_zero() -> Limit:
-    """A positive number."""
+    """Require a positive number."""
     return Limit(lambda value: value > 0, "must be above 0", "1")
 
 
 def between(least: float, most: float, example: str = "") -> Limit:
-    """A number from ``least`` to ``most``, both included."""
+    """Require a number from ``least`` to ``most``, both included."""
     return Limit(lambda value: least <= value <= most, f"must be between {least} and {most}", example or f"{least}")
 
 
 def one_of(*choices: Any, example: str = "", note: str = "") -> Limit:
-    """One of a few values."""
+    """Require one of the choices."""
     words = tuple(choice for choice in choices if isinstance(choice, str))
     rule = f"must be one of {', '.join(map(str, choices))}{note}"
     return Limit(lambda value: value in choices, rule, example or str(choices[0]), words)
 
 
 def some_of(choices: tuple[str, ...], *, least: int = 0) -> Limit:
-    """A list of ``least`` or more of the words, each once."""
+    """Require a list of at least ``least`` of the choices, each once."""
 
     def holds(names: list[str]) -> bool:
         return len(names) >= least and set(names) <= set(choices) and len(set(names)) == len(names)
@@ -58,12 +58,12 @@ def some_of(choices: tuple[str, ...], *, least: int = 0) -> Limit:
 
 
 def share() -> Limit:
-    """A fraction in [0, 1)."""
-    return Limit(lambda value: 0 <= value < 1, "must be a share, at least 0 and below 1", "0")
+    """Require a fraction in [0, 1)."""
+    return Limit(lambda value: 0 <= value < 1, "must be at least 0 and below 1", "0")
 
 
 def two_betas() -> Limit:
-    """Adam's pair of averaging factors."""
+    """Require Adam's two betas."""
     return Limit(
         lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
         "must be two numbers, each at least 0 and below 1",
@@ -72,16 +72,16 @@ def two_betas() -> Limit:
 
 
 def first_and_last() -> Limit:
-    """A range of steps, both included."""
+    """Require a range of steps, both ends included."""
     return Limit(
         lambda steps: len(steps) == 2 and 1 <= steps[0] <= steps[1],
-        "must be two steps, the first at least 1 and the last not before it",
+        "must be two steps, [first, last] with 1 <= first <= last",
         "[3,5]",
     )
 
 
 def three_shares() -> Limit:
-    """Megatron's split, ``969,30,1``."""
+    """Require Megatron's split, such as ``969,30,1``."""
 
     def holds(split: str) -> bool:
         shares = split.split(",")
@@ -93,7 +93,7 @@ def three_shares() -> Limit:
 
 
 def blend() -> Limit:
-    """Paths only, or pairs of a weight above zero and a path."""
+    """Require paths only, or pairs of a weight above zero and a path."""
 
     def holds(prefixes: Sequence[Any]) -> bool:
         if not any(map(is_number, prefixes)):
@@ -108,7 +108,7 @@ def blend() -> Limit:
 
 
 def blend_schedule() -> Limit:
-    """Blends with the number of samples from which each one is drawn."""
+    """Require blends with the number of samples from which each one is used."""
     is_blend = blend().holds
 
     def is_entry(entry: Any) -> bool:
@@ -122,28 +122,28 @@ def blend_schedule() -> Limit:
             return False
         return all(one["samples"] < other["samples"] for one, other in itertools.pairwise(entries))
 
-    rule = "must be entries {samples: N, prefixes: [weight, path, ...]}, N whole numbers above 0 that ascend"
+    rule = "must be entries {samples: N, prefixes: [weight, path, ...]}, N above 0 and ascending"
     return Limit(holds, rule, "'[{samples:1000,prefixes:[0.7,one,0.3,two]}]'")
 
 
 def rising_samples() -> Limit:
-    """Pairs of consumed samples, above 0 and ascending, and a size from 1 on."""
+    """Require pairs [consumed samples, size], both above 0 and the samples ascending."""
 
     def holds(pairs: Sequence[Any]) -> bool:
         whole = all(isinstance(pair, (list, tuple)) and len(pair) == 2 and _are_counts(pair) for pair in pairs)
         return whole and all(before[0] < after[0] for before, after in itertools.pairwise(pairs))
 
-    rule = "must be pairs of whole numbers, [consumed samples, sequences per step], both above 0, the samples ascending"
+    rule = "must be pairs [consumed samples, sequences per step], both above 0, the samples ascending"
     return Limit(holds, rule, "[[100000,16],[300000,32]]")
 
 
 def not_blank(rule: str, example: str) -> Limit:
-    """Text with something in it."""
+    """Require text that is not blank."""
     return Limit(lambda text: bool(text.strip()), rule, example)
 
 
 def is_number(item: object) -> bool:
-    """Whether an entry of data.prefixes is a weight rather than a path."""
+    """Return whether an entry of data.prefixes is a weight rather than a path."""
     try:
         float(str(item))
     except ValueError:
@@ -152,5 +152,5 @@ def is_number(item: object) -> bool:
 
 
 def _are_counts(items: Sequence[Any]) -> bool:
-    """Whether all are whole numbers from 1 on."""
+    """Return whether all items are whole numbers of at least 1."""
     return all(type(item) is int and item >= 1 for item in items)

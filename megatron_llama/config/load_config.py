@@ -1,7 +1,7 @@
-"""From ``model=llama7b trainer.tp=8`` to a typed ``Config``.
+"""Load a typed ``Config`` from overrides such as ``model=llama7b trainer.tp=8``.
 
-Hydra reads the override grammar and composes the groups under ``conf/``. Values are then set one by one on the
-typed result, because Hydra stops at the first mistake and users want all of them reported at once.
+Hydra parses the overrides and composes the groups in ``conf/``. Values are then set one by one on the typed result,
+because Hydra stops at the first error and this project reports all of them.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from megatron_llama.config.problems import ConfigError, Problem, closest_match, 
 from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
 from megatron_llama.system.files import check_yaml
 
-# conf/config.yaml names the dataclasses so, and files in conf/ are checked against them.
+# Name of the dataclasses in conf/config.yaml; files in conf/ are checked against them.
 SCHEMA = "settings"
 # The group of whole recipes, applied over all other groups. Its files are in conf/experiment/, or a path is given.
 EXPERIMENT = "experiment"
-# The group that makes a recipe small, applied over it.
+# The group that scales a recipe down, applied after it.
 SCALED = "scaled"
 MOST_BRACKETS = 16
-"""Open at one place of an override: Hydra's grammar and OmegaConf take time, and the stack, for each."""
+"""Maximum nesting of brackets in an override: Hydra's grammar and OmegaConf recurse into each level."""
 _BRACKETS = dict.fromkeys("[{(", 1) | dict.fromkeys("]})", -1)
-# What Hydra raises besides its own errors for a file whose defaults are no list of names, say.
+# Other exceptions that Hydra raises, e.g. for a file whose defaults are not a list of names.
 _HYDRAS_OWN = (ValueError, TypeError, LookupError, AttributeError, AssertionError)
-# Pairs of settings for one quantity: giving one on the command line resets the other.
+# Pairs of settings for one quantity: setting one on the command line resets the other.
 INSTEAD_OF = {
     "trainer.steps": "trainer.epochs",
     "trainer.epochs": "trainer.steps",
@@ -56,26 +56,27 @@ INSTEAD_OF = {
     "optim.warmup_ratio": "optim.warmup_steps",
 }
 
-# Bounds on ``${...}``: a few short lines that refer to each other twice can stand for gigabytes, or never end. A value
-# is counted before anything is resolved. That is possible because a reference is a setting's name or
-# ``oc.env:VARIABLE``; OmegaConf's other forms (names made of references, functions) are refused.
+# Limits on ``${...}``: a few short lines that refer to each other twice can expand to gigabytes, or never end. The size
+# is computed before anything is resolved. References must therefore be setting names or ``oc.env:VARIABLE``. Other
+# forms of OmegaConf (names that contain references, functions) are rejected.
 MOST_CHARACTERS = 1 << 22
-"""Limit on all values together, written out; a value that is no text counts as one."""
+"""Limit on the total size of all expanded values; a value that is not text counts as one character."""
 MOST_STEPS = 8
-"""From a value to one that it refers to, and so on."""
+"""Maximum length of a chain of references."""
 _REFERENCE = re.compile(r"\$\{\s*([^${}]*?)\s*\}")
 _NAME = re.compile(r"[\w.\[\]/-]+")
 _VARIABLE = re.compile(r"oc\.env:[^\0]*")
 _FUNCTION = re.compile(r"(?!oc\.)[\w.]+:.*", re.DOTALL)
 _INSTEAD = "write the value itself"
 _Keys = tuple[str, ...]
-"""The way from the root to a value."""
+"""Path from the root to a value."""
 
 
 def load_config(overrides: Sequence[str], conf_dir: Path) -> Config:
-    """The config of command-line ``overrides`` over the files in ``conf_dir``.
+    """Load the config of command-line ``overrides`` over the files in ``conf_dir``.
 
-    Raises ConfigError with everything that is wrong with them.
+    Raises:
+        ConfigError: With all problems of the overrides and files.
     """
     problems: list[Problem] = []
     choices, values = _split_overrides(_parse(overrides, problems), conf_dir, problems)
@@ -91,7 +92,7 @@ def load_config(overrides: Sequence[str], conf_dir: Path) -> Config:
 
 
 def _compose(choices: dict[str, str], conf_dir: Path, problems: list[Problem]) -> DictConfig:
-    """The chosen files over the typed defaults. Raises ConfigError, with ``problems``, for files that can't be used."""
+    """Compose the chosen files over the typed defaults. Raises ConfigError, with ``problems``, for invalid files."""
     try:
         config = _compose_groups(choices, conf_dir)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, *_HYDRAS_OWN) as error:
@@ -99,15 +100,15 @@ def _compose(choices: dict[str, str], conf_dir: Path, problems: list[Problem]) -
     if endless := check_interpolations(config):
         raise ConfigError([*problems, *endless])
     if config.allow_targets:
-        rule = "is set in a file, and files must not choose what may run"
-        instead = "take it out of the file; if you trust the classes, write allow_targets=[...] on the command line"
+        rule = "must not be set in a file, because it permits classes to run"
+        instead = "remove it from the file; if you trust the classes, write allow_targets=[...] on the command line"
         problems.append(Problem("allow_targets", list(config.allow_targets), rule, instead))
         config.allow_targets = []
     return config
 
 
 def _set_all(config: DictConfig, values: Sequence[Override], problems: list[Problem]) -> None:
-    """Sets the values of the command line. Raises ConfigError, with ``problems``, for ``${...}`` without an end."""
+    """Set the values of the command line. Raises ConfigError, with ``problems``, for endless ``${...}``."""
     for override in values:
         if override.is_delete():
             _delete(config, override.key_or_group, problems)
@@ -118,18 +119,18 @@ def _set_all(config: DictConfig, values: Sequence[Override], problems: list[Prob
     given = {override.key_or_group for override in values}
     not_null = {override.key_or_group for override in values if _value(override) is not None}
     for one, other in INSTEAD_OF.items():
-        # The command line goes before what a group sets in the other way; null sets nothing.
+        # The command line overrides a group's value of the other setting; null sets nothing.
         if one in not_null and other not in given:
             _set(config, other, settings_by_name()[other].default, problems)
     if {"trainer.steps", "trainer.epochs"} <= given and config.trainer.epochs is not None:
-        # Not a rule: that could not tell trainer.steps=100, the default, from no value.
+        # Not a rule, which cannot distinguish trainer.steps=100 (the default) from no value.
         problems.append(duplicate_length(config.trainer.epochs, config.trainer.steps))
 
 
 def _split_overrides(
     overrides: Iterable[Override], conf_dir: Path, problems: list[Problem]
 ) -> tuple[dict[str, str], list[Override]]:
-    """The overrides that pick a file of a group, as {group: file}, and those that set a value."""
+    """Separate overrides that choose a file of a group, as {group: file}, from overrides that set a value."""
     groups = {path.relative_to(conf_dir).as_posix() for path in conf_dir.rglob("*") if path.is_dir()} | {EXPERIMENT}
     choices: dict[str, str] = {}
     values = []
@@ -142,7 +143,7 @@ def _split_overrides(
         if not override.is_delete() and (str(choice) in options or _is_file(group, str(choice))):
             choices[group] = str(choice)  # the last choice of a group wins
             continue
-        listed = (", ".join(options) or "nothing yet") + (", or the path of a .yaml file" * (group == EXPERIMENT))
+        listed = (", ".join(options) or "no file yet") + (", or the path of a .yaml file" * (group == EXPERIMENT))
         guess = closest_match(str(choice), options)
         instead = f"write {group}={guess}, or one of {listed}" if guess else f"write {group}= one of {listed}"
         rule = f"there is no {group} of that name in {conf_dir.name}/{group}/"
@@ -151,12 +152,12 @@ def _split_overrides(
 
 
 def to_yaml(config: Config) -> str:
-    """``config`` as YAML text, for ``<run.dir>/config.yaml``."""
+    """Return ``config`` as YAML text, for ``<run.dir>/config.yaml``."""
     return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True, width=120)
 
 
 def from_yaml(text: str) -> Config:
-    """The config that ``to_yaml`` wrote."""
+    """Return the config that ``to_yaml`` wrote."""
     problems: list[Problem] = []
     config = OmegaConf.structured(Config)
     for name, value in (yaml.safe_load(text) or {}).items():
@@ -168,11 +169,11 @@ def from_yaml(text: str) -> Config:
 
 
 def _parse(overrides: Sequence[str], problems: list[Problem]) -> Iterator[Override]:
-    """Each override, read by Hydra's grammar. What is no override, or asks for several runs, becomes a problem."""
+    """Parse the overrides with Hydra's grammar. Invalid ones and sweeps become problems."""
     parser = OverridesParser.create()
     for text in overrides:
         if max(itertools.accumulate(_BRACKETS.get(letter, 0) for letter in text), default=0) > MOST_BRACKETS:
-            rule, instead = f"has more than {MOST_BRACKETS} brackets inside one another", "write a simpler value"
+            rule, instead = f"has more than {MOST_BRACKETS} nested brackets", "write a simpler value"
             problems.append(Problem("override", f"{text[:40]} ...", rule, instead))
             continue
         try:
@@ -188,23 +189,23 @@ def _parse(overrides: Sequence[str], problems: list[Problem]) -> Iterator[Overri
 
 
 def _sweep_problem(name: str, values: str) -> Problem:
-    """The problem of an override that is a sweep, which asks Hydra for several runs."""
+    """Return the problem of an override that is a sweep, Hydra's syntax for several runs."""
     setting = settings_by_name().get(name)
     if setting is not None and setting.kind is list:
         instead = f"write {name}=[{values}]"
     elif setting is not None and setting.kind is str:
         instead = f"put the text in quotes inside quotes: {name}='\"{values}\"'"
     else:
-        instead = f"write one value, {name}={values.split(',')[0]}, or -m before it, which starts a run for each"
-    return Problem(name, values, "a run has one value for each setting; this asks for a sweep", instead)
+        instead = f"write one value, {name}={values.split(',')[0]}, or add -m, which starts a run for each value"
+    return Problem(name, values, "is a sweep; a run has one value for each setting", instead)
 
 
 def _syntax_problem(text: str) -> Problem:
-    """The problem of text that Hydra's grammar rejects."""
-    rule = "settings are written name=value"
+    """Return the problem of text that Hydra's grammar rejects."""
+    rule = "must have the form name=value"
     name, equals, value = text.partition("=")
     if text.startswith("-"):
-        instead = "leave the dashes out: name=value, such as trainer.tp=2"
+        instead = "omit the dashes: name=value, such as trainer.tp=2"
     elif value.startswith("="):
         instead = f"write {name}={value.lstrip('=')}"
     elif equals and name:
@@ -215,12 +216,12 @@ def _syntax_problem(text: str) -> Problem:
 
 
 def _value(override: Override) -> Any:
-    """The override's value in plain Python; None for a deletion."""
+    """Return the override's value in plain Python; None for a deletion."""
     return None if override.is_delete() else override.value()
 
 
 def _compose_groups(choices: dict[str, str], conf_dir: Path) -> DictConfig:
-    """Hydra's composition of the chosen groups over the typed defaults."""
+    """Compose the chosen groups over the typed defaults with Hydra."""
     ConfigStore.instance().store(SCHEMA, Config)
     defaults = yaml.safe_load((conf_dir / "config.yaml").read_text(encoding="utf-8"))["defaults"]
     by_default = {name.removeprefix("optional ") for entry in defaults if isinstance(entry, dict) for name in entry}
@@ -233,10 +234,10 @@ def _compose_groups(choices: dict[str, str], conf_dir: Path) -> DictConfig:
         except (ValueError, OSError) as error:
             raise OmegaConfBaseException(f"In '{path}': {error}") from error
         if not isinstance(node, DictConfig):
-            raise OmegaConfBaseException(f"In '{path}': holds no settings")
+            raise OmegaConfBaseException(f"In '{path}': contains no settings")
         ConfigStore.instance().store(group=EXPERIMENT, name=path.name, node=node, package="_global_")
         choices = {**choices, EXPERIMENT: path.name.removesuffix(".yaml")}
-    # Hydra wants a plus before a group without a default; a user should not have to know which those are.
+    # Hydra requires a plus before a group without a default; users may omit it.
     in_order = sorted(choices.items(), key=lambda chosen: chosen[0] == SCALED)
     overrides = [f"{'' if group in by_default else '+'}{group}={choice}" for group, choice in in_order]
     with initialize_config_dir(str(conf_dir.resolve()), version_base="1.3"):
@@ -244,14 +245,14 @@ def _compose_groups(choices: dict[str, str], conf_dir: Path) -> DictConfig:
 
 
 def _is_file(group: str, choice: str) -> bool:
-    """Whether the choice is the path of a user's own file."""
+    """Return whether the choice is the path of a user's file."""
     return group == EXPERIMENT and choice.endswith((".yaml", ".yml")) and Path(choice).is_file()
 
 
 def _problem_in_files(error: BaseException, choices: Mapping[str, str]) -> Problem:
-    """The problem of an error that Hydra, OmegaConf or the YAML reader raised on a file in conf/ or a user's own."""
-    own = choices.get(EXPERIMENT, "")
-    files = {f"{EXPERIMENT}/{Path(own).stem}": own} if _is_file(EXPERIMENT, own) else {}
+    """Return the problem of an error that Hydra, OmegaConf or PyYAML raised on a file in conf/ or a user's file."""
+    user_file = choices.get(EXPERIMENT, "")
+    files = {f"{EXPERIMENT}/{Path(user_file).stem}": user_file} if _is_file(EXPERIMENT, user_file) else {}
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         where = f"{mark.name}, line {mark.line + 1}"
@@ -261,24 +262,24 @@ def _problem_in_files(error: BaseException, choices: Mapping[str, str]) -> Probl
         cause = cause.__cause__ or cause.__context__
     name = str(getattr(cause, "full_key", "")) or "conf"
     named = re.match(r"In '([^']+)'", str(error))
-    where = own if files else "a file in conf/"  # ours are tested
+    where = user_file if files else "a file in conf/"  # files in conf/ are tested
     if named:
         where = named[1] if named[1].endswith((".yaml", ".yml")) else f"conf/{named[1]}.yaml"
         where = files.get(named[1], where)
-    rule = f"{where} can't be used: {str(cause or error).splitlines()[0]}"
+    rule = f"{where} is invalid: {str(cause or error).splitlines()[0]}"
     setting = settings_by_name().get(name)
     guess = f"write {suggest(name)}" if setting is None and suggest(name) else "correct that file"
     return Problem(name, None, rule, f"write {setting.type_name}" if setting else guess)
 
 
 def _set(config: DictConfig, name: str, value: Any, problems: list[Problem]) -> None:
-    """Sets one value, or each value of a section that is given as a mapping."""
+    """Set one value, or each value of a section that is given as a mapping."""
     setting = settings_by_name().get(name)
     if name == FREE_DICT and isinstance(value, dict):
         with open_dict(config):
             config.optim.schedule = value
     elif name.startswith(FREE_DICT + "."):
-        # Any key is legal: the arguments are those of whatever class the schedule names.
+        # Any key is valid: the keys are arguments of the schedule's class.
         OmegaConf.update(config, name, value, force_add=True)
     elif isinstance(value, dict) and name in sections():
         for key, item in value.items():
@@ -286,7 +287,7 @@ def _set(config: DictConfig, name: str, value: Any, problems: list[Problem]) -> 
     elif name in sections() and not (value is None and sections()[name].optional):
         example = next(setting for setting in settings_by_name() if setting.startswith(name + "."))
         instead = f"write one of its settings, such as {example}=..."
-        problems.append(Problem(name, value, "this is a section of settings, not a setting", instead))
+        problems.append(Problem(name, value, "is a section of settings, not a setting", instead))
     elif setting is None and name not in sections():
         problems.append(unknown_setting_problem(name, value))
     else:
@@ -294,26 +295,26 @@ def _set(config: DictConfig, name: str, value: Any, problems: list[Problem]) -> 
 
 
 def _assign(config: DictConfig, name: str, setting: Setting | None, value: Any, problems: list[Problem]) -> None:
-    """Sets one known setting, or reports that the value has the wrong type."""
+    """Set one known setting, or report that the value has the wrong type."""
     parent_name, _, key = name.rpartition(".")
     parent = OmegaConf.select(config, parent_name) if parent_name else config
     if parent is None:
-        # An optional section that is null: the other values in it start from their defaults.
+        # An optional section that is null: its other values start from their defaults.
         outer, _, inner = parent_name.rpartition(".")
         OmegaConf.select(config, outer)[inner] = sections()[parent_name].kind()
         parent = OmegaConf.select(config, parent_name)
     try:
         if setting is not None and setting.kind is bool and isinstance(value, int) and value not in (0, 1):
             raise OmegaConfBaseException  # OmegaConf accepts any number as true
-        # PEFT writes this one name without brackets.
+        # PEFT writes this name without brackets.
         parent[key] = [value] if name == "finetune.lora_target_modules" and value == ALL_LINEAR else value
     except OmegaConfBaseException:
         assert setting is not None, "null is a legal value of an optional section"
-        problems.append(Problem(name, value, f"must be {setting.type_name}", setting.advice(value)))
+        problems.append(Problem(name, value, f"must be {setting.type_name}", setting.suggest_value(value)))
 
 
 def _delete(config: DictConfig, name: str, problems: list[Problem]) -> None:
-    """Removes one of the schedule's arguments; no other setting can be removed."""
+    """Remove one of the schedule's arguments; no other setting can be removed."""
     argument = name.removeprefix(FREE_DICT + ".")
     if name.startswith(FREE_DICT + ".") and argument in config.optim.schedule:
         with open_dict(config):
@@ -321,22 +322,24 @@ def _delete(config: DictConfig, name: str, problems: list[Problem]) -> None:
             config.optim.schedule = {key: item for key, item in schedule.items() if key != argument}
         return
     setting = settings_by_name().get(name)
-    instead = f"write {name}=null" if setting is not None and setting.optional else "leave this out"
+    instead = f"write {name}=null" if setting is not None and setting.optional else f"omit ~{name}"
     problems.append(Problem(f"~{name}", None, "only arguments of optim.schedule can be removed", instead))
 
 
 def _typed(config: DictConfig, problems: list[Problem]) -> Config | None:
-    """The config as dataclasses; None, with a problem added, where a value is missing. Interpolations in the schedule
-    are kept: ``resolve`` derives their values."""
+    """Return the config as dataclasses; None, with a problem added, if a value is missing.
+
+    Interpolations in the schedule remain; ``resolve`` resolves them.
+    """
 
     def unresolved(error: OmegaConfBaseException, owner: str) -> Problem:
-        rule = f"can't be resolved: {str(error).splitlines()[0]}"
+        rule = f"cannot be resolved: {str(error).splitlines()[0]}"
         name = str(getattr(error, "full_key", "") or owner)
         return Problem(name, None, rule, "write a value, or ${...} with the name of a setting")
 
     schedule = cast("dict[str, Any]", OmegaConf.to_container(config.optim.schedule, resolve=False))
     try:
-        OmegaConf.to_container(config.optim.schedule, resolve=True)  # only checks that every name exists
+        OmegaConf.to_container(config.optim.schedule, resolve=True)  # checks that every name exists
     except OmegaConfBaseException as error:
         problems.append(unresolved(error, "optim.schedule"))
         schedule = {}
@@ -356,17 +359,17 @@ def _typed(config: DictConfig, problems: list[Problem]) -> Config | None:
 def check_interpolations(config: DictConfig, *, functions: bool = False) -> list[Problem]:
     """Return the problems of a config's references, without resolving any reference.
 
-    ``functions`` accepts functions of other programs, such as NeMo's ``${multiply:...}``, which nothing here resolves.
+    ``functions`` accepts resolvers of other programs, such as NeMo's ``${multiply:...}``, which stay unresolved.
     """
     root = OmegaConf.to_container(config, resolve=False)
     known_forms = (_NAME, _VARIABLE, *([_FUNCTION] if functions else []))
-    strange = [
-        Problem(".".join(path), None, f"{_short(text)} is no reference that is read", "write ${a setting's name}")
+    unsupported = [
+        Problem(".".join(path), None, f"{_short(text)} is not a supported reference", "write ${a setting's name}")
         for path, text in _texts(root, ())
         if not all(any(form.fullmatch(name) for form in known_forms) for name in _names(text))
     ]
-    if strange:
-        return strange
+    if unsupported:
+        return unsupported
     known: dict[_Keys, tuple[int, int]] = {}
     try:
         size = sum(_size(root, text, path, known)[0] for path, text in _texts(root, ()))
@@ -375,20 +378,20 @@ def check_interpolations(config: DictConfig, *, functions: bool = False) -> list
         return [Problem(name, None, f"refers to itself, or through more than {MOST_STEPS} others", _INSTEAD)]
     if size > MOST_CHARACTERS:
         largest = ".".join(max((size, path) for path, size in known.items())[1])
-        rule = f"the references stand for {size:,} characters once they are written out; {MOST_CHARACTERS:,} may be"
+        rule = f"references expand to {size:,} characters; the limit is {MOST_CHARACTERS:,}"
         return [Problem(largest, None, rule, _INSTEAD)]
     return []
 
 
 class _Endless(Exception):
-    """A chain of references is too long."""
+    """Too long chain of references."""
 
     def __init__(self, path: _Keys) -> None:
         self.path = path
 
 
 def _texts(value: Any, path: _Keys) -> Iterator[tuple[_Keys, str]]:
-    """(path, text) of each value inside that refers to others."""
+    """Yield (path, text) of each value inside that contains references."""
     if isinstance(value, str) and "${" in value:
         yield path, value
     elif isinstance(value, (dict, list)):
@@ -397,7 +400,7 @@ def _texts(value: Any, path: _Keys) -> Iterator[tuple[_Keys, str]]:
 
 
 def _names(text: str) -> list[str]:
-    """Return the text of each ``${...}``, inner ones first and as a zero in the outer; unclosed text as it is."""
+    """Return the text of each ``${...}``, inner ones first and as "\\0" in the outer; unclosed text unchanged."""
     names = []
     while inner := _REFERENCE.findall(text):
         names += inner
@@ -406,8 +409,10 @@ def _names(text: str) -> list[str]:
 
 
 def _size(root: Any, value: Any, path: _Keys, known: dict[_Keys, tuple[int, int]], steps: int = 0) -> tuple[int, int]:
-    """(characters that the value at ``path`` stands for, references one after the other on the way to them). Each path
-    is looked at once, and counts as often as it is named."""
+    """Return (characters of the expanded value at ``path``, length of its longest chain of references).
+
+    Each path is visited once and counts once per reference.
+    """
     if path not in known:
         parts: list[tuple[int, int]] = []
         size = 1

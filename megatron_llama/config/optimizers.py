@@ -1,6 +1,6 @@
-"""The optimizers: one row each, which settings, rules, the memory estimate, checkpoints and training read.
+"""Properties of the optimizers, which settings, rules, memory estimate, checkpoints and training read.
 
-A new optimizer is a row here and a file in ``optim/``; ``optim/base.py`` describes that file.
+A new optimizer needs a row here and a file in ``optim/``; ``optim/base.py`` describes the file.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """The properties of an optimizer. Its name is the value of ``optim.name``."""
+    """Properties of an optimizer. Its name is the value of ``optim.name``."""
 
     factory: str
-    """Path of the function that builds it. It is text, since a config imports no torch."""
+    """Import path of the function that builds the optimizer; text, since a config imports no torch."""
     states: tuple[str, ...]
-    """Names of its states, which checkpoints contain. Each state has a weight's shape."""
+    """Names of the states in checkpoints. Each state has a weight's shape."""
     unsigned_states: tuple[str, ...] = ()
-    """The states that are never negative. In 8 bits they have other levels."""
+    """States that are never negative; in 8 bits they use other levels."""
     extra_states: int = 0
-    """Further tensors of a weight's size, which belong to a rank and not to a weight."""
+    """Number of further tensors of a weight's size that each rank holds and checkpoints omit."""
     betas: int = 2
-    """Number of ``optim.betas`` that it reads."""
+    """Number of values of ``optim.betas`` in use."""
     whole_matrix: bool = False
-    """Whether a matrix is updated as a whole, so that no rank may hold a part of it."""
+    """Whether the update needs the whole matrix on one rank."""
     sums_gradients: bool = False
-    """Whether it sums gradients over data-parallel ranks itself, which then hold whole weights."""
+    """Whether the optimizer sums gradients over data-parallel ranks, which then hold unsharded weights."""
     exchanges_signs: bool = False
     """Whether data-parallel ranks exchange signs of momenta after ``optim.freeze_step`` steps."""
     refuses: Mapping[str, str] = field(default_factory=dict)
-    """Settings that it does not support (``optim.state_bits``, ``trainer.offload``, and ``trainer.precision`` with
-    weights in bf16), each with the reason: a sentence whose subject is the optimizer."""
+    """Unsupported settings (``optim.state_bits``, ``trainer.offload``, ``trainer.precision`` with bf16 weights) and the
+    reason, a clause whose subject is the optimizer."""
 
     @property
     def state_tensors(self) -> int:
-        """Tensors of a weight's size in memory, in addition to weight and gradient."""
+        """Number of tensors of a weight's size in memory, in addition to weight and gradient."""
         return len(self.states) + self.extra_states
 
 
@@ -63,10 +63,10 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
         sums_gradients=True,
         exchanges_signs=True,
         refuses={
-            "optim.state_bits": "averages whole momenta, and adds what a sign loses to them",
+            "optim.state_bits": "needs fp32 momenta, to which it adds the compression error",
             "trainer.offload": "exchanges momenta between devices in its step",
-            "trainer.precision": "needs weights in fp32: errors of a sign are added to them",
+            "trainer.precision": "needs fp32 weights: compression errors are added to them",
         },
     ),
 }
-"""By ``optim.name``."""
+"""Rows by ``optim.name``."""

@@ -1,8 +1,7 @@
-"""The dtypes that each ``trainer.precision`` stands for: the one table that model, sharding, optimizer, memory and docs
-read.
+"""The dtypes of each ``trainer.precision``, which model, sharding, optimizer, memory estimate and docs read.
 
-Dtypes are torch's names as strings, so that a plan needs no torch. docs/guides/training/precision.md explains the
-columns.
+Dtypes are torch's names as strings, so that a plan does not import torch. docs/guides/training/precision.md explains
+the columns.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 def quantized_bytes(kind: str, values: int) -> int:
-    """Bytes of ``values`` (whole blocks of them) with their scales: 1.0625 per value in int8, 0.5625 in nf4."""
+    """Return the bytes of ``values`` (whole blocks) with their scales: 1.0625 per value in int8, 0.5625 in nf4."""
     return values * QUANTIZED_BITS[kind] // 8 + values // QUANTIZATION_BLOCK * BYTES["float32"]
 
 
 STATE_BLOCK = 32
-"""Values of a row that share an fp32 scale in 8-bit optimizer states. Small, as each tensor-parallel rank must hold
-whole blocks: Llama-7B's down_proj at tp=8 has rows of 1,376 values, which is 43 of them."""
+"""Values of a row that share an fp32 scale in 8-bit optimizer states. Small, since each tensor-parallel rank must hold
+whole blocks: Llama-7B's down_proj at tp=8 has rows of 1,376 values, or 43 blocks."""
 LEAST_IN_BLOCKS = 4096
-"""Values of a matrix from which on it has 8-bit states, as in bitsandbytes and torchao."""
+"""Smallest matrix with 8-bit states, in values; bitsandbytes and torchao have the same limit."""
 
 
 def has_8bit_states(shape: Sequence[int]) -> bool:
-    """Whether the optimizer states of a whole parameter, in no layout cut, are in 8 bits where the settings say so."""
+    """Return whether ``optim.state_bits=8`` applies to a parameter with this unsharded shape."""
     return len(shape) == 2 and shape[1] % STATE_BLOCK == 0 and shape[0] * shape[1] >= LEAST_IN_BLOCKS
 
 
 def state_bytes_8bit(values: int) -> int:
-    """Bytes of one 8-bit state of so many values (whole blocks of them), scales included: 1.125 for each."""
+    """Return the bytes of one 8-bit state of ``values`` (whole blocks) with its scales: 1.125 per value."""
     return values + values // STATE_BLOCK * BYTES["float32"]
 
 
@@ -47,8 +46,10 @@ EXCHANGE_BLOCK = 256
 
 
 def exchanged_bytes(kind: str, sizes: Iterable[int]) -> int:
-    """Bytes of a message with so many values of each parameter, in bf16 or int8: there blocks are sent whole, so that
-    it is 260 bytes for 256 values or fewer."""
+    """Return the bytes of a message with ``sizes`` values of each parameter, in bf16 or int8.
+
+    int8 sends whole blocks: 260 bytes for up to 256 values.
+    """
     if kind == "bf16":
         return BYTES["bfloat16"] * sum(sizes)
     return (EXCHANGE_BLOCK + BYTES["float32"]) * sum(-(-size // EXCHANGE_BLOCK) for size in sizes)
@@ -56,31 +57,33 @@ def exchanged_bytes(kind: str, sizes: Iterable[int]) -> int:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of one training recipe."""
+    """The dtypes of one ``trainer.precision``."""
 
     name: str
-    """The recipe's own name; aliases share an entry and therefore its name."""
+    """Name; aliases have the name of their entry."""
     compute_dtype: str
-    """Weights and inputs of matrix products, activations, and the gradients of one micro batch."""
+    """Weights and inputs of matmuls, activations, and the gradients of one micro batch."""
     grad_accum_dtype: str
-    """Gradient sums over micro batches before sharding, and over data-parallel ranks."""
+    """Gradient sums over micro batches (before sharding) and over data-parallel ranks."""
     master: str | None
-    """Master weights that the optimizer updates; None where it updates the compute weights themselves."""
+    """Master weights; None if the optimizer updates the compute weights."""
     optimizer_state_dtype: str
     """Optimizer states (exp_avg, exp_avg_sq)."""
     stochastic: bool
-    """Whether bf16 optimizer updates are rounded stochastically instead of to nearest. Also turns on the stochastic
+    """Whether bf16 optimizer updates are rounded stochastically instead of to nearest. Also enables the stochastic
     rounding mode of hardware that has one."""
 
     @property
     def param_dtype(self) -> str:
-        """Parameters as ranks hold, update and save them: the master weights if there are any. Reduced gradients have
-        it too, but for Storage.keeps_bf16_grads."""
+        """Dtype of the parameters that ranks hold, update and save: the master weights' if there are any.
+
+        Reduced gradients have the same dtype unless ``Storage.keeps_bf16_grads``.
+        """
         return self.master or self.compute_dtype
 
     @property
     def compute_format(self) -> str:
-        """The compute dtype as "fp32" or "bf16", the names under which peak FLOP/s are published."""
+        """The compute dtype as "fp32" or "bf16", the names in tables of peak FLOP/s."""
         return _SHORT[self.compute_dtype]
 
     def __str__(self) -> str:
@@ -103,11 +106,11 @@ _ENTRIES = (
     Precision("fp32_OptStates", _B, _B, None, _F, True),
     Precision("fp32_ZeroOptMaster", _B, _B, _F, _F, True),
 )
-# Names of the Trainium recipe for entries above.
+# Names of the Trainium recipe.
 _ALIASES = {"bf16SR": "bf16_sr", "fp32_ZeroOptMasterGradAcc": "bf16", "megatron_amp_O2": "bf16"}
 
 PRECISIONS: Mapping[str, Precision] = {
     **{entry.name: entry for entry in _ENTRIES},
     **{alias: entry for alias, name in _ALIASES.items() for entry in _ENTRIES if entry.name == name},
 }
-"""Every legal ``trainer.precision``."""
+"""All valid values of ``trainer.precision``."""

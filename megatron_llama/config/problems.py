@@ -1,4 +1,4 @@
-"""Problems of a config, collected so that all of them are reported at once."""
+"""Problems of a config, reported together."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_llama.config.settings import Config
 
-MESSAGE_WIDTH = 100
+MESSAGE_WIDTH = 79
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One reason why a run is refused: the setting, its value, the rule it breaks, and what to write instead."""
+    """One reason to reject a config: the setting, its value, the rule and the text to write instead."""
 
     field: str
-    """The setting as it is written on the command line, e.g. ``trainer.tp``."""
+    """Name of the setting on the command line, e.g. ``trainer.tp``."""
     value: Any
-    """Its value now; None shows no value."""
+    """Current value; None shows no value."""
     rule: str
-    """The rule it breaks, as a sentence."""
+    """Violated rule, a clause whose subject is the setting."""
     instead: str
-    """What to write instead, ready to paste where that is possible."""
+    """Text to write instead, ready to paste if possible."""
     machine_specific: bool = False
-    """Whether the setting is right and only this machine lacks what it names, which a command, a download or a larger
-    machine mends: a dry run notes it and goes on."""
+    """Whether the setting is valid, but this host lacks the file, package or memory. A dry run only prints a note."""
 
 
 class ConfigError(ValueError):
-    """A config that can't work; ``problems`` has every reason, and the message shows them all.
+    """Invalid config. The message lists all ``problems``.
 
-    ``config`` is the config without the values that could not be read, so that ``resolve`` can find further problems;
-    None where nothing usable is left.
+    ``config`` omits the values that could not be parsed, so that ``resolve`` can find further problems. It is None if
+    nothing can be parsed.
     """
 
     def __init__(self, problems: Iterable[Problem], config: Config | None = None) -> None:
@@ -46,13 +45,13 @@ class ConfigError(ValueError):
 
 
 def duplicate_length(epochs: int, steps: int) -> Problem:
-    """The problem of a run whose length is given twice."""
-    rule = f"and trainer.steps={steps} both set the length of the run"
-    return Problem("trainer.epochs", epochs, rule, "write trainer.epochs=null, or leave trainer.steps out")
+    """Return the problem of a run whose length is set twice."""
+    rule = f"conflicts with trainer.steps={steps}: both set the length of the run"
+    return Problem("trainer.epochs", epochs, rule, "write trainer.epochs=null, or omit trainer.steps")
 
 
 def format_value(value: Any) -> str:
-    """``value`` as a user would write it in a config."""
+    """Format a value as a user writes it in a config."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -68,22 +67,25 @@ def format_value(value: Any) -> str:
 
 
 def quote_value(value: Any) -> str:
-    """``value`` ready for a shell and for Hydra's grammar, in which a comma outside of brackets asks for a sweep."""
+    """Format a value for the shell and for Hydra's grammar, where a comma outside brackets means a sweep."""
     return f"'\"{value}\"'" if isinstance(value, str) and "," in value else format_value(value)
 
 
-def closest_match(wanted: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The name in ``known`` that is most similar to ``wanted``, at least by ``cutoff`` (difflib's ratio); else None."""
-    by_lower_case = {name.lower(): name for name in known}
-    found = difflib.get_close_matches(wanted.lower(), list(by_lower_case), n=1, cutoff=cutoff)
-    return by_lower_case[found[0]] if found else None
+def closest_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the entry of ``known`` that is most similar to ``name``; None if none reaches ``cutoff``.
+
+    Args:
+        cutoff: Smallest similarity, difflib's ratio.
+    """
+    by_lower_case = {known_name.lower(): known_name for known_name in known}
+    matches = difflib.get_close_matches(name.lower(), list(by_lower_case), n=1, cutoff=cutoff)
+    return by_lower_case[matches[0]] if matches else None
 
 
-def format_problems(problems: ConfigError | Sequence[Problem], what: str = "This config") -> str:
-    """The message for the user: each problem's field and value, the rule, and what to write instead; see
-    ``group_by_suggestion``."""
+def format_problems(problems: ConfigError | Sequence[Problem], subject: str = "This config") -> str:
+    """Format problems for the user: setting, value, rule and the text to write, grouped by suggestion."""
     listed = problems.problems if isinstance(problems, ConfigError) else tuple(problems)
-    blocks = [f"{what} can't work, for {'one reason' if len(listed) == 1 else f'{len(listed)} reasons'}:"]
+    blocks = [f"{subject} can't work, for {'one reason' if len(listed) == 1 else f'{len(listed)} reasons'}:"]
     for instead, reasons in group_by_suggestion(listed).items():
         lines: list[str] = []
         before: list[str] = []
@@ -98,8 +100,8 @@ def format_problems(problems: ConfigError | Sequence[Problem], what: str = "This
 
 
 def merge_problems(problems: Iterable[Problem]) -> list[str]:
-    """A sentence for each piece of advice; see ``group_by_suggestion``."""
-    told = []
+    """Return one sentence per suggestion; see ``group_by_suggestion``."""
+    messages = []
     for instead, alike in group_by_suggestion(problems).items():
         reasons: list[str] = []
         before = ""
@@ -109,33 +111,33 @@ def merge_problems(problems: Iterable[Problem]) -> list[str]:
             setting = f"{first.field}={format_value(first.value)}: "
             reasons.append(f"{'' if setting == before else setting}{first.rule}{likewise}")
             before = "" if others else setting
-        told.append("; ".join([*reasons, instead]))
-    return told
+        messages.append("; ".join([*reasons, instead]))
+    return messages
 
 
 def group_by_suggestion(problems: Iterable[Problem]) -> dict[str, list[list[Problem]]]:
-    """Problems by what mends them, and those together that break the same rule, so that each is told once: one command
-    makes all the datasets of a blend and their tokenizer.
+    """Group problems by suggestion, then by rule, so that a suggestion that fixes several problems is shown once.
 
-    Where a setting has several problems, only advice that mends the others too is worth telling: of "write a, or b" and
-    "write a" the second."""
+    If a setting has several problems, suggestions that fix only one of them are dropped: of "write a, or b" and
+    "write a", the second remains.
+    """
     listed = list(problems)
-    found: dict[str, dict[str, list[Problem]]] = {}
+    groups: dict[str, dict[str, list[Problem]]] = {}
     for problem in listed:
         same = [p.instead for p in listed if (p.field, p.value) == (problem.field, problem.value)]
         within = [instead for instead in same if _alternatives(instead) < _alternatives(problem.instead)]
         instead = min(within, key=lambda text: len(_alternatives(text)), default=problem.instead)
         rule = problem.rule.replace(str(problem.value), "")
-        found.setdefault(instead, {}).setdefault(rule, []).append(problem)
-    return {instead: list(rules.values()) for instead, rules in found.items()}
+        groups.setdefault(instead, {}).setdefault(rule, []).append(problem)
+    return {instead: list(rules.values()) for instead, rules in groups.items()}
 
 
 def _alternatives(instead: str) -> set[str]:
-    """What one may write, of a text such as "write trainer.sp=true, or trainer.async_tp=false"."""
+    """Return the alternatives of a text such as "write trainer.sp=true, or trainer.async_tp=false"."""
     return set(instead.removeprefix("write ").split(", or "))
 
 
 def fill(start: str, text: str, width: int) -> str:
-    """``text`` behind ``start``, wrapped with a hanging indent; long paths and commands are not broken."""
+    """Wrap ``start`` and ``text`` with a hanging indent. Long paths and commands are not broken."""
     wrapper = textwrap.TextWrapper(width, start, " " * len(start), break_long_words=False, break_on_hyphens=False)
     return wrapper.fill(text)

@@ -1,6 +1,8 @@
-"""How many training sequences a dataset makes, and how many of them a run reads. Reads .idx files only.
+"""Number of training sequences in a dataset, and in a run's use of it. Reads .idx files only.
 
-Numpy, which takes longer to import than a plan takes to make, is imported where a dataset is opened."""
+numpy, whose import takes longer than a plan, is imported when a dataset is opened.
+"""
+
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ if TYPE_CHECKING:
     from megatron_llama.corpus.indexed_format import Index
 
 SPLITS = ("training", "validation", "test")
-"""In the order of ``data.split``."""
+"""Splits in the order of ``data.split``."""
 
 
 def split_range(split: str, number: int, count: int) -> tuple[int, int]:
-    """First and last (exclusive) of ``count`` sequences in a split, bounds rounded half to even as in megatron-core."""
+    """Return the range (end exclusive) of a split in ``count`` sequences, rounded half to even as in megatron-core."""
     shares = [float(share) for share in split.split(",")]
     first, last = (round(sum(shares[:end]) / sum(shares) * count) for end in (number, number + 1))
     return first, last
@@ -29,28 +31,27 @@ def split_range(split: str, number: int, count: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class DatasetSplit:
-    """What a split takes of a dataset."""
+    """Part of a dataset in a split."""
 
     prefix: str
     index: Index
     first: int
-    """Its first sequence."""
+    """First sequence."""
     last: int
-    """The sequence after its last."""
+    """Last sequence (exclusive)."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of its sequences."""
+        """Number of tokens."""
         return self.index.tokens(self.first, self.last)
 
     def samples(self, seq_length: int) -> int:
-        """Training sequences in an epoch of pretraining: documents follow each other, and the last label needs one
-        token more."""
+        """Return the training sequences in an epoch of pretraining; the last label needs one more token."""
         return max(0, self.tokens - 1) // seq_length
 
 
 def open_split(data: DataConfig, prefix: str, number: int = 0) -> DatasetSplit:
-    """What split ``number`` of SPLITS takes of a dataset. Raises OSError or ValueError."""
+    """Return the part of a dataset in split ``number`` of SPLITS. Raises OSError or ValueError."""
     from megatron_llama.corpus.indexed_format import read_index
 
     index = read_index(prefix)
@@ -60,15 +61,15 @@ def open_split(data: DataConfig, prefix: str, number: int = 0) -> DatasetSplit:
 
 
 def open_splits(data: DataConfig, number: int) -> list[DatasetSplit]:
-    """What split ``number`` takes of each of its datasets. Raises OSError or ValueError."""
+    """Return the part of each dataset in split ``number``. Raises OSError or ValueError."""
     prefixes = [str(prefix) for prefix in data.validation_prefixes] if number == 1 else []
     return [open_split(data, prefix, number) for prefix in prefixes or split_weights(data.prefixes)[1]]
 
 
 def samples_per_epoch(data: DataConfig, number: int = 0) -> int:
-    """Training sequences in which every document of split ``number`` is seen once. Raises OSError or ValueError.
+    """Return the training sequences of an epoch over split ``number``. Raises OSError or ValueError.
 
-    Pretraining drops the last, incomplete one.
+    Pretraining drops the last, incomplete sequence.
     """
     parts = open_splits(data, number)
     if data.kind == "pretrain":
@@ -80,23 +81,25 @@ def samples_per_epoch(data: DataConfig, number: int = 0) -> int:
     lengths = np.concatenate([part.index.lengths[part.first : part.last] for part in parts])
     if not data.pack:
         return len(lengths)
-    # An example of n tokens takes n - 1 positions. Too long ones are refused when the data is checked.
+    # An example of n tokens takes n - 1 positions. The check of the data rejects too long ones.
     positions = np.clip(lengths - 1, 1, data.length)
     return sum(recipe.count for recipe in pack_lengths(histogram(positions), data.length))
 
 
 def planned_blends(data: DataConfig) -> list[tuple[int, dict[str, float]]]:
-    """(first sample, weight of each dataset by prefix) of ``data.prefixes`` and each entry of ``data.schedule``.
+    """Return (first sample, weights by prefix) of ``data.prefixes`` and of each entry of ``data.schedule``.
 
-    A dataset that is named twice counts twice. Raises OSError or ValueError.
+    A dataset that is listed twice counts twice. Raises OSError or ValueError.
     """
     blends = [(0, data.prefixes), *((int(entry["samples"]), entry["prefixes"]) for entry in data.schedule)]
     return [(first, _weights(data, prefixes)) for first, prefixes in blends]
 
 
 def planned_timeline(data: DataConfig, number: int = 0) -> BlendTimeline:
-    """The stream of a run that starts anew: which sample of which dataset sample n is. Validation (split ``number`` 1)
-    is on the first blend. Raises OSError or ValueError."""
+    """Return the stream of a new run. Validation (split ``number`` 1) uses the first blend.
+
+    Raises OSError or ValueError.
+    """
     from megatron_llama.corpus.blend import BlendTimeline
 
     timeline = BlendTimeline([])
@@ -106,7 +109,7 @@ def planned_timeline(data: DataConfig, number: int = 0) -> BlendTimeline:
 
 
 def _weights(data: DataConfig, prefixes: Sequence[Any]) -> dict[str, float]:
-    """Weights by prefix. Where none are given, each dataset's sequences in an epoch: an epoch reads each once."""
+    """Return the weights by prefix; by default each dataset's sequences, so that an epoch reads each sequence once."""
     weights, paths = split_weights(prefixes)
     if not weights and len(set(paths)) == 1:
         weights = [1.0] * len(paths)  # without opening it
@@ -120,38 +123,38 @@ def _weights(data: DataConfig, prefixes: Sequence[Any]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class DatasetUsage:
-    """What a run that starts anew reads of one dataset."""
+    """Use of one dataset by a new run."""
 
     prefix: str
     sequences: int
-    """Training sequences in an epoch; for fine-tuning sets, examples."""
+    """Training sequences (fine-tuning: examples) in an epoch."""
     tokens: int
-    """Of those, in an epoch."""
+    """Tokens in an epoch."""
     read: int
     """Sequences or examples that the run reads, over all epochs."""
     share: float
-    """Of all that the run reads."""
+    """Share of all sequences that the run reads."""
 
     @property
     def epochs(self) -> float:
-        """How often the run goes through the dataset."""
+        """Number of epochs over the dataset."""
         return self.read / max(1, self.sequences)
 
 
 def dataset_usage(data: DataConfig, samples: int) -> tuple[DatasetUsage, ...]:
-    """What a run of ``samples`` reads of each training dataset. Raises OSError or ValueError."""
-    found = []
+    """Return the use of each training dataset by a run of ``samples``. Raises OSError or ValueError."""
+    usage = []
     if data.kind == "pretrain":
         timeline = planned_timeline(data)
         read = timeline.read(samples)
         for prefix in dict.fromkeys(prefix for segment in timeline.segments for prefix in segment.weights):
             count = open_split(data, prefix).samples(data.length)
             share = read.get(prefix, 0) / max(1, samples)
-            found.append(DatasetUsage(prefix, count, count * data.length, read.get(prefix, 0), share))
-        return tuple(found)
+            usage.append(DatasetUsage(prefix, count, count * data.length, read.get(prefix, 0), share))
+        return tuple(usage)
     parts, epochs = open_splits(data, 0), samples / max(1, samples_per_epoch(data))
     examples = sum(part.last - part.first for part in parts)
     for part in parts:
         count = part.last - part.first
-        found.append(DatasetUsage(part.prefix, count, part.tokens, round(count * epochs), count / max(1, examples)))
-    return tuple(found)
+        usage.append(DatasetUsage(part.prefix, count, part.tokens, round(count * epochs), count / max(1, examples)))
+    return tuple(usage)

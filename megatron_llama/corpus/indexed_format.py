@@ -1,10 +1,16 @@
-"""Megatron's indexed dataset on disk: a reader and a writer without torch.
+"""Reader and writer of Megatron's indexed datasets, without torch.
 
-PREFIX.bin holds the tokens of all sequences back to back. PREFIX.idx is, little-endian: 9 bytes ``MMIDIDX`` and two
-zeros; u64 version 1; u8 dtype code; u64 N sequences; u64 M document indices; N int32 lengths in tokens; N int64 byte
-offsets into the .bin (pointers); M int64 document indices, the number of a document's first sequence: 34 + 12 N + 8 M
-bytes. An empty document repeats its index and has no sequence. Both files are byte for byte what megatron-core's
-IndexedDatasetBuilder writes (tests/data_prep/test_format.py), without its Python loop over sequences.
+PREFIX.bin contains the tokens of all sequences. PREFIX.idx has 34 + 12 N + 8 M bytes, little-endian:
+
+    9 bytes      ``MMIDIDX`` and two zeros
+    u64, u8      version 1, dtype code
+    u64, u64     N sequences, M document indices
+    N int32      lengths in tokens
+    N int64      byte offsets into the .bin (pointers)
+    M int64      document indices: the first sequence of each document
+
+An empty document repeats its index and has no sequence. Both files are identical to the output of megatron-core's
+IndexedDatasetBuilder (tests/data_prep/test_format.py).
 """
 
 from __future__ import annotations
@@ -25,13 +31,13 @@ MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
-"""By their codes in an .idx, megatron-core's ``DType``."""
+"""Dtypes by their code in an .idx, megatron-core's ``DType``."""
 UINT16_MAX_VOCABULARY = 65500
 """megatron-core's bound (``DType.optimal_dtype``), not 65,536."""
 MASK_DTYPE = "uint8"
-"""Of a fine-tuning set's loss masks: 1 where a token has loss."""
+"""Dtype of a fine-tuning dataset's loss masks: 1 for tokens with loss."""
 CHUNK = 1 << 20
-"""Sequences that the writer and the checks hold in memory at a time."""
+"""Sequences per chunk in the writer and the checks."""
 _SAMPLED_BYTES = 1 << 20
 
 
@@ -40,20 +46,20 @@ class Index:
     """An .idx file, memory-mapped."""
 
     dtype: np.dtype
-    """Of the tokens in the .bin."""
+    """Dtype of the tokens in the .bin."""
     lengths: np.ndarray
-    """int32 [sequences], tokens."""
+    """Tokens of each sequence, int32 [sequences]."""
     pointers: np.ndarray
-    """int64 [sequences], byte offsets into the .bin."""
+    """Byte offsets into the .bin, int64 [sequences]."""
     document_indices: np.ndarray
-    """int64 [documents + 1], each document's first sequence."""
+    """First sequence of each document, int64 [documents + 1]."""
 
     def __len__(self) -> int:
-        """Sequences."""
+        """Return the number of sequences."""
         return len(self.lengths)
 
     def tokens(self, first: int = 0, last: int | None = None) -> int:
-        """Tokens of sequences ``first`` to ``last`` (exclusive), from two pointers rather than a sum of lengths."""
+        """Return the tokens of sequences ``first`` to ``last`` (exclusive), computed from two pointers."""
         last = len(self) if last is None else last
         if first >= last:
             return 0
@@ -62,11 +68,11 @@ class Index:
 
 
 def read_index(prefix: str) -> Index:
-    """Opens PREFIX.idx; PREFIX.bin need not be there.
+    """Open PREFIX.idx; PREFIX.bin may be missing.
 
     Raises:
-        OSError: it can't be read.
-        UserError: it is no Megatron index, or its size differs from what its header gives.
+        OSError: The file cannot be read.
+        UserError: The file is not a Megatron index, or its size does not match its header.
     """
     path = Path(prefix + ".idx")
     with open_regular(path) as file:
@@ -81,7 +87,7 @@ def read_index(prefix: str) -> Index:
         raise UserError(f"{path} has {size:,} bytes, but its header gives {expected:,}")
 
     def section(dtype: str, count: int, offset: int) -> np.ndarray:
-        if not count:  # nothing can't be mapped
+        if not count:  # an empty file cannot be mapped
             return np.zeros(0, dtype)
         return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
 
@@ -100,8 +106,8 @@ class IndexedDataset:
         """``prefix`` with or without .bin or .idx.
 
         Raises:
-            OSError: a file can't be read.
-            UserError: a file is missing, or the index is no index or has the wrong size.
+            OSError: A file cannot be read.
+            UserError: A file is missing, or the index is invalid.
         """
         self.prefix = prefix.removesuffix(".bin").removesuffix(".idx")
         self.bin_path, self.idx_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
@@ -112,25 +118,25 @@ class IndexedDataset:
         dtype = self.index.dtype
         size = self.bin_path.stat().st_size
         if size % dtype.itemsize:
-            raise UserError(f"{self.bin_path} has {size:,} bytes, which are no whole tokens of {dtype.itemsize} bytes")
+            raise UserError(f"{self.bin_path} has {size:,} bytes, not a multiple of {dtype.itemsize} bytes per token")
         has_tokens = size > 0
         self.tokens: np.ndarray = np.memmap(self.bin_path, dtype, "r") if has_tokens else np.zeros(0, dtype)
         """All tokens, [tokens] of ``index.dtype``."""
 
     def __len__(self) -> int:
-        """Documents, empty ones included."""
+        """Return the number of documents, empty ones included."""
         return max(0, len(self.index.document_indices) - 1)
 
     def sequence(self, number: int) -> np.ndarray:
-        """The tokens of a sequence, a view of the mapped file."""
+        """Return the tokens of a sequence, a view of the mapped file."""
         start = int(self.index.pointers[number]) // self.index.dtype.itemsize
         return self.tokens[start : start + int(self.index.lengths[number])]
 
     def document(self, number: int) -> np.ndarray:
-        """The tokens of a document, that is of all its sequences.
+        """Return the tokens of all sequences of a document.
 
         Raises:
-            UserError: there is no such document.
+            UserError: There is no such document.
         """
         if not 0 <= number < len(self):
             raise UserError(f"there is no document {number}; there are {len(self):,}, counted from 0")
@@ -142,14 +148,14 @@ class IndexedDataset:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The dtype of tokens on disk: uint16 for vocabularies below 65,500, else int32."""
+    """Return the dtype of tokens on disk: uint16 for vocabularies below 65,500, else int32."""
     return np.dtype("<u2") if vocab_size < UINT16_MAX_VOCABULARY else np.dtype("<i4")
 
 
 def write_index(file: IO[bytes], lengths_path: Path, dtype: np.dtype) -> tuple[int, int]:
-    """Writes an .idx from a file of int32 lengths, one per document, 0 for an empty one.
+    """Write an .idx from a file of int32 lengths, one per document, 0 for an empty one.
 
-    Memory does not grow with the number of documents: each section is one pass over the lengths.
+    Memory does not grow with the number of documents: the lengths are read in chunks for each section.
 
     Returns:
         (sequences, tokens).
@@ -179,8 +185,10 @@ def write_index(file: IO[bytes], lengths_path: Path, dtype: np.dtype) -> tuple[i
 
 
 def dataset_facts(prefix: str) -> dict[str, Any]:
-    """By what a dataset is known wherever it lies; reads its headers, a manifest and 3 MiB. Raises OSError or
-    ValueError."""
+    """Return properties that identify a dataset regardless of its path. Reads headers, the manifest and 3 MiB.
+
+    Raises OSError or ValueError.
+    """
     dataset = IndexedDataset(prefix)
     size = dataset.bin_path.stat().st_size
     digest = hashlib.sha256()
@@ -189,7 +197,7 @@ def dataset_facts(prefix: str) -> dict[str, Any]:
             for start in starts:
                 file.seek(start)
                 digest.update(file.read(_SAMPLED_BYTES))
-    manifest = Path(prefix + ".json")  # a dataset of another program has none
+    manifest = Path(prefix + ".json")  # missing if another program made the dataset
     described = read_json(manifest) if manifest.exists() else {}
     return {
         "sequences": len(dataset.index),
@@ -201,5 +209,5 @@ def dataset_facts(prefix: str) -> dict[str, Any]:
 
 
 def same_dataset(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether two datasets have the same content, by the facts that both records have."""
+    """Return whether two results of ``dataset_facts`` agree in all keys that both have, except the tokenizer's hash."""
     return all(saved[key] == now[key] for key in saved.keys() & now.keys() if key != "tokenizer_sha256")

@@ -1,10 +1,8 @@
-"""Which examples of a fine-tuning set make up sample i: a function of seed and i, whatever the layout.
+"""Examples of sample i of a fine-tuning dataset, as a function of seed and i, independent of the layout.
 
-Samples go on from epoch to epoch; each epoch has every example once, in an order of its own.
-
-Packing works on the histogram of lengths (best fit, longest first), so it takes as long for a thousand examples as for
-a hundred million, and the number of sequences is the same in every epoch: which examples share a sequence changes, the
-lengths that share one don't.
+Sample numbers continue across epochs; each epoch has every example once, in a different order. Packing uses the
+histogram of lengths (best fit, longest first), so its time hardly depends on the number of examples. The lengths that
+share a sequence, and the number of sequences, are the same in every epoch; the examples differ.
 """
 
 from __future__ import annotations
@@ -15,22 +13,21 @@ from typing import Protocol
 
 import numpy as np
 
-KEPT_EPOCHS = 2  # a global batch may reach into the next
+CACHED_EPOCHS = 2  # a global batch may extend into the next epoch
 
 
 @dataclass(frozen=True)
 class PackRecipe:
-    """A kind of packed sequence: the lengths that go into it, and how many such sequences there are."""
+    """Lengths of the examples in a packed sequence, and the number of such sequences."""
 
     parts: tuple[tuple[int, int], ...]
-    """(length, how many examples of it), longest first."""
+    """(length, number of examples), longest first."""
     count: int
 
 
 def pack_lengths(lengths: dict[int, int], capacity: int) -> list[PackRecipe]:
-    """Packs {length: how many examples} into sequences of at most ``capacity`` tokens, none split: each example goes
-    where it leaves the least room, longest first."""
-    room: dict[int, list[PackRecipe]] = {}  # by the tokens left
+    """Pack {length: number of examples} into sequences of at most ``capacity`` tokens: best fit, longest first."""
+    room: dict[int, list[PackRecipe]] = {}  # by free tokens
 
     def put(parts: tuple[tuple[int, int], ...], length: int, fit: int, count: int, space: int) -> None:
         if count and fit:
@@ -40,7 +37,7 @@ def pack_lengths(lengths: dict[int, int], capacity: int) -> list[PackRecipe]:
         left = lengths[length]
         assert 0 < length <= capacity, f"an example of {length} tokens does not fit into {capacity}"
         for space in sorted(space for space in room if space >= length):
-            fit = space // length  # after one, the same sequence is again the one with the least room
+            fit = space // length  # after one example, the same sequence still has the least free tokens
             while left and room[space]:
                 kind = room[space].pop()
                 full = min(left // fit, kind.count)
@@ -60,7 +57,7 @@ def pack_lengths(lengths: dict[int, int], capacity: int) -> list[PackRecipe]:
 
 
 def histogram(lengths: np.ndarray) -> dict[int, int]:
-    """{length: how many} of an array of lengths."""
+    """Return {length: count} of an array of lengths."""
     values, counts = np.unique(lengths, return_counts=True)
     return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
@@ -69,16 +66,16 @@ class Order(Protocol):
     """Samples as lists of examples."""
 
     def __len__(self) -> int:
-        """Samples in an epoch."""
+        """Return the samples in an epoch."""
         ...
 
     def examples(self, index: int) -> list[int]:
-        """Numbers of the examples of sample ``index``, which may be in any epoch."""
+        """Return the example numbers of sample ``index``, which may be in any epoch."""
         ...
 
 
 class Unpacked:
-    """A sample is an example."""
+    """Order of samples with one example each."""
 
     def __init__(self, count: int, seed: int) -> None:
         self._shuffles = _Shuffles(count, seed, stream=0)
@@ -87,16 +84,16 @@ class Unpacked:
         return self._shuffles.count
 
     def examples(self, index: int) -> list[int]:
-        """The one example of sample ``index``."""
+        """Return the example of sample ``index``."""
         epoch, position = divmod(index, len(self))
         return [int(self._shuffles.of(epoch)[position])]
 
 
 class Packed:
-    """A sample is several examples that fit into a sequence together.
+    """Order of samples with several examples each.
 
-    The lengths that go together are the same in every epoch (``pack_lengths``); which of the examples of a length
-    these are, and the order of the sequences, is drawn for each epoch.
+    The lengths in a sample are the same in every epoch (``pack_lengths``). The examples of each length and the order of
+    the sequences are drawn for each epoch.
     """
 
     def __init__(self, lengths: np.ndarray, capacity: int, seed: int) -> None:
@@ -105,7 +102,7 @@ class Packed:
         counts = histogram(lengths)
         self._recipes = pack_lengths(counts, capacity)
         self._ends = np.cumsum([recipe.count for recipe in self._recipes])
-        # Examples of one length are neighbours in _by_length(); each recipe takes its range of them.
+        # Examples of one length are adjacent in _by_length(); each recipe uses a range of them.
         ascending = sorted(counts)
         before = np.cumsum([0, *(counts[length] for length in ascending)])
         position = dict(zip(ascending, before.tolist(), strict=False))
@@ -116,38 +113,38 @@ class Packed:
                 position[length] += fit * recipe.count
         self._examples = _Shuffles(len(lengths), seed, stream=0)
         self._sequences = _Shuffles(len(self), seed, stream=1)
-        self._by_length = lru_cache(KEPT_EPOCHS)(self._sort)
+        self._by_length = lru_cache(CACHED_EPOCHS)(self._sort)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def examples(self, index: int) -> list[int]:
-        """The examples of sample ``index``, longest first."""
+        """Return the examples of sample ``index``, longest first."""
         epoch, position = divmod(index, len(self))
         sequence = int(self._sequences.of(epoch)[position])
         kind = int(np.searchsorted(self._ends, sequence, side="right"))
         recipe = self._recipes[kind]
         number = sequence - (int(self._ends[kind]) - recipe.count)
         by_length = self._by_length(epoch)
-        found: list[int] = []
+        examples: list[int] = []
         for (_, fit), first in zip(recipe.parts, self._firsts[kind], strict=True):
-            found += by_length[first + number * fit : first + (number + 1) * fit].tolist()
-        return found
+            examples += by_length[first + number * fit : first + (number + 1) * fit].tolist()
+        return examples
 
     def _sort(self, epoch: int) -> np.ndarray:
-        """Example numbers by length, those of one length in this epoch's order."""
+        """Return example numbers sorted by length; equal lengths in this epoch's order."""
         shuffled = self._examples.of(epoch)
         return shuffled[np.argsort(self._lengths[shuffled], kind="stable")]
 
 
 class _Shuffles:
-    """A permutation of ``count`` numbers for each epoch."""
+    """Permutations of ``count`` numbers, one per epoch."""
 
     def __init__(self, count: int, seed: int, stream: int) -> None:
         self.count, self.seed, self.stream = count, seed, stream
-        self.of = lru_cache(KEPT_EPOCHS)(self._draw)
+        self.of = lru_cache(CACHED_EPOCHS)(self._draw)
 
     def _draw(self, epoch: int) -> np.ndarray:
-        # RandomState, because numpy promises that its numbers never change.
+        # RandomState, because numpy guarantees that its stream does not change.
         random = np.random.RandomState([self.seed % 2**32, self.seed >> 32, epoch, self.stream])
         return random.permutation(self.count)

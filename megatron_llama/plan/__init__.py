@@ -1,9 +1,9 @@
-"""What a config means on a number of devices: ``resolve(config, world_size)`` returns a ``Plan`` or raises ConfigError.
+"""Plan of a config on a number of devices: ``resolve(config, world_size)`` returns a ``Plan`` or raises ConfigError.
 
     plan = resolve(config, world_size=8)
     print(format_plan(plan))
 
-Pure, without torch and without devices: a plan for 512 ranks is made on a login node.
+Needs neither torch nor devices: a login node can plan 512 ranks.
 """
 
 from megatron_llama.arch.shapes import parameters

@@ -1,5 +1,8 @@
-"""Defaults that depend on the model and the device. What somebody has written is never changed; what is chosen is named
-in the plan, with the reason. Notes for the user are here too."""
+"""Defaults that depend on model and device, and notes for the user.
+
+Only unset values are chosen. The plan lists each choice with its reason.
+"""
+
 from __future__ import annotations
 
 import copy
@@ -25,42 +28,47 @@ from megatron_llama.system.tables import gib
 
 CHOSEN = ("data.seq_length", "trainer.precision", "trainer.compile")
 KEPT = (*CHOSEN, "trainer.pipeline_layers")
-"""What a run that goes on keeps. Layers of stages are chosen in derive.py, once all rules hold."""
+"""Settings that a resumed run keeps. derive.py chooses pipeline_layers after all rules hold."""
 LONGEST_BY_DEFAULT = 8192
-"""Tokens. Llama 3.1's 131,072 positions come from a last stage of training; before it, sequences have 8,192
-(arXiv:2407.21783, section 3.4). Longer ones are asked for."""
+"""Tokens. Longer sequences must be set explicitly: Llama 3.1 trains with 8,192 tokens and extends to 131,072 only in
+its last stage (arXiv:2407.21783, section 3.4)."""
 SHORT = 256
-"""Tokens in a sequence on a CPU."""
+"""Default sequence length on a CPU, tokens."""
 LONG_RUN = 1000
-"""Steps that repay the minute or two that a compiler takes."""
+"""Steps from which on compilation, which takes a minute or two, saves time."""
 
 
 def choose_defaults(config: Config, fast_bf16: bool = True) -> tuple[Config, tuple[str, ...]]:
-    """A copy of ``config`` with values in place of what was left open, and lines that say which and why.
+    """Choose values for unset settings.
 
-    ``fast_bf16`` is whether the accelerator, where it is known, has units for bf16. A CPU takes fp32 also where it has
-    them: what it is for is small runs that can be compared to the last bit. A device that is not known, as in plans
-    for other machines, is taken for a CPU. A run that goes on keeps what it began with, wherever it goes on.
+    A resumed run keeps its values on any device. On a CPU the default is fp32 even if it has bf16 units, so that small
+    runs are comparable bitwise. An unknown device, as in plans for other machines, counts as a CPU.
+
+    Args:
+        fast_bf16: Whether the accelerator, if known, has bf16 units.
+
+    Returns:
+        (a copy of ``config`` with the chosen values, lines with each choice and its reason).
     """
     config = copy.deepcopy(config)
-    begun = list(_as_begun(config))
+    resumed = list(_keep_saved(config))
     device = find_device(config.device.name)
     on_accelerator = device is not None and device.is_accelerator
     choose = _on_an_accelerator(config, fast_bf16) if on_accelerator else _on_a_cpu(config)
-    return config, (*begun, *choose)
+    return config, (*resumed, *choose)
 
 
-def _as_begun(config: Config) -> Iterator[str]:
-    """Takes over, in place, what the run that goes on has in its config.yaml."""
+def _keep_saved(config: Config) -> Iterator[str]:
+    """Set, in place, unset values from the resumed run's config.yaml."""
     run = resumed_run_dir(config)
     if run is None or all(get(config, name) is not None for name in KEPT):
         return
     try:
         check_yaml(run / "config.yaml")
         saved: dict[str, Any] = yaml.safe_load(read_whole(run / "config.yaml")) or {}
-    except (OSError, ValueError, yaml.YAMLError):  # its checkpoint says the same, and what differs is told
+    except (OSError, ValueError, yaml.YAMLError):  # the checkpoint has the settings too, and reports differences
         return
-    kept = []
+    restored = []
     for name in KEPT:
         section, _, key = name.partition(".")
         group = saved.get(section)
@@ -70,13 +78,13 @@ def _as_begun(config: Config) -> Iterator[str]:
             continue
         if get(config, name) is None and setting.has_type(value) and not setting.problem(value):
             setattr(get(config, section), key, value)
-            kept.append(f"{name}={format_value(value)}")
-    if kept:
-        yield f"{', '.join(kept)}: {run} began so"
+            restored.append(f"{name}={format_value(value)}")
+    if restored:
+        yield f"{', '.join(restored)}: kept from {run}"
 
 
 def _same_stages(config: Config, saved: dict[str, Any]) -> bool:
-    """Whether the run began with as many stages, of as many layers together."""
+    """Return whether the run began with the same number of stages and layers."""
     there, here = saved.get("trainer"), config.trainer
     if not isinstance(there, dict) or here.pp == 1:
         return False
@@ -87,7 +95,7 @@ def _same_stages(config: Config, saved: dict[str, Any]) -> bool:
 
 
 def resumed_run_dir(config: Config) -> Path | None:
-    """The folder of the run whose checkpoint this one goes on from; None where there is none."""
+    """Return the folder of the run to resume; None if there is none."""
     resume = config.checkpoint.resume
     if resume not in ("auto", "never"):
         return Path(resume).parent.parent  # RUN/checkpoints/step_00000100
@@ -98,26 +106,28 @@ def resumed_run_dir(config: Config) -> Path | None:
 
 
 def _on_an_accelerator(config: Config, fast_bf16: bool) -> Iterator[str]:
-    """Chooses, in place."""
-    data, trainer, own = config.data, config.trainer, config.model.max_position_embeddings
+    """Choose values in place; yield lines for the plan."""
+    data, trainer, longest = config.data, config.trainer, config.model.max_position_embeddings
     if data.seq_length is None:
-        data.seq_length = min(own, LONGEST_BY_DEFAULT)
-        whole = data.seq_length == own
-        yield f"data.seq_length={data.seq_length}: the model's own{'' if whole else f' {own:,} has to be asked for'}"
+        data.seq_length = min(longest, LONGEST_BY_DEFAULT)
+        limit = "the model's maximum"
+        if data.seq_length < longest:
+            limit = f"default limit; set it to use the model's maximum, {longest:,}"
+        yield f"data.seq_length={data.seq_length}: {limit}"
     if trainer.precision is None:
         trainer.precision = "bf16" if fast_bf16 else "fp32"
-        why = f"{config.device.name} multiplies it fast" if fast_bf16 else "this device has no units for bf16"
-        yield f"trainer.precision={trainer.precision}: {why}"
+        reason = f"{config.device.name} has bf16 units" if fast_bf16 else "this device has no bf16 units"
+        yield f"trainer.precision={trainer.precision}: {reason}"
     if trainer.compile is None:
-        trainer.compile = trainer.epochs is None and trainer.steps >= LONG_RUN  # the steps of epochs are not known yet
-        yield f"trainer.compile={format_value(trainer.compile)}: it pays from {LONG_RUN:,} steps on"
+        trainer.compile = trainer.epochs is None and trainer.steps >= LONG_RUN  # epochs have no steps yet
+        yield f"trainer.compile={format_value(trainer.compile)}: saves time from {LONG_RUN:,} steps on"
 
 
 def _on_a_cpu(config: Config) -> Iterator[str]:
-    """Chooses, in place."""
-    own, chosen = config.model.max_position_embeddings, []
+    """Choose values in place; yield lines for the plan."""
+    chosen = []
     if config.data.seq_length is None:
-        config.data.seq_length = min(own, SHORT)
+        config.data.seq_length = min(config.model.max_position_embeddings, SHORT)
         chosen.append(f"data.seq_length={config.data.seq_length}")
     if config.trainer.precision is None:
         config.trainer.precision = "fp32"
@@ -126,29 +136,29 @@ def _on_a_cpu(config: Config) -> Iterator[str]:
         config.trainer.compile = False
         chosen.append("trainer.compile=false")
     if chosen:
-        yield f"{', '.join(chosen)}: for small runs on a CPU"
+        yield f"{', '.join(chosen)}: defaults on a CPU"
         if find_device(config.device.name) is None:
             accelerators = [name for name in NAMES if device_named(name).is_accelerator]
-            yield f"no device is named, and device={' or '.join(accelerators)} would choose others"
+            yield f"device is not set; device={' or '.join(accelerators)} has other defaults"
 
 
-# Notes for the user on a plan that works.
+# Notes for the user on a valid plan.
 
 DEMO = "python_stdlib"
 LARGE = 10**9
-"""Parameters of a model that nobody trains on the demo's text."""
+"""Parameters from which on training on the demo's data is only a trial."""
 
 
 def list_notes(config: Config, plan: Plan) -> Iterator[str]:
-    """Notes on the plan that was derived from ``config``; what derivation itself noted is in the plan already."""
+    """Yield notes on the plan derived from ``config``, in addition to ``plan.notes``."""
     method, trainer, data = config.finetune.method, plan.config.trainer, config.data
     if method != "none" and config.init_from is None:
         yield (
-            f"finetune.method={method} starts from random weights here, which is of use for measuring only: init_from "
-            "is not set"
+            f"finetune.method={method} without init_from starts from random weights, which is useful for measurements "
+            "only"
         )
     for _, path in plan.raw_data_files:
-        yield f"{path} is not prepared yet: a run does that first, with data_prep/sft.py's code"
+        yield f"{path} is not prepared yet; a run prepares it first, as data_prep/sft.py does"
     if trainer.val_every_steps is not None and trainer.val_every_steps > trainer.steps > 0:
         yield f"no validation: trainer.val_every_steps={trainer.val_every_steps} of {trainer.steps} steps"
     pattern, inside = pattern_of(plan.model), data.pack or data.document_mask
@@ -158,83 +168,83 @@ def list_notes(config: Config, plan: Plan) -> Iterator[str]:
         if pattern.window:
             where += f" in a window of {pattern.window:,} tokens"
         elif pattern.group:
-            kept = pattern.block * pattern.global_blocks
-            where += f" in groups of {pattern.group:,} tokens, and to the last {kept:,} of each earlier one"
+            last = pattern.block * pattern.global_blocks
+            where += f" in groups of {pattern.group:,} tokens, and to the last {last:,} of each earlier group"
         yield f"attention{where}: {_kernels(plan)}"
     if data.name == DEMO and plan.parameters >= LARGE:
         yield (
-            f"{trainer.steps:,} steps on the demo's data are a trial of {plan.model.name}; python train.py --help "
-            "lists the recipes that pretrain, experiment=pretrain_..."
+            f"{trainer.steps:,} steps on the demo's data are only a trial of {plan.model.name}; python train.py --help "
+            "lists the pretraining recipes, experiment=pretrain_..."
         )
     bits = plan.config.optim.state_bits
     if bits is not None and not plan.whole.in_blocks:
-        least = f"{LEAST_IN_BLOCKS:,} values, in rows of whole blocks of {STATE_BLOCK}"
-        yield f"optim.state_bits={bits} changes nothing: no trained matrix has {least}"
+        least = f"{LEAST_IN_BLOCKS:,} values in rows of whole blocks of {STATE_BLOCK}"
+        yield f"optim.state_bits={bits} has no effect: no trained matrix has {least}"
     yield from _random_ltd(plan)
     if data.mock:
         if data.prefixes:
-            yield "data.mock=true makes tokens up: data.prefixes is not read"
+            yield "data.mock=true generates random tokens; data.prefixes is ignored"
         return
     try:
         if data.kind == "sft" and trainer.val_every_steps:
             yield from _validation(plan)
-    except (OSError, ValueError):  # a missing or broken dataset is for the checks of files to report
+    except (OSError, ValueError):  # the checks of files report missing and broken datasets
         return
     weights, paths = split_weights(data.prefixes)
     if data.kind == "pretrain" and len(paths) > 1 and not weights:
-        yield "data.prefixes has no weights: each dataset counts by its sequences, so that an epoch reads each once"
+        yield "data.prefixes has no weights: datasets are weighted by size, so that an epoch reads each sequence once"
 
 
 def _random_ltd(plan: Plan) -> Iterator[str]:
-    """What random-LTD costs, and where it does not end."""
+    """Yield notes on random-LTD: compilation, steps at the end, dense masks."""
     ltd, steps = plan.random_ltd, plan.config.trainer.steps
     if ltd is None:
         return
     lengths = ltd.lengths(steps)
     if plan.config.trainer.compile and len(lengths) > 1:
-        yield f"trainer.random_ltd: blocks are compiled for {len(lengths)} lengths, each when a step first has it"
+        yield f"trainer.random_ltd: blocks are compiled for {len(lengths)} lengths, at the first step of each"
     if ltd.length(max(1, steps)) < ltd.seq_length:
         yield (
-            f"trainer.random_ltd: in the last step layers still see {ltd.length(max(1, steps)):,} of "
-            f"{ltd.seq_length:,} tokens, but all of them in validation; memory is planned for all"
+            f"trainer.random_ltd: in the last step layers still process {ltd.length(max(1, steps)):,} of "
+            f"{ltd.seq_length:,} tokens, in validation all of them; memory is planned for all"
         )
     if pattern_of(plan.model).is_sparse(ltd.seq_length):
-        yield "trainer.random_ltd: where tokens are dropped, attention is computed whole behind a mask of the positions"
+        yield "trainer.random_ltd: attention of layers that drop tokens uses a dense mask"
 
 
 def _kernels(plan: Plan) -> str:
-    """How attention is computed where it is more than causal, by device if that is not known yet."""
+    """Describe the attention kernel for more than a causal mask, by device if the device is unknown."""
     size = plan.config.trainer.micro_batch_size * plan.config.data.length**2
     words = {
-        "tiles": "tiles, only what is seen, call by call",
-        "varlen": "varlen, FlashAttention over all documents at once",
-        "mask": f"mask, the whole square behind a dense mask of {gib(size)}, whose shape is always the same",
+        "tiles": "tiles, one kernel call per visible tile",
+        "varlen": "varlen, FlashAttention over all documents in one call",
+        "mask": f"mask, all scores with a dense mask of {gib(size)}, of one shape",
     }
-    asked, pattern = plan.config.device.name, pattern_of(plan.model)
-    devices = [asked] if asked in NAMES else NAMES
-    found: dict[str, list[str]] = {}
+    requested, pattern = plan.config.device.name, pattern_of(plan.model)
+    devices = [requested] if requested in NAMES else NAMES
+    kernels: dict[str, list[str]] = {}
     for device in devices:
         kernel = device_named(device).attention_kernel(pattern, plan.precision.compute_dtype, head_dim(plan.model))
-        found.setdefault(kernel, []).append(device)
-    if len(found) == 1:
-        return words[next(iter(found))]
-    return "; ".join(f"on {' and '.join(names)} {words[kernel]}" for kernel, names in found.items())
+        kernels.setdefault(kernel, []).append(device)
+    if len(kernels) == 1:
+        return words[next(iter(kernels))]
+    return "; ".join(f"on {' and '.join(names)} {words[kernel]}" for kernel, names in kernels.items())
 
 
 def _validation(plan: Plan) -> Iterator[str]:
-    """How much of a fine-tuning set each validation sees: the best checkpoint is chosen by it."""
+    """Yield a note on the number of examples per validation, which decides the best checkpoint."""
     trainer, data = plan.config.trainer, plan.config.data
     samples = samples_per_epoch(data, 1)
-    if not samples:  # refused when the split is read
+    if not samples:  # rejected when the split is read
         return
     kind, size = "sequences" if data.pack else "examples", trainer.global_batch_size
-    seen = samples if trainer.val_steps is None else trainer.val_steps * size
+    used = samples if trainer.val_steps is None else trainer.val_steps * size
     if trainer.val_steps is None:
-        yield f"each validation is on all {samples:,} {kind}, in batches of {size}: {-(-samples // size):,}"
-    elif seen < samples:
-        yield f"each validation is on {seen:,} of {samples:,} {kind}; trainer.val_steps=null takes them all"
-    elif seen > samples:
+        yield f"each validation uses all {samples:,} {kind}, in {-(-samples // size):,} batches of {size}"
+    elif used < samples:
+        yield f"each validation uses {used:,} of {samples:,} {kind}; trainer.val_steps=null uses all"
+    elif used > samples:
         yield (
-            f"each validation takes {seen:,} {kind} of {samples:,}, so that some count more often than others; "
-            "trainer.val_steps=null takes each once"
+            f"each validation uses {used:,} {kind} of {samples:,}, so some count twice; trainer.val_steps=null uses "
+            "each once"
         )

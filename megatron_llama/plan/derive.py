@@ -1,4 +1,5 @@
-"""Everything that follows from other settings is filled in here, once; so is the split of layers over stages."""
+"""Derived settings, and the split of layers over pipeline stages."""
+
 from __future__ import annotations
 
 import copy
@@ -32,15 +33,17 @@ COSINE = {
 }
 LONGEST_WARMUP_STEPS = 2000
 ONEBIT_WARM_UP = 0.15
-"""Share of the steps before 1-bit Adam exchanges signs: 15 to 25 % in its paper, arXiv:2102.02888, section 4."""
+"""Share of the steps before 1-bit Adam exchanges signs: 15 to 25 % in the paper (arXiv:2102.02888, section 4)."""
 RANDOM_LTD_STEPS = 2 / 3
 """Share of the steps in which random-LTD drops tokens."""
 VALIDATION_STEPS = 4
 
 
 def derive_plan(config: Config, world_size: int) -> Plan:
-    """The plan of a config that breaks no rule. ``config`` is left as it is; the notes are of what was derived.
-    ``chosen`` is set where the stages are not even."""
+    """Return the plan of a config that satisfies all rules. ``config`` is not changed.
+
+    ``Plan.notes`` has the notes on derived values, ``Plan.chosen`` an uneven split of layers.
+    """
     requested, config, notes, chosen = config, copy.deepcopy(config), list[str](), tuple[str, ...]()
     model, data, trainer, finetune = config.model, config.data, config.trainer, config.finetune
     model.num_key_value_heads, model.head_dim = kv_heads(model), head_dim(model)
@@ -62,17 +65,18 @@ def derive_plan(config: Config, world_size: int) -> Plan:
     if finetune.method == "lora" and finetune.frozen_dtype is None:
         finetune.frozen_dtype = PRECISIONS[str(trainer.precision)].compute_format
     if trainer.grad_reduce and data_ranks == 1:
-        notes.append(f"trainer.grad_reduce={trainer.grad_reduce} does nothing with one data-parallel rank")
+        notes.append(f"trainer.grad_reduce={trainer.grad_reduce} has no effect with one data-parallel rank")
         trainer.grad_reduce = trainer.reduce_group = None
     if trainer.param_gather and trainer.shard_group == 1:
-        notes.append(f"trainer.param_gather={trainer.param_gather} does nothing where one rank holds all weights")
+        notes.append(f"trainer.param_gather={trainer.param_gather} has no effect: weights are not sharded")
         trainer.param_gather = None
     if trainer.sp and tp == 1:
-        notes.append("trainer.sp=true does nothing at trainer.tp=1, so it is off")
+        notes.append("trainer.sp=true has no effect with trainer.tp=1")
     elif trainer.sp is None and data.length % grid.divisor("activations"):
-        notes.append(f"sequence parallelism is off: data.seq_length={data.length} does not divide by trainer.tp={tp}")
+        reason = f"data.seq_length={data.length} is not a multiple of trainer.tp={tp}"
+        notes.append(f"sequence parallelism is off: {reason}")
     data.eod_mask_loss = data.document_mask if data.eod_mask_loss is None else data.eod_mask_loss
-    # A rule has refused an explicit true where the sequence does not divide.
+    # A rule rejects trainer.sp=true if the sequence length is not a multiple of tp.
     trainer.sp = trainer.sp is not False and tp > 1 and data.length % grid.divisor("activations") == 0
     if data.kind != "sft" or data.mock:
         trainer.val_steps = trainer.val_steps or VALIDATION_STEPS
@@ -101,11 +105,11 @@ def derive_plan(config: Config, world_size: int) -> Plan:
 
 
 def _derive_steps(config: Config, epochs: int) -> str:
-    """The steps of ``epochs``, which they replace: a resolved config gives a run's length once. Returns the note."""
+    """Replace ``trainer.epochs`` by steps, in place; return the note."""
     trainer, batches = config.trainer, BatchSchedule.of(config)
     try:
         samples = samples_per_epoch(config.data)
-    except (OSError, ValueError):  # a missing or broken dataset is for the checks of files to report
+    except (OSError, ValueError):  # the checks of files report missing and broken datasets
         return f"trainer.epochs={epochs} needs the dataset; this plan is for {trainer.steps} steps"
     trainer.steps, trainer.epochs = batches.last_step_within(epochs * samples), None
     passes = f"{epochs} {plural(epochs, 'epoch')}"
@@ -114,7 +118,7 @@ def _derive_steps(config: Config, epochs: int) -> str:
 
 
 def _derive_random_ltd(config: Config) -> None:
-    """Fills in what follows from the sequence length, the steps and the layers, in place."""
+    """Derive random-LTD's settings from sequence length, steps and layers, in place."""
     ltd = config.trainer.random_ltd
     if ltd is None:
         return
@@ -124,7 +128,7 @@ def _derive_random_ltd(config: Config) -> None:
 
 
 def derive_optimizer(config: Config) -> None:
-    """Fills in what follows from the steps and the learning rate, in place."""
+    """Derive the optimizer's settings from the steps and the learning rate, in place."""
     optim, steps = config.optim, config.trainer.steps
     if optim.row.exchanges_signs and optim.freeze_step is None:
         optim.freeze_step = max(1, math.ceil(ONEBIT_WARM_UP * steps))
@@ -134,34 +138,34 @@ def derive_optimizer(config: Config) -> None:
     if optim.warmup_ratio is not None:
         optim.warmup_steps, optim.warmup_ratio = math.ceil(optim.warmup_ratio * steps), None
     if optim.constant_steps is None:
-        # The decay of warm-up, stable, decay: a tenth of the steps, or what the warm-up leaves of it.
+        # The decay of warm-up, stable, decay: a tenth of the steps, limited by the steps after the warm-up.
         decays_at_the_end = str(optim.schedule.get("_target_", "")).endswith(".WarmupStableDecay")
         left = max(steps - (optim.warmup_steps or 0), 0)
         optim.constant_steps = min(math.ceil(steps / 10), left) if decays_at_the_end else 0
-    if optim.warmup_steps is None:  # a tenth of the steps, and no more than the constant steps leave
+    if optim.warmup_steps is None:  # a tenth of the steps, limited by the steps before the constant ones
         optim.warmup_steps = min(steps // 10, LONGEST_WARMUP_STEPS, max(steps - optim.constant_steps, 0))
     optim.schedule = resolved_schedule(config)
 
 
 def resolved_schedule(config: Config) -> dict[str, Any]:
-    """``optim.schedule`` with the values of other settings in place of ``${...}``."""
+    """Return ``optim.schedule`` with ``${...}`` replaced by the values of other settings."""
     if "${" not in str(config.optim.schedule):
         return config.optim.schedule
-    from omegaconf import OmegaConf  # here, not above: a config made in Python needs no OmegaConf
+    from omegaconf import OmegaConf  # imported here: configs built in Python need no OmegaConf
 
     resolved = OmegaConf.to_container(OmegaConf.create(asdict(config)).optim.schedule, resolve=True)
     return cast("dict[str, Any]", resolved)
 
 
-# The layers of each pipeline stage.
+# Layers of each pipeline stage.
 
 _WORTH = 0.94
-"""A split that is not even must save 6 % of the heaviest stage's work: it also moves memory, and what a layer does
-besides its products is not counted."""
+"""An uneven split must save 6 % of the slowest stage's work, since it also moves memory and the estimate counts only
+matmuls."""
 
 
 def split_layers(layers: int, pp: int, vpp: int, pipeline_layers: Sequence[int] | None) -> list[tuple[int, ...]]:
-    """Layer numbers of each virtual stage; entry v * pp + p is chunk v of stage p, ascending in that order."""
+    """Return the layer numbers of each virtual stage; entry v * pp + p is chunk v of stage p, in ascending order."""
     if pipeline_layers is None:
         sizes = split_evenly(layers, pp * vpp)
     else:
@@ -171,27 +175,26 @@ def split_layers(layers: int, pp: int, vpp: int, pipeline_layers: Sequence[int] 
 
 
 def check_split(split: Sequence[int], layers: int, pp: int, vpp: int) -> str | None:
-    """The rule that a split over ``pp`` stages breaks; None where it breaks none."""
+    """Return the rule that a split over ``pp`` stages breaks; None if it is valid."""
     if len(split) != pp:
-        return f"has {len(split)} numbers, and must have one for each of the pp={pp} stages"
+        return f"must have trainer.pp={pp} numbers, one per stage, not {len(split)}"
     if min(split) < vpp:
-        return f"every stage needs at least {vpp} layer{'s, one for each virtual stage' if vpp > 1 else ''}"
+        return f"every stage needs at least {vpp} layer{'s, one per virtual stage' if vpp > 1 else ''}"
     if sum(split) != layers:
-        return f"adds up to {sum(split)}, and must add up to model.num_hidden_layers={layers}"
+        return f"must add up to model.num_hidden_layers={layers}, not {sum(split)}"
     return None
 
 
 def split_evenly(total: int, parts: int) -> list[int]:
-    """``total`` over ``parts`` as evenly as whole numbers allow, the first parts taking what is left over."""
-    share, left_over = divmod(total, parts)
-    return [share + (part < left_over) for part in range(parts)]
+    """Split ``total`` into ``parts`` whole numbers as evenly as possible, larger ones first."""
+    share, remainder = divmod(total, parts)
+    return [share + (part < remainder) for part in range(parts)]
 
 
 def head_cost_in_layers(config: Config) -> float:
-    """The work of the output head in a training step, as a multiple of a layer's.
+    """Return the output head's FLOPs in a training step as a multiple of a layer's.
 
-    By FLOPs, with those that full recomputation repeats, and without what random-LTD leaves out. The embedding is a
-    look-up and counts nothing.
+    Counts full recomputation, but not the savings of random-LTD. The embedding lookup counts nothing.
     """
     model, finetune, trainer = config.model, config.finetune, config.trainer
     span, headless = pattern_of(model).span(config.data.length), replace(model, vocab_size=0)
@@ -203,13 +206,15 @@ def head_cost_in_layers(config: Config) -> float:
 
 
 def balance_layers(config: Config, microbatches: int) -> list[int] | None:
-    """Layers of each stage where the last, which has the output head, gets fewer, so that the others wait less for it.
-    None where an even split is as good. Of splits that are almost as good it is the one that is nearest to even.
+    """Return the layers of each stage with fewer in the last stage, which has the output head.
 
-    Each stage has at least one layer. Stages stay even with a single micro batch, which no two of them work on at a
-    time, and with interleaved ones, which were not measured. Memory does not count, so that it is the same on every
-    machine. Megatron-LM counts the head as a layer if asked to (``--account-for-loss-in-pipeline-split``); torchtitan
-    always does.
+    Among splits of almost equal cost, the most even one is chosen. Each stage has at least one layer. The split does
+    not depend on memory, so that it is the same on every host. Megatron-LM counts the head as a layer with
+    ``--account-for-loss-in-pipeline-split``; torchtitan always does.
+
+    Returns:
+        Layers per stage. None if an even split is as good, with a single micro batch (stages never work concurrently)
+        and with virtual stages (not measured).
     """
     layers, trainer = config.model.num_hidden_layers, config.trainer
     if trainer.pp == 1 or trainer.vpp > 1 or microbatches == 1:
@@ -222,5 +227,5 @@ def balance_layers(config: Config, microbatches: int) -> list[int] | None:
     even = split_evenly(layers, trainer.pp)
     splits = [[*split_evenly(layers - last, trainer.pp - 1), last] for last in range(even[-1], 0, -1)]
     least = min(map(heaviest, splits))
-    found = next(split for split in splits if heaviest(split) * _WORTH <= least)
-    return None if found == even else found
+    best = next(split for split in splits if heaviest(split) * _WORTH <= least)
+    return None if best == even else best

@@ -1,4 +1,4 @@
-"""The plan as a page of text: ``plan.txt``, and what ``--dry-run`` prints."""
+"""The plan as text, for ``plan.txt`` and ``--dry-run``."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megatron_llama.plan.schedules import BatchSchedule, curriculum_lengths
 from megatron_llama.system.tables import gib, plural, short_count
 from megatron_llama.topology import chunks_of
 
-WIDTH = 96
+WIDTH = 79
 LABEL = 14
 MOST_ROWS = 16
 MOST_COLUMNS = 4
 MOST_SHAPES = 4
-MOST_LETTERS = 24  # of a dataset's path, from its end
+MOST_LETTERS = 24  # a longer path of a dataset is shortened to its end
 SHARDED = {1: "optimizer", 2: "optimizer and gradients", 3: "optimizer, gradients and parameters"}
 
 
 def format_plan(plan: Plan) -> str:
-    """Everything that ``resolve`` decided, as text."""
+    """Format a plan as text of at most WIDTH columns where the content allows it."""
     memory = stage_footprints(plan)
     heaviest = max(memory, key=lambda rank: rank.total)
     sections = (
@@ -47,7 +47,7 @@ def _recompute(trainer: TrainerConfig) -> str:
 
 
 def layout_lines(plan: Plan) -> Iterator[str]:
-    """The layout and the batch in two lines, for tools that print numbers of their own below."""
+    """Yield the layout and the batch in two lines, as a head for the output of tools."""
     trainer = plan.config.trainer
     virtual, sequence = f" (x {trainer.vpp} virtual)" if trainer.vpp > 1 else "", " + sp" if plan.sp else ""
     shard = f" in groups of {plan.shard_size}" if 1 < plan.shard_size < plan.data_ranks else ""
@@ -59,13 +59,13 @@ def layout_lines(plan: Plan) -> Iterator[str]:
 
 
 def _product(plan: Plan, sign: str, **remarks: str) -> str:
-    """The sizes of all axes, the slowest first, each with its remark."""
+    """Format the sizes of all axes, slowest first, each with its remark."""
     sizes = reversed(plan.grid.sizes.items())
     return f" {sign} ".join(f"{name} {size}{remarks.get(name, '')}" for name, size in sizes)
 
 
 def _head(plan: Plan) -> Iterator[str]:
-    """The model and its parameters."""
+    """Yield the lines on the model and its parameters."""
     model, count = plan.model, plan.parameters
     ranks = f"{plan.world_size} {plural(plan.world_size, 'rank')}"
     yield f" {model.name} · {short_count(count)} parameters · {ranks} ".center(WIDTH, "─")
@@ -91,21 +91,21 @@ def _head(plan: Plan) -> Iterator[str]:
 
 
 def _lora(plan: Plan) -> Iterator[str]:
-    """What LoRA trains, with its share of all parameters, LoRA's included, as PEFT prints it."""
+    """Yield the lines on LoRA: trained parameters and their share of all parameters, LoRA's included, as in PEFT."""
     finetune, trained = plan.config.finetune, plan.whole.trained
     percent = 100 * trained / plan.whole.held
-    kept = plan.precision.compute_format if plan.quantized else finetune.frozen_dtype
-    yield _line("trained", f"{trained:,} · {percent:.4g} % · the rest is kept in {kept}")
+    dtype = plan.precision.compute_format if plan.quantized else finetune.frozen_dtype
+    yield _line("trained", f"{trained:,} · {percent:.4g} % · frozen weights in {dtype}")
     if plan.quantized:
         share = quantized_bytes(plan.quantized, QUANTIZATION_BLOCK) / QUANTIZATION_BLOCK
-        yield _line("", f"but for the blocks' matrices, in {plan.quantized}: {share:g} bytes a value")
+        yield _line("", f"blocks' frozen matrices in {plan.quantized}: {share:g} bytes per value")
     dropout = f" · dropout {finetune.lora_dropout:g}" if finetune.lora_dropout else ""
     yield _line("LoRA", f"rank {finetune.lora_rank} · alpha {finetune.lora_alpha:g}{dropout}")
     yield _line("", f"on {', '.join(finetune.lora_target_modules)}")
     if finetune.modules_to_save:
-        yield _line("", f"and all of {', '.join(finetune.modules_to_save)}")
+        yield _line("", f"and in full {', '.join(finetune.modules_to_save)}")
     if finetune.adapter:
-        yield _line("", f"going on from {finetune.adapter}")
+        yield _line("", f"continues from {finetune.adapter}")
 
 
 def _grid(plan: Plan) -> Iterator[str]:
@@ -121,7 +121,7 @@ def _grid(plan: Plan) -> Iterator[str]:
 
 
 def _table(plan: Plan, memory: list[Footprint]) -> list[str]:
-    """One row per pipeline stage: its layers, what a rank of it holds, and which ranks those are."""
+    """Return one row per pipeline stage: layers, parameters and memory per rank, and rank numbers."""
     for columns in range(MOST_COLUMNS, 0, -1):
         rows = _cells(plan, memory, columns)
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -131,7 +131,7 @@ def _table(plan: Plan, memory: list[Footprint]) -> list[str]:
 
 
 def _aligned(rows: list[list[str]], left: int) -> list[str]:
-    """``rows``, the first the header, which gets a rule below it, as lines; ``left`` columns of names, then numbers."""
+    """Return ``rows``, of which the first is the header, as lines; ``left`` columns are left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligns = ["<"] * left + [">"] * (len(widths) - left)
     ruled = [rows[0], ["─" * width for width in widths], *rows[1:]]
@@ -142,7 +142,7 @@ def _aligned(rows: list[list[str]], left: int) -> list[str]:
 
 
 def _cells(plan: Plan, memory: list[Footprint], columns: int) -> list[list[str]]:
-    """The table's text, with at most ``columns`` data-parallel replicas."""
+    """Return the table's cells, with at most ``columns`` data-parallel replicas."""
     grid = plan.grid
     pp, inner = grid.sizes["pp"], [name for name in grid.sizes if name not in ("dp", "pp")]
     replicas = _some(grid.sizes["dp"], columns)
@@ -161,7 +161,7 @@ def _cells(plan: Plan, memory: list[Footprint], columns: int) -> list[list[str]]
 
 
 def _some(count: int, most: int) -> list[int | None]:
-    """0 to count - 1; more than ``most`` are abbreviated by a None in the middle."""
+    """Return 0 to count - 1; more than ``most`` are abbreviated with a None."""
     if count <= most:
         return list(range(count))
     return [*range(max(most - 2, 1)), None, *([count - 1] if most > 2 else [])]
@@ -178,7 +178,7 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
     yield _line("batch", batch)
     yield _line("tokens", f"{whole} × {data.length:,} = {plan.tokens_per_step:,} per step")
     for samples, size in plan.batches.sizes[1:]:
-        yield _line("", f"from {samples:,} samples on {size} × {data.length:,} = {size * data.length:,} per step")
+        yield _line("", f"from sample {samples:,} on: {size} × {data.length:,} = {size * data.length:,} per step")
     steps, tokens = f"{trainer.steps:,} {plural(trainer.steps, 'step')}", plan.batches.after(trainer.steps).tokens
     yield _line("", f"{steps} · {short_count(tokens)} tokens in all · data {data.name}")
     yield from _curriculum(plan)
@@ -195,7 +195,7 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
     yield _line("optimizer", f"{optim.name} · {rates}{betas} · weight decay {optim.weight_decay:g}{clip}")
     if optim.state_bits:
         share = state_bytes_8bit(STATE_BLOCK) / STATE_BLOCK
-        yield _line("", f"states of matrices in {optim.state_bits} bits: {share:g} bytes a value")
+        yield _line("", f"states of matrices in {optim.state_bits} bits: {share:g} bytes per value")
     target = str(optim.schedule.get("_target_", ""))
     schedule = target.removeprefix("megatron_llama.optim.schedules.")
     warmup = f"{optim.warmup_steps} warm-up {plural(optim.warmup_steps or 0, 'step')}"
@@ -210,13 +210,13 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
         yield _line("", " + ".join(["", *terms[3:]]).strip())
     if heaviest.host:
         offloaded = " and ".join(plan.config.trainer.offload)
-        yield _line("", f"and in the host's memory {gib(heaviest.host)}: {offloaded}")
+        yield _line("", f"and {gib(heaviest.host)} of host memory: {offloaded}")
     if plan.config.init_from:
         yield _line("weights from", plan.config.init_from)
 
 
 def _curriculum(plan: Plan) -> Iterator[str]:
-    """How the difficulty rises, and with it the length of sequences."""
+    """Yield the lines on the difficulty and the sequence lengths of a curriculum."""
     data, last = plan.config.data, max(1, plan.config.trainer.steps)
     for metric in curriculum_metrics(data.curriculum):
         rises = metric.rises(last)
@@ -225,27 +225,27 @@ def _curriculum(plan: Plan) -> Iterator[str]:
         levels = f"{len(rises)} {plural(len(rises), 'level')}"
         yield _line("curriculum", f"{metric.metric} {least:,} to {most:,}{unit} by step {step:,} · {levels}")
         if metric.is_length:
-            cuts = [f"{cut.pieces} × {cut.length:,} from {since:,}" for since, cut in curriculum_lengths(data, last)]
+            cuts = [f"{cut.chunks} × {cut.length:,} from {since:,}" for since, cut in curriculum_lengths(data, last)]
             cuts = cuts if len(cuts) <= MOST_SHAPES else [*cuts[: MOST_SHAPES - 1], "…", cuts[-1]]
-            yield _line("", f"sequences are cut into (from step): {', '.join(cuts)}")
+            yield _line("", f"sequence lengths (from step): {', '.join(cuts)}")
             if plan.config.trainer.compile:
-                yield _line("", f"each of the {levels} compiles graphs of its own")
+                yield _line("", f"each of the {levels} compiles separate graphs")
 
 
 def _random_ltd(plan: Plan) -> Iterator[str]:
-    """Which layers see how many tokens, and what that saves."""
+    """Yield the lines on the layers, the retained tokens and the saved FLOPs of random-LTD."""
     ltd, steps = plan.random_ltd, plan.config.trainer.steps
     if ltd is None:
         return
     lengths, of = list(ltd.lengths(steps).items()), f"{ltd.seq_length:,} tokens"
     names = ", ".join(_span(list(run)) for run in _runs(ltd.layers))
-    yield _line("random-LTD", f"layers {names} see {lengths[0][1]:,} of {of} at first")
+    yield _line("random-LTD", f"layers {names} process {lengths[0][1]:,} of {of} at first")
     if len(lengths) > 1:
         yield _line("", f"{lengths[-1][1]:,} from step {lengths[-1][0]:,} on, {len(lengths)} lengths in all")
     model, finetune, span = plan.model, plan.config.finetune, pattern_of(plan.model).span(ltd.seq_length)
-    found = list(ltd.sequences(steps, BatchSchedule.of(plan.config)))
-    spent = sum(count * with_random_ltd(model, span, finetune, kept).causal for kept, count in found)
-    whole = sum(count for _, count in found) * with_random_ltd(model, span, finetune, None).causal
+    stretches = list(ltd.sequences(steps, BatchSchedule.of(plan.config)))
+    spent = sum(count * with_random_ltd(model, span, finetune, retained).causal for retained, count in stretches)
+    whole = sum(count for _, count in stretches) * with_random_ltd(model, span, finetune, None).causal
     if whole:
         yield _line(
             "", f"{1 - spent / whole:.1%} fewer FLOPs in {steps:,} {plural(steps, 'step')} than with all tokens"
@@ -253,7 +253,7 @@ def _random_ltd(plan: Plan) -> Iterator[str]:
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Ascending numbers, cut where one is missing."""
+    """Yield runs of consecutive numbers."""
     start = 0
     for end in range(1, len(numbers) + 1):
         if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
@@ -262,7 +262,7 @@ def _runs(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 def _readings(plan: Plan) -> list[str]:
-    """One row per dataset: its epoch, and what the run reads of it."""
+    """Return one row per dataset: size of an epoch, and sequences that the run reads."""
     if not plan.dataset_usage:
         return []
     unit = "sequences" if plan.config.data.kind == "pretrain" else "examples"
@@ -293,4 +293,13 @@ def _listed(label: str, texts: Sequence[str]) -> list[str]:
 
 
 def _line(label: str, text: str) -> str:
-    return f"  {label:<{LABEL}}{text}"
+    """Return a labeled line; longer ones continue below, split at " · "."""
+    lines = [""]
+    for part in text.split(" · "):
+        longer = f"{lines[-1]} · {part}" if lines[-1] else part
+        if lines[-1] and len(longer) > WIDTH - LABEL - 2:
+            lines.append(part)
+        else:
+            lines[-1] = longer
+    indent = "\n" + " " * (LABEL + 2)
+    return f"  {label:<{LABEL}}{indent.join(lines)}"

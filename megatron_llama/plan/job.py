@@ -1,7 +1,7 @@
-"""A run as the formulas of memory and time see it: the shape of the model, the layout, and the training program.
+"""A training run as input of the memory and time formulas: model shape, layout and training program.
 
-A ``Job`` describes our own runs (``job_of_plan``) and runs of other programs (tools/forecast/programs.py): one set of
-formulas holds for both. ``Program`` has the differences.
+A ``Job`` describes runs of this project (``job_of_plan``) and of other programs (tools/forecast/programs.py) for the
+same formulas. ``Program`` has the differences.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_llama.topology import AXIS_NAMES
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The model, with what Llama fixes and other decoders don't."""
+    """Shape of a decoder, including properties that are fixed in a Llama."""
 
     hidden: int
     layers: int
@@ -36,9 +36,9 @@ class ModelShape:
     gated: bool = True
     """SwiGLU with three matrices; else an MLP with two."""
     tied: bool = False
-    """The output head is the embedding table."""
+    """Whether output head and embedding share a weight."""
     learned_positions: int = 0
-    """Rows of a table of learned positions."""
+    """Rows of the learned position embedding."""
 
     @property
     def queries(self) -> int:
@@ -47,11 +47,11 @@ class ModelShape:
 
     @property
     def keys(self) -> int:
-        """Width of all key heads; that of the values too."""
+        """Width of all key heads, and of all value heads."""
         return self.kv_heads * self.head_dim
 
     def layer_matmuls(self, tp: int = 1) -> tuple[tuple[int, int], ...]:
-        """(in, out) of each matrix product of a block on one of ``tp`` ranks."""
+        """Return (in, out) of each matmul of a block on one of ``tp`` ranks."""
         keys = max(self.kv_heads // tp, 1) * self.head_dim
         return (
             (self.hidden, self.queries // tp + 2 * keys),
@@ -61,7 +61,7 @@ class ModelShape:
         )
 
     def layer_parameters(self, tp: int = 1) -> int:
-        """Parameters of a block on one of ``tp`` ranks: its matrices and two norms."""
+        """Return the parameters of a block on one of ``tp`` ranks: matrices and two norms."""
         return sum(rows * columns for rows, columns in self.layer_matmuls(tp)) + 2 * self.hidden
 
     @property
@@ -73,64 +73,62 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of what is kept of one trained parameter."""
+    """Bytes per trained parameter."""
 
     weight: int = 2
-    """What the blocks compute with."""
+    """Weights in the compute dtype."""
     gradient: int = 4
     """Gradient sums."""
     master: int = 4
-    """Master weights; 0 where the optimizer updates the weights themselves."""
+    """Master weights; 0 if the optimizer updates the compute weights."""
     moments: float = 8
     """Adam's two averages."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What one training program does its own way, as far as memory and time show it."""
+    """Properties of a training program that affect memory and time."""
 
     name: str
     attention: str = "flash"
-    """``scores``: the whole square of attention scores is computed and kept; ``flash``: neither, in kernels as torch
-    has them (FlashAttention 2); ``flash 1``: in those before; ``tuned``: in kernels made for the device (cuDNN,
-    FlashAttention 3)."""
+    """``scores``: all attention scores are computed and saved; ``flash``: neither, in torch's kernels (FlashAttention
+    2); ``flash 1``: in FlashAttention 1; ``tuned``: in kernels for the device (cuDNN, FlashAttention 3)."""
     kernels: str = "eager"
-    """What runs between the matrix products: ``eager`` (one kernel for each operation), ``compiled`` (torch.compile),
-    ``fused`` (hand-written)."""
+    """Kernels between the matmuls: ``eager`` (one per operator), ``compiled`` (torch.compile), ``fused``
+    (hand-written)."""
     overlaps_tp: bool = False
-    """Communication of tensor parallelism is cut in pieces that run beside the products."""
+    """Tensor-parallel communication is chunked and overlaps the matmuls."""
     symmetric_memory: bool = False
-    """These pieces pass through memory of their own, which all ranks of tp map."""
+    """These chunks use symmetric memory, which all tp ranks map."""
     overlaps_dp: bool = True
-    """Gradients are reduced beside the backward pass, weights gathered beside the forward pass."""
+    """Gradient reduction overlaps the backward pass, weight gathering the forward pass."""
     dropout: bool = False
-    """Masks of dropout are kept."""
+    """Dropout masks are saved."""
     keeps_gathered: bool = False
-    """With sequence parallelism, the gathered inputs of the products are kept, not each rank's part of them."""
+    """With sequence parallelism, gathered inputs of matmuls are saved instead of each rank's part."""
     chunks_logits: bool = False
-    """Logits are made by chunks of tokens with their gradients, and are gone before the first block's backward pass."""
+    """Logits are computed in chunks of tokens with their gradients and freed before the first block's backward pass."""
     upcasts_logits: bool = True
-    """A chunk's logits in 16 bits have a copy in 32 bits beside them; else the loss reads and writes them as they are
-    (model/loss.py, ``fused``)."""
+    """A chunk's 16-bit logits have an fp32 copy; else the loss reads and writes 16-bit logits (model/loss.py,
+    ``fused``)."""
     reshards: bool = False
-    """ZeRO 3 shards weights again after each block, in a pipeline too."""
+    """ZeRO 3 frees gathered weights after each block, also in a pipeline."""
     shards_frozen: bool = False
-    """ZeRO shards the weights that LoRA leaves frozen too, and gathers them in each step."""
+    """ZeRO also shards LoRA's frozen weights and gathers them in each step."""
     repeats_elementwise: bool = False
-    """Selective recomputation repeats norms, rotations and the activation too, beside attention."""
+    """Selective recomputation also repeats norms, rotations and the activation function."""
     stages_by_cost: bool = False
-    """Pipeline stages are filled until they cost their share, the head counted by its parameters; else evenly."""
+    """Pipeline stages are filled by cost, with the head counted by its parameters; else evenly."""
     waits_for_messages: bool = False
-    """The host reads how large each message between stages is before it starts what follows, so that it never runs
-    ahead of the device in a pipeline."""
+    """The host waits for the size of each message between stages, so it never runs ahead of the device."""
     loss_in_steps: bool = False
-    """The loss is computed in 32 bits, one kernel for each operation, as the cross entropy of tensor-parallel ranks
-    was written first; else by one kernel that reads and writes the logits a few times."""
+    """The loss is computed in fp32 with one kernel per operator, as Megatron's vocabulary-parallel cross entropy; else
+    one kernel reads and writes the logits a few times."""
     logit_bytes: int = 12
-    """Bytes for each logit at the moment of its gradient: copies in 16 and 32 bits."""
+    """Bytes per logit when its gradient is computed: copies in 16 and 32 bits."""
     sharded_logit_bytes: int | None = None
-    """The same where ranks of tp share the vocabulary, if it differs. DTensor's loss keeps log-probabilities, their
-    gradient, the softmax and its product with the gradient's sum in 32 bits, whatever is compiled (torch's
+    """The same with a tp-sharded vocabulary, if it differs. DTensor's loss keeps four fp32 tensors: log-probabilities,
+    their gradient, the softmax and its product with the gradient's sum (torch's
     distributed/tensor/parallel/loss.py)."""
 
 
@@ -149,12 +147,12 @@ OUR_PROGRAMS = {
     "ours, other compiler": replace(COMPILED, name="the same, not by Inductor", upcasts_logits=True),
     "ours, overlapped": replace(COMPILED, name="the same, trainer.async_tp", overlaps_tp=True, symmetric_memory=True),
 }
-"""The variants of this program."""
+"""Variants of this project's program."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training run, as the formulas see it."""
+    """A training run as input of the formulas."""
 
     shape: ModelShape
     seq: int
@@ -170,41 +168,41 @@ class Job:
     """Ranks that share a sequence (context parallelism)."""
     dp: int = 1
     sp: bool = False
-    """Activations between the products are split over tp."""
+    """Activations outside the matmuls are split over tp."""
     zero: int = 1
     shard_size: int = 1
     """Ranks over which optimizer states, gradients or parameters are split."""
     stage_layers: tuple[int, ...] = ()
     """Layers of each pipeline stage."""
     recompute: str = "none"
-    """As trainer.recompute; or half, of other programs."""
+    """A value of trainer.recompute, or half (other programs)."""
     recompute_every: int = 1
     """Only every n-th block recomputes."""
     offloads_activations: bool = False
+    """Saved tensors of blocks are in host memory."""
     offloads_optimizer: bool = False
-    """What blocks keep waits in the host's memory."""
+    """Optimizer states are in host memory."""
     format: str = "bf16"
-    """Number format of the matrix products: fp32, bf16, fp8 or fp4."""
+    """Number format of the matmuls: fp32, bf16, fp8 or fp4."""
     scaling: str = "per tensor"
-    """What of a tensor shares a scale in fp8 and fp4: ``per tensor``, ``per row`` or ``per block``."""
+    """Granularity of scales in fp8 and fp4: ``per tensor``, ``per row`` or ``per block``."""
     state: StateBytes = field(default_factory=StateBytes)
     lora_parameters: int = 0
     """Parameters of LoRA's adapters in one block on one rank; 0: every weight is trained."""
     adapted: frozenset[str] = frozenset()
-    """Products whose inputs LoRA's adapters need: qkv, o, gate_up, down."""
+    """Matmuls whose inputs LoRA's adapters need: qkv, o, gate_up, down."""
     document: int | None = None
-    """Tokens among which attention is computed where a sequence holds several documents, or a pattern leaves some
-    out."""
+    """Effective length of attention, tokens, with several documents in a sequence or a sparse pattern."""
     sent_gradient: float | None = None
-    """Bytes of a gradient that ranks exchange, where it is not ``state.gradient``."""
+    """Bytes per exchanged gradient, if not ``state.gradient``."""
     gathered_weight: float | None = None
-    """Bytes of a weight that is gathered, where it is not ``state.weight``."""
+    """Bytes per gathered weight, if not ``state.weight``."""
     reduce_group: int | None = None
-    """Ranks that sum gradients before they exchange the sums with others."""
+    """Ranks that sum gradients before they exchange the sums with other groups."""
     secondary_group: int | None = None
-    """Ranks among which zero 3 gathers for the backward pass, and which keep a second copy for that."""
+    """Ranks that share a second copy of the weights, from which ZeRO 3 gathers in the backward pass."""
     exchanges_signs: bool = False
-    """1-bit Adam: ranks exchange signs of momenta, and no gradients."""
+    """1-bit Adam: ranks exchange signs of momenta instead of gradients."""
     program: Program = OURS
     inner_bytes: int = 2
     """Bytes of an activation."""
@@ -226,18 +224,18 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro batch on one rank; with tp, before they are split along the sequence."""
+        """Tokens of a micro batch on one rank, before tp splits them along the sequence."""
         return self.micro_batch * self.seq // self.cp
 
     @property
     def layers_by_stage(self) -> tuple[int, ...]:
-        """Layers of each pipeline stage; spread evenly where they are not stated."""
+        """Layers of each pipeline stage; an even or cost-based split if ``stage_layers`` is empty."""
         if self.stage_layers:
             return self.stage_layers
         return _by_cost(self.shape, self.pp) if self.program.stages_by_cost else _evenly(self.shape.layers, self.pp)
 
     def stage_parameters(self, stage: int) -> int:
-        """Parameters that a rank of a stage holds, LoRA's left out."""
+        """Return the parameters that a rank of a stage holds, without LoRA's."""
         shape, first, last = self.shape, stage == 0, stage == self.pp - 1
         table = -(-shape.vocab // self.tp) * shape.hidden
         tables = first + (last and not (shape.tied and first))
@@ -246,7 +244,7 @@ class Job:
         return layers + tables * table + positions + last * shape.hidden
 
     def trained_parameters(self, stage: int) -> int:
-        """Parameters that a rank of a stage trains: all that it holds, or LoRA's adapters alone."""
+        """Return the parameters that a rank of a stage trains: all, or only LoRA's adapters."""
         if self.lora_parameters:
             return self.lora_parameters * self.layers_by_stage[stage]
         return self.stage_parameters(stage)
@@ -259,14 +257,14 @@ def _evenly(layers: int, stages: int) -> tuple[int, ...]:
 
 @functools.cache
 def _by_cost(shape: ModelShape, stages: int) -> tuple[int, ...]:
-    """Layers of each stage where each one is filled until its cost reaches an equal share; the last has the rest."""
+    """Return the layers of each stage, filled until the cost reaches an equal share; the last stage has the rest."""
     head = shape.vocab * shape.hidden / shape.layer_parameters()
-    share, left, found = (shape.layers + head) / stages, shape.layers, []
+    share, left, split = (shape.layers + head) / stages, shape.layers, []
     for stage in range(stages):
         count = left if stage == stages - 1 else min(left, math.ceil(share))
-        found.append(count)
+        split.append(count)
         left -= count
-    return tuple(found)
+    return tuple(split)
 
 
 def _adapted(targets: Sequence[str]) -> frozenset[str]:
@@ -274,29 +272,29 @@ def _adapted(targets: Sequence[str]) -> frozenset[str]:
 
 
 def _state_bytes(plan: Plan) -> float:
-    """Bytes of an optimizer state for each value of a matrix."""
+    """Return the bytes of an optimizer state per value of a matrix."""
     if plan.config.optim.state_bits == 8:
         return state_bytes_8bit(STATE_BLOCK) / STATE_BLOCK
     return BYTES[plan.precision.optimizer_state_dtype]
 
 
 def _exchanged(kind: str | None) -> float | None:
-    """Bytes of a value in one of the formats of parallel/exchange.py."""
+    """Return the bytes per value in one of the formats of parallel/exchange.py."""
     return None if kind is None else exchanged_bytes(kind, [EXCHANGE_BLOCK]) / EXCHANGE_BLOCK
 
 
 def _program(trainer: TrainerConfig, device: str) -> str:
-    """Which of OUR_PROGRAMS a run of ours is. A device that is not known is taken for a CPU (plan/choices.py)."""
+    """Return the key of OUR_PROGRAMS. An unknown device counts as a CPU, as in plan/choices.py."""
     if trainer.async_tp:
         return "ours, overlapped"
     if not trainer.compile:
         return "ours"
-    found = find_device(device)
-    return "ours, compiled" if found is None or found.compiler == INDUCTOR else "ours, other compiler"
+    known = find_device(device)
+    return "ours, compiled" if known is None or known.compiler == INDUCTOR else "ours, other compiler"
 
 
 def job_of_plan(plan: Plan) -> Job:
-    """Our own run, as ``resolve`` planned it."""
+    """Return the Job of a plan."""
     model, trainer, precision = plan.model, plan.config.trainer, plan.precision
     keys = kv_heads(model)
     assert model.head_dim is not None, "resolve fills it in"
@@ -323,7 +321,7 @@ def job_of_plan(plan: Plan) -> Job:
         cp=plan.grid.divisor("tokens"),
         dp=plan.dp,
         sp=plan.sp,
-        zero=trainer.zero if plan.storage.kind == SHARDS else 0,  # nothing is gathered
+        zero=trainer.zero if plan.storage.kind == SHARDS else 0,  # other kinds of storage gather nothing
         shard_size=plan.shard_size,
         stage_layers=tuple(trainer.pipeline_layers or ()),
         recompute=trainer.recompute,

@@ -1,8 +1,8 @@
-"""Bytes on one rank of each pipeline stage, and the refusal of a run that is sure not to fit.
+"""Memory of one rank of each pipeline stage, and the rejection of runs that cannot fit.
 
-Weights, gradients and optimizer states are exact; ``footprint`` adds activations, logits and buffers. On
-an accelerator the whole peak counts, less what the formulas may be wrong by; a host's memory may be swapped, shared and
-larger than it looks, so there only what is exact decides.
+Weights, gradients and optimizer states are exact; ``footprint`` adds activations, logits and buffers. On an accelerator
+the whole peak less the error of the formulas must fit. Host memory may be swapped or shared, so there only the exact
+part must fit.
 """
 
 from __future__ import annotations
@@ -24,51 +24,51 @@ from megatron_llama.plan.storage import COPIES, PLAIN
 from megatron_llama.system.tables import GIB, gib
 
 USABLE = 0.94
-"""Share of a device's memory that live tensors can fill: the rest is the driver's, the communication library's and
-what the allocator can't use."""
+"""Share of a device's memory for live tensors; driver, communication library and fragmentation take the rest."""
 SURE = 0.9
-"""Share of the forecast peak that a run needs for sure: tests/tools/forecast/test_against_rehearsal.py keeps it within
-10 %."""
+"""Share of the forecast peak that a run certainly needs: the forecast's error is at most 10 %
+(tests/tools/forecast/test_against_rehearsal.py)."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Memory that some ranks share: a host's, by the ranks that run on it, or one accelerator's, by its one rank."""
+    """Memory of a host, shared by its ranks, or of an accelerator, used by one rank."""
 
     memory_bytes: int
     """Memory, bytes."""
     ranks: int = 1
     """Ranks that share it."""
     name: str = "this machine"
-    """What to call it in a message."""
+    """Name in messages."""
     accelerator: bool = False
-    """Whether it is a device's own memory, all of which counts."""
+    """Whether this is device memory, where the whole peak counts."""
     fast_bf16: bool = True
     """Whether an accelerator multiplies bf16 faster than fp32."""
 
 
 def stage_memory(plan: Plan) -> list[States]:
-    """Bytes of weights, gradients and optimizer states on one rank of each pipeline stage."""
+    """Return bytes of weights, gradients and optimizer states on one rank of each pipeline stage."""
     return [rank_memory(plan, stage) for stage in plan.stages]
 
 
 def stage_footprints(plan: Plan) -> list[Footprint]:
-    """Bytes on one rank of each pipeline stage at the largest moment of a step, with activations."""
-    job, found = job_of_plan(plan), []
+    """Return the bytes on one rank of each pipeline stage at the peak of a step, with activations."""
+    job, footprints = job_of_plan(plan), []
     for number, stage in enumerate(plan.stages):
         states = rank_memory(plan, stage)
         on_host = 0
-        if "optimizer" in plan.config.trainer.offload:  # its states, and copies of weights and gradients
+        if "optimizer" in plan.config.trainer.offload:  # states, and copies of weights and gradients
             shard = BYTES[plan.precision.param_dtype] * -(-stage.trained // plan.shard_size)
             states, on_host = states._replace(optimizer=0), states.optimizer + 2 * shard
         if plan.config.trainer.batch_schedule or microbatches_in_flight(job, number) < job.num_microbatches:
             needed = footprint(job, number, states)
-            found.append(replace(needed, host=needed.host + on_host))
+            footprints.append(replace(needed, host=needed.host + on_host))
             continue
-        # All micro batches come before the first backward pass. Before it there are no gradients, after it one less.
+        # All forward passes precede the first backward pass: compare the peak before it, without gradients, with the
+        # peak after it, with one micro batch less.
         if job.num_microbatches == 1:
             after = Footprint(*states, activations={}, logits=0, buffers=0)
-            working = min(states.gradients, _working(plan, stage))  # what the gradients take the place of
+            working = min(states.gradients, _working(plan, stage))  # copies that gradients replace
             if plan.storage.frees_embedding_of(is_first=number == 0, is_last=number == plan.config.trainer.pp - 1):
                 table = plan.padded_vocab_size // plan.config.trainer.tp * plan.model.hidden_size
                 working -= min(working, table * BYTES[plan.precision.compute_dtype])
@@ -76,13 +76,16 @@ def stage_footprints(plan: Plan) -> list[Footprint]:
             after, working = footprint(replace(job, num_microbatches=job.num_microbatches - 1), number, states), 0
         before = footprint(job, number, States(states.weights, working, states.optimizer))
         largest = max(before, after, key=lambda moment: moment.total)
-        found.append(replace(largest, host=before.host + on_host))
-    return found
+        footprints.append(replace(largest, host=before.host + on_host))
+    return footprints
 
 
 def _working(plan: Plan, stage: StageParameters) -> int:
-    """Bytes of what the blocks compute with. fully_shard gathers it into a buffer of its own, in a group of one rank
-    that casts its weights too; ZeRO 3 does so block by block, which is little. Working copies are of what is cast."""
+    """Return the bytes of the compute-dtype weights that exist in addition to the parameters.
+
+    fully_shard gathers them into a buffer, also in a group of one rank that casts. ZeRO 3 gathers block by block, which
+    the buffers count. With ``copies`` storage only cast weights have a copy.
+    """
     kind = plan.storage.kind
     if kind == PLAIN or plan.config.trainer.zero == 3:
         return 0
@@ -96,44 +99,48 @@ def _working(plan: Plan, stage: StageParameters) -> int:
 
 
 def rank_memory(plan: Plan, stage: StageParameters) -> States:
-    """Bytes that the parameters of one rank need under the plan's precision, ZeRO stage and optimizer."""
+    """Return the bytes of one rank's weights, gradients and optimizer states."""
     trainer, precision, storage = plan.config.trainer, plan.precision, plan.storage
     quantized = stage.quantizable if plan.quantized else 0
-    # Gathered or not, LoRA's frozen weights are kept packed, or else in frozen_dtype.
+    # LoRA's frozen weights are stored quantized or in frozen_dtype.
     packed = quantized_bytes(plan.quantized, quantized) if plan.quantized else 0
     shard = -(-stage.trained // plan.shard_size)
     frozen = -(-(stage.held - stage.trained - quantized) // plan.shard_size)
-    # What the optimizer updates: this rank's share from ZeRO 1 on.
+    # Weights that the optimizer updates: this rank's share from ZeRO 1 on.
     param_bytes = BYTES[precision.param_dtype]
-    kept = param_bytes * shard + BYTES[plan.frozen_dtype] * frozen + -(-packed // plan.shard_size)
+    weights = param_bytes * shard + BYTES[plan.frozen_dtype] * frozen + -(-packed // plan.shard_size)
     working = _working(plan, stage)
-    # Reduced gradients have the dtype of the parameters, unless they stay as they are made. Below ZeRO 2 the sums stay
-    # whole until the last micro batch, in the dtype in which they are accumulated.
-    narrow = shard - stage.summed if storage.keeps_bf16_grads else 0
-    gradients = param_bytes * (shard - narrow) + BYTES[precision.compute_dtype] * narrow
+    # Reduced gradients have the parameters' dtype unless Storage.keeps_bf16_grads. Below ZeRO 2 the sums are unsharded
+    # until the last micro batch, in the accumulation dtype.
+    bf16_grads = shard - stage.summed if storage.keeps_bf16_grads else 0
+    gradients = param_bytes * (shard - bf16_grads) + BYTES[precision.compute_dtype] * bf16_grads
     if trainer.zero < 2 and not storage.one_micro_batch:
         gradients = max(gradients, stage.trained * BYTES[precision.grad_accum_dtype])
     if storage.one_micro_batch:
-        # Each block frees its working copy as its gradient is made, so only the larger of the two counts.
+        # Each block frees its compute-dtype copy when its gradient exists, so only the larger of the two counts.
         working -= min(working, gradients)
     states = optimizer_bytes(plan, stage, plan.shard_size)
-    if plan.exchanges_signs:  # the errors of the rank that averages
+    if plan.exchanges_signs:  # compression errors of the averaged part
         states += BYTES[precision.optimizer_state_dtype] * -(-shard // plan.data_ranks)
-    return States(kept + working, gradients, states)
+    return States(weights + working, gradients, states)
 
 
 def optimizer_bytes(plan: Plan, stage: StageParameters, ranks: int = 1) -> int:
-    """Bytes of the states of what is trained in ``stage`` on one of the ``ranks`` that share them."""
+    """Return the bytes of the optimizer states of ``stage`` on one of the ``ranks`` that share them."""
     in_blocks = stage.in_blocks if plan.config.optim.state_bits == 8 else 0
     rest = -(-(stage.trained - in_blocks) // ranks) * BYTES[plan.precision.optimizer_state_dtype]
     return plan.config.optim.row.state_tensors * (rest + state_bytes_8bit(-(-in_blocks // ranks)))
 
 
 def check_memory(
-    plan: Plan, machine: Machine | None, again: Callable[[Config, int], Plan] | None = None
+    plan: Plan, machine: Machine | None, replan: Callable[[Config, int], Plan] | None = None
 ) -> list[Problem]:
-    """The problem of a plan whose heaviest rank is sure not to fit; what is stated goes before ``machine``, and where
-    neither is known nothing is checked. ``again`` plans another config and world, to find what fits."""
+    """Return the problem of a plan whose heaviest rank cannot fit.
+
+    Args:
+        machine: Memory of this host; ``device.memory_gib`` takes precedence. Without both nothing is checked.
+        replan: Plans another config on another world size, to find changes that fit.
+    """
     stated = plan.config.device.memory_gib
     if stated is not None:
         device = find_device(plan.config.device.name)
@@ -146,46 +153,46 @@ def check_memory(
         return []
     where = f" (pipeline stage {heaviest})" if plan.config.trainer.pp > 1 else ""
     parts = f"weights {gib(needed.weights)}, gradients {gib(needed.gradients)}, optimizer {gib(needed.optimizer)}"
-    size, what = needed.states, "before any activation"
+    size, moment = needed.states, "before any activation"
     if machine.accelerator:
         parts += f", activations {gib(needed.activation_bytes)}"
         parts += f", logits {gib(needed.logits)}, buffers {gib(needed.buffers)}"
-        size, what = needed.total, "at its peak"
+        size, moment = needed.total, "at its peak"
     together = f", {gib(size * machine.ranks)} for {machine.ranks} ranks" if machine.ranks > 1 else ""
     rule = (
-        f"the heaviest rank{where} needs {gib(size)} {what}: {parts}{together}; "
+        f"the heaviest rank{where} needs {gib(size)} {moment}: {parts}{together}; "
         f"{machine.name} has {gib(machine.memory_bytes)}"
     )
     field, value = ("device.memory_gib", stated) if stated is not None else ("model", plan.model.name)
-    return [Problem(field, value, rule, _what_fits(plan, machine, again), machine_specific=stated is None)]
+    return [Problem(field, value, rule, _suggest_changes(plan, machine, replan), machine_specific=stated is None)]
 
 
 def _sure(needed: Footprint, machine: Machine) -> float:
-    """Bytes without which the rank can't run."""
+    """Return the bytes that the rank certainly needs."""
     if not machine.accelerator:
         return needed.states + needed.host
     return max(SURE * needed.total, needed.states)
 
 
 def _on_host(plan: Plan) -> int:
-    """Bytes in the host's memory for the rank that has most there."""
+    """Return the largest host memory of a rank, bytes."""
     return max(each.host for each in stage_footprints(plan))
 
 
-def _what_fits(plan: Plan, machine: Machine, again: Callable[[Config, int], Plan] | None) -> str:
-    """The cheapest changes that make the plan fit; without tools none is tried."""
+def _suggest_changes(plan: Plan, machine: Machine, replan: Callable[[Config, int], Plan] | None) -> str:
+    """Return the cheapest changes that make the plan fit; a general suggestion without tools."""
     fitting_changes = hooks.advice()
     budget = machine.memory_bytes // machine.ranks
 
     def needs(other: Plan) -> int:
         return max(each.total if machine.accelerator else each.states + each.host for each in stage_footprints(other))
 
-    room = USABLE * budget if machine.accelerator else budget
-    if fitting_changes is not None and again is not None:
+    limit = USABLE * budget if machine.accelerator else budget
+    if fitting_changes is not None and replan is not None:
         changes = fitting_changes(
             plan,
-            lambda other: needs(other) <= room,
-            again,
+            lambda other: needs(other) <= limit,
+            replan,
             more_devices=machine.ranks == 1,
             has_host=machine.accelerator,
         )
@@ -193,16 +200,16 @@ def _what_fits(plan: Plan, machine: Machine, again: Callable[[Config, int], Plan
             return "write " + ", or ".join(
                 change.describe(needs(change.plan), _on_host(change.plan)) for change in changes
             )
-    return "write a smaller model (conf/model/ has them, from model=llama_2m on), or use a machine with more memory"
+    return "write a smaller model (see conf/model/, from model=llama_2m on), or use a host with more memory"
 
 
-# The estimate, for our own runs and other programs' models. Weights, gradients and optimizer states follow from
-# parameters, precision and sharding. Activations are the tensors that the backward pass keeps (``layer_activations``),
-# times the micro batches under way. The largest moment is that of the loss with its gradient, or of a recomputed block.
+# The estimate, for runs of this project and models of other programs. Weights, gradients and optimizer states follow
+# from parameters, precision and sharding. Activations are the saved tensors (``layer_activations``) times the micro
+# batches in flight. The peak is at the loss with its gradient, or at a recomputed block.
 
 FP32 = 4
 LOG_SUM_EXP = 4
-"""Bytes that attention keeps for each row and head."""
+"""Bytes that attention saves per row and head."""
 
 
 class States(NamedTuple):
@@ -220,19 +227,19 @@ class States(NamedTuple):
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on one rank at the largest moment of a step."""
+    """Bytes on one rank at the peak of a step."""
 
     weights: int
     gradients: int
     optimizer: int
     activations: Mapping[str, int]
-    """By kind."""
+    """Saved activations by kind."""
     logits: int
     """Logits, their fp32 copies and gradients."""
     buffers: int
-    """What communication gathers and scatters, and what one block needs while it is computed."""
+    """Buffers of communication, and temporary tensors of one block."""
     host: int = 0
-    """What trainer.offload puts into the host's memory; not part of the total."""
+    """Host memory of trainer.offload; not part of the total."""
 
     @property
     def states(self) -> int:
@@ -250,13 +257,13 @@ class Footprint:
         return self.states + self.activation_bytes + self.logits + self.buffers
 
     def parts(self) -> dict[str, int]:
-        """Bytes by component, the activations as one."""
-        found = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "host"}
-        return {**found, "activations": self.activation_bytes}
+        """Return the bytes by component, with all activations together."""
+        sizes = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "host"}
+        return {**sizes, "activations": self.activation_bytes}
 
 
 def microbatches_in_flight(job: Job, stage: int) -> float:
-    """Micro batches whose activations a stage holds at once, as multiples of the whole stage (arXiv:2104.04473)."""
+    """Return the micro batches in flight on a stage, in multiples of the whole stage (arXiv:2104.04473)."""
     if job.pp == 1:
         return 1.0
     if job.vpp == 1:
@@ -266,7 +273,7 @@ def microbatches_in_flight(job: Job, stage: int) -> float:
 
 
 def layer_activations(job: Job, recompute: str | None = None) -> dict[str, float]:
-    """Bytes that the backward pass of one block keeps of one micro batch, by kind."""
+    """Return the bytes that one block saves for its backward pass of one micro batch, by kind."""
     recompute = recompute or job.recompute
     shape, program, width = job.shape, job.program, job.inner_bytes
     split = job.tp if job.sp else 1
@@ -274,47 +281,51 @@ def layer_activations(job: Job, recompute: str | None = None) -> dict[str, float
     queries, keys = shape.queries / job.tp, max(shape.keys / job.tp, shape.head_dim)
     if recompute == "full":
         return {"block inputs": stream / split}
-    # Our selective is elementwise and attention, whose kernels keep no scores.
-    again = recompute == "elementwise" or (recompute == "selective" and program.chunks_logits)
+    # Here selective recomputes elementwise operators and attention, whose kernels save no scores.
+    elementwise = recompute == "elementwise" or (recompute == "selective" and program.chunks_logits)
     frozen, selective = bool(job.lora_parameters), recompute == "selective"
     # A frozen matrix needs no input for its gradient.
     inputs = (("qkv" in job.adapted) + ("gate_up" in job.adapted)) if frozen else 2
-    norms = 2 * stream / split + (not again) * inputs * stream / (1 if program.keeps_gathered else split)
-    attention = job.tokens * (queries + 2 * keys + queries) * width  # q, k, v and what comes out
+    norms = 2 * stream / split + (not elementwise) * inputs * stream / (1 if program.keeps_gathered else split)
+    attention = job.tokens * (queries + 2 * keys + queries) * width  # q, k, v and the output
     if program.attention != "scores":
         attention += LOG_SUM_EXP * job.tokens * shape.heads / job.tp
-    if program.kernels != "fused" and not selective and not again:
-        attention += job.tokens * (queries + keys) * width  # after the rotation, beside before it
+    if program.kernels != "fused" and not selective and not elementwise:
+        attention += job.tokens * (queries + keys) * width  # q and k both before and after the rotation
     ffn = job.tokens * shape.ffn / job.tp * width
-    inner = ((3 if shape.gated else 2) - again) * ffn
-    if shape.gated and program.kernels == "eager" and not selective and not again:
+    inner = ((3 if shape.gated else 2) - elementwise) * ffn
+    if shape.gated and program.kernels == "eager" and not selective and not elementwise:
         inner += ffn  # silu's output
-    if frozen and "down" not in job.adapted and not again:
+    if frozen and "down" not in job.adapted and not elementwise:
         inner -= ffn
-    found = {"norms": norms, "attention": attention, "feed-forward": inner}
+    saved = {"norms": norms, "attention": attention, "feed-forward": inner}
     if program.dropout:
-        found["dropout"] = 2 * job.tokens * shape.hidden / split
+        saved["dropout"] = 2 * job.tokens * shape.hidden / split
     if program.attention == "scores" and not selective:
-        # The softmax, its dropout's mask and output (arXiv:2205.05198).
-        found["scores"] = 5 * shape.heads / job.tp * job.seq * job.tokens
+        # Softmax, dropout mask and dropout output (arXiv:2205.05198).
+        saved["scores"] = 5 * shape.heads / job.tp * job.seq * job.tokens
     if recompute == "half":
-        # torchtitan: every second product is kept, attention's output too.
+        # torchtitan saves every second matmul and attention's output.
         outputs = sum(columns for _, columns in shape.layer_matmuls(job.tp)) - queries
         return {"block inputs": stream / split, "products": (outputs / 2 + 2 * queries) * job.tokens * width}
-    return found
+    return saved
 
 
 def footprint(job: Job, stage: int, states: States | None = None) -> Footprint:
-    """The peak of one rank of pipeline stage ``stage``; ``states`` where more is known of them than ``job.state``."""
+    """Return the peak of one rank of a pipeline stage.
+
+    Args:
+        states: Bytes of weights, gradients and optimizer states, if known better than from ``job.state``.
+    """
     weights, gradients, optimizer = states or _states(job, stage)
     layers, times, last = job.layers_by_stage[stage], microbatches_in_flight(job, stage), stage == job.pp - 1
-    again = -(-layers // job.recompute_every)  # blocks that recompute
+    recomputing = -(-layers // job.recompute_every)  # number of blocks
     activations: dict[str, float] = defaultdict(float)
-    for blocks, recompute in ((again, job.recompute), (layers - again, "none")):
+    for blocks, recompute in ((recomputing, job.recompute), (layers - recomputing, "none")):
         for kind, size in layer_activations(job, recompute).items() if blocks else ():
             activations[kind] += size * blocks * times
     host, back = 0.0, 0.0
-    if job.offloads_activations:  # the block that computes has its own back, and the next one's are on their way
+    if job.offloads_activations:  # on the device: the current block's activations, and the next block's in transfer
         host, back = sum(activations.values()), min(2, layers) * sum(layer_activations(job).values())
         activations.clear()
     stream = job.tokens * job.shape.hidden * job.inner_bytes
@@ -323,18 +334,18 @@ def footprint(job: Job, stage: int, states: States | None = None) -> Footprint:
         activations["last norm"] = last * stream / split
     if job.program.keeps_gathered:
         activations["head's input"] = last * stream
-    if job.pp > 1 and job.program.kernels != "fused":  # Megatron-LM frees what it has sent
+    if job.pp > 1 and job.program.kernels != "fused":  # Megatron-LM frees sent tensors
         activations["sent to the next stage"] = (not last) * times * stream / split
     head, buffers = last * _head(job), back + _block(job, stage) + _gathered(job, stage) + _exchanged(job)
-    if job.program.chunks_logits:  # the head's moment, or that of a block in the backward pass
+    if job.program.chunks_logits:  # the peak is in the head, or in a block's backward pass
         in_head = _gathered(job, stage, in_head=True) + _exchanged(job)
         head, buffers = (head, in_head) if last and head + in_head >= buffers else (0.0, buffers)
-    kept = {kind: round(size) for kind, size in activations.items()}
-    return Footprint(weights, gradients, optimizer, kept, round(head), round(buffers), round(host))
+    saved = {kind: round(size) for kind, size in activations.items()}
+    return Footprint(weights, gradients, optimizer, saved, round(head), round(buffers), round(host))
 
 
 def _states(job: Job, stage: int) -> States:
-    """Of other programs: what is kept of each trained and each frozen parameter, shared as ZeRO's stage says."""
+    """Return the states of another program, from the bytes per trained and frozen parameter and the ZeRO stage."""
     held, trained = job.stage_parameters(stage), job.trained_parameters(stage)
     adapters, frozen = (trained, held) if job.lora_parameters else (0, 0)
     state, share = job.state, job.shard_size if job.zero else 1
@@ -342,42 +353,45 @@ def _states(job: Job, stage: int) -> States:
         gradients = trained * state.gradient / (share if job.zero == 2 else 1)
         optimizer = trained * (state.master + state.moments) / share
         return States(round((held + adapters) * state.weight), round(gradients), round(optimizer))
-    kept = state.master or state.weight  # the shards are what the optimizer updates
-    weights, gradients = (trained * kept + frozen * state.weight) / share, trained * kept / share
-    if job.pp > 1:  # a pipeline keeps both whole between micro batches
+    updated = state.master or state.weight  # the optimizer updates the shards
+    weights, gradients = (trained * updated + frozen * state.weight) / share, trained * updated / share
+    if job.pp > 1:  # a pipeline keeps both unsharded between micro batches
         weights, gradients = weights + held * state.weight, gradients + trained * state.gradient
     return States(round(weights), round(gradients), round(trained * state.moments / share))
 
 
 def _head(job: Job) -> float:
-    """Logits and loss, with the gradients that are there at the same time."""
+    """Return the bytes of logits and loss, with the gradients that exist at the same time."""
     width, table = job.inner_bytes, -(-job.shape.vocab // job.tp)
     if not job.program.chunks_logits:
         sharded = job.program.sharded_logit_bytes if job.tp > 1 else None
         return float(job.tokens * table * (sharded or job.program.logit_bytes))
     chunk, weight = min(job.tokens, loss_chunk(job.shape.hidden)), table * job.shape.hidden
-    wide = FP32 if job.program.upcasts_logits and width < FP32 else 0
-    logits = chunk * table * (width + wide)
-    stream = job.tokens * job.shape.hidden * width  # the norm's output and the gradient of it, in parts or whole
+    fp32_copy = FP32 if job.program.upcasts_logits and width < FP32 else 0
+    logits = chunk * table * (width + fp32_copy)
+    stream = job.tokens * job.shape.hidden * width  # the norm's output and its gradient, sharded or not
     streams = stream + stream / (job.tp if job.sp else 1)
     if job.lora_parameters:
         return logits + streams
     if chunk == job.tokens:
         return logits + streams + weight * width
-    # The sum over chunks, beside a chunk's logits or beside what it is rounded to.
+    # The fp32 sum over chunks, plus a chunk's logits or the rounded sum.
     return weight * FP32 + max(logits, weight * width if width < FP32 else 0) + streams
 
 
 def _exchanged(job: Job) -> float:
-    """Symmetric memory in which overlapped products exchange pieces: two parts of a stream, from the first product on
+    """Return the bytes of symmetric memory for overlapped matmuls: two parts of a stream, allocated at the first matmul
     (torch's _pipelined_produce_and_all2all)."""
     return 2 * job.tokens / job.tp * job.shape.hidden * job.inner_bytes if job.program.symmetric_memory else 0.0
 
 
 def _gathered(job: Job, stage: int, in_head: bool = False) -> float:
-    """ZeRO 3's buffers. Of our own runs: the block that computes and the next one; in the head the last block, and the
-    head's weight with the buffer that it came in; and the second copy of the blocks that a node keeps. Of others:
-    tables that are gathered as one, and two blocks, with gradients of one of each."""
+    """Return the bytes of ZeRO 3's gathered weights.
+
+    Here: the current and the next block; in the head the last block, and the head's weight with its buffer; and the
+    second copy of trainer.secondary_group. Other programs: embedding and head gathered together and two blocks, with
+    gradients of one of each.
+    """
     if job.zero < 3 or (job.pp > 1 and not job.program.reshards):
         return 0.0
     first, last = stage == 0, stage == job.pp - 1
@@ -385,16 +399,16 @@ def _gathered(job: Job, stage: int, in_head: bool = False) -> float:
     tables = first + (last and not (job.shape.tied and first))
     table = -(-job.shape.vocab // job.tp) * job.shape.hidden
     if job.program.reshards:
-        kept = (job.layers_by_stage[stage] - last) * layer / job.secondary_group if job.secondary_group else 0
-        return ((layer + 2 * table if in_head else 2 * layer) + kept) * job.state.weight
+        second = (job.layers_by_stage[stage] - last) * layer / job.secondary_group if job.secondary_group else 0
+        return ((layer + 2 * table if in_head else 2 * layer) + second) * job.state.weight
     return (2 * layer + table * tables) * job.state.weight + (layer + table * tables / 2) * job.state.gradient
 
 
 def _block(job: Job, stage: int) -> float:
-    """A block in the backward pass: what is computed again, and gradients of the feed-forward's inner tensors."""
-    again = sum(layer_activations(job, "none").values()) if job.recompute == "full" else 0.0
+    """Return the bytes of a block in the backward pass: recomputed tensors and the feed-forward's gradients."""
+    recomputed = sum(layer_activations(job, "none").values()) if job.recompute == "full" else 0.0
     if stage == job.pp - 1 and not job.program.chunks_logits:
-        return again
+        return recomputed
     inner = 3 * job.tokens * job.shape.ffn / job.tp
     largest = 0 if job.lora_parameters else max(rows * columns for rows, columns in job.shape.layer_matmuls(job.tp))
-    return again + (inner + largest) * job.inner_bytes
+    return recomputed + (inner + largest) * job.inner_bytes

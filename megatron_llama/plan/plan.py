@@ -1,4 +1,4 @@
-"""What a config means on a given number of devices."""
+"""The ``Plan``: a config with derived values on a given number of devices."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megatron_llama.topology import Divided, Grid, Topology
 
 @dataclass(frozen=True)
 class Plan:
-    """A config that works, with every derived value filled in. Made by ``resolve``; needs no device."""
+    """A valid config with all derived values, made by ``resolve`` without devices."""
 
     config: Config
-    """The settings. Derived ones are no longer None, except facts about the device, run.dir, which depends on the time,
-    the cache_dir of made-up data, and val_steps, where None means the whole set."""
+    """Settings with derived values. Exceptions that may stay None: facts about the device, run.dir (depends on the
+    time), cache_dir of mock data, and val_steps, where None means the whole dataset."""
     requested: Config = field(compare=False)
-    """The settings as they were given: what was left to be derived is None."""
+    """Settings before derivation: unset ones are None."""
     world_size: int
-    """Devices, one process each."""
+    """Number of devices, one process each."""
     dp: int
     """Data-parallel size, world_size / (tp * pp)."""
     num_microbatches: int
@@ -32,27 +32,27 @@ class Plan:
     stage_layers: tuple[tuple[int, ...], ...]
     """Global layer numbers of each virtual stage, pp * vpp entries; virtual stage v * pp + p is chunk v of stage p."""
     padded_vocab_size: int
-    """Rows of the embedding table with padding, a multiple of tp."""
+    """Rows of the embedding with padding, a multiple of tp."""
     parameters: int
     """Parameters of the whole model, as published."""
     whole: StageParameters
-    """The whole model with LoRA's parameters, without padding and copies."""
+    """Parameters of the whole model, including LoRA, without padding and copies."""
     stages: tuple[StageParameters, ...]
-    """What one rank of each pipeline stage holds."""
+    """Parameters of one rank of each pipeline stage."""
     raw_data_files: tuple[tuple[str, str], ...]
-    """(setting, path) of the files of records that are still to be prepared."""
+    """(setting, path) of raw data files that are not prepared yet."""
     dataset_usage: tuple[DatasetUsage, ...] = ()
-    """What the run reads of each training dataset; empty for made-up data, and where a dataset is not there."""
+    """Use of each training dataset; empty for mock data and if a dataset is missing."""
     chosen: tuple[str, ...] = field(default=(), compare=False)
-    """Defaults that were chosen by model and device, each with the reason."""
+    """Defaults chosen by model and device, each with its reason."""
     notes: tuple[str, ...] = ()
-    """What a user should know about the plan."""
+    """Notes for the user."""
     start: RunPosition = RunPosition()
-    """Where the run goes on; known when its checkpoint is loaded."""
+    """Position at which the run resumes; set when its checkpoint is loaded."""
 
     @property
     def model(self) -> ModelConfig:
-        """The model's shape."""
+        """Shape of the model."""
         return self.config.model
 
     @property
@@ -61,7 +61,7 @@ class Plan:
         return Grid.of(self.config.trainer)
 
     def topology(self, rank: int) -> Topology:
-        """The place of ``rank`` in the grid. Raises ValueError for a rank outside the world."""
+        """Return the position of ``rank`` in the grid. Raises ValueError for a rank outside the world."""
         topology = Topology(self.grid, rank, self.config.trainer.vpp, self.shard_size)
         assert topology.place, "ranks have a position"
         return topology
@@ -73,35 +73,35 @@ class Plan:
 
     @property
     def stream(self) -> Divided:
-        """The kind of division of a sequence between the matrices, for ``grid.share``."""
+        """Kind of work that divides a sequence outside the matmuls, for ``grid.share``."""
         return "activations" if self.sp else "tokens"
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder."""
-        assert self.config.run.dir is not None, "the starter sets it before a rank starts"
+        """Folder of the run."""
+        assert self.config.run.dir is not None, "the launcher sets it before a rank starts"
         return Path(self.config.run.dir)
 
     @property
     def precision(self) -> Precision:
-        """What ``trainer.precision`` means."""
+        """Dtypes of ``trainer.precision``."""
         return PRECISIONS[str(self.config.trainer.precision)]
 
     @property
     def frozen_dtype(self) -> str:
         """torch's name of the dtype of weights that are neither trained nor quantized."""
-        kept = None if self.quantized else self.config.finetune.frozen_dtype
-        return {"fp32": "float32", "bf16": "bfloat16"}[kept or self.precision.compute_format]
+        dtype = None if self.quantized else self.config.finetune.frozen_dtype
+        return {"fp32": "float32", "bf16": "bfloat16"}[dtype or self.precision.compute_format]
 
     @property
     def quantized(self) -> str | None:
-        """int8 or nf4, where the blocks' matrices are kept so."""
-        kept = self.config.finetune.frozen_dtype
-        return kept if self.config.finetune.method == "lora" and kept in QUANTIZED_BITS else None
+        """Format of the blocks' frozen matrices, int8 or nf4; None if they are not quantized."""
+        dtype = self.config.finetune.frozen_dtype
+        return dtype if self.config.finetune.method == "lora" and dtype in QUANTIZED_BITS else None
 
     @property
     def shard_size(self) -> int:
-        """Data-parallel ranks that share one copy of what is sharded; 1 where zero=0."""
+        """Data-parallel ranks of a shard group, which share one copy of the sharded state; 1 with zero=0."""
         return 1 if self.config.trainer.zero == 0 else (self.config.trainer.shard_group or self.data_ranks)
 
     @property
@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def storage(self) -> Storage:
-        """How a rank stores parameters and gradients."""
+        """Storage of parameters and gradients on a rank."""
         return Storage.of(
             self.config,
             self.data_ranks,
@@ -122,16 +122,16 @@ class Plan:
 
     @property
     def batches(self) -> BatchSchedule:
-        """Which samples each step trains on."""
+        """Schedule of the samples of each step."""
         return BatchSchedule.of(self.config, self.start)
 
     @property
     def random_ltd(self) -> TokenSchedule | None:
-        """How many tokens the layers of random-LTD see in each step; None without it."""
+        """Schedule of the tokens that random-LTD retains; None without random-LTD."""
         return TokenSchedule.of(self.config)
 
     def recompute(self, layer: int) -> str:
-        """What the backward pass recomputes in the layer with this global number, one of RECOMPUTE."""
+        """Return the recomputation policy (one of RECOMPUTE) of the layer with this global number."""
         trainer = self.config.trainer
         return "none" if layer % trainer.recompute_every else trainer.recompute
 

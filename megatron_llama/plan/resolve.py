@@ -1,5 +1,5 @@
-"""From a ``Config`` and a number of devices to a ``Plan``, or to everything that is wrong with the config; and variants
-of a config."""
+"""``resolve``: from a ``Config`` and a number of devices to a ``Plan`` or all errors; and variants of a config."""
+
 from __future__ import annotations
 
 import contextlib
@@ -23,8 +23,8 @@ from megatron_llama.plan.rules.rule import check_rules
 from megatron_llama.topology import AXES
 
 
-def _again(config: Config, world_size: int) -> Plan:
-    """The plan of a variation of a config, wherever its files are."""
+def _replan(config: Config, world_size: int) -> Plan:
+    """Return the plan of a variant of a config, without checks of files."""
     return resolve(config, world_size, exists=lambda path: True)
 
 
@@ -35,63 +35,64 @@ def resolve(
     exists: Callable[[str], bool] = os.path.exists,
     known: Sequence[Problem] = (),
 ) -> Plan:
-    """What ``config`` means on ``world_size`` devices.
+    """Return the plan of ``config`` on ``world_size`` devices.
 
     Args:
-        config: The settings; left as they are.
-        world_size: Devices, one process each.
-        machine: The memory that the ranks must fit into; None leaves that to ``device.memory_gib``.
-        exists: Whether a file that the config names is there. With ``lambda path: True``, plans for another machine.
-        known: Problems that ``load_config`` found. They are reported too, and no rule reports their settings again.
+        config: Settings; not changed.
+        world_size: Number of devices, one process each.
+        machine: Memory that the ranks must fit into; None: ``device.memory_gib`` if set.
+        exists: Whether a path exists. ``lambda path: True`` plans for another host.
+        known: Problems that ``load_config`` found. They are reported too, and rules skip their settings.
 
     Raises:
-        ConfigError: with everything that is wrong.
+        ConfigError: With all problems.
     """
     beyond_limits = check_limits(config)
     problems = [*known, *beyond_limits]
-    # Rules see a copy with defaults in place of impossible values: each mistake is reported once, and the others are
-    # still found.
+    # Rules check a copy with defaults in place of invalid values: each error is reported once, the others are found.
     requested = reset_to_defaults(config, beyond_limits)
     sanitized, chosen = choose_defaults(requested, fast_bf16=machine is None or machine.fast_bf16)
     problems += check_rules(RULES, sanitized, world_size, {problem.field for problem in problems})
     plan = None if problems else derive_plan(sanitized, world_size)
     plan = plan and replace(plan, requested=requested, chosen=(*chosen, *plan.chosen))
     if plan is not None and sanitized.trainer.epochs is not None:
-        problems += check_rules(RULES, plan.config, world_size)  # of the steps, which are known only now
+        problems += check_rules(RULES, plan.config, world_size)  # the steps are only known now
         if plan.config.trainer.steps == 0:
             size = sanitized.trainer.global_batch_size
-            rule = f"gives no step: all samples together are less than trainer.global_batch_size={size}"
+            rule = f"has no step: all samples together are fewer than trainer.global_batch_size={size}"
             advice = "write a smaller trainer.global_batch_size, or more epochs"
             problems.append(Problem("trainer.epochs", sanitized.trainer.epochs, rule, advice))
-    found = check_paths(sanitized, exists) + (check_memory(plan, machine, _again) if plan else [])
-    # A dry run is about what a run would be, perhaps elsewhere: what only this machine lacks is a note there.
-    noted = [problem for problem in found if sanitized.dry_run and problem.machine_specific]
-    problems += [problem for problem in found if problem not in (*noted, *known)]
+    host_problems = check_paths(sanitized, exists) + (check_memory(plan, machine, _replan) if plan else [])
+    # A dry run may plan for another host: problems of this host are only notes.
+    noted = [problem for problem in host_problems if sanitized.dry_run and problem.machine_specific]
+    problems += [problem for problem in host_problems if problem not in (*noted, *known)]
     if problems or plan is None:
         raise ConfigError(problems)
-    refusals = [f"a run would be refused here: {told}" for told in merge_problems(noted)]
+    refusals = [f"a run on this host would be rejected: {message}" for message in merge_problems(noted)]
     read: tuple[DatasetUsage, ...] = ()
     if not plan.config.data.mock:
-        with contextlib.suppress(OSError, ValueError):  # a missing or broken dataset is for the checks of files
+        with contextlib.suppress(OSError, ValueError):  # the checks of files report missing and broken datasets
             read = dataset_usage(plan.config.data, plan.batches.after(plan.config.trainer.steps).samples)
     return replace(plan, dataset_usage=read, notes=(*plan.notes, *refusals, *list_notes(sanitized, plan)))
 
 
-# Configs that differ from one in a few settings: plans of other possible runs.
+# Variants of a config, for the planner and the tuner.
 
 def change_settings(config: Config, settings: Mapping[str, Any], optim: OptimConfig | None = None) -> Config:
-    """A copy of ``config``, as it was asked for, with other ``settings`` by their full names.
+    """Return a copy of a config before derivation with other ``settings``, by full name.
 
-    Data are made up, and no memory is stated, so that nothing is refused for what is tried by itself. With another tp
-    or pp, what follows from them is derived again unless it is among the settings. ``optim`` is the derived one, where
-    it is known: to resolve the schedule again takes most of the time of a plan.
+    The copy uses mock data and states no memory, so that neither data nor memory rejects it. With another tp or pp,
+    settings that depend on them are derived from scratch unless ``settings`` contains them.
+
+    Args:
+        optim: Derived optimizer settings, if known: resolving the schedule takes most of the time of a plan.
     """
     config = deepcopy(config)
     if optim is not None:
         config.optim = deepcopy(optim)
     config.data.mock, config.data.prefixes, config.device.memory_gib = True, [], None
     if any(f"trainer.{axis.name}" in settings for axis in AXES if not axis.is_derived):
-        config.trainer.dp = None  # what the others leave
+        config.trainer.dp = None  # derived from the others
         config.trainer.shard_group = None
     if "trainer.pp" in settings:
         config.trainer.pipeline_layers = None

@@ -1,4 +1,4 @@
-"""How a rank stores parameters and gradients between steps and within one: by the layout, the precision, the device."""
+"""Storage of parameters and gradients on a rank, by layout, precision and device."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ class Storage:
     """Parameters and gradients of one rank; model, optimizer and memory read it."""
 
     kind: str
-    """``plain``: layers compute with the parameters themselves. One data-parallel rank has no peers to share with, and
-    weights and gradients have one dtype throughout. ``copies``: such a rank casts all weights itself for a pass
-    (parallel/fsdp.py). ``shards``: ``fully_shard`` gathers and casts, also for one rank under ZeRO 3, which
-    casts block by block in less memory."""
+    """``plain``: layers compute with the parameters (dp=1 and one dtype throughout). ``copies``: dp=1 with copies of
+    all weights in the compute dtype (parallel/fsdp.py). ``shards``: ``fully_shard`` gathers and casts; also for dp=1
+    with ZeRO 3, which casts block by block and needs less memory."""
     one_micro_batch: bool
     """Each step has one forward and one backward pass."""
     keeps_bf16_grads: bool
-    """Gradients keep the compute dtype until the update: no other gradient is added to them. LoRA's are small."""
+    """Whether gradients keep the compute dtype until the update, as no other gradient is added to them. False for LoRA,
+    whose gradients are small."""
     frees_embedding: bool
-    """The first stage frees its copy of the embedding after the lookup, unless it also has the output head of tied
-    embeddings. LoRA's embedding is frozen and has no copy by default."""
+    """Whether the first stage frees its copy of the embedding after the lookup, unless it also has the tied output
+    head. LoRA's embedding is frozen and has no copy by default."""
     tied: bool = False
-    """The output head is the embedding."""
+    """Whether output head and embedding share a weight."""
 
     @classmethod
     def of(cls, config: Config, dp: int, num_microbatches: int, *, frozen_dtype: str, sums_gradients: bool) -> Storage:
-        """The storage of a derived config.
+        """Return the storage of a derived config.
 
         Args:
             config: Settings with all derived values.
@@ -57,5 +57,5 @@ class Storage:
         return cls(kind, one_micro_batch, keeps_bf16_grads, alone, config.model.tie_word_embeddings)
 
     def frees_embedding_of(self, *, is_first: bool, is_last: bool) -> bool:
-        """Whether a pipeline stage frees its copy of the embedding after the lookup."""
+        """Return whether a pipeline stage frees its copy of the embedding after the lookup."""
         return self.frees_embedding and is_first and not (is_last and self.tied)

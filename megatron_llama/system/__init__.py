@@ -1,1 +1,1 @@
-"""What the operating system gives: exit statuses, signals, errors that end a program, files written whole."""
+"""Exit statuses, signals, errors that end a program, atomic file writes, console output and tables."""

@@ -1,4 +1,4 @@
-"""The errors that a user can cause, and how a script reports them."""
+"""Exceptions of this project and the exit statuses that scripts turn them into."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = {"megatron_llama", "data_prep", "scripts", "benchmarks", "tests"}
 
 
 def program() -> list[str]:
-    """The interpreter's words for this program: its file, or ``-m`` and the module."""
+    """Return the interpreter's arguments that start this program: its file, or ``-m`` and the module."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None and spec.name.partition(".")[0] in PACKAGES:
         return ["-m", spec.name.removesuffix(".__main__")]
@@ -24,28 +24,27 @@ def program() -> list[str]:
 
 
 def program_name() -> str:
-    """The name that begins a message: a file such as ``train.py``, or a module such as ``benchmarks``."""
+    """Return the program's name in messages: a file such as ``train.py`` or a module such as ``benchmarks``."""
     return os.path.basename(program()[-1])
 
 
 class UserError(ValueError):
-    """Bad input or a setting that can't work: shown as one message, exit status 2."""
+    """Invalid input or settings. Scripts print one message and exit with status 2."""
 
 
 class MachineError(RuntimeError):
-    """The machine gave up (full disk, a worker killed): shown as one message, exit status 1."""
+    """Failure of the host (full disk, killed worker). Scripts print one message and exit with status 1."""
 
 
 class LaunchFailed(RuntimeError):
-    """The processes of a job could not be brought together; the message has rank and reason and needs no traceback."""
+    """Failed rendezvous of a job's processes. The message has the rank and the reason, so no traceback is printed."""
 
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
 def machine_fault(error: BaseException) -> str | None:
-    """What a disk that is full, read-only or broken did, or a worker that was killed: all that is to be said. None
-    where the program may be at fault, and its traceback is of use."""
+    """Return the message for a full, read-only or broken disk or a killed worker; None for any other error."""
     if isinstance(error, MachineError) and isinstance(error.__cause__, OSError | None):
         return str(error)
     if isinstance(error, OSError) and error.errno in _DISK and error.filename:
@@ -54,15 +53,15 @@ def machine_fault(error: BaseException) -> str | None:
 
 
 class Stopped(Exception):
-    """A signal asked for an end; what was done is kept. Exit status 75: start me again."""
+    """Stop by a signal after all work was saved. Exit status 75: run the same command to continue."""
 
 
 def run_main(main: Callable[[], int]) -> None:
-    """Runs a script's main function and turns its errors into one message and an exit status.
+    """Run a script's main function; turn its errors into one message and an exit status.
 
-    Anything that is not one of the errors above, or of the operating system, is ours and keeps its traceback.
+    Errors of other types are bugs of this project and keep their traceback.
     """
-    _mend_outputs()
+    _repair_outputs()
     status: int | str | None
     try:
         try:
@@ -88,13 +87,13 @@ def run_main(main: Callable[[], int]) -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # Python would try again at its end, and tell
+        except OSError:  # else Python flushes at exit and prints a second error
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(status)
 
 
-def _mend_outputs() -> None:
-    """Outputs that exist, though they were closed before the start, and that take any character."""
+def _repair_outputs() -> None:
+    """Replace closed standard outputs; escape characters that stdout's encoding lacks."""
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
     if isinstance(sys.stdout, io.TextIOWrapper):

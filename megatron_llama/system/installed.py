@@ -1,5 +1,7 @@
-"""What a command line says where a package that it needs is not installed, instead of a traceback: which, in which
-interpreter, and what to type. Imports nothing but Python's own."""
+"""Messages for missing packages instead of a traceback: the package, the interpreter and the command to run.
+
+Imports the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,13 @@ REQUIRED = {
     "matplotlib": "matplotlib",
     "rich": "rich",
 }
-"""The packages of pyproject.toml's dependencies, by the modules that are imported."""
+"""Distribution names of pyproject.toml's dependencies, by imported module."""
 _PROGRAMS = ("", "scripts", "data_prep", "benchmarks", "benchmarks/verify", "tests/chaos", "tests/fuzz", "docs")
-"""Folders of the project's command lines."""
+"""Folders with command lines of this project."""
 
 
 def missing_packages() -> dict[str, str]:
-    """Those of NEEDED that are not installed. Imports none of them."""
+    """Return the entries of REQUIRED that are not installed. Imports none of them."""
     return {module: package for module, package in REQUIRED.items() if not _is_there(module)}
 
 
@@ -47,23 +49,22 @@ def _is_there(module: str) -> bool:
     spec = find_spec(whole)
     if spec is None or not part:
         return spec is not None
-    # Others may lie in the same namespace; asked for by its name, the part would be imported with it.
+    # find_spec("a.b") would import a; other packages may share the namespace.
     return PathFinder.find_spec(module, spec.submodule_search_locations) is not None
 
 
 def require_packages() -> None:
-    """Raises ModuleNotFoundError where one of NEEDED is missing: a run that draws its curve with the last of them
-    should not train for a week first."""
+    """Raise ModuleNotFoundError if a required package is missing, so that a long run does not fail at its end."""
     for module in missing_packages():
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
 def explain_import_error(error: BaseException) -> str | None:
-    """What to say of an error that comes from the interpreter that was taken, or from what is not installed in it; None
-    of any other, whose traceback is of use."""
-    found = f"Python {'.'.join(map(str, sys.version_info[:3]))}"
+    """Return the message for a missing package or an old interpreter; None for other errors."""
+    version = f"Python {'.'.join(map(str, sys.version_info[:3]))}"
     if isinstance(error, Exception) and sys.version_info < OLDEST_PYTHON:
-        return f"{sys.executable} is {found}, and {'.'.join(map(str, OLDEST_PYTHON))} or newer is needed. {_advice([])}"
+        oldest = ".".join(map(str, OLDEST_PYTHON))
+        return f"{sys.executable} is {version}; this project needs {oldest} or newer. {_suggestion([])}"
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if not name or name.partition(".")[0] in PACKAGES | sys.stdlib_module_names:
         return None
@@ -71,41 +72,39 @@ def explain_import_error(error: BaseException) -> str | None:
     names = [REQUIRED.get(name) or next((p for m, p in lacking.items() if m.startswith(f"{name}.")), name)]
     names += [package for package in lacking.values() if package not in names]
     if len(names) > 3:
-        who = f"{names[0]} and {len(names) - 1} other packages that this project needs are"
+        subject = f"{names[0]} and {len(names) - 1} other packages that this project needs are"
     else:
-        who = " and ".join(names) + (" are" if len(names) > 1 else " is")
-    return f"{who} not installed in {sys.executable} ({found}). {_advice(names)}"
+        subject = " and ".join(names) + (" are" if len(names) > 1 else " is")
+    return f"{subject} not installed in {sys.executable} ({version}). {_suggestion(names)}"
 
 
-def _advice(names: list[str]) -> str:
-    """What to type: the same with the project's own environment where another was taken, else what installs ``names``,
-    or makes that environment."""
+def _suggestion(names: list[str]) -> str:
+    """Return the command to run: with the project's ``.venv``, or one that installs ``names`` or builds ``.venv``."""
     python = VENV / "bin" / "python"
     here = Path.cwd() == ROOT
     if python.exists() and Path(sys.prefix).resolve() != VENV.resolve():
-        own = os.path.relpath(python) if here else str(python)
-        command = shlex.join([own, *program(), *sys.argv[1:]])
-        return f"Type {command}, which takes the environment that `make venv` built"
+        interpreter = os.path.relpath(python) if here else str(python)
+        command = shlex.join([interpreter, *program(), *sys.argv[1:]])
+        return f"Type {command}, which uses the environment that `make venv` built"
     if sys.version_info < OLDEST_PYTHON:
-        return f"Type make -C {shlex.quote(str(ROOT))} venv, which looks for one and builds {python}"
+        return f"Type make -C {shlex.quote(str(ROOT))} venv, which finds one and builds {python}"
     extra = "" if set(names) <= set(REQUIRED.values()) else "[dev]"
     install = shlex.join([sys.executable, "-m", "pip", "install", "-e", ("." if here else str(ROOT)) + extra])
     return f"Type {install}"
 
 
 def report_missing_packages() -> None:
-    """From now on an uncaught error of this kind is one message and status 2, if the program is one of the project's
-    command lines."""
+    """Install an ``excepthook`` that reports missing packages, if the program is a command line of this project."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     if main is not None and Path(main).resolve().parent in [ROOT / folder for folder in _PROGRAMS]:
-        sys.excepthook = _tell
+        sys.excepthook = _report_error
 
 
-def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """An ``excepthook``; the SystemExit that it raises is the program's status."""
-    said = explain_import_error(error)
-    if said is None:
+def _report_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the message for a missing package and exit with status 2 (an ``excepthook``)."""
+    message = explain_import_error(error)
+    if message is None:
         sys.__excepthook__(kind, error, trace)
         return
-    sys.stderr.write(f"{program_name()}: error: {said}\n")
+    sys.stderr.write(f"{program_name()}: error: {message}\n")
     raise SystemExit(EXIT_USER)

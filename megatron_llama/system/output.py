@@ -1,7 +1,7 @@
-"""Standard output and error of a run are a courtesy: where they are lost the run goes on, and a file has the rest.
+"""Console output that never stops a run: if stdout or stderr is lost, a file in the run's folder gets the rest.
 
-They are lost by a reader of a pipe that ends (``| head``), a terminal that closes, a full disk, a descriptor that was
-closed before the start, or a reader that stops reading. A character that their encoding lacks is written as \\uXXXX.
+Causes: a pipe's reader exits (``| head``) or stops reading, the terminal closes, the disk is full, or a descriptor was
+closed before the start. Characters that the encoding lacks are written as \\uXXXX.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 FILE = "console.txt"
-"""In the run's folder: what could not be shown."""
+"""File in the run's folder for output that the console did not take."""
 STALLED_SECONDS = 60.0
-"""An output that takes nothing for so long counts as lost: whoever pages through it must not stop the training."""
-# So much fits into a pipe that poll calls writable, so that no write waits.
-_PIECE = 4096
-# Where the file of lost output is; in the environment, because ranks may be Pythons of their own.
+"""Time without a successful write after which an output counts as lost, so that a paused pager cannot stop a run."""
+# A pipe that poll reports as writable takes this many bytes without blocking.
+_CHUNK_BYTES = 4096
+# Variable with the path of the file for lost output. Ranks may be separate processes, so it is in the environment.
 _SPILL = "MEGATRON_LLAMA_CONSOLE"
-_KEPT_BYTES = 1 << 20
+_MAX_EARLY_BYTES = 1 << 20
 
 
 class _Output(io.RawIOBase):
-    """A file descriptor that takes everything; what can't be written to it goes to the file of lost output."""
+    """File object over a descriptor whose writes never fail; lost output goes to the spill file."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor, self.name = descriptor, "stdout" if descriptor == 1 else "stderr"
         self.loss: str | None = None
         self._spilled = False
-        self._early = bytearray()  # lost before there was a file for it
+        self._early = bytearray()  # output lost before the spill file is set
 
     def writable(self) -> bool:
         return True
@@ -50,39 +50,39 @@ class _Output(io.RawIOBase):
                 left = left[self._write_some(left) :]
             except OSError as error:
                 self.lose(error.strerror or str(error))
-        self._early += left[: max(0, _KEPT_BYTES - len(self._early))]
+        self._early += left[: max(0, _MAX_EARLY_BYTES - len(self._early))]
         return size
 
     def _write_some(self, data: memoryview) -> int:
-        """Writes what it can without waiting for ever; the number of bytes."""
+        """Write a chunk, waiting at most STALLED_SECONDS; return the number of bytes."""
         poll = select.poll()
         poll.register(self.descriptor, select.POLLOUT)
         if not poll.poll(1000 * STALLED_SECONDS):
-            raise TimeoutError(0, f"nobody has read it for {STALLED_SECONDS:g} s")
+            raise TimeoutError(0, f"its reader has not read for {STALLED_SECONDS:g} s")
         try:
-            return os.write(self.descriptor, data[:_PIECE])
+            return os.write(self.descriptor, data[:_CHUNK_BYTES])
         except BlockingIOError:
             return 0
 
     def lose(self, loss: str) -> None:
-        """Puts the file of lost output in the descriptor's place; nothing where that is lost too, or not known yet."""
+        """Redirect the descriptor to the spill file, or to /dev/null if there is no spill file."""
         first, self.loss = self.loss is None, self.loss or loss
         if not (first and self.spill()):
             _replace(self.descriptor, os.devnull)  # the next file that is opened must not get this number
 
     def spill(self) -> bool:
-        """Goes on in the file of lost output, where there is one; whether it does."""
+        """Redirect the descriptor to the spill file; return False if there is none."""
         path = os.environ.get(_SPILL)
         if path is None or not _replace(self.descriptor, path):
             return False
         self._spilled = True
         early, self._early = bytes(self._early), bytearray()
         self.write(
-            f"{self.name} is lost: {self.loss}. What process {os.getpid()} prints goes on here.\n".encode() + early
+            f"{self.name} is lost: {self.loss}. Process {os.getpid()} continues to print here.\n".encode() + early
         )
         other = _outputs[3 - self.descriptor]
         if other.loss is None:
-            other.write(f"{self.name} is lost: {self.loss}. The run goes on and prints to {path}\n".encode())
+            other.write(f"{self.name} is lost: {self.loss}. The run continues and prints to {path}\n".encode())
         return True
 
 
@@ -90,27 +90,27 @@ _outputs: dict[int, _Output] = {}
 
 
 def protect_output() -> None:
-    """Makes ``sys.stdout`` and ``sys.stderr`` of this process, and of those that it forks, ones that never fail."""
+    """Replace ``sys.stdout`` and ``sys.stderr`` of this process and its forks by objects whose writes never fail."""
     closed = [number for number in range(3) if not _is_open(number)]
-    for number in closed:  # the next file that is opened would get its number, and what is printed
+    for number in closed:  # else the next opened file gets this number, and the printed text
         _replace(number, os.devnull)
     for number, old in ((1, sys.stdout), (2, sys.stderr)):
         _outputs[number] = _Output(number)
-        made = io.TextIOWrapper(
+        stream = io.TextIOWrapper(
             cast(BinaryIO, _outputs[number]),
             encoding=getattr(old, "encoding", None) or "utf-8",
             errors="backslashreplace",
             line_buffering=number == 2 or os.isatty(number),
-            write_through=getattr(old, "write_through", False),  # as PYTHONUNBUFFERED wants it
+            write_through=getattr(old, "write_through", False),  # set by PYTHONUNBUFFERED
         )
-        setattr(sys, _outputs[number].name, made)
+        setattr(sys, _outputs[number].name, stream)
     for number in closed:
         if number:
             _outputs[number].lose("it was closed before the start")
 
 
 def set_spill_folder(folder: Path) -> None:
-    """From here on, what can't be shown goes to a file in ``folder``, the run's."""
+    """Send lost output to a file in ``folder``, the run's folder."""
     if _outputs:
         os.environ[_SPILL] = str(folder / FILE)
         for output in _outputs.values():
@@ -119,7 +119,7 @@ def set_spill_folder(folder: Path) -> None:
 
 
 def stdout_loss() -> str | None:
-    """Why standard output takes nothing any more; None where it does, or is not protected."""
+    """Return why standard output is lost; None if it works or is not protected."""
     return _outputs[1].loss if _outputs else None
 
 
@@ -132,7 +132,7 @@ def _is_open(number: int) -> bool:
 
 
 def _replace(number: int, path: str) -> bool:
-    """Opens a file, for appending, under a descriptor's number; False where it can't be opened."""
+    """Open a file for appending under a descriptor's number; return False if it cannot be opened."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         new = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)

@@ -1,8 +1,9 @@
-"""Where this process is: the one phase of its work, for whoever watches that it gets on.
+"""The current phase of a process's work, which the watchdog reads to detect hangs.
 
-A rank's phase stands in a small file in memory that its starter reads, so that it can be read also when the rank is
-stopped, holds the interpreter's lock, or has not imported torch yet. The attempt of its start is here too.
+A rank writes its phase to a small file in memory that the launcher reads. This works while the rank is stopped, holds
+the GIL or has not imported torch yet. The variable that identifies the attempt of a start is here too.
 """
+
 from __future__ import annotations
 
 import mmap
@@ -11,29 +12,29 @@ import tempfile
 from dataclasses import dataclass
 from typing import IO
 
-# Reading, writing and compiling may take long without a fault: big models load for many minutes, and compilers have
-# taken more than an hour.
 PATIENT = 8.0
+"""Factor on the step's time limit for phases that may be slow without a fault: loading, saving and compiling."""
 UNWATCHED = float("inf")
+"""Factor of a phase without a time limit."""
 _RECORD_BYTES, _WAIT_BYTES = 200, 56
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a process's work. Processes that do the same work count it the same."""
+    """A part of a process's work. Processes that do the same work give it the same number."""
 
     number: int
-    """Phases that the process has entered before."""
+    """Number of phases that the process entered earlier."""
     name: str
     patience: float = 1.0
-    """It may take so many times the limit of a step; infinite: any time."""
+    """Factor on the step's time limit (``trainer.hang_timeout_seconds``); infinite: no limit."""
 
 
 class PhaseFile:
-    """The record of one process's phase, shared between it and its starter."""
+    """Record of one process's phase, shared with its launcher."""
 
     def __init__(self) -> None:
-        # Memory, not a disk: a full one must not look like a hang.
+        # In memory: a full disk must not look like a hang.
         self.file: IO[bytes] = (
             os.fdopen(os.memfd_create("phase"), "r+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
         )
@@ -41,13 +42,13 @@ class PhaseFile:
         _write(self.file.fileno(), Phase(0, "the start of its process", PATIENT))
 
     def read(self) -> Phase:
-        """The phase that the process is in."""
+        """Return the process's current phase."""
         number, patience, name = os.pread(self.file.fileno(), _RECORD_BYTES, 0).decode(errors="replace").split(" ", 2)
         return Phase(int(number), name.rstrip(), float(patience))
 
     @property
     def awaited(self) -> str:
-        """The collective in which the process waits for others; empty where it does not."""
+        """Collective in which the process waits for others; empty if it does not wait."""
         return os.pread(self.file.fileno(), _WAIT_BYTES, _RECORD_BYTES).rstrip(b"\0").decode(errors="replace")
 
 
@@ -58,18 +59,18 @@ _shared_wait: mmap.mmap | None = None
 
 
 def share(descriptor: int) -> None:
-    """From now on this process writes its phases to its starter's PhaseFile, open under ``descriptor``."""
+    """Write the phases of this process to the launcher's PhaseFile, which is open under ``descriptor``."""
     global _descriptor, _shared_wait
     _descriptor, _shared_wait = descriptor, mmap.mmap(descriptor, _RECORD_BYTES + _WAIT_BYTES)
 
 
 def current() -> Phase:
-    """The phase that this process is in."""
+    """Return the current phase of this process."""
     return _current
 
 
 def enter(name: str, patience: float = 1.0) -> None:
-    """The phase ``name`` begins now. Ranks of one run must enter the same phases in the same order."""
+    """Begin the phase ``name``. Ranks of one run must enter the same phases in the same order."""
     global _current
     _current = Phase(_current.number + 1, name, patience)
     if _descriptor is not None:
@@ -77,13 +78,15 @@ def enter(name: str, patience: float = 1.0) -> None:
 
 
 def advance(detail: str) -> None:
-    """Progress inside a phase: its time begins anew. ``detail`` replaces an earlier one."""
+    """Report progress inside a phase, which restarts its time limit. ``detail`` replaces the previous detail."""
     enter(f"{_current.name.partition(': ')[0]}: {detail}", _current.patience)
 
 
 def wait_for(collective: str) -> None:
-    """From now on this process waits for others in a collective, such as "tp all_reduce"; for "" it does not. Memory,
-    and no call of the system: a step has hundreds of them."""
+    """Record that this process waits in a collective, such as "tp all_reduce"; "" ends the wait.
+
+    Writes to shared memory without a system call: a step has hundreds of collectives.
+    """
     global _awaited
     _awaited = collective
     if _shared_wait is not None:
@@ -91,7 +94,7 @@ def wait_for(collective: str) -> None:
 
 
 def awaited() -> str:
-    """What this process waits for; empty where it does not."""
+    """Return the collective that this process waits in; empty if it does not wait."""
     return _awaited
 
 
@@ -100,8 +103,7 @@ def _write(descriptor: int, phase: Phase) -> None:
     os.pwrite(descriptor, text.ljust(_RECORD_BYTES), 0)  # one call: a reader sees the old record or the new one
 
 
-# The attempt of its start that a rank belongs to. torchrun starts ranks again in the store where earlier ones met,
-# whose entries must not count.
+# torchrun restarts ranks with the store of the earlier attempt, whose entries must be ignored.
 
 ATTEMPT = "MEGATRON_LLAMA_ATTEMPT"
-"""The variable with a word that the ranks of one attempt share, and no others have."""
+"""Environment variable with a value that only the ranks of one attempt share."""

@@ -1,5 +1,4 @@
-"""Signal handlers that are in place for the time of a ``with`` block; processes that end with their parent, or are
-stopped."""
+"""Signal handlers for the duration of a ``with`` block, and processes that end with their parent."""
 
 from __future__ import annotations
 
@@ -18,16 +17,16 @@ from megatron_llama.system.exit_status import EXIT_FAILED
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-"""By a person or a scheduler (SIGTERM), or because the terminal has gone (SIGHUP)."""
+"""Signals that request a stop: SIGTERM from a user or a scheduler, SIGHUP from a closed terminal."""
 
 _ENDING = (signal.SIGINT, signal.SIGUSR1, *STOP_SIGNALS)
 
 
 @contextmanager
 def handle_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Calls ``handler`` for these signals inside the block, and restores the previous handlers after it.
+    """Call ``handler`` for these signals inside the block; restore the previous handlers after it.
 
-    SIGHUP stays ignored where it is: that is what nohup is for. Only the main thread may enter the block.
+    An ignored SIGHUP (nohup) stays ignored. Only the main thread may enter the block.
     """
     numbers = [number for number in numbers if not is_ignored_by_user(number)]
     previous = {number: signal.signal(number, handler) for number in numbers}
@@ -39,10 +38,10 @@ def handle_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | N
 
 
 def exit_on_signal() -> None:
-    """Until a run has handlers of its own, a signal ends this process at once: one line, status 128 + its number.
+    """Until a run installs its handlers, end this process at a signal: one line, status 128 + the signal's number.
 
-    No exception does that: it would come up inside whatever is being imported, which may print or swallow it. What
-    is written before the ranks start is written whole or not at all.
+    The handler exits instead of raising, because an import in progress may print or swallow an exception. Files that
+    are written before the ranks start are written atomically.
     """
     for number in _ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -50,7 +49,7 @@ def exit_on_signal() -> None:
 
 
 def ignore_signals() -> None:
-    """The end of what ``exit_on_signal`` began: all is done, and no signal can change the exit status any more."""
+    """Ignore the signals of ``exit_on_signal``: the work is done, and its exit status must not change."""
     for number in _ENDING:
         if signal.getsignal(number) is _leave:
             signal.signal(number, signal.SIG_IGN)
@@ -61,18 +60,18 @@ def _leave(number: int, frame: FrameType | None) -> None:
         name = "Ctrl-C" if number == signal.SIGINT and os.isatty(2) else signal.Signals(number).name
         with suppress(OSError):
             os.write(2, f"Stopped by {name}.\n".encode())
-    with suppress(Exception):  # it may be what was interrupted
+    with suppress(Exception):  # the signal may have interrupted a flush
         sys.stdout.flush()
     os._exit(128 + number)
 
 
 def is_ignored_by_user(number: int) -> bool:
-    """Whether the user has this process ignore a signal, as by nohup."""
+    """Return whether the user made this process ignore a signal, as nohup does."""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 def exit_with_parent(parent_pid: int) -> None:
-    """Has the kernel kill this process when its parent ``parent_pid`` ends for whatever reason, kill -9 included."""
+    """Let the kernel kill this process when its parent ``parent_pid`` ends, also by kill -9."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:
@@ -82,14 +81,14 @@ def exit_with_parent(parent_pid: int) -> None:
 
 
 def _watch_parent(parent_pid: int) -> None:
-    """Where the system can't tell a child that its parent died: look every second."""
+    """Check each second whether the parent is alive, on systems without PR_SET_PDEATHSIG."""
     while os.getppid() == parent_pid:
         time.sleep(1)
     os._exit(EXIT_FAILED)
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the process is stopped, by SIGSTOP or a debugger; False where the system does not say."""
+    """Return whether the process is stopped by SIGSTOP or a debugger; False if the system does not report it."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0] in "Tt"

@@ -1,4 +1,5 @@
-"""Tables of plain text, for terminals, files and logs alike, and in Markdown; and numbers as people read them."""
+"""Plain-text and Markdown tables, and number formatting."""
+
 from __future__ import annotations
 
 import io
@@ -6,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 def text_table(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]:
-    """``rows``, at least one, as lines of aligned columns, two spaces apart.
+    """Return ``rows`` (at least one) as lines of aligned columns, two spaces apart.
 
-    The first ``left`` columns (default: all) are flush left, the others flush right. The lines are the same for every
-    terminal: no colour, no wrapping, no spaces at the end.
+    The first ``left`` columns (default: all) are left-aligned, the others right-aligned. The lines do not depend on the
+    terminal: no color, no wrapping, no trailing spaces.
     """
     from rich.console import Console
     from rich.table import Table
@@ -20,7 +21,7 @@ def text_table(rows: Sequence[Sequence[str]], left: int | None = None) -> list[s
     for row in rows:
         table.add_row(*row)
     file = io.StringIO()
-    # Wider than any table: rich cuts off what does not fit. Cells are plain text, not markup.
+    # Wider than any table, as rich truncates. Cells are plain text, not markup.
     console = Console(file=file, width=100_000, force_terminal=False, color_system=None, markup=False, emoji=False)
     console.print(table, highlight=False)
     return [line.rstrip() for line in file.getvalue().splitlines()]
@@ -34,15 +35,13 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterat
         yield "| " + " ".join(f"{cell} |".lstrip() for cell in row)  # an empty cell is one space wide
 
 
-# Numbers as people read them: counts with a unit, bytes, nouns in the plural.
-
 
 GIB = 2**30
 _STEPS = (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3))
 
 
 def short_count(count: float) -> str:
-    """A count with four significant digits: 6.738 B, 250 k, 1,024 T."""
+    """Format a count with four significant digits: 6.738 B, 250 k, 1,024 T."""
     for unit, size in _STEPS:
         if abs(count) >= size:
             return f"{count / size:.4g} {unit}" if abs(count) < 1000 * size else f"{count / size:,.0f} {unit}"
@@ -50,11 +49,11 @@ def short_count(count: float) -> str:
 
 
 def gib(size: int) -> str:
-    """Bytes in binary units: 512 MiB, 1,002 MiB, 25.1 GiB, 1,024 GiB."""
+    """Format bytes in binary units: 512 MiB, 1,002 MiB, 25.1 GiB, 1,024 GiB."""
     number, unit = (size / 2**20, "MiB") if size < GIB else (size / GIB, "GiB")
     return f"{number:.3g} {unit}" if number < 1000 else f"{number:,.0f} {unit}"
 
 
 def plural(count: int, noun: str) -> str:
-    """``noun`` for one, ``nouns`` for any other count."""
+    """Return ``noun`` for a count of one, else its plural with ``s``."""
     return noun if count == 1 else f"{noun}s"

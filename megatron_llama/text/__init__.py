@@ -1,1 +1,1 @@
-"""Tokenizers, chat templates and conversations: one of each, for data_prep, training, inference and export."""
+"""Tokenizers, chat templates and conversations, for data_prep, training, inference and export."""

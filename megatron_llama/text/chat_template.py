@@ -1,10 +1,11 @@
-"""A conversation to the text that a model sees, in pieces: control tokens and text, learned or not.
+"""Chat templates: render a conversation as spans of text and control tokens, with or without loss.
 
-A named template is a few strings for each role. The tokenizer's own is Jinja, rendered in a sandbox as transformers
-renders it (tests compare the two). Of an answer the model learns what it has to generate: the text and the token that
-ends it, not the white space that the template puts after that. A run's
-own template, and the token ids of a conversation, are here too.
+A named template is a few strings per role. The tokenizer's template is Jinja, rendered in a sandbox with the same
+result as in transformers (tests compare the two). Loss is on the tokens that the model must generate: the answer's text
+and the token that ends it, not the white space after it. The template of a run, and the token ids of a conversation,
+are here too.
 """
+
 from __future__ import annotations
 
 import json
@@ -28,49 +29,50 @@ from megatron_llama.text.tokenizer import SETTINGS, Tokenizer, open_tokenizer, r
 
 @dataclass(frozen=True)
 class TextSpan:
-    """A part of the rendered text."""
+    """A span of the rendered text."""
 
     text: str
     learn: bool
+    """Whether the span has loss."""
     control: bool = False
-    """``text`` is a control token's name."""
+    """Whether ``text`` is a control token's name."""
 
 
 END = "<|endoftext|>"
-"""Means the tokenizer's own end-of-text token where it has none of this name."""
+"""The tokenizer's end-of-text token if it has no token of this name."""
 
 
 @dataclass(frozen=True)
 class NamedTemplate:
-    """A template by role: (prefix, suffix) of a turn's text. Names of control tokens are in <| |>."""
+    """Template by role: (prefix, suffix) of a turn's text. Names of control tokens are in <| |>."""
 
     system: tuple[str, str]
     user: tuple[str, str]
     assistant: tuple[str, str, str]
-    """(prefix, end of the answer, which is learned, and suffix)"""
+    """(prefix, end of the answer, which has loss, suffix)"""
     gap: str = ""
-    """Between the assistant's prefix and its answer; learned with the answer, so that both can be one token."""
+    """Text between the assistant's prefix and the answer; it has loss, as it may share a token with the answer."""
 
     def render_spans(self, turns: Sequence[Turn]) -> list[TextSpan]:
-        """The rendered conversation."""
-        found: list[TextSpan] = []
+        """Return the rendered conversation."""
+        spans: list[TextSpan] = []
         for turn in turns:
             if turn.role == "assistant":
                 before, end, after = self.assistant
-                found += _marked(before, False)
-                found.append(TextSpan(self.gap + turn.text, turn.learn))
-                found += [*_marked(end, turn.learn), *_marked(after, False)]
+                spans += _marked(before, False)
+                spans.append(TextSpan(self.gap + turn.text, turn.learn))
+                spans += [*_marked(end, turn.learn), *_marked(after, False)]
             else:
                 before, after = self.system if turn.role == "system" else self.user
-                found += [*_marked(before, False), TextSpan(turn.text, False), *_marked(after, False)]
-        return found
+                spans += [*_marked(before, False), TextSpan(turn.text, False), *_marked(after, False)]
+        return spans
 
     def ask(self, turns: Sequence[Turn]) -> list[TextSpan]:
-        """The conversation up to where the assistant's next answer begins, its gap not among it."""
+        """Return the conversation up to the assistant's next answer, without the gap before it."""
         return [*self.render_spans(turns), *_marked(self.assistant[0], False)]
 
     def jinja(self, tokenizer: Tokenizer, add_bos: bool) -> str:
-        """The template in Jinja, for other programs that use this tokenizer."""
+        """Return the template as Jinja, for other programs that use this tokenizer."""
         end_token = "eos_token" if tokenizer.control(END) is None else json.dumps(END)
 
         def expression(text: str, *values: str) -> str:
@@ -107,25 +109,30 @@ NAMED_TEMPLATES = {
 
 
 def _marked(text: str, learn: bool) -> list[TextSpan]:
-    """A template's string, split at the names of control tokens."""
+    """Split a template's string at the names of control tokens."""
     parts = re.split(r"(<\|.*?\|>)", text)  # every second one is a name
     return [TextSpan(part, learn, control=bool(number % 2)) for number, part in enumerate(parts) if part]
 
 
 MOST_OF_A_DATE = 100
-"""Characters of a date's format."""
+"""Maximum characters of a date format."""
 _NOWHERE = "\ue000\ue001"
-"""Characters for private use."""
+"""Private-use characters, which no template contains."""
 
 
 class Jinja:
     """A chat template in Jinja."""
 
     def __init__(self, source: str, variables: dict[str, str], ends: Sequence[str], where: str) -> None:
-        """``variables`` are bos_token and the like; ``ends`` are the tokens that may end an answer.
+        """Compile a template.
+
+        Args:
+            variables: bos_token and similar variables.
+            ends: Tokens that may end an answer.
+            where: Source of the template, for messages.
 
         Raises:
-            UserError: it does not compile.
+            UserError: The template does not compile.
         """
         import jinja2
 
@@ -136,29 +143,29 @@ class Jinja:
             self._template = self._environment.from_string(source)
         except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
             reason = str(error) if isinstance(error, jinja2.TemplateError) else "it is nested too deeply"
-            raise UserError(f"{where}: the chat template is no Jinja: {reason}") from None
+            raise UserError(f"{where}: the chat template is not valid Jinja: {reason}") from None
         self.source, self._variables = source, variables
         self._ends = tuple(ends)
 
     def render_spans(self, turns: Sequence[Turn]) -> list[TextSpan]:
-        """The rendered conversation, control tokens as part of its text. Raises Bad."""
+        """Return the rendered conversation, with control tokens as part of its text. Raises RecordError."""
         whole = self.render(turns)
-        borders = [0]
+        boundaries = [0]
         for number, turn in enumerate(turns):
             if turn.role == "assistant" and turn.learn:
-                borders += self._answer(whole, turns, number)
-        borders.append(len(whole))
-        if borders != sorted(borders):
+                boundaries += self._answer(whole, turns, number)
+        boundaries.append(len(whole))
+        if boundaries != sorted(boundaries):
             raise RecordError("template_refuses", "its answers are not in the order of the turns")
-        texts = [whole[start:end] for start, end in zip(borders, borders[1:], strict=False)]
+        texts = [whole[start:end] for start, end in zip(boundaries, boundaries[1:], strict=False)]
         return [TextSpan(text, bool(number % 2)) for number, text in enumerate(texts) if text]
 
     def ask(self, turns: Sequence[Turn]) -> list[TextSpan]:
-        """The conversation up to where the assistant's next answer begins. Raises Bad."""
+        """Return the conversation up to the assistant's next answer. Raises RecordError."""
         return [TextSpan(self.render(turns, ask=True), False)]
 
     def render(self, turns: Sequence[Turn], ask: bool = False) -> str:
-        """The text of ``turns``; with ``ask`` the next answer's beginning too. Raises Bad."""
+        """Return the text of ``turns``; ``ask`` adds the generation prompt. Raises RecordError."""
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
         self._environment.start(sum(len(turn.text) for turn in turns))
         try:
@@ -169,13 +176,12 @@ class Jinja:
             raise RecordError("template_refuses", f"{type(error).__name__}: {error}"[:200]) from None
 
     def _answer(self, whole: str, turns: Sequence[Turn], number: int) -> list[int]:
-        """[first character, end) of turn ``number``, an answer, in the text."""
+        """Return [start, end) of the answer in turn ``number``, in characters of the text."""
         until = self.render(turns[: number + 1])
         asked = self.render(turns[:number], ask=True)
         if not until.startswith(asked):
-            # The generation prompt is not what comes before a given answer (it may begin a thought, say). Where an
-            # answer begins is found with one that no template contains: the answer itself could be an `A`, which is
-            # in `Assistant` too.
+            # The generation prompt differs from the text before a given answer (it may begin a thought). Find the
+            # answer's start with a text that no template contains: the answer itself could be part of the template.
             asked = self.render([*turns[:number], Turn("assistant", _NOWHERE)]).partition(_NOWHERE)[0]
             if not until.startswith(asked):
                 raise RecordError("template_refuses", f"turn {number + 1} is not found in its text")
@@ -187,14 +193,14 @@ class Jinja:
 
 
 def _environment() -> Any:
-    """Jinja as transformers sets it up for chat templates, in bounds."""
+    """Return transformers' Jinja environment for chat templates, with limits."""
     import jinja2
     import jinja2.ext
 
     from megatron_llama.text.sandbox import BoundedEnvironment
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}`, with which some templates mark answers; we find them without."""
+        """`{% generation %}`, which marks answers in some templates and is ignored here."""
 
         tags = {"generation"}
 
@@ -219,10 +225,10 @@ def _environment() -> Any:
 
 
 def load_own_template(path: Path, ends: Sequence[str]) -> Jinja:
-    """The template of the tokenizer at ``path``, a Hugging Face folder or the tokenizer.json in one.
+    """Return the template of the tokenizer at ``path``, a Hugging Face folder or its tokenizer.json.
 
     Raises:
-        UserError: it has none.
+        UserError: The tokenizer has no template.
     """
     if path.is_file() and path.suffix != ".json":
         raise UserError(f"{path} is a sentencepiece model, which has no chat template: write --chat-template NAME")
@@ -232,7 +238,7 @@ def load_own_template(path: Path, ends: Sequence[str]) -> Jinja:
     try:
         source = read_whole(file).decode() if file.is_file() else config.get("chat_template")
     except (OSError, ValueError) as error:
-        raise UserError(f"{file} can't be read: {error}") from None
+        raise UserError(f"{file} cannot be read: {error}") from None
     if source is None:
         source = (read_settings(folder / "chat_template.json") or {}).get("chat_template")
     if isinstance(source, list):  # several, by name
@@ -252,25 +258,25 @@ def load_own_template(path: Path, ends: Sequence[str]) -> Jinja:
     return Jinja(source, variables, ends, str(folder))
 
 
-# The chat template of a run's fine-tuning, from the manifests of its data sets or from its config; export writes it
-# into tokenizers for other programs.
+# The chat template of a fine-tuning run, from the manifests of its datasets or from its config. Export writes it to the
+# tokenizer for other programs.
 
 @dataclass(frozen=True)
 class TrainedTemplate:
-    """How the conversations were rendered that a model was fine-tuned on, so that prompts can be rendered alike."""
+    """Chat template of a fine-tuned model's training data, used to render prompts."""
 
     template: str
     """``own`` (the tokenizer's), or a name in ``chat_template.NAMED_TEMPLATES``."""
     add_bos: bool | None = None
-    """Whether each example began with BOS; None: as the tokenizer does it."""
+    """Whether each example began with BOS; None: the tokenizer's default."""
 
 
 def trained_template(settings: Mapping[str, Any]) -> TrainedTemplate | None:
-    """The template of the run with these settings; None for pretraining, and where its data sets differ."""
+    """Return the template of a run with these settings; None for pretraining and if its datasets differ."""
     data = settings.get("data", {})
     if data.get("kind") != "sft" or data.get("mock"):
         return None
-    found = set()
+    templates = set()
     for prefix in split_weights(data.get("prefixes", []))[1]:
         try:
             options = read_json(Path(f"{prefix}.json"))["options"]
@@ -278,17 +284,17 @@ def trained_template(settings: Mapping[str, Any]) -> TrainedTemplate | None:
         except (OSError, ValueError, LookupError, TypeError):
             continue
         if template in CHAT_TEMPLATES:
-            found.add(TrainedTemplate(template, bool(add_bos)))
-    if not found:  # the sets are gone, or elsewhere
-        found = {TrainedTemplate(data.get("chat_template", "own"))}
-    return found.pop() if len(found) == 1 else None
+            templates.add(TrainedTemplate(template, bool(add_bos)))
+    if not templates:  # the datasets were deleted or moved
+        templates = {TrainedTemplate(data.get("chat_template", "own"))}
+    return templates.pop() if len(templates) == 1 else None
 
 
 def write_trained_template(settings: Mapping[str, Any], folder: Path) -> int | None:
-    """Writes the named template that the run was trained with beside the tokenizer in ``folder``, where it replaces
-    the tokenizer's own: the model never saw that one. Returns the id that ends its answers.
+    """Replace the chat template of the tokenizer in ``folder`` by the named template of the run's training.
 
-    Does nothing and returns None for other runs, and where the folder has no tokenizer that can be read.
+    Returns:
+        The id that ends answers. None, without a change, for other runs and without a readable tokenizer.
     """
     trained, settings_file = trained_template(settings), folder / SETTINGS
     if trained is None or trained.template not in NAMED_TEMPLATES or not settings_file.exists():
@@ -305,12 +311,12 @@ def write_trained_template(settings: Mapping[str, Any], folder: Path) -> int | N
     if content.pop("chat_template", None) is not None:
         _rewrite(settings_file, json.dumps(content, indent=2) + "\n")
     answer = named.render_spans([Turn("assistant", "")])
-    ends = [tokenizer.control(piece.text) for piece in answer if piece.control and piece.learn]
+    ends = [tokenizer.control(span.text) for span in answer if span.control and span.learn]
     return ends[-1] if ends else None
 
 
 def add_stop_token(file: Path, end: int) -> None:
-    """Adds an id at which generation stops to a generation_config.json."""
+    """Add a stop id to a generation_config.json."""
     content = read_json(file)
     known = content.get("eos_token_id")
     ends = known if isinstance(known, list) else [] if known is None else [known]
@@ -319,69 +325,68 @@ def add_stop_token(file: Path, end: int) -> None:
 
 
 def _rewrite(file: Path, content: str) -> None:
-    """Replaces a file; not atomic, since the folder is not published yet."""
+    """Replace a file; not atomic, since the folder is not published yet."""
     file.unlink(missing_ok=True)
     write_synced(file, content.encode())
 
 
-# Pieces of a rendered conversation to token ids, with a mask that is exact at the borders. A text is encoded whole, as
-# at inference. A token across the border of an answer is one that the model can't produce, since the prompt ends there
-# at inference: then the two sides are encoded apart.
+# Spans of a rendered conversation to token ids with an exact loss mask. The text is encoded as a whole, as at
+# inference. If a token crosses the boundary of an answer, the two sides are encoded separately: at inference the prompt
+# ends there, so the model cannot produce that token.
 
-# Prefixes with which a text is encoded as the middle of another; the first that shares no token with it is taken.
+# Prefixes for encoding a text as a continuation; the first one that shares no token with the text is used.
 ANCHORS = ("\n", "0", "|", ".")
 
 
 def encode_spans(
-    pieces: Sequence[TextSpan], tokenizer: Tokenizer, parse_special: bool = False
+    spans: Sequence[TextSpan], tokenizer: Tokenizer, parse_special: bool = False
 ) -> tuple[list[int], list[bool]]:
-    """(ids, whether each is learned) of a rendered conversation.
+    """Return (ids, whether each has loss) of a rendered conversation.
 
-    ``parse_special`` is for the pieces of a tokenizer's own template, which are text with the names of control tokens
-    in it. Raises Bad.
+    ``parse_special`` is for spans of a tokenizer's template, whose text contains names of control tokens.
+    Raises RecordError.
     """
     ids: list[int] = []
     learn: list[bool] = []
-    for control, group in groupby(pieces, lambda piece: _control_id(piece, tokenizer)):
+    for control, group in groupby(spans, lambda span: _control_id(span, tokenizer)):
         run = list(group)
         if control is None:
-            found, marks = _encode_run(run, tokenizer, parse_special)
+            tokens, marks = _encode_run(run, tokenizer, parse_special)
         else:
-            found, marks = [control] * len(run), [piece.learn for piece in run]
-        ids += found
+            tokens, marks = [control] * len(run), [span.learn for span in run]
+        ids += tokens
         learn += marks
     return ids, learn
 
 
-def _control_id(piece: TextSpan, tokenizer: Tokenizer) -> int | None:
-    """The id of a control token, None for text. A template's control token is text to a tokenizer that has none of
-    that name; the end of text has an id in any tokenizer."""
-    if not piece.control:
+def _control_id(span: TextSpan, tokenizer: Tokenizer) -> int | None:
+    """Return the id of a control token; None for text and for control tokens that the tokenizer does not have."""
+    if not span.control:
         return None
-    number = tokenizer.control(piece.text)
-    return tokenizer.end if number is None and piece.text == END else number
+    number = tokenizer.control(span.text)
+    return tokenizer.end if number is None and span.text == END else number
 
 
 def _encode_run(run: Sequence[TextSpan], tokenizer: Tokenizer, parse_special: bool) -> tuple[list[int], list[bool]]:
-    """(ids, whether each is learned) of pieces of text that follow one another."""
-    text = "".join(piece.text for piece in run)
+    """Return (ids, whether each has loss) of successive text spans."""
+    text = "".join(span.text for span in run)
     if not text:
         return [], []
-    borders: list[int] = []  # the first characters of stretches that are learned or not
+    boundaries: list[int] = []  # first characters of parts with and without loss
     learn: list[bool] = []
     position = 0
-    for piece in run:
-        if not learn or learn[-1] != piece.learn:
-            borders.append(position)
-            learn.append(piece.learn)
-        position += len(piece.text)
+    for span in run:
+        if not learn or learn[-1] != span.learn:
+            boundaries.append(position)
+            learn.append(span.learn)
+        position += len(span.text)
     spans = tokenizer.spans(text, parse_special)
     starts, ends = np.array(spans.starts), np.array(spans.ends)
-    if not any(((starts < border) & (ends > border)).any() for border in borders[1:]):
-        return spans.ids, np.array(learn)[np.searchsorted(borders, starts, side="right") - 1].tolist()
+    if not any(((starts < boundary) & (ends > boundary)).any() for boundary in boundaries[1:]):
+        return spans.ids, np.array(learn)[np.searchsorted(boundaries, starts, side="right") - 1].tolist()
     ids: list[int] = []
     marks: list[bool] = []
-    for start, stop, is_learned in zip(borders, [*borders[1:], len(text)], learn, strict=True):
+    for start, stop, is_learned in zip(boundaries, [*boundaries[1:], len(text)], learn, strict=True):
         part = _encode_part(text[start:stop], tokenizer, parse_special, is_continued=start > 0)
         ids += part
         marks += [is_learned] * len(part)
@@ -389,7 +394,7 @@ def _encode_run(run: Sequence[TextSpan], tokenizer: Tokenizer, parse_special: bo
 
 
 def _encode_part(text: str, tokenizer: Tokenizer, parse_special: bool, is_continued: bool) -> list[int]:
-    """The ids of a text; ``is_continued``: in the middle of another, where no space is added before it."""
+    """Return the ids of a text; ``is_continued``: without the space that begins a text."""
     if not is_continued:
         return tokenizer.spans(text, parse_special).ids
     for anchor in ANCHORS:

@@ -1,6 +1,6 @@
-"""A conversation's turns, and the reasons why a record of a fine-tuning set gives none.
+"""Turns of a conversation, and the reasons for which a record of a fine-tuning dataset is invalid.
 
-Records are read in data_prep/lib/records.py; the lines of labelled tables become questions here.
+data_prep/lib/records.py reads records. Lines of labeled tables become questions here.
 """
 
 from __future__ import annotations
@@ -9,40 +9,40 @@ import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-# What a bad record is counted under, beside data_prep.lib.json_lines.REASONS.
+# Reasons for counting invalid records, in addition to data_prep.lib.json_lines.REASONS.
 REASONS = {
-    "unknown_format": "the record has none of the keys that the formats have",
-    "bad_messages": "the list of turns is no list of turns",
-    "unknown_role": "a turn's role is none of system, user, assistant",
-    "content_not_text": "a turn's content is no text (an image, a number, null)",
-    "empty_content": "a turn's content is empty, or only white space",
-    "tools_not_supported": "the record offers tools or calls them, and templates here render none",
-    "rejected_answer": "the record says that its answer is a bad one (TRL's KTO: label is false)",
-    "broken_record": "reading the record failed in a way that was not foreseen",
-    "no_assistant_turn": "there is no answer to learn",
-    "bad_columns": "the line has not as many columns as the header",
-    "unknown_label": "the label is not one of the template's",
-    "control_token": "a turn's text holds one of the tokenizer's control tokens",
-    "template_refuses": "the chat template does not take the conversation",
+    "unknown_format": "the record's keys match no known format",
+    "bad_messages": "the turns are not a list of turns",
+    "unknown_role": "a turn's role is not system, user or assistant",
+    "content_not_text": "a turn's content is not text (an image, a number, null)",
+    "empty_content": "a turn's content is empty or white space",
+    "tools_not_supported": "the record has tools or tool calls, which are not supported",
+    "rejected_answer": "the record marks its answer as bad (TRL's KTO: label is false)",
+    "broken_record": "reading the record failed unexpectedly",
+    "no_assistant_turn": "the record has no answer to learn",
+    "bad_columns": "the line and the header have different numbers of columns",
+    "unknown_label": "the template has no such label",
+    "control_token": "a turn's text contains a control token of the tokenizer",
+    "template_refuses": "the chat template rejects the conversation",
     "too_long": "the example has more tokens than a sequence",
-    "answer_cut_off": "nothing of the answer is left of an example that was cut",
+    "answer_cut_off": "the truncated example has no token of the answer",
 }
 
 
 @dataclass(frozen=True)
 class Template:
-    """From a record, or a line of a table, to its prompt and its right answer."""
+    """Prompt template for a record or a line of a table."""
 
     prompt: str
-    """With the record's fields in braces."""
+    """Text with the record's fields in braces."""
     answer: str
-    """The field of the right answer."""
+    """Field with the correct answer."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """For labelled sets: the text of the answer for each value of the answer's field."""
+    """For labeled datasets: text of the answer for each value of the answer's field."""
 
     @property
     def fields(self) -> list[str]:
-        """The fields that a record must have, the answer's last. Raises ValueError where the braces can't be parsed."""
+        """Required fields of a record, the answer last. Raises ValueError if the braces cannot be parsed."""
         return [name for _, name, _, _ in string.Formatter().parse(self.prompt) if name] + [self.answer]
 
 
@@ -61,20 +61,20 @@ LABELLED: Mapping[str, Template] = {
 
 @dataclass(frozen=True)
 class Turn:
-    """A message."""
+    """A message of a conversation."""
 
     role: str
     """system, user or assistant"""
     text: str
     learn: bool = True
-    """of the assistant's: whether it is learned (not with OpenAI's weight 0)"""
+    """Whether an assistant's message has loss (not with OpenAI's weight 0)."""
 
 
 Turns = list[Turn]
 
 
 class RecordError(Exception):
-    """A line or a record that can't be used; ``reason`` is a key of REASONS, here or in json_lines."""
+    """Invalid line or record; ``reason`` is a key of REASONS, here or in json_lines."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -82,13 +82,13 @@ class RecordError(Exception):
 
 
 def labelled_turns(columns: Sequence[str], values: Sequence[str], template: Template) -> Turns:
-    """The conversation of a line of a labelled table; raises Bad."""
+    """Return the conversation of a line of a labeled table. Raises RecordError."""
     if len(columns) != len(values):
-        raise RecordError("bad_columns", f"{len(values)} columns where the header has {len(columns)}")
+        raise RecordError("bad_columns", f"{len(values)} columns; the header has {len(columns)}")
     row = dict(zip(columns, values, strict=True))
     label = row[template.answer]
     if label not in template.labels:
-        raise RecordError("unknown_label", f"{label[:60]!r} is none of {', '.join(template.labels)}")
+        raise RecordError("unknown_label", f"{label[:60]!r} is not one of {', '.join(template.labels)}")
     empty = [name for name in template.fields if not row[name].strip()]
     if empty:
         raise RecordError("empty_content", f"column {empty[0]} is empty")

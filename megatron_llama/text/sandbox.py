@@ -1,8 +1,8 @@
-"""Jinja for templates of strangers: no access to Python, as jinja2's sandbox has it, and bounds on time and size.
+"""Jinja sandbox for untrusted templates: jinja2's sandbox with limits on time and size.
 
-Every value that a template makes is measured when it is made, and no operation may make one from measured values that
-is much larger than they are. Between two measurements only quick things happen, so a clock that is read at each of
-them, at each turn of a loop and at each call bounds the time.
+Each value is measured when it is created, and no operation may create a value that is much larger than its inputs. The
+work between two measurements is bounded, so a clock that is read at measurements, loop iterations and calls limits the
+time.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MOST_SOURCE = 1 << 18
-"""Characters of a template; the longest published ones have 20,000."""
+"""Maximum characters of a template; the longest published ones have 20,000."""
 MOST_SECONDS = 5.0
-"""Processor time of a rendering; a usual one takes less than a millisecond."""
+"""Maximum CPU time of a rendering; the usual time is below a millisecond."""
 MOST_UNCLOCKED = 50
-"""Measurements from one look at the clock to the next, which takes as long as many of them."""
+"""Measurements between two reads of the clock, which are slow in comparison."""
 SMALL, TIMES = 1 << 20, 64
-"""A value, and the whole output, may have SMALL characters and TIMES those of what is rendered."""
+"""A value, and the whole output, may have SMALL + TIMES · (characters of the conversation) characters."""
 LARGEST_NUMBER = 10_000
-"""As an argument: a width, an indentation, a number of repetitions."""
+"""Largest numeric argument, such as a width, an indentation or a number of repetitions."""
 MOST_BITS = 256
-"""Of a number."""
+"""Maximum bits of an integer."""
 _WIDE = re.compile(r"\*|\d{4}")
 _GROWS = ("replace", "join", "indent", "expandtabs", "wordwrap", "xmlattr")
-"""What multiplies the size of a value by that of an argument."""
-_LEFT_OUT = ("lipsum", "urlize", "striptags", "sum")
+"""Filters and methods whose output size is a product of the sizes of value and argument."""
+_REMOVED = ("lipsum", "urlize", "striptags", "sum")
 _NOT_CALLED = ("encode", "translate", "maketrans")
-"""Slow, or without a bound, and in no template of a chat."""
+"""Slow or unbounded functions that no chat template uses."""
 _COUNTED, _JOINED, _MEASURED = "_counted", "_joined", "_measured"
 
 
 class TooMuch(TemplateRuntimeError):
-    """A template passed a bound."""
+    """A template exceeded a limit."""
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with bounds; ``start`` begins a rendering."""
+    """jinja2's sandbox with limits; ``start`` begins a rendering."""
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
     def __init__(
         self, filters: Mapping[str, Callable[..., Any]], functions: Mapping[str, Callable[..., Any]], **options: Any
     ) -> None:
-        """``filters`` and ``functions`` are added to jinja2's."""
-        # Not optimized: constant expressions would be computed, unmeasured, while a template is compiled.
+        """Add ``filters`` and ``functions`` to jinja2's."""
+        # Not optimized: else constant expressions are evaluated, without limits, at compilation.
         super().__init__(optimized=False, finalize=self._put_out, **options)
-        for name in _LEFT_OUT:
+        for name in _REMOVED:
             self.globals.pop(name, None)
         self.globals.update(functions)
-        kept: dict[str, Any] = {**self.filters, **filters}
+        available: dict[str, Any] = {**self.filters, **filters}
         self.filters: dict[str, Any] = {
-            name: self._guarded(name, function) for name, function in kept.items() if name not in _LEFT_OUT
+            name: self._guarded(name, function) for name, function in available.items() if name not in _REMOVED
         }
         self.tests = {name: self._guarded(name, function) for name, function in self.tests.items()}
         self.filters |= {_COUNTED: self._counted, _JOINED: self._joined, _MEASURED: self.measured}
@@ -68,20 +68,20 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.start(0)
 
     def start(self, characters: int) -> None:
-        """Begins to count; ``characters`` are those of the conversation."""
+        """Begin a rendering; ``characters``: size of the conversation."""
         self._most = SMALL + TIMES * characters
         self._room, self._unclocked = self._most, 0
         self._until = time.thread_time() + MOST_SECONDS
 
     def measured(self, value: Any) -> Any:
-        """The value. Raises TooMuch where it is too large."""
+        """Return the value. Raises TooMuch if it is too large."""
         self._spend(0)
         if type(value) is str:
             if len(value) > self._most:
-                raise TooMuch(f"it makes a text of {len(value):,} characters, and {self._most:,} are the most")
+                raise TooMuch(f"it makes a text of {len(value):,} characters; the limit is {self._most:,}")
         elif isinstance(value, int):
             if value.bit_length() > MOST_BITS:
-                raise TooMuch(f"it makes a number of {value.bit_length():,} bits, and {MOST_BITS} are the most")
+                raise TooMuch(f"it makes a number of {value.bit_length():,} bits; the limit is {MOST_BITS}")
         elif _size(value, self._most) > self._most:
             raise TooMuch(f"it makes a value of more than {self._most:,} characters")
         return value
@@ -99,7 +99,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self.measured(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  as in jinja2
-        # The plain text in a macro or a recursive loop is counted here: at most the whole template's.
+        # Count the plain text in a macro or a recursive loop: at most the template's size.
         turns = len(args[0]) if isinstance(__obj, LoopContext) and hasattr(args[0], "__len__") else 1
         __self._spend(turns * (__self._source_size if isinstance(__obj, (Macro, LoopContext)) else 1))
         name = str(getattr(__obj, "__name__", ""))
@@ -119,7 +119,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         if len(source) > MOST_SOURCE:
-            raise TemplateError(f"it has {len(source):,} characters, and {MOST_SOURCE:,} are the most")
+            raise TemplateError(f"it has {len(source):,} characters; the limit is {MOST_SOURCE:,}")
         self._source_size = len(source)
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
@@ -129,13 +129,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def _counted(self, values: Iterable[Any], cost: int) -> Iterator[Any]:
-        """The values of a loop, each turn counted."""
+        """Yield the values of a loop and count each iteration."""
         for value in values:
             self._spend(cost)
             yield value
 
     def _joined(self, values: list[Any]) -> str:
-        """``a ~ b``."""
+        """Concatenate, as ``a ~ b``."""
         if sum(_size(value, self._most) for value in values) > self._most:
             raise TooMuch(f"it makes a text of more than {self._most:,} characters")
         return "".join(map(str, values))
@@ -147,7 +147,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _spend(self, size: int) -> None:
         self._room -= size
         if self._room < 0:
-            raise TooMuch(f"it makes more than {self._most:,} characters, or turns of loops")
+            raise TooMuch(f"it makes more than {self._most:,} characters or loop iterations")
         self._unclocked += 1
         if self._unclocked > MOST_UNCLOCKED:
             self._unclocked = 0
@@ -160,12 +160,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _check_format(self, text: str, values: Any) -> None:
         if _WIDE.search(text):
-            raise TooMuch("it formats to a width of thousands, or to one that is computed")
+            raise TooMuch("it formats to a width above 999, or to a computed width")
         self._check_product(text.count("{") + text.count("%"), values)
 
     def _check_arguments(self, name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if name in _NOT_CALLED and isinstance(value, str):
-            raise TooMuch(f"it calls {name}, which is not for templates")
+            raise TooMuch(f"it calls {name}, which templates must not call")
         given = [*args, *kwargs.values()]
         numbers = [abs(one) for one in given if isinstance(one, int)]
         if name != "safe_range" and max(numbers, default=0) > LARGEST_NUMBER and not isinstance(value, (list, dict)):
@@ -177,9 +177,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 self._check_product(_size(value, self._most), items)
 
     def _guarded(self, name: str, function: Any) -> Callable[..., Any]:
-        """A filter or test that checks its arguments and measures its result."""
+        """Wrap a filter or test to check its arguments and measure its result."""
 
-        @functools.wraps(function)  # jinja2's own marks on the function too
+        @functools.wraps(function)  # copies jinja2's attributes of the function too
         def guarded(*args: Any, **kwargs: Any) -> Any:
             at = 1 if hasattr(function, "jinja_pass_arg") else 0
             value = args[at]
@@ -195,7 +195,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _size(value: Any, most: int) -> int:
-    """About the characters that a value has when it is written; no more are counted than ``most``."""
+    """Return the approximate characters of a value's text; counting stops at ``most``."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Namespace):
@@ -223,10 +223,10 @@ def _all(node: nodes.Node, kind: Any) -> Iterable[Any]:
 
 
 def _replace(node: nodes.Node) -> None:
-    """Has each ``~``, and each list, tuple and mapping that is written out, measured."""
+    """Measure each ``~`` and each literal list, tuple and mapping below a node."""
     for name, value in list(node.iter_fields()):
-        found = [_replaced(one) for one in value] if isinstance(value, list) else _replaced(value)
-        setattr(node, name, found)
+        measured = [_replaced(one) for one in value] if isinstance(value, list) else _replaced(value)
+        setattr(node, name, measured)
 
 
 def _replaced(value: Any) -> Any:

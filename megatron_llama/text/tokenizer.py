@@ -1,8 +1,9 @@
-"""Opens tokenizers: a sentencepiece model, or the tokenizer.json of a Hugging Face folder.
+"""Tokenizers: sentencepiece models, and tokenizer.json files of Hugging Face folders.
 
-Training, generation, evaluation, export and data preparation all open theirs here. Libraries are imported when a
-tokenizer is opened. A sentencepiece model becomes the tokenizer.json of fast encoders here.
+Libraries are imported when a tokenizer is opened. The conversion of a sentencepiece model to a tokenizer.json for fast
+encoders is here too.
 """
+
 from __future__ import annotations
 
 import json
@@ -18,7 +19,7 @@ from megatron_llama.config.hf_config import download_hint
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json, read_whole, sha256_file
 
-SETTINGS, FAST_JSON, PIECES = "tokenizer_config.json", "tokenizer.json", "tokenizer.model"
+SETTINGS, FAST_JSON, SENTENCEPIECE_MODEL = "tokenizer_config.json", "tokenizer.json", "tokenizer.model"
 
 
 class TokenizerError(UserError):
@@ -27,12 +28,12 @@ class TokenizerError(UserError):
     def __init__(self, path: Path, rule: str) -> None:
         super().__init__(f"{path} {rule}")
         self.rule = rule
-        """What is wrong, without the path."""
+        """The problem, without the path."""
 
 
 @dataclass(frozen=True)
 class Spans:
-    """The tokens of a text, and the characters [start, end) of each."""
+    """Tokens of a text, and the characters [start, end) of each."""
 
     ids: list[int]
     starts: list[int]
@@ -40,61 +41,61 @@ class Spans:
 
 
 class TextTokenizer(ABC):
-    """Text to ids and back: what the preparation of plain text needs."""
+    """Interface for plain text: text to ids and back."""
 
     library: str
     """``sentencepiece``, ``huggingface`` or ``tiktoken``."""
     package: str
-    """The Python package that defines the ids."""
+    """Python package that defines the ids."""
     path: Path
-    """A model's file, or a Hugging Face folder."""
+    """Model file or Hugging Face folder."""
     file: Path
-    """The file that decides the ids: ``path``, or tokenizer.json in it."""
+    """File that determines the ids: ``path``, or tokenizer.json in it."""
     end: int | None
-    """The id that ends a text."""
+    """End-of-text id."""
     size: int
-    """All ids are below this."""
+    """Vocabulary size: all ids are smaller."""
 
     @abstractmethod
     def encode_text(self, text: str) -> list[int]:
-        """Ids of a text without BOS. None is a control id: the text "</s>" is encoded as its characters."""
+        """Return the ids of a text without BOS and control ids: the text "</s>" is encoded as characters."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of ids. sentencepiece and tiktoken have one way to write control tokens."""
+        """Return the text of ids. sentencepiece and tiktoken ignore ``skip_special``."""
 
     @cached_property
     def sha256(self) -> str:
-        """Of ``file``."""
+        """sha256 of ``file``, hexadecimal."""
         return sha256_file(self.file)
 
 
 class Tokenizer(TextTokenizer):
-    """A tokenizer that encodes prompts and conversations too."""
+    """Tokenizer that also encodes prompts and conversations."""
 
     bos: int | None
     adds_bos: bool
-    """Whether its makers put ``bos`` before every text, and ``encode`` does."""
+    """Whether ``encode`` prepends ``bos``."""
     control_tokens: list[str]
-    """Names of the control tokens that must not occur in a turn's text."""
+    """Control tokens, which must not occur in a turn's text."""
     added_tokens: list[str]
-    """These and all other tokens that were added to the vocabulary: an answer may end with any of them."""
+    """Control tokens and other added tokens, any of which may end an answer."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of a text that a model is to continue, as the makers of the tokenizer encode it."""
+        """Return the ids of a prompt, encoded with the tokenizer's defaults."""
 
     @abstractmethod
     def spans(self, text: str, parse_special: bool) -> Spans:
-        """A text's tokens, without BOS. With ``parse_special`` the names of control tokens in it become these."""
+        """Return a text's tokens without BOS. With ``parse_special``, names of control tokens become control ids."""
 
     @abstractmethod
     def control(self, name: str) -> int | None:
-        """A control token's id; None where the tokenizer has none of that name."""
+        """Return a control token's id; None if the tokenizer has no such token."""
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece model, run by sentencepiece itself, which defines the ids. It never makes control ids of text."""
+    """A sentencepiece model, run by sentencepiece. Text never becomes control ids."""
 
     library = package = "sentencepiece"
 
@@ -102,7 +103,7 @@ class SentencePieceTokenizer(Tokenizer):
         """Raises TokenizerError."""
         self.path = self.file = file
         self._processor = read_sentencepiece(file)
-        bos, end = self._processor.bos_id(), self._processor.eos_id()  # -1: there is none
+        bos, end = self._processor.bos_id(), self._processor.eos_id()  # -1: no such token
         self.bos = bos if bos >= 0 else None
         self.end = end if end >= 0 else None
         self.size = self._processor.vocab_size()
@@ -123,8 +124,8 @@ class SentencePieceTokenizer(Tokenizer):
             mapping = self._processor.encode_as_offset_mapping(text)
             offsets = mapping["offsets"]
             return Spans(list(mapping["ids"]), [start for start, _ in offsets], [end for _, end in offsets])
-        found = self._processor.encode(text, out_type="immutable_proto").pieces
-        return Spans([p.id for p in found], [p.begin for p in found], [p.end for p in found])
+        tokens = self._processor.encode(text, out_type="immutable_proto").pieces
+        return Spans([t.id for t in tokens], [t.begin for t in tokens], [t.end for t in tokens])
 
     def control(self, name: str) -> int | None:
         return self._special.get(name)
@@ -135,7 +136,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A folder with tokenizer.json, or that file, read by the package ``tokenizers``."""
+    """A tokenizer.json, or a folder that contains one, read by the package ``tokenizers``."""
 
     library, package = "huggingface", "tokenizers"
 
@@ -163,8 +164,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
     def spans(self, text: str, parse_special: bool) -> Spans:
-        found = self._encode_plainly(text, parse_special)
-        return Spans(list(found.ids), [start for start, _ in found.offsets], [end for _, end in found.offsets])
+        encoding = self._encode_plainly(text, parse_special)
+        return Spans(list(encoding.ids), [start for start, _ in encoding.offsets], [end for _, end in encoding.offsets])
 
     def control(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(name)
@@ -176,12 +177,12 @@ class HuggingFaceTokenizer(Tokenizer):
     def _run(self, tokenizer: Any, text: str, add_special_tokens: bool) -> Any:
         try:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except Exception as error:  # the library raises a bare Exception, as where unk_token is not in its vocabulary
-            raise TokenizerError(self.file, f"can't encode a text: {error}") from None
+        except Exception as error:  # the library raises a bare Exception, e.g. if unk_token is not in its vocabulary
+            raise TokenizerError(self.file, f"cannot encode a text: {error}") from None
 
     @cached_property
     def _plain(self) -> Any:
-        """Without the post-processor. It would trim spaces off the spans, which hides that a token crosses a border."""
+        """The tokenizer without its post-processor, which would trim spaces off the spans of tokens."""
         from tokenizers import processors
 
         tokenizer = read_tokenizer_json(self.file)
@@ -189,7 +190,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return tokenizer
 
     def _find_end(self, folder: Path) -> int | None:
-        """eos_token in tokenizer_config.json, else eos_token_id in generation_config.json or config.json."""
+        """Return eos_token of tokenizer_config.json, else eos_token_id of generation_config.json or config.json."""
         token = (read_settings(folder / SETTINGS) or {}).get("eos_token")
         content = token.get("content") if isinstance(token, dict) else token
         if isinstance(content, str) and self._tokenizer.token_to_id(content) is not None:
@@ -204,15 +205,17 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a file, or in a folder (tokenizer.json, else tokenizer.model).
+    """Open the tokenizer in a file, or in a folder (tokenizer.json, else tokenizer.model).
 
-    Whether BOS goes before every text of a sentencepiece model is what tokenizer_config.json beside it says by
-    ``add_bos_token``, which Llama's tokenizers turn on unless it is there. A folder without that file is Llama's own
-    release, which adds BOS; a model named by its file does not. Raises TokenizerError.
+    A sentencepiece model adds BOS by ``add_bos_token`` of the tokenizer_config.json in its folder, true by default. A
+    folder without that file (Llama's original release) adds BOS; a model file without it does not.
+
+    Raises:
+        TokenizerError: The tokenizer is missing or invalid.
     """
     file = tokenizer_file(path)
     if not file.is_file():
-        missing = f"has neither {FAST_JSON} nor {PIECES}" if path.is_dir() else "is no such file or folder"
+        missing = f"has neither {FAST_JSON} nor {SENTENCEPIECE_MODEL}" if path.is_dir() else "does not exist"
         raise TokenizerError(path, missing + download_hint(str(path)))
     if file.suffix == ".json":
         return HuggingFaceTokenizer(path)
@@ -222,15 +225,15 @@ def open_tokenizer(path: Path) -> Tokenizer:
 
 
 def tokenizer_file(path: str | Path) -> Path:
-    """The file that is the tokenizer: ``path`` itself, or in a folder tokenizer.json, else tokenizer.model."""
+    """Return the tokenizer's file: ``path``, or tokenizer.json, else tokenizer.model in the folder ``path``."""
     folder = Path(path)
     if not folder.is_dir():
         return folder
-    return folder / (FAST_JSON if (folder / FAST_JSON).is_file() else PIECES)
+    return folder / (FAST_JSON if (folder / FAST_JSON).is_file() else SENTENCEPIECE_MODEL)
 
 
 def vocabulary_size(path: str | Path) -> int | None:
-    """The highest id of a tokenizer, plus 1; None where there is none or it can't be read. Needs no ``tokenizers``."""
+    """Return the highest id of a tokenizer plus 1; None if it cannot be read. Does not import ``tokenizers``."""
     file = tokenizer_file(path)
     try:
         if file.suffix != ".json":
@@ -244,24 +247,24 @@ def vocabulary_size(path: str | Path) -> int | None:
 
 
 def read_sentencepiece(file: Path) -> Any:
-    """A sentencepiece model as a SentencePieceProcessor. Raises TokenizerError."""
+    """Read a sentencepiece model as a SentencePieceProcessor. Raises TokenizerError."""
     import sentencepiece
 
     try:
         content = read_whole(file)
-        if not content:  # sentencepiece takes it for a model without pieces
+        if not content:  # sentencepiece would return a model with an empty vocabulary
             raise TokenizerError(file, "is not a sentencepiece model: the file is empty")
         return sentencepiece.SentencePieceProcessor(model_proto=content)
     except OSError as error:
-        raise TokenizerError(file, f"can't be read: {error.strerror}{download_hint(str(file))}") from None
+        raise TokenizerError(file, f"cannot be read: {error.strerror}{download_hint(str(file))}") from None
     except RuntimeError as error:
         raise TokenizerError(file, f"is not a sentencepiece model: {str(error).splitlines()[-1]}") from None
-    except UnicodeDecodeError:  # of sentencepiece's own message, which quotes the file
+    except UnicodeDecodeError:  # in sentencepiece's message, which quotes the file
         raise TokenizerError(file, "is not a sentencepiece model: it is damaged") from None
 
 
 def read_model(file: Path) -> Any:
-    """A sentencepiece model as a ModelProto; protobuf takes 0.15 s to import. Raises TokenizerError."""
+    """Read a sentencepiece model as a ModelProto; importing protobuf takes 0.15 s. Raises TokenizerError."""
     from google.protobuf.message import DecodeError
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # made at import
 
@@ -272,8 +275,8 @@ def read_model(file: Path) -> Any:
 
 
 def read_tokenizer_json(file: Path) -> Any:
-    """A tokenizer.json as a ``tokenizers.Tokenizer`` that neither truncates nor pads. Raises TokenizerError."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads don't survive the fork of workers and ranks
+    """Read a tokenizer.json as a ``tokenizers.Tokenizer`` without truncation and padding. Raises TokenizerError."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive the fork of workers and ranks
     tokenizers = import_package("tokenizers", file)
     try:
         tokenizer = tokenizers.Tokenizer.from_str(read_whole(file).decode())
@@ -287,7 +290,7 @@ def read_tokenizer_json(file: Path) -> Any:
 
 
 def import_package(name: str, path: Path) -> Any:
-    """An optional package, imported. Raises TokenizerError where it is not installed."""
+    """Import an optional package. Raises TokenizerError if it is not installed."""
     import importlib
 
     try:
@@ -297,7 +300,7 @@ def import_package(name: str, path: Path) -> Any:
 
 
 def read_settings(file: Path) -> dict[str, Any] | None:
-    """tokenizer_config.json or a file beside it; None where there is none. Raises TokenizerError."""
+    """Read tokenizer_config.json or another file in its folder; None if it is missing. Raises TokenizerError."""
     try:
         return dict(read_json(file))
     except FileNotFoundError:
@@ -306,8 +309,8 @@ def read_settings(file: Path) -> dict[str, Any] | None:
         raise TokenizerError(file, f"can't be read: {error}") from None
 
 
-# A sentencepiece model as the tokenizer.json that gigatoken reads, where gigatoken knows all that the model uses.
-# ``model`` is sentencepiece's own protocol buffer, ModelProto (sentencepiece_model.proto).
+# Conversion of a sentencepiece model to a tokenizer.json for gigatoken, if gigatoken supports the model's features.
+# ``model`` is sentencepiece's protocol buffer ModelProto (sentencepiece_model.proto).
 
 # ModelProto.SentencePiece.Type and TrainerSpec.ModelType
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
@@ -316,38 +319,37 @@ SPACE = "\u2581"
 
 
 def fast_encoder_obstacle(model: Any) -> str | None:
-    """Why this model is left to sentencepiece itself, or None where the fast encoders know all that it uses."""
+    """Return why fast encoders do not support this model; None if they do."""
     if model.trainer_spec.model_type != BPE:
-        return "the model is no BPE"
+        return "the model is not BPE"
     if not model.trainer_spec.byte_fallback:
         return "the model has no byte fallback"
     normalizer = model.normalizer_spec
     if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:
-        return "the model normalises text"
+        return "the model normalizes text"
     if model.trainer_spec.treat_whitespace_as_suffix or not normalizer.escape_whitespaces:
-        return "the model treats spaces in an unusual way"
-    if any(piece.type == UNUSED for piece in model.pieces):
+        return "the model has a different handling of spaces"
+    if any(entry.type == UNUSED for entry in model.pieces):
         return "the model has unused pieces"
     return None
 
 
 def special_pieces(model: Any, kinds: tuple[int, ...] = (CONTROL, USER_DEFINED)) -> dict[str, int]:
-    """Control pieces and user-defined ones, with their ids; sentencepiece cuts the latter out of the text before
-    anything else."""
-    return {piece.piece: number for number, piece in enumerate(model.pieces) if piece.type in kinds}
+    """Return the ids of control and user-defined pieces; sentencepiece matches user-defined ones first."""
+    return {entry.piece: number for number, entry in enumerate(model.pieces) if entry.type in kinds}
 
 
 def to_tokenizer_json(model: Any) -> str:
-    """The model as a tokenizer.json for text without user-defined pieces.
+    """Return the model as a tokenizer.json for text without user-defined pieces.
 
-    Unlike the usual conversion it has no added tokens, and control pieces take no part in merges: so the text "</s>"
-    can never become id 2, as it never does in sentencepiece.
+    Unlike the usual conversion, the result has no added tokens, and merges exclude control pieces. So the text "</s>"
+    never becomes id 2, as in sentencepiece.
     """
     normalizers: list[dict[str, Any]] = []
     if model.normalizer_spec.add_dummy_prefix:
         normalizers.append({"type": "Prepend", "prepend": SPACE})
     normalizers.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
-    unknown = next(piece.piece for piece in model.pieces if piece.type == UNKNOWN)
+    unknown = next(entry.piece for entry in model.pieces if entry.type == UNKNOWN)
     return json.dumps(
         {
             "version": "1.0",
@@ -362,7 +364,7 @@ def to_tokenizer_json(model: Any) -> str:
                 "fuse_unk": True,
                 "byte_fallback": True,
                 "ignore_merges": False,
-                "vocab": {piece.piece: index for index, piece in enumerate(model.pieces)},
+                "vocab": {entry.piece: index for index, entry in enumerate(model.pieces)},
                 "merges": _merges(model),
             },
         }
@@ -370,12 +372,12 @@ def to_tokenizer_json(model: Any) -> str:
 
 
 def _merges(model: Any) -> list[tuple[str, str]]:
-    """Every way to put a piece together from two, best score first: the order in which sentencepiece merges."""
-    scores = {piece.piece: piece.score for piece in model.pieces if piece.type == NORMAL}
+    """Return all pairs of pieces that form a piece, best score first, which is sentencepiece's merge order."""
+    scores = {entry.piece: entry.score for entry in model.pieces if entry.type == NORMAL}
     ranked = sorted(
-        (-score, -cut, piece[:cut], piece[cut:])
-        for piece, score in scores.items()
-        for cut in range(1, len(piece))
-        if piece[:cut] in scores and piece[cut:] in scores
+        (-score, -cut, text[:cut], text[cut:])
+        for text, score in scores.items()
+        for cut in range(1, len(text))
+        if text[:cut] in scores and text[cut:] in scores
     )
     return [(left, right) for _, _, left, right in ranked]

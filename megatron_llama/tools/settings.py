@@ -114,7 +114,7 @@ def load_section(owner: type[Owner], section: str, overrides: Sequence[str]) -> 
             with contextlib.suppress(ValueError):
                 value = float(value)
         if not (setting.has_type(value) or (value is None and setting.optional)):
-            problems.append(Problem(name, value, f"must be {setting.type_name}", setting.advice(value)))
+            problems.append(Problem(name, value, f"must be {setting.type_name}", setting.suggest_value(value)))
         elif problem := setting.problem(value):
             problems.append(problem)
         else:

@@ -53,7 +53,7 @@ def test_a_blend(sets: tuple[str, str]) -> None:
 def test_without_weights_it_is_said_what_counts(sets: tuple[str, str]) -> None:
     plan = data_plan(list(sets))
     assert [note for note in plan.notes if "no weights" in note] == [
-        "data.prefixes has no weights: each dataset counts by its sequences, so that an epoch reads each once"
+        "data.prefixes has no weights: datasets are weighted by size, so that an epoch reads each sequence once"
     ]
     assert len({round(reading.epochs, 1) for reading in plan.dataset_usage}) == 1
     assert not data_plan([sets[0]]).notes and not data_plan([1, sets[0], 1, sets[1]]).notes

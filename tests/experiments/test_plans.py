@@ -149,7 +149,7 @@ def test_dp_is_computed_where_their_table_says_4(machines: int, dp: int) -> None
         if stated == "null" or dp == 4:
             assert resolve(config, 32 * machines).dp == dp
         else:
-            with pytest.raises(ConfigError, match=f"write trainer.dp={dp}, or leave it out"):
+            with pytest.raises(ConfigError, match=f"write trainer.dp={dp}, or omit it"):
                 resolve(config, 32 * machines)
 
 

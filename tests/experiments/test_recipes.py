@@ -80,7 +80,7 @@ def test_the_numbers_are_the_published_ones(name: str) -> None:
 def test_a_dry_run_without_the_data_has_each_command_once() -> None:
     config = load_config(["+experiment=pretrain_llama7b", "dry_run=true"], CONF_DIR)
     plan = resolve(config, 128, exists=lambda _: False)
-    (note,) = [note for note in plan.notes if "refused here" in note]
+    (note,) = [note for note in plan.notes if "on this host would be rejected" in note]
     assert note.count("redpajama.py prepare") == 1 and all(str(path) in note for path in config.data.prefixes[1::2])
     config = load_config(["+experiment=llama2_70b_lora_gaudi", "dry_run=true"], CONF_DIR)
     weights = next(note for note in resolve(config, 8, exists=lambda _: False).notes if "init_from" in note)

@@ -348,4 +348,4 @@ def test_under_srun_a_mistake_is_said_once(tmp_path: Path) -> None:
 def test_mistakes_in_writing_and_in_meaning_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--dry-run", "data=mock", "trainer.tpp=2", "trainer.tp=3"]) == 2
     errors = capsys.readouterr().err
-    assert "trainer.tpp = 2" in errors and "model.num_attention_heads=4 must divide by tp" in errors
+    assert "trainer.tpp = 2" in errors and "must divide model.num_attention_heads=4" in errors

@@ -73,7 +73,7 @@ def test_a_runs_schedule_is_in_its_plan() -> None:
 def test_each_size_is_whole_micro_batches(world: int, changes: dict[str, object], advice: str) -> None:
     schedule = {"trainer.batch_schedule": [[16, 5], [32, 9]], "trainer.micro_batch_size": 2, **changes}
     (problem,) = problems_of(make(**schedule), world)
-    assert problem.field == "trainer.batch_schedule" and "each size must divide by" in problem.rule
+    assert problem.field == "trainer.batch_schedule" and "each size must be a multiple of" in problem.rule
     assert problem.instead == f"write trainer.batch_schedule={advice}"
     assert not problems_of(make(**{**schedule, "trainer.batch_schedule": [[16, 4], [32, 8]]}), world)
 

@@ -82,8 +82,8 @@ def test_the_line_that_everybody_types(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["--dry-run", "model=llama7b", "trainer.tp=8", "device=cuda", "trainer.dp=1"]) == 0
     page = capsys.readouterr().out
     assert "sequence 4,096" in page and "precision     bf16" in page
-    assert "chosen        data.seq_length=4096: the model's own" in page
-    assert "trainer.precision=bf16: cuda multiplies it fast" in page
+    assert "chosen        data.seq_length=4096: the model's maximum" in page
+    assert "trainer.precision=bf16: cuda has bf16 units" in page
     assert "a trial of llama7b" in page and "experiment=pretrain_" in page
 
 
@@ -118,7 +118,7 @@ def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
     again = ("model=llama7b", "device=cuda", "trainer.steps=5000")
     plan = plan_of(*again, f"run.dir={old}")
     assert values(plan.config) == OLD
-    assert plan.chosen == (f"data.seq_length=256, trainer.precision=fp32, trainer.compile=false: {old} began so",)
+    assert plan.chosen == (f"data.seq_length=256, trainer.precision=fp32, trainer.compile=false: kept from {old}",)
     assert values(plan_of(*again, f"checkpoint.resume={old}/checkpoints/step_00000010").config) == OLD
     written = plan_of(*again, f"run.dir={old}", "trainer.precision=bf16")
     assert values(written.config) == {**OLD, "trainer.precision": "bf16"}, "also here"

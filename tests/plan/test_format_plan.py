@@ -83,4 +83,4 @@ def test_the_ranks_in_the_table_are_those_of_the_topology() -> None:
 
 def test_notes_are_shown() -> None:
     plan = resolve(make(**{"trainer.sp": True}), 1)
-    assert "trainer.sp=true does nothing at trainer.tp=1" in format_plan(plan)
+    assert "trainer.sp=true has no effect with trainer.tp=1" in format_plan(plan)

@@ -75,7 +75,7 @@ def test_8_bit_states_are_planned_and_shown() -> None:
     plan = resolve(config, 1)
     norms = (2 * 32 + 1) * 4096
     assert stage_memory(plan)[0].optimizer == 2 * (1.125 * (plan.parameters - norms) + 4 * norms)
-    assert "states of matrices in 8 bits: 1.125 bytes a value" in format_plan(plan)
+    assert "states of matrices in 8 bits: 1.125 bytes per value" in format_plan(plan)
     assert not any("state_bits" in note for note in plan.notes)
     toy = {
         "model.hidden_size": 32,
@@ -84,7 +84,7 @@ def test_8_bit_states_are_planned_and_shown() -> None:
         "model.num_attention_heads": 4,
     }
     (note,) = resolve(make(**toy, **{"optim.state_bits": 8}), 1).notes
-    assert note.startswith("optim.state_bits=8 changes nothing")
+    assert note.startswith("optim.state_bits=8 has no effect")
 
 
 def test_each_stage_needs_what_its_parameters_need() -> None:

@@ -184,6 +184,6 @@ def test_what_never_happens_is_noted() -> None:
     plan = resolve(make(**{"trainer.val_every_steps": 101, "data.prefixes": ["x"], "data.mock": True}), 1)
     assert plan.notes == (
         "no validation: trainer.val_every_steps=101 of 100 steps",
-        "data.mock=true makes tokens up: data.prefixes is not read",
+        "data.mock=true generates random tokens; data.prefixes is ignored",
     )
     assert not resolve(make(**{"trainer.val_every_steps": 100, "data.mock": True}), 1).notes

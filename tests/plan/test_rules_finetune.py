@@ -169,7 +169,7 @@ def test_quantized_weights_in_the_plan() -> None:
         plan = resolve(load_config([*chosen, f"finetune.frozen_dtype={kind}"], CONF), 8)
         (memory,) = stage_memory(plan)
         assert memory.weights == (4 * trained + 2 * others + share * matrices) / 8
-        assert f"but for the blocks' matrices, in {kind}: {share} bytes a value" in format_plan(plan)
+        assert f"blocks' frozen matrices in {kind}: {share} bytes per value" in format_plan(plan)
     whole = resolve(load_config([*chosen, "finetune.frozen_dtype=nf4", "trainer.zero=1"], CONF), 8)
     # What is gathered is packed too. A block lets go of its own as its gradient is made.
     assert (

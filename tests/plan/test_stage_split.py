@@ -137,7 +137,7 @@ def test_a_run_that_goes_on_keeps_its_stages(tmp_path: Path) -> None:
 
     plan = resumed("pp: 2, vpp: 1, pipeline_layers: [4, 4]")
     assert plan.config.trainer.pipeline_layers == [4, 4]
-    assert f"trainer.pipeline_layers=[4,4]: {run} began so" in plan.chosen
+    assert f"trainer.pipeline_layers=[4,4]: kept from {run}" in plan.chosen
     assert resumed("vpp: 1, pipeline_layers: [4, 4]", "trainer.pipeline_layers=[5,3]").stage_layers[1] == (5, 6, 7)
     for other in ("vpp: 1, pipeline_layers: [8]", "vpp: 1, pipeline_layers: [4, 5]", "vpp: 2, pipeline_layers: [4, 4]"):
         assert resumed(other).config.trainer.pipeline_layers == [6, 2]

@@ -14,11 +14,11 @@ TENFOLD = [f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("\n".join(["a0: &a0 [x]", *TENFOLD]), "stands for"),
-        ("a: &a [*a]", "holds itself"),
+        ("\n".join(["a0: &a0 [x]", *TENFOLD]), "values after aliases are expanded"),
+        ("a: &a [*a]", "contains itself"),
         ("a: " + "[" * 20_000 + "]" * 20_000, "nested too deeply"),
         ("# " + "x" * MOST_BYTES, "bytes"),
-        ("[" + "1," * MOST_VALUES + "1]", "stands for"),
+        ("[" + "1," * MOST_VALUES + "1]", "values after aliases are expanded"),
     ],
     ids=["aliases of aliases", "a cycle", "depth", "size", "values"],
 )

@@ -160,7 +160,7 @@ def test_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(sys, "version_info", (3, 10, 13, "final", 0))
     monkeypatch.setattr(installed, "VENV", tmp_path)
     told = installed.explain_import_error(TypeError("unsupported operand"))
-    assert told and "is Python 3.10.13, and 3.11 or newer is needed. Type make -C " in told
+    assert told and "is Python 3.10.13; this project needs 3.11 or newer. Type make -C " in told
     assert installed.explain_import_error(KeyboardInterrupt()) is None
 
 

@@ -91,7 +91,7 @@ def test_what_is_lost_goes_to_a_file(
     assert ("before the folder" in text) == (number == 1)
     assert (tmp_path / "data").read_text() == "data"
     other = (tmp_path / f"stream{3 - number}").read_text()
-    assert "The run goes on and prints to" in other and output.FILE in other
+    assert "The run continues and prints to" in other and output.FILE in other
 
 
 def test_the_file_may_be_lost_too(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_wrong_tokenizers_are_refused(tmp_path: Path, preprocess: Run, tokenizer
     twice = b"\x0a\x0b\x0a\x02a\xbc\x15\x00\x00\x00\x00\x18\x01" * 2  # quoted in its message, not UTF-8
     (tmp_path / "twice.model").write_bytes(twice)
     for model, words in [
-        (tmp_path / "none.model", ["can't be read"]),
+        (tmp_path / "none.model", ["cannot be read"]),
         (tmp_path / "noise.model", ["not a sentencepiece model"]),
         (tmp_path / "empty.model", ["not a sentencepiece model"]),
         (tmp_path / "cut.model", ["not a sentencepiece model"]),

@@ -163,7 +163,7 @@ def test_others_lines_do_not_spoil_the_end_of_a_run(tmp_path: Path) -> None:
 
 def test_a_pipe_is_no_file_of_metrics(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         MetricsFile(tmp_path / "metrics.jsonl", 2)
 
 

@@ -1,4 +1,4 @@
-"""Why a config is refused: rules on settings that must go together. ``data.py`` also has the checks of files."""
+"""Rules on combinations of settings. ``data.py`` also checks files."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from megatron_llama.plan.rules.rule import Rule
 RULES = tuple(
     value for module in (layout, schedule, data, finetune) for value in vars(module).values() if isinstance(value, Rule)
 )
-"""Every rule, in the order of its messages: module by module, and inside one as defined."""
+"""All rules, in the order of their messages: by module, then in the order of definition."""

@@ -1,4 +1,5 @@
-"""Rules on what is trained on: datasets, files of records, tokenizers, curricula; checks that the files are there."""
+"""Rules on datasets, raw data files, tokenizers and curricula, and checks of the files that a config refers to."""
+
 from __future__ import annotations
 
 import importlib.metadata
@@ -43,72 +44,71 @@ from megatron_llama.topology import Grid
 
 @reads("data.seq_length", "model.max_position_embeddings")
 def sequence_fits_model(config: Config, world_size: int) -> Iterator[Problem]:
-    """Positions beyond the model's longest sequence need that setting to be raised explicitly."""
+    """Sequences are at most as long as the model supports."""
     length, longest = config.data.length, config.model.max_position_embeddings
     if length > longest:
         advice = f"write data.seq_length={longest}, or model.max_position_embeddings={length}"
-        yield Problem("data.seq_length", length, f"is longer than model.max_position_embeddings={longest}", advice)
+        yield Problem("data.seq_length", length, f"must be at most model.max_position_embeddings={longest}", advice)
 
 
 @reads("data.kind", "data.pack", "data.document_mask", "data.eod_mask_loss")
 def documents_are_of_pretraining(config: Config, world_size: int) -> Iterator[Problem]:
-    """Fine-tuning sets say themselves which tokens belong together and which have loss."""
+    """Document masks are for pretraining; fine-tuning datasets have their own masks."""
     data = config.data
     if data.kind == "sft" and data.document_mask:
-        rule = "is for pretraining; packed examples never attend to each other"
+        rule = "needs data.kind=pretrain; packed examples never attend to each other"
         yield Problem("data.document_mask", True, rule, "write data.document_mask=false, and data.pack=true to pack")
     if data.kind == "sft" and data.eod_mask_loss:
-        rule = "is for pretraining; in fine-tuning the set's own masks say what is learned"
+        rule = "needs data.kind=pretrain; fine-tuning datasets contain loss masks"
         yield Problem("data.eod_mask_loss", True, rule, "write data.eod_mask_loss=null")
 
 
 @reads("data.kind", "data.pack", "data.prefixes", "data.schedule", "data.validation_prefixes")
 def fine_tuning_sets_are_whole(config: Config, world_size: int) -> Iterator[Problem]:
-    """Packing and validation sets work on examples, which pretraining data does not have."""
+    """Packing and validation datasets need examples, which pretraining data does not have."""
     data = config.data
     weights, paths = split_weights(data.prefixes)
     if data.kind == "sft":
         if weights:
-            advice = f"write data.prefixes={format_value(paths)}; a set that is named twice counts twice"
-            yield Problem(
-                "data.prefixes", data.prefixes, "fine-tuning sets have no weights: each is seen whole", advice
-            )
+            advice = f"write data.prefixes={format_value(paths)}; a dataset that is listed twice counts twice"
+            rule = "must have no weights with data.kind=sft: each epoch reads all datasets"
+            yield Problem("data.prefixes", data.prefixes, rule, advice)
         if data.schedule:
-            rule = "is for pretraining; fine-tuning sets are seen whole, epoch by epoch"
+            rule = "needs data.kind=pretrain; each epoch of fine-tuning reads all datasets"
             yield Problem("data.schedule", data.schedule, rule, "write data.schedule=[]")
         return
-    advice = "or data.kind=sft, for a dataset that data_prep/sft.py made"
+    advice = "or data.kind=sft, for a dataset of data_prep/sft.py"
     if data.pack:
-        rule = "packs examples, and data.kind=pretrain has none"
+        rule = "needs data.kind=sft: pretraining data has no examples"
         yield Problem("data.pack", True, rule, f"write data.pack=false, {advice}")
     if data.validation_prefixes:
-        rule = "are for data.kind=sft; pretraining validates on data.split's second share"
+        rule = "needs data.kind=sft; pretraining validates on data.split's second share"
         advice = f"write data.validation_prefixes=[], {advice}"
         yield Problem("data.validation_prefixes", data.validation_prefixes, rule, advice)
 
 
 @reads("data.prefixes", "data.mock")
 def data_is_there(config: Config, world_size: int) -> Iterator[Problem]:
-    """Training needs tokens from somewhere."""
+    """Training needs a dataset or mock data."""
     if not config.data.mock and not config.data.prefixes:
         advice = "write data.prefixes=[path/to/dataset_text_document], data=python_stdlib, or data=mock"
-        yield Problem("data.prefixes", config.data.prefixes, "names no dataset", advice)
+        yield Problem("data.prefixes", config.data.prefixes, "must list a dataset", advice)
 
 
 @reads("data.split", "data.validation_prefixes", "trainer.val_every_steps")
 def validation_has_documents(config: Config, world_size: int) -> Iterator[Problem]:
     """Validation needs documents that training does not use."""
     every, split = config.trainer.val_every_steps, config.data.split
-    own = config.data.mock or config.data.validation_prefixes
-    if every is not None and not own and float(split.split(",")[1]) == 0:
-        rule = f"trainer.val_every_steps={every} needs documents for validation, the second share"
+    has_set = config.data.mock or config.data.validation_prefixes
+    if every is not None and not has_set and float(split.split(",")[1]) == 0:
+        rule = f"trainer.val_every_steps={every} needs a second share above 0, for validation"
         instead = f"write data.split={quote_value(DataConfig.split)}, or trainer.val_every_steps=null"
         yield Problem("data.split", split, rule, instead)
 
 
 @reads("logging.sample_prompts", "data.tokenizer")
 def samples_need_a_tokenizer(config: Config, world_size: int) -> Iterator[Problem]:
-    """Prompts are text and must be encoded."""
+    """Sample prompts need a tokenizer."""
     if config.logging.sample_prompts and config.data.tokenizer is None:
         advice = "write data.tokenizer=path/to/tokenizer.model, or logging.sample_prompts=[]"
         yield Problem("logging.sample_prompts", config.logging.sample_prompts, "needs data.tokenizer", advice)
@@ -116,75 +116,75 @@ def samples_need_a_tokenizer(config: Config, world_size: int) -> Iterator[Proble
 
 @reads("data.prefixes", "data.validation_prefixes", "data.kind", "data.tokenizer", "data.template", "init_from")
 def records_can_be_prepared(config: Config, world_size: int) -> Iterator[Problem]:
-    """Files of records are text: they need a tokenizer, and tables a prompt as well."""
+    """Raw data files need a tokenizer, and tables also a prompt template."""
     data, files = config.data, raw_data_files(config.data)
     if files and raw_data_tokenizer(config) is None:
-        rule = f"{files[0][1]} is text, which needs a tokenizer"
+        rule = f"is needed to encode the text in {files[0][1]}"
         instead = "write data.tokenizer=FOLDER (Hugging Face) or tokenizer.model, or init_from=FOLDER"
         yield Problem("data.tokenizer", None, rule, instead)
     tables = [path for _, path in files if is_table(path)]
     if tables and data.template is None:
-        rule = f"{tables[0]} is a table, and no prompt for its lines is given"
+        rule = f"is needed for the table {tables[0]}"
         yield Problem("data.template", None, rule, f"write data.template={' or '.join(LABEL_TEMPLATES)}")
     if data.template is not None and not any(has_columns(path) for _, path in files):
-        rule = "is for files with columns (.tsv, .csv, .parquet), and data.prefixes names none"
-        yield Problem("data.template", data.template, rule, "leave data.template out")
+        rule = "needs a file with columns (.tsv, .csv, .parquet) in data.prefixes"
+        yield Problem("data.template", data.template, rule, "omit data.template")
     if data.chat_template != DataConfig.chat_template and not files:
-        rule = "is for files of records; a dataset was made with its template"
-        yield Problem("data.chat_template", data.chat_template, rule, "leave data.chat_template out")
+        rule = "needs raw data files; an indexed dataset was rendered with its template"
+        yield Problem("data.chat_template", data.chat_template, rule, "omit data.chat_template")
 
 
-# Rules on data.curriculum: its entries, and the settings that go with them.
+# Rules on data.curriculum.
 
 NONE = f"{SECTION}=[]"
 
 
 @reads("data.curriculum")
 def curriculum_has_schedules(config: Config, world_size: int) -> Iterator[Problem]:
-    """Each entry is a metric with a whole schedule."""
+    """Each entry is a metric with a complete schedule."""
     for problem in check_curriculum(config.data.curriculum):
         yield replace(problem, instead=f"{problem.instead}, or {NONE}")
 
 
 def _good(config: Config) -> tuple[CurriculumMetric, ...]:
-    """The metrics, where there is nothing wrong with them by themselves."""
+    """Return the metrics; () if an entry is invalid."""
     entries = config.data.curriculum
     return () if check_curriculum(entries) else curriculum_metrics(entries)
 
 
 @reads("data.curriculum", "trainer.steps")
 def curriculum_has_few_levels(config: Config, world_size: int) -> Iterator[Problem]:
-    """Every level is a list of samples, and every length of sequences a shape."""
+    """The number of difficulty levels is limited: each has a list of samples, or a shape to compile."""
     metrics = _good(config)
     for metric in metrics:
         if metric.schedule_type == DISCRETE:
             continue
         assert metric.min_difficulty is not None and metric.max_difficulty is not None
-        wide = metric.max_difficulty - metric.min_difficulty
-        if (levels := wide // metric.difficulty_step) > MOST_LEVELS:
-            rule = f"{metric.metric} rises in {levels:,} levels, and {MOST_LEVELS:,} are the most"
-            advice = f"write difficulty_step: {-(-wide // MOST_LEVELS)} or more in its entry, or {NONE}"
+        difference = metric.max_difficulty - metric.min_difficulty
+        if (levels := difference // metric.difficulty_step) > MOST_LEVELS:
+            rule = f"{metric.metric} has {levels:,} difficulty levels; the limit is {MOST_LEVELS:,}"
+            advice = f"write difficulty_step: {-(-difference // MOST_LEVELS)} or more in its entry, or {NONE}"
             yield Problem(SECTION, None, rule, advice)
             return
     if metrics and len(first_steps(config)) > MOST_LEVELS:
-        rule = f"its metrics together rise in more than {MOST_LEVELS:,} levels"
+        rule = f"its metrics together have more than {MOST_LEVELS:,} difficulty levels"
         yield Problem(SECTION, None, rule, f"write a larger difficulty_step in its entries, or {NONE}")
 
 
 @reads("data.curriculum", "data.seq_length", "data.kind", "trainer.sp", "trainer.tp")
 def curriculum_lengths_fit(config: Config, world_size: int) -> Iterator[Problem]:
-    """Lengths end at the run's own, and divide like it."""
+    """Curriculum lengths end at data.seq_length and suit sequence parallelism."""
     data, trainer = config.data, config.trainer
     for metric in _good(config):
         if not metric.is_length:
             continue
         if metric.highest != data.length:
-            rule = f"{metric.metric} ends at {metric.highest} tokens, and the run's sequences have {data.length}"
+            rule = f"{metric.metric} must end at data.seq_length={data.length}, not at {metric.highest}"
             name = "the last of difficulty" if metric.schedule_type == DISCRETE else "max_difficulty"
             advice = f"write {data.length} as {name} in its entry, or data.seq_length={metric.highest}"
             yield Problem(SECTION, None, rule, advice)
         if metric.metric == RESHAPE and data.kind == "sft":
-            rule = f"{RESHAPE} would cut examples in two, the second without its prompt"
+            rule = f"{RESHAPE} needs data.kind=pretrain: it would split examples after their prompt"
             advice = f"write metric: {TRUNCATE}, or metric: length, which draws short examples first, or {NONE}"
             yield Problem(SECTION, None, rule, advice)
         lengths = metric.difficulty if metric.schedule_type == DISCRETE else [metric.difficulty_step]
@@ -199,17 +199,17 @@ def curriculum_lengths_fit(config: Config, world_size: int) -> Iterator[Problem]
 
 @reads("data.curriculum", "data.mock", "trainer.epochs")
 def curriculum_goes_with_the_run(config: Config, world_size: int) -> Iterator[Problem]:
-    """What an order from easy to difficult can't go together with."""
+    """A curriculum by an index is incompatible with mock data and epochs."""
     trainer, indexed = config.trainer, [metric.metric for metric in _good(config) if not metric.is_length]
     if indexed and config.data.mock:
-        rule = f"{indexed[0]} needs the index of a dataset, and data.mock=true makes tokens up"
+        rule = f"{indexed[0]} needs the index of a dataset, which mock data does not have"
         yield Problem(SECTION, None, rule, f"write data.mock=false, or {TRUNCATE} or {RESHAPE} as the metric")
     if indexed and trainer.epochs is not None:
-        rule = "easy samples are drawn more often than difficult ones, so no number of samples shows all of them once"
+        rule = "conflicts with data.curriculum, which draws easy samples more often: there is no epoch"
         yield Problem("trainer.epochs", trainer.epochs, rule, "write trainer.epochs=null and trainer.steps")
 
 
-# Checks of the files, folders and packages that a config names.
+# Checks of the files, folders and packages that a config refers to.
 
 
 Exists = Callable[[str], bool]
@@ -218,7 +218,7 @@ TORCHAO = "0.18."
 
 
 def check_paths(config: Config, exists: Exists) -> list[Problem]:
-    """Everything that the config names and that is not there, or is not what it should be."""
+    """Return the problems of files, folders and packages that are missing or invalid."""
     return [
         *check_data(config, exists),
         *_schedule_package(config),
@@ -230,7 +230,7 @@ def check_paths(config: Config, exists: Exists) -> list[Problem]:
 
 
 def check_data(config: Config, exists: Exists) -> list[Problem]:
-    """Datasets and tokenizer that are not there; ``data.prepare`` is what makes them."""
+    """Return the problems of missing datasets and tokenizers, which ``data.prepare`` can make."""
     if config.data.mock:
         return []
     made_here = config.data.prepare is not None
@@ -238,16 +238,16 @@ def check_data(config: Config, exists: Exists) -> list[Problem]:
 
 
 def _data(config: Config, exists: Exists) -> Iterator[Problem]:
-    """The problems of files of records, datasets and the tokenizer."""
+    """Yield the problems of raw data files, datasets and the tokenizer."""
     data, records = config.data, raw_data_files(config.data)
     no_file = f"there is no such file (seen from {os.getcwd()})"
     for name, path in records:
         if not exists(path):
-            yield Problem(name, path, no_file, "write the path of a file of records, or of a dataset")
+            yield Problem(name, path, no_file, "write the path of a raw data file or a dataset")
     for name, path in list_paths(data):
         if (name, path) not in records:
             yield from _dataset(data, name, path, exists)
-            if data.kind == "sft" and exists(path + ".idx"):  # without the set itself, one message is enough
+            if data.kind == "sft" and exists(path + ".idx"):  # no second message if the dataset is missing
                 yield from _dataset(data, name, path + MASK_SUFFIX, exists)
     if data.tokenizer is not None and not exists(data.tokenizer):
         instead = f"make it with: {data.prepare}" if data.prepare else "write data.tokenizer=null, or its path"
@@ -255,7 +255,7 @@ def _data(config: Config, exists: Exists) -> Iterator[Problem]:
 
 
 def _dataset(data: DataConfig, name: str, path: str, exists: Exists) -> Iterator[Problem]:
-    """The problem of an indexed dataset that lacks one of its two files."""
+    """Yield the problem of an indexed dataset that lacks one of its two files."""
     missing = [suffix for suffix in (".bin", ".idx") if not exists(path + suffix)]
     if not missing:
         return
@@ -269,7 +269,7 @@ def _dataset(data: DataConfig, name: str, path: str, exists: Exists) -> Iterator
         instead = "make it with python data_prep/sft.py: docs/guides/data/sft_data.md"
         instead += "" if path.endswith(MASK_SUFFIX) else download_hint(path, DATASET)
     else:
-        instead = "write the path of an indexed dataset without .bin and .idx, or data=mock for made-up tokens"
+        instead = "write the path of an indexed dataset without .bin and .idx, or data=mock for random tokens"
     yield Problem(name, path, rule, instead)
 
 
@@ -286,7 +286,7 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
         yield Problem("init_from", folder, rule, instead, machine_specific=True)
         return
     if not exists(os.path.join(folder, "config.json")):
-        rule = "there is no config.json in it, so it is no Hugging Face model folder"
+        rule = "has no config.json, so it is not a Hugging Face model folder"
         yield Problem("init_from", folder, rule, FOLDER_HINT)
         return
     if not os.path.isfile(os.path.join(folder, "config.json")):
@@ -298,7 +298,7 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
         yield Problem("init_from", folder, str(error), FOLDER_HINT)
         return
     for clause in unsupported_architecture(content):
-        yield Problem("init_from", folder, f"is no Llama of this kind: {clause}", "name another folder")
+        yield Problem("init_from", folder, f"is not supported: {clause}", "write another folder")
     if different := compare_shapes(ours, content):
         clauses = [f"{key} is {format_value(b)}, not {format_value(a)}" for key, (a, b) in different.items()]
         rule = f"has another shape than model={config.model.name}: {', '.join(clauses)}"
@@ -310,27 +310,27 @@ def _checkpoint(config: Config, exists: Exists) -> Iterator[Problem]:
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not exists(resume):
         advice = closest_match(resume, ("auto", "never")) or "auto, never, or the path of a checkpoint"
-        rule = "is neither auto nor never, and there is no such checkpoint"
+        rule = "must be auto, never or the path of a checkpoint"
         yield Problem("checkpoint.resume", resume, rule, f"write checkpoint.resume={advice}")
 
 
 def _quantizer(config: Config) -> Iterator[Problem]:
-    """torchao, which quantizes frozen weights; found without importing it, which takes seconds."""
+    """Check for torchao, which quantizes frozen weights, without importing it, which takes seconds."""
     kind = config.finetune.frozen_dtype
     if config.finetune.method != "lora" or kind not in QUANTIZED_BITS:
         return
     try:
-        found = importlib.metadata.version("torchao")
+        version = importlib.metadata.version("torchao")
     except importlib.metadata.PackageNotFoundError:
-        found = ""
-    if not found.startswith(TORCHAO):
-        rule = f"needs torchao {TORCHAO}x, and {f'torchao {found}' if found else 'no torchao'} is installed"
+        version = ""
+    if not version.startswith(TORCHAO):
+        rule = f"needs torchao {TORCHAO}x, and {f'torchao {version}' if version else 'no torchao'} is installed"
         advice = "pip install 'megatron_llama[quantize]', or write finetune.frozen_dtype=bf16"
         yield Problem("finetune.frozen_dtype", kind, rule, advice, machine_specific=True)
 
 
 def _wandb(config: Config) -> Iterator[Problem]:
-    """The package wandb; found without importing it, which takes a second."""
+    """Check for the package wandb without importing it, which takes a second."""
     mode = config.logging.wandb
     if mode != "off" and importlib.util.find_spec("wandb") is None:
         advice = "pip install 'megatron_llama[wandb]', or write logging.wandb=off"
@@ -338,7 +338,7 @@ def _wandb(config: Config) -> Iterator[Problem]:
 
 
 def _schedule_package(config: Config) -> Iterator[Problem]:
-    """Looks for the package only: looking for the class would import it, and torch with it."""
+    """Check for the schedule's package only: checking the class would import it, and torch with it."""
     target = str(config.optim.schedule.get("_target_") or "megatron_llama")
     package = target.partition(".")[0]
     if importlib.util.find_spec(package) is None:

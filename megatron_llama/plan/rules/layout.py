@@ -1,5 +1,8 @@
-"""Rules on how the model and the batch are laid out over devices. One function per rule; its advice names the nearest
-values that satisfy it. Overlap and token dropping depend on the layout, so their rules are here."""
+"""Rules on the layout of model and batch over devices, on overlap and on token dropping.
+
+One function per rule; its suggestion has the nearest valid values.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -17,15 +20,15 @@ from megatron_llama.plan.rules.rule import nearest_legal, reads
 from megatron_llama.topology import AXES, Grid
 
 BLOCK = tuple(axis.name for axis in AXES if not axis.is_derived)
-"""The axes whose sizes are given; the world is whole blocks of them."""
+"""Axes whose sizes are set; the world size is a multiple of their product."""
 BLOCK_SETTINGS = tuple(f"trainer.{name}" for name in BLOCK)
 
 
 def layout_tp(config: Config, world_size: int) -> list[int]:
-    """Every tensor-parallel size that this model, and this number of devices at this pp, allow."""
+    """Return all tensor-parallel sizes that suit the model and, at this pp, the number of devices."""
     model, trainer = config.model, config.trainer
     grid = Grid.of(trainer)
-    # On a CPU and in a dry run, the world is tp * pp * dp, so another tp changes it.
+    # On a CPU and in a dry run, the world size is tp * pp * dp, so another tp changes it.
     follows = world_size == grid.world_size
     return [
         tp
@@ -37,26 +40,26 @@ def layout_tp(config: Config, world_size: int) -> list[int]:
 
 
 def grid_in(config: Config, world_size: int) -> Grid | None:
-    """The grid of a world of whole blocks, or None for another world."""
+    """Return the grid of a world; None if the world size is not a multiple of tp * pp."""
     grid = Grid.of(config.trainer)
     return grid.with_world(world_size) if world_size % grid.block == 0 else None
 
 
 def data_ranks(config: Config, world_size: int) -> int | None:
-    """Ranks that have the same weights, or None where the world is not whole blocks."""
+    """Return the number of ranks with the same weights; None if the world size is not a multiple of tp * pp."""
     grid = grid_in(config, world_size)
     return None if grid is None else grid.product(*grid.same_weights)
 
 
 @reads(*BLOCK_SETTINGS)
 def grid_divides_world(config: Config, world_size: int) -> Iterator[Problem]:
-    """tp * pp ranks hold one copy of the model, and the world is whole copies."""
+    """The world size is a multiple of tp * pp, the ranks of one model replica."""
     tp, pp, grid = config.trainer.tp, config.trainer.pp, Grid.of(config.trainer)
     if world_size % grid.block == 0:
         return
     name, value = ("trainer.pp", pp) if tp == 1 else ("trainer.tp", tp)
     factors = f"{' * '.join(BLOCK)} = {' * '.join(str(grid.sizes[name]) for name in BLOCK)} = {grid.block}"
-    rule = f"{factors} must divide the number of devices, which is {world_size}"
+    rule = f"{factors} must divide the number of devices, {world_size}"
     pipelines = range(1, config.model.num_hidden_layers + 1)
     smaller = [size for size in pipelines if world_size % grid.resized(pp=size).block == 0]
     if world_size % pp == 0:
@@ -69,17 +72,17 @@ def grid_divides_world(config: Config, world_size: int) -> Iterator[Problem]:
 
 
 @reads("trainer.dp", *BLOCK_SETTINGS)
-def dp_is_what_is_left(config: Config, world_size: int) -> Iterator[Problem]:
-    """A data-parallel size that is given must be the one that follows."""
+def dp_is_derived_size(config: Config, world_size: int) -> Iterator[Problem]:
+    """A given data-parallel size equals the derived size."""
     dp, grid = config.trainer.dp, grid_in(config, world_size)
     if dp is not None and grid is not None and dp != (left := grid.sizes["dp"]):
         sizes = " * ".join(str(grid.sizes[name]) for name in BLOCK)
-        rule = f"dp must be world / ({' * '.join(BLOCK)}) = {world_size} / ({sizes}) = {left}"
-        yield Problem("trainer.dp", dp, rule, f"write trainer.dp={left}, or leave it out")
+        rule = f"must be world / ({' * '.join(BLOCK)}) = {world_size} / ({sizes}) = {left}"
+        yield Problem("trainer.dp", dp, rule, f"write trainer.dp={left}, or omit it")
 
 
 def _tp_problem(config: Config, world_size: int, rule: str) -> Problem:
-    """The problem of a tensor-parallel size that the model does not divide by."""
+    """Return the problem of a tensor-parallel size that does not suit the model."""
     tp = config.trainer.tp
     advice = nearest_legal("trainer.tp", tp, layout_tp(config, world_size)) or "write trainer.tp=1"
     return Problem("trainer.tp", tp, rule, advice)
@@ -90,15 +93,15 @@ def heads_divide_by_tp(config: Config, world_size: int) -> Iterator[Problem]:
     """Each tensor-parallel rank has the same number of query heads."""
     tp, heads = config.trainer.tp, config.model.num_attention_heads
     if heads % tp:
-        yield _tp_problem(config, world_size, f"model.num_attention_heads={heads} must divide by tp")
+        yield _tp_problem(config, world_size, f"must divide model.num_attention_heads={heads}")
 
 
 @reads("trainer.tp", "model.num_key_value_heads", "model.num_attention_heads")
 def kv_heads_share_out(config: Config, world_size: int) -> Iterator[Problem]:
-    """A rank has whole kv heads, or whole groups of ranks share one."""
+    """A rank has whole kv heads, or a group of ranks shares one."""
     tp, kv = config.trainer.tp, kv_heads(config.model)
     if kv % tp and tp % kv:
-        rule = f"model.num_key_value_heads={kv} must divide by tp, or tp by it (then ranks share a kv head)"
+        rule = f"must divide model.num_key_value_heads={kv}, or be a multiple of it (ranks then share a kv head)"
         yield _tp_problem(config, world_size, rule)
 
 
@@ -107,7 +110,7 @@ def feed_forward_divides_by_tp(config: Config, world_size: int) -> Iterator[Prob
     """Each tensor-parallel rank has the same share of the feed-forward."""
     tp, width = config.trainer.tp, config.model.intermediate_size
     if width % tp:
-        yield _tp_problem(config, world_size, f"model.intermediate_size={width} must divide by tp")
+        yield _tp_problem(config, world_size, f"must divide model.intermediate_size={width}")
 
 
 @reads("model.num_attention_heads", "model.num_key_value_heads")
@@ -121,13 +124,13 @@ def kv_heads_divide_heads(config: Config, world_size: int) -> Iterator[Problem]:
 
 @reads("model.hidden_size", "model.num_attention_heads", "model.head_dim")
 def hidden_divides_by_heads(config: Config, world_size: int) -> Iterator[Problem]:
-    """Where head_dim is not given, the heads share the hidden width."""
+    """Without head_dim, the heads divide the hidden size."""
     hidden, heads = config.model.hidden_size, config.model.num_attention_heads
     if config.model.head_dim is None and hidden % heads:
-        even = hidden // heads // 2 * 2  # a head's width; only widths next to it are asked for, however wide the model
+        even = hidden // heads // 2 * 2  # an even head dimension near the given one
         legal = [heads * dim for dim in (even, even + 2) if dim]
         advice = nearest_legal("model.hidden_size", hidden, legal) + ", or set model.head_dim"
-        yield Problem("model.hidden_size", hidden, f"must divide by model.num_attention_heads={heads}", advice)
+        yield Problem("model.hidden_size", hidden, f"must be a multiple of model.num_attention_heads={heads}", advice)
 
 
 @reads("model.hidden_size", "model.num_attention_heads", "model.head_dim")
@@ -137,7 +140,7 @@ def head_dim_is_even(config: Config, world_size: int) -> Iterator[Problem]:
     dim = head_dim(model)
     if (model.head_dim is None and model.hidden_size % model.num_attention_heads) or (dim and dim % 2 == 0):
         return
-    rule = f"a head's width, {dim}, must be even and above 0, because rotary embeddings rotate pairs of values"
+    rule = f"head_dim={dim} must be even and above 0, because rotary embeddings rotate pairs of values"
     name, value, legal = "model.head_dim", dim, [dim - 1 or 2, dim + 1]
     if model.head_dim is None:
         name, value = "model.hidden_size", model.hidden_size
@@ -147,7 +150,7 @@ def head_dim_is_even(config: Config, world_size: int) -> Iterator[Problem]:
 
 @reads("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor")
 def rope_scaling_has_a_band(config: Config, world_size: int) -> Iterator[Problem]:
-    """Between the two factors the scaling is interpolated, so high must be above low."""
+    """high_freq_factor is above low_freq_factor, as the scaling is interpolated between them."""
     scaling = config.model.rope_scaling
     if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
         rule = f"must be above model.rope_scaling.low_freq_factor={scaling.low_freq_factor:g}"
@@ -157,27 +160,28 @@ def rope_scaling_has_a_band(config: Config, world_size: int) -> Iterator[Problem
 
 @reads("model.sliding_window", "model.sparse_attention.block")
 def one_pattern_of_attention(config: Config, world_size: int) -> Iterator[Problem]:
-    """A window and blocks are two answers to one question."""
+    """A sliding window and block-sparse attention are incompatible."""
     window = config.model.sliding_window
     if window is not None and config.model.sparse_attention is not None:
-        rule = "says what a token sees, and so does model.sparse_attention"
-        yield Problem("model.sliding_window", window, rule, "write model.sliding_window=null, or leave the blocks out")
+        rule = "conflicts with model.sparse_attention"
+        instead = "write model.sliding_window=null, or model.sparse_attention=null"
+        yield Problem("model.sliding_window", window, rule, instead)
 
 
 @reads("model.sparse_attention.num_local_blocks", "model.sparse_attention.num_global_blocks")
 def global_blocks_are_in_a_group(config: Config, world_size: int) -> Iterator[Problem]:
-    """Global blocks are the last ones of each group of local blocks."""
+    """Global blocks are the last blocks of a group of local blocks."""
     sparse = config.model.sparse_attention
     if sparse is not None and sparse.num_global_blocks > sparse.num_local_blocks:
         most = sparse.num_local_blocks
-        rule = f"global blocks are the last ones of a group of model.sparse_attention.num_local_blocks={most}"
+        rule = f"must be at most model.sparse_attention.num_local_blocks={most}, the blocks of a group"
         name = "model.sparse_attention.num_global_blocks"
         yield Problem(name, sparse.num_global_blocks, rule, f"write {name}={most}, or fewer")
 
 
 @reads("model.sparse_attention.block", "checkpoint.export_hf")
-def blocks_have_no_folder(config: Config, world_size: int) -> Iterator[Problem]:
-    """What a Hugging Face folder can't say is not exported."""
+def blocks_are_not_exported(config: Config, world_size: int) -> Iterator[Problem]:
+    """Hugging Face folders cannot describe block-sparse attention."""
     if config.model.sparse_attention is not None and config.checkpoint.export_hf:
         yield Problem("checkpoint.export_hf", True, NO_HF_BLOCKS, "write checkpoint.export_hf=false")
 
@@ -187,7 +191,7 @@ def layers_fill_stages(config: Config, world_size: int) -> Iterator[Problem]:
     """Every virtual stage has a layer."""
     pp, vpp, layers = config.trainer.pp, config.trainer.vpp, config.model.num_hidden_layers
     if pp > 1 and layers < pp * vpp:
-        rule = f"pp * vpp = {pp} * {vpp} = {pp * vpp} stages need a layer each; model.num_hidden_layers={layers}"
+        rule = f"pp * vpp = {pp} * {vpp} = {pp * vpp} must be at most model.num_hidden_layers={layers}"
         grid = Grid.of(config.trainer)
         legal = [size for size in range(1, layers // vpp + 1) if world_size % grid.resized(pp=size).block == 0]
         advice = [nearest_legal("trainer.pp", pp, legal)] if legal else []
@@ -198,21 +202,21 @@ def layers_fill_stages(config: Config, world_size: int) -> Iterator[Problem]:
 
 @reads("trainer.vpp", "trainer.pp")
 def vpp_needs_a_pipeline(config: Config, world_size: int) -> Iterator[Problem]:
-    """Interleaving is for pipelines."""
+    """Virtual stages need a pipeline."""
     if config.trainer.vpp > 1 and config.trainer.pp == 1:
         advice = "write trainer.vpp=1, or trainer.pp=2"
-        yield Problem("trainer.vpp", config.trainer.vpp, "virtual stages need pp above 1", advice)
+        yield Problem("trainer.vpp", config.trainer.vpp, "virtual stages need trainer.pp above 1", advice)
 
 
 @reads("trainer.pipeline_layers", "trainer.pp", "trainer.vpp", "model.num_hidden_layers")
 def pipeline_layers_add_up(config: Config, world_size: int) -> Iterator[Problem]:
-    """An explicit split has a number for every stage, leaves none empty, and adds up to all layers."""
+    """A given split has a number above 0 for every stage and adds up to all layers."""
     split, pp, layers = config.trainer.pipeline_layers, config.trainer.pp, config.model.num_hidden_layers
     if split is None:
         return
     rule = check_split(split, layers, pp, config.trainer.vpp)
     if rule is not None:
-        advice = f"write trainer.pipeline_layers={format_value(split_evenly(layers, pp))}, or leave it out"
+        advice = f"write trainer.pipeline_layers={format_value(split_evenly(layers, pp))}, or omit it"
         yield Problem("trainer.pipeline_layers", split, rule, advice)
 
 
@@ -224,16 +228,16 @@ def pipeline_layers_add_up(config: Config, world_size: int) -> Iterator[Problem]
     "trainer.vpp",
 )
 def batch_is_whole_micro_batches(config: Config, world_size: int) -> Iterator[Problem]:
-    """Every data-parallel rank does the same number of micro batches; interleaving needs a multiple of pp of them."""
+    """Data-parallel ranks have the same number of micro batches; the interleaved schedule needs a multiple of pp."""
     trainer, grid = config.trainer, grid_in(config, world_size)
     if grid is None:
         return
     dp = grid.divisor("samples")
-    # The interleaved schedule needs a multiple of pp micro batches.
     unit = trainer.micro_batch_size * dp * (trainer.pp if trainer.vpp > 1 else 1)
-    rule = f"must divide by micro_batch_size * dp = {trainer.micro_batch_size} * {dp} = {trainer.micro_batch_size * dp}"
+    sizes = f"{trainer.micro_batch_size} * {dp}"
+    rule = f"must be a multiple of micro_batch_size * dp = {sizes} = {trainer.micro_batch_size * dp}"
     if trainer.vpp > 1:
-        rule += f", and with vpp > 1 by that times pp = {trainer.pp}, which makes {unit}"
+        rule = f"must be a multiple of micro_batch_size * dp * pp = {sizes} * {trainer.pp} = {unit}, with vpp above 1"
     if trainer.global_batch_size % unit:
         whole = trainer.global_batch_size // unit * unit
         advice = nearest_legal("trainer.global_batch_size", trainer.global_batch_size, {whole, whole + unit} - {0})
@@ -246,10 +250,10 @@ def batch_is_whole_micro_batches(config: Config, world_size: int) -> Iterator[Pr
 
 @reads("trainer.sp", "trainer.tp", "data.seq_length")
 def sequence_divides_by_tp(config: Config, world_size: int) -> Iterator[Problem]:
-    """Sequence parallelism gives each tensor-parallel rank an equal piece of the sequence."""
+    """Sequence parallelism splits the sequence into equal parts."""
     parts, length = Grid.of(config.trainer).divisor("activations"), config.data.length
     if config.trainer.sp and length % parts:
-        rule = f"with sequence parallelism it must divide by tp={parts}"
+        rule = f"must be a multiple of trainer.tp={parts}, because trainer.sp=true"
         legal = (length // parts * parts, (length // parts + 1) * parts)
         advice = nearest_legal("data.seq_length", length, {size for size in legal if size}) + ", or trainer.sp=false"
         yield Problem("data.seq_length", length, rule, advice)
@@ -257,15 +261,15 @@ def sequence_divides_by_tp(config: Config, world_size: int) -> Iterator[Problem]
 
 @reads("optim.name", "optim.freeze_step", "trainer.zero", "trainer.precision")
 def states_suit_the_optimizer(config: Config, world_size: int) -> Iterator[Problem]:
-    """An optimizer that exchanges gradients or momenta itself needs whole ones on each data-parallel rank."""
+    """An optimizer that exchanges gradients or momenta itself needs unsharded ones, and 1-bit Adam fp32 weights."""
     optim, zero, precision = config.optim, config.trainer.zero, str(config.trainer.precision)
     if optim.freeze_step is not None and not optim.row.exchanges_signs:
         names = " or ".join(name for name, row in OPTIMIZERS.items() if row.exchanges_signs)
-        rule = f"is for optim.name={names}, and it is {optim.name}"
+        rule = f"needs optim.name={names}; it is {optim.name}"
         yield Problem("optim.freeze_step", optim.freeze_step, rule, "write optim.freeze_step=null")
     if zero and optim.row.sums_gradients:
         exchanged = "momenta" if optim.row.exchanges_signs else "gradients"
-        rule = f"optim.name={optim.name} exchanges whole {exchanged}"
+        rule = f"must be 0: optim.name={optim.name} exchanges unsharded {exchanged}"
         yield Problem("trainer.zero", zero, rule, "write trainer.zero=0")
     reason = optim.row.refuses.get("trainer.precision")
     if reason and PRECISIONS[precision].param_dtype != "float32":
@@ -275,73 +279,73 @@ def states_suit_the_optimizer(config: Config, world_size: int) -> Iterator[Probl
 
 @reads("optim.name", "trainer.zero", "trainer.dp", *BLOCK_SETTINGS)
 def whole_matrices_are_on_one_rank(config: Config, world_size: int) -> Iterator[Problem]:
-    """An optimizer of whole matrices has them on one rank: no rank gathers a matrix that others hold in parts."""
+    """An optimizer that updates whole matrices needs them unsharded on each rank."""
     name, tp, zero, dp = config.optim.name, config.trainer.tp, config.trainer.zero, data_ranks(config, world_size)
     if not config.optim.row.whole_matrix:
         return
     rule = f"optim.name={name} updates a matrix as a whole, and"
     if tp > 1:
         instead = "write trainer.tp=1, or optim.name=adamw"
-        yield Problem("trainer.tp", tp, f"{rule} tensor-parallel ranks hold parts of it", instead)
+        yield Problem("trainer.tp", tp, f"{rule} tensor parallelism shards it", instead)
     if zero and dp is not None and dp > 1:
         instead = "write trainer.zero=0, or optim.name=adamw"
-        yield Problem("trainer.zero", zero, f"{rule} the {dp} data-parallel ranks hold parts of it", instead)
+        yield Problem("trainer.zero", zero, f"{rule} ZeRO shards it over {dp} data-parallel ranks", instead)
 
 
 @reads("trainer.shard_group", "trainer.zero", *BLOCK_SETTINGS)
 def shard_group_divides_dp(config: Config, world_size: int) -> Iterator[Problem]:
-    """Hybrid sharding cuts the data-parallel ranks into equal groups."""
+    """Hybrid sharding divides the data-parallel ranks into equal groups."""
     group, dp = config.trainer.shard_group, data_ranks(config, world_size)
     if group is None or dp is None:
         return
     if dp % group:
         advice = nearest_legal("trainer.shard_group", group, [size for size in range(1, dp + 1) if dp % size == 0])
         rule = f"must divide the data-parallel size, dp={dp}"
-        yield Problem("trainer.shard_group", group, rule, f"{advice}, or leave it out")
+        yield Problem("trainer.shard_group", group, rule, f"{advice}, or omit it")
     elif config.trainer.zero == 0 and group not in (1, dp):
-        rule = "groups of ranks share nothing under zero=0"
-        advice = "write trainer.zero=1, 2 or 3, or leave trainer.shard_group out"
+        rule = "conflicts with trainer.zero=0, which shards nothing"
+        advice = "write trainer.zero=1, 2 or 3, or omit trainer.shard_group"
         yield Problem("trainer.shard_group", group, rule, advice)
 
 
 @reads("trainer.grad_reduce", "optim.name")
 def one_exchange_of_gradients(config: Config, world_size: int) -> Iterator[Problem]:
-    """An optimizer that sums gradients has a separate exchange."""
+    """trainer.grad_reduce needs an optimizer that does not sum gradients itself."""
     if config.trainer.grad_reduce is not None and config.optim.row.sums_gradients:
         later = ", and later momenta," if config.optim.row.exchanges_signs else ""
-        rule = f"optim.name={config.optim.name} exchanges gradients{later} by itself"
+        rule = f"conflicts with optim.name={config.optim.name}, which exchanges gradients{later} itself"
         advice = "write trainer.grad_reduce=null, or optim.name=adamw"
         yield Problem("trainer.grad_reduce", config.trainer.grad_reduce, rule, advice)
 
 
 @reads("trainer.param_gather", "trainer.zero", "finetune.method", "finetune.frozen_dtype")
 def something_is_gathered(config: Config, world_size: int) -> Iterator[Problem]:
-    """Only sharded weights are gathered, and those that are quantized already need no second rounding."""
+    """trainer.param_gather needs sharded weights that are not quantized."""
     gather, frozen = config.trainer.param_gather, config.finetune.frozen_dtype
     if gather is None:
         return
     if config.trainer.zero == 0:
-        rule = "no weight is gathered under zero=0"
+        rule = "conflicts with trainer.zero=0, which gathers no weights"
         yield Problem(
             "trainer.param_gather", gather, rule, "write trainer.zero=1, 2 or 3, or trainer.param_gather=null"
         )
     if config.finetune.method == "lora" and frozen in QUANTIZED_BITS:
-        rule = f"finetune.frozen_dtype={frozen}: the blocks' matrices travel quantized already"
+        rule = f"conflicts with finetune.frozen_dtype={frozen}: quantized matrices are gathered as they are"
         yield Problem("trainer.param_gather", gather, rule, "write trainer.param_gather=null")
 
 
 @reads("trainer.reduce_group", "trainer.grad_reduce", "trainer.shard_group", "trainer.zero", *BLOCK_SETTINGS)
 def two_hops_have_an_exchange(config: Config, world_size: int) -> Iterator[Problem]:
-    """Gradients go in two hops where the ranks that share shards exchange them by themselves."""
+    """trainer.reduce_group needs trainer.grad_reduce and sharded gradients."""
     group, trainer = config.trainer.reduce_group, config.trainer
     if group is None:
         return
     if trainer.grad_reduce is None:
-        rule = "is for trainer.grad_reduce: a sum in the precision's own dtype is the communication library's"
+        rule = "needs trainer.grad_reduce"
         advice = "write trainer.grad_reduce=bf16 or int8, or trainer.reduce_group=null"
         yield Problem("trainer.reduce_group", group, rule, advice)
     elif trainer.zero == 0:
-        rule = "under zero=0 no ranks share the gradients"
+        rule = "conflicts with trainer.zero=0, which shards no gradients"
         yield Problem("trainer.reduce_group", group, rule, "write trainer.zero=1, 2 or 3, or trainer.reduce_group=null")
     else:
         yield from _part_of_a_shard_group("trainer.reduce_group", group, config, world_size)
@@ -349,12 +353,12 @@ def two_hops_have_an_exchange(config: Config, world_size: int) -> Iterator[Probl
 
 @reads("trainer.secondary_group", "trainer.shard_group", "trainer.zero", *BLOCK_SETTINGS)
 def second_copy_is_gathered_from(config: Config, world_size: int) -> Iterator[Problem]:
-    """The second copy of the weights is split over a part of the ranks that share the first, for the backward pass."""
+    """trainer.secondary_group needs ZeRO 3, which gathers weights for the backward pass."""
     group = config.trainer.secondary_group
     if group is None:
         return
     if config.trainer.zero != 3:
-        rule = f"under zero={config.trainer.zero} weights are not gathered for the backward pass"
+        rule = f"needs trainer.zero=3; trainer.zero={config.trainer.zero} does not gather weights in the backward pass"
         yield Problem("trainer.secondary_group", group, rule, "write trainer.zero=3, or trainer.secondary_group=null")
     else:
         yield from _part_of_a_shard_group("trainer.secondary_group", group, config, world_size)
@@ -363,74 +367,74 @@ def second_copy_is_gathered_from(config: Config, world_size: int) -> Iterator[Pr
 def _part_of_a_shard_group(name: str, group: int, config: Config, world_size: int) -> Iterator[Problem]:
     shared = config.trainer.shard_group or data_ranks(config, world_size)
     if shared is not None and (shared % group or group == shared):
-        rule = f"must divide the {shared} ranks that share one copy of what is sharded, and be smaller"
+        rule = f"must divide the {shared} ranks of a shard group, and be smaller"
         advice = nearest_legal(name, group, [size for size in range(2, shared) if shared % size == 0])
-        yield Problem(name, group, rule, f"{advice}, or leave it out" if advice else f"write {name}=null")
+        yield Problem(name, group, rule, f"{advice}, or omit it" if advice else f"write {name}=null")
 
 
 @reads("trainer.offload", "trainer.recompute", "trainer.recompute_every")
-def what_is_kept_is_offloaded(config: Config, world_size: int) -> Iterator[Problem]:
-    """What is made again is made of tensors that stay on the device, and a block that recomputes holds these itself."""
+def saved_tensors_are_offloaded(config: Config, world_size: int) -> Iterator[Problem]:
+    """Offloaded activations need full recomputation or none: others keep the inputs of recomputation on the device."""
     trainer = config.trainer
     if "activations" in trainer.offload and trainer.recompute in ("elementwise", "selective"):
-        rule = f"trainer.recompute={trainer.recompute} holds on the device what it makes the rest of again from"
-        advice = "write trainer.recompute=full (block inputs are offloaded) or none (all that a block keeps is)"
+        rule = f"activations conflicts with trainer.recompute={trainer.recompute}, which keeps tensors on the device"
+        advice = "write trainer.recompute=full (offloads block inputs) or none (offloads all saved tensors)"
         yield Problem("trainer.offload", trainer.offload, rule, advice)
 
 
 @reads("trainer.offload", "optim.name")
-def its_step_can_be_elsewhere(config: Config, world_size: int) -> Iterator[Problem]:
-    """The step of some optimizers is a collective of the devices."""
+def offloaded_optimizer_has_no_collective(config: Config, world_size: int) -> Iterator[Problem]:
+    """The step of an offloaded optimizer has no collective between devices."""
     reason = config.optim.row.refuses.get("trainer.offload")
     if reason and "optimizer" in config.trainer.offload:
         rule = f"optim.name={config.optim.name} {reason}"
-        advice = "write optim.name=adamw, or leave optimizer out of trainer.offload"
+        advice = "write optim.name=adamw, or remove optimizer from trainer.offload"
         yield Problem("trainer.offload", config.trainer.offload, rule, advice)
 
 
 @reads("trainer.recompute_every", "trainer.recompute")
 def something_is_recomputed(config: Config, world_size: int) -> Iterator[Problem]:
-    """Every n-th block recomputes what ``trainer.recompute`` says."""
+    """trainer.recompute_every needs a recomputation policy."""
     every = config.trainer.recompute_every
     if every > 1 and config.trainer.recompute == "none":
-        rule = "trainer.recompute=none recomputes nothing in any block"
-        yield Problem("trainer.recompute_every", every, rule, "write trainer.recompute=full, or leave it out")
+        rule = "has no effect with trainer.recompute=none"
+        yield Problem("trainer.recompute_every", every, rule, "write trainer.recompute=full, or omit it")
 
 
 @reads("launch.hosts", "launch.hostfile")
 def hosts_can_be_reached(config: Config, world_size: int) -> Iterator[Problem]:
-    """Hosts have names that ssh accepts, each once, and come from one setting."""
+    """Hosts have valid names, each once, and come from one setting."""
     hosts, file = config.launch.hosts, config.launch.hostfile
     wrong = check_hosts(hosts)
     if wrong:
         yield Problem("launch.hosts", hosts, wrong, f"write launch.hosts=[a,b], each {HOST_FORMS}")
     if hosts and file is not None:
-        rule = f"launch.hostfile={file} names the hosts too"
+        rule = f"conflicts with launch.hostfile={file}"
         yield Problem("launch.hosts", hosts, rule, "write launch.hosts=[] or launch.hostfile=null")
 
 
-# Rules on communication that overlaps products (trainer.async_tp).
+# Rules on communication that overlaps matmuls (trainer.async_tp).
 
 @reads("trainer.async_tp", "trainer.tp", "trainer.sp", "trainer.compile", "data.seq_length")
-def something_runs_beside_the_products(config: Config, world_size: int) -> Iterator[Problem]:
-    """The compiler puts sequence parallelism's gathers and scatters into products: all four must be there."""
+def async_tp_has_collectives(config: Config, world_size: int) -> Iterator[Problem]:
+    """trainer.async_tp needs tensor and sequence parallelism and the compiler."""
     trainer, off = config.trainer, "or trainer.async_tp=false"
     if not trainer.async_tp:
         return
     if trainer.tp == 1:
-        rule = "is for tensor-parallel ranks, and trainer.tp=1: there is nothing to gather or scatter"
+        rule = "needs trainer.tp above 1"
         yield Problem("trainer.async_tp", True, rule, "write trainer.async_tp=false, or trainer.tp=2 or more")
         return
-    rule = "gathers and scatters of the sequence are what runs beside products, and sequence parallelism is off"
+    rule = "needs sequence parallelism, whose collectives it overlaps with matmuls"
     parts = Grid.of(trainer).divisor("activations")
     if trainer.sp is False:
         yield Problem("trainer.async_tp", True, rule, f"write trainer.sp=true, {off}")
     elif trainer.sp is None and config.data.length % parts:  # null is derived to be off
-        rule += f": data.seq_length={config.data.length} does not divide by trainer.tp={trainer.tp}"
+        rule += f"; data.seq_length={config.data.length} is not a multiple of trainer.tp={trainer.tp}"
         longer = -(-config.data.length // parts) * parts
         yield Problem("trainer.async_tp", True, rule, f"write data.seq_length={longer}, {off}")
     if not trainer.compile:
-        rule = "is a pass of the compiler, and trainer.compile=false: uncompiled layers overlap in their own way"
+        rule = "needs trainer.compile=true: it is a pass of the compiler"
         yield Problem("trainer.async_tp", True, rule, f"write trainer.compile=true, {off}")
 
 
@@ -442,14 +446,14 @@ SECTION = "trainer.random_ltd"
 
 @reads(f"{SECTION}.min_value", f"{SECTION}.max_value", f"{SECTION}.seq_per_step", "data.seq_length")
 def lengths_grow_within_the_sequence(config: Config, world_size: int) -> Iterator[Problem]:
-    """min_value, a multiple of seq_per_step, is at most max_value, which is at most a sequence."""
+    """min_value is a multiple of seq_per_step and at most max_value, which is at most data.seq_length."""
     ltd, length = config.trainer.random_ltd, config.data.length
     if ltd is None:
         return
     most = ltd.max_value or length
     if most > length:
         rule = f"must be at most data.seq_length={length}"
-        yield Problem(f"{SECTION}.max_value", most, rule, f"write {SECTION}.max_value={length}, or leave it out")
+        yield Problem(f"{SECTION}.max_value", most, rule, f"write {SECTION}.max_value={length}, or omit it")
     legal = range(ltd.seq_per_step, min(most, length) + 1, ltd.seq_per_step)
     if ltd.min_value not in legal:
         rule = f"must be a multiple of {SECTION}.seq_per_step={ltd.seq_per_step}, and at most {min(most, length)}"
@@ -460,33 +464,33 @@ def lengths_grow_within_the_sequence(config: Config, world_size: int) -> Iterato
 
 @reads(f"{SECTION}.layers", "model.num_hidden_layers")
 def middle_layers_drop_tokens(config: Config, world_size: int) -> Iterator[Problem]:
-    """The first and the last layer see all tokens: what enters the model, and what the loss is of."""
+    """The first and the last layer process all tokens."""
     ltd, count = config.trainer.random_ltd, config.model.num_hidden_layers
     if ltd is None:
         return
     middle = list(range(1, count - 1))
     if not middle:
-        rule = f"has no layers to drop tokens in: of {count}, the first and the last see all of them"
+        rule = f"needs 3 layers or more: the first and the last of {count} layers process all tokens"
         yield Problem(SECTION, ltd.layers or "set", rule, f"write {SECTION}=null, or a model of 3 layers or more")
     elif ltd.layers is not None and (
         not ltd.layers or len(set(ltd.layers)) < len(ltd.layers) or set(ltd.layers) - set(middle)
     ):
-        rule = f"must be different numbers from 1 to {count - 2}: the first and the last layer see all tokens"
+        rule = f"must be distinct numbers from 1 to {count - 2}: the first and the last layer process all tokens"
         right = sorted(set(ltd.layers) & set(middle)) or middle
-        advice = f"write {SECTION}.layers=[{','.join(map(str, right))}], or leave it out"
+        advice = f"write {SECTION}.layers=[{','.join(map(str, right))}], or omit it"
         yield Problem(f"{SECTION}.layers", ltd.layers, rule, advice)
 
 
 @reads(f"{SECTION}.max_value", f"{SECTION}.seq_per_step", "trainer.tp", "trainer.sp", "data.seq_length")
-def sequence_parallel_ranks_share_what_is_kept(config: Config, world_size: int) -> Iterator[Problem]:
-    """With sequence parallelism each tensor-parallel rank has as many of the tokens that a layer sees."""
+def retained_tokens_divide_by_tp(config: Config, world_size: int) -> Iterator[Problem]:
+    """Sequence parallelism splits the tokens that a layer processes into equal parts."""
     ltd, length = config.trainer.random_ltd, config.data.length
     parts = Grid.of(config.trainer).divisor("activations")
     if ltd is None or config.trainer.sp is False or length % parts:
         return
     for name, value in (("seq_per_step", ltd.seq_per_step), ("max_value", ltd.max_value or length)):
         if value % parts:
-            rule = f"must divide by trainer.tp={parts}, over which sequence parallelism splits the tokens"
+            rule = f"must be a multiple of trainer.tp={parts}, because trainer.sp=true"
             larger = -(-value // parts) * parts
             nearest = larger if name == "seq_per_step" or larger <= length else value // parts * parts
             yield Problem(f"{SECTION}.{name}", value, rule, f"write {SECTION}.{name}={nearest}, or trainer.sp=false")
@@ -495,11 +499,11 @@ def sequence_parallel_ranks_share_what_is_kept(config: Config, world_size: int) 
 
 @reads(SECTION, "data.curriculum")
 def tokens_are_dropped_of_whole_sequences(config: Config, world_size: int) -> Iterator[Problem]:
-    """A curriculum of lengths cuts what random-LTD counts in: both would shorten the same sequences."""
+    """Random-LTD and a curriculum of sequence lengths are incompatible: both shorten sequences."""
     entries = config.data.curriculum
     if config.trainer.random_ltd is None or data_settings.check_curriculum(entries):
         return
     if any(metric.is_length for metric in data_settings.curriculum_metrics(entries)):
-        rule = "drops tokens of sequences that data.curriculum cuts to other lengths"
-        advice = f"write {SECTION}=null, or leave lengths out of data.curriculum"
+        rule = "conflicts with the sequence lengths of data.curriculum"
+        advice = f"write {SECTION}=null, or remove lengths from data.curriculum"
         yield Problem(SECTION, "set", rule, advice)

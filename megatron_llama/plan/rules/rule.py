@@ -1,4 +1,4 @@
-"""What a rule is, and how all of them are applied to a config."""
+"""The ``Rule`` class, and functions that apply rules to a config."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ Check = Callable[[Config, int], Iterator[Problem]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on several settings: yields the problems of a config on a number of devices."""
+    """A condition on several settings."""
 
     check: Check
     settings: frozenset[str]
-    """The settings, or whole sections of them, that the check reads."""
+    """Settings, or whole sections, that the check reads."""
 
 
 def reads(*settings: str) -> Callable[[Check], Rule]:
-    """Makes a rule of a function that reads these settings."""
+    """Decorate a check that reads these settings as a rule."""
     return lambda check: Rule(check, frozenset(settings))
 
 
 def check_rules(
     rules: Iterable[Rule], config: Config, world_size: int, skip_fields: Iterable[str] = ()
 ) -> list[Problem]:
-    """All problems that ``rules`` find. Rules that read one of ``skip_fields``, settings or whole sections, are left
-    out: what is wrong with these is reported already, and what follows from it would be noise."""
+    """Return all problems that ``rules`` find.
+
+    Args:
+        skip_fields: Settings or sections with reported problems. Rules that read one of them are skipped, since they
+            would only report consequences.
+    """
     skipped = set(skip_fields)
     return [
         problem
@@ -39,8 +43,8 @@ def check_rules(
     ]
 
 
-def nearest_legal(name: str, wanted: int, legal: Iterable[int]) -> str:
-    """``write name=4 or 8``: the nearest legal values on both sides of ``wanted``; empty where there are none."""
-    values = sorted(set(legal) - {wanted})
-    near = [value for value in values if value < wanted][-1:] + [value for value in values if value > wanted][:1]
+def nearest_legal(name: str, value: int, legal: Iterable[int]) -> str:
+    """Return ``write name=4 or 8``: the nearest legal values below and above ``value``; "" if there are none."""
+    values = sorted(set(legal) - {value})
+    near = [other for other in values if other < value][-1:] + [other for other in values if other > value][:1]
     return f"write {name}=" + " or ".join(map(str, near)) if near else ""

@@ -1,4 +1,4 @@
-"""Rules on when things happen: the run's length, learning rate, validation and checkpoints."""
+"""Rules on the run's length, learning rate, validation and checkpoints."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from megatron_llama.plan.derive import resolved_schedule
 from megatron_llama.plan.rules.rule import reads
 
 SCHEDULE_MODULES = ("torch.optim.lr_scheduler", "nemo.core.optim.lr_scheduler", "megatron_llama.optim.schedules")
-"""Their classes are what a schedule may be built of."""
+"""Modules whose classes a schedule may use."""
 
 
 @reads("optim.warmup_steps", "optim.constant_steps", "trainer.steps")
 def schedule_fits_run(config: Config, world_size: int) -> Iterator[Problem]:
-    """Warm-up and the constant end are parts of the run."""
+    """Warm-up and constant steps fit in the run."""
     warmup, constant, steps = config.optim.warmup_steps or 0, config.optim.constant_steps or 0, config.trainer.steps
     if 0 < steps < warmup + constant:
         rule = f"warmup_steps + constant_steps = {warmup} + {constant} must be at most trainer.steps={steps}"
         name, value, left = "optim.constant_steps", constant, max(steps - warmup, 0)
         if constant <= steps and warmup:
             name, value, left = "optim.warmup_steps", warmup, min(warmup, steps - constant)
-        yield Problem(name, value, rule, f"write {name}={left}, or leave it out")
+        yield Problem(name, value, rule, f"write {name}={left}, or omit it")
 
 
 @reads("trainer.epochs", "trainer.steps", "data.mock", "data.prefixes", "data.schedule")
 def epochs_or_steps(config: Config, world_size: int) -> Iterator[Problem]:
-    """A run's length is given once, and an epoch needs data that ends."""
+    """A run's length is set once, and epochs need data of a finite length."""
     epochs, steps = config.trainer.epochs, config.trainer.steps
     if epochs is None:
         return
@@ -39,19 +39,19 @@ def epochs_or_steps(config: Config, world_size: int) -> Iterator[Problem]:
         yield duplicate_length(epochs, steps)
     if config.data.mock:
         advice = "write trainer.epochs=null and trainer.steps"
-        yield Problem("trainer.epochs", epochs, "made-up data never ends", advice)
+        yield Problem("trainer.epochs", epochs, "needs a dataset: mock data has no end", advice)
     elif split_weights(config.data.prefixes)[0]:
-        rule = "in a blend with weights, no number of samples shows all of it once"
+        rule = "conflicts with weights in data.prefixes: a weighted blend has no epoch"
         advice = "write trainer.epochs=null and trainer.steps, or data.prefixes without weights"
         yield Problem("trainer.epochs", epochs, rule, advice)
     elif config.data.schedule:
-        rule = "with data.schedule no number of samples shows all of it once"
+        rule = "conflicts with data.schedule: changing blends have no epoch"
         yield Problem("trainer.epochs", epochs, rule, "write trainer.epochs=null and trainer.steps")
 
 
 @reads("trainer.profile", "trainer.steps")
 def profiled_steps_are_run(config: Config, world_size: int) -> Iterator[Problem]:
-    """The profile is written after its last step."""
+    """The profiled steps are part of the run."""
     profile, steps = config.trainer.profile, config.trainer.steps
     if profile is not None and not hooks.has_profiler():
         rule = "needs megatron_llama/tools/profile, which is not installed here"
@@ -59,31 +59,31 @@ def profiled_steps_are_run(config: Config, world_size: int) -> Iterator[Problem]
     if profile is not None and profile[1] > steps:
         first = max(1, steps - 1)
         advice = f"write trainer.profile=[{first},{steps}]" if steps else "write trainer.profile=null"
-        yield Problem("trainer.profile", profile, f"must end by the run's last step, trainer.steps={steps}", advice)
+        yield Problem("trainer.profile", profile, f"must end at or before the last step, trainer.steps={steps}", advice)
 
 
 @reads("optim.warmup_ratio", "optim.warmup_steps")
 def one_warmup(config: Config, world_size: int) -> Iterator[Problem]:
-    """The warm-up's length is given once."""
+    """The length of the warm-up is set once."""
     ratio, steps = config.optim.warmup_ratio, config.optim.warmup_steps
     if ratio is not None and steps is not None:
-        rule = f"and optim.warmup_steps={steps} both set the length of the warm-up"
-        advice = "write optim.warmup_ratio=null, or leave optim.warmup_steps out"
+        rule = f"conflicts with optim.warmup_steps={steps}: both set the length of the warm-up"
+        advice = "write optim.warmup_ratio=null, or omit optim.warmup_steps"
         yield Problem("optim.warmup_ratio", ratio, rule, advice)
 
 
 @reads("optim.lr", "optim.min_lr")
 def lr_falls(config: Config, world_size: int) -> Iterator[Problem]:
-    """The schedule ends at or below where it peaks."""
+    """The minimum learning rate is at most the maximum."""
     lr, min_lr = config.optim.lr, config.optim.min_lr
     if min_lr is not None and min_lr > lr:
-        advice = f"write optim.min_lr={lr / 10:g}, or leave it out"
+        advice = f"write optim.min_lr={lr / 10:g}, or omit it"
         yield Problem("optim.min_lr", min_lr, f"must be at most optim.lr={lr:g}", advice)
 
 
 @reads("optim.schedule")
 def schedule_has_a_class(config: Config, world_size: int) -> Iterator[Problem]:
-    """Hydra instantiates the class that _target_ names."""
+    """A schedule has a class, which Hydra instantiates."""
     schedule = config.optim.schedule
     if schedule and not str(schedule.get("_target_") or ""):
         advice = "write optim=cosine, linear, constant or wsd, or optim.schedule._target_=package.module.Class"
@@ -92,18 +92,18 @@ def schedule_has_a_class(config: Config, world_size: int) -> Iterator[Problem]:
 
 @reads("optim.schedule", "allow_targets")
 def schedule_may_be_built(config: Config, world_size: int) -> Iterator[Problem]:
-    """Hydra imports and calls whatever a _target_ names, at any depth, so a recipe could run any program."""
+    """Each _target_ is a permitted class: Hydra imports and calls it, so a recipe could run any program."""
     for target in _targets(resolved_schedule(config)):
         module, _, name = target.rpartition(".")
         if target in config.allow_targets or (module in SCHEDULE_MODULES and name[:1].isupper()):
             continue
-        rule = f"names {target} as a _target_, which is no class of {', '.join(SCHEDULE_MODULES)}"
-        advice = f"take a class of theirs, or, if you trust this one, add allow_targets=[{target}] to the command line"
+        rule = f"its _target_ {target} must be a class of {', '.join(SCHEDULE_MODULES)}"
+        advice = f"write such a class, or, if you trust this one, add allow_targets=[{target}] to the command line"
         yield Problem("optim.schedule", target, rule, advice)
 
 
 def _targets(node: Any) -> Iterator[str]:
-    """Every _target_ in a schedule, at any depth."""
+    """Yield each _target_ in a schedule, at any depth."""
     if isinstance(node, dict):
         if "_target_" in node:
             yield str(node["_target_"])
@@ -121,16 +121,16 @@ def _targets(node: Any) -> Iterator[str]:
     "trainer.steps",
 )
 def best_has_a_loss(config: Config, world_size: int) -> Iterator[Problem]:
-    """Only the checkpoint of a validated step can be the best."""
+    """The best checkpoint needs a validated step."""
     checkpoint, every, steps = config.checkpoint, config.trainer.val_every_steps, config.trainer.steps
     if not checkpoint.keep_best or steps == 0:
         return
     if every is None:
         advice = f"write trainer.val_every_steps={checkpoint.every_steps or steps}, or checkpoint.keep_best=false"
-        yield Problem("checkpoint.keep_best", True, "needs validation losses, and the run never validates", advice)
+        yield Problem("checkpoint.keep_best", True, "needs validation: trainer.val_every_steps is null", advice)
         return
     both = math.lcm(every, checkpoint.every_steps) if checkpoint.every_steps else steps + 1
     if both > steps and not (checkpoint.save_last and steps % every == 0):
         saved = f"every {checkpoint.every_steps} steps" if checkpoint.every_steps else "only at the end"
-        rule = f"no checkpoint is of a validated step: the run validates every {every} steps and saves {saved}"
+        rule = f"needs a checkpoint of a validated step: the run validates every {every} steps and saves {saved}"
         yield Problem("checkpoint.keep_best", True, rule, f"write checkpoint.every_steps={every}")

@@ -30,7 +30,7 @@ from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.rule import check_rules
 from megatron_llama.text.chat_template import TrainedTemplate, trained_template
-from megatron_llama.text.tokenizer import FAST_JSON, PIECES, Tokenizer, TokenizerError, open_tokenizer
+from megatron_llama.text.tokenizer import FAST_JSON, SENTENCEPIECE_MODEL, Tokenizer, TokenizerError, open_tokenizer
 
 ARGUMENT = "CHECKPOINT"
 
@@ -153,7 +153,7 @@ def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
         if problems:
             raise ConfigError(problems)
         adapter = open_adapter(folder, whole.model, finetune)
-    has_tokenizer = any((folder / name).is_file() for name in (FAST_JSON, PIECES))
+    has_tokenizer = any((folder / name).is_file() for name in (FAST_JSON, SENTENCEPIECE_MODEL))
     merged = MergedTensors.of(whole.stored, adapter, finetune)
     return replace(whole, folder=folder, stored=merged, tokenizer=folder if has_tokenizer else whole.tokenizer)
 

@@ -18,7 +18,7 @@ CASES = [
             ({**LENGTHS, "max_step": "9"}, "change max_step"),
             ({**LENGTHS, "min_difficulty": 64}, "leave out min_difficulty"),
             ({**LENGTHS, "difficulty_type": "percentile"}, "difficulty_type: value"),
-            ({**LENGTHS, "index": "folder"}, "leave out index"),
+            ({**LENGTHS, "index": "folder"}, "omit index"),
             ({**LENGTHS, "metric": " "}, "metric: seqlen_truncate"),
             ({**RARITY, "difficulty_step": 0}, "difficulty_step: 1"),
             ({**RARITY, "min_difficulty": 11}, "min_difficulty: 10"),

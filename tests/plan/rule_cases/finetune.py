@@ -21,7 +21,7 @@ CASES = [
         "finetune.lora_rank=96",
     ),
     Case(
-        "tied_tables_stay_tied",
+        "tied_embeddings_stay_tied",
         1,
         {**LORA, "model.tie_word_embeddings": True, "finetune.modules_to_save": ["norm", "embed_tokens"]},
         {**LORA, "model.tie_word_embeddings": True, "finetune.modules_to_save": ["norm"]},

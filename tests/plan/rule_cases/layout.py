@@ -24,7 +24,7 @@ CASES = [
     Case("grid_divides_world", 8, {"trainer.pp": 3}, {"trainer.pp": 4}, "trainer.pp=2 or 4"),
     Case("grid_divides_world", 4, {"trainer.tp": 4, "trainer.pp": 2}, {"trainer.tp": 2, "trainer.pp": 2}, "8 devices"),
     Case(
-        "dp_is_what_is_left", 8, {"trainer.tp": 2, "trainer.dp": 2}, {"trainer.tp": 2, "trainer.dp": 4}, "trainer.dp=4"
+        "dp_is_derived_size", 8, {"trainer.tp": 2, "trainer.dp": 2}, {"trainer.tp": 2, "trainer.dp": 4}, "trainer.dp=4"
     ),
     Case(
         "heads_divide_by_tp",
@@ -102,7 +102,7 @@ CASES = [
         "model.sparse_attention.num_global_blocks=4",
     ),
     Case(
-        "blocks_have_no_folder",
+        "blocks_are_not_exported",
         1,
         {"model.sparse_attention.block": 64, "checkpoint.export_hf": True},
         {"checkpoint.export_hf": True},
@@ -118,14 +118,14 @@ CASES = [
         "trainer.recompute=full",
     ),
     Case(
-        "what_is_kept_is_offloaded",
+        "saved_tensors_are_offloaded",
         1,
         {"trainer.offload": ["activations"], "trainer.recompute": "elementwise"},
         {"trainer.offload": ["activations"], "trainer.recompute": "full"},
         "trainer.recompute=full",
     ),
     Case(
-        "its_step_can_be_elsewhere",
+        "offloaded_optimizer_has_no_collective",
         1,
         {"trainer.offload": ["optimizer"], "trainer.zero": 0, "optim.name": "onebit_adam"},
         {"trainer.offload": ["optimizer"], "trainer.zero": 0},

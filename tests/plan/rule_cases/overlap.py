@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.plan.rule_cases.case import Case
 
-RULE = "something_runs_beside_the_products"
+RULE = "async_tp_has_collectives"
 GOOD: dict[str, Any] = {"trainer.async_tp": True, "trainer.tp": 2, "trainer.compile": True}
 CASES = [
     Case(RULE, 1, {**GOOD, "trainer.tp": 1}, {"trainer.compile": True}, "trainer.async_tp=false"),

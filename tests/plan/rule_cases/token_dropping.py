@@ -38,14 +38,14 @@ CASES = [
         "random_ltd=null",
     ),
     Case(
-        "sequence_parallel_ranks_share_what_is_kept",
+        "retained_tokens_divide_by_tp",
         2,
         {"trainer.tp": 2, f"{LTD}.seq_per_step": 1},
         {"trainer.tp": 2, f"{LTD}.seq_per_step": 1, "trainer.sp": False},
         "seq_per_step=2",
     ),
     Case(
-        "sequence_parallel_ranks_share_what_is_kept",
+        "retained_tokens_divide_by_tp",
         2,
         {"trainer.tp": 2, f"{LTD}.max_value": 151},
         {"trainer.tp": 2, f"{LTD}.max_value": 152},

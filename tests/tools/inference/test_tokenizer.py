@@ -135,7 +135,7 @@ def test_a_text_that_the_library_cannot_encode_is_refused(tmp_path: Path) -> Non
     file.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
     text = open_tokenizer(file)
     for encode in (text.encode, text.encode_text, lambda words: text.spans(words, True)):
-        with pytest.raises(TokenizerError, match=r"tokenizer\.json can't encode a text: Unk token"):
+        with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot encode a text: Unk token"):
             encode("xy")
 
 
