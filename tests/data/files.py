@@ -31,7 +31,7 @@ def write_indexed(prefix: Path, documents: Sequence[Sequence[int]], kind: str = 
 
 
 def numbered(count: int, first_id: int = 1) -> list[list[int]]:
-    """Documents of many lengths whose ids count on through all of them: an id says where it stood in the file."""
+    """Documents of many lengths whose ids are consecutive, so that an id is the position in the file."""
     documents, position = [], first_id
     for number in range(count):
         length = 1 + (number * 37) % 61

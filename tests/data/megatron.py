@@ -1,4 +1,4 @@
-"""What megatron-core's own datasets read, as the oracle of ours."""
+"""Samples of megatron-core's datasets, the oracle of the tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which samples a rank works on: all of them together, in any layout, see each sample of a step exactly once."""
+"""Samples of a rank: in any layout, the ranks together process each sample of a step once."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_mock_samples_are_a_function_of_seed_and_index() -> None:
     for index in (9, 0, 4):  # in any order
         assert all(torch.equal(first[index][key], again[index][key]) for key in ("tokens", "labels", "loss_mask"))
     texts = {tuple(data[index]["tokens"].tolist()) for data in (first, other_seed) for index in range(10)}
-    assert len(texts) > 15  # not all the same
+    assert len(texts) > 15  # not all equal
     for sample in (first[index] for index in range(10)):
         assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
         assert 0 <= sample["tokens"].min() and sample["labels"].max() < 50

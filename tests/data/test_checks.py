@@ -1,4 +1,4 @@
-"""Each way in which a dataset or its tokenizer can be unfit, and what is said about it."""
+"""Every problem of a dataset or tokenizer, and its message."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def config_of(*prefixes: str, tokenizer: Path | None = None, vocabulary: int = V
 
 
 def only(problems: list[Problem]) -> str:
-    """The one problem, as a dry run tells it."""
+    """Return the message of the only problem."""
     (told,) = merge_problems(problems)
     return told
 
@@ -93,7 +93,7 @@ def empty(prefix: str) -> None:
 
 
 def only_empty_documents(prefix: str) -> None:
-    # A document without tokens is no sequence, but stands in the list of documents.
+    # A document without tokens is no sequence, but is in the list of documents.
     Path(prefix + ".idx").write_bytes(MAGIC + struct.pack("<QBQQ", 1, 8, 0, 3) + struct.pack("<3q", 0, 0, 0))
     Path(prefix + ".bin").write_bytes(b"")
 

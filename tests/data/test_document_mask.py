@@ -1,4 +1,4 @@
-"""data.document_mask: pretraining trains on each document as if it stood alone, whatever sequences it is cut into."""
+"""data.document_mask: pretraining trains on each document independently of its sequence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Item = dict[str, list[int]]
 
 
 def documents_of(seed: int, count: int = 40) -> list[list[int]]:
-    """Documents of 1 to 40 tokens, none of them with an end of its own. Ids count on, so that each is seen once."""
+    """Documents of 1 to 40 tokens without an end token. Ids are consecutive, so that each occurs once."""
     chooser, first, found = random.Random(seed), 1, []
     for _ in range(count):
         length = chooser.choice([1, 1, 2, chooser.randint(1, 40)])
@@ -85,8 +85,7 @@ def _resumed(rank: int, plan: Plan) -> str:
 
 
 class Pieces:
-    """The documents of a stream's first samples, each a sample of its own with padding behind; then samples without
-    loss."""
+    """Documents of a stream's first samples, each as a separate padded sample; then samples without loss."""
 
     def __init__(self, stream: list[dict[str, torch.Tensor]]) -> None:
         self.pieces = []
@@ -133,7 +132,7 @@ def test_loss_and_gradients_are_those_of_each_document_alone(ranks: int, layout:
         *("data.document_mask=true", f"data.cache_dir={tmp_path}"),
     ]
     plan = resolve(load_config([*settings, "data.mock=true", *layout], CONF), ranks)
-    plan.config.data.mock = False  # LoRA on random weights is for made-up data only, by a rule
+    plan.config.data.mock = False  # a rule allows LoRA on random weights for mock data only
     exact = "trainer.precision=bf16" not in layout
     for (loss, gradients), (other_loss, others) in run_ranks(_together_and_alone, ranks, plan):
         assert loss == pytest.approx(other_loss, rel=1e-6 if exact else 1e-3)

@@ -1,4 +1,4 @@
-"""Fine-tuning sets in training: what is learned is what the masks say, whatever the layout, epoch after epoch."""
+"""Fine-tuning sets in training: the masks select the tokens with loss, in each layout and epoch."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_validation_is_on_every_example_once(tmp_path: Path, pack: bool, layout:
 
 
 def _val_loss(rank: int, plan: Plan) -> tuple[float, float]:
-    """What validation says, and in one process the mean over all learned tokens, example by example."""
+    """Return the validation loss, and the mean over tokens with loss in one process, example by example."""
     topology = plan.topology(rank)
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)

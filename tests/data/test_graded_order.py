@@ -1,5 +1,5 @@
-"""A curriculum's samples: never more difficult than the step allows, all that are allowed alike, and the same whatever
-the layout and wherever the run stopped."""
+"""A curriculum's samples: never more difficult than the step allows, all allowed samples equally often, and the same in
+each layout and after a resume."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Settings = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A dataset whose samples are as difficult as their first token is large, and an index that says so."""
+    """A dataset whose samples are as difficult as their first token is large, and an index of it."""
     folder = tmp_path_factory.mktemp("graded")
     found = write_indexed(folder / "a", numbered(200))
     for name in ("first", "last_digit"):
@@ -127,7 +127,7 @@ def test_turns_are_fair_however_short_the_levels() -> None:
         for draw in range(400):
             group, number = schedule.at(draw)
             now = max(level for level in range(levels) if firsts[level] <= draw)
-            assert group <= now and sizes[group] and number == drawn[group], "groups go on where they stood"
+            assert group <= now and sizes[group] and number == drawn[group], "groups continue at their positions"
             drawn[group] += 1
             allowed = np.array([size if level <= now else 0 for level, size in enumerate(sizes)])
             due += allowed / allowed.sum()
@@ -193,7 +193,7 @@ Part = tuple[Plan, Record | None, RunPosition, int]
 
 
 def read(parts: Sequence[Part]) -> list[tuple[list[list[int]], list[Any], Record]]:
-    """(samples, levels, record at their end) of runs that start or go on, one after the other."""
+    """(samples, levels, record at their end) of consecutive runs that start or resume."""
     return run_ranks(_read, 1, parts)[0]
 
 
@@ -221,7 +221,7 @@ def test_a_run_that_stops_anywhere_goes_on(prefix: str, kind: str, tmp_path: Pat
         changes = {"data.kind": "sft", "data.pack": True}
     plan = graded_plan(prefix, *metrics, **changes)
     other = graded_plan(prefix, *metrics, world=4, **changes, **{"trainer.steps": 45, "trainer.tp": 2})
-    # Twice the batch from the 96th sample on: as many samples, at half the steps. What was drawn stays drawn.
+    # Twice the batch from the 96th sample on: the same samples in half the steps. Earlier draws do not change.
     larger = graded_plan(prefix, *metrics, **changes, **{"trainer.global_batch_size": 16})
     ((whole, levels, record),) = read([(plan, None, RunPosition(), 240)])
     if kind == "sft":
@@ -233,7 +233,7 @@ def test_a_run_that_stops_anywhere_goes_on(prefix: str, kind: str, tmp_path: Pat
     assert again == whole[96:] and same_levels == levels and ended == record
     past = [level for level in levels if level[0] <= 96]
     assert faster != whole[96:192] and other_levels[: len(past)] == past and other_levels != levels
-    assert faster[:8] == whole[96:104], "the level that holds goes on where it stood"
+    assert faster[:8] == whole[96:104], "the current level continues at its position"
 
 
 def test_a_curriculum_that_begins_later_begins_anew(prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""The prefetcher gives what the batches give, whatever is asked for, and ends however the run ends."""
+"""The prefetcher returns the same batches for any requests, and ends with the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATIENCE_SECONDS = 60.0
 
 
 class Watched:
-    """Sample i is i. Records who reads what, waits at a closed gate, and fails where it is told to."""
+    """Sample i is i. Records reads, waits at a closed gate, and fails on request."""
 
     def __init__(self, broken: int | None = None) -> None:
         self.read: list[int] = []
@@ -69,7 +69,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     assert condition()
 
 
-# A run from its start, one that resumes, one that is asked for other positions than the next, the same one twice, and
+# A run from its start, one that resumes, one that requests other positions than the next, the same one twice, and
 # positions at and after the end.
 JOURNEYS = {
     "start": [0, 8, 16, 24, 32],
@@ -103,7 +103,7 @@ def test_the_next_batches_are_there_before_they_are_asked_for() -> None:
     with Prefetcher(batches_of(samples), end=10**6) as prefetcher:
         prefetcher.at(0)
         wait_until(lambda: len(samples.read) == (1 + AHEAD) * GLOBAL_BATCH)
-        samples.gate.clear()  # whoever reads now waits
+        samples.gate.clear()  # reads wait from here on
         for batch in range(1, 1 + AHEAD):
             assert numbers(prefetcher.at(batch * GLOBAL_BATCH))[0] == [batch * GLOBAL_BATCH]
         samples.gate.set()
@@ -144,7 +144,7 @@ def test_a_read_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPa
     samples.gate.set()
     assert prefetcher._thread.daemon, "nor the end of the process"
     prefetcher._thread.join(PATIENCE_SECONDS)
-    assert not prefetcher._thread.is_alive(), "what was not begun is not built"
+    assert not prefetcher._thread.is_alive(), "pending batches are not built"
 
 
 def test_the_watchdog_sees_a_read_that_hangs() -> None:

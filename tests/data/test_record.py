@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the data, and a stream that goes on from it."""
+"""The data record of a checkpoint, and a stream that resumes from it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sets(tmp_path: Path) -> list[str]:
 
 
 def read(parts: Sequence[Part]) -> list[tuple[list[list[int]], list[list[int]], Record]]:
-    """(training samples, validation samples, record at their end) of runs that start or go on, one after the other."""
+    """(training samples, validation samples, record at their end) of consecutive runs that start or resume."""
     return run_ranks(_read, 1, parts)[0]
 
 
@@ -96,7 +96,7 @@ VALIDATE: Changes = {"trainer.val_every_steps": 1, "trainer.val_steps": 1}
 
 @pytest.mark.parametrize("kind", ["one", "blend", "unweighted"])
 def test_a_run_in_megatrons_order_resumes_in_that_order(sets: list[str], tmp_path: Path, kind: str) -> None:
-    """Through all its epochs; its validation too. Then it is stopped and goes on again."""
+    """Through all its epochs; its validation too. Then it stops and resumes."""
     prefixes: list[Any] = {"one": sets[:1], "blend": [0.25, sets[0], 0.75, sets[1]], "unweighted": sets[:2]}[kind]
     shares = {"one": {}, "blend": dict(zip(sets, (0.25, 0.75), strict=False))}.get(kind)
     if shares is None:
@@ -115,7 +115,7 @@ def test_a_run_in_megatrons_order_resumes_in_that_order(sets: list[str], tmp_pat
     ((rest, validation, record),) = read([(longer, stored, 90, True, 150)])
     assert rest[:70] == before[90:] and validation == held_out
     assert record["order"] == "epochs" and [s["first"] for s in record["segments"]] == [0, count]
-    # Then each dataset goes on in the new order, where it stood, up to the sample by which blends differ; without
+    # Then each dataset continues in the new order, at its position, up to the sample by which blends differ; without
     # weights, tokens and whole sequences are shares that differ by a sample an epoch.
     of_each = read([(data_plan([prefix]), None, 0, False, 240) for prefix in sets[:2]])
     stood = record["segments"][1]["starts"]
@@ -175,5 +175,5 @@ def test_differences_are_told_by_what_they_change(sets: list[str], tmp_path: Pat
     documents[3], documents[4] = documents[4], documents[3]
     write_indexed(Path(b), documents)
     record = make_record(data_plan(blend))
-    write_indexed(Path(b), numbered(26, 5001))  # as many tokens and documents
+    write_indexed(Path(b), numbered(26, 5001))  # equal numbers of tokens and documents
     assert told() == [("data.prefixes", "content")]

@@ -1,5 +1,4 @@
-"""The samples of pretraining: what is in the files is what is trained on, and sample n is the same however long the run
-is, whatever the layout, and wherever it stopped."""
+"""Pretraining samples equal the files. Sample n is the same for each run length, in each layout and after a resume."""
 
 from __future__ import annotations
 
@@ -82,7 +81,7 @@ def test_samples_are_stretches_of_the_documents(tmp_path: Path, kind: str) -> No
 
 class Oracle:
     """The stream in a few lines: all samples of all datasets in the order of their keys, and megatron-core's own
-    dataset, built anew for each epoch, for their tokens."""
+    dataset, rebuilt for each epoch, for their tokens."""
 
     def __init__(self, plan: Plan, cache: Path) -> None:
         self.plan, self.cache, self.epochs = plan, cache, dict[tuple[str, int], list[list[int]]]()
@@ -144,7 +143,7 @@ def test_training_and_validation_share_no_document(tmp_path: Path) -> None:
     documents = numbered(200)
     prefix = write_indexed(tmp_path / "text", documents)
     ((training, validation),) = samples_of(data_plan([prefix], **VALIDATE), 400, 60)  # more than an epoch of each
-    assert samples_of(data_plan([prefix]), 400) == [(training, [])], "validation changes what is trained on"
+    assert samples_of(data_plan([prefix]), 400) == [(training, [])], "validation changes the training samples"
     border = documents[160][0]
     assert max(ids(training)) < border <= min(ids(validation))
     assert len(ids(training)) > 0.9 * border and len(ids(validation)) > 0.9 * (documents[-1][-1] - border)
@@ -176,7 +175,7 @@ def test_a_schedule_changes_the_blend_and_nothing_else(tmp_path: Path) -> None:
     for number in range(220):
         found = text(stream[number])
         which = a if found[0] < 10000 else b
-        assert found == oracle.text(which, read[which]), "a dataset did not go on where it stood"
+        assert found == oracle.text(which, read[which]), "a dataset did not continue at its position"
         read[which] += 1
         if number == 59:
             assert read == {b: 60}

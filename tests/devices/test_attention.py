@@ -35,7 +35,7 @@ PATTERNS = {
     "blocks, two of three global": Pattern(block=5, local_blocks=3, global_blocks=2),
     "blocks, all global": Pattern(block=8, local_blocks=2, global_blocks=2),
 }
-# How it is computed: the kernel, whether inside compiled blocks, and what computes a tile's calls.
+# (kernel, inside compiled blocks, kernel of a tile's calls)
 WAYS = {
     "tiles": ("tiles", False, Call.CPU_FLASH),
     "tiles, products": ("tiles", False, Call.MATMUL),
@@ -56,7 +56,7 @@ def inputs(seed: int, dtype: torch.dtype, heads: int, kv_heads: int, rows: int =
 
 
 def layout(seed: int, rows: int = 2) -> Documents:
-    """Documents with random borders, from one document in all sequences to one for almost each token."""
+    """Documents with random boundaries, from one document in all sequences to one for almost each token."""
     generator = torch.Generator().manual_seed(seed)
     share = [0.0, 0.02, 0.1, 0.7][seed % 4]
     return Documents.of((torch.rand(rows, LENGTH, generator=generator) < share).cumsum(1))
@@ -149,7 +149,7 @@ def test_a_wrong_border_is_seen(way: str) -> None:
 
 
 class Calls(TorchDispatchMode):
-    """Which operators run, and the inputs of attention's."""
+    """Operators that run, and the inputs of attention's operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def test_no_kernel_repeats_key_and_value_heads(kernel: str) -> None:
 
 @pytest.mark.parametrize(("pattern", "share"), [(PLAIN, 1.0), (WINDOW, 1.6), (BLOCKS, 1.0)])
 def test_little_is_computed_that_is_not_seen(pattern: Pattern, share: float) -> None:
-    """Scores of all calls, a causal one's by half, over those that the mask lets through."""
+    """Ratio of the scores of all calls (half of a causal call's) to the visible scores of the mask."""
     q, k, v, _ = inputs(1, torch.float32, 1, 1, rows=1)
     computed = 0.0
     call = attention._call
@@ -193,7 +193,7 @@ def test_little_is_computed_that_is_not_seen(pattern: Pattern, share: float) -> 
         patch.setattr(attention, "_call", count)
         attend(q, k, v, build_attention_inputs(torch.zeros(1, LENGTH), documents, pattern, "tiles", False))
     let_through = sum(pattern.span(n) * n / 2 for n in documents.lengths[0])
-    # A span counts the scores on the edge of what is seen by half.
+    # A span counts half of the scores on the diagonal.
     assert 0 < dense_mask(documents.positions(), pattern, documents.ids).sum() - let_through <= LENGTH / 2
     assert computed <= share * let_through
 
@@ -239,8 +239,8 @@ def test_the_operator_keeps_torchs_rules() -> None:
 @pytest.mark.parametrize("call", [*Call, None])
 @pytest.mark.parametrize("pattern", [PLAIN, WINDOW, BLOCKS], ids=["plain", "window", "blocks"])
 def test_fake_tensors_pass(pattern: Pattern, call: Call | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What rehearsals rest on. FlashAttention over documents also on a GPU that is not there: one row, as this torch
-    copies nothing there, and the backward pass by hand, as torch's engine wants a driver."""
+    """Rehearsals need these shapes. On an unavailable GPU: one row, because torch cannot copy there, and an explicit
+    backward pass, because autograd needs a driver."""
     if call is None and pattern.group:
         return
     if call is not None:
@@ -321,7 +321,7 @@ def test_units_for_bf16_round_nothing_in_products_of_bf16_numbers(monkeypatch: p
 
 
 def test_chunks_make_a_row_alone_what_it_is_beside_others() -> None:
-    """To the bit: layouts split rows and heads."""
+    """Bit-identical, because layouts split rows and heads."""
     q, k, v, grad = chunked_inputs(torch.bfloat16, 4, 2)
     whole = attend(q, k, v, None)
     part = attend(q[1:, 2:], k[1:, 1:], v[1:, 1:], None)

@@ -36,7 +36,7 @@ def inputs(
 
 
 def documents(length: int = LENGTH) -> Documents:
-    """Of other lengths in each row: some within a block, some over all."""
+    """Documents of different lengths in each row: some within a block, some across blocks."""
     places, ends = torch.arange(length), [[3, 70, 71, 200], [129]]
     return Documents.of(torch.stack([torch.bucketize(places, torch.tensor(row), right=True) for row in ends]))
 
@@ -78,7 +78,7 @@ def test_is_as_exact_as_torchs_kernel(dtype: torch.dtype, heads: int, kv_heads: 
     expected = in_fp64(q, k, v, grad, dense(Pattern(), None, length))
     found = of_ours(q, k, v, grad)
     assert {x.dtype for x in found} == {dtype}
-    assert [x.stride() for x in found] == [x.stride() for x in (q, q, k, v)], "memory as the layers want it"
+    assert [x.stride() for x in found] == [x.stride() for x in (q, q, k, v)], "the layers' memory order"
     if length == 1:  # nothing to choose from: gradients of q and k are 0
         assert torch.equal(found[0][:, ::heads], v[:, ::kv_heads])
         assert found[1].abs().max() < 1e-5 and found[2].abs().max() < 1e-5
@@ -102,7 +102,7 @@ def test_sees_documents_and_windows(dtype: torch.dtype, pattern: Pattern, packed
         of_ours(q, k, v, grad, first_seen(pattern, those, LENGTH)),
         in_fp64(q, k, v, grad, dense(pattern, those, LENGTH)),
     )
-    if pattern.window == 1:  # a token that sees itself alone: gradients of q and k are 0, and what is left is rounding
+    if pattern.window == 1:  # one visible key: gradients of q and k are 0 up to rounding
         ours = [ours[0], ours[3]]
     assert max(ours) < (5e-3 if dtype == torch.bfloat16 else 1e-6)
 
@@ -133,7 +133,7 @@ def test_what_is_not_a_number_is_seen() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_row_alone_is_what_it_is_beside_others(packed: bool) -> None:
-    """To the bit, also with another number of threads: layouts split rows and heads."""
+    """Bit-identical, also with another number of threads, because layouts split rows and heads."""
     q, k, v, grad = inputs(torch.bfloat16)
     first = first_seen(WINDOW, documents(), LENGTH) if packed else None
     threads = torch.get_num_threads()

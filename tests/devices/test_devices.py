@@ -204,7 +204,7 @@ def test_async_tp_needs_gpus_that_reach_each_other(fault: str, told: str) -> Non
 
 def test_other_devices_refuse_async_tp() -> None:
     for name in ("cpu", "neuron", "hpu"):
-        assert f"device={name} has no products" in (async_tp_missing(name) or "")
+        assert f"device={name} has no matmuls" in (async_tp_missing(name) or "")
     assert async_tp_missing("cuda") is async_tp_missing("auto") is None
-    with pytest.raises(ConfigError, match="device=cpu has no products"):
+    with pytest.raises(ConfigError, match="device=cpu has no matmuls"):
         get_device("cpu").enable_async_tp(None)  # type: ignore[arg-type]

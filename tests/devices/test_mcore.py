@@ -73,7 +73,7 @@ ACCOUNTED = {
     ("utils", "_validate_dsa_kernel_backend_dependencies"): "sparse attention of other models",
     ("transformer.utils", "get_default_causal_mask"): "scaled_dot_product_attention is causal without a mask",
     ("transformer.utils", "get_sliding_window_causal_mask"): "Llama has no sliding window",
-    ("transformer.utils", "cat_with_oom_fallback"): "checkpoints of its own format; ours are in checkpoint/",
+    ("transformer.utils", "cat_with_oom_fallback"): "checkpoints in megatron-core's format; ours are in checkpoint/",
 }
 
 

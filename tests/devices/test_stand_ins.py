@@ -102,7 +102,7 @@ def test_trainium(tmp_path: Path, cpu_losses: list[float]) -> None:
     assert len(graphs) == len(compiled) == len(list(cache_folder.rglob("*.neff"))) == 2
     for rank in ("0", "1"):
         seen = [e["graph"] for e in events if e["rank"] == rank and e["event"] in ("compiled", "cache hit")]
-        assert sorted(seen) == sorted(graphs), "no rank has a graph of its own, and none compiles again"
+        assert sorted(seen) == sorted(graphs), "all ranks have the same graphs, and none recompiles"
     shapes = [shape for event in compiled for node in event["shapes"] for shape in node]
     assert shapes and all("s" not in shape.partition("]")[0] for shape in shapes)
 

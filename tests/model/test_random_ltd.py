@@ -1,4 +1,4 @@
-"""Random layer-wise token dropping: what is drawn, and what a layer does with it. tests/layouts/ compares layouts."""
+"""Random layer-wise token dropping: the drawn subsets, and a layer's use of them. tests/layouts/ compares layouts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_subsets_are_sorted_and_the_same_again() -> None:
     assert kept.shape == (2, 4, 6)
     assert (kept.diff() > 0).all() and 0 <= kept.min() and kept.max() < 16
     assert torch.equal(kept, draw_subsets(7, range(5, 9), (1, 2), 6, 16)), "no state is left behind"
-    assert torch.equal(kept[1:, 2:], draw_subsets(7, range(7, 9), (2,), 6, 16)), "whatever else is drawn with it"
+    assert torch.equal(kept[1:, 2:], draw_subsets(7, range(7, 9), (2,), 6, 16)), "independent of other draws"
     apart = [tuple(row.tolist()) for row in kept.flatten(0, 1)]
     assert len(set(apart)) == len(apart), "layers and samples see different tokens"
     assert not torch.equal(kept, draw_subsets(8, range(5, 9), (1, 2), 6, 16)), "the seed counts"
