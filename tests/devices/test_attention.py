@@ -35,7 +35,7 @@ PATTERNS = {
     "blocks, two of three global": Pattern(block=5, local_blocks=3, global_blocks=2),
     "blocks, all global": Pattern(block=8, local_blocks=2, global_blocks=2),
 }
-# (kernel, inside compiled blocks, kernel of a tile's calls)
+# The kernel, whether it runs in compiled blocks, and the operator of a tile's calls.
 WAYS = {
     "tiles": ("tiles", False, Call.CPU_FLASH),
     "tiles, products": ("tiles", False, Call.MATMUL),
@@ -51,12 +51,12 @@ def inputs(seed: int, dtype: torch.dtype, heads: int, kv_heads: int, rows: int =
     """q, k, v and the output's gradient, [rows, heads, LENGTH, 8], in memory as the layers have them."""
     generator = torch.Generator().manual_seed(seed)
     sizes = (heads, kv_heads, kv_heads, heads)
-    found = [torch.randn(LENGTH, rows, n, 8, generator=generator).to(dtype).permute(1, 2, 0, 3) for n in sizes]
-    return (*(x.requires_grad_() for x in found[:3]), found[3])
+    actual = [torch.randn(LENGTH, rows, n, 8, generator=generator).to(dtype).permute(1, 2, 0, 3) for n in sizes]
+    return (*(x.requires_grad_() for x in actual[:3]), actual[3])
 
 
 def layout(seed: int, rows: int = 2) -> Documents:
-    """Documents with random boundaries, from one document in all sequences to one for almost each token."""
+    """Return documents with random boundaries: from one per sequence to about one per token."""
     generator = torch.Generator().manual_seed(seed)
     share = [0.0, 0.02, 0.1, 0.7][seed % 4]
     return Documents.of((torch.rand(rows, LENGTH, generator=generator) < share).cumsum(1))
@@ -64,17 +64,17 @@ def layout(seed: int, rows: int = 2) -> Documents:
 
 def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
     """(output, gradients) in fp32, with repeated heads and all scores."""
-    wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    upcast = [x.detach().float().requires_grad_() for x in (q, k, v)]
     group = q.shape[1] // k.shape[1]
-    keys, values = (x.repeat_interleave(group, dim=1) for x in wide[1:])
-    scores = (wide[0] @ keys.mT) * q.shape[-1] ** -0.5
+    keys, values = (x.repeat_interleave(group, dim=1) for x in upcast[1:])
+    scores = (upcast[0] @ keys.mT) * q.shape[-1] ** -0.5
     out = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values
-    return out.detach(), *torch.autograd.grad(out, wide, grad.float())
+    return out.detach(), *torch.autograd.grad(out, upcast, grad.float())
 
 
-def off(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+def off(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
     """The largest ‖a-b‖ / ‖b‖, b being at least of size 1."""
-    return max(((a - b).norm() / b.norm().clamp(min=1)).item() for a, b in zip(found, expected, strict=True))
+    return max(((a - b).norm() / b.norm().clamp(min=1)).item() for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.fixture
@@ -102,13 +102,13 @@ def test_output_and_gradients_are_those_of_a_dense_mask(
         dtype = torch.bfloat16 if seed == 3 else torch.float32
         heads, kv_heads = ((4, 2), (6, 1), (3, 3))[seed % 3]
         q, k, v, grad = inputs(seed, dtype, heads, kv_heads)
-        documents, what = layout(seed), PATTERNS[pattern]
+        documents, kernel_inputs = layout(seed), PATTERNS[pattern]
         tokens = torch.zeros(2, LENGTH)
-        expected = reference(q, k, v, grad, dense_mask(documents.positions(), what, documents.ids))
-        out = attend(q, k, v, build_attention_inputs(tokens, documents, what, kernel, compiled))
-        found = out, *torch.autograd.grad(out, (q, k, v), grad)
-        assert {x.dtype for x in found} == {dtype}
-        assert off(found, expected) < (2e-2 if dtype == torch.bfloat16 else 1e-6), f"seed {seed}"
+        expected = reference(q, k, v, grad, dense_mask(documents.positions(), kernel_inputs, documents.ids))
+        out = attend(q, k, v, build_attention_inputs(tokens, documents, kernel_inputs, kernel, compiled))
+        actual = out, *torch.autograd.grad(out, (q, k, v), grad)
+        assert {x.dtype for x in actual} == {dtype}
+        assert off(actual, expected) < (2e-2 if dtype == torch.bfloat16 else 1e-6), f"seed {seed}"
 
 
 @pytest.mark.parametrize("kernel", ["tiles", "varlen", "mask"])
@@ -140,16 +140,16 @@ def test_mask_by_hand() -> None:
 def test_a_wrong_border_is_seen(way: str) -> None:
     kernel, compiled, _ = WAYS[way]
     q, k, v, grad = inputs(0, torch.float32, 4, 2)
-    right, wrong = (Documents.of((torch.arange(LENGTH) >= border).long().expand(2, -1)) for border in (40, 41))
+    right, wrong = (Documents.of((torch.arange(LENGTH) >= boundary).long().expand(2, -1)) for boundary in (40, 41))
     expected = reference(q, k, v, grad, dense_mask(right.positions(), PLAIN, right.ids))
     for documents, differs in ((right, False), (wrong, True)):
         out = attend(q, k, v, build_attention_inputs(torch.zeros(2, LENGTH), documents, PLAIN, kernel, compiled))
-        found = off((out, *torch.autograd.grad(out, (q, k, v), grad)), expected)
-        assert found > 1e-2 if differs else found < 1e-6
+        actual = off((out, *torch.autograd.grad(out, (q, k, v), grad)), expected)
+        assert actual > 1e-2 if differs else actual < 1e-6
 
 
 class Calls(TorchDispatchMode):
-    """Operators that run, and the inputs of attention's operators."""
+    """Record the operators that run, and the inputs of attention operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,18 +167,18 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize("kernel", ["tiles", "mask", "plain"])
 def test_no_kernel_repeats_key_and_value_heads(kernel: str) -> None:
     q, k, v, _ = inputs(1, torch.float32, 6, 2)
-    what = (
+    kernel_inputs = (
         None if kernel == "plain" else build_attention_inputs(torch.zeros(2, LENGTH), layout(1), PLAIN, kernel, False)
     )
     with Calls() as calls:
-        attend(q, k, v, what).sum().backward()
+        attend(q, k, v, kernel_inputs).sum().backward()
     assert calls.attention and not calls.names & {"repeat", "repeat_interleave", "index_select", "gather"}
     assert all(keys[1] == values[1] == 2 for _, keys, values, *_ in calls.attention)
 
 
 @pytest.mark.parametrize(("pattern", "share"), [(PLAIN, 1.0), (WINDOW, 1.6), (BLOCKS, 1.0)])
 def test_little_is_computed_that_is_not_seen(pattern: Pattern, share: float) -> None:
-    """Ratio of the scores of all calls (half of a causal call's) to the visible scores of the mask."""
+    """Ratio of the computed scores (half of a causal call's) to the visible scores."""
     q, k, v, _ = inputs(1, torch.float32, 1, 1, rows=1)
     computed = 0.0
     call = attention._call
@@ -193,7 +193,7 @@ def test_little_is_computed_that_is_not_seen(pattern: Pattern, share: float) -> 
         patch.setattr(attention, "_call", count)
         attend(q, k, v, build_attention_inputs(torch.zeros(1, LENGTH), documents, pattern, "tiles", False))
     let_through = sum(pattern.span(n) * n / 2 for n in documents.lengths[0])
-    # A span counts half of the scores on the diagonal.
+    # A span counts half of the scores on the edge of the visible area.
     assert 0 < dense_mask(documents.positions(), pattern, documents.ids).sum() - let_through <= LENGTH / 2
     assert computed <= share * let_through
 
@@ -230,8 +230,8 @@ def test_the_operator_keeps_torchs_rules() -> None:
     q, k, v, _ = inputs(1, torch.float32, 4, 2)
     documents = layout(1)
     for kernel in ("tiles", "varlen"):
-        borders = documents.cu_seqlens.clone() if kernel == "varlen" else None
-        arguments = (q, k, v, documents.host_cu_seqlens, borders, kernel, [0, 0, 0, 0])
+        offsets = documents.cu_seqlens.clone() if kernel == "varlen" else None
+        arguments = (q, k, v, documents.host_cu_seqlens, offsets, kernel, [0, 0, 0, 0])
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(attention._operator, arguments, test_utils=tests)
 
@@ -239,8 +239,8 @@ def test_the_operator_keeps_torchs_rules() -> None:
 @pytest.mark.parametrize("call", [*Call, None])
 @pytest.mark.parametrize("pattern", [PLAIN, WINDOW, BLOCKS], ids=["plain", "window", "blocks"])
 def test_fake_tensors_pass(pattern: Pattern, call: Call | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rehearsals need these shapes. On an unavailable GPU: one row, because torch cannot copy there, and an explicit
-    backward pass, because autograd needs a driver."""
+    """Fake tensors compute the shapes that rehearsals need. FlashAttention over documents also runs on an absent GPU:
+    with one row, because fake copies are not supported, and a manual backward pass, because autograd needs a driver."""
     if call is None and pattern.group:
         return
     if call is not None:
@@ -251,8 +251,8 @@ def test_fake_tensors_pass(pattern: Pattern, call: Call | None, monkeypatch: pyt
         q, k, v = (
             torch.empty(LENGTH, 1, n, 8, dtype=torch.bfloat16, device=device).permute(1, 2, 0, 3) for n in (4, 2, 2)
         )
-        borders = torch.empty(LENGTH + 1, dtype=torch.int32, device=device)
-        how = documents.lengths, borders, "tiles" if call else "varlen", pattern
+        offsets = torch.empty(LENGTH + 1, dtype=torch.int32, device=device)
+        how = documents.lengths, offsets, "tiles" if call else "varlen", pattern
         out, lse = attention._forward(q, k, v, *how)
         grads = attention._backward(torch.empty_like(out), (q, k, v, out, lse), *how)
     assert [x.shape for x in (out, *grads)] == [q.shape, q.shape, k.shape, v.shape]
@@ -268,18 +268,18 @@ def chunked_inputs(dtype: torch.dtype, heads: int, kv_heads: int, length: int = 
     power of two, so that queries which are scaled are no bf16 numbers any more."""
     generator = torch.Generator().manual_seed(0)
     sizes = (heads, kv_heads, kv_heads, heads)
-    found = [torch.randn(length, 2, n, 8, generator=generator).to(dtype).permute(1, 2, 0, 3) for n in sizes]
-    return (*(x.requires_grad_() for x in found[:3]), found[3])
+    actual = [torch.randn(length, 2, n, 8, generator=generator).to(dtype).permute(1, 2, 0, 3) for n in sizes]
+    return (*(x.requires_grad_() for x in actual[:3]), actual[3])
 
 
 def in_fp64(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     """(output, gradients) of causal attention with repeated heads and all scores."""
-    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in wide[1:])
-    scores = (wide[0] @ keys.mT) * q.shape[-1] ** -0.5
+    upcast = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in upcast[1:])
+    scores = (upcast[0] @ keys.mT) * q.shape[-1] ** -0.5
     hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
     out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values
-    return out.detach(), *torch.autograd.grad(out, wide, grad.double())
+    return out.detach(), *torch.autograd.grad(out, upcast, grad.double())
 
 
 @pytest.mark.parametrize("amx", [False, True])
@@ -294,9 +294,9 @@ def test_chunks_are_as_exact_as_torchs_kernel(
     expected = in_fp64(q, k, v, grad)
 
     def errors(out: Tensor) -> list[float]:
-        found = out, *torch.autograd.grad(out, (q, k, v), grad)
-        assert {x.dtype for x in found} == {dtype}
-        return [off((one,), (other,)) for one, other in zip(found, expected, strict=True)]
+        actual = out, *torch.autograd.grad(out, (q, k, v), grad)
+        assert {x.dtype for x in actual} == {dtype}
+        return [off((one,), (other,)) for one, other in zip(actual, expected, strict=True)]
 
     setting = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
     ours = errors(attend(q, k, v, None))
@@ -311,17 +311,17 @@ def test_chunks_are_as_exact_as_torchs_kernel(
 def test_units_for_bf16_round_nothing_in_products_of_bf16_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a processor has them; elsewhere both are the same. Sums of other order are rounded to other neighbours."""
     q, k, v, grad = chunked_inputs(torch.bfloat16, 6, 3)
-    found = []
+    actual = []
     for amx in (False, True):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
-        found.append(cpu_attention.causal_attention_backward(grad, q.detach(), k.detach(), v.detach()))
-    for one, other in zip(*found, strict=True):
+        actual.append(cpu_attention.causal_attention_backward(grad, q.detach(), k.detach(), v.detach()))
+    for one, other in zip(*actual, strict=True):
         assert off((one,), (other,)) < 1e-4
         assert (one != other).float().mean() < 0.01
 
 
 def test_chunks_make_a_row_alone_what_it_is_beside_others() -> None:
-    """Bit-identical, because layouts split rows and heads."""
+    """Subsets of rows and heads are bit-identical, because layouts split them."""
     q, k, v, grad = chunked_inputs(torch.bfloat16, 4, 2)
     whole = attend(q, k, v, None)
     part = attend(q[1:, 2:], k[1:, 1:], v[1:, 1:], None)
@@ -343,9 +343,9 @@ def test_who_goes_by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_attention, "by_onednn", lambda: True)
     lengths = (first - 1, first, last, last + 1)
     assert [goes(length) for length in lengths] == [True, True, True, False]
-    for wide in (False, True):
-        monkeypatch.setattr(cpu_attention, "in_512_bits", lambda wide=wide: wide)
-        assert [goes(length, torch.bfloat16) for length in lengths] == [True, True, True, wide]
+    for upcast in (False, True):
+        monkeypatch.setattr(cpu_attention, "in_512_bits", lambda upcast=upcast: upcast)
+        assert [goes(length, torch.bfloat16) for length in lengths] == [True, True, True, upcast]
     assert not goes(1) and not goes(1, torch.bfloat16)
     assert not goes(512, torch.float16) and not goes(512, device="meta")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
@@ -367,8 +367,8 @@ def test_a_graph_goes_by_chunks_where_onednn_multiplies(monkeypatch: pytest.Monk
     for precision in ("none", "bf16"):
         torch.backends.mkldnn.matmul.fp32_precision = precision  # type: ignore[attr-defined]
         torch._dynamo.reset()
-        found = torch.compile(attend, backend=keep, dynamic=False, fullgraph=True)(q, k, v, None)
-        assert torch.equal(found, attend(q, k, v, None))
+        actual = torch.compile(attend, backend=keep, dynamic=False, fullgraph=True)(q, k, v, None)
+        assert torch.equal(actual, attend(q, k, v, None))
     assert ["causal_attention" in graph.code for graph in graphs] == [False, True]
 
 
@@ -376,12 +376,12 @@ def test_chunks_are_one_operator_in_a_graph_and_for_the_counter() -> None:
     q, k, v, grad = chunked_inputs(torch.bfloat16, 4, 2)
     compiled = torch.compile(attend, backend="aot_eager", dynamic=False, fullgraph=True)
     out = attend(q, k, v, None)
-    found = compiled(q, k, v, None)
-    assert torch.equal(found, out)
+    actual = compiled(q, k, v, None)
+    assert torch.equal(actual, out)
     with FlopCounterMode(display=False) as counter:
         grads = torch.autograd.grad(attend(q, k, v, None), (q, k, v), grad)
     assert counter.get_total_flops() == (4 + 10) * 2 * 4 * CHUNKED**2 * 8
-    assert all(map(torch.equal, torch.autograd.grad(found, (q, k, v), grad), grads))
+    assert all(map(torch.equal, torch.autograd.grad(actual, (q, k, v), grad), grads))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(cpu_attention.causal_attention, (q, k, v), test_utils=tests)
     inputs = grad, *(x.detach() for x in (q, k, v))

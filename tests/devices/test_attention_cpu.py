@@ -31,27 +31,27 @@ def inputs(
     """q, k, v and the output's gradient, [2, heads, length, d], in memory as the layers have them."""
     generator = torch.Generator().manual_seed(0)
     sizes = (heads, kv_heads, kv_heads, heads)
-    found = [torch.randn(length, 2, n, d, generator=generator).to(dtype).permute(1, 2, 0, 3) for n in sizes]
-    return (*(x.requires_grad_() for x in found[:3]), found[3])
+    actual = [torch.randn(length, 2, n, d, generator=generator).to(dtype).permute(1, 2, 0, 3) for n in sizes]
+    return (*(x.requires_grad_() for x in actual[:3]), actual[3])
 
 
 def documents(length: int = LENGTH) -> Documents:
-    """Documents of different lengths in each row: some within a block, some across blocks."""
+    """Documents with different lengths per row: some inside a block, some over all blocks."""
     places, ends = torch.arange(length), [[3, 70, 71, 200], [129]]
     return Documents.of(torch.stack([torch.bucketize(places, torch.tensor(row), right=True) for row in ends]))
 
 
-def first_seen(pattern: Pattern, those: Documents | None, length: int) -> Tensor | None:
+def first_visible(pattern: Pattern, those: Documents | None, length: int) -> Tensor | None:
     visible = COMPILED.visible(torch.zeros(2, length, dtype=torch.int64), those, pattern)
     return None if visible is None else visible.first_visible_key
 
 
 def in_fp64(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
     """(output, gradients) with repeated heads, of the scores that ``mask`` [b, 1, s, s] says."""
-    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in wide[1:])
-    out = ((wide[0] @ keys.mT) * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ values
-    return out.detach(), *torch.autograd.grad(out, wide, grad.double())
+    upcast = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in upcast[1:])
+    out = ((upcast[0] @ keys.mT) * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ values
+    return out.detach(), *torch.autograd.grad(out, upcast, grad.double())
 
 
 def dense(pattern: Pattern, those: Documents | None, length: int) -> Tensor:
@@ -60,8 +60,8 @@ def dense(pattern: Pattern, those: Documents | None, length: int) -> Tensor:
     return dense_mask(those.positions(), pattern, those.ids)
 
 
-def errors(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float]:
-    pairs = [(one.detach().double(), other) for one, other in zip(found, expected, strict=True)]
+def errors(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float]:
+    pairs = [(one.detach().double(), other) for one, other in zip(actual, expected, strict=True)]
     return [float((one - other).norm() / other.norm()) for one, other in pairs]
 
 
@@ -76,16 +76,16 @@ def of_ours(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, first: Tensor | None 
 def test_is_as_exact_as_torchs_kernel(dtype: torch.dtype, heads: int, kv_heads: int, d: int, length: int) -> None:
     q, k, v, grad = inputs(dtype, heads, kv_heads, length, d)
     expected = in_fp64(q, k, v, grad, dense(Pattern(), None, length))
-    found = of_ours(q, k, v, grad)
-    assert {x.dtype for x in found} == {dtype}
-    assert [x.stride() for x in found] == [x.stride() for x in (q, q, k, v)], "the layers' memory order"
+    actual = of_ours(q, k, v, grad)
+    assert {x.dtype for x in actual} == {dtype}
+    assert [x.stride() for x in actual] == [x.stride() for x in (q, q, k, v)], "strides that the layers expect"
     if length == 1:  # nothing to choose from: gradients of q and k are 0
-        assert torch.equal(found[0][:, ::heads], v[:, ::kv_heads])
-        assert found[1].abs().max() < 1e-5 and found[2].abs().max() < 1e-5
+        assert torch.equal(actual[0][:, ::heads], v[:, ::kv_heads])
+        assert actual[1].abs().max() < 1e-5 and actual[2].abs().max() < 1e-5
         return
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torchs = errors((out, *torch.autograd.grad(out, (q, k, v), grad)), expected)
-    ours = errors(found, expected)
+    ours = errors(actual, expected)
     # In fp32 both are off by roundings of sums alone, whose order is the library's.
     factor, most = (1.1, 5e-3) if dtype == torch.bfloat16 else (2, 1e-6)
     assert all(one < factor * other + 1e-8 for one, other in zip(ours, torchs, strict=True)), (ours, torchs)
@@ -99,10 +99,10 @@ def test_sees_documents_and_windows(dtype: torch.dtype, pattern: Pattern, packed
     q, k, v, grad = inputs(dtype)
     those = documents() if packed else None
     ours = errors(
-        of_ours(q, k, v, grad, first_seen(pattern, those, LENGTH)),
+        of_ours(q, k, v, grad, first_visible(pattern, those, LENGTH)),
         in_fp64(q, k, v, grad, dense(pattern, those, LENGTH)),
     )
-    if pattern.window == 1:  # one visible key: gradients of q and k are 0 up to rounding
+    if pattern.window == 1:  # a token attends only to itself: gradients of q and k are rounding errors of 0
         ours = [ours[0], ours[3]]
     assert max(ours) < (5e-3 if dtype == torch.bfloat16 else 1e-6)
 
@@ -118,13 +118,13 @@ def test_log_sum_exp_is_that_of_the_scores() -> None:
 def test_large_scores_do_not_overflow() -> None:
     q, k, v, grad = inputs()
     q = (q.detach() * 1000).requires_grad_()
-    found = of_ours(q, k, v, grad)
-    assert all(x.isfinite().all() for x in found)
-    assert errors(found, in_fp64(q, k, v, grad, dense(Pattern(), None, LENGTH)))[0] < 1e-3
+    actual = of_ours(q, k, v, grad)
+    assert all(x.isfinite().all() for x in actual)
+    assert errors(actual, in_fp64(q, k, v, grad, dense(Pattern(), None, LENGTH)))[0] < 1e-3
 
 
 def test_what_is_not_a_number_is_seen() -> None:
-    """By those who see the token, and by no one else."""
+    """A change of one token reaches the queries that attend to it and no others."""
     q, k, v, _ = inputs(torch.bfloat16)
     k.detach()[0, 0, 140] = torch.nan
     out = cpu_attention.attend(q, k, v, None)[0]
@@ -133,9 +133,9 @@ def test_what_is_not_a_number_is_seen() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_row_alone_is_what_it_is_beside_others(packed: bool) -> None:
-    """Bit-identical, also with another number of threads, because layouts split rows and heads."""
+    """Subsets of rows and heads are bit-identical for any number of threads, because layouts split them."""
     q, k, v, grad = inputs(torch.bfloat16)
-    first = first_seen(WINDOW, documents(), LENGTH) if packed else None
+    first = first_visible(WINDOW, documents(), LENGTH) if packed else None
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -162,9 +162,9 @@ def test_takes_tensors_as_they_lie(dtype: torch.dtype) -> None:
         return x.detach().mT.contiguous().mT.requires_grad_()
 
     for change in (odd_strides, numbers_apart):
-        found = of_ours(*(change(x) for x in (q, k, v)), change(grad).detach())
-        assert all(map(torch.equal, found, expected))
-    first = first_seen(WINDOW, documents(), LENGTH)
+        actual = of_ours(*(change(x) for x in (q, k, v)), change(grad).detach())
+        assert all(map(torch.equal, actual, expected))
+    first = first_visible(WINDOW, documents(), LENGTH)
     assert first is not None
     apart = first.t().contiguous().t()
     assert all(map(torch.equal, of_ours(q, k, v, grad, apart), of_ours(q, k, v, grad, first)))
@@ -175,10 +175,10 @@ def test_takes_tensors_as_they_lie(dtype: torch.dtype) -> None:
 def test_bf16_goes_in_fp32_where_nothing_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_attention, "_multiplies_bf16", lambda: False)
     q, k, v, grad = inputs(torch.bfloat16)
-    found = of_ours(q, k, v, grad)
-    assert {x.dtype for x in found} == {torch.bfloat16}
+    actual = of_ours(q, k, v, grad)
+    assert {x.dtype for x in actual} == {torch.bfloat16}
     # Rounded once, at the end.
-    assert max(errors(found, in_fp64(q, k, v, grad, dense(Pattern(), None, LENGTH)))) < 2e-3
+    assert max(errors(actual, in_fp64(q, k, v, grad, dense(Pattern(), None, LENGTH)))) < 2e-3
 
 
 def test_refuses_what_it_would_misread() -> None:
@@ -236,11 +236,11 @@ def test_compiled_blocks_go_through_it(pattern: Pattern, packed: bool, d: int, o
 
     tokens = torch.zeros(2, LENGTH, dtype=torch.int64)
     compiled = torch.compile(COMPILED.attend, backend=keep, dynamic=False, fullgraph=True)
-    found = compiled(q, k, v, COMPILED.visible(tokens, those, pattern))
+    actual = compiled(q, k, v, COMPILED.visible(tokens, those, pattern))
     assert ["cpu_attention" in graph.code for graph in graphs] == [ours]
     eager = EAGER.attend(q, k, v, EAGER.visible(tokens, those, pattern))
-    assert torch.allclose(found, eager, atol=1e-5)
-    pairs = zip(*(torch.autograd.grad(out, (q, k, v), grad) for out in (found, eager)), strict=True)
+    assert torch.allclose(actual, eager, atol=1e-5)
+    pairs = zip(*(torch.autograd.grad(out, (q, k, v), grad) for out in (actual, eager)), strict=True)
     assert all(torch.allclose(one, other, atol=1e-5) for one, other in pairs)
 
 
@@ -248,12 +248,12 @@ def test_the_operator_keeps_torchs_rules() -> None:
     """Schema, fake tensors of the same shapes and strides, and a count of FLOPs."""
     q, k, v, grad = inputs(torch.bfloat16)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    first = first_seen(WINDOW, documents(), LENGTH)
+    first = first_visible(WINDOW, documents(), LENGTH)
     for given in (None, first):
         torch.library.opcheck(cpu_attention.attend, (q, k, v, given), test_utils=tests)
     out, lse = cpu_attention.attend(q, k, v, first)
-    kept = (x.detach() for x in (grad, q, k, v, out, lse))
-    torch.library.opcheck(cpu_attention._backward, (*kept, first), test_utils=tests)
+    saved = (x.detach() for x in (grad, q, k, v, out, lse))
+    torch.library.opcheck(cpu_attention._backward, (*saved, first), test_utils=tests)
     with FlopCounterMode(display=False) as counter:
         of_ours(q, k, v, grad)
     assert counter.get_total_flops() == (4 + 10) * 2 * 4 * LENGTH**2 * 64

@@ -1,4 +1,4 @@
-"""Products of bf16 matrices in fp32, on any processor: torch's operators are replaced where it has fast ones too."""
+"""bf16 matmuls computed in fp32. The tests replace torch's operators on every processor, with fast bf16 or without."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def test_a_product_is_the_exact_one_rounded_once(name: str) -> None:
     product, tensors = PRODUCTS[name]
     exact = product(*(x.double() for x in tensors))
     matmul.multiply_in_fp32()
-    found = product(*(x.clone() for x in tensors))
-    assert found.dtype == BF16
-    torch.testing.assert_close(found.double(), exact, rtol=ROUNDED_ONCE, atol=1e-4)
+    actual = product(*(x.clone() for x in tensors))
+    assert actual.dtype == BF16
+    torch.testing.assert_close(actual.double(), exact, rtol=ROUNDED_ONCE, atol=1e-4)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[Tensor]:
@@ -82,14 +82,14 @@ def test_attention_is_that_of_fp32(mask: str | None) -> None:
     sees = torch.ones(70, 70, dtype=torch.bool).tril(3)
     hides = torch.zeros(70, 70, dtype=BF16).masked_fill_(~sees, -torch.inf)
     given = {None: None, "bool": sees, "bf16": hides}[mask]
-    wide = hides.double() if mask == "bf16" else given
-    exact = attention(q.double(), k.double(), v.double(), wide)
+    fp32 = hides.double() if mask == "bf16" else given
+    exact = attention(q.double(), k.double(), v.double(), fp32)
     matmul.multiply_in_fp32()
-    found = attention(q, k, v, given)
-    for own, reference in zip(found, exact, strict=True):
-        assert own.dtype == BF16
+    actual = attention(q, k, v, given)
+    for result, reference in zip(actual, exact, strict=True):
+        assert result.dtype == BF16
         # Output and its gradient are rounded before the backward pass reads them.
-        torch.testing.assert_close(own.double(), reference, rtol=4 * ROUNDED_ONCE, atol=0.01)
+        torch.testing.assert_close(result.double(), reference, rtol=4 * ROUNDED_ONCE, atol=0.01)
 
 
 def test_gradients_take_the_same_products() -> None:
@@ -99,16 +99,16 @@ def test_gradients_take_the_same_products() -> None:
     F.linear(x, weight).float().square().sum().backward()
     exact_x, exact_weight = x.detach().double(), weight.detach().double()
     made = 2 * (exact_x @ exact_weight.t()).bfloat16().double()
-    for own, exact in ((x.grad, made @ exact_weight), (weight.grad, made.flatten(0, 1).t() @ exact_x.flatten(0, 1))):
-        assert own is not None
-        torch.testing.assert_close(own.double(), exact, rtol=2 * ROUNDED_ONCE, atol=0.01 * exact.abs().max().item())
+    for result, exact in ((x.grad, made @ exact_weight), (weight.grad, made.flatten(0, 1).t() @ exact_x.flatten(0, 1))):
+        assert result is not None
+        torch.testing.assert_close(result.double(), exact, rtol=2 * ROUNDED_ONCE, atol=0.01 * exact.abs().max().item())
 
 
 def test_other_dtypes_are_torchs_to_the_bit() -> None:
-    wide = [ONE.float(), OTHER.float(), SUM.float()]
-    before = [wide[0] @ wide[1], torch.addmm(wide[2], wide[0], wide[1], alpha=0.5), ONE.double() @ OTHER.double()]
+    fp32 = [ONE.float(), OTHER.float(), SUM.float()]
+    before = [fp32[0] @ fp32[1], torch.addmm(fp32[2], fp32[0], fp32[1], alpha=0.5), ONE.double() @ OTHER.double()]
     matmul.multiply_in_fp32()
-    after = [wide[0] @ wide[1], torch.addmm(wide[2], wide[0], wide[1], alpha=0.5), ONE.double() @ OTHER.double()]
+    after = [fp32[0] @ fp32[1], torch.addmm(fp32[2], fp32[0], fp32[1], alpha=0.5), ONE.double() @ OTHER.double()]
     assert all(map(torch.equal, after, before))
 
 

@@ -1,11 +1,11 @@
-"""What a CUDA build of torch can check without a driver: no tensor of a step is on the wrong device.
+"""Device checks with a CUDA build of torch and no driver: each tensor of a step is on the right device.
 
-Fake tensors know their device, and an operator between two devices raises. The model is built on cuda:0, and runs its
-forward pass, loss, norms and the optimizer's arithmetic. The backward pass is out of reach: autograd asks the driver.
+Fake tensors have a device, and an operator between two devices raises. The model is built on cuda:0 and runs its
+forward pass, loss, norms and the optimizer's arithmetic. The backward pass cannot run, because autograd needs a driver.
 
-The blocks' forward pass goes through torch.compile too: Inductor is told that there is an H100, and ptxas assembles
-what it writes, for sm_90. With trainer.async_tp collectives are inside products. Of the training graph nothing is seen,
-as tracing it runs autograd.
+torch.compile also compiles the blocks' forward pass: the tests report an H100 to Inductor, and ptxas assembles its code
+for sm_90. With trainer.async_tp collectives are inside matmuls. The training graph is not covered, because tracing it
+runs autograd.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def _built(inside: ExitStack, world: int, overrides: list[str]) -> ParallelModel
 
 
 def _micro_batch(plan: Plan, masks: torch.device) -> MicroBatch:
-    """One on cuda:0, but for its loss mask."""
+    """Batch on cuda:0, with the loss mask on the device ``masks``."""
     ids = torch.zeros(1, plan.config.data.seq_length, dtype=torch.int64, device=CUDA)
     mask = torch.ones(1, plan.config.data.seq_length, device=masks)
     return MicroBatch(ids, ids, mask, torch.zeros(2, dtype=torch.int64, device=CUDA))
 
 
 def _step(_: int, world: int, overrides: list[str], planted: str) -> list[str]:
-    """The devices of weights, loss, norm and optimizer states. What ``planted`` names is on the CPU."""
+    """Return the devices of weights, loss, norm and optimizer states, with the ``planted`` tensor on the CPU."""
     with ExitStack() as inside:
         model = _built(inside, world, overrides)
         optimizer = build_optimizer(model.plan, model)
@@ -93,7 +93,8 @@ def _step(_: int, world: int, overrides: list[str], planted: str) -> list[str]:
             for shard in model.shards:
                 shard.parameter.grad = torch.zeros_like(shard.parameter)
             optimizer.step(norm)
-        return sorted({str(found.device) for found in (loss, norm, *(shard.local for shard in model.shards), *states)})
+        tensors = (loss, norm, *(shard.local for shard in model.shards), *states)
+        return sorted({str(tensor.device) for tensor in tensors})
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -111,7 +112,7 @@ H100 = SimpleNamespace(
 
 @contextmanager
 def compiling_for_an_h100(kernels: list[tuple[str, str]]) -> Iterator[None]:
-    """Inductor writes its code for a card that is not here; ``kernels`` takes the (name, source) of Triton's."""
+    """Let Inductor generate code for an absent GPU; ``kernels`` receives (name, source) of each Triton kernel."""
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
@@ -150,10 +151,10 @@ def _assembled(_: int, overrides: list[str]) -> dict[str, tuple[str, bytes]]:
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         compile_fx(graph, inputs)
-        return graph.forward  # nothing of what was compiled can run
+        return graph.forward  # compiled code cannot run without a GPU
 
     kernels: list[tuple[str, str]] = []
-    found = {}
+    actual = {}
     with ExitStack() as inside:
         model = _built(inside, 1, overrides)
         inside.enter_context(compiling_for_an_h100(kernels))
@@ -167,20 +168,20 @@ def _assembled(_: int, overrides: list[str]) -> dict[str, tuple[str, bytes]]:
             options = tuner._create_compile_options(tuner.configs[0], meta)
             code = triton.compile(written, target=GPUTarget("cuda", 90, 32), options=options).asm
             target = next(line for line in code["ptx"].splitlines() if line.startswith(".target"))
-            found[name] = target, code["cubin"][:4]
-    return found
+            actual[name] = target, code["cubin"][:4]
+    return actual
 
 
 def test_a_block_is_assembled_for_sm_90() -> None:
-    found = run_ranks(_assembled, 1, ["trainer.precision=bf16"])[0]
+    actual = run_ranks(_assembled, 1, ["trainer.precision=bf16"])[0]
     for part in ("rsqrt", "cat", "softmax", "silu"):  # norms, rotation, attention, SwiGLU
-        assert any(part in name for name in found), found
-    assert {target.split()[1].rstrip("a") for target, _ in found.values()} == {"sm_90"}
-    assert {magic for _, magic in found.values()} == {b"\x7fELF"}
+        assert any(part in name for name in actual), actual
+    assert {target.split()[1].rstrip("a") for target, _ in actual.values()} == {"sm_90"}
+    assert {magic for _, magic in actual.values()} == {b"\x7fELF"}
 
 
 def _overlapped(_: int) -> tuple[Overlap, str]:
-    """What becomes of the gathers and scatters of a tensor-parallel block, and the code that Inductor writes."""
+    """Return the fused and separate collectives of a tensor-parallel block, and Inductor's code."""
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.graph import GraphLowering
     from torch.distributed import _symmetric_memory as symmetric
@@ -210,8 +211,8 @@ def _overlapped(_: int) -> tuple[Overlap, str]:
 
 
 def test_async_tp_puts_collectives_into_products() -> None:
-    found, code = run_ranks(_overlapped, 1)[0]
-    assert found == (4, 0)
+    actual, code = run_ranks(_overlapped, 1)[0]
+    assert actual == (4, 0)
     assert code.count("symm_mem.fused_all_gather_matmul.default(") == 2
     assert code.count("symm_mem.fused_matmul_reduce_scatter.default(") == 2
 

@@ -1,4 +1,4 @@
-"""The CPU and CUDA devices, and the choice among all; the others have test files of their own."""
+"""CPU and CUDA devices, and the selection of a device. Other devices have separate test files."""
 
 from __future__ import annotations
 
@@ -72,16 +72,16 @@ def test_memory_is_what_control_groups_leave(
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"), [(None, [8, 2, 1]), ("", [8, 2, 1]), ("3", [3, 3, 3]), ("5,2", [5, 5, 5])]
+    ("requested", "expected"), [(None, [8, 2, 1]), ("", [8, 2, 1]), ("3", [3, 3, 3]), ("5,2", [5, 5, 5])]
 )
 def test_the_ranks_of_a_machine_share_its_cores(
-    asked: str | None, expected: list[int], monkeypatch: pytest.MonkeyPatch
+    requested: str | None, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
     monkeypatch.setattr(cpu.Cpu, "count", lambda self: 8)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.setenv("OMP_NUM_THREADS", asked or "")
-    if asked is None:
+    monkeypatch.setenv("OMP_NUM_THREADS", requested or "")
+    if requested is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
     device = get_device("cpu")
     # The world, ranks of other machines included, says nothing about this one.
@@ -91,7 +91,7 @@ def test_the_ranks_of_a_machine_share_its_cores(
     assert threads == expected, "what the user sets wins"
 
 
-def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
     monkeypatch.setenv("CXX", "my-compiler")
     assert "my-compiler is not installed" in (get_device("cpu").compiler_missing() or "")
@@ -162,7 +162,7 @@ def test_variables_of_a_gpu_follow_from_the_layout() -> None:
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in plain and "CUBLAS_WORKSPACE_CONFIG" not in plain
     full = cuda.DEVICE.environment(resolve(make(**{"trainer.tp": 2, "trainer.deterministic": True}), 2).config)
     assert full["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and full["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    # fully_shard's collectives would wait in the one queue for the products that they should run beside.
+    # fully_shard's collectives would wait in the single queue for matmuls that they should overlap.
     sharded = cuda.DEVICE.environment(resolve(make(**{"trainer.tp": 2}), 4).config)
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in sharded
 
@@ -178,17 +178,17 @@ def _enabled(rank: int, fault: str) -> tuple[bool, str]:
     elif fault == "two machines":
         cuda.socket.gethostname = lambda: f"node{rank}"
         torch.cuda.can_device_access_peer = lambda one, other: pytest.fail("asked about another machine's GPU")
-    name, told = dist.group.WORLD.group_name, ""
+    name, message = dist.group.WORLD.group_name, ""
     try:
         cuda.DEVICE.enable_async_tp(dist.group.WORLD)
     except ConfigError as error:
-        told = str(error)
+        message = str(error)
     assert not inductor._micro_pipeline_tp or symmetric.is_symm_mem_enabled_for_group(name)
-    return inductor._micro_pipeline_tp, told
+    return inductor._micro_pipeline_tp, message
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "message"),
     [
         ("", ""),
         ("two machines", ""),  # NVLink may join them
@@ -197,9 +197,9 @@ def _enabled(rank: int, fault: str) -> tuple[bool, str]:
         ("driver", "cannot map each other's memory: no pidfd_open"),
     ],
 )
-def test_async_tp_needs_gpus_that_reach_each_other(fault: str, told: str) -> None:
+def test_async_tp_needs_gpus_that_reach_each_other(fault: str, message: str) -> None:
     for on, reason in run_ranks(_enabled, 2, fault):  # all ranks give one answer
-        assert on == (not told) and re.search(told, re.sub(r"\s+", " ", reason)), reason
+        assert on == (not message) and re.search(message, re.sub(r"\s+", " ", reason)), reason
 
 
 def test_other_devices_refuse_async_tp() -> None:

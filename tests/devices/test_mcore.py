@@ -20,7 +20,7 @@ from tests.oracle import run_layout
 from tests.paths import ROOT
 from tests.ranks import RankFailed, run_ranks
 
-# Beside those that route() patches, the modules whose functions our runs enter.
+# Modules that our runs call, in addition to the modules that route() patches.
 ENTERED = (
     "megatron.core.model_parallel_config",
     "megatron.core.parallel_state",
@@ -39,7 +39,7 @@ ENTERED = (
     "megatron.core.datasets.megatron_dataset",
     "megatron.core.datasets.utils",
 )
-# What route() replaces in the modules that it patches.
+# Names that route() replaces in the patched modules.
 REPLACED = ("torch.cuda.current_device", "torch.cuda.synchronize", 'torch.zeros(device="cuda")')
 DECORATOR = "marks a backward for autocast, which we don't use; needs no device"
 RANDOM = "states of random generators for dropout, which Llama does not have"
@@ -73,7 +73,7 @@ ACCOUNTED = {
     ("utils", "_validate_dsa_kernel_backend_dependencies"): "sparse attention of other models",
     ("transformer.utils", "get_default_causal_mask"): "scaled_dot_product_attention is causal without a mask",
     ("transformer.utils", "get_sliding_window_causal_mask"): "Llama has no sliding window",
-    ("transformer.utils", "cat_with_oom_fallback"): "checkpoints in megatron-core's format; ours are in checkpoint/",
+    ("transformer.utils", "cat_with_oom_fallback"): "megatron-core's checkpoint format; this project uses checkpoint/",
 }
 
 
@@ -84,10 +84,10 @@ class Call:
     module: str
     """Without ``megatron.core.``."""
     function: str
-    what: str
+    attribute: str
 
     def is_accounted(self) -> bool:
-        if f"megatron.core.{self.module}" in PATCHED_MODULES and self.what in REPLACED:
+        if f"megatron.core.{self.module}" in PATCHED_MODULES and self.attribute in REPLACED:
             return True
         return any(
             module == self.module and (self.function.startswith(name) if name else not self.function)
@@ -99,10 +99,10 @@ class Finder(ast.NodeVisitor):
     """Collects ``torch.cuda.*``, names from torch.cuda, ``.cuda()`` and "cuda" as a device."""
 
     def __init__(self, module: str) -> None:
-        self.module, self.inside, self.found = module, [], set()  # type: ignore[var-annotated]
+        self.module, self.inside, self.actual = module, [], set()  # type: ignore[var-annotated]
 
-    def add(self, what: str) -> None:
-        self.found.add(Call(self.module, ".".join(self.inside), what))
+    def add(self, attribute: str) -> None:
+        self.actual.add(Call(self.module, ".".join(self.inside), attribute))
 
     def enter(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
         self.inside.append(node.name)
@@ -139,7 +139,7 @@ class Finder(ast.NodeVisitor):
 def calls_in(source: str, module: str) -> set[Call]:
     finder = Finder(module)
     finder.visit(ast.parse(source))
-    return finder.found
+    return finder.actual
 
 
 def installed_calls() -> Iterator[Call]:
@@ -156,10 +156,11 @@ def test_every_cuda_call_is_accounted_for() -> None:
 
 def test_what_is_routed_is_there() -> None:
     # Were the calls gone, or spelled in a way that the finder does not see, the test above would say nothing.
-    found = set(installed_calls())
+    actual = set(installed_calls())
     for module in ("tensor_parallel.mappings", "pipeline_parallel.p2p_communication", "utils"):
-        assert any(c.module == module and c.what == "torch.cuda.current_device" for c in found), module
-    assert any(c.module == "pipeline_parallel.schedules" and c.what == 'torch.zeros(device="cuda")' for c in found)
+        assert any(c.module == module and c.attribute == "torch.cuda.current_device" for c in actual), module
+    zeros = 'torch.zeros(device="cuda")'
+    assert any(c.module == "pipeline_parallel.schedules" and c.attribute == zeros for c in actual)
 
 
 @pytest.mark.parametrize(

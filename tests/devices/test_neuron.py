@@ -164,7 +164,7 @@ def test_compiling_ahead_needs_no_device(machine: Path, monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(FAKES)
     assert DEVICE.probe() is not None
     with pytest.raises(ConfigError, match="NEURON_PLATFORM_TARGET_OVERRIDE(.|\n)*trn2 or trn3"):
-        DEVICE.ahead_of_time_environment()  # a guess would be told by the run's chips only
+        DEVICE.ahead_of_time_environment()  # a wrong target would fail only on the run's chips
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
     for name, value in DEVICE.ahead_of_time_environment().items():
         monkeypatch.setenv(name, value)

@@ -1,5 +1,5 @@
-"""The single-device part of the suite, on each device of this machine: train.py gives the CPU's losses, in fp32 and in
-bf16, and what one device has saved another goes on from. On a machine with a GPU this is what to run first."""
+"""Single-device tests on each device of this machine: train.py has the CPU's losses in fp32 and bf16, and a checkpoint
+of one device resumes on another. On a machine with a GPU, run this file first."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def on_cpu(folder: Path, *overrides: str) -> list[float]:
     return losses(folder, "cpu", *overrides)
 
 
-def furthest(found: list[float], expected: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+def furthest(actual: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_losses(device: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     expected = on_cpu(tmp_path_factory.getbasetemp() / "on_cpu", "trainer.steps=25")
     assert expected[-1] < expected[0]
-    found = losses(tmp_path / "fp32", device, "trainer.steps=20")
-    assert furthest(found, expected[:20]) <= FP32
+    actual = losses(tmp_path / "fp32", device, "trainer.steps=20")
+    assert furthest(actual, expected[:20]) <= FP32
     # Its checkpoint is every device's.
     assert furthest(losses(tmp_path / "fp32", "cpu", "trainer.steps=25"), expected) <= FP32
     bf16 = losses(tmp_path / "bf16", device, "trainer.steps=20", "trainer.precision=bf16")
-    assert bf16 != found and furthest(bf16, expected[:20]) <= BF16
+    assert bf16 != actual and furthest(bf16, expected[:20]) <= BF16

@@ -1,4 +1,4 @@
-"""Pipelines over process groups without send and recv: the same bits as with them."""
+"""Pipelines over process groups without send and recv are bit-identical to pipelines with them."""
 
 from __future__ import annotations
 
@@ -106,21 +106,21 @@ AWKWARD = [0.0, -0.0, 1e-45, -3.0, float("inf"), float("-inf"), 3.4e38, 1 / 3]
 def _pass_awkward_numbers(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Rank 0 sends to rank 1, which sends something else back, both in one exchange."""
     transfers = PairTransfers(Topology(Grid({"tp": 1, "dp": 1, "pp": 2}), rank))
-    mine = torch.tensor(AWKWARD, dtype=dtype).flip(0) if rank else torch.tensor(AWKWARD, dtype=dtype)
-    mine.requires_grad_()
-    before = mine.detach().clone()
+    local = torch.tensor(AWKWARD, dtype=dtype).flip(0) if rank else torch.tensor(AWKWARD, dtype=dtype)
+    local.requires_grad_()
+    before = local.detach().clone()
     got = torch.empty(len(AWKWARD), dtype=dtype, requires_grad=True)
     to, back = ("next", "next") if rank == 0 else ("prev", "prev")
     tensors = {f"tensor_{way}_{side}": None for way in ("send", "recv") for side in ("next", "prev")}
-    tensors |= {f"tensor_send_{to}": mine, f"tensor_recv_{back}": got}  # type: ignore[dict-item]
+    tensors |= {f"tensor_send_{to}": local, f"tensor_recv_{back}": got}  # type: ignore[dict-item]
     reduced: list[int] = []
     all_reduce = dist.all_reduce
 
-    def seen(tensor: torch.Tensor, **named: object) -> object:
+    def record(tensor: torch.Tensor, **named: object) -> object:
         reduced.append(tensor.data_ptr())
         return all_reduce(tensor, **named)  # type: ignore[arg-type]
 
-    dist.all_reduce = seen  # type: ignore[assignment]
+    dist.all_reduce = record  # type: ignore[assignment]
     works = transfers.exchange(
         **tensors,  # type: ignore[arg-type]
         group=dist.group.WORLD,  # type: ignore[arg-type]
@@ -130,9 +130,9 @@ def _pass_awkward_numbers(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
     assert set(works) == {f"send_{to}", f"recv_{back}"}
     for work in works.values():
         work.wait()
-    assert torch.equal(mine, before) and got.is_leaf
+    assert torch.equal(local, before) and got.is_leaf
     # The sum is written into what is reduced; autograd must not see that happen to the tensor it will need.
-    assert mine.data_ptr() not in reduced and got.data_ptr() in reduced
+    assert local.data_ptr() not in reduced and got.data_ptr() in reduced
     return before, got.detach()
 
 

@@ -1,4 +1,4 @@
-"""What code is compiled for, and what becomes of graphs that another kind of processor compiled."""
+"""The processor that graphs are compiled for; graphs of another processor are not loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AVX2, AVX512 = {"flags": "fpu avx2 fma"}, {"flags": "fpu avx2 fma avx512f"}
 def test_it_changes_with_the_extensions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     names = []
-    for found in (
+    for actual in (
         AVX2,
         AVX512,
         {**AVX2, "model name": "another"},
@@ -27,7 +27,7 @@ def test_it_changes_with_the_extensions_alone(monkeypatch: pytest.MonkeyPatch) -
         {"Features": "fp asimd"},
         {},
     ):
-        monkeypatch.setattr(processor, "processor", lambda found=found: found)
+        monkeypatch.setattr(processor, "processor", lambda actual=actual: actual)
         names.append(instruction_set())
     assert names[0] == names[2] == names[3]
     assert len(set(names)) == 4
@@ -37,8 +37,8 @@ def test_it_changes_with_the_extensions_alone(monkeypatch: pytest.MonkeyPatch) -
 
 def test_each_kind_of_processor_has_a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folders = []
-    for found in (AVX2, AVX512):
-        monkeypatch.setattr(processor, "processor", lambda found=found: found)
+    for actual in (AVX2, AVX512):
+        monkeypatch.setattr(processor, "processor", lambda actual=actual: actual)
         folders.append(DEVICE.compile_environment(tmp_path)["TORCHINDUCTOR_CACHE_DIR"])
     assert len(set(folders)) == 2
 

@@ -33,16 +33,16 @@ def test_other_processors_keep_torchs_choice(other: dict[str, str], monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("other", "wide"),
+    ("other", "fp32"),
     [({}, True), ({"cpu family": "27"}, True), ({"cpu family": "25"}, False), ({"cpu family": "unknown"}, False)]
     + [({"vendor_id": "GenuineIntel"}, False), ({"flags": "avx2"}, False)],
     ids=["Zen 5", "newer", "Zen 4", "no number", "Intel", "AVX2"],
 )
 def test_zen_5_and_newer_have_units_of_512_bits(
-    other: dict[str, str], wide: bool, monkeypatch: pytest.MonkeyPatch
+    other: dict[str, str], fp32: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processor, "processor", lambda: ZEN_5 | other)
-    assert processor.has_512_bit_units() == wide
+    assert processor.has_512_bit_units() == fp32
 
 
 def test_a_system_that_says_nothing_keeps_torchs_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

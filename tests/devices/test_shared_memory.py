@@ -1,4 +1,4 @@
-"""Collectives through shared memory, in pieces, to gloo's bits; and gloo for the rest."""
+"""Collectives through shared memory, in chunks, bitwise equal to gloo's; other collectives use gloo."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def _every_collective(rank: int, world: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64):
         for size in (1, 7, 400):
             each = [values(other, size * world, dtype) for other in range(world)]
-            mine = each[rank].clone()
-            dist.all_reduce(mine)
-            assert torch.equal(mine, total(each)), (dtype, size)
+            local = each[rank].clone()
+            dist.all_reduce(local)
+            assert torch.equal(local, total(each)), (dtype, size)
             part = torch.empty(size, dtype=dtype)
             dist.reduce_scatter_tensor(part, each[rank].clone())
             assert torch.equal(part, total(each)[rank * size : (rank + 1) * size]), (dtype, size)
@@ -69,15 +69,15 @@ def test_every_collective(world: int) -> None:
 
 def _by_compiled_blocks(rank: int) -> None:
     group, alone = dist.group.WORLD, torch.arange(6.0).view(2, 3)
-    mine = alone + rank
+    local = alone + rank
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        summed = functional.wait_tensor(functional.all_reduce(mine, "sum", group))
-        whole = functional.wait_tensor(functional.all_gather_tensor(mine, 0, group))
-        part = functional.wait_tensor(functional.reduce_scatter_tensor(mine, "sum", 0, group))
-        both = functional.all_gather_into_tensor_coalesced([mine, mine[:1]], group)
-        whole_again, first_rows = (functional.wait_tensor(each) for each in both)
+        summed = functional.wait_tensor(functional.all_reduce(local, "sum", group))
+        whole = functional.wait_tensor(functional.all_gather_tensor(local, 0, group))
+        part = functional.wait_tensor(functional.reduce_scatter_tensor(local, "sum", 0, group))
+        both = functional.all_gather_into_tensor_coalesced([local, local[:1]], group)
+        gathered, first_rows = (functional.wait_tensor(each) for each in both)
     assert torch.equal(summed, 2 * alone + 1) and torch.equal(part, summed[rank : rank + 1])
-    assert torch.equal(whole, torch.cat([alone, alone + 1])) and torch.equal(whole_again, whole)
+    assert torch.equal(whole, torch.cat([alone, alone + 1])) and torch.equal(gathered, whole)
     assert torch.equal(first_rows, torch.stack([alone[0], alone[0] + 1]))
     names = Counter(event.name for event in seen.events())
     assert not any("gloo" in name for name in names), names
@@ -90,17 +90,17 @@ def test_what_compiled_blocks_call() -> None:
 
 
 def _same_bits(rank: int, world: int) -> None:
-    """Of sums through memory and by gloo alone, as between machines."""
+    """Results of sums through shared memory and through gloo, as between machines."""
     gloo = dist.new_group(backend="gloo")
     for dtype in (torch.float32, torch.bfloat16):
-        mine = torch.randn(5000, generator=torch.Generator().manual_seed(rank)).to(dtype)
-        both = [mine.clone(), mine.clone()]
+        local = torch.randn(5000, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        both = [local.clone(), local.clone()]
         for group, tensor in zip((None, gloo), both, strict=True):
             dist.all_reduce(tensor, group=group)
         assert torch.equal(*both)
         parts = [torch.empty(5000 // world, dtype=dtype) for _ in range(2)]
         for group, part in zip((None, gloo), parts, strict=True):
-            dist.reduce_scatter_tensor(part, mine[: 5000 // world * world].clone(), group=group)
+            dist.reduce_scatter_tensor(part, local[: 5000 // world * world].clone(), group=group)
         assert torch.equal(*parts)
 
 
@@ -120,9 +120,9 @@ def _by_gloo(rank: int) -> None:
     work = dist.isend(torch.ones(3), 1) if rank == 0 else dist.irecv(received, 0)
     work.wait()
     assert rank == 0 or received.sum() == 3
-    told: list[Any] = [rank * 11]
-    dist.broadcast_object_list(told, 1)
-    assert told == [11]
+    shared: list[Any] = [rank * 11]
+    dist.broadcast_object_list(shared, 1)
+    assert shared == [11]
     assert getattr(dist.group.WORLD, "_channel", None) is None
 
 
@@ -138,7 +138,7 @@ def _out_of_reach(rank: int) -> None:
 
 
 def _a_stranger(rank: int) -> None:
-    """Where rank 0 is said to be there is another run's memory, as on another machine."""
+    """The address of rank 0 has another run's memory, as on another machine."""
     _sums_by_gloo(rank, lambda *_: FileIO("/dev/zero", "r+"))
 
 
@@ -172,13 +172,13 @@ def _slow_reader(rank: int) -> None:
 
     def late() -> None:
         barrier()
-        time.sleep(0.05 * rank)  # rank 0 goes on to write its next message
+        time.sleep(0.05 * rank)  # rank 0 writes its next message meanwhile
 
-    found = torch.empty(3, 2)
+    actual = torch.empty(3, 2)
     with patch.object(channel, "barrier", late):
-        for number, row in enumerate(found):
+        for number, row in enumerate(actual):
             dist.all_gather_into_tensor(row, torch.tensor([float(number)]))
-    assert found.tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert actual.tolist() == [[0, 0], [1, 1], [2, 2]]
 
 
 def test_a_message_waits_for_its_readers() -> None:
@@ -227,7 +227,7 @@ def _traced(rank: int) -> None:
 
 
 def test_a_compiler_reads_what_megatron_core_asks_of_a_group() -> None:
-    """In one graph, whose tracer knows methods of torch's own groups, and of others those in Python."""
+    """One graph has all collectives: Dynamo traces methods of torch's groups and Python methods of other groups."""
     run_ranks(_traced, 2)
 
 
@@ -247,8 +247,8 @@ def test_a_rank_that_does_not_come() -> None:
 
 def _many_by_gloo(_: int) -> None:
     for number in range(1000):
-        told: list[Any] = [number]
-        dist.broadcast_object_list(told, 0)
+        shared: list[Any] = [number]
+        dist.broadcast_object_list(shared, 0)
 
 
 def test_gloo_and_the_interpreter_do_not_wait_for_each_other() -> None:

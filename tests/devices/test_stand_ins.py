@@ -24,15 +24,15 @@ Events = list[dict[str, Any]]
 
 
 def train(folder: Path, root: Path, *overrides: str, **variables: str) -> tuple[list[float], Events]:
-    """``python train.py ...`` in a process of its own: its losses, and what the stand-ins recorded."""
+    """Run ``python train.py ...`` in a new process; return its losses and the stand-ins' records."""
     _, events = run("train.py", folder, root, *overrides, **variables)
     metrics = (folder / "run/metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["reduced_train_loss"] for line in metrics], events
 
 
 def run(script: str, folder: Path, root: Path, *overrides: str, **variables: str) -> tuple[str, Events]:
-    """A program in a process of its own, on a machine whose driver's files are in ``root``: what it printed, and what
-    the stand-ins recorded."""
+    """Run a program in a new process with the driver's files in ``root``; return its output and the stand-ins'
+    records."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.jsonl"
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("NEURON", "TORCH", "PT_"))}
@@ -102,11 +102,11 @@ def test_trainium(tmp_path: Path, cpu_losses: list[float]) -> None:
     assert len(graphs) == len(compiled) == len(list(cache_folder.rglob("*.neff"))) == 2
     for rank in ("0", "1"):
         seen = [e["graph"] for e in events if e["rank"] == rank and e["event"] in ("compiled", "cache hit")]
-        assert sorted(seen) == sorted(graphs), "all ranks have the same graphs, and none recompiles"
+        assert sorted(seen) == sorted(graphs), "all ranks share the graphs, and each graph is compiled once"
     shapes = [shape for event in compiled for node in event["shapes"] for shape in node]
     assert shapes and all("s" not in shape.partition("]")[0] for shape in shapes)
 
-    # The variables stood before torch was imported, and each process took one core.
+    # The variables were set before torch was imported, and each process has one core.
     for event in [e for e in named(events, "import torch") if e["rank"]]:
         assert event["environment"]["TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION"] == "1"
         assert "NEURON_RT_STOCHASTIC_ROUNDING_EN" not in event["environment"]
@@ -126,8 +126,8 @@ def test_trainium_compiled_ahead_on_a_machine_without_one(tmp_path: Path, cpu_lo
     cache_folder, nothing = f"trainer.compile_cache={tmp_path / 'cache'}", tmp_path / "no chips"
     nothing.mkdir()
     variables = {"NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}
-    asked = ("--one-per-stage", "device=neuron", *PIPELINE, cache_folder)
-    _, events = run("scripts/compile.py", tmp_path / "ahead", nothing, *asked, **variables)
+    requested = ("--one-per-stage", "device=neuron", *PIPELINE, cache_folder)
+    _, events = run("scripts/compile.py", tmp_path / "ahead", nothing, *requested, **variables)
     assert len(named(events, "compiled")) == 2
     report = json.loads((tmp_path / "ahead/run/compile/compile.json").read_text())
     assert (report["total_graphs"], report["total_failed_compilations"], report["cache_misses"]) == (1, 0, 1)

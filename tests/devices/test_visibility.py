@@ -49,13 +49,13 @@ def packed() -> tuple[torch.Tensor, Documents]:
 
 def examples() -> list[tuple[int, slice]]:
     """(sequence, its positions) of each example."""
-    found = []
+    actual = []
     for row, lengths in enumerate(PACKED):
         start = 0
         for length in lengths:
-            found.append((row, slice(start, start + length)))
+            actual.append((row, slice(start, start + length)))
             start += length
-    return found
+    return actual
 
 
 def test_positions_and_borders_by_hand() -> None:
@@ -87,8 +87,8 @@ def _logits(rank: int, plan: Plan, kernel: str) -> tuple[torch.Tensor | None, li
             # By itself, and as every layout wants it: padded to the sequence's length, plain causal attention.
             only = torch.zeros_like(tokens)
             only[:, : places.stop - places.start] = tokens[row, places]
-            found = _whole(model.logits(only))
-            alone.append(None if found is None else found[0, : places.stop - places.start])
+            actual = _whole(model.logits(only))
+            alone.append(None if actual is None else actual[0, : places.stop - places.start])
         return together, alone
 
 
@@ -100,7 +100,7 @@ class PackedSamples:
     """Samples of the packed micro batch; only one example's labels count."""
 
     def __init__(self, example: int | None = None, spread: bool = False) -> None:
-        """``example`` alone has loss; with ``spread`` each example is a sample of its own, padded."""
+        """Only ``example`` has loss. With ``spread`` each example is a separate, padded sample."""
         self.tokens, self.documents = packed()
         self.example, self.spread = example, spread
 
@@ -126,8 +126,8 @@ class PackedSamples:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_no_gradient_crosses_a_border(recompute: str) -> None:
-    """The loss of one example has gradients in the embeddings of its own tokens, exactly none in the others'."""
+def test_no_gradient_crosses_a_document_boundary(recompute: str) -> None:
+    """The loss of one example has exact zero gradients for the embeddings of other examples' tokens."""
     plan = make_plan(1, f"trainer.recompute={recompute}", "trainer.micro_batch_size=2", "model.vocab_size=64")
     for number, (row, places) in enumerate(examples()):
         (gradient,) = run_ranks(_input_gradient, 1, plan, number)
@@ -171,7 +171,7 @@ def compiled_too() -> list:
 
 @pytest.mark.parametrize("layout", compiled_too(), ids=["plain", "tp2+sp", "pp2", "compiled"])
 def test_packed_and_padded_training_agree(layout: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same examples in a global batch: the same loss and gradients, to the order of their sums."""
+    """Equal examples in a global batch give equal loss and gradients, up to the order of sums."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     ranks = 2 if layout and layout[0][-1] == "2" else 1
     if "trainer.compile=true" in layout:
@@ -186,7 +186,7 @@ def test_packed_and_padded_training_agree(layout: list[str], tmp_path: Path, mon
 
 
 def test_documents_cost_what_they_cost_alone() -> None:
-    """Nothing off the diagonal: each document is a call of its own. Without documents attention is plain causal."""
+    """Each document is a separate call on the diagonal. Without documents attention is plain causal."""
     causal, call = "F.scaled_dot_product_attention", "_call"
     assert run_ranks(_asked, 1, make_plan(1), False)[0] == [(causal, LENGTH)] * 4
     a_layer = [(call, length) for row in ((5, 1, 7, 3), (9, 4, 3)) for length in row]
@@ -195,13 +195,13 @@ def test_documents_cost_what_they_cost_alone() -> None:
 
 def _asked(rank: int, plan: Plan, with_documents: bool) -> list[tuple[str, int]]:
     """(function, queries) of each product."""
-    asked: list[tuple[str, int]] = []
+    requested: list[tuple[str, int]] = []
 
     def note(owner: object, name: str, shown: str) -> None:
         function = getattr(owner, name)
 
         def noted(q: torch.Tensor, *more: object, **options: object) -> object:
-            asked.append((shown, q.shape[2]))
+            requested.append((shown, q.shape[2]))
             return function(q, *more, **options)
 
         setattr(owner, name, noted)
@@ -213,4 +213,4 @@ def _asked(rank: int, plan: Plan, with_documents: bool) -> list[tuple[str, int]]
         model = build_model(plan, topology, get_device("cpu"), CPU)
         tokens, documents = packed()
         model.logits(tokens, documents if with_documents else None)
-    return asked
+    return requested

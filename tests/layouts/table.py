@@ -7,15 +7,15 @@ WINDOW = "model.sliding_window=5"
 BLOCKS = "model.sparse_attention={block: 2, num_local_blocks: 3, num_global_blocks: 1}"
 DROPPING = "trainer.random_ltd={min_value: 4, require_steps: 3, seq_per_step: 4}"  # 4, 8 and 12 tokens of 16
 OFFLOAD = "trainer.offload=[activations,optimizer]"
-# Sequences in two pieces, then in pieces of which some tokens are left over, then whole: each step has another shape.
+# Sequences split into two, then split with a remainder, then full: each step has another shape.
 STEPS = "schedule_type: fixed_discrete, difficulty: [8, 12, 16], max_step: [1, 2]"
 PIECES = f"data.curriculum=[{{metric: seqlen_reshape, {STEPS}}}]"
 SHORT = PIECES.replace("reshape", "truncate")
-# Rows of two blocks, so that tensor-parallel ranks get one each. Sums in another order put one value in 10,000 on the
-# other side of a border between two levels, where it is 1 to 30 % off: the learning rate keeps that out of the weights.
-# tests/optim/test_blockwise.py compares all bits, with equal gradients.
+# Rows of two blocks, so that tensor-parallel ranks get one each. Another summation order
+# moves one value in 10,000 to an adjacent level, an error of 1 to 30 %; the learning rate limits its effect on weights.
+# tests/optim/test_blockwise.py compares bitwise with equal gradients.
 EIGHT_BITS = ["optim.state_bits=8", "model.hidden_size=64", "model.num_hidden_layers=2", "optim.lr=0.0001"]
-# Gathers and scatters inside products, on a CPU by tests/parallel/symmetric_memory.py.
+# Gathers and scatters inside matmuls, on a CPU with tests/parallel/symmetric_memory.py.
 ASYNC_TP = ["trainer.tp=2", "trainer.compile=true", "trainer.compile_strict=true", "trainer.async_tp=true"]
 # Through the kernel of compiled blocks (devices/cpu/attention.py): heads of 32, blocks of 128 tokens.
 COMPILED, WIDE = ["trainer.compile=true", "trainer.compile_strict=true"], ["model.head_dim=32", "data.seq_length=144"]
@@ -26,7 +26,7 @@ MICRO_1, MICRO_4 = "trainer.micro_batch_size=1", "trainer.micro_batch_size=4"
 ONE_MICRO_BATCH = "trainer.micro_batch_size=8"
 # The rows that run with every `make test`: each axis with its hardest case, and all together.
 QUICK = {
-    "tp2·pp2+sp, sequences in pieces",
+    "tp2·pp2+sp, shorter sequences",
     "tp2·pp2+sp, window",
     "tp2+sp",
     "tp4+sp, kv heads < tp",
@@ -157,7 +157,7 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
     ),
     ("dp2, zero 3, full recompute, compiled", 2, [*COMPILED, "trainer.zero=3", "trainer.recompute=full"], WIDE),
     ("tp2·pp2+sp, window, compiled", 4, [*COMPILED, "trainer.tp=2", "trainer.pp=2"], [*WIDE, WINDOW]),
-    ("tp2·pp2+sp, sequences in pieces", 4, ["trainer.tp=2", "trainer.pp=2"], [PIECES]),
+    ("tp2·pp2+sp, shorter sequences", 4, ["trainer.tp=2", "trainer.pp=2"], [PIECES]),
     ("pp2·vpp2·dp2, zero 3, short sequences first", 4, ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=3"], [SHORT]),
     ("tp2·dp2+sp, zero 2, 8-bit states", 4, ["trainer.tp=2", "trainer.zero=2"], EIGHT_BITS),
     (

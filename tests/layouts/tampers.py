@@ -46,8 +46,8 @@ def local_token_count(model: ParallelModel) -> None:
     ranks, count = dist.get_world_size(), model.count
 
     def local(batches: Sequence[MicroBatch]) -> Counts:
-        own = torch.stack([batch.loss_mask.sum() for batch in batches]).sum()
-        return count(batches)._replace(with_loss=ranks * own)
+        tokens = torch.stack([batch.loss_mask.sum() for batch in batches]).sum()
+        return count(batches)._replace(with_loss=ranks * tokens)
 
     model.count = local  # type: ignore[method-assign]
 
@@ -111,7 +111,7 @@ def scattered_pieces_of_the_wrong_rank(model: ParallelModel) -> None:
 
 def norms_count_copies(model: ParallelModel) -> None:
     def all_of_it(shard: Shard, tensor: torch.Tensor, every_replica: bool = False) -> Iterator[torch.Tensor]:
-        yield from (tensor[piece.local_slices] for piece in shard.rectangles)
+        yield from (tensor[rectangle.local_slices] for rectangle in shard.rectangles)
 
     Shard.owned = all_of_it  # type: ignore[method-assign]
 
@@ -125,7 +125,7 @@ def window_of_one_token_more(model: ParallelModel) -> None:
 
 
 def compiled_gradients_of_one_token_more(model: ParallelModel) -> None:
-    """Of the window; the forward pass stays right."""
+    """Break the window's gradient only; the forward pass stays correct."""
     call = cpu_attention._call
 
     def changed(name: str, tensors: list[torch.Tensor], *rest: Any) -> None:

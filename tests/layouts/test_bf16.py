@@ -62,8 +62,8 @@ def bf16_bounds(expected: Result, exact: Result, *model: str) -> dict[str, float
 
 def beyond(bounds: dict[str, float], result: Result, expected: Result) -> dict[str, tuple[float, float]]:
     """The differences that are above their bounds, with these."""
-    found = worst(result, expected)
-    return {kind: (found[kind], bound) for kind, bound in bounds.items() if found[kind] > bound}
+    actual = worst(result, expected)
+    return {kind: (actual[kind], bound) for kind, bound in bounds.items() if actual[kind] > bound}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.oracle import TOLERANCE, Tamper, Tensors, make_plan, oracle, run_layo
 from tests.ranks import run_ranks
 from tests.rows import rows
 
-# Layouts whose sums have the same order as the oracle's: equal to the last bit.
+# Layouts whose sums have the same order as the oracle's: bit-identical.
 BITWISE: list[tuple[str, int, list[str], list[str]]] = [
     ("selective recompute", 1, ["trainer.recompute=selective"], []),
     ("elementwise recompute", 1, ["trainer.recompute=elementwise"], []),
@@ -85,17 +85,17 @@ def test_tensor_parallel_ranks_hold_different_shards() -> None:
 
 
 def initial_shards(rank: int, plan: Plan) -> Tensors:
-    """What a rank's model holds before the first step."""
+    """Return a rank's weights before the first step."""
     device, cpu = get_device("cpu"), torch.device("cpu")
     topology = plan.topology(rank)
     with process_groups(plan, topology, device, cpu):
         model = build_model(plan, topology, device, cpu)
-        pieces = [(piece, shard) for shard in model.shards for piece in shard.rectangles]
-        return {piece.name: shard.local[piece.local_slices].clone() for piece, shard in pieces}
+        held = [(rectangle, shard) for shard in model.shards for rectangle in shard.rectangles]
+        return {rectangle.name: shard.local[rectangle.local_slices].clone() for rectangle, shard in held}
 
 
 def test_copies_were_compared() -> None:
-    # The table above would prove less if no rank held copies: norms under tp, kv heads, zero=0 replicas, tied tables.
+    # The comparison needs replicas on several ranks: norms with tp, kv heads, ZeRO 0, tied embeddings.
     assert run_layout(2, "trainer.tp=2", steps=1).copies > 0
     assert run_layout(2, "trainer.zero=0", steps=1).copies > run_layout(2, "trainer.zero=1", steps=1).copies == 0
 

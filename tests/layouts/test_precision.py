@@ -1,5 +1,5 @@
-"""What each precision really keeps in which dtype: looked up in the live tensors of a training step, for each ZeRO
-stage, between two micro batches too."""
+"""Dtypes of each precision, read from the live tensors of a training step, for each ZeRO stage and between two micro
+batches."""
 
 from __future__ import annotations
 
@@ -98,22 +98,22 @@ def test_live_tensors_have_the_dtypes_of_the_table(zero: int) -> None:
     plans = [make_plan(2, *layout, f"trainer.precision={name}") for name in chosen]
     first, second = run_ranks(_look, 2, plans)
     assert first == second
-    for name, found in zip(chosen, first, strict=True):
-        wanted = TABLE[name]
-        stored = wanted.master or wanted.products
-        assert names(found.working) == {wanted.products}, name
-        assert names(found.activations) == {wanted.products}, name
-        assert names(found.sent) - {"int64"} == {wanted.sums}, name  # int64: the counts of tokens
-        assert names(found.stored) == {stored}, name
-        assert names(found.moments) == {wanted.moments}, name
+    for name, actual in zip(chosen, first, strict=True):
+        expected = TABLE[name]
+        stored = expected.master or expected.products
+        assert names(actual.working) == {expected.products}, name
+        assert names(actual.activations) == {expected.products}, name
+        assert names(actual.sent) - {"int64"} == {expected.sums}, name  # int64: the counts of tokens
+        assert names(actual.stored) == {stored}, name
+        assert names(actual.moments) == {expected.moments}, name
         if zero < 2:
-            assert (names(found.whole_sums), found.sharded_sums) == ({wanted.sums}, set()), name
+            assert (names(actual.whole_sums), actual.sharded_sums) == ({expected.sums}, set()), name
         else:
-            # fully_shard gives what it has reduced the dtype of the parameter, and adds the next micro batch to that:
-            # with fp32 masters these sums are fp32, also where bf16 was asked for.
-            assert (found.whole_sums, names(found.sharded_sums)) == (set(), {stored}), name
-        assert names(found.handed) == {stored}, name
-        assert (found.weight_bytes, found.gradient_bytes, found.moment_bytes) == found.planned, name
+            # fully_shard casts reduced gradients to the parameter's dtype and adds the next micro batch to them:
+            # with fp32 masters these sums are fp32, even if the precision requests bf16.
+            assert (actual.whole_sums, names(actual.sharded_sums)) == (set(), {stored}), name
+        assert names(actual.handed) == {stored}, name
+        assert (actual.weight_bytes, actual.gradient_bytes, actual.moment_bytes) == actual.planned, name
 
 
 def _look(rank: int, plans: list[Plan]) -> list[Found]:
@@ -121,44 +121,44 @@ def _look(rank: int, plans: list[Plan]) -> list[Found]:
     all_reduce, reduce_scatter = dist.all_reduce, DefaultReduceScatter.__call__
     with process_groups(plans[0], topology, get_device("cpu"), CPU):
         for plan in plans:
-            model, found = build_model(plan, topology, get_device("cpu"), CPU), Found()
+            model, actual = build_model(plan, topology, get_device("cpu"), CPU), Found()
             optimizer = build_optimizer(plan, model)
             batches = Batches(RaggedSamples(16, 64), plan, topology, CPU).at(0)
             assert len(batches) > 2
-            dist.all_reduce = _watched(all_reduce, found)
-            DefaultReduceScatter.__call__ = _watched(reduce_scatter, found)  # type: ignore[method-assign]
-            _watch_forwards(model, found)
+            dist.all_reduce = _watched(all_reduce, actual)
+            DefaultReduceScatter.__call__ = _watched(reduce_scatter, actual)  # type: ignore[method-assign]
+            _watch_forwards(model, actual)
             model.forward_backward(batches)
             dist.all_reduce = all_reduce
             grads = [shard.grad for shard in model.shards if shard.grad is not None]
             assert len(grads) == len(model.shards)
-            found.handed = {grad.dtype for grad in grads}
-            found.gradient_bytes = max(found.gradient_bytes, sum(grad.nbytes for grad in grads))
+            actual.handed = {grad.dtype for grad in grads}
+            actual.gradient_bytes = max(actual.gradient_bytes, sum(grad.nbytes for grad in grads))
             optimizer.step(optimizer.gradient_norm())
-            found.stored = {shard.local.dtype for shard in model.shards}
-            found.weight_bytes += sum(shard.local.nbytes for shard in model.shards)
+            actual.stored = {shard.local.dtype for shard in model.shards}
+            actual.weight_bytes += sum(shard.local.nbytes for shard in model.shards)
             moments = [moment for _, _, moment in optimizer.states()]
-            found.moments, found.moment_bytes = {m.dtype for m in moments}, sum(m.nbytes for m in moments)
+            actual.moments, actual.moment_bytes = {m.dtype for m in moments}, sum(m.nbytes for m in moments)
             held = sum(shard.parameter.numel() for shard in model.shards)
             memory = rank_memory(plan, StageParameters(held, held, 0))
-            found.planned = (memory.weights, memory.gradients, memory.optimizer)
-            answers.append(found)
+            actual.planned = (memory.weights, memory.gradients, memory.optimizer)
+            answers.append(actual)
     return answers
 
 
-def _watched(reduce: Any, found: Found) -> Any:
-    """A collective that notes the dtype of what goes to another rank; the loss and the token count are scalars."""
+def _watched(reduce: Any, actual: Found) -> Any:
+    """Wrap a collective to record the dtype of tensors that it sends; the loss and the token count are scalars."""
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         tensor = kwargs["input_tensor"] if "input_tensor" in kwargs else args[0]
         if tensor.dim() and dist.get_world_size(kwargs.get("group")) > 1:
-            found.sent.add(tensor.dtype)
+            actual.sent.add(tensor.dtype)
         return reduce(*args, **kwargs)
 
     return watched
 
 
-def _watch_forwards(model: ParallelModel, found: Found) -> None:
+def _watch_forwards(model: ParallelModel, actual: Found) -> None:
     """Look at weights, activations and gradients when a block runs in the second micro batch."""
     (chunk,) = model.chunks
     blocks = list(chunk.layers.values())
@@ -167,15 +167,15 @@ def _watch_forwards(model: ParallelModel, found: Found) -> None:
     def before_chunk(*_: Any) -> None:
         calls["chunk"] += 1
         if calls["chunk"] == 2:
-            _look_at_gradients(chunk, found)
+            _look_at_gradients(chunk, actual)
 
     def after_block(block: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
         if calls["chunk"] == 2:
-            found.activations.add(output.dtype)
+            actual.activations.add(output.dtype)
 
     def inside(module: torch.nn.Module, inputs: tuple) -> None:
         if calls["chunk"] == 2 and isinstance(getattr(module, "weight", None), torch.Tensor):
-            found.working.add(module.weight.dtype)  # type: ignore[arg-type, union-attr]
+            actual.working.add(module.weight.dtype)  # type: ignore[arg-type, union-attr]
 
     chunk.register_forward_pre_hook(before_chunk, prepend=True)
     for block in blocks:
@@ -185,7 +185,7 @@ def _watch_forwards(model: ParallelModel, found: Found) -> None:
                 module.register_forward_pre_hook(inside)
 
 
-def _look_at_gradients(chunk: torch.nn.Module, found: Found) -> None:
+def _look_at_gradients(chunk: torch.nn.Module, actual: Found) -> None:
     whole: list[torch.Tensor] = []
     sharded: list[torch.Tensor] = []
     states = {module._get_fsdp_state() for module in chunk.modules() if isinstance(module, FSDPModule)}
@@ -198,6 +198,6 @@ def _look_at_gradients(chunk: torch.nn.Module, found: Found) -> None:
         if param.sharded_param.grad is not None:
             sharded.append(param.sharded_param.grad.to_local())
         gathered = [t for t in param.all_gather_outputs if t.untyped_storage().size()]
-        found.weight_bytes += sum(t.nbytes for t in gathered)
-    found.whole_sums, found.sharded_sums = {t.dtype for t in whole}, {t.dtype for t in sharded}
-    found.gradient_bytes = sum(t.nbytes for t in [*whole, *sharded])
+        actual.weight_bytes += sum(t.nbytes for t in gathered)
+    actual.whole_sums, actual.sharded_sums = {t.dtype for t in whole}, {t.dtype for t in sharded}
+    actual.gradient_bytes = sum(t.nbytes for t in [*whole, *sharded])

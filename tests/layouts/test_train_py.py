@@ -58,14 +58,14 @@ QUICK = {"pp2·vpp2"}
 def test_twenty_steps(layout: list[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     model = [override for override in layout if override.startswith("model.")]
     expected = one_process(tmp_path_factory.getbasetemp() / f"one_process{len(model)}", *model)
-    found = losses(tmp_path / "run", *layout)
-    assert len(found) == len(expected) == 20
-    assert max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)) <= TOLERANCE
+    actual = losses(tmp_path / "run", *layout)
+    assert len(actual) == len(expected) == 20
+    assert max(abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True)) <= TOLERANCE
     assert expected[-1] < expected[0]  # it learns, so there is something to compare
 
 
 @pytest.mark.slow
 def test_different_seeds_differ(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     expected = one_process(tmp_path_factory.getbasetemp() / "one_process")
-    found = losses(tmp_path / "run", "trainer.seed=7")
-    assert max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)) > TOLERANCE
+    actual = losses(tmp_path / "run", "trainer.seed=7")
+    assert max(abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True)) > TOLERANCE

@@ -30,8 +30,8 @@ def _sequences(q: Tensor, k: Tensor, starts: Tensor | None, longest: tuple[int, 
         yield from ((slice(i * n, (i + 1) * n), slice(i * m, (i + 1) * m)) for i in range(q) for n, m in [longest])
         return
     assert starts.dtype == torch.int32 and starts.is_contiguous()
-    borders = starts.tolist()
-    for start, stop in zip(borders, borders[1:], strict=False):
+    boundaries = starts.tolist()
+    for start, stop in zip(boundaries, boundaries[1:], strict=False):
         assert start <= stop and stop - start <= longest[0], "longer than said"
         yield slice(start, stop), slice(start, stop)
 
@@ -90,8 +90,8 @@ def _backward(
         weights = (_scores(queries[rows], keys_[keys], causal, left, right) - lses[:, rows, None]).exp()
         k_whole, v_whole = (x[keys].repeat_interleave(group, dim=1) for x in (keys_, values))
         d_weights = torch.einsum("nhd,mhd->hnm", given[rows], v_whole)
-        own = (given[rows] * outs[rows]).sum(-1).t()[..., None]
-        d_scores = weights * (d_weights - own) * scaling
+        row_dot = (given[rows] * outs[rows]).sum(-1).t()[..., None]
+        d_scores = weights * (d_weights - row_dot) * scaling
         dq[rows] = torch.einsum("hnm,mhd->nhd", d_scores, k_whole)
         dk[keys] = torch.einsum("hnm,nhd->mhd", d_scores, queries[rows]).unflatten(1, (-1, group)).sum(2)
         dv[keys] = torch.einsum("hnm,nhd->mhd", weights, given[rows]).unflatten(1, (-1, group)).sum(2)

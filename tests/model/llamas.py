@@ -41,7 +41,7 @@ class Answer:
     grads: Tensors
     weights: Tensors
     fused: int = 0
-    """Products with a gather or a scatter inside that each of our ranks has run (trainer.async_tp)."""
+    """Matmuls with a fused gather or scatter that each rank has run (trainer.async_tp)."""
 
 
 def ours(world_size: int, plans: list[Plan], tamper: Tamper | None = None) -> list[Answer]:
@@ -49,15 +49,15 @@ def ours(world_size: int, plans: list[Plan], tamper: Tamper | None = None) -> li
     ``tamper`` may break the model on each rank."""
     compiling = any(plan.config.trainer.compile for plan in plans)
     ranks = run_ranks(_answers, world_size, plans, tamper, timeout=SECONDS if compiling else 120)
-    found = []
+    actual = []
     for index, plan in enumerate(plans):
         answers = [rank[index] for rank in ranks]
         last = answers[-1]
         assert len({(*answer[1:3], answer[5]) for answer in answers}) == 1, "ranks disagree about loss or accuracy"
         grads, weights = (assemble([answer[i] for answer in answers])[0] for i in (3, 4))
         logits = last[0][:, :, : plan.model.vocab_size]
-        found.append(Answer(logits, last[1], last[2], grads, weights, last[5]))
-    return found
+        actual.append(Answer(logits, last[1], last[2], grads, weights, last[5]))
+    return actual
 
 
 def theirs(plan: Plan, weights: Tensors, dtype: torch.dtype = torch.float32) -> Answer:
@@ -69,7 +69,7 @@ def theirs(plan: Plan, weights: Tensors, dtype: torch.dtype = torch.float32) -> 
     llama = llama.to(dtype)
     tokens, labels, mask = whole_batch(plan, 0)
     logits = llama(tokens[: plan.config.trainer.micro_batch_size]).logits
-    # Their own loss, over the tokens that count: -100 is their mark for those that don't.
+    # transformers' loss over unmasked tokens; the label -100 masks a token.
     marked = torch.where(mask > 0, labels, -100)
     output = llama(tokens, labels=marked, shift_labels=marked, num_items_in_batch=mask.sum())
     output.loss.backward()
@@ -79,14 +79,14 @@ def theirs(plan: Plan, weights: Tensors, dtype: torch.dtype = torch.float32) -> 
 
 
 def load(llama: LlamaForCausalLM, weights: Tensors) -> None:
-    """Fills a Llama of transformers with Hugging Face tensors, which must include all of its own."""
+    """Load Hugging Face tensors into a transformers Llama; each of its tensors must be present."""
     missing, unexpected = llama.load_state_dict(weights, strict=False)
     tied = ["lm_head.weight"] if llama.config.tie_word_embeddings else []
     assert (missing, unexpected) == (tied, []), (missing, unexpected)
 
 
 def hf_config(model: ModelConfig) -> LlamaConfig:
-    """The same shape as a config of transformers: a Mistral's where it has a sliding window."""
+    """Return the shape as a transformers config: Mistral's for a sliding window, otherwise Llama's."""
     from transformers import LlamaConfig, MistralConfig
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
@@ -112,15 +112,15 @@ def whole_batch(plan: Plan, step: int) -> tuple[torch.Tensor, torch.Tensor, torc
 def roughen_norms(shards: Iterable[Shard]) -> None:
     """Gives the norms' weights other values than one: else a norm that ignores its weight would pass."""
     for shard in shards:
-        for piece in shard.rectangles:
-            if len(piece.global_shape) == 1:
-                shard.local[piece.local_slices].add_(_noise(piece))
+        for rectangle in shard.rectangles:
+            if len(rectangle.global_shape) == 1:
+                shard.local[rectangle.local_slices].add_(_noise(rectangle))
 
 
-def _noise(piece: Rectangle) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(piece.name.encode()))
-    whole = 0.3 * torch.randn(piece.global_shape, generator=generator)
-    return whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))]
+def _noise(rectangle: Rectangle) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(rectangle.name.encode()))
+    whole = 0.3 * torch.randn(rectangle.global_shape, generator=generator)
+    return whole[tuple(slice(o, o + n) for o, n in zip(rectangle.offset, rectangle.size, strict=True))]
 
 
 def _answers(rank: int, plans: list[Plan], tamper: Tamper | None) -> list[tuple]:

@@ -62,11 +62,11 @@ def test_tensors_are_those_of_transformers() -> None:
 
 
 def _shapes(rank: int) -> list[dict[str, torch.Size]]:
-    found = []
+    actual = []
     with process_groups(plans()[0], plans()[0].topology(rank), get_device("cpu"), CPU):
         for plan in plans():
             with torch.device("meta"):
                 layers, rows = plan.stage_layers[0], plan.padded_vocab_size
                 chunk = Llama(plan.model, mcore_config(plan), layers, padded_vocab_size=rows)
-            found.append({name: parameter.shape for name, parameter in chunk.named_parameters()})
-    return found
+            actual.append({name: parameter.shape for name, parameter in chunk.named_parameters()})
+    return actual

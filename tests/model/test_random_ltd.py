@@ -1,4 +1,4 @@
-"""Random layer-wise token dropping: the drawn subsets, and a layer's use of them. tests/layouts/ compares layouts."""
+"""Random layer-wise token dropping: subsets, and layers on subsets. tests/layouts/ compares layouts."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ DROPPING = "trainer.random_ltd={min_value: 4, require_steps: 3, seq_per_step: 4}
 S, B = 16, 2
 
 
-def test_subsets_are_sorted_and_the_same_again() -> None:
-    kept = draw_subsets(7, range(5, 9), (1, 2), 6, 16)
-    assert kept.shape == (2, 4, 6)
-    assert (kept.diff() > 0).all() and 0 <= kept.min() and kept.max() < 16
-    assert torch.equal(kept, draw_subsets(7, range(5, 9), (1, 2), 6, 16)), "no state is left behind"
-    assert torch.equal(kept[1:, 2:], draw_subsets(7, range(7, 9), (2,), 6, 16)), "independent of other draws"
-    apart = [tuple(row.tolist()) for row in kept.flatten(0, 1)]
+def test_subsets_are_sorted_and_reproducible() -> None:
+    drawn = draw_subsets(7, range(5, 9), (1, 2), 6, 16)
+    assert drawn.shape == (2, 4, 6)
+    assert (drawn.diff() > 0).all() and 0 <= drawn.min() and drawn.max() < 16
+    assert torch.equal(drawn, draw_subsets(7, range(5, 9), (1, 2), 6, 16)), "no state is left behind"
+    part = draw_subsets(7, range(7, 9), (2,), 6, 16)
+    assert torch.equal(drawn[1:, 2:], part), "independent of the other samples and layers"
+    apart = [tuple(row.tolist()) for row in drawn.flatten(0, 1)]
     assert len(set(apart)) == len(apart), "layers and samples see different tokens"
-    assert not torch.equal(kept, draw_subsets(8, range(5, 9), (1, 2), 6, 16)), "the seed counts"
+    assert not torch.equal(drawn, draw_subsets(8, range(5, 9), (1, 2), 6, 16)), "the seed counts"
 
 
 def test_torchs_own_generator_is_left_alone() -> None:
@@ -55,15 +56,15 @@ def test_every_subset_is_as_likely() -> None:
 
 def test_what_a_rank_gets_by_hand() -> None:
     """Two sequences of four tokens, of which it is 1 and 2, and 0 and 3; the second of two ranks has 2 and 3."""
-    kept = torch.tensor([[[1, 2], [0, 3]]])
-    whole = build_subsets(kept, (5,), 4, None).of(5)
+    drawn = torch.tensor([[[1, 2], [0, 3]]])
+    whole = build_subsets(drawn, (5,), 4, None).of(5)
     assert whole is not None and not whole.split
     assert whole.rows.tolist() == [2 * 1 + 0, 2 * 0 + 1, 2 * 2 + 0, 2 * 3 + 1], "token by token, sequence by sequence"
     assert whole.inverse.tolist() == [-1, 1, 0, -1, 2, -1, -1, 3]
-    half = build_subsets(kept, (5,), 4, None, (1, 2)).of(5)
+    half = build_subsets(drawn, (5,), 4, None, (1, 2)).of(5)
     assert half is not None and half.split
     assert half.rows.tolist() == [-1, -1, 2 * 0 + 0, 2 * 1 + 1] and half.inverse.tolist() == [2, -1, -1, 3]
-    assert build_subsets(kept, (5,), 4, None).of(4) is None
+    assert build_subsets(drawn, (5,), 4, None).of(4) is None
 
 
 DOCUMENTS = torch.tensor([[0] * 7 + [1] * 9, [0] * 3 + [1] * 4 + [2] * 6 + [-1] * 3])
@@ -80,8 +81,8 @@ def test_a_layer_is_one_whose_dropped_keys_nobody_sees() -> None:
     """The reference computes all tokens behind a dense mask without the dropped keys, at the original positions, and
     takes the kept tokens' outputs: other code for rotary angles, documents, windows and blocks."""
     plans = [make_plan(1, DROPPING, *model) for _, model, _ in WAYS]
-    found = run_ranks(_layer_and_reference, 1, plans, [documents for *_, documents in WAYS])[0]
-    for (name, *_), by_kernel in zip(WAYS, found, strict=True):
+    actual = run_ranks(_layer_and_reference, 1, plans, [documents for *_, documents in WAYS])[0]
+    for (name, *_), by_kernel in zip(WAYS, actual, strict=True):
         for kernel, (output, reference, x, dropped) in by_kernel.items():
             assert (output[0] - reference[0]).abs().max() < 2e-6, (name, kernel)
             assert (output[1] - reference[1]).norm() < 1e-5 * reference[1].norm(), f"gradient, {name}, {kernel}"
@@ -90,21 +91,21 @@ def test_a_layer_is_one_whose_dropped_keys_nobody_sees() -> None:
 
 
 def _layer_and_reference(rank: int, plans: list[Plan], with_documents: list[bool]) -> list[dict[str, Any]]:
-    topology, found = plans[0].topology(rank), []
+    topology, actual = plans[0].topology(rank), []
     with process_groups(plans[0], topology, get_device("cpu"), CPU):
         for plan, has in zip(plans, with_documents, strict=True):
             chunk = build_model(plan, topology, get_device("cpu"), CPU).chunks[0]
             block, pattern = chunk.layers["1"], pattern_of(plan.model)
             documents = Documents.of(DOCUMENTS) if has else None
-            kept = draw_subsets(3, range(B), (1,), 8, S)
-            subset = build_subsets(kept, (1,), S, documents).of(1)
+            drawn = draw_subsets(3, range(B), (1,), 8, S)
+            subset = build_subsets(drawn, (1,), S, documents).of(1)
             assert subset is not None
             torch.manual_seed(0)
             x, weight = torch.randn(S, B, 32), torch.randn(S, B, 32)
             table = rotary_table(plan.model, S, CPU)
-            is_kept = torch.zeros(B, S, dtype=torch.bool).scatter_(1, kept[0], True)
+            is_kept = torch.zeros(B, S, dtype=torch.bool).scatter_(1, drawn[0], True)
             positions = torch.arange(S).expand(B, S) if documents is None else documents.positions()
-            # A dropped token sees itself: a row of nothing would be NaN.
+            # A dropped token attends to itself: an empty row would be NaN.
             mask = dense_mask(positions, pattern, DOCUMENTS if has else None) & is_kept[:, None, None, :]
             mask = mask | torch.eye(S, dtype=torch.bool)
             angles = [at_positions(half, positions) for half in table]
@@ -127,8 +128,8 @@ def _layer_and_reference(rank: int, plans: list[Plan], with_documents: list[bool
 
             dropped = ~is_kept.t()
             expected = with_gradient(reference)
-            found.append({kernel: (with_gradient(ours, kernel), expected, x, dropped) for kernel in ("tiles", "mask")})
-    return found
+            actual.append({kernel: (with_gradient(ours, kernel), expected, x, dropped) for kernel in ("tiles", "mask")})
+    return actual
 
 
 def test_the_full_length_is_plain_training_to_the_bit() -> None:
@@ -162,7 +163,7 @@ def _validated(rank: int, plan: Plan) -> tuple[float, torch.Tensor, int | None, 
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)
         samples = RaggedSamples(S, plan.model.vocab_size)
-        batches = Batches(samples, plan, topology, CPU, random_ltd=plan.random_ltd).at(0)  # those of training
+        batches = Batches(samples, plan, topology, CPU, random_ltd=plan.random_ltd).at(0)  # training batches
         loss = model.forward_backward(batches, train=False).item()
         logits = model.logits(batches[0].tokens)
         assert logits is not None
@@ -170,4 +171,4 @@ def _validated(rank: int, plan: Plan) -> tuple[float, torch.Tensor, int | None, 
         data = build_data(plan, topology, CPU)
         assert data.validation is not None
         lengths = [part.at(0)[0].subsets for part in (data.train, data.validation)]
-        return loss, logits, *(found.length if found else None for found in lengths)
+        return loss, logits, *(actual.length if actual else None for actual in lengths)

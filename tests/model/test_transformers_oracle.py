@@ -1,4 +1,4 @@
-"""It is Llama: logits, loss and every gradient are those of transformers' LlamaForCausalLM with the same weights."""
+"""Logits, loss and each gradient equal transformers' LlamaForCausalLM with the same weights."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _beyond(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, tuple
 def _errors_of_bf16(
     ranks: int, layout: tuple[str, ...], model: tuple[str, ...], tamper: Tamper | None = None
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """What bf16 changes of each result: our layout's from our one process in fp32, and theirs from theirs."""
+    """Return the differences of bf16 from fp32: our layout from our one process, and transformers from itself."""
     plan = make_plan(1, *model, *(setting for setting in layout if setting == ONE_MICRO_BATCH))
     half = make_plan(ranks, *layout, *model, "trainer.precision=bf16")
     assert half.storage.keeps_bf16_grads == (ONE_MICRO_BATCH in layout)
@@ -142,9 +142,9 @@ def _errors_of_bf16(
 
 def _differences(answer: Answer, oracle: Answer) -> dict[str, float]:
     assert answer.logits.shape == oracle.logits.shape
-    found = {"logits": distance(answer.logits, oracle.logits.float()), "loss": abs(answer.loss / oracle.loss - 1)}
+    actual = {"logits": distance(answer.logits, oracle.logits.float()), "loss": abs(answer.loss / oracle.loss - 1)}
     assert answer.grads.keys() == oracle.grads.keys()
-    return found | {name: distance(grad, oracle.grads[name].float()) for name, grad in answer.grads.items()}
+    return actual | {name: distance(grad, oracle.grads[name].float()) for name, grad in answer.grads.items()}
 
 
 def _theirs(rank: int, plans: list[Plan], weights: list[Tensors]) -> list[Answer]:

@@ -47,13 +47,13 @@ def test_it_is_torchs(
     for _ in range(4):
         for weight, other in zip(weights, plain, strict=True):
             gradient = torch.randn(weight.shape, generator=generator)
-            # What was summed over ranks is wide already.
+            # Gradients that were summed over ranks are fp32.
             weight.grad = gradient = gradient if weight.ndim == 1 else gradient.bfloat16()
             other.grad = gradient.float() * (1 if factor is None else factor)
-        kept = [weight.grad.clone() for weight in weights if weight.grad is not None]
+        gradients = [weight.grad.clone() for weight in weights if weight.grad is not None]
         ours.step(factor=scale)
         theirs.step()
-        assert all(torch.equal(grad, weight.grad) for grad, weight in zip(kept, weights, strict=True))
+        assert all(torch.equal(grad, weight.grad) for grad, weight in zip(gradients, weights, strict=True))
     for weight, other in zip(weights, plain, strict=True):
         assert torch.equal(weight, other)
         assert all(torch.equal(ours.state[weight][kind], theirs.state[other][kind]) for kind in theirs.state[other])
@@ -67,8 +67,8 @@ ONE = ("trainer.precision=bf16", "trainer.micro_batch_size=8", "trainer.global_b
     [
         (1, []),
         (2, ["trainer.tp=2", "trainer.sp=true"]),  # norm weights' gradients are summed over ranks
-        (4, ["trainer.tp=4"]),  # so are those of kv heads, of which ranks have copies
-        (2, ["trainer.pp=2", "model.tie_word_embeddings=true"]),  # and a tied table's
+        (4, ["trainer.tp=4"]),  # also gradients of replicated kv heads
+        (2, ["trainer.pp=2", "model.tie_word_embeddings=true"]),  # and gradients of tied embeddings
         (1, ["optim.name=sgd"]),
         (1, ["optim.state_bits=8", "model.hidden_size=64"]),
     ],
@@ -78,11 +78,11 @@ def test_a_run_of_one_micro_batch_keeps_them_narrow_and_trains_the_same(
 ) -> None:
     layout = [*ONE, *layout]
     assert make_plan(ranks, *layout).storage.keeps_bf16_grads
-    found = run_layout(ranks, *layout, steps=3)
+    actual = run_layout(ranks, *layout, steps=3)
     stored = Plan.storage.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(Plan, "storage", property(lambda plan: replace(stored(plan), keeps_bf16_grads=False)))
     # Norms are summed in another order: a bf16 gradient that is rounded once more would be 1e-3 off.
-    assert max(worst(found, run_layout(ranks, *layout, steps=3)).values()) < 1e-6
+    assert max(worst(actual, run_layout(ranks, *layout, steps=3)).values()) < 1e-6
 
 
 @pytest.mark.parametrize(

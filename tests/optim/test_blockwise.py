@@ -143,29 +143,29 @@ def test_updates_are_torchaos(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(CpuKernels, "rows_at_once", lambda kernels, width: (1 << 9) // width)
     start = random(48, 128)
-    mine, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    local, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
     settings = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     kind = {"adamw": torchao.AdamW8bit, "adam": torchao.Adam8bit}[name]
     reference = kind([theirs], **settings, block_size=STATE_BLOCK)
     ours = ElementwiseOptimizer(
-        [{"params": [mine], **settings}],
+        [{"params": [local], **settings}],
         OPTIMIZERS[name],
         {"adamw": adamw_update, "adam": adam_update}[name],
-        {mine: [Rectangle("a", (48, 128), (0, 0), (0, 0), (48, 128))]},
+        {local: [Rectangle("a", (48, 128), (0, 0), (0, 0), (48, 128))]},
         state_dtype=torch.float32,
         stochastic=False,
         seed=1,
-        in_blocks={mine},
+        in_blocks={local},
         kernels=EAGER,
     )
     for step in range(12):
         gradient = torch.randn(48, 128, generator=torch.Generator().manual_seed(step))
-        mine.grad, theirs.grad = gradient.clone(), gradient * 0.5
+        local.grad, theirs.grad = gradient.clone(), gradient * 0.5
         ours.step(factor=torch.tensor(0.5))
         reference.step()
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(local, theirs, rtol=1e-5, atol=1e-6)
         for moment in ("exp_avg", "exp_avg_sq"):
-            state = ours.state[mine][moment]
+            state = ours.state[local][moment]
             assert isinstance(state, BlockwiseState)
             # The two multiply in another order, so that a value in thousands falls on another side of a border.
             assert (state.codes != reference.state[theirs][moment].codes).float().mean() < 2e-3
@@ -184,11 +184,11 @@ def test_bytes_are_the_plans_in_every_layout() -> None:
 def _bytes(rank: int, plan: Plan) -> int:
     topology, device = plan.topology(rank), get_device("cpu")
     with process_groups(plan, topology, device, CPU):
-        found = 0
+        actual = 0
         for _, _, state in build_optimizer(plan, build_model(plan, topology, device, CPU)).states():
             parts = (state.codes, state.scales) if isinstance(state, BlockwiseState) else (state,)
-            found += sum(part.nbytes for part in parts)
-        return found
+            actual += sum(part.nbytes for part in parts)
+        return actual
 
 
 @pytest.fixture(scope="module")
@@ -208,10 +208,10 @@ LAYOUTS = [
 def test_the_same_gradients_give_the_same_bits_in_every_layout(
     ranks: int, layout: list[str], one_process: Tensors
 ) -> None:
-    found = updated(ranks, layout)
-    assert found.keys() == one_process.keys() and any("scale" in name for name in found)
+    actual = updated(ranks, layout)
+    assert actual.keys() == one_process.keys() and any("scale" in name for name in actual)
     for name, tensor in one_process.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(actual[name], tensor), name
 
 
 def updated(ranks: int, layout: list[str]) -> Tensors:
@@ -249,8 +249,8 @@ def test_any_layout_reads_the_same_codes_and_32_bits_their_values(
     before = run(2, tmp_path / "run", *EIGHT, "trainer.tp=2", until=2)
     stored = read_manifest(find_checkpoint(tmp_path / "run")).stored
     weight = "model.layers.1.mlp.down_proj.weight"
-    kept = [stored.tensors[f"optimizer.exp_avg{part}.{weight}"] for part in ("", contents.SCALE)]
-    assert [(part.dtype, part.shape) for part in kept] == [(torch.uint8, (128, 128)), (torch.float32, (128, 4))]
+    states = [stored.tensors[f"optimizer.exp_avg{part}.{weight}"] for part in ("", contents.SCALE)]
+    assert [(part.dtype, part.shape) for part in states] == [(torch.uint8, (128, 128)), (torch.float32, (128, 4))]
     saved = [f"checkpoint.resume={tmp_path}/run/checkpoints/step_00000002", "checkpoint.save_last=false"]
     assert_same(run(2, tmp_path / "other", *EIGHT, *saved, "trainer.pp=2").tensors, before.tensors)
     assert "optim.state_bits" not in capfd.readouterr().err
@@ -259,14 +259,14 @@ def test_any_layout_reads_the_same_codes_and_32_bits_their_values(
 
 
 def test_from_32_bits_each_block_is_quantized(tmp_path: Path) -> None:
-    wide = run(2, tmp_path / "run", *WIDE, "trainer.zero=3", until=2).tensors
+    fp32_run = run(2, tmp_path / "run", *WIDE, "trainer.zero=3", until=2).tensors
     saved = [f"checkpoint.resume={tmp_path}/run/checkpoints/step_00000002", "checkpoint.save_last=false"]
-    narrow = run(2, tmp_path / "narrow", *EIGHT, *saved, "trainer.tp=2").tensors
-    assert wide.keys() == narrow.keys()
-    for name, values in wide.items():
+    eight_bit = run(2, tmp_path / "narrow", *EIGHT, *saved, "trainer.tp=2").tensors
+    assert fp32_run.keys() == eight_bit.keys()
+    for name, values in fp32_run.items():
         if "/" in name and values.dim() == 2:
             state = BlockwiseState(values, LEVELS[not name.startswith("exp_avg_sq/")])
             state[:] = values
-            assert torch.equal(narrow[name], state[:]) and not torch.equal(values, state[:]), name
+            assert torch.equal(eight_bit[name], state[:]) and not torch.equal(values, state[:]), name
         else:
-            assert torch.equal(narrow[name], values), name
+            assert torch.equal(eight_bit[name], values), name

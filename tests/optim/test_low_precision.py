@@ -1,4 +1,4 @@
-"""The optimizer without master weights: torch's update to the last bit, then one rounding, the same in every layout."""
+"""The optimizer without master weights: bitwise equal to torch's update, then rounded once, equal in every layout."""
 
 from __future__ import annotations
 
@@ -65,23 +65,23 @@ def test_before_rounding_it_is_torchs(
     factor = torch.tensor(0.37)
     for step in range(STEPS):
         gradient = torch.randn(SHAPE, generator=generator).bfloat16()
-        wide = torch.nn.Parameter(weight.detach().float())
-        theirs = TORCH[name](wide)
-        theirs.state[wide] = {kind: ours.state[weight][kind].float().clone() for kind in states}
-        theirs.state[wide]["step"] = torch.tensor(float(step))
-        wide.grad = gradient.float() * factor  # clipped in fp32: once rounded, not twice
+        reference = torch.nn.Parameter(weight.detach().float())
+        theirs = TORCH[name](reference)
+        theirs.state[reference] = {kind: ours.state[weight][kind].float().clone() for kind in states}
+        theirs.state[reference]["step"] = torch.tensor(float(step))
+        reference.grad = gradient.float() * factor  # clipped in fp32: once rounded, not twice
         theirs.step()
         weight.grad = gradient.clone()
         ours.step(factor=factor, skip=[None, torch.tensor(False)][step % 2])
         assert torch.equal(weight.grad, gradient)
-        pairs = [("weight", weight.detach(), wide.detach())]
-        pairs += [(kind, ours.state[weight][kind], theirs.state[wide][kind]) for kind in states]
-        for kind, found, exact in pairs:
-            if found.dtype == torch.float32:
-                assert torch.equal(found, exact), kind
+        pairs = [("weight", weight.detach(), reference.detach())]
+        pairs += [(kind, ours.state[weight][kind], theirs.state[reference][kind]) for kind in states]
+        for kind, actual, exact in pairs:
+            if actual.dtype == torch.float32:
+                assert torch.equal(actual, exact), kind
             else:
-                assert torch.equal(found, rounded(exact, kind, step) if stochastic else exact.bfloat16()), kind
-                assert not torch.equal(found.float(), exact), "nothing was rounded, so nothing was tested"
+                assert torch.equal(actual, rounded(exact, kind, step) if stochastic else exact.bfloat16()), kind
+                assert not torch.equal(actual.float(), exact), "nothing was rounded, so nothing was tested"
     assert ours.state[weight]["step"] == STEPS
     before = [tensor.clone() for tensor in (weight, *ours.state[weight].values())]
     weight.grad = torch.full_like(weight, torch.nan)
@@ -127,10 +127,10 @@ def test_the_same_gradients_give_the_same_bits_in_every_layout(
     ranks: int, layout: list[str], one_process: list[tuple[Tensors, Tensors]]
 ) -> None:
     for ours, expected in zip(updated(ranks, layout), one_process, strict=True):
-        for found, wanted in zip(ours, expected, strict=True):
-            assert found.keys() == wanted.keys()
-            for name, tensor in wanted.items():
-                assert torch.equal(found[name], tensor), name
+        for actual, want in zip(ours, expected, strict=True):
+            assert actual.keys() == want.keys()
+            for name, tensor in want.items():
+                assert torch.equal(actual[name], tensor), name
 
 
 def test_noise_by_rank_would_be_seen(one_process: list[tuple[Tensors, Tensors]]) -> None:
@@ -178,24 +178,24 @@ def _update(rank: int, plans: list[Plan], by_rank: bool) -> list[tuple[list, lis
     if by_rank:
         keys = stream
         low_precision.stream = lambda seed, *what: keys(seed + rank, *what)  # type: ignore[assignment]
-    topology, found = plans[0].topology(rank), []
+    topology, actual = plans[0].topology(rank), []
     with process_groups(plans[0], topology, get_device("cpu"), CPU):
         for plan in plans:
             model = build_model(plan, topology, get_device("cpu"), CPU)
             optimizer = build_optimizer(plan, model)
             for step in range(STEPS):
                 make_up_gradients(model, step)
-                optimizer.step(torch.tensor(3.0))  # a norm of its own would differ in the last bit by layout
-            kept = [("", shard, shard.local) for shard in model.shards]
+                optimizer.step(torch.tensor(3.0))  # the norm of each layout would differ in the last bit
+            entries = [("", shard, shard.local) for shard in model.shards]
             moments = list(optimizer.states())
             assert {shard.local.dtype for shard in model.shards} == {torch.bfloat16}
-            found.append((_named(kept), _named(moments)))
-    return found
+            actual.append((_named(entries), _named(moments)))
+    return actual
 
 
-def _named(kept: list) -> list[tuple]:
+def _named(entries: list) -> list[tuple]:
     return [
-        (f"{kind}/{piece.name}", piece.global_shape, piece.offset, tensor[piece.local_slices].clone())
-        for kind, shard, tensor in kept
-        for piece in shard.rectangles
+        (f"{kind}/{rectangle.name}", rectangle.global_shape, rectangle.offset, tensor[rectangle.local_slices].clone())
+        for kind, shard, tensor in entries
+        for rectangle in shard.rectangles
     ]

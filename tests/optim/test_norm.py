@@ -1,4 +1,4 @@
-"""The global norm is that of fp64, whatever the size, the dtype and the layout."""
+"""The global norm equals fp64's for every size, dtype and layout."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def _shards(dtypes: tuple[torch.dtype, ...]) -> list[Shard]:
 def _errors(rank: int, dtypes: tuple[torch.dtype, ...]) -> list[float]:
     """Relative errors of the gradients' and the weights' norm."""
     shards = _shards(dtypes)
-    found = gradient_norm(shards, CPU), parameter_norm(shards, CPU)
+    actual = gradient_norm(shards, CPU), parameter_norm(shards, CPU)
     grads, weights = [shard.grad for shard in shards], [shard.local for shard in shards]
     exact = [torch.cat([x.double().flatten() for x in tensors if x is not None]).norm() for tensors in (grads, weights)]
-    return [float((norm.double() - right).abs() / right) for norm, right in zip(found, exact, strict=True)]
+    return [float((norm.double() - right).abs() / right) for norm, right in zip(actual, exact, strict=True)]
 
 
 @pytest.mark.parametrize(

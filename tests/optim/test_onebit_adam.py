@@ -35,7 +35,7 @@ def train(
     rank: int, ranks: int, steps: int, resume_at: int | None = None, poisoned: bool = False
 ) -> tuple[Tensors, Tensors, Tensors]:
     """(weights, momenta, errors) after some steps. At ``resume_at`` everything is put into a new optimizer. If
-    ``poisoned`` each step comes after one that is left out, as rank 0 has a gradient that is no number."""
+    ``poisoned`` each step follows a skipped step, in which rank 0 has a NaN gradient."""
 
     def make(values: Tensors) -> tuple[OneBitAdam, list[torch.nn.Parameter]]:
         weights = [torch.nn.Parameter(value.clone()) for value in values]
@@ -93,17 +93,17 @@ def reference(ranks: int, steps: int) -> tuple[Tensors, Tensors]:
             else:
                 sent = []
                 for rank in range(ranks):
-                    own = torch.zeros(ranks * width, dtype=torch.float64)
-                    own[:count] = (BETAS[0] * momenta[n] + (1 - BETAS[0]) * ranks * shares[rank]).flatten()
-                    own += worker[n][rank]
-                    sent.append(one_bit(own, count))
-                    worker[n][rank] = own - sent[-1]
+                    local = torch.zeros(ranks * width, dtype=torch.float64)
+                    local[:count] = (BETAS[0] * momenta[n] + (1 - BETAS[0]) * ranks * shares[rank]).flatten()
+                    local += worker[n][rank]
+                    sent.append(one_bit(local, count))
+                    worker[n][rank] = local - sent[-1]
                 mean = torch.stack(sent).mean(dim=0).view(ranks, width)
                 averages = []
                 for rank in range(ranks):
-                    own = mean[rank] + server[n][rank]
-                    averages.append(one_bit(own, min(max(count - rank * width, 0), width)))
-                    server[n][rank] = own - averages[-1]
+                    local = mean[rank] + server[n][rank]
+                    averages.append(one_bit(local, min(max(count - rank * width, 0), width)))
+                    server[n][rank] = local - averages[-1]
                 momenta[n] = torch.cat(averages)[:count].view(size)
             update = momenta[n] / (squares[n].sqrt() + EPS) + (DECAY if n < 3 else 0.0) * weights[n]
             weights[n] = weights[n] - LR * update
@@ -112,12 +112,12 @@ def reference(ranks: int, steps: int) -> tuple[Tensors, Tensors]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_it_is_the_published_arithmetic(ranks: int) -> None:
-    found = run_ranks(train, ranks, ranks, STEPS)
+    actual = run_ranks(train, ranks, ranks, STEPS)
     weights, momenta = reference(ranks, STEPS)
-    for rank in found:
+    for rank in actual:
         for ours, exact in zip([*rank[0], *rank[1]], [*weights, *momenta], strict=True):
             assert torch.allclose(ours.double(), exact, rtol=1e-4, atol=1e-5), "against fp64"
-    for ours, theirs in zip(found[0][0], found[1][0], strict=True):
+    for ours, theirs in zip(actual[0][0], actual[1][0], strict=True):
         assert torch.equal(ours, theirs), "copies drift apart"
 
 
@@ -126,12 +126,12 @@ def test_what_compression_loses_is_kept() -> None:
     ranks, rounds = 2, 5
     inputs = torch.zeros(33)
     outputs = torch.zeros(33)
-    kept = run_ranks(_exchange, ranks, ranks, rounds)
+    exchanged = run_ranks(_exchange, ranks, ranks, rounds)
     for rank in range(ranks):
-        inputs += kept[rank][0] / ranks
-    outputs += kept[0][1]
-    worker = torch.stack([errors for *_, errors, _ in kept]).mean(dim=0)
-    server = torch.cat([server for *_, server in kept])
+        inputs += exchanged[rank][0] / ranks
+    outputs += exchanged[0][1]
+    worker = torch.stack([errors for *_, errors, _ in exchanged]).mean(dim=0)
+    server = torch.cat([server for *_, server in exchanged])
     assert torch.allclose(inputs, outputs + (worker + server)[:33], atol=1e-5)
     assert worker.abs().max() > 0.1, "nothing was lost, so nothing was tested"
 
@@ -190,14 +190,14 @@ def test_copies_stay_equal_and_the_loss_falls(name: str) -> None:
     answers = run_ranks(train_rank, ranks, plan, 8, None)
     losses, norms = answers[0][:2]
     assert all(answer[:2] == (losses, norms) for answer in answers)
-    _, copies = assemble([answer[-1] for answer in answers])  # which are equal to the bit
+    _, copies = assemble([answer[-1] for answer in answers])  # copies are bit-identical
     assert copies > 0
     assert all(math.isfinite(number) for number in (*losses, *norms)) and losses[-1] < losses[0]
 
 
 class _Bytes(TorchDispatchMode):
-    """Bytes that operations read and write, views and what the network moves left out; and operations for which the
-    host of another device would wait, as it does not know the size of what comes out."""
+    """Bytes that operators read and write, without views and collectives, and operators whose output size depends on
+    data. On another device such an operator is a device-to-host sync."""
 
     def __init__(self) -> None:
         super().__init__()

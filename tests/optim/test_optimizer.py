@@ -47,18 +47,18 @@ class Training:
     weights: list[Any] = field(default_factory=list)
     """Before the first step, and after each: tensors by name, or a rank's rectangles of them."""
     parameter_norm: float = 0.0
-    """Of the last weights."""
+    """Gradients of the last weights."""
 
 
 def ours(world_size: int, plans: list[Plan]) -> list[Training]:
     ranks = run_ranks(_train, world_size, plans)
-    found = []
+    actual = []
     for index in range(len(plans)):
         runs: list[Training] = [rank[index] for rank in ranks]
         assert all((run.norms, run.parameter_norm) == (runs[0].norms, runs[0].parameter_norm) for run in runs)
         weights = [assemble([run.weights[step] for run in runs])[0] for step in range(STEPS + 1)]
-        found.append(Training(runs[0].norms, weights, runs[0].parameter_norm))
-    return found
+        actual.append(Training(runs[0].norms, weights, runs[0].parameter_norm))
+    return actual
 
 
 def plain(plans: list[Plan], initial: list[Tensors]) -> list[Training]:
@@ -69,8 +69,8 @@ def plain(plans: list[Plan], initial: list[Tensors]) -> list[Training]:
 def single() -> tuple[list[Training], list[Training]]:
     """Each case in one process, by our optimizer and by torch's."""
     plans = [make_plan(1, *overrides) for overrides in CASES.values()]
-    found = ours(1, plans)
-    return found, plain(plans, [training.weights[0] for training in found])
+    actual = ours(1, plans)
+    return actual, plain(plans, [training.weights[0] for training in actual])
 
 
 def test_one_process_equals_torch(single: tuple[list[Training], list[Training]]) -> None:
@@ -116,7 +116,7 @@ def compare(name: str, training: Training, expected: Training) -> None:
 
 
 def _train(rank: int, plans: list[Plan]) -> list[Training]:
-    found = []
+    actual = []
     topology = plans[0].topology(rank)
     with process_groups(plans[0], topology, get_device("cpu"), CPU):
         for plan in plans:
@@ -132,8 +132,8 @@ def _train(rank: int, plans: list[Plan]) -> list[Training]:
                 training.norms.append(norm.item())
                 training.weights.append(rectangles(model, lambda shard: shard.local))
             training.parameter_norm = parameter_norm(model.shards, CPU).item()
-            found.append(training)
-    return found
+            actual.append(training)
+    return actual
 
 
 def _train_plain(rank: int, plans: list[Plan], initial: list[Tensors]) -> list[Training]:

@@ -113,8 +113,8 @@ def test_a_part_has_the_noise_of_the_whole() -> None:
 
 
 def test_noise_is_what_it_was() -> None:
-    # A resumed run must go on with the noise of the program that began it. Here in unsigned whole numbers, as the
-    # definition has it.
+    # A resumed run must use the noise of the program that started it. This implementation uses unsigned integers,
+    # as the definition does.
     assert KEYS == (1760943426, 1998540192)
 
     def mix(x: int) -> int:

@@ -1,4 +1,4 @@
-"""The learning rate of every step, for our schedules and for those of others that a config names."""
+"""Learning rate of every step, for our schedules and for schedules of other packages."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def test_going_on_from_a_saved_state_gives_the_same_curve(name: str) -> None:
     plan, inner = make_plan(1, *overrides), optimizer()
     first = build_schedule(plan, inner)
     follow(first, inner, 37)
-    again, other = build_schedule(plan, other := optimizer()), other
+    rebuilt, other = build_schedule(plan, other := optimizer()), other
     other.load_state_dict(inner.state_dict())
-    again.load_state_dict(first.state_dict())
-    assert follow(again, other, 20) == rates_of(*overrides)[37:57]
+    rebuilt.load_state_dict(first.state_dict())
+    assert follow(rebuilt, other, 20) == rates_of(*overrides)[37:57]
 
 
 def test_parts_longer_than_the_run_are_refused() -> None:

@@ -1,9 +1,9 @@
-"""Symmetric memory for ranks on a CPU: all that is replaced where trainer.async_tp runs without GPUs.
+"""Symmetric memory for ranks on a CPU: replacements with which trainer.async_tp runs without GPUs.
 
-real    Inductor's pass; torch's operators as they run on CUDA (checks, layouts, a product for each piece, the sum)
-fake    the two functions that move pieces through peers' memory: here a gather over the process group. What they hold
-        back until a piece has come is complete at once
-fake    the answers about GPUs: each rank has one, and all reach each other
+real    Inductor's pass; torch's operators as they run on CUDA (checks, layouts, a matmul per chunk, the sum)
+fake    the two functions that copy chunks through peers' memory: here an all-gather over the process group, so all
+        chunks arrive at once
+fake    queries of GPUs: each rank has one GPU with access to all others
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megatron_llama.devices.cpu.device import Cpu
 from megatron_llama.devices.cuda.device import Cuda
 
 _KEPT = ExitStack()
-"""What stays replaced until the process ends. Forked ranks only."""
+"""Replacements that last until the process ends. Use them in forked ranks only."""
 _moved: Counter[str] = Counter()
 _wrong: set[str] = set()
 
 
 def fused_products() -> int:
-    """How many products with a gather or a scatter inside this rank has run."""
+    """Number of matmuls with a fused gather or scatter that this rank has run."""
     return _moved.total()
 
 
@@ -45,7 +45,7 @@ def symmetric_memory() -> None:
     library = torch.library.Library("symm_mem", "IMPL")
     library.impl("fused_all_gather_matmul", symmetric._fused_all_gather_matmul, "CPU")
     library.impl("fused_matmul_reduce_scatter", symmetric._fused_matmul_reduce_scatter, "CPU")
-    own = dist.get_rank()
+    group_rank = dist.get_rank()
     for place, names in {
         symmetric: {
             "_pipelined_all_gather_and_consume": _gather_and_consume,
@@ -53,7 +53,7 @@ def symmetric_memory() -> None:
             "empty": lambda *size, dtype, device: torch.empty(*size, dtype=dtype),
             "rendezvous": lambda memory, name: dist.barrier(dist.distributed_c10d._resolve_process_group(name)),
         },
-        torch.cuda: {"current_device": lambda: own, "can_device_access_peer": lambda one, other: True},
+        torch.cuda: {"current_device": lambda: group_rank, "can_device_access_peer": lambda one, other: True},
         dist: {"is_nccl_available": lambda: True},
         Cpu: {"async_tp_missing": lambda self: None, "enable_async_tp": Cuda.enable_async_tp},
     }.items():
@@ -71,18 +71,18 @@ def _gather_and_consume(
 ) -> None:
     """Fills ``out`` with the shards of all ranks and hands each to ``consume``, this rank's first, as it comes."""
     group = dist.distributed_c10d._resolve_process_group(group_name)
-    size, own = group.size(), group.rank()
+    size, group_rank = group.size(), group.rank()
     assert shard.is_contiguous() and out.is_contiguous() and out.shape[0] == size * shard.shape[0]
-    pieces = [torch.empty_like(shard) for _ in range(size)]
-    dist.all_gather(pieces, shard, group=group)
+    chunks = [torch.empty_like(shard) for _ in range(size)]
+    dist.all_gather(chunks, shard, group=group)
     _moved["gather"] += 1
     if "gather" in _wrong:
-        pieces.reverse()
+        chunks.reverse()
     out.fill_(torch.nan)  # torch promises nothing of it where it is not needed
-    for rank in ((own + step) % size for step in range(size)):
-        consume(pieces[rank], rank)
+    for rank in ((group_rank + step) % size for step in range(size)):
+        consume(chunks[rank], rank)
         if out_needed:
-            out.chunk(size)[rank].copy_(pieces[rank])
+            out.chunk(size)[rank].copy_(chunks[rank])
 
 
 def _produce_and_exchange(
@@ -91,13 +91,13 @@ def _produce_and_exchange(
     """``produce`` makes the piece for each rank; ``out`` gets what all ranks have made for this one."""
     assert out_chunk_dim == 0
     group = dist.distributed_c10d._resolve_process_group(group_name)
-    size, own = group.size(), group.rank()
-    mine = torch.full_like(out, torch.nan)
-    for rank in ((own - step) % size for step in range(1, size + 1)):
-        produce(rank, mine.chunk(size)[rank])
+    size, group_rank = group.size(), group.rank()
+    local = torch.full_like(out, torch.nan)
+    for rank in ((group_rank - step) % size for step in range(1, size + 1)):
+        produce(rank, local.chunk(size)[rank])
     made = [torch.empty_like(out) for _ in range(size)]
-    dist.all_gather(made, mine, group=group)
+    dist.all_gather(made, local, group=group)
     _moved["scatter"] += 1
-    taken = (own + ("scatter" in _wrong)) % size
+    taken = (group_rank + ("scatter" in _wrong)) % size
     for rank in range(size):
         out.chunk(size)[rank].copy_(made[rank].chunk(size)[taken])

@@ -27,15 +27,15 @@ def test_no_error_is_raised_where_no_rank_has_one() -> None:
 
 
 def test_the_lowest_ranks_error_is_raised_on_all() -> None:
-    found = run_ranks(raised, 3, [None, OSError("first"), ValueError("second")])
-    assert found == [("OSError", "first")] * 3
+    actual = run_ranks(raised, 3, [None, OSError("first"), ValueError("second")])
+    assert actual == [("OSError", "first")] * 3
 
 
 def test_problems_of_all_ranks_come_together_and_once() -> None:
     both = ConfigError([problem("one"), problem("two")])
     for errors in ([[problem("one")], ConfigError([problem("two"), problem("one")])], [OSError("other"), both]):
-        found = run_ranks(raised, 2, errors)
-        assert found == [("ConfigError", str(both))] * 2
+        actual = run_ranks(raised, 2, errors)
+        assert actual == [("ConfigError", str(both))] * 2
 
 
 def in_a_block(rank: int) -> str:
@@ -62,7 +62,7 @@ def test_an_error_keeps_its_cause_on_its_own_rank() -> None:
             raise_on_all_ranks(error if rank == 1 else None)
         return caught.value.__cause__ is not None
 
-    # The copy that rank 0 got has none.
+    # Rank 0's copy has no traceback.
     assert run_ranks(on_rank, 2) == [False, True]
 
 

@@ -1,6 +1,6 @@
-"""trainer.async_tp: which gathers and scatters of a compiled block end up inside products, and that the results stay.
+"""trainer.async_tp: gathers and scatters of a compiled block are fused into matmuls, and the results do not change.
 
-Inductor's own pass works on the graphs of real ranks over gloo; symmetric_memory.py says what is fake."""
+Inductor's pass transforms the graphs of real gloo ranks; symmetric_memory.py lists the replacements."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ STEPS = 2
 
 
 class Trained(NamedTuple):
-    """What one rank brings back."""
+    """Results of one rank."""
 
     graphs: list[Graph]
     losses: list[float]
-    """Of two steps and a validation."""
+    """Losses of two steps and a validation."""
     gradients: list[Tensors]
     """This rank's, by step."""
     first: list[tuple]
@@ -87,35 +87,35 @@ def _train(rank: int, plan: Plan, broken: str) -> Trained:
 
 def worst(one: list[Trained], other: list[Trained]) -> float:
     """The largest relative difference of a loss or a gradient, of all ranks."""
-    found = []
-    for mine, theirs in zip(one, other, strict=True):
-        found += [abs(a - b) / abs(b) for a, b in zip(mine.losses, theirs.losses, strict=True)]
-        for ours, expected in zip(mine.gradients, theirs.gradients, strict=True):
+    actual = []
+    for left, right in zip(one, other, strict=True):
+        actual += [abs(a - b) / abs(b) for a, b in zip(left.losses, right.losses, strict=True)]
+        for ours, expected in zip(left.gradients, right.gradients, strict=True):
             assert ours.keys() == expected.keys() and ours
-            found += [distance(ours[name], expected[name]) for name in expected]
-    return max(found)
+            actual += [distance(ours[name], expected[name]) for name in expected]
+    return max(actual)
 
 
 def overlaps(answers: list[Trained]) -> dict[str, set[Overlap | None]]:
     """By mode, what became of the gathers and scatters of a block's graph."""
-    found: dict[str, set[Overlap | None]] = {}
+    actual: dict[str, set[Overlap | None]] = {}
     for graph in (graph for answer in answers for graph in answer.graphs if graph.function == "block"):
-        found.setdefault(graph.mode, set()).add(graph.overlap)
-    return found
+        actual.setdefault(graph.mode, set()).add(graph.overlap)
+    return actual
 
 
-# Gathers and scatters of a block (inside products, by themselves), in training and in validation. A pass through a
-# block gathers twice and scatters twice, forward, and as often backward.
+# Gathers and scatters of a block (fused, separate), in training and in validation. A block gathers twice and scatters
+# twice in the forward pass, and again in the backward pass.
 ROWS: dict[str, tuple[list[str], Overlap, Overlap]] = {
     "plain": ([], Overlap(8, 0), Overlap(4, 0)),
-    # Once more all but the last scatter, on which no gradient depends.
+    # Recomputation repeats all except the last scatter, on which no gradient depends.
     "full recompute": (["trainer.recompute=full"], Overlap(11, 0), Overlap(4, 0)),
     "elementwise recompute, bf16, random-LTD": (
         ["trainer.recompute=elementwise", "trainer.precision=bf16", "trainer.micro_batch_size=1", DROPPING],
         Overlap(8, 0),
         Overlap(4, 0),
     ),
-    # What LoRA's own small products send: into A's columns and out of B's rows nothing is beside them.
+    # Collectives of LoRA's small matmuls: A's columns and B's rows have no adjacent collective.
     "LoRA": ([*LORA], Overlap(12, 4), Overlap(6, 2)),
     "LoRA, 4 bits": ([*LORA, *WIDE, "finetune.frozen_dtype=nf4"], Overlap(12, 4), Overlap(6, 2)),
     "tp4, copied kv heads": (["trainer.tp=4"], Overlap(8, 0), Overlap(4, 0)),
@@ -126,7 +126,7 @@ ROWS: dict[str, tuple[list[str], Overlap, Overlap]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_collectives_are_inside_products_and_change_nothing(name: str, tmp_path: Path) -> None:
-    # A cache of its own: a graph that another row has compiled is read from the cache, and its collectives not counted.
+    # A separate cache: collectives of a cached graph of another row are not counted.
     cache = tmp_path
     overrides, training, validation = ROWS[name]
     world = 4 if "trainer.tp=4" in overrides else 2
@@ -137,7 +137,7 @@ def test_collectives_are_inside_products_and_change_nothing(name: str, tmp_path:
     if name == "plain":  # later rows are as near to earlier overlapped ones
         assert {g.why for rank in overlapped for g in rank.graphs if g.why} == {"trainer.async_tp: False → True"}
     difference = worst(overlapped, plain)
-    # Two ranks: the same products, and sums of two terms.
+    # Two ranks: equal matmuls, and sums of two terms.
     assert difference <= (TOLERANCE if world > 2 else 0.0)
 
 
@@ -156,9 +156,9 @@ def test_it_equals_one_process(cache: Path) -> None:
 @pytest.mark.slow
 def test_a_graph_out_of_the_cache_says_what_overlaps(cache: Path) -> None:
     trained(cache, overlapped=True)
-    again = trained(cache, overlapped=True)
-    assert all(graph.cached for rank in again for graph in rank.graphs)
-    assert overlaps(again) == {"training": {Overlap(8, 0)}, "validation": {Overlap(4, 0)}}
+    repeated = trained(cache, overlapped=True)
+    assert all(graph.cached for rank in repeated for graph in rank.graphs)
+    assert overlaps(repeated) == {"training": {Overlap(8, 0)}, "validation": {Overlap(4, 0)}}
 
 
 @needs_compiler
@@ -166,18 +166,18 @@ def test_a_graph_out_of_the_cache_says_what_overlaps(cache: Path) -> None:
 @pytest.mark.parametrize("broken", ["gather", "scatter"])
 def test_pieces_of_the_wrong_rank_are_seen(broken: str, cache: Path) -> None:
     expected = oracle(MODEL)
-    found = trained(cache, overlapped=True, broken=broken)
-    assert abs(found[0].losses[0] / expected.losses[0] - 1) > 5 * TOLERANCE
+    actual = trained(cache, overlapped=True, broken=broken)
+    assert abs(actual[0].losses[0] / expected.losses[0] - 1) > 5 * TOLERANCE
 
 
 @needs_compiler
 @pytest.mark.slow
 def test_a_compiler_that_recognises_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    for found in ("compiled", "cached"):
+    for actual in ("compiled", "cached"):
         with pytest.raises(RankFailed, match="NotOverlapped: trainer.async_tp: .* none of the 8 .* of block, training"):
             trained(tmp_path, overlapped=True, broken="pass")
-        assert len(list(tmp_path.glob("graphs/*.json"))) == 1, found
+        assert len(list(tmp_path.glob("graphs/*.json"))) == 1, actual
 
 
 def _compiler_of_a_cpu(rank: int, plan: Plan) -> None:

@@ -61,9 +61,9 @@ def test_one_graph_for_all_blocks_compiled_by_one_rank(cache: Path) -> None:
     assert sum(not graph.cached for graphs in first for graph in graphs) == 4, "more than one rank compiled a graph"
     new = [graph for graphs in first for graph in graphs if not graph.cached]
     assert all(f"no graph of {graph.function}" in (graph.why or "") for graph in new)
-    again = compiled(cache, *layout)
-    assert all(graph.cached for graphs in again for graph in graphs), "not found again"
-    assert {graph.key for graphs in again for graph in graphs} == distinct
+    second = compiled(cache, *layout)
+    assert all(graph.cached for graphs in second for graph in graphs), "not found again"
+    assert {graph.key for graphs in second for graph in graphs} == distinct
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_compiled_equals_eager(cache: Path, sp: str, recompute: str) -> None:
     ids=["curriculum", "tp2+sp, random-LTD"],
 )
 def test_a_length_that_is_planned_is_compiled_when_it_comes(cache: Path, layout: list[str], model: str) -> None:
-    """Strict: each of the three steps has a length of its own, the third one after WARM_UP_BATCHES."""
+    """Strict mode: each of the three steps has a different length, the third one after WARM_UP_BATCHES."""
     ranks = 2 if layout == ["trainer.tp=2"] else 1
     strict = (*COMPILE, f"trainer.compile_cache={cache}")
     differences = worst(run_layout(ranks, *layout, model, *strict), oracle(model))
@@ -139,7 +139,7 @@ def _by_threads(rank: int, plan: Plan) -> list[bool]:
 @pytest.mark.slow
 @needs_compiler
 def test_a_graph_is_for_any_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those who compile ahead are fewer on a machine than the run's ranks, and have more threads each."""
+    """Ahead-of-time compilation has fewer ranks per machine than the run, with more threads each."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     plan = make_plan(1, "trainer.compile=true", f"trainer.compile_cache={tmp_path}")
     assert run_ranks(_by_threads, 1, plan) == [[False, True, True]]

@@ -1,5 +1,5 @@
-"""What data-parallel ranks send in other formats: the error that is stated, and the arithmetic, against numpy in fp64;
-then whole training steps."""
+"""Quantized communication between data-parallel ranks: error bounds and arithmetic compared with numpy in fp64, then
+complete training steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def values(rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def rounded(kind: str, row: np.ndarray, sizes: Sequence[int] = SIZES) -> np.ndarray:
-    """What arrives of a row that is sent, by the paper's formulas in fp64."""
+    """Return the received values of a sent row, by the paper's formulas in fp64."""
     if kind == "bf16":
         return torch.from_numpy(row).float().bfloat16().double().numpy()
     out = []
@@ -83,7 +83,7 @@ def test_int8_of_nothing_and_of_next_to_nothing() -> None:
 
 
 def test_tensors_side_by_side_do_not_share_a_block() -> None:
-    """Tensor-parallel ranks hold a norm's gradient in copies, beside other gradients: the copies must stay equal."""
+    """Replicated gradients of a norm on tensor-parallel ranks stay equal, next to other gradients."""
     norm = torch.randn(1, 100, generator=torch.Generator().manual_seed(1))
     form = Int8([100, 100])
     ranks = [form.unpack(form.pack(torch.cat([norm, norm * other], dim=1))) for other in (1.0, 1e3)]
@@ -94,46 +94,46 @@ def _collectives(rank: int, ranks: int, kind: str) -> dict[str, torch.Tensor]:
     assert (group := dist.group.WORLD) is not None
     inside, across = ([dist.new_group(pair) for pair in pairs] for pairs in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
     hops, twice = Hops(inside[rank // 2], across[rank % 2]), torch.empty(sum(SIZES))
-    mine, shard = values(ranks, seed=rank), values(1, seed=50 + rank)[0]
-    own, copied = torch.empty(mine.shape[1]), shard.clone()
-    GradientExchange(kind, SIZES)(own, mine.flatten(), group, dist.ReduceOp.SUM)
-    GradientExchange(kind, SIZES, hops)(twice, mine.flatten(), group, dist.ReduceOp.SUM)
+    local, shard = values(ranks, seed=rank), values(1, seed=50 + rank)[0]
+    one_sum, copied = torch.empty(local.shape[1]), shard.clone()
+    GradientExchange(kind, SIZES)(one_sum, local.flatten(), group, dist.ReduceOp.SUM)
+    GradientExchange(kind, SIZES, hops)(twice, local.flatten(), group, dist.ReduceOp.SUM)
     ReplicaAllReduce(kind, SIZES, group)(copied)
     gathered = torch.empty(ranks, len(shard))
     gathered[rank] = shard
     WeightGather(kind, SIZES, None)(gathered.view(-1), gathered[rank], group)
-    return {"own": own, "twice": twice, "copied": copied, "gathered": gathered}
+    return {"summed": one_sum, "twice": twice, "copied": copied, "gathered": gathered}
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_collectives_are_the_published_arithmetic(kind: str) -> None:
     ranks = 4
-    found = run_ranks(_collectives, ranks, ranks, kind)
-    pieces = [-(-size // ranks) for size in SIZES]
+    actual = run_ranks(_collectives, ranks, ranks, kind)
+    widths = [-(-size // ranks) for size in SIZES]
     shards = [values(1, seed=50 + rank)[0].numpy() for rank in range(ranks)]
-    cut = [_side_by_side(shard, ranks, pieces) for shard in shards]
-    sums = [sum(rounded(kind, other[rank], pieces) for other in cut) for rank in range(ranks)]
-    whole = np.stack([rounded(kind, own, pieces) for own in sums])
-    columns = np.split(whole, np.cumsum(pieces)[:-1], axis=1)
+    cut = [_side_by_side(shard, ranks, widths) for shard in shards]
+    sums = [sum(rounded(kind, other[rank], widths) for other in cut) for rank in range(ranks)]
+    whole = np.stack([rounded(kind, one_sum, widths) for one_sum in sums])
+    columns = np.split(whole, np.cumsum(widths)[:-1], axis=1)
     summed = np.concatenate([part.reshape(-1)[:size] for part, size in zip(columns, SIZES, strict=True)])
-    for rank, answer in enumerate(found):
+    for rank, answer in enumerate(actual):
         sent = [rounded(kind, values(ranks, seed=other)[rank].numpy()) for other in range(ranks)]
-        assert _same(answer["own"], sum(sent))
+        assert _same(answer["summed"], sum(sent))
         assert _same(answer["twice"], sum(rounded(kind, sent[node] + sent[node + 1]) for node in (0, 2)))
         assert _same(answer["copied"], summed), "of a sum that was rounded again"
-        assert torch.equal(answer["copied"], found[0]["copied"]), "copies drift apart"
-        assert torch.equal(answer["gathered"], found[0]["gathered"]), "ranks compute with other weights"
+        assert torch.equal(answer["copied"], actual[0]["copied"]), "copies drift apart"
+        assert torch.equal(answer["gathered"], actual[0]["gathered"]), "ranks compute with other weights"
         assert _same(answer["gathered"], np.stack([rounded(kind, shard) for shard in shards]))
 
 
-def _side_by_side(shard: np.ndarray, ranks: int, pieces: Sequence[int]) -> np.ndarray:
-    tensors = zip(np.split(shard, np.cumsum(SIZES)[:-1]), pieces, strict=True)
+def _side_by_side(shard: np.ndarray, ranks: int, widths: Sequence[int]) -> np.ndarray:
+    tensors = zip(np.split(shard, np.cumsum(SIZES)[:-1]), widths, strict=True)
     return np.concatenate([np.pad(t, (0, ranks * p - len(t))).reshape(ranks, p) for t, p in tensors], axis=1)
 
 
-def _same(found: torch.Tensor, expected: np.ndarray) -> bool:
+def _same(actual: torch.Tensor, expected: np.ndarray) -> bool:
     """Up to the order of fp32 sums, and a code or two that fp32 rounds to the other side."""
-    differ = ~np.isclose(found.double().numpy(), expected, rtol=1e-5, atol=1e-9)
+    differ = ~np.isclose(actual.double().numpy(), expected, rtol=1e-5, atol=1e-9)
     return bool(differ.sum() <= 3)
 
 
@@ -161,9 +161,9 @@ QUICK = {"dp2, zero 0, bf16", "tp2·dp2, no sp, zero 1, both int8", "dp4, zero 3
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in LAYOUTS])
 def test_training_is_off_by_what_is_sent_and_no_more(name: str) -> None:
-    """``assemble`` checks that copies on other ranks stay equal to the last bit."""
+    """``assemble`` checks that replicas are bit-identical."""
     ranks, layout, most, least = LAYOUTS[name]
-    found = run_layout(ranks, *layout)
-    differences = worst(found, oracle())
+    actual = run_layout(ranks, *layout)
+    differences = worst(actual, oracle())
     assert least <= differences["first_grads"] <= most and differences["losses"] <= most / 10
-    assert found.copies or "no sp" not in name
+    assert actual.copies or "no sp" not in name

@@ -29,11 +29,11 @@ from tests.ranks import run_ranks
 def test_to_the_bit(ranks: int, layout: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_plan(ranks, *layout).storage.kind == COPIES
     monkeypatch.setattr(kernels, "ADDED_AT_ONCE", 50)  # which divides no weight
-    found = run_layout(ranks, *layout, steps=2)
+    actual = run_layout(ranks, *layout, steps=2)
     stored = Plan.storage.fget  # type: ignore[attr-defined]
     apart = {"keeps_bf16_grads": False, "frees_embedding": False}
     monkeypatch.setattr(Plan, "storage", property(lambda plan: replace(stored(plan), kind=SHARDS, **apart)))
-    assert set(worst(found, run_layout(ranks, *layout, steps=2)).values()) == {0.0}
+    assert set(worst(actual, run_layout(ranks, *layout, steps=2)).values()) == {0.0}
 
 
 def test_zero_3_and_fp32_have_none() -> None:
@@ -63,14 +63,14 @@ def _table_bytes(rank: int, plan: Plan) -> tuple[int, int]:
     topology, device, cpu = plan.topology(rank), get_device("cpu"), torch.device("cpu")
     with process_groups(plan, topology, device, cpu):
         model = build_model(plan, topology, device, cpu)
-        (chunk,), found = model.chunks, []
+        (chunk,), actual = model.chunks, []
         block = next(iter(chunk.layers.values()))
-        block.register_forward_pre_hook(lambda *_: found.append(chunk.embed_tokens.weight.untyped_storage().size()))
+        block.register_forward_pre_hook(lambda *_: actual.append(chunk.embed_tokens.weight.untyped_storage().size()))
         batches = Batches(RaggedSamples(16, 64), plan, topology, cpu)
         model.forward_backward(batches.at(0))
-        trained = found[-1]
+        trained = actual[-1]
         model.forward_backward([*batches.at(0), *batches.at(8)], train=False)
-        return trained, found[-1]
+        return trained, actual[-1]
 
 
 def _bytes(rank: int, plan: Plan) -> tuple[int, int, int, int]:
@@ -84,9 +84,9 @@ def _bytes(rank: int, plan: Plan) -> tuple[int, int, int, int]:
         def held() -> int:
             return sum(copy.untyped_storage().size() for copy in copies.master_of)
 
-        found = [held()]
+        actual = [held()]
         block = next(iter(model.chunks[0].layers.values()))
-        block.register_forward_pre_hook(lambda *_: found.append(held()))
+        block.register_forward_pre_hook(lambda *_: actual.append(held()))
         batches = Batches(RaggedSamples(16, 64), plan, topology, cpu).at(0)
         model.forward_backward(batches[:1])
-        return found[0], found[1], held(), sum(master.nbytes for master in copies.master_of.values())
+        return actual[0], actual[1], held(), sum(master.nbytes for master in copies.master_of.values())

@@ -34,7 +34,7 @@ PASSED_ON = (
 
 
 class WithoutPointToPoint(dist.ProcessGroup):
-    """What dist.init_process_group("neuron") and dist.new_group make."""
+    """Process group of dist.init_process_group("neuron") and dist.new_group."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)

@@ -47,7 +47,7 @@ def _values(node: torch.fx.Node) -> list[Any]:
 
 
 def _description(node: torch.fx.Node) -> list[str]:
-    """Shape and dtype of what a node gives."""
+    """Return the shape and dtype of a node's output."""
     return [f"{list(v.shape)} {v.dtype}" for v in _values(node) if isinstance(v, torch.Tensor)]
 
 
