@@ -20,7 +20,7 @@ import inspect
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,6 +49,7 @@ Every setting is written `section.name=value` on the command line of `train.py`.
 `model=llama7b` is `conf/model/llama7b.yaml`. *Derived* values follow from others and are filled in by `resolve`;
 `python train.py --dry-run ...` shows what they become. Errors are reported together.
 """
+MAX_CELL = 140
 RECIPES_BEGIN, RECIPES_END = "<!-- written by python docs/generate.py recipes -->\n", "<!-- end -->\n"
 CLUSTERS = ("a100", "h100", "b200")
 # Device hours: Llama 2's paper (arXiv:2307.09288, table 2) on A100 80GB, Llama 3.1's model card on H100 80GB, later
@@ -85,7 +86,7 @@ STATED_LINES = re.compile(r"<!-- lines: (\w+) -->(.*?)<!-- /lines -->")
 
 
 def field_docs(module_source: str) -> dict[str, dict[str, str]]:
-    """The string under each field of each class: {class: {field: text}}; a class's own docstring is under ''."""
+    """Return the string under each field of each class: {class: {field: text}}; a class's docstring is under ''."""
     docs: dict[str, dict[str, str]] = {}
     for node in ast.parse(module_source).body:
         if not isinstance(node, ast.ClassDef):
@@ -102,13 +103,12 @@ def field_docs(module_source: str) -> dict[str, dict[str, str]]:
 def config_page(_: str = "") -> str:
     """Return the whole of docs/reference/config.md."""
     docs = field_docs(inspect.getsource(settings))
-    head = ("setting", "type", "default", "meaning")
     lines = [CONFIG_INTRODUCTION, "## Groups\n", *markdown_table(("write", "to get"), _groups()), ""]
     for name, section in sections().items():
         of_class = docs[section.kind.__name__]
         lines.append(f"## {name}\n\n{of_class['']}{' May be null.' if section.optional else ''}\n")
-        lines += [*markdown_table(head, _settings(name, of_class)), ""]
-    lines += ["## Without a section\n", *markdown_table(head, _settings("", docs["Config"])), ""]
+        lines += [*_settings_table(_settings(name, of_class)), ""]
+    lines += ["## Without a section\n", *_settings_table(_settings("", docs["Config"])), ""]
     of_tools = " `train.py` rejects them."
     for module, name, owner, remark in (
         (data_settings, data_settings.SECTION, data_settings.CurriculumMetric, ""),
@@ -117,12 +117,12 @@ def config_page(_: str = "") -> str:
     ):
         of_tool = field_docs(inspect.getsource(module))[owner.__name__]
         lines.append(f"## {name}\n\n{of_tool['']}{remark}\n")
-        lines += [*markdown_table(head, _settings(name, of_tool, settings_of(owner, name))), ""]
+        lines += [*_settings_table(_settings(name, of_tool, settings_of(owner, name))), ""]
     return "\n".join(lines)
 
 
 def _groups() -> Iterator[tuple[str, ...]]:
-    """The files of each group, with the comment that each begins with."""
+    """Yield each file of each group with the comment on its first line."""
     order = {name: number for number, name in enumerate(sections())}
     files = sorted((ROOT / "conf").glob("*/*.yaml"), key=lambda path: (order.get(path.parent.name, len(order)), path))
     for path in files:
@@ -135,20 +135,44 @@ def _groups() -> Iterator[tuple[str, ...]]:
 def _settings(
     section: str, docs: dict[str, str], settings: Mapping[str, Setting] | None = None
 ) -> Iterator[tuple[str, ...]]:
-    """The settings directly inside ``section``."""
+    """Yield the name, type, default and description of the settings directly inside ``section``."""
     for setting in (settings_by_name() if settings is None else settings).values():
         owner, _, field = setting.name.rpartition(".")
         if owner == section:
             assert field in docs, f"{setting.name} has no string under it"
-            # The type with its limits, in a user's words.
+            # The type with its limits
             kind = setting.kind.__name__ + (f" of {setting.item_kind.__name__}" if setting.item_kind else "")
             kind += " or null" if setting.optional else ""
             kind += f", {setting.limit.rule.removeprefix('must be ')}" if setting.limit else ""
-            yield f"`{setting.name}`", kind, f"`{format_value(setting.default)}`", _cell(docs[field])
+            yield f"`{setting.name}`", kind, f"`{format_value(setting.default)}`", docs[field]
+
+
+def _settings_table(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    """Yield a table of settings. Descriptions of more than a short sentence continue in a list below it."""
+    summaries, details = [], []
+    for name, kind, default, text in rows:
+        summary, rest = _split_description(text)
+        summaries.append((name, _cell(kind), default, _cell(summary)))
+        details += [f"* {name}: {rest}"] if rest else []
+    yield from markdown_table(("setting", "type", "default", "meaning"), summaries)
+    if details:
+        yield ""
+        yield from details
+
+
+def _split_description(text: str) -> tuple[str, str]:
+    """Return the first sentence, or the first clause of a long one, and the rest of the description."""
+    if len(text) <= MAX_CELL:
+        return text, ""
+    summary, _, rest = re.sub(r"(?<!\.)\. (?=[A-Z])", "\n", text, count=1).partition("\n")
+    if len(summary) > MAX_CELL:
+        summary, _, rest = text.partition(": ")
+    assert rest and len(summary) <= MAX_CELL, f"begin with a sentence of at most {MAX_CELL} characters: {text}"
+    return summary.rstrip(".") + ".", rest[0].upper() + rest[1:] if rest[:1].isalpha() and " " in rest else rest
 
 
 def _cell(text: str) -> str:
-    """Text that can't end a table's cell."""
+    """Escape the separator of cells."""
     return text.replace("|", "\\|")
 
 
@@ -172,12 +196,12 @@ def recipe_tables() -> Iterator[str]:
 
 
 def forecast(name: str, device: str) -> Forecast:
-    """The planner's, on as many devices as the recipe has ranks."""
+    """Forecast a recipe on a device, with one device per rank."""
     return forecast_run([f"experiment={name}", *NO_FILES, "dry_run=true", f"cluster.device={device}"])
 
 
 def recipe_row(name: str, device: str, forecast: Forecast) -> tuple[str, ...]:
-    """A line of the table; rounded, so that a better planner's last digits don't change it."""
+    """Return a row of the table, rounded so that small changes of the planner do not change it."""
     needs, has = max(stage.total for stage in forecast.stages) / GIB, forecast.device.memory_bytes / GIB
     fits = "" if needs <= USABLE * has else ", **does not fit**"
     trainer = forecast.plan.config.trainer

@@ -137,13 +137,14 @@ class CurriculumMetric:
     """Entry of data.curriculum: a mapping with metric, the keys of its schedule_type, and optionally the others."""
 
     metric: str = ""
-    """seqlen_truncate (truncate sequences to the difficulty, in tokens), seqlen_reshape (split sequences into chunks of
-    that length), or the name of an index that data_prep/analyze.py wrote: vocab_rarity, length or a custom function."""
+    """seqlen_truncate, seqlen_reshape, or the name of an index that data_prep/analyze.py wrote. The first truncates
+    sequences to the difficulty in tokens, the second splits sequences into chunks of that length. Indices are
+    vocab_rarity, length or a custom function."""
     index: str | None = None
     """Folder of the index. Derived: the folder next to each dataset that data_prep/analyze.py writes."""
     difficulty_type: Annotated[str, one_of(VALUE, PERCENTILE)] = VALUE
-    """value (draw samples up to the difficulty) or percentile (draw the easiest share of all samples; max_difficulty is
-    the whole, 100 for percent). For metrics with an index."""
+    """value or percentile, for metrics with an index. value draws samples up to the difficulty, percentile the easiest
+    share of all samples; max_difficulty is the whole, 100 for percent."""
     schedule_type: Annotated[str, one_of(LINEAR, ROOT, DISCRETE)] = LINEAR
     """fixed_linear, fixed_root (fast at first) or fixed_discrete (a table)."""
     min_difficulty: Annotated[int | None, at_least(1)] = None

@@ -171,8 +171,8 @@ class DataConfig:
     """Tokens in a training sequence. Derived: model.max_position_embeddings, at most 8,192 on an accelerator and 256 on
     a CPU."""
     tokenizer: str | None = None
-    """sentencepiece model or Hugging Face folder of the dataset's tokenizer; checked against the dataset, and used to
-    print samples (sentencepiece only). For raw data files, the tokenizer that prepares them; null: init_from."""
+    """sentencepiece model or Hugging Face folder of the dataset's tokenizer. It is checked against the dataset, and used
+    to print samples (sentencepiece only). For raw data files, the tokenizer that prepares them; null: init_from."""
     cache_dir: str | None = None
     """Folder for shuffle and sample indices and for prepared raw data files. Derived: index_cache in the first
     dataset's folder; for raw data ~/.cache/megatron_llama/data."""
@@ -276,16 +276,15 @@ class TrainerConfig:
     """Folder of compiled graphs, on a file system that all hosts of the job share. Derived:
     ~/.cache/megatron_llama/compile."""
     async_tp: bool = False
-    """Overlap sequence parallelism's all-gathers and reduce-scatters with the matmuls that use them, in compiled blocks
-    (torch's asynchronous tensor parallelism). For tp > 1 on GPUs with peer-to-peer access.
-    docs/guides/methods/async_tp.md"""
+    """Overlap sequence parallelism's communication with matmuls (torch's asynchronous tensor parallelism). For compiled
+    blocks with tp > 1 on GPUs with peer-to-peer access. docs/guides/methods/async_tp.md"""
     deterministic: bool = False
     """Use deterministic algorithms only (torch.use_deterministic_algorithms); an operation without one is an error."""
     skip_nonfinite_steps: Annotated[int, at_least(0)] = 0
     """Number of steps with a NaN or Inf loss or gradient that are skipped; one more stops the run."""
     hang_timeout_seconds: Annotated[float | None, above_zero()] = 1800.0
-    """Seconds without progress in a step or validation batch after which the job fails and reports each rank's phase,
-    its stacks and the culprit rank. The limit of starting, loading, compiling, saving and ending is eight times as
+    """Seconds without progress in a step or validation batch after which the job fails. The report has each rank's phase
+    and stacks, and the culprit rank. The limit of starting, loading, compiling, saving and ending is eight times as
     long; null: no limit."""
     profile: Annotated[list[int] | None, first_and_last()] = None
     """[first, last]: steps to profile. <run.dir>/profile gets times and FLOP/s by module, the waits of each rank, and
@@ -303,8 +302,8 @@ class OptimConfig:
     """The optimizer and its learning-rate schedule."""
 
     name: Annotated[str, one_of(*OPTIMIZERS)] = "adamw"
-    """adamw, adam or sgd, from torch.optim, or onebit_adam for trainer.zero=0, which exchanges signs of momenta instead
-    of gradients after freeze_step."""
+    """adamw, adam or sgd, from torch.optim, or onebit_adam. onebit_adam requires trainer.zero=0 and exchanges signs of
+    momenta instead of gradients after freeze_step."""
     freeze_step: Annotated[int | None, at_least(1)] = None
     """For onebit_adam: steps of plain Adam, without bias correction, before the exchange of signs. Derived: 15 % of
     the steps."""
