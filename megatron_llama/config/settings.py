@@ -254,10 +254,11 @@ class TrainerConfig:
     seed: Annotated[int, between(0, LARGEST_SEED)] = 1234
     """Seed of initial weights and data order."""
     precision: Annotated[str | None, one_of(*PRECISIONS, note="; there is no fp8 yet")] = None
-    """fp32 computes in fp32. bf16 computes in bf16, with master weights, gradient sums and optimizer states in fp32.
-    bf16_sr keeps all in bf16 and rounds updates stochastically. bf16_pure rounds them to nearest, as a control.
-    The Trainium recipe's names are also valid: bf16SR, fp32_OptStates, fp32_ZeroOptMaster, fp32_ZeroOptMasterGradAcc,
-    megatron_amp_O2. Derived: bf16 on accelerators with bf16 units, else fp32. docs/guides/training/precision.md"""
+    """Dtypes of weights, gradients and optimizer states: fp32, bf16, bf16_sr or bf16_pure. With bf16, master weights,
+    gradient sums and optimizer states are fp32. With bf16_sr all are bf16, and updates are rounded stochastically; with
+    bf16_pure they are rounded to nearest, as a control. The Trainium recipe's names are also valid: bf16SR,
+    fp32_OptStates, fp32_ZeroOptMaster, fp32_ZeroOptMasterGradAcc, megatron_amp_O2. Derived: bf16 on accelerators with
+    bf16 units, else fp32. docs/guides/training/precision.md"""
     recompute: Annotated[str, one_of(*RECOMPUTE)] = "none"
     """Activation recomputation: none, elementwise, selective or full. elementwise recomputes norms, rotations and
     SwiGLU, which halves the memory at little cost. selective also recomputes attention, for kernels that save its
@@ -302,8 +303,8 @@ class OptimConfig:
     """The optimizer and its learning-rate schedule."""
 
     name: Annotated[str, one_of(*OPTIMIZERS)] = "adamw"
-    """adamw, adam or sgd, from torch.optim, or onebit_adam. onebit_adam requires trainer.zero=0 and exchanges signs of
-    momenta instead of gradients after freeze_step."""
+    """adamw, adam or sgd, from torch.optim, or onebit_adam. With trainer.zero=0, onebit_adam exchanges
+    signs of momenta instead of gradients after freeze_step."""
     freeze_step: Annotated[int | None, at_least(1)] = None
     """For onebit_adam: steps of plain Adam, without bias correction, before the exchange of signs. Derived: 15 % of
     the steps."""
