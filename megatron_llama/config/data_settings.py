@@ -143,8 +143,8 @@ class CurriculumMetric:
     index: str | None = None
     """Folder of the index. Derived: the folder next to each dataset that data_prep/analyze.py writes."""
     difficulty_type: Annotated[str, one_of(VALUE, PERCENTILE)] = VALUE
-    """value or percentile, for metrics with an index. With value, steps draw samples up to the difficulty; with percentile
-    the easiest share of all samples, where max_difficulty is the whole (100 for percent)."""
+    """value or percentile, for metrics with an index. With value, steps draw samples up to the difficulty; with
+    percentile the easiest share of all samples, where max_difficulty is the whole (100 for percent)."""
     schedule_type: Annotated[str, one_of(LINEAR, ROOT, DISCRETE)] = LINEAR
     """fixed_linear, fixed_root (fast at first) or fixed_discrete (a table)."""
     min_difficulty: Annotated[int | None, at_least(1)] = None

@@ -171,8 +171,8 @@ class DataConfig:
     """Tokens in a training sequence. Derived: model.max_position_embeddings, at most 8,192 on an accelerator and 256 on
     a CPU."""
     tokenizer: str | None = None
-    """sentencepiece model or Hugging Face folder of the dataset's tokenizer. It is checked against the dataset, and used
-    to print samples (sentencepiece only). For raw data files, the tokenizer that prepares them; null: init_from."""
+    """sentencepiece model or Hugging Face folder of the dataset's tokenizer. It is checked against the dataset, and
+    used to print samples (sentencepiece only). For raw data files, the tokenizer that prepares them; null: init_from."""
     cache_dir: str | None = None
     """Folder for shuffle and sample indices and for prepared raw data files. Derived: index_cache in the first
     dataset's folder; for raw data ~/.cache/megatron_llama/data."""
@@ -284,8 +284,8 @@ class TrainerConfig:
     skip_nonfinite_steps: Annotated[int, at_least(0)] = 0
     """Number of steps with a NaN or Inf loss or gradient that are skipped; one more stops the run."""
     hang_timeout_seconds: Annotated[float | None, above_zero()] = 1800.0
-    """Seconds without progress in a step or validation batch after which the job fails. The report has each rank's phase
-    and stacks, and the culprit rank. The limit of starting, loading, compiling, saving and ending is eight times as
+    """Seconds without progress in a step or validation batch after which the job fails. The report has each rank's
+    phase and stacks, and the culprit rank. The limit of starting, loading, compiling, saving and ending is eight times as
     long; null: no limit."""
     profile: Annotated[list[int] | None, first_and_last()] = None
     """[first, last]: steps to profile. <run.dir>/profile gets times and FLOP/s by module, the waits of each rank, and
