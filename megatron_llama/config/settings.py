@@ -172,7 +172,7 @@ class DataConfig:
     a CPU."""
     tokenizer: str | None = None
     """sentencepiece model or Hugging Face folder of the dataset's tokenizer. It is checked against the dataset, and
-    used to print samples (sentencepiece only). For raw data files, the tokenizer that prepares them; null: init_from."""
+    used to print samples (sentencepiece). For raw data files, the tokenizer that prepares them; null: init_from."""
     cache_dir: str | None = None
     """Folder for shuffle and sample indices and for prepared raw data files. Derived: index_cache in the first
     dataset's folder; for raw data ~/.cache/megatron_llama/data."""
@@ -285,8 +285,8 @@ class TrainerConfig:
     """Number of steps with a NaN or Inf loss or gradient that are skipped; one more stops the run."""
     hang_timeout_seconds: Annotated[float | None, above_zero()] = 1800.0
     """Seconds without progress in a step or validation batch after which the job fails. The report has each rank's
-    phase and stacks, and the culprit rank. The limit of starting, loading, compiling, saving and ending is eight times as
-    long; null: no limit."""
+    phase and stacks, and the culprit rank. The limit of starting, loading, compiling, saving and ending is eight times
+    as long; null: no limit."""
     profile: Annotated[list[int] | None, first_and_last()] = None
     """[first, last]: steps to profile. <run.dir>/profile gets times and FLOP/s by module, the waits of each rank, and
     for the last step a trace and a memory snapshot. docs/guides/tools/profiling.md"""
@@ -309,8 +309,8 @@ class OptimConfig:
     """For onebit_adam: steps of plain Adam, without bias correction, before the exchange of signs. Derived: 15 % of
     the steps."""
     state_bits: Annotated[int | None, one_of(8)] = None
-    """8: optimizer states of matrices in 8 bits, with an fp32 scale per 32 values of a row (Dettmers et al. 2022,
-    arXiv:2110.02861); null: 16 or 32 bits, by trainer.precision."""
+    """Bits of the optimizer states of matrices: 8, or null for the dtype of trainer.precision. With 8, each 32 values of
+    a row share an fp32 scale (Dettmers et al. 2022, arXiv:2110.02861)."""
     lr: Annotated[float, above_zero()] = 3e-4
     """Highest learning rate."""
     min_lr: Annotated[float | None, at_least(0)] = None
