@@ -309,8 +309,8 @@ class OptimConfig:
     """For onebit_adam: steps of plain Adam, without bias correction, before the exchange of signs. Derived: 15 % of
     the steps."""
     state_bits: Annotated[int | None, one_of(8)] = None
-    """Bits of the optimizer states of matrices: 8, or null for the dtype of trainer.precision. With 8, each 32 values of
-    a row share an fp32 scale (Dettmers et al. 2022, arXiv:2110.02861)."""
+    """Bits of the optimizer states of matrices: 8, or null for the dtype of trainer.precision. With 8, each 32 values
+    of a row share an fp32 scale (Dettmers et al. 2022, arXiv:2110.02861)."""
     lr: Annotated[float, above_zero()] = 3e-4
     """Highest learning rate."""
     min_lr: Annotated[float | None, at_least(0)] = None
