@@ -157,8 +157,11 @@ def describe_recipe(recipe: Path) -> str:
 def parse_overrides(
     overrides: Sequence[str], context: ProcessContext | None = None, subfolder: str | None = None
 ) -> Config:
-    """The config that a command line describes. Raises ConfigError with everything that is wrong with it, not only
-    with what can't be read: the user should learn all of it at once."""
+    """Return the config of a command line.
+
+    Raises:
+        ConfigError: with all problems of the config, not only the unreadable overrides.
+    """
     from megatron_llama.config import ConfigError, load_config
     from megatron_llama.launch.world import find_world
 

@@ -27,7 +27,7 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "SLURM_", "TORCHELASTIC_",
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return this process's variables without those of a launcher."""
+    """Return this process's environment without launcher variables."""
     return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)} | more
 
 

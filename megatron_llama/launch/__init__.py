@@ -6,8 +6,15 @@ The command line (../cli.py) calls one of three modules:
 * join.py runs a process that another launcher has started.
 * ssh.py starts this program on other machines.
 
-environment reads the launcher's variables. world finds the device and the number of ranks. rendezvous collects the
-reports of all processes (reports) in the job's store (job_store). run_dir locks the run folder. rank is the process of
-a rank, supervise waits for child processes, and watchdog ends ranks that hang. Nothing imports torch before a run
-starts, so --help and dry runs stay fast.
+The other modules:
+
+* environment.py reads the launcher's variables.
+* world.py finds the device and the number of ranks.
+* rendezvous.py collects the reports of all processes (reports.py) in the job's store (job_store.py).
+* run_dir.py locks the run folder.
+* rank.py is the process of a rank.
+* supervise.py waits for child processes.
+* watchdog.py ends ranks that hang.
+
+Nothing imports torch before a run starts, so --help and dry runs stay fast.
 """

@@ -99,7 +99,7 @@ class Program:
     overlaps_tp: bool = False
     """Tensor-parallel communication is chunked and overlaps the matmuls."""
     symmetric_memory: bool = False
-    """These chunks use symmetric memory, which all tp ranks map."""
+    """Chunks of tensor-parallel communication use symmetric memory, which all tp ranks map."""
     overlaps_dp: bool = True
     """Gradient reduction overlaps the backward pass, weight gathering the forward pass."""
     dropout: bool = False
@@ -127,9 +127,10 @@ class Program:
     logit_bytes: int = 12
     """Bytes per logit when its gradient is computed: copies in 16 and 32 bits."""
     sharded_logit_bytes: int | None = None
-    """The same with a tp-sharded vocabulary, if it differs. DTensor's loss keeps four fp32 tensors: log-probabilities,
-    their gradient, the softmax and its product with the gradient's sum (torch's
-    distributed/tensor/parallel/loss.py)."""
+    """``logit_bytes`` with a tp-sharded vocabulary, if it differs.
+
+    DTensor's loss saves four fp32 tensors: log-probabilities, their gradient, the softmax, and the softmax times the
+    sum of the gradient (torch's distributed/tensor/parallel/loss.py)."""
 
 
 OURS = Program(

@@ -20,7 +20,7 @@ class Plan:
 
     config: Config
     """Settings with derived values. Exceptions that may stay None: facts about the device, run.dir (depends on the
-    time), cache_dir of mock data, and val_steps, where None means the whole dataset."""
+    time), cache_dir of mock data, and val_steps (None: the whole dataset)."""
     requested: Config = field(compare=False)
     """Settings before derivation: unset ones are None."""
     world_size: int

@@ -90,8 +90,8 @@ class NamedTemplate:
             f"{{% else %}}{roles[1]}{{% endif %}}"
         )
         begin = "{{ bos_token }}" if add_bos else ""
-        asked = f"{{% if add_generation_prompt %}}{expression(before)}{{% endif %}}"
-        return f"{begin}{{% for message in messages %}}{turn}{{% endfor %}}{asked}"
+        generation_prompt = f"{{% if add_generation_prompt %}}{expression(before)}{{% endif %}}"
+        return f"{begin}{{% for message in messages %}}{turn}{{% endfor %}}{generation_prompt}"
 
 
 NAMED_TEMPLATES = {
@@ -178,18 +178,18 @@ class Jinja:
     def _answer(self, whole: str, turns: Sequence[Turn], number: int) -> list[int]:
         """Return [start, end) of the answer in turn ``number``, in characters of the text."""
         until = self.render(turns[: number + 1])
-        asked = self.render(turns[:number], ask=True)
-        if not until.startswith(asked):
+        prompt = self.render(turns[:number], ask=True)
+        if not until.startswith(prompt):
             # The generation prompt differs from the text before a given answer (it may begin a thought). Find the
             # answer's start with a text that no template contains: the answer itself could be part of the template.
-            asked = self.render([*turns[:number], Turn("assistant", _NOWHERE)]).partition(_NOWHERE)[0]
-            if not until.startswith(asked):
+            prompt = self.render([*turns[:number], Turn("assistant", _NOWHERE)]).partition(_NOWHERE)[0]
+            if not until.startswith(prompt):
                 raise RecordError("template_refuses", f"turn {number + 1} is not found in its text")
         bare = until.rstrip()
-        end = bare if bare.endswith(self._ends) and len(bare) > len(asked) else until
-        if not (whole.startswith(asked) and whole.startswith(end)):
+        end = bare if bare.endswith(self._ends) and len(bare) > len(prompt) else until
+        if not (whole.startswith(prompt) and whole.startswith(end)):
             raise RecordError("template_refuses", f"turn {number + 1} changes when more turns follow")
-        return [len(asked), len(end)]
+        return [len(prompt), len(end)]
 
 
 def _environment() -> Any:
@@ -260,6 +260,7 @@ def load_own_template(path: Path, ends: Sequence[str]) -> Jinja:
 
 # The chat template of a fine-tuning run, from the manifests of its datasets or from its config. Export writes it to the
 # tokenizer for other programs.
+
 
 @dataclass(frozen=True)
 class TrainedTemplate:

@@ -57,7 +57,7 @@ def test_equals_torchs_counter(tied, kv_heads):
         num_key_value_heads=kv_heads,
         tie_word_embeddings=tied,
         use_cache=False,
-        attn_implementation="eager",  # plain matrix products, which the counter sees as the full square
+        attn_implementation="eager",  # plain matmuls, which the counter counts as the full square
     )
     llama = LlamaForCausalLM(config)
     tokens = torch.zeros(batch, sequence, dtype=torch.long)
@@ -68,14 +68,14 @@ def test_equals_torchs_counter(tied, kv_heads):
         logits.sum().backward()
     ours = flops_per_token(model, sequence).full * batch * sequence
     counted = forward.get_total_flops()
-    assert counted - ours // 3 in (0, rotary, rotary // batch), "nothing but the rotation's table beside our products"
+    assert counted - ours // 3 in (0, rotary, rotary // batch), "the only other matmul is RoPE's table"
     assert backward.get_total_flops() == ours // 3 * 2
 
 
 def test_matrices_are_all_but_norms_and_the_look_up():
     tied = ModelConfig(tie_word_embeddings=True)
     untied = ModelConfig(tie_word_embeddings=False)
-    assert matmul_parameters(tied) == matmul_parameters(untied), "the head multiplies, whoever else uses its weights"
+    assert matmul_parameters(tied) == matmul_parameters(untied), "the head's matmul counts, tied or not"
 
 
 def test_mfu_divides_by_all_devices():

@@ -38,7 +38,7 @@ def model_of(kv_heads: int, vocabulary: int, tied: bool) -> ModelConfig:
 def parameters(model: ModelConfig, tp: int, split_stages: bool) -> dict[str, int]:
     """Our parameters and their rows on one tensor-parallel rank, written down without the table under test.
 
-    ``split_stages``: embedding and head lie on different pipeline stages, so a tied head is a copy.
+    ``split_stages``: embedding and head are on different pipeline stages, so a tied head is a copy.
     """
     assert model.num_key_value_heads is not None and model.head_dim is not None
     table = padded_vocab_size(model.vocab_size, tp) // tp
@@ -81,11 +81,13 @@ def test_rectangles_cover_every_tensor_once_and_copies_are_counted(shards: int, 
         model = model_of(kv_heads, vocabulary, tied)
         # One count per replica number: replica 0 alone, and each other copy alone, must be the whole tensor, once.
         counts: dict[str, dict[int, torch.Tensor]] = {name: {} for name in hf_shapes(model)}
-        for piece in held(model, tp, shards, split_stages):
-            assert piece.global_shape == hf_shapes(model)[piece.name]
-            copy = counts[piece.name].setdefault(piece.replica, torch.zeros(piece.global_shape, dtype=torch.int32))
-            where = copy[global_slices(piece)]
-            assert where.shape == piece.size, "a rectangle reaches beyond its tensor"
+        for rectangle in held(model, tp, shards, split_stages):
+            assert rectangle.global_shape == hf_shapes(model)[rectangle.name]
+            copy = counts[rectangle.name].setdefault(
+                rectangle.replica, torch.zeros(rectangle.global_shape, dtype=torch.int32)
+            )
+            where = copy[global_slices(rectangle)]
+            assert where.shape == rectangle.size, "a rectangle reaches beyond its tensor"
             where += 1
         for name, copies in counts.items():
             assert set(copies) == set(range(expected_copies(name, model, tp, split_stages))), (name, kv_heads, tp)
@@ -129,22 +131,22 @@ def test_keep_rows_is_slicing() -> None:
             stop = source.randint(start, rows)
             columns = parts[0].size[1:] if parts else ()
             parameter = assembled(parts, rows, columns, whole)
-            kept = assembled(keep_rows(parts, start, stop), stop - start, columns, whole)
-            assert torch.equal(kept, parameter[start:stop]), (name, start, stop)
+            sliced = assembled(keep_rows(parts, start, stop), stop - start, columns, whole)
+            assert torch.equal(sliced, parameter[start:stop]), (name, start, stop)
 
 
 def assembled(
     parts: list[Rectangle], rows: int, columns: tuple[int, ...], whole: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """A parameter made of its rectangles, -1 where there is none."""
+    """Assemble a parameter from its rectangles, with -1 in the gaps."""
     parameter = torch.full((rows, *columns), -1)
     for part in parts:
         parameter[part.local_slices] = whole[part.name][global_slices(part)]
     return parameter
 
 
-def global_slices(piece: Rectangle) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))
+def global_slices(rectangle: Rectangle) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(rectangle.offset, rectangle.size, strict=True))
 
 
 def test_an_unknown_parameter_has_no_name() -> None:

@@ -1,4 +1,4 @@
-"""What attention leaves out: the tiles cover exactly what the pattern says, and FLOPs count nothing else."""
+"""Sparse attention patterns: tiles cover exactly the visible pairs, and FLOPs count only those pairs."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ PATTERNS = [
 
 
 def visible(pattern: Pattern, length: int) -> set[tuple[int, int]]:
-    """(query, key) pairs, by the definitions in settings.py, one by one."""
-    found = set()
+    """Enumerate the visible (query, key) pairs by the definitions in settings.py."""
+    pairs = set()
     for query, key in product(range(length), repeat=2):
         if pattern.window:
-            seen = query - key < pattern.window
+            is_visible = query - key < pattern.window
         elif pattern.group:
             block = key // pattern.block % pattern.local_blocks
             same = query // pattern.group == key // pattern.group
-            seen = same or block >= pattern.local_blocks - pattern.global_blocks
+            is_visible = same or block >= pattern.local_blocks - pattern.global_blocks
         else:
-            seen = True
-        if key <= query and seen:
-            found.add((query, key))
-    return found
+            is_visible = True
+        if key <= query and is_visible:
+            pairs.add((query, key))
+    return pairs
 
 
 def covered(pattern: Pattern, length: int) -> list[tuple[int, int]]:
     """The pairs that the tiles' calls compute and let through."""
     groups, first, size = pattern.global_keys(length)
-    kept = [group * size + place for group in range(groups) for place in range(first, size)]
+    global_keys = [group * size + place for group in range(groups) for place in range(first, size)]
     pairs = []
     for start, stop, parts in pattern.tiles(length):
         for place, query in enumerate(range(start, stop)):
             for part in parts:
-                pairs += [(query, key) for key in _keys(part, place, kept, pattern.window)]
+                pairs += [(query, key) for key in _keys(part, place, global_keys, pattern.window)]
     return pairs
 
 
-def _keys(part: KeyRange, place: int, kept: list[int], window: int) -> list[int]:
+def _keys(part: KeyRange, place: int, global_keys: list[int], window: int) -> list[int]:
     keys = list(range(part.start, part.stop))
     if part.keys is Keys.CAUSAL:
         return keys[: place + 1]
     if part.keys is Keys.WINDOW:
         return keys[place : place + window]
-    return [kept[key] for key in keys] if part.keys is Keys.GLOBAL else keys
+    return [global_keys[key] for key in keys] if part.keys is Keys.GLOBAL else keys
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
@@ -106,13 +106,13 @@ def test_the_plan_says_what_is_seen() -> None:
     assert "attention inside documents: tiles" in notes("data.document_mask=true", "model.sliding_window=512")
     assert "attention" not in notes("model.sliding_window=512")
     blocks = notes("model.sparse_attention.block=16")
-    assert "attention in groups of 64 tokens, and to the last 16 of each earlier one: tiles" in blocks
+    assert "attention in groups of 64 tokens, and to the last 16 of each earlier group: tiles" in blocks
 
 
 def test_mistrals_config() -> None:
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 8, "model_type": "mistral"}
-    # What transformers' MistralConfig takes where a key is missing; a null is a value.
+    # Defaults of transformers' MistralConfig for missing keys; a null is a value.
     assert shape_from_hf(shape)["sliding_window"] == 4096
     assert shape_from_hf(shape)["num_key_value_heads"] == 8
     assert shape_from_hf({**shape, "sliding_window": None})["sliding_window"] is None

@@ -25,7 +25,7 @@ from tests.plan.published import OURS, PUBLISHED
 def test_presets_have_the_published_number_of_parameters(name: str) -> None:
     count = parameters(load_config([f"model={name}"], CONF).model)
     assert count == {**PUBLISHED, **OURS}[name]
-    assert f"{count:,}" in (CONF / "model" / f"{name}.yaml").read_text(encoding="utf-8"), "the file's comment says it"
+    assert f"{count:,}" in (CONF / "model" / f"{name}.yaml").read_text(encoding="utf-8"), "not in the file's comment"
 
 
 def test_every_preset_is_counted_and_named_after_its_file() -> None:
@@ -40,7 +40,7 @@ def test_pipeline_stages_add_up_to_the_model(name: str, tp: int, pp: int) -> Non
     overrides = [f"model={name}", "data=mock", f"trainer.tp={tp}", f"trainer.pp={pp}", "trainer.global_batch_size=10"]
     plan = resolve(load_config(overrides, CONF), tp * pp)
     model = plan.model
-    # Cut over stages, a tied table is held twice: as the embedding on the first stage and as the head on the last.
+    # With pp > 1, tied embeddings are stored twice: as the embedding on the first stage and as the head on the last.
     copies = model.vocab_size * model.hidden_size if model.tie_word_embeddings and pp > 1 else 0
     assert sum(stage.held for stage in plan.stages) == parameters(model) + copies
 

@@ -11,11 +11,11 @@ from megatron_llama.config import Config, ConfigError, Problem, RandomLTD, RopeS
 from megatron_llama.plan import Machine, resolve
 
 SECTIONS = {"rope_scaling": RopeScaling, "sparse_attention": SparseAttention, "random_ltd": RandomLTD}
-"""Those that are null by default."""
+"""Sections that are null by default."""
 
 
 def make(**changes: Any) -> Config:
-    """A config that works on any world (made-up data), changed: ``make(**{"trainer.tp": 2})``."""
+    """Return a config of mock data, valid for any world size, with changes: ``make(**{"trainer.tp": 2})``."""
     config = Config()
     config.data.mock = True
     for name, value in changes.items():

@@ -54,11 +54,11 @@ TABLES = [
 
 @pytest.mark.parametrize(("metric", "expected"), TABLES)
 def test_difficulty_of_each_step(metric: CurriculumMetric, expected: list[int]) -> None:
-    found = [metric.at(step) for step in range(1, len(expected) + 1)]
-    assert found == expected
+    levels = [metric.at(step) for step in range(1, len(expected) + 1)]
+    assert levels == expected
     for begin in (1, 3):
         rises = metric.rises(len(expected), begin)
-        assert [[d for first, d in rises if first <= step][-1] for step in range(begin, len(expected) + 1)] == found[
+        assert [[d for first, d in rises if first <= step][-1] for step in range(begin, len(expected) + 1)] == levels[
             begin - 1 :
         ]
         assert len({difficulty for _, difficulty in rises}) == len(rises)
@@ -66,15 +66,15 @@ def test_difficulty_of_each_step(metric: CurriculumMetric, expected: list[int]) 
 
 def test_tokens_of_a_run_are_those_that_are_trained_on() -> None:
     entry = {"schedule_type": "fixed_discrete", "difficulty": [48, 64, 256], "max_step": [3, 10]}
-    for name, kept in (("seqlen_truncate", (48, 64, 256)), ("seqlen_reshape", (240, 256, 256))):
+    for name, lengths in (("seqlen_truncate", (48, 64, 256)), ("seqlen_reshape", (240, 256, 256))):
         settings = {"data.curriculum": [{"metric": name, **entry}], "trainer.batch_schedule": [[40, 16]]}
         schedule = resolve(make(**settings, **{"data.seq_length": 256}), 1).batches
         # 8 sequences a step up to sample 40, the end of step 5, and then 16
         for step, tokens in (
             (0, 0),
-            (3, 24 * kept[0]),
-            (4, 24 * kept[0] + 8 * kept[1]),
-            (12, 24 * kept[0] + (16 + 5 * 16) * kept[1] + 32 * kept[2]),
+            (3, 24 * lengths[0]),
+            (4, 24 * lengths[0] + 8 * lengths[1]),
+            (12, 24 * lengths[0] + (16 + 5 * 16) * lengths[1] + 32 * lengths[2]),
         ):
             assert schedule.after(step).tokens == tokens, f"{name}, step {step}"
-        assert [schedule.tokens_at(step) for step in (3, 4, 11)] == [*kept]
+        assert [schedule.tokens_at(step) for step in (3, 4, 11)] == [*lengths]

@@ -52,7 +52,7 @@ def test_it_finds_what_huggingface_hub_finds(hub: Path) -> None:
     only = cached(hub, "org/by-commit", ref=False)
     assert resolve_hub_name("org/by-commit") == str(only)
     cached(hub, "org/by-commit", commit="e" * 40, ref=False)
-    assert resolve_hub_name("org/by-commit") == "org/by-commit", "which of two can't be told"
+    assert resolve_hub_name("org/by-commit") == "org/by-commit", "ambiguous: two commits"
 
 
 def test_a_path_that_exists_goes_before(hub: Path, tmp_path: Path) -> None:
@@ -73,9 +73,9 @@ def test_the_variables_of_huggingface_hub(monkeypatch: pytest.MonkeyPatch) -> No
     for name in (*steps, "HUGGINGFACE_HUB_CACHE"):
         monkeypatch.delenv(name, raising=False)
     assert cache_folder() == Path("~/.cache/huggingface/hub").expanduser()
-    for name, wanted in steps.items():
+    for name, expected in steps.items():
         monkeypatch.setenv(name, "/" + name[0].lower() if name != "HF_HUB_CACHE" else "/c")
-        assert str(cache_folder()) == wanted
+        assert str(cache_folder()) == expected
 
 
 def test_settings_take_names(hub: Path, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_settings_take_names(hub: Path, tmp_path: Path) -> None:
 
 
 def test_a_snapshot_without_weights_names_the_command(hub: Path) -> None:
-    """As a tokenizer's download leaves it."""
+    """A download of the tokenizer alone creates such a snapshot."""
     snapshot = cached(hub, "org/llama")
     with pytest.raises(ConfigError, match=r"model\.safetensors[\s\S]*hf\s+download\s+org/llama"):
         open_hf_folder(snapshot, ModelConfig())

@@ -1,4 +1,4 @@
-"""A value that is impossible whatever the other settings are is refused, and the next possible one is not."""
+"""Values outside a setting's own limits are rejected, and the nearest legal values are accepted."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def test_a_value_that_is_wrong_on_its_own(name: str) -> None:
     limit = settings_by_name()[name].limit
     assert limit is not None
     for value in wrong:
-        found = [one for one in problems_of(make(**{name: value}), exists=everything_exists) if one.field == name]
-        assert [problem.rule for problem in found] == [limit.rule], value
-        advised, example = as_typed(found[0].instead.removeprefix("write "))
-        assert advised == name and limit.holds(example), found[0].instead
+        problems = [one for one in problems_of(make(**{name: value}), exists=everything_exists) if one.field == name]
+        assert [problem.rule for problem in problems] == [limit.rule], value
+        advised, example = as_typed(problems[0].instead.removeprefix("write "))
+        assert advised == name and limit.holds(example), problems[0].instead
     for value in right:
         assert check_limits(make(**{name: value})) == [], value
 

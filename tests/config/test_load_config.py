@@ -1,4 +1,4 @@
-"""Overrides to a typed config; and every mistake in them, at once, with what was probably meant."""
+"""Overrides become a typed config, and all mistakes in them are reported together, each with a suggestion."""
 
 from __future__ import annotations
 
@@ -176,13 +176,13 @@ def test_a_setting_can_refer_to_another() -> None:
         ("trainer.seed=1e400", "trainer.seed", "whole number"),
         ("trainer.compile=7", "trainer.compile", "true or false"),
         ("trainer.TP=2", "trainer.TP", "trainer.tp=2"),
-        ("trainer.cp=2", "trainer.cp", "no context parallelism"),
+        ("trainer.cp=2", "trainer.cp", "context parallelism is not supported"),
         ("trainer.bf16=true", "trainer.bf16", "trainer.precision=bf16"),
         ("trainer.tensor_parallel=4", "trainer.tensor_parallel", "trainer.tp=4"),
         ("trainer.tp==2", "override", "write trainer.tp=2"),
-        ("trainer.tp=2,4", "trainer.tp", "trainer.tp=2, or -m before it, which starts a run for each"),
+        ("trainer.tp=2,4", "trainer.tp", "trainer.tp=2, or add -m, which starts a run for each value"),
         ("trainer.tp=range(1,4)", "trainer.tp", "which starts a run for each"),
-        ("model=llama7b,llama13b", "model", "model=llama7b, or -m before it, which starts a run for each"),
+        ("model=llama7b,llama13b", "model", "model=llama7b, or add -m, which starts a run for each value"),
         ("data.prefixes=a,b", "data.prefixes", "write data.prefixes=[a,b]"),
         ("data.split=9,1,0", "data.split", "data.split='\"9,1,0\"'"),
         ("trainer.tp", "override", "write name=value"),
@@ -279,18 +279,18 @@ def test_a_setting_with_several_problems_gets_advice_that_mends_all_of_them() ->
         Problem("a.b", True, "is not for this device", "write a.b=false"),
         Problem("c", 1, "is small", "write c=2"),
     )
-    wide = Problem("a.b", True, "is for two ranks", "write a.b=false, or a.tp=2 or more")
-    for listed in ([off, other, wide], [wide, other, off]):
+    needs_tp = Problem("a.b", True, "is for two ranks", "write a.b=false, or a.tp=2 or more")
+    for listed in ([off, other, needs_tp], [needs_tp, other, off]):
         text = format_problems(listed)
         assert "for 3 reasons" in text
         assert text.count("a.b = true") == text.count("instead  write a.b=false\n") == 1 and "tp=2" not in text
         assert "is not for this device" in text and "is for two ranks" in text and "write c=2" in text
-        assert "a.b=true: is not for this device; is for two ranks; write a.b=false" in merge_problems([off, wide])
+        assert "a.b=true: is not for this device; is for two ranks; write a.b=false" in merge_problems([off, needs_tp])
     # Of another setting or value it says nothing, nor do two that have only a part in common.
     for listed in (
-        [off, Problem("a.c", True, wide.rule, wide.instead)],
-        [off, Problem("a.b", False, wide.rule, wide.instead)],
-        [wide, Problem("a.b", True, "is compiled", "write a.b=false, or a.compile=true")],
+        [off, Problem("a.c", True, needs_tp.rule, needs_tp.instead)],
+        [off, Problem("a.b", False, needs_tp.rule, needs_tp.instead)],
+        [needs_tp, Problem("a.b", True, "is compiled", "write a.b=false, or a.compile=true")],
     ):
         assert {problem.instead for problem in listed} == set(group_by_suggestion(listed))
 
@@ -298,8 +298,8 @@ def test_a_setting_with_several_problems_gets_advice_that_mends_all_of_them() ->
 def test_rules_stand_below_the_settings_that_break_them() -> None:
     one, two = (Problem(field, 1, "is odd", "write 2") for field in "ab")
     text = format_problems([one, two, Problem("a", 1, "is small", "write 2")])
-    told = ["a = 1", "b = 1", "is odd; likewise the others", "a = 1", "is small"]
-    assert re.findall(r"[ab] = 1|\bis .*", text) == told
+    expected = ["a = 1", "b = 1", "is odd; likewise the others", "a = 1", "is small"]
+    assert re.findall(r"[ab] = 1|\bis .*", text) == expected
 
 
 def test_composing_is_quick() -> None:

@@ -1,4 +1,4 @@
-"""Which sample of which dataset sample n of a blend is: by the weights alone, at any n, across segments."""
+"""Sample n of a blend follows from the weights alone, at any n and across segments."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_blend_is_its_datasets_in_their_shares(weights: list[float]) -> None:
     expected = by_hand(weights, 2 * WINDOW + 100)
     for number, (dataset, sample) in enumerate(expected):
         assert blend.at(number) == (dataset, sample)
-        assert counts[dataset] == sample, "a sample was left out, or came twice"
+        assert counts[dataset] == sample, "a sample was skipped or repeated"
         counts[dataset] += 1
         for count, share in zip(counts, blend.shares, strict=True):
             assert abs(count - (number + 1) * share) <= 1 + share * len(weights) / 2
@@ -88,7 +88,7 @@ def test_every_dataset_goes_on_where_it_stood(seed: int) -> None:
         dataset, sample = timeline.at(number)
         weights = [weights for first, weights in changes if first <= number][-1]
         assert dataset in weights
-        assert sample == read.get(dataset, 0), "a dataset did not go on where it stood"
+        assert sample == read.get(dataset, 0), "a dataset did not continue from its position"
         read[dataset] = sample + 1
 
 
@@ -98,12 +98,12 @@ def test_a_stream_that_is_stored_anywhere_goes_on(seed: int) -> None:
     timeline, changes = random_timeline(chooser)
     for stopped in chooser.sample(range(changes[-1][0] + 300), 5):
         stored = json.loads(json.dumps([asdict(segment) for segment in timeline.up_to(stopped).segments]))
-        again = BlendTimeline(segments_from_json(stored))
+        restored = BlendTimeline(segments_from_json(stored))
         for first, weights in changes:
             if first >= max(stopped, 1):
-                again = again.switched(first, weights)
-        assert again.segments == timeline.segments
-        assert all(again.at(number) == timeline.at(number) for number in range(stopped, stopped + 50))
+                restored = restored.switched(first, weights)
+        assert restored.segments == timeline.segments
+        assert all(restored.at(number) == timeline.at(number) for number in range(stopped, stopped + 50))
 
 
 def test_a_blend_that_was_never_read_leaves_no_trace() -> None:

@@ -1,4 +1,4 @@
-"""What a run reads of each dataset: the plan's numbers are those of the stream."""
+"""The plan states the same samples and epochs per dataset as the sample stream reads."""
 
 from __future__ import annotations
 

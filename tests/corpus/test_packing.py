@@ -1,4 +1,4 @@
-"""Which examples make up a sample: each once an epoch, none split, the same whatever asks."""
+"""Packing of examples into samples: each example once per epoch, none split, the same on every rank."""
 
 from __future__ import annotations
 

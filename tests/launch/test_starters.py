@@ -30,7 +30,7 @@ def mpirun(mpi: str) -> list[str]:
     """The command that starts two processes by this MPI; skips the test where it is not installed."""
     program = ROOT / ".starters" / mpi / "bin" / "mpirun"
     if not program.exists():
-        pytest.skip(f"{mpi} is not installed in .starters (make starters)")
+        pytest.skip(f"{mpi} is not installed in .starters (make starters)")  # prose: ok
     # Open MPI counts cores and minds root; a test's machine may have one core.
     return [str(program), *(["--allow-run-as-root", "--oversubscribe"] if mpi == "openmpi" else []), "-np", "2"]
 

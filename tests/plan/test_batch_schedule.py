@@ -1,4 +1,4 @@
-"""Which samples each step takes: counted one by one here, in closed form there."""
+"""The samples of each step: the closed form matches counting one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defaults by model and device: what is chosen, that it is named, and that whatever somebody wrote goes before it."""
+"""Defaults by model and device: the plan names each, and settings from the user take precedence."""
 
 from __future__ import annotations
 
@@ -112,15 +112,15 @@ def begun(folder: Path, settings: Config, step: bool = True) -> Path:
     return folder
 
 
-def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
-    """Whatever device it goes on, and though an older version had chosen otherwise."""
+def test_a_resumed_run_keeps_its_settings(tmp_path: Path) -> None:
+    """Resuming keeps the stored settings on any device, even if this version would choose others."""
     old = begun(tmp_path / "old", plan_of("model=llama7b", "device=cpu").config)
-    again = ("model=llama7b", "device=cuda", "trainer.steps=5000")
-    plan = plan_of(*again, f"run.dir={old}")
+    resumed = ("model=llama7b", "device=cuda", "trainer.steps=5000")
+    plan = plan_of(*resumed, f"run.dir={old}")
     assert values(plan.config) == OLD
     assert plan.chosen == (f"data.seq_length=256, trainer.precision=fp32, trainer.compile=false: kept from {old}",)
-    assert values(plan_of(*again, f"checkpoint.resume={old}/checkpoints/step_00000010").config) == OLD
-    written = plan_of(*again, f"run.dir={old}", "trainer.precision=bf16")
+    assert values(plan_of(*resumed, f"checkpoint.resume={old}/checkpoints/step_00000010").config) == OLD
+    written = plan_of(*resumed, f"run.dir={old}", "trainer.precision=bf16")
     assert values(written.config) == {**OLD, "trainer.precision": "bf16"}, "also here"
 
 

@@ -1,4 +1,4 @@
-"""Bytes per rank by precision and ZeRO stage, and the refusal of what can't fit."""
+"""Bytes per rank by precision and ZeRO stage, and the rejection of plans that do not fit."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_activations_that_can_not_fit_are_refused_on_an_accelerator_alone() -> N
     ids=["activations", "states", "both", "lora"],
 )
 def test_each_advice_is_tried_and_fits(settings: list[str]) -> None:
-    """As a user would follow it: each of the changes, typed after the command."""
+    """Append each suggested change to the command, as a user would."""
     typed = [*settings, "data=mock", "trainer.global_batch_size=128"]
     machine = Machine(80 * GIB, 1, "one H100", accelerator=True)
     (problem,) = problems_of(load_config(typed, CONF), 16, machine)
@@ -203,13 +203,13 @@ def test_states_in_8_bits_are_advised_where_they_do_and_are_not_there_yet() -> N
 
 
 def test_offloading_is_advised_where_a_device_has_a_host_beside_it_and_then_fits() -> None:
-    """One device, as above, but room for less: states of 8 bits do not do, those on the host do."""
+    """One device with less memory: 8-bit states do not fit, offloaded states do."""
     settings = ["model=llama7b", "data=mock", "data.seq_length=512", "trainer.precision=bf16", "trainer.recompute=full"]
     machine = Machine(80 * GIB, 1, "one device", accelerator=True)
     (problem,) = problems_of(load_config(settings, CONF), 1, machine)
     # 4 bytes for each of an fp32 weight, its gradient and two states, of 6.74 billion.
-    beside = r"write trainer.offload=\[optimizer\] \([\d.]+ GiB and 100 GiB of its host, \+\d+% time\), or "
-    assert re.match(beside + r"\S+ on a multiple of 2 devices", problem.instead), problem.instead
+    suggestion = r"write trainer.offload=\[optimizer\] \([\d.]+ GiB and 100 GiB of its host, \+\d+% time\), or "
+    assert re.match(suggestion + r"\S+ on a multiple of 2 devices", problem.instead), problem.instead
     followed = load_config([*settings, "trainer.offload=[optimizer]"], CONF)
     assert problems_of(followed, 1, machine) == []
     (problem,) = problems_of(followed, 1, replace(machine, memory_bytes=GIB))
@@ -273,16 +273,16 @@ def test_advice_replaces_what_was_asked_for_another_grid(settings: list[str]) ->
 
     (problem,) = problems_of(load_config(typed, CONF), world(load_config(typed, CONF)))
     for option in problem.instead.removeprefix("write ").split(", or "):
-        found = re.fullmatch(
+        change = re.fullmatch(
             r"(.+?)(?: on a multiple of (\d+) devices)? \(([\d.]+ GiB)(?: and [\d.]+ GiB of its host)?(?:, .+)?\)",
             option,
         )
-        assert found, option
-        config = load_config([*typed, *found[1].split()], CONF)
+        assert change, option
+        config = load_config([*typed, *change[1].split()], CONF)
         config.device.memory_gib = None
         plan = resolve(config, world(config))
-        assert found[2] in (None, str(plan.world_size)), option
-        assert gib(max(each.total for each in stage_footprints(plan))) == found[3], option
+        assert change[2] in (None, str(plan.world_size)), option
+        assert gib(max(each.total for each in stage_footprints(plan))) == change[3], option
 
 
 def test_the_cheapest_change_comes_first() -> None:

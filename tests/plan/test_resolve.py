@@ -1,4 +1,4 @@
-"""What resolve derives, and that it does nothing else."""
+"""``resolve`` derives settings without side effects."""
 
 from __future__ import annotations
 

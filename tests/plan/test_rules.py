@@ -45,10 +45,10 @@ def test_a_rule_fires_and_its_neighbour_passes(case: Case) -> None:
 def test_following_the_advice_ends_the_problem(case: Case) -> None:
     """The first ``section.name=value`` in the advice is written into the config; the rule must then be silent."""
     (problem,) = [
-        found
+        result
         for rule in RULES
         if rule.check.__name__ == case.rule
-        for found in rule.check(chosen(**case.bad), case.world)
+        for result in rule.check(chosen(**case.bad), case.world)
     ]
     advised = ADVISED.search(problem.instead)
     if advised is None or advised[1].endswith("_target_"):
@@ -69,7 +69,7 @@ def test_every_rule_has_a_case() -> None:
 
 def test_no_rule_is_left_out_of_the_tuple() -> None:
     modules = [
-        importlib.import_module(f"{rules.__name__}.{found.name}") for found in pkgutil.iter_modules(rules.__path__)
+        importlib.import_module(f"{rules.__name__}.{info.name}") for info in pkgutil.iter_modules(rules.__path__)
     ]
     defined = [value for module in modules for value in vars(module).values()]
     assert {rule.check.__name__ for rule in defined if isinstance(rule, Rule)} == {
@@ -121,7 +121,7 @@ def test_advice_counts_the_devices_only_where_they_are_fixed() -> None:
 
 
 def test_advice_on_a_width_of_any_size_takes_no_memory() -> None:
-    """It used to list all multiples of the heads up to the width: gigabytes for a typing error."""
+    """Listing all multiples of the heads up to the width would take gigabytes for a typing error."""
     tracemalloc.start()
     try:
         problems = check_rules(RULES, chosen(**{"model.hidden_size": 241_149_877}), 1)

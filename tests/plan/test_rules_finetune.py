@@ -1,4 +1,4 @@
-"""Settings of fine-tuning: which go together, how a plan shows them, and what LoRA costs in memory."""
+"""Fine-tuning settings: valid combinations, their lines in a plan, and the memory of LoRA."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_fine_tuning_goes_on_from_a_model(method: str) -> None:
     config = make(**{"finetune.method": method, "data.mock": False, "data.prefixes": ["x"]})
     (problem,) = problems_of(config, exists=lambda path: True)
     assert problem.field == "init_from" and "finetune.method=none" in problem.instead
-    plan = resolve(make(**{"finetune.method": method}), 1)  # made-up data: only a measurement
+    plan = resolve(make(**{"finetune.method": method}), 1)  # mock data: for measurements only
     assert any("starts from random weights" in note for note in plan.notes)
     assert not resolve(make(), 1).notes
 
@@ -112,8 +112,8 @@ def test_what_is_frozen_costs_no_gradient_and_no_moments() -> None:
     assert (memory.gradients, memory.optimizer) == (4 * trained, 8 * trained)
     assert memory.weights == 4 * trained + 2 * frozen
     assert memory.total < 17 * GIB < 128 * GIB < full.total
-    kept = load_config([*chosen, "finetune=lora", "finetune.frozen_dtype=fp32"], CONF)
-    assert stage_memory(resolve(kept, 8))[0].weights > 2 * memory.weights * 0.99
+    in_fp32 = load_config([*chosen, "finetune=lora", "finetune.frozen_dtype=fp32"], CONF)
+    assert stage_memory(resolve(in_fp32, 8))[0].weights > 2 * memory.weights * 0.99
 
 
 WIDE = {"model.hidden_size": 512, "model.num_attention_heads": 8, "model.num_key_value_heads": 8}
@@ -136,24 +136,24 @@ def test_blocks_of_quantized_weights_are_never_cut(
     (problem,) = problems_of(lora(**changes), changes.get("trainer.tp", 1))
     assert problem.field == field and problem.instead.startswith(advice), problem
     assert not problems_of(lora(**{**changes, "finetune.frozen_dtype": "bf16"}), changes.get("trainer.tp", 1))
-    # Said together with whatever else is wrong.
+    # All problems are reported together.
     both = {
         problem.field for problem in problems_of(lora(**changes, **{"optim.lr": -1.0}), changes.get("trainer.tp", 1))
     }
     assert both == {field, "optim.lr"}
 
 
-@pytest.mark.parametrize("found", [None, "0.13.0"])
-def test_quantizing_needs_torchao(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("installed", [None, "0.13.0"])
+def test_quantizing_needs_torchao(installed: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def version(package: str) -> str:
-        if found is None:
+        if installed is None:
             raise importlib.metadata.PackageNotFoundError(package)
-        return found
+        return installed
 
     monkeypatch.setattr("importlib.metadata.version", version)
     changes = {**WIDE, "model.intermediate_size": 768, "finetune.frozen_dtype": "int8"}
     (problem,) = problems_of(lora(**changes))
-    assert problem.field == "finetune.frozen_dtype" and (found or "no torchao") in problem.rule
+    assert problem.field == "finetune.frozen_dtype" and (installed or "no torchao") in problem.rule
     assert problem.instead.startswith("pip install 'megatron_llama[quantize]', or write finetune.frozen_dtype=bf16")
     plan = resolve(lora(**changes, dry_run=True), 1)  # is of another machine, maybe
     assert any("pip install 'megatron_llama[quantize]'" in note for note in plan.notes)
@@ -171,7 +171,7 @@ def test_quantized_weights_in_the_plan() -> None:
         assert memory.weights == (4 * trained + 2 * others + share * matrices) / 8
         assert f"blocks' frozen matrices in {kind}: {share} bytes per value" in format_plan(plan)
     whole = resolve(load_config([*chosen, "finetune.frozen_dtype=nf4", "trainer.zero=1"], CONF), 8)
-    # What is gathered is packed too. A block lets go of its own as its gradient is made.
+    # Gathered weights are packed too. A block frees its gathered weights when its gradient is ready.
     assert (
         stage_memory(whole)[0].weights == memory.weights + 2 * (others + trained) + share * matrices - memory.gradients
     )

@@ -40,33 +40,33 @@ def test_a_path_with_its_suffix_is_corrected(tmp_path: Path) -> None:
 
 
 def test_every_missing_dataset_of_a_blend_is_named() -> None:
-    found = problems_of(make(**{"data.mock": False, "data.prefixes": [0.3, "one", 0.7, "two"]}))
-    assert [problem.value for problem in found] == ["one", "two"]
+    problems = problems_of(make(**{"data.mock": False, "data.prefixes": [0.3, "one", 0.7, "two"]}))
+    assert [problem.value for problem in problems] == ["one", "two"]
 
 
 def test_the_command_that_makes_the_data_is_in_the_message_and_a_dry_run_goes_on(tmp_path: Path) -> None:
     config = with_data(
         tmp_path / "x", **{"data.prepare": "make demo-data", "data.tokenizer": str(tmp_path / "t.model")}
     )
-    found = problems_of(config)
-    assert [problem.field for problem in found] == ["data.prefixes", "data.tokenizer"]
-    assert all(problem.instead == "make it with: make demo-data" for problem in found)
+    problems = problems_of(config)
+    assert [problem.field for problem in problems] == ["data.prefixes", "data.tokenizer"]
+    assert all(problem.instead == "make it with: make demo-data" for problem in problems)
     config.dry_run = True
     plan = resolve(config, 1)
     (note,) = plan.notes
-    assert note.count("make demo-data") == 1 and all(problem.field in note for problem in found)
+    assert note.count("make demo-data") == 1 and all(problem.field in note for problem in problems)
 
 
 def test_a_real_run_is_told_once_what_mends_several(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
         resolve(load_config(["data=redpajama", "trainer.tp=0"], CONF), 1)
-    said = str(refused.value)
+    message = str(refused.value)
     names = [name for name in load_config(["data=redpajama"], CONF).data.prefixes if isinstance(name, str)]
-    assert len(names) == 7 and "for 8 reasons" in said
-    assert all(f"data.prefixes = {name}\n" in said for name in names) and "trainer.tp = 0\n" in said
-    assert said.count("redpajama.py prepare") == 1 and said.count("there is no") == 1
-    assert said.count("    instead") == said.count("    rule") == 2
+    assert len(names) == 7 and "for 8 reasons" in message
+    assert all(f"data.prefixes = {name}\n" in message for name in names) and "trainer.tp = 0\n" in message
+    assert message.count("redpajama.py prepare") == 1 and message.count("there is no") == 1
+    assert message.count("    instead") == message.count("    rule") == 2
 
 
 def test_a_dataset_named_by_hand_stops_a_dry_run_too() -> None:

@@ -1,4 +1,4 @@
-"""Which layers a stage gets: none twice or never, and the last fewer where the output head is much work."""
+"""Split of layers over pipeline stages: each layer once, and fewer on the last stage if the output head is costly."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.paths import CONF
 
 @pytest.mark.parametrize(("pp", "vpp"), itertools.product((1, 2, 3, 4, 8), (1, 2, 3)))
 def test_stages_partition_the_layers(pp: int, vpp: int) -> None:
-    """Whatever the split, every layer occurs once, in ascending order, and every virtual stage has one."""
+    """Each layer occurs once, in ascending order, and no virtual stage is empty."""
     for layers in range(pp * vpp, 3 * pp * vpp + 2):
         chunks = split_layers(layers, pp, vpp, None)
         assert len(chunks) == pp * vpp
         assert list(itertools.chain.from_iterable(chunks)) == list(range(layers))
         sizes = [len(chunk) for chunk in chunks]
         assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
-        assert sizes == sorted(sizes, reverse=True), "the first stages take what is left over"
+        assert sizes == sorted(sizes, reverse=True), "the first stages take the remainder"
         per_stage = [sum(map(len, chunks[stage::pp])) for stage in range(pp)]
         assert split_layers(layers, pp, vpp, per_stage) == chunks
 
@@ -46,28 +46,28 @@ def config_of(model: str, pp: int, *settings: str) -> Config:
 def test_the_head_in_layers() -> None:
     """By hand: llama_56m has 8 layers of 4 matrices for attention, 3 for the rest, and 512 x 32,000 for the head."""
     layer = 512 * (2 * 512 + 2 * 256) + 3 * 512 * 1376
-    attention = 512 * 512  # causal: half of the square, two products
+    attention = 512 * 512  # causal: half of the square, two matmuls
     head = 512 * 32_000
     config = config_of("llama_56m", 2, "data.seq_length=512")
     assert head_cost_in_layers(config) == pytest.approx(head / (layer + attention))
-    again = config_of("llama_56m", 2, "data.seq_length=512", "trainer.recompute=full")
-    assert head_cost_in_layers(again) == pytest.approx(head / (layer + attention) * 3 / 4)
+    with_recompute = config_of("llama_56m", 2, "data.seq_length=512", "trainer.recompute=full")
+    assert head_cost_in_layers(with_recompute) == pytest.approx(head / (layer + attention) * 3 / 4)
     window = config_of("llama_56m", 2, "data.seq_length=512", "model.sliding_window=1")
     assert head_cost_in_layers(window) == pytest.approx(head / layer, rel=0.001)
-    # What LoRA leaves frozen takes 4 FLOPs, not 6, and 2 more where it is computed again.
+    # Frozen weights take 4 FLOPs, not 6, and 2 more if they are recomputed.
     lora = "data.seq_length=512", "finetune.method=lora", "finetune.lora_rank=1"
-    tuned, again = config_of("llama_56m", 2, *lora), config_of("llama_56m", 2, *lora, "trainer.recompute=full")
+    tuned, with_recompute = config_of("llama_56m", 2, *lora), config_of("llama_56m", 2, *lora, "trainer.recompute=full")
     assert head_cost_in_layers(tuned) == pytest.approx(4 * head / (4 * layer + 6 * attention), rel=0.02)
-    assert head_cost_in_layers(again) == pytest.approx(4 * head / (6 * layer + 8 * attention), rel=0.02)
+    assert head_cost_in_layers(with_recompute) == pytest.approx(4 * head / (6 * layer + 8 * attention), rel=0.02)
 
 
 def test_no_stage_is_waited_for_more_than_needed() -> None:
     sizes = itertools.product((100, 4000, 32_000, 128_256), (2, 3, 4), (*range(4, 14), 32))
     config = config_of("llama_56m", 2)
-    kept = []
+    is_even = []
     for config.model.vocab_size, config.trainer.pp, config.model.num_hidden_layers in sizes:
         layers, pp = config.model.num_hidden_layers, config.trainer.pp
-        head, found = head_cost_in_layers(config), balance_layers(config, 8)
+        head, balanced = head_cost_in_layers(config), balance_layers(config, 8)
 
         def heaviest(split: list[int], head: float = head) -> float:
             return max(*split[:-1], split[-1] + head)
@@ -75,15 +75,15 @@ def test_no_stage_is_waited_for_more_than_needed() -> None:
         cuts = itertools.combinations(range(1, layers), pp - 1)
         splits = [[b - a for a, b in itertools.pairwise((0, *cut, layers))] for cut in cuts]
         least, even = min(map(heaviest, splits)), split_evenly(layers, pp)
-        taken = found or even
+        taken = balanced or even
         assert sum(taken) == layers and min(taken) >= 1 and len(taken) == pp
         assert heaviest(taken) * 0.94 <= least
-        if found:
-            assert heaviest(even) * 0.94 > least and heaviest(found) < heaviest(even)
-            nearer = [*split_evenly(layers - found[-1] - 1, pp - 1), found[-1] + 1]
+        if balanced:
+            assert heaviest(even) * 0.94 > least and heaviest(balanced) < heaviest(even)
+            nearer = [*split_evenly(layers - balanced[-1] - 1, pp - 1), balanced[-1] + 1]
             assert heaviest(nearer) * 0.94 > least, "of splits that are almost as good the nearest to even"
-        kept.append(found is None)
-    assert 20 < sum(kept) < len(kept) - 20
+        is_even.append(balanced is None)
+    assert 20 < sum(is_even) < len(is_even) - 20
 
 
 def test_who_is_split_unevenly() -> None:
@@ -99,9 +99,9 @@ def test_who_is_split_unevenly() -> None:
 def test_what_is_chosen_is_named_and_what_is_written_stays() -> None:
     plan = resolve(config_of("llama_56m", 2), 2)
     assert plan.config.trainer.pipeline_layers == [6, 2] and [len(layers) for layers in plan.stage_layers] == [6, 2]
-    (told,) = (line for line in plan.chosen if "pipeline_layers" in line)
+    (choice,) = (line for line in plan.chosen if "pipeline_layers" in line)
     head = "the last stage also has the output head, which costs as much as 5.4 layers"
-    assert told == f"trainer.pipeline_layers=[6,2]: {head}"
+    assert choice == f"trainer.pipeline_layers=[6,2]: {head}"
     assert resolve(plan.config, 2) == plan
     written = resolve(config_of("llama_56m", 2, "trainer.pipeline_layers=[4,4]"), 2)
     assert written.config.trainer.pipeline_layers == [4, 4]
@@ -120,7 +120,7 @@ def test_even_stages_are_among_the_changes_that_fit() -> None:
         return max(footprint.total for footprint in stage_footprints(plan)) / GIB
 
     faster, even = needed("[6,2]"), needed("[4,4]")
-    between = (0.9 * faster + even) / 2  # from 0.9 of the forecast on a plan is sure not to fit
+    between = (0.9 * faster + even) / 2  # a plan is rejected if 0.9 of the forecast does not fit
     assert planned(between, "trainer.pipeline_layers=[4,4]", "trainer.global_batch_size=16")
     with pytest.raises(ConfigError, match=re.escape("trainer.pipeline_layers=[4,4]")):
         planned(between, "trainer.global_batch_size=16")

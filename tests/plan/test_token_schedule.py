@@ -1,4 +1,4 @@
-"""The schedule of random layer-wise token dropping, and what it does to the numbers that a plan and a run state."""
+"""The schedule of random layer-wise token dropping, and its effect on FLOPs and token counts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plan_of(**more: object) -> Plan:
     [
         (schedule(4, 16, 3, 4), [4, 8, 12, 16, 16]),
         (schedule(4, 16, 5, 4), [4, 4, 8, 8, 12, 16]),  # 4, 6.4, 8.8, 11.2, 13.6, 16
-        (schedule(16, 64, 2, 16), [16, 32, 64]),  # 16, 40, 64: 48 is left out
+        (schedule(16, 64, 2, 16), [16, 32, 64]),  # 16, 40, 64: 48 is skipped
         (schedule(8, 20, 4, 8), [8, 8, 8, 16, 20]),  # the largest need not be a multiple
         (schedule(16, 16, 5, 4), [16, 16]),
     ],
@@ -60,9 +60,9 @@ def test_the_list_of_lengths_is_that_of_the_steps(of: TokenSchedule, steps: int)
 def test_consumed_layer_tokens_by_hand() -> None:
     of = schedule(4, 16, 3, 4)  # two layers of four
     batches = BatchSchedule(((0, 2), (4, 6)), 16)  # 2, 2, then 6 sequences
-    found = [of.layer_tokens(step, batches) for step in range(1, 5)]
+    counts = [of.layer_tokens(step, batches) for step in range(1, 5)]
     steps = [2 * (2 * 4 + 2 * 16), 2 * (2 * 8 + 2 * 16), 6 * (2 * 12 + 2 * 16), 6 * 4 * 16]
-    assert found == [sum(steps[:count]) for count in range(1, 5)]
+    assert counts == [sum(steps[:count]) for count in range(1, 5)]
 
 
 def test_what_is_left_out_is_derived() -> None:
@@ -77,10 +77,10 @@ def test_flops_are_counted_token_by_token() -> None:
     plan = plan_of()
     model, finetune, s, k = plan.model, plan.config.finetune, 256, 64
     none, whole = flops_per_token(model, 0), flops_per_token(model, s)
-    kept = with_random_ltd(model, s, finetune, RetainedTokens(2, k, s))
+    with_ltd = with_random_ltd(model, s, finetune, RetainedTokens(2, k, s))
     head = 6 * model.vocab_size * model.hidden_size
     layer = (none.full - head) / 4
-    assert kept.full * s == pytest.approx(
+    assert with_ltd.full * s == pytest.approx(
         s * (2 * layer + head) + k * 2 * layer + (whole.full - none.full) / 4 * (2 * s + 2 * k * k / s)
     )
     full = with_random_ltd(model, s, finetune, RetainedTokens(2, s, s))
@@ -89,7 +89,7 @@ def test_flops_are_counted_token_by_token() -> None:
 
 
 def test_expected_pairs_by_enumeration() -> None:
-    """Of all subsets of 3 out of 5 tokens in documents of 2 and 3: the mean of what is left of n² pairs each."""
+    """Mean of n² attention pairs over all subsets of 3 out of 5 tokens, in documents of 2 and 3 tokens."""
     from itertools import combinations
 
     left = [

@@ -1,4 +1,4 @@
-"""The end of a program: its status, and what it says where its output is lost."""
+"""Exit status and message of a program whose output is lost."""
 
 from __future__ import annotations
 

@@ -80,9 +80,9 @@ def test_a_link_that_leads_round_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "in/deep/b.jsonl").write_text('{"text": "b"}\n')
     (tmp_path / "in/here").symlink_to(".")
     (tmp_path / "in/deep/up").symlink_to(tmp_path / "in")
-    found = find_sources([str(tmp_path / "in")])
-    assert [Path(source.path).name for source in found.sources] == ["a.jsonl", "b.jsonl"]
-    assert set(found.not_taken.values()) == {"a link to a parent folder"} and len(found.not_taken) == 2
+    result = find_sources([str(tmp_path / "in")])
+    assert [Path(source.path).name for source in result.sources] == ["a.jsonl", "b.jsonl"]
+    assert set(result.not_taken.values()) == {"a link to a parent folder"} and len(result.not_taken) == 2
     (tmp_path / "in/again").symlink_to("deep")  # this is no loop, and takes a file twice
     with pytest.raises(UserError, match="occurs twice"):
         find_sources([str(tmp_path / "in")])

@@ -25,7 +25,7 @@ COMMANDS = [
     ]
     if "__main__" in path.read_text(encoding="utf-8")
 ]
-# What brings a command line to its first package, where --help does not.
+# Arguments with which a command imports its first package, if --help does not.
 WORDS = {
     "train.py": "data=mock",
     "data_prep/inspect.py": "set",
@@ -69,7 +69,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def run(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """A Python of its own, with nobody's modules but the project's."""
+    """Run a separate Python with only the project's modules."""
     return subprocess.run(
         [sys.executable, *words],
         cwd=folder,
@@ -84,8 +84,8 @@ def run(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
 def test_what_is_needed_is_what_pyproject_says() -> None:
     with open(ROOT / "pyproject.toml", "rb") as file:
         project = tomllib.load(file)["project"]
-    wanted = [re.split("[<>=]", requirement)[0] for requirement in project["dependencies"]]
-    assert list(installed.REQUIRED.values()) == wanted
+    requirements = [re.split("[<>=]", requirement)[0] for requirement in project["dependencies"]]
+    assert list(installed.REQUIRED.values()) == requirements
     assert f">={'.'.join(map(str, installed.OLDEST_PYTHON))}," in project["requires-python"]
     assert installed.missing_packages() == {}
     installed.require_packages()
@@ -119,7 +119,7 @@ def test_a_module_without_any_package(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hidden", "said"),
+    ("hidden", "expected"),
     [
         ("hydra", "hydra-core is not"),
         ("torch", "torch is not"),
@@ -129,12 +129,12 @@ def test_a_module_without_any_package(module: str) -> None:
         ("antlr4", "antlr4 is not"),
     ],
 )
-def test_a_run_needs_all_packages_before_it_starts(hidden: str, said: str, tmp_path: Path) -> None:
+def test_a_run_needs_all_packages_before_it_starts(hidden: str, expected: str, tmp_path: Path) -> None:
     done = run(
         "-c", HIDING, hidden, "train.py", "data=mock", "device=cpu", "trainer.steps=1", f"run.dir={tmp_path}/run"
     )
     assert (done.returncode, done.stdout) == (2, "") and not (tmp_path / "run").exists()
-    assert done.stderr.startswith(f"train.py: error: {said} installed in {sys.executable} ")
+    assert done.stderr.startswith(f"train.py: error: {expected} installed in {sys.executable} ")
     assert done.stderr.count("\n") == 1 and " -m pip install -e " in done.stderr
 
 
@@ -159,8 +159,8 @@ def test_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 10, 13, "final", 0))
     monkeypatch.setattr(installed, "VENV", tmp_path)
-    told = installed.explain_import_error(TypeError("unsupported operand"))
-    assert told and "is Python 3.10.13; this project needs 3.11 or newer. Type make -C " in told
+    message = installed.explain_import_error(TypeError("unsupported operand"))
+    assert message and "is Python 3.10.13; this project needs 3.11 or newer. Type make -C " in message
     assert installed.explain_import_error(KeyboardInterrupt()) is None
 
 

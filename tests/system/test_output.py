@@ -1,4 +1,4 @@
-"""Standard output and error may be lost in any way: the program goes on, and a file in its folder has the rest."""
+"""A program whose stdout or stderr is lost continues and writes the remaining output to a file."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_the_file_may_be_lost_too(tmp_path: Path) -> None:
     assert in_a_fork(work) == 0
 
 
-def test_what_is_not_to_be_buffered_is_not(tmp_path: Path) -> None:
-    """As PYTHONUNBUFFERED asks for, on hosts that are reached by ssh."""
+def test_unbuffered_streams_stay_unbuffered(tmp_path: Path) -> None:
+    """Remote hosts run with PYTHONUNBUFFERED; unbuffered streams stay so."""
 
     def work() -> None:
         os.dup2(os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT), 1)

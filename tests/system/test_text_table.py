@@ -1,4 +1,4 @@
-"""Tables are the same text whatever the terminal."""
+"""Tables do not depend on the terminal."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def test_columns_are_aligned() -> None:
 def test_no_terminal_changes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "10")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    wide, markup = "x" * 300, "[bold]not markup[/bold] :smile:"
-    assert text_table([(wide, markup, "1.5")]) == [f"{wide}  {markup}  1.5"]
+    long, markup = "x" * 300, "[bold]not markup[/bold] :smile:"
+    assert text_table([(long, markup, "1.5")]) == [f"{long}  {markup}  1.5"]

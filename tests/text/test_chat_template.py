@@ -1,4 +1,4 @@
-"""Each chat template to its text, masks exact at their borders."""
+"""Chat templates: rendered text and exact loss masks."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ GOLDEN = {
 }
 
 
-def shown(pieces: list[TextSpan]) -> str:
-    """The text, with what is to be learned in «»."""
-    return "".join(f"«{piece.text}»" if piece.learn else piece.text for piece in pieces).replace("»«", "")
+def shown(text_spans: list[TextSpan]) -> str:
+    """Return the text, with the text that has a loss in «»."""
+    return "".join(f"«{span.text}»" if span.learn else span.text for span in text_spans).replace("»«", "")
 
 
 @pytest.mark.parametrize("name", sorted(NAMED_TEMPLATES))
@@ -95,7 +95,7 @@ def test_named_templates(name: str) -> None:
     turns = [Turn("system", "S"), Turn("user", "Q"), Turn("assistant", "A")]
     assert shown(NAMED_TEMPLATES[name].render_spans(turns)) == GOLDEN[name]
     unlearned = NAMED_TEMPLATES[name].render_spans([*turns[:2], Turn("assistant", "A", learn=False)])
-    assert not any(piece.learn for piece in unlearned)
+    assert not any(span.learn for span in unlearned)
 
 
 OWN = {
@@ -129,9 +129,9 @@ def test_jinja_renders_as_transformers_does(folder: Path) -> None:
             assert ours.render(turns, ask) == expected
     tokenizer = HuggingFaceTokenizer(folder)
     rendered = load_own_template(folder, tokenizer.added_tokens).render_spans(TALK)
-    found, _ = encode_spans(rendered, tokenizer, parse_special=True)
+    actual, _ = encode_spans(rendered, tokenizer, parse_special=True)
     messages = [{"role": turn.role, "content": turn.text} for turn in TALK]
-    assert found == theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
+    assert actual == theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
 
 
 @pytest.mark.parametrize("answer", ["A", "s", "a", "art", "is", ">", "<", "<thin", "think", "Assistant"])
@@ -143,8 +143,8 @@ def test_an_answer_is_not_found_in_what_introduces_it(source: str, answer: str) 
     one = f"<|Assistant|>«{answer}<|im_end|>»"
     assert shown(template.render_spans(turns)) == f"<|im_start|><|User|>is it A?{one}<|User|>a{one}"
     thought = [turns[0], Turn("assistant", f"<think>\nhm {answer}</think>{answer}")]
-    kept = R1.replace("text.split('</think>')[-1]", "text")
-    assert shown(Jinja(kept, SPECIAL, ["<|im_end|>"], "test").render_spans(thought)) == (
+    without_split = R1.replace("text.split('</think>')[-1]", "text")
+    assert shown(Jinja(without_split, SPECIAL, ["<|im_end|>"], "test").render_spans(thought)) == (
         f"<|im_start|><|User|>is it A?<|Assistant|><think>\n«hm {answer}</think>{answer}<|im_end|>»"
     )
 
@@ -158,8 +158,8 @@ LEARNED = {
 
 @pytest.mark.parametrize("name", sorted(LEARNED))
 def test_masks_of_realistic_templates(name: str) -> None:
-    pieces = Jinja(REALISTIC[name], SPECIAL, ["<|im_end|>"], "test").render_spans(TALK[:2])
-    assert shown(pieces).endswith(LEARNED[name])
+    text_spans = Jinja(REALISTIC[name], SPECIAL, ["<|im_end|>"], "test").render_spans(TALK[:2])
+    assert shown(text_spans).endswith(LEARNED[name])
 
 
 def test_an_end_that_is_not_flagged_special(folder: Path, tmp_path: Path) -> None:
@@ -181,9 +181,9 @@ def test_a_template_is_rendered_in_a_sandbox() -> None:
         assert caught.value.reason == "template_refuses"
 
 
-def learned(pieces: list[TextSpan], tokenizer: Tokenizer) -> str:
-    """The tokens' text, with those that are to be learned in «»."""
-    ids, marks = encode_spans(pieces, tokenizer, parse_special=True)
+def learned(text_spans: list[TextSpan], tokenizer: Tokenizer) -> str:
+    """Decode the tokens, with the text that has a loss in «»."""
+    ids, marks = encode_spans(text_spans, tokenizer, parse_special=True)
     parts, start = [], 0
     for position in range(1, len(ids) + 1):
         if position == len(ids) or marks[position] != marks[start]:
@@ -200,16 +200,16 @@ def test_masks_of_own_templates(name: str, folder: Path) -> None:
     assert learned(template.render_spans(TALK), tokenizer) == OWN[name]
 
 
-def test_a_token_that_would_cross_a_border_is_cut(folder: Path, tokenizer: Path) -> None:
-    """`answer:` ends in a space, and ` yes` is one token: the model is asked with the space, so it never says it."""
-    pieces = [TextSpan("answer: ", False), TextSpan("yes", True), TextSpan("\n", False), TextSpan("\nno", True)]
+def test_a_token_that_would_cross_a_span_boundary_is_cut(folder: Path, tokenizer: Path) -> None:
+    """The prompt `answer: ` ends in a space, so the answer must not begin with the token ` yes`."""
+    text_spans = [TextSpan("answer: ", False), TextSpan("yes", True), TextSpan("\n", False), TextSpan("\nno", True)]
     bpe = HuggingFaceTokenizer(folder)
     whole = bpe.spans("answer: yes\n\nno", parse_special=True)
     assert any(start < 8 < end for start, end in zip(whole.starts, whole.ends, strict=True)), "no token crosses here"
     for encoder in (bpe, SentencePieceTokenizer(tokenizer)):
-        ids, marks = encode_spans(pieces, encoder, parse_special=True)
-        for wanted, text in ((False, "answer: \n"), (True, "yes\nno")):
-            parts = [number for number, mark in zip(ids, marks, strict=True) if mark is wanted]
+        ids, marks = encode_spans(text_spans, encoder, parse_special=True)
+        for learn_flag, text in ((False, "answer: \n"), (True, "yes\nno")):
+            parts = [number for number, mark in zip(ids, marks, strict=True) if mark is learn_flag]
             assert encoder.decode(parts).replace(" ", "") == text.replace(" ", "")
         assert "answer: yes" in encoder.decode(ids), "a space was put in, or lost"
 

@@ -69,7 +69,7 @@ RECORDS: list[tuple[str, dict[str, Any], list[Turn]]] = [
     ),
     ("prompt and response", {"prompt": "q", "response": "a", "tools": []}, ASKED),
     (
-        "system beside the turns",
+        "system next to the turns",
         {"system": "s", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
         [Turn("system", "s"), *TWO],
     ),

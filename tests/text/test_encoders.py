@@ -49,7 +49,7 @@ def test_fast_encoders_give_sentencepieces_ids(name: str, model: Path | None, to
     pytest.importorskip(name, reason=f"{name} is not installed")
     path = model or tokenizer
     if not path.exists():
-        pytest.skip(f"{path.name} is not here (the folder shared/ beside the repository)")
+        pytest.skip(f"{path.name} is missing (folder shared/ next to the repository)")
     encoder = load_encoder("sentencepiece", str(path), name)
     assert encoder.name == name and encoder.is_fast
     texts = fuzz(4000, seed=11)
@@ -184,7 +184,7 @@ def test_redpajama_mini_is_identical_in_every_subset(tmp_path: Path) -> None:
     """A slice of each subset's real text; python -m benchmarks.verify.data does all 58.8 MB."""
     folder = SHARED / "redpajama_mini"
     if not folder.exists():
-        pytest.skip("the folder shared/ beside the repository is not here")
+        pytest.skip("the folder shared/ next to the repository is missing")
     from data_prep.lib.input_files import find_sources
     from data_prep.lib.sources import read_lines
 

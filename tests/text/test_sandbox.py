@@ -1,4 +1,4 @@
-"""Templates of strangers end soon, in little memory, with a reason; those of models are not hindered."""
+"""Templates from untrusted sources have time and memory limits, which templates of real models do not reach."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_what_does_not_compile(source: str, words: str) -> None:
 
 
 def test_large_conversations_are_rendered() -> None:
-    """The bounds grow with what is rendered."""
+    """The limits grow with the rendered text."""
     source = (
         "{% for message in messages %}{% set text = message.content.split('</think>')[-1].strip() %}"
         "{{ '<|' ~ message['role'] ~ '|>' + text | replace('x', 'yy') }}{{ (message | tojson(indent=2)) | length }}"

@@ -11,7 +11,7 @@ class Case(NamedTuple):
     bad: dict[str, Any]
     good: dict[str, Any]
     advice: str
-    """What the message must tell the user to write."""
+    """Text that the message must suggest."""
 
 
 LORA = {"finetune.method": "lora"}

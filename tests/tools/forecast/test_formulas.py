@@ -36,9 +36,7 @@ def saved_activations(job: Job) -> float:
     ("model", "everything", "without_scores", "inputs"),
     [("7b", 97.0, 17.0, 1.0), ("13b", 151.6, 26.6, 1.56), ("70b", 485.0, 85.0, 5.0)],
 )
-def test_activations_match_korthikanti(
-    model: str, everything: float, without_scores: float, inputs: float
-) -> None:
+def test_activations_match_korthikanti(model: str, everything: float, without_scores: float, inputs: float) -> None:
     """s*b*h*(34 + 5*a*s/h) without recomputation, 34 with selective, 2 with full (arXiv:2205.05198, table 2)."""
     job = Job(GPT[model], seq=4096, micro_batch=1, num_microbatches=1, program=BEFORE_FLASH)
     assert saved_activations(job) == pytest.approx(everything, rel=2e-3)

@@ -101,11 +101,7 @@ def test_the_base_may_move(folders: Path, tmp_path: Path) -> None:
             assert (model.stored.folder, model.tokenizer, model.token_ids) == (moved, moved, {"eos_token_id": 0})
         for main, arguments in ((generate, ARGUMENTS), (evaluate, (*CPU, "--dataset", tmp_path / "none"))):
             done = command(main, folders / "run", *arguments)
-            assert (
-                done.status == 2
-                and "no such folder" in " ".join(done.err.split())
-                and "Traceback" not in done.err
-            )
+            assert done.status == 2 and "no such folder" in " ".join(done.err.split()) and "Traceback" not in done.err
     finally:
         moved.rename(base)
 

@@ -161,9 +161,7 @@ def test_notations_of_cells(tmp_path: Path) -> None:
     }
     cells = {name.upper(): cell for name, cell in sorted({**plain, **other}.items(), reverse=True)}
     path = tmp_path / "runs.csv"
-    path.write_text(
-        ";".join(cells) + "\n" + ";".join(cells.values()) + "\n\n;;;\n3;half a line\n", encoding="utf-8"
-    )
+    path.write_text(";".join(cells) + "\n" + ";".join(cells.values()) + "\n\n;;;\n3;half a line\n", encoding="utf-8")
     (compared,), skipped = compare_file(path)
     (expected,), _ = compare_table([plain])
     assert (compared.run.job, compared.run.device) == (expected.run.job, expected.run.device)
