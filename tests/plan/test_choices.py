@@ -88,14 +88,14 @@ def test_the_line_that_everybody_types(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_an_unnamed_device_is_taken_for_a_cpu_and_the_plan_says_so() -> None:
-    assert "no device is named" in format_plan(plan_of("model=llama7b", "trainer.dp=1"))
-    assert "no device is named" not in format_plan(plan_of("device=cpu"))
+    assert "not set; device=cuda" in format_plan(plan_of("model=llama7b", "trainer.dp=1"))
+    assert "not set; device=cuda" not in format_plan(plan_of("device=cpu"))
 
 
 def test_a_gpu_without_bf16_units_gets_fp32() -> None:
     old = Machine(16 << 30, accelerator=True, fast_bf16=False)
     plan = plan_of("device=cuda", machine=old)
-    assert plan.config.trainer.precision == "fp32" and "no units for bf16" in format_plan(plan)
+    assert plan.config.trainer.precision == "fp32" and "has no bf16" in format_plan(plan)
 
 
 def test_the_demo_is_as_it_was() -> None:

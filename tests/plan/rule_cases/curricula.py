@@ -16,7 +16,7 @@ CASES = [
             ({**LENGTHS, "difficulty": [256, 64]}, "[64,128,256]"),
             ({**LENGTHS, "max_step": [9, 12]}, "one max_step less"),
             ({**LENGTHS, "max_step": "9"}, "change max_step"),
-            ({**LENGTHS, "min_difficulty": 64}, "leave out min_difficulty"),
+            ({**LENGTHS, "min_difficulty": 64}, "omit min_difficulty"),
             ({**LENGTHS, "difficulty_type": "percentile"}, "difficulty_type: value"),
             ({**LENGTHS, "index": "folder"}, "omit index"),
             ({**LENGTHS, "metric": " "}, "metric: seqlen_truncate"),

@@ -63,9 +63,9 @@ CASES = [
         {**RECORDS, "data.prefixes": ["x.tsv"], "data.template": "qnli"},
         "data.template=qnli",
     ),
-    Case("records_can_be_prepared", 1, {**RECORDS, "data.template": "qnli"}, RECORDS, "leave data.template out"),
+    Case("records_can_be_prepared", 1, {**RECORDS, "data.template": "qnli"}, RECORDS, "omit data.template"),
     Case(
-        "records_can_be_prepared", 1, {**RECORDS, "data.chat_template": "chatml"}, RECORDS, "leave data.chat_template"
+        "records_can_be_prepared", 1, {**RECORDS, "data.chat_template": "chatml"}, RECORDS, "omit data.chat_template"
     ),
     Case("data_is_there", 1, {"data.mock": False}, {"data.mock": True}, "data=mock"),
     Case(
