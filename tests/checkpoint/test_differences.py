@@ -72,7 +72,7 @@ def test_the_same_run_differs_in_nothing(folder: Path) -> None:
     plan = plan_in(folder, 1, {})
     assert between(plan, plan_in(folder, 1, {})) == []
     # Not even where all that was derived is written out, as in the run's config.yaml.
-    assert between(plan, Plan(**{**vars(plan), "asked": plan.config})) == []
+    assert between(plan, Plan(**{**vars(plan), "requested": plan.config})) == []
 
 
 def test_a_setting_that_was_not_there_then_and_is_derived_now_is_no_difference(folder: Path) -> None:
