@@ -285,7 +285,7 @@ def test_the_plan_says_how_much_each_validation_sees(tmp_path: Path) -> None:
     for steps, said in {
         None: "on all 20 examples, in batches of 8: 3",
         2: "on 16 of 20 examples; trainer.val_steps=null",
-        3: "takes 24 examples of 20, so that some count more often",
+        3: "uses 24 examples of 20, so some count twice",
     }.items():
         plan = plan_of([prefix], **settings, **{"trainer.val_steps": steps})
         assert plan.config.trainer.val_steps == steps and said in " ".join(plan.notes), plan.notes

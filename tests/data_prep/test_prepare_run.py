@@ -184,9 +184,9 @@ def test_files_that_are_refused(base: Path, chat: Path, tmp_path: Path, monkeypa
     with pytest.raises(ConfigError) as refused:  # before anything is prepared
         resolve(config, 1)
     output = " ".join(str(refused.value).split())
-    for part in ("needs a tokenizer", "no such file", "is a table", "num_hidden_layers"):
+    for part in ("is needed to encode the text in", "no such file", "is needed for the table", "num_hidden_layers"):
         assert part in output, part
-    with pytest.raises(ConfigError, match=r"is\s+for\s+files\s+of\s+records"):
+    with pytest.raises(ConfigError, match=r"needs\s+raw\s+data\s+files"):
         resolve(Config(data=DataConfig(kind="sft", prefixes=["x"], chat_template="chatml")), 1, exists=lambda _: True)
 
 

@@ -188,7 +188,7 @@ def test_refuses_what_it_would_misread() -> None:
         with pytest.raises(ValueError, match=r"queries float32 \[2, .* do not match keys"):
             cpu_attention.attend(*changed, None)
     for wrong in (first.long(), first[:1]):
-        with pytest.raises(ValueError, match=r"has to be int32 \[2, 300\]"):
+        with pytest.raises(ValueError, match=r"must be int32 \[2, 300\]"):
             cpu_attention.attend(q, k, v, wrong)
 
 
@@ -205,7 +205,7 @@ def test_where_it_can_not_be_compiled_torchs_kernel_serves(monkeypatch: pytest.M
         raise RuntimeError("C++ compile error\nwith many lines")
 
     monkeypatch.setattr(CppCodeCache, "load", fails)
-    with pytest.warns(UserWarning, match=r"torch's kernel: .* could not be compiled \(C\+\+ compile error\)"):
+    with pytest.warns(UserWarning, match=r"torch's kernel, because .* could not be compiled \(C\+\+ compile error\)"):
         assert not cpu_attention.serves(inputs()[0])
 
 

@@ -103,7 +103,7 @@ def test_it_trains(tmp_path: Path) -> None:
         return done.stdout
 
     plan = train("--dry-run", "device=newchip")
-    assert "mask, the whole square" in plan
+    assert "mask, all scores with a dense mask" in plan
     train()
     assert attended.read_text() == "1234 (1, 1, 16, 16)"
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()

@@ -171,4 +171,4 @@ def test_hosts_that_do_not_fit_the_layout_are_refused(
 ) -> None:
     monkeypatch.setattr("megatron_llama.launch.ssh.run_on_hosts", None)
     assert cli.main([*TINY, "launch.hosts=[a,b,c]", "trainer.tp=2"]) == 2
-    assert "must divide the number of devices, which is 3" in capfd.readouterr().err
+    assert "must divide the number of devices, 3" in capfd.readouterr().err

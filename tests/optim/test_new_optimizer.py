@@ -75,9 +75,9 @@ def problems(world_size: int, **changes: object) -> list[Problem]:
 def test_whole_matrices_are_refused_where_ranks_hold_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     register(monkeypatch, replace(ROW, whole_matrix=True))
     (problem,) = problems(2, **{"trainer.tp": 2})
-    assert problem.field == "trainer.tp" and "tensor-parallel ranks hold parts of it" in problem.rule
+    assert problem.field == "trainer.tp" and "tensor parallelism shards it" in problem.rule
     (problem,) = problems(2, **{"trainer.zero": 1})
-    assert problem.field == "trainer.zero" and "the 2 data-parallel ranks hold parts of it" in problem.rule
+    assert problem.field == "trainer.zero" and "ZeRO shards it over 2 data-parallel ranks" in problem.rule
     assert len(problems(4, **{"trainer.tp": 2, "trainer.zero": 1})) == 2
     assert not problems(2, **{"trainer.zero": 0}) and not problems(1, **{"trainer.zero": 1})
     register(monkeypatch, ROW)
