@@ -47,7 +47,7 @@ Examples
   Another preset; two ranks share each matrix:
     python train.py model=llama_15m trainer.tp=2 trainer.steps=500
   The plan of 512 ranks, on a laptop:
-    python train.py --dry-run model=llama70b data=mock device=cuda \\
+    python train.py --dry-run model=llama70b data=mock \\
         trainer.tp=8 trainer.pp=16 trainer.dp=4
   A recipe, from a file or by its name in conf/experiment/:
     python train.py experiment=recipe.yaml trainer.steps=500

@@ -39,6 +39,13 @@ RANDOM_LTD_STEPS = 2 / 3
 VALIDATION_STEPS = 4
 
 
+def _describe_uneven_split(config: Config, layers: list[int]) -> str:
+    """Return the plan's line on a derived split with different numbers of layers."""
+    work = f"{head_cost_in_layers(config):.1f} layers"
+    split = f"trainer.pipeline_layers={format_value(layers)}"
+    return f"{split}: the last stage also has the output head, which costs as much as {work}"
+
+
 def derive_plan(config: Config, world_size: int) -> Plan:
     """Return the plan of a config that satisfies all rules. ``config`` is not changed.
 
@@ -57,9 +64,7 @@ def derive_plan(config: Config, world_size: int) -> Plan:
     num_microbatches = grid.share("samples", trainer.global_batch_size) // trainer.micro_batch_size
     if trainer.pipeline_layers is None and (uneven := balance_layers(config, num_microbatches)):
         trainer.pipeline_layers = uneven
-        work = f"{head_cost_in_layers(config):.1f} layers"
-        split = f"trainer.pipeline_layers={format_value(uneven)}"
-        chosen = (f"{split}: the last stage also has the output head, which costs as much as {work}",)
+        chosen = (_describe_uneven_split(config, uneven),)
     chunks = split_layers(model.num_hidden_layers, pp, trainer.vpp, trainer.pipeline_layers)
     trainer.pipeline_layers = [sum(map(len, chunks[stage::pp])) for stage in range(pp)]
     if finetune.method == "lora" and finetune.frozen_dtype is None:

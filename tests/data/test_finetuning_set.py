@@ -194,7 +194,7 @@ def test_epochs_are_steps(tmp_path: Path) -> None:
     text = data_plan([prefix], **{"trainer.epochs": 2, "data.seq_length": 8, "data.split": "1,0,0"})
     tokens = sum(len(ids) for ids, _ in some_examples(45))
     assert text.config.trainer.steps == 2 * ((tokens - 1) // 8) // 8
-    with pytest.raises(ConfigError, match=r"gives\s+no\s+step"):
+    with pytest.raises(ConfigError, match=r"has\s+no\s+step"):
         plan_of([prefix], **{"trainer.epochs": 1, "trainer.global_batch_size": 46})
 
 
@@ -283,8 +283,8 @@ def test_the_plan_says_how_much_each_validation_sees(tmp_path: Path) -> None:
     prefix = write_set(tmp_path / "set", some_examples(50))
     settings = {"data.split": "30,20,0", "trainer.val_every_steps": 5, "trainer.global_batch_size": 8}
     for steps, said in {
-        None: "on all 20 examples, in batches of 8: 3",
-        2: "on 16 of 20 examples; trainer.val_steps=null",
+        None: "each validation uses all 20 examples, in 3 batches of 8",
+        2: "each validation uses 16 of 20 examples; trainer.val_steps=null",
         3: "uses 24 examples of 20, so some count twice",
     }.items():
         plan = plan_of([prefix], **settings, **{"trainer.val_steps": steps})

@@ -151,7 +151,7 @@ def _with(adapter: Path, folder: Path, **settings: Any) -> Path:
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"use_rslora": True}, "use_rslora is True"),
         ({"bias": "all"}, "bias is 'all'"),
-        ({"target_modules": ".*_proj"}, "target_modules are no list"),
+        ({"target_modules": ".*_proj"}, "target_modules must be a list of names"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is"),
         ({"target_modules": ["q_proj", "c_attn"]}, "must be some of q_proj"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),  # it changes the base weights

@@ -147,7 +147,7 @@ def of(*overrides: str) -> Config:
 
 
 def test_a_hostfile_that_is_not_there_or_wrong_is_the_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"can't\s+be\s+read"):
+    with pytest.raises(ConfigError, match=r"cannot\s+be\s+read"):
         find_world(of(f"launch.hostfile={tmp_path}/none"), None)
     (tmp_path / "file").write_text("a slots=two\n")
     with pytest.raises(ConfigError, match=r"line\s+1"):

@@ -51,12 +51,12 @@ def lora(**changes: Any):
         (
             {"finetune.method": "full", "finetune.lora_rank": 4},
             "finetune.lora_rank",
-            "write finetune.method=lora, or leave finetune.lora_rank out",
+            "write finetune.method=lora, or omit finetune.lora_rank",
         ),
         (
             {"finetune.method": "none", "finetune.adapter": "folder"},
             "finetune.adapter",
-            "write finetune.method=lora, or leave finetune.adapter out",
+            "write finetune.method=lora, or omit finetune.adapter",
         ),
     ],
 )

@@ -93,7 +93,7 @@ def test_what_is_needed_is_what_pyproject_says() -> None:
 
 def test_a_namespace_is_not_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = {"google.protobuf": "protobuf", "google.nobody": "a", "nobody.at_all": "b", "nobody": "c"}
-    monkeypatch.setattr(installed, "NEEDED", modules)
+    monkeypatch.setattr(installed, "REQUIRED", modules)
     assert list(installed.missing_packages().values()) == ["a", "b", "c"]
 
 
@@ -151,9 +151,9 @@ def test_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     python.parent.mkdir(parents=True)
     python.touch()
     monkeypatch.setattr(installed, "VENV", tmp_path / ".venv")
-    assert f". Type {python} train.py 'data.name=a b', which takes" in str(installed.explain_import_error(error))
+    assert f". Type {python} train.py 'data.name=a b', which uses" in str(installed.explain_import_error(error))
     monkeypatch.setattr(installed, "ROOT", tmp_path)
-    assert ". Type .venv/bin/python train.py 'data.name=a b', which takes" in str(installed.explain_import_error(error))
+    assert ". Type .venv/bin/python train.py 'data.name=a b', which uses" in str(installed.explain_import_error(error))
 
 
 def test_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

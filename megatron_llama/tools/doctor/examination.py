@@ -258,7 +258,7 @@ def _node_table(nodes: Sequence[NodeState], readings: Sequence[ClockReading | No
 
 
 def _speed_table(measured: Mapping[str, Any]) -> list[str]:
-    """Format the slowest group of each axis, with bandwidths as in nccl-tests."""
+    """Format the slowest group of each axis, with bandwidths as in the NCCL tests."""
     slowest: dict[tuple[str, str, int], Rate] = {}
     for fields in measured["collectives"]:
         rate = Rate(**fields)

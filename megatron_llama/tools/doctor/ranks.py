@@ -334,7 +334,7 @@ def times_of_calls(
     return sorted(slowest.tolist())
 
 
-# Bandwidth of a collective as defined by nccl-tests.
+# Bandwidth of a collective as defined by the NCCL tests.
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ class Rate:
     kind: str
     ranks: int
     size: int
-    """Bytes, as in nccl-tests: inputs of all_reduce and reduce_scatter, outputs of all_gather, messages."""
+    """Bytes, as in the NCCL tests: inputs of all_reduce and reduce_scatter, outputs of all_gather, messages."""
     seconds: float
     """Median time of a call on the slowest rank."""
     group: tuple[int, ...] = ()
@@ -360,7 +360,7 @@ class Rate:
     def bus_bandwidth(self) -> float:
         """Bytes per second over a link with an optimal algorithm, independent of the number of ranks.
 
-        The factors are from doc/PERFORMANCE.md of nccl-tests.
+        The factors are from doc/PERFORMANCE.md of the NCCL tests.
         """
         return self.algorithm_bandwidth * bus_factor(self.kind, self.ranks)
 

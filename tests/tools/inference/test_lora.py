@@ -123,7 +123,7 @@ def test_another_base_is_refused(folders: Path) -> None:
     [
         ({"use_rslora": True}, "use_rslora is True"),
         ({"r": 2}, "has shape"),
-        ({"r": 64}, "lora_rank 64: is above the rank"),
+        ({"r": 64}, "lora_rank 64: exceeds the rank"),
         ({"lora_alpha": -1}, "lora_alpha -1"),
         ({"target_modules": ["q_proj"]}, "this run has no such tensor"),
         ({"base_model_name_or_path": "missing/model"}, "'missing/model' is not a model folder"),
