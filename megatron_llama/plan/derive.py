@@ -58,8 +58,8 @@ def derive_plan(config: Config, world_size: int) -> Plan:
         first = split_weights(data.prefixes)[1][0]
         data.cache_dir = os.path.join(os.path.dirname(first), "index_cache")
     grid = Grid.of(trainer).with_world(world_size)
-    tp, pp, dp, data_ranks = trainer.tp, trainer.pp, grid.sizes["dp"], grid.product(*grid.same_weights)
-    trainer.dp, trainer.shard_group = dp, trainer.shard_group or data_ranks
+    tp, pp, data_ranks = trainer.tp, trainer.pp, grid.product(*grid.same_weights)
+    trainer.dp, trainer.shard_group = grid.sizes["dp"], trainer.shard_group or data_ranks
     trainer.compile_cache = os.path.abspath(os.path.expanduser(trainer.compile_cache or user_cache("compile")))
     num_microbatches = grid.share("samples", trainer.global_batch_size) // trainer.micro_batch_size
     if trainer.pipeline_layers is None and (uneven := balance_layers(config, num_microbatches)):
@@ -78,8 +78,7 @@ def derive_plan(config: Config, world_size: int) -> Plan:
     if trainer.sp and tp == 1:
         notes.append("trainer.sp=true has no effect with trainer.tp=1")
     elif trainer.sp is None and data.length % grid.divisor("activations"):
-        reason = f"data.seq_length={data.length} is not a multiple of trainer.tp={tp}"
-        notes.append(f"sequence parallelism is off: {reason}")
+        notes.append(f"sequence parallelism is off: data.seq_length={data.length} is not a multiple of trainer.tp={tp}")
     data.eod_mask_loss = data.document_mask if data.eod_mask_loss is None else data.eod_mask_loss
     # A rule rejects trainer.sp=true if the sequence length is not a multiple of tp.
     trainer.sp = trainer.sp is not False and tp > 1 and data.length % grid.divisor("activations") == 0
@@ -93,7 +92,7 @@ def derive_plan(config: Config, world_size: int) -> Plan:
         config=config,
         requested=requested,
         world_size=world_size,
-        dp=dp,
+        dp=grid.sizes["dp"],
         num_microbatches=num_microbatches,
         stage_layers=tuple(chunks),
         padded_vocab_size=padded_vocab_size(model.vocab_size, tp),

@@ -88,5 +88,6 @@ def test_a_checkpoint_without_a_record_is_refused_in_words(tmp_path: Path) -> No
     data = [*data_of(tmp_path, blend=False), "trainer.steps=4"]
     run(1, tmp_path / "run", *data, until=2, tamper=_without_record)
     assert read_manifest(tmp_path / "run" / "checkpoints" / "step_00000002").state.data is None
-    with pytest.raises(RankFailed, match=r"(?s)the\s+checkpoint\s+of\s+step\s+2\s+has\s+no\s+data\s+record.*init_from=FOLDER"):
+    rule = r"(?s)the\s+checkpoint\s+of\s+step\s+2\s+has\s+no\s+data\s+record.*init_from=FOLDER"
+    with pytest.raises(RankFailed, match=rule):
         run(1, tmp_path / "run", *data, until=4)

@@ -221,5 +221,6 @@ def test_a_failure_stops_a_run_and_is_counted_ahead_of_it(tmp_path: Path) -> Non
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(RankFailed, match=r"needs\s+a\s+C\+\+\s+compiler,\s+and\s+no-such-compiler\s+is\s+not\s+installed"):
+    rule = r"needs\s+a\s+C\+\+\s+compiler,\s+and\s+no-such-compiler\s+is\s+not\s+installed"
+    with pytest.raises(RankFailed, match=rule):
         run_layout(1, "trainer.compile=true", steps=1)
