@@ -93,7 +93,8 @@ def test_settings_that_a_row_refuses_are_refused_with_its_reason(monkeypatch: py
         assert problem.field == name and problem.rule == f"optim.name=lion {reasons[name]}"
     register(monkeypatch, replace(ROW, sums_gradients=True))
     (problem,) = problems(2, **{"trainer.zero": 1})
-    assert problem.field == "trainer.zero" and problem.rule == "must be 0: optim.name=lion exchanges unsharded gradients"
+    assert problem.field == "trainer.zero"
+    assert problem.rule == "must be 0: optim.name=lion exchanges unsharded gradients"
 
 
 def test_every_row_names_a_factory_and_the_states_that_it_builds() -> None:
