@@ -260,9 +260,9 @@ class TrainerConfig:
     fp32_OptStates, fp32_ZeroOptMaster, fp32_ZeroOptMasterGradAcc, megatron_amp_O2. Derived: bf16 on accelerators with
     bf16 units, else fp32. docs/guides/training/precision.md"""
     recompute: Annotated[str, one_of(*RECOMPUTE)] = "none"
-    """Activation recomputation: none, elementwise, selective or full. elementwise recomputes norms, RoPE and SwiGLU:
-    half the memory at little cost. selective also recomputes attention, for kernels that save its scores. full
-    recomputes whole blocks from their saved input."""
+    """Activation recomputation: none, elementwise, selective or full. With elementwise, norms, RoPE and SwiGLU are
+    recomputed: half the memory at little cost. With selective, attention is recomputed too, for kernels that save its
+    scores. With full, blocks are recomputed from their saved input."""
     offload: Annotated[list[str], some_of(OFFLOADED)] = field(default_factory=list)
     """State kept in host memory. activations: tensors that blocks save for the backward pass. optimizer: its states;
     the update then runs on the host."""
