@@ -242,7 +242,7 @@ def test_cost_does_not_depend_on_the_world_size() -> None:
 def test_counts_are_extrapolated_over_micro_batches(layout: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(2, *layout, "trainer.global_batch_size=12", "trainer.micro_batch_size=1")
     (whole,) = run_rehearsals(plan, 0)
-    monkeypatch.setattr(module, "MOST_BLOCK_RUNS", 0)
+    monkeypatch.setattr(module, "MAX_BLOCK_RUNS", 0)
     (part,) = run_rehearsals(plan, 0)
     assert whole.rehearsed_microbatches == 12 > part.rehearsed_microbatches
     assert part.microbatches == 12
