@@ -153,7 +153,7 @@ def page(record: dict[str, Any]) -> Iterator[str]:
         yield from ["", f"## {cell.title}", ""]
         yield from markdown_table(HEAD, speed_rows(cell))
         peaks = [turn.peak_flops / 1e9 for result in cell.results for turn in result.turns]
-        yield from ["", f"Matmul peak around the turns: {Spread.of(peaks)} GFLOP/s. ", *summary_lines(cell)]
+        yield from ["", f"Matmul peak around the turns: {Spread.of(peaks)} GFLOP/s.", "", *summary_lines(cell)]
         if rows := list(layout_rows(cell)):
             yield from ["", *markdown_table(LAYOUT_HEAD, rows)]
     yield from ["", "## Programs", ""]

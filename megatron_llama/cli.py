@@ -171,8 +171,8 @@ def parse_overrides(
         if error.config is not None:
             find_world(error.config, context).plan(known=error.problems)
         raise
-    named_by_starter = context is not None and context.launcher == "hosts"  # then with its subfolder
-    if subfolder and config.run.dir and not named_by_starter:
+    named_by_launcher = context is not None and context.launcher == "hosts"  # then with its subfolder
+    if subfolder and config.run.dir and not named_by_launcher:
         config.run.dir = str(Path(config.run.dir) / subfolder)
     return config
 

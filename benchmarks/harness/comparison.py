@@ -119,26 +119,26 @@ def _memory_settings(result: ProgramResult) -> tuple[int, int, str]:
 
 
 def summary_lines(cell: ComparisonCell) -> Iterator[str]:
-    """Yield sentences that compare this project's speed and memory with the peers'."""
+    """Yield list items that compare this project's speed and memory with the peers'."""
     ours, fastest = cell.fastest(ours=True), cell.fastest(ours=False)
     if ours is None or fastest is None:
         return
     ratio = cell.ratio(ours, fastest)
-    yield f"{ours.name} is {ratio} times as fast as the fastest peer, {fastest.name}."
+    yield f"* {ours.name} is {ratio} times as fast as the fastest peer, {fastest.name}."
     peers = [r for r in cell.results if not is_this_project(r.name) and r.task.layout.ranks == 1]
     for peer in peers:
         if peer is not fastest:
-            yield f"{ours.name} is {cell.ratio(ours, peer)} times as fast as {peer.name}."
+            yield f"* {ours.name} is {cell.ratio(ours, peer)} times as fast as {peer.name}."
     alone = [r for r in cell.results if is_this_project(r.name) and r.task.layout.ranks == 1]
     for result in [ours, *(r for r in alone if _memory_settings(r) != _memory_settings(ours))]:
         if result is not ours:
             ratio = cell.ratio(result, fastest)
-            yield f"{result.name} is {ratio} times as fast as the fastest peer, {fastest.name}."
+            yield f"* {result.name} is {ratio} times as fast as the fastest peer, {fastest.name}."
         for kind, memory in (("resident", _peak_resident_bytes), ("live", lambda result: result.live_bytes)):
             smallest = min(peers, key=memory)
             if memory(smallest) and memory(result):
                 share = memory(result) / memory(smallest)
-                yield f"Its peak {kind} memory is {share:.0%} of {smallest.name}, the peer with the smallest."
+                yield f"* {result.name}: peak {kind} memory is {share:.0%} of {smallest.name}, the smallest peer."
 
 
 def layout_rows(cell: ComparisonCell) -> Iterator[list[str]]:

@@ -30,10 +30,10 @@ def test_ratios_are_computed_per_round() -> None:
 def test_summary_compares_with_the_fastest_and_the_smallest_peer() -> None:
     lines = list(comparison.summary_lines(cell()))
     assert lines == [
-        "ours is 2.00 (1.00 to 4.00) times as fast as the fastest peer, fast compiled.",
-        "ours is 10.00 (5.00 to 10.00) times as fast as lean.",
-        "Its peak resident memory is 60% of lean, the peer with the smallest.",
-        "Its peak live memory is 60% of lean, the peer with the smallest.",
+        "* ours is 2.00 (1.00 to 4.00) times as fast as the fastest peer, fast compiled.",
+        "* ours is 10.00 (5.00 to 10.00) times as fast as lean.",
+        "* ours: peak resident memory is 60% of lean, the smallest peer.",
+        "* ours: peak live memory is 60% of lean, the smallest peer.",
     ]
 
 
@@ -41,9 +41,9 @@ def test_summary_has_lines_for_recompute() -> None:
     recorded = cell()
     recorded.results.append(result("ours", [4.0, 4.0, 4.0], 30 << 20, recompute="full"))
     assert list(comparison.summary_lines(recorded))[-3:] == [
-        "ours recompute=full is 0.50 (0.50 to 1.00) times as fast as the fastest peer, fast compiled.",
-        "Its peak resident memory is 30% of lean, the peer with the smallest.",
-        "Its peak live memory is 30% of lean, the peer with the smallest.",
+        "* ours recompute=full is 0.50 (0.50 to 1.00) times as fast as the fastest peer, fast compiled.",
+        "* ours recompute=full: peak resident memory is 30% of lean, the smallest peer.",
+        "* ours recompute=full: peak live memory is 30% of lean, the smallest peer.",
     ]
 
 
