@@ -46,9 +46,9 @@ def batches_of_all_ranks(layout: dict[str, int]) -> list[Batches]:
 def test_a_step_is_its_samples_each_once(layout: dict[str, int], step: int) -> None:
     seen: Counter[int] = Counter()
     for batches in batches_of_all_ranks(layout):
-        mine = batches.at(step * GLOBAL_BATCH)
-        assert len(mine) == GLOBAL_BATCH // (layout["micro"] * layout["dp"])
-        for batch in mine:
+        local = batches.at(step * GLOBAL_BATCH)
+        assert len(local) == GLOBAL_BATCH // (layout["micro"] * layout["dp"])
+        for batch in local:
             assert batch.tokens.shape == (layout["micro"], 8)
             assert torch.equal(batch.labels, -batch.tokens)  # tokens and labels of the same sample
             seen.update(batch.tokens[:, 0].tolist())
@@ -73,10 +73,10 @@ def test_consumed_samples_need_not_be_whole_steps() -> None:
 
 
 def test_mock_samples_are_a_function_of_seed_and_index() -> None:
-    first, again = MockDataset(10, 16, 50, seed=3), MockDataset(999, 16, 50, seed=3)
+    first, repeated = MockDataset(10, 16, 50, seed=3), MockDataset(999, 16, 50, seed=3)
     other_seed = MockDataset(10, 16, 50, seed=4)
     for index in (9, 0, 4):  # in any order
-        assert all(torch.equal(first[index][key], again[index][key]) for key in ("tokens", "labels", "loss_mask"))
+        assert all(torch.equal(first[index][key], repeated[index][key]) for key in ("tokens", "labels", "loss_mask"))
     texts = {tuple(data[index]["tokens"].tolist()) for data in (first, other_seed) for index in range(10)}
     assert len(texts) > 15  # not all equal
     for sample in (first[index] for index in range(10)):

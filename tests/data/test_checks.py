@@ -40,8 +40,8 @@ def config_of(*prefixes: str, tokenizer: Path | None = None, vocabulary: int = V
 
 def only(problems: list[Problem]) -> str:
     """Return the message of the only problem."""
-    (told,) = merge_problems(problems)
-    return told
+    (merged,) = merge_problems(problems)
+    return merged
 
 
 def write_manifest(prefix: str, tokenizer: Path) -> None:

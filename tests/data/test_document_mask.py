@@ -27,12 +27,12 @@ Item = dict[str, list[int]]
 
 def documents_of(seed: int, count: int = 40) -> list[list[int]]:
     """Documents of 1 to 40 tokens without an end token. Ids are consecutive, so that each occurs once."""
-    chooser, first, found = random.Random(seed), 1, []
+    chooser, first, collected = random.Random(seed), 1, []
     for _ in range(count):
         length = chooser.choice([1, 1, 2, chooser.randint(1, 40)])
-        found.append(list(range(first, first + length)))
+        collected.append(list(range(first, first + length)))
         first += length
-    return found
+    return collected
 
 
 def items(prefix: str, **settings: object) -> list[Item]:
@@ -61,7 +61,7 @@ def test_borders_are_those_of_the_files(seed: int, tmp_path: Path) -> None:
         owners = [owner[token] for token in tokens]
         same = [a == b for a, b in zip(owners, owners[1:], strict=False)]
         assert [a == b for a, b in zip(ids, ids[1:], strict=False)] == same
-        counts = [float(owner[label] == own) for label, own in zip(labels, owners, strict=True)]
+        counts = [float(owner[label] == label_owner) for label, label_owner in zip(labels, owners, strict=True)]
         assert item["loss_mask"] == counts
         left_out += counts.count(0.0)
         assert bare == {"tokens": tokens, "labels": labels, "loss_mask": [1.0] * LENGTH}, "as it was before"
@@ -70,7 +70,7 @@ def test_borders_are_those_of_the_files(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["document_mask", "eod_mask_loss"])
-def test_megatrons_order_has_no_borders(name: str, tmp_path: Path) -> None:
+def test_megatrons_order_has_no_document_boundaries(name: str, tmp_path: Path) -> None:
     prefix = write_indexed(tmp_path / "text", documents_of(0))
     plan = data_plan([prefix], **{"data.seq_length": LENGTH, "data.split": "1,0,0", f"data.{name}": True})
     (message,) = run_ranks(_resumed, 1, plan)
@@ -84,27 +84,27 @@ def _resumed(rank: int, plan: Plan) -> str:
     return str(caught.value)
 
 
-class Pieces:
+class TokenSpans:
     """Documents of a stream's first samples, each as a separate padded sample; then samples without loss."""
 
     def __init__(self, stream: list[dict[str, torch.Tensor]]) -> None:
-        self.pieces = []
+        self.spans = []
         for sample in stream:
             start = 0
             for size in sample["documents"].unique_consecutive(return_counts=True)[1].tolist():
-                piece = {name: torch.zeros_like(values) for name, values in sample.items() if name != "documents"}
-                for name, values in piece.items():
+                span = {name: torch.zeros_like(values) for name, values in sample.items() if name != "documents"}
+                for name, values in span.items():
                     values[:size] = sample[name][start : start + size]
-                self.pieces.append(piece)
+                self.spans.append(span)
                 start += size
 
     def __len__(self) -> int:
-        return len(self.pieces)
+        return len(self.spans)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if index < len(self.pieces):
-            return self.pieces[index]
-        return {name: torch.zeros_like(values) for name, values in self.pieces[0].items()}
+        if index < len(self.spans):
+            return self.spans[index]
+        return {name: torch.zeros_like(values) for name, values in self.spans[0].items()}
 
 
 Gradients = tuple[float, dict[str, torch.Tensor]]
@@ -147,16 +147,16 @@ def _together_and_alone(rank: int, plan: Plan) -> tuple[Gradients, Gradients]:
     with process_groups(plan, topology, get_device("cpu"), CPU):
         stream, _ = build_streams(plan)
         whole = [dict(stream[number]) for number in range(plan.config.trainer.global_batch_size)]
-        pieces = Pieces(whole)
-        assert len(pieces) > 2 * len(whole)
+        spans = TokenSpans(whole)
+        assert len(spans) > 2 * len(whole)
         model = build_model(plan, topology, get_device("cpu"), CPU)
         together = Batches(stream, plan, topology, CPU).at(0)
-        alone = Batches(pieces, plan, topology, CPU)
+        alone = Batches(spans, plan, topology, CPU)
         size = plan.config.trainer.global_batch_size
-        apart = [batch for first in range(0, len(pieces), size) for batch in alone.at(first)]
-        found = []
+        apart = [batch for first in range(0, len(spans), size) for batch in alone.at(first)]
+        collected = []
         for microbatches in (together, apart):
             model.zero_grad()
             loss = model.forward_backward(microbatches).item()
-            found.append((loss, {s.name: s.grad.clone() for s in model.shards if s.grad is not None}))
-        return found[0], found[1]
+            collected.append((loss, {s.name: s.grad.clone() for s in model.shards if s.grad is not None}))
+        return collected[0], collected[1]

@@ -62,8 +62,8 @@ def test_files_are_made_once_and_mapped(dataset: IndexedDataset, tmp_path: Path,
     (folder,) = cache.glob("text-epoch3-*[!k]")
     assert sorted(path.name for path in folder.iterdir()) == ["borders.npy", "documents.npy", "order.npy"]
     monkeypatch.setattr(epoch_index, "make_epoch", None)  # would be called
-    again = open_epoch(dataset, (0, 160), 32, 7, 3, cache)
-    assert np.array_equal(first.order, again.order)
+    reopened = open_epoch(dataset, (0, 160), 32, 7, 3, cache)
+    assert np.array_equal(first.order, reopened.order)
     for other in ((0, 161), 32, 7, 3), ((0, 160), 31, 7, 3), ((0, 160), 32, 8, 3), ((0, 160), 32, 7, 4):
         with pytest.raises(TypeError):  # None is not callable: it would be made
             open_epoch(dataset, *other, cache)
@@ -73,12 +73,12 @@ def test_files_are_made_once_and_mapped(dataset: IndexedDataset, tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["documents.npy", "borders.npy", "order.npy"])
-def test_files_that_are_not_whole_are_made_again(dataset: IndexedDataset, tmp_path: Path, name: str) -> None:
+def test_incomplete_files_are_rebuilt(dataset: IndexedDataset, tmp_path: Path, name: str) -> None:
     open_epoch(dataset, (0, 160), 32, 7, 0, tmp_path / "cache")
     (file,) = (tmp_path / "cache").glob(f"*/{name}")
     file.write_bytes(file.read_bytes()[:-8])
-    again = open_epoch(dataset, (0, 160), 32, 7, 0, tmp_path / "cache")
-    assert all(map(np.array_equal, astuple(again), astuple(make_epoch(dataset.index.lengths, 0, 160, 32, 7, 0))))
+    reopened = open_epoch(dataset, (0, 160), 32, 7, 0, tmp_path / "cache")
+    assert all(map(np.array_equal, astuple(reopened), astuple(make_epoch(dataset.index.lengths, 0, 160, 32, 7, 0))))
 
 
 def test_a_failure_leaves_nothing(dataset: IndexedDataset, tmp_path: Path, monkeypatch: Any) -> None:
@@ -116,8 +116,8 @@ def test_many_processes_and_threads_make_it_together(
 
     def read() -> None:
         for seed in (7, 8, 9, 10):
-            found = open_epoch(dataset, (0, 160), 32, seed, 0, cache)
-            if seed == 7 and not all(map(np.array_equal, astuple(found), astuple(expected))):
+            opened = open_epoch(dataset, (0, 160), 32, seed, 0, cache)
+            if seed == 7 and not all(map(np.array_equal, astuple(opened), astuple(expected))):
                 wrong.value += 1
 
     def process() -> None:

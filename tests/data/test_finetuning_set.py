@@ -37,16 +37,16 @@ def some_examples(count: int, first: int = 1, vocabulary: int | None = None) -> 
     """(ids, mask) of examples of 2 to 17 tokens. Ids count on, unless they must fit a vocabulary; some examples' whole
     end is learned, some have answers in between."""
     rng = random.Random(count + first)
-    found, place = [], first
+    actual, place = [], first
     for _ in range(count):
         length = rng.randint(2, LENGTH + 1)
         ids = list(range(place, place + length))
         if vocabulary is not None:
             ids = [rng.randrange(vocabulary) for _ in ids]
         mask = [int(rng.random() < 0.5) for _ in range(length - 1)] + [1]
-        found.append((ids, mask))
+        actual.append((ids, mask))
         place += length
-    return found
+    return actual
 
 
 VALIDATING = {"trainer.val_every_steps": 1}
@@ -80,7 +80,7 @@ def _lists(data: SFTDataset, count: int) -> list[Item]:
 
 def taken_apart(item: Item) -> list[Example]:
     """The examples of a sample; all that is checked of their form on the way."""
-    found, place = [], 0
+    actual, place = [], 0
     documents = item.get("documents") or [0 if any(pair) else PADDING for pair in _used(item)]
     for number in range(max(documents) + 1):
         size = documents.count(number)
@@ -88,11 +88,11 @@ def taken_apart(item: Item) -> list[Example]:
         places = slice(place, place + size)
         tokens, labels, mask = (item[name][places] for name in ("tokens", "labels", "loss_mask"))
         assert tokens[1:] == labels[:-1]
-        found.append(([*tokens, labels[-1]], [int(mark) for mark in mask]))
+        actual.append(([*tokens, labels[-1]], [int(mark) for mark in mask]))
         place += size
     assert documents[place:] == [PADDING] * (LENGTH - place)
     assert not any(item["loss_mask"][place:]), "padding is in the loss"
-    return found
+    return actual
 
 
 def _used(item: Item) -> list[tuple[int, int]]:
@@ -103,12 +103,12 @@ def _used(item: Item) -> list[tuple[int, int]]:
 def test_an_epoch_is_every_example_once(tmp_path: Path, pack: bool) -> None:
     one, two = some_examples(37), some_examples(20, first=5000)
     prefixes = [write_set(tmp_path / "one", one), write_set(tmp_path / "two", two)]
-    found, _ = items(plan_of(prefixes, pack), 0)
-    seen = Counter((tuple(ids), tuple(mask)) for item in found for ids, mask in taken_apart(item))
+    actual, _ = items(plan_of(prefixes, pack), 0)
+    seen = Counter((tuple(ids), tuple(mask)) for item in actual for ids, mask in taken_apart(item))
     # The first token is never a label, so its mask says nothing.
     assert seen == Counter((tuple(ids), tuple(mask[1:])) for ids, mask in one + two)
-    assert len(found) == 57 if not pack else len(found) < 40
-    assert ("documents" in found[0]) == pack
+    assert len(actual) == 57 if not pack else len(actual) < 40
+    assert ("documents" in actual[0]) == pack
 
 
 def test_a_set_of_its_own_or_a_share_for_validation(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def other_masks(prefix: str) -> None:
     write_indexed(Path(prefix + "_mask"), [[1, 1]] * 5, "B")
 
 
-def wide_masks(prefix: str) -> None:
+def write_int32_masks(prefix: str) -> None:
     write_indexed(Path(prefix + "_mask"), [[1] * len(ids) for ids, _ in some_examples(30)], "H")
 
 
@@ -150,7 +150,7 @@ def single_token(prefix: str) -> None:
 BROKEN = [
     (no_mask, "has no readable loss masks"),
     (other_masks, "_mask does not match the dataset"),
-    (wide_masks, "_mask does not match the dataset"),
+    (write_int32_masks, "_mask does not match the dataset"),
     (cut_masks, "_mask.bin has"),
     (too_long, "an example of 18 tokens, which needs data.seq_length=17 (configured: 16)"),
     (single_token, "an example of one token"),
@@ -164,8 +164,8 @@ def test_unfit_sets_are_refused(tmp_path: Path, harm: Callable[[str], None], wor
     harm(prefix)
     with pytest.raises(RankFailed, match="ConfigError") as caught:
         items(plan, 1)
-    said = " ".join(str(caught.value).split())  # messages are wrapped to a terminal's width
-    assert words in said and str(prefix) in said
+    message = " ".join(str(caught.value).split())  # messages are wrapped to a terminal's width
+    assert words in message and str(prefix) in message
 
 
 def test_a_split_without_examples_is_refused(tmp_path: Path) -> None:
@@ -226,8 +226,8 @@ def test_loss_is_per_learned_token_of_the_global_batch_in_every_layout(tmp_path:
     ((loss, norm, by_hand),) = run_ranks(_losses, 1, plan)
     assert loss == pytest.approx(by_hand, rel=1e-6)
     for ranks, layout in LAYOUTS:
-        for found in run_ranks(_losses, ranks, resolve(load_config([*overrides, *layout], CONF), ranks)):
-            assert found[:2] == pytest.approx((loss, norm), rel=1e-5), layout
+        for actual in run_ranks(_losses, ranks, resolve(load_config([*overrides, *layout], CONF), ranks)):
+            assert actual[:2] == pytest.approx((loss, norm), rel=1e-5), layout
 
 
 def _losses(rank: int, plan: Plan) -> tuple[float, float, float]:
@@ -253,10 +253,10 @@ def test_validation_is_on_every_example_once(tmp_path: Path, pack: bool, layout:
     held_out = write_set(tmp_path / "held_out", some_examples(21, first=7, vocabulary=64))
     overrides = [*SMALL, *sft_overrides(tmp_path, pack), f"data.validation_prefixes=[{held_out}]"]
     overrides += ["trainer.val_every_steps=1", "model.initializer_range=0.3"]
-    ((found, by_hand),) = run_ranks(_val_loss, 1, resolve(load_config(overrides, CONF), 1))
-    assert found == pytest.approx(by_hand, rel=1e-6)
+    ((actual, by_hand),) = run_ranks(_val_loss, 1, resolve(load_config(overrides, CONF), 1))
+    assert actual == pytest.approx(by_hand, rel=1e-6)
     for other, _ in run_ranks(_val_loss, 2, resolve(load_config([*overrides, layout], CONF), 2)):
-        assert other == pytest.approx(found, rel=1e-6)
+        assert other == pytest.approx(actual, rel=1e-6)
 
 
 def _val_loss(rank: int, plan: Plan) -> tuple[float, float]:
@@ -282,13 +282,13 @@ def _val_loss(rank: int, plan: Plan) -> tuple[float, float]:
 def test_the_plan_says_how_much_each_validation_sees(tmp_path: Path) -> None:
     prefix = write_set(tmp_path / "set", some_examples(50))
     settings = {"data.split": "30,20,0", "trainer.val_every_steps": 5, "trainer.global_batch_size": 8}
-    for steps, said in {
+    for steps, message in {
         None: "each validation uses all 20 examples, in 3 batches of 8",
         2: "each validation uses 16 of 20 examples; trainer.val_steps=null",
         3: "uses 24 examples of 20, so some count twice",
     }.items():
         plan = plan_of([prefix], **settings, **{"trainer.val_steps": steps})
-        assert plan.config.trainer.val_steps == steps and said in " ".join(plan.notes), plan.notes
+        assert plan.config.trainer.val_steps == steps and message in " ".join(plan.notes), plan.notes
     assert "each validation" not in " ".join(plan_of([prefix], **{**settings, "trainer.val_every_steps": None}).notes)
     text = data_plan([prefix], **{"trainer.val_every_steps": 5, "data.split": "30,20,0"})
     assert text.config.trainer.val_steps == 4 and "each validation" not in " ".join(

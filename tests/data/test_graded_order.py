@@ -36,12 +36,12 @@ Settings = dict[str, Any]
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A dataset whose samples are as difficult as their first token is large, and an index of it."""
     folder = tmp_path_factory.mktemp("graded")
-    found = write_indexed(folder / "a", numbered(200))
+    written = write_indexed(folder / "a", numbered(200))
     for name in ("first", "last_digit"):
         analyze.main(
-            [found, "--metric", f"tests.data.test_graded_order.{name}", "--seq-length", "32", "--workers", "1"]
+            [written, "--metric", f"tests.data.test_graded_order.{name}", "--seq-length", "32", "--workers", "1"]
         )
-    return found
+    return written
 
 
 def first(ids: np.ndarray) -> float:
@@ -92,7 +92,7 @@ def test_no_sample_is_above_its_step(prefix: str) -> None:
     assert len(metrics) > 10
     units = [text(stream[number]) for number in range(60 * GLOBAL_BATCH)]
     order = open_difficulty_index(Path(f"{prefix}_metrics/last_digit-32"), prefix).order
-    kept = [unit for unit in order if unit * LENGTH + LENGTH < 4950]  # of the split
+    in_split = [unit for unit in order if unit * LENGTH + LENGTH < 4950]  # of the split
     for number, unit in enumerate(units):
         step = number // GLOBAL_BATCH + 1
         # The published arithmetic, by hand.
@@ -100,8 +100,8 @@ def test_no_sample_is_above_its_step(prefix: str) -> None:
         by_share = min(100, int((step / 30) ** 0.5 * 80 + 20))
         assert 2 + unit[0] / 10 <= by_value, f"sample {number}"
         assert len(unit) == LENGTH + 1 and (unit[0] - 1) % LENGTH == 0, "a unit is a stretch of the file"
-        rank = kept.index((unit[0] - 1) // LENGTH)
-        assert rank < by_share / 100 * len(kept), f"sample {number}"
+        rank = in_split.index((unit[0] - 1) // LENGTH)
+        assert rank < by_share / 100 * len(in_split), f"sample {number}"
     assert max(unit[0] for unit in units) > 3500
 
 
@@ -181,10 +181,10 @@ def test_what_is_cut() -> None:
     }
     (short,) = cut_sample(sample, SequenceCut(8, 1))
     assert short["tokens"].tolist() == [*range(8)] and short["num_tokens"] == 7
-    pieces = cut_sample(sample, SequenceCut(4, 2))
-    assert [piece["tokens"].tolist() for piece in pieces] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert [int(piece["num_tokens"]) for piece in pieces] == [4, 3]
-    assert pieces[1]["documents"].tolist() == [0, 0, 0, -1]
+    chunks = cut_sample(sample, SequenceCut(4, 2))
+    assert [chunk["tokens"].tolist() for chunk in chunks] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [int(chunk["num_tokens"]) for chunk in chunks] == [4, 3]
+    assert chunks[1]["documents"].tolist() == [0, 0, 0, -1]
     assert cut_sample(sample, None) == [sample]
 
 
@@ -198,15 +198,15 @@ def read(parts: Sequence[Part]) -> list[tuple[list[list[int]], list[Any], Record
 
 
 def _read(rank: int, parts: Sequence[Part]) -> list[Any]:
-    found = []
+    written = []
     for plan, record, start, count in parts:
         data: Data = build_data(plan, plan.topology(rank), CPU)
         if record is not None:
             data.resume(record, start)
         texts = [data.train.samples[start.samples + number]["tokens"].tolist() for number in range(count)]
         levels = [(level.samples, dict(level.difficulties)) for level in data.train.levels]
-        found.append((texts, levels, json.loads(json.dumps(data.record(start.samples + count)))))
-    return found
+        written.append((texts, levels, json.loads(json.dumps(data.record(start.samples + count)))))
+    return written
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft"])
@@ -229,8 +229,8 @@ def test_a_run_that_stops_anywhere_goes_on(prefix: str, kind: str, tmp_path: Pat
     ((begun, _, stopped),) = read([(other, None, RunPosition(), 96)])
     assert begun == whole[:96]
     parts: list[Part] = [(plan, stopped, RunPosition(12, 96), 144), (larger, stopped, RunPosition(12, 96), 96)]
-    (again, same_levels, ended), (faster, other_levels, _) = read(parts)
-    assert again == whole[96:] and same_levels == levels and ended == record
+    (repeated, same_levels, ended), (faster, other_levels, _) = read(parts)
+    assert repeated == whole[96:] and same_levels == levels and ended == record
     past = [level for level in levels if level[0] <= 96]
     assert faster != whole[96:192] and other_levels[: len(past)] == past and other_levels != levels
     assert faster[:8] == whole[96:104], "the current level continues at its position"
@@ -249,7 +249,7 @@ def test_a_curriculum_that_begins_later_begins_anew(prefix: str) -> None:
 
 
 def test_an_index_that_does_not_fit_is_refused(prefix: str, tmp_path: Path) -> None:
-    for metric, said in (
+    for metric, message in (
         ({**BY_VALUE, "metric": "unknown"}, "there is no index in .*unknown-32.*data_prep/analyze.py"),
         ({**BY_VALUE, "index": str(tmp_path)}, "there is no index"),
         (
@@ -257,7 +257,7 @@ def test_an_index_that_does_not_fit_is_refused(prefix: str, tmp_path: Path) -> N
             "no sample .* first is 2.1 or more",
         ),
     ):
-        with pytest.raises(ConfigError, match="(?s)" + said.replace(" ", r"\s+")):
+        with pytest.raises(ConfigError, match="(?s)" + message.replace(" ", r"\s+")):
             stream_of(graded_plan(prefix, metric))
     write_indexed(tmp_path / "b", numbered(100))
     (tmp_path / "b_metrics").symlink_to(f"{prefix}_metrics")

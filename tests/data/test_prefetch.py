@@ -85,9 +85,9 @@ def test_gives_what_the_batches_give(positions: list[int]) -> None:
     samples = Watched()
     batches = batches_of(samples)
     with Prefetcher(batches, end=40) as prefetcher:
-        found = [numbers(prefetcher.at(position)) for position in positions]
+        actual = [numbers(prefetcher.at(position)) for position in positions]
     assert samples.threads == {"prefetch"}, "nothing is built on the training thread"
-    assert found == [numbers(batches.at(position)) for position in positions]
+    assert actual == [numbers(batches.at(position)) for position in positions]
 
 
 def test_a_run_reads_each_sample_once_and_none_after_its_end() -> None:

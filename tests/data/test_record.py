@@ -43,7 +43,7 @@ def read(parts: Sequence[Part]) -> list[tuple[list[list[int]], list[list[int]], 
 
 
 def _read(rank: int, parts: Sequence[Part]) -> list:
-    found = []
+    actual = []
     for plan, record, consumed, has_checkpoint, count in parts:
         data = _data(plan, rank)
         if has_checkpoint:
@@ -51,8 +51,8 @@ def _read(rank: int, parts: Sequence[Part]) -> list:
             data.resume(record or megatron_record(plan, consumed), start)
         training = [text(data.train.samples[consumed + number]) for number in range(count)]
         validation = [text(data.validation.samples[number]) for number in range(8)] if data.validation else []
-        found.append((training, validation, json.loads(json.dumps(data.record(consumed + count)))))
-    return found
+        actual.append((training, validation, json.loads(json.dumps(data.record(consumed + count)))))
+    return actual
 
 
 def _data(plan: Plan, rank: int) -> Data:
@@ -106,10 +106,10 @@ def test_a_run_in_megatrons_order_resumes_in_that_order(sets: list[str], tmp_pat
     before, held_out = run_texts(plan, shares, count, 8, tmp_path / "theirs")
     ((new, _, _),) = read([(plan, None, 0, False, count)])
     assert new != before, "the orders are the same here: nothing is shown"
-    (samples, validation, record), (again, validation_again, _) = read(
+    (samples, validation, record), (second, resumed_validation, _) = read(
         [(plan, None, 40, True, 50), (plan, None, 90, True, 70)]
     )
-    assert samples == before[40:90] and again == before[90:] and validation == validation_again == held_out
+    assert samples == before[40:90] and second == before[90:] and validation == resumed_validation == held_out
     assert record["order"] == "megatron" and record["segments"][0]["shuffled"] == count
     stored, longer = record, data_plan(prefixes, **{"trainer.steps": 30, **VALIDATE})
     ((rest, validation, record),) = read([(longer, stored, 90, True, 150)])
@@ -156,24 +156,24 @@ def test_differences_are_told_by_what_they_change(sets: list[str], tmp_path: Pat
     blend: list[Any] = [0.5, a, 0.5, b]
     record = make_record(data_plan(blend))
 
-    def told(prefixes: list[Any] = blend, **changes: Any) -> list[tuple[str, str]]:
-        found = differences(record, make_record(data_plan(prefixes, **changes)))
-        assert all(saved != now for _, saved, now, _ in found)
-        return [(name, kind) for name, _, _, kind in found]
+    def reported(prefixes: list[Any] = blend, **changes: Any) -> list[tuple[str, str]]:
+        actual = differences(record, make_record(data_plan(prefixes, **changes)))
+        assert all(saved != now for _, saved, now, _ in actual)
+        return [(name, kind) for name, _, _, kind in actual]
 
-    assert told() == told([1, b, 1, a]) == []
-    assert told([0.5, a, 0.5, c]) == told([0.4, a, 0.5, b]) == told([a]) == [("data.prefixes", "blend")]
-    assert told(**{"data.split": "1,1,0"}) == [("data.split", "reading")]
+    assert reported() == reported([1, b, 1, a]) == []
+    assert reported([0.5, a, 0.5, c]) == reported([0.4, a, 0.5, b]) == reported([a]) == [("data.prefixes", "blend")]
+    assert reported(**{"data.split": "1,1,0"}) == [("data.split", "reading")]
     seed_and_length: Changes = {"trainer.seed": 3, "data.seq_length": 16}
-    assert told(**seed_and_length) == [("trainer.seed", "reading"), ("data.seq_length", "reading")]
-    assert told(**{"data.schedule": [{"samples": 9, "prefixes": [c]}]}) == [], "it has not begun"
+    assert reported(**seed_and_length) == [("trainer.seed", "reading"), ("data.seq_length", "reading")]
+    assert reported(**{"data.schedule": [{"samples": 9, "prefixes": [c]}]}) == [], "it has not begun"
     record["consumed_samples"] = 9
-    assert told(**{"data.schedule": [{"samples": 9, "prefixes": [c]}]}) == [("data.prefixes", "blend")]
+    assert reported(**{"data.schedule": [{"samples": 9, "prefixes": [c]}]}) == [("data.prefixes", "blend")]
     write_indexed(Path(b), numbered(26, 5001))  # a document was added
-    assert told() == [("data.prefixes", "content")]
+    assert reported() == [("data.prefixes", "content")]
     documents = numbered(26, 5001)
     documents[3], documents[4] = documents[4], documents[3]
     write_indexed(Path(b), documents)
     record = make_record(data_plan(blend))
     write_indexed(Path(b), numbered(26, 5001))  # equal numbers of tokens and documents
-    assert told() == [("data.prefixes", "content")]
+    assert reported() == [("data.prefixes", "content")]

@@ -41,8 +41,8 @@ def samples_of(plan: Plan, train: int, validation: int = 0, world: int = 1) -> l
 
 def _read(rank: int, plan: Plan, train: int, validation: int) -> tuple[list[Sample], list[Sample]]:
     splits = build_streams(plan)
-    wanted = zip(splits, (train, validation), strict=True)
-    return tuple([_lists(split[index]) for index in range(count)] if split else [] for split, count in wanted)  # type: ignore
+    pairs = zip(splits, (train, validation), strict=True)
+    return tuple([_lists(split[index]) for index in range(count)] if split else [] for split, count in pairs)  # type: ignore
 
 
 def _lists(sample: Any) -> Sample:
@@ -144,9 +144,9 @@ def test_training_and_validation_share_no_document(tmp_path: Path) -> None:
     prefix = write_indexed(tmp_path / "text", documents)
     ((training, validation),) = samples_of(data_plan([prefix], **VALIDATE), 400, 60)  # more than an epoch of each
     assert samples_of(data_plan([prefix]), 400) == [(training, [])], "validation changes the training samples"
-    border = documents[160][0]
-    assert max(ids(training)) < border <= min(ids(validation))
-    assert len(ids(training)) > 0.9 * border and len(ids(validation)) > 0.9 * (documents[-1][-1] - border)
+    boundary = documents[160][0]
+    assert max(ids(training)) < boundary <= min(ids(validation))
+    assert len(ids(training)) > 0.9 * boundary and len(ids(validation)) > 0.9 * (documents[-1][-1] - boundary)
 
 
 def test_without_weights_an_epoch_reads_each_dataset_once(tmp_path: Path) -> None:
@@ -173,9 +173,9 @@ def test_a_schedule_changes_the_blend_and_nothing_else(tmp_path: Path) -> None:
     oracle, stream = Oracle(plan, tmp_path / "oracle"), stream_of(plan)
     read: Counter[str] = Counter()
     for number in range(220):
-        found = text(stream[number])
-        which = a if found[0] < 10000 else b
-        assert found == oracle.text(which, read[which]), "a dataset did not continue at its position"
+        decoded = text(stream[number])
+        which = a if decoded[0] < 10000 else b
+        assert decoded == oracle.text(which, read[which]), "a dataset did not continue at its position"
         read[which] += 1
         if number == 59:
             assert read == {b: 60}
