@@ -21,7 +21,7 @@ LABEL = 14
 MOST_ROWS = 16
 MOST_COLUMNS = 4
 MOST_SHAPES = 4
-MOST_LETTERS = 24  # a longer path of a dataset is shortened to its end
+MOST_LETTERS = 19  # a longer path of a dataset is shortened to its end
 SHARDED = {1: "optimizer", 2: "optimizer and gradients", 3: "optimizer, gradients and parameters"}
 
 
@@ -266,7 +266,7 @@ def _readings(plan: Plan) -> list[str]:
     if not plan.dataset_usage:
         return []
     unit = "sequences" if plan.config.data.kind == "pretrain" else "examples"
-    rows = [[f"dataset, in {unit}", "per epoch", "tokens", "share", "read", "tokens", "epochs"]]
+    rows = [[f"dataset ({unit})", "per epoch", "tokens", "share", "read", "tokens", "epochs"]]
     for number in _some(len(plan.dataset_usage), MOST_ROWS):
         if number is None:
             rows.append(["…"] + [""] * (len(rows[0]) - 1))

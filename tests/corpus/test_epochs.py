@@ -86,7 +86,8 @@ def test_fine_tuning_sets_are_read_equally_often(sets: tuple[str, str]) -> None:
     assert (small.sequences, large.sequences) == (40, 400)
     assert (small.read, large.read) == (73, 727) and small.epochs == pytest.approx(large.epochs, rel=0.01)
     assert small.tokens == sum(map(len, numbered(50)[:40]))
-    assert "dataset, in examples" in format_plan(plan)
+    page = format_plan(plan)
+    assert "dataset (examples)" in page and max(map(len, page.splitlines())) < 80
 
 
 @pytest.mark.parametrize("count", [1, 7, 10, 99, 1000, 12345])
