@@ -164,6 +164,6 @@ def _outputs(run_dir: Path, picture: Path | None) -> list[str]:
     lines = [""]
     for name, path in outputs:
         if path is not None and path.exists():
-            command = f"  [dim](tensorboard --logdir {escape(str(path))})[/]" if name == "TensorBoard" else ""
-            lines.append(f"  {name:15s} {escape(str(path))}{command}")
+            command = "tensorboard --logdir " if name == "TensorBoard" else ""
+            lines.append(f"  {name:15s} {command}{escape(str(path))}")
     return lines
