@@ -97,7 +97,7 @@ def test_each_file_of_results_is_used() -> None:
 def commands_of(page: Path) -> list[str]:
     """Return the commands in the indented blocks of a page, joined over continued lines, without comments."""
     text = re.sub(r" *\\\n +", " ", page.read_text(encoding="utf-8"))
-    lines = re.findall(r"^    (?:\$ )?((?:python|torchrun|sbatch|make|source) .*)$", text, flags=re.MULTILINE)
+    lines = re.findall(r"^    (?:\$ )?((?:python|torchrun|srun|sbatch|make|source) .*)$", text, flags=re.MULTILINE)
     return [line.partition("  #")[0].strip() for line in lines]
 
 

@@ -12,6 +12,7 @@ import pytest
 from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import ConfigError, load_config
 from tests.paths import ROOT
+from tests.test_docs import commands_of
 
 GUIDES = sorted((ROOT / "docs/guides").rglob("*.md"))
 # Arguments that stand for a user's own file or value.
@@ -19,13 +20,6 @@ PLACEHOLDER = re.compile(r"[A-Z]{3,}|\.\.\.|\$|experiment=(their|ours|megatron_l
 # Programs that take settings as train.py does, with the settings of tools, and Hydra's sweeps.
 TAKE_SETTINGS = {"compile", "doctor", "pipeline", "plan", "profile", "rehearse", "traffic", "tune"}
 TOOL_GROUPS = ("cluster.", "tune.", "objective=", "trainer.dp=$")
-
-
-def commands(page: Path) -> list[list[str]]:
-    """Return the words of each command that starts a program of this project."""
-    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    lines = re.findall(r"^    (?:\$ )?((?:python|srun|torchrun|sbatch) .*)$", text, re.MULTILINE)
-    return [shlex.split(line, comments=True) for line in lines]
 
 
 @cache
@@ -53,7 +47,7 @@ def test_a_guide_begins_with_its_task_and_a_command(page: Path) -> None:
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
 def test_commands_have_valid_settings_and_flags(page: Path) -> None:
-    for words in commands(page):
+    for words in map(shlex.split, commands_of(page)):
         programs = [word for word in words if re.fullmatch(r"[\w/]+\.(py|slurm)", word)]
         if not programs:  # python -m benchmarks, lm_eval
             continue
