@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pages import commands_of
 from tests.paths import ROOT, TRAIN_PY
 
 # docs/design/log and the results describe files of their time.
@@ -92,13 +93,6 @@ def test_each_file_of_results_is_used() -> None:
     for file in (ROOT / "docs/results").iterdir():
         used = [path for path, text in texts.items() if f"/{file.name}" in text or f"({file.name}" in text]
         assert set(used) - {file}, f"no page links to {file.name}"
-
-
-def commands_of(page: Path) -> list[str]:
-    """Return the commands in the indented blocks of a page, joined over continued lines, without comments."""
-    text = re.sub(r" *\\\n +", " ", page.read_text(encoding="utf-8"))
-    lines = re.findall(r"^    (?:\$ )?((?:python|torchrun|srun|sbatch|make|source) .*)$", text, flags=re.MULTILINE)
-    return [line.partition("  #")[0].strip() for line in lines]
 
 
 def train(command: str) -> subprocess.CompletedProcess[str]:

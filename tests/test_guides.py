@@ -11,8 +11,8 @@ import pytest
 
 from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import ConfigError, load_config
+from tests.pages import commands_of
 from tests.paths import ROOT
-from tests.test_docs import commands_of
 
 GUIDES = sorted((ROOT / "docs/guides").rglob("*.md"))
 # Arguments that stand for a user's own file or value.

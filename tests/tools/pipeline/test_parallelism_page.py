@@ -17,12 +17,13 @@ from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan
 from megatron_llama.tools.common import MOCK_RUN
 from megatron_llama.tools.pipeline import cli
+from tests.pages import commands_of
 from tests.paths import ROOT
 from tests.ranks import run_ranks
 
 PAGE_FILE = ROOT / "docs/guides/training/parallelism.md"
 PAGE = PAGE_FILE.read_text(encoding="utf-8")
-COMMANDS = [shlex.split(line) for line in re.findall(r"^    (?:\$ )?(python \S+\.py .*)$", PAGE, re.M)]
+COMMANDS = [shlex.split(line) for line in commands_of(PAGE_FILE) if line.startswith("python ")]
 PICTURES = [command[2:] for command in COMMANDS if command[1] == "scripts/pipeline.py" and "--out" in command]
 
 
