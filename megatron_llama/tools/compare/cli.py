@@ -1,6 +1,6 @@
 """Compare training curves of run folders, TensorBoard folders, metrics.jsonl and trainer_state.json files of this
-project, NeMo, Megatron-LM, Lightning and the Hugging Face Trainer. Prints a table and a verdict, and draws the curves
-and their gap. See docs/guides/tools/compare.md."""
+project, NeMo, Megatron-LM, Lightning and the Hugging Face Trainer. Prints a table and a verdict; --out draws the
+curves and their gap. See docs/guides/tools/compare.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:  # these need numpy, which --help does not
     from megatron_llama.tools.compare.runs import Run
     from megatron_llama.tools.compare.verdict import Comparison
 
-STATUS = "Exit status: 0 the curves agree, 1 they differ, 2 wrong arguments or an unreadable run."
+STATUS = (
+    "Exit status: 0 the curves agree, 1 they differ, 2 too short to tell (fewer than 16 common points, or too few "
+    "samples in common), wrong arguments or an unreadable run."
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,19 +33,31 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         sys.stderr.write(format_problems(error, "This comparison") + "\n")
         return EXIT_USER
-    from megatron_llama.tools.compare.report import as_html, as_text, draw
+    from megatron_llama.tools.compare.report import as_text
 
     sys.stdout.write(as_text(comparison))
-    picture, page = Path(f"{arguments.out}.png"), Path(f"{arguments.out}.html")
-    try:
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        picture.write_bytes(draw(comparison))
-        page.write_text(as_html(comparison), encoding="utf-8")
-    except OSError as error:
-        sys.stderr.write(f"cannot write the report: {error}\n")
-        return EXIT_USER
-    sys.stdout.write(f"\n{picture}\n{page}\n")
-    return 0 if comparison.agree else EXIT_FAILED
+    if arguments.out is None:
+        sys.stdout.write("\n--out PREFIX writes the curves to PREFIX.png and PREFIX.html\n")
+    else:
+        try:
+            _write_report(comparison, arguments.out)
+        except OSError as error:
+            sys.stderr.write(f"cannot write the report: {error}\n")
+            return EXIT_USER
+    if comparison.agree:
+        return 0
+    return EXIT_FAILED if comparison.differ else EXIT_USER
+
+
+def _write_report(comparison: Comparison, prefix: str) -> None:
+    """Write the picture and the page, and print their paths."""
+    from megatron_llama.tools.compare.report import as_html, draw
+
+    picture, page = Path(f"{prefix}.png"), Path(f"{prefix}.html")
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    picture.write_bytes(draw(comparison))
+    page.write_text(as_html(comparison), encoding="utf-8")
+    sys.stdout.write(f"\nwrote {picture}\nwrote {page}\n")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,8 +78,8 @@ def parser() -> argparse.ArgumentParser:
     add("--tag", action="append", default=[], metavar="ROLE=NAME", help=text)
     text = "global batch size of runs that log steps but not samples"
     add("--samples-per-step", action="append", default=[], metavar="[RUN=]N", help=text)
-    text = "write PREFIX.png and PREFIX.html (default: comparison)"
-    add("--out", default="comparison", metavar="PREFIX", help=text)
+    text = "write the curves to PREFIX.png and PREFIX.html (default: no file)"
+    add("--out", metavar="PREFIX", help=text)
     return result
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_llama.system.tables import short_count, text_table
-from megatron_llama.tools.compare.verdict import Comparison, RunComparison
+from megatron_llama.system.tables import plural, short_count, text_table
+from megatron_llama.tools.compare.verdict import LEAST_BINS, Comparison, RunComparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+WIDTH = 79
 LABELS = (
     "final loss",
     "area between the curves",
@@ -28,21 +30,35 @@ LABELS = (
 
 def verdict(comparison: Comparison) -> str:
     """Format the verdict."""
-    differing = [item.run.name for item in comparison.compared if not item.agrees]
+    differing = [item.run.name for item in comparison.compared if item.differs(comparison.is_long_enough)]
     to = comparison.reference.name
     measure = f"a tolerance of {comparison.tolerance:.3g} (relative)"
     if comparison.seeds:
         measure += f" and the spread of {len(comparison.seeds) + 1} seeds"
+    if not differing and not comparison.is_long_enough:
+        return f"Too short to tell, exit status 2: {_too_short(comparison)}"
     if not differing and not comparison.covered:
         return (
-            f"Only {comparison.overlap:.0%} of {to}'s samples could be compared; {comparison.min_overlap:.0%} are "
-            "required (--min-overlap): no verdict, exit status 1."
+            f"Too short to tell, exit status 2: only {comparison.overlap:.0%} of {to}'s samples could be compared, and "
+            f"{comparison.min_overlap:.0%} are required. Train all runs as long as {to}, or add --min-overlap SHARE."
         )
     if not differing:
         subject = "The curve agrees" if len(comparison.compared) == 1 else "The curves agree"
         return f"{subject} with {to} within {measure}."
     names = " and ".join(filter(None, [", ".join(differing[:-1]), differing[-1]]))
     return f"{names} {'does' if len(differing) == 1 else 'do'} not agree with {to} within {measure}."
+
+
+def _too_short(comparison: Comparison) -> str:
+    """Explain how many points are missing, and what to do."""
+    grid, needed = comparison.grid, comparison.required_bins
+    points = f"{grid.bins:,} {plural(grid.bins, 'point')} of {grid.width:,.6g} samples in common"
+    by_window = f" with a window of {grid.window:,} points" if needed > LEAST_BINS else ""
+    runs = [comparison.reference, *comparison.seeds, *(one.run for one in comparison.compared)]
+    widest = max(runs, key=lambda run: run.step)
+    coarse = f", or log {widest.name} more often" if widest.step > 1.5 * min(run.step for run in runs) else ""
+    advice = f"Train at least {needed:,} steps{coarse}{', or write a smaller --window' if by_window else ''}."
+    return f"the runs have {points}, and a verdict needs {needed:,}{by_window}. {advice}"
 
 
 def rows(comparison: Comparison) -> list[tuple[str, ...]]:
@@ -60,10 +76,17 @@ def rows(comparison: Comparison) -> list[tuple[str, ...]]:
             f"{one.largest:+.3%} at {one.largest_at:,.0f} samples",
             divergence,
             _speed(one.run.speed) + (f" ({one.speed_ratio:.2f} times)" if one.speed_ratio else ""),
-            ("agrees" if comparison.covered else "agrees so far") if one.agrees else "does not agree",
+            _agreement(one, comparison),
         )
         columns.append(column)
     return list(zip(*columns, strict=True))
+
+
+def _agreement(one: RunComparison, comparison: Comparison) -> str:
+    """Return the verdict on one run for the table."""
+    if one.differs(comparison.is_long_enough):
+        return "does not agree"
+    return "agrees" if comparison.is_long_enough and comparison.covered else "too short to tell"
 
 
 def _speed(speed: float | None) -> str:
@@ -118,17 +141,26 @@ def _run_notes(one: RunComparison, comparison: Comparison) -> Iterator[str]:
 
 
 def as_text(comparison: Comparison) -> str:
-    """Format table, notes and verdict as text."""
-    head = ("", comparison.reference.name, *(one.run.name for one in comparison.compared))
-    lines = [
-        *text_table([head, *rows(comparison)]),
-        "",
-        method(comparison),
-        *notes(comparison),
-        "",
-        verdict(comparison),
-    ]
-    return "\n".join(lines) + "\n"
+    """Format tables, notes and verdict as text of at most WIDTH columns where the names allow it."""
+    tables = "\n\n".join("\n".join(lines) for lines in _tables(comparison))
+    texts = [method(comparison), *notes(comparison), "", verdict(comparison)]
+    wrapped = [textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False) for text in texts]
+    return "\n".join([tables, "", *wrapped]) + "\n"
+
+
+def _tables(comparison: Comparison) -> Iterator[list[str]]:
+    """Yield tables with the labels, the reference and one or more runs each."""
+    names = [comparison.reference.name, *(one.run.name for one in comparison.compared)]
+    columns = list(zip(*[("", *names), *rows(comparison)], strict=True))
+    fixed, left = columns[:2], columns[2:]
+    while left:
+        count = max(1, max(fitting for fitting in range(len(left) + 1) if _width(fixed + left[:fitting]) <= WIDTH))
+        yield text_table(list(zip(*fixed, *left[:count], strict=True)))
+        left = left[count:]
+
+
+def _width(columns: Sequence[Sequence[str]]) -> int:
+    return sum(2 + max(map(len, column)) for column in columns) - 2
 
 
 # HTML page without scripts, other files or network access.

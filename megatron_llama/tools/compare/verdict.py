@@ -16,6 +16,9 @@ from megatron_llama.train.loss_curve import Floats, moving_average
 # A curve outside the band for longer than this number of windows has diverged; shorter is a spike, which smoothing
 # spreads over one window.
 PATIENCE = 1.5
+# Bins that a verdict needs at least, and the number of windows. A shorter curve is only its start and its final loss is
+# the mean of most of it.
+LEAST_BINS, LEAST_WINDOWS = 16, 2
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Divergence:
     end: float | None
     """Samples where it returned to the band; None if it did not."""
     reason: str
+    is_non_finite: bool = False
+    """Whether losses that are not finite caused it. A single one of these at the end suffices."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,10 @@ class RunComparison:
         """Whether the curve stays within the band."""
         return self.divergence is None
 
+    def differs(self, is_long_enough: bool) -> bool:
+        """Whether the curve certainly differs; short curves only by losses that are not finite."""
+        return self.divergence is not None and (is_long_enough or self.divergence.is_non_finite)
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -82,7 +91,22 @@ class Comparison:
     @property
     def agree(self) -> bool:
         """Whether all curves agree on enough samples."""
-        return self.covered and all(one.agrees for one in self.compared)
+        return self.is_long_enough and self.covered and all(one.agrees for one in self.compared)
+
+    @property
+    def differ(self) -> bool:
+        """Whether a curve certainly differs: it left the band on enough samples, or its last loss is not finite."""
+        return any(one.differs(self.is_long_enough) for one in self.compared)
+
+    @property
+    def required_bins(self) -> int:
+        """Bins that a verdict needs."""
+        return max(LEAST_BINS, LEAST_WINDOWS * self.grid.window)
+
+    @property
+    def is_long_enough(self) -> bool:
+        """Whether the curves have enough bins for a verdict."""
+        return self.grid.bins >= self.required_bins
 
     @property
     def overlap(self) -> float:
@@ -168,7 +192,7 @@ def _ends_non_finite(run: Run, grid: SampleGrid) -> Divergence | None:
     start = float(run.samples[finite[-1] + 1]) if len(finite) else float(run.samples[0])
     if start > grid.end + grid.width:
         return None  # after the compared samples
-    return Divergence(start, None, f"the loss of {run.name} is not finite")
+    return Divergence(start, None, f"the loss of {run.name} is not finite", is_non_finite=True)
 
 
 def _leaves_band(gap: Floats, bins: Floats, comparison: Comparison) -> Divergence | None:

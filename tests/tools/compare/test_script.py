@@ -51,6 +51,15 @@ def test_report_files(tmp_path: Path, gap: float, status: int) -> None:
     assert page.count("data:image/png;base64,") == 4, "large and small, light and dark"
 
 
+def test_without_out_no_file_is_written_and_short_runs_exit_with_2(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "a", falling(4))
+    write_metrics(tmp_path / "b", falling(4))
+    done = run("a", "b", where=tmp_path)
+    assert done.returncode == 2 and "too short to tell" in done.stdout.lower(), done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"], "only --out writes files"
+    assert "--out PREFIX" in done.stdout
+
+
 def test_errors_exit_with_2_and_one_message(tmp_path: Path) -> None:
     done = run("gone", "away", where=tmp_path)
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr

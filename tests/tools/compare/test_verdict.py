@@ -23,7 +23,7 @@ def test_equal_curves_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("gap", "agree"), [(0.0099, True), (0.0101, False), (-0.0099, True), (-0.0101, False)])
-@pytest.mark.parametrize("steps", [3, 20, STEPS])
+@pytest.mark.parametrize("steps", [16, 20, STEPS])
 def test_a_constant_gap_is_measured_and_judged(tmp_path: Path, gap: float, agree: bool, steps: int) -> None:
     a = write_metrics(tmp_path / "a", falling(steps))
     b = write_metrics(tmp_path / "b", falling(steps) * (1 + gap))
@@ -162,14 +162,63 @@ def test_a_short_run_is_compared_over_its_samples(tmp_path: Path) -> None:
     assert result.agree and result.grid.end == SAMPLES / 4
     assert any("ends after 25%" in note for note in notes(result))
     result = compared(a, b)
-    assert not result.agree, "a run that ends early does not agree"
-    assert "Only 25% of a's samples could be compared; 90% are required" in verdict(result)
-    assert rows(result)[-1] == ("verdict", "reference", "agrees so far")
+    assert not result.agree and not result.differ, "a run that ends early neither agrees nor differs"
+    assert "only 25% of a's samples could be compared, and 90% are required" in verdict(result)
+    assert rows(result)[-1] == ("verdict", "reference", "too short to tell")
     assert compared(b, a).agree, "the reference is fully covered"
     assert [problem.field for problem in problems(a, b, min_overlap=90)] == ["--min-overlap"]
     apart = falling()
     apart[STEPS // 2 :] *= 2  # after the end of the other run
     assert compared(write_metrics(tmp_path / "c", apart), b, min_overlap=0.25).agree
+
+
+@pytest.mark.parametrize(("steps", "window"), [(2, None), (4, None), (15, None), (40, 24.0 * BATCH)])
+@pytest.mark.parametrize("gap", [0.0, 0.1])
+def test_short_curves_have_no_verdict(tmp_path: Path, steps: int, window: float | None, gap: float) -> None:
+    """A final loss that is the mean of most of the run shows nothing, whether it differs or not."""
+    from megatron_llama.tools.compare.report import as_text, rows
+
+    a = write_metrics(tmp_path / "a", falling(steps))
+    b = write_metrics(tmp_path / "b", falling(steps) * (1 + gap))
+    result = compared(a, b, **({} if window is None else {"window": window}))
+    assert not result.agree and not result.differ and not result.is_long_enough
+    assert rows(result)[-1][-1] == "too short to tell"
+    text = " ".join(as_text(result).split())
+    needed = 16 if window is None else 48
+    assert f"{steps} points of 8 samples in common, and a verdict needs {needed}" in text
+    assert f"Train at least {needed} steps" in text
+
+
+def test_a_short_run_against_a_long_one_has_no_verdict(tmp_path: Path) -> None:
+    a, b = write_metrics(tmp_path / "a", falling()), write_metrics(tmp_path / "b", falling(4))
+    for pair in ((a, b), (b, a)):
+        result = compared(*pair)
+        assert not result.agree and not result.differ, "in both orders"
+
+
+def test_a_run_that_logs_rarely_has_no_verdict(tmp_path: Path) -> None:
+    """200 steps that are logged every 50 are 4 points."""
+    from megatron_llama.tools.compare.report import verdict
+
+    a = write_metrics(tmp_path / "a", falling(200))
+    rare = write_metrics(tmp_path / "rare", falling(4, 50 * BATCH), batch=50 * BATCH)
+    assert "log rare more often" in verdict(compared(a, rare))
+
+
+def test_a_short_run_that_ends_in_nan_differs(tmp_path: Path) -> None:
+    losses = falling(4)
+    losses[-1] = np.nan
+    result = compared(write_metrics(tmp_path / "a", falling(4)), write_metrics(tmp_path / "b", losses))
+    assert result.differ and not result.agree
+
+
+def test_the_text_of_many_runs_fits_79_columns(tmp_path: Path) -> None:
+    from megatron_llama.tools.compare.report import as_text
+
+    paths = [write_metrics(tmp_path / f"run_{number}", falling(40)) for number in range(6)]
+    lines = as_text(compared(*paths)).splitlines()
+    assert max(map(len, lines)) <= 79, max(lines, key=len)
+    assert sum(line.split().count(f"run_{number}") for line in lines for number in range(1, 6)) == 5
 
 
 def test_no_samples_in_common(tmp_path: Path) -> None:
