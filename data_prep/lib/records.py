@@ -79,20 +79,29 @@ def parse_turns(record: Mapping[str, Any], format: str) -> tuple[Turns, list[str
 
 
 def _detected(record: Mapping[str, Any]) -> str:
-    """Return the format that the record's keys indicate."""
-    keys = record.keys()
+    """Return the format that the record's keys indicate. A null value counts as a missing key.
+
+    Raises:
+        RecordError: No format matches, or two formats match with different answers.
+    """
+    keys = {key for key, value in record.items() if value is not None}
     if isinstance(record.get("chosen"), (str, list, dict)):
         return "preference"
-    if keys & set(_LISTS):
-        return "messages"
+    matches = [("messages", "messages", name) for name in _LISTS if name in keys]
     for kind, question, answers in (
-        ("prompt_completion", "prompt", {"completion", "response"}),
-        ("alpaca", "instruction", {"output", "response"}),
-        ("gsm8k", "question", {"answer"}),
+        ("prompt_completion", "prompt", ("completion", "response")),
+        ("alpaca", "instruction", ("output", "response")),
+        ("gsm8k", "question", ("answer",)),
     ):
-        if question in keys and keys & answers:
-            return kind
-    raise RecordError("unknown_format", f"the keys are {', '.join(sorted(keys)[:8])[:200] or 'none'}")
+        matches += [(kind, question, name) for name in answers if question in keys and name in keys][:1]
+    if not matches:
+        raise RecordError("unknown_format", f"the keys are {', '.join(sorted(record)[:8])[:200] or 'none'}")
+    if len({answer for *_, answer in matches}) > 1:
+        both = " and ".join(name if kind == "messages" else f"{first}/{name}" for kind, first, name in matches[:2])
+        choices = sorted({kind for kind, *_ in matches})
+        instead = f"remove one, or write --format {' or '.join(choices)}" if len(choices) > 1 else "remove one"
+        raise RecordError("ambiguous_record", f"the record has {both}; {instead}")
+    return matches[0][0]
 
 
 def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
@@ -106,6 +115,8 @@ def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
                 raise RecordError("tools_not_supported", f"{key!r} is not empty")
         if any(where.get(key) not in _NOTHING for key in ("reasoning_content", "reasoning", "thinking")):
             notes = ["reasoning beside an answer left out"]  # a key in stored manifests; prose: ok
+    if record.get("weight") not in (None, 1):
+        notes.append("weight of the record ignored")  # only a turn's weight is read
     key = "label" if kind == "prompt_completion" else "kto_tag"
     if record.get(key, True) in (False, "false", "False"):
         raise RecordError("rejected_answer", f"{key!r} is false")
@@ -115,8 +126,11 @@ def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
 def _key(record: Mapping[str, Any], *keys: str) -> Any:
     """Return the value of the first of ``keys`` that the record has."""
     for key in keys:
-        if key in record:
+        if record.get(key) is not None:
             return record[key]
+    for key in keys:
+        if key in record:
+            return None
     known = ", ".join(sorted(record)[:8])[:200] or "nothing"
     raise RecordError("unknown_format", f"no key {keys[0]!r}; the keys are {known}")
 
@@ -135,14 +149,41 @@ def _listed(turns: Any) -> Turns:
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise RecordError("bad_messages", f"expected a list of objects, not {type(turns).__name__}")
     parsed = []
-    for number, turn in enumerate(turns):
-        role = turn.get("role", turn.get("from"))
+    for number, turn in enumerate(turns, start=1):
+        role, content = (_first_value(turn, *names) for names in (("role", "from"), ("content", "value")))
         known = ROLES.get(role.strip().lower()) if isinstance(role, str) else None
         if known is None:
-            raise RecordError("unknown_role", f"turn {number + 1} has the role {str(role)[:60]!r}")
-        learn = turn.get("weight", 1) != 0
-        parsed.append(Turn(known, _text(turn.get("content", turn.get("value")), f"turn {number + 1}"), learn))
+            raise RecordError("unknown_role", f"turn {number} has {_described_role(turn, role)}")
+        parsed.append(Turn(known, _text(content, f"turn {number}"), _has_loss(turn, number)))
     return parsed
+
+
+def _first_value(turn: Mapping[str, Any], *keys: str) -> Any:
+    """Return the first value that is not null: tables with both kinds of columns have nulls in one of them."""
+    return next((turn[key] for key in keys if turn.get(key) is not None), None)
+
+
+def _described_role(turn: Mapping[str, Any], role: Any) -> str:
+    if role is None:
+        return "the role null" if turn.keys() & {"role", "from"} else "no role"
+    return f"the role {str(role)[:60]!r}"
+
+
+def _has_loss(turn: Mapping[str, Any], number: int) -> bool:
+    """Return whether a turn has loss: OpenAI's ``weight``, 0 or 1, and Axolotl's ``train`` or ``training``."""
+    for key in ("train_detail", "training_detail"):
+        if turn.get(key) not in _NOTHING:
+            raise RecordError("bad_weight", f"turn {number} has {key!r}, which is not supported; split the turn")
+    learn = True
+    for key in ("weight", "train", "training"):
+        value = turn.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, (int, float)) or value not in (0, 1):
+            shown = json.dumps(value, ensure_ascii=False)[:40]
+            raise RecordError("bad_weight", f"turn {number} has {key} {shown}; write 0 (no loss) or 1")
+        learn = learn and bool(value)
+    return learn
 
 
 def _dialogue(text: str) -> Turns | None:

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 REASONS = {
     "unknown_format": "the record's keys match no known format",
     "bad_messages": "the turns are not a list of turns",
+    "ambiguous_record": "the record has two formats, such as messages and prompt/completion",
     "unknown_role": "a turn's role is not system, user or assistant",
+    "bad_weight": "a turn's weight is not 0 or 1",
     "content_not_text": "a turn's content is not text (an image, a number, null)",
     "empty_content": "a turn's content is empty or white space",
     "tools_not_supported": "the record has tools or tool calls, which are not supported",

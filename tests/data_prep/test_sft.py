@@ -40,9 +40,9 @@ def test_every_record_is_accounted_for(folder: Path, tmp_path: Path) -> None:
     tokens, masks, manifest = read(tmp_path / "out")
     assert manifest["skipped"] == {**dict.fromkeys(BAD_LINES, 1), "no_assistant_turn": 2}
     assert manifest["documents_read"] == 40 + len(bad) + 1 and len(tokens) == 40
-    assert "12 skipped" in done.stdout and "1 too_long" in done.stdout and "tokens with loss" in done.stdout
+    assert "14 skipped" in done.stdout and "1 too_long" in done.stdout and "tokens with loss" in done.stdout
     entries = [json.loads(line) for line in (tmp_path / "out_sft.quarantine.jsonl").read_text().splitlines()]
-    assert [entry["reason"] for entry in entries] == [*BAD_LINES, "no_assistant_turn"] and entries[-1]["line"] == 53
+    assert [entry["reason"] for entry in entries] == [*BAD_LINES, "no_assistant_turn"] and entries[-1]["line"] == 55
     # The files have exactly the tokens of the examples.
     tokenizer = HuggingFaceTokenizer(folder)
     template = load_own_template(folder, tokenizer.added_tokens)

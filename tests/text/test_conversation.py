@@ -139,6 +139,60 @@ def test_what_would_change_what_is_learned_is_refused(reason: str, record: dict[
     assert refused.value.reason == reason and reason in REASONS
 
 
+@pytest.mark.parametrize("weight", [2, -1, 0.5, float("nan"), float("inf"), "0", [1], {}])
+@pytest.mark.parametrize("layout", ["messages", "conversations", "completion", "chosen"])
+def test_a_weight_is_0_or_1(layout: str, weight: Any) -> None:
+    answer = {**A, "weight": weight}
+    record = {
+        "messages": {"messages": [Q, answer]},
+        "conversations": {"conversations": [{"from": "human", "value": "q"}, {**answer, "from": "gpt"}]},
+        "completion": {"prompt": "q", "completion": [answer]},
+        "chosen": {"prompt": "q", "chosen": [Q, answer], "rejected": [Q, A]},
+    }[layout]
+    with pytest.raises(RecordError, match=r"turn \d has weight .*; write 0 \(no loss\) or 1") as refused:
+        parse_turns(record, "auto")
+    assert refused.value.reason == "bad_weight"
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "training"])
+def test_a_turn_without_loss(key: str) -> None:
+    for value, learn in ((0, False), (0.0, False), (False, False), (1, True), (1.0, True), (True, True), (None, True)):
+        turns, notes = parse_turns({"messages": [Q, {**A, key: value}, Q, A]}, "auto")
+        assert [turn.learn for turn in turns if turn.role == "assistant"] == [learn, True] and not notes
+    with pytest.raises(RecordError, match="train_detail"):
+        parse_turns({"messages": [Q, {**A, "train_detail": [{"begin_offset": 0, "train": False}]}]}, "auto")
+    assert parse_turns({"prompt": "q", "completion": "a", "weight": 2}, "auto")[1] == ["weight of the record ignored"]
+
+
+def test_null_counts_as_a_missing_key() -> None:
+    mixed = [
+        {"role": None, "from": "human", "content": None, "value": "q"},
+        {"role": "assistant", "from": None, "content": "a", "value": None},
+    ]
+    both = {"messages": None, "conversations": mixed, "prompt": None, "completion": None}
+    assert parse_turns(both, "auto") == (TWO, [])
+    assert parse_turns({"messages": None, "prompt": "q", "completion": None, "response": "a"}, "auto") == (ASKED, [])
+    for turn, words in (({"role": None, "content": "q"}, "turn 1 has the role null"), ({"content": "q"}, "no role")):
+        with pytest.raises(RecordError, match=words) as refused:
+            parse_turns({"messages": [turn, A]}, "auto")
+        assert refused.value.reason == "unknown_role"
+
+
+PAIRS = [{"prompt": "p", "completion": "c"}, {"instruction": "p", "output": "c"}, {"question": "p", "answer": "c"}]
+
+
+@pytest.mark.parametrize("other", PAIRS)
+def test_a_record_in_two_formats_is_ambiguous(other: dict[str, Any]) -> None:
+    record = {"messages": [Q, A], **other}
+    with pytest.raises(RecordError, match="messages and .*; remove one, or write --format .*messages") as refused:
+        parse_turns(record, "auto")
+    assert refused.value.reason == "ambiguous_record" and "ambiguous_record" in REASONS
+    assert parse_turns(record, "messages") == (TWO, [])
+    assert parse_turns({"messages": [Q, A], "prompt": "q", "prompt_id": "1"}, "auto") == (TWO, [])  # UltraChat's
+    with pytest.raises(RecordError, match="messages and conversations; remove one$"):
+        parse_turns({"messages": [Q, A], "conversations": [Q, A]}, "auto")
+
+
 def test_reasoning_beside_an_answer_is_noted() -> None:
     assert parse_turns({"messages": [Q, {**A, "reasoning_content": "r"}]}, "auto") == (
         TWO,
