@@ -55,6 +55,7 @@ def overrides(task: TrainingTask, run_dir: str) -> list[str]:
         f"optim.state_bits={'null' if task.state_bits == 32 else task.state_bits}",
         "optim.warmup_steps=0",
         "checkpoint.every_steps=null",
+        "checkpoint.every_minutes=0",
         f"run.dir={run_dir}",
         *MOCK_RUN,
     ]

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from time import monotonic
 
 import torch
 
@@ -44,6 +45,7 @@ class Checkpointer:
         """Bytes that this rank read from files in the last load."""
         self.saver = Saver(self.checkpoints, topology.rank, model.device, plan.config.checkpoint)
         self._saved: int | None = None
+        self._saved_at = monotonic()
         self._differences: list[Difference] = []
         self._val_loss: float | None = None
         self._tokens: int | None = None
@@ -92,9 +94,9 @@ class Checkpointer:
     def after_step(
         self, step: int, stop: bool = False, val_loss: float | None = None, consumed_tokens: int | None = None
     ) -> bool:
-        """Save every ``checkpoint.every_steps`` steps, and if ``stop`` is true on any rank. Return that flag.
+        """Save by ``checkpoint.every_steps`` and ``every_minutes``, and if ``stop`` is true on any rank.
 
-        If it returns True, all ranks have saved the step and its files are on disk.
+        Returns whether ``stop`` is true on any rank. Then all ranks have saved the step and its files are on disk.
 
         Args:
             val_loss: Validation loss after the step, if it was validated.
@@ -106,14 +108,19 @@ class Checkpointer:
         # NaN is neither better nor worse than another loss.
         self._val_loss = val_loss if val_loss is not None and math.isfinite(val_loss) else None
         self._tokens = consumed_tokens
-        stop = self.saver.advance(stop)
+        stop, due = self.saver.advance(stop, due=self._is_due())
         every = self.plan.config.checkpoint.every_steps
-        if stop or (every and step % every == 0):
+        if stop or due or (every and step % every == 0):
             phase.enter(f"saving step {step}", phase.PATIENT)
-            self._save(step)
+            self._save(step, replaceable=self.plan.keeps_two and step < self.plan.config.trainer.steps)
         if stop:
             self.saver.wait()
         return stop
+
+    def _is_due(self) -> bool:
+        """Return whether checkpoint.every_minutes have passed since the last save, by rank 0's clock."""
+        minutes = self.plan.config.checkpoint.every_minutes
+        return bool(minutes) and self.topology.rank == 0 and monotonic() - self._saved_at >= 60 * float(minutes or 0)
 
     def finish(self, step: int) -> None:
         """Save the last step and wait until all files are on disk."""
@@ -232,7 +239,8 @@ class Checkpointer:
         if same_ranks and saved.shape == current.shape:  # shapes differ between device types
             contents.set_random_state(saved, device)
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, replaceable: bool = False) -> None:
+        self._saved_at = monotonic()
         if step == self._saved:
             return
         tensors = contents.weights(self.model.trained, owned=True)
@@ -256,6 +264,7 @@ class Checkpointer:
             lr=self.optimizer.lr,
             consumed_tokens=position.tokens if self._tokens is None else self._tokens,
             data=self.data.record(position.samples),
+            replaceable=replaceable,
         )
         self.saver.start(tensors, state)
         self._saved = step

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_llama.checkpoint.manifest import NAME, State, merge, read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, check_file_name
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.config.settings import CheckpointConfig
+from megatron_llama.config.settings import KEPT_BY_TIME, CheckpointConfig
 from megatron_llama.system.files import DRAFT, read_whole, sync_folder, write_atomically, write_synced
 
 POINTER, BEST = "latest", "best"
@@ -163,13 +163,25 @@ def point_to(checkpoint: Path) -> None:
 
 
 def prune(checkpoints: Path, newest: int, settings: CheckpointConfig, best: Path | None) -> None:
-    """Delete checkpoints up to ``newest`` by checkpoint.keep and keep_every, except ``best``."""
-    if settings.keep is None:
-        return
-    for step in [step for step in saved_steps(checkpoints) if step <= newest][settings.keep :]:
+    """Delete checkpoints up to ``newest`` by checkpoint.keep and keep_every, except ``best``.
+
+    Without checkpoint.keep, only checkpoints of the default of checkpoint.every_minutes are deleted.
+    """
+    keep = KEPT_BY_TIME if settings.keep is None else settings.keep
+    for step in [step for step in saved_steps(checkpoints) if step <= newest][keep:]:
         folder = checkpoints / folder_name(step)
-        if folder != best and not (settings.keep_every and step % settings.keep_every == 0):
+        if folder == best or (settings.keep_every and step % settings.keep_every == 0):
+            continue
+        if settings.keep is not None or _is_replaceable(folder):
             _remove(folder)
+
+
+def _is_replaceable(folder: Path) -> bool:
+    """Return whether later checkpoints replace this one; False for a damaged one."""
+    try:
+        return read_manifest(folder).state.replaceable
+    except CorruptFile:
+        return False
 
 
 def discard(checkpoints: Path, step: int) -> None:

@@ -65,6 +65,9 @@ class State:
     data: dict[str, Any] | None = None
     """Record of the data (data/record.py); None in checkpoints of old versions, which cannot be resumed."""
 
+    replaceable: bool = False
+    """Whether later checkpoints replace this one: saved under the default of checkpoint.every_minutes."""
+
     @property
     def position(self) -> RunPosition:
         """Step, samples and tokens of the checkpoint."""

@@ -54,20 +54,21 @@ class Saver:
             self.wait()
         self.blocked_seconds = time.perf_counter() - begin
 
-    def advance(self, stop: bool = False) -> bool:
+    def advance(self, stop: bool = False, due: bool = False) -> tuple[bool, bool]:
         """Start the next stage if all ranks have finished theirs. A collective.
 
-        Returns True if ``stop`` is true on any rank. Raises SaveFailed on all ranks if one could not write.
+        Returns whether ``stop`` is true on any rank, and ``due``. Raises SaveFailed on all ranks if one could not
+        write.
         """
         busy = self._thread is not None and self._thread.is_alive()
-        flags = torch.tensor([stop, busy, self._error is not None], dtype=torch.int32, device=self.device)
+        flags = torch.tensor([stop, due, busy, self._error is not None], dtype=torch.int32, device=self.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        any_stop, any_busy, any_error = flags.tolist()
+        any_stop, any_due, any_busy, any_error = flags.tolist()
         if self._state is not None and not any_busy:
             if any_error:
                 self._fail(self._state)
             self._next(self._state)
-        return bool(any_stop)
+        return bool(any_stop), bool(any_due)
 
     def wait(self) -> None:
         """Block until all files are written. A collective."""

@@ -403,14 +403,21 @@ class LoggingConfig:
     """Tokens to generate per prompt."""
 
 
+SAVE_MINUTES, KEPT_BY_TIME = 15.0, 2
+"""Default of checkpoint.every_minutes, and the number of newest checkpoints that it keeps."""
+
+
 @dataclass
 class CheckpointConfig:
     """Checkpoints: when they are saved and deleted, and where a run resumes."""
 
     every_steps: Annotated[int | None, at_least(1)] = None
-    """Steps between checkpoints; null: only at the end."""
+    """Steps between checkpoints; null: by time (every_minutes)."""
+    every_minutes: Annotated[float | None, at_least(0)] = None
+    """Minutes between checkpoints, by rank 0's clock; 0: none by time. Derived: 15 if every_steps is null and save_last
+    is true, else 0. With this default, the newest 2 are kept if keep is null."""
     keep: Annotated[int | None, at_least(1)] = None
-    """Number of newest checkpoints to keep; null keeps all."""
+    """Number of newest checkpoints to keep; null keeps all, except by the default of every_minutes."""
     keep_every: Annotated[int | None, at_least(1)] = None
     """Always keep checkpoints at multiples of this many steps, regardless of ``keep``."""
     keep_best: bool = False

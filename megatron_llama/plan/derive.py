@@ -16,7 +16,7 @@ from megatron_llama.arch.shapes import head_dim, kv_heads, padded_vocab_size, pa
 from megatron_llama.config.data_settings import raw_data_files, split_weights
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import format_value
-from megatron_llama.config.settings import Config
+from megatron_llama.config.settings import SAVE_MINUTES, Config
 from megatron_llama.corpus.epochs import samples_per_epoch
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule
@@ -86,8 +86,7 @@ def derive_plan(config: Config, world_size: int) -> Plan:
         trainer.val_steps = trainer.val_steps or VALIDATION_STEPS
     if trainer.epochs is not None:
         notes.append(_derive_steps(config, trainer.epochs))
-    derive_optimizer(config)
-    _derive_random_ltd(config)
+    _derive_from_steps(config)
     return Plan(
         config=config,
         requested=requested,
@@ -119,6 +118,21 @@ def _derive_steps(config: Config, epochs: int) -> str:
     passes = f"{epochs} {plural(epochs, 'epoch')}"
     sizes = " to ".join(str(size) for size in dict.fromkeys((trainer.global_batch_size, batches.sizes[-1][1])))
     return f"{passes} of {samples:,} sequences in batches of {sizes}: {trainer.steps:,} steps"
+
+
+def _derive_from_steps(config: Config) -> None:
+    """Derive settings that depend on the number of steps, and the period of checkpoints, in place."""
+    derive_optimizer(config)
+    _derive_random_ltd(config)
+    _derive_every_minutes(config)
+
+
+def _derive_every_minutes(config: Config) -> None:
+    """Derive checkpoint.every_minutes, in place."""
+    checkpoint = config.checkpoint
+    if checkpoint.every_minutes is None:
+        by_time = checkpoint.every_steps is None and checkpoint.save_last
+        checkpoint.every_minutes = SAVE_MINUTES if by_time else 0.0
 
 
 def _derive_random_ltd(config: Config) -> None:

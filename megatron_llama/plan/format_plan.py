@@ -9,7 +9,7 @@ from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.config.data_settings import PERCENTILE, VALUE, curriculum_metrics
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, STATE_BLOCK, quantized_bytes, state_bytes_8bit
 from megatron_llama.config.problems import fill
-from megatron_llama.config.settings import TrainerConfig
+from megatron_llama.config.settings import KEPT_BY_TIME, TrainerConfig
 from megatron_llama.plan.memory import Footprint, stage_footprints
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule, curriculum_lengths
@@ -213,6 +213,21 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
         yield _line("", f"and {gib(heaviest.host)} of host memory: {offloaded}")
     if plan.config.init_from:
         yield _line("weights from", plan.config.init_from)
+    yield _line("run folder", plan.config.run.dir or f"runs/{plan.model.name}-{data.name}-<time>")
+    yield _line("checkpoints", _checkpoints(plan))
+
+
+def _checkpoints(plan: Plan) -> str:
+    """Describe when checkpoints are saved, and which are kept."""
+    saves = plan.config.checkpoint
+    parts = [f"every {saves.every_steps:,} {plural(saves.every_steps, 'step')}"] if saves.every_steps else []
+    if saves.every_minutes:
+        minutes = f"{saves.every_minutes:g}"
+        parts.append(f"every {minutes} {'minute' if minutes == '1' else 'minutes'}")
+    parts += ["at the end"] * saves.save_last + ["when stopped by a signal"]
+    keep = KEPT_BY_TIME if plan.keeps_two else saves.keep
+    retained = "all are kept" if keep is None else f"the newest {'is' if keep == 1 else f'{keep:,} are'} kept"
+    return ", ".join(parts) + (f" · {retained}" if saves.every_steps or saves.every_minutes else "")
 
 
 def _curriculum(plan: Plan) -> Iterator[str]:

@@ -83,6 +83,12 @@ class Plan:
         return Path(self.config.run.dir)
 
     @property
+    def keeps_two(self) -> bool:
+        """Whether checkpoints before the last step are replaced by later ones: the default of every_minutes."""
+        by_default = self.requested.checkpoint.every_minutes is None and self.config.checkpoint.keep is None
+        return by_default and bool(self.config.checkpoint.every_minutes)
+
+    @property
     def precision(self) -> Precision:
         """Dtypes of ``trainer.precision``."""
         return PRECISIONS[str(self.config.trainer.precision)]

@@ -60,7 +60,7 @@ def open_steps(
     They train on ``batches`` or ``data``, at random-LTD's largest length.
     """
     with tempfile.TemporaryDirectory() as folder:
-        without_saves = replace(plan.config.checkpoint, every_steps=None)
+        without_saves = replace(plan.config.checkpoint, every_steps=None, every_minutes=0.0)
         config = replace(plan.config, run=replace(plan.config.run, dir=folder), checkpoint=without_saves)
         checkpointer = Checkpointer(replace(plan, config=config), topology, model, optimizer, data)
         finite = FiniteCheck(plan.config.trainer.skip_nonfinite_steps)

@@ -159,6 +159,7 @@ CHANGES: dict[str, Change] = {
     "logging.sample_prompts": Change(["a"], also={"data.tokenizer": "tokenizer.model"}),
     "logging.sample_tokens": Change(8),
     "checkpoint.every_steps": Change(10),
+    "checkpoint.every_minutes": Change(5.0),
     "checkpoint.keep": Change(2),
     "checkpoint.keep_every": Change(100),
     "checkpoint.keep_best": Change(True, {"trainer.val_every_steps": 100}),

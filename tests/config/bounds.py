@@ -117,6 +117,7 @@ BOUNDS: dict[str, Bounds] = {
     "logging.wandb": (["on", "disabled"], ["off", "offline", "online"]),
     "logging.wandb_project": (["", " "], ["megatron_llama", "a project"]),
     "checkpoint.every_steps": COUNT,
+    "checkpoint.every_minutes": ([-1], [None, 0, 0.5, 15.0]),
     "checkpoint.keep": COUNT,
     "checkpoint.keep_every": COUNT,
     "checkpoint.allow": ([["lr"], ["data", "data"]], [[], ["data"], ["optim", "batch"]]),

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_llama.config import Config
 from megatron_llama.config.precision import BYTES
 from megatron_llama.config.problems import fill
+from megatron_llama.config.settings import KEPT_BY_TIME
 from megatron_llama.devices import get_device
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.plan import Plan
@@ -333,4 +334,6 @@ def disk_need(plan: Plan) -> Need:
     )
     # The oldest is deleted after the newest is complete.
     on_disk = saved if keep is None else min(saved, keep + 1)
+    if config.checkpoint.every_minutes and keep is None:  # more, if the setting is not the default
+        on_disk = max(on_disk, KEPT_BY_TIME + 1)
     return Need(size if saved else 0, on_disk)

@@ -366,9 +366,11 @@ class _Conversion:
             return
         self.settings.pop("checkpoint.every_steps", None)
         if self.get(f"{at}train_time_interval"):
-            why = "saving by time is not supported: write checkpoint.every_steps=N"
+            why = "write checkpoint.every_minutes=N"
             self.record(f"{at}train_time_interval", SAME_TRAINING, why=why)
-            self.result.assumed.append("checkpoint.every_steps is omitted: the source interval is in seconds; set it")
+            self.result.assumed.append(
+                "checkpoint.every_steps is omitted: the source interval is in seconds; set checkpoint.every_minutes"
+            )
         elif self.values.get("trainer.accelerator") != "tpu" and not self._is_nxdt:
             every = self.settings.get("trainer.val_every_steps")
             if every:

@@ -1,4 +1,5 @@
 """Trial of a candidate: a few steps of ``train.py`` in a process or SLURM job, and its outcome."""
+
 from __future__ import annotations
 
 import contextlib
@@ -41,6 +42,7 @@ TRIAL_OVERRIDES = (
     "trainer.val_every_steps=null",
     "trainer.hang_timeout_seconds=null",
     "checkpoint.every_steps=null",
+    "checkpoint.every_minutes=0",
     "checkpoint.save_last=false",
     "checkpoint.export_hf=false",
     "checkpoint.resume=never",
