@@ -64,6 +64,12 @@ class Device(ABC):
     """Whether the optimizer's kernels read bf16 gradients of fp32 weights, so that no fp32 copy is needed."""
     pins_memory: bool = False
     """Whether the device copies from pinned host memory while it computes. Batches are then built in pinned memory."""
+    measures_peak: bool = False
+    """Whether ``peak_flops`` is a measurement, which depends on the host's load, instead of a data sheet's value."""
+    peak_memory_label: str = "tensors on its device"
+    """Memory that ``peak_memory_bytes`` counts, as the run's summary names it."""
+    uncounted_memory: str = "device context, communication buffers, fragmentation"
+    """Memory of a rank that the plan's forecast of tensors omits."""
     variable_prefixes: tuple[str, ...] = ()
     """Prefixes of the device's environment variables, which the ssh launcher forwards to other machines."""
     interface_variable: str = "GLOO_SOCKET_IFNAME"
@@ -156,7 +162,7 @@ class Device(ABC):
 
     @abstractmethod
     def peak_memory_bytes(self) -> int:
-        """Return the peak memory of this process on its device in bytes; on the CPU, the peak resident set."""
+        """Return the peak of this process's tensors on its device in bytes; on the CPU, the peak resident set."""
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -8,7 +8,7 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,6 +65,25 @@ def matmul_rate(
         wait()
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
+
+
+def best_matmul_rate(sizes: Sequence[int], dtype: torch.dtype) -> tuple[float, int]:
+    """Return (FLOP/s, size) of the fastest of several short measurements on the CPU, about 0.3 s on an idle host.
+
+    Other programs can slow down any measurement but speed up none. So measurements are repeated until the two fastest
+    rounds agree, at most for ROUND_LIMIT_SECONDS.
+    """
+    rounds: list[tuple[float, int]] = []
+    end = time.perf_counter() + ROUND_LIMIT_SECONDS
+    while True:
+        rounds.append(max((matmul_rate(size, dtype, ROUND_SECONDS), size) for size in sizes))
+        best, *others = sorted(rounds, reverse=True)
+        agree = len(rounds) >= LEAST_ROUNDS and others[0][0] >= AGREEMENT * best[0]
+        if agree or time.perf_counter() > end:
+            return best
+
+
+ROUND_SECONDS, ROUND_LIMIT_SECONDS, LEAST_ROUNDS, AGREEMENT = 0.04, 2.0, 4, 0.97
 
 
 def load_cpp(source: str, instead: str) -> ctypes.CDLL | None:

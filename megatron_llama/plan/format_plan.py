@@ -10,6 +10,7 @@ from megatron_llama.config.data_settings import PERCENTILE, VALUE, curriculum_me
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, STATE_BLOCK, quantized_bytes, state_bytes_8bit
 from megatron_llama.config.problems import fill
 from megatron_llama.config.settings import KEPT_BY_TIME, TrainerConfig
+from megatron_llama.devices import find_device
 from megatron_llama.plan.memory import Footprint, stage_footprints
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule, curriculum_lengths
@@ -181,6 +182,7 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
         yield _line("", f"from sample {samples:,} on: {size} × {data.length:,} = {size * data.length:,} per step")
     steps, tokens = f"{trainer.steps:,} {plural(trainer.steps, 'step')}", plan.batches.after(trainer.steps).tokens
     yield _line("", f"{steps} · {short_count(tokens)} tokens in all · data {data.name}")
+    yield _line("validation", _validation(plan))
     yield from _curriculum(plan)
     yield from _random_ltd(plan)
     precision = str(trainer.precision)
@@ -204,10 +206,12 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
     if plan.config.allow_targets:
         yield _line("", f"may also run {', '.join(plan.config.allow_targets)} (allow_targets)")
     terms = [f"{name} {gib(size)}" for name, size in heaviest.parts().items() if size]
-    yield _line("memory", f"{gib(heaviest.total)} on the heaviest rank at its peak, within 10 %:")
+    yield _line("memory", f"{gib(heaviest.total)} of tensors on the heaviest rank at its peak, within 10 %:")
     yield _line("", " + ".join(terms[:3]))
     if terms[3:]:
         yield _line("", " + ".join(["", *terms[3:]]).strip())
+    if (device := find_device(plan.config.device.name)) is not None:
+        yield _line("", f"not counted: {device.uncounted_memory}")
     if heaviest.host:
         offloaded = " and ".join(plan.config.trainer.offload)
         yield _line("", f"and {gib(heaviest.host)} of host memory: {offloaded}")
@@ -228,6 +232,23 @@ def _checkpoints(plan: Plan) -> str:
     keep = KEPT_BY_TIME if plan.keeps_two else saves.keep
     retained = "all are kept" if keep is None else f"the newest {'is' if keep == 1 else f'{keep:,} are'} kept"
     return ", ".join(parts) + (f" · {retained}" if saves.every_steps or saves.every_minutes else "")
+
+
+def _validation(plan: Plan) -> str:
+    """Describe validation: steps, batches and data; without it, the setting that enables it."""
+    trainer, data = plan.config.trainer, plan.config.data
+    every, shares = trainer.val_every_steps, [float(share) for share in data.split.split(",")]
+    if not every or every > trainer.steps:
+        return f"off · trainer.val_every_steps={max(1, trainer.steps // 10)} turns it on"
+    source = f"{100 * shares[1] / sum(shares):.3g} % of the data (data.split)"
+    if data.validation_prefixes:
+        source = "data.validation_prefixes"
+    elif data.mock:
+        source = "random tokens"
+    batches, size = trainer.val_steps, trainer.global_batch_size
+    amount = "the whole set" if batches is None else f"{batches} {'batch' if batches == 1 else 'batches'} of {size}"
+    often = "after each step" if every == 1 else f"every {every:,} steps"
+    return f"{often} · {amount} · {source}"
 
 
 def _curriculum(plan: Plan) -> Iterator[str]:

@@ -11,10 +11,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 
-from megatron_llama.devices import Peak
+from megatron_llama.devices import Peak, get_device
 from megatron_llama.plan import Plan
 
 Value = float | int | None
+WIDTH = 79
 DATA_WAIT_SHARE = 0.05
 """The summary reports waits for data above this share of the run time."""
 
@@ -52,10 +53,10 @@ class Progress:
         """Print lines above the bar."""
         self._console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
-    def step(self, metrics: Mapping[str, Value], seconds_per_step: float) -> None:
-        """Show a step. The time left is computed from ``seconds_per_step``, a recent mean."""
+    def step(self, metrics: Mapping[str, Value], seconds_per_step: float | None) -> None:
+        """Show a step. The time left is computed from ``seconds_per_step``, a recent mean; None: no time is shown."""
         step = int(metrics["step"] or 0)
-        left = (self._steps - step) * seconds_per_step
+        left = None if seconds_per_step is None else (self._steps - step) * seconds_per_step
         shown = step % self._every == 0 or step == self._steps or "val_loss" in metrics
         if self._bar is not None and not self._console.is_terminal:  # the terminal closed; stdout is a file
             self._bar.stop()
@@ -71,7 +72,7 @@ class Progress:
         if shown:
             # At most 79 columns with the bar.
             loss, speed = _number(metrics["reduced_train_loss"], ".4f"), _number(metrics["tokens_per_second"], ",.0f")
-            shares = f"MFU {_number(metrics['mfu'], '.1%')}  [dim]{duration(left)} left"
+            shares = f"MFU {_number(metrics['mfu'], '.1%')}{'' if left is None else f'  [dim]{duration(left)} left'}"
             self._bar.update(self._task, text=f"loss [bold cyan]{loss}[/]  {speed} tokens/s  {shares}")
 
     def summary(
@@ -90,7 +91,7 @@ class Progress:
         self._console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def _plain_text(metrics: Mapping[str, Value], left: float) -> str:
+def _plain_text(metrics: Mapping[str, Value], left: float | None) -> str:
     """Format a step as a log line."""
     parts = [f"loss {_number(metrics['reduced_train_loss'], '.4f')}"]
     if "val_loss" in metrics:
@@ -100,8 +101,9 @@ def _plain_text(metrics: Mapping[str, Value], left: float) -> str:
         f"grad norm {_number(metrics['gradient_norm'], '.3f')}",
         f"{_number(metrics['tokens_per_second'], ',.0f')} tokens/s",
         f"MFU {_number(metrics['mfu'], '.1%')}",
-        f"{duration(left)} left",
     ]
+    if left is not None:
+        parts.append(f"{duration(left)} left")
     return "  ".join(parts)
 
 
@@ -134,7 +136,9 @@ def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]]) -> lis
     lines = [
         f"[bold]loss {first['reduced_train_loss']:.3f} → {last['reduced_train_loss']:.3f}[/]"
         f" after {last['consumed_tokens']:,} tokens, {duration(seconds)}",
-        f"{median} (median step), peak memory {last['peak_memory_bytes'] / 2**20:,.0f} MiB on rank 0",
+        f"{median} (median step)",
+        f"peak memory {last['peak_memory_bytes'] / 2**20:,.0f} MiB on rank 0"
+        f" ({get_device(plan.config.device.name).peak_memory_label})",
     ]
     # Without the first step, which always waits. Old versions did not log data_time_s.
     waited = sum(record.get("data_time_s") or 0.0 for record in records[1:])
@@ -142,10 +146,11 @@ def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]]) -> lis
         lines.append(f"{waited / seconds:.0%} of the time: waiting for data (docs/reference/metrics.md)")
     utilizations = sorted(record["mfu"] for record in records if record["mfu"] is not None)
     if utilizations and peak.flops:
-        lines.append(
-            f"MFU {utilizations[len(utilizations) // 2]:.1%} of {plan.world_size} × {peak.flops / 1e9:,.0f} GFLOP/s"
-            f" [dim]({escape(peak.source)})[/]"
-        )
+        share = f"MFU {utilizations[len(utilizations) // 2]:.1%} of {plan.world_size} × {peak.flops / 1e9:,.0f} GFLOP/s"
+        separator = " " if len(f"{share} ({peak.source})") <= WIDTH else "\n    "
+        lines.append(f"{share}{separator}[dim]({escape(peak.source)})[/]")
+        if utilizations[-1] > 1:
+            lines.append(f"MFU is unreliable: {utilizations[-1]:.0%} in a step, so the peak is too low")
     elif not peak.flops:
         lines.append(f"MFU ? [dim](peak {escape(peak.source)})[/]")
     return lines

@@ -24,7 +24,8 @@ from megatron_llama.system.exit_status import EXIT_RESTART
 from megatron_llama.system.signals import STOP_SIGNALS, handle_signals
 from megatron_llama.topology import Topology
 from megatron_llama.train.compile_report import report_graphs
-from megatron_llama.train.metrics import MetricsLogger, measure_peak
+from megatron_llama.train.metrics import MetricsLogger
+from megatron_llama.train.peak import find_peak
 from megatron_llama.train.sample_text import continue_prompts
 from megatron_llama.train.sanity import FiniteCheck, check_copies, check_every_gradient
 from megatron_llama.train.stragglers import StragglerWatch
@@ -46,7 +47,7 @@ def train(
     first, consumed_tokens = plan.start.step + 1, plan.start.tokens
     phase.enter("the first measurements", phase.PATIENT)
     check_copies(model.shards)
-    peak = measure_peak(plan, device, model.device)
+    peak = find_peak(plan, device, model.device)
     finite = FiniteCheck(trainer.skip_nonfinite_steps)
     build_profiler = hooks.profiler() if trainer.profile else None
     profiler = build_profiler(plan, topology, device, model, optimizer) if build_profiler else None

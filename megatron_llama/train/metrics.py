@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-import torch
-import torch.distributed as dist
-
 from megatron_llama.arch.flops import mfu, with_random_ltd
 from megatron_llama.config.data_settings import curriculum_metrics
-from megatron_llama.devices import Device, Peak
+from megatron_llama.devices import Peak
+from megatron_llama.parallel.compiling import may_compile
 from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule, difficulties_at
 from megatron_llama.train.console import Progress, Value
@@ -60,18 +59,29 @@ def metric_names(plan: Plan) -> list[str]:
     return [*EVERY_STEP, *SOME_STEPS, *difficulties]
 
 
-def measure_peak(plan: Plan, device: Device, torch_device: torch.device) -> Peak:
-    """Return the peak FLOP/s of one device, the denominator of MFU.
+class StepRate:
+    """Seconds per step for the time left, without the first step and steps that may compile."""
 
-    A collective: CPU ranks share cores, so all ranks measure at the same time; the result is the mean.
-    """
-    if plan.config.device.peak_tflops is not None:
-        return Peak(plan.config.device.peak_tflops * 1e12, "device.peak_tflops")
-    dist.barrier()
-    flops, source = device.peak_flops(plan.precision.compute_format)
-    mean = torch.tensor(flops, device=torch_device)
-    dist.all_reduce(mean)
-    return Peak(mean.item() / plan.world_size, source)
+    def __init__(self, plan: Plan, first: int) -> None:
+        self._plan, self._first = plan, first
+        self._step_times: deque[float] = deque(maxlen=THROUGHPUT_STEPS)
+        self._ended_at, self._steps, self._between_steps = 0.0, 0, 0.0
+
+    def seconds_per_step(self, metrics: Mapping[str, Value]) -> float | None:
+        """Add a step that ends now. Return a recent mean plus the mean time between steps; None if too early.
+
+        Validation, logging and saving are between steps.
+        """
+        step, now, seconds = int(metrics["step"] or 0), time.monotonic(), float(metrics["step_time_s"] or 0.0)
+        compiles = bool(self._plan.config.trainer.compile) and may_compile(self._plan, step, self._first)
+        if step > self._first and not compiles:
+            self._step_times.append(seconds)
+            self._steps += 1
+            self._between_steps += max(0.0, now - self._ended_at - seconds)
+        self._ended_at = now
+        if not self._steps:
+            return None
+        return sum(self._step_times) / len(self._step_times) + self._between_steps / self._steps
 
 
 class MetricsLogger:
@@ -84,6 +94,8 @@ class MetricsLogger:
         self._sizes: deque[int] = deque(maxlen=THROUGHPUT_STEPS)
         self._last_lines: Sequence[str] = ()
         self._warm_samples, self._warm_seconds = 0, 0.0
+        self._rate = StepRate(plan, start_step + 1)
+        self._exceeded = False
         self._path = plan.run_dir / METRICS_FILE
         self._file = MetricsFile(self._path, start_step)
         records = read_run_records(self._path)
@@ -108,7 +120,8 @@ class MetricsLogger:
         self._file.append(metrics)
         for sink in self._sinks:
             sink.append(metrics)
-        self._progress.step(metrics, sum(self._step_times) / len(self._step_times))
+        self._progress.step(metrics, self._rate.seconds_per_step(metrics))
+        self._check_peak(metrics)
         return metrics
 
     def print_lines(self, lines: Sequence[str]) -> None:
@@ -122,6 +135,14 @@ class MetricsLogger:
         self._progress.stop()
         picture = draw_run(self.plan)
         self._progress.summary(self.plan, self.peak, read_run_records(self._path), samples, picture)
+
+    def _check_peak(self, metrics: Mapping[str, Value]) -> None:
+        """Report once that a step was faster than the peak, which is then too low."""
+        if not self._exceeded and (metrics["mfu"] or 0.0) > 1:
+            self._exceeded = True
+            peak = f"{self.peak.flops / 1e9:,.0f} GFLOP/s ({self.peak.source})"
+            advice = "MFU values are unreliable; device.peak_tflops=N sets the peak."
+            self._progress.print_lines((f"MFU above 100 %: the peak is too low: {peak}.", advice))
 
     def _with_derived(self, measured: Mapping[str, Value]) -> dict[str, Value]:
         """Return all metrics of a step, in order."""

@@ -84,3 +84,29 @@ def test_the_ranks_in_the_table_are_those_of_the_topology() -> None:
 def test_notes_are_shown() -> None:
     plan = resolve(make(**{"trainer.sp": True}), 1)
     assert "trainer.sp=true has no effect with trainer.tp=1" in format_plan(plan)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ([], "off · trainer.val_every_steps=10 turns it on"),
+        (["trainer.val_every_steps=200"], "off · trainer.val_every_steps=10 turns it on"),
+        (["trainer.steps=5"], "off · trainer.val_every_steps=1 turns it on"),
+        (["trainer.val_every_steps=20"], "every 20 steps · 4 batches of 8 · random tokens"),
+        (["trainer.val_every_steps=1", "trainer.val_steps=1"], "after each step · 1 batch of 8 · random tokens"),
+        (
+            ["trainer.val_every_steps=20", "data=python_stdlib", "data.split='90,10,0'"],
+            "every 20 steps · 4 batches of 8 · 10 % of the data (data.split)",
+        ),
+    ],
+)
+def test_the_plan_states_validation(overrides: list[str], line: str) -> None:
+    common = ["data=mock", "trainer.steps=100"]
+    page = format_plan(resolve(load_config([*common, *overrides], CONF), 1, exists=lambda path: True))
+    assert f"\n  validation    {line}\n" in page
+
+
+def test_the_plan_names_tensors_and_the_rest_of_the_memory() -> None:
+    page = format_plan(resolve(load_config(["data=mock", "device=cpu"], CONF), 1))
+    assert re.search(r"memory +\S+ MiB of tensors on the heaviest rank", page)
+    assert "not counted: Python and libraries, 0.3 GiB or more per process" in page

@@ -307,4 +307,4 @@ def test_a_dry_run_prints_activations_and_logits() -> None:
     (footprint,) = stage_footprints(plan)
     page = format_plan(plan)
     assert f"activations {gib(footprint.activation_bytes)}" in page and f"logits {gib(footprint.logits)}" in page
-    assert f"{gib(footprint.total)} on the heaviest rank" in page
+    assert f"{gib(footprint.total)} of tensors on the heaviest rank" in page

@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.devices import Peak
+from megatron_llama.parallel.compiling import WARM_UP_BATCHES
 from megatron_llama.train.console import Progress, duration
 from megatron_llama.train.loss_curve import draw_run
 from megatron_llama.train.metrics import EVERY_STEP, SOME_STEPS, MetricsLogger
@@ -186,6 +187,46 @@ def test_a_log_file_gets_plain_lines() -> None:
     assert lines[0] == ("step 5/12  loss 1.6000  lr 5.00e-04  grad norm 2.667  1,234 tokens/s  MFU 34.5%  0:14 left")
     assert "val loss 0.2500" in lines[1]
     assert not any("\x1b" in line or "\r" in line for line in lines)
+
+
+def test_the_time_left_excludes_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_of(tmp_path)
+    with MetricsLogger(plan, PEAK, start_step=4) as logger:
+        for step in range(5, STEPS + 1):
+            logger.log_step(measured(step, step_time_s=3600.0 if step == 5 else 2.0))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("step 5/12") and "left" not in lines[0], "this step may compile"
+    assert [line.rpartition("  ")[2] for line in lines[1:4]] == ["0:12 left", "0:10 left", "0:08 left"]
+
+
+def test_steps_that_compile_are_not_in_the_time_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with MetricsLogger(plan_of(tmp_path, "trainer.compile=true"), PEAK) as logger:
+        for step in range(1, 5):
+            logger.log_step(measured(step, step_time_s=600.0 if step <= WARM_UP_BATCHES else 2.0))
+    lines = capsys.readouterr().out.splitlines()
+    assert ["left" in line for line in lines] == [False, False, True, True]
+    assert lines[2].endswith("0:18 left")
+
+
+def test_a_step_above_the_peak_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with MetricsLogger(plan_of(tmp_path), Peak(1e6, "measured")) as logger:
+        for step in range(1, 4):
+            logger.log_step(measured(step))
+        logger.finish()
+    text = capsys.readouterr().out
+    assert text.count("MFU above 100 %") == 1 and "device.peak_tflops=N" in text
+    assert "MFU is unreliable" in text
+
+
+def test_the_summary_names_the_memory_that_it_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = "measured, 1024 x 1024 float32 matmul, 4 threads on 2 cores"
+    with MetricsLogger(plan_of(tmp_path), Peak(100e9, source)) as logger:
+        logger.log_step(measured(1))
+        logger.finish()
+    summary = capsys.readouterr().out.partition("\n\n")[2]
+    assert "peak memory 118 MiB on rank 0 (its process, with Python and libraries)\n" in summary
+    assert f"\n    ({source})" in summary
+    assert max(map(len, summary.partition("\n\n")[0].splitlines())) <= 79
 
 
 def test_a_terminal_gets_one_line_that_is_redrawn() -> None:

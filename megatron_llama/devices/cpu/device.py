@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama.devices.base import INDUCTOR, Device, Peak
-from megatron_llama.devices.processor import matmul_rate, processor
+from megatron_llama.devices.processor import best_matmul_rate, processor
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,9 @@ class Cpu(Device):
     attention = "tiles"
     asynchronous = False
     keeps_bf16_grads = True
+    measures_peak = True
+    peak_memory_label = "its process, with Python and libraries"
+    uncounted_memory = "Python and libraries, 0.3 GiB or more per process"
 
     def probe(self) -> str | None:
         return None
@@ -81,10 +84,10 @@ class Cpu(Device):
 
         by_onednn = prefer_onednn()
         dtypes = [torch.float32] if precision == "fp32" else [torch.float32, torch.bfloat16]
-        rates = {dtype: matmul_rate(_SIZE, dtype, _SECONDS) for dtype in dtypes}
+        rates = {dtype: best_matmul_rate(_SIZES, dtype) for dtype in dtypes}
         best = max(rates, key=lambda dtype: rates[dtype])
-        by = " by oneDNN" if by_onednn and best == torch.float32 else ""
-        return Peak(rates[best], f"measured, {_SIZE} x {_SIZE} {str(best).removeprefix('torch.')} matmul{by}")
+        (rate, size), by = rates[best], " by oneDNN" if by_onednn and best == torch.float32 else ""
+        return Peak(rate, f"measured, {size} x {size} {str(best).removeprefix('torch.')} matmul{by}")
 
     def peak_memory_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -156,8 +159,10 @@ def _memory_limits() -> Iterator[int]:
             yield int(file.read_text())
 
 
-_SIZE, _SECONDS = 1024, 0.25
-"""Rows and columns of the matmul that measures the peak, and the duration of the measurement."""
+_SIZE = 1024
+"""Rows and columns of a test matmul."""
+_SIZES = (512, 1024)
+"""Rows and columns of the matmuls that measure the peak. On a busy host only a short one is not interrupted."""
 
 
 DEVICE = Cpu()
