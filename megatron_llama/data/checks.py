@@ -135,12 +135,35 @@ def _example_problems(config: Config, name: str, prefix: str, index: Index) -> I
         rule = f"has an example of {longest} tokens, which needs {need} (configured: {data.length})"
         fix = f"write {need}, or prepare the dataset again with --seq-length {data.length}"
         yield Problem(name, prefix, rule, fix)
-    for number in range(1 + validates) if not data.validation_prefixes else ():
-        first, last = split_range(data.split, number, len(index))
+    has_masks = rule is None
+    parts = [(number, *split_range(data.split, number, len(index))) for number in range(1 + validates)]
+    if data.validation_prefixes:
+        parts = [(int(name == "data.validation_prefixes"), 0, len(index))]
+    for number, first, last in parts:
+        if first < last and has_masks and not has_labels(prefix, first, last):
+            rule = f"{prefix + MASK_SUFFIX}.bin has no label for {SPLITS[number]}: each token is masked"
+            yield Problem(name, prefix, rule, "prepare the dataset again, with answers that have loss")
         if first == last:
             rule = f"split {data.split} leaves none of its {len(index)} examples for {SPLITS[number]}"
             fix = "write another data.split, data.validation_prefixes, or trainer.val_every_steps=null"
             yield Problem(name, prefix, rule, fix)
+
+
+def has_labels(prefix: str, first: int, last: int) -> bool:
+    """Return whether a label of examples ``first`` to ``last`` (exclusive) has loss. An example's first token is none.
+
+    Reads the masks up to the first label: all of them only if there is no label. They must be valid (mask_problem).
+    """
+    masks = IndexedDataset(prefix + MASK_SUFFIX)
+    for begin in range(first, last, CHUNK):
+        end = min(begin + CHUNK, last)
+        start, size = int(masks.index.pointers[begin]), masks.index.tokens(begin, end)
+        starts = masks.index.pointers[begin:end]
+        for offset in range(start, start + size, _SAMPLED_BYTES):
+            with_loss = offset + np.flatnonzero(masks.tokens[offset : min(offset + _SAMPLED_BYTES, start + size)])
+            if len(with_loss) and not np.isin(with_loss, starts).all():
+                return True
+    return False
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, locate: Callable[[int], tuple[str, int, int]]) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from megatron_llama import hooks
 from megatron_llama.checkpoint.checkpointer import Checkpointer
+from megatron_llama.config import ConfigError, Problem
 from megatron_llama.data.batches import Batches, Data, Prefetcher
 from megatron_llama.devices import Device
 from megatron_llama.optim import Optimizer
@@ -27,7 +28,7 @@ from megatron_llama.train.compile_report import report_graphs
 from megatron_llama.train.metrics import MetricsLogger
 from megatron_llama.train.peak import find_peak
 from megatron_llama.train.sample_text import continue_prompts
-from megatron_llama.train.sanity import FiniteCheck, check_copies, check_every_gradient
+from megatron_llama.train.sanity import FiniteCheck, LabelCheck, check_copies, check_every_gradient
 from megatron_llama.train.stragglers import StragglerWatch
 
 
@@ -39,6 +40,7 @@ def train(
     Raises:
         SystemExit: Status 75, after a stop signal on any rank, once all ranks have saved.
         TrainingFault: A loss or gradient is not finite, or copies of a weight differ.
+        ConfigError: An epoch, the run or a validation has no label. On all ranks.
     """
     trainer = plan.config.trainer
     checkpointer = Checkpointer(plan, topology, model, optimizer, data)
@@ -49,6 +51,7 @@ def train(
     check_copies(model.shards)
     peak = find_peak(plan, device, model.device)
     finite = FiniteCheck(trainer.skip_nonfinite_steps)
+    labels = LabelCheck(plan.config.data, len(data.train.samples))
     build_profiler = hooks.profiler() if trainer.profile else None
     profiler = build_profiler(plan, topology, device, model, optimizer) if build_profiler else None
     stragglers = StragglerWatch(plan, device, model)
@@ -66,6 +69,7 @@ def train(
                 metrics = training_step(step, plan, model, optimizer, batches, finite)
                 device.synchronize()
                 metrics["step_time_s"] = time.perf_counter() - start
+            labels.check(step, metrics["tokens_with_loss"], int(metrics["global_batch_size"]))
             metrics.update(waited)
             stragglers.after_step(step, metrics, logger)
             consumed_tokens += int(metrics["tokens"])
@@ -82,6 +86,7 @@ def train(
                 report_graphs(plan, model.compiler, logger)
             if checkpointer.after_step(step, signals.received, metrics.get("val_loss"), consumed_tokens):
                 raise SystemExit(EXIT_RESTART)
+        labels.finish()
         checkpointer.finish(max(first - 1, trainer.steps))
         phase.enter("the last checks and samples", phase.PATIENT)
         check_copies(model.shards)
@@ -121,7 +126,7 @@ def training_step(
     optimizer.update(norm, skip=~(loss.isfinite() & norm.isfinite()))
     # The only sync with the device in a step, after all its work (if the optimizer can skip on the device).
     mean_loss, gradient_norm = torch.stack((loss, norm)).tolist()
-    tokens, attended = torch.stack((counts.tokens, counts.attended)).tolist()
+    tokens, attended, with_loss = torch.stack((counts.tokens, counts.attended, counts.with_loss)).tolist()
     metrics = {
         "step": step,
         "consumed_samples": after.samples,
@@ -132,6 +137,7 @@ def training_step(
         "data_time_s": data_time,
         "tokens": tokens,
         "attended": attended,
+        "tokens_with_loss": with_loss,
     }
     # finite.check: True if loss and norm are finite; otherwise counts a skip or raises.
     optimizer.advance(updated=finite.check(step, mean_loss, gradient_norm, model.shards))
@@ -143,6 +149,9 @@ def validate(plan: Plan, model: ParallelModel, batches: Batches) -> dict[str, fl
 
     val_loss is the mean loss per token with loss; val_token_accuracy is the share of these tokens whose label has the
     highest logit. Batches are weighted by tokens with loss: an unweighted mean would overweight short answers.
+
+    Raises:
+        ConfigError: No token has loss. On all ranks.
     """
     trainer = plan.config.trainer
     size = trainer.global_batch_size
@@ -156,7 +165,12 @@ def validate(plan: Plan, model: ParallelModel, batches: Batches) -> dict[str, fl
             counts.append(batch.with_loss)
             results.append(model.evaluate(microbatches, batch))
     weights = torch.stack(counts).cpu().double()
-    means = (torch.stack(results).cpu().double() * weights[:, None]).sum(dim=0) / weights.sum().clamp(min=1)
+    if not weights.sum():
+        rule = f"no token of the {end:,} validation samples has loss, so the validation loss is undefined"
+        field = "data.validation_prefixes" if plan.config.data.validation_prefixes else "data.split"
+        instead = "write trainer.val_steps=null to validate on the whole set, or prepare it with answers that have loss"
+        raise ConfigError([Problem(field, getattr(plan.config.data, field[5:]), rule, instead)])
+    means = (torch.stack(results).cpu().double() * weights[:, None]).sum(dim=0) / weights.sum()
     return dict(zip(("val_loss", "val_token_accuracy"), means.tolist(), strict=True))
 
 

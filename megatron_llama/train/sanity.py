@@ -1,15 +1,19 @@
-"""Checks of training: finite loss and gradients, a gradient for each weight, equal copies of weights."""
+"""Checks of training: finite loss and gradients, labels, a gradient for each weight, equal copies of weights."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import sys
+import textwrap
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.problems import MESSAGE_WIDTH
+from megatron_llama.config.settings import DataConfig
 from megatron_llama.parallel import Shard
 
 Rectangle = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -44,6 +48,49 @@ class FiniteCheck:
         if dist.get_rank() == 0:
             sys.stderr.write(f"skipped {fault}; {self.skips} skips left\n")
         return False
+
+
+class LabelCheck:
+    """Warns once of a batch in which no token has loss; stops a run without labels."""
+
+    def __init__(self, data: DataConfig, epoch: int) -> None:
+        """``epoch``: samples of an epoch."""
+        self._data, self._epoch = data, max(1, epoch)
+        self._unlabelled = 0  # samples since the last batch with a label
+        self._has_warned = self._has_label = False
+
+    def check(self, step: int, with_loss: float, samples: int) -> None:
+        """Check a step of ``samples`` samples and ``with_loss`` tokens with loss, both of the global batch.
+
+        Raises:
+            ConfigError: On all ranks, if a whole epoch has no label.
+        """
+        if with_loss:
+            self._unlabelled, self._has_label = 0, True
+            return
+        self._unlabelled += samples
+        if self._unlabelled >= self._epoch:
+            raise self._error(f"have no label in a whole epoch of {self._epoch:,} samples, up to step {step}")
+        if not self._has_warned and dist.get_rank() == 0:
+            text = f"data: no label in the batch of step {step}, so its loss is 0: {self._cause()} (reported once)"
+            sys.stderr.write(textwrap.fill(text, MESSAGE_WIDTH, subsequent_indent="    ") + "\n")
+        self._has_warned = True
+
+    def finish(self) -> None:
+        """Check the run. Raises ConfigError on all ranks, if none of its batches has a label."""
+        if self._unlabelled and not self._has_label:
+            raise self._error(f"have no label in any of the {self._unlabelled:,} samples of the run")
+
+    def _error(self, rule: str) -> ConfigError:
+        fix = "prepare the dataset again, with answers that have loss"
+        fix += ", and check data.curriculum" if self._data.curriculum else ""
+        return ConfigError([Problem("data.prefixes", self._data.prefixes, f"{rule}: {self._cause()}", fix)])
+
+    def _cause(self) -> str:
+        if self._data.kind != "sft":
+            return "data.eod_mask_loss masks each of its tokens"
+        cut = ", or data.curriculum cut the answers off" if self._data.curriculum else ""
+        return f"the dataset's loss masks exclude each of its tokens{cut}"
 
 
 def _describe_nonfinite(shards: Sequence[Shard]) -> str:

@@ -174,6 +174,23 @@ def test_a_split_without_examples_is_refused(tmp_path: Path) -> None:
         items(plan_of([prefix], **{"data.split": "999,1,0", **VALIDATING}), 1)
 
 
+@pytest.mark.parametrize("mask", [[0, 0, 0, 0], [1, 0, 0, 0]], ids=["nothing", "first token"])
+@pytest.mark.parametrize("where", ["training", "split", "validation_prefixes"])
+def test_a_set_without_a_label_is_refused(tmp_path: Path, mask: list[int], where: str) -> None:
+    """An example's first token is never a label."""
+    labelled, masked = [([1, 2, 3, 4], [0, 0, 0, 1])] * 8, [([1, 2, 3, 4], mask)] * 8
+    settings: dict[str, Any] = {"data.split": "1,1,0", **VALIDATING}
+    examples = {"training": masked + labelled, "split": labelled + masked, "validation_prefixes": labelled}[where]
+    if where == "validation_prefixes":
+        settings["data.validation_prefixes"] = [write_set(tmp_path / "held_out", masked)]
+    prefix = write_set(tmp_path / "set", examples)
+    part = "training" if where == "training" else "validation"
+    with pytest.raises(RankFailed, match=rf"no label for\s+{part}: each\s+token\s+is\s+masked"):
+        items(plan_of([prefix], **settings), 1)
+    whole = plan_of([write_set(tmp_path / "good", masked + labelled)])  # a masked part is valid
+    assert sum(sum(item["loss_mask"]) for item in items(whole, 16)[0]) == 8
+
+
 def test_a_set_without_masks_is_refused_before_the_ranks_start(tmp_path: Path) -> None:
     prefix = write_indexed(tmp_path / "text", [[1, 2, 3]])
     with pytest.raises(ConfigError, match="text_mask.bin"):

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from megatron_llama import devices
-from megatron_llama.data.batches import Batches
+from megatron_llama.config import ConfigError
+from megatron_llama.data.batches import Batches, Data
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.train.loop import training_step, validate
+from megatron_llama.train.loop import train, training_step, validate
 from megatron_llama.train.sample_text import continue_prompts
 from megatron_llama.train.sanity import FiniteCheck, TrainingFault, check_copies, check_every_gradient
 from tests.data.files import train_tokenizer
@@ -261,3 +262,60 @@ def test_no_samples_without_a_tokenizer(tmp_path: Path, sampling: list[str]) -> 
     plan = make_plan(1, *sampling)
     plan.config.data.tokenizer = str(tmp_path / "nothing.model")
     assert on_ranks(continue_prompts, 1, plan)[0] == []
+
+
+class SomeLabels(RaggedSamples):
+    """An epoch of 32 samples (4 steps), with labels in ``labelled`` only."""
+
+    labelled: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(index)
+        return sample | {"loss_mask": sample["loss_mask"] * (index in self.labelled)}
+
+
+LAYOUTS = {1: [], 4: ["trainer.pp=2"]}
+STEPS = ["optim.warmup_steps=1", "checkpoint.keep_best=true", "checkpoint.every_steps=1", "checkpoint.keep=20"]
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_batches_without_labels(tmp_path: Path, capfd: pytest.CaptureFixture[str], world: int) -> None:
+    """Sample 9 is in one data-parallel rank's share of step 2."""
+
+    def outcomes(name: str, steps: int, train: tuple[int, ...], held_out: tuple[int, ...]) -> list[str]:
+        (tmp_path / name).mkdir()
+        folder = f"run.dir={tmp_path / name}"
+        plan = make_plan(world, *LAYOUTS[world], *STEPS, folder, f"trainer.steps={steps}", "trainer.val_every_steps=2")
+        return on_ranks(_train, world, plan, train, held_out)
+
+    def saved(name: str) -> list[str]:
+        return sorted(path.name for path in (tmp_path / name / "checkpoints").glob("[!.]*"))
+
+    good = outcomes("good", 5, (9,), (3,))
+    output = capfd.readouterr().err
+    assert set(good) == {""} and output.count("no label in the batch of step 1, so its loss is 0") == 1
+    assert "batch of step 3" not in output and max(map(len, output.splitlines())) <= 79
+    epoch = outcomes("epoch", 12, (9,), (3,))
+    assert all("have no label in a whole epoch of 32 samples, up to step 6" in message for message in epoch), epoch
+    assert "step_00000004" in saved("epoch") and "step_00000006" not in saved("epoch")
+    short = outcomes("short", 1, (), (3,))
+    assert all("have no label in any of the 8 samples of the run" in message for message in short), short
+    validation = outcomes("validation", 4, (1, 9, 17, 25), ())
+    assert all("no token of the 8 validation samples has loss" in message for message in validation), validation
+    assert "step_00000002" not in saved("validation") and "best" not in saved("validation")
+
+
+def _train(plan: Plan, model: ParallelModel, labelled: tuple[int, ...], held_out: tuple[int, ...]) -> str:
+    topology, parts = plan.topology(torch.distributed.get_rank()), []
+    for samples in (labelled, held_out):
+        some = SomeLabels(plan.config.data.seq_length, plan.model.vocab_size)
+        some.labelled = samples
+        parts.append(Batches(some, plan, topology, model.device))
+    try:
+        train(plan, topology, get_device("cpu"), model, build_optimizer(plan, model), Data(*parts))
+    except ConfigError as error:
+        return " ".join(str(error).split())
+    return ""

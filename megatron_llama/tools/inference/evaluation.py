@@ -21,7 +21,7 @@ from data_prep.lib.sources import read_lines, with_array
 from megatron_llama.config import Config, ConfigError, DataConfig, ModelConfig, Problem
 from megatron_llama.config.data_settings import MASK_SUFFIX, strip_compression
 from megatron_llama.corpus.indexed_format import IndexedDataset
-from megatron_llama.data.checks import check_data, mask_problem
+from megatron_llama.data.checks import check_data, has_labels, mask_problem
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json
 from megatron_llama.text.conversation import LABELLED, Template
@@ -220,6 +220,9 @@ def open_examples(prefix: str, model: ModelConfig) -> list[Example] | None:
     tokens = IndexedDataset(prefix)
     if rule := mask_problem(prefix, tokens.index):
         raise ConfigError([Problem("--dataset", prefix, rule, "prepare the dataset from scratch")])
+    if not has_labels(prefix, 0, len(tokens.index)):
+        rule = "has no label: each token is masked, so it has no loss"
+        raise ConfigError([Problem("--dataset", prefix, rule, "prepare the dataset again, with answers that have loss")])
     masks = IndexedDataset(prefix + MASK_SUFFIX)
     longest, context = int(tokens.index.lengths.max()), model.max_position_embeddings
     if longest - 1 > context:

@@ -308,6 +308,10 @@ def test_perplexity_of_a_fine_tuning_set_is_of_its_answers(folder: Path, tmp_pat
     assert results["loss"] == pytest.approx(-sum(theirs) / len(theirs), rel=1e-5)
     rejected = command(evaluate, folder, *CPU, "--dataset", f"{prefix}_sft", "--max-tokens", 9)
     assert rejected.status == 2 and "does not apply to a fine-tuning set" in rejected.err
+    masks_path = Path(f"{prefix}_sft_mask.bin")
+    masks_path.write_bytes(bytes(masks_path.stat().st_size))
+    masked = command(evaluate, folder, *CPU, "--dataset", f"{prefix}_sft")
+    assert masked.status == 2 and "has no label: each token is masked" in masked.err
 
 
 def masks_of(pairs: list[tuple[list[int], list[int]]]) -> list[list[int]]:
