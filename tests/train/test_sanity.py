@@ -278,7 +278,7 @@ class SomeLabels(RaggedSamples):
 
 
 LAYOUTS = {1: [], 4: ["trainer.pp=2"]}
-STEPS = ["optim.warmup_steps=1", "checkpoint.keep_best=true", "checkpoint.every_steps=1", "checkpoint.keep=20"]
+STEPS = ["optim.warmup_steps=1", "checkpoint.keep_best=true", "checkpoint.every_steps=2", "checkpoint.keep=20"]
 
 
 @pytest.mark.parametrize("world", LAYOUTS)

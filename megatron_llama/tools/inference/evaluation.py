@@ -221,8 +221,8 @@ def open_examples(prefix: str, model: ModelConfig) -> list[Example] | None:
     if rule := mask_problem(prefix, tokens.index):
         raise ConfigError([Problem("--dataset", prefix, rule, "prepare the dataset from scratch")])
     if not has_labels(prefix, 0, len(tokens.index)):
-        rule = "has no label: each token is masked, so it has no loss"
-        raise ConfigError([Problem("--dataset", prefix, rule, "prepare the dataset again, with answers that have loss")])
+        rule, fix = "has no label: each token is masked", "prepare the dataset again, with answers that have loss"
+        raise ConfigError([Problem("--dataset", prefix, rule, fix)])
     masks = IndexedDataset(prefix + MASK_SUFFIX)
     longest, context = int(tokens.index.lengths.max()), model.max_position_embeddings
     if longest - 1 > context:
