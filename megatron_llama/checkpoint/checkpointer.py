@@ -28,9 +28,11 @@ from megatron_llama.data.batches import Data
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.groups import broadcast_from_rank_0, sync_errors
+from megatron_llama.parallel.replicas import check_copies
 from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule
 from megatron_llama.system import phase
+from megatron_llama.system.errors import TrainingFault
 from megatron_llama.topology import Topology
 
 
@@ -104,6 +106,7 @@ class Checkpointer:
 
         Raises:
             SaveFailed: On all ranks, if a checkpoint could not be written.
+            TrainingFault: On all ranks, if copies of a weight differ. The step is not saved.
         """
         # NaN is neither better nor worse than another loss.
         self._val_loss = val_loss if val_loss is not None and math.isfinite(val_loss) else None
@@ -235,7 +238,9 @@ class Checkpointer:
         if extra and same:
             contents.load_extra_states(self.optimizer, extra)
         elif extra:
-            self._report(f"{self.optimizer.inner.extra_states_label} start at zero: the layout changed")
+            self._report(
+                f"{self.optimizer.inner.extra_states_label} start at zero: the layout differs from the checkpoint"
+            )
         if same_ranks and saved.shape == current.shape:  # shapes differ between device types
             contents.set_random_state(saved, device)
 
@@ -243,6 +248,10 @@ class Checkpointer:
         self._saved_at = monotonic()
         if step == self._saved:
             return
+        try:
+            check_copies(self.model.shards)  # a checkpoint has one copy: it would hide the difference
+        except TrainingFault as fault:
+            raise TrainingFault(f"step {step} is not saved: {fault}") from None
         tensors = contents.weights(self.model.trained, owned=True)
         if step > 0:
             tensors |= contents.optimizer_states(self.optimizer, owned=True)

@@ -14,6 +14,8 @@ from megatron_llama.config.settings import KEPT_BY_TIME, CheckpointConfig
 from megatron_llama.system.files import DRAFT, read_whole, sync_folder, write_atomically, write_synced
 
 POINTER, BEST = "latest", "best"
+CLAIM = "publisher"
+"""File in a partial folder, created by the rank that publishes it after a failure."""
 _STEP = re.compile(r"step_(\d{8,})")
 
 
@@ -144,7 +146,7 @@ def publish(checkpoints: Path, state: State, settings: CheckpointConfig) -> None
     """
     partial, final = partial_folder(checkpoints, state.step), checkpoints / folder_name(state.step)
     text = merge(partial, state)
-    for part in partial.glob("rank_*.json"):
+    for part in (*partial.glob("rank_*.json"), *partial.glob(CLAIM)):
         part.unlink()
     write_synced(partial / NAME, text.encode())
     sync_folder(partial)

@@ -19,6 +19,7 @@ from megatron_llama.checkpoint.storage import (
     Chunk,
     ChunkedTensor,
     block_rows,
+    part_name,
 )
 from megatron_llama.checkpoint.stored_tensors import (
     DTYPES,
@@ -112,7 +113,7 @@ def merge(folder: Path, state: State) -> str:
     files: dict[str, int] = {}
     tensors: dict[str, dict[str, Any]] = {}
     for rank in range(state.world_size):
-        part = read_json(folder / f"rank_{rank:05d}.json")
+        part = read_json(folder / part_name(rank))
         files[part["file"]] = part["bytes"]
         for name, described in part["tensors"].items():
             whole = tensors.setdefault(name, {**described, "chunks": []})

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megatron_llama import devices
-from megatron_llama.checkpoint.folder import discard, folder_name, partial_folder, publish
+from megatron_llama.checkpoint.folder import CLAIM, discard, folder_name, partial_folder, publish
 from megatron_llama.checkpoint.manifest import State
-from megatron_llama.checkpoint.storage import save_part
+from megatron_llama.checkpoint.storage import part_name, save_part
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config.settings import CheckpointConfig
 from megatron_llama.parallel.groups import raise_on_all_ranks
+from megatron_llama.system import phase
 from megatron_llama.system.errors import MachineError
 
 _POLL_SECONDS = 0.01
+STALLED_SECONDS = 20.0
+"""After a failure: time without a written byte after which the checkpoint in progress is given up."""
 
 
 class SaveFailed(MachineError):
@@ -79,6 +84,41 @@ class Saver:
             elif self._state is not None:
                 time.sleep(_POLL_SECONDS)
 
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Finish the checkpoint in progress if the context fails, without collectives: other ranks may be lost.
+
+        Waits until all ranks have written their files, and publishes the checkpoint if no rank does. Gives up if no
+        file grows for ``STALLED_SECONDS``.
+        """
+        try:
+            yield
+        except Exception:
+            if (state := self._state) is not None:
+                phase.enter(f"{phase.FINISHING} of step {state.step}", phase.PATIENT)
+                try:
+                    self._finish_alone(state)
+                except (OSError, CorruptFile) as error:
+                    sys.stderr.write(f"checkpoint: cannot finish step {state.step}: {_describe(error)}\n")
+            raise
+
+    def _finish_alone(self, state: State) -> None:
+        partial = partial_folder(self.checkpoints, state.step)
+        written, since = -1, time.monotonic()
+        while (self._thread is not None and self._thread.is_alive()) or partial.is_dir():  # renamed when published
+            try:
+                size = sum(file.stat().st_size for file in partial.iterdir())
+                complete = all((partial / part_name(rank)).is_file() for rank in range(state.world_size))
+            except FileNotFoundError:  # not created yet, or renamed a moment ago
+                size, complete = 0, False
+            if size != written:
+                written, since = size, time.monotonic()
+            if self._error is not None or time.monotonic() - since > STALLED_SECONDS:
+                return
+            if complete and not self._publishing and _claim(partial):
+                publish(self.checkpoints, state, self.settings)
+            time.sleep(_POLL_SECONDS)
+
     def _next(self, state: State) -> None:
         """Enter the stage after writing (publishing) or after publishing (none)."""
         self._thread = None
@@ -127,6 +167,15 @@ class Saver:
         self._error = None
         self._thread = threading.Thread(target=guarded, name="checkpoint", daemon=True)
         self._thread.start()
+
+
+def _claim(partial: Path) -> bool:
+    """Return whether this process is the first that claims to publish the files of ``partial``."""
+    try:
+        (partial / CLAIM).open("x").close()
+    except FileExistsError:
+        return False
+    return True
 
 
 def _host_like(tensor: Rectangles) -> Rectangles:

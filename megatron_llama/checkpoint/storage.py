@@ -32,7 +32,7 @@ from megatron_llama.checkpoint.stored_tensors import (
     check_finite,
     safetensors_header,
 )
-from megatron_llama.system.files import open_regular
+from megatron_llama.system.files import open_regular, write_atomically
 
 HASH = "sha256"
 HASH_DIGITS = 32  # 128 bits
@@ -127,6 +127,11 @@ def block_rows(size: Shape, itemsize: int, block_bytes: int) -> int:
     return max(1, block_bytes // max(1, math.prod(size[1:]) * itemsize))
 
 
+def part_name(rank: int) -> str:
+    """Return the name of the description of a rank's part. The file exists if the part is complete."""
+    return f"rank_{rank:05d}.json"
+
+
 def save_part(tensors: Mapping[str, Rectangles], folder: Path, rank: int) -> None:
     """Write this rank's part of a checkpoint: ``rank_00003.safetensors`` and its description ``rank_00003.json``.
 
@@ -152,8 +157,8 @@ def save_part(tensors: Mapping[str, Rectangles], folder: Path, rank: int) -> Non
         file.write(header)
         file.flush()
         os.fsync(file.fileno())
-    with path.with_suffix(".json").open("x", encoding="utf-8") as description:
-        json.dump({"file": path.name, "bytes": max(size, len(header)), "tensors": described}, description)
+    description = {"file": path.name, "bytes": max(size, len(header)), "tensors": described}
+    write_atomically(folder / part_name(rank), json.dumps(description))
 
 
 def _read_items(name: str, tensor: ChunkedTensor, targets: Rectangles) -> list[ReadItem]:

@@ -38,7 +38,7 @@ from megatron_llama.launch.supervise import POLL_SECONDS, Child, Grace, Signals,
 from megatron_llama.launch.watchdog import Hang, Watchdog, print_report, wait_for_full_report
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
-from megatron_llama.system.phase import Phase, PhaseFile
+from megatron_llama.system.phase import FINISHING, Phase, PhaseFile
 from megatron_llama.system.signals import is_stopped
 
 GRACE = Grace(fault=1.0, restart=30.0, interrupt=3.0)
@@ -154,6 +154,10 @@ class Rank(Child):
     @property
     def succeeded(self) -> bool:
         return self.report is not None and self.report.kind == "done"
+
+    @property
+    def is_finishing(self) -> bool:
+        return not self.ended and self.phase.name.startswith(FINISHING)
 
     @property
     def wants_restart(self) -> bool:

@@ -37,6 +37,11 @@ class Child(ABC):
         """Send a signal if the child runs."""
 
     @property
+    def is_finishing(self) -> bool:
+        """Whether the child failed and finishes the save of an earlier step."""
+        return False
+
+    @property
     @abstractmethod
     def succeeded(self) -> bool:
         """Whether the child finished its work."""
@@ -98,9 +103,16 @@ class Signals:
 def supervise(
     children: Sequence[Child], signals: Signals, grace: Grace, wait: Callable[[float], None] = time.sleep
 ) -> None:
-    """Wait until all children have ended, or until the grace period is over. ``wait`` sleeps between polls."""
+    """Wait until all children have ended, or until the grace period is over. ``wait`` sleeps between polls.
+
+    After a failure, children that finish a save have no limit but the watchdog's.
+    """
     deadline = float("inf")
-    while not all(child.ended for child in children) and time.monotonic() < deadline:
+    while running := [child for child in children if not child.ended]:
+        if time.monotonic() > deadline and (
+            signals.interrupted_at is not None or not any(child.is_finishing for child in running)
+        ):
+            return
         for child in children:
             if child.poll() and not child.succeeded:
                 seconds = grace.restart if child.wants_restart else grace.fault

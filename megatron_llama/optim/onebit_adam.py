@@ -2,8 +2,10 @@
 
 Arithmetic and names follow DeepSpeed's OneBitAdam: Adam without bias correction and with decoupled weight decay for
 ``freeze_step`` steps. From then on the second moment is frozen, and the momentum is averaged over the data-parallel
-ranks, with one bit per value and one scale per tensor. Compression errors are added to the next step's momentum (error
-feedback), on the sending rank (worker) and on the averaging rank (server).
+ranks, with one bit per value and one scale per rectangle of a Hugging Face tensor. A scale per parameter would depend
+on rows that other tensor-parallel ranks do not have: the copies of a shared key/value head would diverge. Compression
+errors are added to the next step's momentum (error feedback), on the sending rank (worker) and on the averaging rank
+(server).
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from megatron_llama.arch.names import Rectangle
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
 
-_ERRORS = "onebit_errors"
-"""Name of the compression errors in checkpoints."""
+_ERRORS = "onebit_rectangle_errors"
+"""Name of the compression errors in checkpoints. ``onebit_errors`` of older checkpoints has another order."""
 
 
 class OneBitAverage:
@@ -123,7 +126,11 @@ class OneBitAdam(ShardOptimizer):
         eps: float,
         freeze_step: int,
         asynchronous: bool = False,
+        rectangles: Mapping[Tensor, Sequence[Rectangle]] | None = None,
     ) -> None:
+        """``rectangles``: parts of each weight with a separate scale; None: each weight is one part. Values in no
+        part (vocabulary padding) are not averaged.
+        """
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self.group, self.freeze_step = group, freeze_step
         self._weights = [weight for entry in self.param_groups for weight in entry["params"]]
@@ -131,7 +138,16 @@ class OneBitAdam(ShardOptimizer):
         for weight in self._weights:
             zeros = (torch.zeros_like(weight, requires_grad=False) for _ in range(2))
             self.state[weight] = dict(zip(("exp_avg", "exp_avg_sq"), zeros, strict=True), step=torch.tensor(0.0))
-        self.exchange = OneBitAverage([w.numel() for w in self._weights], group, self._weights[0].device)
+        self._rectangles = rectangles
+        sizes = [part.numel() for part in self._split(self._weights)]
+        self.exchange = OneBitAverage(sizes, group, self._weights[0].device)
+
+    def _split(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return views of ``tensors``, one tensor per weight and of its shape: one view per scale."""
+        if self._rectangles is None:
+            return [*tensors]
+        pairs = zip(self._weights, tensors, strict=True)
+        return [tensor[part.local_slices] for weight, tensor in pairs for part in self._rectangles[weight]]
 
     @property
     def is_frozen(self) -> bool:
@@ -170,16 +186,24 @@ class OneBitAdam(ShardOptimizer):
                         state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
                         state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         if frozen:
-            averages = self.exchange.average(momenta, skip) if self.exchange.ranks > 1 else momenta
-            for weight, average in zip(self._weights, averages, strict=True):
-                with _unless(skip, self.state[weight]["exp_avg"]):
-                    self.state[weight]["exp_avg"].copy_(average)
+            self._set_momenta(momenta, skip)
         for group in self.param_groups:
             for weight in group["params"]:
                 state = self.state[weight]
                 update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + group["eps"])
                 with _unless(skip, weight):
                     weight.sub_(update.add_(weight, alpha=group["weight_decay"]), alpha=group["lr"])
+
+    def _set_momenta(self, momenta: list[Tensor], skip: Tensor | None) -> None:
+        """Store the averages of ``momenta``, one tensor per weight, as ``exp_avg``."""
+        states = [self.state[weight]["exp_avg"] for weight in self._weights]
+        targets = states
+        if self.exchange.ranks > 1:
+            momenta = self.exchange.average(self._split(momenta), skip)
+            targets = self._split(states)
+        with _unless(skip, *states):
+            for target, momentum in zip(targets, momenta, strict=True):
+                target.copy_(momentum)
 
     def extra_states(self) -> dict[str, Tensor]:
         """Return this rank's compression errors, fp32 [values], worker errors then server errors."""
@@ -198,7 +222,7 @@ def build_onebit_adam(inputs: OptimizerInputs) -> ShardOptimizer:
     assert freeze_step is not None, "resolve derives it"
     group = parallel_state.get_data_parallel_group()
     numbers = {**inputs.numbers, "freeze_step": freeze_step}
-    return OneBitAdam(inputs.groups, group, **numbers, asynchronous=inputs.asynchronous)
+    return OneBitAdam(inputs.groups, group, **numbers, asynchronous=inputs.asynchronous, rectangles=inputs.rectangles)
 
 
 @contextmanager

@@ -36,6 +36,10 @@ class MachineError(RuntimeError):
     """Failure of the host (full disk, killed worker). Scripts print one message and exit with status 1."""
 
 
+class TrainingFault(RuntimeError):
+    """Training stops: a value or a copy of a weight is wrong. Checkpoints have the last good state."""
+
+
 class LaunchFailed(RuntimeError):
     """Failed rendezvous of a job's processes. The message has the rank and the reason, so no traceback is printed."""
 

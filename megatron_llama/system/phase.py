@@ -16,6 +16,8 @@ PATIENT = 8.0
 """Factor on the step's time limit for phases that may be slow without a fault: loading, saving and compiling."""
 UNWATCHED = float("inf")
 """Factor of a phase without a time limit."""
+FINISHING = "finishing the save"
+"""Begin of the name of a failed rank's last phase, in which its launcher does not end it."""
 _RECORD_BYTES, _WAIT_BYTES = 200, 56
 
 

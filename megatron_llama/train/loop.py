@@ -19,6 +19,7 @@ from megatron_llama.optim import Optimizer
 from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES, may_compile
+from megatron_llama.parallel.replicas import check_copies
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.system.exit_status import EXIT_RESTART
@@ -28,7 +29,7 @@ from megatron_llama.train.compile_report import report_graphs
 from megatron_llama.train.metrics import MetricsLogger
 from megatron_llama.train.peak import find_peak
 from megatron_llama.train.sample_text import continue_prompts
-from megatron_llama.train.sanity import FiniteCheck, LabelCheck, check_copies, check_every_gradient
+from megatron_llama.train.sanity import FiniteCheck, LabelCheck, check_every_gradient
 from megatron_llama.train.stragglers import StragglerWatch
 
 
@@ -57,7 +58,13 @@ def train(
     stragglers = StragglerWatch(plan, device, model)
     metrics_logger = MetricsLogger(plan, peak, first - 1) if topology.is_logger else nullcontext()
     prefetcher = Prefetcher(data.train, plan.batches.after(trainer.steps).samples)
-    with StopSignals() as signals, metrics_logger as logger, prefetcher as batches, stragglers.watching():
+    with (
+        StopSignals() as signals,
+        checkpointer.saver.finishing(),
+        metrics_logger as logger,
+        prefetcher as batches,
+        stragglers.watching(),
+    ):
         for step in range(first, trainer.steps + 1):
             # PATIENT multiplies trainer.hang_timeout_seconds: a step that may compile takes minutes.
             patience = phase.PATIENT if model.compiler is not None and may_compile(plan, step, first) else 1.0

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sys
 import textwrap
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.problems import MESSAGE_WIDTH
 from megatron_llama.config.settings import DataConfig
 from megatron_llama.parallel import Shard
-
-Rectangle = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""(Hugging Face name, offset, size)"""
-
-
-class TrainingFault(RuntimeError):
-    """Training stops; the weights are unchanged since the last good step."""
+from megatron_llama.system.errors import TrainingFault
 
 
 class FiniteCheck:
@@ -112,23 +104,3 @@ def check_every_gradient(shards: Sequence[Shard]) -> None:
     missing = [s.name for s in shards if s.is_trained and s.grad is None]
     if missing:
         raise TrainingFault(f"no gradient reached {', '.join(missing)}")
-
-
-@torch.no_grad()
-def check_copies(shards: Sequence[Shard]) -> None:
-    """Raise TrainingFault unless copies of a rectangle are bit-identical on all ranks. A collective."""
-    digests: dict[Rectangle, str] = {}
-    for shard in shards:
-        values = shard.values
-        for rectangle in shard.rectangles:
-            part = values[rectangle.local_slices].cpu().reshape(-1).view(torch.uint8)  # bytes: numpy has no bf16
-            key = (rectangle.name, rectangle.offset, rectangle.size)
-            digests[key] = hashlib.blake2b(part.numpy().tobytes(), digest_size=16).hexdigest()
-    by_rank: list[dict[Rectangle, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(by_rank, digests)
-    first: dict[Rectangle, tuple[int, str]] = {}
-    for rank, rectangles in enumerate(by_rank):
-        for (name, offset, size), digest in rectangles.items():
-            other, expected = first.setdefault((name, offset, size), (rank, digest))
-            if digest != expected:
-                raise TrainingFault(f"{name} at {offset}, {size}: the copies on ranks {other} and {rank} differ")

@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_llama.checkpoint import saving
+from megatron_llama.checkpoint.folder import saved_steps
+from megatron_llama.checkpoint.manifest import read_manifest
+from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
@@ -79,6 +83,73 @@ def test_killed_at_any_moment(tmp_path: Path, whole: Path) -> None:
     assert job.wait() == 0, job.output
     assert "resuming from" in job.output
     assert_as_if_nothing_had_happened(folder, whole)
+
+
+def _fails_while_it_saves(kind: str) -> Callable[[Plan], None]:
+    """Rank 1 fails in step 3 while the files of step 2 are written. If it is killed, its own file is complete."""
+
+    def act(step: int, run_dir: Path) -> None:
+        if step == 3 and rank() == 1:
+            if kind == "killed":
+                while not list(run_dir.glob("checkpoints/.step_00000002.partial/rank_00001.json")):
+                    time.sleep(0.01)
+            (run_dir / "failing").touch()
+            if kind == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("rank 1 fails")
+
+    def work(plan: Plan) -> None:
+        save, failing = saving.save_part, Path(str(plan.config.run.dir)) / "failing"
+
+        def save_part(tensors: Any, folder: Path, number: int) -> None:
+            while "00000002" in folder.name and not failing.exists() and not (kind == "killed" and number == 1):
+                time.sleep(0.01)
+            save(tensors, folder, number)
+
+        saving.save_part = save_part
+        _with_each_step(act)(plan)
+
+    return work
+
+
+@pytest.mark.parametrize("kind", ["failed", "killed"])
+def test_a_failing_step_finishes_the_save_of_the_previous_step(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "run"
+    job = Job(folder, *RUN, work=_fails_while_it_saves(kind))
+    assert job.wait() == 1, job.output
+    assert saved_steps(folder / "checkpoints") == [2, 1], job.output
+    read_manifest(folder / "checkpoints/step_00000002").check_sizes()
+    assert leftovers(folder) == []
+
+
+def test_copies_that_differ_are_not_saved(tmp_path: Path) -> None:
+    """A rerun must not report a run with a wrong state as done."""
+
+    def work(plan: Plan) -> None:
+        update = Optimizer.update
+
+        def drifting(self: Optimizer, *args: Any, **keywords: Any) -> None:
+            update(self, *args, **keywords)
+            if rank() == 1 and self.updates == 3:
+                next(s for s in self.model.shards if s.name.endswith("norm.weight")).local[0] += 1
+
+        Optimizer.update = drifting  # type: ignore[method-assign]
+        run_rank(plan)
+
+    folder = tmp_path / "run"
+    for _ in range(2):  # the second start resumes from step 2, whose copies are equal
+        job = Job(folder, *RUN, work=work)
+        assert job.wait() == 1, job.output
+        assert "step 3 is not saved: model.layers.0.input_layernorm.weight at (0,)" in job.output
+        assert saved_steps(folder / "checkpoints") == [2, 1]
+
+
+@pytest.mark.slow
+def test_adapters_of_a_shared_head_stay_equal_under_1bit_adam(tmp_path: Path) -> None:
+    onebit = ["optim.name=onebit_adam", "optim.freeze_step=2", "trainer.zero=0", "trainer.dp=2"]
+    settings = [*RUN, *onebit, "model.num_key_value_heads=1", "finetune=lora"]
+    job = Job(tmp_path / "run", *settings)  # the run compares copies before each save
+    assert job.wait() == 0, job.output
 
 
 def _note_signals(run_dir: Path) -> None:

@@ -16,8 +16,8 @@ from megatron_llama.model import quantized as quantized_module
 from megatron_llama.model.quantized import dequantize, quantize
 from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel.replicas import check_copies
 from megatron_llama.plan import Plan, stage_memory
-from megatron_llama.train.sanity import check_copies
 from tests.finetuning import runner
 from tests.finetuning.runner import CPU, LORA, TOLERANCE, Tuned, make_plan, tune, worst
 from tests.ranks import run_ranks

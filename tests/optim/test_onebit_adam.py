@@ -164,7 +164,13 @@ def test_steps_that_are_left_out_leave_no_trace() -> None:
 
 
 ONEBIT = ("optim.name=onebit_adam", "trainer.zero=0")
-LAYOUTS = {"dp2": (2, ()), "tp2·dp2": (4, ("trainer.tp=2",)), "pp2·dp2": (4, ("trainer.pp=2",))}
+SHARED = ("trainer.tp=2", "model.num_key_value_heads=1")  # both tensor-parallel ranks have the head
+LAYOUTS = {
+    "dp2": (2, ()),
+    "tp2·dp2": (4, ("trainer.tp=2",)),
+    "pp2·dp2": (4, ("trainer.pp=2",)),
+    "shared kv head": (4, SHARED),
+}
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +188,8 @@ def test_the_warm_up_is_the_same_in_every_layout(name: str, warm_up: Result) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["dp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2·dp2", "pp2·dp2"))]
+    "name",
+    ["dp2", "shared kv head", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tp2·dp2", "pp2·dp2"))],
 )
 def test_copies_stay_equal_and_the_loss_falls(name: str) -> None:
     ranks, layout = LAYOUTS[name]

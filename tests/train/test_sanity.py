@@ -14,10 +14,12 @@ from megatron_llama.data.batches import Batches, Data
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.parallel.replicas import check_copies
 from megatron_llama.plan import Plan
+from megatron_llama.system.errors import TrainingFault
 from megatron_llama.train.loop import train, training_step, validate
 from megatron_llama.train.sample_text import continue_prompts
-from megatron_llama.train.sanity import FiniteCheck, TrainingFault, check_copies, check_every_gradient
+from megatron_llama.train.sanity import FiniteCheck, check_every_gradient
 from tests.data.files import train_tokenizer
 from tests.model.llamas import CPU
 from tests.oracle import RaggedSamples, make_plan
