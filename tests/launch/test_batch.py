@@ -109,6 +109,22 @@ def test_the_restart_limit_ends_with_a_failure(job: Job, ends: int, run_status: 
     assert job.run(0, "0", SLURM_RESTART_COUNT="4", MAX_RESTARTS="3").status == 1
 
 
+def test_stops_that_saved_a_new_checkpoint_do_not_count(job: Job) -> None:
+    for restart in range(4):
+        count, checkpoint = str(restart), f"step_{restart + 1:08d}"
+        end = job.run(75, "75", SLURM_RESTART_COUNT=count, MAX_RESTARTS="1", CHECKPOINT=checkpoint)
+        assert end.requeued and "0 counted" in end.printed, "each run made progress"
+    assert job.run(75, "75", SLURM_RESTART_COUNT="4", MAX_RESTARTS="1").requeued, "the stop before saved"
+    over = job.run(75, "75", SLURM_RESTART_COUNT="5", MAX_RESTARTS="1")
+    assert (over.status, over.requeued) == (75, False), "no new checkpoint twice"
+    assert not job.run(75, "75", MAX_RESTARTS="0").requeued
+
+
+def test_the_default_limit_is_ten(job: Job) -> None:
+    assert job.run(75, "75", SLURM_RESTART_COUNT="9").requeued
+    assert not job.run(75, "75", SLURM_RESTART_COUNT="10").requeued
+
+
 def test_a_failure_that_comes_back_each_time_ends_the_job(job: Job) -> None:
     assert job.run(1, "1", CHECKPOINT="step_00000010").requeued
     for restart, checkpoint in enumerate(["step_00000010", "step_00000020", "step_00000020"], 1):

@@ -125,7 +125,7 @@ def test_a_job_survives_time_limit_preemption_and_a_lost_node(lab: Lab, tmp_path
     # In minutes since the job's start; the end is then 40 to 100 s away: time for Slurm's look and for saving.
     job.update(f"TimeLimit={-(-(seconds_run(job) + 40) // 60)}")
     seconds = job.wait_for_requeue(1, 200)
-    assert "stopped, all ranks have saved; queued again, restart 1 of at most 100" in job.log
+    assert "stopped, all ranks have saved; queued again, restart 1, limit MAX_RESTARTS=10, 0 counted" in job.log
     first = steps(folder)[-1]
     report.add(
         "time limit: from the limit coming within 100 s to saved and queued again (Slurm looks every 30 s)",
@@ -139,7 +139,7 @@ def test_a_job_survives_time_limit_preemption_and_a_lost_node(lab: Lab, tmp_path
         "sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
     ).split()[-1]
     seconds = job.wait_for_requeue(2, 200)
-    assert "stopped, all ranks have saved; queued again, restart 2 of at most 100" in job.log
+    assert "stopped, all ranks have saved; queued again, restart 2, limit MAX_RESTARTS=10, 0 counted" in job.log
     second = steps(folder)[-1]
     assert Job(lab, int(urgent)).wait_for_end() == "COMPLETED"
     report.add(

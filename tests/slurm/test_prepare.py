@@ -121,7 +121,7 @@ def test_a_corpus_over_nodes_with_a_killed_task(
     seconds = time.monotonic() - begin
     output = logs(lab, job)
     assert all(facts["JobState"] == "COMPLETED" for facts in tasks_of(lab, job).values()), output
-    assert "part 2/4: failed with status 137; queued again, restart 1 of at most 100" in output[2]
+    assert "part 2/4: failed with status 137; queued again, restart 1, limit MAX_RESTARTS=10, 0 counted" in output[2]
     assert all("resuming after" in output[part] for part in (2, 3)), output
     assert [facts["Restarts"] for _, facts in sorted(tasks_of(lab, job).items())] == ["0", "1", "1", "0"]
     assert sum("joined 4 parts" in text for text in output.values()) == 1
