@@ -41,6 +41,8 @@ from megatron_llama.system.files import check_yaml
 SCHEMA = "settings"
 # The group of whole recipes, applied over all other groups. Its files are in conf/experiment/, or a path is given.
 EXPERIMENT = "experiment"
+# Hydra's name of a user's file. A file's own name may also be in conf/experiment/, which Hydra rejects.
+USER_FILE = "file_of_the_user"
 # The group that scales a recipe down, applied after it.
 SCALED = "scaled"
 MOST_BRACKETS = 16
@@ -140,8 +142,12 @@ def _split_overrides(
             values.append(override)
             continue
         options = sorted(path.stem for path in (conf_dir / group).glob("*.yaml"))
-        if not override.is_delete() and (str(choice) in options or _is_file(group, str(choice))):
-            choices[group] = str(choice)  # the last choice of a group wins
+        option = _option_of_path(group, str(choice), conf_dir)
+        if not override.is_delete() and (option in options or _is_file(group, option)):
+            choices[group] = option  # the last choice of a group wins
+            continue
+        if problem := _problem_of_path(group, str(choice), conf_dir):
+            problems.append(problem)
             continue
         listed = (", ".join(options) or "no file yet") + (", or the path of a .yaml file" * (group == EXPERIMENT))
         guess = closest_match(str(choice), options)
@@ -149,6 +155,40 @@ def _split_overrides(
         rule = f"there is no {group} of that name in {conf_dir.name}/{group}/"
         problems.append(Problem(group, choice, rule, instead))
     return choices, values
+
+
+def _option_of_path(group: str, choice: str, conf_dir: Path) -> str:
+    """Return the option that the path of a file of the group names, with or without .yaml; else ``choice`` itself."""
+    folder = (conf_dir / group).resolve()
+    paths = [Path(choice), conf_dir.parent / choice]
+    if not _is_file(group, choice):  # a user's recipe.yaml has precedence over conf/experiment/recipe.yaml
+        paths.append(folder / choice)
+    for path in paths:
+        file = _with_yaml(path).resolve()
+        if file.parent == folder and file.is_file():
+            return file.stem
+    return choice
+
+
+def _problem_of_path(group: str, choice: str, conf_dir: Path) -> Problem | None:
+    """Return the problem of an existing file that is not a file of the group; None for other choices."""
+    file = next(
+        (file for path in (choice, conf_dir.parent / choice) if (file := _with_yaml(Path(path))).is_file()), None
+    )
+    if file is None:
+        return None
+    folder, here = file.resolve().parent, conf_dir.resolve()
+    if folder != here and folder.is_relative_to(here):
+        other = folder.relative_to(here).as_posix()
+        return Problem(group, choice, f"is a file of the group {other}", f"write {other}={file.stem}")
+    instead = f"copy it to {conf_dir.name}/{group}/ and write {group}={file.stem}"
+    if group != EXPERIMENT:
+        instead += f", or put its settings under {group}: in a file for {EXPERIMENT}=FILE.yaml"
+    return Problem(group, choice, f"is a file outside {conf_dir.name}/{group}/", instead)
+
+
+def _with_yaml(path: Path) -> Path:
+    return path if path.suffix in (".yaml", ".yml") else path.with_name(path.name + ".yaml")
 
 
 def to_yaml(config: Config) -> str:
@@ -235,8 +275,8 @@ def _compose_groups(choices: dict[str, str], conf_dir: Path) -> DictConfig:
             raise OmegaConfBaseException(f"In '{path}': {error}") from error
         if not isinstance(node, DictConfig):
             raise OmegaConfBaseException(f"In '{path}': contains no settings")
-        ConfigStore.instance().store(group=EXPERIMENT, name=path.name, node=node, package="_global_")
-        choices = {**choices, EXPERIMENT: path.name.removesuffix(".yaml")}
+        ConfigStore.instance().store(group=EXPERIMENT, name=USER_FILE, node=node, package="_global_")
+        choices = {**choices, EXPERIMENT: USER_FILE}
     # Hydra requires a plus before a group without a default; users may omit it.
     in_order = sorted(choices.items(), key=lambda chosen: chosen[0] == SCALED)
     overrides = [f"{'' if group in by_default else '+'}{group}={choice}" for group, choice in in_order]
@@ -252,7 +292,7 @@ def _is_file(group: str, choice: str) -> bool:
 def _problem_in_files(error: BaseException, choices: Mapping[str, str]) -> Problem:
     """Return the problem of an error that Hydra, OmegaConf or PyYAML raised on a file in conf/ or a user's file."""
     user_file = choices.get(EXPERIMENT, "")
-    files = {f"{EXPERIMENT}/{Path(user_file).stem}": user_file} if _is_file(EXPERIMENT, user_file) else {}
+    files = {f"{EXPERIMENT}/{USER_FILE}": user_file} if _is_file(EXPERIMENT, user_file) else {}
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         where = f"{mark.name}, line {mark.line + 1}"

@@ -56,6 +56,38 @@ def test_datasets_of_ones_own_are_not_called_by_the_demos_name(overrides: list[s
     assert load_config(overrides, CONF).data.name == name
 
 
+@pytest.mark.parametrize(
+    ("path", "option"),
+    [
+        ("model=conf/model/llama7b.yaml", "model=llama7b"),
+        ("model=conf/model/llama7b", "model=llama7b"),
+        ("model=llama7b.yaml", "model=llama7b"),
+        (f"data={CONF}/data/mock.yaml", "data=mock"),
+        ("optim=conf/optim/wsd.yaml", "optim=wsd"),
+        ("experiment=conf/experiment/pretrain_llama7b.yaml", "experiment=pretrain_llama7b"),
+        ("+experiment=conf/experiment/pretrain_llama7b", "experiment=pretrain_llama7b"),
+        ("scaled=conf/scaled/laptop.yaml", "scaled=laptop"),
+    ],
+)
+def test_the_path_of_a_groups_file_is_its_option(path: str, option: str) -> None:
+    assert load_config([path], CONF) == load_config([option], CONF)
+
+
+def test_a_users_recipe_may_have_the_name_of_a_file_in_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("pretrain_llama7b.yaml", "their recipe.yml"):
+        Path(name).write_text("# @package _global_\ntrainer:\n  steps: 7\n")
+        assert load_config([f"experiment='{name}'"], CONF).trainer.steps == 7
+
+
+def test_the_path_of_another_file_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    (problem,) = refused("model=conf/data/mock.yaml")
+    assert (problem.rule, problem.instead) == ("is a file of the group data", "write data=mock")
+    (tmp_path / "mine.yaml").write_text("hidden_size: 64\n")
+    (problem,) = refused(f"model={tmp_path}/mine")
+    assert "outside conf/model/" in problem.rule and "copy it to conf/model/ and write model=mine" in problem.instead
+
+
 def test_the_line_in_the_readme() -> None:
     config = load_config(["model=llama7b", "trainer.tp=8"], CONF)
     assert (config.model.hidden_size, config.trainer.tp, config.model.rope_scaling) == (4096, 8, None)
