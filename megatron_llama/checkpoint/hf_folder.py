@@ -32,6 +32,8 @@ from megatron_llama.config.hf_config import download_hint
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Old exporters wrote these tensors; the config defines their values.
 _DERIVED = ".rotary_emb.inv_freq"
+WEIGHT_DTYPES = {name: DTYPES[name] for name in ("F32", "BF16", "F16", "F64")}
+"""Dtypes of weights by their names in safetensors files."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +82,27 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def list_tensors(path: Path) -> dict[str, NamedTensor]:
-    """Return the tensors of a safetensors file from its header. Raises CorruptFile."""
-    tensors = {}
+    """Return the tensors of a safetensors file from its header.
+
+    Raises:
+        ConfigError: Tensors have a dtype that no Llama has. Quantized weights (GPTQ, AWQ, bitsandbytes, FP8) have
+            integer or 8-bit dtypes, whose values are no weights.
+        CorruptFile: The file cannot be read.
+    """
+    tensors, others = {}, list[str]()
     with open_safetensors(path) as content:
         for key in content.keys():  # noqa: SIM118  no mapping
             tensor = content.get_slice(key)
-            if tensor.get_dtype() not in DTYPES:
-                raise CorruptFile(f"{path}: {key} has the unsupported dtype {tensor.get_dtype()}")
-            tensors[key] = NamedTensor(DTYPES[tensor.get_dtype()], tuple(tensor.get_shape()), path.name, key)
+            dtype = tensor.get_dtype()
+            if dtype in WEIGHT_DTYPES:
+                tensors[key] = NamedTensor(WEIGHT_DTYPES[dtype], tuple(tensor.get_shape()), path.name, key)
+            else:
+                others.append(f"{key} has dtype {dtype}")
+    if others:
+        more = f", and {len(others) - 1} more tensors have dtypes that no Llama has" if len(others) > 1 else ""
+        rule = f"{others[0]}{more}; weights are {', '.join(WEIGHT_DTYPES)}"
+        instead = "name the folder of the model before its quantization, or download the file again"
+        raise ConfigError([Problem("init_from", str(path), rule, instead)])
     return tensors
 
 
@@ -95,7 +110,7 @@ def open_hf_folder(folder: Path, model: ModelConfig) -> SafetensorsFiles:
     """Return the tensors of ``model`` in a folder. Reads headers only.
 
     Raises:
-        ConfigError: The folder has missing, additional or differently shaped tensors.
+        ConfigError: The folder has missing, additional or differently shaped tensors, or other dtypes than floats.
         CorruptFile: A file cannot be read.
     """
     tensors = _all_tensors(folder)

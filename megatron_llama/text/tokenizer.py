@@ -89,6 +89,10 @@ class Tokenizer(TextTokenizer):
     def spans(self, text: str, parse_special: bool) -> Spans:
         """Return a text's tokens without BOS. With ``parse_special``, names of control tokens become control ids."""
 
+    def missing_ids(self, count: int) -> list[int]:
+        """Return the ids below ``count`` that the tokenizer lacks: those of a padded vocabulary, and gaps."""
+        return [*range(self.size, count)]
+
     @abstractmethod
     def control(self, name: str) -> int | None:
         """Return a control token's id; None if the tokenizer has no such token."""
@@ -169,6 +173,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def control(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(name)
+
+    def missing_ids(self, count: int) -> list[int]:
+        ids = set(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        return [number for number in range(count) if number not in ids]
 
     def _encode_plainly(self, text: str, parse_special: bool) -> Any:
         self._plain.encode_special_tokens = not parse_special

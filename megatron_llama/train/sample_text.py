@@ -27,13 +27,16 @@ def continue_prompts(plan: Plan, model: ParallelModel) -> list[str]:
     processor = read_sentencepiece(tokenizer_file(tokenizer))
     length = plan.config.data.length
     prompts = [processor.encode(prompt)[: length // 2] for prompt in plan.config.logging.sample_prompts]
-    ids = _extend(prompts, plan, model, min(plan.config.logging.sample_tokens, length // 2))
+    vocabulary = min(processor.vocab_size(), plan.model.vocab_size)
+    ids = _extend(prompts, plan, model, min(plan.config.logging.sample_tokens, length // 2), vocabulary)
     end = processor.eos_id()
     return [processor.decode(row[: row.index(end)] if end in row else row) for row in ids]
 
 
-def _extend(prompts: list[list[int]], plan: Plan, model: ParallelModel, count: int) -> list[list[int]]:
-    """Sample ``count`` ids per prompt, equal on all ranks."""
+def _extend(
+    prompts: list[list[int]], plan: Plan, model: ParallelModel, count: int, vocabulary: int
+) -> list[list[int]]:
+    """Sample ``count`` ids below ``vocabulary`` per prompt, equal on all ranks."""
     tokens = torch.zeros(len(prompts), plan.config.data.length, dtype=torch.int64)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt)
@@ -45,7 +48,7 @@ def _extend(prompts: list[list[int]], plan: Plan, model: ParallelModel, count: i
         chosen = torch.full((len(prompts),), -1, dtype=torch.int64)
         if logits is not None:  # last pipeline stage; its tensor-parallel ranks sample the same token
             whole = gather_from_tensor_model_parallel_region(logits).cpu()[lengths - 1, rows]
-            whole = whole[:, : plan.model.vocab_size]  # without padding, on which the random draw would depend
+            whole = whole[:, :vocabulary]  # ids of the tokenizer: models and layouts pad the vocabulary
             probabilities = torch.softmax(whole.float() / _TEMPERATURE, dim=-1)
             chosen = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
         chosen = chosen.to(model.device)

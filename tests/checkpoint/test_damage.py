@@ -252,7 +252,6 @@ def _entry(**changes: object) -> dict[str, object]:
         _entry(shape=[2, -3]),
         _entry(shape=[2, 3.5]),
         _entry(shape="23"),
-        _entry(dtype="F8_E8M0"),
         _entry(dtype=["F32"]),
         {"dtype": "F32"},
         [],
@@ -269,6 +268,19 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, entry: object) -> None:
     write(entry)
     with pytest.raises(CorruptFile, match="f.safetensors"):
         list_tensors(tmp_path / "f.safetensors")
+
+
+@pytest.mark.parametrize("dtype", ["I64", "I32", "I16", "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"])
+def test_dtypes_that_no_llama_has_are_rejected(tmp_path: Path, dtype: str) -> None:
+    path = tmp_path / "f.safetensors"
+    count = {"I64": 3, "I32": 6, "I16": 12}.get(dtype, 24)
+    entry = {"dtype": dtype, "shape": [count], "data_offsets": [0, 24]}
+    head = json.dumps({"q.weight": entry, "k.weight": {**entry, "data_offsets": [24, 48]}}).encode()
+    path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(48))
+    with pytest.raises(ConfigError) as rejected:
+        list_tensors(path)
+    message = str(rejected.value)
+    assert f"weight has dtype {dtype}" in message and "and 1 more" in message and str(path) in message
 
 
 @pytest.mark.parametrize(

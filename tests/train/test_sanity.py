@@ -260,6 +260,11 @@ def test_samples_are_the_same_in_every_layout(
     assert on_ranks(continue_prompts, world, make_plan(world, *sampling, *layout)) == [alone] * world
 
 
+def test_samples_have_only_ids_of_the_tokenizer(sampling: list[str]) -> None:
+    settings = [setting.replace("vocab_size=301", "vocab_size=3000") for setting in sampling]
+    assert len(on_ranks(continue_prompts, 2, make_plan(2, *settings, "trainer.tp=2"))[0]) == 2
+
+
 def test_no_samples_without_a_tokenizer(tmp_path: Path, sampling: list[str]) -> None:
     plan = make_plan(1, *sampling)
     plan.config.data.tokenizer = str(tmp_path / "nothing.model")

@@ -161,7 +161,9 @@ def _run_rank(opened: OpenedModel, task: InferenceTask, plan: Plan) -> None:
 
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # for terminals without UTF-8
     try:
-        with open_generator(opened.saved, plan, task.stop) as generator:
+        tokenizer = opened.tokenizer
+        missing = [] if tokenizer is None else tokenizer.missing_ids(plan.model.vocab_size)
+        with open_generator(opened.saved, plan, task.stop, missing) as generator:
             task.run(generator, opened, is_first=os.environ["RANK"] == "0")
         sys.stdout.flush()
     except BrokenPipeError:

@@ -57,8 +57,12 @@ class Speed:
 class Generator:
     """Loaded model. All ranks must call its methods with the same arguments."""
 
-    def __init__(self, llama: Llama, plan: Plan, device: torch.device, stop: frozenset[int]) -> None:
+    def __init__(
+        self, llama: Llama, plan: Plan, device: torch.device, stop: frozenset[int], missing: Sequence[int] = ()
+    ) -> None:
         self.llama, self.plan, self.device, self.stop = llama, plan, device, stop
+        self.missing = torch.tensor(missing, dtype=torch.int64)
+        """Ids that the tokenizer lacks. They are never generated."""
         self.speed = Speed()
 
     @property
@@ -107,7 +111,7 @@ class Generator:
         self.speed.prompt_seconds += time.perf_counter() - start
         start, first = time.perf_counter(), True
         while True:
-            chosen = choose(logits[0], sampling, generators)
+            chosen = choose(logits[0].index_fill(-1, self.missing, -torch.inf), sampling, generators)
             if self.plan.world_size > 1:
                 # Ranks whose logits differ in the last bit could choose different ids and hang.
                 chosen = chosen.to(self.device)
@@ -150,8 +154,10 @@ class Generator:
 
 
 @contextmanager
-def open_generator(saved: SavedModel, plan: Plan, stop: frozenset[int]) -> Iterator[Generator]:
-    """Join the process group and load this rank's shard of the model.
+def open_generator(
+    saved: SavedModel, plan: Plan, stop: frozenset[int], missing: Sequence[int] = ()
+) -> Iterator[Generator]:
+    """Join the process group and load this rank's shard of the model. ``missing``: ids that the tokenizer lacks.
 
     Reads torchrun's variables (RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
@@ -176,7 +182,7 @@ def open_generator(saved: SavedModel, plan: Plan, stop: frozenset[int]) -> Itera
         for shard in shards:
             shard.local.zero_()  # padding rows of the vocabulary are not stored
         saved.stored.load_into(weights(shards))
-        yield Generator(llama, plan, torch_device, stop)
+        yield Generator(llama, plan, torch_device, stop, missing)
 
 
 # Sampling.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +84,26 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [200], [17, 250, 33, 34, 35, 36, 37, 38, 39,
 NOTHING: frozenset[int] = frozenset()
 
 
-def with_generator(work: Callable[[Generator], Any], folder: Path, tp: int = 1, stop: frozenset[int] = NOTHING) -> Any:
+def with_generator(
+    work: Callable[[Generator], Any],
+    folder: Path,
+    tp: int = 1,
+    stop: frozenset[int] = NOTHING,
+    missing: Sequence[int] = (),
+) -> Any:
     """Return the result of ``work`` on each rank."""
     source = open_saved_model(folder)
-    return run_ranks(in_generator, tp, work, source, inference_plan(source.model, tp, "cpu"), stop)
+    return run_ranks(in_generator, tp, work, source, inference_plan(source.model, tp, "cpu"), stop, missing)
 
 
 def in_generator(
-    rank: int, work: Callable[[Generator], Any], source: SavedModel, plan: Plan, stop: frozenset[int]
+    rank: int,
+    work: Callable[[Generator], Any],
+    source: SavedModel,
+    plan: Plan,
+    stop: frozenset[int],
+    missing: Sequence[int] = (),
 ) -> Any:
     os.environ["LOCAL_WORLD_SIZE"] = "64"  # one thread: more are slower while other tests run
-    with open_generator(source, plan, stop) as made:
+    with open_generator(source, plan, stop, missing) as made:
         return work(made)

@@ -45,6 +45,16 @@ def test_a_random_model_says_different_things(greedy: list[list[int]]) -> None:
     assert all(len(set(ids)) > 10 for ids in greedy), "else the other tests would show nothing"
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_ids_that_the_tokenizer_lacks_are_never_generated(
+    folder: Path, greedy: list[list[int]], sampling: Sampling, tp: int
+) -> None:
+    missing = sorted({number for answer in greedy for number in answer})[::2]
+    ranks = with_generator(lambda made: made.generate(PROMPTS, sampling, 12), folder, tp, missing=missing)
+    assert not {number for answer in ranks[0] for number in answer.ids} & {*missing}
+
+
 def test_as_without_a_cache(folder: Path, greedy: list[list[int]]) -> None:
     def whole_sequence_each_time(made: Generator) -> list[list[int]]:
         answers = []

@@ -51,6 +51,19 @@ def source(tokenizer: Path | None, vocab_size: int = 400, **token_ids: object) -
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
+def test_ids_of_a_padded_vocabulary_are_missing(kind: str, folder: Path, spm_file: Path) -> None:
+    text: Tokenizer = HuggingFaceTokenizer(folder) if kind == "huggingface" else SentencePieceTokenizer(spm_file)
+    assert text.missing_ids(text.size + 3) == [text.size, text.size + 1, text.size + 2]
+    assert text.missing_ids(text.size) == []
+
+
+def test_gaps_in_a_vocabulary_are_missing(tmp_path: Path) -> None:
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 2}, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
+    assert HuggingFaceTokenizer(tmp_path).missing_ids(5) == [1, 3, 4]
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
 def test_pieces_add_up_to_the_text(kind: str, folder: Path, spm_file: Path) -> None:
     text: Tokenizer = HuggingFaceTokenizer(folder) if kind == "huggingface" else SentencePieceTokenizer(spm_file)
     ids = text.encode(HARD)
