@@ -30,12 +30,22 @@ def main() -> int:
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.config import ConfigError
     from megatron_llama.config.hf_config import resolve_hub_name
+    from megatron_llama.tools.common import progress_bar
 
     try:
         checkpoint = find_checkpoint(arguments.checkpoint)
         largest = int(arguments.max_shard_gb * 1e9)
         base = None if arguments.base is None else Path(resolve_hub_name(str(arguments.base)))
-        made = export(checkpoint, arguments.out, arguments.dtype, largest, merge=arguments.merge, base=base)
+        with progress_bar("export", "percent", 100) as bar:
+            made = export(
+                checkpoint,
+                arguments.out,
+                arguments.dtype,
+                largest,
+                merge=arguments.merge,
+                base=base,
+                progress=lambda written, of: bar.show(100 * written // of),
+            )
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -215,23 +215,29 @@ class ProgressBar:
         """``total`` and ``done`` are bytes on disk."""
         self.total = max(1, total)
         self.begun_at = done
+        self.base: tuple[float, int, int, int] | None = None
+        """(time, done, work_bytes, tokens) of the first progress. The rate excludes the start of the workers."""
         self.stream = stream or sys.stderr
         self.terminal = self.stream.isatty()
-        self.start = self.shown = time.monotonic()
+        self.shown = time.monotonic()
         self.width = 0
 
     def update(self, done: int, work_bytes: int, tokens: int) -> None:
         """Show ``done`` bytes on disk; ``work_bytes`` and ``tokens`` count from the start of this process."""
         now = time.monotonic()
+        if self.base is None and done > self.begun_at:
+            self.base = now, done, work_bytes, tokens
         if now - self.shown < (TERMINAL_SECONDS if self.terminal else LOG_SECONDS):
             return
         self.shown = now
-        seconds = max(1e-9, now - self.start)
         share = min(1.0, done / self.total)
-        fresh = done - self.begun_at
-        left = short_time(seconds * (self.total - done) / fresh) if fresh > 0 else "?"
-        speed = f"{work_bytes / seconds / 1e6:.1f} MB/s  {tokens / seconds / 1e6:.2f} M tokens/s"
-        text = f"{share:6.1%}  {speed}  {left} left"
+        text = f"{share:6.1%}"
+        start, first, bytes_before, tokens_before = self.base or (now, done, 0, 0)
+        if done > first:
+            seconds = max(1e-9, now - start)
+            left = short_time(seconds * (self.total - done) / (done - first))
+            speed, rate = (work_bytes - bytes_before) / seconds / 1e6, (tokens - tokens_before) / seconds / 1e6
+            text += f"  {speed:.1f} MB/s  {rate:.2f} M tokens/s  {left} left"
         if self.terminal:
             full = int(share * 24)
             text = f"[{'#' * full}{'.' * (24 - full)}] {text}"

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ def export(
     *,
     merge: bool = False,
     base: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Exported:
     """Write the folder ``out``, which appears when it is complete.
 
@@ -73,6 +75,7 @@ def export(
         dtype: auto: dtype of the run's ``init_from`` folder, for an adapter its training dtype, otherwise float32.
         merge: Merge the LoRA adapter into its base model.
         base: Folder of the base model; default: ``init_from`` of the run.
+        progress: Called with the bytes of weights written and their total.
 
     Raises:
         ConfigError: The options do not match the checkpoint, or ``out`` exists.
@@ -106,7 +109,8 @@ def export(
             files = split_into_files(shapes, DTYPES[dtype], max_shard_bytes)
             token_ids, tokenizer = _write_companions(manifest, partial)
             _write_json(partial / "config.json", hf_config(model, dtype, token_ids))
-        names, size = _write_weights(source, files, DTYPES[dtype], partial, ADAPTER_WEIGHTS if is_adapter else SINGLE)
+        single = ADAPTER_WEIGHTS if is_adapter else SINGLE
+        names, size = _write_weights(source, files, DTYPES[dtype], partial, single, progress)
         sync_folder(partial)
         if out.exists():
             out.rmdir()
@@ -166,11 +170,18 @@ def split_into_files(shapes: dict[str, Shape], dtype: torch.dtype, max_bytes: in
 
 
 def _write_weights(
-    source: Stored, files: list[dict[str, Shape]], dtype: torch.dtype, folder: Path, single: str
+    source: Stored,
+    files: list[dict[str, Shape]],
+    dtype: torch.dtype,
+    folder: Path,
+    single: str,
+    progress: Callable[[int, int], None] | None,
 ) -> tuple[list[str], int]:
     """Write the file ``single``, or several with an index; return the file names and the bytes of all values."""
     names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
     names = [single] if len(files) == 1 else names
+    size = sum(math.prod(shape) * dtype.itemsize for shapes in files for shape in shapes.values())
+    written = 0
     for name, shapes in zip(names, files, strict=True):
         header, _ = safetensors_header({tensor: (dtype, shape) for tensor, shape in shapes.items()})
         with (folder / name).open("xb") as file:
@@ -180,9 +191,11 @@ def _write_weights(
                 for first in range(0, shape[0], count):
                     block = source.rows(tensor, first, min(first + count, shape[0])).to(dtype)
                     file.write(memoryview(block.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+                    written += block.numel() * dtype.itemsize
+                    if progress is not None:
+                        progress(written, size)
             file.flush()
             os.fsync(file.fileno())
-    size = sum(math.prod(shape) * dtype.itemsize for shapes in files for shape in shapes.values())
     if len(files) > 1:
         weight_map = {tensor: name for name, shapes in zip(names, files, strict=True) for tensor in shapes}
         _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})

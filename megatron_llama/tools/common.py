@@ -11,20 +11,24 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from megatron_llama.train.console import duration
 
+LOG_SECONDS = 30.0
+"""Time between the lines that replace the bar if stderr is not a terminal."""
+
 
 class ProgressBar:
     """Progress bar of one task. It has no refresh thread, which would disturb measurements."""
 
     def __init__(self, label: str, unit: str, total: int | None) -> None:
         self._unit, self._total, self._start, self._first = unit, total, time.monotonic(), 0
+        self._label, self._logged = label, self._start
         self._console = Console(stderr=True)
-        columns = (TextColumn(label), BarColumn(bar_width=24), TextColumn("{task.fields[text]}"))
+        columns = (TextColumn(label), BarColumn(bar_width=16), TextColumn("{task.fields[text]}"))
         self._bar = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
         self._task = self._bar.add_task(label, total=total, text="")
 
     def start_at(self, done: int) -> None:
-        """Set the units that an earlier start completed; the rate excludes them."""
-        self._first = done
+        """Set the units that an earlier start or a warm-up completed; the rate excludes them and the time so far."""
+        self._first, self._start = done, time.monotonic()
         self.show(done)
 
     def show(self, done: int, current: str = "") -> None:
@@ -36,7 +40,12 @@ class ProgressBar:
             text += f", {rate:,.0f} a second" if rate >= 1 else f", {seconds / fresh:.0f} s each"
             if self._total:
                 text += f", {duration(seconds / fresh * (self._total - done))} left"
-        self._bar.update(self._task, completed=done, text=f"{text}{'  ' + current if current else ''}", refresh=True)
+        text += f"  {current}" if current else ""
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=done, text=text, refresh=True)
+        elif time.monotonic() - self._logged >= LOG_SECONDS:
+            self._logged = time.monotonic()
+            self.print_line(f"{self._label}: {text}")
 
     def print_line(self, line: str) -> None:
         """Print a permanent line above the bar."""

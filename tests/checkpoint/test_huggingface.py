@@ -150,7 +150,10 @@ def test_transformers_folder_gives_its_logits_and_comes_back(case: Case, tmp_pat
     ours = our_logits(plan)
     assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5), (ours - theirs).abs().max()
     assert theirs.abs().max() > 0.5  # or equal logits would say little
-    made = export(find_checkpoint(tmp_path / "run"), tmp_path / "back", max_shard_bytes=40_000)
+    shown = list[tuple[int, int]]()
+    source, out = find_checkpoint(tmp_path / "run"), tmp_path / "back"
+    made = export(source, out, max_shard_bytes=40_000, progress=lambda *bytes_of: shown.append(bytes_of))
+    assert len(shown) > 5 and shown[-1] == (made.bytes, made.bytes)
     before, after = tensors_in(tmp_path / "hf"), tensors_in(tmp_path / "back")
     assert before.keys() == after.keys() and len(made.files) > 1
     for name, tensor in before.items():

@@ -7,7 +7,8 @@ import json
 import sys
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,9 +53,11 @@ class Evaluation(InferenceTask):
 
     def run(self, generator: Generator, opened: OpenedModel, is_first: bool) -> None:
         start = time.perf_counter()
-        result = self.measure(generator, _show_progress if is_first else lambda done, of: None)
         if not is_first:
+            self.measure(generator, lambda done, of: None)
             return
+        with _shown_progress() as progress:
+            result = self.measure(generator, progress)
         report: dict[str, Any] = {
             "model": str(opened.saved.folder),
             "device": opened.plan.config.device.name,
@@ -249,7 +252,19 @@ def _share(share: dict[str, Any]) -> str:
     return f"{share['share']:.1%} of {share['of']:,} (95 %: {share['low']:.1%} to {share['high']:.1%})"
 
 
-def _show_progress(done: int, of: int) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{done:,} of {of:,}" + ("\n" if done == of else ""))
-        sys.stderr.flush()
+@contextmanager
+def _shown_progress() -> Iterator[Progress]:
+    """Return a callback that shows a progress bar on stderr, opened at the first call."""
+    from megatron_llama.tools.common import ProgressBar, progress_bar
+
+    with ExitStack() as stack:
+        bars: list[ProgressBar] = []
+
+        def show(done: int, of: int) -> None:
+            if bars:
+                bars[0].show(done)
+            else:  # after the first batch, which warms up
+                bars.append(stack.enter_context(progress_bar("evaluate", "done", of)))
+                bars[0].start_at(done)
+
+        yield show

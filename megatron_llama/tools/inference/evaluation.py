@@ -174,6 +174,7 @@ def _padded(rows: Sequence[Sequence[int]]) -> torch.Tensor:
 
 
 _LOGIT_BYTES = 256 << 20  # fp32 logits of a rank in one batch
+_BATCH_TOKENS = 8192  # keeps batches of a small vocabulary short, so that progress is shown
 Progress = Callable[[int, int], None]
 """Callback with (completed, total) windows or records."""
 Example = tuple[np.ndarray, np.ndarray]
@@ -252,7 +253,8 @@ def perplexity(generator: Generator, examples: list[Example], progress: Progress
     All ranks must call it.
     """
     examples = sorted(examples, key=lambda example: len(example[0]))  # similar lengths in a batch: less padding
-    max_tokens = _LOGIT_BYTES * generator.plan.config.trainer.tp // (generator.plan.padded_vocab_size * 4)
+    fitting = _LOGIT_BYTES * generator.plan.config.trainer.tp // (generator.plan.padded_vocab_size * 4)
+    max_tokens = min(fitting, _BATCH_TOKENS)
     total, count, done = 0.0, 0, 0
     while done < len(examples):
         rows = 1

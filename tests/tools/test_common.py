@@ -1,0 +1,60 @@
+"""Progress bars of tools and of evaluation."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_llama.tools import common
+from megatron_llama.tools.common import progress_bar
+from megatron_llama.tools.inference import evaluate_cli, evaluation
+
+Captured = pytest.CaptureFixture[str]
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(common, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+
+def test_without_a_terminal_a_line_replaces_the_bar(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    clock = Clock(monkeypatch)
+    with progress_bar("evaluate", "windows", 1000) as bar:
+        for done in range(10, 110, 10):
+            clock.now += 10
+            bar.show(done)
+    assert capsys.readouterr().err.splitlines() == [
+        "evaluate: 30 of 1,000 windows, 1 a second, 16:10 left",
+        "evaluate: 60 of 1,000 windows, 1 a second, 15:40 left",
+        "evaluate: 90 of 1,000 windows, 1 a second, 15:10 left",
+    ]
+
+
+def test_evaluation_omits_its_first_batch_from_the_rate(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    clock = Clock(monkeypatch)
+    with evaluate_cli._shown_progress() as progress:
+        clock.now += 500  # a slow first batch
+        progress(10, 1000)
+        for done in (40, 70):
+            clock.now += 30
+            progress(done, 1000)
+    assert capsys.readouterr().err.splitlines() == [
+        "evaluate: 40 of 1,000 done, 1 a second, 16:00 left",
+        "evaluate: 70 of 1,000 done, 1 a second, 15:30 left",
+    ]
+
+
+def test_a_small_vocabulary_has_several_batches() -> None:
+    plan = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(tp=1)), padded_vocab_size=384)
+    generator: Any = SimpleNamespace(plan=plan, device="cpu", llama=lambda *_, loss_weights: torch.ones(1))
+    window = np.zeros(257, np.uint16), np.ones(257, np.uint8)
+    calls = list[tuple[int, int]]()
+    evaluation.perplexity(generator, [window] * 200, lambda done, of: calls.append((done, of)))
+    assert len(calls) > 5 and calls[-1] == (200, 200)
