@@ -51,8 +51,7 @@ def train(
     phase.enter("the first measurements", phase.PATIENT)
     check_copies(model.shards)
     peak = find_peak(plan, device, model.device)
-    finite = FiniteCheck(trainer.skip_nonfinite_steps)
-    labels = LabelCheck(plan.config.data, len(data.train.samples))
+    finite, labels = FiniteCheck(trainer.skip_nonfinite_steps), LabelCheck(plan.config.data, len(data.train.samples))
     build_profiler = hooks.profiler() if trainer.profile else None
     profiler = build_profiler(plan, topology, device, model, optimizer) if build_profiler else None
     stragglers = StragglerWatch(plan, device, model)
@@ -80,13 +79,10 @@ def train(
             metrics.update(waited)
             stragglers.after_step(step, metrics, logger)
             consumed_tokens += int(metrics["tokens"])
-            metrics["consumed_tokens"] = consumed_tokens
-            metrics["peak_memory_bytes"] = device.peak_memory_bytes()
+            metrics |= {"consumed_tokens": consumed_tokens, "peak_memory_bytes": device.peak_memory_bytes()}
             if plan.config.logging.parameter_norm:
                 metrics["parameter_norm"] = parameter_norm(model.shards, model.device).item()
-            if data.validation is not None and trainer.val_every_steps and step % trainer.val_every_steps == 0:
-                phase.enter(f"validation after step {step}", patience)
-                metrics |= validate(plan, model, data.validation)
+            metrics |= validate_if_due(step, plan, model, data.validation, patience)
             if logger is not None:
                 logger.log_step(metrics)
             if step == first + WARM_UP_BATCHES - 1:
@@ -149,6 +145,17 @@ def training_step(
     # finite.check: True if loss and norm are finite; otherwise counts a skip or raises.
     optimizer.advance(updated=finite.check(step, mean_loss, gradient_norm, model.shards))
     return metrics
+
+
+def validate_if_due(
+    step: int, plan: Plan, model: ParallelModel, batches: Batches | None, patience: float
+) -> dict[str, float]:
+    """Return the metrics of ``validate`` every ``trainer.val_every_steps`` steps; otherwise no metrics."""
+    every = plan.config.trainer.val_every_steps
+    if batches is None or not every or step % every:
+        return {}
+    phase.enter(f"validation after step {step}", patience)
+    return validate(plan, model, batches)
 
 
 def validate(plan: Plan, model: ParallelModel, batches: Batches) -> dict[str, float]:

@@ -308,10 +308,10 @@ def test_batches_without_labels(tmp_path: Path, capfd: pytest.CaptureFixture[str
     epoch = outcomes("epoch", 12, (9,), (3,))
     assert all("have no label in a whole epoch of 32 samples, up to step 6" in message for message in epoch), epoch
     assert "step_00000004" in saved("epoch") and "step_00000006" not in saved("epoch")
-    short = outcomes("short", 1, (), (3,))
-    assert all("have no label in any of the 8 samples of the run" in message for message in short), short
+    short = outcomes("short", 2, (), (3,))
+    assert all("have no label in any of the 16 samples of the run" in message for message in short), short
     validation = outcomes("validation", 4, (1, 9, 17, 25), ())
-    assert all("no token of the 8 validation samples has loss" in message for message in validation), validation
+    assert all("no token of the 32 validation samples has loss" in message for message in validation), validation
     assert "step_00000002" not in saved("validation") and "best" not in saved("validation")
 
 
