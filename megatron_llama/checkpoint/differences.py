@@ -197,7 +197,8 @@ def _describe_dataset(datasets: Mapping[str, Mapping[str, Any]]) -> str:
     """Format a dataset with its size and fingerprint."""
     ((prefix, facts),) = datasets.items()
     size = f"{facts['sequences']:,} documents, {facts['tokens']:,} tokens"
-    return f"{prefix} of {size}, fingerprint {facts['fingerprint'][:8]}"
+    content = f", content {facts['content'][:8]}" if "content" in facts else ""
+    return f"{prefix} of {size}, fingerprint {facts['fingerprint'][:8]}{content}"
 
 
 def _format_override(name: str, value: Any) -> str:

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from megatron_llama.arch.pattern import Pattern, pattern_of
+from megatron_llama.config import ConfigError, Problem
 from megatron_llama.data.finetuning_set import PADDING, SFTDataset, build_sft, graded_examples
 from megatron_llama.data.graded_order import (
     Graded,
@@ -34,8 +35,10 @@ from megatron_llama.data.sample_stream import SampleStream, build_streams, resum
 from megatron_llama.devices.visibility import Documents
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.random_ltd import Subsets, build_subsets, draw_subsets
+from megatron_llama.parallel.groups import broadcast_from_rank_0
 from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule, RunPosition, SequenceCut, TokenSchedule, sequence_cut_at
+from megatron_llama.system import phase
 from megatron_llama.topology import Topology
 
 MOCK_EXAMPLES = 4
@@ -163,6 +166,8 @@ class Data:
     train: Batches
     validation: Batches | None
     """Validation batches, the same at each validation. None: no validation."""
+    new_record: Record | None = None
+    """Record of a new run with this data. None: derived from the plan at the first use, by each rank."""
 
     def resume(self, record: Record, start: RunPosition) -> None:
         """Resume at ``start`` from a checkpoint's record. All ranks must call it, before the first batch.
@@ -182,7 +187,7 @@ class Data:
             return
         held_out = validation.samples if validation else None
         assert held_out is None or isinstance(held_out, SampleStream)
-        streams = resume_streams(train.plan, record, start.samples, train.samples, held_out, levels)
+        streams = resume_streams(train.plan, record, start.samples, train.samples, held_out, levels, self._record)
         self.train = replace(train, samples=streams[0])
         if validation is not None and streams[1] is not None:
             self.validation = replace(validation, samples=streams[1])
@@ -204,7 +209,7 @@ class Data:
 
     @cached_property
     def _record(self) -> Record:
-        return make_record(self.train.plan)
+        return make_record(self.train.plan) if self.new_record is None else self.new_record
 
 
 def _curriculum_lines(samples: Samples, end: int) -> Iterator[str]:
@@ -242,9 +247,30 @@ def build_data(plan: Plan, topology: Topology, device: torch.device, pin_memory:
         for line in _curriculum_lines(train, train_samples):
             sys.stderr.write(line)
     return Data(
+        new_record=_record_of_rank_0(plan),
         train=Batches(train, plan, topology, device, plan.batches, plan.random_ltd, pin_memory, levels_of(plan)),
         validation=None if validation is None else Batches(validation, plan, topology, device, pin_memory=pin_memory),
     )
+
+
+def _record_of_rank_0(plan: Plan) -> Record:
+    """Return the record of a new run, made by rank 0: large datasets take minutes to hash. All ranks must call it."""
+
+    def make() -> Record:
+        try:
+            return make_record(plan)
+        except (OSError, ValueError) as error:
+            fix = "prepare the dataset again"
+            problem = Problem("data.prefixes", plan.config.data.prefixes, f"cannot be read: {error}", fix)
+            raise ConfigError([problem]) from None
+
+    if plan.config.data.mock:
+        return make_record(plan)
+    before = phase.current()
+    phase.enter("hashing the data", phase.UNWATCHED)
+    record = broadcast_from_rank_0(make)
+    phase.enter(before.name, before.patience)
+    return record
 
 
 # Mock tokens for benchmarks, compilation and dry runs: sample i is a function of seed and i.

@@ -158,15 +158,16 @@ def resume_streams(
     training: SampleStream,
     validation: SampleStream | None,
     levels: Sequence[Level] = (),
+    now: Record | None = None,
 ) -> tuple[SampleStream, SampleStream | None]:
     """Resume the streams of ``build_streams`` from a checkpoint's ``record``. All ranks must call it.
 
     Each dataset continues at its position, also if the blend has changed. ``levels`` are all levels of the curriculum,
-    including past ones.
+    including past ones. ``now`` is the plan's record; None: make it.
     """
     trainer = plan.config.trainer
     with sync_errors(OSError, ValueError):
-        timeline = _resumed_timeline(plan, record, consumed_samples)
+        timeline = _resumed_timeline(plan, record, consumed_samples, make_record(plan) if now is None else now)
     datasets = graded_datasets(plan, timeline, training.datasets, levels)
     first, current = timeline.segments[0], timeline.segments[timeline.segment_of(consumed_samples)]
     if first.order != MEGATRON:
@@ -206,9 +207,9 @@ def graded_datasets(
     return graded
 
 
-def _resumed_timeline(plan: Plan, record: Record, consumed_samples: int) -> BlendTimeline:
+def _resumed_timeline(plan: Plan, record: Record, consumed_samples: int, now: Record) -> BlendTimeline:
     """Return the timeline of ``record``, continued by the plan's blends."""
-    now, blends = make_record(plan), planned_blends(plan.config.data)
+    blends = planned_blends(plan.config.data)
     history = _history(record, now).up_to(consumed_samples)
     current = [weights for first, weights in blends if first <= consumed_samples][-1]
     changes = [(first, weights) for first, weights in blends if first > consumed_samples]

@@ -177,3 +177,17 @@ def test_differences_are_told_by_what_they_change(sets: list[str], tmp_path: Pat
     record = make_record(data_plan(blend))
     write_indexed(Path(b), numbered(26, 5001))  # equal numbers of tokens and documents
     assert reported() == [("data.prefixes", "content")]
+
+
+def test_one_changed_token_between_the_sampled_ends_is_another_dataset(tmp_path: Path) -> None:
+    """A record of an older version has only the hash of the ends, and still resumes."""
+    tokens = [[1 + number % 50 for number in range(4000)] for _ in range(400)]  # 3 MiB
+    prefix = write_indexed(tmp_path / "set", tokens)
+    record = make_record(data_plan([prefix]))
+    old = {**record, "datasets": {prefix: {k: v for k, v in record["datasets"][prefix].items() if k != "content"}}}
+    assert differences(record, make_record(data_plan([prefix]))) == []
+    tokens[200][2000] += 1
+    write_indexed(Path(prefix), tokens)
+    now = make_record(data_plan([prefix]))
+    assert [(name, kind) for name, _, _, kind in differences(record, now)] == [("data.prefixes", "content")]
+    assert differences(old, now) == []
