@@ -164,20 +164,18 @@ def _option_of_path(group: str, choice: str, conf_dir: Path) -> str:
     if not _is_file(group, choice):  # a user's recipe.yaml has precedence over conf/experiment/recipe.yaml
         paths.append(folder / choice)
     for path in paths:
-        file = _with_yaml(path).resolve()
-        if file.parent == folder and file.is_file():
+        file = _yaml_file(path)
+        if file is not None and file.parent == folder:
             return file.stem
     return choice
 
 
 def _problem_of_path(group: str, choice: str, conf_dir: Path) -> Problem | None:
     """Return the problem of an existing file that is not a file of the group; None for other choices."""
-    file = next(
-        (file for path in (choice, conf_dir.parent / choice) if (file := _with_yaml(Path(path))).is_file()), None
-    )
+    file = _yaml_file(Path(choice)) or _yaml_file(conf_dir.parent / choice)
     if file is None:
         return None
-    folder, here = file.resolve().parent, conf_dir.resolve()
+    folder, here = file.parent, conf_dir.resolve()
     if folder != here and folder.is_relative_to(here):
         other = folder.relative_to(here).as_posix()
         return Problem(group, choice, f"is a file of the group {other}", f"write {other}={file.stem}")
@@ -187,8 +185,13 @@ def _problem_of_path(group: str, choice: str, conf_dir: Path) -> Problem | None:
     return Problem(group, choice, f"is a file outside {conf_dir.name}/{group}/", instead)
 
 
-def _with_yaml(path: Path) -> Path:
-    return path if path.suffix in (".yaml", ".yml") else path.with_name(path.name + ".yaml")
+def _yaml_file(path: Path) -> Path | None:
+    """Return the absolute path of an existing YAML file, whose suffix may be missing; None if there is none."""
+    file = path if path.suffix in (".yaml", ".yml") else Path(f"{path}.yaml")
+    try:
+        return file.resolve() if file.is_file() else None
+    except (OSError, ValueError):  # too long, or a null byte
+        return None
 
 
 def to_yaml(config: Config) -> str:

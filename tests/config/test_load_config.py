@@ -85,6 +85,8 @@ def test_the_path_of_another_file_is_refused_with_what_to_write(tmp_path: Path) 
     assert (problem.rule, problem.instead) == ("is a file of the group data", "write data=mock")
     (tmp_path / "mine.yaml").write_text("hidden_size: 64\n")
     (problem,) = refused(f"model={tmp_path}/mine")
+    for odd in ("", ".", "x" * 5000):
+        assert "no model of that name" in refused(f"model='{odd}'")[0].rule
     assert "outside conf/model/" in problem.rule and "copy it to conf/model/ and write model=mine" in problem.instead
 
 
