@@ -51,6 +51,10 @@ def convert(path: Path, overrides: Sequence[str] = ()) -> ConvertedConfig:
     return converted
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 class _Conversion:
     """Conversion of one file; each method converts the keys of one subject."""
 
@@ -67,6 +71,7 @@ class _Conversion:
         self.one_to_one()
         self.sequence()
         self.data()
+        self.length()
         self.validation()
         self.optimizer()
         self.schedule()
@@ -128,6 +133,21 @@ class _Conversion:
         for setting in ("trainer.steps", "trainer.global_batch_size", "trainer.micro_batch_size"):
             if setting not in self.settings:
                 self.require(next(key for key, item in keys.ONE_TO_ONE.items() if item == setting))
+
+    def length(self) -> None:
+        """Reject lengths that are not a number of steps, and report keys that change the length or the order."""
+        key = "trainer.max_steps"
+        steps = self.get(key)
+        if _is_count(steps) and steps < 0:
+            rule = "is unlimited in Lightning, which ends at max_epochs or max_time"
+            self.problems.append(Problem(key, steps, rule, f"write {key}=N after the file"))
+        key = "trainer.limit_train_batches"
+        if self.get(key) is not None and (_is_count(self.values[key]) or self.values[key] != 1.0):
+            self.record(key, UNSUPPORTED, why="an epoch is the whole dataset; trainer.steps has the length of the run")
+        key = "trainer.log_every_n_steps"
+        if self.get(key) == 0:
+            self.settings.pop("logging.every_steps", None)
+            self.record(key, MEANINGLESS, why="metrics.jsonl gets every step; logging.every_steps sets the console")
 
     def shape(self) -> None:
         """Convert the shape of the model; with NxDT's ``model_source: hf`` most of it is in a config.json."""
@@ -264,17 +284,27 @@ class _Conversion:
                 self.record(key, MEANINGLESS, why="fine-tuning datasets are not converted")
 
     def validation(self) -> None:
-        every, batches = self.get("trainer.val_check_interval"), self.get("trainer.limit_val_batches", 1.0)
+        """Convert the validation. In Lightning an integer is a count, and a float is a share: 1 differs from 1.0."""
+        interval, limit = "trainer.val_check_interval", "trainer.limit_val_batches"
+        every, batches = self.get(interval, 1.0), self.get(limit, 1.0)
         steps = self.get("trainer.max_steps", 0)
         steps = steps if isinstance(steps, int) else 0  # other types are rejected as trainer.steps
-        if isinstance(every, int) and isinstance(batches, int) and 0 < every <= steps and batches > 0:
-            self.convert_key("trainer.val_check_interval", "trainer.val_every_steps", every)
-            self.convert_key("trainer.limit_val_batches", "trainer.val_steps", batches)
-            return
         self.settings["trainer.val_every_steps"] = None
-        why = "there is no validation" if not batches or (isinstance(every, int) and every > steps) else ""
-        why = why or "shares of an epoch are not supported: set trainer.val_every_steps and val_steps"
-        for key in ("trainer.val_check_interval", "trainer.limit_val_batches"):
+        if not batches or (_is_count(every) and every > steps):
+            why = "there is no validation"
+        elif _is_count(every) and every > 0:
+            self.convert_key(interval, "trainer.val_every_steps", every)
+            if _is_count(batches):
+                self.convert_key(limit, "trainer.val_steps", batches)
+                return
+            why = f"{batches} is a share of the validation set; set trainer.val_steps=N, in global batches"
+            self.result.assumed.append(f"trainer.val_steps is omitted: {limit}={why}")
+        else:
+            why = f"{every} is a share of an epoch"
+            self.result.assumed.append(
+                f"no validation: {interval}={why}; write {interval}=N after the file, an integer, for every N steps"
+            )
+        for key in (interval, limit):
             self.record(key, MEANINGLESS, why=why)
 
     def optimizer(self) -> None:
@@ -347,10 +377,13 @@ class _Conversion:
         key = "exp_manager.checkpoint_callback_params.save_top_k"
         count = self.get(key)
         if count is not None:
-            # -1 keeps all checkpoints; 0 keeps only the last one, by save_last.
-            count = None if isinstance(count, int) and count <= 0 else count
-            self.convert_key(key, "checkpoint.keep", count, "newest checkpoints; monitor is ignored")
+            # -1 keeps all checkpoints. 0 saves none; the last one is saved by save_last.
+            kept = None if isinstance(count, int) and count <= 0 else count
+            self.convert_key(key, "checkpoint.keep", kept, "newest checkpoints; monitor is ignored")
         self._checkpoint_interval()
+        if _is_count(count) and count == 0:
+            self.settings.pop("checkpoint.every_steps", None)
+            self.settings["checkpoint.every_minutes"] = 0
         key = "exp_manager.create_checkpoint_callback"
         if self.get(key) is False:
             self.convert_key(key, "checkpoint.save_last", False)
@@ -365,12 +398,13 @@ class _Conversion:
         if self.get(f"{at}every_n_train_steps"):
             return
         self.settings.pop("checkpoint.every_steps", None)
-        if self.get(f"{at}train_time_interval"):
-            why = "write checkpoint.every_minutes=N"
-            self.record(f"{at}train_time_interval", SAME_TRAINING, why=why)
-            self.result.assumed.append(
-                "checkpoint.every_steps is omitted: the source interval is in seconds; set checkpoint.every_minutes"
-            )
+        if self.get(key := f"{at}train_time_interval"):
+            seconds = self.values[key]
+            if isinstance(seconds, int | float) and not isinstance(seconds, bool):
+                self.convert_key(key, "checkpoint.every_minutes", round(seconds / 60, 3), "given in seconds")
+                return
+            self.record(key, SAME_TRAINING, why="not a number of seconds: write checkpoint.every_minutes=N")
+            self.result.assumed.append(f"checkpoint.every_minutes is omitted: {key} is not a number of seconds; set it")
         elif self.values.get("trainer.accelerator") != "tpu" and not self._is_nxdt:
             every = self.settings.get("trainer.val_every_steps")
             if every:
@@ -379,7 +413,13 @@ class _Conversion:
 
     def devices(self) -> None:
         devices, nodes = self.get("trainer.devices"), self.get("trainer.num_nodes", 1)
-        if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
+        if isinstance(devices, str):  # "8", or "0,1" with the numbers of two devices
+            words = [word for word in devices.split(",") if word.strip()]
+            numbers = all(word.strip().isdecimal() for word in words)
+            devices = (int(devices) if "," not in devices else len(words)) if words and numbers else None
+        elif isinstance(devices, list):
+            devices = len(devices)
+        if _is_count(devices) and _is_count(nodes) and devices > 0:  # -1 and auto: all devices of the machine
             self.result.world_size = devices * nodes
         for section in ("model.", keys.LAYOUT):
             if self.get(key := f"{section}context_parallel_size", 1) != 1:

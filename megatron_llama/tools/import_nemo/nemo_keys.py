@@ -122,6 +122,9 @@ _OTHER_VALUES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (f"{LAYOUT}context_parallel_size", (1,), "there is no context parallelism"),
     (f"{LAYOUT}expert_model_parallel_size", (1,), "there are no experts"),
     ("trainer.accumulate_grad_batches", (1,), "include it in global_batch_size"),
+    ("trainer.gradient_clip_algorithm", ("norm",), "gradients are clipped by their norm"),
+    ("trainer.overfit_batches", (0,), "the whole dataset is read"),
+    ("trainer.fast_dev_run", (False,), "write trainer.steps=N for a short run"),
     ("restore_from_path exp_manager.resume_from_checkpoint trainer.resume_from_checkpoint", (), _CHECKPOINTS),
     ("exp_manager.create_early_stopping_callback", (False,), "there is no early stopping"),
     ("exp_manager.ema.enable", (False,), "there is no moving average of weights"),
@@ -279,7 +282,7 @@ class PrecisionChoice:
 
 def convert_precision(values: Mapping[str, Any]) -> PrecisionChoice:
     """Return the precision of the flat keys ``values``."""
-    given = str(values.get("trainer.precision", "32"))
+    given = str(values.get("trainer.precision") or 32)  # null is Lightning's default
     if given in PRESETS or given == "bf16_sr":
         return PrecisionChoice(given, "trainer.precision")
     if values.get("precision.type") is not None:
@@ -293,7 +296,7 @@ def convert_precision(values: Mapping[str, Any]) -> PrecisionChoice:
         name = "megatron_amp_O2" if is_on(values, "model.megatron_amp_O2") else "bf16"
         return PrecisionChoice(name, key, "fp32 master weights, bf16 arithmetic")
     why = "unknown precision; bf16 is written"
-    if kind in ("16", "fp16"):
+    if kind in ("16", "fp16", "16-true"):
         why = "fp16 with loss scaling is not supported; bf16 is written"
     elif kind == "bf16-true":
         why = "bf16 weights without fp32 master weights lose small updates; bf16 has master weights"

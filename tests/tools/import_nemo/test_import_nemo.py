@@ -125,19 +125,74 @@ def test_dependent_keys(tmp_path: Path) -> None:
     assert settings(NXDT, "distributed_strategy.zero1=False", "precision.type=fp32")["trainer.zero"] == 0
     assert settings(NEMO, "model.data.seq_length=1024")["data.seq_length"] == 1024, "the length of samples"
     for override in (
-        "trainer.limit_val_batches=1.0",
         "trainer.limit_val_batches=0",
+        "trainer.limit_val_batches=0.0",
+        "trainer.val_check_interval=1.0",
+        "trainer.val_check_interval=0.5",
         "trainer.val_check_interval=10001",
         "trainer.max_steps=''",
     ):
         assert settings(NEMO, override)["trainer.val_every_steps"] is None
     assert settings(NEMO, "exp_manager.checkpoint_callback_params.save_top_k=-1")["checkpoint.keep"] is None
+    none = settings(NEMO, "exp_manager.checkpoint_callback_params.save_top_k=0")
+    assert none["checkpoint.every_minutes"] == 0 and "checkpoint.every_steps" not in none, "only the last one"
     assert settings(NEMO, "trainer.gradient_clip_val=0")["optim.clip"] is None
     assert settings(NEMO, "model.optim.name=fused_adam")["optim.name"] == "adamw"
     scheduled = settings(NEMO, "+model.optim.sched.max_steps=5000")
     assert scheduled["optim.schedule.max_steps"] == 5000 and scheduled["trainer.steps"] == 10000
     ratio = settings(with_changes(NEMO, model__optim__sched__warmup_steps=...), "+model.optim.sched.warmup_ratio=0.01")
     assert ratio["optim.warmup_steps"] == 100
+
+
+@pytest.mark.parametrize(
+    ("interval", "limit", "expected"),
+    [
+        (100, 2, (100, 2)),
+        (100, 1, (100, 1)),  # one batch
+        (100, 1.0, (100, None)),  # the whole set
+        (100, 0.5, (100, None)),
+        (1, 1, (1, 1)),  # after every step
+        (1.0, 1, (None, None)),  # once in an epoch
+        (0.25, 2, (None, None)),
+        (100, 0, (None, None)),
+        (100, None, (100, None)),
+    ],
+)
+def test_integers_are_steps_and_floats_are_shares(
+    tmp_path: Path, interval: Any, limit: Any, expected: tuple[int | None, int | None]
+) -> None:
+    result = import_dict(
+        tmp_path, with_changes(NEMO, trainer__val_check_interval=interval, trainer__limit_val_batches=limit)
+    )
+    settings = result.settings
+    assert (settings.get("trainer.val_every_steps"), settings.get("trainer.val_steps")) == expected
+    assert ("share of" in "\n".join(result.assumed)) == (
+        isinstance(interval, float) or (limit != 0 and expected[1] is None)
+    )
+
+
+@pytest.mark.parametrize(
+    ("devices", "world_size"), [(8, 8), ("8", 8), ([0, 2, 5], 3), ("0,2", 2), (-1, None), ("auto", None), (True, None)]
+)
+def test_devices_of_all_kinds(tmp_path: Path, devices: Any, world_size: int | None) -> None:
+    content = with_changes(NEMO, trainer__devices=devices, trainer__num_nodes=1)
+    assert import_dict(tmp_path, content).world_size == world_size
+
+
+def test_keys_of_lightning_that_change_the_training(tmp_path: Path) -> None:
+    for key, same, other in (
+        ("gradient_clip_algorithm", "norm", "value"),
+        ("limit_train_batches", 1.0, 1),
+        ("overfit_batches", 0.0, 10),
+        ("fast_dev_run", False, 5),
+        ("accumulate_grad_batches", 1, 4),
+    ):
+        assert kinds(import_dict(tmp_path, NEMO, f"+trainer.{key}={same}"))[f"trainer.{key}"] == MEANINGLESS
+        assert kinds(import_dict(tmp_path, NEMO, f"+trainer.{key}={other}"))[f"trainer.{key}"] == UNSUPPORTED
+    with pytest.raises(ConfigError, match="is unlimited in Lightning"):
+        import_dict(tmp_path, NEMO, "trainer.max_steps=-1")
+    assert "logging.every_steps" not in import_dict(tmp_path, NEMO, "++trainer.log_every_n_steps=0").settings
+    assert import_dict(tmp_path, LAUNCHER, "++trainer.precision=null").settings["trainer.precision"] == "fp32"
 
 
 def test_a_schedule_of_another_length(tmp_path: Path) -> None:
@@ -296,8 +351,8 @@ def test_missing_keys_are_assumed_and_reported(tmp_path: Path) -> None:
     stepped, text = assumed(LAUNCHER, "+exp_manager.checkpoint_callback_params.every_n_train_steps=50")
     assert stepped["checkpoint.every_steps"] == 50 and "each validation" not in text
     timed = import_dict(tmp_path, LAUNCHER, "+exp_manager.checkpoint_callback_params.train_time_interval=600")
-    assert kinds(timed)["exp_manager.checkpoint_callback_params.train_time_interval"] == SAME_TRAINING
-    assert "checkpoint.every_steps" not in timed.settings and "in seconds" in "\n".join(timed.assumed)
+    assert kinds(timed)["exp_manager.checkpoint_callback_params.train_time_interval"] == RENAMED
+    assert timed.settings["checkpoint.every_minutes"] == 10 and "checkpoint.every_steps" not in timed.settings
 
 
 def test_initial_weights_of_nxdts_hugging_face_models_differ(tmp_path: Path) -> None:
