@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,16 @@ def format_value(value: Any) -> str:
 def quote_value(value: Any) -> str:
     """Format a value for the shell and for Hydra's grammar, where a comma outside brackets means a sweep."""
     return f"'\"{value}\"'" if isinstance(value, str) and "," in value else format_value(value)
+
+
+def write_override(name: str, value: Any) -> str:
+    """Format an override for Hydra's grammar, with its quotes where they are needed."""
+    text = format_value(value)
+    plain = re.fullmatch(r"[\w./:@+-]*[A-Za-z/][\w./:@+-]*", text) and text.lower() not in ("null", "true", "false")
+    if not isinstance(value, str) or plain:
+        return f"{name}={text}"
+    escaped = re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", "\\'")
+    return f"{name}='{escaped}'"
 
 
 def closest_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

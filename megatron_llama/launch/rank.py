@@ -33,7 +33,7 @@ from megatron_llama.plan import Plan  # noqa: E402
 from megatron_llama.system import phase  # noqa: E402
 from megatron_llama.system.errors import machine_fault  # noqa: E402
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER  # noqa: E402
-from megatron_llama.system.signals import exit_with_parent, is_ignored_by_user  # noqa: E402
+from megatron_llama.system.signals import exit_on_lost_interrupt, exit_with_parent, is_ignored_by_user  # noqa: E402
 
 Entry = Callable[[Plan], None] | str
 """The work of each rank: a function of the plan, or its name "package.module:function".
@@ -128,6 +128,7 @@ def run_assignment(assignment: Assignment, plan: Plan, entry: Entry) -> NoReturn
         if not is_ignored_by_user(number):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, _interrupt_once)
+    exit_on_lost_interrupt(_exit_interrupted)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     os.environ.update(assignment.environment)
     if assignment.output is not None:
@@ -155,6 +156,10 @@ def run_assignment(assignment: Assignment, plan: Plan, entry: Entry) -> NoReturn
         os._exit(report.code)
 
 
+def _exit_interrupted() -> None:
+    os._exit(EXIT_INTERRUPTED)
+
+
 def _interrupt_once(number: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt once: Ctrl-C arrives from the terminal and from the launcher."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -164,6 +169,7 @@ def _interrupt_once(number: int, frame: FrameType | None) -> None:
 def run_as_rank(plan: Plan, rank: int, entry: Entry) -> int:
     """Run ``entry`` in this process, a rank of torchrun or srun; return the exit status."""
     signal.signal(signal.SIGINT, _interrupt_once)
+    exit_on_lost_interrupt(_exit_interrupted)
     try:
         load_entry(entry)(plan)
     except KeyboardInterrupt:

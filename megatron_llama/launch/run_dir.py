@@ -13,12 +13,11 @@ from pathlib import Path
 
 from megatron_llama.config import Config, ConfigError, Problem, to_yaml
 from megatron_llama.plan import Plan, format_plan
+from megatron_llama.system.exit_status import STATUS_VARIABLE
 from megatron_llama.system.files import DRAFT, try_lock, write_atomically
 from megatron_llama.train.metrics_file import METRICS_FILE
 
 LOCK_NAME = ".lock"
-# Variable with the path of a file for exit status and run folder, which batch scripts read.
-STATUS_VARIABLE = "MEGATRON_LLAMA_STATUS"
 
 
 def choose_run_dir(plan: Plan) -> None:

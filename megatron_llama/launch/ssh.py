@@ -7,7 +7,6 @@ signal to forward; its end means that the local process has ended.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import selectors
 import shlex
@@ -23,12 +22,14 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from megatron_llama.config import ConfigError, Host, Problem
+from megatron_llama.config.problems import write_override
 from megatron_llama.devices import variable_prefixes
 from megatron_llama.launch.environment import NODE, NODES, RUN_ID, SLOTS, port_for
 from megatron_llama.launch.job_store import LaunchFailed
 from megatron_llama.launch.supervise import Child, Grace, Signals, supervise, with_restarts
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
+from megatron_llama.system.signals import signal_name
 
 # Prefixes of variables that are forwarded to the hosts, in addition to their login environment.
 FORWARDED_VARIABLES = (
@@ -100,7 +101,7 @@ def _run_once(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) -> in
     common = _environment(hosts, f"{time.time_ns():x}")
     # All hosts use one run folder. checkpoint.resume may have changed from "never" since the first start.
     fixed = [("run.dir", plan.config.run.dir), ("checkpoint.resume", plan.config.checkpoint.resume)]
-    command = [sys.executable, os.path.abspath(sys.argv[0]), *overrides, *(_override(*pair) for pair in fixed)]
+    command = [sys.executable, os.path.abspath(sys.argv[0]), *overrides, *(write_override(*pair) for pair in fixed)]
     remotes: list[Remote] = []
     # Sent on the control line: other users of the hosts can read command lines.
     secret = secrets.token_hex(32)
@@ -148,12 +149,6 @@ def follow_control_line(end: Callable[[], None]) -> None:
         end()
 
     threading.Thread(target=listen, name="control line", daemon=True).start()
-
-
-def _override(name: str, value: str | None) -> str:
-    """Format an override with Hydra's quotes."""
-    text = re.sub(r"(\\+)(?='|$)", r"\1\1", str(value)).replace("'", "\\'")
-    return f"{name}='{text}'"
 
 
 def _environment(hosts: Sequence[Host], run_id: str) -> dict[str, str]:
@@ -206,8 +201,8 @@ def _end(remotes: Sequence[Remote]) -> None:
 
 def _exit_status(remotes: Sequence[Remote], signals: Signals) -> int:
     """Return the exit status; after a failure print the output of the first failed host."""
-    if signals.interrupted_at is not None:
-        sys.stderr.write("Stopped by SIGINT.\n")
+    if signals.ends_at_once or any(remote.process.returncode == EXIT_INTERRUPTED for remote in remotes):
+        sys.stderr.write(f"Stopped by {signal_name(signal.SIGINT)}.\n")
         return EXIT_INTERRUPTED
     bad = [remote for remote in remotes if remote.ended and not (remote.succeeded or remote.wants_restart)]
     if not bad:

@@ -39,7 +39,8 @@ from megatron_llama.launch.watchdog import Hang, Watchdog, print_report, wait_fo
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.phase import FINISHING, Phase, PhaseFile
-from megatron_llama.system.signals import is_stopped
+from megatron_llama.system.signals import is_stopped, signal_name
+from megatron_llama.train.loss_curve import draw_run
 
 GRACE = Grace(fault=1.0, restart=30.0, interrupt=3.0)
 
@@ -52,7 +53,11 @@ def run_here(plan: Plan, entry: Entry = TRAIN) -> int:
         with rank_outputs(folder, range(plan.world_size)) as output_dir:
             hang_seconds = plan.config.trainer.hang_timeout_seconds
             share = Share(plan.world_size, output_dir=output_dir, hang_seconds=hang_seconds)
-            return with_restarts(plan, lambda: start_ranks(plan, entry, share))
+            status = with_restarts(plan, lambda: start_ranks(plan, entry, share))
+            if status not in (0, EXIT_RESTART, EXIT_USER):
+                with contextlib.suppress(Exception):  # rank 0 may have been killed before it could draw
+                    draw_run(plan)
+            return status
 
 
 def rank_environment(device: Device, plan: Plan) -> dict[str, str]:
@@ -162,6 +167,11 @@ class Rank(Child):
     @property
     def wants_restart(self) -> bool:
         return self.report is not None and self.report.code == EXIT_RESTART
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether SIGINT ended the rank before it could save."""
+        return self.exit_code in (EXIT_INTERRUPTED, -signal.SIGINT)
 
     @property
     def phase(self) -> Phase:
@@ -305,8 +315,8 @@ def _kill(ranks: Sequence[Rank]) -> None:
 
 def _exit_status(ranks: Sequence[Rank], signals: Signals, share: Share) -> int:
     """Return the exit status of the job; print the cause of a failure last on stderr."""
-    if signals.interrupted_at is not None:
-        report("Stopped by Ctrl-C." if sys.stderr.isatty() else "Stopped by SIGINT.")
+    if signals.ends_at_once or any(rank.interrupted for rank in ranks):
+        report(f"Stopped by {signal_name(signal.SIGINT)}.")
         return EXIT_INTERRUPTED
     bad = [rank for rank in ranks if not (rank.succeeded or rank.wants_restart or rank.killed)]
     if not bad:

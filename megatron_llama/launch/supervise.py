@@ -5,6 +5,7 @@ Children are the ranks of this machine (start.py) or the ssh processes of other 
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -16,11 +17,13 @@ from types import FrameType
 
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED
-from megatron_llama.system.signals import STOP_SIGNALS, handle_signals
+from megatron_llama.system.signals import STOP_SIGNALS, announce_interrupt, handle_signals
 
 FORWARDED = (signal.SIGUSR1, *STOP_SIGNALS)
 WATCHED = (signal.SIGINT, *FORWARDED)
 POLL_SECONDS = 0.05
+_ECHO_SECONDS = 0.25
+"""A wrapper may forward the terminal's SIGINT; both count as one."""
 
 
 class Child(ABC):
@@ -61,16 +64,19 @@ class Grace:
     restart: float
     """After EXIT_RESTART: all have saved and end soon."""
     interrupt: float
-    """After Ctrl-C."""
+    """After Ctrl-C, if a child ended without saving."""
 
 
 class Signals:
-    """Signal handlers while children run: signals are forwarded, and SIGINT ends the job."""
+    """Signal handlers while children run: signals are forwarded, and a second SIGINT ends the job."""
 
     def __init__(self, *, hold: bool = False) -> None:
         """``hold``: block signals until ``release``, so that none arrives between two forks."""
         self.children: list[Child] = []
         self.interrupted_at: float | None = None
+        """Time of the first SIGINT."""
+        self.ends_at_once = False
+        """Whether a second SIGINT was received."""
         self.received: set[int] = set()
         self._handlers = ExitStack()
         self._hold = hold
@@ -94,8 +100,14 @@ class Signals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received.add(number)
-        if number == signal.SIGINT and self.interrupted_at is None:
-            self.interrupted_at = time.monotonic()
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if self.interrupted_at is not None:
+                self.ends_at_once |= now - self.interrupted_at > _ECHO_SECONDS
+                return
+            self.interrupted_at = now
+            if os.isatty(2):
+                announce_interrupt()
         for child in self.children:
             child.send(number)
 
@@ -105,20 +117,18 @@ def supervise(
 ) -> None:
     """Wait until all children have ended, or until the grace period is over. ``wait`` sleeps between polls.
 
-    After a failure, children that finish a save have no limit but the watchdog's.
+    A second SIGINT ends the wait. After a failure, children that finish a save have no limit but the watchdog's.
     """
     deadline = float("inf")
     while running := [child for child in children if not child.ended]:
-        if time.monotonic() > deadline and (
-            signals.interrupted_at is not None or not any(child.is_finishing for child in running)
-        ):
+        if time.monotonic() > deadline and not any(child.is_finishing for child in running):
             return
         for child in children:
             if child.poll() and not child.succeeded:
-                seconds = grace.restart if child.wants_restart else grace.fault
-                deadline = min(deadline, time.monotonic() + seconds)
-        if signals.interrupted_at is not None:
-            deadline = min(deadline, signals.interrupted_at + grace.interrupt)
+                seconds = grace.fault if signals.interrupted_at is None else grace.interrupt
+                deadline = min(deadline, time.monotonic() + (grace.restart if child.wants_restart else seconds))
+        if signals.ends_at_once:
+            return
         wait(POLL_SECONDS)
 
 

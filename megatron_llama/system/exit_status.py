@@ -10,3 +10,6 @@ EXIT_INTERRUPTED = 130
 """Stopped by Ctrl-C: 128 + SIGINT, as shells report it."""
 EXIT_PIPE = 141
 """The reader of the output exited: 128 + SIGPIPE."""
+
+STATUS_VARIABLE = "MEGATRON_LLAMA_STATUS"
+"""Variable with the path of a file for exit status and run folder, which batch scripts read."""

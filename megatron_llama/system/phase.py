@@ -66,6 +66,11 @@ def share(descriptor: int) -> None:
     _descriptor, _shared_wait = descriptor, mmap.mmap(descriptor, _RECORD_BYTES + _WAIT_BYTES)
 
 
+def is_shared() -> bool:
+    """Return whether a launcher of this project started the process and reads its phases."""
+    return _descriptor is not None
+
+
 def current() -> Phase:
     """Return the current phase of this process."""
     return _current

@@ -1,12 +1,9 @@
-"""The training loop: ``train`` (all steps), ``training_step``, ``validate``, and signals that stop a run."""
+"""The training loop: ``train`` (all steps), ``training_step`` and ``validate``."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from contextlib import ExitStack, nullcontext
-from types import FrameType
+from contextlib import nullcontext
 
 import torch
 
@@ -22,14 +19,13 @@ from megatron_llama.parallel.compiling import WARM_UP_BATCHES, may_compile
 from megatron_llama.parallel.replicas import check_copies
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
-from megatron_llama.system.exit_status import EXIT_RESTART
-from megatron_llama.system.signals import STOP_SIGNALS, handle_signals
 from megatron_llama.topology import Topology
 from megatron_llama.train.compile_report import report_graphs
 from megatron_llama.train.metrics import MetricsLogger
 from megatron_llama.train.peak import find_peak
 from megatron_llama.train.sample_text import continue_prompts
 from megatron_llama.train.sanity import FiniteCheck, LabelCheck, check_every_gradient
+from megatron_llama.train.stop import RunStopped, StopSignals, report_finished
 from megatron_llama.train.stragglers import StragglerWatch
 
 
@@ -58,7 +54,7 @@ def train(
     metrics_logger = MetricsLogger(plan, peak, first - 1) if topology.is_logger else nullcontext()
     prefetcher = Prefetcher(data.train, plan.batches.after(trainer.steps).samples)
     with (
-        StopSignals() as signals,
+        StopSignals(plan, reports=topology.is_logger) as signals,
         checkpointer.saver.finishing(),
         metrics_logger as logger,
         prefetcher as batches,
@@ -88,7 +84,7 @@ def train(
             if step == first + WARM_UP_BATCHES - 1:
                 report_graphs(plan, model.compiler, logger)
             if checkpointer.after_step(step, signals.received, metrics.get("val_loss"), consumed_tokens):
-                raise SystemExit(EXIT_RESTART)
+                raise RunStopped(step)
         labels.finish()
         checkpointer.finish(max(first - 1, trainer.steps))
         phase.enter("the last checks and samples", phase.PATIENT)
@@ -99,6 +95,8 @@ def train(
             logger.finish(samples)
     phase.enter("exporting", phase.PATIENT)
     checkpointer.export()
+    if topology.is_logger:
+        report_finished(plan)
 
 
 def training_step(
@@ -186,37 +184,3 @@ def validate(plan: Plan, model: ParallelModel, batches: Batches) -> dict[str, fl
         raise ConfigError([Problem(field, getattr(plan.config.data, field[5:]), rule, instead)])
     means = (torch.stack(results).cpu().double() * weights[:, None]).sum(dim=0) / weights.sum()
     return dict(zip(("val_loss", "val_token_accuracy"), means.tolist(), strict=True))
-
-
-# SIGTERM, SIGUSR1, SIGHUP: finish the step, save, exit with 75. A second signal ends the process immediately, except
-# under Slurm and except SIGHUP, which a closing terminal sends repeatedly. nohup ignores SIGHUP.
-
-# A signal to a job reaches a rank twice, directly and from its launcher. Signals within this time count as one.
-_ECHO_SECONDS = 1.0
-# Slurm sends SIGUSR1 before the time limit and SIGTERM at the limit: the second signal repeats the first.
-_SLURM_JOB = "SLURM_JOB_ID"
-
-
-class StopSignals(ExitStack):
-    """Records stop signals to this rank inside its ``with`` block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._first_at: float | None = None
-
-    @property
-    def received(self) -> bool:
-        """Whether a stop signal was received."""
-        return self._first_at is not None
-
-    def __enter__(self) -> StopSignals:
-        self.enter_context(handle_signals((signal.SIGUSR1, *STOP_SIGNALS), self._receive))
-        return self
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self._first_at is None:
-            self._first_at = now
-        elif number != signal.SIGHUP and now - self._first_at > _ECHO_SECONDS and _SLURM_JOB not in os.environ:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)

@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from megatron_llama.arch.flops import mfu, with_random_ltd
 from megatron_llama.config.data_settings import curriculum_metrics
@@ -90,6 +91,7 @@ class MetricsLogger:
     def __init__(self, plan: Plan, peak: Peak, start_step: int = 0) -> None:
         """Open the files of a run that resumes after ``start_step``; remove later steps from them."""
         self.plan, self.peak = plan, peak
+        self._finished = False
         self._step_times: deque[float] = deque(maxlen=THROUGHPUT_STEPS)
         self._sizes: deque[int] = deque(maxlen=THROUGHPUT_STEPS)
         self._last_lines: Sequence[str] = ()
@@ -110,6 +112,9 @@ class MetricsLogger:
 
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
+        if not self._finished:
+            with suppress(Exception):  # the picture must not hide the cause of the end
+                draw_run(self.plan)
         self._file.close()
         for sink in self._sinks:
             sink.close()
@@ -132,6 +137,7 @@ class MetricsLogger:
 
     def finish(self, samples: Sequence[str] = ()) -> None:
         """Draw the loss curve and print the summary of the run."""
+        self._finished = True
         self._progress.stop()
         picture = draw_run(self.plan)
         self._progress.summary(self.plan, self.peak, read_run_records(self._path), samples, picture)

@@ -126,7 +126,7 @@ def term(attempt: Attempt, chance: random.Random, _: Interposer | None) -> Fault
     with contextlib.suppress(ProcessLookupError):
         (os.killpg if group else os.kill)(attempt.pid, number)
     early = {128 + number, -number}  # before the ranks install handlers there is nothing to save
-    statuses = {0, 130} if number == signal.SIGINT else {0, 75, *early}
+    statuses = {0, 75, *early}
     return Fault(
         f"{number.name} to {'all processes' if group else 'the launcher'} {moment}", frozenset(statuses), saved=True
     )

@@ -22,7 +22,7 @@ from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.system.signals import is_stopped
-from megatron_llama.train import loop
+from megatron_llama.train import loop, stop
 from megatron_llama.train.run_rank import run_rank
 from tests.checkpoint.jobs import Job, final_tensors, leftovers, losses
 from tests.checkpoint.runner import assert_same
@@ -154,14 +154,14 @@ def test_adapters_of_a_shared_head_stay_equal_under_1bit_adam(tmp_path: Path) ->
 
 def _note_signals(run_dir: Path) -> None:
     """Make this rank record each signal that it survives."""
-    receive = loop.StopSignals._receive
+    receive = stop.StopSignals._receive
 
-    def noting(self: loop.StopSignals, number: int, frame: FrameType | None) -> None:
+    def noting(self: stop.StopSignals, number: int, frame: FrameType | None) -> None:
         receive(self, number, frame)
         with (run_dir / f"told{rank()}").open("a") as file:
             file.write("x")
 
-    loop.StopSignals._receive = noting  # type: ignore[method-assign]
+    stop.StopSignals._receive = noting  # type: ignore[method-assign]
 
 
 def _have_told(run_dir: Path, count: int) -> bool:
@@ -237,7 +237,7 @@ def _stuck(plan: Plan) -> None:
                 time.sleep(600)
 
     run_dir = Path(str(plan.config.run.dir))
-    loop.time = _Clock(run_dir)  # type: ignore[assignment]
+    stop.time = _Clock(run_dir)  # type: ignore[assignment]
     _note_signals(run_dir)
     _with_each_step(stuck_in_the_third_step)(plan)
 

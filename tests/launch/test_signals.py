@@ -15,7 +15,7 @@ import pytest
 
 from megatron_llama.checkpoint import saving
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.launch import join
+from megatron_llama.launch import join, supervise
 from megatron_llama.launch import run_dir as run_dir_module
 from megatron_llama.launch import start as start_module
 from megatron_llama.plan import Plan
@@ -25,7 +25,7 @@ from megatron_llama.train import loop, run_rank
 from tests.checkpoint.jobs import Job, leftovers, losses
 from tests.checkpoint.runner import SMALL
 from tests.paths import TRAIN_PY
-from tests.processes import environment
+from tests.processes import children, environment
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 RUN = ["trainer.steps=4", "checkpoint.every_steps=2", "trainer.val_every_steps=3", "trainer.val_steps=1"]
@@ -113,6 +113,9 @@ def in_a_phase(owner: Any, name: str, number: int, call: int = 1) -> Callable[[P
         pytest.param(loop, "validate", signal.SIGHUP, 75, 3, id="validation"),
         pytest.param(saving.Saver, "start", signal.SIGUSR1, 75, 3, id="a save"),
         pytest.param(loop, "continue_prompts", signal.SIGTERM, 0, 4, id="end"),
+        pytest.param(loop, "training_step", signal.SIGINT, 75, 1, id="Ctrl-C in the first step"),
+        pytest.param(loop, "validate", signal.SIGINT, 75, 3, id="Ctrl-C in validation", marks=pytest.mark.slow),
+        pytest.param(loop, "continue_prompts", signal.SIGINT, 0, 4, id="Ctrl-C at the end", marks=pytest.mark.slow),
     ],
 )
 def test_in_training(tmp_path: Path, owner: Any, name: str, number: signal.Signals, status: int, saved: int) -> None:
@@ -121,6 +124,55 @@ def test_in_training(tmp_path: Path, owner: Any, name: str, number: signal.Signa
     assert "Traceback" not in job.output
     assert (tmp_path / "run/checkpoints/latest").read_text() == f"step_{saved:08d}\n"
     assert losses(tmp_path / "run")[-1][0] == saved and leftovers(tmp_path / "run") == []
+    assert (tmp_path / "run/loss.png").exists()
+    last = [
+        f"Stopped by {number.name} at step {saved}, saved {tmp_path}/run/checkpoints/step_{saved:08d};",
+        f"to resume, run the same command with run.dir={tmp_path}/run",
+    ]
+    assert status == 0 or job.output.splitlines()[-2:] == last
+
+
+def signal_all(number: int) -> None:
+    """Signal the launcher and all ranks, as a terminal does."""
+    for pid in (os.getppid(), *children(os.getppid())):
+        os.kill(pid, number)
+
+
+@pytest.mark.parametrize(("times", "status"), [(1, 75), (2, 130)])
+def test_ctrl_c_to_all_processes(tmp_path: Path, times: int, status: int) -> None:
+    """One counts once, although each rank gets it from the terminal and from its launcher; two end the run."""
+
+    def work(plan: Plan) -> None:
+        def act() -> None:
+            if os.environ["RANK"] == "0":
+                for _ in range(times):
+                    signal_all(signal.SIGINT)
+                    while times == 2 and not (tmp_path / "first").exists():
+                        time.sleep(0.01)
+            if times == 2:
+                time.sleep(600)
+
+        first(loop, "training_step", act, call=2)
+        run_rank.run_rank(plan)
+
+    def prepare() -> None:
+        supervise._ECHO_SECONDS = -1.0  # a second signal counts at once
+        announce = supervise.Signals._receive
+
+        def note(self: supervise.Signals, *arguments: Any) -> None:
+            announce(self, *arguments)
+            (tmp_path / "first").touch()
+
+        supervise.Signals._receive = note  # type: ignore[method-assign]
+
+    job = Job(tmp_path / "run", *RUN, "trainer.tp=2", work=work, prepare=prepare)
+    assert job.wait() == status, job.output
+    assert "Traceback" not in job.output
+    assert (tmp_path / "run/loss.png").exists() and len(losses(tmp_path / "run")) == (2 if times == 1 else 1)
+    if times == 1:
+        assert (tmp_path / "run/checkpoints/latest").read_text() == "step_00000002\n"
+    else:
+        assert job.output.splitlines()[-1] == "Stopped by SIGINT."
 
 
 def _killed_while_it_builds(plan: Plan) -> None:

@@ -1,0 +1,109 @@
+"""Signals that stop a run, and the last lines of a stopped or finished run.
+
+SIGINT (Ctrl-C), SIGTERM, SIGUSR1, SIGHUP: finish the step, save, exit with 75. A second signal ends the process
+immediately, except under Slurm (SIGINT there too) and except SIGHUP, which a closing terminal sends repeatedly. nohup
+ignores SIGHUP.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import time
+from contextlib import ExitStack, suppress
+from types import FrameType
+
+from megatron_llama.checkpoint.folder import folder_name
+from megatron_llama.config.problems import write_override
+from megatron_llama.plan import Plan
+from megatron_llama.system import phase
+from megatron_llama.system.exit_status import EXIT_RESTART
+from megatron_llama.system.signals import STOP_SIGNALS, announce_interrupt, handle_signals, signal_name
+
+# A signal to a job reaches a rank twice, directly and from its launcher. Signals within this time count as one.
+_ECHO_SECONDS = 1.0
+# Slurm sends SIGUSR1 before the time limit and SIGTERM at the limit: the second signal repeats the first.
+_SLURM_JOB = "SLURM_JOB_ID"
+
+
+class RunStopped(SystemExit):
+    """Exit with status 75 after a signal and a save."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(EXIT_RESTART)
+        self.step = step
+
+
+class StopSignals(ExitStack):
+    """Records stop signals to this rank inside its ``with`` block; rank 0 reports a stop after the block."""
+
+    def __init__(self, plan: Plan, *, reports: bool) -> None:
+        super().__init__()
+        self.plan, self.reports = plan, reports
+        self._number: int | None = None
+        self._first_at: float | None = None
+
+    @property
+    def received(self) -> bool:
+        """Whether a stop signal was received."""
+        return self._first_at is not None
+
+    def __enter__(self) -> StopSignals:
+        self.enter_context(handle_signals((signal.SIGINT, signal.SIGUSR1, *STOP_SIGNALS), self._receive))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool | None:
+        if isinstance(error, RunStopped) and self.reports:
+            _write_last_lines(describe_stop(self.plan, error.step, self._number))
+        return super().__exit__(kind, error, trace)  # type: ignore[arg-type]
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._first_at is None:
+            self._first_at, self._number = now, number
+            if self.reports and number == signal.SIGINT and os.isatty(2) and not phase.is_shared():
+                announce_interrupt()
+        elif number != signal.SIGHUP and now - self._first_at > _ECHO_SECONDS and _ends(number):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def _ends(number: int) -> bool:
+    """Return whether a second signal ends the process: only a user sends SIGINT."""
+    return number == signal.SIGINT or _SLURM_JOB not in os.environ
+
+
+def describe_stop(plan: Plan, step: int, number: int | None) -> str:
+    """Return the last lines of a run that a signal stopped after ``step``. ``number``: None if another rank got it."""
+    cause = "a signal" if number is None else signal_name(number)
+    saved = plan.run_dir / "checkpoints" / folder_name(step)
+    settings = resumed_settings(plan)
+    return f"Stopped by {cause} at step {step}, saved {saved};\nto resume, run the same command with {settings}"
+
+
+def describe_finished(plan: Plan) -> str:
+    """Return the last lines of a start that had no step to train."""
+    step, epochs = plan.start.step, plan.requested.trainer.epochs
+    longer = f"trainer.steps={2 * step}" if epochs is None else f"trainer.epochs={2 * epochs}"
+    settings = resumed_settings(plan, longer)
+    return f"{plan.run_dir} is finished at step {step};\nto train on, run the same command with {settings}"
+
+
+def report_finished(plan: Plan) -> None:
+    """Report that the run was finished before this start."""
+    if 0 < plan.config.trainer.steps <= plan.start.step:
+        _write_last_lines(describe_finished(plan))
+
+
+def resumed_settings(plan: Plan, *more: str) -> str:
+    """Return the settings, quoted for a shell, that make a command resume this run."""
+    return shlex.join([write_override("run.dir", str(plan.run_dir)), *more])
+
+
+def _write_last_lines(text: str) -> None:
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
