@@ -88,12 +88,7 @@ def export(
     model, finetune = model_of(manifest), finetune_of(manifest)
     is_adapter = finetune.method == "lora" and not merge
     _check_options(checkpoint, model, finetune, merge, base)
-    source, shapes = _adapter_source(manifest, model, finetune) if is_adapter else (manifest.stored, hf_shapes(model))
-    if merge:
-        trained = trained_tensors(manifest, model, finetune)
-        source = MergedTensors.of(open_base(manifest, model, base), trained, finetune)
-    elif not is_adapter:
-        manifest.check_tensors(shapes)
+    source, shapes = _open_source(manifest, is_adapter, merge, base)
     if dtype == "auto":
         dtype = dtype_of(source) if is_adapter else manifest.state.dtype
     dtype = dtype if dtype in DTYPES else "float32"
@@ -119,6 +114,21 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return Exported(out, dtype, names, size, tokenizer)
+
+
+def _open_source(
+    manifest: Manifest, is_adapter: bool, merge: bool, base: Path | None
+) -> tuple[Stored, dict[str, Shape]]:
+    """Return the tensors to export and their shapes."""
+    model, finetune = model_of(manifest), finetune_of(manifest)
+    if is_adapter:
+        return _adapter_source(manifest, model, finetune)
+    shapes = hf_shapes(model)
+    if merge:
+        trained = trained_tensors(manifest, model, finetune)
+        return MergedTensors.of(open_base(manifest, model, base), trained, finetune), shapes
+    manifest.check_tensors(shapes)
+    return manifest.stored, shapes
 
 
 def _check_options(

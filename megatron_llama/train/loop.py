@@ -48,8 +48,8 @@ def train(
     check_copies(model.shards)
     peak = find_peak(plan, device, model.device)
     finite, labels = FiniteCheck(trainer.skip_nonfinite_steps), LabelCheck(plan.config.data, len(data.train.samples))
-    build_profiler = hooks.profiler() if trainer.profile else None
-    profiler = build_profiler(plan, topology, device, model, optimizer) if build_profiler else None
+    build = hooks.profiler() if trainer.profile else None
+    profiler = build(plan, topology, device, model, optimizer) if build else None
     stragglers = StragglerWatch(plan, device, model)
     metrics_logger = MetricsLogger(plan, peak, first - 1) if topology.is_logger else nullcontext()
     prefetcher = Prefetcher(data.train, plan.batches.after(trainer.steps).samples)
@@ -76,9 +76,7 @@ def train(
             stragglers.after_step(step, metrics, logger)
             consumed_tokens += int(metrics["tokens"])
             metrics |= {"consumed_tokens": consumed_tokens, "peak_memory_bytes": device.peak_memory_bytes()}
-            if plan.config.logging.parameter_norm:
-                metrics["parameter_norm"] = parameter_norm(model.shards, model.device).item()
-            metrics |= validate_if_due(step, plan, model, data.validation, patience)
+            metrics |= measure_after_step(step, plan, model, data.validation, patience)
             if logger is not None:
                 logger.log_step(metrics)
             if step == first + WARM_UP_BATCHES - 1:
@@ -87,16 +85,31 @@ def train(
                 raise RunStopped(step)
         labels.finish()
         checkpointer.finish(max(first - 1, trainer.steps))
-        phase.enter("the last checks and samples", phase.PATIENT)
-        check_copies(model.shards)
-        samples = continue_prompts(plan, model)
-        report_graphs(plan, model.compiler, logger)
-        if logger is not None:
-            logger.finish(samples)
+        report_end(plan, model, logger)
     phase.enter("exporting", phase.PATIENT)
     checkpointer.export()
     if topology.is_logger:
         report_finished(plan)
+
+
+def measure_after_step(
+    step: int, plan: Plan, model: ParallelModel, validation: Batches | None, patience: float
+) -> dict[str, float]:
+    """Return the parameter norm, if it is logged, and the result of a validation that is due."""
+    metrics = validate_if_due(step, plan, model, validation, patience)
+    if plan.config.logging.parameter_norm:
+        metrics["parameter_norm"] = parameter_norm(model.shards, model.device).item()
+    return metrics
+
+
+def report_end(plan: Plan, model: ParallelModel, logger: MetricsLogger | None) -> None:
+    """Check the copies of weights, generate samples and log the summary. A collective."""
+    phase.enter("the last checks and samples", phase.PATIENT)
+    check_copies(model.shards)
+    samples = continue_prompts(plan, model)
+    report_graphs(plan, model.compiler, logger)
+    if logger is not None:
+        logger.finish(samples)
 
 
 def training_step(
