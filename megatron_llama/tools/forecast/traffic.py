@@ -156,7 +156,7 @@ def step_operations(plan: Plan, pp_rank: int, shard_rank: int) -> list[Operation
         Operation("loss", world, 1, FP32),
         Operation("gradient norm", world, 1, FP32),
         Operation("weight norm", world, int(plan.config.logging.parameter_norm), FP32),
-        Operation("stop, save and failure flags", world, 1, 3 * INT32),
+        Operation("stop, due, save and failure flags", world, 1, 4 * INT32),
     )
     return [operation for operation in operations if operation.key.ranks > 1 and operation.calls]
 
