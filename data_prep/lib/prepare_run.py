@@ -211,11 +211,7 @@ def _prepare(records: RecordFile, data: DataConfig, temporary: Path) -> dict[str
         options = RunOptions(str(temporary / _NAME))
         manifest = make_sft_set([os.path.abspath(records.path)], examples, options, lambda _: None)
     except UserError as error:
-        rule, _, hint = str(error).partition(" Nothing was written.")
-        fix = "fix the file"
-        if hint:
-            fix = f"fix it, or skip bad lines: {_command(records.path, records.tokenizer, data)}"
-        raise ConfigError([Problem(records.setting, records.path, rule.rstrip("."), fix)]) from None
+        raise ConfigError([_problem(str(error), records, data)]) from None
     except MachineError as error:
         raise LaunchFailed(f"cannot prepare {records.path}: {error}") from error
     except Stopped as error:
@@ -230,6 +226,28 @@ def _prepare(records: RecordFile, data: DataConfig, temporary: Path) -> dict[str
             raise
     assert manifest is not None, "without --part there is always a manifest"
     return manifest
+
+
+_SETTINGS = {
+    "--chat-template": "data.chat_template",
+    "--template": "data.template",
+    "--tokenizer-model": "data.tokenizer",
+}
+"""Settings of a run by the flags of data_prep/sft.py that they stand for."""
+
+
+def _problem(message: str, records: RecordFile, data: DataConfig) -> Problem:
+    """Return an error of the preparation as a problem of a setting. Its remedy names settings, not flags."""
+    for flag, setting in _SETTINGS.items():
+        rule, separator, remedy = message.partition(f": write {flag} ")
+        if separator:
+            value = {"data.chat_template": data.chat_template, "data.template": data.template}.get(setting)
+            return Problem(setting, value or records.tokenizer, rule, f"write {setting}={remedy}")
+    rule, _, hint = message.partition(" Nothing was written.")
+    fix = "fix the file"
+    if hint:
+        fix = f"fix it, or skip bad lines: {_command(records.path, records.tokenizer, data)}"
+    return Problem(records.setting, records.path, rule.rstrip("."), fix)
 
 
 def _command(path: str, tokenizer: str, data: DataConfig) -> str:

@@ -21,7 +21,7 @@ from megatron_llama.config.hf_config import resolve_hub_name
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import NAMED_TEMPLATES, load_own_template
 from megatron_llama.text.conversation import LABELLED
-from megatron_llama.text.tokenizer import FAST_JSON, open_tokenizer
+from megatron_llama.text.tokenizer import open_tokenizer
 
 KEYS = ("sft", "sft" + MASK_SUFFIX)
 CHATML_END = "<|im_end|>"
@@ -91,8 +91,6 @@ def build_chat_format(examples: ExampleOptions, sources: Sequence[Source]) -> Ch
     """
     model, uses_own_template = resolve_hub_name(examples.tokenizer_model), examples.chat_template == "own"
     tokenizer = open_tokenizer(Path(model))
-    if tokenizer.library == "sentencepiece" and Path(model).is_dir():
-        raise UserError(f"{model} has no {FAST_JSON}: write --tokenizer-model {model}/tokenizer.model")
     if uses_own_template:
         jinja = load_own_template(tokenizer.path, tokenizer.added_tokens)
         render, source = jinja.render_spans, jinja.source
@@ -104,7 +102,7 @@ def build_chat_format(examples: ExampleOptions, sources: Sequence[Source]) -> Ch
             if tokenizer.control(CHATML_END) is None:
                 raise UserError(
                     f"--chat-template chatml ends answers with {CHATML_END}, which {model} does not have: "
-                    "write prompter, dialogue or plain"
+                    "write --chat-template dialogue, prompter or plain"
                 )
         elif tokenizer.end is None:
             raise UserError(

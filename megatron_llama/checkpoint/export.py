@@ -229,8 +229,11 @@ def _write_companions(manifest: Manifest, folder: Path) -> tuple[dict[str, int],
             content = {}
         token_ids = {name: content[name] for name in _TOKEN_IDS if content.get(name) is not None}
     tokenizer = manifest.state.settings.get("data", {}).get("tokenizer")
-    if not (folder / "tokenizer_config.json").exists() and tokenizer is not None:
-        token_ids |= _write_sentencepiece(Path(tokenizer), folder)
+    copied = (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").exists()
+    if not (folder / "tokenizer_config.json").exists() and (tokenizer is not None or copied):
+        # Llama's original release has only tokenizer.model, and its prompts begin with BOS.
+        path = Path(tokenizer) if tokenizer is not None else Path(str(source)) / "tokenizer.model"
+        token_ids |= _write_sentencepiece(path, folder, add_bos=tokenizer is None)
     end = write_trained_template(manifest.state.settings, folder)
     if not (folder / "generation_config.json").exists():
         _write_json(folder / "generation_config.json", {"_from_model_config": True, **token_ids})
@@ -239,7 +242,7 @@ def _write_companions(manifest: Manifest, folder: Path) -> tuple[dict[str, int],
     return token_ids, (folder / "tokenizer_config.json").exists()
 
 
-def _write_sentencepiece(path: Path, folder: Path) -> dict[str, int]:
+def _write_sentencepiece(path: Path, folder: Path, add_bos: bool) -> dict[str, int]:
     """Write the run's sentencepiece model as a Llama tokenizer, if the file can be read. Return its token ids.
 
     The encoder of transformers 5 differs from sentencepiece in two cases: text with leading spaces gets one "▁" less,
@@ -254,7 +257,7 @@ def _write_sentencepiece(path: Path, folder: Path) -> dict[str, int]:
     ids = {kind: number for kind, number in ids.items() if number >= 0}
     content: dict[str, Any] = {
         "tokenizer_class": "LlamaTokenizer",
-        "add_bos_token": False,  # the training data has no BOS
+        "add_bos_token": add_bos,  # the training data has no BOS
         "add_eos_token": False,
         "legacy": False,
         "clean_up_tokenization_spaces": False,

@@ -114,6 +114,8 @@ def _marked(text: str, learn: bool) -> list[TextSpan]:
     return [TextSpan(part, learn, control=bool(number % 2)) for number, part in enumerate(parts) if part]
 
 
+OTHERS = "--chat-template dialogue, prompter or plain"
+"""Templates for tokenizers without a template, in messages. chatml needs control tokens that few base models have."""
 MOST_OF_A_DATE = 100
 """Maximum characters of a date format."""
 _NOWHERE = "\ue000\ue001"
@@ -231,7 +233,7 @@ def load_own_template(path: Path, ends: Sequence[str]) -> Jinja:
         UserError: The tokenizer has no template.
     """
     if path.is_file() and path.suffix != ".json":
-        raise UserError(f"{path} is a sentencepiece model, which has no chat template: write --chat-template NAME")
+        raise UserError(f"{path} is a sentencepiece model, which has no chat template: write {OTHERS}")
     folder = path if path.is_dir() else path.parent
     config = read_settings(folder / SETTINGS) or {}
     file = folder / "chat_template.jinja"
@@ -246,8 +248,7 @@ def load_own_template(path: Path, ends: Sequence[str]) -> Jinja:
             (one.get("template") for one in source if isinstance(one, dict) and one.get("name") == "default"), None
         )
     if not isinstance(source, str):
-        names = " or ".join(NAMED_TEMPLATES)
-        raise UserError(f"{folder} has no chat template: write --chat-template {names}")
+        raise UserError(f"{folder} has no chat template: write {OTHERS}")
     named = {**(read_settings(folder / "special_tokens_map.json") or {}), **config}
     variables = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token"):

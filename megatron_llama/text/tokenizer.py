@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ class Tokenizer(TextTokenizer):
         """Return a text's tokens without BOS. With ``parse_special``, names of control tokens become control ids."""
 
     def missing_ids(self, count: int) -> list[int]:
-        """Return the ids below ``count`` that the tokenizer lacks: those of a padded vocabulary, and gaps."""
+        """Return the ids below ``count`` that the tokenizer lacks: gaps, and the padding of a vocabulary."""
         return [*range(self.size, count)]
 
     @abstractmethod
@@ -103,16 +104,18 @@ class SentencePieceTokenizer(Tokenizer):
 
     library = package = "sentencepiece"
 
-    def __init__(self, file: Path, *, adds_bos: bool = False) -> None:
-        """Raises TokenizerError."""
-        self.path = self.file = file
+    def __init__(self, file: Path, *, adds_bos: bool = False, folder: Path | None = None) -> None:
+        """``folder``: Hugging Face folder of the model, which may have a chat template. Raises TokenizerError."""
+        self.path, self.file = folder or file, file
         self._processor = read_sentencepiece(file)
         bos, end = self._processor.bos_id(), self._processor.eos_id()  # -1: no such token
         self.bos = bos if bos >= 0 else None
         self.end = end if end >= 0 else None
         self.size = self._processor.vocab_size()
         self.adds_bos = adds_bos and self.bos is not None
-        self.control_tokens, self.added_tokens = [], []
+        # A chat template's text has names of control tokens; without a template no text becomes a control id.
+        self.control_tokens = [] if folder is None else [*self._special]
+        self.added_tokens = [*self.control_tokens]
 
     def encode_text(self, text: str) -> list[int]:
         return self._processor.encode(text)
@@ -124,6 +127,35 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.decode(list(ids))
 
     def spans(self, text: str, parse_special: bool) -> Spans:
+        return self._parsed_spans(text) if parse_special else self._plain_spans(text)
+
+    def _parsed_spans(self, text: str) -> Spans:
+        """Encode the text between names of control tokens as transformers' LlamaTokenizer (legacy=False) does: only
+        the beginning of the whole text gets the space that sentencepiece prepends."""
+        result, position = Spans([], [], []), 0
+        names = sorted(self._special, key=len, reverse=True)
+        for part in re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]:
+            if part in self._special:
+                found = Spans([self._special[part]], [0], [len(part)])
+            else:
+                found = self._plain_spans(part) if position == 0 else self._continued_spans(part)
+            result.ids.extend(found.ids)
+            result.starts.extend(position + start for start in found.starts)
+            result.ends.extend(position + end for end in found.ends)
+            position += len(part)
+        return result
+
+    def _continued_spans(self, text: str) -> Spans:
+        """Encode a text that follows a control token, without a prepended space."""
+        anchor = "\n"
+        before, both = self._plain_spans(anchor), self._plain_spans(anchor + text)
+        count = len(before.ids)
+        if both.ids[:count] != before.ids:  # the model joins the anchor and the text
+            return self._plain_spans(text)
+        starts, ends = ([place - len(anchor) for place in places[count:]] for places in (both.starts, both.ends))
+        return Spans(both.ids[count:], starts, ends)
+
+    def _plain_spans(self, text: str) -> Spans:
         if hasattr(self._processor, "encode_as_offset_mapping"):  # from 0.2.2 on
             mapping = self._processor.encode_as_offset_mapping(text)
             offsets = mapping["offsets"]
@@ -229,7 +261,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
         return HuggingFaceTokenizer(path)
     settings = read_settings(file.parent / SETTINGS)
     adds_bos = path.is_dir() if settings is None else bool(settings.get("add_bos_token", True))
-    return SentencePieceTokenizer(file, adds_bos=adds_bos)
+    return SentencePieceTokenizer(file, adds_bos=adds_bos, folder=path if path.is_dir() else None)
 
 
 def tokenizer_file(path: str | Path) -> Path:

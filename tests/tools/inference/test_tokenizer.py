@@ -57,6 +57,22 @@ def test_ids_of_a_padded_vocabulary_are_missing(kind: str, folder: Path, spm_fil
     assert text.missing_ids(text.size) == []
 
 
+def test_a_folder_with_only_a_sentencepiece_model(tmp_path: Path, spm_file: Path) -> None:
+    """Names of control tokens in a chat template's text become control ids, as in LlamaTokenizer (legacy=False)."""
+    (tmp_path / "tokenizer.model").write_bytes(spm_file.read_bytes())
+    tokenizer = open_tokenizer(tmp_path)
+    assert tokenizer.path == tmp_path and tokenizer.adds_bos and {"<s>", "</s>"} <= {*tokenizer.control_tokens}
+    text = "<s>the cat</s><s>a dog</s>on"
+    spans = tokenizer.spans(text, True)
+    parts = [text[start:end] for start, end in zip(spans.starts, spans.ends, strict=True)]
+    controls = [number for number, part in zip(spans.ids, parts, strict=True) if part.startswith("<")]
+    assert controls == [tokenizer.bos, tokenizer.end, tokenizer.bos, tokenizer.end]
+    assert "".join(parts) == text
+    first = spans.starts.index(len("<s>the cat</s><s>"))
+    assert tokenizer.decode([spans.ids[first]]) == "a" and spans.ids[first] not in tokenizer.encode_text("a")
+    assert {tokenizer.bos, tokenizer.end}.isdisjoint(tokenizer.spans(text, False).ids)
+
+
 def test_gaps_in_a_vocabulary_are_missing(tmp_path: Path) -> None:
     model = {"type": "WordLevel", "vocab": {"a": 0, "b": 2}, "unk_token": "a"}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
