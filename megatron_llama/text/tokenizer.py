@@ -146,8 +146,11 @@ class SentencePieceTokenizer(Tokenizer):
         return result
 
     def _continued_spans(self, text: str) -> Spans:
-        """Encode a text that follows a control token, without a prepended space."""
-        anchor = "\n"
+        """Encode a text that follows a control token, without a prepended space.
+
+        As transformers' LlamaTokenizer (legacy=False): encode it after the text "<unk>", then remove these ids.
+        """
+        anchor = "<unk>"
         before, both = self._plain_spans(anchor), self._plain_spans(anchor + text)
         count = len(before.ids)
         if both.ids[:count] != before.ids:  # the model joins the anchor and the text
