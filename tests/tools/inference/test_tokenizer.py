@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from sentencepiece import SentencePieceProcessor
 
 from megatron_llama.checkpoint.hf_folder import SafetensorsFiles
 from megatron_llama.config import ConfigError, ModelConfig
@@ -69,7 +70,7 @@ def test_a_folder_with_only_a_sentencepiece_model(tmp_path: Path, spm_file: Path
     assert controls == [tokenizer.bos, tokenizer.end, tokenizer.bos, tokenizer.end]
     assert "".join(parts) == text
     first = spans.starts.index(len("<s>the cat</s><s>"))
-    assert sentencepiece.SentencePieceProcessor(model_file=str(spm_file)).id_to_piece(spans.ids[first]) == "a"
+    assert SentencePieceProcessor(model_file=str(spm_file)).id_to_piece(spans.ids[first]) == "a"
     assert {tokenizer.bos, tokenizer.end}.isdisjoint(tokenizer.spans(text, False).ids)
 
 
