@@ -26,6 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from benchmarks.harness.environments import OURS, ROOT, Peer
 from benchmarks.harness.task import Facts, TrainingTask, checksum
 from megatron_llama.system.errors import MachineError
+from megatron_llama.system.private_folder import make_private
 from megatron_llama.topology import AXIS_NAMES
 from megatron_llama.train.console import duration
 
@@ -160,12 +161,15 @@ class RunningProgram:
     def _start(self, peer: Peer, python: Path, task: TrainingTask) -> dict[str, Any]:
         """Start the program; return its report after the first step."""
         self._output = Path(self._folder) / "output"
-        Path(task.cache).mkdir(parents=True, exist_ok=True)
+        # Inductor ignores TORCHINDUCTOR_CACHE_DIR for precompiled headers, whose folder in /tmp others could create.
+        temporary = Path(task.cache) / "tmp"
+        make_private(temporary)
         with Listener(str(Path(self._folder) / "socket"), "AF_UNIX") as listener, open(self._output, "wb") as output:
             self.task = replace(task, address=str(listener.address), started=time.time())
             variables = {
                 "PYTHONPATH": str(ROOT),
                 "OMP_NUM_THREADS": str(task.threads),
+                "TMPDIR": str(temporary),
                 "TORCHINDUCTOR_CACHE_DIR": task.cache,  # torch may have set this process's
             }
             self._process = subprocess.Popen(

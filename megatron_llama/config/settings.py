@@ -274,8 +274,8 @@ class TrainerConfig:
     compile_strict: bool = False
     """Treat a graph break, or a graph compiled after the first two batches, as an error."""
     compile_cache: str | None = None
-    """Folder of compiled graphs, on a file system that all hosts of the job share. Derived:
-    ~/.cache/megatron_llama/compile."""
+    """Folder of compiled graphs, on a file system that all hosts of the job share. Its files are run as code, so other
+    users must not own or change them. Derived: ~/.cache/megatron_llama/compile."""
     async_tp: bool = False
     """Overlap sequence parallelism's communication with matmuls (torch's asynchronous tensor parallelism). For compiled
     blocks with tp > 1 on GPUs with peer-to-peer access. docs/guides/methods/async_tp.md"""

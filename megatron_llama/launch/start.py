@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device, get_device
+from megatron_llama.devices.compile_cache import open_compile_cache
 from megatron_llama.launch.job_store import Board
 from megatron_llama.launch.rank import (
     CONSEQUENCE_DELAY_SECONDS,
@@ -63,18 +63,11 @@ def run_here(plan: Plan, entry: Entry = TRAIN) -> int:
 def rank_environment(device: Device, plan: Plan) -> dict[str, str]:
     """Return the variables to set before torch is imported, except variables that the user has set.
 
-    Raises ConfigError if the compile cache cannot be created.
+    Raises ConfigError if other users can change the compile cache.
     """
     variables = device.environment(plan.config)
     if plan.config.trainer.compile:
-        cache = Path(str(plan.config.trainer.compile_cache))
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            rule = f"cannot create the folder: {error.strerror}"
-            problem = Problem("trainer.compile_cache", str(cache), rule, "write another trainer.compile_cache=PATH")
-            raise ConfigError([problem]) from error
-        variables |= device.compile_environment(cache)
+        variables |= open_compile_cache(device, plan.config)
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,10 +26,12 @@ import torch._inductor.config as inductor
 from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device
+from megatron_llama.devices.compile_cache import check_private, compile_folder, confine_inductor
 from megatron_llama.parallel.tensor import NotOverlapped, Overlap, enable_async_overlap, no_overlap_error
 from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import curriculum_lengths
 from megatron_llama.system.files import wait_for_lock, write_atomically
+from megatron_llama.system.private_folder import make_private
 
 WARM_UP_BATCHES = 2
 """Global batches of a mode (training, validation) after which no new graph of that mode is expected."""
@@ -88,7 +91,13 @@ class Compiler:
             problem = Problem("trainer.compile", True, reason, "install it, or write trainer.compile=false")
             raise ConfigError([problem])
         assert self.plan.config.trainer.compile_cache is not None, "resolve derives it"
-        self._notes = Path(self.plan.config.trainer.compile_cache) / "graphs"
+        folder = compile_folder(self.plan.config)
+        check_private(self.device, folder)
+        make_private(folder)
+        for variable, value in self.device.compile_environment(folder).items():
+            os.environ.setdefault(variable, value)
+        confine_inductor()
+        self._notes = folder / "graphs"
         self._backends: dict[str, Callable[..., Any]] = {}
         self._compile = torch._dynamo.lookup_backend(self.device.compiler)
         self._overlap = enable_async_overlap(self.device) if self.plan.config.trainer.async_tp else None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_llama.devices.compile_cache import compile_folder
 from megatron_llama.parallel.compiling import Compiler, Graph, graph_settings
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import write_atomically
@@ -82,7 +83,7 @@ class Compilations:
             "total_failed_compilations": self.failed,
             "cache_hits": self.hits,
             "cache_misses": self.misses,
-            "cache": plan.config.trainer.compile_cache,
+            "cache": str(compile_folder(plan.config)),
             "settings": graph_settings(plan),
             "world_size": plan.world_size,
             "graphs": [{**graph.to_json(), "ranks": ranks[key]} for key, graph in self.distinct.items()],
@@ -109,7 +110,7 @@ def report_graphs(plan: Plan, compiler: Compiler | None, logger: MetricsLogger |
         return
     compilations = gather(compiler.graphs)
     if logger is not None:
-        logger.print_lines(compilations.lines(str(plan.config.trainer.compile_cache)))
+        logger.print_lines(compilations.lines(str(compile_folder(plan.config))))
         write_report(compilations, plan)
 
 

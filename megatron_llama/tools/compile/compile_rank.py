@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
+from megatron_llama.devices.compile_cache import compile_folder
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.parallel.compiling import Compiler, Graph
@@ -108,7 +109,7 @@ def _report(compilations: Compilations, plan: Plan, start: float) -> None:
             f"Total graphs: {total}\n"
             f"Total successful compilations: {total - compilations.failed}\n"
             f"Total failed compilations: {compilations.failed}\n"
-            f"{time.perf_counter() - start:.0f} s; cache {plan.config.trainer.compile_cache}; report {path}\n"
+            f"{time.perf_counter() - start:.0f} s; cache {compile_folder(plan.config)}; report {path}\n"
         )
         sys.stdout.flush()
     if compilations.failed:

@@ -1,0 +1,100 @@
+"""The compile cache is private, and is replaced on a full or read-only disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_llama.config import ConfigError
+from megatron_llama.devices import compile_cache, get_device
+from megatron_llama.devices.compile_cache import FOLDER, confine_inductor, open_compile_cache
+from megatron_llama.launch.start import rank_environment
+from megatron_llama.parallel.compiling import Compiler
+from tests.oracle import make_plan
+
+CPU = get_device("cpu")
+
+
+def plan_with(cache: Path) -> Any:
+    return make_plan(1, "trainer.compile=true", f"trainer.compile_cache={cache}")
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (FOLDER, "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_launcher_and_the_ranks_reject_a_cache_that_others_can_write(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    cache.chmod(0o777)
+    for check in (lambda: rank_environment(CPU, plan_with(cache)), lambda: Compiler(plan_with(cache), CPU)):
+        with pytest.raises(ConfigError) as caught:
+            check()
+        (problem,) = caught.value.problems
+        assert problem.field == "trainer.compile_cache"
+        assert "writable by all users" in problem.rule and f"chmod -R go-w {cache}" in problem.instead
+
+
+def test_a_variable_of_the_user_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "open"))
+    with pytest.raises(ConfigError, match="TORCHINDUCTOR_CACHE_DIR"):
+        rank_environment(CPU, plan_with(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_an_unusable_disk_means_a_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    real = tempfile.TemporaryFile
+
+    def full(*arguments: Any, dir: Path | None = None, **options: Any) -> Any:
+        if dir == tmp_path / "cache":
+            raise OSError(number, os.strerror(number), str(dir))
+        return real(*arguments, dir=dir, **options)
+
+    monkeypatch.setattr(compile_cache.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(compile_cache.tempfile, "tempdir", str(tmp_path))
+    compile_cache._temporary_folder.cache_clear()
+    config = plan_with(tmp_path / "cache").config
+    variables = open_compile_cache(CPU, config)
+    assert variables == open_compile_cache(CPU, config)  # one folder for all ranks, one report
+    folder = Path(variables[FOLDER])
+    assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
+    assert variables["TORCHINDUCTOR_CACHE_DIR"].startswith(str(folder))
+    errors = capsys.readouterr().err
+    assert errors.count(os.strerror(number)) == 1 and str(folder) in errors
+    monkeypatch.setenv(FOLDER, str(folder))
+    assert compile_cache.compile_folder(config) == folder
+
+
+def test_little_free_space_counts_as_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_cache, "FREE_BYTES", 1 << 62)
+    reason = compile_cache._unusable(tmp_path)
+    assert reason is not None and reason.endswith("MiB are free")
+
+
+def test_inductor_puts_no_folder_under_a_guessable_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import codecache
+    from torch._inductor.runtime import cache_dir_utils, runtime_utils
+
+    for module in (cache_dir_utils, runtime_utils, codecache):
+        monkeypatch.setattr(module, "default_cache_dir", module.default_cache_dir)
+    for name in ("_HEADER_DIR", "_HEADER_LOCK_DIR"):
+        monkeypatch.setattr(codecache, name, getattr(codecache, name))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    for home in ("home", "inductor"):
+        confine_inductor()
+        folders = {codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR, codecache.default_cache_dir()}
+        folders |= {runtime_utils.default_cache_dir(), cache_dir_utils.default_cache_dir()}
+        assert all(folder.startswith(str(tmp_path / home)) for folder in folders), folders
+        (tmp_path / "home").chmod(0o777)  # others could plant headers there

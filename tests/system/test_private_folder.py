@@ -1,0 +1,95 @@
+"""Folders of code that other users can change are found."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.system import private_folder
+from megatron_llama.system.private_folder import exposure, make_private
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_private(tmp_path / "a" / "cache")
+    return tmp_path / "a" / "cache"
+
+
+def test_a_new_folder_and_its_new_parents_are_closed_to_others(folder: Path) -> None:
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent)] == [0o700, 0o700]
+    assert exposure(folder, contents=True) is None
+    assert exposure(folder / "missing" / "too") is None
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o702, 0o1777])
+def test_a_folder_that_all_can_write(folder: Path, mode: int) -> None:
+    folder.chmod(mode)
+    assert exposure(folder) == (
+        f"{folder} is writable by all users (mode {mode:04o})",
+        f"delete it, or if you trust its content: chmod -R go-w {folder}",
+    )
+
+
+def test_parents_count_unless_sticky(folder: Path) -> None:
+    folder.parent.chmod(0o777)
+    problem = exposure(folder)
+    assert problem is not None and problem[0].startswith(f"{folder.parent} is writable by all users")
+    folder.parent.chmod(0o1777)
+    assert exposure(folder) is None
+
+
+def test_a_group_counts_unless_it_is_the_own_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.chmod(0o770)
+    monkeypatch.setattr(private_folder, "_is_own_group", lambda gid: False)
+    problem = exposure(folder)
+    assert problem is not None and "writable by its group" in problem[0]
+    monkeypatch.setattr(private_folder, "_is_own_group", lambda gid: True)
+    assert exposure(folder) is None
+
+
+def test_a_link_leads_to_its_target(folder: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    assert exposure(link / "below") is None
+    folder.chmod(0o777)
+    problem = exposure(link / "below")
+    assert problem is not None and problem[0].startswith(f"{folder} is writable")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    problem = exposure(tmp_path / "loop")
+    assert problem is not None and "loop of links" in problem[0]
+
+
+def test_files_in_an_open_folder(folder: Path) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "code.so").touch()
+    (folder / "sub" / "code.so").chmod(0o666)
+    assert exposure(folder, contents=True) is None  # nobody else reaches it
+    folder.chmod(0o755)
+    problem = exposure(folder, contents=True)
+    assert problem is not None and problem[0].startswith(f"{folder}/sub/code.so is writable by all users")
+
+
+def test_another_users_folder_link_or_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = {str(folder)}
+    lstat = os.lstat
+
+    def planted_lstat(path: Path) -> os.stat_result:
+        status = list(lstat(path))
+        status[4] = 12345 if str(path) in planted else status[4]
+        return os.stat_result(status)
+
+    monkeypatch.setattr(private_folder.os, "lstat", planted_lstat)
+    remedy = f"delete it, or if you trust its content: chown -R {os.geteuid()} "
+    assert exposure(folder) == (f"{folder} belongs to another user (uid 12345)", f"{remedy}{folder}")
+    planted.clear()
+    file, link = folder / "code.so", folder / "link"
+    file.touch()
+    link.symlink_to(file)
+    for path in (file, link):
+        planted.add(str(path))
+        assert exposure(folder, contents=True) == (f"{path} belongs to another user (uid 12345)", f"{remedy}{path}")
+        planted.clear()
+    planted.add(str(link))
+    assert exposure(link) is not None
