@@ -26,6 +26,8 @@ FOLDER = "MEGATRON_LLAMA_COMPILE_FOLDER"
 """Variable with the temporary folder that replaces trainer.compile_cache, for the ranks of this launcher."""
 FREE_BYTES = 64 << 20
 """Free space below which a disk counts as full. A block's graphs need a few MiB."""
+_CHECKED: set[Path] = set()
+"""Folders whose files this process has checked. Others cannot change them later."""
 _UNUSABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -61,11 +63,14 @@ def check_private(device: Device, folder: Path, *, contents: bool = False) -> No
             folders[name] = Path(os.path.abspath(value.partition(",")[0]))  # Gaudi's has options after the path
     problems = []
     for name, path in folders.items():
-        if problem := exposure(path, contents=contents):
+        if problem := exposure(path, contents=contents and path not in _CHECKED):
             rule = f"holds code that the run executes, but {problem[0]}"
-            problems.append(Problem(name, str(path), rule, f"{problem[1]}; or write another {SETTING}=PATH"))
+            other = f"write {SETTING}=PATH, such as a folder in your home" if name == SETTING else f"unset {name}"
+            problems.append(Problem(name, str(path), rule, "; or ".join(filter(None, (problem[1], other)))))
     if problems:
         raise ConfigError(problems)
+    if contents:
+        _CHECKED.update(folders.values())
 
 
 def confine_inductor() -> None:
@@ -79,7 +84,7 @@ def confine_inductor() -> None:
 
     folder = Path(user_cache("headers")) / instruction_set()
     try:
-        usable = exposure(folder) is None and _unusable(folder) is None
+        usable = exposure(folder, contents=True) is None and _unusable(folder) is None
     except ConfigError:
         usable = False
     if not usable:

@@ -92,8 +92,8 @@ class Compiler:
             raise ConfigError([problem])
         assert self.plan.config.trainer.compile_cache is not None, "resolve derives it"
         folder = compile_folder(self.plan.config)
-        check_private(self.device, folder)
         make_private(folder)
+        check_private(self.device, folder)  # after its creation, which another user could have anticipated in /tmp
         for variable, value in self.device.compile_environment(folder).items():
             os.environ.setdefault(variable, value)
         confine_inductor()

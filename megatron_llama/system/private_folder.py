@@ -21,30 +21,34 @@ def make_private(folder: Path) -> None:
 def exposure(folder: Path, *, contents: bool = False) -> tuple[str, str] | None:
     """Return why other users could change the files of ``folder``, and a remedy. None: they cannot, or it is missing.
 
+    The remedy is empty if only another folder helps.
+
     Checks the folder, all its parents, and the links on the way. A sticky parent such as /tmp is accepted: others
     cannot rename its entries. A folder is accepted if it is writable by a group that has this user's name and no other
-    member. Access control lists count as far as the group's bits show them.
+    member. Access control lists count as far as the mode of the group shows them.
 
     Args:
         contents: Check all files in the folder too.
     """
-    pending, followed = [*reversed(folder.parents), folder], 0
-    while pending:
-        path = pending.pop(0)
+    real, parts, followed = Path("/"), [".", *Path(os.path.abspath(folder)).parts[1:]], 0
+    while parts:
+        path = Path(os.path.normpath(real / parts.pop(0)))  # of links' targets, a part may be ".."
         try:
             status = os.lstat(path)
         except OSError:  # missing or not accessible: creating it works or fails with a message
             return None
-        if not _is_trusted(status.st_uid) and not (path != folder and _is_unmapped(status.st_uid)):
-            return _of_another_user(path, status.st_uid)
+        if not _is_trusted(status.st_uid) and not (parts and _is_unmapped(status.st_uid)):
+            return _of_another_user(path, status.st_uid, is_parent=bool(parts))
         if stat.S_ISLNK(status.st_mode):
             if (followed := followed + 1) > 40:
-                return f"{path} is a loop of links", "name a folder of yours"
-            target = Path(os.path.normpath(path.parent / os.readlink(path)))
-            pending = [*reversed(target.parents), target, *pending]
-        elif _others_can_write(status) and (path == folder or not status.st_mode & stat.S_ISVTX):
-            return _writable(path, status)
-    return _exposed_content(folder) if contents else None
+                return f"{path} is a loop of links", ""
+            target = Path(os.readlink(path))
+            real, parts = Path("/") if target.is_absolute() else real, [*target.parts, *parts]
+            continue
+        if _others_can_write(status) and not (parts and status.st_mode & stat.S_ISVTX):
+            return _writable(path, status, is_parent=bool(parts))
+        real = path
+    return _exposed_content(real) if contents else None
 
 
 def _exposed_content(folder: Path) -> tuple[str, str] | None:
@@ -60,24 +64,29 @@ def _exposed_content(folder: Path) -> tuple[str, str] | None:
             if not _is_trusted(status.st_uid):
                 return _of_another_user(path, status.st_uid)
             if not closed and not stat.S_ISLNK(status.st_mode) and _others_can_write(status):
-                return _writable(path, status)
+                reason, _ = _writable(path, status)
+                return reason, f"delete it, or if you trust its content: chmod 700 {folder}"
     return None
 
 
-def _of_another_user(path: Path, uid: int) -> tuple[str, str]:
+def _of_another_user(path: Path, uid: int, *, is_parent: bool = False) -> tuple[str, str]:
     try:
         name = pwd.getpwuid(uid).pw_name
     except KeyError:
         name = f"uid {uid}"
-    remedy = f"delete it, or if you trust its content: chown -R {os.geteuid()} {path}"
-    return f"{path} belongs to another user ({name})", remedy
+    command = f"chown -R 0 {path}" if os.geteuid() == ROOT else f"use a copy: cp -r {path} COPY"
+    remedy = f"delete it, or if you trust its content: {command}"
+    return f"{path} belongs to another user ({name})", "" if is_parent else remedy
 
 
-def _writable(path: Path, status: os.stat_result) -> tuple[str, str]:
+def _writable(path: Path, status: os.stat_result, *, is_parent: bool = False) -> tuple[str, str]:
     writers = "all users" if status.st_mode & stat.S_IWOTH else "its group"
-    remedy = f"delete it, or if you trust its content: chmod -R go-w {path}"
     if status.st_uid != os.geteuid():
-        remedy = "name a folder in your home"
+        remedy = ""
+    elif is_parent:
+        remedy = f"chmod go-w {path}, or chmod +t {path} if others need to write there"
+    else:
+        remedy = f"delete it, or if you trust its content: chmod -R go-w {path}"
     return f"{path} is writable by {writers} (mode {stat.S_IMODE(status.st_mode):04o})", remedy
 
 

@@ -36,6 +36,7 @@ def test_parents_count_unless_sticky(folder: Path) -> None:
     folder.parent.chmod(0o777)
     problem = exposure(folder)
     assert problem is not None and problem[0].startswith(f"{folder.parent} is writable by all users")
+    assert problem[1] == f"chmod go-w {folder.parent}, or chmod +t {folder.parent} if others need to write there"
     folder.parent.chmod(0o1777)
     assert exposure(folder) is None
 
@@ -56,19 +57,35 @@ def test_a_link_leads_to_its_target(folder: Path, tmp_path: Path) -> None:
     folder.chmod(0o777)
     problem = exposure(link / "below")
     assert problem is not None and problem[0].startswith(f"{folder} is writable")
+    folder.chmod(0o1777)  # sticky, but others could add files
+    problem = exposure(link)
+    assert problem is not None and problem[0].startswith(f"{folder} is writable")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     problem = exposure(tmp_path / "loop")
     assert problem is not None and "loop of links" in problem[0]
+
+
+def test_a_links_target_is_relative_to_its_real_folder(tmp_path: Path) -> None:
+    for name in ("a/b", "a/c", "c"):
+        make_private(tmp_path / name)
+    (tmp_path / "link").symlink_to("a/b")
+    (tmp_path / "a/b/up").symlink_to("../c")
+    (tmp_path / "c").chmod(0o777)
+    assert exposure(tmp_path / "link" / "up") is None
+    (tmp_path / "a/c").chmod(0o777)
+    problem = exposure(tmp_path / "link" / "up")
+    assert problem is not None and problem[0].startswith(f"{tmp_path}/a/c is writable")
 
 
 def test_files_in_an_open_folder(folder: Path) -> None:
     (folder / "sub").mkdir()
     (folder / "sub" / "code.so").touch()
     (folder / "sub" / "code.so").chmod(0o666)
-    assert exposure(folder, contents=True) is None  # nobody else reaches it
+    assert exposure(folder, contents=True) is None  # other users cannot reach it
     folder.chmod(0o755)
     problem = exposure(folder, contents=True)
     assert problem is not None and problem[0].startswith(f"{folder}/sub/code.so is writable by all users")
+    assert problem[1] == f"delete it, or if you trust its content: chmod 700 {folder}"
 
 
 def test_another_users_folder_link_or_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,15 +98,22 @@ def test_another_users_folder_link_or_file(folder: Path, monkeypatch: pytest.Mon
         return os.stat_result(status)
 
     monkeypatch.setattr(private_folder.os, "lstat", planted_lstat)
-    remedy = f"delete it, or if you trust its content: chown -R {os.geteuid()} "
-    assert exposure(folder) == (f"{folder} belongs to another user (uid 12345)", f"{remedy}{folder}")
+    assert exposure(folder) == (f"{folder} belongs to another user (uid 12345)", _remedy(folder))
+    (folder / "below").mkdir()
+    assert exposure(folder / "below") == (f"{folder} belongs to another user (uid 12345)", "")
+    (folder / "below").rmdir()
     planted.clear()
     file, link = folder / "code.so", folder / "link"
     file.touch()
     link.symlink_to(file)
     for path in (file, link):
         planted.add(str(path))
-        assert exposure(folder, contents=True) == (f"{path} belongs to another user (uid 12345)", f"{remedy}{path}")
+        assert exposure(folder, contents=True) == (f"{path} belongs to another user (uid 12345)", _remedy(path))
         planted.clear()
     planted.add(str(link))
     assert exposure(link) is not None
+
+
+def _remedy(path: Path) -> str:
+    command = f"chown -R 0 {path}" if os.geteuid() == 0 else f"use a copy: cp -r {path} COPY"
+    return f"delete it, or if you trust its content: {command}"
