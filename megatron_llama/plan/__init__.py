@@ -7,12 +7,13 @@ Needs neither torch nor devices: a login node can plan 512 ranks.
 """
 
 from megatron_llama.arch.shapes import parameters
-from megatron_llama.plan.format_plan import format_plan, layout_lines
+from megatron_llama.plan.format_plan import batch_line, format_plan, layout_lines
 from megatron_llama.plan.memory import Machine, stage_memory
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.resolve import resolve
 
 __all__ = [
+    "batch_line",
     "Machine",
     "Plan",
     "format_plan",

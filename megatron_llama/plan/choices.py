@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 
 from megatron_llama.arch.pattern import Pattern, pattern_of
-from megatron_llama.arch.shapes import head_dim
+from megatron_llama.arch.shapes import head_dim, parameters
 from megatron_llama.config.data_settings import split_weights
-from megatron_llama.config.fields import get, settings_by_name
+from megatron_llama.config.fields import check_limits, get, settings_by_name
 from megatron_llama.config.precision import LEAST_IN_BLOCKS, STATE_BLOCK
 from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings import Config
@@ -42,7 +42,8 @@ def choose_defaults(config: Config, fast_bf16: bool = True) -> tuple[Config, tup
     """Choose values for unset settings.
 
     A resumed run keeps its values on any device. On a CPU the default is fp32 even if it has bf16 units, so that small
-    runs are comparable bitwise. An unknown device, as in plans for other machines, counts as a CPU.
+    runs are comparable bitwise. An unknown device, as in plans for other machines, counts as a CPU for small models and
+    as an accelerator for large ones.
 
     Args:
         fast_bf16: Whether the accelerator, if known, has bf16 units.
@@ -53,7 +54,8 @@ def choose_defaults(config: Config, fast_bf16: bool = True) -> tuple[Config, tup
     config = copy.deepcopy(config)
     resumed = list(_keep_saved(config))
     device = find_device(config.device.name)
-    on_accelerator = device is not None and device.is_accelerator
+    # Without a device, the plan of a large model is for another machine, which has accelerators.
+    on_accelerator = device.is_accelerator if device is not None else is_large(config)
     choose = _on_an_accelerator(config, fast_bf16) if on_accelerator else _on_a_cpu(config)
     return config, (*resumed, *choose)
 
@@ -105,9 +107,17 @@ def resumed_run_dir(config: Config) -> Path | None:
     return run if any(run.glob("checkpoints/step_*")) else None
 
 
+def is_large(config: Config) -> bool:
+    """Whether a model is too large for a run on a CPU. Invalid shapes count as small."""
+    return not any(problem.field.startswith("model.") for problem in check_limits(config)) and (
+        parameters(config.model) >= LARGE
+    )
+
+
 def _on_an_accelerator(config: Config, fast_bf16: bool) -> Iterator[str]:
     """Choose values in place; yield lines for the plan."""
     data, trainer, longest = config.data, config.trainer, config.model.max_position_embeddings
+    is_assumed = find_device(config.device.name) is None and any(get(config, name) is None for name in CHOSEN)
     if data.seq_length is None:
         data.seq_length = min(longest, LONGEST_BY_DEFAULT)
         limit = "the model's maximum"
@@ -116,11 +126,14 @@ def _on_an_accelerator(config: Config, fast_bf16: bool) -> Iterator[str]:
         yield f"data.seq_length={data.seq_length}: {limit}"
     if trainer.precision is None:
         trainer.precision = "bf16" if fast_bf16 else "fp32"
-        reason = f"{config.device.name} has bf16 units" if fast_bf16 else "this device has no bf16 units"
+        name = "an accelerator" if is_assumed else config.device.name
+        reason = f"{name} has bf16 units" if fast_bf16 else "this device has no bf16 units"
         yield f"trainer.precision={trainer.precision}: {reason}"
     if trainer.compile is None:
         trainer.compile = trainer.epochs is None and trainer.steps >= LONG_RUN  # epochs have no steps yet
         yield f"trainer.compile={format_value(trainer.compile)}: saves time from {LONG_RUN:,} steps on"
+    if is_assumed:
+        yield "device is not set: planned for an accelerator; device=NAME names it"
 
 
 def _on_a_cpu(config: Config) -> Iterator[str]:
@@ -171,6 +184,12 @@ def list_notes(config: Config, plan: Plan) -> Iterator[str]:
             last = pattern.block * pattern.global_blocks
             where += f" in groups of {pattern.group:,} tokens, and to the last {last:,} of each earlier group"
         yield f"attention{where}: {_kernels(plan)}"
+    default_batch = Config().trainer.global_batch_size
+    if plan.parameters >= LARGE and method == "none" and trainer.global_batch_size == default_batch:
+        yield (
+            f"trainer.global_batch_size={default_batch} is for small models; python train.py --help lists the "
+            "pretraining recipes, which have 1,024 and more"
+        )
     if data.name == DEMO and plan.parameters >= LARGE:
         yield (
             f"{trainer.steps:,} steps on the demo's data are only a trial of {plan.model.name}; python train.py --help "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from megatron_llama.arch.flops import with_random_ltd
@@ -47,16 +48,28 @@ def _recompute(trainer: TrainerConfig) -> str:
     return f"recompute {trainer.recompute}{often}"
 
 
-def layout_lines(plan: Plan) -> Iterator[str]:
-    """Yield the layout and the batch in two lines, as a head for the output of tools."""
+def layout_lines(plan: Plan, hardware: str | None = None) -> Iterator[str]:
+    """Yield layout, batch and hardware, as a head for the output of tools."""
     trainer = plan.config.trainer
     virtual, sequence = f" (x {trainer.vpp} virtual)" if trainer.vpp > 1 else "", " + sp" if plan.sp else ""
     shard = f" in groups of {plan.shard_size}" if 1 < plan.shard_size < plan.data_ranks else ""
     yield f"{plan.model.name}: {_product(plan, 'x', pp=virtual, tp=sequence)} = {plan.world_size}"
-    yield (
-        f"zero {trainer.zero}{shard}, {trainer.precision}, {_recompute(trainer)}, "
-        f"{plan.num_microbatches} micro batches of {trainer.micro_batch_size} x {plan.config.data.length:,} tokens"
-    )
+    batches = "micro batch" if plan.num_microbatches == 1 else "micro batches"
+    micro = f"{plan.num_microbatches:,} {batches} of {trainer.micro_batch_size}"
+    text = f"zero {trainer.zero}{shard}, {_recompute(trainer)}, {micro}"
+    yield from textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+    yield batch_line(plan, hardware)
+
+
+def batch_line(plan: Plan, hardware: str | None = None) -> str:
+    """Format batch, sequence length, precision and hardware, for the title of a report.
+
+    Args:
+        hardware: Name of the hardware; default: the device.
+    """
+    trainer, data = plan.config.trainer, plan.config.data
+    where = hardware or f"device={plan.config.device.name}"
+    return f"batch {trainer.global_batch_size:,} x {data.length:,} tokens, {trainer.precision}, {where}"
 
 
 def _product(plan: Plan, sign: str, **remarks: str) -> str:

@@ -28,7 +28,7 @@ class ClusterConfig:
 
     device: str = "h100"
     """Accelerator name (h100, b200, mi300x, trn1, ...; list: scripts/plan.py --devices). cpu: this machine, after
-    scripts/plan.py --calibrate."""
+    scripts/plan.py --calibrate. Unset: trn2 for device=neuron, gaudi2 for device=hpu."""
     nodes: Annotated[int | None, at_least(1)] = None
     """Number of machines. Derived: enough for tp * pp * dp ranks."""
     devices_per_node: Annotated[int | None, at_least(1)] = None
@@ -71,7 +71,7 @@ class TuneConfig:
     sbatch: str = ""
     """Additional sbatch options, such as tune.sbatch="--partition gpu --time 20"."""
     name: str | None = None
-    """Name of the experiment file in conf/experiment/. Derived: from model, objective and machine."""
+    """Name of an experiment file to write in conf/experiment/. null: no file; --output writes another file."""
     overwrite: bool = False
     """Whether an existing experiment of this name is replaced."""
     dir: str | None = None

@@ -21,7 +21,9 @@ GOLDEN = {
     ("llama_56m", "cpu"): (256, "fp32"),
     ("llama_110m", "cpu"): (256, "fp32"),
     ("llama7b", "cpu"): (256, "fp32"),
-    ("llama7b", "auto"): (256, "fp32"),
+    ("llama_110m", "auto"): (256, "fp32"),
+    ("llama7b", "auto"): (4096, "bf16"),
+    ("llama3_405b", "auto"): (8192, "bf16"),
     ("llama_15m", "cuda"): (256, "bf16"),
     ("llama_110m", "cuda"): (1024, "bf16"),
     ("llama7b", "cuda"): (4096, "bf16"),
@@ -50,7 +52,7 @@ def test_defaults_by_model_and_device(model: str, device: str, steps: int) -> No
     config = load_config([f"model={model}", f"device={device}", f"trainer.steps={steps}"], CONF)
     chosen, lines = choose_defaults(config)
     length, precision = GOLDEN[model, device]
-    compiled = steps == 1000 and device not in ("cpu", "auto")
+    compiled = steps == 1000 and precision == "bf16"
     assert values(chosen) == {
         "data.seq_length": length,
         "trainer.precision": precision,
@@ -88,8 +90,22 @@ def test_the_line_that_everybody_types(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_an_unnamed_device_is_taken_for_a_cpu_and_the_plan_says_so() -> None:
-    assert "not set; device=cuda" in format_plan(plan_of("model=llama7b", "trainer.dp=1"))
+    assert "not set; device=cuda" in format_plan(plan_of("model=llama_15m", "trainer.dp=1"))
     assert "not set; device=cuda" not in format_plan(plan_of("device=cpu"))
+
+
+def test_an_unnamed_device_of_a_large_model_is_an_accelerator_and_the_plan_says_so() -> None:
+    page = " ".join(format_plan(plan_of("model=llama7b", "trainer.dp=1")).split())
+    assert "device is not set: planned for an accelerator" in page and "an accelerator has bf16 units" in page
+    assert "device is not set" not in format_plan(plan_of("model=llama7b", "device=cuda"))
+
+
+def test_the_default_batch_of_a_large_model_is_noted() -> None:
+    words = "trainer.global_batch_size=8 is for small models"
+    assert words in " ".join(format_plan(plan_of("model=llama7b", "device=cuda")).split())
+    assert words not in " ".join(format_plan(plan_of("model=llama_15m", "device=cuda")).split())
+    large = plan_of("model=llama7b", "device=cuda", "trainer.global_batch_size=1024")
+    assert words not in " ".join(format_plan(large).split())
 
 
 def test_a_gpu_without_bf16_units_gets_fp32() -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 TABLE = Path(__file__).with_name("hardware.csv")
 MAKERS = {"nvidia", "amd", "intel", "aws", "instinct", "tesla", "dgx", "hgx"}
 """Words that may precede a chip's name."""
+USUAL = ("h100", "trn2", "gaudi2")
+"""Chips that stand for their kind of device if only the kind is known; the first is the default."""
 TYPICAL_REACH = 0.80
 """Share of the peak that large GEMMs reach on devices without a published benchmark: the median of the table."""
 TYPICAL_BUS_SHARE = 0.80

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from megatron_llama.plan import Plan
     from megatron_llama.tools.pipeline.lanes import PipelineTimeline
     from megatron_llama.tools.pipeline.record import PassTimes
-    from megatron_llama.tools.settings import ClusterConfig
+    from megatron_llama.tools.planned_run import PlannedRun
 
 MAX_MICROBATCHES = 32
 USAGE = """\
 usage: python scripts/pipeline.py [--measure] [--out FILE.svg|FILE.png]
                                   [group=choice ...]
                                   [section.setting=value ...]
+                                  [cluster.setting=value ...]
 
 Draw the pipeline schedule of a training step of `python train.py` with the
 same settings: a lane per stage, a box per forward and backward pass of a micro
@@ -45,7 +46,7 @@ the stages' time spent waiting.
 Examples
   python scripts/pipeline.py trainer.pp=4 trainer.global_batch_size=8
   python scripts/pipeline.py model=llama7b trainer.pp=4 trainer.vpp=2 \\
-      trainer.dp=1 cluster.device=h100
+      trainer.dp=1 trainer.global_batch_size=64 cluster.device=h100
   python scripts/pipeline.py --measure trainer.pp=2 --out pipeline.png
 
 Exit status: 0 done, 2 a config error, else a failure.
@@ -66,34 +67,29 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path)
     arguments, overrides = parser.parse_known_args(argv)
     try:
-        plan, cluster = plan_picture(overrides, arguments.measure)
+        plan, run = plan_picture(overrides, arguments.measure)
         out = arguments.out or _default_path(plan)
         _check_output(plan, out)
-        return _draw(plan, cluster, out, arguments.measure)
+        return _draw(plan, run, out, arguments.measure)
     except ConfigError as error:
         sys.stderr.write(format_problems(error) + "\n")
         return EXIT_USER
 
 
-def plan_picture(overrides: Sequence[str], measure: bool) -> tuple[Plan, ClusterConfig | None]:
-    """Return the plan of a command line and the cluster, if given. Raises ConfigError with all problems."""
-    from megatron_llama.config import ConfigError, Problem
-    from megatron_llama.launch.world import find_world
-    from megatron_llama.tools.forecast.hardware import devices, find_device
-    from megatron_llama.tools.settings import load_cluster
+def plan_picture(overrides: Sequence[str], measure: bool) -> tuple[Plan, PlannedRun | None]:
+    """Return the plan of a command line, and the planned run unless it is measured here.
 
-    cluster, rest, problems = load_cluster(overrides)
-    if find_device(cluster.device) is None:
-        advice = f"write one of {', '.join(devices())}"
-        problems.append(Problem("cluster.device", cluster.device, "is not in the hardware table", advice))
-    try:
-        config = cli.parse_overrides([*rest, *MOCK_RUN, "data.name=pipeline", f"dry_run={not measure}"])
-        plan = find_world(config, None).plan()
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from None
-    if problems:
-        raise ConfigError(problems)
-    return plan, cluster if len(rest) < len(overrides) else None
+    Raises:
+        ConfigError: With all problems.
+    """
+    from megatron_llama.launch.world import find_world
+    from megatron_llama.tools.planned_run import read_planned_run
+
+    more = [*MOCK_RUN, "data.name=pipeline", f"dry_run={not measure}"]
+    if measure:
+        return find_world(cli.parse_overrides([*overrides, *more]), None).plan(), None
+    run = read_planned_run(overrides, more)
+    return run.plan(), run
 
 
 def _default_path(plan: Plan) -> Path:
@@ -115,8 +111,8 @@ def _check_output(plan: Plan, out: Path) -> None:
         raise ConfigError(problems)
 
 
-def _draw(plan: Plan, cluster: ClusterConfig | None, out: Path, measure: bool) -> int:
-    from megatron_llama.plan import layout_lines
+def _draw(plan: Plan, run: PlannedRun | None, out: Path, measure: bool) -> int:
+    from megatron_llama.plan import batch_line, layout_lines
     from megatron_llama.system.files import write_atomically
     from megatron_llama.tools.pipeline import record
     from megatron_llama.tools.pipeline.lanes import Panel, as_png, as_svg, draw, earliest_timeline
@@ -128,19 +124,22 @@ def _draw(plan: Plan, cluster: ClusterConfig | None, out: Path, measure: bool) -
         return measured
     if measured is not None:
         pass_times = record.median_pass_times(measured, vpp)
+    elif run is not None and run.names_cluster and run.hardware.spec is not None:
+        pass_times = record.pass_times_on_cluster(plan, run.cluster)
     else:
-        pass_times = (
-            record.pass_times_by_flops(plan) if cluster is None else record.pass_times_on_cluster(plan, cluster)
-        )
+        pass_times = record.pass_times_by_flops(plan)
     ideal = earliest_timeline(recorded_order(pp, vpp, microbatches), pass_times.of(pp))
     panels = [Panel(f"passes {pass_times.source}; bubble {ideal.bubble:.1%}", pass_times.unit, ideal)]
     if measured is not None:
         panels.append(Panel(f"measured; bubble {measured.bubble:.1%}", pass_times.unit, measured, scale=0.001))
-    name = f"{_schedule(plan)}: {pp} stages, {microbatches} micro batches"
+    hardware = run.hardware.title if run is not None else None
+    name = f"{_schedule(plan)}: {pp} stages, {microbatches} micro batches; {batch_line(plan, hardware)}"
     picture = draw(name, panels)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, as_svg(picture) if out.suffix == ".svg" else as_png(picture))
-    lines = [*layout_lines(plan), "", *_report(plan, pass_times, ideal, measured, microbatches), "", f"picture: {out}"]
+    head = [] if run is None else run.hardware.head()
+    report = _report(plan, pass_times, ideal, measured, microbatches)
+    lines = [*head, *layout_lines(plan, hardware), "", *report, "", f"picture: {out}"]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 

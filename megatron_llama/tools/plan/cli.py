@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
 
-from megatron_llama.system.exit_status import EXIT_USER
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.tools.common import NO_FILES
 
 USAGE = """\
@@ -32,7 +32,7 @@ Formulas and measured errors: docs/guides/tools/planning.md.
   --json               print JSON
   --help               show this help and exit
 
-  cluster.device=h100  accelerator
+  cluster.device=h100  accelerator (default: of device=NAME, else h100)
   cluster.nodes=16     machines (default: enough for tp * pp * dp)
   cluster.price=2.5    price of one device per hour, any currency
   cluster.tokens=2e12  tokens to train on (default: from trainer.steps)
@@ -45,7 +45,10 @@ Examples:
       cluster.tokens=2e12
   python scripts/plan.py --published runs.csv
 
-Exit status: 0 success, 2 invalid arguments or settings.
+Without device=NAME and cluster.device=NAME the report is for h100. Models of
+pretraining recipes need trainer.global_batch_size.
+Exit status: 0 the run fits, 1 it does not fit, 2 invalid arguments or
+settings.
 """
 PUBLISHED, CALIBRATE = "--published", "--calibrate"
 WIDTH = 79
@@ -81,7 +84,7 @@ def _plan(overrides: Sequence[str], as_json: bool) -> int:
     forecast = forecast_run([*overrides, *NO_FILES, "dry_run=true"])
     text = json.dumps(report_json(forecast), indent=1) if as_json else "\n".join(report_lines(forecast))
     sys.stdout.write(text + "\n")
-    return 0
+    return 0 if forecast.fits else EXIT_FAILED
 
 
 def _published(arguments: Sequence[str], as_json: bool) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from megatron_llama.plan import batch_line
 from megatron_llama.plan.memory import USABLE
 from megatron_llama.system.tables import GIB, gib, plural, short_count, text_table
 from megatron_llama.tools.forecast import this_machine
@@ -41,11 +42,15 @@ def report_lines(forecast: Forecast) -> Iterator[str]:
     job, plan, cluster = forecast.job, forecast.plan, forecast.cluster
     nodes = f"{cluster.nodes} {plural(cluster.nodes or 1, 'node')}"
     ranks = f"{job.ranks} {plural(job.ranks, 'rank')}"
+    if forecast.note is not None:
+        yield from (forecast.note, "")
     yield f"{plan.model.name} on {forecast.devices} x {cluster.device} ({nodes}), {ranks}"
     grid = f"tp {job.tp} x pp {job.pp}{f' (x {job.vpp} virtual)' if job.vpp > 1 else ''} x dp {job.dp}, zero {job.zero}"
-    yield f"{grid}{', sp' if job.sp else ''}, {plan.config.trainer.precision}, recompute {job.recompute}"
     batches = "batch" if job.num_microbatches == 1 else "batches"
-    yield f"{job.num_microbatches} micro {batches} of {job.micro_batch} x {job.seq:,} tokens"
+    micro = f"{job.num_microbatches:,} micro {batches} of {job.micro_batch}"
+    text = f"{grid}{', sp' if job.sp else ''}, recompute {job.recompute}, {micro}"
+    yield from wrap(text, WIDTH, subsequent_indent="  ")
+    yield batch_line(plan, forecast.hardware)
     yield ""
     yield from _memory(forecast)
     yield ""
@@ -162,6 +167,12 @@ def assumptions(forecast: Forecast) -> Iterator[str]:
 def report_json(forecast: Forecast) -> dict[str, Any]:
     """Return the forecast as JSON."""
     return {
+        "hardware": forecast.cluster.device,
+        "device": forecast.plan.config.device.name,
+        "global_batch_size": forecast.plan.config.trainer.global_batch_size,
+        "seq_length": forecast.plan.config.data.length,
+        "precision": forecast.plan.config.trainer.precision,
+        "fits": forecast.fits,
         "devices": forecast.devices,
         "ranks": forecast.job.ranks,
         "memory_bytes": {

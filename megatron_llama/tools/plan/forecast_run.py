@@ -4,18 +4,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_llama import cli
 from megatron_llama.arch.flops import FlopsPerToken, flops_per_token, mfu
 from megatron_llama.config import Config, ConfigError, Problem
-from megatron_llama.config.problems import closest_match
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.job import Job, job_of_plan
-from megatron_llama.plan.memory import Footprint, stage_footprints
+from megatron_llama.plan.memory import USABLE, Footprint, stage_footprints
 from megatron_llama.tools.forecast import this_machine
-from megatron_llama.tools.forecast.hardware import HardwareSpec, devices, find_device
+from megatron_llama.tools.forecast.hardware import HardwareSpec
 from megatron_llama.tools.forecast.step_time import Goodput, StepTime, goodput, load_constants, step_time
 from megatron_llama.tools.forecast.this_machine import Calibration
-from megatron_llama.tools.settings import ClusterConfig, load_cluster
+from megatron_llama.tools.planned_run import read_planned_run
+from megatron_llama.tools.settings import ClusterConfig
 from megatron_llama.topology import Grid
 
 MOST_DEVICES = 16_384
@@ -49,6 +48,15 @@ class Forecast:
     flops: FlopsPerToken
     goodput: Goodput
     scaling: tuple[ScaledRun, ...]
+    hardware: str | None = None
+    """Name of the hardware for titles; default: the device."""
+    note: str | None = None
+    """How the hardware was chosen, unless the user named it."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether each stage fits the usable memory of its device."""
+        return all(each.total <= USABLE * self.device.memory_bytes for each in self.stages)
 
     @property
     def tokens_per_second(self) -> float:
@@ -81,34 +89,18 @@ def forecast_run(overrides: Sequence[str]) -> Forecast:
     Raises:
         ConfigError: with all problems of the settings.
     """
-    cluster, rest, problems = load_cluster(overrides)
-    is_local = cluster.device == this_machine.NAME
-    spec = None if is_local else find_device(cluster.device)
-    calibration = _load_calibration(cluster, problems) if is_local else None
-    if spec is None and not is_local:
-        names = list(devices())
-        guess = closest_match(cluster.device, names)
-        advice = f"write cluster.device={guess}" if guess else f"write one of {', '.join(names)}"
-        problems.append(Problem("cluster.device", cluster.device, "is not in the hardware table", advice))
-    try:
-        config = cli.parse_overrides(rest)
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from None
-    if problems:
-        raise ConfigError(problems)
-    if calibration is not None:
+    run = read_planned_run(overrides, always_named=True)
+    config, spec = run.world.config, run.hardware.spec
+    if spec is None:
+        problems: list[Problem] = []
+        cluster = replace(run.cluster, device=this_machine.NAME)
+        calibration = _load_calibration(cluster, problems)
+        if calibration is None or problems:
+            raise ConfigError(problems)
         return forecast_local(config, cluster, calibration)
-    assert spec is not None, "otherwise there is a problem"
-    if config.device.name == "auto":
-        config.device.name = spec.kind
-    if cluster.devices_per_node:
-        spec = replace(spec, per_node=cluster.devices_per_node)
-    ranks_per_device = spec.ranks_per_device
-    ranks = Grid.of(config.trainer).world_size
-    nodes = cluster.nodes or -(-ranks // (spec.per_node * ranks_per_device))
-    count = nodes * spec.per_node if cluster.nodes else -(-ranks // ranks_per_device)
-    plan = resolve(config, count * ranks_per_device if cluster.nodes else ranks, exists=lambda path: True)
-    return forecast_plan(plan, replace(cluster, nodes=nodes), spec.per_rank(), count)
+    plan = resolve(config, run.world.size, exists=lambda path: True)
+    forecast = forecast_plan(plan, run.cluster, spec.per_rank(), run.devices)
+    return replace(forecast, hardware=run.hardware.title, note=run.hardware.note)
 
 
 def _load_calibration(cluster: ClusterConfig, problems: list[Problem]) -> Calibration | None:

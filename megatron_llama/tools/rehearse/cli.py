@@ -8,19 +8,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megatron_llama import cli
-from megatron_llama.system.exit_status import EXIT_USER
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.tables import GIB
 from megatron_llama.tools.common import MOCK_RUN
 
 if TYPE_CHECKING:
     from megatron_llama.plan import Plan
+    from megatron_llama.tools.planned_run import Hardware
 
 USAGE = """\
 usage: python scripts/rehearse.py [--ranks 0,31,127] [--json]
                                   [--pictures FOLDER] [group=choice ...]
                                   [section.setting=value ...]
+                                  [cluster.setting=value ...]
 
 Run a training step of `python train.py` with the same settings as one rank of
 a world of any size, at its true size, on one CPU core. Prints the peak memory
@@ -28,6 +30,11 @@ by kind, the largest tensors, FLOPs by module, bytes sent by axis and
 collective, and the places where the host waits for the device. The training
 code runs with torch's fake process group and fake tensors, which have shapes
 but no values. trainer.dp=N sets the number of model replicas.
+
+device=NAME or cluster.device=NAME selects the hardware. Without both, models
+of pretraining recipes are planned for h100, others for this machine. Models of
+recipes need trainer.global_batch_size. Each peak is compared with the memory
+of the hardware, or with device.memory_gib.
 
   --ranks 0,31       ranks to rehearse (default: one per distinct pipeline
                      stage)
@@ -38,11 +45,11 @@ but no values. trainer.dp=N sets the number of model replicas.
 
 Examples
   python scripts/rehearse.py model=llama70b trainer.tp=8 trainer.pp=4 \\
-      trainer.dp=4 trainer.precision=bf16
+      trainer.dp=4 trainer.global_batch_size=1024 device=cuda
   python scripts/rehearse.py --ranks 7 model=llama3_8b trainer.dp=8 \\
-      trainer.zero=3 device.memory_gib=80
+      trainer.zero=3 trainer.global_batch_size=1024 device.memory_gib=80
 
-Exit status: 0 done, 2 a config error, else a failure.
+Exit status: 0 done, 1 a rank does not fit, 2 a config error, else a failure.
 docs/guides/tools/rehearse.md lists the exact and the approximate numbers.
 """
 
@@ -61,51 +68,78 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--pictures", type=Path, default=Path("runs/rehearsal"))
     arguments, overrides = parser.parse_known_args(argv)
     try:
-        plan, notes = plan_rehearsal(overrides)
+        plan, notes, hardware = plan_rehearsal(overrides)
         ranks = representative_ranks(plan) if arguments.ranks is None else _ranks(arguments.ranks, plan)
     except ConfigError as error:
         sys.stderr.write(format_problems(error) + "\n")
         return EXIT_USER
-    from megatron_llama.plan import layout_lines
+    if arguments.json:
+        from megatron_llama.tools.rehearse.rehearsal import rehearse
+        from megatron_llama.tools.rehearse.text import as_json, free_bytes
+
+        rehearsals = [rehearse(plan, rank) for rank in ranks]
+        report = {**_described(plan, hardware), "notes": notes, "ranks": [as_json(each) for each in rehearsals]}
+        sys.stdout.write(json.dumps(report, indent=1) + "\n")
+        return EXIT_FAILED if any((free_bytes(each, plan) or 0) < 0 for each in rehearsals) else 0
+    return _report(plan, notes, hardware, ranks, arguments.pictures)
+
+
+def _described(plan: Plan, hardware: Hardware) -> dict[str, Any]:
+    """Return the settings of the title as JSON."""
+    trainer = plan.config.trainer
+    return {
+        "hardware": hardware.title,
+        "global_batch_size": trainer.global_batch_size,
+        "seq_length": plan.config.data.length,
+        "precision": trainer.precision,
+    }
+
+
+def _report(plan: Plan, notes: Sequence[str], hardware: Hardware, ranks: Sequence[int], pictures: Path) -> int:
+    """Rehearse ranks, print their reports and draw their pictures; return the exit status."""
+    from megatron_llama.plan import batch_line, layout_lines
     from megatron_llama.system.files import write_atomically
     from megatron_llama.tools.rehearse.rehearsal import rehearse
-    from megatron_llama.tools.rehearse.text import as_json, draw, lines
+    from megatron_llama.tools.rehearse.text import draw, free_bytes, lines
 
-    if arguments.json:
-        reports = [as_json(rehearse(plan, rank)) for rank in ranks]
-        sys.stdout.write(json.dumps({"notes": notes, "ranks": reports}, indent=1) + "\n")
-        return 0
-    sys.stdout.write("\n".join([*layout_lines(plan), *notes]) + "\n")
+    sys.stdout.write("\n".join([*hardware.head(), *layout_lines(plan, hardware.title), *notes]) + "\n")
+    status = 0
     for rank in ranks:
         rehearsal = rehearse(plan, rank)
-        path = arguments.pictures / f"{plan.model.name}_rank_{rank}_of_{plan.world_size}.png"
-        arguments.pictures.mkdir(parents=True, exist_ok=True)
+        if (free_bytes(rehearsal, plan) or 0) < 0:
+            status = EXIT_FAILED
+        path = pictures / f"{plan.model.name}_rank_{rank}_of_{plan.world_size}.png"
+        pictures.mkdir(parents=True, exist_ok=True)
         title = f"{plan.model.name}, rank {rank} of {plan.world_size}: memory of a training step"
+        title += f"\n{batch_line(plan, hardware.title)}"
         write_atomically(path, draw(rehearsal, title, plan.config.device.memory_gib))
         sys.stdout.write("\n".join(["", *lines(rehearsal, plan), "", f"  memory over time: {path}"]) + "\n")
         sys.stdout.flush()
-    return 0
+    return status
 
 
-def plan_rehearsal(overrides: Sequence[str]) -> tuple[Plan, list[str]]:
-    """Return the plan for ``rehearse`` and notes on the settings that it replaces.
+def plan_rehearsal(overrides: Sequence[str]) -> tuple[Plan, list[str], Hardware]:
+    """Return the plan for ``rehearse``, notes on the settings that it replaces, and the hardware.
 
     ``device.memory_gib`` does not reject the plan, so that configs that do not fit can be rehearsed.
     Raises ConfigError with all problems.
     """
-    from megatron_llama.launch.world import find_world
+    from megatron_llama.tools.planned_run import read_planned_run
 
-    config = cli.parse_overrides([*overrides, *MOCK_RUN, "data.name=rehearsal", "dry_run=true"])
+    run = read_planned_run(overrides, [*MOCK_RUN, "data.name=rehearsal", "dry_run=true"])
+    config, spec = run.world.config, run.hardware.spec
     notes = []
     memory, config.device.memory_gib = config.device.memory_gib, None
+    if memory is None and spec is not None:
+        memory = spec.per_rank().memory_bytes / GIB
     if config.trainer.compile:
         notes.append("trainer.compile: rehearsed in eager mode; compiled blocks save fewer tensors")
     if config.trainer.async_tp:
         notes.append("trainer.async_tp: rehearsed without it, because it needs compiled matmuls")
     config.trainer.compile = config.trainer.async_tp = False  # async_tp needs compile
-    plan = find_world(config, None).plan()
+    plan = run.plan()
     device = replace(plan.config.device, memory_gib=memory)
-    return replace(plan, config=replace(plan.config, device=device)), notes
+    return replace(plan, config=replace(plan.config, device=device)), notes, run.hardware
 
 
 def representative_ranks(plan: Plan) -> list[int]:

@@ -76,10 +76,15 @@ def _memory(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
     rows.append(("total", gib(rehearsal.peak), "", gib(sum(rehearsal.at_rest.values()))))
     yield from (f"  {row}" for row in text_table(rows, left=1))
     yield f"  peak: {rehearsal.moment}"
-    if (memory := plan.config.device.memory_gib) is not None:
-        spare = int(memory * GIB) - rehearsal.peak
-        fits = f"fits, {gib(spare)} free" if spare >= 0 else f"does NOT fit, {gib(-spare)} over"
-        yield f"  device.memory_gib={memory:g}: {fits}, without allocator and library overhead"
+    if (spare := free_bytes(rehearsal, plan)) is not None:
+        fits = f"fits, {gib(spare)} free" if spare >= 0 else f"DOES NOT FIT, {gib(-spare)} over"
+        yield f"  device memory {plan.config.device.memory_gib:g} GiB: {fits}, without allocator overhead"
+
+
+def free_bytes(rehearsal: Rehearsal, plan: Plan) -> int | None:
+    """Return the bytes of device memory free at the peak, negative if the rank does not fit; None if unknown."""
+    memory = plan.config.device.memory_gib
+    return None if memory is None else int(memory * GIB) - rehearsal.peak
 
 
 def _holders(rehearsal: Rehearsal) -> Iterator[str]:

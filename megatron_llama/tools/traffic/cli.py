@@ -28,10 +28,15 @@ MEASURE = "--measure"
 USAGE = f"""\
 usage: python scripts/traffic.py [{MEASURE}] [group=choice ...]
                                  [section.setting=value ...]
+                                 [cluster.setting=value ...]
 
 Predict the bytes sent per rank and step, by parallel axis and collective.
 trainer.dp=N sets the number of model replicas, so the world may be larger than
 this machine. docs/guides/tools/traffic.md has the formulas.
+
+device=NAME or cluster.device=NAME selects the hardware. Without both, models
+of pretraining recipes are planned for h100, others for this machine. Models of
+recipes need trainer.global_batch_size.
 
   {MEASURE}   also run two steps here on random data, count the bytes sent and
               compare; every byte and call must match
@@ -45,7 +50,8 @@ Columns
               payload of all_reduce, (p-1)/p of all_gather and reduce_scatter
 
 Examples
-  python scripts/traffic.py model=llama7b trainer.tp=8 trainer.dp=16
+  python scripts/traffic.py model=llama7b device=cuda trainer.tp=8 \\
+      trainer.dp=16 trainer.global_batch_size=1024
   python scripts/traffic.py {MEASURE} trainer.tp=2 trainer.pp=2
 
 Exit status: 0 done, 1 counts differ from the prediction, 2 a config error,
@@ -61,28 +67,28 @@ def main(argv: Sequence[str]) -> int:
     # Imported late to keep --help fast.
     from megatron_llama.config import ConfigError, format_problems
     from megatron_llama.launch.world import find_world
+    from megatron_llama.tools.planned_run import read_planned_run
 
     measure = MEASURE in argv
     overrides = [argument for argument in argv if argument != MEASURE]
+    more = [*MOCK_RUN, "data.name=traffic", "checkpoint.every_steps=null", f"dry_run={not measure}"]
     try:
-        config = cli.parse_overrides(
-            [*overrides, *MOCK_RUN, "data.name=traffic", "checkpoint.every_steps=null", f"dry_run={not measure}"]
-        )
-        plan = find_world(config, None).plan()
-        if not measure:
-            sys.stdout.write("\n".join(predicted_lines(plan)) + "\n")
-            return 0
-        return _measure(plan)
+        if measure:
+            return _measure(find_world(cli.parse_overrides([*overrides, *more]), None).plan())
+        run = read_planned_run(overrides, more)
+        lines = [*run.hardware.head(), *predicted_lines(run.plan(), run.hardware.title)]
+        sys.stdout.write("\n".join(lines) + "\n")
+        return 0
     except ConfigError as error:
         sys.stderr.write(format_problems(error) + "\n")
         return EXIT_USER
 
 
-def predicted_lines(plan: Plan) -> Iterator[str]:
+def predicted_lines(plan: Plan, hardware: str | None = None) -> Iterator[str]:
     """Yield the predicted table of each distinct group of ranks; the operations of each row follow it."""
     from megatron_llama.tools.forecast.traffic import totals, wire_bytes
 
-    yield from _head(plan)
+    yield from _head(plan, hardware)
     for ranks, sent in groups_of_ranks(plan):
         traffic = totals(sent)
         amounts = [
@@ -101,10 +107,10 @@ def _table(head: Sequence[str], lines: Sequence[TrafficKey], amounts: Sequence[S
     return [f"  {row}" for row in text_table([("axis", "kind", "ranks", *head), *rows], left=2)]
 
 
-def _head(plan: Plan) -> Iterator[str]:
+def _head(plan: Plan, hardware: str | None = None) -> Iterator[str]:
     from megatron_llama.plan import layout_lines
 
-    yield from layout_lines(plan)
+    yield from layout_lines(plan, hardware)
     yield "bytes per training step and rank"
 
 

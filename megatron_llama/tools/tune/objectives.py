@@ -10,6 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from megatron_llama import cli
@@ -20,6 +21,7 @@ from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import GIB, gib, plural, text_table
 from megatron_llama.tools.common import NO_FILES, progress_bar
 from megatron_llama.tools.plan.forecast_run import MOST_DEVICES, forecast_plan
+from megatron_llama.tools.planned_run import batch_problems
 from megatron_llama.tools.settings import TuneConfig, load_cluster, load_tuning
 from megatron_llama.tools.tune.candidates import TUNED, Candidate, CandidateSpace, Tuner, fixed_settings
 from megatron_llama.tools.tune.search import SearchResult, enumerate_candidates, format_outcome, make_attempt, search
@@ -27,6 +29,9 @@ from megatron_llama.tools.tune.target import Target, find_target
 from megatron_llama.tools.tune.trial import DONE, Journal, check_name, experiment_path, experiment_text
 from megatron_llama.topology import Grid
 
+STATED = ("data.seq_length", "trainer.global_batch_size", "trainer.precision", "device.name")
+"""Settings that each experiment file states, also if they are defaults."""
+WIDTH = 79
 LENGTH_MARGIN = 1.05
 """Factor of the corrected memory forecast, applied after a length at which all trials ran out of memory."""
 
@@ -46,6 +51,8 @@ class TuneRequest:
     tune: TuneConfig
     """Settings of the search, with name and folder."""
     target: Target
+    output: Path | None
+    """File of the best settings: the experiment of ``tune.name``, or --output; None: only print them."""
 
 
 def read_request(overrides: Sequence[str]) -> TuneRequest:
@@ -65,38 +72,50 @@ def read_request(overrides: Sequence[str]) -> TuneRequest:
         config = error.config
     if config is not None:
         problems += [each for each in check_limits(config) if each not in problems]
+        problems += batch_problems(config, rest)
     target, more = find_target(config or Config(), cluster, overrides)
     problems += more
     if tune.jobs and (target is None or target.is_local):
         rule = "needs cluster.device and cluster.nodes"
         problems.append(Problem("tune.jobs", True, rule, "add cluster.device=NAME cluster.nodes=N"))
-    if tune.name is None and config is not None and target is not None:
+    is_named = tune.name is not None
+    if not is_named and config is not None and target is not None:
         devices = f"{target.ranks}x{target.name}"
         tune = replace(tune, name=re.sub(r"[^\w.-]", "_", f"{config.model.name}_{tune.objective}_{devices}"))
-    problems += check_name(tune.name or "x", tune.overwrite)
+    if is_named:
+        problems += check_name(str(tune.name), tune.overwrite)
     if problems or config is None or target is None:
         raise ConfigError(problems)
     if config.device.name == "auto":
         config.device.name = target.device.kind
     config = choose_defaults(config)[0]
     folder = Path(tune.dir or f"runs/tune-{tune.name}").absolute()
-    return TuneRequest(tuple(overrides), tuple(rest), config, replace(tune, dir=str(folder)), target)
+    output = experiment_path(str(tune.name)) if is_named else None
+    return TuneRequest(tuple(overrides), tuple(rest), config, replace(tune, dir=str(folder)), target, output)
 
 
-def tune(overrides: Sequence[str]) -> None:
-    """Run ``scripts/tune.py`` with a command line.
+def tune(overrides: Sequence[str], output: Path | None = None) -> None:
+    """Run ``scripts/tune.py`` with a command line. ``output`` is the file to write.
 
     Raises:
         ConfigError: a setting is invalid.
         NothingWorks: nothing fits, or all trials failed.
     """
     request = read_request(overrides)
-    _print_lines([f"{request.config.model.name}: {request.tune.objective} on {request.target}"])
-    _print_lines([f"time forecast: {request.target.basis}"])
+    if output is not None:
+        request = replace(request, output=output)
+    if request.target.note is not None:
+        _print_lines([request.target.note, ""])
+    title = f"{request.config.model.name}: {request.tune.objective} on {request.target}"
+    _print_lines(wrap(title, WIDTH, subsequent_indent="  "))
+    _print_lines([batch_title(request.config)])
+    _print_lines(wrap(f"time forecast: {request.target.basis}", WIDTH, subsequent_indent="  "))
     trials = request.tune.trials
     if trials and not (request.target.is_local or request.tune.jobs):
         trials = 0
         _print_lines(["plan only: another machine (tune.jobs=true runs trials as SLURM jobs)"])
+    if trials:
+        _print_lines([f"trials are in {request.tune.dir}"])
     tuned = Tuner(request.config, fixed_settings(request.config, list(request.overrides)), request.target)
     {"throughput": _throughput, "max_seq_len": _max_seq_len, "min_devices": _min_devices}[request.tune.objective](
         request, tuned, trials
@@ -185,17 +204,32 @@ def failure_lines(result: SearchResult) -> Iterable[str]:
 
 
 def _show_and_write(request: TuneRequest, result: SearchResult) -> None:
-    """Print the table and write the best settings as an experiment."""
+    """Print the table and the best settings; write them as an experiment on request."""
     config = request.config
     if (length := result.ranking[0].settings.get(LENGTH)) is not None:
         config = replace(config, data=replace(config.data, seq_length=length))
     _print_lines(["", *result_lines(result, config), ""])
     best, name = result.best, str(request.tune.name)
     assert best is not None, "checked by the caller"
-    path = experiment_path(name)
+    _print_lines(["best settings, to add to the command line of train.py:"])
+    _print_lines(wrap(best.key, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False))
+    if request.output is None:
+        _print_lines(["", "--output FILE.yaml writes all settings as an experiment."])
+        return
     comment = experiment_comment(result, config, request.tune.objective)
-    write_atomically(path, experiment_text(request.overrides, best.settings, comment))
-    _print_lines([f"wrote {path}", f"  python train.py experiment={name}"])
+    stated = {name: get(config, name) for name in STATED}
+    text = experiment_text(request.overrides, {**stated, **best.settings}, comment, always=STATED)
+    request.output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(request.output, text)
+    chosen = name if request.output == experiment_path(name) else request.output
+    _print_lines(["", f"wrote {request.output}", f"  python train.py experiment={chosen}"])
+
+
+def batch_title(config: Config) -> str:
+    """Format batch, length, precision and device for titles."""
+    trainer = config.trainer
+    size = f"batch {trainer.global_batch_size:,} x {config.data.length:,} tokens"
+    return f"{size}, {trainer.precision}, device={config.device.name}"
 
 
 def _print_lines(lines: Iterable[str]) -> None:
@@ -469,6 +503,7 @@ def experiment_comment(result: SearchResult, config: Config, objective: str) -> 
     tokens = config.trainer.global_batch_size * config.data.length
     target = str(result.target).removesuffix(", this machine")
     lines = [f"{config.model.name} on {target}: best settings for {objective}, {time.strftime('%Y-%m-%d')}."]
+    lines.append(f"{batch_title(config)[0].upper()}{batch_title(config)[1:]}.")
     forecast = _format_numbers(best.seconds, tokens, best.required_bytes)
     lines += ["", "Written by scripts/tune.py. Forecast: a step of " + forecast]
     trial = result.history.tried.get(best.key)

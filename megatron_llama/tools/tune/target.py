@@ -8,17 +8,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_llama.config import Problem
-from megatron_llama.config.problems import closest_match
 from megatron_llama.config.settings import Config
-from megatron_llama.devices import HOST
+from megatron_llama.devices import HOST, find_device
 from megatron_llama.plan import Plan
+from megatron_llama.plan.choices import is_large
 from megatron_llama.plan.job import job_of_plan
 from megatron_llama.plan.memory import USABLE
 from megatron_llama.system.tables import GIB, gib, plural
-from megatron_llama.tools.forecast.hardware import HardwareSpec, devices, find_device
+from megatron_llama.tools.forecast.hardware import HardwareSpec, devices
 from megatron_llama.tools.forecast.step_time import load_constants, step_time
 from megatron_llama.tools.forecast.this_machine import Calibration, NotCalibrated, load_calibration, local_step_time
+from megatron_llama.tools.planned_run import Hardware, find_hardware
 from megatron_llama.tools.settings import ClusterConfig
+from megatron_llama.topology import Grid
 
 if TYPE_CHECKING:
     from megatron_llama.devices import Device
@@ -63,6 +65,8 @@ class Target:
     cluster: ClusterConfig
     calibration: Calibration | None = None
     """Calibration of this host, if it exists."""
+    note: str | None = None
+    """How the hardware was chosen, unless the user named it."""
 
     @property
     def is_host(self) -> bool:
@@ -72,7 +76,7 @@ class Target:
     @property
     def per_node(self) -> int:
         """Ranks per machine."""
-        return self.ranks // self.nodes
+        return -(-self.ranks // self.nodes)
 
     @property
     def usable_bytes(self) -> int:
@@ -142,29 +146,50 @@ class Target:
 def find_target(
     config: Config, cluster: ClusterConfig, overrides: Sequence[str]
 ) -> tuple[Target | None, list[Problem]]:
-    """Return the target of a command line, and its problems: the cluster that it names, or this machine."""
+    """Return the target of a command line, and its problems: the hardware that it names, or this machine.
+
+    An accelerator that this machine has is tuned here. Without any name, a large model is planned for the default chip
+    if this machine has no accelerator.
+    """
     names = {text.partition("=")[0] for text in overrides}
-    if names & {"cluster.device", "cluster.nodes"}:
-        return _named_target(config, cluster)
-    return _local_target(config, cluster)
+    if not names & {"cluster.device", "cluster.nodes"} and (is_available(config.device.name, config)):
+        return _local_target(config, cluster)
+    hardware, problems = find_hardware(config, cluster, overrides)
+    if hardware is None:
+        return None, problems
+    target, more = _named_target(config, cluster, hardware, names)
+    return target, [*problems, *more]
 
 
-def _named_target(config: Config, cluster: ClusterConfig) -> tuple[Target | None, list[Problem]]:
-    whole = CORE if cluster.device == HOST else find_device(cluster.device)
-    if whole is None:
-        names = [*devices(), HOST]
-        guess = closest_match(cluster.device, names)
-        advice = f"write cluster.device={guess}" if guess else f"write one of {', '.join(names)}"
-        return None, [Problem("cluster.device", cluster.device, "is not in the hardware table", advice)]
-    if cluster.device == HOST and not (cluster.devices_per_node and config.device.memory_gib):
+def is_available(name: str, config: Config) -> bool:
+    """Whether ``device=name`` tunes for this machine."""
+    from megatron_llama.devices import get_device
+
+    facts = find_device(name)
+    if name == HOST or (facts is None and not is_large(config)):
+        return True
+    try:
+        return get_device(name).is_accelerator
+    except ValueError:
+        return facts is None  # reports the unknown name
+
+
+def _named_target(
+    config: Config, cluster: ClusterConfig, hardware: Hardware, names: set[str]
+) -> tuple[Target | None, list[Problem]]:
+    whole, name = hardware.spec or CORE, hardware.spec.name if hardware.spec is not None else HOST
+    if name == HOST and not (cluster.devices_per_node and config.device.memory_gib):
         advice = "add cluster.devices_per_node=CORES device.memory_gib=GIB (per machine)"
         return None, [Problem("cluster.device", HOST, "needs the cores and memory of a machine", advice)]
-    per_node = cluster.devices_per_node or whole.per_node
-    rank = replace(whole, per_node=per_node).per_rank()
-    nodes = cluster.nodes or 1
+    rank = replace(whole, per_node=cluster.devices_per_node or whole.per_node).per_rank()
     memory = int(config.device.memory_gib * GIB) if config.device.memory_gib else rank.memory_bytes
-    cluster = replace(cluster, nodes=nodes)
-    return Target(whole.name, nodes * rank.per_node, nodes, rank, memory, False, cluster), []
+    grid = Grid.of(config.trainer)
+    ranks, nodes = rank.per_node * (cluster.nodes or 1), cluster.nodes or 1
+    if cluster.nodes is None and name != HOST and set(map("trainer.{}".format, grid.sizes)) <= names:
+        ranks = grid.world_size  # the command line sets each axis
+        nodes = -(-ranks // rank.per_node)
+    cluster = replace(cluster, device=name, nodes=nodes)
+    return Target(name, ranks, nodes, rank, memory, False, cluster, note=hardware.note), []
 
 
 def _local_target(config: Config, cluster: ClusterConfig) -> tuple[Target | None, list[Problem]]:

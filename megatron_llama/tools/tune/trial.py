@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -252,8 +252,13 @@ def check_name(name: str, overwrite: bool) -> list[Problem]:
     return []
 
 
-def experiment_text(overrides: Sequence[str], settings: Mapping[str, Any], comment: Sequence[str]) -> str:
-    """Return the text of an experiment: config groups of the command line, and all settings that differ from them."""
+def experiment_text(
+    overrides: Sequence[str], settings: Mapping[str, Any], comment: Sequence[str], always: Collection[str] = ()
+) -> str:
+    """Return the text of an experiment: config groups of the command line, and all settings that differ from them.
+
+    Settings in ``always`` are written in any case.
+    """
     picked: dict[str, str] = {}
     for text in overrides:
         group, equals, choice = text.lstrip("+").partition("=")
@@ -267,7 +272,9 @@ def experiment_text(overrides: Sequence[str], settings: Mapping[str, Any], comme
     different: dict[str, Any] = {}
     for name in [*settings_by_name(), FREE_DICT]:
         parent = get(config, name.rpartition(".")[0])
-        if parent is None or name in NOT_IN_EXPERIMENT or get(plain, name) == get(config, name):
+        if parent is None or name in NOT_IN_EXPERIMENT:
+            continue
+        if name not in always and get(plain, name) == get(config, name):
             continue
         _put(different, name.split("."), get(config, name))
     lines = ["# @package _global_", *(f"# {line}".rstrip() for line in comment)]

@@ -94,8 +94,10 @@ def test_all_problems_are_reported_together(capsys: pytest.CaptureFixture[str]) 
 def test_runs_that_do_not_fit_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
     large = ["model=llama3_8b", "data.seq_length=8192", "trainer.micro_batch_size=8", "trainer.zero=3"]
     more = ["trainer.precision=bf16", "trainer.global_batch_size=64", "cluster.nodes=1"]
-    assert main([*large, *more]) == 0
+    assert main([*large, *more]) == 1, "not 0: the run does not fit"
     assert "DOES NOT FIT" in capsys.readouterr().out
+    assert main([*large, *more, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["fits"] is False
 
 
 def test_devices_are_listed_with_sources(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,9 +53,9 @@ def test_config_errors_are_reported_together(capsys: pytest.CaptureFixture) -> N
 def test_each_stage_has_a_report_and_a_picture(tmp_path: Path) -> None:
     settings = ["trainer.pp=2", "trainer.tp=2", "trainer.precision=bf16", "device.memory_gib=0.0001"]
     status, output = rehearse(*SMALL, *settings, "--pictures", str(tmp_path))
-    assert status == 0
+    assert status == 1, "a rank does not fit"
     assert re.findall(r"^rank (\d): pipeline stage (\d) of 2", output, re.M) == [("0", "1"), ("2", "2")]
-    assert "does NOT fit" in output, "ranks that do not fit are rehearsed too"
+    assert "DOES NOT FIT" in output, "ranks that do not fit are rehearsed too"
     for word in ("gathered weights", "layers.*.mlp.gate_up_proj", "reduce_scatter", "training_step"):
         assert word in output
     pictures = sorted(tmp_path.iterdir())

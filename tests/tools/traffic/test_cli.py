@@ -52,7 +52,8 @@ def test_help_is_quick() -> None:
 
 
 def test_512_ranks_on_a_laptop() -> None:
-    done = run("model=llama70b", "trainer.tp=8", "trainer.pp=16", "trainer.dp=4", "trainer.precision=bf16")
+    batch = ["trainer.global_batch_size=8", "data.seq_length=256"]
+    done = run("model=llama70b", "trainer.tp=8", "trainer.pp=16", "trainer.dp=4", *batch)
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^rank (.*)$", done.stdout, re.M) == ["0-31", "32-479", "480-511"]
     # The first of 16 stages sends activations onwards: 2 micro batches of 256 / 8 tokens of 8192 values in bf16.

@@ -72,7 +72,7 @@ def test_experiment_has_the_best_settings(output_dir: Path, capsys: pytest.Captu
     assert main([*LLAMA_7B, *more, *FAKE, "tune.trials=0"]) == 0
     best = rows(capsys.readouterr().out)[0]
     config = load_config([f"experiment={output_dir / 'found.yaml'}"], CONF_DIR)
-    expected = load_config([*LLAMA_7B, *more, "device.memory_gib=80"], CONF_DIR)
+    expected = load_config([*LLAMA_7B, *more, "device.memory_gib=80", "device.name=cuda"], CONF_DIR)
     names = ("tp", "pp", "vpp", "dp", "zero", "micro_batch_size", "recompute")
     shown = dict(zip(names, [*best[1:6], *best[7:9]], strict=True))
     assert {name: str(get(config, f"trainer.{name}")) for name in shown} == shown
