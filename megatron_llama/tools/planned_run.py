@@ -205,7 +205,7 @@ def _recipes() -> dict[str, Recipe]:
 
 
 def recipe_of(config: Config) -> Recipe | None:
-    """Return the pretraining recipe of a config's model, if there is one. Models cut to a few layers have none."""
+    """Return the pretraining recipe of a config's model, if there is one. A model cut to a few layers has no recipe."""
     return _recipes().get(config.model.name) if is_large(config) else None
 
 

@@ -45,7 +45,7 @@ of the hardware, or with device.memory_gib.
 
 Examples
   python scripts/rehearse.py model=llama70b trainer.tp=8 trainer.pp=4 \\
-      trainer.dp=4 trainer.global_batch_size=1024 device=cuda
+      trainer.dp=4 trainer.global_batch_size=1024
   python scripts/rehearse.py --ranks 7 model=llama3_8b trainer.dp=8 \\
       trainer.zero=3 trainer.global_batch_size=1024 device.memory_gib=80
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--pictures", type=Path, default=Path("runs/rehearsal"))
     arguments, overrides = parser.parse_known_args(argv)
     try:
-        plan, notes, hardware = plan_rehearsal(overrides)
+        plan, notes, hardware = read_rehearsal(overrides)
         ranks = representative_ranks(plan) if arguments.ranks is None else _ranks(arguments.ranks, plan)
     except ConfigError as error:
         sys.stderr.write(format_problems(error) + "\n")
@@ -118,7 +118,12 @@ def _report(plan: Plan, notes: Sequence[str], hardware: Hardware, ranks: Sequenc
     return status
 
 
-def plan_rehearsal(overrides: Sequence[str]) -> tuple[Plan, list[str], Hardware]:
+def plan_rehearsal(overrides: Sequence[str]) -> tuple[Plan, list[str]]:
+    """Return the plan for ``rehearse`` and notes on the settings that it replaces."""
+    return read_rehearsal(overrides)[:2]
+
+
+def read_rehearsal(overrides: Sequence[str]) -> tuple[Plan, list[str], Hardware]:
     """Return the plan for ``rehearse``, notes on the settings that it replaces, and the hardware.
 
     ``device.memory_gib`` does not reject the plan, so that configs that do not fit can be rehearsed.

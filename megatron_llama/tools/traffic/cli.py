@@ -50,7 +50,7 @@ Columns
               payload of all_reduce, (p-1)/p of all_gather and reduce_scatter
 
 Examples
-  python scripts/traffic.py model=llama7b device=cuda trainer.tp=8 \\
+  python scripts/traffic.py model=llama7b trainer.tp=8 \\
       trainer.dp=16 trainer.global_batch_size=1024
   python scripts/traffic.py {MEASURE} trainer.tp=2 trainer.pp=2
 

@@ -60,7 +60,7 @@ def test_diagrams_and_tables_match_the_commands(number: int, tmp_path: Path) -> 
     text, picture = run_ranks(_draw, 1, PICTURES[number], tmp_path / shown.name)[0]
     link = Path(os.path.relpath(ROOT / shown, PAGE_FILE.parent)).as_posix()
     assert picture == (ROOT / shown).read_bytes() and f"({link})" in PAGE
-    table = [line for line in text.splitlines()[4:-1] if line]  # below the layout and megatron-core's version
+    table = [line for line in text.splitlines()[5:-1] if line]  # below the layout and megatron-core's version
     assert len(table) == 9 and all(f"    {line}" in PAGE.splitlines() for line in table)
 
 
