@@ -10,7 +10,7 @@ from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.config.data_settings import PERCENTILE, VALUE, curriculum_metrics
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, STATE_BLOCK, quantized_bytes, state_bytes_8bit
 from megatron_llama.config.problems import fill
-from megatron_llama.config.settings import KEPT_BY_TIME, TrainerConfig
+from megatron_llama.config.settings import KEPT_BY_TIME, Config, TrainerConfig
 from megatron_llama.devices import find_device
 from megatron_llama.plan.memory import Footprint, stage_footprints
 from megatron_llama.plan.plan import Plan
@@ -58,18 +58,18 @@ def layout_lines(plan: Plan, hardware: str | None = None) -> Iterator[str]:
     micro = f"{plan.num_microbatches:,} {batches} of {trainer.micro_batch_size}"
     text = f"zero {trainer.zero}{shard}, {_recompute(trainer)}, {micro}"
     yield from textwrap.wrap(text, WIDTH, subsequent_indent="  ")
-    yield batch_line(plan, hardware)
+    yield batch_line(plan.config, hardware)
 
 
-def batch_line(plan: Plan, hardware: str | None = None) -> str:
+def batch_line(config: Config, hardware: str | None = None) -> str:
     """Format batch, sequence length, precision and hardware, for the title of a report.
 
     Args:
         hardware: Name of the hardware; default: the device.
     """
-    trainer, data = plan.config.trainer, plan.config.data
-    where = hardware or f"device={plan.config.device.name}"
-    return f"batch {trainer.global_batch_size:,} x {data.length:,} tokens, {trainer.precision}, {where}"
+    trainer = config.trainer
+    size = f"batch {trainer.global_batch_size:,} x {config.data.length:,} tokens"
+    return f"{size}, {trainer.precision}, {hardware or f'device={config.device.name}'}"
 
 
 def _product(plan: Plan, sign: str, **remarks: str) -> str:

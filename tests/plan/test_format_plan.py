@@ -108,5 +108,5 @@ def test_the_plan_states_validation(overrides: list[str], line: str) -> None:
 
 def test_the_plan_names_tensors_and_the_rest_of_the_memory() -> None:
     page = format_plan(resolve(load_config(["data=mock", "device=cpu"], CONF), 1))
-    assert re.search(r"memory +\S+ MiB of tensors on the heaviest rank", page)
+    assert re.search(r"memory +\S+ MiB of tensors at the heaviest rank's peak", page)
     assert "not counted: Python and libraries, 0.3 GiB or more per process" in page

@@ -133,7 +133,7 @@ def _draw(plan: Plan, run: PlannedRun | None, out: Path, measure: bool) -> int:
     if measured is not None:
         panels.append(Panel(f"measured; bubble {measured.bubble:.1%}", pass_times.unit, measured, scale=0.001))
     hardware = run.hardware.title if run is not None else None
-    name = f"{_schedule(plan)}: {pp} stages, {microbatches} micro batches; {batch_line(plan, hardware)}"
+    name = f"{_schedule(plan)}: {pp} stages, {microbatches} micro batches; {batch_line(plan.config, hardware)}"
     picture = draw(name, panels)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, as_svg(picture) if out.suffix == ".svg" else as_png(picture))

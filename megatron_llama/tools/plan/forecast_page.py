@@ -1,4 +1,5 @@
 """Format a forecast as text and as JSON; read tables of published runs."""
+
 from __future__ import annotations
 
 import csv
@@ -50,7 +51,7 @@ def report_lines(forecast: Forecast) -> Iterator[str]:
     micro = f"{job.num_microbatches:,} micro {batches} of {job.micro_batch}"
     text = f"{grid}{', sp' if job.sp else ''}, recompute {job.recompute}, {micro}"
     yield from wrap(text, WIDTH, subsequent_indent="  ")
-    yield batch_line(plan, forecast.hardware)
+    yield batch_line(plan.config, forecast.hardware)
     yield ""
     yield from _memory(forecast)
     yield ""

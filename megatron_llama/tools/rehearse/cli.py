@@ -111,7 +111,7 @@ def _report(plan: Plan, notes: Sequence[str], hardware: Hardware, ranks: Sequenc
         path = pictures / f"{plan.model.name}_rank_{rank}_of_{plan.world_size}.png"
         pictures.mkdir(parents=True, exist_ok=True)
         title = f"{plan.model.name}, rank {rank} of {plan.world_size}: memory of a training step"
-        title += f"\n{batch_line(plan, hardware.title)}"
+        title += f"\n{batch_line(plan.config, hardware.title)}"
         write_atomically(path, draw(rehearsal, title, plan.config.device.memory_gib))
         sys.stdout.write("\n".join(["", *lines(rehearsal, plan), "", f"  memory over time: {path}"]) + "\n")
         sys.stdout.flush()

@@ -1,4 +1,5 @@
 """Objectives of ``scripts/tune.py``: parse the command line, search, print the results and write an experiment."""
+
 from __future__ import annotations
 
 import math
@@ -16,6 +17,7 @@ from typing import Any
 from megatron_llama import cli
 from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.fields import check_limits, get
+from megatron_llama.plan import batch_line
 from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import GIB, gib, plural, text_table
@@ -108,8 +110,9 @@ def tune(overrides: Sequence[str], output: Path | None = None) -> None:
         _print_lines([request.target.note, ""])
     title = f"{request.config.model.name}: {request.tune.objective} on {request.target}"
     _print_lines(wrap(title, WIDTH, subsequent_indent="  "))
-    _print_lines([batch_title(request.config)])
-    _print_lines(wrap(f"time forecast: {request.target.basis}", WIDTH, subsequent_indent="  "))
+    _print_lines([batch_line(request.config, request.target.title)])
+    basis = f"time forecast: {request.target.basis}"
+    _print_lines(wrap(basis, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
     trials = request.tune.trials
     if trials and not (request.target.is_local or request.tune.jobs):
         trials = 0
@@ -223,13 +226,6 @@ def _show_and_write(request: TuneRequest, result: SearchResult) -> None:
     write_atomically(request.output, text)
     chosen = name if request.output == experiment_path(name) else request.output
     _print_lines(["", f"wrote {request.output}", f"  python train.py experiment={chosen}"])
-
-
-def batch_title(config: Config) -> str:
-    """Format batch, length, precision and device for titles."""
-    trainer = config.trainer
-    size = f"batch {trainer.global_batch_size:,} x {config.data.length:,} tokens"
-    return f"{size}, {trainer.precision}, device={config.device.name}"
 
 
 def _print_lines(lines: Iterable[str]) -> None:
@@ -503,7 +499,7 @@ def experiment_comment(result: SearchResult, config: Config, objective: str) -> 
     tokens = config.trainer.global_batch_size * config.data.length
     target = str(result.target).removesuffix(", this machine")
     lines = [f"{config.model.name} on {target}: best settings for {objective}, {time.strftime('%Y-%m-%d')}."]
-    lines.append(f"{batch_title(config)[0].upper()}{batch_title(config)[1:]}.")
+    lines.append(batch_line(config, result.target.title) + ".")
     forecast = _format_numbers(best.seconds, tokens, best.required_bytes)
     lines += ["", "Written by scripts/tune.py. Forecast: a step of " + forecast]
     trial = result.history.tried.get(best.key)

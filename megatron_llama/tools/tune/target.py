@@ -74,6 +74,11 @@ class Target:
         return self.name == HOST
 
     @property
+    def title(self) -> str | None:
+        """Name for titles; None: the device of the config."""
+        return None if self.is_host else f"{self.name} (device={self.device.kind})"
+
+    @property
     def per_node(self) -> int:
         """Ranks per machine."""
         return -(-self.ranks // self.nodes)
