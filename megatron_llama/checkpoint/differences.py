@@ -223,6 +223,8 @@ def _rederive(requested: Config, saved: Mapping[str, Any]) -> Config:
     then = copy.deepcopy(requested)
     then.optim.schedule = {"_target_": (requested.optim.schedule or COSINE).get("_target_")}
     then.trainer.steps, then.trainer.epochs = _saved(saved, "trainer.steps"), None
+    then.data.kind, then.finetune.method = _saved(saved, "data.kind"), _saved(saved, "finetune.method")
+    then.init_from = _saved(saved, "init_from")
     names = [name for name, kind in kinds().items() if kind == OPTIM and name != FREE_DICT]
     for name in names:
         if get(then, name) is not None:

@@ -57,7 +57,8 @@ class Setting:
             return f"write {self.name}={int(value)}"
         if self.kind is list and not isinstance(value, (list, dict)):
             return f"write {self.name}=[{format_value(value)}]"
-        example = EXAMPLES[self.kind] if self.default in (None, [], {}) else format_value(self.default)
+        by_kind = self.limit.example if self.limit and self.kind is float else EXAMPLES[self.kind]
+        example = by_kind if self.default in (None, [], {}) else format_value(self.default)
         return f"write {self.type_name}, such as {self.name}={example}"
 
     def has_type(self, value: Any) -> bool:

@@ -31,9 +31,9 @@ def at_least(least: float) -> Limit:
     return Limit(lambda value: value >= least, f"must be at least {least:g}", f"{least:g}")
 
 
-def above_zero() -> Limit:
+def above_zero(example: str = "1") -> Limit:
     """Require a positive number."""
-    return Limit(lambda value: value > 0, "must be above 0", "1")
+    return Limit(lambda value: value > 0, "must be above 0", example)
 
 
 def between(least: float, most: float, example: str = "") -> Limit:

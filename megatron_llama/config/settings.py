@@ -311,8 +311,9 @@ class OptimConfig:
     state_bits: Annotated[int | None, one_of(8)] = None
     """Bits of the optimizer states of matrices: 8, or null for the dtype of trainer.precision. With 8, each 32 values
     of a row share an fp32 scale (Dettmers et al. 2022, arXiv:2110.02861)."""
-    lr: Annotated[float, above_zero()] = 3e-4
-    """Highest learning rate."""
+    lr: Annotated[float | None, above_zero("3e-4")] = None
+    """Highest learning rate. Derived: 3e-4; for fine-tuning of all weights 2e-5, as in Llama 2 (arXiv:2307.09288):
+    with finetune.method=full, or data.kind=sft and init_from."""
     min_lr: Annotated[float | None, at_least(0)] = None
     """Lowest learning rate after the decay. Derived: lr / 10."""
     warmup_steps: Annotated[int | None, at_least(0)] = None
@@ -338,6 +339,12 @@ class OptimConfig:
     def row(self) -> OptimizerRow:
         """The properties of the optimizer."""
         return OPTIMIZERS[self.name]
+
+    @property
+    def peak_lr(self) -> float:
+        """``lr``, which ``choose_defaults`` sets in every plan."""
+        assert self.lr is not None, "choose_defaults fills it in"
+        return self.lr
 
 
 @dataclass

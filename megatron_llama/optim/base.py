@@ -103,4 +103,4 @@ class OptimizerInputs:
         """``lr``, ``betas`` and ``eps``, as torch's Adam takes them."""
         optim = self.plan.config.optim
         beta1, beta2 = optim.betas
-        return {"lr": optim.lr, "betas": (beta1, beta2), "eps": optim.eps}
+        return {"lr": optim.peak_lr, "betas": (beta1, beta2), "eps": optim.eps}

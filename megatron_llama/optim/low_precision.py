@@ -202,7 +202,7 @@ def _mix(x: Tensor) -> Tensor:
 def build_sgd(inputs: OptimizerInputs) -> ShardOptimizer:
     """Build ``sgd``."""
     optim = inputs.plan.config.optim
-    return build_elementwise(inputs, sgd_update, lr=optim.lr, momentum=optim.betas[0])
+    return build_elementwise(inputs, sgd_update, lr=optim.peak_lr, momentum=optim.betas[0])
 
 
 def sgd_update(tensors: Sequence[Tensor], gradient: Tensor, step: Tensor, group: Group) -> None:

@@ -21,14 +21,15 @@ from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings import Config
 from megatron_llama.corpus.epochs import samples_per_epoch
 from megatron_llama.devices import NAMES, device_named, find_device
-from megatron_llama.plan.derive import check_split
+from megatron_llama.plan.derive import FINETUNING_LR, PRETRAINING_LR, check_split, default_lr
 from megatron_llama.plan.plan import Plan
 from megatron_llama.system.files import check_yaml, read_whole
 from megatron_llama.system.tables import gib
 
 CHOSEN = ("data.seq_length", "trainer.precision", "trainer.compile")
-KEPT = (*CHOSEN, "trainer.pipeline_layers")
-"""Settings that a resumed run keeps. derive.py chooses pipeline_layers after all rules hold."""
+KEPT = (*CHOSEN, "trainer.pipeline_layers", "optim.lr")
+"""Settings that a resumed run keeps; optim.lr if it was a default, which may differ between versions. derive.py chooses
+pipeline_layers after all rules hold."""
 LONGEST_BY_DEFAULT = 8192
 """Tokens. Longer sequences must be set explicitly: Llama 3.1 trains with 8,192 tokens and extends to 131,072 only in
 its last stage (arXiv:2407.21783, section 3.4)."""
@@ -39,7 +40,7 @@ LONG_RUN = 1000
 
 
 def choose_defaults(config: Config, fast_bf16: bool = True) -> tuple[Config, tuple[str, ...]]:
-    """Choose values for unset settings.
+    """Choose values for unset settings: sequence length, precision and compilation by device, and the learning rate.
 
     A resumed run keeps its values on any device. On a CPU the default is fp32 even if it has bf16 units, so that small
     runs are comparable bitwise. An unknown device, as in plans for other machines, counts as a CPU for small models and
@@ -57,7 +58,15 @@ def choose_defaults(config: Config, fast_bf16: bool = True) -> tuple[Config, tup
     # Without a device, the plan of a large model is for another machine, which has accelerators.
     on_accelerator = device.is_accelerator if device is not None else is_large(config)
     choose = _on_an_accelerator(config, fast_bf16) if on_accelerator else _on_a_cpu(config)
-    return config, (*resumed, *choose)
+    return config, (*resumed, *choose, *_choose_lr(config))
+
+
+def _choose_lr(config: Config) -> Iterator[str]:
+    """Choose the learning rate in place; yield a line if it is not the one of pretraining."""
+    if config.optim.lr is None:
+        config.optim.lr = default_lr(config)
+        if config.optim.lr == FINETUNING_LR:
+            yield f"optim.lr={format_value(FINETUNING_LR)}: default for fine-tuning all weights, as in Llama 2"
 
 
 def _keep_saved(config: Config) -> Iterator[str]:
@@ -77,6 +86,8 @@ def _keep_saved(config: Config) -> Iterator[str]:
         value = group.get(key) if isinstance(group, dict) else None
         setting = settings_by_name()[name]
         if name == "trainer.pipeline_layers" and not _same_stages(config, saved):
+            continue
+        if name == "optim.lr" and value not in {PRETRAINING_LR, FINETUNING_LR} - {default_lr(config)}:
             continue
         if get(config, name) is None and setting.has_type(value) and not setting.problem(value):
             setattr(get(config, section), key, value)

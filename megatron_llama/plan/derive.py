@@ -31,6 +31,8 @@ COSINE = {
     "constant_steps": "${optim.constant_steps}",
     "min_lr": "${optim.min_lr}",
 }
+PRETRAINING_LR, FINETUNING_LR = 3e-4, 2e-5
+"""Defaults of optim.lr. Llama 2's chat models were fine-tuned with 2e-5 (arXiv:2307.09288, section 3.1)."""
 LONGEST_WARMUP_STEPS = 2000
 ONEBIT_WARM_UP = 0.15
 """Share of the steps before 1-bit Adam exchanges signs: 15 to 25 % in the paper (arXiv:2102.02888, section 4)."""
@@ -145,9 +147,21 @@ def _derive_random_ltd(config: Config) -> None:
     ltd.layers = list(range(1, config.model.num_hidden_layers - 1)) if ltd.layers is None else sorted(ltd.layers)
 
 
+def default_lr(config: Config) -> float:
+    """Return the default of ``optim.lr``: a smaller one if all weights of a pretrained model are fine-tuned.
+
+    LoRA has the default of pretraining: its adapters start from zero.
+    """
+    method = config.finetune.method
+    is_finetuning = method == "none" and config.init_from is not None and config.data.kind == "sft"
+    return FINETUNING_LR if method == "full" or is_finetuning else PRETRAINING_LR
+
+
 def derive_optimizer(config: Config) -> None:
     """Derive the optimizer's settings from the steps and the learning rate, in place."""
     optim, steps = config.optim, config.trainer.steps
+    if optim.lr is None:
+        optim.lr = default_lr(config)
     if optim.row.exchanges_signs and optim.freeze_step is None:
         optim.freeze_step = max(1, math.ceil(ONEBIT_WARM_UP * steps))
     optim.schedule = optim.schedule or dict(COSINE)

@@ -84,6 +84,15 @@ def test_a_setting_that_was_not_there_then_and_is_derived_now_is_no_difference(f
     assert names(find_differences(requested, old, make_record(requested))) == ["data.eod_mask_loss"]
 
 
+def test_a_learning_rate_that_follows_from_another_setting_is_no_difference(folder: Path) -> None:
+    before = plan_in(folder, 1, {})
+    after = plan_in(folder, 1, {"finetune.method": "full", "init_from": "/models/one"})
+    assert after.config.optim.lr == 2e-5
+    assert names(between(before, after)) == ["init_from"]
+    older = checkpoint_of(plan_in(folder, 1, {"finetune.method": "full", "init_from": "/models/one", "optim.lr": 3e-4}))
+    assert "optim.lr" in names(find_differences(after, older, make_record(after))), "unless its run keeps it"
+
+
 def test_all_differences_are_told_at_once_with_one_setting_that_allows_them(folder: Path) -> None:
     changes = {"data.prefixes": [0.25, "a", 0.75, "b"], "optim.lr": 1e-4, "optim.weight_decay": 0.0}
     changed = between(plan_in(folder, 1, {}), plan_in(folder, 1, {**changes, "trainer.seed": 5, "trainer.steps": 50}))

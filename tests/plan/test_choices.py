@@ -121,6 +121,29 @@ def test_the_demo_is_as_it_was() -> None:
     assert values(plan_of("model=llama_2m", "trainer.tp=2", "device=cpu").config) == OLD
 
 
+@pytest.mark.parametrize(
+    ("settings", "lr"),
+    [
+        ([], 3e-4),
+        (["finetune=full", "init_from=FOLDER"], 2e-5),
+        (["data.kind=sft", "init_from=FOLDER"], 2e-5),
+        (["init_from=FOLDER"], 3e-4),  # continued pretraining
+        (["data.kind=sft"], 3e-4),  # from random weights
+        (["finetune=lora", "data.kind=sft", "init_from=FOLDER"], 3e-4),
+        (["finetune=full", "init_from=FOLDER", "optim.lr=3e-4"], 3e-4),
+        (["finetune=full", "init_from=FOLDER", "optim.lr=null"], 2e-5),
+    ],
+)
+def test_fine_tuning_of_all_weights_has_a_lower_learning_rate(settings: list[str], lr: float) -> None:
+    config, lines = choose_defaults(load_config(["data=mock", *settings], CONF))
+    assert config.optim.lr == lr
+    reason = "optim.lr=2e-05: default for fine-tuning all weights, as in Llama 2"
+    assert (reason in lines) == (lr == 2e-5)
+    plan = resolve(load_config(["data=mock", *settings], CONF), 1, exists=lambda path: True)
+    assert (plan.config.optim.lr, plan.config.optim.min_lr) == (lr, lr / 10)
+    assert f"lr {lr:g} to {lr / 10:g}" in format_plan(plan)
+
+
 def begun(folder: Path, settings: Config, step: bool = True) -> Path:
     """The folder of a run that has begun, and saved a step."""
     (folder / "checkpoints" / ("step_00000010" if step else "")).mkdir(parents=True)
@@ -138,6 +161,21 @@ def test_a_resumed_run_keeps_its_settings(tmp_path: Path) -> None:
     assert values(plan_of(*resumed, f"checkpoint.resume={old}/checkpoints/step_00000010").config) == OLD
     written = plan_of(*resumed, f"run.dir={old}", "trainer.precision=bf16")
     assert values(written.config) == {**OLD, "trainer.precision": "bf16"}, "also here"
+
+
+def test_a_resumed_run_keeps_the_default_learning_rate_of_its_version(tmp_path: Path) -> None:
+    full = ("finetune=full", "init_from=FOLDER")
+
+    def resumed(name: str, saved: str) -> Plan:
+        old = begun(tmp_path / name, plan_of("finetune=none", saved).config)
+        config = load_config(["data=mock", *full, f"run.dir={old}"], CONF)
+        return resolve(config, 1, exists=lambda path: True)
+
+    old = resumed("old", "optim.lr=3e-4")  # the default of older versions
+    assert (old.config.optim.lr, old.config.optim.min_lr) == (3e-4, 3e-5)
+    assert f"optim.lr=0.0003: kept from {tmp_path / 'old'}" in old.chosen
+    assert resumed("new", "optim.lr=2e-5").config.optim.lr == 2e-5
+    assert resumed("set", "optim.lr=1e-3").config.optim.lr == 2e-5, "the checkpoint reports this difference"
 
 
 def test_a_start_from_step_0_chooses_anew(tmp_path: Path) -> None:

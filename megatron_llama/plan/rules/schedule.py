@@ -75,7 +75,7 @@ def one_warmup(config: Config, world_size: int) -> Iterator[Problem]:
 @reads("optim.lr", "optim.min_lr")
 def lr_falls(config: Config, world_size: int) -> Iterator[Problem]:
     """The minimum learning rate is at most the maximum."""
-    lr, min_lr = config.optim.lr, config.optim.min_lr
+    lr, min_lr = config.optim.peak_lr, config.optim.min_lr
     if min_lr is not None and min_lr > lr:
         advice = f"write optim.min_lr={lr / 10:g}, or omit it"
         yield Problem("optim.min_lr", min_lr, f"must be at most optim.lr={lr:g}", advice)
