@@ -183,6 +183,15 @@ def check_ids(ids: np.ndarray, vocab_size: int, locate: Callable[[int], tuple[st
     raise ConfigError([Problem("data.prefixes", prefix, rule, fix)])
 
 
+def check_mask(mask: np.ndarray, prefix: str, sequence: int) -> None:
+    """Raise ConfigError for the first value of a loss mask that is neither 0 nor 1: it would weight the token's loss."""
+    if not len(mask) or mask.max() <= 1:
+        return
+    token = int(np.flatnonzero(mask > 1)[0])
+    rule = f"token {token:,} of sequence {sequence:,} has the loss mask {mask[token]}, but masks are 0 or 1"
+    raise ConfigError([Problem("data.prefixes", prefix, rule, "prepare the dataset again")])
+
+
 def mask_problem(prefix: str, index: Index) -> str | None:
     """Return the problem of a fine-tuning set's loss masks, None if they are valid."""
     lengths, mask_prefix = index.lengths, prefix + MASK_SUFFIX

@@ -17,7 +17,7 @@ from megatron_llama.config.settings import DataConfig
 from megatron_llama.corpus.epochs import DatasetSplit, open_splits
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.corpus.packing import Order, Packed, Unpacked
-from megatron_llama.data.checks import check_data, check_ids
+from megatron_llama.data.checks import check_data, check_ids, check_mask
 from megatron_llama.data.graded_order import Level, build_graded, group_seed, levels_of
 from megatron_llama.parallel.groups import raise_on_all_ranks, sync_errors
 from megatron_llama.plan import Plan
@@ -45,7 +45,7 @@ class Examples:
         """Return (ids, loss mask: 1 for tokens with loss) of an example, each [length].
 
         Raises:
-            ConfigError: an id is outside the vocabulary.
+            ConfigError: an id is outside the vocabulary, or a mask is neither 0 nor 1.
         """
         part = int(np.searchsorted(self._ends, number, side="right"))
         first, last = self._ranges[part]
@@ -53,7 +53,9 @@ class Examples:
         tokens, masks = self._sets[part]
         ids = tokens.sequence(position)
         check_ids(ids, self._vocab_size, lambda token: (tokens.prefix, position, token))
-        return ids, masks.sequence(position)
+        mask = masks.sequence(position)
+        check_mask(mask, masks.prefix, position)
+        return ids, mask
 
 
 class SFTDataset:

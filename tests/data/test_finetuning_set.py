@@ -341,3 +341,12 @@ def test_an_id_without_a_row_is_named_where_it_is(tmp_path: Path) -> None:
     assert [list(read[number][0]) for number in range(20)] == [ids for ids, _ in examples[:20]]
     with pytest.raises(ConfigError, match="token 1 of sequence 20 has id 60000"):
         read[20]
+
+
+def test_a_mask_above_one_is_rejected_where_it_is(tmp_path: Path) -> None:
+    examples = some_examples(30)
+    examples[20][1][-1] = 2
+    read = Examples(open_splits(plan_of([write_set(tmp_path / "set", examples)]).config.data, 0), 60_000)
+    assert [list(read[number][1]) for number in range(20)] == [mask for _, mask in examples[:20]]
+    with pytest.raises(ConfigError, match=f"token {len(examples[20][1]) - 1} of sequence 20 has the loss mask 2"):
+        read[20]
