@@ -184,7 +184,7 @@ def check_ids(ids: np.ndarray, vocab_size: int, locate: Callable[[int], tuple[st
 
 
 def check_mask(mask: np.ndarray, prefix: str, sequence: int) -> None:
-    """Raise ConfigError for the first value of a loss mask that is neither 0 nor 1: it would weight the token's loss."""
+    """Raise ConfigError for the first value of a loss mask that is neither 0 nor 1: it would weight the loss."""
     if not len(mask) or mask.max() <= 1:
         return
     token = int(np.flatnonzero(mask > 1)[0])
