@@ -68,6 +68,10 @@ MOST_STEPS = 8
 _REFERENCE = re.compile(r"\$\{\s*([^${}]*?)\s*\}")
 _NAME = re.compile(r"[\w.\[\]/-]+")
 _VARIABLE = re.compile(r"oc\.env:[^\0]*")
+_SECRET = re.compile(
+    r"(?:.*_)?(?:KEY|TOKEN|SECRET|JWT|CREDENTIALS?)(?:_.*)?|.*(?:APIKEY|PASSWORD|PASSPHRASE).*", re.IGNORECASE
+)
+"""Names of variables that hold secrets, such as WANDB_API_KEY or HF_TOKEN. TOKENIZERS_PARALLELISM is none."""
 _FUNCTION = re.compile(r"(?!oc\.)[\w.]+:.*", re.DOTALL)
 _INSTEAD = "write the value itself"
 _Keys = tuple[str, ...]
@@ -402,7 +406,8 @@ def _typed(config: DictConfig, problems: list[Problem]) -> Config | None:
 def check_interpolations(config: DictConfig, *, functions: bool = False) -> list[Problem]:
     """Return the problems of a config's references, without resolving any reference.
 
-    ``functions`` accepts resolvers of other programs, such as NeMo's ``${multiply:...}``, which stay unresolved.
+    ``functions`` accepts resolvers of other programs, such as NeMo's ``${multiply:...}``, which stay unresolved, and
+    variables that hold secrets.
     """
     root = OmegaConf.to_container(config, resolve=False)
     known_forms = (_NAME, _VARIABLE, *([_FUNCTION] if functions else []))
@@ -413,6 +418,8 @@ def check_interpolations(config: DictConfig, *, functions: bool = False) -> list
     ]
     if unsupported:
         return unsupported
+    if secrets := [] if functions else list(_secrets(root)):
+        return secrets
     known: dict[_Keys, tuple[int, int]] = {}
     try:
         size = sum(_size(root, text, path, known)[0] for path, text in _texts(root, ()))
@@ -424,6 +431,22 @@ def check_interpolations(config: DictConfig, *, functions: bool = False) -> list
         rule = f"references expand to {size:,} characters; the limit is {MOST_CHARACTERS:,}"
         return [Problem(largest, None, rule, _INSTEAD)]
     return []
+
+
+def names_secret(variable: str) -> bool:
+    """Whether the environment variable probably holds a secret, which must not get into a file or log."""
+    return _SECRET.fullmatch(variable) is not None
+
+
+def _secrets(root: Any) -> Iterator[Problem]:
+    """Yield a problem for each reference to an environment variable that probably holds a secret."""
+    for path, text in _texts(root, ()):
+        for name in filter(_VARIABLE.fullmatch, _names(text)):
+            variable = name.partition(":")[2].partition(",")[0].strip(" '\"")
+            if names_secret(variable):
+                rule = f"{variable} is the name of a secret, and settings are written to checkpoints and logs"
+                instead = "omit it: wandb reads its key from the environment. For other values, use another variable"
+                yield Problem(".".join(path), _short(text), rule, instead)
 
 
 class _Endless(Exception):

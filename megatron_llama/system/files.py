@@ -23,10 +23,13 @@ DRAFT = ".draft"
 
 
 @contextlib.contextmanager
-def atomic_open(path: Path) -> Iterator[IO[bytes]]:
+def atomic_open(path: Path, *, private: bool = False) -> Iterator[IO[bytes]]:
     """Open a temporary file that replaces ``path`` when the block ends; remove it if the block raises.
 
     If ``path`` already has the same content, it keeps its modification time.
+
+    Args:
+        private: Only the user may read the file, regardless of the umask.
 
     Raises:
         OSError: The folder cannot be created or written, or the disk is full.
@@ -35,11 +38,13 @@ def atomic_open(path: Path) -> Iterator[IO[bytes]]:
     # Processes that write the same file concurrently need different temporary files.
     draft = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}{DRAFT}")
     try:
-        with open(draft, "wb") as file:
+        with open(draft, "wb", opener=lambda name, flags: os.open(name, flags, 0o600 if private else 0o666)) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         if path.is_file() and filecmp.cmp(draft, path, shallow=False):
+            if private:
+                path.chmod(0o600)
             return
         os.replace(draft, path)
         sync_folder(path.parent)
@@ -48,9 +53,13 @@ def atomic_open(path: Path) -> Iterator[IO[bytes]]:
             draft.unlink()
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace ``path`` atomically by a file with this content (text in UTF-8). Raises OSError."""
-    with atomic_open(path) as file:
+def write_atomically(path: Path, content: str | bytes, *, private: bool = False) -> None:
+    """Replace ``path`` atomically by a file with this content (text in UTF-8). Raises OSError.
+
+    Args:
+        private: As in ``atomic_open``.
+    """
+    with atomic_open(path, private=private) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 

@@ -93,6 +93,7 @@ class WandbRun:
         try:
             import wandb
 
+            (plan.run_dir / "wandb").mkdir(mode=0o700, exist_ok=True)  # has the settings
             self._run = wandb.init(
                 project=plan.config.logging.wandb_project,
                 group=f"{name}-{key}",

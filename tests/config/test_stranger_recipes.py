@@ -10,7 +10,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from megatron_llama.config import ConfigError, load_config
-from megatron_llama.config.load_config import MOST_CHARACTERS, MOST_STEPS, check_interpolations
+from megatron_llama.config.load_config import MOST_CHARACTERS, MOST_STEPS, check_interpolations, names_secret
 from megatron_llama.plan import resolve
 from tests.messages import raises_with_message
 from tests.paths import CONF
@@ -96,6 +96,28 @@ def test_a_command_line(override: str, words: str) -> None:
 def test_what_people_write_is_accepted() -> None:
     config = load_config(["data=mock", "run.dir=runs/${model.name}-${oc.env:HOME}", "optim=wsd"], CONF)
     assert config.run.dir and config.run.dir.startswith("runs/llama_2m-/")
+
+
+@pytest.mark.parametrize(
+    "text", ["${oc.env:WANDB_API_KEY}", "runs/${oc.env: HF_TOKEN , x}", "${oc.env:aws_secret_access_key}"]
+)
+def test_secrets_do_not_get_into_files(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings are written to config.yaml and checkpoints, and sent to Weights & Biases."""
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "aws_secret_access_key"):
+        monkeypatch.setenv(name, "hunter2")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({"logging": {"wandb_project": text}}))
+    for argument in (f"experiment={recipe}", f"logging.wandb_project='{text}'"):
+        with pytest.raises(ConfigError) as caught:
+            load_config([argument, "data=mock"], CONF)
+        (problem,) = caught.value.problems
+        assert problem.field == "logging.wandb_project" and "is the name of a secret" in problem.rule
+        assert "hunter2" not in str(caught.value)
+
+
+def test_names_of_variables_without_a_secret() -> None:
+    for name in ("HOME", "SCRATCH", "TOKENIZERS_PARALLELISM", "KEYBOARD", "MONKEY", "SLURM_JOB_ID", "PWD"):
+        assert not names_secret(name), name
 
 
 @pytest.mark.parametrize("setting", ["model.num_attention_heads", "model.num_key_value_heads", "trainer.dp"])

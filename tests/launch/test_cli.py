@@ -191,6 +191,7 @@ def test_a_run_writes_its_config_and_plan(
     assert config["run"]["dir"] == f"runs/{folder.name}" and config["device"]["name"] == "cpu"
     assert config["trainer"]["dp"] == 1 and config["model"]["num_key_value_heads"], "derived values are filled in"
     assert "llama_2m" in (folder / "plan.txt").read_text()
+    assert {(folder / name).stat().st_mode & 0o777 for name in ("config.yaml", "plan.txt")} == {0o600}
     places = [json.loads((folder / f"place{rank}.json").read_text()) for rank in range(2)]
     assert [(place["RANK"], place["LOCAL_RANK"], place["WORLD_SIZE"]) for place in places] == [
         ("0", "0", "2"),

@@ -18,7 +18,7 @@ from megatron_llama.config.hf_config import read_hf_config
 from megatron_llama.corpus.indexed_format import IndexedDataset, read_index
 from megatron_llama.launch.run_dir import claim_run_dir
 from megatron_llama.system.errors import UserError
-from megatron_llama.system.files import check_yaml, read_json, read_whole, sha256_file
+from megatron_llama.system.files import check_yaml, read_json, read_whole, sha256_file, write_atomically
 from megatron_llama.text.chat_template import load_own_template
 from megatron_llama.text.tokenizer import read_settings, read_tokenizer_json, vocabulary_size
 from megatron_llama.tools.compare.runs import read_log
@@ -86,3 +86,17 @@ def test_a_link_that_leads_round_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "in/again").symlink_to("deep")  # this is no loop, and takes a file twice
     with pytest.raises(UserError, match="occurs twice"):
         find_sources([str(tmp_path / "in")])
+
+
+@pytest.mark.parametrize("before", [None, "old", "new"])
+def test_a_private_file_of_an_older_run_is_closed(tmp_path: Path, before: str | None) -> None:
+    path = tmp_path / "config.yaml"
+    if before is not None:
+        path.write_text(before)
+        path.chmod(0o644)
+    write_atomically(path, "new", private=True)
+    assert path.read_text() == "new" and path.stat().st_mode & 0o777 == 0o600
+    write_atomically(tmp_path / "public", "new")
+    umask = os.umask(0o022)
+    os.umask(umask)
+    assert (tmp_path / "public").stat().st_mode & 0o777 == 0o666 & ~umask

@@ -121,6 +121,7 @@ def test_wandb_logs_all_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     first, second = fake.inits
     assert first["project"] == "mine" and first["mode"] == "online" and first["dir"] == str(tmp_path)
     assert first["config"]["trainer"]["tp"] == 2
+    assert (tmp_path / "wandb").stat().st_mode & 0o777 == 0o700, "its files have the settings"
     assert first["group"] == second["group"] and first["name"] != second["name"], "a start is a run of its group"
     assert fake.finished == 2
     records = read_metrics(tmp_path / "metrics.jsonl")

@@ -13,8 +13,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
-from megatron_llama.config.load_config import check_interpolations
+from megatron_llama.config.load_config import check_interpolations, names_secret
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.system.files import check_yaml
 from megatron_llama.tools.import_nemo import nemo_keys as keys
@@ -76,7 +77,15 @@ def flat(config: DictConfig) -> dict[str, Any]:
     NeMo's model.data.X becomes data.X, as in NxDT.
     """
     OmegaConf.register_new_resolver("multiply", _multiply, replace=True)
+    OmegaConf.register_new_resolver("oc.env", _environment, replace=True)
     return {key.removeprefix("model.") if key.startswith("model.data.") else key: v for key, v in _leaves(config, "")}
+
+
+def _environment(variable: str, *default: str) -> str | None:
+    """Resolve ``${oc.env:...}`` as omegaconf does. Secrets stay unresolved, or the recipe would contain them."""
+    if names_secret(variable):
+        raise ValueError(f"{variable} is the name of a secret")
+    return oc.env(variable, *default)
 
 
 def _leaves(config: DictConfig, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -333,6 +333,16 @@ def test_launcher_configs_with_open_references(tmp_path: Path) -> None:
     assert plan.config.data.prefixes[3] == "/data/my-llama_01_text_document"
 
 
+def test_secrets_stay_unresolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    for name, shown in (("WANDB_API_KEY", "${oc.env:WANDB_API_KEY}"), ("SCRATCH", "/scratch/runs")):
+        folder = f"${{oc.env:{name}}}/runs"
+        result = import_dict(tmp_path, with_changes(NEMO, exp_manager__explicit_log_dir=folder))
+        written = format_listing(result, "theirs.yaml") + as_yaml(result, "theirs.yaml") + str(result)
+        assert shown in written and "hunter2" not in written
+
+
 def test_missing_keys_are_assumed_and_reported(tmp_path: Path) -> None:
     def assumed(content: dict[str, Any], *overrides: str) -> tuple[dict[str, Any], str]:
         result = import_dict(tmp_path, content, *overrides)
