@@ -44,6 +44,7 @@ from megatron_llama.corpus.difficulty_index import MANIFEST, documents_of, index
 from megatron_llama.corpus.indexed_format import IndexedDataset, dataset_facts, same_dataset
 from megatron_llama.system.errors import MachineError, Stopped, UserError, run_main
 from megatron_llama.system.files import atomic_open, read_json, write_atomically
+from megatron_llama.system.programs import name_commands
 from megatron_llama.system.signals import exit_with_parent, handle_signals
 
 RARITY, LENGTH = "vocab_rarity", "length"
@@ -298,7 +299,7 @@ def _stop(number: int, frame: object) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(
-        description=__doc__,
+        description=name_commands(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="docs/guides/methods/curriculum.md",
     )

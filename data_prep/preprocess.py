@@ -27,7 +27,6 @@ from megatron_llama.system.errors import UserError, run_main
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
     result = argparse.ArgumentParser(
-        prog="preprocess.py",
         description=(__doc__ or "").partition("\n\n")[0],
         epilog="Formats, bad lines and failures: docs/guides/data/data.md",
     )

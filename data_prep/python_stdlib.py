@@ -26,6 +26,7 @@ from typing import Any
 
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import atomic_open
+from megatron_llama.system.programs import name_commands
 
 # Tests are repetitive, tables are generated, and installed packages differ between machines.
 SKIPPED_FOLDERS = {
@@ -129,7 +130,7 @@ def main() -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n\n")[0],
-        epilog="Then: data_prep/train_tokenizer.py, data_prep/preprocess.py",
+        epilog=name_commands("Then: data_prep/train_tokenizer.py, data_prep/preprocess.py"),
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=".jsonl file to write")
     parser.add_argument("--max-mib", type=float, default=32.0, help="size limit of the file in MiB (default 32)")

@@ -42,14 +42,14 @@ from megatron_llama.config.data_settings import strip_compression
 from megatron_llama.config.hf_config import resolve_hub_name
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import write_atomically
+from megatron_llama.system.programs import OWN_CONF, name_commands
 
-ROOT = Path(__file__).resolve().parent.parent
-DEFAULT_CONF = ROOT / "conf" / "data" / "redpajama.yaml"
+DEFAULT_CONF = OWN_CONF / "data" / "redpajama.yaml"
 
 
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
-    result = argparse.ArgumentParser(prog="redpajama.py", description=(__doc__ or "").partition("\n\n")[0])
+    result = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     commands = result.add_subparsers(dest="command", required=True)
     download = commands.add_parser("download", help="download the files of a URL list")
     download.add_argument(
@@ -192,7 +192,7 @@ def prepare(args: argparse.Namespace) -> int:
         prefixes[name] = os.path.abspath(f"{prefix}_{key}_document")
     command = f"python data_prep/redpajama.py {shlex.join(sys.argv[1:])}"
     write_conf(args.conf, prefixes, os.path.abspath(resolve_hub_name(args.tokenizer_model)), args.split, command)
-    print(f"{args.conf} written. Next: python train.py data={args.conf.stem} ...")
+    print(name_commands(f"{args.conf} written. Next: python train.py data={args.conf.stem} ..."))
     return 0
 
 

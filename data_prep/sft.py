@@ -29,7 +29,6 @@ from megatron_llama.system.errors import UserError, run_main
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
     result = argparse.ArgumentParser(
-        prog="sft.py",
         description=(__doc__ or "").partition("\n\n")[0],
         epilog="Formats, templates and bad records: docs/guides/data/sft_data.md",
     )

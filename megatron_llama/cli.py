@@ -15,6 +15,7 @@ from megatron_llama.system.errors import LaunchFailed, Stopped, machine_fault
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.installed import require_packages
 from megatron_llama.system.output import set_spill_folder, stdout_loss
+from megatron_llama.system.programs import CONF_DIR, name_commands
 from megatron_llama.system.signals import ignore_signals
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from megatron_llama.launch.environment import ProcessContext
     from megatron_llama.launch.rank import Entry
     from megatron_llama.plan import Plan
-
-CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 
 USAGE = """\
 usage: python train.py [--dry-run] [--help]
@@ -139,7 +138,7 @@ def usage() -> str:
     recipes = [_wrap(f"  {file.stem:{width}}  ", describe_recipe(file)) for file in experiments]
     choices = {name: " | ".join(file.stem for file in files) for name, files in sorted(groups.items())}
     lines = [_wrap(f"  {name + '=':12s}", listed) for name, listed in choices.items()]
-    return USAGE.format(experiments="".join(recipes), groups="".join(lines))
+    return name_commands(USAGE).format(experiments="".join(recipes), groups="".join(lines))
 
 
 def _wrap(label: str, text: str) -> str:

@@ -15,7 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def main() -> int:
     """Run the command; return 0 on success, 1 for a damaged checkpoint, 2 for invalid arguments."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    from megatron_llama.system.programs import name_commands
+
+    parser = argparse.ArgumentParser(description=name_commands(__doc__.splitlines()[0]))
     parser.add_argument("checkpoint", type=Path, help="checkpoint folder, or run folder (its newest checkpoint)")
     parser.add_argument("out", type=Path, help="output folder; must not exist")
     parser.add_argument("--merge", action="store_true", help="LoRA only: write the full model, not the adapter")

@@ -44,7 +44,7 @@ tasks_per_node() {
 check_nodes() {
     [ "${DOCTOR:-1}" = 0 ] || [ "$stop_requested" = 1 ] && return 0
     timeout 180 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
-        "$PYTHON" scripts/doctor.py --quick "$@"
+        "$PYTHON" "${root:-}scripts/doctor.py" --quick "$@"
 }
 
 # run_step PROGRAM ARGUMENT...: run PROGRAM on all nodes and wait. Sets

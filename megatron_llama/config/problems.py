@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_llama.system.programs import name_commands
+
 if TYPE_CHECKING:
     from megatron_llama.config.settings import Config
 
@@ -105,8 +107,8 @@ def format_problems(problems: ConfigError | Sequence[Problem], subject: str = "T
             lines += settings if settings != before else []  # one setting may break several rules
             before = settings
             likewise = "; likewise the others" if len(alike) > 1 else ""
-            lines.append(fill("    rule     ", alike[0].rule + likewise, MESSAGE_WIDTH))
-        blocks.append("\n".join([*lines, fill("    instead  ", instead, MESSAGE_WIDTH)]))
+            lines.append(fill("    rule     ", name_commands(alike[0].rule) + likewise, MESSAGE_WIDTH))
+        blocks.append("\n".join([*lines, fill("    instead  ", name_commands(instead), MESSAGE_WIDTH)]))
     return "\n\n".join(blocks)
 
 

@@ -28,6 +28,7 @@ from megatron_llama.launch.environment import NODE, NODES, RUN_ID, SLOTS, port_f
 from megatron_llama.launch.job_store import LaunchFailed
 from megatron_llama.launch.supervise import Child, Grace, Signals, supervise, with_restarts
 from megatron_llama.plan import Plan
+from megatron_llama.system.errors import program
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.signals import signal_name
 
@@ -101,7 +102,7 @@ def _run_once(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) -> in
     common = _environment(hosts, f"{time.time_ns():x}")
     # All hosts use one run folder. checkpoint.resume may have changed from "never" since the first start.
     fixed = [("run.dir", plan.config.run.dir), ("checkpoint.resume", plan.config.checkpoint.resume)]
-    command = [sys.executable, os.path.abspath(sys.argv[0]), *overrides, *(write_override(*pair) for pair in fixed)]
+    command = [sys.executable, *_program(), *overrides, *(write_override(*pair) for pair in fixed)]
     remotes: list[Remote] = []
     # Sent on the control line: other users of the hosts can read command lines.
     secret = secrets.token_hex(32)
@@ -119,6 +120,12 @@ def _run_once(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) -> in
         finally:
             _end(remotes)
         return _exit_status(remotes, signals)
+
+
+def _program() -> list[str]:
+    """Return the interpreter's arguments that start this program from any folder."""
+    words = program()
+    return words if words[0] == "-m" else [os.path.abspath(words[0])]
 
 
 def _start(command: list[str], plan: Plan) -> subprocess.Popen[bytes]:

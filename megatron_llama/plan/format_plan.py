@@ -15,6 +15,7 @@ from megatron_llama.devices import find_device
 from megatron_llama.plan.memory import Footprint, stage_footprints
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule, curriculum_lengths
+from megatron_llama.system.programs import name_commands
 from megatron_llama.system.tables import gib, plural, short_count
 from megatron_llama.topology import chunks_of
 
@@ -338,7 +339,7 @@ def _sharding(plan: Plan) -> str:
 
 
 def _listed(label: str, texts: Sequence[str]) -> list[str]:
-    return [fill(_line("" if number else label, ""), text, WIDTH) for number, text in enumerate(texts)]
+    return [fill(_line("" if number else label, ""), name_commands(text), WIDTH) for number, text in enumerate(texts)]
 
 
 def _line(label: str, text: str) -> str:

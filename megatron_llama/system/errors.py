@@ -10,13 +10,16 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
+from megatron_llama.system.programs import name_commands, running_command
 
 PACKAGES = {"megatron_llama", "data_prep", "scripts", "benchmarks", "tests"}
 """Packages with command lines of this project."""
 
 
 def program() -> list[str]:
-    """Return the interpreter's arguments that start this program: its file, or ``-m`` and the module."""
+    """Return the interpreter's arguments that start this program: its file, or ``-m``, the module and the command."""
+    if command := running_command():
+        return ["-m", "megatron_llama", command]
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None and spec.name.partition(".")[0] in PACKAGES:
         return ["-m", spec.name.removesuffix(".__main__")]
@@ -24,8 +27,8 @@ def program() -> list[str]:
 
 
 def program_name() -> str:
-    """Return the program's name in messages: a file such as ``train.py`` or a module such as ``benchmarks``."""
-    return os.path.basename(program()[-1])
+    """Return the program's name in messages: ``train.py``, ``benchmarks`` or ``megatron-llama train``."""
+    return sys.argv[0] if running_command() else os.path.basename(program()[-1])
 
 
 class UserError(ValueError):
@@ -108,5 +111,5 @@ def _report(kind: str, message: str, status: int) -> int:
     with suppress(OSError):
         sys.stdout.flush()
     with suppress(OSError):
-        sys.stderr.write(f"{program_name()}: {kind}: {message}\n")
+        sys.stderr.write(f"{program_name()}: {kind}: {name_commands(message)}\n")
     return status

@@ -15,8 +15,8 @@ from types import TracebackType
 
 from megatron_llama.system.errors import PACKAGES, program, program_name
 from megatron_llama.system.exit_status import EXIT_USER
+from megatron_llama.system.programs import IN_CHECKOUT, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
 OLDEST_PYTHON = (3, 11)
 REQUIRED = {
@@ -80,6 +80,8 @@ def explain_import_error(error: BaseException) -> str | None:
 
 def _suggestion(names: list[str]) -> str:
     """Return the command to run: with the project's ``.venv``, or one that installs ``names`` or builds ``.venv``."""
+    if not IN_CHECKOUT:
+        return f"Type {shlex.join([sys.executable, '-m', 'pip', 'install', *names])}" if names else "Use such a Python"
     python = VENV / "bin" / "python"
     here = Path.cwd() == ROOT
     if python.exists() and Path(sys.prefix).resolve() != VENV.resolve():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_llama import cli
 from megatron_llama.system.exit_status import EXIT_USER
+from megatron_llama.system.programs import name_commands
 from megatron_llama.tools.common import MOCK_RUN
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ FOLDER = "compile"
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/compile.py`` with ``argv``; return the exit status."""
     if {"--help", "-h"} & set(argv):
-        sys.stdout.write(USAGE)
+        sys.stdout.write(name_commands(USAGE))
         return 0
     from megatron_llama.config import ConfigError, format_problems
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_llama import cli
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.programs import name_commands
 
 if TYPE_CHECKING:
     from megatron_llama.config import Config
@@ -60,7 +61,7 @@ _HANG_SECONDS = "trainer.hang_timeout_seconds=60"
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/doctor.py`` with ``argv``; return the exit status."""
     if {"--help", "-h"} & set(argv):
-        sys.stdout.write(USAGE)
+        sys.stdout.write(name_commands(USAGE))
         return 0
     from megatron_llama.config import ConfigError, format_problems
     from megatron_llama.launch.environment import process_context

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_llama.config.settings import DEVICES
 from megatron_llama.devices import get_device
 from megatron_llama.system.installed import missing_packages
+from megatron_llama.system.programs import CONF_DIR, PACKAGE, ROOT
 from megatron_llama.system.tables import GIB, gib
 from megatron_llama.tools.doctor.finding import BREAKS, WARNS, Finding, NodeState, majority, names
 from megatron_llama.tools.doctor.network import ClockReading
@@ -126,7 +127,6 @@ LACKS = "lacks"
 """JSON key of the packages that a run needs and that are not installed."""
 PROGRAM = "program"
 """JSON key of the digest of this project's files: nodes at one commit may have different local changes."""
-_ROOT = Path(__file__).resolve().parents[3]
 
 
 def observe_versions() -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _version(package: str) -> str | None:
 def _commit() -> str:
     """Return the first 9 digits of the checked-out commit; "?" outside of git."""
     try:
-        command = ["git", "-C", str(_ROOT), "rev-parse", "--short=9", "HEAD"]
+        command = ["git", "-C", str(ROOT), "rev-parse", "--short=9", "HEAD"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return "?"
@@ -191,9 +191,9 @@ def _commit() -> str:
 def _digest() -> str:
     """Hash the Python files and the configs of the project."""
     digest = hashlib.sha256()
-    for folder, pattern in (("megatron_llama", "*.py"), ("conf", "*.yaml")):
-        for path in sorted((_ROOT / folder).rglob(pattern)):
-            digest.update(path.relative_to(_ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    for folder, pattern in ((PACKAGE, "*.py"), (CONF_DIR, "*.yaml")):
+        for path in sorted(folder.rglob(pattern)):
+            digest.update(path.relative_to(folder.parent).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 

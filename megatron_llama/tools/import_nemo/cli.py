@@ -25,6 +25,7 @@ from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.plan.resolve import resolve
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.files import write_atomically
+from megatron_llama.system.programs import name_commands
 from megatron_llama.tools.import_nemo.read_yaml import KINDS, UNSUPPORTED, ConvertedConfig, KeyConversion
 from megatron_llama.topology import Grid
 
@@ -36,7 +37,7 @@ STATUS = (
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/import_config.py`` with ``argv``; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, epilog=STATUS)
+    parser = argparse.ArgumentParser(description=name_commands(__doc__ or ""), epilog=STATUS)
     parser.add_argument("source", nargs="?", metavar="YAML", help="config to convert")
     about = "overrides of the original command line: model.num_layers=32, +KEY=VALUE, ~KEY (also model.vocab_size=N)"
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=about)

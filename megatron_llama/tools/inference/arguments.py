@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from megatron_llama.config import Config, ConfigError, DataConfig, DeviceConfig, ModelConfig, Problem, TrainerConfig
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.programs import name_commands
 
 # Modules that import torch are imported in functions, so that --help is quick.
 if TYPE_CHECKING:
@@ -80,11 +81,10 @@ class Problems:
             return None
 
 
-def model_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentParser:
+def model_parser(description: str, epilog: str) -> argparse.ArgumentParser:
     """Return a parser with the arguments that name and load a model."""
     parser = argparse.ArgumentParser(
-        prog=prog,
-        description=f"{description}\n{CHECKPOINT}",
+        description=name_commands(f"{description}\n{CHECKPOINT}"),
         epilog=f"Exit status: 0 success, 2 invalid arguments, other values: failure.\n{epilog}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -99,7 +99,7 @@ def model_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentP
         default="auto",
         help="dtype of weights and matmuls; auto: float32 on CPU, else bfloat16",
     )
-    parser.add_argument("--device", default="auto", help="device, as in train.py (default: auto)")
+    parser.add_argument("--device", default="auto", help="device, as in training (default: auto)")
     parser.add_argument(
         "--tokenizer",
         type=Path,

@@ -132,7 +132,7 @@ def main(argv: Sequence[str], start: StartRanks) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = model_parser("evaluate.py", DESCRIPTION, EPILOG)
+    made = model_parser(DESCRIPTION, EPILOG)
     made.add_argument("--dataset", metavar="PREFIX", help="indexed dataset, path without .bin and .idx")
     made.add_argument("--labelled", type=Path, metavar="FILE", help="labeled records: .tsv with a header, or .jsonl")
     made.add_argument("--generative", type=Path, metavar="FILE", help="records: .tsv with a header, or .jsonl")

@@ -69,7 +69,7 @@ def main(argv: Sequence[str], start: StartRanks) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = model_parser("generate.py", DESCRIPTION, EPILOG)
+    made = model_parser(DESCRIPTION, EPILOG)
     made.add_argument("--prompt", nargs="+", default=[], metavar="TEXT", help="texts to continue, as one batch")
     made.add_argument("--chat", action="store_true", help="chat on stdin, with a chat template")
     made.add_argument("--chat-template", choices=CHAT_TEMPLATES, help="chat template (default: the run's, else own)")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megatron_llama import cli
 from megatron_llama.devices import find_device
 from megatron_llama.system.exit_status import EXIT_USER
+from megatron_llama.system.programs import name_commands
 from megatron_llama.system.tables import text_table
 from megatron_llama.tools.common import MOCK_RUN
 
@@ -57,12 +58,12 @@ docs/guides/training/parallelism.md explains the diagrams.
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/pipeline.py`` with ``argv``; return the exit status."""
     if {"--help", "-h"} & set(argv):
-        sys.stdout.write(USAGE)
+        sys.stdout.write(name_commands(USAGE))
         return 0
     # Imported late to keep --help fast.
     from megatron_llama.config import ConfigError, format_problems
 
-    parser = argparse.ArgumentParser(usage=USAGE, add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(usage=name_commands(USAGE), add_help=False, allow_abbrev=False)
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments, overrides = parser.parse_known_args(argv)

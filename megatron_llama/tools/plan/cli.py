@@ -10,6 +10,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.programs import name_commands
 from megatron_llama.tools.common import NO_FILES
 
 USAGE = """\
@@ -57,7 +58,7 @@ WIDTH = 79
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/plan.py`` with ``argv``; return the exit status."""
     if {"--help", "-h"} & set(argv):
-        sys.stdout.write(USAGE)
+        sys.stdout.write(name_commands(USAGE))
         return 0
     # Imported here, so that --help is quick.
     from megatron_llama.config import ConfigError, format_problems

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_llama import cli
 from megatron_llama.system.exit_status import EXIT_USER
+from megatron_llama.system.programs import name_commands
 from megatron_llama.tools.common import NO_FILES
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ Start it like train.py: directly, or as a rank under torchrun or srun.
 
 Examples
   python scripts/profile.py model=llama_2m trainer.tp=2 trainer.pp=2
-  torchrun --nproc_per_node 8 scripts/profile.py model=llama3_8b trainer.tp=8
+  torchrun --nproc_per_node 8 scripts/profile.py \\
+      model=llama3_8b trainer.tp=8
 
 Exit status: 0 done, 2 a config error, else a failure.
 docs/guides/tools/profiling.md explains the numbers.
@@ -55,7 +57,7 @@ _ONLY_STEPS = (
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/profile.py`` with ``argv``; return the exit status."""
     if {"--help", "-h"} & set(argv):
-        sys.stdout.write(USAGE)
+        sys.stdout.write(name_commands(USAGE))
         return 0
     from megatron_llama.config import ConfigError, format_problems, load_config
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.programs import name_commands
 from megatron_llama.system.tables import GIB
 from megatron_llama.tools.common import MOCK_RUN
 
@@ -57,12 +58,12 @@ docs/guides/tools/rehearse.md lists the exact and the approximate numbers.
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/rehearse.py`` with ``argv``; return the exit status."""
     if {"--help", "-h"} & set(argv):
-        sys.stdout.write(USAGE)
+        sys.stdout.write(name_commands(USAGE))
         return 0
     # Imported late to keep --help fast.
     from megatron_llama.config import ConfigError, format_problems
 
-    parser = argparse.ArgumentParser(usage=USAGE, add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(usage=name_commands(USAGE), add_help=False, allow_abbrev=False)
     parser.add_argument("--ranks")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--pictures", type=Path, default=Path("runs/rehearsal"))

@@ -10,15 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART
+from megatron_llama.system.programs import BATCH_FOLDER, ROOT, batch_script, batch_variables
 from megatron_llama.system.signals import STOP_SIGNALS, handle_signals
 from megatron_llama.tools.sweep.combinations import Combination, Sweep, SweepState
 
-ROOT = Path(__file__).resolve().parents[3]
 STOPPED = (EXIT_RESTART, EXIT_INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP, 128 + signal.SIGUSR1)
 """Exit statuses of a run stopped by a signal: the sweep stops too, and the same command resumes it."""
 _POLL_SECONDS = 5.0
@@ -70,12 +69,13 @@ def run_slurm_jobs(sweep: Sweep, state: SweepState, options: str) -> None:
             "sbatch",
             "--parsable",
             *shlex.split(options),
-            "run.slurm",
+            batch_script("run.slurm"),
             *combination.overrides,
             run_dir(sweep, combination),
         ]
         try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            variables = os.environ | batch_variables()
+            done = subprocess.run(command, cwd=BATCH_FOLDER, env=variables, capture_output=True, text=True)
         except FileNotFoundError:
             rule, instead = "sbatch was not found", "omit --slurm, or start the sweep on a Slurm login node"
             raise ConfigError([Problem("--slurm", options, rule, instead)]) from None
@@ -111,7 +111,7 @@ def _in_queue(jobs: Sequence[str]) -> set[str]:
 def _status_of(job: str) -> int:
     """Return the exit status of the first rank in the last start of a job."""
     with suppress(OSError, ValueError, IndexError):
-        newest = max((ROOT / "logs" / job).glob("*/status"), key=os.path.getmtime, default=None)
+        newest = max((BATCH_FOLDER / "logs" / job).glob("*/status"), key=os.path.getmtime, default=None)
         if newest is not None:
             return int(newest.read_text(encoding="utf-8").splitlines()[0])
     return EXIT_FAILED

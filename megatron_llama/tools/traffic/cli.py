@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from megatron_llama import cli
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.programs import name_commands
 from megatron_llama.system.tables import text_table
 from megatron_llama.tools.common import MOCK_RUN
 from megatron_llama.tools.forecast.traffic import Operation, step_operations
@@ -62,7 +63,7 @@ else a failure.
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/traffic.py`` with ``argv``; return the exit status."""
     if {"--help", "-h"} & set(argv):
-        sys.stdout.write(USAGE)
+        sys.stdout.write(name_commands(USAGE))
         return 0
     # Imported late to keep --help fast.
     from megatron_llama.config import ConfigError, format_problems

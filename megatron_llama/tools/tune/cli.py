@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER
+from megatron_llama.system.programs import name_commands
 
 if TYPE_CHECKING:
     from megatron_llama.config import Problem
@@ -74,7 +75,7 @@ def read_output(argv: Sequence[str]) -> tuple[Path | None, list[str], list[Probl
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/tune.py`` with ``argv``; return the exit status."""
     if {"--help", "-h"} & set(argv):
-        sys.stdout.write(USAGE)
+        sys.stdout.write(name_commands(USAGE))
         return 0
     # Imported here, so that --help is quick.
     from megatron_llama.config import ConfigError, format_problems

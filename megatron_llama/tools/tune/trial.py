@@ -25,13 +25,13 @@ from megatron_llama.config.fields import FREE_DICT, get, settings_by_name
 from megatron_llama.config.load_config import EXPERIMENT
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.system.files import read_json, write_atomically
+from megatron_llama.system.programs import BATCH_FOLDER, OWN_CONF, ROOT, batch_script, batch_variables
 from megatron_llama.system.signals import exit_with_parent
 from megatron_llama.tools.common import MOCK_RUN
 from megatron_llama.tools.settings import TuneConfig
 from megatron_llama.tools.tune.candidates import Candidate
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 
-ROOT = CONF_DIR.parent
 DONE, MEMORY, SLOW, FAILED = "done", "out of memory", "too slow", "failed"
 TRIAL_OVERRIDES = (
     *MOCK_RUN,
@@ -198,7 +198,7 @@ class SlurmJob:
         output = f"--output={folder / 'output.txt'}"
         submit = ["sbatch", "--parsable", f"--nodes={nodes}", "--no-requeue", output, *shlex.split(options)]
         try:
-            done = self._call([*submit, "run.slurm", *command], MAX_RESTARTS="0")
+            done = self._call([*submit, batch_script("run.slurm"), *command], MAX_RESTARTS="0")
         except OSError as error:
             raise ConfigError([self._problem(f"cannot start sbatch: {error.strerror}")]) from error
         if done.returncode:
@@ -211,8 +211,10 @@ class SlurmJob:
 
     @staticmethod
     def _call(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
-        env: Mapping[str, str] = {**os.environ, **variables}
-        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        env: Mapping[str, str] = {**os.environ, **batch_variables(), **variables}
+        return subprocess.run(
+            command, cwd=BATCH_FOLDER, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
 
     def poll(self) -> int | None:
         shown = self._call(["scontrol", "-o", "show", "job", self.number])
@@ -239,7 +241,7 @@ NOT_IN_EXPERIMENT = ("allow_targets", "dry_run", "run.dir")
 
 def experiment_path(name: str) -> Path:
     """Return the path of an experiment."""
-    return CONF_DIR / EXPERIMENT / f"{name}.yaml"
+    return OWN_CONF / EXPERIMENT / f"{name}.yaml"
 
 
 def check_name(name: str, overwrite: bool) -> list[Problem]:

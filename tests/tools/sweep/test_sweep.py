@@ -164,7 +164,7 @@ def test_slurm_jobs_are_submitted_once(tmp_path: Path, monkeypatch: pytest.Monke
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(launchers, "ROOT", tmp_path)
+    monkeypatch.setattr(launchers, "BATCH_FOLDER", tmp_path)
     line = ["-m", "--slurm=--nodes 2 --time 1:00:00", *TWO, f"run.dir={tmp_path}/s"]
     (tmp_path / "status").write_text("75")
     assert main(line, FakeTrain()) == 1

@@ -1,0 +1,192 @@
+"""The wheel and the console script: files, commands and their texts, and a run without a checkout."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_llama import __main__ as console
+from megatron_llama.system import programs
+from tests.paths import ROOT
+from tests.processes import environment
+
+BUILD = "import os, sys, setuptools.build_meta as b; os.write(3, b.build_wheel(sys.argv[1]).encode())"
+
+
+def sources() -> set[str]:
+    """Return the files of the repository, by git, or all files if there is no history."""
+    done = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode == 0:
+        return {name for name in done.stdout.splitlines() if (ROOT / name).is_file()}
+    folders = ("megatron_llama", "data_prep", "conf", "scripts")
+    inside = {p.relative_to(ROOT).as_posix() for f in folders for p in (ROOT / f).rglob("*") if p.is_file()}
+    return {name for name in inside if "__pycache__" not in name} | {p.name for p in ROOT.iterdir() if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Build the wheel of a copy of the checkout, with the backend and no network."""
+    folder = tmp_path_factory.mktemp("wheel")
+    needed = re.compile(r"(megatron_llama|data_prep|conf|scripts)/|[^/]+$")
+    for name in filter(needed.match, sources()):
+        (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "tree" / name).symlink_to(ROOT / name)
+    reader, writer = os.pipe()
+    command = [sys.executable, "-c", BUILD.replace("3", str(writer)), str(folder)]
+    try:
+        done = subprocess.run(command, cwd=folder / "tree", capture_output=True, text=True, pass_fds=[writer])
+    finally:
+        os.close(writer)
+    assert done.returncode == 0, done.stderr
+    with open(reader, encoding="utf-8") as name:
+        yield folder / name.read()
+
+
+def test_wheel_has_all_files(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    expected = {name for name in sources() if name.startswith("megatron_llama/") and not name.endswith(".md")}
+    shared = {name for name in sources() if re.match(r"(conf|data_prep|scripts)/|train\.py$|\w+\.slurm$", name)}
+    expected |= {f"megatron_llama/share/{name}" for name in shared}
+    assert sorted(packed) == sorted(expected), "correct [tool.setuptools.package-data] in pyproject.toml"
+
+
+def run_wheel(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m megatron_llama`` with the package unpacked in ``folder``, from another folder."""
+    (folder / "work").mkdir(exist_ok=True)
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_llama", *words],
+        cwd=folder / "work",
+        env=environment(PYTHONPATH=str(folder / "site"), **more),
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=200,
+    )
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the wheel's files in ``site``."""
+    folder = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder
+
+
+def test_plan_without_a_checkout(installed: Path) -> None:
+    done = run_wheel(installed, "train", "--dry-run", "model=llama_2m", "data=mock", "device=cpu", "trainer.tp=2")
+    assert done.returncode == 0, done.stderr
+    assert "llama_2m" in done.stdout
+
+
+@pytest.mark.slow
+def test_run_without_a_checkout(installed: Path) -> None:
+    settings = ["model=llama_2m", "data=mock", "device=cpu", "trainer.steps=2", "trainer.tp=2", "run.dir=run"]
+    done = run_wheel(installed, "train", *settings, "data.seq_length=16")
+    assert done.returncode == 0, done.stderr
+    assert (installed / "work/run/checkpoints/step_00000002").is_dir()
+    verified = run_wheel(installed, "verify", "run")
+    assert verified.returncode == 0 and "every hash is right" in verified.stdout
+
+
+def test_data_preparation_without_a_checkout(installed: Path) -> None:
+    (installed / "work").mkdir(exist_ok=True)
+    (installed / "work/text.txt").write_text("Some words to count. " * 200)
+    words = ["--input", "text.txt", "--vocab-size", "280", "--model-prefix", "tokenizer"]
+    done = run_wheel(installed, "train-tokenizer", *words)
+    assert done.returncode == 0, done.stderr
+    words = ["--input", "text.txt", "--tokenizer-model", "tokenizer.model", "--output-prefix", "set", "--workers", "2"]
+    done = run_wheel(installed, "preprocess", *words)
+    assert done.returncode == 0, done.stderr
+    assert (installed / "work/set_text_document.bin").exists()
+
+
+def test_messages_name_commands_that_exist(installed: Path) -> None:
+    done = run_wheel(installed, "plan", "model=llama_2m", "tune.steps=3")
+    assert done.returncode == 2 and "megatron-llama tune" in done.stderr and ".py" not in done.stderr
+
+
+def test_every_program_has_a_command() -> None:
+    files = [ROOT / "train.py", *(ROOT / "scripts").glob("*.py"), *(ROOT / "data_prep").glob("[a-z]*.py")]
+    assert sorted(programs.program_files().values()) == sorted(files)
+    text = console.list_of_commands()
+    for name, path in programs.program_files().items():
+        assert f"\n  {name} " in text and console.description(path)
+    assert max(map(len, text.splitlines())) <= 79
+
+
+def test_names_of_commands() -> None:
+    assert console.find_command("export_hf") == console.find_command("export") == "export-hf"
+    assert console.find_command("train") == "train", "an exact name has precedence"
+    assert console.find_command("p") is None and console.find_command("") is None
+    assert "type megatron-llama train model=x" in console._unknown(["model=x"])
+    assert "; type train;" in console._unknown(["trian"])
+
+
+def test_versions() -> None:
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        version = tomllib.load(file)["project"]["version"]
+    lines = [line.split() for line in console.versions().splitlines()]
+    assert [name for name, _ in lines] == ["megatron_llama", "torch", "megatron-core", "python"]
+    assert lines[0][1] == version
+
+
+@pytest.fixture
+def as_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["megatron-llama plan", "data=mock"])
+
+
+def test_texts_name_commands(as_command: None) -> None:
+    named = programs.name_commands
+    assert named("usage: python scripts/plan.py [--json]\n                              [x]") == (
+        "usage: megatron-llama plan [--json]\n                           [x]"
+    )
+    assert named("write python data_prep/train_tokenizer.py, then train.py") == (
+        "write megatron-llama train-tokenizer, then megatron-llama train"
+    )
+    assert named("torchrun --nnodes 2 \\\n  scripts/profile.py x") == (
+        "torchrun --nnodes 2 \\\n  -m megatron_llama profile x"
+    )
+    for text in ("my/train.py", "data_prep/lib/pool.py", "retrain.py", "docs/train.md"):
+        assert named(text) == text
+    words = "word " * 12
+    assert named(f"{words}python train.py\nends.") == f"{words}megatron-llama\ntrain ends.", "79 columns"
+
+
+def test_texts_name_files_in_a_checkout() -> None:
+    assert programs.name_commands("python scripts/plan.py") == "python scripts/plan.py"
+
+
+HELP = """
+import os, sys
+from megatron_llama import __main__ as console
+for name in console.program_files():
+    print(f"@{name}", flush=True)
+    if os.fork() == 0:
+        console.start(name, ["--help"])
+        os._exit(0)
+    assert os.wait()[1] == 0, name
+"""
+
+
+@pytest.mark.slow
+def test_help_names_commands() -> None:
+    """Each command's help names commands, not files, and fits 79 columns."""
+    command = [sys.executable, "-c", HELP]
+    done = subprocess.run(command, cwd=ROOT, env=environment(COLUMNS="80"), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    texts = dict(part.split("\n", 1) for part in done.stdout.removeprefix("@").split("\n@"))
+    assert sorted(texts) == sorted(programs.program_files())
+    for name, text in texts.items():
+        assert f"megatron-llama {name} " in text
+        assert not re.search(r"(python |scripts/|data_prep/|\btrain\.py)", text), name
+        assert [line for line in text.splitlines() if len(line) > 79 and "{" not in line] == [], name
