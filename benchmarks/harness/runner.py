@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.harness.environments import OURS, ROOT, Peer
+from benchmarks.harness.environments import BENCH_DIR, OURS, ROOT, Peer
 from benchmarks.harness.task import Facts, TrainingTask, checksum
 from megatron_llama.system.errors import MachineError
 from megatron_llama.system.private_folder import make_private
@@ -162,7 +162,7 @@ class RunningProgram:
         """Start the program; return its report after the first step."""
         self._output = Path(self._folder) / "output"
         # Inductor ignores TORCHINDUCTOR_CACHE_DIR for precompiled headers, whose folder in /tmp others could create.
-        temporary = Path(task.cache) / "tmp"
+        temporary = BENCH_DIR / "tmp"  # short: sockets in it have at most 107 characters
         make_private(temporary)
         with Listener(str(Path(self._folder) / "socket"), "AF_UNIX") as listener, open(self._output, "wb") as output:
             self.task = replace(task, address=str(listener.address), started=time.time())

@@ -5,9 +5,12 @@ megatron-core shuffles all epochs of a run together, so the order depends on the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch.distributed as dist
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -79,9 +82,29 @@ def build_megatron(plan: Plan, train_samples: int, validation_samples: int) -> t
         problems = []
         if builds:
             try:
-                splits = _Builder(GPTDataset, sizes, lambda: True, config).build()
+                with _without_pickles():
+                    splits = _Builder(GPTDataset, sizes, lambda: True, config).build()
             except Exception as error:  # megatron-core's asserts, or a read-only cache folder
                 rule = f"cannot be read in the checkpoint's order: {type(error).__name__}: {error}"
-                problems.append(Problem("data.prefixes", data.prefixes, rule, "restore the datasets of the checkpoint"))
+                instead = f"restore the datasets of the checkpoint, and delete damaged index files in {data.cache_dir}"
+                problems.append(Problem("data.prefixes", data.prefixes, rule, instead))
         raise_on_all_ranks(problems)
     return splits[0], splits[1]
+
+
+@contextmanager
+def _without_pickles() -> Iterator[None]:
+    """Make numpy reject pickles, which can run any program.
+
+    megatron-core loads its index files with allow_pickle=True. They may be next to the dataset of another user.
+    """
+    load = numpy.load
+
+    def load_array(*args: Any, **options: Any) -> Any:
+        return load(*args, **{**options, "allow_pickle": False})
+
+    numpy.load = load_array
+    try:
+        yield
+    finally:
+        numpy.load = load
