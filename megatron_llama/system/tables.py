@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from textwrap import TextWrapper
+
+INDENT = " " * 7
+"""Start of a wrapped column on separate lines."""
 
 
 def text_table(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]:
@@ -25,6 +29,31 @@ def text_table(rows: Sequence[Sequence[str]], left: int | None = None) -> list[s
     console = Console(file=file, width=100_000, force_terminal=False, color_system=None, markup=False, emoji=False)
     console.print(table, highlight=False)
     return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+def wrapped_table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Return ``rows`` as left-aligned columns of at most ``width`` characters, by wrapping the last column.
+
+    If a word of the last column does not fit beside the others, this column is on separate lines.
+    """
+    start = sum(max(len(row[column]) for row in rows) + 2 for column in range(len(rows[0]) - 1))
+    longest = max((len(word) for row in rows for word in row[-1].split()), default=0)
+    is_beside = start + longest <= width
+    indent = "" if is_beside else INDENT
+    space = width - start if is_beside else width
+    wrapper = TextWrapper(space, indent, indent, break_long_words=False, break_on_hyphens=False)
+    parts = [wrapper.wrap(row[-1]) for row in rows]
+    if not is_beside:
+        heads = text_table([row[:-1] for row in rows])
+        return [line for head, part in zip(heads, parts, strict=True) for line in (head, *part)]
+    blank = [""] * (len(rows[0]) - 1)
+    return text_table(
+        [
+            (*(blank if number else row[:-1]), text)
+            for row, part in zip(rows, parts, strict=True)
+            for number, text in enumerate(part or [""])
+        ]
+    )
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

@@ -125,7 +125,7 @@ def _devices() -> int:
     from megatron_llama.system.tables import GIB, text_table
     from megatron_llama.tools.forecast.hardware import devices
 
-    head = ("device", "bf16 TFLOP/s", "fp8", "memory GiB", "TB/s", "per node", "link GB/s", "network GB/s")
+    head = ("device", "bf16 TFLOP/s", "fp8", "memory GiB", "TB/s", "per node", "link GB/s", "net GB/s")
     rows = [
         (
             device.name,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_llama.plan import Plan
-from megatron_llama.system.tables import GIB, gib, short_count, text_table
+from megatron_llama.system.tables import GIB, gib, short_count, text_table, wrapped_table
 from megatron_llama.tools.forecast.module_work import any_layer
 from megatron_llama.tools.forecast.traffic import wire_bytes
 from megatron_llama.tools.memory_picture import draw_memory
@@ -28,6 +28,7 @@ from megatron_llama.tools.rehearse.report import (
 from megatron_llama.tools.rehearse.watch import StorageRecord
 
 MAX_HOLDERS = 12
+WIDTH = 79
 TITLES = {"pp": "pipeline stage", "dp": "data-parallel", "tp": "tensor-parallel"}
 """Long names of the axes."""
 
@@ -97,7 +98,7 @@ def _holders(rehearsal: Rehearsal) -> Iterator[str]:
             holder.kind.removeprefix("activations: "),
         )
         rows.append((gib(holder.size), f"{holder.tensors} x {dtype} [{shape}]", kind, where))
-    yield from (f"    {row}" for row in text_table(rows))
+    yield from _indented(rows)
 
 
 def _flops(rehearsal: Rehearsal) -> Iterator[str]:
@@ -123,8 +124,7 @@ def _operator_counts(counts: Sequence[OperatorCount], title: str) -> Iterator[st
         yield f"  {title}: none"
         return
     yield f"  {title}, calls per step:"
-    rows = [(f"{item.count:,}", item.what, item.place) for item in counts]
-    yield from (f"    {row}" for row in text_table(rows))
+    yield from _indented([(f"{item.count:,}", item.what, item.place) for item in counts])
 
 
 def _operators(rehearsal: Rehearsal, device: str) -> Iterator[str]:
@@ -136,9 +136,16 @@ def _operators(rehearsal: Rehearsal, device: str) -> Iterator[str]:
     if not missing:
         yield f"  operators missing from the vendor's list for device={device}: none"
         return
-    yield f"  operators missing from the vendor's list for device={device}, calls in the micro batches:"
-    rows = [(f"{operator.calls:,}", operator.name, operator.module, operator.place) for operator in missing]
-    yield from (f"    {row}" for row in text_table(rows))
+    yield f"  operators missing from the vendor's list for device={device}"
+    yield "  (with calls in the rehearsed micro batches):"
+    yield from _indented(
+        [(f"{each.calls:,}", each.name, ", ".join(filter(None, (each.module, each.place)))) for each in missing]
+    )
+
+
+def _indented(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield rows as an indented table; the last column is wrapped."""
+    yield from (f"    {line}" for line in wrapped_table(rows, WIDTH - 4))
 
 
 # Picture of memory over time.

@@ -133,7 +133,7 @@ def compared_lines(by_rank: Sequence[Sequence[Traffic]]) -> Iterator[str]:
                 differs = any(amount != predicted for amount in counted)
                 mark = f"DIFFERS, calls {[calls for calls, _ in counted]}" if differs else ""
                 amounts.append((f"{predicted[0]:,}", *payloads, mark))
-            steps = (f"counted, step {step}" for step in range(1, len(rank_traffic)))
+            steps = (f"step {step}" for step in range(1, len(rank_traffic)))
             yield from _table(["calls", "predicted", *steps, ""], lines, amounts)
 
 

@@ -146,7 +146,7 @@ def _max_seq_len(request: TuneRequest, tuned: Tuner, trials: int) -> None:
             raise NothingWorks(f"Sequences of {STEP} tokens do not fit on {target}.")
         capped = min(tokens, positions)
         limit = f"; model.max_position_embeddings limits them to {positions:,}" if tokens > positions else ""
-        _print_lines([f"longest sequence that fits in any layout: {tokens:,} tokens{limit}"])
+        _print_lines(wrap(f"longest sequence that fits in any layout: {tokens:,} tokens{limit}", WIDTH))
         longer = Tuner(config, tuned.fixed, target, length_settings(config, capped))
         result = run_search(request, longer, enumerate_candidates(longer), trials)
         if result.best is not None and (not result.history.tried or result.history.best):
@@ -509,7 +509,7 @@ def experiment_comment(result: SearchResult, config: Config, objective: str) -> 
         lines.append(f"With {_versions()}, {len(result.history.tried)} trials.")
     else:
         lines.append("Not measured.")
-    return lines
+    return [part for line in lines for part in wrap(line, WIDTH - 2) or [""]]
 
 
 def _format_numbers(seconds: float, tokens: int, memory: int) -> str:

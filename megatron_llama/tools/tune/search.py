@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama.config import ConfigError
+from megatron_llama.config.problems import fill
 from megatron_llama.plan.memory import SURE
 from megatron_llama.system.tables import gib
 from megatron_llama.tools.common import ProgressBar, progress_bar
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+WIDTH = 79
 REPEATS = 2
 """Repeated trials of each finalist."""
 TrialFunction = Callable[[Candidate, float | None], TrialOutcome]
@@ -99,7 +101,7 @@ def _run_trials(
         outcome = attempt(candidate, best[1].seconds if best else None)
         history.add(candidate, outcome)
         journal.add(candidate, outcome)
-        bar.print_line(f"trial {number + 1}: {candidate.key}: {format_outcome(outcome)}")
+        _print_outcome(bar, f"trial {number + 1}", candidate, outcome)
         bar.show(history.timed_count)
 
 
@@ -119,7 +121,13 @@ def _repeat_finalists(history: TrialHistory, journal: Journal, attempt: TrialFun
             history.add(candidate, outcome)
             journal.add(candidate, outcome)
             done += 1
-            bar.print_line(f"repeat: {candidate.key}: {format_outcome(repeated)}")
+            _print_outcome(bar, "repeat", candidate, repeated)
+
+
+def _print_outcome(bar: ProgressBar, title: str, candidate: Candidate, outcome: TrialOutcome) -> None:
+    """Print the settings and the outcome of a trial above the bar."""
+    text = fill("  ", f"{candidate.key}: {format_outcome(outcome)}", WIDTH)
+    bar.print_line(f"{title}:\n{text}")
 
 
 def format_outcome(outcome: TrialOutcome) -> str:
