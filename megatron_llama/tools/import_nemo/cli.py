@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shlex
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -26,12 +25,13 @@ from megatron_llama.plan.resolve import resolve
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import name_commands
+from megatron_llama.system.wrapping import WIDTH, wrap, wrap_command
 from megatron_llama.tools.import_nemo.read_yaml import KINDS, UNSUPPORTED, ConvertedConfig, KeyConversion
 from megatron_llama.topology import Grid
 
 STATUS = (
-    "Exit status: 0 all relevant keys were converted, 1 written, but some keys are not supported or missing (they are "
-    "listed), 2 an error, nothing written."
+    "Exit status: 0 all relevant keys were converted (a missing dataset is a note), 1 written, but some keys are not "
+    "supported or train.py rejects the file (they are listed), 2 an error, nothing written."
 )
 
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("source", nargs="?", metavar="YAML", help="config to convert")
     about = "overrides of the original command line: model.num_layers=32, +KEY=VALUE, ~KEY (also model.vocab_size=N)"
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=about)
-    about = "file to write (default: conf/experiment/NAME.yaml, with the name of YAML)"
+    about = "file to write (default: NAME_imported.yaml next to YAML, with its name)"
     parser.add_argument("-o", "--output", type=Path, help=about)
     about = "as in Hydra: name of the config in --config-path, instead of YAML"
     parser.add_argument("-cn", "--config-name", metavar="NAME", help=about)
@@ -60,25 +60,28 @@ def main(argv: Sequence[str]) -> int:
     from megatron_llama.config import ConfigError, format_problems
     from megatron_llama.tools.import_nemo.convert import convert
 
-    out = arguments.output or CONF_DIR / "experiment" / f"{source.stem}.yaml"
+    out = arguments.output or source.with_name(f"{source.stem}{IMPORTED}.yaml")
     try:
         converted = convert(source, positional)
         write(out, as_yaml(converted, source.name))
     except ConfigError as error:
         sys.stderr.write(format_problems(error, str(source)) + "\n")
         return EXIT_USER
-    sys.stdout.write(format_listing(converted, str(source)))
-    name = out.stem if out.resolve().parent == CONF_DIR / "experiment" else out
-    sys.stdout.write(f"\nwritten: {out}\n  python train.py experiment={name}\n")
-    sys.stdout.write(f"equivalent command without the file:\n  {command_line(converted, CONF_DIR)}\n")
-    if problems := check(out, CONF_DIR, converted.world_size):
+    problems = check(out, CONF_DIR, converted.world_size)
+    needs_data = bool(problems) and all(problem.field == "data.prefixes" for problem in problems)
+    sys.stdout.write(format_listing(converted, str(source)) + format_next(converted, out, CONF_DIR, needs_data))
+    if problems and not needs_data:
         sys.stdout.write("\n" + format_problems(problems, "The written config") + "\n")
-    return EXIT_FAILED if problems or converted.unsupported else 0
+        return EXIT_FAILED
+    return EXIT_FAILED if converted.unsupported else 0
 
 
 # Output: config file, train.py command line, list of the keys.
 
 
+TRAIN = ("python", "train.py")
+IMPORTED = "_imported"
+"""Suffix of the default output, because the source's own name is taken."""
 MARK = "# Made by scripts/import_config.py"
 # Text that needs no quotes in Hydra's grammar.
 PLAIN = re.compile(r"[A-Za-z_/.~][A-Za-z0-9_/.\-~]*")
@@ -125,8 +128,8 @@ def _comment(text: str) -> list[str]:
     return textwrap.wrap(text, 118, initial_indent="# ", subsequent_indent="#   ", break_long_words=False)
 
 
-def command_line(converted: ConvertedConfig, conf_dir: Path) -> str:
-    """Return the equivalent train.py command: the nearest model preset and the settings that differ from it."""
+def command_line(converted: ConvertedConfig, conf_dir: Path) -> list[str]:
+    """Return the words of the equivalent train.py command: the nearest model preset and the settings that differ from it."""
 
     def distance(preset: Path) -> int:
         shape = {**asdict(ModelConfig()), **(yaml.safe_load(preset.read_text(encoding="utf-8")) or {})}
@@ -137,11 +140,24 @@ def command_line(converted: ConvertedConfig, conf_dir: Path) -> str:
     base += [f"optim={converted.schedule}"] if converted.schedule != "cosine" else []
     config = load_config(base, conf_dir)
     needed = [
-        shlex.quote(f"{name}={_written(value)}")
+        f"{name}={_written(value)}"
         for name, value in converted.settings.items()
         if name not in LABELS and _differs(config, name, value)
     ]
-    return " ".join(["python train.py", *base, *needed])
+    return [*TRAIN, *base, *needed]
+
+
+def format_next(converted: ConvertedConfig, out: Path, conf_dir: Path, needs_data: bool) -> str:
+    """Return the lines with the written file and the commands that train with it, completed if it names no dataset."""
+    name = out.stem if out.resolve().parent == conf_dir / EXPERIMENT else str(out)
+    short, equivalent = [*TRAIN, f"{EXPERIMENT}={_written(name)}"], command_line(converted, conf_dir)
+    lines = ["", f"written: {out}"]
+    if needs_data:
+        lines.append("note: no dataset is given; replace data=mock by data.prefixes=[PATH]")
+        short.append("data=mock")
+        equivalent = [word for word in equivalent if not word.startswith("data.prefixes=")] + ["data=mock"]
+    lines += [wrap_command(short), "equivalent command without the file:", wrap_command(equivalent)]
+    return "\n".join(lines) + "\n"
 
 
 def _differs(config: Config, name: str, value: Any) -> bool:
@@ -184,8 +200,7 @@ def format_listing(converted: ConvertedConfig, source: str) -> str:
             lines += ["", f"{kind} ({len(items)})", *_table(items)]
     if converted.assumed:
         lines += ["", "assumed, because the file does not define it"]
-        for assumed in converted.assumed:
-            lines += textwrap.wrap(assumed, 79, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
+        lines += [wrap(assumed, "  ") for assumed in converted.assumed]
     return "\n".join(lines) + "\n"
 
 
@@ -193,7 +208,7 @@ def _table(items: Sequence[KeyConversion]) -> Iterator[str]:
     """Yield one line per key; rows over 79 columns continue on a second line."""
     for key, result in map(_row, items):
         row = f"  {key:<{KEY_WIDTH}}  {result}"
-        yield from [row] if len(key) <= KEY_WIDTH and len(row) <= 79 else [f"  {key}", f"      {result}"]
+        yield from [row] if len(key) <= KEY_WIDTH and len(row) <= WIDTH else [wrap(key, "  "), wrap(result, "      ")]
 
 
 def _row(item: KeyConversion) -> tuple[str, str]:

@@ -103,7 +103,7 @@ def test_the_command_line_equals_the_file(tmp_path: Path, content: dict[str, Any
     result = import_dict(
         tmp_path, content, 'model.tokenizer.model="/a b/t,k.model"', "model.tokenizer.library=sentencepiece"
     )
-    line = shlex.split(command_line(result, CONF))
+    line = command_line(result, CONF)
     assert line[:2] == ["python", "train.py"]
     by_line, by_file = load_config(line[2:], CONF), load_converted(tmp_path, result)
     assert by_file.data.tokenizer == "/a b/t,k.model"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -160,6 +163,28 @@ def test_the_script(tmp_path: Path) -> None:
         timeout=150,
     )
     assert dry.returncode == 0 and "pp 1 × dp 4 × tp 8 = 32" in dry.stdout, dry.stderr
+
+
+def test_the_default_output_works_and_stays_out_of_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long_key = {"model": {"a_key_that_no_version_of_these_programs_has_and_that_is_long": "x" * 30}}
+    theirs = write_source(tmp_path, with_changes(NEMO, model__data__data_prefix="???"))
+    before = sorted((CONF / "experiment").iterdir())
+    assert main([str(theirs)]) == 0, "a missing dataset is a note"
+    assert sorted((CONF / "experiment").iterdir()) == before
+    printed = capsys.readouterr().out
+    assert "note: no dataset is given" in printed and "can't work" not in printed
+    commands = re.findall(r"python train\.py ((?:.*\\\n)*.*)", printed)
+    short, equivalent = (shlex.split(command.replace("\\\n", " ")) for command in commands)
+    assert short[0] == f"experiment={tmp_path / 'theirs_imported.yaml'}" and short[-1] == "data=mock"
+    of_file, of_command = load_config(short, CONF).model, load_config(equivalent, CONF).model
+    assert of_file == replace(of_command, name=of_file.name)
+    write_source(tmp_path, {**with_changes(NEMO), **long_key, "another_section": {"key": list(range(60))}})
+    monkeypatch.chdir(tmp_path)
+    assert main(["theirs.yaml"]) == 1, "written over its own output, with an unsupported key"
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 79
 
 
 # Arguments of the original training script, with variables expanded.
