@@ -14,6 +14,8 @@ import sys
 if __package__ in (None, ""):  # run as a script: keep inspect.py in this folder from hiding the standard library's
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
+    import megatron_llama  # noqa: F401  (ends the program at Ctrl-C while it imports the rest)
+
 import argparse
 from collections.abc import Sequence
 from dataclasses import fields

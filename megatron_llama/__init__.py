@@ -4,7 +4,11 @@ import sys
 import warnings
 from types import ModuleType
 
-from megatron_llama.system.installed import report_missing_packages
+from megatron_llama.system.interrupts import exit_on_early_interrupt
+
+exit_on_early_interrupt()  # before all other imports, during which the signal may arrive
+
+from megatron_llama.system.installed import report_missing_packages  # noqa: E402
 
 report_missing_packages()  # before other imports, which may be of missing packages
 

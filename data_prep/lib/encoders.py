@@ -16,6 +16,7 @@ import numpy as np
 from megatron_llama.config.hf_config import download_hint
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import read_whole
+from megatron_llama.system.installed import pip_install
 from megatron_llama.text.tokenizer import (
     FAST_JSON,
     SENTENCEPIECE_MODEL,
@@ -115,7 +116,7 @@ def _choose_fast(tokenizer: SentencePieceTokenizer, choice: str, sample: Sequenc
         try:
             encode = _FAST_LOADERS[name](model, encoder.reference)
         except ImportError:
-            reasons.append(f"{name} is not installed (pip install {name})")
+            reasons.append(f"{name} is not installed ({pip_install(name)})")
             continue
         except Exception as error:  # any exception of the library: sentencepiece is the fallback
             reasons.append(f"{name} cannot load this model: {error}")

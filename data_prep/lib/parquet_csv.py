@@ -15,6 +15,7 @@ from typing import Any
 
 from data_prep.lib.records import BOM, dump_texts
 from megatron_llama.system.errors import UserError
+from megatron_llama.system.installed import pip_install
 
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 STREAM_END = ARROW_STREAM + bytes(4)
@@ -69,7 +70,7 @@ def _opened(path: str, kind: str) -> Iterator[Any]:
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError:
-        raise UserError(f"{path} is {kind} and needs pyarrow: pip install 'megatron_llama[parquet]'") from None
+        raise UserError(f"{path} is {kind} and needs pyarrow: {pip_install(extra='parquet')}") from None
     try:
         if kind == "parquet":
             with pyarrow.parquet.ParquetFile(

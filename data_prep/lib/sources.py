@@ -28,6 +28,7 @@ from data_prep.lib.records import BOM, element_lines
 from megatron_llama.config.data_settings import COLUMNAR_SUFFIXES, COMPRESSION_SUFFIXES, CSV_SUFFIXES, strip_compression
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import atomic_open
+from megatron_llama.system.installed import pip_install
 
 CHUNK_BYTES = 1 << 17
 LARGEST_PART = 1 << 28
@@ -302,7 +303,7 @@ def _decompressor(path: str, kind: str) -> tuple[Callable[[], Any], tuple[type[E
             return bz2.BZ2Decompressor, (OSError, ValueError, EOFError)
         import zstandard
     except ImportError as error:  # custom builds of Python may lack lzma or bz2
-        hint = ": pip install zstandard" if kind == "zstd" else ""
+        hint = f": {pip_install('zstandard')}" if kind == "zstd" else ""
         raise UserError(f"{path} is {kind}-compressed and needs the package {error.name}{hint}") from None
     return zstandard.ZstdDecompressor(max_window_size=ZSTD_MAX_WINDOW).decompressobj, (zstandard.ZstdError,)
 

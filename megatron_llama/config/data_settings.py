@@ -1,16 +1,18 @@
 """Entries of ``data.prefixes``, ``data.validation_prefixes`` and ``data.curriculum``.
 
 Prefixes are weights, indexed datasets and raw data files that are not prepared yet. Functions decide by name and open
-no file; only ``resolve_raw_data`` checks whether a path exists.
+no file; some check whether a path exists.
 """
 
 from __future__ import annotations
 
+import glob
 import itertools
 import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -26,6 +28,9 @@ CSV_SUFFIXES, COLUMNAR_SUFFIXES, TABLE_SUFFIXES = (".csv",), (".parquet", ".arro
 RAW_DATA_SUFFIXES = (".jsonl", ".json", ".ndjson", *CSV_SUFFIXES, *COLUMNAR_SUFFIXES)
 MASK_SUFFIX = "_mask"
 """Suffix of a fine-tuning dataset's prefix that gives the prefix of its loss masks."""
+TEXT_SUFFIX, SFT_SUFFIX = "_text_document", "_sft"
+"""Suffixes that data_prep appends to ``--output-prefix``, for pretraining (with the default key) and fine-tuning."""
+RAW_TEXT_SUFFIXES = (".txt", ".text", ".md", *RAW_DATA_SUFFIXES, *TABLE_SUFFIXES)
 COMPRESSION_SUFFIXES = (".zst", ".zstd", ".gz", ".xz", ".bz2")
 
 
@@ -41,7 +46,7 @@ def name_dataset(prefixes: Sequence[Any]) -> str:
     paths = [item for item in prefixes if not is_number(item)]
     if not paths:
         return ""
-    first = os.path.basename(os.path.normpath(str(paths[0]))).removesuffix("_text_document")
+    first = os.path.basename(os.path.normpath(str(paths[0]))).removesuffix(TEXT_SUFFIX)
     return re.sub(r"[^\w.-]+", "_", first) + (f"+{len(paths) - 1}" if len(paths) > 1 else "")
 
 
@@ -84,6 +89,40 @@ def settle_data_settings(data: Any, given: Set[str]) -> None:
     if data.kind == "sft":
         for name in ("prefixes", "validation_prefixes"):
             data[name] = [item if is_number(item) else resolve_raw_data(str(item)) for item in data[name]]
+    if not data.mock:
+        for name in ("prefixes", "validation_prefixes"):
+            data[name] = [item if is_number(item) else complete_prefix(str(item), data.kind) for item in data[name]]
+
+
+def complete_prefix(path: str, kind: str) -> str:
+    """Return ``path``, or the dataset that data_prep wrote if ``path`` is the value of its ``--output-prefix``."""
+    whole = path + (SFT_SUFFIX if kind == "sft" else TEXT_SUFFIX)
+    return whole if os.path.exists(whole + ".idx") and not os.path.exists(path + ".idx") else path
+
+
+def datasets_named(prefix: str) -> list[str]:
+    """Return the datasets that data_prep wrote with ``--output-prefix``; several if a JSON key was given."""
+    names = sorted(path.removesuffix(".idx") for path in glob.glob(glob.escape(prefix) + "_*.idx"))
+    return [name for name in names if not name.endswith(MASK_SUFFIX)]
+
+
+def suggest_for_data(path: str, name: str = "data.prefixes") -> str | None:
+    """Return the text to write for the path of a dataset or of raw text, given where it does not work; else None."""
+    if os.path.exists(path + ".idx"):
+        return f"write data.prefixes=[{path}]"
+    if names := datasets_named(path):
+        alternatives = " or ".join(f"[{each}]" for each in names[:3])
+        return f"write {alternatives[1:-1]} in its entry" if name == "data.schedule" else f"write {name}={alternatives}"
+    plain = strip_compression(path)
+    if not plain.endswith(RAW_TEXT_SUFFIXES) and not os.path.isdir(path):
+        return None
+    stem = os.path.basename(os.path.normpath(plain)).partition(".")[0]
+    prefix = f"datasets/{name_dataset([stem]) or 'mine'}"
+    return (
+        f"prepare it: python data_prep/preprocess.py --input {shlex.quote(path)} --tokenizer-model TOKENIZER "
+        f"--append-eod --output-prefix {prefix}, then write data.prefixes=[{prefix}{TEXT_SUFFIX}]. "
+        "TOKENIZER is a .model file or a Hugging Face folder. For chat data add data.kind=sft instead"
+    )
 
 
 def resolve_raw_data(path: str) -> str:

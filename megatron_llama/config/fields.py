@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import difflib
 import functools
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,7 @@ from typing import Any
 
 from megatron_llama.config.limits import Limit
 from megatron_llama.config.problems import Problem, closest_match, format_value, quote_value
-from megatron_llama.config.settings import Config
+from megatron_llama.config.settings import DEVICE_ALIASES, Config
 
 # Section with free keys: the arguments of the schedule class that it names.
 FREE_DICT = "optim.schedule"
@@ -73,7 +74,7 @@ class Setting:
         if self.limit.holds(value) and not too_large:
             return None
         example = self.limit.example if self.default in (None, []) else quote_value(self.default)
-        example = closest_match(str(value), self.limit.choices) or example
+        example = closest_choice(self.name, str(value), self.limit.choices) or example
         rule = f"must be below {TOO_LARGE:.0g}" if too_large else self.limit.rule
         return Problem(self.name, value, rule, f"write {self.name}={example}")
 
@@ -194,6 +195,23 @@ SUGGESTIONS = {
     "context_parallel_size": "omit it: context parallelism is not supported; trainer.sp splits the sequence over tp",
     "cp": "omit it: context parallelism is not supported; trainer.sp splits the sequence over tp",
 }
+
+# Values of other programs, in lower case, and the text to write instead, by setting or group.
+ALIASES = {
+    "device": DEVICE_ALIASES,
+    "device.name": DEVICE_ALIASES,
+    "finetune": {"qlora": "lora finetune.frozen_dtype=nf4", "sft": "full", "peft": "lora"},
+    "trainer.recompute": {"true": "full", "false": "none", "uniform": "full", "block": "full"},
+}
+
+
+def closest_choice(name: str, value: str, choices: Iterable[str]) -> str | None:
+    """Return the choice to suggest instead of ``value``: another program's name for it, else the most similar one."""
+    lower = value.lower()
+    bare = re.sub(r"[\d:.]+$", "", lower)  # cuda:0, gaudi2, trn1
+    aliases = ALIASES.get(name, {})
+    known = list(choices)
+    return aliases.get(lower) or aliases.get(bare) or (bare if bare in known else closest_match(value, known))
 
 
 def unknown_setting_problem(name: str, value: Any) -> Problem:

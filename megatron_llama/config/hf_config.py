@@ -1,4 +1,5 @@
 """A model's shape from Hugging Face's config.json, and back; adapters' configs; names of the hub in the local cache."""
+
 from __future__ import annotations
 
 import math
@@ -216,6 +217,8 @@ def _fill_from_hf(
         if name not in shape:
             problems.append(Problem("init_from", folder, f"its config.json has no {name}", f"write model.{name}=..."))
     shape["name"] = short_name(folder)
+    if unsupported_architecture(content):
+        del shape["rope_scaling"]  # the check of the folder reports its type; a second message would be wrong
     for name, value in shape.items():
         if f"model.{name}" not in given:
             assign(f"model.{name}", value)

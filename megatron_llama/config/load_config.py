@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,17 +24,19 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_llama.config.data_settings import settle_data_settings
+from megatron_llama.config.data_settings import settle_data_settings, suggest_for_data
 from megatron_llama.config.fields import (
     FREE_DICT,
     Setting,
+    closest_choice,
     sections,
     settings_by_name,
     suggest,
     unknown_setting_problem,
 )
 from megatron_llama.config.hf_config import fill_from_folders
-from megatron_llama.config.problems import ConfigError, Problem, closest_match, duplicate_length
+from megatron_llama.config.optimizers import OPTIMIZERS
+from megatron_llama.config.problems import ConfigError, Problem, duplicate_length
 from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
 from megatron_llama.system.files import check_yaml
 
@@ -153,12 +156,24 @@ def _split_overrides(
         if problem := _problem_of_path(group, str(choice), conf_dir):
             problems.append(problem)
             continue
-        listed = (", ".join(options) or "no file yet") + (", or the path of a .yaml file" * (group == EXPERIMENT))
-        guess = closest_match(str(choice), options)
-        instead = f"write {group}={guess}, or one of {listed}" if guess else f"write {group}= one of {listed}"
         rule = f"there is no {group} of that name in {conf_dir.name}/{group}/"
-        problems.append(Problem(group, choice, rule, instead))
+        problems.append(Problem(group, choice, rule, _suggest_option(group, str(choice), options)))
     return choices, values
+
+
+def _suggest_option(group: str, choice: str, options: Sequence[str]) -> str:
+    """Return the text to write instead of a choice that the group does not have."""
+    if group == "optim" and choice.lower() in OPTIMIZERS:
+        return f"write optim.name={choice.lower()}; optim= chooses the schedule: {', '.join(options)}"
+    if group == "data" and (advice := suggest_for_data(choice)):
+        return advice
+    listed = (", ".join(options) or "no file yet") + (", or the path of a .yaml file" * (group == EXPERIMENT))
+    start = re.sub(r"[\W_]", "", choice.lower())
+    alike = [option for option in options if start and option.replace("_", "").startswith(start)]
+    guess = closest_choice(group, choice, options)
+    if alike and guess not in alike:  # llama3: its sizes are closer than llama13b, which differs by fewer letters
+        return f"write {group}= one of {', '.join(alike)}"
+    return f"write {group}={guess}, or one of {listed}" if guess else f"write {group}= one of {listed}"
 
 
 def _option_of_path(group: str, choice: str, conf_dir: Path) -> str:
@@ -218,7 +233,7 @@ def from_yaml(text: str) -> Config:
 def _parse(overrides: Sequence[str], problems: list[Problem]) -> Iterator[Override]:
     """Parse the overrides with Hydra's grammar. Invalid ones and sweeps become problems."""
     parser = OverridesParser.create()
-    for text in overrides:
+    for text in _join_split_values(overrides, problems):
         if max(itertools.accumulate(_BRACKETS.get(letter, 0) for letter in text), default=0) > MOST_BRACKETS:
             rule, instead = f"has more than {MOST_BRACKETS} nested brackets", "write a simpler value"
             problems.append(Problem("override", f"{text[:40]} ...", rule, instead))
@@ -233,6 +248,34 @@ def _parse(overrides: Sequence[str], problems: list[Problem]) -> Iterator[Overri
             problems.append(_sweep_problem(override.key_or_group, text.partition("=")[2]))
         else:
             yield override
+
+
+def _join_split_values(overrides: Sequence[str], problems: list[Problem]) -> Iterator[str]:
+    """Yield the overrides. Lists and mappings that the shell split at their spaces become problems."""
+    rest = list(overrides)
+    while rest:
+        text = rest.pop(0)
+        count = _words_of_value(text, rest)
+        if not count:
+            yield text
+            continue
+        whole = " ".join([text, *rest[:count]])
+        del rest[:count]
+        rule = "the shell split this value at its spaces"
+        problems.append(Problem(whole.partition("=")[0], None, rule, f"put it in quotes: {shlex.quote(whole)}"))
+
+
+def _words_of_value(text: str, rest: Sequence[str]) -> int:
+    """Return how many of the next arguments complete the brackets of the override ``text``; 0 if none do."""
+    depth = _open_brackets(text) if "=" in text else 0
+    if depth <= 0:
+        return 0
+    depths = itertools.accumulate(map(_open_brackets, rest), initial=depth)
+    return next((count for count, depth in enumerate(depths) if depth == 0), 0)
+
+
+def _open_brackets(text: str) -> int:
+    return sum(_BRACKETS.get(letter, 0) for letter in text)
 
 
 def _sweep_problem(name: str, values: str) -> Problem:
@@ -253,12 +296,14 @@ def _syntax_problem(text: str) -> Problem:
     name, equals, value = text.partition("=")
     if text.startswith("-"):
         instead = "omit the dashes: name=value, such as trainer.tp=2"
+    elif equals and _open_brackets(value) > 0:
+        rule, instead = "has an open bracket", f"close it; a list with spaces needs quotes: '{name}=[1, 2]'"
     elif value.startswith("="):
         instead = f"write {name}={value.lstrip('=')}"
     elif equals and name:
         instead = f"put the value in quotes inside quotes: {name}='\"{value}\"'"
     else:
-        instead = "write name=value, such as trainer.tp=2"
+        instead = "write name=value, such as trainer.tp=2; quote a value with spaces: 'run.dir=my run'"
     return Problem("override", text, rule, instead)
 
 

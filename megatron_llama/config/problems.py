@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.system.programs import name_commands
+from megatron_llama.system.wrapping import WIDTH
 
 if TYPE_CHECKING:
     from megatron_llama.config.settings import Config
 
-MESSAGE_WIDTH = 79
+MESSAGE_WIDTH = WIDTH
 
 
 @dataclass(frozen=True)

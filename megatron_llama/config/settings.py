@@ -112,6 +112,14 @@ class ModelConfig:
 
 
 DEVICES = ("auto", "cuda", "neuron", "hpu", "cpu")  # auto tries them in this order
+DEVICE_ALIASES = {
+    **dict.fromkeys(("gpu", "nvidia", "nccl", "a100", "h100", "h200", "b200", "gb"), "cuda"),
+    **dict.fromkeys(("gaudi", "habana", "hccl", "hl"), "hpu"),
+    **dict.fromkeys(("trainium", "trn", "inferentia", "inf", "neuroncore", "neuronx"), "neuron"),
+    **dict.fromkeys(("host", "x86", "gloo", "none"), "cpu"),
+    **dict.fromkeys(("tpu", "xla", "mps", "xpu", "rocm", "amd", "hip"), "auto"),
+}
+"""Other names of devices, in lower case without a number at the end, and the device to suggest."""
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ALL_LINEAR = "all-linear"
 """PEFT's name for all linear modules."""

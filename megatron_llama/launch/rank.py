@@ -33,7 +33,8 @@ from megatron_llama.plan import Plan  # noqa: E402
 from megatron_llama.system import phase  # noqa: E402
 from megatron_llama.system.errors import machine_fault  # noqa: E402
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER  # noqa: E402
-from megatron_llama.system.signals import exit_on_lost_interrupt, exit_with_parent, is_ignored_by_user  # noqa: E402
+from megatron_llama.system.interrupts import exit_on_lost_interrupt  # noqa: E402
+from megatron_llama.system.signals import exit_with_parent, is_ignored_by_user  # noqa: E402
 
 Entry = Callable[[Plan], None] | str
 """The work of each rank: a function of the plan, or its name "package.module:function".

@@ -30,7 +30,7 @@ from megatron_llama.launch.supervise import Child, Grace, Signals, supervise, wi
 from megatron_llama.plan import Plan
 from megatron_llama.system.errors import program
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
-from megatron_llama.system.signals import signal_name
+from megatron_llama.system.interrupts import signal_name
 
 # Prefixes of variables that are forwarded to the hosts, in addition to their login environment.
 FORWARDED_VARIABLES = (

@@ -38,8 +38,9 @@ from megatron_llama.launch.supervise import POLL_SECONDS, Child, Grace, Signals,
 from megatron_llama.launch.watchdog import Hang, Watchdog, print_report, wait_for_full_report
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
+from megatron_llama.system.interrupts import signal_name
 from megatron_llama.system.phase import FINISHING, Phase, PhaseFile
-from megatron_llama.system.signals import is_stopped, signal_name
+from megatron_llama.system.signals import is_stopped
 from megatron_llama.train.loss_curve import draw_run
 
 GRACE = Grace(fault=1.0, restart=30.0, interrupt=3.0)

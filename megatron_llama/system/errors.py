@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
+from megatron_llama.system.interrupts import raise_interrupts, settle_status
 from megatron_llama.system.programs import name_commands, running_command
 
 PACKAGES = {"megatron_llama", "data_prep", "scripts", "benchmarks", "tests"}
@@ -69,6 +70,7 @@ def run_main(main: Callable[[], int]) -> None:
     Errors of other types are bugs of this project and keep their traceback.
     """
     _repair_outputs()
+    raise_interrupts()
     status: int | str | None
     try:
         try:
@@ -96,6 +98,7 @@ def run_main(main: Callable[[], int]) -> None:
             stream.flush()
         except OSError:  # else Python flushes at exit and prints a second error
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    settle_status(status if isinstance(status, int) else EXIT_FAILED if status else 0)
     sys.exit(status)
 
 

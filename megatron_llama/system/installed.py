@@ -15,6 +15,7 @@ from types import TracebackType
 
 from megatron_llama.system.errors import PACKAGES, program, program_name
 from megatron_llama.system.exit_status import EXIT_USER
+from megatron_llama.system.interrupts import is_own_program
 from megatron_llama.system.programs import IN_CHECKOUT, ROOT
 
 VENV = ROOT / ".venv"
@@ -35,8 +36,6 @@ REQUIRED = {
     "rich": "rich",
 }
 """Distribution names of pyproject.toml's dependencies, by imported module."""
-_PROGRAMS = ("", "scripts", "data_prep", "benchmarks", "benchmarks/verify", "tests/chaos", "tests/fuzz", "docs")
-"""Folders with command lines of this project."""
 
 
 def missing_packages() -> dict[str, str]:
@@ -90,15 +89,31 @@ def _suggestion(names: list[str]) -> str:
         return f"Type {command}, which uses the environment that `make venv` built"
     if sys.version_info < OLDEST_PYTHON:
         return f"Type make -C {shlex.quote(str(ROOT))} venv, which finds one and builds {python}"
-    extra = "" if set(names) <= set(REQUIRED.values()) else "[dev]"
-    install = shlex.join([sys.executable, "-m", "pip", "install", "-e", ("." if here else str(ROOT)) + extra])
-    return f"Type {install}"
+    return f"Type {pip_install(extra='' if set(names) <= set(REQUIRED.values()) else 'dev')}"
+
+
+def pip_install(*requirements: str, extra: str = "") -> str:
+    """Return the command that installs requirements, or without them this project with an extra.
+
+    ``pip`` alone is the environment that the user activated. Without one it may be the system's, so the command names
+    the interpreter: the project's ``.venv`` if this process uses it or no environment, else this process's own.
+    """
+    here = Path.cwd() == ROOT
+    prefix, python = Path(sys.prefix).resolve(), VENV / "bin" / "python"
+    active = [os.environ[name] for name in ("VIRTUAL_ENV", "CONDA_PREFIX") if os.environ.get(name)]
+    if prefix in [Path(folder).resolve() for folder in active]:
+        pip = ["pip"]
+    elif python.exists() and (prefix == VENV.resolve() or sys.prefix == sys.base_prefix):
+        pip = [os.path.relpath(python) if here else str(python), "-m", "pip"]
+    else:
+        pip = [sys.executable, "-m", "pip"]
+    project = "." if here else str(ROOT)
+    return shlex.join([*pip, "install", *(requirements or ("-e", project + (f"[{extra}]" if extra else "")))])
 
 
 def report_missing_packages() -> None:
     """Install an ``excepthook`` that reports missing packages, if the program is a command line of this project."""
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    if main is not None and Path(main).resolve().parent in [ROOT / folder for folder in _PROGRAMS]:
+    if is_own_program():
         sys.excepthook = _report_error
 
 

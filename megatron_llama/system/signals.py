@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from megatron_llama.system.exit_status import EXIT_FAILED
+from megatron_llama.system.interrupts import leave
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -45,46 +46,20 @@ def exit_on_signal() -> None:
     """
     for number in _ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _leave)
+            signal.signal(number, leave)
 
 
 def ignore_signals() -> None:
     """Ignore the signals of ``exit_on_signal``: the work is done, and its exit status must not change."""
     for number in _ENDING:
-        if signal.getsignal(number) is _leave:
+        if signal.getsignal(number) is leave:
             signal.signal(number, signal.SIG_IGN)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        with suppress(OSError):
-            os.write(2, f"Stopped by {signal_name(number)}.\n".encode())
-    with suppress(Exception):  # the signal may have interrupted a flush
-        sys.stdout.flush()
-    os._exit(128 + number)
-
-
-def signal_name(number: int) -> str:
-    """Return the signal's name in messages."""
-    return "Ctrl-C" if number == signal.SIGINT and os.isatty(2) else signal.Signals(number).name
 
 
 def announce_interrupt() -> None:
     """Write the effect of the first Ctrl-C to the terminal. Callable in a signal handler."""
     with suppress(OSError):
         os.write(2, b"\nCtrl-C: the run stops after this step and saves it. Ctrl-C again ends it at\nonce.\n")
-
-
-def exit_on_lost_interrupt(leave: Callable[[], None]) -> None:
-    """Call ``leave`` for a KeyboardInterrupt that Python would only print, as in a weakref callback."""
-    previous = sys.unraisablehook
-
-    def hook(lost: sys.UnraisableHookArgs) -> None:
-        if lost.exc_type is not None and issubclass(lost.exc_type, KeyboardInterrupt):
-            leave()
-        previous(lost)
-
-    sys.unraisablehook = hook
 
 
 def is_ignored_by_user(number: int) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 from megatron_llama.config.hf_config import download_hint
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json, read_whole, sha256_file
+from megatron_llama.system.installed import pip_install
 
 SETTINGS, FAST_JSON, SENTENCEPIECE_MODEL = "tokenizer_config.json", "tokenizer.json", "tokenizer.model"
 
@@ -339,7 +340,7 @@ def import_package(name: str, path: Path) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise TokenizerError(path, f"needs the Python package {name}: pip install {name}") from None
+        raise TokenizerError(path, f"needs the Python package {name}: {pip_install(name)}") from None
 
 
 def read_settings(file: Path) -> dict[str, Any] | None:

@@ -20,7 +20,8 @@ from megatron_llama.config.problems import write_override
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.system.exit_status import EXIT_RESTART
-from megatron_llama.system.signals import STOP_SIGNALS, announce_interrupt, handle_signals, signal_name
+from megatron_llama.system.interrupts import signal_name
+from megatron_llama.system.signals import STOP_SIGNALS, announce_interrupt, handle_signals
 
 # A signal to a job reaches a rank twice, directly and from its launcher. Signals within this time count as one.
 _ECHO_SECONDS = 1.0

@@ -183,7 +183,20 @@ def test_a_setting_can_refer_to_another() -> None:
         ("model=llama7", "model", "model=llama7b"),
         ("model=gpt2", "model", "llama_2m"),
         ("data=stdlib", "data", "python_stdlib"),
-        ("device=tpu", "device", "cuda"),
+        ("device=tpu", "device", "write device=auto,"),
+        ("device=gpu", "device", "write device=cuda,"),
+        ("device=GPU", "device", "write device=cuda,"),
+        ("device=nvidia", "device", "write device=cuda,"),
+        ("device=cuda:0", "device", "write device=cuda,"),
+        ("device=h100", "device", "write device=cuda,"),
+        ("device=gaudi2", "device", "write device=hpu,"),
+        ("device=hpu:1", "device", "write device=hpu,"),
+        ("device=trainium", "device", "write device=neuron,"),
+        ("device=trn1", "device", "write device=neuron,"),
+        ("device=cdua", "device", "write device=cuda,"),
+        ("finetune=qlora", "finetune", "write finetune=lora finetune.frozen_dtype=nf4,"),
+        ("optim=adamw", "optim", "write optim.name=adamw; optim= chooses the schedule: constant, cosine"),
+        ("model=llama3", "model", "write model= one of llama3_405b, llama3_70b, llama3_8b"),
         ("trainer=fdsp", "trainer", "fsdp"),
         ("~model", "model", "llama_2m"),
         ("model=null", "model", "llama_2m"),
@@ -222,7 +235,7 @@ def test_a_setting_can_refer_to_another() -> None:
         ("trainer.tp", "override", "write name=value"),
         ("--tp", "override", "omit the dashes"),
         ("run.dir=/a=b", "override", "run.dir='\"/a=b\"'"),
-        ("trainer.tp=[1", "override", "quotes"),
+        ("trainer.tp=[1", "override", "close it; a list with spaces needs quotes: 'trainer.tp=[1, 2]'"),
         ("=3", "override", "write name=value"),
         ("hydra.run.dir=x", "hydra.run.dir", "run.dir=x"),
     ],
@@ -231,6 +244,26 @@ def test_one_mistake_is_one_problem(override: str, field: str, advice: str) -> N
     (problem,) = refused(override)
     assert problem.field == field
     assert advice in problem.instead
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [("device.name", "gpu", "cuda"), ("trainer.recompute", "true", "full"), ("trainer.recompute", "false", "none")],
+)
+def test_values_of_other_programs_get_the_value_here(name: str, value: str, advice: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(load_config([f"{name}={value}", "data=mock"], CONF), 1)
+    assert [problem.instead for problem in caught.value.problems] == [f"write {name}={advice}"]
+
+
+@pytest.mark.parametrize(
+    "override", ["data.prefixes=[a, b]", "data.prefixes=[0.3, a, 0.7, b]", "checkpoint={keep: 3, every_steps: 10}"]
+)
+def test_lists_split_by_the_shell_get_quotes(override: str) -> None:
+    problems = refused("model=llama_15m", *override.split(), "trainer.tp=x")
+    assert [problem.field for problem in problems] == [override.partition("=")[0], "trainer.tp"]
+    assert problems[0].instead == f"put it in quotes: '{override}'"
+    assert load_config([override], CONF)
 
 
 def test_all_mistakes_come_at_once() -> None:

@@ -10,6 +10,7 @@ import pytest
 from megatron_llama.config import load_config
 from megatron_llama.config.settings import LORA_TARGETS
 from megatron_llama.plan import format_plan, parameters, resolve, stage_memory
+from megatron_llama.system.installed import pip_install
 from megatron_llama.system.tables import GIB
 from tests.config.helpers import make, problems_of
 from tests.paths import CONF
@@ -154,9 +155,9 @@ def test_quantizing_needs_torchao(installed: str | None, monkeypatch: pytest.Mon
     changes = {**WIDE, "model.intermediate_size": 768, "finetune.frozen_dtype": "int8"}
     (problem,) = problems_of(lora(**changes))
     assert problem.field == "finetune.frozen_dtype" and (installed or "no torchao") in problem.rule
-    assert problem.instead.startswith("pip install 'megatron_llama[quantize]', or write finetune.frozen_dtype=bf16")
+    assert problem.instead.endswith(f"{pip_install(extra='quantize')}, or write finetune.frozen_dtype=bf16")
     plan = resolve(lora(**changes, dry_run=True), 1)  # is of another machine, maybe
-    assert any("pip install 'megatron_llama[quantize]'" in note for note in plan.notes)
+    assert any(pip_install(extra="quantize") in note for note in plan.notes)
     assert not problems_of(lora(**{**changes, "finetune.frozen_dtype": "bf16"}))
 
 

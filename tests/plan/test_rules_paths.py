@@ -167,7 +167,7 @@ def test_a_value_that_is_no_models_is_named_once(name: str, value: object, words
 @pytest.mark.parametrize(
     ("theirs", "advice"),
     [
-        ({"hidden_size": 576, "num_hidden_layers": 30}, "model.hidden_size=576 model.num_hidden_layers=30"),
+        ({"hidden_size": 576, "num_hidden_layers": 30}, "write model=from_hf, which takes the shape from this folder"),
         ({"rope_theta": 500000.0}, "model.rope_theta=500000"),
         ({"rope_parameters": {"rope_theta": 500000.0}}, "model.rope_theta=500000"),
         ({"num_key_value_heads": 1}, "model.num_key_value_heads=1"),
@@ -182,6 +182,63 @@ def test_a_value_that_is_no_models_is_named_once(name: str, value: object, words
 def test_starting_weights_of_another_shape(theirs: dict[str, object], advice: str, tmp_path: Path) -> None:
     (problem,) = problems_of(make(**{"init_from": str(hugging_face_folder(tmp_path, **theirs))}))
     assert problem.field == "init_from" and advice in problem.instead
+
+
+def test_settings_over_the_folders_shape_are_named(tmp_path: Path) -> None:
+    folder = hugging_face_folder(tmp_path)
+    start = ["model=from_hf", f"init_from={folder}", "data=mock", "device=cpu"]
+    with pytest.raises(ConfigError) as caught:
+        resolve(load_config([*start, "model.hidden_size=384", "model.num_hidden_layers=8"], CONF), 1)
+    (problem,) = caught.value.problems
+    assert "hidden_size is 192, not 384" in problem.rule and "model.num_hidden_layers=4" in problem.instead
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic", "longrope"])
+@pytest.mark.parametrize("preset", ["from_hf", "llama_2m"])
+def test_an_unsupported_rotary_scaling_is_one_problem(kind: str, preset: str, tmp_path: Path) -> None:
+    scaling = {"rope_type": kind, "factor": 4.0}
+    for changes in ({"rope_scaling": scaling}, {"rope_parameters": {**scaling, "rope_theta": 10000.0}}):
+        folder = hugging_face_folder(tmp_path, hidden_size=576, num_hidden_layers=30, **changes)
+        with pytest.raises(ConfigError) as caught:
+            resolve(load_config([f"model={preset}", f"init_from={folder}", "data=mock", "device=cpu"], CONF), 1)
+        (problem,) = caught.value.problems
+        assert problem.field == "init_from" and f"rope_type is '{kind}'" in problem.rule
+        assert "rope_scaling" not in problem.instead
+
+
+@pytest.mark.parametrize(("kind", "suffix"), [("pretrain", "_text_document"), ("sft", "_sft")])
+def test_the_output_prefix_of_data_prep_is_completed(kind: str, suffix: str, tmp_path: Path) -> None:
+    for ending in (".bin", ".idx", "_mask.bin", "_mask.idx"):
+        (tmp_path / f"book{suffix}{ending}").touch()
+    overrides = [f"data.prefixes=[{tmp_path}/book]", f"data.kind={kind}"]
+    overrides += [f"data.validation_prefixes=[{tmp_path}/book]"] if kind == "sft" else []
+    data = load_config(overrides, CONF).data
+    assert data.prefixes == [f"{tmp_path}/book{suffix}"] and data.name == "book"
+    assert data.validation_prefixes in ([], data.prefixes)
+
+
+def test_datasets_of_other_keys_are_named(tmp_path: Path) -> None:
+    for key in ("code", "title"):
+        (tmp_path / f"book_{key}_document.idx").touch()
+    (problem,) = problems_of(with_data(tmp_path / "book"))
+    both = f"[{tmp_path}/book_code_document] or [{tmp_path}/book_title_document]"
+    assert problem.instead == f"write data.prefixes={both}"
+    with pytest.raises(ConfigError, match=r"write\s+data.prefixes=\["):
+        load_config([f"data={tmp_path}/book"], CONF)
+
+
+@pytest.mark.parametrize("name", ["corpus.txt", "corpus.jsonl", "corpus.jsonl.zst", "corpus.parquet", "corpus/a.txt"])
+def test_raw_text_names_the_command_that_prepares_it(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    path = tmp_path / name.partition("/")[0]
+    (problem,) = problems_of(with_data(path))
+    assert "raw data" in problem.rule
+    with pytest.raises(ConfigError) as caught:
+        load_config([f"data={path}"], CONF)
+    for instead in (problem.instead, caught.value.problems[0].instead):
+        assert f"python data_prep/preprocess.py --input {path} --tokenizer-model TOKENIZER" in instead
+        assert "data.prefixes=[datasets/corpus_text_document]" in instead
 
 
 def test_a_schedule_of_a_package_that_is_not_installed() -> None:

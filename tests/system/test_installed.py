@@ -115,7 +115,7 @@ def test_a_module_without_any_package(module: str) -> None:
     done = run("-S", "-m", module, "train" if module == "benchmarks" else "--help")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"{module}: error: ") and ". Type " in done.stderr
-    assert f"-m {module} " in done.stderr or "-m pip install" in done.stderr
+    assert f"-m {module} " in done.stderr or "pip install" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -135,13 +135,15 @@ def test_a_run_needs_all_packages_before_it_starts(hidden: str, expected: str, t
     )
     assert (done.returncode, done.stdout) == (2, "") and not (tmp_path / "run").exists()
     assert done.stderr.startswith(f"train.py: error: {expected} installed in {sys.executable} ")
-    assert done.stderr.count("\n") == 1 and " -m pip install -e " in done.stderr
+    assert done.stderr.count("\n") == 1 and "pip install -e " in done.stderr
 
 
 def test_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     error = ModuleNotFoundError(name="hydra")
     monkeypatch.setattr(sys, "argv", ["train.py", "data.name=a b"])
     monkeypatch.setattr(installed, "VENV", tmp_path / "none")
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    monkeypatch.delenv("CONDA_PREFIX", raising=False)
     monkeypatch.chdir(tmp_path)
     assert str(installed.explain_import_error(error)).endswith(f"Type {sys.executable} -m pip install -e {ROOT}")
     other = installed.explain_import_error(ModuleNotFoundError(name="hypothesis"))
@@ -154,6 +156,51 @@ def test_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert f". Type {python} train.py 'data.name=a b', which uses" in str(installed.explain_import_error(error))
     monkeypatch.setattr(installed, "ROOT", tmp_path)
     assert ". Type .venv/bin/python train.py 'data.name=a b', which uses" in str(installed.explain_import_error(error))
+
+
+@pytest.mark.parametrize(
+    ("active", "prefix", "folder", "command"),
+    [
+        (None, ".venv", ".", ".venv/bin/python -m pip install"),
+        (None, "/usr", ".", ".venv/bin/python -m pip install"),
+        (None, "/usr", "other", "{venv}/bin/python -m pip install"),
+        ("conda", "/usr", ".", ".venv/bin/python -m pip install"),  # active, but another interpreter runs
+        (None, "conda", ".", "{executable} -m pip install"),
+        ("conda", "conda", ".", "pip install"),
+        (".venv", ".venv", "other", "pip install"),
+    ],
+)
+def test_pip_is_that_of_the_environment(
+    active: str | None, prefix: str, folder: str, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    (tmp_path / "other").mkdir()
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
+    if active is not None:
+        monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / active))
+    monkeypatch.setattr(installed, "ROOT", tmp_path)
+    monkeypatch.setattr(installed, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(sys, "prefix", prefix if prefix == "/usr" else str(tmp_path / prefix))
+    monkeypatch.setattr(sys, "base_prefix", "/usr")
+    monkeypatch.chdir(tmp_path / folder)
+    start = command.format(venv=tmp_path / ".venv", executable=sys.executable)
+    assert installed.pip_install("torchao==0.18.0") == f"{start} torchao==0.18.0"
+    project = "." if folder == "." else str(tmp_path)
+    assert installed.pip_install(extra="wandb") == f"{start} -e '{project}[wandb]'"
+    assert installed.pip_install() == f"{start} -e {project}"
+
+
+def test_messages_name_no_bare_pip() -> None:
+    """Texts of the sources get their pip command from ``pip_install``."""
+    sources = [
+        ROOT / "train.py",
+        *(p for f in ("megatron_llama", "data_prep", "scripts") for p in (ROOT / f).rglob("*.py")),
+    ]
+    bare = [path for path in sources if "pip install " in path.read_text(encoding="utf-8")]
+    assert bare == []
 
 
 def test_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,19 +19,23 @@ from megatron_llama.config.data_settings import (
     CurriculumMetric,
     check_curriculum,
     curriculum_metrics,
+    datasets_named,
     has_columns,
     is_table,
     list_paths,
     raw_data_files,
     raw_data_tokenizer,
     split_weights,
+    suggest_for_data,
 )
 from megatron_llama.config.hf_config import (
     DATASET,
     FOLDER_HINT,
+    FROM_HF,
     compare_shapes,
     download_hint,
     read_hf_config,
+    short_name,
     unsupported_architecture,
 )
 from megatron_llama.config.precision import QUANTIZED_BITS
@@ -39,6 +43,7 @@ from megatron_llama.config.problems import Problem, closest_match, format_value,
 from megatron_llama.config.settings import LABEL_TEMPLATES, Config, DataConfig
 from megatron_llama.plan.rules.rule import reads
 from megatron_llama.plan.schedules import MOST_LEVELS, first_steps
+from megatron_llama.system.installed import pip_install
 from megatron_llama.topology import Grid
 
 
@@ -265,6 +270,9 @@ def _dataset(data: DataConfig, name: str, path: str, exists: Exists) -> Iterator
         instead = f"write {name}=[{stem}], without {suffix}"
     elif data.prepare:
         instead = f"make it with: {data.prepare}"
+    elif (advice := suggest_for_data(path, name)) and (data.kind == "pretrain" or datasets_named(path)):
+        rule = "is raw data, not an indexed dataset (.bin and .idx)" if exists(path) else rule
+        instead = advice
     elif data.kind == "sft":
         instead = "make it with python data_prep/sft.py: docs/guides/data/sft_data.md"
         instead += "" if path.endswith(MASK_SUFFIX) else download_hint(path, DATASET)
@@ -297,13 +305,18 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem("init_from", folder, str(error), FOLDER_HINT)
         return
-    for clause in unsupported_architecture(content):
-        yield Problem("init_from", folder, f"is not supported: {clause}", "write another folder")
-    if different := compare_shapes(ours, content):
+    if clauses := unsupported_architecture(content):
+        yield Problem("init_from", folder, f"is not supported: {'; '.join(clauses)}", "write another model's folder")
+        return
+    different = compare_shapes(ours, content)
+    if len(different) > 1 and config.model.name != short_name(folder):
+        rule = f"has another shape than model={config.model.name}: {', '.join(different)} differ"
+        yield Problem("init_from", folder, rule, f"write model={FROM_HF}, which takes the shape from this folder")
+    elif different:
         clauses = [f"{key} is {format_value(b)}, not {format_value(a)}" for key, (a, b) in different.items()]
         rule = f"has another shape than model={config.model.name}: {', '.join(clauses)}"
         instead = " ".join(shlex.quote(f"model.{key}={format_value(theirs)}") for key, (_, theirs) in different.items())
-        yield Problem("init_from", folder, rule, f"write {instead}, or the model= of its shape")
+        yield Problem("init_from", folder, rule, f"write {instead}, or model={FROM_HF}, which has the folder's shape")
 
 
 def _checkpoint(config: Config, exists: Exists) -> Iterator[Problem]:
@@ -325,7 +338,7 @@ def _quantizer(config: Config) -> Iterator[Problem]:
         version = ""
     if not version.startswith(TORCHAO):
         rule = f"needs torchao {TORCHAO}x, and {f'torchao {version}' if version else 'no torchao'} is installed"
-        advice = "pip install 'megatron_llama[quantize]', or write finetune.frozen_dtype=bf16"
+        advice = f"{pip_install(extra='quantize')}, or write finetune.frozen_dtype=bf16"
         yield Problem("finetune.frozen_dtype", kind, rule, advice, machine_specific=True)
 
 
@@ -333,7 +346,7 @@ def _wandb(config: Config) -> Iterator[Problem]:
     """Check for the package wandb without importing it, which takes a second."""
     mode = config.logging.wandb
     if mode != "off" and importlib.util.find_spec("wandb") is None:
-        advice = "pip install 'megatron_llama[wandb]', or write logging.wandb=off"
+        advice = f"{pip_install(extra='wandb')}, or write logging.wandb=off"
         yield Problem("logging.wandb", mode, "the package wandb is not installed", advice, machine_specific=True)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_llama.config.settings import DEVICES
 from megatron_llama.devices import get_device
-from megatron_llama.system.installed import missing_packages
+from megatron_llama.system.installed import missing_packages, pip_install
 from megatron_llama.system.programs import CONF_DIR, PACKAGE, ROOT
 from megatron_llama.system.tables import GIB, gib
 from megatron_llama.tools.doctor.finding import BREAKS, WARNS, Finding, NodeState, majority, names
@@ -144,7 +144,7 @@ def judge_versions(nodes: Sequence[NodeState]) -> Iterator[Finding]:
     """Report missing packages and differences between nodes."""
     for package in dict.fromkeys(package for node in nodes for package in node.seen[VERSIONS][LACKS]):
         lacking = [node for node in nodes if package in node.seen[VERSIONS][LACKS]]
-        remedy = "run pip install -e . on that node, in the environment of PYTHON"
+        remedy = f"run {pip_install()} on that node"
         yield Finding(VERSIONS, BREAKS, names(lacking), f"{package} is not installed", remedy)
     for name in ("python", *PACKAGES, PROGRAM):
         versions = [node.seen[VERSIONS][name] for node in nodes]
@@ -165,7 +165,7 @@ def _difference(name: str, node: NodeState, like: NodeState) -> Finding:
     severity = BREAKS if name in ("torch", "megatron-core") else WARNS
     message = f"{name} {here[name]}; {like.name} has {there[name]}"
     version = there[name].partition("+")[0]
-    remedy = f"run pip install '{name}=={version}' on {node.name}, or use one environment on a shared disk"
+    remedy = f"run {pip_install(f'{name}=={version}')} on {node.name}, or use one environment on a shared disk"
     if name == "python":
         remedy = f"create the environment with Python {there[name]} on {node.name}, or use one on a shared disk"
     return Finding(VERSIONS, severity, node.name, message, remedy)

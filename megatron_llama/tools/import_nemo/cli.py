@@ -129,7 +129,7 @@ def _comment(text: str) -> list[str]:
 
 
 def command_line(converted: ConvertedConfig, conf_dir: Path) -> list[str]:
-    """Return the words of the equivalent train.py command: the nearest model preset and the settings that differ from it."""
+    """Return the words of the equivalent train.py command: the nearest model preset and the differences from it."""
 
     def distance(preset: Path) -> int:
         shape = {**asdict(ModelConfig()), **(yaml.safe_load(preset.read_text(encoding="utf-8")) or {})}

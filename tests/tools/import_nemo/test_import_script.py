@@ -168,7 +168,7 @@ def test_the_script(tmp_path: Path) -> None:
 def test_the_default_output_works_and_stays_out_of_the_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    long_key = {"model": {"a_key_that_no_version_of_these_programs_has_and_that_is_long": "x" * 30}}
+    long_key = {"model__a_key_that_no_version_of_these_programs_has_and_that_is_long": "x" * 30}
     theirs = write_source(tmp_path, with_changes(NEMO, model__data__data_prefix="???"))
     before = sorted((CONF / "experiment").iterdir())
     assert main([str(theirs)]) == 0, "a missing dataset is a note"
@@ -180,7 +180,7 @@ def test_the_default_output_works_and_stays_out_of_the_checkout(
     assert short[0] == f"experiment={tmp_path / 'theirs_imported.yaml'}" and short[-1] == "data=mock"
     of_file, of_command = load_config(short, CONF).model, load_config(equivalent, CONF).model
     assert of_file == replace(of_command, name=of_file.name)
-    write_source(tmp_path, {**with_changes(NEMO), **long_key, "another_section": {"key": list(range(60))}})
+    write_source(tmp_path, with_changes(NEMO, **long_key, another_section={"key": list(range(60))}))
     monkeypatch.chdir(tmp_path)
     assert main(["theirs.yaml"]) == 1, "written over its own output, with an unsupported key"
     printed = capsys.readouterr().out
