@@ -70,7 +70,7 @@ def test_during_imports(program: str, module: str) -> None:
         ("thing = Thing(); one = weakref.ref(thing, interrupt); del thing", 130, "Stopped by SIGINT.\n"),
         ("setattr(Thing, '__del__', interrupt); Thing()", 130, "Stopped by SIGINT.\n"),
         (
-            "sys.meta_path.insert(0, type('F', (), {'find_spec': interrupt})); import nobody",
+            "sys.meta_path.insert(0, type('F', (), {'find_spec': interrupt})); import missing",
             130,
             "Stopped by SIGINT.\n",
         ),
