@@ -208,7 +208,7 @@ ALIASES = {
 def closest_choice(name: str, value: str, choices: Iterable[str]) -> str | None:
     """Return the choice to suggest instead of ``value``: another program's name for it, else the most similar one."""
     lower = value.lower()
-    bare = re.sub(r"[\d:.]+$", "", lower)  # cuda:0, gaudi2, trn1
+    bare = re.sub(r"[\d:.]+$", "", lower)  # the number of a device or a generation
     aliases = ALIASES.get(name, {})
     known = list(choices)
     return aliases.get(lower) or aliases.get(bare) or (bare if bare in known else closest_match(value, known))

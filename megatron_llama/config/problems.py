@@ -104,13 +104,23 @@ def format_problems(problems: ConfigError | Sequence[Problem], subject: str = "T
         lines: list[str] = []
         before: list[str] = []
         for alike in reasons:
-            settings = [f"  {p.field}" if p.value is None else f"  {p.field} = {format_value(p.value)}" for p in alike]
+            settings = [_setting_line(p) for p in alike]
             lines += settings if settings != before else []  # one setting may break several rules
             before = settings
             likewise = "; likewise the others" if len(alike) > 1 else ""
             lines.append(fill("    rule     ", name_commands(alike[0].rule) + likewise, MESSAGE_WIDTH))
         blocks.append("\n".join([*lines, fill("    instead  ", name_commands(instead), MESSAGE_WIDTH)]))
     return "\n\n".join(blocks)
+
+
+def _setting_line(problem: Problem) -> str:
+    """Return the line with setting and value; long lists are wrapped after their commas."""
+    if problem.value is None:
+        return f"  {problem.field}"
+    line = f"{problem.field} = {format_value(problem.value)}"
+    if len(line) <= MESSAGE_WIDTH - 2 or not isinstance(problem.value, (list, tuple)):
+        return f"  {line}"
+    return fill("  ", re.sub(r",(?! )", ", ", line), MESSAGE_WIDTH)
 
 
 def merge_problems(problems: Iterable[Problem]) -> list[str]:

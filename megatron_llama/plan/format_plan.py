@@ -139,10 +139,19 @@ def _table(plan: Plan, memory: list[Footprint]) -> list[str]:
     """Return one row per pipeline stage: layers, parameters and memory per rank, and rank numbers."""
     for columns in range(MOST_COLUMNS, 0, -1):
         rows = _cells(plan, memory, columns)
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        if sum(widths) + 3 * len(widths) - 1 <= WIDTH:
+        if _width(rows) <= WIDTH:
             break
+    most = plan.config.trainer.vpp
+    while _width(rows) > WIDTH and most > 2:
+        most -= 1
+        rows = _cells(plan, memory, 1, most)
     return _aligned(rows, left=2)
+
+
+def _width(rows: list[list[str]]) -> int:
+    """Return the columns of the lines that ``_aligned`` makes."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return sum(widths) + 3 * len(widths) - 1
 
 
 def _aligned(rows: list[list[str]], left: int) -> list[str]:
@@ -156,8 +165,8 @@ def _aligned(rows: list[list[str]], left: int) -> list[str]:
     return [("  " + "   ".join(row)).rstrip() for row in cells]
 
 
-def _cells(plan: Plan, memory: list[Footprint], columns: int) -> list[list[str]]:
-    """Return the table's cells, with at most ``columns`` data-parallel replicas."""
+def _cells(plan: Plan, memory: list[Footprint], columns: int, most_chunks: int | None = None) -> list[list[str]]:
+    """Return the table's cells, with at most ``columns`` data-parallel replicas and spans of ``most_chunks`` chunks."""
     grid = plan.grid
     pp, inner = grid.sizes["pp"], [name for name in grid.sizes if name not in ("dp", "pp")]
     replicas = _some(grid.sizes["dp"], columns)
@@ -168,7 +177,9 @@ def _cells(plan: Plan, memory: list[Footprint], columns: int) -> list[list[str]]
             rows.append(["…"] + [""] * (len(header) - 1))
             continue
         chunks = [plan.stage_layers[chunk] for chunk in chunks_of(stage, pp, plan.config.trainer.vpp)]
-        layers = f"{sum(map(len, chunks)):>3}  " + " + ".join(map(_span, chunks))
+        shown = _some(len(chunks), most_chunks or len(chunks))
+        spans = ["…" if chunk is None else _span(chunks[chunk]) for chunk in shown]
+        layers = f"{sum(map(len, chunks)):>3}  " + " + ".join(spans)
         firsts = [None if replica is None else grid.rank(pp=stage, dp=replica) for replica in replicas]
         ranks = ["…" if first is None else _span(grid.ranks(first, *inner)) for first in firsts]
         rows.append([f"pp {stage}", layers, short_count(plan.stages[stage].held), gib(memory[stage].total), *ranks])
@@ -343,7 +354,7 @@ def _listed(label: str, texts: Sequence[str]) -> list[str]:
 
 
 def _line(label: str, text: str) -> str:
-    """Return a labeled line; longer ones continue below, split at " · "."""
+    """Return a labeled line; longer ones continue below, split at " · ", or at spaces. Paths are not split."""
     lines = [""]
     for part in text.split(" · "):
         longer = f"{lines[-1]} · {part}" if lines[-1] else part
@@ -351,5 +362,7 @@ def _line(label: str, text: str) -> str:
             lines.append(part)
         else:
             lines[-1] = longer
-    indent = "\n" + " " * (LABEL + 2)
-    return f"  {label:<{LABEL}}{indent.join(lines)}"
+    indent = " " * (LABEL + 2)
+    start = f"  {label:<{LABEL}}"
+    filled = [fill(indent, line, WIDTH) if line else indent for line in lines]
+    return start + "\n".join(filled)[len(indent) :]

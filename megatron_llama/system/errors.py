@@ -12,6 +12,7 @@ from contextlib import suppress
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.interrupts import raise_interrupts, settle_status
 from megatron_llama.system.programs import name_commands, running_command
+from megatron_llama.system.wrapping import wrap
 
 PACKAGES = {"megatron_llama", "data_prep", "scripts", "benchmarks", "tests"}
 """Packages with command lines of this project."""
@@ -114,5 +115,5 @@ def _report(kind: str, message: str, status: int) -> int:
     with suppress(OSError):
         sys.stdout.flush()
     with suppress(OSError):
-        sys.stderr.write(f"{program_name()}: {kind}: {name_commands(message)}\n")
+        sys.stderr.write(wrap(f"{program_name()}: {kind}: {name_commands(message)}") + "\n")
     return status

@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
+from rich.text import Text
 
 from megatron_llama.devices import Peak, get_device
 from megatron_llama.plan import Plan
 
 Value = float | int | None
-WIDTH = 79
+WIDTH, BAR_WIDTH = 79, 24
 DATA_WAIT_SHARE = 0.05
 """The summary reports waits for data above this share of the run time."""
 
@@ -31,7 +32,7 @@ class Progress:
         if self._console.is_terminal:
             columns = (
                 SpinnerColumn(finished_text="[green]✓"),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=BAR_WIDTH),
                 TextColumn("{task.completed:.0f}/{task.total:.0f}"),
                 TextColumn("{task.fields[text]}"),
             )
@@ -70,10 +71,17 @@ class Progress:
             self._bar.console.print(f"[dim]step {step}[/]  val loss [bold]{metrics['val_loss']:.4f}")
         self._bar.update(self._task, completed=step)
         if shown:
-            # At most 79 columns with the bar.
-            loss, speed = _number(metrics["reduced_train_loss"], ".4f"), _number(metrics["tokens_per_second"], ",.0f")
-            shares = f"MFU {_number(metrics['mfu'], '.1%')}{'' if left is None else f'  [dim]{duration(left)} left'}"
-            self._bar.update(self._task, text=f"loss [bold cyan]{loss}[/]  {speed} tokens/s  {shares}")
+            self._bar.update(self._task, text=self._bar_text(metrics, left, step))
+
+    def _bar_text(self, metrics: Mapping[str, Value], left: float | None, step: int) -> str:
+        """Format a step next to the bar, in WIDTH columns with it: long runs show no MFU, which is in the logs."""
+        loss, speed = _number(metrics["reduced_train_loss"], ".4f"), _number(metrics["tokens_per_second"], ",.0f")
+        parts = [f"loss [bold cyan]{loss}[/]", f"{speed} tokens/s", f"MFU {_number(metrics['mfu'], '.1%')}"]
+        parts += [] if left is None else [f"[dim]{duration(left)} left"]
+        used = len(f"⠋ {' ' * BAR_WIDTH} {step}/{self._steps} ")
+        if used + len(Text.from_markup("  ".join(parts))) > WIDTH:
+            del parts[2]
+        return "  ".join(parts)
 
     def summary(
         self,

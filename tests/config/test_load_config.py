@@ -362,6 +362,11 @@ def test_a_setting_with_several_problems_gets_advice_that_mends_all_of_them() ->
         assert {problem.instead for problem in listed} == set(group_by_suggestion(listed))
 
 
+def test_long_lists_are_wrapped() -> None:
+    problem = Problem("trainer.batch_schedule", [[1000 * i, 8 * i] for i in range(12)], "must be shorter", "write less")
+    assert max(map(len, format_problems([problem]).splitlines())) <= 79
+
+
 def test_rules_stand_below_the_settings_that_break_them() -> None:
     one, two = (Problem(field, 1, "is odd", "write 2") for field in "ab")
     text = format_problems([one, two, Problem("a", 1, "is small", "write 2")])

@@ -50,6 +50,9 @@ def test_512_ranks_on_a_page() -> None:
             1024,
             [*BIG, "trainer.tp=8", "trainer.pp=32", "trainer.vpp=3", "trainer.recompute=full", "trainer.compile=true"],
         ),
+        (1, ["experiment=llama2_7b_qnli_trainium", "data=mock", "trainer.tp=1"]),
+        (2, ["experiment=pretrain_llama13b", "data=mock", "trainer.dp=1", "device=cuda"]),
+        (32, ["experiment=pretrain_llama70b", "data=mock", "trainer.tp=8", "trainer.dp=1", "device=cuda"]),
         (
             64,
             [*BIG, "trainer.zero=3", "trainer.shard_group=8", "init_from=/some/folder", "optim.name=sgd", "optim=wsd"],
@@ -58,7 +61,7 @@ def test_512_ranks_on_a_page() -> None:
 )
 def test_it_fits_a_terminal(world: int, overrides: list[str]) -> None:
     page = format_plan(resolve(load_config(overrides, CONF), world, exists=lambda path: True))
-    assert max(map(len, page.splitlines())) <= 100
+    assert max(map(len, page.splitlines())) <= 79
     assert len(page.splitlines()) <= 50
     assert not any(line != line.rstrip() for line in page.splitlines())
 
@@ -66,8 +69,8 @@ def test_it_fits_a_terminal(world: int, overrides: list[str]) -> None:
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_precision_says_what_is_kept(name: str) -> None:
     page = format_plan(resolve(make(**{"trainer.precision": name}), 1))
-    (line,) = [line for line in page.splitlines() if line.startswith("  precision")]
-    assert len(line) <= 100 and line.split()[1].rstrip(":") == name
+    line = re.sub(r"\s+", " ", page.partition("  precision")[2].partition("  sharding")[0])
+    assert line.split()[0].rstrip(":") == name
     assert ("stochastically" in line) == (name in ("bf16_sr", "bf16SR", "fp32_OptStates"))
     assert ("fp32 master" in line) == (PRECISIONS[name].master is not None)
 

@@ -47,6 +47,14 @@ def test_a_lost_output_is_no_traceback(body: str, redirection: str, status: int)
     assert (done.returncode, done.stderr) == (status, b""), done.stderr.decode()
 
 
+def test_long_messages_are_wrapped() -> None:
+    done = run(f"raise UserError('{'word ' * 40}/a/{'long/' * 20}path')", "2>&1")
+    lines = done.stdout.decode().splitlines()
+    assert done.returncode == 2 and lines[0].startswith("-c: error: word word")
+    assert max(map(len, lines[:-1])) <= 79 and lines[-1] == f"    /a/{'long/' * 20}path", "paths can be copied"
+    assert " ".join(" ".join(lines).split()) == f"-c: error: {'word ' * 40}/a/{'long/' * 20}path"
+
+
 def test_a_full_disk_is_one_message() -> None:
     done = run("print('x')", ">/dev/full")
     assert done.returncode == 1 and done.stderr == b"-c: error: No space left on device\n", done.stderr.decode()

@@ -181,6 +181,27 @@ def shown(terminal: bool, every: int) -> str:
     return file.getvalue()
 
 
+def test_the_bar_fits_79_columns() -> None:
+    file = io.StringIO()
+    progress = Progress(500_000, 0, 1, Console(file=file, force_terminal=True, width=100, color_system=None))
+    progress.start()
+    for step in (1, 400_000):
+        progress.step(measured(step, tokens_per_second=1_234_567.0, mfu=0.345), seconds_per_step=9.0)
+    progress.stop()
+    lines = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", file.getvalue()).replace("\r", "\n").splitlines()
+    assert max(map(len, (line.rstrip() for line in lines))) <= 79
+    assert "10d 10:00 left" in lines[-1] and "tokens/s" in lines[-1]
+
+
+def test_a_log_line_is_whole_without_a_terminal() -> None:
+    """One line per step, so that tools can read it, however narrow the console is."""
+    file = io.StringIO()
+    progress = Progress(500_000, 0, 1, Console(file=file, force_terminal=False, width=40))
+    progress.step(measured(400_000, tokens_per_second=1_234_567.0, mfu=0.345, val_loss=2.5), seconds_per_step=9.0)
+    (line,) = file.getvalue().splitlines()
+    assert line.startswith("step 400000/500000") and line.endswith("10d 10:00 left")
+
+
 def test_a_log_file_gets_plain_lines() -> None:
     lines = shown(terminal=False, every=5).splitlines()
     assert [line.split()[1] for line in lines] == ["5/12", "7/12", "10/12", "12/12"]
