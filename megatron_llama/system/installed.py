@@ -107,8 +107,9 @@ def pip_install(*requirements: str, extra: str = "") -> str:
         pip = [os.path.relpath(python) if here else str(python), "-m", "pip"]
     else:
         pip = [sys.executable, "-m", "pip"]
-    project = "." if here else str(ROOT)
-    return shlex.join([*pip, "install", *(requirements or ("-e", project + (f"[{extra}]" if extra else "")))])
+    project = ["-e", "." if here else str(ROOT)] if IN_CHECKOUT else ["megatron_llama"]  # pip adds a wheel's extras
+    project[-1] += f"[{extra}]" if extra else ""
+    return shlex.join([*pip, "install", *(requirements or project)])
 
 
 def report_missing_packages() -> None:

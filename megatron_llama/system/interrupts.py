@@ -17,10 +17,13 @@ PROGRAM_FOLDERS = ("", "scripts", "data_prep", "benchmarks", "benchmarks/verify"
 
 def is_own_program() -> bool:
     """Return whether this process runs a command line of this project, not a user's program that imports it."""
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    package = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     main = getattr(sys.modules.get("__main__"), "__file__", None)
-    folders = [os.path.normpath(os.path.join(root, folder)) for folder in PROGRAM_FOLDERS]
-    return main is not None and os.path.dirname(os.path.realpath(main)) in map(os.path.realpath, folders)
+    if main is None:  # with -m, while this package is imported
+        return sys.argv[:1] == ["-m"] and "megatron_llama" in sys.orig_argv
+    roots = (os.path.dirname(package), os.path.join(package, "share"))  # of a checkout, of a wheel
+    folders = [os.path.normpath(os.path.join(root, folder)) for root in roots for folder in PROGRAM_FOLDERS]
+    return os.path.dirname(os.path.realpath(main)) in folders or os.path.basename(main) == "megatron-llama"
 
 
 def exit_on_early_interrupt() -> None:

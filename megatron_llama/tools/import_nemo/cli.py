@@ -79,7 +79,6 @@ def main(argv: Sequence[str]) -> int:
 # Output: config file, train.py command line, list of the keys.
 
 
-TRAIN = ("python", "train.py")
 IMPORTED = "_imported"
 """Suffix of the default output, because the source's own name is taken."""
 MARK = "# Made by scripts/import_config.py"
@@ -144,13 +143,18 @@ def command_line(converted: ConvertedConfig, conf_dir: Path) -> list[str]:
         for name, value in converted.settings.items()
         if name not in LABELS and _differs(config, name, value)
     ]
-    return [*TRAIN, *base, *needed]
+    return [*_train(), *base, *needed]
+
+
+def _train() -> list[str]:
+    """Return the words that start train.py: as a file, or as a command of the console script."""
+    return name_commands("python train.py").split()
 
 
 def format_next(converted: ConvertedConfig, out: Path, conf_dir: Path, needs_data: bool) -> str:
     """Return the lines with the written file and the commands that train with it, completed if it names no dataset."""
     name = out.stem if out.resolve().parent == conf_dir / EXPERIMENT else str(out)
-    short, equivalent = [*TRAIN, f"{EXPERIMENT}={_written(name)}"], command_line(converted, conf_dir)
+    short, equivalent = [*_train(), f"{EXPERIMENT}={_written(name)}"], command_line(converted, conf_dir)
     lines = ["", f"written: {out}"]
     if needs_data:
         lines.append("note: no dataset is given; replace data=mock by data.prefixes=[PATH]")
