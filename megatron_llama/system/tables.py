@@ -34,7 +34,7 @@ def text_table(rows: Sequence[Sequence[str]], left: int | None = None) -> list[s
 def wrapped_table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     """Return ``rows`` as left-aligned columns of at most ``width`` characters, by wrapping the last column.
 
-    If a word of the last column does not fit beside the others, this column is on separate lines.
+    If a word of the last column does not fit after the other columns, the last column is on separate lines.
     """
     start = sum(max(len(row[column]) for row in rows) + 2 for column in range(len(rows[0]) - 1))
     longest = max((len(word) for row in rows for word in row[-1].split()), default=0)
