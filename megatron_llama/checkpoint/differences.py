@@ -116,7 +116,7 @@ def find_differences(plan: Plan, state: State, record: Record) -> list[Differenc
     unused = []
     if "lora" not in (plan.config.finetune.method, _saved(settings, "finetune.method")):
         unused += [name for name in kinds() if name.startswith("finetune.")]
-    if plan.config.trainer.val_every_steps is None:
+    if not (plan.config.trainer.val_every_steps and _saved(settings, "trainer.val_every_steps")):
         unused.append("trainer.val_steps")
     differences = [] if state.step == 0 else _data_differences(plan, state, record)
     for name, kind in kinds().items():

@@ -167,7 +167,8 @@ class DataConfig:
     """Curriculum: [{metric: seqlen_truncate, min_difficulty: 64, max_difficulty: 256, ...}, ...]. The keys of an entry
     are listed below, under data.curriculum. All metrics apply together. Validation has no curriculum."""
     validation_prefixes: list[str] = field(default_factory=list)
-    """Validation datasets; all of ``prefixes`` is then for training, and ``split`` is ignored. For sft."""
+    """Validation datasets; all of ``prefixes`` is then for training, and ``split`` is ignored. For sft. Derived:
+    PREFIX_validation_sft if all of ``prefixes`` are PREFIX_train_sft, as written by data_prep/sft.py --split."""
     chat_template: Annotated[str, one_of(*CHAT_TEMPLATES)] = "own"
     """Chat template for raw data files: own (the tokenizer's), chatml, prompter, dialogue or plain; see
     docs/guides/data/sft_data.md."""
@@ -300,8 +301,10 @@ class TrainerConfig:
     for the last step a trace and a memory snapshot. docs/guides/tools/profiling.md"""
     max_restarts: Annotated[int, at_least(0)] = 0
     """Number of times that a failed run is restarted on this host, from its newest checkpoint."""
-    val_every_steps: Annotated[int | None, at_least(1)] = None
-    """Steps between validations; null means never."""
+    val_every_steps: Annotated[int | None, at_least(0)] = None
+    """Steps between validations; 0: never. Derived: never for pretraining. For data.kind=sft with held-out examples
+    (data.validation_prefixes, or the second share of data.split) a tenth of the steps, but at least the number of
+    batches per validation."""
     val_steps: Annotated[int | None, at_least(1)] = None
     """Global batches per validation. Derived: 4; for data.kind=sft null means the whole set, each example once."""
 

@@ -124,7 +124,7 @@ def _tokenizer_mismatch(prefix: str, tokenizer: str, sha256: str) -> list[Proble
 
 def _example_problems(config: Config, name: str, prefix: str, index: Index) -> Iterator[Problem]:
     """Yield the problems of a fine-tuning set's examples."""
-    data, validates = config.data, config.trainer.val_every_steps is not None
+    data, validates = config.data, bool(config.trainer.val_every_steps)
     if name == "data.validation_prefixes" and not validates:
         return
     longest = int(index.lengths.max())
@@ -145,7 +145,7 @@ def _example_problems(config: Config, name: str, prefix: str, index: Index) -> I
             yield Problem(name, prefix, rule, "prepare the dataset again, with answers that have loss")
         if first == last:
             rule = f"split {data.split} leaves none of its {len(index)} examples for {SPLITS[number]}"
-            fix = "write another data.split, data.validation_prefixes, or trainer.val_every_steps=null"
+            fix = "write another data.split, data.validation_prefixes, or trainer.val_every_steps=0"
             yield Problem(name, prefix, rule, fix)
 
 

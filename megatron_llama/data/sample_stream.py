@@ -260,5 +260,5 @@ def _too_small(plan: Plan, prefix: str, number: int) -> Problem:
     rule = f"split {data.split} leaves none of the {len(part.index)} documents of {prefix} for {SPLITS[number]}"
     if part.first < part.last:
         rule = f"split {data.split} leaves {part.tokens} tokens of {prefix} for {SPLITS[number]}, less than a sequence"
-    fix = "use a larger dataset, another data.split, a shorter data.seq_length, or trainer.val_every_steps=null"
+    fix = "use a larger dataset, another data.split, a shorter data.seq_length, or trainer.val_every_steps=0"
     return Problem("data.prefixes", data.prefixes, rule, fix)

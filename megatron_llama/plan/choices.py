@@ -6,7 +6,8 @@ Only unset values are chosen. The plan lists each choice with its reason.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ from megatron_llama.system.files import check_yaml, read_whole
 from megatron_llama.system.tables import gib
 
 CHOSEN = ("data.seq_length", "trainer.precision", "trainer.compile")
-KEPT = (*CHOSEN, "trainer.pipeline_layers", "optim.lr")
+KEPT = (*CHOSEN, "trainer.pipeline_layers", "optim.lr", "trainer.val_every_steps")
 """Settings that a resumed run keeps; optim.lr if it was a default, which may differ between versions. derive.py chooses
-pipeline_layers after all rules hold."""
+pipeline_layers and val_every_steps after all rules hold."""
+TRAINING_SET, VALIDATION_SET = "_train_sft", "_validation_sft"
+"""Endings of the datasets that data_prep/sft.py --split writes."""
 LONGEST_BY_DEFAULT = 8192
 """Tokens. Longer sequences must be set explicitly: Llama 3.1 trains with 8,192 tokens and extends to 131,072 only in
 its last stage (arXiv:2407.21783, section 3.4)."""
@@ -53,7 +56,8 @@ def choose_defaults(config: Config, fast_bf16: bool = True) -> tuple[Config, tup
         (a copy of ``config`` with the chosen values, lines with each choice and its reason).
     """
     config = copy.deepcopy(config)
-    resumed = list(_keep_saved(config))
+    saved = _saved_settings(config)
+    resumed = [*_keep_saved(config, saved), *_choose_validation(config, saved)]
     device = find_device(config.device.name)
     # Without a device, the plan of a large model is for another machine, which has accelerators.
     on_accelerator = device.is_accelerator if device is not None else is_large(config)
@@ -69,18 +73,10 @@ def _choose_lr(config: Config) -> Iterator[str]:
             yield f"optim.lr={format_value(FINETUNING_LR)}: default for fine-tuning all weights, as in Llama 2"
 
 
-def _keep_saved(config: Config) -> Iterator[str]:
-    """Set, in place, unset values from the resumed run's config.yaml."""
-    run = resumed_run_dir(config)
-    if run is None or all(get(config, name) is not None for name in KEPT):
-        return
-    try:
-        check_yaml(run / "config.yaml")
-        saved: dict[str, Any] = yaml.safe_load(read_whole(run / "config.yaml")) or {}
-    except (OSError, ValueError, yaml.YAMLError):  # the checkpoint has the settings too, and reports differences
-        return
+def _keep_saved(config: Config, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Set, in place, unset values from the settings of the resumed run."""
     restored = []
-    for name in KEPT:
+    for name in KEPT if saved else ():
         section, _, key = name.partition(".")
         group = saved.get(section)
         value = group.get(key) if isinstance(group, dict) else None
@@ -89,14 +85,54 @@ def _keep_saved(config: Config) -> Iterator[str]:
             continue
         if name == "optim.lr" and value not in {PRETRAINING_LR, FINETUNING_LR} - {default_lr(config)}:
             continue
+        if name == "trainer.val_every_steps":
+            if config.data.kind != "sft" or config.data.mock:
+                continue
+            value = value or 0  # older versions did not validate by default
         if get(config, name) is None and setting.has_type(value) and not setting.problem(value):
             setattr(get(config, section), key, value)
             restored.append(f"{name}={format_value(value)}")
     if restored:
-        yield f"{', '.join(restored)}: kept from {run}"
+        yield f"{', '.join(restored)}: kept from {resumed_run_dir(config)}"
 
 
-def _same_stages(config: Config, saved: dict[str, Any]) -> bool:
+def _saved_settings(config: Config) -> Mapping[str, Any]:
+    """Return the settings in config.yaml of the run to resume; empty if there is none."""
+    run = resumed_run_dir(config)
+    if run is None:
+        return {}
+    try:
+        check_yaml(run / "config.yaml")
+        saved = yaml.safe_load(read_whole(run / "config.yaml"))
+    except (OSError, ValueError, yaml.YAMLError):  # the checkpoint has the settings too, and reports differences
+        return {}
+    return saved if isinstance(saved, dict) else {}
+
+
+def _choose_validation(config: Config, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Validate on the examples that data_prep/sft.py --split held out, in place; yield a line.
+
+    A resumed run keeps its validation set.
+    """
+    data, (_, prefixes) = config.data, split_weights(config.data.prefixes)
+    held_out = [path.removesuffix(TRAINING_SET) + VALIDATION_SET for path in prefixes if path.endswith(TRAINING_SET)]
+    if data.kind != "sft" or data.mock or data.validation_prefixes or not held_out or len(held_out) < len(prefixes):
+        return
+    if saved:
+        section = saved.get("data")
+        before = section.get("validation_prefixes") if isinstance(section, dict) else None
+        if not isinstance(before, list) or [*map(_base, before)] != [*map(_base, held_out)]:
+            return
+    if all(os.path.exists(f"{path}.idx") for path in held_out):
+        data.validation_prefixes = held_out
+        yield f"data.validation_prefixes={format_value(held_out)}: held out by data_prep/sft.py --split"
+
+
+def _base(path: Any) -> str:
+    return os.path.basename(str(path))
+
+
+def _same_stages(config: Config, saved: Mapping[str, Any]) -> bool:
     """Return whether the run began with the same number of stages and layers."""
     there, here = saved.get("trainer"), config.trainer
     if not isinstance(there, dict) or here.pp == 1:

@@ -17,7 +17,7 @@ from megatron_llama.config.data_settings import raw_data_files, split_weights
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings import SAVE_MINUTES, Config
-from megatron_llama.corpus.epochs import samples_per_epoch
+from megatron_llama.corpus.epochs import open_splits, samples_per_epoch
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule
 from megatron_llama.system.files import user_cache
@@ -39,6 +39,9 @@ ONEBIT_WARM_UP = 0.15
 RANDOM_LTD_STEPS = 2 / 3
 """Share of the steps in which random-LTD drops tokens."""
 VALIDATION_STEPS = 4
+VALIDATIONS = 10
+"""Most validations of a fine-tuning run by default. A validation has at most as many batches as the steps before it,
+and a batch without backward pass takes a third of a step."""
 
 
 def _describe_uneven_split(config: Config, layers: list[int]) -> str:
@@ -88,6 +91,8 @@ def derive_plan(config: Config, world_size: int) -> Plan:
         trainer.val_steps = trainer.val_steps or VALIDATION_STEPS
     if trainer.epochs is not None:
         notes.append(_derive_steps(config, trainer.epochs))
+    if trainer.val_every_steps is None and data.kind == "sft" and not data.mock:
+        notes += _derive_validation(config)
     _derive_from_steps(config)
     return Plan(
         config=config,
@@ -120,6 +125,31 @@ def _derive_steps(config: Config, epochs: int) -> str:
     passes = f"{epochs} {plural(epochs, 'epoch')}"
     sizes = " to ".join(str(size) for size in dict.fromkeys((trainer.global_batch_size, batches.sizes[-1][1])))
     return f"{passes} of {samples:,} sequences in batches of {sizes}: {trainer.steps:,} steps"
+
+
+def _derive_validation(config: Config) -> list[str]:
+    """Derive ``trainer.val_every_steps`` of a fine-tuning run, in place; return a note if nothing is held out.
+
+    With ``checkpoint.keep_best`` and no period of checkpoints, validated steps are saved.
+    """
+    data, trainer, checkpoint = config.data, config.trainer, config.checkpoint
+    trainer.val_every_steps = 0
+    if trainer.steps == 0 or not (data.validation_prefixes or float(data.split.split(",")[1])):
+        return []
+    batches = trainer.val_steps or 1
+    try:
+        parts = open_splits(data, 1)
+        if small := [part for part in parts if part.first == part.last]:
+            share = "data.validation_prefixes" if data.validation_prefixes else f"data.split={data.split}"
+            return [f"no validation: {share} holds out none of the {len(small[0].index):,} examples"]
+        if trainer.val_steps is None:
+            batches = -(-samples_per_epoch(data, 1) // trainer.global_batch_size)
+    except (OSError, ValueError):  # the checks of files report missing and broken datasets
+        pass
+    trainer.val_every_steps = min(max(1, trainer.steps // VALIDATIONS, batches), trainer.steps)
+    if checkpoint.keep_best:
+        checkpoint.every_steps = checkpoint.every_steps or trainer.val_every_steps
+    return []
 
 
 def _derive_from_steps(config: Config) -> None:

@@ -273,7 +273,8 @@ def _validation(plan: Plan) -> str:
     batches, size = trainer.val_steps, trainer.global_batch_size
     amount = "the whole set" if batches is None else f"{batches} {'batch' if batches == 1 else 'batches'} of {size}"
     often = "after each step" if every == 1 else f"every {every:,} steps"
-    return f"{often} · {amount} · {source}"
+    default = "" if plan.requested.trainer.val_every_steps else " · by default; trainer.val_every_steps=0 turns it off"
+    return f"{often} · {amount} · {source}{default}"
 
 
 def _curriculum(plan: Plan) -> Iterator[str]:

@@ -55,9 +55,10 @@ def resolve(
     problems += check_rules(RULES, sanitized, world_size, {problem.field for problem in problems})
     plan = None if problems else derive_plan(sanitized, world_size)
     plan = plan and replace(plan, requested=requested, chosen=(*chosen, *plan.chosen))
-    if plan is not None and sanitized.trainer.epochs is not None:
-        problems += check_rules(RULES, plan.config, world_size)  # the steps are only known now
-        if plan.config.trainer.steps == 0:
+    late = ("trainer.steps", "trainer.val_every_steps")  # derived from datasets
+    if plan is not None and any(get(plan.config, name) != get(sanitized, name) for name in late):
+        problems += check_rules(RULES, plan.config, world_size)
+        if plan.config.trainer.steps == 0 and sanitized.trainer.epochs is not None:
             size = sanitized.trainer.global_batch_size
             rule = f"has no step: all samples together are fewer than trainer.global_batch_size={size}"
             advice = "write a smaller trainer.global_batch_size, or more epochs"

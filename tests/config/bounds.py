@@ -88,7 +88,7 @@ BOUNDS: dict[str, Bounds] = {
     "trainer.hang_timeout_seconds": POSITIVE,
     "trainer.profile": ([[3], [0, 1], [3, 2], [1, 2, 3]], [None, [1, 1], [3, 5]]),
     "trainer.max_restarts": COUNT_FROM_0,
-    "trainer.val_every_steps": COUNT,
+    "trainer.val_every_steps": COUNT_FROM_0,
     "trainer.val_steps": COUNT,
     "optim.name": (["adagrad"], ["adamw", "adam", "sgd", "onebit_adam"]),
     "optim.freeze_step": COUNT,

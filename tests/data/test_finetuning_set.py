@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_llama.config import ConfigError, load_config
+from megatron_llama.config import ConfigError, load_config, to_yaml
 from megatron_llama.corpus.epochs import open_splits
 from megatron_llama.data.batches import build_data
 from megatron_llama.data.finetuning_set import PADDING, Examples, SFTDataset, build_sft
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
-from megatron_llama.plan import Plan, resolve
+from megatron_llama.plan import Plan, format_plan, resolve
 from megatron_llama.train.loop import validate
 from tests.checkpoint.runner import assert_same, run
+from tests.config.helpers import make
 from tests.data.files import data_plan, write_indexed
 from tests.model.llamas import CPU
 from tests.oracle import SMALL
@@ -306,11 +307,77 @@ def test_the_plan_says_how_much_each_validation_sees(tmp_path: Path) -> None:
     }.items():
         plan = plan_of([prefix], **settings, **{"trainer.val_steps": steps})
         assert plan.config.trainer.val_steps == steps and message in " ".join(plan.notes), plan.notes
-    assert "each validation" not in " ".join(plan_of([prefix], **{**settings, "trainer.val_every_steps": None}).notes)
+    assert "each validation" not in " ".join(plan_of([prefix], **{**settings, "trainer.val_every_steps": 0}).notes)
     text = data_plan([prefix], **{"trainer.val_every_steps": 5, "data.split": "30,20,0"})
     assert text.config.trainer.val_steps == 4 and "each validation" not in " ".join(
         text.notes
     )  # pretraining's is a number
+
+
+@pytest.mark.parametrize(
+    ("settings", "every"),
+    [
+        ({}, 10),  # a tenth of the steps
+        ({"trainer.steps": 9}, 3),  # the batches of a validation
+        ({"trainer.steps": 2}, 2),  # once, at the end
+        ({"trainer.val_steps": 1, "trainer.steps": 9}, 1),
+        ({"trainer.epochs": 10}, 3),  # 37 steps
+        ({"data.split": "1,0,0"}, 0),
+        ({"data.split": "999,1,0"}, 0),  # of 50 examples none
+        ({"trainer.val_every_steps": 0}, 0),
+        ({"trainer.steps": 0}, 0),
+        ({"trainer.val_every_steps": 7}, 7),
+        ({"data.mock": True}, None),
+        ({"data.kind": "pretrain"}, None),
+        ({"data.prefixes": ["missing"]}, 10),  # a plan for another host
+    ],
+)
+def test_held_out_examples_are_for_validation_by_default(
+    settings: dict[str, Any], every: int | None, tmp_path: Path
+) -> None:
+    prefix = write_set(tmp_path / "set", some_examples(50))
+    common = {"data.split": "30,20,0", "trainer.global_batch_size": 8, "trainer.steps": 100}
+    steps = {"trainer.steps": 100} if "trainer.epochs" in settings else {}
+    config = make(**{**common, "data.kind": "sft", "data.mock": False, "data.prefixes": [prefix], **settings, **steps})
+    plan = resolve(config, 1, exists=lambda path: True)
+    assert plan.config.trainer.val_every_steps == every
+    page = format_plan(plan)
+    chosen = every and "trainer.val_every_steps" not in settings
+    assert ("by default; trainer.val_every_steps=0 turns it off" in " ".join(page.split())) == bool(chosen)
+    assert ("\n  validation    off" in page) == (not every)
+    assert ("holds out none of the 50 examples" in " ".join(page.split())) == (settings == {"data.split": "999,1,0"})
+
+
+def test_the_best_checkpoint_of_a_default_validation(tmp_path: Path) -> None:
+    prefix = write_set(tmp_path / "set", some_examples(50))
+    settings = {"data.split": "30,20,0", "checkpoint.keep_best": True, "trainer.global_batch_size": 8}
+    assert plan_of([prefix], **settings).config.checkpoint.every_steps == 10
+    assert plan_of([prefix], **settings, **{"checkpoint.every_steps": 20}).config.checkpoint.every_steps == 20
+    with pytest.raises(ConfigError, match="needs validation: trainer.val_every_steps is 0"):
+        plan_of([prefix], **{**settings, "data.split": "1,0,0"})
+
+
+def test_the_set_that_preparation_held_out_is_for_validation(tmp_path: Path) -> None:
+    training = write_set(tmp_path / "qa_train_sft", some_examples(50))
+    assert plan_of([training]).config.data.validation_prefixes == []
+    held_out = write_set(tmp_path / "qa_validation_sft", some_examples(20, 5))
+    plan = plan_of([training])
+    assert plan.config.data.validation_prefixes == [held_out] and plan.config.trainer.val_every_steps == 10
+    assert f"data.validation_prefixes=[{held_out}]: held out by data_prep/sft.py --split" in plan.chosen
+    other = write_set(tmp_path / "other", some_examples(9))
+    assert plan_of([training, other]).config.data.validation_prefixes == []
+    assert plan_of([training], **{"data.validation_prefixes": [other]}).config.data.validation_prefixes == [other]
+
+    def resumed(name: str, began: Plan) -> Plan:
+        (tmp_path / name / "checkpoints" / "step_00000001").mkdir(parents=True)
+        (tmp_path / name / "config.yaml").write_text(to_yaml(began.config), encoding="utf-8")
+        return plan_of([training], **{"run.dir": str(tmp_path / name)})
+
+    assert resumed("new", plan).config.data.validation_prefixes == [held_out]
+    began = plan_of([training, other])  # as an older version: without validation
+    began.config.trainer.val_every_steps = None
+    older = resumed("old", began).config
+    assert older.data.validation_prefixes == [] and older.trainer.val_every_steps == 0
 
 
 @pytest.mark.parametrize("pack", [False, True])

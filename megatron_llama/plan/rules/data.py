@@ -105,9 +105,9 @@ def validation_has_documents(config: Config, world_size: int) -> Iterator[Proble
     """Validation needs documents that training does not use."""
     every, split = config.trainer.val_every_steps, config.data.split
     has_set = config.data.mock or config.data.validation_prefixes
-    if every is not None and not has_set and float(split.split(",")[1]) == 0:
+    if every and not has_set and float(split.split(",")[1]) == 0:
         rule = f"trainer.val_every_steps={every} needs a second share above 0, for validation"
-        instead = f"write data.split={quote_value(DataConfig.split)}, or trainer.val_every_steps=null"
+        instead = f"write data.split={quote_value(DataConfig.split)}, or trainer.val_every_steps=0"
         yield Problem("data.split", split, rule, instead)
 
 

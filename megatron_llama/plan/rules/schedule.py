@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_llama import hooks
 from megatron_llama.config.data_settings import split_weights
-from megatron_llama.config.problems import Problem, duplicate_length
+from megatron_llama.config.problems import Problem, duplicate_length, format_value
 from megatron_llama.config.settings import Config, TrainerConfig
 from megatron_llama.plan.derive import resolved_schedule
 from megatron_llama.plan.rules.rule import reads
@@ -119,15 +119,20 @@ def _targets(node: Any) -> Iterator[str]:
     "checkpoint.save_last",
     "trainer.val_every_steps",
     "trainer.steps",
+    "data.kind",
+    "data.mock",
 )
 def best_has_a_loss(config: Config, world_size: int) -> Iterator[Problem]:
     """The best checkpoint needs a validated step."""
     checkpoint, every, steps = config.checkpoint, config.trainer.val_every_steps, config.trainer.steps
     if not checkpoint.keep_best or steps == 0:
         return
-    if every is None:
+    if every is None and config.data.kind == "sft" and not config.data.mock:
+        return  # derived; checked again then
+    if not every:
         advice = f"write trainer.val_every_steps={checkpoint.every_steps or steps}, or checkpoint.keep_best=false"
-        yield Problem("checkpoint.keep_best", True, "needs validation: trainer.val_every_steps is null", advice)
+        rule = f"needs validation: trainer.val_every_steps is {format_value(every)}"
+        yield Problem("checkpoint.keep_best", True, rule, advice)
         return
     both = math.lcm(every, checkpoint.every_steps) if checkpoint.every_steps else steps + 1
     if both > steps and not (checkpoint.save_last and steps % every == 0):

@@ -45,7 +45,7 @@ docs/guides/tools/profiling.md explains the numbers.
 """
 # Placed last on the command line to take precedence: run the steps only.
 _ONLY_STEPS = (
-    *("trainer.epochs=null", "trainer.max_restarts=0", "trainer.val_every_steps=null"),
+    *("trainer.epochs=null", "trainer.max_restarts=0", "trainer.val_every_steps=0"),
     *("optim.warmup_steps=0", "optim.warmup_ratio=null", "optim.constant_steps=0"),
     *("checkpoint.resume=never", "checkpoint.every_steps=null", "checkpoint.every_minutes=0"),
     "checkpoint.save_last=false",
