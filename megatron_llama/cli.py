@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_llama.system.command import note_command
 from megatron_llama.system.errors import LaunchFailed, Stopped, machine_fault
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.installed import require_packages
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from megatron_llama.launch.environment import ProcessContext
     from megatron_llama.launch.rank import Entry
     from megatron_llama.plan import Plan
+
+MOST_LISTED = 6
+"""Overrides that the plan of a resumed run lists."""
 
 USAGE = """\
 usage: python train.py [--dry-run] [--help]
@@ -48,6 +54,8 @@ Examples
   The plan of 512 ranks, on a laptop:
     python train.py --dry-run model=llama70b data=mock \\
         trainer.tp=8 trainer.pp=16 trainer.dp=4
+  The settings of an existing run, for more steps:
+    python train.py run.dir=runs/mine trainer.steps=1000
   A recipe, from a file or by its name in conf/experiment/:
     python train.py experiment=recipe.yaml trainer.steps=500
   A pretraining recipe, scaled down to try it:
@@ -65,8 +73,8 @@ Experiments (+experiment=NAME; the command line overrides the file)
 Groups (files in conf/)
 {groups}
 docs/reference/config.md lists all settings with type, default and meaning.
-Exit status: 0 done; 2 user error; 75 stopped after saving (run the same
-command to continue); others: failure.
+Exit status: 0 done; 2 user error; 75 stopped after saving (the last line
+is the command that resumes); others: failure.
 """
 
 
@@ -101,7 +109,8 @@ def _report_errors(overrides: list[str], entry: Entry | None, subfolder: str | N
     context = None
     try:
         context = process_context(os.environ)
-        config = parse_overrides(overrides, context, subfolder)
+        note_command(overrides, None if context is None else (context.launcher, context.nodes))
+        config = parse_overrides(overrides, context, subfolder, True)
         status = _run(config, context, overrides, entry)
     except ConfigError as error:
         status = EXIT_USER
@@ -154,9 +163,12 @@ def describe_recipe(recipe: Path) -> str:
 
 
 def parse_overrides(
-    overrides: Sequence[str], context: ProcessContext | None = None, subfolder: str | None = None
+    overrides: Sequence[str],
+    context: ProcessContext | None = None,
+    subfolder: str | None = None,
+    resumes: bool = False,
 ) -> Config:
-    """Return the config of a command line.
+    """Return the config of a command line; ``resumes`` takes other settings from the run in ``run.dir``.
 
     Raises:
         ConfigError: with all problems of the config, not only the unreadable overrides.
@@ -165,7 +177,7 @@ def parse_overrides(
     from megatron_llama.launch.world import find_world
 
     try:
-        config = load_config(overrides, CONF_DIR)
+        config = load_config(overrides, CONF_DIR, resumes=resumes)
     except ConfigError as error:
         if error.config is not None:
             find_world(error.config, context).plan(known=error.problems)
@@ -183,6 +195,7 @@ def _run(config: Config, context: ProcessContext | None, overrides: list[str], e
     from megatron_llama.config import ConfigError
     from megatron_llama.launch.world import find_world
 
+    requested = copy.deepcopy(config)
     world = find_world(config, context)
     plan = world.plan()  # first, so that errors are reported before data is prepared or ranks meet
     is_first = context is None or context.rank == 0
@@ -191,6 +204,8 @@ def _run(config: Config, context: ProcessContext | None, overrides: list[str], e
 
         files, length = plan.raw_data_files, plan.config.data.length
         plan = world.plan(prepare_datasets(world.config, files, length, make=not config.dry_run, quiet=not is_first))
+    # As typed: device=auto and raw data files, which a later start may find or prepare elsewhere.
+    plan = replace(plan, requested=requested, chosen=(*_describe_source(config, overrides), *plan.chosen))
     if config.dry_run:
         return _print_plan(plan) if is_first else _flush_output()
 
@@ -209,6 +224,21 @@ def _run(config: Config, context: ProcessContext | None, overrides: list[str], e
     if problems := _check_datasets(plan):  # else the ranks would fail only after building a model
         raise ConfigError(problems)
     return run_here(plan, entry or TRAIN)
+
+
+def _describe_source(config: Config, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield a line if run.dir has a run: whether its settings are used, and which settings override them."""
+    from megatron_llama.config.stored import NAME, has_run
+
+    folder = Path(config.run.dir) if config.run.dir is not None else None
+    if folder is None or config.checkpoint.resume == "never" or not (folder / NAME).is_file():
+        return
+    if not has_run(folder):
+        yield f"settings of this command only: {folder} has no checkpoint to resume from"
+        return
+    others = [text for text in overrides if text.partition("=")[0] not in ("run.dir", "dry_run")]
+    listed = ", ".join(others) if len(others) <= MOST_LISTED else f"{len(others)} on the command line"
+    yield f"settings from {folder / NAME}" + (f", except {listed}" if others else "")
 
 
 def _print_plan(plan: Plan) -> int:

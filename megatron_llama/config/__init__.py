@@ -6,7 +6,7 @@ Imports no torch. ``megatron_llama.plan`` derives the plan of a config on a numb
 """
 
 from megatron_llama.config.hostfile import Host, parse_hostfile, parse_hosts
-from megatron_llama.config.load_config import from_yaml, load_config, to_yaml
+from megatron_llama.config.load_config import from_yaml, load_config
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import ConfigError, Problem, format_problems
 from megatron_llama.config.settings import (
@@ -20,6 +20,7 @@ from megatron_llama.config.settings import (
     SparseAttention,
     TrainerConfig,
 )
+from megatron_llama.config.stored import to_yaml
 
 __all__ = [
     "PRECISIONS",

@@ -10,7 +10,7 @@ import itertools
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,6 +38,7 @@ from megatron_llama.config.hf_config import fill_from_folders
 from megatron_llama.config.optimizers import OPTIMIZERS
 from megatron_llama.config.problems import ConfigError, Problem, duplicate_length
 from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
+from megatron_llama.config.stored import has_run, is_decided, is_known, read_settings, settings_of_groups
 from megatron_llama.system.files import check_yaml
 
 # Name of the dataclasses in conf/config.yaml; files in conf/ are checked against them.
@@ -81,8 +82,11 @@ _Keys = tuple[str, ...]
 """Path from the root to a value."""
 
 
-def load_config(overrides: Sequence[str], conf_dir: Path) -> Config:
+def load_config(overrides: Sequence[str], conf_dir: Path, *, resumes: bool = False) -> Config:
     """Load the config of command-line ``overrides`` over the files in ``conf_dir``.
+
+    Args:
+        resumes: Take the settings of the run in ``run.dir``, if it has one; the command line overrides them.
 
     Raises:
         ConfigError: With all problems of the overrides and files.
@@ -90,6 +94,9 @@ def load_config(overrides: Sequence[str], conf_dir: Path) -> Config:
     problems: list[Problem] = []
     choices, values = _split_overrides(_parse(overrides, problems), conf_dir, problems)
     config = _compose(choices, conf_dir, problems)
+    folder = _resumed_run(config, values) if resumes else None
+    if folder is not None:
+        _set_stored(config, folder, settings_of_groups(choices, conf_dir, (EXPERIMENT, SCALED)), problems)
     _set_all(config, values, problems)
     given = {override.key_or_group for override in values}
     settle_data_settings(config.data, given | choices.keys())
@@ -114,6 +121,30 @@ def _compose(choices: dict[str, str], conf_dir: Path, problems: list[Problem]) -
         problems.append(Problem("allow_targets", list(config.allow_targets), rule, instead))
         config.allow_targets = []
     return config
+
+
+def _resumed_run(config: DictConfig, values: Sequence[Override]) -> Path | None:
+    """Return the folder of the run that the command resumes; None if it starts a run."""
+    given = {override.key_or_group: _value(override) for override in values}
+    folder = given.get("run.dir", OmegaConf.to_container(config, resolve=False)["run"]["dir"])  # type: ignore
+    starts = given.get("checkpoint.resume", config.checkpoint.resume) == "never"
+    return Path(folder) if isinstance(folder, str) and not starts and has_run(Path(folder)) else None
+
+
+def _set_stored(config: DictConfig, folder: Path, decided: set[str], problems: list[Problem]) -> None:
+    """Set the stored settings of a run, except the ones that the chosen groups have ``decided``.
+
+    Settings that this version does not have are ignored, as in checkpoints.
+    """
+    invalid: list[Problem] = []
+    for name, value in read_settings(folder).items():
+        if is_known(name) and not is_decided(name, decided):
+            _set(config, name, value, invalid)
+    rule, instead = "its config.yaml has this value, which is invalid: it {}", "write {} on the command line, or there"
+    problems += [
+        replace(problem, rule=rule.format(problem.rule), instead=instead.format(problem.instead.removeprefix("write ")))
+        for problem in invalid
+    ]
 
 
 def _set_all(config: DictConfig, values: Sequence[Override], problems: list[Problem]) -> None:
@@ -213,13 +244,8 @@ def _yaml_file(path: Path) -> Path | None:
         return None
 
 
-def to_yaml(config: Config) -> str:
-    """Return ``config`` as YAML text, for ``<run.dir>/config.yaml``."""
-    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True, width=120)
-
-
 def from_yaml(text: str) -> Config:
-    """Return the config that ``to_yaml`` wrote."""
+    """Return the config that ``stored.to_yaml`` wrote."""
     problems: list[Problem] = []
     config = OmegaConf.structured(Config)
     for name, value in (yaml.safe_load(text) or {}).items():

@@ -90,7 +90,7 @@ def write_config_and_plan(plan: Plan, folder: Path) -> str:
     """Write ``config.yaml`` and ``plan.txt``, which only the user may read; return the text of the plan."""
     text = format_plan(plan).rstrip() + "\n"
     try:
-        write_atomically(folder / "config.yaml", to_yaml(plan.config), private=True)
+        write_atomically(folder / "config.yaml", to_yaml(plan.config, plan.requested), private=True)
         write_atomically(folder / "plan.txt", text, private=True)
     except OSError as error:
         rule, instead = f"cannot write: {error.strerror}", "free disk space, or write another run.dir=PATH"

@@ -28,6 +28,7 @@ from megatron_llama.launch.environment import NODE, NODES, RUN_ID, SLOTS, port_f
 from megatron_llama.launch.job_store import LaunchFailed
 from megatron_llama.launch.supervise import Child, Grace, Signals, supervise, with_restarts
 from megatron_llama.plan import Plan
+from megatron_llama.system.command import COMMAND
 from megatron_llama.system.errors import program
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.interrupts import signal_name
@@ -168,6 +169,7 @@ def _environment(hosts: Sequence[Host], run_id: str) -> dict[str, str]:
         NODES: str(len(hosts)),
         SLOTS: ",".join(str(host.slots) for host in hosts if host.slots is not None),
         RUN_ID: run_id,
+        **{name: os.environ[name] for name in (COMMAND,) if name in os.environ},
     }
 
 

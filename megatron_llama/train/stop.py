@@ -16,9 +16,10 @@ from contextlib import ExitStack, suppress
 from types import FrameType
 
 from megatron_llama.checkpoint.folder import folder_name
-from megatron_llama.config.problems import write_override
+from megatron_llama.config.problems import MESSAGE_WIDTH, write_override
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
+from megatron_llama.system.command import noted_command
 from megatron_llama.system.exit_status import EXIT_RESTART
 from megatron_llama.system.interrupts import signal_name
 from megatron_llama.system.signals import STOP_SIGNALS, announce_interrupt, handle_signals
@@ -80,16 +81,14 @@ def describe_stop(plan: Plan, step: int, number: int | None) -> str:
     """Return the last lines of a run that a signal stopped after ``step``. ``number``: None if another rank got it."""
     cause = "a signal" if number is None else signal_name(number)
     saved = plan.run_dir / "checkpoints" / folder_name(step)
-    settings = resumed_settings(plan)
-    return f"Stopped by {cause} at step {step}, saved {saved};\nto resume, run the same command with {settings}"
+    return f"{_fit(f'Stopped by {cause} at step {step}, saved', f'{saved};')}\n{_command('resume', plan)}"
 
 
 def describe_finished(plan: Plan) -> str:
     """Return the last lines of a start that had no step to train."""
     step, epochs = plan.start.step, plan.requested.trainer.epochs
     longer = f"trainer.steps={2 * step}" if epochs is None else f"trainer.epochs={2 * epochs}"
-    settings = resumed_settings(plan, longer)
-    return f"{plan.run_dir} is finished at step {step};\nto train on, run the same command with {settings}"
+    return f"{_fit(str(plan.run_dir), f'is finished at step {step};')}\n{_command('train on', plan, longer)}"
 
 
 def report_finished(plan: Plan) -> None:
@@ -98,9 +97,20 @@ def report_finished(plan: Plan) -> None:
         _write_last_lines(describe_finished(plan))
 
 
-def resumed_settings(plan: Plan, *more: str) -> str:
-    """Return the settings, quoted for a shell, that make a command resume this run."""
-    return shlex.join([write_override("run.dir", str(plan.run_dir)), *more])
+def _command(aim: str, plan: Plan, *more: str) -> str:
+    """Return the command that resumes the run, or the settings to add to it if it is unknown."""
+    words = [write_override("run.dir", str(plan.run_dir)), *more]
+    if plan.config.allow_targets:  # a file must not permit classes to run
+        words.append(write_override("allow_targets", plan.config.allow_targets))
+    command, launcher = noted_command()
+    if command is not None:
+        return _fit(f"{aim} with:", f"{command} {shlex.join(words)}")
+    return _fit(f"to {aim}, run the same {f'{launcher} ' * bool(launcher)}command with", shlex.join(words))
+
+
+def _fit(start: str, end: str) -> str:
+    """Join two texts on one line if it fits the terminal."""
+    return f"{start} {end}" if len(start) + len(end) < MESSAGE_WIDTH else f"{start}\n  {end}"
 
 
 def _write_last_lines(text: str) -> None:

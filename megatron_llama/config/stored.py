@@ -1,0 +1,143 @@
+"""Settings of an existing run, from its config.yaml: a command with only its ``run.dir`` resumes with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_llama.config.fields import FREE_DICT, get, sections, settings_by_name
+from megatron_llama.config.problems import ConfigError, Problem
+from megatron_llama.config.settings import Config
+from megatron_llama.system.files import check_yaml, read_whole
+
+NAME = "config.yaml"
+PER_START = ("run.dir", "dry_run", "allow_targets", "checkpoint.resume", "checkpoint.allow")
+"""Settings of one start, which a later start does not take from the file."""
+REDERIVED = ("trainer.dp", "trainer.sp", "trainer.shard_group", "trainer.pipeline_layers")
+"""Settings that usually follow from the layout: reset if the file does not list its derived settings."""
+_SOURCES = {name: f"optim.{name}" for name in ("warmup_steps", "constant_steps", "min_lr")}
+"""Settings that the arguments of a schedule repeat."""
+_NONE = object()
+_HEADER = """\
+# Settings of the run. `train.py run.dir=FOLDER` takes them from this file, and the
+# command line overrides them. Derived settings are derived again from:
+"""
+_REQUESTED = "# requested: "
+
+
+def to_yaml(config: Config, requested: Config | None = None) -> str:
+    """Return ``config`` as YAML text, for ``<run.dir>/config.yaml``.
+
+    ``requested``: The config before derivation; a comment stores its differences, for later starts.
+    """
+    text = yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True, width=120)
+    if requested is None:
+        return text
+    names = [name for name in settings_by_name() if name not in PER_START]
+    derived = {name: get(requested, name) for name in names if get(requested, name) != get(config, name)}
+    return f"{_HEADER}{_REQUESTED}{json.dumps(derived)}\n{text}"
+
+
+def has_run(folder: Path) -> bool:
+    """Return whether a folder has settings and a checkpoint to resume from."""
+    return (folder / NAME).is_file() and any(folder.glob("checkpoints/step_*"))
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the requested settings of the run in ``folder``, by full name; unknown names included.
+
+    Raises ConfigError if the file cannot be read.
+    """
+    path = folder / NAME
+    try:
+        check_yaml(path)
+        text = read_whole(path).decode()
+        values = dict(_flatten(yaml.safe_load(text) or {}, ""))
+        requested = _read_requested(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}, line {mark.line + 1}," if mark else str(path)
+        reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or str(error)
+        instead = "correct that file; or move it away, and write all settings on the command line"
+        raise ConfigError([Problem("run.dir", str(folder), f"{where} cannot be read: {reason}", instead)]) from error
+    if requested is None:
+        requested = _guess_requested(values)
+    values = {name: value for name, value in values.items() if name not in PER_START}
+    return values | {name: value for name, value in requested.items() if name not in PER_START}
+
+
+def _read_requested(text: str) -> dict[str, Any] | None:
+    """Return the settings in the file's comment; None without that comment."""
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        if line.startswith(_REQUESTED):
+            values = json.loads(line.removeprefix(_REQUESTED))
+            return values if isinstance(values, dict) else None
+    return None
+
+
+def _guess_requested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that follow from others in the file of an older version, which does not list them."""
+    requested: dict[str, Any] = dict.fromkeys(REDERIVED)
+    schedule = values.get(FREE_DICT)
+    if isinstance(schedule, dict):
+        sources = dict(_SOURCES, max_steps="trainer.steps")
+        links = {key: f"${{{name}}}" for key, name in sources.items() if schedule.get(key, _NONE) == values.get(name)}
+        requested[FREE_DICT] = schedule | links
+    if values.get("trainer.epochs") is not None:
+        requested["trainer.steps"] = settings_by_name()["trainer.steps"].default
+    return requested
+
+
+def _flatten(values: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield (full name, value) of each setting, and of each section that is null."""
+    for key, value in values.items() if isinstance(values, dict) else ():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and name != FREE_DICT:
+            yield from _flatten(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def settings_of_groups(choices: Mapping[str, str], conf_dir: Path, recipes: Iterable[str]) -> set[str]:
+    """Return the settings that chosen groups decide, by full name.
+
+    These are the settings that any file of the group sets, as a choice replaces another one. For groups in ``recipes``,
+    which apply to all sections, they are the settings of the chosen file and of the groups that it chooses.
+    """
+    names: set[str] = set()
+    for group, choice in choices.items():
+        if group in recipes:
+            path = Path(choice) if choice.endswith((".yaml", ".yml")) else conf_dir / group / f"{choice}.yaml"
+            content = _load(path)
+            defaults = [entry for entry in content.pop("defaults", []) if isinstance(entry, dict)]
+            chosen = {str(key).split("/")[-1]: str(value) for entry in defaults for key, value in entry.items()}
+            names |= {name for name, _ in _flatten(content, "")}
+            names |= settings_of_groups({g: c for g, c in chosen.items() if g not in recipes}, conf_dir, recipes)
+        else:
+            for path in (conf_dir / group).glob("*.yaml"):
+                is_global = "@package _global_" in path.read_text(encoding="utf-8")
+                names |= {name for name, _ in _flatten(_load(path), "" if is_global else f"{group}.")}
+    return names
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Return a group's file, which Hydra has read before."""
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}
+
+
+def is_decided(name: str, names: Iterable[str]) -> bool:
+    """Return whether ``names`` has a setting, a section around it, or a setting in it."""
+    return any(f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.") for other in names)
+
+
+def is_known(name: str) -> bool:
+    """Return whether a stored setting exists in this version."""
+    return name in settings_by_name() or (name in sections() and sections()[name].optional)

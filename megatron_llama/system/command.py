@@ -1,0 +1,67 @@
+"""The command that started this run, as a user types it again to resume the run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+
+COMMAND = "MEGATRON_LLAMA_COMMAND"
+"""Variable with the command's words before the settings; ranks and other hosts inherit it."""
+LAUNCHER = "MEGATRON_LLAMA_LAUNCHER"
+"""Variable with the name of the launcher whose command is unknown."""
+
+
+def note_command(arguments: Sequence[str], launcher: tuple[str, int] | None) -> None:
+    """Store the command of this process, which has ``arguments``, in its environment.
+
+    Args:
+        launcher: Name of the launcher of this process and its number of machines; None: the user started it.
+    """
+    if launcher is not None and launcher[0] == "hosts":  # the process that uses ssh has noted its command
+        return
+    words: list[str] | None = list(sys.orig_argv)
+    if launcher is not None:
+        # On several machines each one has a different command, or only one of them has the launcher.
+        words = _read_parent() if launcher[1] == 1 else None
+    for name in (COMMAND, LAUNCHER):
+        os.environ.pop(name, None)
+    words = _without(words, [word for word in arguments if word != "dry_run=true"])
+    if words:
+        os.environ[COMMAND] = shlex.join(_shorten(words))
+    elif launcher is not None:
+        os.environ[LAUNCHER] = launcher[0]
+
+
+def noted_command() -> tuple[str | None, str]:
+    """Return the noted command, None if it is unknown, and the name of its launcher, which may be empty."""
+    return os.environ.get(COMMAND), os.environ.get(LAUNCHER, "")
+
+
+def _without(words: Sequence[str] | None, arguments: Sequence[str]) -> list[str] | None:
+    """Return ``words`` without ``arguments`` at their end; None if they do not end so, or run no file or module."""
+    if words is None or len(words) < len(arguments) + 2 or list(words[len(words) - len(arguments) :]) != arguments:
+        return None
+    return list(words[: len(words) - len(arguments)])
+
+
+def _shorten(words: list[str]) -> list[str]:
+    """Omit the interpreter of a program that the shell finds by its name, such as torchrun."""
+    for number, word in enumerate(words[1:3], start=1):
+        name = os.path.basename(word)
+        if os.path.isabs(word) and shutil.which(name) == word:
+            return [name, *words[number + 1 :]]
+        if not word.startswith("-"):
+            break
+    return words
+
+
+def _read_parent() -> list[str] | None:
+    """Return the command line of the parent process; None if the system does not show it."""
+    try:
+        with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
+            return [os.fsdecode(word) for word in file.read().split(b"\0")[:-1]]
+    except OSError:
+        return None
