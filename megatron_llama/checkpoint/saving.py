@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import threading
 import time
@@ -23,6 +24,10 @@ from megatron_llama.system import phase
 from megatron_llama.system.errors import MachineError
 
 _POLL_SECONDS = 0.01
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FREE_SPACE = """.
+Free disk space or raise the quota, and run the same command: it resumes from the
+newest checkpoint. checkpoint.keep=1 keeps only one"""
 STALLED_SECONDS = 20.0
 """After a failure: time without a written byte after which the checkpoint in progress is given up."""
 
@@ -134,7 +139,9 @@ class Saver:
         error = None
         if self._error is not None:
             folder, cause = self.checkpoints / folder_name(state.step), _describe(self._error)
-            error = SaveFailed(f"cannot write {folder} (rank {self.rank}: {cause}); earlier checkpoints are unchanged")
+            remedy = _FREE_SPACE if getattr(self._error, "errno", None) in _FULL else ""
+            message = f"cannot write {folder} (rank {self.rank}: {cause}); earlier checkpoints are unchanged{remedy}"
+            error = SaveFailed(message)
             error.__cause__ = self._error
         if self.rank == 0:
             discard(self.checkpoints, state.step)

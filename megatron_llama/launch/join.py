@@ -12,7 +12,8 @@ from pathlib import Path
 
 from megatron_llama.launch.environment import ProcessContext, is_loopback
 from megatron_llama.launch.job_store import SECRET, LaunchFailed
-from megatron_llama.launch.rank import CONSEQUENCE_DELAY_SECONDS, Entry, run_as_rank
+from megatron_llama.launch.preflight import check_start
+from megatron_llama.launch.rank import CONSEQUENCE_DELAY_SECONDS, TRAIN, Entry, run_as_rank
 from megatron_llama.launch.rendezvous import ARRIVAL_LIMIT_SECONDS, Rendezvous
 from megatron_llama.launch.reports import NodeInfo, check_consistent, node_info, node_table
 from megatron_llama.launch.run_dir import (
@@ -47,7 +48,7 @@ def join(plan: Plan, world: World, context: ProcessContext, entry: Entry) -> int
         ranks, first = counts[context.node], [0, *accumulate(counts)][context.node]
     with ExitStack() as stack:
         rendezvous, local = _join_rendezvous(
-            plan, world, context, node_info(context, first, ranks, plan.world_size), stack
+            plan, world, context, node_info(context, first, ranks, plan.world_size), stack, entry
         )
         set_spill_folder(Path(str(plan.config.run.dir)))
         _set_gloo_interface(context, local)
@@ -66,7 +67,7 @@ def join(plan: Plan, world: World, context: ProcessContext, entry: Entry) -> int
 
 
 def _join_rendezvous(
-    plan: Plan, world: World, context: ProcessContext, local: NodeInfo, stack: ExitStack
+    plan: Plan, world: World, context: ProcessContext, local: NodeInfo, stack: ExitStack, entry: Entry
 ) -> tuple[Rendezvous, NodeInfo]:
     """Wait for all processes and set the common ``run.dir``; process 0 locks it until ``stack`` closes.
 
@@ -91,7 +92,8 @@ def _join_rendezvous(
         plan.config.run.dir = chosen
         stack.enter_context(claim_run_dir(Path(chosen)))
         report_to_batch_script("running", chosen)
-        sys.stdout.write(write_config_and_plan(plan, Path(chosen)) + "\n")
+        checked = check_start(plan, Path(chosen)) if entry == TRAIN else ""
+        sys.stdout.write(write_config_and_plan(plan, Path(chosen)) + checked + "\n")
         if context.nodes > 1:
             sys.stdout.write(f"{node_table(nodes, context)}{rendezvous.describe_security()}\n\n")
         sys.stdout.flush()

@@ -23,6 +23,7 @@ from typing import IO
 from megatron_llama.devices import Device, get_device
 from megatron_llama.devices.compile_cache import open_compile_cache
 from megatron_llama.launch.job_store import Board
+from megatron_llama.launch.preflight import check_start
 from megatron_llama.launch.rank import (
     CONSEQUENCE_DELAY_SECONDS,
     STACKS_SIGNAL,
@@ -50,7 +51,8 @@ def run_here(plan: Plan, entry: Entry = TRAIN) -> int:
     """Lock the run folder and run ``entry`` in all ranks of ``plan``, with restarts; return the exit status."""
     folder = Path(str(plan.config.run.dir))
     with claim_run_dir(folder):
-        sys.stdout.write(write_config_and_plan(plan, folder) + "\n")
+        checked = check_start(plan, folder) if entry == TRAIN else ""
+        sys.stdout.write(write_config_and_plan(plan, folder) + checked + "\n")
         with rank_outputs(folder, range(plan.world_size)) as output_dir:
             hang_seconds = plan.config.trainer.hang_timeout_seconds
             share = Share(plan.world_size, output_dir=output_dir, hang_seconds=hang_seconds)

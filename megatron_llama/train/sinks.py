@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -99,7 +100,7 @@ class WandbRun:
                 group=f"{name}-{key}",
                 name=f"{name} from step {start_step}" if start_step else name,
                 dir=str(plan.run_dir),
-                mode=cast(Any, plan.config.logging.wandb),
+                mode=cast(Any, os.environ.get("WANDB_MODE") or plan.config.logging.wandb),
                 config=asdict(plan.config),
                 settings=wandb.Settings(console="off", silent=True),
             )

@@ -1,0 +1,69 @@
+"""Checks of rank 0's host before the ranks start: free disk space and the account of Weights & Biases."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import urlparse
+
+from megatron_llama.checkpoint.folder import saved_steps
+from megatron_llama.checkpoint.stored_tensors import CorruptFile
+from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.problems import fill
+from megatron_llama.plan import Plan
+from megatron_llama.plan.disk import DiskUse, disk_use
+from megatron_llama.system.tables import gib
+
+WANDB_HOST = "api.wandb.ai"
+WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+WANDB_OFF = ("offline", "dryrun", "disabled")
+
+
+def check_start(plan: Plan, folder: Path) -> str:
+    """Return the line on disk space for the plan. Raises ConfigError if the run cannot succeed on this host."""
+    use, free = _disk_use(plan, folder), shutil.disk_usage(folder).free
+    problems = [*_check_disk(folder, use, free), *check_wandb(plan, os.environ)]
+    if problems:
+        raise ConfigError(problems)
+    return fill("  disk          ", f"{use.describe()} · {gib(free)} free", 79) + "\n"
+
+
+def _disk_use(plan: Plan, folder: Path) -> DiskUse:
+    """Return the bytes that the run adds; checkpoints to resume from are in the folder."""
+    try:
+        saved = [] if plan.config.checkpoint.resume == "never" else saved_steps(folder / "checkpoints")
+    except CorruptFile:  # the ranks report it
+        saved = []
+    return disk_use(plan, saved[0] if saved else 0, len(saved))
+
+
+def _check_disk(folder: Path, use: DiskUse, free: int) -> Iterator[Problem]:
+    """Yield the problem of a disk that is certainly too small."""
+    if use.sure_bytes > free:
+        parts = f"{use.sure} x {gib(use.checkpoint)} for checkpoints"
+        parts += f", {gib(use.export)} for exported weights" if use.export else ""
+        rule = f"its disk has {gib(free)} free, and the run writes {gib(use.sure_bytes)}: {parts}"
+        instead = "free disk space, or write another run.dir=PATH, or keep fewer checkpoints (checkpoint.keep=1)"
+        yield Problem("run.dir", str(folder), rule, instead)
+
+
+def check_wandb(plan: Plan, environ: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield the problem of Weights & Biases without an API key, for which its package would ask in each rank."""
+    mode = environ.get("WANDB_MODE", "").lower() or plan.config.logging.wandb
+    if plan.config.logging.wandb != "online" or mode in WANDB_OFF or any(environ.get(name) for name in WANDB_KEYS):
+        return
+    home = Path(environ.get("HOME", "~")).expanduser()
+    host = urlparse(environ.get("WANDB_BASE_URL", "")).hostname or WANDB_HOST
+    files = [Path(environ["NETRC"])] if environ.get("NETRC") else [home / ".netrc", home / "_netrc"]
+    for file in files:
+        try:
+            hosts = netrc.netrc(str(file)).hosts
+        except (OSError, netrc.NetrcParseError):
+            continue
+        if host in hosts or any("wandb" in name for name in hosts):
+            return
+    instead = "run `wandb login`, or set WANDB_API_KEY, or set WANDB_MODE=offline, or write logging.wandb=off"
+    yield Problem("logging.wandb", "online", f"needs an API key for {host}, and there is none on this host", instead)

@@ -1,0 +1,49 @@
+"""A run that cannot be saved, or has no account, ends before its first step."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_llama.launch import preflight
+from tests.processes import plan_of, run_train_py
+
+SMALL = ["data=mock", "device=cpu", "data.seq_length=32", "model.num_hidden_layers=1", "device.peak_tflops=0.01"]
+
+
+def test_a_full_disk_is_noticed_before_step_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message has both sizes and a remedy. The same disk is large enough without checkpoints."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4 << 20))
+    status, output = run_train_py(tmp_path / "run", *SMALL, "trainer.steps=1")
+    assert status == 2 and "its disk has 4 MiB free" in output and "1 x 6.33 MiB" in output, output
+    assert "write another run.dir=PATH" in output and "step 1/" not in output and "Traceback" not in output
+    plan = plan_of(1)
+    plan.config.checkpoint.save_last, plan.config.checkpoint.every_minutes = False, 0.0
+    assert "4 MiB free" in preflight.check_start(plan, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("variables", "netrc", "accepted"),
+    [
+        ({}, "", False),
+        ({"WANDB_API_KEY": "k"}, "", True),
+        ({"WANDB_MODE": "offline"}, "", True),
+        ({}, "machine api.wandb.ai login user password k", True),
+        ({}, "machine example.org login user password k", False),
+        ({"WANDB_BASE_URL": "https://w.example.org"}, "machine w.example.org login user password k", True),
+        ({}, "machine", False),
+    ],
+)
+def test_wandb_without_a_key(tmp_path: Path, variables: dict[str, str], netrc: str, accepted: bool) -> None:
+    plan = plan_of(1)
+    assert not [*preflight.check_wandb(plan, {"HOME": str(tmp_path)})], "wandb is off"
+    plan.config.logging.wandb = "online"
+    if netrc:
+        (tmp_path / ".netrc").write_text(netrc)
+    problems = [*preflight.check_wandb(plan, {"HOME": str(tmp_path), **variables})]
+    assert (not problems) == accepted
+    for problem in problems:
+        assert all(remedy in problem.instead for remedy in ("wandb login", "WANDB_API_KEY", "WANDB_MODE", "wandb=off"))
