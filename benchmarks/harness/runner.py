@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.harness.environments import BENCH_DIR, OURS, ROOT, Peer
 from benchmarks.harness.task import Facts, TrainingTask, checksum
 from megatron_llama.system.errors import MachineError
 from megatron_llama.system.private_folder import make_private
+from megatron_llama.system.tables import open_console
 from megatron_llama.topology import AXIS_NAMES
 from megatron_llama.train.console import duration
 
@@ -46,7 +46,7 @@ UNTIMED_STEPS = 1
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
     """Show a progress bar on stderr; yield a function to call with the name of each of ``total`` tasks."""
-    console = Console(stderr=True)
+    console = open_console(stderr=True)
     columns = (BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn())
     bar = Progress(*columns, console=console, disable=not console.is_terminal)
     task, begin, done = bar.add_task("", total=total), time.monotonic(), -1

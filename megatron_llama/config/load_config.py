@@ -36,6 +36,7 @@ from megatron_llama.config.fields import (
 )
 from megatron_llama.config.hf_config import fill_from_folders
 from megatron_llama.config.optimizers import OPTIMIZERS
+from megatron_llama.config.printable import check_texts
 from megatron_llama.config.problems import ConfigError, Problem, duplicate_length
 from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
 from megatron_llama.config.stored import has_run, is_decided, is_known, read_settings, settings_of_groups
@@ -98,6 +99,7 @@ def load_config(overrides: Sequence[str], conf_dir: Path, *, resumes: bool = Fal
     if folder is not None:
         _set_stored(config, folder, settings_of_groups(choices, conf_dir, (EXPERIMENT, SCALED)), problems)
     _set_all(config, values, problems)
+    _reset_unusable_texts(config, problems)
     given = {override.key_or_group for override in values}
     settle_data_settings(config.data, given | choices.keys())
     fill_from_folders(config, given, lambda name, value: _set(config, name, value, problems), problems)
@@ -165,6 +167,17 @@ def _set_all(config: DictConfig, values: Sequence[Override], problems: list[Prob
     if {"trainer.steps", "trainer.epochs"} <= given and config.trainer.epochs is not None:
         # Not a rule, which cannot distinguish trainer.steps=100 (the default) from no value.
         problems.append(duplicate_length(config.trainer.epochs, config.trainer.steps))
+
+
+def _reset_unusable_texts(config: DictConfig, problems: list[Problem]) -> None:
+    """Add the problems of texts that no terminal and no file system takes; give these settings their defaults."""
+    for problem in check_texts(cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))):
+        problems.append(problem)
+        setting = settings_by_name().get(problem.field)
+        if setting is not None:
+            _set(config, problem.field, setting.default, [])
+        elif problem.field.startswith(f"{FREE_DICT}."):
+            config.optim.schedule = {}
 
 
 def _split_overrides(
@@ -320,7 +333,9 @@ def _syntax_problem(text: str) -> Problem:
     """Return the problem of text that Hydra's grammar rejects."""
     rule = "must have the form name=value"
     name, equals, value = text.partition("=")
-    if text.startswith("-"):
+    if re.search(r"[\ud800-\udfff]", text):  # how Python represents bytes that it cannot decode
+        rule, instead = "has bytes that are not UTF-8", "write it in UTF-8; rename a file or folder with such a name"
+    elif text.startswith("-"):
         instead = "omit the dashes: name=value, such as trainer.tp=2"
     elif equals and _open_brackets(value) > 0:
         rule, instead = "has an open bracket", f"close it; a list with spaces needs quotes: '{name}=[1, 2]'"

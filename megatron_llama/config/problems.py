@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from megatron_llama.config.settings import Config
 
 MESSAGE_WIDTH = WIDTH
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Characters, other than tab and newline, that a terminal obeys or cannot show."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,11 @@ def write_override(name: str, value: Any) -> str:
     return f"{name}='{escaped}'"
 
 
+def escape_controls(text: str) -> str:
+    """Replace control characters by their escapes, so that a terminal does not obey text of other people."""
+    return CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
+
+
 def closest_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the entry of ``known`` that is most similar to ``name``; None if none reaches ``cutoff``.
 
@@ -110,7 +117,7 @@ def format_problems(problems: ConfigError | Sequence[Problem], subject: str = "T
             likewise = "; likewise the others" if len(alike) > 1 else ""
             lines.append(fill("    rule     ", name_commands(alike[0].rule) + likewise, MESSAGE_WIDTH))
         blocks.append("\n".join([*lines, fill("    instead  ", name_commands(instead), MESSAGE_WIDTH)]))
-    return "\n\n".join(blocks)
+    return escape_controls("\n\n".join(blocks))
 
 
 def _setting_line(problem: Problem) -> str:

@@ -160,7 +160,7 @@ class _Reader:
 
     def add_missing(self, name: str, instead: str = "") -> None:
         """Add the problem of a missing variable."""
-        known = ("RANK", "WORLD_SIZE", *_OPEN_MPI[:2], *_HYDRA[:2], "SLURM_PROCID", "SLURM_NTASKS")
+        known = (NODE, "RANK", "WORLD_SIZE", *_OPEN_MPI[:2], *_HYDRA[:2], "SLURM_PROCID", "SLURM_NTASKS")
         present = " and ".join(other for other in known if other in self.environ)
         rule = f"is required with {present}, which mark this process as one of several ranks"
         instead = instead or f"set {name}, or unset {present}: then this process starts the ranks"
@@ -189,7 +189,12 @@ def _from_hosts(environ: Mapping[str, str]) -> ProcessContext:
     """Return the context of the process that launch.hosts started on this host."""
     read = _Reader(environ, "launch.hosts")
     node, nodes = read.number(NODE), read.number(NODES)
-    slots = tuple(int(count) for count in environ[SLOTS].split(",")) if environ.get(SLOTS) else None
+    for name in ("MASTER_ADDR", RUN_ID):
+        if not environ.get(name):
+            read.add_missing(name)
+    counts = environ.get(SLOTS, "").split(",") if environ.get(SLOTS) else []
+    if not all(count.isascii() and count.isdigit() for count in counts):
+        read.add(SLOTS, environ[SLOTS], "must be numbers: the launcher sets it", f"unset {SLOTS} and {NODE}")
     return read.validate(
         ProcessContext(
             launcher="hosts",
@@ -197,13 +202,13 @@ def _from_hosts(environ: Mapping[str, str]) -> ProcessContext:
             local_rank=0,
             local_ranks=1,
             world_size=nodes,
-            master_addr=environ["MASTER_ADDR"],
+            master_addr=environ.get("MASTER_ADDR", ""),
             master_port=read.number("MASTER_PORT"),
-            job=environ[RUN_ID],
+            job=environ.get(RUN_ID),
             has_store=False,
             node=node,
             nodes=nodes,
-            slots=slots,
+            slots=tuple(int(count) for count in counts if not read.problems) or None,
         )
     )
 
@@ -364,14 +369,15 @@ def _from_srun(environ: Mapping[str, str]) -> ProcessContext:
     read = _Reader(environ, "srun")
     rank, world_size, local_rank = (read.number(f"SLURM_{name}") for name in ("PROCID", "NTASKS", "LOCALID"))
     lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    nodes = next((environ[name] for name in lists if name in environ), "")
+    node_list = next((environ[name] for name in lists if name in environ), "")
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
-    count = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES")
-    address = environ.get("MASTER_ADDR") or ("127.0.0.1" if count == "1" else first_node(nodes))
+    count = next((name for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES") if environ.get(name)), None)
+    nodes = read.number(count) if count else None
+    address = environ.get("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 else first_node(node_list))
     if not address:
         read.add_missing("SLURM_JOB_NODELIST")
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
-    node = int(environ.get("SLURM_NODEID", 0))
+    node = read.number("SLURM_NODEID", 0)
     local_ranks = tasks_on_node(tasks, node) or world_size
     read.require_below("SLURM_PROCID", rank, "SLURM_NTASKS", world_size)
     # All tasks of a step derive the same port; steps of a job on one node get different ports.
@@ -388,7 +394,7 @@ def _from_srun(environ: Mapping[str, str]) -> ProcessContext:
             job=job,
             has_store=False,
             node=node,
-            nodes=int(count) if count else -(-world_size // max(1, local_ranks)),
+            nodes=nodes or -(-world_size // max(1, local_ranks)),
         )
     )
 
@@ -408,6 +414,16 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.partition(".")[0] in ("localhost", "ip6-localhost")
+
+
+def check_interface(environ: Mapping[str, str], variable: str) -> None:
+    """Raise ConfigError if a variable such as GLOO_SOCKET_IFNAME names an interface that this machine lacks."""
+    known = [name for _, name in socket.if_nameindex()]
+    missing = [name for name in environ.get(variable, "").split(",") if name and name.partition(":")[0] not in known]
+    if missing:
+        rule = f"this machine has no interface {', '.join(missing)}"
+        instead = f"unset {variable}, or set it to one of {', '.join(known)}"
+        raise ConfigError([Problem(variable, environ[variable], rule, instead)])
 
 
 def addresses_of(host: str) -> list[str]:

@@ -28,8 +28,9 @@ def choose_run_dir(plan: Plan) -> None:
 
 
 def run_dir_name(config: Config, suffix: str) -> str:
-    """Return the default run folder with a suffix."""
-    return f"runs/{config.model.name}-{config.data.name}-{suffix}"
+    """Return the default run folder with a suffix. Names of a recipe cannot lead out of runs/."""
+    names = (re.sub(r"[^\w.-]+", "_", name) for name in (config.model.name, config.data.name))
+    return f"runs/{'-'.join(names)}-{suffix}"
 
 
 def default_run_dir(config: Config, job: str | None) -> str:

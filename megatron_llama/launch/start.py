@@ -22,6 +22,7 @@ from typing import IO
 
 from megatron_llama.devices import Device, get_device
 from megatron_llama.devices.compile_cache import open_compile_cache
+from megatron_llama.launch.environment import check_interface
 from megatron_llama.launch.job_store import Board
 from megatron_llama.launch.preflight import check_start
 from megatron_llama.launch.rank import (
@@ -66,8 +67,9 @@ def run_here(plan: Plan, entry: Entry = TRAIN) -> int:
 def rank_environment(device: Device, plan: Plan) -> dict[str, str]:
     """Return the variables to set before torch is imported, except variables that the user has set.
 
-    Raises ConfigError if other users can change the compile cache.
+    Raises ConfigError if other users can change the compile cache, or if gloo's interface does not exist.
     """
+    check_interface(os.environ, "GLOO_SOCKET_IFNAME")
     variables = device.environment(plan.config)
     if plan.config.trainer.compile:
         variables |= open_compile_cache(device, plan.config)

@@ -1,13 +1,27 @@
-"""Plain-text and Markdown tables, and number formatting."""
+"""Console, plain-text and Markdown tables, and number formatting."""
 
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from textwrap import TextWrapper
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+DEFAULT_COLUMNS = 80
 INDENT = " " * 7
 """Start of a wrapped column on separate lines."""
+
+
+def open_console(*, stderr: bool = False) -> Console:
+    """Return rich's console. With COLUMNS=0, as in a shell without a terminal, rich would print nothing."""
+    from rich.console import Console
+
+    columns = os.environ.get("COLUMNS", "")
+    return Console(stderr=stderr, width=DEFAULT_COLUMNS if columns.isdigit() and int(columns) == 0 else None)
 
 
 def text_table(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from megatron_llama.system.tables import open_console
 from megatron_llama.train.console import duration
 
 LOG_SECONDS = 30.0
@@ -21,7 +21,7 @@ class ProgressBar:
     def __init__(self, label: str, unit: str, total: int | None) -> None:
         self._unit, self._total, self._start, self._first = unit, total, time.monotonic(), 0
         self._label, self._logged = label, self._start
-        self._console = Console(stderr=True)
+        self._console = open_console(stderr=True)
         columns = (TextColumn(label), BarColumn(bar_width=16), TextColumn("{task.fields[text]}"))
         self._bar = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
         self._task = self._bar.add_task(label, total=total, text="")

@@ -12,8 +12,10 @@ from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from megatron_llama.config.problems import escape_controls
 from megatron_llama.devices import Peak, get_device
 from megatron_llama.plan import Plan
+from megatron_llama.system.tables import open_console
 
 Value = float | int | None
 WIDTH, BAR_WIDTH = 79, 24
@@ -26,7 +28,7 @@ class Progress:
 
     def __init__(self, steps: int, start_step: int, every_steps: int, console: Console | None = None) -> None:
         self._steps, self._every = steps, max(1, every_steps)
-        self._console = console or Console()
+        self._console = console or open_console()
         self._bar: Bar | None = None
         self._task = TaskID(0)
         if self._console.is_terminal:
@@ -94,7 +96,7 @@ class Progress:
         """Print loss, speed, generated samples and paths of output files."""
         lines = ["", *_result(plan, peak, records)]
         for sample in samples:
-            lines += ["", "[dim]sample:[/]", *(f"  │ {escape(line)}" for line in sample.splitlines())]
+            lines += ["", "[dim]sample:[/]", *(f"  │ {escape(escape_controls(line))}" for line in sample.splitlines())]
         lines += _outputs(plan.run_dir, picture)
         self._console.print("\n".join(lines), highlight=False, soft_wrap=True)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.config import ConfigError, load_config
+from megatron_llama.config.problems import CONTROL
 from megatron_llama.plan import resolve
 from tests.paths import CONF
 
@@ -54,6 +55,34 @@ def test_a_recipe_can_not_allow_itself(tmp_path: Path) -> None:
     text = RUNS_A_PROGRAM.format(target="os.system", file=tmp_path / "ran")
     recipe.write_text(text + "allow_targets: [os.system]\n", encoding="utf-8")
     assert "set in a file" in refusal("device=cpu", f"experiment={recipe}")
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "rule"),
+    [
+        (r'model: {name: "a\e[2Jb"}', "model.name", r"control character '\\x1b'"),
+        (r'run: {dir: "a\0b"}', "run.dir", r"control character '\\x00'"),
+        (r'data: {mock: false, prefixes: [1, "a\rb"]}', "data.prefixes", r"control character '\\r'"),
+        (r'optim: {schedule: {_target_: "a\x9bb"}}', "optim.schedule._target_", r"control character '\\x9b'"),
+        (f"run: {{dir: /tmp/{'é' * 128}}}", "run.dir", "at most 255 bytes"),
+        (f"data: {{tokenizer: /tmp/{'a/' * 2048}}}", "data.tokenizer", "a path 4,095"),
+    ],
+    ids=["escape", "null", "return", "c1", "name", "path"],
+)
+def test_texts_that_no_terminal_and_no_path_takes(text: str, field: str, rule: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"{text}\n", encoding="utf-8")
+    for base in ([], ["data=mock"]):
+        with pytest.raises(ConfigError, match=rule) as error:
+            load_config([f"experiment={recipe}", "device=cpu", *base], CONF)
+        assert field in [problem.field for problem in error.value.problems]
+        assert not CONTROL.search(str(error.value)) and error.value.config is not None
+
+
+def test_other_texts_keep_their_lines_and_length(tmp_path: Path) -> None:
+    recipe, prompt = tmp_path / "recipe.yaml", "one\n\ttwo" + "x" * 5000
+    recipe.write_text(f"data: {{mock: true}}\nlogging: {{sample_prompts: ['{prompt}']}}\n", encoding="utf-8")
+    load_config([f"experiment={recipe}", "device=cpu", f"run.dir='{tmp_path}/two words\nand a line'"], CONF)
 
 
 def test_the_command_line_allows_a_class_and_the_plan_shows_it(tmp_path: Path) -> None:

@@ -267,6 +267,11 @@ def test_ctrl_c_before_the_start_is_one_line(
     assert capsys.readouterr().err == "Stopped by Ctrl-C before the start.\n"
 
 
+def test_the_default_run_folder_is_in_runs() -> None:
+    config = load_config([*TINY, "model.name=../../a b", "data.name=/etc"], cli.CONF_DIR)
+    assert run_dir.run_dir_name(config, "x") == "runs/.._.._a_b-_etc-x"
+
+
 def test_a_job_that_is_started_again_finds_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     clear_launcher_variables(monkeypatch)

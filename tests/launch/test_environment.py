@@ -5,7 +5,19 @@ from __future__ import annotations
 import pytest
 
 from megatron_llama.config import ConfigError
-from megatron_llama.launch.environment import NODE, NODES, RUN_ID, SLOTS, first_node, process_context, tasks_on_node
+from megatron_llama.devices import get_device
+from megatron_llama.launch.environment import (
+    NODE,
+    NODES,
+    RUN_ID,
+    SLOTS,
+    check_interface,
+    first_node,
+    process_context,
+    tasks_on_node,
+)
+from megatron_llama.launch.start import rank_environment
+from tests.processes import plan_of
 
 TORCHRUN = {
     "RANK": "9",
@@ -132,12 +144,27 @@ def test_a_batch_script_is_no_rank() -> None:
         ({**TORCHRUN, "MASTER_PORT": "0"}, "MASTER_PORT"),
         ({**SRUN, "MASTER_PORT": "65536"}, "MASTER_PORT"),
         ({**SRUN, "MASTER_PORT": "some"}, "MASTER_PORT"),
+        ({**SRUN, "SLURM_NODEID": "x"}, "SLURM_NODEID"),
+        ({**SRUN, "SLURM_NNODES": "two"}, "SLURM_NNODES"),
+        ({NODE: "0", NODES: "1", RUN_ID: "x", "MASTER_PORT": "15001"}, "MASTER_ADDR"),
+        ({NODE: "0", NODES: "1", "MASTER_ADDR": "a", "MASTER_PORT": "15001"}, RUN_ID),
+        ({NODE: "0", NODES: "1", SLOTS: "4,x", RUN_ID: "x", "MASTER_ADDR": "a", "MASTER_PORT": "15001"}, SLOTS),
     ],
 )
 def test_contradictions_are_config_errors(environ: dict[str, str], field: str) -> None:
     with pytest.raises(ConfigError) as error:
         process_context(environ)
     assert error.value.problems[0].field == field
+
+
+def test_an_interface_that_does_not_exist_is_rejected_before_the_ranks_start() -> None:
+    device, plan = get_device("cpu"), plan_of(1)
+    for names in ("lo", "lo:1"):  # the second one has an alias
+        check_interface({"GLOO_SOCKET_IFNAME": names}, "GLOO_SOCKET_IFNAME")
+    check_interface({}, "GLOO_SOCKET_IFNAME")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError, match="has no interface nope\n"):
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo,nope")
+        rank_environment(device, plan)
 
 
 OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")}

@@ -202,6 +202,17 @@ def test_a_log_line_is_whole_without_a_terminal() -> None:
     assert line.startswith("step 400000/500000") and line.endswith("10d 10:00 left")
 
 
+@pytest.mark.parametrize("columns", ["0", "00", "10", "junk"])
+def test_no_size_of_a_terminal_hides_the_lines(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    progress = Progress(STEPS, 0, 1)
+    progress.step(measured(1, tokens_per_second=1234.5, mfu=0.345), seconds_per_step=None)
+    progress.print_lines(["the run ends"])
+    assert capsys.readouterr().out.startswith("step 1/12  loss ")
+
+
 def test_a_log_file_gets_plain_lines() -> None:
     lines = shown(terminal=False, every=5).splitlines()
     assert [line.split()[1] for line in lines] == ["5/12", "7/12", "10/12", "12/12"]

@@ -8,6 +8,7 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.problems import escape_controls
 from megatron_llama.parallel.groups import broadcast_from_rank_0
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import (
@@ -212,10 +213,14 @@ class Decoder:
 
 
 class Printer:
-    """Printer of a batch of answers in order: the first unfinished one streams, the others are buffered."""
+    """Printer of a batch of answers in order: the first unfinished one streams, the others are buffered.
+
+    On a terminal, control characters of a model are escaped: weights of other people must not command the terminal.
+    """
 
     def __init__(self, out: TextIO, tokenizer: Tokenizer, prompts: Sequence[str], ids: Sequence[Sequence[int]]) -> None:
         self._out = out
+        self._shown = escape_controls if out.isatty() else str
         self._decoders = [Decoder(tokenizer, prompt) for prompt in ids]
         self._ended = [False for _ in prompts]
         self._waiting = list(prompts)
@@ -230,7 +235,7 @@ class Printer:
 
     def _show(self) -> None:
         while self._row < len(self._waiting):
-            self._out.write(self._waiting[self._row])
+            self._out.write(self._shown(self._waiting[self._row]))
             self._waiting[self._row] = ""
             if not self._ended[self._row]:
                 break

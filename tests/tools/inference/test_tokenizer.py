@@ -116,6 +116,15 @@ def test_a_batch_is_shown_row_by_row(folder: Path) -> None:
     assert out.getvalue() == "cat sat on the mat\n\na dog\n"
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_model_does_not_command_the_terminal(terminal: bool, spm_file: Path) -> None:
+    text, out = SentencePieceTokenizer(spm_file), io.StringIO()
+    out.isatty = lambda: terminal  # type: ignore[method-assign]
+    printer = Printer(out, text, ["\x1b[31mred\a\n\té"], [[]])
+    printer(0, None)
+    assert out.getvalue() == (r"\x1b[31mred\x07" if terminal else "\x1b[31mred\a") + "\n\té\n"
+
+
 def test_which_tokenizer(folder: Path, spm_file: Path, tmp_path: Path) -> None:
     assert isinstance(tokenizer_of(source(folder)), HuggingFaceTokenizer)
     assert isinstance(tokenizer_of(source(folder), spm_file), SentencePieceTokenizer)
