@@ -206,7 +206,7 @@ def test_a_setting_can_refer_to_another() -> None:
         ("trainer.tp=true", "trainer.tp", "a whole number"),
         ("trainer.steps=1e3", "trainer.steps", "write trainer.steps=1000"),
         ("trainer.sp=maybe", "trainer.sp", "true or false (or null)"),
-        ("optim.lr=fast", "optim.lr", "such as optim.lr=0.0003"),
+        ("optim.lr=fast", "optim.lr", "such as optim.lr=3e-4"),
         ("optim.betas=0.9", "optim.betas", "write optim.betas=[0.9]"),
         ("optim.betas=[a,b]", "optim.betas", "a list of numbers, such as optim.betas=[0.9,0.95]"),
         ("data.prefixes=one", "data.prefixes", "write data.prefixes=[one]"),
