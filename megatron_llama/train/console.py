@@ -19,6 +19,8 @@ from megatron_llama.system.tables import open_console
 
 Value = float | int | None
 WIDTH, BAR_WIDTH = 79, 24
+LONG_RUN = 10_000
+"""Steps from which the bar is half as wide, because numbers and times are longer."""
 DATA_WAIT_SHARE = 0.05
 """The summary reports waits for data above this share of the run time."""
 
@@ -30,11 +32,12 @@ class Progress:
         self._steps, self._every = steps, max(1, every_steps)
         self._console = console or open_console()
         self._bar: Bar | None = None
+        self._bar_width = BAR_WIDTH if steps < LONG_RUN else BAR_WIDTH // 2
         self._task = TaskID(0)
         if self._console.is_terminal:
             columns = (
                 SpinnerColumn(finished_text="[green]✓"),
-                BarColumn(bar_width=BAR_WIDTH),
+                BarColumn(bar_width=self._bar_width),
                 TextColumn("{task.completed:.0f}/{task.total:.0f}"),
                 TextColumn("{task.fields[text]}"),
             )
@@ -80,7 +83,7 @@ class Progress:
         loss, speed = _number(metrics["reduced_train_loss"], ".4f"), _number(metrics["tokens_per_second"], ",.0f")
         parts = [f"loss [bold cyan]{loss}[/]", f"{speed} tokens/s", f"MFU {_number(metrics['mfu'], '.1%')}"]
         parts += [] if left is None else [f"[dim]{duration(left)} left"]
-        used = len(f"⠋ {' ' * BAR_WIDTH} {step}/{self._steps} ")
+        used = len(f"⠋ {' ' * self._bar_width} {step}/{self._steps} ")
         if used + len(Text.from_markup("  ".join(parts))) > WIDTH:
             del parts[2]
         return "  ".join(parts)

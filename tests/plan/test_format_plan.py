@@ -50,7 +50,7 @@ def test_512_ranks_on_a_page() -> None:
             1024,
             [*BIG, "trainer.tp=8", "trainer.pp=32", "trainer.vpp=3", "trainer.recompute=full", "trainer.compile=true"],
         ),
-        (1, ["experiment=llama2_7b_qnli_trainium", "data=mock", "trainer.tp=1"]),
+        (1, ["experiment=llama2_7b_qnli_trainium", "data=mock", "trainer.tp=1", "trainer.dp=1"]),
         (2, ["experiment=pretrain_llama13b", "data=mock", "trainer.dp=1", "device=cuda"]),
         (32, ["experiment=pretrain_llama70b", "data=mock", "trainer.tp=8", "trainer.dp=1", "device=cuda"]),
         (
