@@ -18,9 +18,10 @@ from megatron_llama.system.programs import COMMAND, IN_CHECKOUT, ROOT, name_comm
 
 USAGE = f"""\
 usage: {COMMAND} COMMAND [ARGUMENT ...]
-       {COMMAND} [--help] [--version]
+       {COMMAND} [--help] [--version] [--root]
 
 Each command has --help. Also: python -m megatron_llama COMMAND ...
+--version prints versions, --root the folder with conf/ and batch scripts.
 """
 TITLES = {"": "Training", "data_prep": "Data preparation", "scripts": "Tools"}
 
@@ -32,6 +33,8 @@ def main() -> int:
         sys.stdout.write(list_of_commands())
     elif words[0] in ("--version", "-V"):
         sys.stdout.write(versions())
+    elif words[0] == "--root":
+        sys.stdout.write(f"{ROOT}\n")
     elif (name := find_command(words[0])) is None:
         sys.stderr.write(f"{COMMAND}: error: {_unknown(words)}\n")
         return EXIT_USER

@@ -18,7 +18,7 @@ from megatron_llama.system.errors import LaunchFailed, Stopped, machine_fault
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.installed import require_packages
 from megatron_llama.system.output import set_spill_folder, stdout_loss
-from megatron_llama.system.programs import CONF_DIR, name_commands
+from megatron_llama.system.programs import CONF_DIR, conf_folders, name_commands
 from megatron_llama.system.signals import ignore_signals
 
 if TYPE_CHECKING:
@@ -141,7 +141,10 @@ def _report_errors(overrides: list[str], entry: Entry | None, subfolder: str | N
 
 def usage() -> str:
     """Return the text of ``--help``."""
-    groups = {path.name: sorted(path.glob("*.yaml")) for path in CONF_DIR.iterdir() if path.is_dir()}
+    files = [file for folder in conf_folders(CONF_DIR) for file in sorted(folder.glob("*/*.yaml"))]
+    groups: dict[str, list[Path]] = {}
+    for file in files:
+        groups.setdefault(file.parent.name, []).append(file)
     experiments = groups.pop("experiment")
     width = max(len(file.stem) for file in experiments)
     recipes = [_wrap(f"  {file.stem:{width}}  ", describe_recipe(file)) for file in experiments]
@@ -159,7 +162,8 @@ def _wrap(label: str, text: str) -> str:
 def describe_recipe(recipe: Path) -> str:
     """Return the description of a recipe: the first comment of its file."""
     comments = (line[2:] for line in recipe.read_text(encoding="utf-8").splitlines() if line.startswith("# "))
-    return next(line for line in comments if not line.startswith("@package")).removesuffix(" Not run on hardware.")
+    described = next((line for line in comments if not line.startswith("@package")), "")
+    return described.removesuffix(" Not run on hardware.")
 
 
 def parse_overrides(

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from megatron_llama import __main__ as console
+from megatron_llama.cli import usage
+from megatron_llama.config import ConfigError, load_config
 from megatron_llama.system import programs
-from tests.paths import ROOT
+from tests.paths import CONF, ROOT
 from tests.processes import environment
 
 BUILD = "import os, sys, setuptools.build_meta as b; os.write(3, b.build_wheel(sys.argv[1]).encode())"
@@ -190,3 +192,28 @@ def test_help_names_commands() -> None:
         assert f"megatron-llama {name} " in text
         assert not re.search(r"(python |scripts/|data_prep/|\btrain\.py)", text), name
         assert [line for line in text.splitlines() if len(line) > 79 and "{" not in line] == [], name
+
+
+def test_own_groups_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files in ``conf/`` of the current folder are options, alone and in recipes."""
+    folder = tmp_path / "a project"
+    for name, text in {
+        "model/mine.yaml": "defaults: [llama_2m]\nnum_hidden_layers: 3\n",
+        "experiment/short.yaml": "# @package _global_\ndefaults: [{override /model: mine}]\ntrainer: {steps: 7}\n",
+        "optim/wsd.yaml": "lr: 1.0\n",
+    }.items():
+        (folder / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "conf" / name).write_text(text)
+    monkeypatch.chdir(folder)
+    assert load_config(["model=mine", "data=mock"], CONF).model.num_hidden_layers == 3
+    assert load_config(["model=conf/model/mine.yaml", "data=mock"], CONF).model.num_hidden_layers == 3
+    config = load_config(["experiment=short", "data=mock"], CONF)
+    assert (config.model.num_hidden_layers, config.trainer.steps) == (3, 7)
+    with pytest.raises(ConfigError, match="rename conf/optim/wsd.yaml"):
+        load_config(["optim=wsd", "data=mock"], CONF)
+    with pytest.raises(ConfigError, match="mine"):
+        load_config(["model=mime", "data=mock"], CONF)
+    assert "| mine" in usage() and "short" in usage()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="there is no model of that name"):
+        load_config(["model=mine", "data=mock"], CONF)

@@ -24,6 +24,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_llama.config.conf_folders import groups_in, hidden_file, options_of, search_path
 from megatron_llama.config.data_settings import settle_data_settings, suggest_for_data
 from megatron_llama.config.fields import (
     FREE_DICT,
@@ -41,6 +42,7 @@ from megatron_llama.config.problems import ConfigError, Problem, duplicate_lengt
 from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
 from megatron_llama.config.stored import has_run, is_decided, is_known, read_settings, settings_of_groups
 from megatron_llama.system.files import check_yaml
+from megatron_llama.system.programs import conf_folders
 
 # Name of the dataclasses in conf/config.yaml; files in conf/ are checked against them.
 SCHEMA = "settings"
@@ -184,7 +186,7 @@ def _split_overrides(
     overrides: Iterable[Override], conf_dir: Path, problems: list[Problem]
 ) -> tuple[dict[str, str], list[Override]]:
     """Separate overrides that choose a file of a group, as {group: file}, from overrides that set a value."""
-    groups = {path.relative_to(conf_dir).as_posix() for path in conf_dir.rglob("*") if path.is_dir()} | {EXPERIMENT}
+    groups = groups_in(conf_dir) | {EXPERIMENT}
     choices: dict[str, str] = {}
     values = []
     for override in overrides:
@@ -192,10 +194,12 @@ def _split_overrides(
         if group not in groups or isinstance(choice, dict):
             values.append(override)
             continue
-        options = sorted(path.stem for path in (conf_dir / group).glob("*.yaml"))
+        options = options_of(group, conf_dir)
         option = _option_of_path(group, str(choice), conf_dir)
         if not override.is_delete() and (option in options or _is_file(group, option)):
             choices[group] = option  # the last choice of a group wins
+            if option in options and (hidden := hidden_file(group, option, conf_dir)):
+                problems.append(hidden)
             continue
         if problem := _problem_of_path(group, str(choice), conf_dir):
             problems.append(problem)
@@ -222,13 +226,13 @@ def _suggest_option(group: str, choice: str, options: Sequence[str]) -> str:
 
 def _option_of_path(group: str, choice: str, conf_dir: Path) -> str:
     """Return the option that the path of a file of the group names, with or without .yaml; else ``choice`` itself."""
-    folder = (conf_dir / group).resolve()
+    folders = [(each / group).resolve() for each in conf_folders(conf_dir)]
     paths = [Path(choice), conf_dir.parent / choice]
     if not _is_file(group, choice):  # a user's recipe.yaml has precedence over conf/experiment/recipe.yaml
-        paths.append(folder / choice)
+        paths += [folder / choice for folder in folders]
     for path in paths:
         file = _yaml_file(path)
-        if file is not None and file.parent == folder:
+        if file is not None and file.parent in folders:
             return file.stem
     return choice
 
@@ -238,10 +242,11 @@ def _problem_of_path(group: str, choice: str, conf_dir: Path) -> Problem | None:
     file = _yaml_file(Path(choice)) or _yaml_file(conf_dir.parent / choice)
     if file is None:
         return None
-    folder, here = file.parent, conf_dir.resolve()
-    if folder != here and folder.is_relative_to(here):
-        other = folder.relative_to(here).as_posix()
-        return Problem(group, choice, f"is a file of the group {other}", f"write {other}={file.stem}")
+    folder = file.parent
+    for here in (each.resolve() for each in conf_folders(conf_dir)):
+        if folder != here and folder.is_relative_to(here):
+            other = folder.relative_to(here).as_posix()
+            return Problem(group, choice, f"is a file of the group {other}", f"write {other}={file.stem}")
     instead = f"copy it to {conf_dir.name}/{group}/ and write {group}={file.stem}"
     if group != EXPERIMENT:
         instead += f", or put its settings under {group}: in a file for {EXPERIMENT}=FILE.yaml"
@@ -374,7 +379,7 @@ def _compose_groups(choices: dict[str, str], conf_dir: Path) -> DictConfig:
     in_order = sorted(choices.items(), key=lambda chosen: chosen[0] == SCALED)
     overrides = [f"{'' if group in by_default else '+'}{group}={choice}" for group, choice in in_order]
     with initialize_config_dir(str(conf_dir.resolve()), version_base="1.3"):
-        return hydra_compose("config", overrides=overrides)
+        return hydra_compose("config", overrides=[*overrides, *search_path(conf_dir)])
 
 
 def _is_file(group: str, choice: str) -> bool:

@@ -30,6 +30,12 @@ _TORCHRUN = re.compile(r"(\btorchrun (?:[^\n]|\\\n)*?)(?<![\w./-])((?:scripts/|d
 _PROGRAM = re.compile(r"(?<![\w./-])(?:python )?((?:scripts/|data_prep/)\w+|train)\.py\b(?!:\d)")
 
 
+def conf_folders(conf_dir: Path) -> list[Path]:
+    """Return ``conf_dir`` and, if it is another folder, ``conf`` in the current folder."""
+    local = Path("conf").absolute()
+    return [conf_dir, local] if local.is_dir() and local.resolve() != conf_dir.resolve() else [conf_dir]
+
+
 def program_files() -> dict[str, Path]:
     """Return the file of each command, by name."""
     paths = [ROOT / "train.py"]

@@ -15,6 +15,7 @@ from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.conf_folders import options_of
 from megatron_llama.system.exit_status import EXIT_RESTART, EXIT_USER
 from megatron_llama.system.files import read_json, write_atomically
 
@@ -103,7 +104,7 @@ def _values(override: Override, conf_dir: Path) -> list[str]:
     """Return the values in command-line syntax."""
     value = override.value()
     if isinstance(value, Glob):  # Hydra needs a composed config for this
-        return value.filter(sorted(path.stem for path in (conf_dir / override.key_or_group).glob("*.yaml")))
+        return value.filter(options_of(override.key_or_group, conf_dir))
     return [str(text) for text in override.sweep_string_iterator()]
 
 
