@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megatron_llama.checkpoint.folder import BEST, POINTER
 from megatron_llama.config import Config, ConfigError, Problem, to_yaml
 from megatron_llama.plan import Plan, format_plan
 from megatron_llama.system.exit_status import STATUS_VARIABLE
@@ -18,6 +19,8 @@ from megatron_llama.system.files import DRAFT, try_lock, write_atomically
 from megatron_llama.train.metrics_file import METRICS_FILE
 
 LOCK_NAME = ".lock"
+WRITTEN_FILES = (METRICS_FILE, "config.yaml", "plan.txt", f"checkpoints/{POINTER}", f"checkpoints/{BEST}")
+WRITTEN_FOLDERS = ("checkpoints", "ranks")
 
 
 def choose_run_dir(plan: Plan) -> None:
@@ -52,7 +55,7 @@ def default_run_dir(config: Config, job: str | None) -> str:
 
 @contextmanager
 def claim_run_dir(folder: Path) -> Iterator[None]:
-    """Create and lock ``folder`` for the ``with`` block. Raises ConfigError if another run has the lock."""
+    """Create and lock ``folder`` for the ``with`` block. Raises ConfigError if another run has the lock or a run cannot be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Forked ranks inherit the file with the lock, which is released when the last process ends.
@@ -60,9 +63,9 @@ def claim_run_dir(folder: Path) -> Iterator[None]:
     except OSError as error:
         rule, instead = f"cannot write to the run folder: {error.strerror}", "write another run.dir=PATH"
         raise ConfigError([Problem("run.dir", str(folder), rule, instead)]) from error
-    if (metrics := folder / METRICS_FILE).exists() and not metrics.is_file():
-        rule, instead = f"its {METRICS_FILE} is not a regular file", "remove the file"
-        raise ConfigError([Problem("run.dir", str(folder), rule, instead)])
+    if problems := list(_wrong_entries(folder)):
+        lock.close()
+        raise ConfigError(problems)
     with lock:
         locked = try_lock(lock)
         if locked is False:
@@ -77,6 +80,20 @@ def claim_run_dir(folder: Path) -> Iterator[None]:
         for draft in folder.glob(f".*{DRAFT}") if locked else ():  # left by a killed process
             draft.unlink(missing_ok=True)
         yield
+
+
+def _wrong_entries(folder: Path) -> Iterator[Problem]:
+    """Yield a problem for each folder in place of a file that the run writes, and the reverse."""
+    for name in WRITTEN_FILES:
+        path = folder / name
+        if os.path.isdir(path) or (name == METRICS_FILE and path.exists() and not path.is_file()):
+            rule = f"its {name} is {'a folder' if os.path.isdir(path) else 'not a regular file'}"
+            yield Problem("run.dir", str(folder), rule, f"move {path} away, or write another run.dir=PATH")
+    for name in WRITTEN_FOLDERS:
+        path = folder / name
+        if os.path.lexists(path) and not os.path.isdir(path):
+            rule = f"its {name} is not a folder"
+            yield Problem("run.dir", str(folder), rule, f"move {path} away, or write another run.dir=PATH")
 
 
 def report_to_batch_script(status: int | str, folder: str | None = None) -> None:

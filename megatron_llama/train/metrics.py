@@ -15,7 +15,7 @@ from megatron_llama.parallel.compiling import may_compile
 from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule, difficulties_at
 from megatron_llama.train.console import Progress, Value
-from megatron_llama.train.loss_curve import draw_run
+from megatron_llama.train.loss_curve import PICTURE_FILE, draw_run
 from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, read_run_records
 from megatron_llama.train.sinks import open_sinks
 from megatron_llama.train.waits import WAIT_METRICS
@@ -139,7 +139,12 @@ class MetricsLogger:
         """Draw the loss curve and print the summary of the run."""
         self._finished = True
         self._progress.stop()
-        picture = draw_run(self.plan)
+        picture = None
+        try:
+            picture = draw_run(self.plan)
+        except Exception as error:  # the run is saved; a picture must not change its status
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            self.print_lines((f"WARNING: {PICTURE_FILE} was not written: {reason}.",))
         self._progress.summary(self.plan, self.peak, read_run_records(self._path), samples, picture)
 
     def _check_peak(self, metrics: Mapping[str, Value]) -> None:

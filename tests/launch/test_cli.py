@@ -355,3 +355,23 @@ def test_mistakes_in_writing_and_in_meaning_are_told_together(capsys: pytest.Cap
     assert cli.main(["--dry-run", "data=mock", "trainer.tpp=2", "trainer.tp=3"]) == 2
     errors = capsys.readouterr().err
     assert "trainer.tpp = 2" in errors and "must divide model.num_attention_heads=4" in errors
+
+
+def test_folders_in_place_of_files_are_found_before_the_first_step(tmp_path: Path) -> None:
+    for name in ("plan.txt", "config.yaml", "checkpoints/latest", "checkpoints/best"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "ranks").touch()
+    with pytest.raises(ConfigError) as refused, run_dir.claim_run_dir(tmp_path):
+        pass
+    text = str(refused.value)
+    assert all(f"its {name} is a folder" in text for name in ("plan.txt", "checkpoints/latest", "checkpoints/best"))
+    assert "its ranks is not a folder" in text and f"move {tmp_path}/checkpoints/latest away" in " ".join(text.split())
+
+
+def test_a_file_in_place_of_the_checkpoints_is_found_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(ConfigError, match="its checkpoints is not a folder"), run_dir.claim_run_dir(tmp_path):
+        pass
+    (tmp_path / "checkpoints").unlink()
+    with run_dir.claim_run_dir(tmp_path):
+        pass

@@ -261,6 +261,18 @@ def test_the_summary_names_the_memory_that_it_counts(tmp_path: Path, capsys: pyt
     assert max(map(len, summary.partition("\n\n")[0].splitlines())) <= 79
 
 
+def test_a_picture_that_cannot_be_written_does_not_fail_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "loss.png").mkdir()
+    with MetricsLogger(plan_of(tmp_path), PEAK) as logger:
+        logger.log_step(measured(1))
+        logger.finish()
+    text = capsys.readouterr().out
+    assert "WARNING: loss.png was not written: Is a directory.\n" in text
+    assert "loss curve" not in text and "peak memory" in text, "the summary follows"
+
+
 def test_a_terminal_gets_one_line_that_is_redrawn() -> None:
     text = shown(terminal=True, every=1)
     assert "12/12" in text and "val loss" in text
