@@ -55,7 +55,10 @@ def default_run_dir(config: Config, job: str | None) -> str:
 
 @contextmanager
 def claim_run_dir(folder: Path) -> Iterator[None]:
-    """Create and lock ``folder`` for the ``with`` block. Raises ConfigError if another run has the lock or a run cannot be written there."""
+    """Create and lock ``folder`` for the ``with`` block.
+
+    Raises ConfigError if another run has the lock, or if a run cannot be written there.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Forked ranks inherit the file with the lock, which is released when the last process ends.

@@ -118,7 +118,7 @@ def labels(paths: Sequence[str]) -> list[str]:
     names = [path_parts[-1] for path_parts in parts]
     for depth in range(2, 1 + max(map(len, parts))):
         names = [
-            "/".join(path_parts[-depth:]) if names.count(name) > 1 else name
+            str(PurePath(*path_parts[-depth:])) if names.count(name) > 1 else name
             for path_parts, name in zip(parts, names, strict=True)
         ]
     return [

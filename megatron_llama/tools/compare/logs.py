@@ -18,7 +18,7 @@ EVENTS = "events.out.tfevents."
 TRAINER_STATE = "trainer_state.json"
 A_PATH = "write the path of a run folder, a TensorBoard folder or a metrics.jsonl"
 # Names inside a run folder, which do not identify the run.
-FILES_OF_A_RUN = (METRICS_FILE, TRAINER_STATE, "tensorboard", "/")
+FILES_OF_A_RUN = (METRICS_FILE, TRAINER_STATE, "tensorboard")
 # SessionLog status of TensorBoard's purge mark: points of an earlier attempt from its step on are invalid.
 SESSION_START = 1
 

@@ -201,3 +201,5 @@ def test_labels_are_unique() -> None:
     assert labels(["x/a/tensorboard", "y/a"]) == ["x/a", "y/a"]
     assert labels(["runs/a", "runs/a"]) == ["runs/a", "runs/a (2)"]
     assert labels(["."]) == ["."]
+    assert labels(["/runs/a", "runs/a"]) == ["/runs/a", "runs/a"]
+    assert labels(["/runs/a", "/runs/a", "/"]) == ["/runs/a", "/runs/a (2)", "/"]

@@ -133,6 +133,9 @@ def test_spellings_of_devices() -> None:
     names = ("h100-pcie", "H100 PCIe 80GB", "2x8 H100", "AWS Trainium2 (chip)", "Habana Gaudi2", "", "8", "nvidia")
     matches = [device and device.name for device in map(find_device, names)]
     assert matches == ["h100-pcie", "h100-pcie", "h100", "trn2", "gaudi2", None, None, None]
+    assert [find_device(name) for name in ("h1000", "Gaudi 4", "gaudi9", "Trainium3", "mi300x0", "trn10")] == [None] * 6
+    matches = [device and device.name for device in map(find_device, ("H100SXM5", "h100 80", "Gaudi 96GB", "Gaudi"))]
+    assert matches == ["h100", "h100", "gaudi2", "gaudi2"]
 
 
 def test_notations_of_cells(tmp_path: Path) -> None:
