@@ -17,6 +17,7 @@ from megatron_llama.arch.names import PEFT_PREFIX, Shape, hf_shapes, is_lora
 from megatron_llama.checkpoint.adapter import MergedTensors, adapter_config, finetune_of, open_base, trained_tensors
 from megatron_llama.checkpoint.hf_folder import INDEX, SINGLE
 from megatron_llama.checkpoint.manifest import NAME, Manifest, dtype_of, read_manifest
+from megatron_llama.checkpoint.model_card import CARD, model_card
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, safetensors_header
 from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig, Problem
 from megatron_llama.config.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NO_HF_BLOCKS, hf_config, read_hf_config
@@ -104,6 +105,8 @@ def export(
             files = split_into_files(shapes, DTYPES[dtype], max_shard_bytes)
             token_ids, tokenizer = _write_companions(manifest, partial)
             _write_json(partial / "config.json", hf_config(model, dtype, token_ids))
+        card = model_card(manifest.state, model, finetune, adapter=is_adapter, dtype=dtype, tokenizer=tokenizer)
+        write_synced(partial / CARD, card.encode())
         single = ADAPTER_WEIGHTS if is_adapter else SINGLE
         names, size = _write_weights(source, files, DTYPES[dtype], partial, single, progress)
         sync_folder(partial)

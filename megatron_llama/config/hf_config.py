@@ -347,7 +347,7 @@ def cache_folder() -> Path:
 
 def download_hint(name: str, kind: str = MODEL) -> str:
     """Return the end of a message with the download command, for a hub name or an incomplete snapshot; else ""."""
-    whole = _repository(name)
+    whole = hub_name(name)
     if whole:
         return f", or download the files that the cache lacks: {_command(whole, kind)}"
     if not is_hub_name(name) or os.path.exists(name):
@@ -357,10 +357,10 @@ def download_hint(name: str, kind: str = MODEL) -> str:
 
 def short_name(folder: str) -> str:
     """Return a folder's name, or the repository's name if the folder is a snapshot of a hub repository."""
-    return _repository(folder).rpartition("/")[2] or os.path.basename(os.path.abspath(folder))
+    return hub_name(folder).rpartition("/")[2] or os.path.basename(os.path.abspath(folder))
 
 
-def _repository(folder: str) -> str:
+def hub_name(folder: str) -> str:
     """Return the hub name of the repository whose snapshot a folder is; "" for other folders."""
     path = Path(os.path.abspath(folder))
     _, _, name = path.parent.parent.name.partition("s--")

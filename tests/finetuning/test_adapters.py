@@ -62,11 +62,14 @@ def _their_logits(rank: int, plan: Plan, base: Path, adapter: Path | None) -> tu
 
 def test_peft_reads_our_adapter_and_gives_our_logits(world: World, trained: Path, tmp_path: Path) -> None:
     made = export(find_checkpoint(trained), tmp_path / "adapter")
-    assert sorted(path.name for path in made.folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    names = sorted(path.name for path in made.folder.iterdir())
+    assert names == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
     theirs = load_file(world.adapter / "adapter_model.safetensors")
     ours = load_file(made.folder / "adapter_model.safetensors")
     assert {n: t.shape for n, t in ours.items()} == {n: t.shape for n, t in theirs.items()}
     assert made.bytes == sum(tensor.nbytes for tensor in ours.values()) and made.dtype == "float32"
+    trained_here = sum(tensor.numel() for tensor in ours.values())
+    assert f"| Parameters of the adapter | {trained_here:,} (" in (made.folder / "README.md").read_text()
     (logits,) = run_ranks(_our_logits, 1, make_plan(1, trained, *world.lora))
     (their_logits, _) = run_ranks(_their_logits, 1, world.plan, world.base, made.folder)[0]
     assert distance(logits, their_logits) <= 1e-6

@@ -1,0 +1,146 @@
+"""README.md of an exported folder: a model card with the front matter of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_llama.arch.shapes import head_dim, kv_heads, parameters, whole_model
+from megatron_llama.checkpoint.manifest import State
+from megatron_llama.config import FinetuneConfig, ModelConfig
+from megatron_llama.config.data_settings import split_weights
+from megatron_llama.config.hf_config import hub_name, short_name
+from megatron_llama.system.files import read_whole
+from megatron_llama.system.programs import name_commands
+from megatron_llama.system.tables import plural, short_count
+
+CARD = "README.md"
+UNKNOWN = "unknown"
+"""A license of the hub's list."""
+_MOST_BYTES = 1 << 20
+_LICENSE = re.compile(r"license: *['\"]?([\w.+-]{1,100})['\"]?[ ]*")
+
+
+def model_card(
+    state: State, model: ModelConfig, finetune: FinetuneConfig, *, adapter: bool, dtype: str, tokenizer: bool
+) -> str:
+    """Return the card. It names the base model and the data, but no path.
+
+    The front matter has ``base_model`` only for a model of the hub, which rejects other names.
+
+    Args:
+        state: State of the exported checkpoint.
+        adapter: Whether the folder has LoRA's adapter instead of the whole model.
+        dtype: dtype of the exported weights.
+        tokenizer: Whether the folder has a tokenizer.
+    """
+    folder = state.hf_folder
+    on_hub, base = (hub_name(folder), _plain(short_name(folder))) if folder else ("", None)
+    base = _plain(on_hub) or base
+    matter: dict[str, Any] = {
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["llama", "megatron_llama", *(["lora"] if finetune.method == "lora" else [])],
+        **({"base_model": on_hub} if on_hub else {}),
+        "license": base_license(Path(folder)) if folder else UNKNOWN,
+    }
+    title = f"{base}, fine-tuned" if base else f"{_plain(str(model.name))}, pretrained"
+    name = title + " (LoRA adapter)" * adapter
+    rows = [*_facts(state, model, finetune, base, adapter), ("Data type of the weights", dtype)]
+    return "\n".join(
+        [
+            "---",
+            yaml.safe_dump(matter, sort_keys=False, allow_unicode=True).rstrip(),
+            "---",
+            "",
+            f"# {name}",
+            "",
+            "Trained with megatron_llama. Before publishing, add the license, the intended use and an evaluation.",
+            "",
+            "| | |",
+            "|---|---|",
+            *(f"| {label} | {text} |" for label, text in rows),
+            "",
+            *_usage(adapter, tokenizer, bool(base)),
+        ]
+    )
+
+
+def _facts(
+    state: State, model: ModelConfig, finetune: FinetuneConfig, base: str | None, adapter: bool
+) -> list[tuple[str, str]]:
+    """Return (label, text) of each row of the table."""
+    heads, kv = model.num_attention_heads, kv_heads(model)
+    count, tokens = parameters(model), state.position.tokens
+    shape = f"{model.num_hidden_layers} layers, hidden size {model.hidden_size}, {heads} heads of {head_dim(model)} "
+    shape += f"({kv} for keys and values), feed-forward {model.intermediate_size}, vocabulary {model.vocab_size:,}"
+    rows = [("Base model", base)] if base else []
+    rows += [("Architecture", f"Llama: {shape}"), ("Parameters", f"{count:,} ({short_count(count)})")]
+    if adapter:
+        trained = whole_model(model, finetune).trained
+        rows.append(("Parameters of the adapter", f"{trained:,} ({short_count(trained)})"))
+    if finetune.method == "lora":
+        modules = ", ".join(finetune.lora_target_modules)
+        rows.append(("LoRA", f"rank {finetune.lora_rank}, alpha {finetune.lora_alpha:g}, on {modules}"))
+    rows.append(("Training tokens", f"{tokens:,} in {state.step:,} {plural(state.step, 'step')}"))
+    rows.append(("Data", data_names(state.settings)))
+    return rows
+
+
+def data_names(settings: Mapping[str, Any]) -> str:
+    """Return the names of a run's datasets, without their folders."""
+    data = settings.get("data", {})
+    if data.get("mock"):
+        return "random tokens (data=mock)"
+    prefixes = [_file_name(path) for path in split_weights(data.get("prefixes") or [])[1]]
+    files = ", ".join(dict.fromkeys(prefixes))
+    return _plain(str(data.get("name") or UNKNOWN)) + (f" ({files})" if files else "")
+
+
+def base_license(folder: Path) -> str:
+    """Return the license in the front matter of the base model's card; ``unknown`` if there is none."""
+    try:
+        lines = read_whole(folder / CARD, _MOST_BYTES).decode().splitlines()
+    except (OSError, ValueError):
+        return UNKNOWN
+    end = lines.index("---", 1) if lines[:1] == ["---"] and "---" in lines[1:] else 0
+    matches = (_LICENSE.fullmatch(line) for line in lines[:end])
+    return next((match[1] for match in matches if match), UNKNOWN)
+
+
+def _usage(adapter: bool, tokenizer: bool, has_base: bool) -> list[str]:
+    """Return the lines that show how to load the folder."""
+    kind = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
+    lines = ["## Use", "", "FOLDER is the folder of this file.", "", "```python"]
+    lines += [f"from {'peft' if adapter else 'transformers'} import {kind}", ""]
+    lines += [f'model = {kind}.from_pretrained("FOLDER")']
+    if tokenizer:
+        lines[-2:-2] = ["from transformers import AutoTokenizer"]
+        lines.append('tokenizer = AutoTokenizer.from_pretrained("FOLDER")')
+    needs_tokenizer = not tokenizer and not (adapter and has_base)
+    option = " --tokenizer TOKENIZER" if needs_tokenizer else ""
+    return [
+        *lines,
+        "```",
+        "",
+        "With megatron_llama:",
+        "",
+        "```bash",
+        name_commands(f'python scripts/generate.py FOLDER{option} --prompt "Once upon a time"'),
+        "```",
+        "",
+    ]
+
+
+def _file_name(path: str) -> str:
+    return _plain(os.path.basename(os.path.normpath(path)))
+
+
+def _plain(text: str) -> str:
+    """Return ``text`` without characters that Markdown or YAML would interpret."""
+    return re.sub(r"[^\w./+@(), -]", "_", text)
