@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_llama.config.data_settings import suggest_for_data
+from megatron_llama.config.fields import closest_choice
+from megatron_llama.config.optimizers import OPTIMIZERS
 from megatron_llama.config.problems import Problem
 from megatron_llama.system.programs import conf_folders
+
+EXPERIMENT = "experiment"
+"""The group of whole recipes, applied over all other groups. Its files are in conf/experiment/, or a path is given."""
 
 
 def groups_in(conf_dir: Path) -> set[str]:
@@ -34,3 +42,61 @@ def hidden_file(group: str, option: str, conf_dir: Path) -> Problem | None:
             rule = f"is the name of two different files, {local} and {first}"
             return Problem(group, option, rule, f"rename {local}")
     return None
+
+
+def suggest_option(group: str, choice: str, options: Sequence[str]) -> str:
+    """Return the text to write instead of a choice that the group does not have."""
+    if group == "optim" and choice.lower() in OPTIMIZERS:
+        return f"write optim.name={choice.lower()}; optim= chooses the schedule: {', '.join(options)}"
+    if group == "data" and (advice := suggest_for_data(choice)):
+        return advice
+    listed = (", ".join(options) or "no file yet") + (", or the path of a .yaml file" * (group == EXPERIMENT))
+    start = re.sub(r"[\W_]", "", choice.lower())
+    alike = [option for option in options if start and option.replace("_", "").startswith(start)]
+    guess = closest_choice(group, choice, options)
+    if alike and guess not in alike:  # llama3: its sizes are closer than llama13b, which differs by fewer letters
+        return f"write {group}= one of {', '.join(alike)}"
+    return f"write {group}={guess}, or one of {listed}" if guess else f"write {group}= one of {listed}"
+
+
+def option_of_path(group: str, choice: str, conf_dir: Path) -> str:
+    """Return the option that the path of a file of the group names, with or without .yaml; else ``choice`` itself."""
+    folders = [(each / group).resolve() for each in conf_folders(conf_dir)]
+    paths = [Path(choice), conf_dir.parent / choice]
+    if not is_file(group, choice):  # a user's recipe.yaml has precedence over conf/experiment/recipe.yaml
+        paths += [folder / choice for folder in folders]
+    for path in paths:
+        file = _yaml_file(path)
+        if file is not None and file.parent in folders:
+            return file.stem
+    return choice
+
+
+def problem_of_path(group: str, choice: str, conf_dir: Path) -> Problem | None:
+    """Return the problem of an existing file that is not a file of the group; None for other choices."""
+    file = _yaml_file(Path(choice)) or _yaml_file(conf_dir.parent / choice)
+    if file is None:
+        return None
+    folder = file.parent
+    for here in (each.resolve() for each in conf_folders(conf_dir)):
+        if folder != here and folder.is_relative_to(here):
+            other = folder.relative_to(here).as_posix()
+            return Problem(group, choice, f"is a file of the group {other}", f"write {other}={file.stem}")
+    instead = f"copy it to {conf_dir.name}/{group}/ and write {group}={file.stem}"
+    if group != EXPERIMENT:
+        instead += f", or put its settings under {group}: in a file for {EXPERIMENT}=FILE.yaml"
+    return Problem(group, choice, f"is a file outside {conf_dir.name}/{group}/", instead)
+
+
+def _yaml_file(path: Path) -> Path | None:
+    """Return the absolute path of an existing YAML file, whose suffix may be missing; None if there is none."""
+    file = path if path.suffix in (".yaml", ".yml") else Path(f"{path}.yaml")
+    try:
+        return file.resolve() if file.is_file() else None
+    except (OSError, ValueError):  # too long, or a null byte
+        return None
+
+
+def is_file(group: str, choice: str) -> bool:
+    """Return whether the choice is the path of a user's file."""
+    return group == EXPERIMENT and choice.endswith((".yaml", ".yml")) and Path(choice).is_file()

@@ -24,30 +24,36 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_llama.config.conf_folders import groups_in, hidden_file, options_of, search_path
-from megatron_llama.config.data_settings import settle_data_settings, suggest_for_data
+from megatron_llama.config.conf_folders import (
+    EXPERIMENT,
+    groups_in,
+    hidden_file,
+    is_file,
+    option_of_path,
+    options_of,
+    problem_of_path,
+    search_path,
+    suggest_option,
+)
+from megatron_llama.config.data_settings import settle_data_settings
 from megatron_llama.config.fields import (
     FREE_DICT,
     Setting,
-    closest_choice,
     sections,
     settings_by_name,
     suggest,
     unknown_setting_problem,
 )
 from megatron_llama.config.hf_config import fill_from_folders
-from megatron_llama.config.optimizers import OPTIMIZERS
+from megatron_llama.config.interpolations import check_interpolations
 from megatron_llama.config.printable import check_texts
 from megatron_llama.config.problems import ConfigError, Problem, duplicate_length
 from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
 from megatron_llama.config.stored import has_run, is_decided, is_known, read_settings, settings_of_groups
 from megatron_llama.system.files import check_yaml
-from megatron_llama.system.programs import conf_folders
 
 # Name of the dataclasses in conf/config.yaml; files in conf/ are checked against them.
 SCHEMA = "settings"
-# The group of whole recipes, applied over all other groups. Its files are in conf/experiment/, or a path is given.
-EXPERIMENT = "experiment"
 # Hydra's name of a user's file. A file's own name may also be in conf/experiment/, which Hydra rejects.
 USER_FILE = "file_of_the_user"
 # The group that scales a recipe down, applied after it.
@@ -65,24 +71,6 @@ INSTEAD_OF = {
     "optim.warmup_ratio": "optim.warmup_steps",
 }
 
-# Limits on ``${...}``: a few short lines that refer to each other twice can expand to gigabytes, or never end. The size
-# is computed before anything is resolved. References must therefore be setting names or ``oc.env:VARIABLE``. Other
-# forms of OmegaConf (names that contain references, functions) are rejected.
-MOST_CHARACTERS = 1 << 22
-"""Limit on the total size of all expanded values; a value that is not text counts as one character."""
-MOST_STEPS = 8
-"""Maximum length of a chain of references."""
-_REFERENCE = re.compile(r"\$\{\s*([^${}]*?)\s*\}")
-_NAME = re.compile(r"[\w.\[\]/-]+")
-_VARIABLE = re.compile(r"oc\.env:[^\0]*")
-_SECRET = re.compile(
-    r"(?:.*_)?(?:KEY|TOKEN|SECRET|JWT|CREDENTIALS?)(?:_.*)?|.*(?:APIKEY|PASSWORD|PASSPHRASE).*", re.IGNORECASE
-)
-"""Names of variables that hold secrets, such as WANDB_API_KEY or HF_TOKEN. TOKENIZERS_PARALLELISM is none."""
-_FUNCTION = re.compile(r"(?!oc\.)[\w.]+:.*", re.DOTALL)
-_INSTEAD = "write the value itself"
-_Keys = tuple[str, ...]
-"""Path from the root to a value."""
 
 
 def load_config(overrides: Sequence[str], conf_dir: Path, *, resumes: bool = False) -> Config:
@@ -195,71 +183,18 @@ def _split_overrides(
             values.append(override)
             continue
         options = options_of(group, conf_dir)
-        option = _option_of_path(group, str(choice), conf_dir)
-        if not override.is_delete() and (option in options or _is_file(group, option)):
+        option = option_of_path(group, str(choice), conf_dir)
+        if not override.is_delete() and (option in options or is_file(group, option)):
             choices[group] = option  # the last choice of a group wins
             if option in options and (hidden := hidden_file(group, option, conf_dir)):
                 problems.append(hidden)
             continue
-        if problem := _problem_of_path(group, str(choice), conf_dir):
+        if problem := problem_of_path(group, str(choice), conf_dir):
             problems.append(problem)
             continue
         rule = f"there is no {group} of that name in {conf_dir.name}/{group}/"
-        problems.append(Problem(group, choice, rule, _suggest_option(group, str(choice), options)))
+        problems.append(Problem(group, choice, rule, suggest_option(group, str(choice), options)))
     return choices, values
-
-
-def _suggest_option(group: str, choice: str, options: Sequence[str]) -> str:
-    """Return the text to write instead of a choice that the group does not have."""
-    if group == "optim" and choice.lower() in OPTIMIZERS:
-        return f"write optim.name={choice.lower()}; optim= chooses the schedule: {', '.join(options)}"
-    if group == "data" and (advice := suggest_for_data(choice)):
-        return advice
-    listed = (", ".join(options) or "no file yet") + (", or the path of a .yaml file" * (group == EXPERIMENT))
-    start = re.sub(r"[\W_]", "", choice.lower())
-    alike = [option for option in options if start and option.replace("_", "").startswith(start)]
-    guess = closest_choice(group, choice, options)
-    if alike and guess not in alike:  # llama3: its sizes are closer than llama13b, which differs by fewer letters
-        return f"write {group}= one of {', '.join(alike)}"
-    return f"write {group}={guess}, or one of {listed}" if guess else f"write {group}= one of {listed}"
-
-
-def _option_of_path(group: str, choice: str, conf_dir: Path) -> str:
-    """Return the option that the path of a file of the group names, with or without .yaml; else ``choice`` itself."""
-    folders = [(each / group).resolve() for each in conf_folders(conf_dir)]
-    paths = [Path(choice), conf_dir.parent / choice]
-    if not _is_file(group, choice):  # a user's recipe.yaml has precedence over conf/experiment/recipe.yaml
-        paths += [folder / choice for folder in folders]
-    for path in paths:
-        file = _yaml_file(path)
-        if file is not None and file.parent in folders:
-            return file.stem
-    return choice
-
-
-def _problem_of_path(group: str, choice: str, conf_dir: Path) -> Problem | None:
-    """Return the problem of an existing file that is not a file of the group; None for other choices."""
-    file = _yaml_file(Path(choice)) or _yaml_file(conf_dir.parent / choice)
-    if file is None:
-        return None
-    folder = file.parent
-    for here in (each.resolve() for each in conf_folders(conf_dir)):
-        if folder != here and folder.is_relative_to(here):
-            other = folder.relative_to(here).as_posix()
-            return Problem(group, choice, f"is a file of the group {other}", f"write {other}={file.stem}")
-    instead = f"copy it to {conf_dir.name}/{group}/ and write {group}={file.stem}"
-    if group != EXPERIMENT:
-        instead += f", or put its settings under {group}: in a file for {EXPERIMENT}=FILE.yaml"
-    return Problem(group, choice, f"is a file outside {conf_dir.name}/{group}/", instead)
-
-
-def _yaml_file(path: Path) -> Path | None:
-    """Return the absolute path of an existing YAML file, whose suffix may be missing; None if there is none."""
-    file = path if path.suffix in (".yaml", ".yml") else Path(f"{path}.yaml")
-    try:
-        return file.resolve() if file.is_file() else None
-    except (OSError, ValueError):  # too long, or a null byte
-        return None
 
 
 def from_yaml(text: str) -> Config:
@@ -363,7 +298,7 @@ def _compose_groups(choices: dict[str, str], conf_dir: Path) -> DictConfig:
     ConfigStore.instance().store(SCHEMA, Config)
     defaults = yaml.safe_load((conf_dir / "config.yaml").read_text(encoding="utf-8"))["defaults"]
     by_default = {name.removeprefix("optional ") for entry in defaults if isinstance(entry, dict) for name in entry}
-    if _is_file(EXPERIMENT, choices.get(EXPERIMENT, "")):
+    if is_file(EXPERIMENT, choices.get(EXPERIMENT, "")):
         # Hydra gets a user's file as if it were in conf/experiment/.
         path = Path(choices[EXPERIMENT])
         try:
@@ -382,15 +317,10 @@ def _compose_groups(choices: dict[str, str], conf_dir: Path) -> DictConfig:
         return hydra_compose("config", overrides=[*overrides, *search_path(conf_dir)])
 
 
-def _is_file(group: str, choice: str) -> bool:
-    """Return whether the choice is the path of a user's file."""
-    return group == EXPERIMENT and choice.endswith((".yaml", ".yml")) and Path(choice).is_file()
-
-
 def _problem_in_files(error: BaseException, choices: Mapping[str, str]) -> Problem:
     """Return the problem of an error that Hydra, OmegaConf or PyYAML raised on a file in conf/ or a user's file."""
     user_file = choices.get(EXPERIMENT, "")
-    files = {f"{EXPERIMENT}/{USER_FILE}": user_file} if _is_file(EXPERIMENT, user_file) else {}
+    files = {f"{EXPERIMENT}/{USER_FILE}": user_file} if is_file(EXPERIMENT, user_file) else {}
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         where = f"{mark.name}, line {mark.line + 1}"
@@ -492,122 +422,3 @@ def _typed(config: DictConfig, problems: list[Problem]) -> Config | None:
     if typed.finetune.lora_target_modules == [ALL_LINEAR]:
         typed.finetune.lora_target_modules = list(LORA_TARGETS)
     return typed
-
-
-def check_interpolations(config: DictConfig, *, functions: bool = False) -> list[Problem]:
-    """Return the problems of a config's references, without resolving any reference.
-
-    ``functions`` accepts resolvers of other programs, such as NeMo's ``${multiply:...}``, which stay unresolved, and
-    variables that hold secrets.
-    """
-    root = OmegaConf.to_container(config, resolve=False)
-    known_forms = (_NAME, _VARIABLE, *([_FUNCTION] if functions else []))
-    unsupported = [
-        Problem(".".join(path), None, f"{_short(text)} is not a supported reference", "write ${a setting's name}")
-        for path, text in _texts(root, ())
-        if not all(any(form.fullmatch(name) for form in known_forms) for name in _names(text))
-    ]
-    if unsupported:
-        return unsupported
-    if secrets := [] if functions else list(_secrets(root)):
-        return secrets
-    known: dict[_Keys, tuple[int, int]] = {}
-    try:
-        size = sum(_size(root, text, path, known)[0] for path, text in _texts(root, ()))
-    except _Endless as error:
-        name = ".".join(error.path)
-        return [Problem(name, None, f"refers to itself, or through more than {MOST_STEPS} others", _INSTEAD)]
-    if size > MOST_CHARACTERS:
-        largest = ".".join(max((size, path) for path, size in known.items())[1])
-        rule = f"references expand to {size:,} characters; the limit is {MOST_CHARACTERS:,}"
-        return [Problem(largest, None, rule, _INSTEAD)]
-    return []
-
-
-def names_secret(variable: str) -> bool:
-    """Whether the environment variable probably holds a secret, which must not get into a file or log."""
-    return _SECRET.fullmatch(variable) is not None
-
-
-def _secrets(root: Any) -> Iterator[Problem]:
-    """Yield a problem for each reference to an environment variable that probably holds a secret."""
-    for path, text in _texts(root, ()):
-        for name in filter(_VARIABLE.fullmatch, _names(text)):
-            variable = name.partition(":")[2].partition(",")[0].strip(" '\"")
-            if names_secret(variable):
-                rule = f"{variable} is the name of a secret, and settings are written to checkpoints and logs"
-                instead = "omit it: wandb reads its key from the environment. For other values, use another variable"
-                yield Problem(".".join(path), _short(text), rule, instead)
-
-
-class _Endless(Exception):
-    """Too long chain of references."""
-
-    def __init__(self, path: _Keys) -> None:
-        self.path = path
-
-
-def _texts(value: Any, path: _Keys) -> Iterator[tuple[_Keys, str]]:
-    """Yield (path, text) of each value inside that contains references."""
-    if isinstance(value, str) and "${" in value:
-        yield path, value
-    elif isinstance(value, (dict, list)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _texts(item, (*path, str(key)))
-
-
-def _names(text: str) -> list[str]:
-    """Return the text of each ``${...}``, inner ones first and as "\\0" in the outer; unclosed text unchanged."""
-    names = []
-    while inner := _REFERENCE.findall(text):
-        names += inner
-        text = _REFERENCE.sub("\0", text)
-    return names + ([text] if "${" in text else [])
-
-
-def _size(root: Any, value: Any, path: _Keys, known: dict[_Keys, tuple[int, int]], steps: int = 0) -> tuple[int, int]:
-    """Return (characters of the expanded value at ``path``, length of its longest chain of references).
-
-    Each path is visited once and counts once per reference.
-    """
-    if path not in known:
-        parts: list[tuple[int, int]] = []
-        size = 1
-        if isinstance(value, (dict, list)):
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            parts = [_size(root, item, (*path, str(key)), known, steps) for key, item in items]
-        elif isinstance(value, str):
-            size = len(value)
-            targets = [_target(name, path) for name in _names(value) if _NAME.fullmatch(name)]
-            if targets and steps > MOST_STEPS:
-                raise _Endless(path)
-            sizes = [_size(root, _at(root, target), target, known, steps + 1) for target in targets]
-            parts = [(characters, depth + 1) for characters, depth in sizes]
-        known[path] = size + sum(part[0] for part in parts), max((part[1] for part in parts), default=0)
-        if known[path][1] > MOST_STEPS:
-            raise _Endless(path)
-    return known[path]
-
-
-def _target(name: str, path: _Keys) -> _Keys:
-    """Return the path that a reference in the value at ``path`` names; leading dots make it relative."""
-    bare = name.lstrip(".")
-    up = len(name) - len(bare)
-    keys = tuple(key for key in re.split(r"[.\[\]]+", bare) if key)
-    return (*path[: max(0, len(path) - up)], *keys) if up else keys
-
-
-def _at(root: Any, path: _Keys) -> Any:
-    """Return the value at a path; None if it is missing, which OmegaConf reports."""
-    for key in path:
-        if isinstance(root, dict):
-            root = next((item for name, item in root.items() if str(name) == key), None)
-        elif isinstance(root, list) and key.isdecimal() and int(key) < len(root):
-            root = root[int(key)]
-        else:
-            return None
-    return root
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else text[:56] + " ..."

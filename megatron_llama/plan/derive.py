@@ -80,13 +80,8 @@ def derive_plan(config: Config, world_size: int) -> Plan:
     if trainer.param_gather and trainer.shard_group == 1:
         notes.append(f"trainer.param_gather={trainer.param_gather} has no effect: weights are not sharded")
         trainer.param_gather = None
-    if trainer.sp and tp == 1:
-        notes.append("trainer.sp=true has no effect with trainer.tp=1")
-    elif trainer.sp is None and data.length % grid.divisor("activations"):
-        notes.append(f"sequence parallelism is off: data.seq_length={data.length} is not a multiple of trainer.tp={tp}")
+    notes += _derive_sequence_parallelism(config, grid)
     data.eod_mask_loss = data.document_mask if data.eod_mask_loss is None else data.eod_mask_loss
-    # A rule rejects trainer.sp=true if the sequence length is not a multiple of tp.
-    trainer.sp = trainer.sp is not False and tp > 1 and data.length % grid.divisor("activations") == 0
     if data.kind != "sft" or data.mock:
         trainer.val_steps = trainer.val_steps or VALIDATION_STEPS
     if trainer.epochs is not None:
@@ -112,6 +107,19 @@ def derive_plan(config: Config, world_size: int) -> Plan:
         notes=tuple(notes),
         chosen=chosen,
     )
+
+
+def _derive_sequence_parallelism(config: Config, grid: Grid) -> list[str]:
+    """Derive ``trainer.sp``, in place; return the notes."""
+    trainer, length, notes = config.trainer, config.data.length, list[str]()
+    fits = length % grid.divisor("activations") == 0
+    if trainer.sp and trainer.tp == 1:
+        notes = ["trainer.sp=true has no effect with trainer.tp=1"]
+    elif trainer.sp is None and not fits:
+        notes = [f"sequence parallelism is off: data.seq_length={length} is not a multiple of trainer.tp={trainer.tp}"]
+    # A rule rejects trainer.sp=true if the sequence length is not a multiple of tp.
+    trainer.sp = trainer.sp is not False and trainer.tp > 1 and fits
+    return notes
 
 
 def _derive_steps(config: Config, epochs: int) -> str:

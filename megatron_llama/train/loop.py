@@ -86,6 +86,11 @@ def train(
         labels.finish()
         checkpointer.finish(max(first - 1, trainer.steps))
         report_end(plan, model, logger)
+    export(plan, topology, checkpointer)
+
+
+def export(plan: Plan, topology: Topology, checkpointer: Checkpointer) -> None:
+    """Export the checkpoint if the settings ask for it, then report the end of the run. A collective."""
     phase.enter("exporting", phase.PATIENT)
     checkpointer.export()
     if topology.is_logger:

@@ -133,7 +133,7 @@ def sort_traffic(traffic: Traffic) -> Traffic:
     return dict(sorted(traffic.items(), key=lambda item: (AXES.index(item[0][0]), KINDS.index(item[0][1]), item[0][2])))
 
 
-def step_operations(plan: Plan, pp_rank: int, shard_rank: int) -> list[Operation]:
+def step_operations(plan: Plan, pp_rank: int, shard_rank: int, tp_rank: int = 0) -> list[Operation]:
     """Return a rank's communication in a training step: forward, backward, gradient norm, update and loop control.
 
     Validation and checkpoints are not included. With random-LTD the step has the largest length, max_value.
@@ -142,6 +142,7 @@ def step_operations(plan: Plan, pp_rank: int, shard_rank: int) -> list[Operation
         plan: plan of the run.
         pp_rank: pipeline rank.
         shard_rank: position among the ranks that share one sharded copy of the states.
+        tp_rank: tensor-parallel rank. Only 1-bit Adam depends on it: the last ranks have padding of the vocabulary.
     """
     last = len(plan.stage_layers) - 1
     stages = chunks_of(pp_rank, plan.config.trainer.pp, plan.config.trainer.vpp)
@@ -150,7 +151,7 @@ def step_operations(plan: Plan, pp_rank: int, shard_rank: int) -> list[Operation
     operations = (
         *_tensor_parallel(plan, chunks),
         *_pipeline(plan, chunks),
-        *_data_parallel(plan, chunks),
+        *_data_parallel(plan, chunks, tp_rank),
         *_replicated_gradients(plan, chunks, shard_rank),
         Operation("token and document counts of the batch", world, 1, 3 * INT64),
         Operation("loss", world, 1, FP32),
@@ -274,7 +275,7 @@ def _pipeline(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
         yield Operation("their gradients", TrafficKey("pp", kind, 2), backward, message, -way)
 
 
-def _data_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
+def _data_parallel(plan: Plan, chunks: list[_Chunk], tp_rank: int) -> Iterator[Operation]:
     """Yield the gathers and reduce-scatters of ``fully_shard`` per unit. Rows are padded to the shard size."""
     trainer, m, n = plan.config.trainer, plan.num_microbatches, plan.shard_size
     zero, inside = trainer.zero, trainer.secondary_group or plan.shard_size
@@ -285,7 +286,7 @@ def _data_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     held: list[int] = []
     for chunk in chunks:
         for label, count, parameters in units(plan, chunk.layers, chunk.is_first, chunk.is_last):
-            held += [parameter.rows * parameter.columns for _ in range(count) for parameter in parameters]
+            held += [size for parameter in parameters for size in _rectangle_sizes(plan, parameter, tp_rank)] * count
             whole = n * sum(gathered_bytes(plan, parameter, n) for parameter in parameters)
             sizes = [parameter.shard(n) for parameter in parameters]
             weights = n * exchanged_bytes(trainer.param_gather, sizes) if trainer.param_gather else whole
@@ -326,8 +327,28 @@ def _reductions(plan: Plan, sizes: list[int]) -> Iterator[tuple[str, TrafficKey,
     yield "gradient sums, over copies", TrafficKey("dp", "all_gather", copies), part, stride * n
 
 
+def _rectangle_sizes(plan: Plan, parameter: Parameter, tp_rank: int) -> list[int]:
+    """Return the values of each rectangle of a Hugging Face tensor in a trained parameter (arch/names.py).
+
+    Rows that pad the vocabulary are in none.
+    """
+    if not parameter.trained:
+        return []
+    if parameter.name in ("embed_tokens", "lm_head"):
+        real = min(parameter.rows, plan.model.vocab_size - tp_rank * parameter.rows)
+        return [real * parameter.columns] if real > 0 else []
+    matrix, _, adapter = parameter.name.partition(".")
+    if adapter == "lora_A":
+        return [plan.config.finetune.lora_rank * parameter.columns] * len(target_rows(plan, matrix))
+    if adapter == "lora_B":
+        return [rows * parameter.columns for rows in target_rows(plan, matrix)]
+    if matrix in FUSED:
+        return [rows * parameter.columns for rows in fused_rows(plan.model, matrix, plan.config.trainer.tp).values()]
+    return [parameter.rows * parameter.columns]
+
+
 def _signs(ranks: int, sizes: list[int], stride: int) -> Iterator[Operation]:
-    """Yield the exchange of 1-bit Adam after its warm-up (optim/onebit_adam.py), for tensors of ``sizes`` values.
+    """Yield the exchange of 1-bit Adam after its warm-up (optim/onebit_adam.py), for rectangles of ``sizes`` values.
 
     During the warm-up it is one all_reduce of all gradients in fp32.
     """

@@ -16,9 +16,10 @@ from typing import Any
 
 import yaml
 
+from megatron_llama.config.conf_folders import EXPERIMENT
 from megatron_llama.config.fields import get, sections
 from megatron_llama.config.hf_config import FROM_HF
-from megatron_llama.config.load_config import EXPERIMENT, load_config
+from megatron_llama.config.load_config import load_config
 from megatron_llama.config.problems import ConfigError, Problem, format_value
 from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.plan.resolve import resolve

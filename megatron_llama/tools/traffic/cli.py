@@ -172,17 +172,18 @@ def count_one_rank(folder: Path, plan: Plan) -> None:
 def operations_of_rank(plan: Plan, rank: int) -> list[Operation]:
     """Return the operations of ``rank`` in a training step."""
     topology = plan.topology(rank)
-    return step_operations(plan, topology.place["pp"], topology.shard_rank)
+    return step_operations(plan, topology.place["pp"], topology.shard_rank, topology.place["tp"])
 
 
 def groups_of_ranks(plan: Plan) -> list[tuple[list[int], list[Operation]]]:
     """Group the ranks by equal operations: (ranks, operations)."""
-    # Operations depend only on these two coordinates: a few calls for thousands of ranks.
-    operations_at = functools.cache(lambda pp_rank, shard_rank: tuple(step_operations(plan, pp_rank, shard_rank)))
+    # Operations depend only on these coordinates: a few calls for thousands of ranks.
+    operations_at = functools.cache(lambda *place: tuple(step_operations(plan, *place)))
     groups: dict[tuple[Operation, ...], list[int]] = {}
     for rank in range(plan.world_size):
         topology = plan.topology(rank)
-        groups.setdefault(operations_at(topology.place["pp"], topology.shard_rank), []).append(rank)
+        tp_rank = topology.place["tp"] if plan.exchanges_signs else 0
+        groups.setdefault(operations_at(topology.place["pp"], topology.shard_rank, tp_rank), []).append(rank)
     return [(ranks, list(shared)) for shared, ranks in groups.items()]
 
 

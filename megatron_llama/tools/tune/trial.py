@@ -21,8 +21,8 @@ import yaml
 
 from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import load_config
+from megatron_llama.config.conf_folders import EXPERIMENT
 from megatron_llama.config.fields import FREE_DICT, get, settings_by_name
-from megatron_llama.config.load_config import EXPERIMENT
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.system.files import read_json, write_atomically
 from megatron_llama.system.programs import BATCH_FOLDER, OWN_CONF, ROOT, batch_script, batch_variables

@@ -1,0 +1,149 @@
+"""Checks of ``${...}`` references in a config, before any is resolved."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from megatron_llama.config.problems import Problem
+
+# Limits on ``${...}``: a few short lines that refer to each other twice can expand to gigabytes, or never end. The size
+# is computed before anything is resolved. References must therefore be setting names or ``oc.env:VARIABLE``. Other
+# forms of OmegaConf (names that contain references, functions) are rejected.
+MOST_CHARACTERS = 1 << 22
+"""Limit on the total size of all expanded values; a value that is not text counts as one character."""
+MOST_STEPS = 8
+"""Maximum length of a chain of references."""
+_REFERENCE = re.compile(r"\$\{\s*([^${}]*?)\s*\}")
+_NAME = re.compile(r"[\w.\[\]/-]+")
+_VARIABLE = re.compile(r"oc\.env:[^\0]*")
+_SECRET = re.compile(
+    r"(?:.*_)?(?:KEY|TOKEN|SECRET|JWT|CREDENTIALS?)(?:_.*)?|.*(?:APIKEY|PASSWORD|PASSPHRASE).*", re.IGNORECASE
+)
+"""Names of variables that hold secrets, such as WANDB_API_KEY or HF_TOKEN. TOKENIZERS_PARALLELISM is none."""
+_FUNCTION = re.compile(r"(?!oc\.)[\w.]+:.*", re.DOTALL)
+_INSTEAD = "write the value itself"
+_Keys = tuple[str, ...]
+"""Path from the root to a value."""
+
+
+def check_interpolations(config: DictConfig, *, functions: bool = False) -> list[Problem]:
+    """Return the problems of a config's references, without resolving any reference.
+
+    ``functions`` accepts resolvers of other programs, such as NeMo's ``${multiply:...}``, which stay unresolved, and
+    variables that hold secrets.
+    """
+    root = OmegaConf.to_container(config, resolve=False)
+    known_forms = (_NAME, _VARIABLE, *([_FUNCTION] if functions else []))
+    unsupported = [
+        Problem(".".join(path), None, f"{_short(text)} is not a supported reference", "write ${a setting's name}")
+        for path, text in _texts(root, ())
+        if not all(any(form.fullmatch(name) for form in known_forms) for name in _names(text))
+    ]
+    if unsupported:
+        return unsupported
+    if secrets := [] if functions else list(_secrets(root)):
+        return secrets
+    known: dict[_Keys, tuple[int, int]] = {}
+    try:
+        size = sum(_size(root, text, path, known)[0] for path, text in _texts(root, ()))
+    except _Endless as error:
+        name = ".".join(error.path)
+        return [Problem(name, None, f"refers to itself, or through more than {MOST_STEPS} others", _INSTEAD)]
+    if size > MOST_CHARACTERS:
+        largest = ".".join(max((size, path) for path, size in known.items())[1])
+        rule = f"references expand to {size:,} characters; the limit is {MOST_CHARACTERS:,}"
+        return [Problem(largest, None, rule, _INSTEAD)]
+    return []
+
+
+def names_secret(variable: str) -> bool:
+    """Whether the environment variable probably holds a secret, which must not get into a file or log."""
+    return _SECRET.fullmatch(variable) is not None
+
+
+def _secrets(root: Any) -> Iterator[Problem]:
+    """Yield a problem for each reference to an environment variable that probably holds a secret."""
+    for path, text in _texts(root, ()):
+        for name in filter(_VARIABLE.fullmatch, _names(text)):
+            variable = name.partition(":")[2].partition(",")[0].strip(" '\"")
+            if names_secret(variable):
+                rule = f"{variable} is the name of a secret, and settings are written to checkpoints and logs"
+                instead = "omit it: wandb reads its key from the environment. For other values, use another variable"
+                yield Problem(".".join(path), _short(text), rule, instead)
+
+
+class _Endless(Exception):
+    """Too long chain of references."""
+
+    def __init__(self, path: _Keys) -> None:
+        self.path = path
+
+
+def _texts(value: Any, path: _Keys) -> Iterator[tuple[_Keys, str]]:
+    """Yield (path, text) of each value inside that contains references."""
+    if isinstance(value, str) and "${" in value:
+        yield path, value
+    elif isinstance(value, (dict, list)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(item, (*path, str(key)))
+
+
+def _names(text: str) -> list[str]:
+    """Return the text of each ``${...}``, inner ones first and as "\\0" in the outer; unclosed text unchanged."""
+    names = []
+    while inner := _REFERENCE.findall(text):
+        names += inner
+        text = _REFERENCE.sub("\0", text)
+    return names + ([text] if "${" in text else [])
+
+
+def _size(root: Any, value: Any, path: _Keys, known: dict[_Keys, tuple[int, int]], steps: int = 0) -> tuple[int, int]:
+    """Return (characters of the expanded value at ``path``, length of its longest chain of references).
+
+    Each path is visited once and counts once per reference.
+    """
+    if path not in known:
+        parts: list[tuple[int, int]] = []
+        size = 1
+        if isinstance(value, (dict, list)):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            parts = [_size(root, item, (*path, str(key)), known, steps) for key, item in items]
+        elif isinstance(value, str):
+            size = len(value)
+            targets = [_target(name, path) for name in _names(value) if _NAME.fullmatch(name)]
+            if targets and steps > MOST_STEPS:
+                raise _Endless(path)
+            sizes = [_size(root, _at(root, target), target, known, steps + 1) for target in targets]
+            parts = [(characters, depth + 1) for characters, depth in sizes]
+        known[path] = size + sum(part[0] for part in parts), max((part[1] for part in parts), default=0)
+        if known[path][1] > MOST_STEPS:
+            raise _Endless(path)
+    return known[path]
+
+
+def _target(name: str, path: _Keys) -> _Keys:
+    """Return the path that a reference in the value at ``path`` names; leading dots make it relative."""
+    bare = name.lstrip(".")
+    up = len(name) - len(bare)
+    keys = tuple(key for key in re.split(r"[.\[\]]+", bare) if key)
+    return (*path[: max(0, len(path) - up)], *keys) if up else keys
+
+
+def _at(root: Any, path: _Keys) -> Any:
+    """Return the value at a path; None if it is missing, which OmegaConf reports."""
+    for key in path:
+        if isinstance(root, dict):
+            root = next((item for name, item in root.items() if str(name) == key), None)
+        elif isinstance(root, list) and key.isdecimal() and int(key) < len(root):
+            root = root[int(key)]
+        else:
+            return None
+    return root
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:56] + " ..."
