@@ -100,7 +100,7 @@ def derive_plan(config: Config, world_size: int) -> Plan:
         parameters=parameters(model),
         whole=whole_model(model, finetune),
         stages=tuple(
-            stage_parameters(model, finetune, layers, tp, first=stage == 0, last=stage == pp - 1, sp=trainer.sp)
+            stage_parameters(model, finetune, layers, tp, first=stage == 0, last=stage == pp - 1, sp=bool(trainer.sp))
             for stage, layers in enumerate(trainer.pipeline_layers)
         ),
         raw_data_files=tuple(raw_data_files(data)),

@@ -49,7 +49,7 @@ def test_llama7b_by_hand() -> None:
     # 32 blocks, the embedding, norm and head.
     assert traffic[TrafficKey("dp", "all_gather", 4)] == (34, 2 * held)
     assert traffic[TrafficKey("dp", "reduce_scatter", 4)] == (34, 4 * held)
-    assert traffic[TrafficKey("world", "all_reduce", 32)] == (4, 24 + 4 + 4 + 12)
+    assert traffic[TrafficKey("world", "all_reduce", 32)] == (4, 24 + 4 + 4 + 16)
     assert len(traffic) == 6
 
 
