@@ -37,6 +37,8 @@ DEFAULTS = {
     signal.SIGQUIT: signal.SIG_DFL,
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGUSR1: signal.SIG_DFL,
+    signal.SIGUSR2: signal.SIG_DFL,
+    signal.SIGXCPU: signal.SIG_DFL,
 }
 """Default signal handlers."""
 
@@ -98,7 +100,7 @@ def gone(pid: int, limit: float = PATIENCE_SECONDS) -> bool:
 def save_and_leave(folder: Path) -> None:
     """Wait for a signal and exit with status 75, like a rank that has saved."""
     received: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
         signal.signal(number, lambda number, frame: received.append(number))
     announce(folder)
     while not received:

@@ -41,7 +41,7 @@ from data_prep.lib.workspace import QUARANTINE, KeyCounts, Ledger, Workspace, re
 from megatron_llama.corpus.indexed_format import write_index
 from megatron_llama.system.errors import MachineError, Stopped, UserError
 from megatron_llama.system.files import sha256_file, sync_folder, write_atomically
-from megatron_llama.system.signals import STOP_SIGNALS, handle_signals
+from megatron_llama.system.signals import JOB_SIGNALS, handle_signals
 
 
 class EncodingRun:
@@ -95,7 +95,7 @@ class EncodingRun:
         if job.chat is not None:
             worker = ExampleEncoder(job, self.encoder, slots, job.chat)
         position, first = self.ledger.position, self._disk(self.cut.begin)
-        with handle_signals((signal.SIGINT, *STOP_SIGNALS), self._note_signal), Pool(options.workers, worker) as pool:
+        with handle_signals((signal.SIGINT, *JOB_SIGNALS), self._note_signal), Pool(options.workers, worker) as pool:
             blocks = cut_blocks(job.sources, position, slots, job.max_line, block_bytes, self.cut.end)
             progress = ProgressBar(self._disk(self.cut.end) - first, self._disk(position) - first)
             try:

@@ -28,13 +28,13 @@ if __name__ == "__main__":  # first: the terminal may close during the imports
 
 from megatron_llama.config import ConfigError  # noqa: E402
 from megatron_llama.launch.run_dir import report_to_batch_script  # noqa: E402
-from megatron_llama.launch.supervise import FORWARDED, WATCHED  # noqa: E402
+from megatron_llama.launch.supervise import WATCHED  # noqa: E402
 from megatron_llama.plan import Plan  # noqa: E402
 from megatron_llama.system import phase  # noqa: E402
 from megatron_llama.system.errors import machine_fault  # noqa: E402
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER  # noqa: E402
 from megatron_llama.system.interrupts import exit_on_lost_interrupt  # noqa: E402
-from megatron_llama.system.signals import exit_with_parent, is_ignored_by_user  # noqa: E402
+from megatron_llama.system.signals import JOB_SIGNALS, exit_with_parent, is_ignored_by_user  # noqa: E402
 
 Entry = Callable[[Plan], None] | str
 """The work of each rank: a function of the plan, or its name "package.module:function".
@@ -125,7 +125,7 @@ def is_peer_lost(error: BaseException | None) -> bool:
 def run_assignment(assignment: Assignment, plan: Plan, entry: Entry) -> NoReturn:
     """Run ``entry`` as one rank of ``plan`` and end the process."""
     exit_with_parent(assignment.launcher_pid)
-    for number in FORWARDED:  # replace the launcher's handlers, then unblock pending signals
+    for number in JOB_SIGNALS:  # replace the launcher's handlers, then unblock pending signals
         if not is_ignored_by_user(number):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, _interrupt_once)

@@ -17,10 +17,9 @@ from types import FrameType
 
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED
-from megatron_llama.system.signals import STOP_SIGNALS, announce_interrupt, handle_signals
+from megatron_llama.system.signals import JOB_SIGNALS, announce_interrupt, handle_signals
 
-FORWARDED = (signal.SIGUSR1, *STOP_SIGNALS)
-WATCHED = (signal.SIGINT, *FORWARDED)
+WATCHED = (signal.SIGINT, *JOB_SIGNALS)
 POLL_SECONDS = 0.05
 _ECHO_SECONDS = 0.25
 """A wrapper may forward the terminal's SIGINT; both count as one."""

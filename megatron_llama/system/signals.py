@@ -20,7 +20,13 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """Signals that request a stop: SIGTERM from a user or a scheduler, SIGHUP from a closed terminal."""
 
-_ENDING = (signal.SIGINT, signal.SIGUSR1, *STOP_SIGNALS)
+JOB_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, *STOP_SIGNALS)
+"""Also signals that announce the end of a job: of Slurm (SIGUSR1), submitit (SIGUSR2), a limit on CPU time."""
+
+REPEATED_SIGNALS = (signal.SIGHUP, signal.SIGXCPU)
+"""Signals that are sent repeatedly: by a closing terminal, and by the kernel each second above a soft limit."""
+
+_ENDING = (signal.SIGINT, *JOB_SIGNALS)
 
 
 @contextmanager

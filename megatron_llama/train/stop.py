@@ -1,8 +1,7 @@
 """Signals that stop a run, and the last lines of a stopped or finished run.
 
-SIGINT (Ctrl-C), SIGTERM, SIGUSR1, SIGHUP: finish the step, save, exit with 75. A second signal ends the process
-immediately, except under Slurm (SIGINT there too) and except SIGHUP, which a closing terminal sends repeatedly. nohup
-ignores SIGHUP.
+SIGINT (Ctrl-C) and ``JOB_SIGNALS``: finish the step, save, exit with 75. A second signal ends the process immediately,
+except under Slurm (SIGINT there too) and except ``REPEATED_SIGNALS``. nohup ignores SIGHUP.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megatron_llama.system import phase
 from megatron_llama.system.command import noted_command
 from megatron_llama.system.exit_status import EXIT_RESTART
 from megatron_llama.system.interrupts import signal_name
-from megatron_llama.system.signals import STOP_SIGNALS, announce_interrupt, handle_signals
+from megatron_llama.system.signals import JOB_SIGNALS, REPEATED_SIGNALS, announce_interrupt, handle_signals
 
 # A signal to a job reaches a rank twice, directly and from its launcher. Signals within this time count as one.
 _ECHO_SECONDS = 1.0
@@ -53,7 +52,7 @@ class StopSignals(ExitStack):
         return self._first_at is not None
 
     def __enter__(self) -> StopSignals:
-        self.enter_context(handle_signals((signal.SIGINT, signal.SIGUSR1, *STOP_SIGNALS), self._receive))
+        self.enter_context(handle_signals((signal.SIGINT, *JOB_SIGNALS), self._receive))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool | None:
@@ -67,7 +66,7 @@ class StopSignals(ExitStack):
             self._first_at, self._number = now, number
             if self.reports and number == signal.SIGINT and os.isatty(2) and not phase.is_shared():
                 announce_interrupt()
-        elif number != signal.SIGHUP and now - self._first_at > _ECHO_SECONDS and _ends(number):
+        elif number not in REPEATED_SIGNALS and now - self._first_at > _ECHO_SECONDS and _ends(number):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

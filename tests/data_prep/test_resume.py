@@ -160,7 +160,7 @@ def as_a_script(killer: str) -> str:
 
 @pytest.mark.parametrize(
     ("which", "to"),
-    [(signal.SIGHUP, "process"), (signal.SIGINT, "group"), (signal.SIGTERM, "group")],
+    [(signal.SIGHUP, "process"), (signal.SIGUSR2, "process"), (signal.SIGINT, "group"), (signal.SIGTERM, "group")],
 )
 def test_signal_exits_with_75_and_run_resumes(
     tmp_path: Path, documents: list[str], tokenizer: Path, which: signal.Signals, to: str

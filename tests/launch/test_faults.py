@@ -301,7 +301,7 @@ def test_a_users_mistake_found_by_all_ranks_is_said_once(launcher: MakeLauncher,
     assert "Traceback" not in job.errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU])
 def test_signals_are_the_ranks_business_and_75_comes_back(
     launcher: MakeLauncher, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -65,7 +65,7 @@ def test_after_the_end_the_status_is_what_counts() -> None:
     if child == 0:
         exit_on_signal()
         ignore_signals()
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             os.kill(os.getpid(), number)
         os._exit(75)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 75

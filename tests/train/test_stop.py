@@ -23,10 +23,12 @@ from tests.processes import plan_of, run_train_py
         (None, signal.SIGTERM, -signal.SIGTERM),
         ("7", signal.SIGTERM, 0),
         (None, signal.SIGHUP, 0),
+        (None, signal.SIGXCPU, 0),
+        (None, signal.SIGUSR2, -signal.SIGUSR2),
         (None, signal.SIGINT, -signal.SIGINT),
         ("7", signal.SIGINT, -signal.SIGINT),
     ],
-    ids=["by hand", "under Slurm", "a terminal", "Ctrl-C", "Ctrl-C under Slurm"],
+    ids=["by hand", "under Slurm", "a terminal", "a limit", "submitit", "Ctrl-C", "Ctrl-C under Slurm"],
 )
 def test_a_second_signal(monkeypatch: pytest.MonkeyPatch, job: str | None, second: int, end: int) -> None:
     """Slurm only repeats the first, and so does a terminal that closes."""

@@ -15,10 +15,10 @@ from types import FrameType
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART
 from megatron_llama.system.programs import BATCH_FOLDER, ROOT, batch_script, batch_variables
-from megatron_llama.system.signals import STOP_SIGNALS, handle_signals
+from megatron_llama.system.signals import JOB_SIGNALS, handle_signals
 from megatron_llama.tools.sweep.combinations import Combination, Sweep, SweepState
 
-STOPPED = (EXIT_RESTART, EXIT_INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP, 128 + signal.SIGUSR1)
+STOPPED = (EXIT_RESTART, EXIT_INTERRUPTED, *(128 + number for number in JOB_SIGNALS))
 """Exit statuses of a run stopped by a signal: the sweep stops too, and the same command resumes it."""
 _POLL_SECONDS = 5.0
 
@@ -49,7 +49,7 @@ def run_train_py(arguments: Sequence[str]) -> int:
         if number != signal.SIGINT:  # the terminal sends SIGINT to both
             child.send_signal(number)
 
-    with handle_signals((signal.SIGINT, signal.SIGUSR1, *STOP_SIGNALS), forward):
+    with handle_signals((signal.SIGINT, *JOB_SIGNALS), forward):
         status = child.wait()
     if signals and status == 0:  # the signal arrived between runs or at the end of a run
         return EXIT_RESTART
