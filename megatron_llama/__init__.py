@@ -4,13 +4,19 @@ import sys
 import warnings
 from types import ModuleType
 
-from megatron_llama.system.interrupts import exit_on_early_interrupt
+from megatron_llama.system.interrupts import exit_on_early_interrupt, is_own_program
 
 exit_on_early_interrupt()  # before all other imports, during which the signal may arrive
 
 from megatron_llama.system.installed import report_missing_packages  # noqa: E402
 
 report_missing_packages()  # before other imports, which may be of missing packages
+
+# python -W error: a warning of another package is printed and does not end a program, because its user cannot fix it.
+if "error" in sys.warnoptions and is_own_program():
+    warnings.filterwarnings("default", module=r"(?!(megatron_llama|data_prep|benchmarks|scripts|__main__)\b)")
+    # Raised in destructors: Python only prints it.
+    warnings.simplefilter("ignore", ResourceWarning)
 
 # Warnings on which users cannot act, printed by each rank: megatron-core's about packages that are not used here, and
 # torch's about deprecated functions that megatron-core and fully_shard call.

@@ -91,3 +91,10 @@ def test_a_killed_rank_is_named_last(tmp_path: Path) -> None:
     assert run.returncode == 1
     assert errors.rstrip().splitlines()[-1].endswith("was killed by SIGKILL (the system may be out of memory)")
     assert "Traceback" not in errors, "the other rank's complaint is a consequence"
+
+
+def test_warnings_of_other_packages_are_no_errors() -> None:
+    """``-W error`` holds for this project's modules."""
+    command = [sys.executable, "-W", "error", TRAIN, *SMALL, "--dry-run"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
