@@ -1,4 +1,7 @@
-"""The folder of compiled code: private, and replaced by a temporary one if its disk is full or read-only."""
+"""The folder of compiled code: private, and replaced by a temporary one if its disk is full or read-only.
+
+A temporary folder also replaces the default folder if other users can change it.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +39,26 @@ def compile_folder(config: Config) -> Path:
     return Path(os.environ.get(FOLDER) or str(config.trainer.compile_cache))
 
 
-def open_compile_cache(device: Device, config: Config) -> dict[str, str]:
+def open_compile_cache(device: Device, config: Config, *, is_named: bool = True) -> dict[str, str]:
     """Create the folders of compiled code; return the variables of the compilers.
 
+    Args:
+        is_named: The user has set trainer.compile_cache. If other users can change the default folder, as in containers
+            whose HOME belongs to another user, a temporary folder replaces it.
+
     Raises:
-        ConfigError: Another user owns a folder or file, or can change it.
+        ConfigError: Another user owns a folder or file that the user has set, or can change it.
     """
     folder = compile_folder(config)
-    check_private(device, folder, contents=True)
-    reason = _unusable(folder)
+    exposed = None if is_named or folder in _CHECKED else exposure(folder, contents=True)
+    if exposed is None:
+        check_private(device, folder, contents=True)
+    reason = _unusable(folder) if exposed is None else exposed[0]
     if reason is None:
         return device.compile_environment(folder)
     temporary = _temporary_folder(str(folder), reason)
+    if exposed is not None:
+        check_private(device, temporary)  # and folders in variables of the user
     return {**device.compile_environment(temporary), FOLDER: str(temporary)}
 
 
@@ -128,7 +139,7 @@ def _temporary_folder(folder: str, reason: str) -> Path:
     sys.stderr.write(
         f"{SETTING}={folder}: {reason}.\n"
         f"This run compiles into {temporary} and removes it at its end,\n"
-        f"so the next run compiles again; free disk space, or write another\n"
-        f"{SETTING}=PATH.\n"
+        f"so the next run compiles again; write another {SETTING}=PATH\n"
+        f"to keep the compiled code, or free disk space if it is full.\n"
     )
     return temporary

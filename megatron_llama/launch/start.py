@@ -67,12 +67,14 @@ def run_here(plan: Plan, entry: Entry = TRAIN) -> int:
 def rank_environment(device: Device, plan: Plan) -> dict[str, str]:
     """Return the variables to set before torch is imported, except variables that the user has set.
 
-    Raises ConfigError if other users can change the compile cache, or if gloo's interface does not exist.
+    Raises ConfigError if other users can change a named compile cache, or if gloo's interface does not exist.
     """
     check_interface(os.environ, "GLOO_SOCKET_IFNAME")
     variables = device.environment(plan.config)
     if plan.config.trainer.compile:
-        variables |= open_compile_cache(device, plan.config)
+        variables |= open_compile_cache(
+            device, plan.config, is_named=plan.requested.trainer.compile_cache is not None
+        )
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 

@@ -76,6 +76,39 @@ def test_an_unusable_disk_means_a_temporary_folder(
     assert compile_cache.compile_folder(config) == folder
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_only_a_named_cache_in_the_home_of_another_user_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], named: bool
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setattr(compile_cache.tempfile, "tempdir", str(tmp_path))
+    compile_cache._temporary_folder.cache_clear()
+    real = os.lstat
+
+    def of_another_user(path: Any, **options: Any) -> os.stat_result:
+        status = real(path, **options)
+        return os.stat_result((*status[:4], 12345, *status[5:])) if Path(path) == home else status
+
+    monkeypatch.setattr("megatron_llama.system.private_folder.os.lstat", of_another_user)
+    plan = plan_with(home / "cache") if named else make_plan(1, "trainer.compile=true")
+    if named:
+        with pytest.raises(ConfigError, match="belongs to another user"):
+            rank_environment(CPU, plan)
+        return
+    variables = rank_environment(CPU, plan)
+    assert variables == rank_environment(CPU, plan)
+    assert Path(variables[FOLDER]).parent == tmp_path
+    assert variables["TORCHINDUCTOR_CACHE_DIR"].startswith(variables[FOLDER])
+    assert list(home.iterdir()) == []
+    errors = capsys.readouterr().err
+    assert errors.count("belongs to another user (uid 12345)") == 1
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(home))
+    with pytest.raises(ConfigError, match="unset TRITON_CACHE_DIR"):
+        rank_environment(CPU, plan)
+
+
 def test_little_free_space_counts_as_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_cache, "FREE_BYTES", 1 << 62)
     reason = compile_cache._unusable(tmp_path)

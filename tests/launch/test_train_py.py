@@ -95,6 +95,14 @@ def test_a_killed_rank_is_named_last(tmp_path: Path) -> None:
 
 def test_warnings_of_other_packages_are_no_errors() -> None:
     """``-W error`` holds for this project's modules."""
-    command = [sys.executable, "-W", "error", TRAIN, *SMALL, "--dry-run"]
+    program = f"""
+import sys, warnings
+sys.modules["__main__"].__file__ = {TRAIN!r}
+import megatron_llama
+for module in ("megatron.core.inference", "torch._jit", "megatron_llama.cli"):
+    warnings.warn_explicit("old", DeprecationWarning, "file", 1, module)
+"""
+    command = [sys.executable, "-W", "error", "-c", program]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count("file:1: DeprecationWarning: old\n") == 2, done.stderr
+    assert done.stderr.endswith("\nDeprecationWarning: old\n") and done.returncode == 1
