@@ -22,6 +22,7 @@ from dataclasses import fields
 
 from data_prep.lib.input_files import TEXT_SUFFIXES
 from data_prep.lib.job import RunOptions, add_run_flags
+from data_prep.lib.next_command import next_training
 from data_prep.lib.sets import TextOptions, make_text_set
 from megatron_llama.system.errors import UserError, run_main
 
@@ -82,7 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.prepend_bos or args.ftfy:
         raise UserError("--prepend-bos and --ftfy are not supported: text is tokenized unchanged. Remove the flag")
     text = TextOptions(**{one.name: getattr(args, one.name) for one in fields(TextOptions)})
-    make_text_set(text, RunOptions.of(args), print)
+    prefixes = make_text_set(text, RunOptions.of(args), print)
+    if prefixes and (command := next_training(prefixes, text.tokenizer_name)):
+        print(command)
     return 0
 
 

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from data_prep.lib.dataset import read_manifest
 from data_prep.lib.download import (
     URL_LIST,
     V2,
@@ -39,12 +40,13 @@ from data_prep.lib.download import (
 )
 from data_prep.lib.input_files import find_sources
 from data_prep.lib.job import RunOptions, cores
+from data_prep.lib.next_command import blend_words, new_model_words, next_command
 from data_prep.lib.sets import TextOptions, make_text_set
 from megatron_llama.config.data_settings import strip_compression
 from megatron_llama.config.hf_config import resolve_hub_name
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import write_atomically
-from megatron_llama.system.programs import OWN_CONF, name_commands
+from megatron_llama.system.programs import CONF_DIR, OWN_CONF, conf_folders
 
 DEFAULT_CONF = OWN_CONF / "data" / "redpajama.yaml"
 
@@ -157,6 +159,12 @@ def download(args: argparse.Namespace) -> int:
             print(f"{item.url} -> {item.path}")
         return 0
     fetch_all(items, args.jobs, print)
+    tokenizer = args.output.with_name(args.output.name + "_tokenizer")
+    keys = ["--json-keys", "raw_content"] * any(subset_of(path.split("/")[0]) == V2 for path in chosen.values())
+    words = ["--input", str(args.output), *keys, "--vocab-size", "32000", "--model-prefix", str(tokenizer)]
+    print(next_command("data_prep/train_tokenizer.py", words))
+    words = ["prepare", "--input", str(args.output), "--tokenizer-model", f"{tokenizer}.model"]
+    print(next_command("data_prep/redpajama.py", words).replace("next:", "then:", 1))
     return 0
 
 
@@ -194,8 +202,22 @@ def prepare(args: argparse.Namespace) -> int:
         prefixes[name] = os.path.abspath(f"{prefix}_{key}_document")
     command = f"python data_prep/redpajama.py {shlex.join(sys.argv[1:])}"
     write_conf(args.conf, prefixes, os.path.abspath(resolve_hub_name(args.tokenizer_model)), args.split, command)
-    print(name_commands(f"{args.conf} written. Next: python train.py data={args.conf.stem} ..."))
+    print(f"{args.conf} written")
+    print(next_command("train.py", _train_words(args, prefixes, weights)))
     return 0
+
+
+def _train_words(args: argparse.Namespace, prefixes: dict[str, str], weights: dict[str, float]) -> list[str]:
+    """Return the settings that train on the blend: the config file if train.py finds it, else its content."""
+    folders = [folder.resolve() / "data" for folder in conf_folders(CONF_DIR)]
+    is_found = args.conf.suffix == ".yaml" and args.conf.resolve().parent in folders
+    blend = [item for name, prefix in prefixes.items() for item in (f"{weights[name]:.6f}", prefix)]
+    manifest = read_manifest(next(iter(prefixes.values()))) or {}
+    model = new_model_words(args.tokenizer_model, manifest["vocab_size"])
+    if not is_found:
+        return [*blend_words(blend, args.split), *model]
+    # The file names the tokenizer. Its length is for the Llama paper's models, and null for that of the default model.
+    return [f"data={args.conf.stem}", "data.seq_length=null", model[-1]]
 
 
 def _filter_v2(folder: str, target: Path, rules: list[QualityRule]) -> Path:

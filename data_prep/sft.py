@@ -21,6 +21,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from data_prep.lib.job import RunOptions, add_run_flags
+from data_prep.lib.next_command import next_training
 from data_prep.lib.records import FORMATS
 from data_prep.lib.sets import ExampleOptions, find_record_files, make_sft_set
 from data_prep.lib.sources import PARTS, split_lines
@@ -77,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     examples = ExampleOptions(**{one.name: getattr(args, one.name) for one in fields(ExampleOptions)})
     options = RunOptions.of(args)
     if args.split is None:
-        make_sft_set(args.input, examples, options, print)
+        if make_sft_set(args.input, examples, options, print) is not None:
+            _print_next(options.output_prefix, examples)
         return 0
     sizes = args.split.split(",")
     if len(sizes) != 2 or not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
@@ -87,9 +89,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(tables) > 1:
         raise UserError("--split: the input mixes tables and JSON records; prepare them separately")
     paths = split_lines(sources, [*map(int, sizes)], Path(args.output_prefix), tables.pop(), args.seed)
-    for part, path in zip(PARTS, paths, strict=True):
-        make_sft_set([str(path)], examples, replace(options, output_prefix=f"{args.output_prefix}_{part}"), print)
+    parts = [replace(options, output_prefix=f"{args.output_prefix}_{part}") for part in PARTS]
+    made = [
+        make_sft_set([str(path)], examples, part, print) is not None for part, path in zip(parts, paths, strict=True)
+    ]
+    if all(made):
+        _print_next(parts[0].output_prefix, examples)
     return 0
+
+
+def _print_next(output_prefix: str, examples: ExampleOptions) -> None:
+    """Print the command that fine-tunes on a dataset. It finds the validation part by its name."""
+    if command := next_training([f"{output_prefix}_sft"], examples.tokenizer_model, examples.seq_length):
+        print(command)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from data_prep.lib.input_files import find_sources
+from data_prep.lib.next_command import next_command
 from data_prep.lib.sources import Source, read_lines
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import write_atomically
@@ -127,6 +128,15 @@ def write_model(model: bytes, prefix: Path) -> int:
     return size
 
 
+def _preprocess_words(args: argparse.Namespace) -> list[str]:
+    """Return the flags with which preprocess.py tokenizes the same input."""
+    prefix: Path = args.model_prefix
+    name = prefix.name if "tokenizer" not in prefix.name else prefix.absolute().parent.name or "data"
+    keys = [] if args.json_keys == ["text"] else ["--json-keys", *args.json_keys]
+    words = ["--input", *args.input, *keys, "--tokenizer-model", f"{prefix}.model", "--append-eod"]
+    return [*words, "--output-prefix", str(prefix.with_name(name))]
+
+
 def main() -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
@@ -156,6 +166,8 @@ def main() -> int:
     sentences = sample_sentences(texts(sources, args.json_keys), available, int(args.sample_mib * 2**20))
     size = write_model(train(sentences, args.vocab_size), args.model_prefix)
     print(f"{args.model_prefix}.model: vocabulary of {size:,}, {time.monotonic() - start:.1f} s")
+    if "-" not in args.input:  # a pipe can be read only once
+        print(next_command("data_prep/preprocess.py", _preprocess_words(args)))
     return 0
 
 

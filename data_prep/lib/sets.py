@@ -191,6 +191,12 @@ class TextOptions:
             raise UserError("--json-keys: a key is listed twice")
 
     @property
+    def tokenizer_name(self) -> str:
+        """Path or hub name of the tokenizer, as typed."""
+        kind = self.tokenizer_type or ""
+        return kind if kind and (os.path.exists(kind) or "/" in kind) else str(self.tokenizer_model)
+
+    @property
     def tokenizer(self) -> tuple[str, str]:
         """(library, path) of the tokenizer, from Megatron's or NeMo's flags.
 
@@ -215,8 +221,11 @@ class TextOptions:
         return library, resolve_hub_name(model)
 
 
-def make_text_set(text: TextOptions, options: RunOptions, report: Callable[[str], None]) -> None:
+def make_text_set(text: TextOptions, options: RunOptions, report: Callable[[str], None]) -> list[str]:
     """Build the pretraining datasets; print notes on the input and the encoder to stderr.
+
+    Returns:
+        The prefixes of the datasets, one per key; [] if other parts of the run are unfinished.
 
     Raises:
         UserError: The input, the tokenizer or a record is invalid.
@@ -234,4 +243,5 @@ def make_text_set(text: TextOptions, options: RunOptions, report: Callable[[str]
     for note in encoder.notes:
         sys.stderr.write(f"note: {note}\n")
     job = PrepareJob(inputs.sources, tuple(keys), options.max_line, text.append_eod, not_taken=inputs.not_taken)
-    make_dataset(job, options, encoder, report)
+    manifest = make_dataset(job, options, encoder, report)
+    return [] if manifest is None else [f"{options.output_prefix}_{key}_document" for key in keys]
