@@ -216,7 +216,7 @@ def _train_words(args: argparse.Namespace, prefixes: dict[str, str], weights: di
     model = new_model_words(args.tokenizer_model, manifest["vocab_size"])
     if not is_found:
         return [*blend_words(blend, args.split), *model]
-    # The file names the tokenizer. Its length is for the Llama paper's models, and null for that of the default model.
+    # The file names the tokenizer. Its sequences are too long for the default model; null derives their length.
     return [f"data={args.conf.stem}", "data.seq_length=null", model[-1]]
 
 

@@ -49,7 +49,7 @@ def model_card(
         **({"base_model": on_hub} if on_hub else {}),
         "license": base_license(Path(folder)) if folder else UNKNOWN,
     }
-    title = f"{base}, fine-tuned" if base else f"{_plain(str(model.name))}, pretrained"
+    title = f"{base}, fine-tuned" if base else f"{_plain(str(model.name))}, trained from random weights"
     name = title + " (LoRA adapter)" * adapter
     rows = [*_facts(state, model, finetune, base, adapter), ("Data type of the weights", dtype)]
     return "\n".join(
@@ -117,10 +117,10 @@ def _usage(adapter: bool, tokenizer: bool, has_base: bool) -> list[str]:
     """Return the lines that show how to load the folder."""
     kind = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
     lines = ["## Use", "", "FOLDER is the folder of this file.", "", "```python"]
-    lines += [f"from {'peft' if adapter else 'transformers'} import {kind}", ""]
+    names = kind + ", AutoTokenizer" * tokenizer  # folders of adapters have none
+    lines += [f"from {'peft' if adapter else 'transformers'} import {names}", ""]
     lines += [f'model = {kind}.from_pretrained("FOLDER")']
     if tokenizer:
-        lines[-2:-2] = ["from transformers import AutoTokenizer"]
         lines.append('tokenizer = AutoTokenizer.from_pretrained("FOLDER")')
     needs_tokenizer = not tokenizer and not (adapter and has_base)
     option = " --tokenizer TOKENIZER" if needs_tokenizer else ""

@@ -99,7 +99,8 @@ def test_a_local_folder_is_no_model_of_the_hub() -> None:
     card = make_card({"hf_folder": "/home/someone/my model<: |x"}, adapter=False, tokenizer=True)
     assert "base_model" not in front_matter(card) and "<" not in card and "someone" not in card
     assert rows(card)["Base model"] == "my model__ _x"
-    assert "AutoTokenizer.from_pretrained" in card
+    assert "from transformers import AutoModelForCausalLM, AutoTokenizer\n" in card
+    assert 'AutoTokenizer.from_pretrained("FOLDER")' in card
 
 
 @pytest.mark.parametrize(

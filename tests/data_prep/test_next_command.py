@@ -132,7 +132,7 @@ def test_redpajama(
     assert (words[2] == "data=mine") == conf.startswith("conf")
     config = trains(words)
     assert config.data.prefixes[1::2] == [
-        str(tmp_path / f"out/{name}_text_document") for name in ("arxiv", "wikipedia")
+        str(tmp_path / f"out/{name}_text_document") for name in ("wikipedia", "arxiv")
     ]
     assert config.data.prefixes[0] == pytest.approx(4.5 / 7, abs=1e-6) and config.data.split == "980,10,10"
     assert config.model.vocab_size == 600
@@ -154,7 +154,7 @@ def test_redpajama_download(
 
 
 def test_the_form_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names the interpreter and the folder as typed; in a wheel and with the console script, the command."""
+    """The interpreter and the folder are those of the running program; the console script has commands."""
     monkeypatch.setattr(sys, "argv", ["../tree/data_prep/sft.py"])
     monkeypatch.setattr(sys, "orig_argv", [".venv/bin/python", *sys.argv])
     assert next_command.next_command("train.py", ["a=b c"]) == "next:\n  .venv/bin/python ../tree/train.py 'a=b c'"
