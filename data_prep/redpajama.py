@@ -211,7 +211,7 @@ def _train_words(args: argparse.Namespace, prefixes: dict[str, str], weights: di
     """Return the settings that train on the blend: the config file if train.py finds it, else its content."""
     folders = [folder.resolve() / "data" for folder in conf_folders(CONF_DIR)]
     is_found = args.conf.suffix == ".yaml" and args.conf.resolve().parent in folders
-    blend = [item for name, prefix in prefixes.items() for item in (f"{weights[name]:.6f}", prefix)]
+    blend = [item for name, prefix in prefixes.items() for item in (round(weights[name], 6), prefix)]
     manifest = read_manifest(next(iter(prefixes.values()))) or {}
     model = new_model_words(args.tokenizer_model, manifest["vocab_size"])
     if not is_found:
