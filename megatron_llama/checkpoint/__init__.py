@@ -11,3 +11,6 @@ writes a Hugging Face folder.
 """
 
 # Imports nothing: scripts/export_hf.py then starts without megatron-core.
+
+POINTER, BEST = "latest", "best"
+"""Files with the names of the newest and the best checkpoint. Defined here, because launchers do not import torch."""

@@ -7,13 +7,13 @@ import re
 import shutil
 from pathlib import Path
 
+from megatron_llama.checkpoint import BEST, POINTER
 from megatron_llama.checkpoint.manifest import NAME, State, merge, read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, check_file_name
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.settings import KEPT_BY_TIME, CheckpointConfig
 from megatron_llama.system.files import DRAFT, read_whole, sync_folder, write_atomically, write_synced
 
-POINTER, BEST = "latest", "best"
 CLAIM = "publisher"
 """File in a partial folder, created by the rank that publishes it after a failure."""
 _STEP = re.compile(r"step_(\d{8,})")

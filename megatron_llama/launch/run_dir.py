@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_llama.checkpoint.folder import BEST, POINTER
+from megatron_llama.checkpoint import BEST, POINTER
 from megatron_llama.config import Config, ConfigError, Problem, to_yaml
 from megatron_llama.plan import Plan, format_plan
 from megatron_llama.system.exit_status import STATUS_VARIABLE
