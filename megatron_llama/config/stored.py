@@ -45,7 +45,13 @@ def to_yaml(config: Config, requested: Config | None = None) -> str:
 
 def has_run(folder: Path) -> bool:
     """Return whether a folder has settings and a checkpoint to resume from."""
-    return (folder / NAME).is_file() and any(folder.glob("checkpoints/step_*"))
+    return (folder / NAME).is_file() and bool(stored_steps(folder))
+
+
+def stored_steps(folder: Path) -> list[int]:
+    """Return the steps with a checkpoint in a run folder, unsorted; none if it cannot be read. Without torch."""
+    names = (path.name.removeprefix("step_") for path in folder.glob("checkpoints/step_*"))
+    return [int(name) for name in names if name.isdecimal()]
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

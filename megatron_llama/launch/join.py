@@ -23,7 +23,7 @@ from megatron_llama.launch.run_dir import (
     report_to_batch_script,
     write_config_and_plan,
 )
-from megatron_llama.launch.ssh import follow_control_line, read_secret
+from megatron_llama.launch.ssh import control_line_closed, follow_control_line, read_secret
 from megatron_llama.launch.start import Share, rank_environment, start_ranks
 from megatron_llama.launch.watchdog import watch_this_process
 from megatron_llama.launch.world import World
@@ -40,6 +40,8 @@ def join(plan: Plan, world: World, context: ProcessContext, entry: Entry) -> int
     """Join the other processes, then run ``entry`` as a rank or in the ranks of this node; return the exit status."""
     assert world.device is not None, "planning rejects unavailable devices"
     exit_with_parent(os.getppid())
+    if context.launcher == "hosts" and control_line_closed():  # ssh ended while this process started
+        os._exit(EXIT_FAILED)
     os.environ.update(rank_environment(world.device, plan))
     starts_ranks = context.launcher == "hosts" or plan.world_size > context.world_size
     ranks, first = 1, context.rank

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlparse
 
-from megatron_llama.checkpoint.folder import saved_steps
-from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.problems import fill
+from megatron_llama.config.stored import stored_steps
 from megatron_llama.plan import Plan
 from megatron_llama.plan.disk import DiskUse, disk_use
 from megatron_llama.system.tables import gib
@@ -33,11 +32,8 @@ def check_start(plan: Plan, folder: Path) -> str:
 
 def _disk_use(plan: Plan, folder: Path) -> DiskUse:
     """Return the bytes that the run adds; checkpoints to resume from are in the folder."""
-    try:
-        saved = [] if plan.config.checkpoint.resume == "never" else saved_steps(folder / "checkpoints")
-    except CorruptFile:  # the ranks report it
-        saved = []
-    return disk_use(plan, saved[0] if saved else 0, len(saved))
+    saved = [] if plan.config.checkpoint.resume == "never" else stored_steps(folder)
+    return disk_use(plan, max(saved, default=0), len(saved))
 
 
 def _check_disk(folder: Path, use: DiskUse, free: int) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import selectors
 import shlex
 import signal
@@ -157,6 +158,13 @@ def follow_control_line(end: Callable[[], None]) -> None:
         end()
 
     threading.Thread(target=listen, name="control line", daemon=True).start()
+
+
+def control_line_closed(descriptor: int = 0) -> bool:
+    """On a host: return whether the launcher has closed the control line. Reads nothing."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLRDHUP)
+    return any(event & (select.POLLRDHUP | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _environment(hosts: Sequence[Host], run_id: str) -> dict[str, str]:

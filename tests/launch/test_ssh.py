@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from megatron_llama import cli
 from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.config.hostfile import Host, parse_hostfile
+from megatron_llama.launch.ssh import control_line_closed
 from megatron_llama.launch.world import find_world
 from tests.launch.fake_train import TINY, script
 from tests.processes import PATIENCE_SECONDS, environment, gone, pids
@@ -131,6 +134,19 @@ def test_unreachable_host_ends_all(tmp_path: Path, ssh: str) -> None:
     assert run.returncode == 1, "without a wait for host a, whose rank never ends"
     assert "Host down failed first, with exit status 255" in errors
     assert errors.rstrip().splitlines()[-1] == "ssh: connect to host down: No route to host"
+
+
+def test_a_host_notices_that_its_control_line_was_closed_while_it_started() -> None:
+    near, far = socket.socketpair()
+    read, write = os.pipe()
+    with near, open(read), far:
+        assert not control_line_closed(near.fileno()) and not control_line_closed(read)
+        far.sendall(b"SIGTERM\n")
+        os.write(write, b"SIGTERM\n")
+        assert not control_line_closed(near.fileno()) and not control_line_closed(read)
+        far.close()
+        os.close(write)
+        assert control_line_closed(near.fileno()) and control_line_closed(read), "also with unread words"
 
 
 def test_hostfile() -> None:
