@@ -16,7 +16,7 @@ from tests.paths import ROOT
 
 GUIDES = sorted((ROOT / "docs/guides").rglob("*.md"))
 # Arguments that stand for a user's own file or value.
-PLACEHOLDER = re.compile(r"[A-Z]{3,}|\.\.\.|\$|experiment=(their|ours|megatron_llama_config)\b|path/to")
+PLACEHOLDER = re.compile(r"[A-Z]{3,}|\.\.\.|\$|experiment=(their(_imported)?|ours|megatron_llama_config)\b|path/to")
 # Programs that take settings as train.py does, with the settings of tools, and Hydra's sweeps.
 TAKE_SETTINGS = {"compile", "doctor", "pipeline", "plan", "profile", "rehearse", "traffic", "tune"}
 TOOL_GROUPS = ("cluster.", "tune.", "objective=", "trainer.dp=$")
