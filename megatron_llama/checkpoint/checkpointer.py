@@ -136,6 +136,7 @@ class Checkpointer:
     def export(self) -> None:
         """With checkpoint.export_hf, write the last checkpoint (with keep_best: the best) as a Hugging Face folder.
 
+        Never replaces an export: an extended run adds ``hf_step_N``, and a finished run that starts again adds none.
         Only rank 0 works.
         """
         settings = self.plan.config.checkpoint
@@ -143,7 +144,13 @@ class Checkpointer:
             best = self.checkpoints / BEST
             is_best = settings.keep_best and best.is_file()  # missing if no validation loss was finite
             source = find_checkpoint(best if is_best else self.checkpoints)
-            exported = export(source, self.checkpoints.with_name("hf"), merge=self._lora)
+            out, trained = self.checkpoints.with_name("hf"), self.plan.config.trainer.steps > self.plan.start.step
+            if out.exists() and trained:
+                out = out.with_name(f"hf_{source.name}")
+            if out.exists():
+                self._report(f"{out} exists: nothing is exported")
+                return
+            exported = export(source, out, merge=self._lora)
             label = "best validation loss" if is_best else "last"
             self._report(f"exported {source.name} ({label}) to {exported.folder} as {exported.dtype}")
 

@@ -451,7 +451,7 @@ class CheckpointConfig:
     """Save a checkpoint of the last step."""
     export_hf: bool = False
     """At the end of the run, export the last checkpoint (with keep_best: the best) as a Hugging Face folder to
-    <run.dir>/hf."""
+    <run.dir>/hf, or hf_step_N after an extension of the run."""
     asynchronous: bool = True
     """Write in the background; training only waits for a copy of weights and optimizer states to host memory."""
 

@@ -70,15 +70,10 @@ def test_without_a_loss_there_is_no_best(tmp_path: Path) -> None:
     assert saved_steps(tmp_path / "other" / "checkpoints") == [3]
 
 
-@pytest.mark.parametrize(
-    ("losses", "step", "message"),
-    [(LOSSES, 2, "step_00000002 (best validation loss) "), ({}, 3, "step_00000003 (last) ")],
-    ids=["validated", "never"],
-)
-def test_the_best_is_what_is_exported(
-    losses: dict[int, float], step: int, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def exporting(checkpointer: Checkpointer) -> None:
+def exporting(losses: dict[int, float]) -> Callable[[Checkpointer], None]:
+    """Return a change of the checkpointer that exports at the end of a run with these validation losses."""
+
+    def change(checkpointer: Checkpointer) -> None:
         validating(losses)(checkpointer)
         finish = checkpointer.finish
 
@@ -88,11 +83,33 @@ def test_the_best_is_what_is_exported(
 
         checkpointer.finish = then_export  # type: ignore[method-assign]
 
-    run(1, tmp_path, *KEEP, "checkpoint.export_hf=true", until=3, tamper=exporting)
+    return change
+
+
+@pytest.mark.parametrize(
+    ("losses", "step", "message"),
+    [(LOSSES, 2, "step_00000002 (best validation loss) "), ({}, 3, "step_00000003 (last) ")],
+    ids=["validated", "never"],
+)
+def test_the_best_is_what_is_exported(
+    losses: dict[int, float], step: int, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(1, tmp_path, *KEEP, "checkpoint.export_hf=true", until=3, tamper=exporting(losses))
     assert f"exported {message}" in capfd.readouterr().err
     expected = export(tmp_path / "checkpoints" / f"step_{step:08d}", tmp_path / "expected").folder
     ours = (tmp_path / "hf" / "model.safetensors").read_bytes()
     assert ours == (expected / "model.safetensors").read_bytes()
+
+
+def test_an_export_is_kept_when_a_run_is_extended_or_started_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    exports = ("checkpoint.export_hf=true", "checkpoint.keep=2")
+    for steps, message in ((2, "exported step_00000002"), (2, "hf exists"), (3, "hf_step_00000003"), (3, "hf exists")):
+        run(1, tmp_path, f"trainer.steps={steps}", *exports, until=steps, tamper=exporting({}))
+        assert message in capfd.readouterr().err
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("hf", "hf_step_00000003"))
+    assert first != second and len([*tmp_path.glob("hf*")]) == 2
 
 
 @pytest.mark.parametrize("moment", ["before the marker", "before the pruning"])
