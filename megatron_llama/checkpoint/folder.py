@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -12,11 +11,11 @@ from megatron_llama.checkpoint.manifest import NAME, State, merge, read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, check_file_name
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.settings import KEPT_BY_TIME, CheckpointConfig
+from megatron_llama.config.stored import list_steps
 from megatron_llama.system.files import DRAFT, read_whole, sync_folder, write_atomically, write_synced
 
 CLAIM = "publisher"
 """File in a partial folder, created by the rank that publishes it after a failure."""
-_STEP = re.compile(r"step_(\d{8,})")
 
 
 def folder_name(step: int) -> str:
@@ -32,13 +31,11 @@ def partial_folder(checkpoints: Path, step: int) -> Path:
 def saved_steps(checkpoints: Path) -> list[int]:
     """Return the steps with a checkpoint, newest first. Raises CorruptFile if the folder cannot be read."""
     try:
-        names = os.listdir(checkpoints)
+        return list_steps(checkpoints)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CorruptFile(f"{checkpoints}: {error.strerror}") from error
-    matches = map(_STEP.fullmatch, names)
-    return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -117,7 +117,7 @@ def _usage(adapter: bool, tokenizer: bool, has_base: bool) -> list[str]:
     """Return the lines that show how to load the folder."""
     kind = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
     lines = ["## Use", "", "FOLDER is the folder of this file.", "", "```python"]
-    names = kind + ", AutoTokenizer" * tokenizer  # folders of adapters have none
+    names = kind + ", AutoTokenizer" * tokenizer  # folders of adapters have no tokenizer
     lines += [f"from {'peft' if adapter else 'transformers'} import {names}", ""]
     lines += [f'model = {kind}.from_pretrained("FOLDER")']
     if tokenizer:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +30,7 @@ _HEADER = """\
 # command line overrides them. Derived settings are derived again from:
 """
 _REQUESTED = "# requested: "
+_STEP = re.compile(r"step_(\d{8,})")
 
 
 def to_yaml(config: Config, requested: Config | None = None) -> str:
@@ -49,9 +52,17 @@ def has_run(folder: Path) -> bool:
 
 
 def stored_steps(folder: Path) -> list[int]:
-    """Return the steps with a checkpoint in a run folder, unsorted; none if it cannot be read. Without torch."""
-    names = (path.name.removeprefix("step_") for path in folder.glob("checkpoints/step_*"))
-    return [int(name) for name in names if name.isdecimal()]
+    """Return the steps with a checkpoint in a run folder, newest first; none if it cannot be read."""
+    try:
+        return list_steps(folder / "checkpoints")
+    except OSError:
+        return []
+
+
+def list_steps(checkpoints: Path) -> list[int]:
+    """Return the steps of the folders ``step_00000100``, newest first. Raises OSError if they cannot be listed."""
+    matches = map(_STEP.fullmatch, os.listdir(checkpoints))
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def check_start(plan: Plan, folder: Path) -> str:
 def _disk_use(plan: Plan, folder: Path) -> DiskUse:
     """Return the bytes that the run adds; checkpoints to resume from are in the folder."""
     saved = [] if plan.config.checkpoint.resume == "never" else stored_steps(folder)
-    return disk_use(plan, max(saved, default=0), len(saved))
+    return disk_use(plan, saved[0] if saved else 0, len(saved))
 
 
 def _check_disk(folder: Path, use: DiskUse, free: int) -> Iterator[Problem]:

@@ -137,12 +137,12 @@ class SentencePieceTokenizer(Tokenizer):
         names = sorted(self._special, key=len, reverse=True)
         for part in re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]:
             if part in self._special:
-                found = Spans([self._special[part]], [0], [len(part)])
+                encoded = Spans([self._special[part]], [0], [len(part)])
             else:
-                found = self._plain_spans(part) if position == 0 else self._continued_spans(part)
-            result.ids.extend(found.ids)
-            result.starts.extend(position + start for start in found.starts)
-            result.ends.extend(position + end for end in found.ends)
+                encoded = self._plain_spans(part) if position == 0 else self._continued_spans(part)
+            result.ids.extend(encoded.ids)
+            result.starts.extend(position + start for start in encoded.starts)
+            result.ends.extend(position + end for end in encoded.ends)
             position += len(part)
         return result
 

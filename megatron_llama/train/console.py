@@ -20,7 +20,7 @@ from megatron_llama.system.tables import open_console
 Value = float | int | None
 WIDTH, BAR_WIDTH = 79, 24
 LONG_RUN = 10_000
-"""Steps from which the bar is half as wide, because numbers and times are longer."""
+"""Steps from which the bar has half the width, because numbers and times are longer."""
 DATA_WAIT_SHARE = 0.05
 """The summary reports waits for data above this share of the run time."""
 

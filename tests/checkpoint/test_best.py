@@ -101,7 +101,7 @@ def test_the_best_is_what_is_exported(
     assert ours == (expected / "model.safetensors").read_bytes()
 
 
-def test_an_export_is_kept_when_a_run_is_extended_or_started_again(
+def test_extended_run_keeps_its_first_export(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     exports = ("checkpoint.export_hf=true", "checkpoint.keep=2")

@@ -154,7 +154,7 @@ def test_redpajama_download(
 
 
 def test_the_form_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter and the folder are those of the running program; the console script has commands."""
+    """The command has the interpreter and the folder of the running program; the console script has commands."""
     monkeypatch.setattr(sys, "argv", ["../tree/data_prep/sft.py"])
     monkeypatch.setattr(sys, "orig_argv", [".venv/bin/python", *sys.argv])
     assert next_command.next_command("train.py", ["a=b c"]) == "next:\n  .venv/bin/python ../tree/train.py 'a=b c'"
