@@ -15,6 +15,7 @@ from types import ModuleType
 from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.system.installed import report_missing_packages
 from megatron_llama.system.programs import COMMAND, IN_CHECKOUT, ROOT, name_commands, program_files
+from megatron_llama.system.wrapping import WIDTH
 
 USAGE = f"""\
 usage: {COMMAND} COMMAND [ARGUMENT ...]
@@ -91,7 +92,7 @@ def description(path: Path) -> str:
 
 
 def _wrap(label: str, text: str) -> str:
-    return textwrap.fill(text, 79, initial_indent=label, subsequent_indent=" " * len(label))
+    return textwrap.fill(text, WIDTH, initial_indent=label, subsequent_indent=" " * len(label))
 
 
 def versions() -> str:

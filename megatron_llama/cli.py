@@ -20,6 +20,7 @@ from megatron_llama.system.installed import require_packages
 from megatron_llama.system.output import set_spill_folder, stdout_loss
 from megatron_llama.system.programs import CONF_DIR, conf_folders, name_commands
 from megatron_llama.system.signals import ignore_signals
+from megatron_llama.system.wrapping import WIDTH
 
 if TYPE_CHECKING:
     from megatron_llama.config import Config, Problem
@@ -156,7 +157,7 @@ def usage() -> str:
 def _wrap(label: str, text: str) -> str:
     """Wrap a labeled entry of the help text to 79 columns."""
     indent = " " * len(label)
-    return textwrap.fill(text, 79, initial_indent=label, subsequent_indent=indent, break_on_hyphens=False) + "\n"
+    return textwrap.fill(text, WIDTH, initial_indent=label, subsequent_indent=indent, break_on_hyphens=False) + "\n"
 
 
 def describe_recipe(recipe: Path) -> str:

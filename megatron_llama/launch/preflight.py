@@ -15,6 +15,7 @@ from megatron_llama.config.stored import stored_steps
 from megatron_llama.plan import Plan
 from megatron_llama.plan.disk import DiskUse, disk_use
 from megatron_llama.system.tables import gib
+from megatron_llama.system.wrapping import WIDTH
 
 WANDB_HOST = "api.wandb.ai"
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
@@ -27,7 +28,7 @@ def check_start(plan: Plan, folder: Path) -> str:
     problems = [*_check_disk(folder, use, free), *check_wandb(plan, os.environ)]
     if problems:
         raise ConfigError(problems)
-    return fill("  disk          ", f"{use.describe()} · {gib(free)} free", 79) + "\n"
+    return fill("  disk          ", f"{use.describe()} · {gib(free)} free", WIDTH) + "\n"
 
 
 def _disk_use(plan: Plan, folder: Path) -> DiskUse:

@@ -17,9 +17,9 @@ from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule, curriculum_lengths
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.tables import gib, plural, short_count
+from megatron_llama.system.wrapping import WIDTH
 from megatron_llama.topology import chunks_of
 
-WIDTH = 79
 LABEL = 14
 MOST_ROWS = 16
 MOST_COLUMNS = 4

@@ -16,9 +16,10 @@ from megatron_llama.config.problems import escape_controls
 from megatron_llama.devices import Peak, get_device
 from megatron_llama.plan import Plan
 from megatron_llama.system.tables import open_console
+from megatron_llama.system.wrapping import WIDTH
 
 Value = float | int | None
-WIDTH, BAR_WIDTH = 79, 24
+BAR_WIDTH = 24
 LONG_RUN = 10_000
 """Steps from which the bar has half the width, because numbers and times are longer."""
 DATA_WAIT_SHARE = 0.05

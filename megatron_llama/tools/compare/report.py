@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_llama.system.tables import plural, short_count, text_table
+from megatron_llama.system.wrapping import WIDTH
 from megatron_llama.tools.compare.verdict import LEAST_BINS, Comparison, RunComparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-WIDTH = 79
 LABELS = (
     "final loss",
     "area between the curves",

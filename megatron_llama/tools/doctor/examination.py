@@ -22,6 +22,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.plan.memory import optimizer_bytes
 from megatron_llama.system.files import user_cache
 from megatron_llama.system.tables import gib, plural, text_table
+from megatron_llama.system.wrapping import WIDTH
 from megatron_llama.tools.doctor import disks, machine, network
 from megatron_llama.tools.doctor.disks import RUN, Need
 from megatron_llama.tools.doctor.finding import BREAKS, NOTES, SEVERITIES, WARNS, Finding, NodeState, names
@@ -199,7 +200,6 @@ def _host_names(count: int) -> list[str]:
 # Printed report: the nodes, the measured rates, and each finding with its fix.
 
 
-WIDTH = 79
 _MARKS = {BREAKS: "✗", WARNS: "!", NOTES: "·"}
 _COLOURS = {BREAKS: "31;1", WARNS: "33;1", NOTES: "36"}
 

@@ -11,6 +11,7 @@ from textwrap import wrap
 
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.programs import name_commands
+from megatron_llama.system.wrapping import WIDTH
 from megatron_llama.tools.common import NO_FILES
 
 USAGE = """\
@@ -52,7 +53,6 @@ Exit status: 0 the run fits, 1 it does not fit, 2 invalid arguments or
 settings.
 """
 PUBLISHED, CALIBRATE = "--published", "--calibrate"
-WIDTH = 79
 
 
 def main(argv: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_llama.plan import batch_line
 from megatron_llama.plan.memory import USABLE
 from megatron_llama.system.tables import GIB, gib, plural, short_count, text_table
+from megatron_llama.system.wrapping import WIDTH
 from megatron_llama.tools.forecast import this_machine
 from megatron_llama.tools.forecast.step_time import load_constants_file
 from megatron_llama.tools.plan import forecast_run
@@ -35,7 +36,6 @@ PARTS = {
     "waiting": "waiting for the slowest node",
 }
 """Labels of the fields of ``StepTime``."""
-WIDTH = 79
 
 
 def report_lines(forecast: Forecast) -> Iterator[str]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_llama.plan import Plan
 from megatron_llama.system.tables import GIB, gib, short_count, text_table, wrapped_table
+from megatron_llama.system.wrapping import WIDTH
 from megatron_llama.tools.forecast.module_work import any_layer
 from megatron_llama.tools.forecast.traffic import wire_bytes
 from megatron_llama.tools.memory_picture import draw_memory
@@ -28,7 +29,6 @@ from megatron_llama.tools.rehearse.report import (
 from megatron_llama.tools.rehearse.watch import StorageRecord
 
 MAX_HOLDERS = 12
-WIDTH = 79
 TITLES = {"pp": "pipeline stage", "dp": "data-parallel", "tp": "tensor-parallel"}
 """Long names of the axes."""
 

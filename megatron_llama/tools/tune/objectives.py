@@ -21,6 +21,7 @@ from megatron_llama.plan import batch_line
 from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import GIB, gib, plural, text_table
+from megatron_llama.system.wrapping import WIDTH
 from megatron_llama.tools.common import NO_FILES, progress_bar
 from megatron_llama.tools.plan.forecast_run import MOST_DEVICES, forecast_plan
 from megatron_llama.tools.planned_run import batch_problems
@@ -33,7 +34,6 @@ from megatron_llama.topology import Grid
 
 STATED = ("data.seq_length", "trainer.global_batch_size", "trainer.precision", "device.name")
 """Settings that each experiment file states, also if they are defaults."""
-WIDTH = 79
 LENGTH_MARGIN = 1.05
 """Factor of the corrected memory forecast, applied after a length at which all trials ran out of memory."""
 

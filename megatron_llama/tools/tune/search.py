@@ -11,6 +11,7 @@ from megatron_llama.config import ConfigError
 from megatron_llama.config.problems import fill
 from megatron_llama.plan.memory import SURE
 from megatron_llama.system.tables import gib
+from megatron_llama.system.wrapping import WIDTH
 from megatron_llama.tools.common import ProgressBar, progress_bar
 from megatron_llama.tools.settings import TuneConfig
 from megatron_llama.tools.tune.candidates import TUNED, Candidate, CandidateSpace, Tuner
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-WIDTH = 79
 REPEATS = 2
 """Repeated trials of each finalist."""
 TrialFunction = Callable[[Candidate, float | None], TrialOutcome]
