@@ -281,6 +281,7 @@ class Checkpointer:
             lr=self.optimizer.lr,
             consumed_tokens=position.tokens if self._tokens is None else self._tokens,
             data=self.data.record(position.samples),
+            working_dir=_working_dir(),
             replaceable=replaceable,
         )
         self.saver.start(tensors, state)
@@ -290,3 +291,11 @@ class Checkpointer:
         """Write a line to stderr on rank 0; stdout has the progress line."""
         if self.topology.rank == 0:
             sys.stderr.write(f"checkpoint: {text}\n")
+
+
+def _working_dir() -> str | None:
+    """Return the current folder; None if it was deleted, which must not prevent the save."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None

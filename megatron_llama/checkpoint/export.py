@@ -231,7 +231,7 @@ def _write_companions(manifest: Manifest, folder: Path) -> tuple[dict[str, int],
         except ValueError:
             content = {}
         token_ids = {name: content[name] for name in _TOKEN_IDS if content.get(name) is not None}
-    tokenizer = manifest.state.settings.get("data", {}).get("tokenizer")
+    tokenizer = manifest.locate(manifest.state.settings.get("data", {}).get("tokenizer"))
     copied = (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").exists()
     if not (folder / "tokenizer_config.json").exists() and (tokenizer is not None or copied):
         # Llama's original release has only tokenizer.model, and its prompts begin with BOS.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -65,7 +66,8 @@ class State:
     """Tokens of the samples so far. None: data.seq_length per sample."""
     data: dict[str, Any] | None = None
     """Record of the data (data/record.py); None in checkpoints of old versions, which cannot be resumed."""
-
+    working_dir: str | None = None
+    """Current folder of the run, where its relative paths start; None in checkpoints of older versions."""
     replaceable: bool = False
     """Whether later checkpoints replace this one: saved under the default of checkpoint.every_minutes."""
 
@@ -86,6 +88,18 @@ class Manifest:
     stored: CheckpointTensors
     files: dict[str, int]
     """File name to bytes."""
+
+    def locate(self, path: str | None) -> str | None:
+        """Return the absolute path of an existing file for a relative path in the settings (init_from is absolute).
+
+        The path starts in the current folder of the run, in a parent of the checkpoint (the project was moved), or in
+        the current folder of this process. Returns ``path`` if the file exists in none of them.
+        """
+        if path is None or os.path.isabs(path):
+            return path
+        named = self.state.working_dir
+        starts = [*([Path(named)] if named else []), *self.stored.folder.absolute().parents, Path()]
+        return next((str((start / path).absolute()) for start in starts if (start / path).exists()), path)
 
     def check_sizes(self) -> None:
         """Raise CorruptFile if a file is missing or has another size."""

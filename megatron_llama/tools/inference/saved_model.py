@@ -89,7 +89,7 @@ def open_saved_model(path: Path, base: Path | None = None) -> SavedModel:
     else:
         _refuse_base(base)
     settings = manifest.state.settings
-    named = settings.get("data", {}).get("tokenizer")
+    named = manifest.locate(settings.get("data", {}).get("tokenizer"))
     tokenizer = next((Path(place) for place in (named, origin) if place and Path(place).exists()), None)
     return SavedModel(
         folder,
