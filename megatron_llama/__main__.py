@@ -121,7 +121,7 @@ def _unknown(words: list[str]) -> str:
     """Return the message for an unknown command."""
     commands = program_files()
     name = words[0].replace("_", "-")
-    if "=" in name or name == "--dry-run":
+    if "=" in name or name in ("--dry-run", "--no-plan"):
         return f"a setting needs a command before it: type {COMMAND} train {words[0]} ..."
     guesses = [command for command in commands if command.startswith(name)] or get_close_matches(name, commands, 1)
     guess = f"; type {' or '.join(guesses)}" if guesses else ""

@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from megatron_llama.launch.rank import Entry
     from megatron_llama.plan import Plan
 
+NO_PLAN = "--no-plan"
+"""Flag of a sweep's runs: the sweep has printed a table of the plans."""
 MOST_LISTED = 6
 """Overrides that the plan of a resumed run lists."""
 
 USAGE = """\
-usage: python train.py [--dry-run] [--help]
+usage: python train.py [--dry-run] [--no-plan] [--help]
                        [group=choice ...] [section.setting=value ...]
 
 Train a Llama model with 3D parallelism. By default, one process per device of
@@ -41,6 +43,7 @@ or mpirun, the process becomes a rank or starts the ranks of its node.
 
   --dry-run   print the plan and exit (same as dry_run=true);
               trainer.dp=N plans for other hosts
+  --no-plan   print the path of plan.txt in place of the plan
   --help      print this text and exit
 
 Unset values are chosen by model and device, and the plan lists them. On an
@@ -89,17 +92,17 @@ def main(argv: Sequence[str], entry: Entry | None = None, subfolder: str | None 
     if {"--help", "-h"} & set(argv):
         sys.stdout.write(usage())
         return _flush_output()
-    overrides = [argument for argument in argv if argument != "--dry-run"]
-    if len(overrides) < len(argv):
+    overrides = [argument for argument in argv if argument not in ("--dry-run", NO_PLAN)]
+    if "--dry-run" in argv:
         overrides.append("dry_run=true")  # last, so that it wins
     try:
-        return _report_errors(overrides, entry, subfolder)
+        return _report_errors(overrides, entry, subfolder, prints_plan=NO_PLAN not in argv)
     except KeyboardInterrupt:  # before the ranks start; the imports may be what was interrupted
         sys.stderr.write("Stopped by Ctrl-C before the start.\n")
         return EXIT_INTERRUPTED
 
 
-def _report_errors(overrides: list[str], entry: Entry | None, subfolder: str | None) -> int:
+def _report_errors(overrides: list[str], entry: Entry | None, subfolder: str | None, prints_plan: bool) -> int:
     """Run the command; turn its errors into one message and an exit status."""
     # Imported here because --help does not need it, and before the try so that import errors surface.
     from megatron_llama.config import ConfigError, format_problems
@@ -112,7 +115,7 @@ def _report_errors(overrides: list[str], entry: Entry | None, subfolder: str | N
         context = process_context(os.environ)
         note_command(overrides, None if context is None else (context.launcher, context.nodes))
         config = parse_overrides(overrides, context, subfolder, True)
-        status = _run(config, context, overrides, entry)
+        status = _run(config, context, overrides, entry, prints_plan)
     except ConfigError as error:
         status = EXIT_USER
         if context is not None and context.rank > 0:
@@ -193,7 +196,9 @@ def parse_overrides(
     return config
 
 
-def _run(config: Config, context: ProcessContext | None, overrides: list[str], entry: Entry | None) -> int:
+def _run(
+    config: Config, context: ProcessContext | None, overrides: list[str], entry: Entry | None, prints_plan: bool
+) -> int:
     """Print the plan, become one of the run's processes, or start them; return the exit status."""
     if not config.dry_run:
         require_packages()
@@ -221,14 +226,14 @@ def _run(config: Config, context: ProcessContext | None, overrides: list[str], e
     from megatron_llama.launch.start import run_here
 
     if context is not None:
-        return join(plan, world, context, entry or TRAIN)
+        return join(plan, world, context, entry or TRAIN, prints_plan)
     choose_run_dir(plan)
     set_spill_folder(Path(str(plan.config.run.dir)))
     if world.hosts:
-        return run_on_hosts(plan, world.hosts, overrides)
+        return run_on_hosts(plan, world.hosts, overrides if prints_plan else [*overrides, NO_PLAN])
     if problems := _check_datasets(plan):  # else the ranks would fail only after building a model
         raise ConfigError(problems)
-    return run_here(plan, entry or TRAIN)
+    return run_here(plan, entry or TRAIN, prints_plan)
 
 
 def _describe_source(config: Config, overrides: Sequence[str]) -> Iterator[str]:

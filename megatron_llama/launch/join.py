@@ -36,8 +36,12 @@ from megatron_llama.system.signals import exit_with_parent
 PREPARE_LIMIT_SECONDS = 3600.0
 
 
-def join(plan: Plan, world: World, context: ProcessContext, entry: Entry) -> int:
-    """Join the other processes, then run ``entry`` as a rank or in the ranks of this node; return the exit status."""
+def join(plan: Plan, world: World, context: ProcessContext, entry: Entry, prints_plan: bool = True) -> int:
+    """Join the other processes, then run ``entry`` as a rank or in the ranks of this node; return the exit status.
+
+    Args:
+        prints_plan: Whether process 0 prints the plan; otherwise the path of its file.
+    """
     assert world.device is not None, "planning rejects unavailable devices"
     exit_with_parent(os.getppid())
     if context.launcher == "hosts" and control_line_closed():  # ssh ended while this process started
@@ -50,7 +54,7 @@ def join(plan: Plan, world: World, context: ProcessContext, entry: Entry) -> int
         ranks, first = counts[context.node], [0, *accumulate(counts)][context.node]
     with ExitStack() as stack:
         rendezvous, local = _join_rendezvous(
-            plan, world, context, node_info(context, first, ranks, plan.world_size), stack, entry
+            plan, world, context, node_info(context, first, ranks, plan.world_size), stack, entry, prints_plan
         )
         set_spill_folder(Path(str(plan.config.run.dir)))
         _set_gloo_interface(context, local)
@@ -69,7 +73,13 @@ def join(plan: Plan, world: World, context: ProcessContext, entry: Entry) -> int
 
 
 def _join_rendezvous(
-    plan: Plan, world: World, context: ProcessContext, local: NodeInfo, stack: ExitStack, entry: Entry
+    plan: Plan,
+    world: World,
+    context: ProcessContext,
+    local: NodeInfo,
+    stack: ExitStack,
+    entry: Entry,
+    prints_plan: bool,
 ) -> tuple[Rendezvous, NodeInfo]:
     """Wait for all processes and set the common ``run.dir``; process 0 locks it until ``stack`` closes.
 
@@ -95,7 +105,7 @@ def _join_rendezvous(
         stack.enter_context(claim_run_dir(Path(chosen)))
         report_to_batch_script("running", chosen)
         checked = check_start(plan, Path(chosen)) if entry == TRAIN else ""
-        sys.stdout.write(write_config_and_plan(plan, Path(chosen)) + checked + "\n")
+        sys.stdout.write(write_config_and_plan(plan, Path(chosen), prints_plan) + checked + "\n")
         if context.nodes > 1:
             sys.stdout.write(f"{node_table(nodes, context)}{rendezvous.describe_security()}\n\n")
         sys.stdout.flush()

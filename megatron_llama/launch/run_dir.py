@@ -19,7 +19,8 @@ from megatron_llama.system.files import DRAFT, try_lock, write_atomically
 from megatron_llama.train.metrics_file import METRICS_FILE
 
 LOCK_NAME = ".lock"
-WRITTEN_FILES = (METRICS_FILE, "config.yaml", "plan.txt", f"checkpoints/{POINTER}", f"checkpoints/{BEST}")
+PLAN_FILE = "plan.txt"
+WRITTEN_FILES = (METRICS_FILE, "config.yaml", PLAN_FILE, f"checkpoints/{POINTER}", f"checkpoints/{BEST}")
 WRITTEN_FOLDERS = ("checkpoints", "ranks")
 
 
@@ -107,16 +108,19 @@ def report_to_batch_script(status: int | str, folder: str | None = None) -> None
         write_atomically(Path(path), "\n".join([str(status), folder or (previous or [""])[0]]) + "\n")
 
 
-def write_config_and_plan(plan: Plan, folder: Path) -> str:
-    """Write ``config.yaml`` and ``plan.txt``, which only the user may read; return the text of the plan."""
+def write_config_and_plan(plan: Plan, folder: Path, prints_plan: bool = True) -> str:
+    """Write ``config.yaml`` and ``plan.txt``, which only the user may read.
+
+    Returns the text of the plan, or a line with its path if not ``prints_plan``.
+    """
     text = format_plan(plan).rstrip() + "\n"
     try:
         write_atomically(folder / "config.yaml", to_yaml(plan.config, plan.requested), private=True)
-        write_atomically(folder / "plan.txt", text, private=True)
+        write_atomically(folder / PLAN_FILE, text, private=True)
     except OSError as error:
         rule, instead = f"cannot write: {error.strerror}", "free disk space, or write another run.dir=PATH"
         raise ConfigError([Problem("run.dir", str(folder), rule, instead)]) from error
-    return text
+    return text if prints_plan else f"plan: {folder / PLAN_FILE}\n"
 
 
 @contextmanager

@@ -48,12 +48,16 @@ from megatron_llama.train.loss_curve import draw_run
 GRACE = Grace(fault=1.0, restart=30.0, interrupt=3.0)
 
 
-def run_here(plan: Plan, entry: Entry = TRAIN) -> int:
-    """Lock the run folder and run ``entry`` in all ranks of ``plan``, with restarts; return the exit status."""
+def run_here(plan: Plan, entry: Entry = TRAIN, prints_plan: bool = True) -> int:
+    """Lock the run folder and run ``entry`` in all ranks of ``plan``, with restarts; return the exit status.
+
+    Args:
+        prints_plan: Whether to print the plan; otherwise the path of its file.
+    """
     folder = Path(str(plan.config.run.dir))
     with claim_run_dir(folder):
         checked = check_start(plan, folder) if entry == TRAIN else ""
-        sys.stdout.write(write_config_and_plan(plan, folder) + checked + "\n")
+        sys.stdout.write(write_config_and_plan(plan, folder, prints_plan) + checked + "\n")
         with rank_outputs(folder, range(plan.world_size)) as output_dir:
             hang_seconds = plan.config.trainer.hang_timeout_seconds
             share = Share(plan.world_size, output_dir=output_dir, hang_seconds=hang_seconds)

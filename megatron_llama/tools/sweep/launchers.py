@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 
+from megatron_llama.cli import NO_PLAN
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART
 from megatron_llama.system.programs import BATCH_FOLDER, ROOT, batch_script, batch_variables
@@ -40,9 +41,9 @@ def run_sequentially(sweep: Sweep, state: SweepState, run: RunFunction) -> int |
 
 
 def run_train_py(arguments: Sequence[str]) -> int:
-    """Run ``python train.py`` in a subprocess and forward signals to it."""
+    """Run ``python train.py --no-plan`` in a subprocess and forward signals to it."""
     signals: list[int] = []
-    child = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *arguments])
+    child = subprocess.Popen([sys.executable, str(ROOT / "train.py"), NO_PLAN, *arguments])
 
     def forward(number: int, frame: FrameType | None) -> None:
         signals.append(number)

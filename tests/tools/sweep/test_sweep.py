@@ -150,6 +150,14 @@ def test_two_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert f"{ends[1]:.4f}" in capsys.readouterr().out
 
 
+def test_a_run_prints_the_path_of_its_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", *TWO, f"run.dir={tmp_path}"]) == 0
+    printed = capfd.readouterr().out
+    assert "rank grid" not in printed
+    for plan in (tmp_path / name / "plan.txt" for name in NAMES):
+        assert f"plan: {plan}\n" in printed and "rank grid" in plan.read_text()
+
+
 SBATCH = """#!/bin/sh
 # Records its arguments and acts as a job that has ended with the status of the test.
 printf '%s\\n' "$@" >{folder}/words-$$
