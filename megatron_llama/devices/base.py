@@ -62,6 +62,8 @@ class Device(ABC):
     queued operation must not be freed."""
     keeps_bf16_grads: bool = False
     """Whether the optimizer's kernels read bf16 gradients of fp32 weights, so that no fp32 copy is needed."""
+    binds_process_group: bool = False
+    """Whether torch.distributed must be given the rank's device. Otherwise the backend guesses it from the rank."""
     pins_memory: bool = False
     """Whether the device copies from pinned host memory while it computes. Batches are then built in pinned memory."""
     measures_peak: bool = False

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch._C._distributed_c10d import _register_process_group
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.settings import TrainerConfig
@@ -55,6 +56,7 @@ class Groups:
 
 
 _current: Groups | None = None
+_TENSOR_PARALLEL = "tensor-parallel"
 
 
 def current_groups() -> Groups:
@@ -84,21 +86,55 @@ def process_groups(plan: Plan, topology: Topology, device: Device, torch_device:
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
         # A prefix per attempt: after a restart torchrun's store still has the addresses of the earlier ranks.
         store = dist.PrefixStore(os.environ.get(ATTEMPT, "0"), store)
-        dist.init_process_group(device.backend, rank=rank, world_size=size, timeout=timeout, store=store)
-    parallel_state.initialize_model_parallel(
-        **{f"{axis.mcore}_size": topology.sizes[axis.name] for axis in AXES if not axis.is_derived},
-        virtual_pipeline_model_parallel_size=trainer.vpp if trainer.vpp > 1 else None,
-        create_gloo_process_groups=False,
-    )
-    _rename(parallel_state.get_tensor_model_parallel_group(), "tensor-parallel")
+        bound = torch_device if device.binds_process_group else None
+        dist.init_process_group(
+            device.backend, rank=rank, world_size=size, timeout=timeout, store=store, device_id=bound
+        )
+    with group_defaults(trainer):
+        parallel_state.initialize_model_parallel(
+            **{f"{axis.mcore}_size": topology.sizes[axis.name] for axis in AXES if not axis.is_derived},
+            virtual_pipeline_model_parallel_size=trainer.vpp if trainer.vpp > 1 else None,
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=_timeout(trainer) / timedelta(minutes=1),  # type: ignore[arg-type]
+        )
+    _rename(parallel_state.get_tensor_model_parallel_group(), _TENSOR_PARALLEL)
     _current = Groups(topology)
+    ended_together = False
     try:
         with device.pipeline_transfers(topology) if topology.sizes["pp"] > 1 else nullcontext():
             yield _current
+        ended_together = True
+    except SystemExit:  # all ranks stop after a save
+        ended_together = True
+        raise
     finally:
         _current = None
         parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        _unregister_process_group(_TENSOR_PARALLEL)
+        # NCCL waits here for the other ranks, which may wait in a collective for a rank that failed alone.
+        if ended_together or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+            dist.destroy_process_group()
+
+
+@contextmanager
+def group_defaults(trainer: TrainerConfig) -> Iterator[None]:
+    """Give process groups that are created inside the context the plan's timeout. They connect at their first use.
+
+    torch's default is 10 minutes for NCCL, after which NCCL ends all ranks without a report. If the world is bound to a
+    device, torch would connect each new group at once, also the groups of megatron-core that no rank uses. Each
+    communicator takes device memory.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    bound = world.bound_device_id
+    if bound is not None:
+        world.bound_device_id = None
+    try:
+        with patch.object(dist.distributed_c10d, "_get_default_timeout", lambda backend: _timeout(trainer)):
+            yield
+    finally:
+        if bound is not None:
+            world.bound_device_id = bound
 
 
 def _timeout(trainer: TrainerConfig) -> timedelta:

@@ -33,7 +33,7 @@ from megatron_llama.model.loss import fused_softmax
 from megatron_llama.model.offload import Offload
 from megatron_llama.parallel.compiling import Compiler
 from megatron_llama.parallel.fsdp import ComputeCopies, allocate, data_groups, filled_copies, shard_chunk
-from megatron_llama.parallel.groups import Groups, current_groups
+from megatron_llama.parallel.groups import Groups, current_groups, group_defaults
 from megatron_llama.parallel.pipeline import Counts, run_logits, run_schedule
 from megatron_llama.parallel.shards import Shard, shards_of
 from megatron_llama.parallel.tensor import ReplicatedGradients, make_traceable
@@ -165,7 +165,9 @@ def build_model(
     kernels = device.kernels(compiled=compiler is not None)
     mcore = mcore_config(plan)
     groups = current_groups()
-    exchange = data_groups(topology, torch_device.type, plan, groups)
+    with group_defaults(trainer):
+        exchange = data_groups(topology, torch_device.type, plan, groups)
+        replicated = ReplicatedGradients(plan, topology, groups)
     chunks, shards, compute_copies = list[Llama](), list[Shard](), list[ComputeCopies | None]()
     for stage in topology.chunks():
         with torch.device("meta"):
@@ -195,7 +197,6 @@ def build_model(
         place = topology.rank if plan.sp else topology.grid.index(topology.rank, *others)
         torch.manual_seed(trainer.seed + place)
     init_weights(shards, plan)
-    replicated = ReplicatedGradients(plan, topology, groups)
     return ParallelModel(plan, chunks, shards, torch_device, groups, replicated, compute_copies, compiler)
 
 

@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.devices import get_device
 from megatron_llama.devices.cpu.device import Cpu
 from megatron_llama.launch import ssh, start, supervise
 from megatron_llama.launch.rank import describe, is_peer_lost, load_entry
 from megatron_llama.launch.run_dir import rank_outputs
 from megatron_llama.launch.start import Share, start_ranks
 from megatron_llama.launch.supervise import Child, Grace, Signals
+from megatron_llama.parallel import process_groups
 from megatron_llama.system.errors import MachineError
 from tests.processes import (
     PATIENCE_SECONDS,
@@ -178,6 +180,26 @@ def test_the_first_failure_has_the_last_word(launcher: MakeLauncher, tmp_path: P
     # Not by luck: others did fail, by errors that are recognised as consequences.
     lost = [path.read_text() for path in tmp_path.glob("lost*")]
     assert lost and all(is_peer_lost(RuntimeError(text)) for text in lost), lost
+
+
+def fail_while_destroying_waits(folder: Path) -> None:
+    """As with NCCL, destroying the groups waits for rank 0, which waits in a collective for rank 1."""
+    device, plan = get_device("cpu"), plan_of(2)
+    device.enter(rank(), 2)
+    dist.destroy_process_group = lambda: time.sleep(600)
+    with process_groups(plan, plan.topology(rank()), device, torch.device("cpu")):
+        announce(folder)
+        dist.barrier()
+        if rank() == 1:
+            raise torch.OutOfMemoryError("of rank one")
+        time.sleep(600)
+
+
+def test_a_failing_rank_does_not_wait_for_the_others(launcher: MakeLauncher, tmp_path: Path) -> None:
+    job = launcher(run(fail_while_destroying_waits, tmp_path, ranks=2))
+    assert job.wait(TAKES_ALL_DOWN_SECONDS + 20) == 1
+    assert job.last_line == "torch.OutOfMemoryError: of rank one"
+    assert "Rank 1 of 2 failed" in job.errors
 
 
 def fail_late_to_say_so(folder: Path) -> None:

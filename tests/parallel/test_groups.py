@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_llama.devices import get_device
+from megatron_llama.devices.cpu.device import Cpu
 from megatron_llama.parallel import build_model, process_groups
-from megatron_llama.parallel.groups import axis_of, current_groups
+from megatron_llama.parallel import groups as process_group_module
+from megatron_llama.parallel.groups import axis_of, current_groups, group_defaults
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.topology import AXES
 from tests.config.helpers import make
@@ -58,3 +65,81 @@ def test_groups_are_the_grids_and_each_has_its_axis() -> None:
     for rank, (ranks, kinds) in enumerate(run_ranks(_groups, 8, plan)):
         assert ranks == {axis.name: plan.grid.ranks(rank, axis.name) for axis in AXES}
         assert kinds == expected
+
+
+def _timeouts(rank: int, plan: Plan) -> list[timedelta]:
+    """The timeout of each process group except the world's, which the test creates."""
+    topology, device = plan.topology(rank), get_device("cpu")
+    with process_groups(plan, topology, device, CPU):
+        build_model(plan, topology, device, CPU)
+        groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+        assert len(groups) > 10
+        return [group._get_backend(CPU).options._timeout for group in groups]  # type: ignore[attr-defined]
+
+
+def test_all_groups_have_the_plans_timeout() -> None:
+    settings = {
+        "model.num_key_value_heads": 1,
+        "trainer.tp": 2,
+        "trainer.dp": 2,
+        "trainer.shard_group": 1,
+        "trainer.hang_timeout_seconds": 1000,
+    }
+    plan = resolve(make(**settings), 4)
+    expected = process_group_module._timeout(plan.config.trainer)
+    assert expected > timedelta(minutes=30), "torch's and megatron-core's default"
+    for timeouts in run_ranks(_timeouts, 4, plan):
+        assert set(timeouts) == {expected}
+
+
+class Failed(Exception):
+    """An error of one rank."""
+
+
+def _destroyed(rank: int, plan: Plan, ends: list[BaseException | None]) -> list[int]:
+    """Return the number of calls of destroy_process_group for each end of the context."""
+    calls = []
+    for error in ends:
+        with patch.object(dist, "destroy_process_group") as destroy:
+            try:
+                with process_groups(plan, plan.topology(rank), get_device("cpu"), CPU):
+                    if error is not None:
+                        raise error
+            except (Failed, KeyboardInterrupt, SystemExit):
+                pass
+            calls.append(destroy.call_count)
+    return calls
+
+
+def test_groups_are_destroyed_only_if_all_ranks_end() -> None:
+    # NCCL's groups wait for all ranks when they are destroyed.
+    ends = [None, Failed(), KeyboardInterrupt(), SystemExit(75)]
+    assert run_ranks(_destroyed, 2, resolve(make(**{"trainer.tp": 2}), 2), ends) == [[1, 0, 0, 1]] * 2
+    assert run_ranks(_destroyed, 1, resolve(make(), 1), ends) == [[1, 1, 1, 1]], "no other rank to wait for"
+
+
+class _Initialized(Exception):
+    pass
+
+
+@pytest.mark.parametrize("binds", [False, True])
+def test_the_world_is_bound_to_the_device(binds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = resolve(make(), 1)
+    device, card = Cpu(), torch.device("cuda", 3)
+    device.binds_process_group = binds  # type: ignore[misc]
+    monkeypatch.setattr(process_group_module, "patch_mcore", lambda device: None)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 1)]))
+    with patch.object(dist, "init_process_group", side_effect=_Initialized) as init, pytest.raises(_Initialized):
+        with process_groups(plan, plan.topology(0), device, card):
+            pass
+    assert init.call_args.kwargs["device_id"] == (card if binds else None)
+    assert get_device("cpu").binds_process_group is False
+
+
+def test_groups_of_a_bound_world_connect_at_their_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch connects a new group at once if the world is bound; most groups of megatron-core are not used.
+    world = SimpleNamespace(bound_device_id=torch.device("cuda", 3))
+    monkeypatch.setattr(dist.group.__class__, "WORLD", world)
+    with group_defaults(make().trainer):
+        assert world.bound_device_id is None
+    assert world.bound_device_id == torch.device("cuda", 3)

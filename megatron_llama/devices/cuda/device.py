@@ -62,6 +62,7 @@ class Cuda(Device):
     forkable = False  # a CUDA context does not survive a fork
     compiler = INDUCTOR
     attention = "varlen"
+    binds_process_group = True
     pins_memory = True
     variable_prefixes = ("CUDA_", "CUBLAS_", "NCCL_")
     interface_variable = "NCCL_SOCKET_IFNAME"
