@@ -110,7 +110,7 @@ def process_groups(plan: Plan, topology: Topology, device: Device, torch_device:
     finally:
         _current = None
         parallel_state.destroy_model_parallel()
-        _unregister_process_group(_TENSOR_PARALLEL)
+        _unregister_process_group(_TENSOR_PARALLEL)  # type: ignore[arg-type]
         # NCCL waits here for the other ranks, which may wait in a collective for a rank that failed alone.
         if ended_together or dist.get_world_size() == 1 or dist.get_backend() == "fake":
             dist.destroy_process_group()

@@ -183,7 +183,7 @@ def test_the_first_failure_has_the_last_word(launcher: MakeLauncher, tmp_path: P
 
 
 def fail_while_destroying_waits(folder: Path) -> None:
-    """As with NCCL, destroying the groups waits for rank 0, which waits in a collective for rank 1."""
+    """Destroying the groups waits, as with NCCL, for rank 0, which waits in a collective for rank 1."""
     device, plan = get_device("cpu"), plan_of(2)
     device.enter(rank(), 2)
     dist.destroy_process_group = lambda: time.sleep(600)
