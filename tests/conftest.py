@@ -95,8 +95,20 @@ def pytest_configure() -> None:
     module._compose_groups = compose_once  # type: ignore[attr-defined]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives slow tests more time, and puts the files of LONG_FOLDERS first."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds ``--sample``."""
+    text = "run at most ROWS rows of each slow test, evenly spread, and no long test; for machines with little time"
+    parser.addoption("--sample", type=int, metavar="ROWS", help=text)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Gives slow tests more time, takes the sample, and puts the files of LONG_FOLDERS first."""
+    if (rows := config.getoption("sample")) is not None:
+        from tests.sampling import sample  # not before torch's threads are set
+
+        kept = sample(items, rows)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_SECONDS))

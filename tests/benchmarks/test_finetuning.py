@@ -35,6 +35,7 @@ def test_table() -> None:
     assert "| full | 75.0% (3 of 4; 25.0% to 75.0%) | 25.0% (1 of 4; 25.0% to 75.0%) |" in lines
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="trainer.compile=true on the CPU needs a C++ compiler, g++")
 def test_fine_tuning_end_to_end_and_resume(tmp_path: Path) -> None:

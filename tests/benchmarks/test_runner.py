@@ -102,6 +102,7 @@ def test_turns_begin_with_an_untimed_step(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert [len(turn.step_seconds) for result in results for turn in result.turns] == [3, 3, 3, 3]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_layouts_and_recompute_train_equally(tmp_path: Path) -> None:
     matrix = RunMatrix([OURS], ["eager"], ["one", "tp2", "pp2"], ["none", "full"], [1, 3], "cpu", 2, 2, 32, None)

@@ -157,6 +157,7 @@ def test_finished_run_must_equal_the_undisturbed_one(
         campaign._finished(life)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_short_campaign(tmp_path: Path) -> None:
     """Two faults of each kind."""

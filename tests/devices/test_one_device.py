@@ -48,6 +48,7 @@ def furthest(actual: list[float], expected: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True))
 
 
+@pytest.mark.long
 def test_losses(device: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     expected = on_cpu(tmp_path_factory.getbasetemp() / "on_cpu", "trainer.steps=25")
     assert expected[-1] < expected[0]

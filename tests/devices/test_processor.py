@@ -55,6 +55,7 @@ torch.testing.assert_close(own, torch.softmax(x * x.sigmoid(), 1).square().sum(1
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @needs_compiler
 def test_a_cache_serves_machines_with_other_vectors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def test_a_killed_rank_is_started_again_to_the_bit(torchrun: Torchrun, tmp_path:
     assert losses(torchrun.run_dir) == losses(tmp_path / "plain"), "to the bit"
 
 
+@pytest.mark.long
 def test_an_agent_that_is_killed_leaves_the_job_to_the_other(torchrun: Torchrun, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

@@ -30,6 +30,7 @@ def start(command: list[str], *overrides: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_by_hand_and_by_torchrun_is_the_same_run(tmp_path: Path) -> None:
     for name, command in (("hand", BY_HAND), ("torchrun", TORCHRUN)):

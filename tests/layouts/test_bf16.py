@@ -104,6 +104,7 @@ NARROW_BROKEN: list[tuple[Tamper, int, list[str], list[str]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tamper", "ranks", "layout", "model"),
     rows(

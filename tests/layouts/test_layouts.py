@@ -36,6 +36,7 @@ def test_layout_equals_one_process(ranks: int, layout: list[str], model: list[st
     assert (result.fused > 0) == ("trainer.async_tp=true" in layout)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("compiled_here")

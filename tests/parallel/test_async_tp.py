@@ -122,6 +122,7 @@ ROWS: dict[str, tuple[list[str], Overlap, Overlap]] = {
 }
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
@@ -141,6 +142,7 @@ def test_collectives_are_inside_products_and_change_nothing(name: str, tmp_path:
     assert difference <= (TOLERANCE if world > 2 else 0.0)
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.slow
 def test_it_equals_one_process(cache: Path) -> None:
@@ -161,6 +163,7 @@ def test_a_graph_out_of_the_cache_says_what_overlaps(cache: Path) -> None:
     assert overlaps(repeated) == {"training": {Overlap(8, 0)}, "validation": {Overlap(4, 0)}}
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", ["gather", "scatter"])
@@ -170,6 +173,7 @@ def test_pieces_of_the_wrong_rank_are_seen(broken: str, cache: Path) -> None:
     assert abs(actual[0].losses[0] / expected.losses[0] - 1) > 5 * TOLERANCE
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.slow
 def test_a_compiler_that_recognises_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,7 @@ def _work(rank: int, plan: Plan, batches: int) -> list[Graph]:
         return model.compiler.graphs
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @needs_compiler
 def test_one_graph_for_all_blocks_compiled_by_one_rank(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +70,7 @@ def test_one_graph_for_all_blocks_compiled_by_one_rank(cache: Path, monkeypatch:
     assert {graph.key for graphs in second for graph in graphs} == distinct
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @needs_compiler
 def test_lora_is_one_graph_too(cache: Path, tmp_path: Path) -> None:
@@ -83,6 +85,7 @@ def test_lora_is_one_graph_too(cache: Path, tmp_path: Path) -> None:
     assert all(distance(tensor, eager.trained[name]) <= 1e-5 for name, tensor in fused.trained.items())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("recompute", ["elementwise", "selective", "full"])
@@ -133,6 +136,7 @@ def test_compiled_equals_eager(cache: Path, sp: str, recompute: str) -> None:
     )
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_one_per_stage_compiles_every_graph_of_a_run(job: Job) -> None:
     status, output, report = job.run("ahead", "--one-per-stage", *LAYOUT, "trainer.dp=2", "logging.tensorboard=true")

@@ -1,0 +1,28 @@
+"""The part of the slow tests that CI runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+COMPILED_ROWS = ("compiled", "async_tp")
+"""Words in the names of rows that compile for a minute or more. ``--sample`` skips them, as tests marked ``long``."""
+
+
+def sample(items: Sequence[pytest.Item], rows: int) -> set[pytest.Item]:
+    """Return the fast tests, and of each slow one ``rows`` rows from the first to the last."""
+    slow: dict[str, list[pytest.Item]] = {}
+    kept = set[pytest.Item]()
+    for item in items:
+        name, _, row = item.nodeid.partition("[")
+        if item.get_closest_marker("long") or any(word in row for word in COMPILED_ROWS):
+            continue
+        if item.get_closest_marker("slow"):
+            slow.setdefault(name, []).append(item)
+        else:
+            kept.add(item)
+    for found in slow.values():
+        count = min(rows, len(found))
+        kept |= {found[number * (len(found) - 1) // max(1, count - 1)] for number in range(count)}
+    return kept
