@@ -31,7 +31,7 @@ class RankFailed(AssertionError):
     """A rank raised, died or timed out; the message has all tracebacks."""
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 240) -> list[Any]:
     """Run ``function(rank, *args)`` on ``world_size`` gloo ranks; return the results by rank."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:

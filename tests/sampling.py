@@ -16,12 +16,10 @@ def sample(items: Sequence[pytest.Item], rows: int) -> set[pytest.Item]:
     kept = set[pytest.Item]()
     for item in items:
         name, _, row = item.nodeid.partition("[")
-        if item.get_closest_marker("long") or any(word in row for word in COMPILED_ROWS):
-            continue
-        if item.get_closest_marker("slow"):
-            slow.setdefault(name, []).append(item)
-        else:
+        if not item.get_closest_marker("slow"):
             kept.add(item)
+        elif not item.get_closest_marker("long") and not any(word in row for word in COMPILED_ROWS):
+            slow.setdefault(name, []).append(item)
     for found in slow.values():
         count = min(rows, len(found))
         kept |= {found[number * (len(found) - 1) // max(1, count - 1)] for number in range(count)}

@@ -22,7 +22,7 @@ class Item:
 
 @pytest.mark.parametrize(("rows", "expected"), [(1, "0"), (3, "026"), (6, "012456"), (9, "012456")])
 def test_rows_from_the_first_to_the_last(rows: int, expected: str) -> None:
-    others = [Item("test_fast[0]"), Item("test_fast[1]"), Item("test_slow", "slow")]
+    others = [Item("test_fast[0]"), Item("test_fast[compiled]"), Item("test_slow", "slow")]
     items = [*others, *(Item(name, "slow") for name in TABLE), Item("test_long", "slow", "long")]
     kept = sample(items, rows)  # type: ignore[arg-type]
     assert kept == {*others, *(item for item in items if item.nodeid in {f"test_table[{row}]" for row in expected})}
