@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -69,7 +71,6 @@ def train(
             with profiled as waited, stragglers.step():
                 start = time.perf_counter()
                 metrics = training_step(step, plan, model, optimizer, batches, finite)
-                device.synchronize()
                 metrics["step_time_s"] = time.perf_counter() - start
             labels.check(step, metrics["tokens_with_loss"], int(metrics["global_batch_size"]))
             metrics.update(waited)
@@ -144,8 +145,7 @@ def training_step(
     norm = optimizer.gradient_norm()
     optimizer.update(norm, skip=~(loss.isfinite() & norm.isfinite()))
     # The only sync with the device in a step, after all its work (if the optimizer can skip on the device).
-    mean_loss, gradient_norm = torch.stack((loss, norm)).tolist()
-    tokens, attended, with_loss = torch.stack((counts.tokens, counts.attended, counts.with_loss)).tolist()
+    (mean_loss, gradient_norm), (with_loss, tokens, attended) = read_scalars((loss, norm), counts)
     metrics = {
         "step": step,
         "consumed_samples": after.samples,
@@ -161,6 +161,14 @@ def training_step(
     # finite.check: True if loss and norm are finite; otherwise counts a skip or raises.
     optimizer.advance(updated=finite.check(step, mean_loss, gradient_norm, model.shards))
     return metrics
+
+
+def read_scalars(floats: Sequence[torch.Tensor], integers: Sequence[torch.Tensor]) -> tuple[list[float], list[int]]:
+    """Return the values of fp32 and int64 scalars on the device, exactly, in one transfer: one sync."""
+    bits = torch.stack([*floats]).view(torch.int32)  # not fp64, which some devices lack
+    numbers: list[int] = torch.cat((bits.long(), torch.stack([*integers]))).tolist()
+    size = len(floats)
+    return list(struct.unpack(f"{size}f", struct.pack(f"{size}i", *numbers[:size]))), numbers[size:]
 
 
 def validate_if_due(

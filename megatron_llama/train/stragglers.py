@@ -6,9 +6,10 @@ is gathered once per window, at the end of a step, when the host waits for the d
 
 from __future__ import annotations
 
+import math
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -30,6 +31,8 @@ SLOW, EVEN = 1.5, 1.2
 """Work time relative to the peers: above SLOW a rank becomes a straggler, below EVEN it stops being one."""
 WINDOWS = 2
 """Consecutive windows above SLOW that make a straggler."""
+LEAST_SHARE = 0.01
+"""Least work time, as a share of the step: a collective next to a computation counts as a wait."""
 HISTORY = 20
 """Past windows of a rank without peers to which it is compared."""
 
@@ -84,6 +87,15 @@ class Stragglers:
         return median(self._history[rank] or [busy[rank]])
 
 
+def covered_seconds(spans: Iterable[Sequence[float]]) -> float:
+    """Return the length of the union of (start, end) spans: collectives of several streams overlap."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return total
+
+
 class StragglerWatch:
     """Measures the ranks' work times for the training loop. Does nothing with one rank."""
 
@@ -115,12 +127,16 @@ class StragglerWatch:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure a step. The caller syncs the device before its end."""
+        """Measure a step. The caller reads its results before its end, which waits for the device."""
         self._waits.clear()
-        start = time.perf_counter()
+        if self._world == 1:
+            yield
+            return
+        start, origin = time.perf_counter(), self._device.record_event()
         yield
-        waited = sum(self._device.elapsed_seconds(*marks) for marks in self._waits)
-        self._window.append(time.perf_counter() - start - waited)
+        seconds = time.perf_counter() - start
+        spans = [tuple(self._device.elapsed_seconds(origin, mark) for mark in marks) for marks in self._waits]
+        self._window.append(max(seconds - covered_seconds(spans), LEAST_SHARE * seconds))
 
     def after_step(self, step: int, metrics: dict[str, float], logger: MetricsLogger | None) -> None:
         """At the end of a window, gather work times, add metrics and report slow ranks (a collective)."""

@@ -125,6 +125,32 @@ def test_no_report_without_a_slow_rank() -> None:
     assert not lines and all(metrics["slowest_rank_ratio"] == pytest.approx(1.0) for metrics in logged)
 
 
+@pytest.mark.parametrize(
+    ("waits_of_step", "work"),
+    [
+        ([(0.0, 0.9), (0.1, 0.9)], 0.1),  # a gather and a scatter on two streams
+        ([(0.5, 0.7), (0.1, 0.2), (0.15, 0.3)], 0.6),
+        ([(0.0, 0.6), (0.3, 1.2)], 0.01),  # a side stream ends after the host's clock
+        ([], 1.0),
+    ],
+)
+def test_collectives_that_overlap_count_once(waits_of_step: list[tuple[float, float]], work: float) -> None:
+    clock = FakeTime()
+    device = get_device("cpu")
+    marks = iter([0.0, *[mark for span in waits_of_step for mark in span]])
+    plan = resolve(make(**{"trainer.dp": 2, "trainer.global_batch_size": 2}), 2)
+    watch = StragglerWatch(plan, device, cast(Any, SimpleNamespace(device=torch.device("cpu"))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stragglers, "time", clock)
+        patch.setattr(device, "record_event", lambda: next(marks))
+        with watch.step():
+            for _ in waits_of_step:
+                with watch._waiting("dp all_gather"):
+                    pass
+            clock.now += 1.0
+    assert watch._window == [pytest.approx(work)]
+
+
 def test_launcher_reads_the_awaited_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_descriptor", "_shared_wait", "_awaited", "_current"):
         monkeypatch.setattr(phase, name, getattr(phase, name))

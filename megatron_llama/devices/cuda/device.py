@@ -204,6 +204,7 @@ class Cuda(Device):
         return event
 
     def elapsed_seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()  # an event of another stream may be later than the caller's read
         return start.elapsed_time(end) / 1e3
 
 

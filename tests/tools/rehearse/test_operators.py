@@ -63,6 +63,8 @@ def test_operators_of_a_step(overrides: tuple[str, ...], device: str, expected: 
     assert f"the vendor's list for device={device}" in printed and all(name in printed for name in expected)
     places = {item.place.split(":")[0] for item in rehearsal.synchronizations}
     assert places == AFTER_THE_STEP, "no reads inside the step, and reads are detected"
+    lines = {item.place for item in rehearsal.synchronizations if item.place.startswith("megatron_llama.train.loop:")}
+    assert len(lines) == 1, "the loop reads all numbers of a step in one transfer"
 
 
 def _reads(_: int, settings: list[tuple[str, ...]]) -> list[set[tuple[str, int]]]:
