@@ -278,8 +278,9 @@ class TrainerConfig:
     recompute_every: Annotated[int, at_least(1)] = 1
     """Recompute in every n-th block only, from the first on: less recomputation, more memory."""
     compile: bool | None = None
-    """torch.compile each block; on CPU this needs a C++ compiler. Derived: on an accelerator true for 1,000 steps or
-    more, on a CPU false."""
+    """torch.compile each block; on CPU this needs a C++ compiler. Derived: on a GPU true for 100 steps or more and with
+    trainer.epochs, on other accelerators for 1,000 steps or more, on all of them with trainer.profile; on a CPU
+    false."""
     compile_strict: bool = False
     """Treat a graph break, or a graph compiled after the first two batches, as an error."""
     compile_cache: str | None = None

@@ -64,6 +64,10 @@ class Device(ABC):
     """Whether the optimizer's kernels read bf16 gradients of fp32 weights, so that no fp32 copy is needed."""
     binds_process_group: bool = False
     """Whether torch.distributed must be given the rank's device. Otherwise the backend guesses it from the rank."""
+    compile_from_steps: int = 1000
+    """Steps from which on a run compiles by default, because compilation takes a minute or two."""
+    compiles_epochs: bool = False
+    """Whether a run of ``trainer.epochs``, whose steps are not known yet, compiles by default."""
     pins_memory: bool = False
     """Whether the device copies from pinned host memory while it computes. Batches are then built in pinned memory."""
     measures_peak: bool = False

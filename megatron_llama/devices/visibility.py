@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.arch.pattern import Pattern
+from megatron_llama.devices import HOST
 
 Lengths = tuple[tuple[int, ...], ...]
 """For each sequence of a batch, the lengths of its documents in tokens. Padding at the end counts as a document."""
@@ -48,8 +49,11 @@ class Documents:
     def whole(cls, rows: int, length: int, device: torch.device) -> Documents:
         """Build sequences of one document each."""
         ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
-        cu_seqlens = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32)
-        return cls(ids, ((length,),) * rows, cu_seqlens.to(device), cu_seqlens)
+        # Twice, because a copy from host memory would be a sync.
+        cu_seqlens, host_cu_seqlens = (
+            torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=at) for at in (device, HOST)
+        )
+        return cls(ids, ((length,),) * rows, cu_seqlens, host_cu_seqlens)
 
     def on(self, move: Callable[[Tensor], Tensor]) -> Documents:
         """Return a copy on the device to which ``move`` takes tensors."""

@@ -34,6 +34,8 @@ _NF4 = (
     *(-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0),
     *(0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.723, 1.0),
 )
+_PAIRS: dict[torch.device, torch.Tensor] = {}
+"""Result of ``_values_of_bytes`` per device."""
 _MOST_VALUES = 2**20
 """Values quantized together. torchao compares each value with all 16 levels, which takes 64 bytes per value."""
 
@@ -64,13 +66,29 @@ def dequantize(packed: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Ten
     if kind == "int8":
         values = codes.contiguous().view(torch.int8).float()
     else:
-        levels = torch.tensor(_NF4, device=packed.device)
-        # The two values of each byte, [256, 2]: the first is in the upper four bits.
-        pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
-        values = F.embedding(codes.int(), pairs).flatten(1)
+        values = F.embedding(codes.int(), _values_of_bytes(packed)).flatten(1)
     # A copy, because a view as fp32 must be aligned.
     scale = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (values.unflatten(1, (-1, QUANTIZATION_BLOCK)) * scale.unsqueeze(-1)).flatten(1).to(dtype)
+
+
+def _values_of_bytes(packed: torch.Tensor) -> torch.Tensor:
+    """Return the two values of each byte, fp32 [256, 2], on the device of ``packed``. The first is in the upper bits.
+
+    Eager code builds them once per device. Compiled code, whose graph must not depend on earlier calls, and fake
+    tensors build them at each call. No value is copied from host memory, which would be a sync.
+    """
+    is_shared = type(packed) is torch.Tensor and not torch.compiler.is_compiling()
+    if is_shared and packed.device in _PAIRS:
+        return _PAIRS[packed.device]
+    codes = torch.arange(len(_NF4), dtype=torch.int32, device=packed.device)
+    levels = torch.zeros(len(_NF4), device=packed.device)
+    for code, level in enumerate(_NF4):
+        levels = torch.where(codes == code, level, levels)
+    pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
+    if is_shared and type(pairs) is torch.Tensor:  # not in a mode that makes fake tensors
+        _PAIRS[packed.device] = pairs
+    return pairs
 
 
 def quantize_layers(block: nn.Module, kind: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -123,7 +124,11 @@ class Optimizer:
     def updates(self) -> int:
         """Number of updates so far, as used for Adam's bias correction and for the noise of rounding."""
         states = (self.inner.state[view] for view in self._views())
-        return max((int(state["step"]) for state in states if "step" in state), default=0)
+        counts: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+        for state in states:
+            if "step" in state:
+                counts[state["step"].device].append(state["step"])
+        return max((int(torch.stack(of_device).max()) for of_device in counts.values()), default=0)  # one sync
 
     def states(self) -> Iterator[tuple[str, Shard, torch.Tensor | BlockwiseState]]:
         """Yield (torch's name, shard, values shaped like ``shard.local``) of all optimizer states, such as exp_avg.
@@ -147,7 +152,8 @@ class Optimizer:
             pass
         for view in self._views():
             at = view.device if self.inner.counts_on_device else devices.HOST
-            self.inner.state[view]["step"] = torch.tensor(float(updates), device=at)
+            # Filled on the device: a copy of a host scalar would be a sync.
+            self.inner.state[view]["step"] = torch.full((), float(updates), device=at)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             for _ in range(steps):

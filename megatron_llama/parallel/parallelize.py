@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 
+from megatron_llama import devices
 from megatron_llama.arch.names import is_lora
 from megatron_llama.devices import Device
 from megatron_llama.devices.visibility import Documents
@@ -100,11 +101,16 @@ class ParallelModel:
             self.compiler.end_batch()
         return means
 
-    def logits(self, tokens: torch.Tensor, documents: Documents | None = None) -> torch.Tensor | None:
-        """Return logits [s, b, vocabulary/t] of token ids [b, s] on the last pipeline stage, None on the others."""
+    def logits(
+        self, tokens: torch.Tensor, documents: Documents | None = None, token_index: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Return logits [s, b, vocabulary/t] of token ids [b, s] on the last pipeline stage, None on the others.
+
+        With ``token_index`` [b], int64, return the logits of one token per row, [1, b, vocabulary/t].
+        """
         stance = nullcontext() if self.compiler is None else torch.compiler.set_stance("force_eager")
         with stance, filled_copies(self.compute_copies):  # eager: each prompt length would need another graph
-            return run_logits(self.chunks, self.plan, tokens, documents)
+            return run_logits(self.chunks, self.plan, tokens, documents, token_index)
 
     def zero_grad(self) -> None:
         """Free all gradients."""
@@ -228,5 +234,8 @@ def init_weights(shards: list[Shard], plan: Plan) -> None:
             continue
         values = shard.values
         for rectangle in shard.rectangles:
-            values[rectangle.local_slices].copy_(initial_values(rectangle, plan.model, plan.config.trainer.seed))
+            initial = initial_values(rectangle, plan.model, plan.config.trainer.seed)
+            if devices.of(values.device).pins_memory:
+                initial = initial.pin_memory()  # otherwise each copy is a sync
+            values[rectangle.local_slices].copy_(initial, non_blocking=True)
         shard.store(values)

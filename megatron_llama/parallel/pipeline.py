@@ -79,13 +79,22 @@ def run_schedule(
 
 @torch.no_grad()
 def run_logits(
-    chunks: list[Llama], plan: Plan, tokens: torch.Tensor, documents: Documents | None = None
+    chunks: list[Llama],
+    plan: Plan,
+    tokens: torch.Tensor,
+    documents: Documents | None = None,
+    token_index: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Run forward over one micro batch of token ids [b, s], packed if ``documents`` is given.
 
+    Args:
+        token_index: [b], int64, the token of each row whose logits are returned. Default: all tokens.
+
     Returns:
-        This rank's logits [s, b, vocabulary/t] on the last pipeline stage, None on the others.
+        This rank's logits [s or 1, b, vocabulary/t] on the last pipeline stage, None on the others.
     """
+    # A rank of sequence parallelism has a part of the sequence before the head: select after it.
+    before_head = None if plan.sp else token_index
     for chunk in chunks:
         chunk.eval()
     # The interleaved schedule needs a multiple of pp micro batches: repeat the one.
@@ -93,10 +102,12 @@ def run_logits(
 
     def forward_step(batches: Iterator[torch.Tensor], chunk: Llama) -> tuple[torch.Tensor, Any]:
         tokens = next(batches)
-        return chunk(tokens, inputs=chunk.build_inputs(tokens, documents)), None
+        return chunk(tokens, inputs=chunk.build_inputs(tokens, documents), token_index=before_head), None
 
     outputs = _run(chunks, plan, forward_step, [tokens] * repeats, tokens.shape, train=False)
-    return outputs[0] if outputs else None
+    if not outputs or token_index is None or before_head is not None:
+        return outputs[0] if outputs else None
+    return outputs[0][token_index, torch.arange(len(token_index), device=token_index.device)][None]
 
 
 def _run(

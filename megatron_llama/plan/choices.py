@@ -21,7 +21,7 @@ from megatron_llama.config.precision import LEAST_IN_BLOCKS, STATE_BLOCK
 from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings import Config
 from megatron_llama.corpus.epochs import samples_per_epoch
-from megatron_llama.devices import NAMES, device_named, find_device
+from megatron_llama.devices import NAMES, Device, device_named, find_device
 from megatron_llama.plan.derive import FINETUNING_LR, PRETRAINING_LR, check_split, default_lr
 from megatron_llama.plan.plan import Plan
 from megatron_llama.system.files import check_yaml, read_whole
@@ -38,8 +38,6 @@ LONGEST_BY_DEFAULT = 8192
 its last stage (arXiv:2407.21783, section 3.4)."""
 SHORT = 256
 """Default sequence length on a CPU, tokens."""
-LONG_RUN = 1000
-"""Steps from which on compilation, which takes a minute or two, saves time."""
 
 
 def choose_defaults(config: Config, fast_bf16: bool = True) -> tuple[Config, tuple[str, ...]]:
@@ -177,8 +175,13 @@ def _on_an_accelerator(config: Config, fast_bf16: bool) -> Iterator[str]:
         reason = f"{name} has bf16 units" if fast_bf16 else "this device has no bf16 units"
         yield f"trainer.precision={trainer.precision}: {reason}"
     if trainer.compile is None:
-        trainer.compile = trainer.epochs is None and trainer.steps >= LONG_RUN  # epochs have no steps yet
-        yield f"trainer.compile={format_value(trainer.compile)}: saves time from {LONG_RUN:,} steps on"
+        device = find_device(config.device.name) or Device
+        is_long = device.compiles_epochs if trainer.epochs is not None else trainer.steps >= device.compile_from_steps
+        trainer.compile = is_long or bool(trainer.profile)
+        reason = f"saves time from {device.compile_from_steps:,} steps on"
+        if trainer.compile and not is_long:
+            reason = "trainer.profile measures the speed of a long run"
+        yield f"trainer.compile={format_value(trainer.compile)}: {reason}"
     if is_assumed:
         yield "device is not set: planned for an accelerator; device=NAME names it"
 

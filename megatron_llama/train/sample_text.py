@@ -33,9 +33,7 @@ def continue_prompts(plan: Plan, model: ParallelModel) -> list[str]:
     return [processor.decode(row[: row.index(end)] if end in row else row) for row in ids]
 
 
-def _extend(
-    prompts: list[list[int]], plan: Plan, model: ParallelModel, count: int, vocabulary: int
-) -> list[list[int]]:
+def _extend(prompts: list[list[int]], plan: Plan, model: ParallelModel, count: int, vocabulary: int) -> list[list[int]]:
     """Sample ``count`` ids below ``vocabulary`` per prompt, equal on all ranks."""
     tokens = torch.zeros(len(prompts), plan.config.data.length, dtype=torch.int64)
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -44,10 +42,11 @@ def _extend(
     generator = torch.Generator().manual_seed(plan.config.trainer.seed)
     rows = torch.arange(len(prompts))
     for _ in range(count):
-        logits = model.logits(tokens.to(model.device))
+        # One position per prompt: the logits of all positions would take gigabytes.
+        logits = model.logits(tokens.to(model.device), token_index=(lengths - 1).to(model.device))
         chosen = torch.full((len(prompts),), -1, dtype=torch.int64)
         if logits is not None:  # last pipeline stage; its tensor-parallel ranks sample the same token
-            whole = gather_from_tensor_model_parallel_region(logits).cpu()[lengths - 1, rows]
+            whole = gather_from_tensor_model_parallel_region(logits).cpu()[0]
             whole = whole[:, :vocabulary]  # ids of the tokenizer: models and layouts pad the vocabulary
             probabilities = torch.softmax(whole.float() / _TEMPERATURE, dim=-1)
             chosen = torch.multinomial(probabilities, 1, generator=generator)[:, 0]

@@ -47,12 +47,12 @@ def values(config: Config) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("model", "device"), GOLDEN)
-@pytest.mark.parametrize("steps", [999, 1000])
+@pytest.mark.parametrize("steps", [99, 100, 999, 1000])
 def test_defaults_by_model_and_device(model: str, device: str, steps: int) -> None:
     config = load_config([f"model={model}", f"device={device}", f"trainer.steps={steps}"], CONF)
     chosen, lines = choose_defaults(config)
     length, precision = GOLDEN[model, device]
-    compiled = steps == 1000 and precision == "bf16"
+    compiled = steps >= (100 if device == "cuda" else 1000) and precision == "bf16"
     assert values(chosen) == {
         "data.seq_length": length,
         "trainer.precision": precision,
@@ -61,6 +61,23 @@ def test_defaults_by_model_and_device(model: str, device: str, steps: int) -> No
     assert values(config) == dict.fromkeys(CHOSEN), "the config is left as it was"
     for name, value in values(chosen).items():
         assert f"{name}={str(value).lower() if value in (True, False) else value}" in " ".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("device", "overrides", "expected"),
+    [
+        ("cuda", ["trainer.epochs=1"], (True, "saves time from 100 steps on")),
+        ("neuron", ["trainer.epochs=1"], (False, "saves time from 1,000 steps on")),
+        ("cuda", ["trainer=measure"], (True, "trainer.profile measures the speed of a long run")),
+        ("hpu", ["trainer=measure"], (True, "trainer.profile measures the speed of a long run")),
+        ("cpu", ["trainer=measure"], (False, "defaults on a CPU")),
+    ],
+)
+def test_runs_without_many_steps_compile_on_a_gpu(
+    device: str, overrides: list[str], expected: tuple[bool, str]
+) -> None:
+    chosen, lines = choose_defaults(load_config(["model=llama_2m", f"device={device}", *overrides], CONF))
+    assert (chosen.trainer.compile, any(expected[1] in line for line in lines)) == (expected[0], True)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "neuron", "hpu", "auto"])

@@ -215,8 +215,10 @@ def test_offloading_is_advised_where_a_device_has_a_host_beside_it_and_then_fits
     machine = Machine(80 * GIB, 1, "one device", accelerator=True)
     (problem,) = problems_of(load_config(settings, CONF), 1, machine)
     # 4 bytes for each of an fp32 weight, its gradient and two states, of 6.74 billion.
-    suggestion = r"write trainer.offload=\[optimizer\] \([\d.]+ GiB and 100 GiB of its host, \+\d+% time\), or "
+    suggestion = r"write trainer.precision=bf16_sr \([\d.]+ GiB[^)]*\), or "
+    suggestion += r"trainer.offload=\[optimizer\] \([\d.]+ GiB and 100 GiB of its host, \+\d+% time\), or "
     assert re.match(suggestion + r"\S+ on a multiple of 2 devices", problem.instead), problem.instead
+    assert problems_of(load_config([*settings, "trainer.precision=bf16_sr"], CONF), 1, machine) == []
     followed = load_config([*settings, "trainer.offload=[optimizer]"], CONF)
     assert problems_of(followed, 1, machine) == []
     (problem,) = problems_of(followed, 1, replace(machine, memory_bytes=GIB))
@@ -224,6 +226,18 @@ def test_offloading_is_advised_where_a_device_has_a_host_beside_it_and_then_fits
     # On a CPU the host is the device.
     (problem,) = problems_of(load_config([*settings, "device=cpu"], CONF), 1, replace(machine, accelerator=False))
     assert "offload" not in problem.instead and "optim.state_bits=8 (" in problem.instead
+
+
+def test_bf16_weights_with_recomputation_are_advised_before_offloading() -> None:
+    """7 B on one device of 80 GiB: fp32 master weights and states alone take 100 GiB."""
+    settings = ["model=llama7b", "data=mock", "data.seq_length=4096", "trainer.precision=bf16"]
+    settings += ["trainer.micro_batch_size=2", "device=cuda"]
+    machine = Machine(80 * GIB, 1, "one device", accelerator=True)
+    (problem,) = problems_of(load_config(settings, CONF), 1, machine)
+    first, *others = problem.instead.removeprefix("write ").split(", or ")
+    assert first.startswith("trainer.precision=bf16_sr trainer.recompute=full ("), problem.instead
+    assert any("trainer.offload=" in option for option in others), problem.instead
+    assert problems_of(load_config([*settings, *first.partition(" (")[0].split()], CONF), 1, machine) == []
 
 
 LONG = ["data.seq_length=262144", "model.max_position_embeddings=262144", "model.num_hidden_layers=80"]

@@ -63,6 +63,8 @@ class Cuda(Device):
     compiler = INDUCTOR
     attention = "varlen"
     binds_process_group = True
+    compile_from_steps = 100  # an eager step takes a third more time
+    compiles_epochs = True
     pins_memory = True
     variable_prefixes = ("CUDA_", "CUBLAS_", "NCCL_")
     interface_variable = "NCCL_SOCKET_IFNAME"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -90,6 +91,17 @@ attention.KERNELS["varlen"] = attention.DocumentKernel(forward, backward)
 
 class CudaKernels(Kernels):
     """``varlen`` for documents and windows, tiles for unsupported patterns, dtypes and heads."""
+
+    def norms(self, parts: Iterable[Tensor]) -> list[Tensor]:
+        """Return the 2-norm of each part in fp32: a launch for many tensors, not one per tensor.
+
+        The kernel adds the squares of chunks in fp32, then the sums of the chunks.
+        """
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for part in parts:
+            if part.numel():
+                by_dtype.setdefault(part.dtype, []).append(part)
+        return [torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)) for tensors in by_dtype.values()]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs | None = None) -> Tensor:
         if visible is None or visible.kernel != "varlen":

@@ -58,7 +58,8 @@ def fitting_changes(
     """Return the three cheapest sets of settings with which ``plan`` fits, by forecast device-seconds per step.
 
     Single settings are tried first, then pairs, then triples. A setting that suffices alone is not combined further.
-    More devices are suggested only if nothing fits on the present ones without offloading.
+    More devices, and weights without fp32 master copies, are suggested only if nothing else fits on the present devices
+    without offloading.
 
     Args:
         plan: plan of a run that does not fit.
@@ -88,10 +89,14 @@ def fitting_changes(
         ]
         return sorted(changes, key=lambda change: (change.slower, len(change.settings)))[:SUGGESTED]
 
+    if any("trainer.offload" not in settings for settings, _ in matches):
+        return cheapest(matches)
+    # Without master weights a step takes no longer than offloaded, but the results differ.
+    here = [*cheapest(_without_master_weights(plan, replan, fits)), *cheapest(matches)]
+    if not more_devices:
+        return here[:SUGGESTED]
     # Offloading may cost more than additional devices: suggest both.
-    if more_devices and all("trainer.offload" in settings for settings, _ in matches):
-        return [*cheapest(matches)[: SUGGESTED - 1], *cheapest(_larger_grids(plan, replan, fits))][:SUGGESTED]
-    return cheapest(matches)
+    return [*here[: SUGGESTED - 1], *cheapest(_larger_grids(plan, replan, fits))][:SUGGESTED]
 
 
 def _includes(settings: Mapping[str, Any], sufficient: Mapping[str, Any]) -> bool:
@@ -134,6 +139,20 @@ def _on_these_devices(plan: Plan, has_host: bool) -> dict[str, list[Any]]:
         "trainer.offload": _offloaded(plan) if has_host else [],
     }
     return {name: options for name, options in values.items() if options}
+
+
+def _without_master_weights(
+    plan: Plan, replan: Callable[[Config, int], Plan], fits: Callable[[Plan], bool]
+) -> list[tuple[dict[str, Any], Plan]]:
+    """Return bf16 weights with stochastic rounding, alone or with full recomputation, if they fit on these devices."""
+    if plan.precision.param_dtype != "float32":
+        return []
+    settings = {"trainer.precision": "bf16_sr"}
+    for more in ({}, {"trainer.recompute": "full"} if plan.config.trainer.recompute != "full" else {}):
+        other = _plan_with(plan, settings | more, plan.world_size, replan)
+        if other is not None and fits(other):
+            return [(settings | more, other)]
+    return []
 
 
 def _offloaded(plan: Plan) -> list[list[str]]:

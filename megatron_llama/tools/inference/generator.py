@@ -1,4 +1,5 @@
 """Batched generation with a KV cache."""
+
 from __future__ import annotations
 
 import os
