@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -87,7 +88,7 @@ class Stragglers:
         return median(self._history[rank] or [busy[rank]])
 
 
-def covered_seconds(spans: Iterable[Sequence[float]]) -> float:
+def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
     """Return the length of the union of (start, end) spans: collectives of several streams overlap."""
     total, reached = 0.0, -math.inf
     for start, end in sorted(spans):
@@ -135,7 +136,8 @@ class StragglerWatch:
         start, origin = time.perf_counter(), self._device.record_event()
         yield
         seconds = time.perf_counter() - start
-        spans = [tuple(self._device.elapsed_seconds(origin, mark) for mark in marks) for marks in self._waits]
+        since = partial(self._device.elapsed_seconds, origin)
+        spans = [(since(start_mark), since(end_mark)) for start_mark, end_mark in self._waits]
         self._window.append(max(seconds - covered_seconds(spans), LEAST_SHARE * seconds))
 
     def after_step(self, step: int, metrics: dict[str, float], logger: MetricsLogger | None) -> None:
