@@ -17,7 +17,7 @@ PYTHON ?= $(shell bash scripts/find_python.sh)
 STDLIB := datasets/python_stdlib
 DEMO_RUN := runs/demo
 # Many steps with small batches train this model best in two minutes. Each `make demo` starts from scratch.
-DEMO_ARGS := model=llama_2m trainer.tp=2 run.dir=$(DEMO_RUN) \
+DEMO_ARGS := model=llama_2m device=cpu trainer.tp=2 run.dir=$(DEMO_RUN) \
 	trainer.sp=false trainer.steps=800 trainer.micro_batch_size=4 trainer.global_batch_size=4 optim.lr=3e-3 \
 	trainer.val_every_steps=200 logging.every_steps=50 logging.sample_tokens=96 \
 	'logging.sample_prompts=["import","    def __init__(self,","    for i in range("]'

@@ -159,6 +159,9 @@ def train_rank(task: TrainingTask, marks: dict[str, float], plan: Plan) -> None:
 
 def main() -> int:
     """Start the ranks of the task on the command line; return the exit status."""
+    # By this module's name: spawned ranks cannot import __main__.
+    from benchmarks.peers.train_ours import train_rank
+
     task, marks = TrainingTask.from_json(sys.argv[1]), {"imports": time.time()}
     os.environ["OMP_NUM_THREADS"] = str(max(1, task.threads // task.layout.ranks))
     with tempfile.TemporaryDirectory() as folder:

@@ -230,8 +230,8 @@ class TrainerConfig:
     zero: Annotated[int, one_of(0, 1, 2, 3)] = 1
     """ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
     dp: Annotated[int | None, between(1, MOST_REPLICAS)] = None
-    """Data-parallel size. Derived: world / (tp * pp). A given value is checked, and sets the world size on CPU and in
-    dry runs."""
+    """Data-parallel size. Derived: world / (tp * pp). A given value is checked. It sets the world size on CPU and in
+    dry runs, and may use a part of this machine's devices."""
     shard_group: Annotated[int | None, at_least(1)] = None
     """Shard inside groups of this many data-parallel ranks and replicate across groups. Derived: dp."""
     grad_reduce: Annotated[str | None, one_of(*EXCHANGES, note="; null is the precision's own sum")] = None

@@ -60,6 +60,11 @@ def get_device(name: str = "auto") -> Device:
     return device
 
 
+def ignored_devices() -> list[str]:
+    """Return a sentence for each device of this machine that ``auto`` skips because torch cannot use it."""
+    return [reason for name in NAMES if (reason := device_named(name).ignored())]
+
+
 def ahead_of_time_environment(name: str) -> dict[str, str]:
     """Return the environment with which ``name`` compiles on a machine without it. Empty for ``auto``."""
     device = find_device(name)
@@ -94,6 +99,7 @@ __all__ = [
     "device_named",
     "find_device",
     "get_device",
+    "ignored_devices",
     "of",
     "request_collectives",
     "variable_prefixes",

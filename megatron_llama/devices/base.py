@@ -88,6 +88,10 @@ class Device(ABC):
         Fast on machines without such a device. Must not import torch if ``environment`` must be set before the import.
         """
 
+    def ignored(self) -> str | None:
+        """Return a sentence if this machine has such a device and its driver, but torch cannot use it; else None."""
+        return None
+
     @abstractmethod
     def count(self) -> int:
         """Return the number of visible devices on this machine; for the CPU, of its cores."""
@@ -95,6 +99,10 @@ class Device(ABC):
     @abstractmethod
     def memory_bytes(self) -> int:
         """Return the memory of one device in bytes; for the CPU, of the machine, which its ranks share."""
+
+    def memory_reserve(self, tensor_bytes: int) -> int:
+        """Return the estimated bytes on a device besides ``tensor_bytes`` of live tensors; 0 if unknown."""
+        return 0
 
     def hardware(self) -> dict[str, str]:
         """Return properties that must be equal on all machines of a run, such as device model and driver, by name.

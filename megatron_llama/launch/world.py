@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_llama.config import Config, ConfigError, Host, Problem, parse_hostfile, parse_hosts
 from megatron_llama.config.settings import DEVICES
-from megatron_llama.devices import Device, async_tp_missing, async_tp_problem, find_device, get_device
+from megatron_llama.devices import Device, async_tp_missing, async_tp_problem, find_device, get_device, ignored_devices
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.plan import Machine, Plan, resolve
 from megatron_llama.system.files import read_whole
+from megatron_llama.system.wrapping import wrap
 from megatron_llama.topology import Grid
 
 
@@ -72,6 +74,8 @@ def find_world(config: Config, context: ProcessContext | None) -> World:
     if config.device.name in DEVICES:  # otherwise resolve reports it, with the other problems
         try:
             device = get_device(config.device.name)
+            if config.device.name == "auto" and not device.is_accelerator and (context is None or context.rank == 0):
+                sys.stderr.writelines(f"{wrap(reason)}\n" for reason in ignored_devices())
         except ValueError as error:
             instead = "write device=auto for the best available device, or add --dry-run"
             problem = Problem("device", config.device.name, str(error), instead)
@@ -96,7 +100,9 @@ def find_world(config: Config, context: ProcessContext | None) -> World:
         return World(config, requested, device)
     if config.dry_run and device.count() % block:
         return World(config, requested, None)
-    return World(config, device.count(), device)
+    # A given trainer.dp may use a part of the devices.
+    limited = config.trainer.dp is not None and requested < device.count()
+    return World(config, requested if limited else device.count(), device)
 
 
 def _hosts(config: Config) -> list[Host]:

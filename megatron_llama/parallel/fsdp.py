@@ -189,6 +189,10 @@ class _NoReduction:
         last, self._last = self._last, None
         if last is None:
             last = self._last = torch.empty(*size, dtype=dtype, device=device)
+        elif devices.of(device).asynchronous:
+            # fully_shard requests the result in its reduction stream, which later adds it to earlier gradients. Its
+            # event for the next writer of the input's memory precedes that addition.
+            last.record_stream(torch.accelerator.current_stream())
         return last
 
     def __call__(

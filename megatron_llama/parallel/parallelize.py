@@ -158,6 +158,9 @@ def mcore_config(plan: Plan) -> TransformerConfig:
         # (docs/design/parity.md).
         batch_p2p_comm=trainer.vpp == 1,
         overlap_p2p_comm=trainer.vpp > 1,
+        # The stream waits for each transfer. Otherwise the host would also wait for the device after each one, for a
+        # fault of torch before 2.2 (https://github.com/pytorch/pytorch/pull/82450).
+        batch_p2p_sync=False,
     )
 
 

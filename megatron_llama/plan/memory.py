@@ -142,10 +142,7 @@ def check_memory(
         replan: Plans another config on another world size, to find changes that fit.
     """
     stated = plan.config.device.memory_gib
-    if stated is not None:
-        device = find_device(plan.config.device.name)
-        accelerator = device is None or device.is_accelerator
-        machine = Machine(int(stated * GIB), 1, "a device", accelerator=accelerator)
+    machine = _stated_machine(plan) or machine
     if machine is None:
         return []
     heaviest, needed = max(enumerate(stage_footprints(plan)), key=lambda stage: _sure(stage[1], machine))
@@ -165,6 +162,31 @@ def check_memory(
     )
     field, value = ("device.memory_gib", stated) if stated is not None else ("model", plan.model.name)
     return [Problem(field, value, rule, _suggest_changes(plan, machine, replan), machine_specific=stated is None)]
+
+
+def _stated_machine(plan: Plan) -> Machine | None:
+    """Return the machine of ``device.memory_gib``, None if it is unset."""
+    stated = plan.config.device.memory_gib
+    if stated is None:
+        return None
+    device = find_device(plan.config.device.name)
+    return Machine(int(stated * GIB), 1, "a device", accelerator=device is None or device.is_accelerator)
+
+
+def reserve_notes(plan: Plan, machine: Machine | None) -> list[str]:
+    """Return a note if the tensors fit a device only without ``Device.memory_reserve``. Arguments as check_memory."""
+    machine, device = _stated_machine(plan) or machine, find_device(plan.config.device.name)
+    if machine is None or device is None or not machine.accelerator:
+        return []
+    total = max(each.total for each in stage_footprints(plan))
+    reserve = device.memory_reserve(total)
+    if not reserve or total + reserve <= machine.memory_bytes:
+        return []
+    return [
+        f"device memory is tight: {gib(total)} of tensors and an estimated {gib(reserve)} for fragmentation, device "
+        f"context and communication exceed {gib(machine.memory_bytes)}. If the run is out of memory or slow, write a "
+        "smaller trainer.micro_batch_size, or trainer.recompute=full"
+    ]
 
 
 def _sure(needed: Footprint, machine: Machine) -> float:

@@ -15,7 +15,7 @@ from megatron_llama.config.settings import Config, OptimConfig
 from megatron_llama.corpus.epochs import DatasetUsage, dataset_usage
 from megatron_llama.plan.choices import choose_defaults, list_notes
 from megatron_llama.plan.derive import derive_plan
-from megatron_llama.plan.memory import Machine, check_memory
+from megatron_llama.plan.memory import Machine, check_memory, reserve_notes
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.data import check_paths
@@ -70,11 +70,12 @@ def resolve(
     if problems or plan is None:
         raise ConfigError(problems)
     refusals = [f"a run on this host would be rejected: {message}" for message in merge_problems(noted)]
+    tight = [] if refusals else reserve_notes(plan, machine)
     read: tuple[DatasetUsage, ...] = ()
     if not plan.config.data.mock:
         with contextlib.suppress(OSError, ValueError):  # the checks of files report missing and broken datasets
             read = dataset_usage(plan.config.data, plan.batches.after(plan.config.trainer.steps).samples)
-    return replace(plan, dataset_usage=read, notes=(*plan.notes, *refusals, *list_notes(sanitized, plan)))
+    return replace(plan, dataset_usage=read, notes=(*plan.notes, *refusals, *tight, *list_notes(sanitized, plan)))
 
 
 # Variants of a config, for the planner and the tuner.

@@ -12,10 +12,12 @@ import torch.distributed._symmetric_memory as symmetric
 from torch._inductor import config as inductor
 
 from megatron_llama.config import ConfigError
-from megatron_llama.devices import async_tp_missing, get_device
+from megatron_llama.devices import async_tp_missing, get_device, ignored_devices
 from megatron_llama.devices.cpu import device as cpu
 from megatron_llama.devices.cuda import device as cuda
+from megatron_llama.devices.cuda.products import find_product
 from megatron_llama.plan import resolve
+from megatron_llama.tools.forecast import hardware
 from tests.config.helpers import make
 from tests.ranks import run_ranks
 
@@ -23,6 +25,32 @@ from tests.ranks import run_ranks
 def test_an_unknown_device_is_told_the_choices() -> None:
     with pytest.raises(ValueError, match=r"unknown device 'tpu': choose one of auto, cuda, neuron, hpu, cpu"):
         get_device("tpu")
+
+
+@pytest.mark.parametrize(
+    ("driver", "reason"),
+    [
+        ("535.129.03", "driver 535.129.03 is too old for torch .* with CUDA 13.0; install driver 580 or newer, or"),
+        ("580.65.06", "check CUDA_VISIBLE_DEVICES, driver 580.65.06, and the GPUs of the job"),
+        (None, "check CUDA_VISIBLE_DEVICES, the driver, and the GPUs of the job"),
+    ],
+)
+def test_auto_reports_a_driver_that_torch_cannot_use(
+    driver: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(cuda.sys, "platform", "linux")
+    monkeypatch.setattr(cuda, "_driver_present", lambda: True)
+    monkeypatch.setattr(cuda.Cuda, "hardware", lambda self: {} if driver is None else {"driver": driver})
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (line,) = ignored_devices()
+    assert re.search(f"device=auto does not use the NVIDIA GPU of this machine: .*{reason}", line)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert ignored_devices() == [], "the user hides the GPUs"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(cuda, "_driver_present", lambda: False)
+    assert ignored_devices() == []
 
 
 @pytest.mark.parametrize(("version", "reason"), [(None, "was built without CUDA"), ("13.0", "finds no NVIDIA GPU")])
@@ -91,6 +119,19 @@ def test_the_ranks_of_a_machine_share_its_cores(
     assert threads == expected, "what the user sets wins"
 
 
+def test_tritons_missing_requirements_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(cuda.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(cuda.shutil, "which", lambda name: None)
+    assert "needs a C compiler, and gcc is not installed" in (cuda.DEVICE.compiler_missing() or "")
+    monkeypatch.setattr(cuda.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "clang" else None)
+    assert f"{tmp_path / 'Python.h'} is missing" in (cuda.DEVICE.compiler_missing() or "")
+    (tmp_path / "Python.h").touch()
+    assert cuda.DEVICE.compiler_missing() is None
+    monkeypatch.setenv("CC", "my-compiler")
+    assert "my-compiler (CC) is not installed" in (cuda.DEVICE.compiler_missing() or "")
+
+
 def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
     monkeypatch.setenv("CXX", "my-compiler")
@@ -104,8 +145,15 @@ def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
     [
         ("NVIDIA H100 80GB HBM3", 989, 67),
         ("NVIDIA H100 PCIe", 756, 51),
+        ("NVIDIA H100 NVL", 835, 60),
         ("NVIDIA H200", 989, 67),
-        ("NVIDIA GB200", 2450, 80),
+        ("NVIDIA H200 NVL", 835, 60),
+        ("NVIDIA GH200 480GB", 989, 67),
+        ("NVIDIA H20", 148, 44),
+        ("NVIDIA H20-3e", 148, 44),
+        ("NVIDIA B300 SXM6 AC", 2250, 75),
+        ("NVIDIA GB300", 2500, 80),
+        ("NVIDIA GB200", 2500, 80),
         ("NVIDIA B200", 2250, 75),
         ("NVIDIA A100-SXM4-80GB", 312, 19.5),
     ],
@@ -115,6 +163,16 @@ def test_peaks_by_name(model: str, bf16: float, fp32: float, monkeypatch: pytest
     assert cuda.DEVICE.peak_flops("bf16")[0] == bf16 * 1e12
     assert cuda.DEVICE.peak_flops("fp32")[0] == fp32 * 1e12
     assert "data sheet" in cuda.DEVICE.peak_flops("bf16")[1]
+
+
+def test_the_forecasts_hardware_has_the_same_peaks() -> None:
+    names = {"h100-500w": "H100", "a100-40gb": "A100", "a100-pcie": "A100", "h100-pcie": "H100 PCIe"}
+    of_nvidia = {name: spec for name, spec in hardware.devices().items() if spec.kind == "cuda" and name[:2] != "mi"}
+    assert {"h100", "gh200", "b200", "b300", "gb200", "gb300"} <= set(of_nvidia)
+    for name, spec in of_nvidia.items():
+        product = find_product(f"NVIDIA {names.get(name, name.upper())}")
+        assert product is not None, name
+        assert (spec.peak("bf16"), spec.peak("fp32")) == (product.bf16 * 1e12, product.fp32 * 1e12), name
 
 
 def test_an_unknown_gpu_has_no_peak_but_advice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +223,26 @@ def test_variables_of_a_gpu_follow_from_the_layout() -> None:
     # fully_shard's collectives would wait in the single queue for matmuls that they should overlap.
     sharded = cuda.DEVICE.environment(resolve(make(**{"trainer.tp": 2}), 4).config)
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in sharded
+
+
+def test_errors_of_nccl_have_torchs_default() -> None:
+    # With 1 torch aborts communicators while the flight recorder writes its dump.
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in cuda.DEVICE.environment(resolve(make(), 1).config)
+
+
+def test_the_allocator_has_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    config = resolve(make(**{"trainer.tp": 2}), 2).config
+    assert cuda.DEVICE.environment(config)[names[0]] == "expandable_segments:True"
+    config.trainer.async_tp = True
+    assert not set(names) & set(cuda.DEVICE.environment(config))
+    config.trainer.async_tp = False
+    for name in names:  # torch reads one of them, so ours could hide the user's
+        monkeypatch.setenv(name, "max_split_size_mb:512")
+        assert not set(names) & set(cuda.DEVICE.environment(config))
+        monkeypatch.delenv(name)
 
 
 def _enabled(rank: int, fault: str) -> tuple[bool, str]:

@@ -16,6 +16,9 @@ import torch
 
 from megatron_llama.devices.mcore import PATCHED_MODULES, patch_mcore
 from megatron_llama.parallel import groups
+from megatron_llama.parallel.parallelize import mcore_config
+from megatron_llama.plan import resolve
+from tests.config.helpers import make
 from tests.oracle import run_layout
 from tests.paths import ROOT
 from tests.ranks import RankFailed, run_ranks
@@ -250,3 +253,11 @@ def _source(path: str) -> str:
     spec = importlib.util.find_spec("megatron.core")
     assert spec is not None and spec.submodule_search_locations
     return (Path(spec.submodule_search_locations[0]) / path).read_text(encoding="utf-8")
+
+
+def test_pipeline_transfers_do_not_wait_for_the_device() -> None:
+    # Otherwise megatron-core calls torch.cuda.synchronize() after each transfer.
+    for vpp in (1, 2):
+        changes = {"trainer.pp": 2, "trainer.vpp": vpp, "model.num_hidden_layers": 4, "trainer.global_batch_size": 4}
+        config = mcore_config(resolve(make(**changes), 2))
+        assert not (config.batch_p2p_comm and config.batch_p2p_sync)

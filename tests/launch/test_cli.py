@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from megatron_llama.launch import run_dir
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan
+from megatron_llama.system.wrapping import WIDTH
 from tests.data.files import numbered, write_indexed
 from tests.launch.fake_train import TINY, note_place, script
 from tests.paths import ROOT
@@ -162,6 +164,9 @@ class Accelerator:
         (["device=cuda", "trainer.tp=2", "dry_run=true"], 2),
         (["device=cuda", "trainer.tp=2", "trainer.dp=16", "dry_run=true"], 32),
         (["device=auto", "trainer.tp=2", "dry_run=true"], 4),
+        (["device=cuda", "trainer.dp=1"], 1),  # a part of the devices
+        (["device=cuda", "trainer.tp=2", "trainer.dp=1"], 2),
+        (["device=cuda", "trainer.tp=2", "trainer.dp=3"], 4),  # which the plan rejects
         (["device=auto", "trainer.tp=8", "dry_run=true"], 8),
     ],
 )
@@ -171,6 +176,32 @@ def test_the_world_when_started_by_hand(overrides: list[str], world: int, monkey
     there = {"cpu": DEVICE}
     monkeypatch.setattr("megatron_llama.launch.world.get_device", lambda name: there.get(name, Accelerator()))
     assert find_world(load_config(overrides, cli.CONF_DIR), None).size == world
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_the_demo_runs_on_a_machine_with_gpus(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_llama.devices.cpu import DEVICE
+
+    text = (ROOT / "Makefile").read_text().partition("DEMO_ARGS := ")[2].partition("\n\n")[0]
+    arguments = shlex.split(text.replace("$(DEMO_RUN)", "runs/demo").replace("\\\n", " "))
+    monkeypatch.setattr(Accelerator, "count", lambda self: devices)
+    there = {"cpu": DEVICE}
+    monkeypatch.setattr("megatron_llama.launch.world.get_device", lambda name: there.get(name, Accelerator()))
+    plan = find_world(load_config([*arguments, "data=mock"], cli.CONF_DIR), None).plan()
+    assert plan.world_size == 2
+
+
+def test_a_gpu_that_torch_cannot_use_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron_llama.launch.world.ignored_devices", lambda: ["the GPU is not used. " * 8])
+    find_world(load_config([], cli.CONF_DIR), None)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("the GPU is not used") and max(map(len, lines)) <= WIDTH
+    find_world(load_config(["device=cpu"], cli.CONF_DIR), None)
+    context = ProcessContext("srun", 1, 0, 4, 8, "node1", 15000, "7", False)
+    find_world(load_config([], cli.CONF_DIR), context)
+    assert capsys.readouterr().err == "", "the device is named, or another rank reports"
 
 
 def test_the_world_of_a_starter_wins() -> None:

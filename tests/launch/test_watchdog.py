@@ -333,14 +333,20 @@ def test_reading_stacks_does_not_disturb_the_writer() -> None:
     assert rank.stacks() == "".join(lines).strip()
 
 
+def test_recorder_has_the_names_of_torch() -> None:
+    # Older names make torch warn on each rank.
+    names = {"TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"}
+    assert set(flight_recorder.recorder_environment()) == names
+
+
 class FakeRecorder(threading.Thread):
     """Imitates the monitoring thread of NCCL's process group: dumps the ring to a file on a write to its pipe."""
 
     def __init__(self, number: int, entries: list[dict[str, object]]) -> None:
         super().__init__(daemon=True)
         environment = flight_recorder.recorder_environment()
-        assert int(environment["TORCH_NCCL_TRACE_BUFFER_SIZE"]) > 0, "0 disables the pipe"
-        self.file = Path(f"{environment['TORCH_NCCL_DEBUG_INFO_TEMP_FILE']}{number}")
+        assert int(environment["TORCH_FR_BUFFER_SIZE"]) > 0, "0 disables the pipe"
+        self.file = Path(f"{environment['TORCH_FR_DUMP_TEMP_FILE']}{number}")
         self.content = pickle.dumps({"version": "2.10", "entries": entries}, protocol=2)
         pipe = f"{environment['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}{number}.pipe"
         os.mkfifo(pipe)
@@ -378,7 +384,7 @@ def test_report_has_recorded_collectives(tmp_path: Path) -> None:
 
 
 def test_recording_cannot_execute_code() -> None:
-    file = Path(f"{flight_recorder.recorder_environment()['TORCH_NCCL_DEBUG_INFO_TEMP_FILE']}7")
+    file = Path(f"{flight_recorder.recorder_environment()['TORCH_FR_DUMP_TEMP_FILE']}7")
     try:
         file.write_bytes(pickle.dumps({"entries": [Path("a")]}))
         assert flight_recorder.collectives(7) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import torch
 from megatron_llama.data.batches import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.devices.cpu import kernels
-from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.devices.cpu.device import Cpu
+from megatron_llama.parallel import build_model, fsdp, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.plan.storage import COPIES, SHARDS
 from tests.oracle import RaggedSamples, make_plan, run_layout, worst
@@ -34,6 +36,46 @@ def test_to_the_bit(ranks: int, layout: list[str], monkeypatch: pytest.MonkeyPat
     apart = {"keeps_bf16_grads": False, "frees_embedding": False}
     monkeypatch.setattr(Plan, "storage", property(lambda plan: replace(stored(plan), kind=SHARDS, **apart)))
     assert set(worst(actual, run_layout(ranks, *layout, steps=2)).values()) == {0.0}
+
+
+def test_the_buffer_of_gradients_is_used_in_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    # fully_shard requests the input in the compute stream and the result in its reduction stream, which reads the
+    # buffer last. The allocator must not reuse the memory before.
+    recorded, stream = [], object()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: recorded.append((self, stream)))
+    cpu = torch.device("cpu")
+    for asynchronous in (False, True):
+        monkeypatch.setattr(Cpu, "asynchronous", asynchronous)
+        reduction = fsdp._NoReduction()
+        buffer = reduction.allocate((4,), dtype=torch.float32, device=cpu)
+        assert recorded == []
+        assert reduction.allocate((4,), dtype=torch.float32, device=cpu) is buffer
+        assert [(each is buffer, used) for each, used in recorded] == [(True, stream)] * asynchronous
+        assert reduction.allocate((4,), dtype=torch.float32, device=cpu) is not buffer
+
+
+def test_zero_3_with_one_rank_records_the_buffers_of_each_micro_batch() -> None:
+    plan = make_plan(1, "trainer.zero=3", "trainer.precision=bf16")
+    assert plan.num_microbatches > 1
+    (count,) = run_ranks(_recorded_buffers, 1, plan)
+    assert count == plan.num_microbatches * (plan.model.num_hidden_layers + 2), "embedding, blocks, norm with head"
+
+
+def _recorded_buffers(rank: int, plan: Plan) -> int:
+    """Return the number of recorded buffers in a step, as if the CPU ran asynchronously."""
+    topology, device, cpu = plan.topology(rank), get_device("cpu"), torch.device("cpu")
+    recorded: list[torch.Tensor] = []
+    with process_groups(plan, topology, device, cpu):
+        model = build_model(plan, topology, device, cpu)
+        batches = Batches(RaggedSamples(16, 64), plan, topology, cpu).at(0)
+        with (
+            patch.object(Cpu, "asynchronous", True),
+            patch.object(torch.accelerator, "current_stream", lambda: None),
+            patch.object(torch.Tensor, "record_stream", lambda self, stream: recorded.append(self)),
+        ):
+            model.forward_backward(batches)
+    return len(recorded)
 
 
 def test_zero_3_and_fp32_have_none() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_llama.arch.shapes import StageParameters
 from megatron_llama.config import Config, load_config
+from megatron_llama.devices import find_device
 from megatron_llama.plan import Machine, Plan, format_plan, resolve, stage_memory
 from megatron_llama.plan.memory import States, rank_memory, stage_footprints
 from megatron_llama.system.tables import GIB, gib
@@ -329,3 +330,17 @@ def test_a_dry_run_prints_activations_and_logits() -> None:
     page = format_plan(plan)
     assert f"activations {gib(footprint.activation_bytes)}" in page and f"logits {gib(footprint.logits)}" in page
     assert f"{gib(footprint.total)} of tensors at the heaviest rank's peak" in page
+
+
+def test_a_plan_without_room_for_fragments_has_a_note() -> None:
+    config = make(**{"device.name": "cuda", "trainer.micro_batch_size": 1})
+    total = max(each.total for each in stage_footprints(resolve(config, 1)))
+    needed = total + find_device("cuda").memory_reserve(total)  # type: ignore[union-attr]
+    assert needed == total + int(0.06 * total) + 2 * GIB
+    assert not any("tight" in note for note in resolve(config, 1, Machine(needed, 1, "a GPU", True)).notes)
+    (note,) = [note for note in resolve(config, 1, Machine(needed - 1, 1, "a GPU", True)).notes if "tight" in note]
+    assert f"{gib(total)} of tensors" in note and gib(needed - 1) in note
+    config.device.memory_gib = (needed - GIB // 8) / GIB  # a dry run elsewhere
+    assert any("tight" in note for note in resolve(config, 1).notes)
+    config.device.name = "cpu"
+    assert not any("tight" in note for note in resolve(config, 1).notes)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import sys
+import sysconfig
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +22,7 @@ from megatron_llama.devices.cuda.flight_recorder import (
     remove_recordings,
     request_dump,
 )
+from megatron_llama.devices.cuda.products import find_product
 
 if TYPE_CHECKING:
     import torch
@@ -28,20 +31,15 @@ if TYPE_CHECKING:
     from megatron_llama.config import Config
     from megatron_llama.devices.kernels import Kernels
 
-# Dense TFLOP/s from NVIDIA's data sheets: (part of the device's name, bf16, fp32 without TF32). First match wins.
-_PEAKS = (
-    ("GB200", 2450.0, 80.0),
-    ("B200", 2250.0, 75.0),
-    ("H200", 989.0, 67.0),
-    ("H100 PCIe", 756.0, 51.0),
-    ("H100", 989.0, 67.0),
-    ("A100", 312.0, 19.5),
-    ("L40S", 362.0, 91.6),
-    ("A10G", 70.0, 35.0),
-    ("RTX 4090", 165.0, 82.6),
-    ("V100", 125.0, 15.7),
-)
-
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables of torch's allocator: the name since torch 2.9, and the older name, which still works."""
+_FRAGMENTATION = 0.06
+"""Share of live tensors that the allocator reserves in addition. torch 2.13's allocator with expandable segments, on a
+simulated device: 1 % for 8 layers of 7 B on one rank, 6 % for 7 B on 8 data-parallel ranks."""
+_CONTEXT_BYTES = 2 << 30
+"""Estimate of the CUDA context with its kernels, and of NCCL's buffers."""
+_LEAST_DRIVER = {12: 525, 13: 580}
+"""First driver of a CUDA version: CUDA Toolkit release notes, table of minor version compatibility."""
 
 # Files of the driver on Linux: discrete GPU, WSL, Jetson.
 DRIVER = Path("/proc/driver/nvidia")
@@ -77,7 +75,39 @@ class Cuda(Device):
         if torch.version.cuda is None:
             return f"torch {torch.__version__} was built without CUDA"
         if not torch.cuda.is_available():
-            return "torch finds no NVIDIA GPU (is there a driver, and is CUDA_VISIBLE_DEVICES right?)"
+            return f"torch finds no NVIDIA GPU: {self._driver_fault(torch.__version__, torch.version.cuda)}"
+        return None
+
+    def _driver_fault(self, torch_version: str, cuda_version: str) -> str:
+        """Return the reason that torch cannot use the driver, with the remedy."""
+        driver, major = self.hardware().get("driver"), int(cuda_version.partition(".")[0])
+        least = _LEAST_DRIVER.get(major)
+        if driver is None or least is None or int(driver.partition(".")[0]) >= least:
+            known = "the driver" if driver is None else f"driver {driver}"
+            return f"check CUDA_VISIBLE_DEVICES, {known}, and the GPUs of the job (nvidia-smi)"
+        return (
+            f"driver {driver} is too old for torch {torch_version} with CUDA {cuda_version}; install driver {least} or "
+            "newer, or a build of torch for an older CUDA (https://pytorch.org/get-started/locally)"
+        )
+
+    def ignored(self) -> str | None:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
+        if hidden or sys.platform != "linux" or not _driver_present() or (reason := self.probe()) is None:
+            return None
+        return f"device=auto does not use the NVIDIA GPU of this machine: {reason}"
+
+    def memory_reserve(self, tensor_bytes: int) -> int:
+        return int(_FRAGMENTATION * tensor_bytes) + _CONTEXT_BYTES
+
+    def compiler_missing(self) -> str | None:
+        """Check Triton's requirements: it compiles its launchers, modules of Python, with a C compiler."""
+        compiler = os.environ.get("CC")
+        if not any(map(shutil.which, [compiler] if compiler else ["gcc", "clang"])):
+            name = f"{compiler} (CC)" if compiler else "gcc"
+            return f"torch.compile on a GPU needs a C compiler, and {name} is not installed"
+        header = Path(sysconfig.get_paths()["include"], "Python.h")
+        if not header.is_file():
+            return f"torch.compile on a GPU needs Python's header files, and {header} is missing (package python3-dev)"
         return None
 
     def count(self) -> int:
@@ -105,8 +135,12 @@ class Cuda(Device):
         return facts
 
     def environment(self, config: Config) -> dict[str, str]:
-        variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **recorder_environment()}
+        variables = recorder_environment()
         trainer = config.trainer
+        if not trainer.async_tp and not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
+            # Segments grow in place, so fragments of freed blocks stay usable. Not tried with the symmetric memory of
+            # async_tp. torch reads the older name first, so either name is the user's choice.
+            variables[_ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
         if trainer.tp > 1 and trainer.dp == 1 and not trainer.compile:
             # megatron-core's linear layers overlap communication by kernel launch order, which needs one hardware
             # queue. One queue would also serialize fully_shard's collectives with matmuls, so with data parallelism the
@@ -144,9 +178,10 @@ class Cuda(Device):
         import torch
 
         model = torch.cuda.get_device_name()
-        for part, bf16, fp32 in _PEAKS:
-            if part in model:
-                return Peak((fp32 if precision == "fp32" else bf16) * 1e12, f"data sheet, {part} dense {precision}")
+        product = find_product(model)
+        if product is not None:
+            rate = product.fp32 if precision == "fp32" else product.bf16
+            return Peak(rate * 1e12, f"data sheet, {product.name} dense {precision}")
         return Peak(0.0, f"unknown for {model}: set device.peak_tflops to see MFU")
 
     def has_fast_bf16(self) -> bool:

@@ -27,9 +27,11 @@ def recorder_environment() -> dict[str, str]:
     prefix = str(_prefix())
     atexit.register(_remove_pipes, _prefix())  # PyTorch does not remove them
     return {
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(EVENTS),
+        # Names since torch 2.9. Later versions warn about the older names, TORCH_NCCL_TRACE_BUFFER_SIZE and
+        # TORCH_NCCL_DEBUG_INFO_TEMP_FILE.
+        "TORCH_FR_BUFFER_SIZE": str(EVENTS),
+        "TORCH_FR_DUMP_TEMP_FILE": prefix,
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": prefix,
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
     }
 
 
