@@ -3,6 +3,7 @@
 numpy, whose import takes longer than a plan, is imported when a dataset is opened.
 """
 
+
 from __future__ import annotations
 
 from collections import Counter

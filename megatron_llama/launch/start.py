@@ -76,7 +76,9 @@ def rank_environment(device: Device, plan: Plan) -> dict[str, str]:
     check_interface(os.environ, "GLOO_SOCKET_IFNAME")
     variables = device.environment(plan.config)
     if plan.config.trainer.compile:
-        variables |= open_compile_cache(device, plan.config, is_named=plan.requested.trainer.compile_cache is not None)
+        variables |= open_compile_cache(
+            device, plan.config, is_named=plan.requested.trainer.compile_cache is not None
+        )
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 

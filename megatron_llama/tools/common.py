@@ -1,5 +1,4 @@
 """Progress bars on stderr, and overrides that several tools add to a run."""
-
 from __future__ import annotations
 
 import sys

@@ -101,7 +101,9 @@ def test_the_best_is_what_is_exported(
     assert ours == (expected / "model.safetensors").read_bytes()
 
 
-def test_extended_run_keeps_its_first_export(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_extended_run_keeps_its_first_export(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     exports = ("checkpoint.export_hf=true", "checkpoint.keep=2")
     for steps, message in ((2, "exported step_00000002"), (2, "hf exists"), (3, "hf_step_00000003"), (3, "hf exists")):
         run(1, tmp_path, f"trainer.steps={steps}", *exports, until=steps, tamper=exporting({}))

@@ -93,7 +93,9 @@ def test_process_0_that_does_not_start_is_reported(port: int) -> None:
     first = Rendezvous(context(0, 2, port=port))
     other = Rendezvous(context(1, 2, port=port), limit_seconds=0.5)
     other.report(info(1))
-    with pytest.raises(LaunchFailed, match=r"process 0 did not start within 0\.5 s: it, or a process .* is stopped"):
+    with pytest.raises(
+        LaunchFailed, match=r"process 0 did not start within 0\.5 s: it, or a process .* is stopped"
+    ):
         other.wait()
     del first
 

@@ -193,7 +193,9 @@ def test_a_graph_after_warm_up_is_told_or_forbidden(cache: Path, capfd: pytest.C
         *(("block", True), ("loss", True), ("gradient of the loss", True)),
     ]
     assert "compiled after warm-up: block, training, for (12, 2, 32) float32" in capfd.readouterr().err
-    with pytest.raises(RankFailed, match="Recompiled: trainer.compile_strict: block was recompiled after 2 batches"):
+    with pytest.raises(
+        RankFailed, match="Recompiled: trainer.compile_strict: block was recompiled after 2 batches"
+    ):
         run_ranks(_late, 1, make_plan(1, *one, "trainer.compile_strict=true"))
 
 

@@ -89,7 +89,9 @@ def model_parser(description: str, epilog: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", type=Path, metavar="CHECKPOINT", help="checkpoint, run or Hugging Face folder")
-    parser.add_argument("--base", type=Path, metavar="FOLDER", help="base model of LoRA, if its folder has moved")
+    parser.add_argument(
+        "--base", type=Path, metavar="FOLDER", help="base model of LoRA, if its folder has moved"
+    )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
     parser.add_argument(
         "--dtype",

@@ -1,5 +1,4 @@
 """Evaluation: perplexity, accuracy of the likeliest label, and accuracy of final numbers in generated answers."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,4 @@
 """Batched generation with a KV cache."""
-
 from __future__ import annotations
 
 import os

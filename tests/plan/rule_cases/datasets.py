@@ -64,7 +64,9 @@ CASES = [
         "data.template=qnli",
     ),
     Case("records_can_be_prepared", 1, {**RECORDS, "data.template": "qnli"}, RECORDS, "omit data.template"),
-    Case("records_can_be_prepared", 1, {**RECORDS, "data.chat_template": "chatml"}, RECORDS, "omit data.chat_template"),
+    Case(
+        "records_can_be_prepared", 1, {**RECORDS, "data.chat_template": "chatml"}, RECORDS, "omit data.chat_template"
+    ),
     Case("data_is_there", 1, {"data.mock": False}, {"data.mock": True}, "data=mock"),
     Case(
         "validation_has_documents",
