@@ -101,6 +101,13 @@ class Kernels:
         """
         return [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32).view(-1) for part in parts]
 
+    def fuse(self, function: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
+        """Return ``function``, of elementwise integer operations, as one kernel. None if this device has no such form.
+
+        The result has the bits of ``function``.
+        """
+        return None
+
     def rows_at_once(self, width: int) -> int:
         """Return the number of rows of ``width`` values that an update casts to fp32 together."""
         return max(1, (1 << 24) // max(1, width))  # each operation is a launch, so few and large ones

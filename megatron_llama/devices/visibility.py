@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron_llama.arch.pattern import Pattern
-from megatron_llama.devices import HOST
 
 Lengths = tuple[tuple[int, ...], ...]
 """For each sequence of a batch, the lengths of its documents in tokens. Padding at the end counts as a document."""
@@ -49,11 +49,9 @@ class Documents:
     def whole(cls, rows: int, length: int, device: torch.device) -> Documents:
         """Build sequences of one document each."""
         ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
-        # Twice, because a copy from host memory would be a sync.
-        cu_seqlens, host_cu_seqlens = (
-            torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=at) for at in (device, HOST)
-        )
-        return cls(ids, ((length,),) * rows, cu_seqlens, host_cu_seqlens)
+        boundaries = partial(torch.arange, 0, (rows + 1) * length, length, dtype=torch.int32)
+        # Built twice, because a copy from host memory would be a sync.
+        return cls(ids, ((length,),) * rows, boundaries(device=device), boundaries())
 
     def on(self, move: Callable[[Tensor], Tensor]) -> Documents:
         """Return a copy on the device to which ``move`` takes tensors."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
+from megatron_llama import devices
 from megatron_llama.arch.names import Rectangle, keep_rows
 from megatron_llama.config.optimizers import OptimizerRow
 from megatron_llama.devices.kernels import Kernels
@@ -73,10 +74,11 @@ class ElementwiseOptimizer(ShardOptimizer):
         super().__init__(groups, {})
         self.rectangles, self.stochastic, self.seed = rectangles, stochastic, seed
         self._states, self._formula, self._kernels = row.states, formula, kernels
+        self._fused = kernels.fuse(round_with_noise) if stochastic else None
         self.skips_on_device = asynchronous
-        devices = {matrix.device for matrix in in_blocks}
+        holders = {matrix.device for matrix in in_blocks}
         levels = {
-            (name, at): levels_on(at, signed=name not in row.unsigned_states) for at in devices for name in row.states
+            (name, at): levels_on(at, signed=name not in row.unsigned_states) for at in holders for name in row.states
         }
         for weight in rectangles:
             state = self.state[weight]
@@ -123,11 +125,28 @@ class ElementwiseOptimizer(ShardOptimizer):
     def _rounded(self, values: Tensor, kind: str, rectangles: Sequence[Rectangle], step: Tensor) -> Tensor:
         if not self.stochastic:
             return values.to(torch.bfloat16)
+        if self._fused is not None:
+            return self._rounded_by_kernel(values, kind, rectangles, step)
         noises = torch.zeros(values.shape, dtype=torch.int32, device=values.device)  # 0 for vocabulary padding
         for rectangle in rectangles:
             keys = stream(self.seed, kind, rectangle.name)
             noises[rectangle.local_slices] = noise(keys, step.int(), rectangle.offset, rectangle.size, values.device)
         return round_stochastically(values, noises)
+
+    def _rounded_by_kernel(self, values: Tensor, kind: str, rectangles: Sequence[Rectangle], step: Tensor) -> Tensor:
+        """Round with one launch per rectangle, to the bits of ``round_stochastically``."""
+        assert self._fused is not None
+        number, pinned = int(step), devices.of(values.device).pins_memory  # the step is on the host
+        rounded = torch.empty(0)
+        for rectangle in rectangles:
+            keys = start_of_noise(stream(self.seed, kind, rectangle.name), number, rectangle.offset)
+            starts = torch.tensor(keys, dtype=torch.int32, pin_memory=pinned).to(values.device, non_blocking=True)
+            if tuple(rectangle.size) == tuple(values.shape):
+                return self._fused(values, starts)
+            if not rounded.numel():
+                rounded = values.to(torch.bfloat16)  # vocabulary padding, which is 0, is in no rectangle
+            rounded[rectangle.local_slices] = self._fused(values[rectangle.local_slices], starts)
+        return rounded if rounded.numel() else values.to(torch.bfloat16)
 
 
 def build_elementwise(inputs: OptimizerInputs, formula: Formula, **numbers: Any) -> ElementwiseOptimizer:
@@ -171,6 +190,36 @@ def noise(keys: Keys, step: Tensor, offset: tuple[int, ...], size: tuple[int, ..
         return _mix(rows ^ _mix(column_key)) & _LOW_16
     columns = _mix(_numbers(offset[1], size[1], device) + column_key)
     return _mix(rows[:, None] ^ columns) & _LOW_16
+
+
+def round_with_noise(values: Tensor, starts: Tensor) -> Tensor:
+    """Round a rectangle by ``round_stochastically`` with its ``noise``, as one function for a compiler.
+
+    ``starts``: ``start_of_noise``, int32 [2], on the device of ``values``.
+    """
+    rows = _mix(_numbers(0, values.shape[0], values.device) + starts[0])
+    if values.dim() == 1:
+        return round_stochastically(values, _mix(rows ^ _mix(starts[1])) & _LOW_16)
+    columns = _mix(_numbers(0, values.shape[1], values.device) + starts[1])
+    return round_stochastically(values, _mix(rows[:, None] ^ columns) & _LOW_16)
+
+
+def start_of_noise(keys: Keys, step: int, offset: tuple[int, ...]) -> tuple[int, int]:
+    """Return the numbers, as int32, at which the rows and columns of a rectangle at ``offset`` begin."""
+    first, second = (_mixed(step ^ key) for key in keys)
+    return _signed(first + offset[0]), _signed(second + (offset[1] if len(offset) > 1 else 0))
+
+
+def _mixed(x: int) -> int:
+    """Return ``_mix`` of a host number, unsigned."""
+    x &= 0xFFFFFFFF
+    x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
+    x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def _signed(x: int) -> int:
+    return ((x & 0xFFFFFFFF) ^ (1 << 31)) - (1 << 31)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from megatron_llama.arch.names import Rectangle
 from megatron_llama.config.optimizers import OPTIMIZERS
 from megatron_llama.devices import get_device
 from megatron_llama.devices.cpu.kernels import CpuKernels
-from megatron_llama.devices.kernels import EAGER
+from megatron_llama.devices.kernels import EAGER, Kernels
 from megatron_llama.optim import build_optimizer
 from megatron_llama.optim.adam import adam_update, adamw_update
 from megatron_llama.optim.low_precision import ElementwiseOptimizer, noise, round_stochastically, sgd_update, stream
@@ -88,6 +89,35 @@ def test_before_rounding_it_is_torchs(
     ours.step(factor=factor, skip=torch.tensor(True))
     ours.revert_step_count()
     assert all(map(torch.equal, before, (weight, *ours.state[weight].values()))), "skipped"
+
+
+class Fusing(Kernels):
+    """Kernels that round a rectangle in one function, and count its calls."""
+
+    calls = 0
+
+    def fuse(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def counted(*tensors: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return function(*tensors)
+
+        return counted
+
+
+@pytest.mark.parametrize("block", [1 << 16, 330])
+def test_rounding_in_one_function_gives_the_same_weights(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    results, kernels = [], [EAGER, Fusing()]
+    monkeypatch.setattr(Kernels, "rows_at_once", lambda _, width: max(1, block // width))
+    for kernel in kernels:
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(40, 33, generator=generator).bfloat16())
+        optimizer = elementwise("adamw", weight, state_dtype=torch.bfloat16, stochastic=True, kernels=kernel)
+        for _ in range(3):
+            weight.grad = torch.randn(40, 33, generator=generator).bfloat16()
+            optimizer.step()
+        results.append([weight.detach(), *(optimizer.state[weight][name] for name in ("exp_avg", "exp_avg_sq"))])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert isinstance(kernels[1], Fusing) and kernels[1].calls == 3 * 3 * (2 if block == 1 << 16 else 4)
 
 
 def test_sgd_in_fp32_is_torchs() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from megatron_llama.optim.low_precision import noise, round_stochastically, stream
+from megatron_llama.devices.cuda.kernels import CudaKernels
+from megatron_llama.optim.low_precision import noise, round_stochastically, round_with_noise, start_of_noise, stream
+from tests.compiled import SECONDS, needs_compiler
+from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 ALL = torch.arange(1 << 16, dtype=torch.int32)
@@ -144,3 +149,37 @@ def test_one_graph_for_all_steps() -> None:
         number = torch.tensor(step, dtype=torch.int32)
         assert torch.equal(rounded(values, number), round_stochastically(values, made(step, size=(8, 16))))
     assert counter.frame_count == 1
+
+
+CASES = [((40, 24), (7, 5)), ((3, 24), (1 << 20, 0)), ((50,), (9,)), ((64, 32), (0, 0))]
+
+
+def _cases() -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Values, the start of their noise, and the rounded values."""
+    generator = torch.Generator().manual_seed(0)
+    for (size, offset), step in itertools.product(CASES, (0, 17, 1 << 24)):
+        values = torch.randn(size, generator=generator)
+        values.view(-1)[:2] = torch.tensor([float("inf"), float("nan")])
+        expected = round_stochastically(values, made(step, offset=offset, size=size))
+        yield values, torch.tensor(start_of_noise(KEYS, step, offset), dtype=torch.int32), expected
+
+
+def _same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(actual.view(torch.int16), expected.view(torch.int16))
+
+
+def test_rounding_in_one_function_has_the_same_bits() -> None:
+    assert all(_same(round_with_noise(values, starts), expected) for values, starts, expected in _cases())
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_compiled_rounding_has_the_same_bits() -> None:
+    """The function that CUDA compiles, here by Inductor's C++."""
+    assert run_ranks(_compiled_is_equal, 1, timeout=SECONDS) == [True]
+
+
+def _compiled_is_equal(_: int) -> bool:
+    fused = CudaKernels(compiled=True).fuse(round_with_noise)
+    assert fused is not None
+    return all(_same(fused(values, starts), expected) for values, starts, expected in _cases())

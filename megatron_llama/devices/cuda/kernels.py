@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -89,8 +90,19 @@ def _unflatten(x: Tensor, like: Tensor) -> Tensor:
 attention.KERNELS["varlen"] = attention.DocumentKernel(forward, backward)
 
 
+@cache
+def compile_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compile ``function`` with Inductor; all callers share the graphs."""
+    compiled: Callable[..., Tensor] = torch.compile(function, dynamic=True, fullgraph=True)
+    return compiled
+
+
 class CudaKernels(Kernels):
     """``varlen`` for documents and windows, tiles for unsupported patterns, dtypes and heads."""
+
+    def fuse(self, function: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
+        """Compile ``function`` for all shapes, in runs that compile at all: others may lack a C compiler."""
+        return compile_once(function) if self.compiled else None
 
     def norms(self, parts: Iterable[Tensor]) -> list[Tensor]:
         """Return the 2-norm of each part in fp32: a launch for many tensors, not one per tensor.
