@@ -187,8 +187,22 @@ def test_the_demo_runs_on_a_machine_with_gpus(devices: int, monkeypatch: pytest.
     monkeypatch.setattr(Accelerator, "count", lambda self: devices)
     there = {"cpu": DEVICE}
     monkeypatch.setattr("megatron_llama.launch.world.get_device", lambda name: there.get(name, Accelerator()))
-    plan = find_world(load_config([*arguments, "data=mock"], cli.CONF_DIR), None).plan()
-    assert plan.world_size == 2
+    settings = [*arguments, "data=mock", "logging.sample_prompts=[]"]  # without the demo's files
+    assert find_world(load_config(settings, cli.CONF_DIR), None).plan().world_size == 2
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_the_first_training_in_the_readme_runs_on_a_machine_with_gpus(
+    devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (ROOT / "README.md").read_text().partition("    python train.py ")[2].partition("\n    python")[0]
+    settings = shlex.split(text.replace("\\\n", " "))
+    assert "trainer.steps=200" in settings
+    settings = [each for each in settings if not each.startswith("data.")]
+    monkeypatch.setattr(Accelerator, "count", lambda self: devices)
+    monkeypatch.setattr(Accelerator, "has_fast_bf16", lambda self: True, raising=False)
+    monkeypatch.setattr("megatron_llama.launch.world.get_device", lambda name: Accelerator())
+    assert find_world(load_config([*settings, "data=mock"], cli.CONF_DIR), None).plan().world_size == devices
 
 
 def test_a_gpu_that_torch_cannot_use_is_reported(

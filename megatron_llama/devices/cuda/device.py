@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables of torch's allocator: the name since torch 2.9, and the older name, which still works."""
 _FRAGMENTATION = 0.06
-"""Share of live tensors that the allocator reserves in addition. torch 2.13's allocator with expandable segments, on a
-simulated device: 1 % for 8 layers of 7 B on one rank, 6 % for 7 B on 8 data-parallel ranks."""
+"""Share of live tensors that the allocator reserves in addition. Measured with torch 2.13, expandable segments and a
+simulated device: 1 % for 8 layers of 7 B on one rank, 6 % for 7 B on 8 ranks."""
 _CONTEXT_BYTES = 2 << 30
 """Estimate of the CUDA context with its kernels, and of NCCL's buffers."""
 _LEAST_DRIVER = {12: 525, 13: 580}
