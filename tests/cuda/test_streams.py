@@ -1,0 +1,90 @@
+"""The check of streams finds memory that two streams use without an order. Injected faults are found in runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cuda.harness import Runtime
+from tests.cuda.in_process import ACCESSES, FAULT
+from tests.cuda.log import Call, ProcessLog
+from tests.cuda.rows import MEASURED_STEP, ROWS, goldens
+from tests.cuda.streams import conflicts
+
+WRITE = "FILL bytes=8 written=0x1000 stream=1"
+READ = "COPY from=device to=device bytes=8 read=0x1000 written=0x9000 stream=2"
+RECORD, WAIT = "RECORD event=5 stream=1", "WAIT event=5 stream=2"
+ORDERED = {
+    "event": (WRITE, RECORD, WAIT, READ),
+    "wait of the host": (WRITE, "SYNC kind=stream stream=1", READ),
+    "finished event": (WRITE, RECORD, "QUERY kind=event event=5 done=1", READ),
+    "other memory": (WRITE, READ.replace("0x1000", "0x2000")),
+    "two reads": (READ, READ.replace("stream=2", "stream=3").replace("0x9000", "0x7000")),
+    "communicator": (
+        "NCCL name=all_reduce comm=a bytes=8 read=0x1000,8 written=0x1000,8 stream=1",
+        "NCCL name=all_reduce comm=a bytes=8 read=0x1000,8 written=0x1000,8 stream=2",
+    ),
+}
+UNORDERED = {
+    "no event": (WRITE, READ),
+    "event too early": (RECORD, WRITE, WAIT, READ),
+    "wait too late": (WRITE, RECORD, READ, WAIT),
+    "unfinished event": (WRITE, RECORD, "QUERY kind=event event=5 done=0", READ),
+    "write after a read": (READ, WRITE),
+    "part of the memory": (WRITE.replace("bytes=8", "bytes=4096"), READ.replace("0x1000", "0x1800")),
+}
+
+
+def process(*lines: str) -> ProcessLog:
+    return ProcessLog(0, tuple(Call.parse(f"0.0 1 {line}") for line in lines))
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_order(name: str) -> None:
+    assert not conflicts(process(*ORDERED[name]))
+
+
+@pytest.mark.parametrize("name", UNORDERED)
+def test_no_order(name: str) -> None:
+    assert len(conflicts(process(*UNORDERED[name]))) == 1
+
+
+def test_a_thread_that_only_watches_orders_nothing() -> None:
+    watching = Call.parse("0.0 2 QUERY kind=event event=5 done=1")
+    calls = process(WRITE, RECORD).calls + (watching,) + process(READ).calls
+    assert len(conflicts(ProcessLog(0, calls))) == 1
+
+
+SHARDED = ("trainer.zero=3", "trainer.steps=2")
+
+
+@pytest.mark.slow
+def test_sharded_step_has_an_order(runtime: Runtime, tmp_path: Path) -> None:
+    run = runtime.train(tmp_path, *SHARDED, devices=2, **{ACCESSES: "1"}).check()
+    for log in run.logs:
+        assert len(log.named("ACCESS")) > 1000
+        assert not conflicts(log)
+
+
+@pytest.mark.slow
+def test_a_missing_event_and_a_read_of_the_host_are_found(runtime: Runtime, tmp_path: Path) -> None:
+    settings = {ACCESSES: "1", FAULT: "missing event,host read"}
+    run = runtime.train(tmp_path, "trainer.steps=2", "trainer.zero=3", devices=2, **settings).check()
+    waits = goldens()["rows"]["dp 2, zero 3"][0]["waits"]
+    for log in run.logs:
+        assert conflicts(log)
+        assert sum(call.name == "SYNC" for call in log.steps[MEASURED_STEP]) > waits
+
+
+@pytest.mark.slow
+def test_a_tensor_on_the_cpu_is_found(runtime: Runtime, tmp_path: Path) -> None:
+    run = runtime.train(tmp_path, "trainer.steps=1", **{FAULT: "tensor on the CPU"})
+    assert run.status and "cpu" in run.output.splitlines()[-1], run.output[-2000:]
+
+
+@pytest.mark.slow
+def test_another_order_of_collectives_is_found(runtime: Runtime, tmp_path: Path) -> None:
+    run = runtime.train(tmp_path, "trainer.steps=1", *ROWS["tp 2"][1], devices=2, **{FAULT: "other order"})
+    assert run.status
+    assert "rank 0 calls all_reduce of 4 numbers" in run.output and "rank 1 calls broadcast of 4" in run.output
