@@ -120,8 +120,8 @@ def abort(rank: int) -> None:
     if rank == 0:
         work = dist.all_reduce(torch.ones(1).cuda(), group=group, async_op=True)
         assert not work.is_completed()
-        _abort_process_group(group)  # type: ignore[arg-type]
-        torch.cuda.synchronize()
+    _abort_process_group(group)  # type: ignore[arg-type]
+    torch.cuda.synchronize()
 
 
 def finalize(rank: int) -> None:
