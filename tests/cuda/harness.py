@@ -19,7 +19,7 @@ from tests.processes import environment
 
 STARTUP = Path(__file__).with_name("startup")
 SHARED_MEMORY = "/dev/shm"
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = 400  # a busy machine may need minutes for what takes 10 s
 SECONDS_AFTER_FAILURE = 5  # peers of a failed process report their errors
 POLL_SECONDS = 0.05
 BUILT = "HOST_CUDA_BUILT"

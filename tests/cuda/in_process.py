@@ -13,8 +13,6 @@ RUNTIME = "libcudart.so.13"
 SMALL = 4096  # numbers: counts and losses, not activations
 ACCESSES = "HOST_CUDA_ACCESSES"
 """Variable that records the memory that each operator reads and writes."""
-FAULT = "HOST_CUDA_FAULT"
-"""Variable with names of ``FAULTS``, separated by commas: mistakes that the tests must find."""
 OBJECT_COLLECTIVES = (
     "all_gather_object",
     "gather_object",
@@ -48,9 +46,7 @@ def _with_host_arithmetic(function: Any, most: float = math.inf) -> Any:
 
 
 def prepare_steps(loop: ModuleType) -> None:
-    """Mark training steps in the log, add faults, and switch off the checks of values that kernels would compute."""
-    for name in filter(None, os.environ.get(FAULT, "").split(",")):
-        FAULTS[name](loop)
+    """Mark training steps in the log, and switch off the checks of values that kernels would compute."""
     if os.environ.get(ACCESSES):
         loop.training_step = _with_accesses(loop.training_step)  # type: ignore[attr-defined]
     loop.training_step = _marked(loop.training_step)  # type: ignore[attr-defined]
@@ -79,70 +75,3 @@ def _marked(training_step: Any) -> Any:
         return result
 
     return marked
-
-
-def _missing_event(loop: ModuleType) -> None:
-    """Streams do not wait for events in a step."""
-    import torch
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        wait_event, wait_stream = torch.cuda.Stream.wait_event, torch.cuda.Stream.wait_stream
-        torch.cuda.Stream.wait_event = torch.cuda.Stream.wait_stream = lambda *_: None  # type: ignore[method-assign]
-        try:
-            return training_step(*args, **kwargs)
-        finally:
-            torch.cuda.Stream.wait_event, torch.cuda.Stream.wait_stream = (  # type: ignore[method-assign]
-                wait_event,
-                wait_stream,
-            )
-
-    training_step = loop.training_step
-    loop.training_step = step  # type: ignore[attr-defined]
-
-
-def _host_read(loop: ModuleType) -> None:
-    """The host reads the number of tokens before the forward pass."""
-
-    def count(self: Any, microbatches: Any) -> Any:
-        counts = original(self, microbatches)
-        counts.tokens.item()
-        return counts
-
-    original = loop.ParallelModel.count
-    loop.ParallelModel.count = count  # type: ignore[attr-defined]
-
-
-def _tensor_on_the_cpu(loop: ModuleType) -> None:
-    """The loss mask stays on the CPU."""
-
-    def count(self: Any, microbatches: Any) -> Any:
-        for batch in microbatches:
-            batch.loss_mask = batch.loss_mask.cpu()
-        return original(self, microbatches)
-
-    original = loop.ParallelModel.count
-    loop.ParallelModel.count = count  # type: ignore[attr-defined]
-
-
-def _other_order(loop: ModuleType) -> None:
-    """Rank 1 calls two collectives in the other order."""
-    import torch
-    import torch.distributed as dist
-
-    def count(self: Any, microbatches: Any) -> Any:
-        value = torch.zeros(4, device=self.device)
-        calls = [lambda: dist.all_reduce(value), lambda: dist.broadcast(value, 0)]
-        for call in calls if dist.get_rank() == 0 else reversed(calls):
-            call()
-        return original(self, microbatches)
-
-    original = loop.ParallelModel.count
-    loop.ParallelModel.count = count  # type: ignore[attr-defined]
-
-
-FAULTS = {
-    "missing event": _missing_event,
-    "host read": _host_read,
-    "tensor on the CPU": _tensor_on_the_cpu,
-    "other order": _other_order,
-}

@@ -42,7 +42,8 @@ def measured(run: Run) -> list[dict[str, Any]]:
 
 
 def goldens() -> dict[str, Any]:
-    return json.loads(GOLDENS.read_text())
+    """Return the recorded counts, or an empty dictionary if none are recorded."""
+    return json.loads(GOLDENS.read_text()) if GOLDENS.exists() else {}
 
 
 def main() -> int:

@@ -1,15 +1,10 @@
-"""The check of streams finds memory that two streams use without an order. Injected faults are found in runs."""
+"""The check of streams finds memory that two streams use without an order."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.cuda.harness import Runtime
-from tests.cuda.in_process import ACCESSES, FAULT
 from tests.cuda.log import Call, ProcessLog
-from tests.cuda.rows import MEASURED_STEP, ROWS, goldens
 from tests.cuda.streams import conflicts
 
 WRITE = "FILL bytes=8 written=0x1000 stream=1"
@@ -54,37 +49,3 @@ def test_a_thread_that_only_watches_orders_nothing() -> None:
     watching = Call.parse("0.0 2 QUERY kind=event event=5 done=1")
     calls = process(WRITE, RECORD).calls + (watching,) + process(READ).calls
     assert len(conflicts(ProcessLog(0, calls))) == 1
-
-
-SHARDED = ("trainer.zero=3", "trainer.steps=2")
-
-
-@pytest.mark.slow
-def test_sharded_step_has_an_order(runtime: Runtime, tmp_path: Path) -> None:
-    run = runtime.train(tmp_path, *SHARDED, devices=2, **{ACCESSES: "1"}).check()
-    for log in run.logs:
-        assert len(log.named("ACCESS")) > 1000
-        assert not conflicts(log)
-
-
-@pytest.mark.slow
-def test_a_missing_event_and_a_read_of_the_host_are_found(runtime: Runtime, tmp_path: Path) -> None:
-    settings = {ACCESSES: "1", FAULT: "missing event,host read"}
-    run = runtime.train(tmp_path, "trainer.steps=2", "trainer.zero=3", devices=2, **settings).check()
-    waits = goldens()["rows"]["dp 2, zero 3"][0]["waits"]
-    for log in run.logs:
-        assert conflicts(log)
-        assert sum(call.name == "SYNC" for call in log.steps[MEASURED_STEP]) > waits
-
-
-@pytest.mark.slow
-def test_a_tensor_on_the_cpu_is_found(runtime: Runtime, tmp_path: Path) -> None:
-    run = runtime.train(tmp_path, "trainer.steps=1", **{FAULT: "tensor on the CPU"})
-    assert run.status and "cpu" in run.output.splitlines()[-1], run.output[-2000:]
-
-
-@pytest.mark.slow
-def test_another_order_of_collectives_is_found(runtime: Runtime, tmp_path: Path) -> None:
-    run = runtime.train(tmp_path, "trainer.steps=1", *ROWS["tp 2"][1], devices=2, **{FAULT: "other order"})
-    assert run.status
-    assert "rank 0 calls all_reduce of 4 numbers" in run.output and "rank 1 calls broadcast of 4" in run.output
