@@ -10,6 +10,10 @@ default() { [ -n "${!1+set}" ] || export "$1=$2"; }
 
 # --- The environment ------------------------------------------------------------------------------------------------
 default PYTHON "$([ -x .venv/bin/python ] && echo "$PWD/.venv/bin/python" || echo python3)"
+command -v "$PYTHON" >/dev/null || {    # srun's status would be 2, and the job would be requeued
+    echo "PYTHON=$PYTHON is not a program on $(hostname). Run \`make venv\` in $PWD, or set PYTHON before sbatch" >&2
+    exit 2
+}
 default PYTHONUNBUFFERED 1       # write logs at once
 default PYTHONFAULTHANDLER 1     # print the Python stack after a crash in C++
 # MASTER_ADDR and MASTER_PORT   derived by the launcher: the first node, and a port from the job id.

@@ -58,8 +58,9 @@ class Job:
         outcome = {"FOLDER": str(self.folder), "ENDS": str(ends), "SAID": run_status}
         outcome |= {"WAIT": "", "CHECKPOINT": "", "EARLY": ""}
         variables = environment() | slurm | outcome | {"PATH": path} | more
+        piped, joined = subprocess.PIPE, subprocess.STDOUT
         return subprocess.Popen(
-            ["bash", script, "a=b c", "it's"], cwd=self.folder, env=variables, stdout=subprocess.PIPE, text=True
+            ["bash", script, "a=b c", "it's"], cwd=self.folder, env=variables, stdout=piped, stderr=joined, text=True
         )
 
     def end(self, script: subprocess.Popen[str]) -> Batch:
@@ -188,6 +189,15 @@ def test_compilation_is_not_requeued(job: Job, ends: int, run_status: str, statu
 
 def test_the_users_own_settings_win(job: Job) -> None:
     script = ". scripts/slurm_env.sh; echo $NCCL_DEBUG $NCCL_SOCKET_IFNAME $PYTHON"
-    variables = environment(NCCL_DEBUG="INFO", PYTHON="mine", NCCL_SOCKET_IFNAME="")
+    variables = environment(NCCL_DEBUG="INFO", PYTHON="bash", NCCL_SOCKET_IFNAME="")
     done = subprocess.run(["bash", "-c", script], cwd=job.folder, env=variables, capture_output=True, text=True)
-    assert done.stdout == "INFO mine\n", done.stderr
+    assert done.stdout == "INFO bash\n", done.stderr
+
+
+@pytest.mark.parametrize("script", ["run.slurm", "compile.slurm"])
+def test_a_missing_interpreter_is_named_and_not_requeued(job: Job, script: str) -> None:
+    run = job.start(0, "0", script, PYTHON="/nowhere/python")
+    end = job.end(run)
+    assert (end.status, end.requeued) == (2, False)
+    assert end.printed.startswith("PYTHON=/nowhere/python is not a program on ") and "make venv" in end.printed
+    assert not (job.folder / "arguments").exists(), "srun was called"
