@@ -24,10 +24,13 @@ from megatron_llama.system import phase
 from megatron_llama.system.errors import MachineError
 
 _POLL_SECONDS = 0.01
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FREE_SPACE = """.
-Free disk space or raise the quota, and run the same command: it resumes from the
-newest checkpoint. checkpoint.keep=1 keeps only one"""
+_RESUME = "and run the same command: it resumes from the\nnewest checkpoint"
+_FREE_SPACE = f".\nFree disk space or raise the quota, {_RESUME}. checkpoint.keep=1 keeps only one"
+_REMEDIES = {
+    errno.ENOSPC: _FREE_SPACE,
+    errno.EDQUOT: _FREE_SPACE,
+    errno.EFBIG: f".\nRun `ulimit -f unlimited`, {_RESUME}",
+}
 STALLED_SECONDS = 20.0
 """After a failure: time without a written byte after which the checkpoint in progress is given up."""
 
@@ -139,7 +142,7 @@ class Saver:
         error = None
         if self._error is not None:
             folder, cause = self.checkpoints / folder_name(state.step), _describe(self._error)
-            remedy = _FREE_SPACE if getattr(self._error, "errno", None) in _FULL else ""
+            remedy = _REMEDIES.get(getattr(self._error, "errno", None) or 0, "")
             message = f"cannot write {folder} (rank {self.rank}: {cause}); earlier checkpoints are unchanged{remedy}"
             error = SaveFailed(message)
             error.__cause__ = self._error

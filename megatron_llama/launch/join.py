@@ -17,6 +17,7 @@ from megatron_llama.launch.rank import CONSEQUENCE_DELAY_SECONDS, TRAIN, Entry, 
 from megatron_llama.launch.rendezvous import ARRIVAL_LIMIT_SECONDS, Rendezvous
 from megatron_llama.launch.reports import NodeInfo, check_consistent, node_info, node_table
 from megatron_llama.launch.run_dir import (
+    check_shared,
     claim_run_dir,
     default_run_dir,
     rank_outputs,
@@ -92,7 +93,7 @@ def _join_rendezvous(
     rendezvous.report(local)
     if context.rank > 0:
         try:
-            start = rendezvous.wait()
+            start = rendezvous.wait(check_shared if context.nodes > 1 else lambda run_dir: None)
         except EOFError as error:
             time.sleep(CONSEQUENCE_DELAY_SECONDS)
             raise LaunchFailed(f"process 0 ended before the start: {error}") from error

@@ -1,9 +1,10 @@
-"""Checks of rank 0's host before the ranks start: free disk space and the account of Weights & Biases."""
+"""Checks of rank 0's host before the ranks start: disk space, limits of the shell, account of Weights & Biases."""
 
 from __future__ import annotations
 
 import netrc
 import os
+import resource
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,10 @@ from megatron_llama.plan.disk import DiskUse, disk_use
 from megatron_llama.system.tables import gib
 from megatron_llama.system.wrapping import WIDTH
 
+MIN_FILES = 256
+"""Open files with which gloo can connect a few ranks; with fewer it aborts or hangs. The doctor warns below 4,096."""
+MIN_FILE_BYTES = 1 << 20
+"""Size of a log of a short run."""
 WANDB_HOST = "api.wandb.ai"
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 WANDB_OFF = ("offline", "dryrun", "disabled")
@@ -25,7 +30,8 @@ WANDB_OFF = ("offline", "dryrun", "disabled")
 def check_start(plan: Plan, folder: Path) -> str:
     """Return the line on disk space for the plan. Raises ConfigError if the run cannot succeed on this host."""
     use, free = _disk_use(plan, folder), shutil.disk_usage(folder).free
-    problems = [*_check_disk(folder, use, free), *check_wandb(plan, os.environ)]
+    problems = [*_check_disk(folder, use, free), *_check_limits(use.checkpoint // plan.world_size if use.sure else 0)]
+    problems += check_wandb(plan, os.environ)
     if problems:
         raise ConfigError(problems)
     return fill("  disk          ", f"{use.describe()} · {gib(free)} free", WIDTH) + "\n"
@@ -45,6 +51,17 @@ def _check_disk(folder: Path, use: DiskUse, free: int) -> Iterator[Problem]:
         rule = f"its disk has {gib(free)} free, and the run writes {gib(use.sure_bytes)}: {parts}"
         instead = "free disk space, or write another run.dir=PATH, or keep fewer checkpoints (checkpoint.keep=1)"
         yield Problem("run.dir", str(folder), rule, instead)
+
+
+def _check_limits(part: int) -> Iterator[Problem]:
+    """Yield the problems of limits with which ranks cannot meet, or cannot write ``part`` bytes of a checkpoint."""
+    files, size = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE))
+    if files != resource.RLIM_INFINITY and files < MIN_FILES:
+        rule = f"the ranks' connections need more open files, at least {MIN_FILES}"
+        yield Problem("ulimit -n", files, rule, "run `ulimit -n 65536` before this command, or `ulimit -n hard`")
+    if size != resource.RLIM_INFINITY and size < max(part, MIN_FILE_BYTES):
+        rule = f"files can have {gib(size)}, and the run writes files of {gib(max(part, MIN_FILE_BYTES))}"
+        yield Problem("ulimit -f", f"{size} bytes", rule, "run `ulimit -f unlimited` before this command")
 
 
 def check_wandb(plan: Plan, environ: Mapping[str, str]) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -134,25 +134,30 @@ class Rendezvous:
                 raise LaunchFailed(_describe_missing(self._context, confirmed, self._limit, len(self._store.forged)))
             self._check_problem()
 
-    def wait(self) -> StartMessage:
+    def wait(self, check: Callable[[str], Problem | None] = lambda run_dir: None) -> StartMessage:
         """On other processes: wait for the start message.
+
+        Args:
+            check: Returns the problem of the run folder on this node, if any.
 
         Raises:
             EOFError: Process 0 has ended.
             LaunchFailed: The time limit is exceeded.
-            ConfigError: As ``gather``.
+            ConfigError: As ``gather``, or ``check`` has found a problem on a node.
         """
         try:
-            return self._wait_for_start()
+            return self._wait_for_start(check)
         except StoreLost as error:
             raise EOFError(str(error)) from error
 
-    def _wait_for_start(self) -> StartMessage:
+    def _wait_for_start(self, check: Callable[[str], Problem | None]) -> StartMessage:
         local, deadline = self._local, time.monotonic() + self._limit
         while time.monotonic() < deadline:
             start = read_start_message(self._store.wait("open", _next_timeout(deadline)))
             is_current = start is not None and start.tokens[local.number : local.number + 1] == (local.token,)
             if start is not None and is_current:
+                if problem := check(start.run_dir):
+                    self._reject(problem)
                 self._store.set(f"answer/{local.number}", start.attempt)
                 self._attempt = start.attempt
                 return start

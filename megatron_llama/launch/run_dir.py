@@ -17,11 +17,17 @@ from megatron_llama.plan import Plan, format_plan
 from megatron_llama.system.exit_status import STATUS_VARIABLE
 from megatron_llama.system.files import DRAFT, try_lock, write_atomically
 from megatron_llama.train.metrics_file import METRICS_FILE
+from megatron_llama.train.sinks import CSV_FILE
 
 LOCK_NAME = ".lock"
 PLAN_FILE = "plan.txt"
-WRITTEN_FILES = (METRICS_FILE, "config.yaml", PLAN_FILE, f"checkpoints/{POINTER}", f"checkpoints/{BEST}")
+OPENED_FILES = (LOCK_NAME, METRICS_FILE, CSV_FILE)
+"""Files that a run opens for writing, which could block forever on a pipe. It replaces other files."""
+WRITTEN_FILES = (*OPENED_FILES, "config.yaml", PLAN_FILE, f"checkpoints/{POINTER}", f"checkpoints/{BEST}")
 WRITTEN_FOLDERS = ("checkpoints", "ranks")
+SHARED_LIMIT_SECONDS = 60.0
+"""Network disks show new files of another machine within this time."""
+_SHARED_POLL_SECONDS = 0.2
 
 
 def choose_run_dir(plan: Plan) -> None:
@@ -62,14 +68,13 @@ def claim_run_dir(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if problems := list(_wrong_entries(folder)):
+            raise ConfigError(problems)
         # Forked ranks inherit the file with the lock, which is released when the last process ends.
         lock = open(folder / LOCK_NAME, "a+", encoding="utf-8")
     except OSError as error:
         rule, instead = f"cannot write to the run folder: {error.strerror}", "write another run.dir=PATH"
         raise ConfigError([Problem("run.dir", str(folder), rule, instead)]) from error
-    if problems := list(_wrong_entries(folder)):
-        lock.close()
-        raise ConfigError(problems)
     with lock:
         locked = try_lock(lock)
         if locked is False:
@@ -86,11 +91,24 @@ def claim_run_dir(folder: Path) -> Iterator[None]:
         yield
 
 
+def check_shared(run_dir: str) -> Problem | None:
+    """Return the problem of a run folder that process 0 has locked and this node does not see."""
+    folder, deadline = Path(run_dir), time.monotonic() + SHARED_LIMIT_SECONDS
+    while not (folder / LOCK_NAME).exists():
+        if time.monotonic() > deadline:
+            rule = f"is not shared: {socket.gethostname()} does not see the files of the first node"
+            return Problem("run.dir", run_dir, rule, "write run.dir=PATH on a disk that all nodes mount at that path")
+        with suppress(OSError):
+            os.listdir(folder.parent)  # NFS caches missing names until the folder is read
+        time.sleep(_SHARED_POLL_SECONDS)
+    return None
+
+
 def _wrong_entries(folder: Path) -> Iterator[Problem]:
     """Yield a problem for each folder in place of a file that the run writes, and the reverse."""
     for name in WRITTEN_FILES:
         path = folder / name
-        if os.path.isdir(path) or (name == METRICS_FILE and path.exists() and not path.is_file()):
+        if os.path.isdir(path) or (name in OPENED_FILES and os.path.lexists(path) and not path.is_file()):
             rule = f"its {name} is {'a folder' if os.path.isdir(path) else 'not a regular file'}"
             yield Problem("run.dir", str(folder), rule, f"move {path} away, or write another run.dir=PATH")
     for name in WRITTEN_FOLDERS:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_llama.plan import Plan
+from megatron_llama.system.files import atomic_open
 from megatron_llama.topology import AXIS_NAMES
 from megatron_llama.train.metrics_file import METRICS_FILE, read_run_records
 
@@ -62,7 +63,8 @@ def draw(records: Sequence[Mapping[str, Any]], path: Path, title: str, subtitle:
     _legend(figure, above, 58)
     _headline(above, title, 58, fontsize=15, fontweight="bold", color=INK)
     _headline(above, subtitle, 42, fontsize=9.5, color=SOFT)
-    figure.savefig(path)
+    with atomic_open(path) as file:  # replaces a pipe, on which opening would block
+        figure.savefig(file)
     pyplot.close(figure)
     return path
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -411,6 +412,15 @@ def test_folders_in_place_of_files_are_found_before_the_first_step(tmp_path: Pat
     text = str(refused.value)
     assert all(f"its {name} is a folder" in text for name in ("plan.txt", "checkpoints/latest", "checkpoints/best"))
     assert "its ranks is not a folder" in text and f"move {tmp_path}/checkpoints/latest away" in " ".join(text.split())
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", run_dir.OPENED_FILES)
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path.name)], ids=["pipe", "loop of links"])
+def test_odd_files_do_not_block_a_run(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
+    make(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"its {name} is not a regular file"), run_dir.claim_run_dir(tmp_path):
+        pass
 
 
 def test_a_file_in_place_of_the_checkpoints_is_found_before_the_first_step(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,23 @@ def test_a_full_disk_is_noticed_before_step_1(tmp_path: Path, monkeypatch: pytes
     plan = plan_of(1)
     plan.config.checkpoint.save_last, plan.config.checkpoint.every_minutes = False, 0.0
     assert "4 MiB free" in preflight.check_start(plan, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "field", "remedy"),
+    [
+        (resource.RLIMIT_NOFILE, 20, "ulimit -n = 20\n", "ulimit -n 65536"),  # gloo would abort or hang
+        (resource.RLIMIT_FSIZE, 100_000, "ulimit -f = 100000 bytes\n", "ulimit -f unlimited"),
+    ],
+)
+def test_a_limit_of_the_shell_ends_the_run_before_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int, limit: int, field: str, remedy: str
+) -> None:
+    real = resource.getrlimit
+    monkeypatch.setattr(resource, "getrlimit", lambda asked: (limit, limit) if asked == kind else real(asked))
+    status, output = run_train_py(tmp_path / "run", *SMALL, "trainer.tp=2", "trainer.steps=1")
+    assert status == 2 and field in output and remedy in output and "Traceback" not in output, output
+    assert "step 1/" not in output
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from megatron_llama.config import ConfigError
-from megatron_llama.launch import environment, job_store, rendezvous, reports
+from megatron_llama.launch import environment, job_store, rendezvous, reports, run_dir
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.launch.job_store import JobStore, LaunchFailed, StoreLost
 from megatron_llama.launch.rendezvous import Rendezvous
@@ -67,6 +67,21 @@ def test_all_learn_where_the_run_is(port: int) -> None:
     assert heard == {1: "runs/it's here", 2: "runs/it's here"}
 
 
+def test_a_run_folder_that_is_not_shared_is_rejected_on_all_nodes(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_dir, "SHARED_LIMIT_SECONDS", 0.0)
+    ranks = [start(context(rank, 2, port=port)) for rank in (0, 1)]
+    errors = together(
+        lambda: ranks[0].open(ranks[0].gather(), str(tmp_path)), lambda: ranks[1].wait(run_dir.check_shared)
+    )
+    for error in errors:
+        assert isinstance(error, ConfigError) and error.problems[0].field == "run.dir", errors
+        assert socket.gethostname() in error.problems[0].rule and "all nodes mount" in error.problems[0].instead
+    with run_dir.claim_run_dir(tmp_path):
+        assert run_dir.check_shared(str(tmp_path)) is None
+
+
 def test_a_process_of_another_job_is_not_counted(port: int) -> None:
     first = Rendezvous(context(0, 2, port=port), limit_seconds=1.0)
     first.report(info(0))
@@ -93,9 +108,7 @@ def test_process_0_that_does_not_start_is_reported(port: int) -> None:
     first = Rendezvous(context(0, 2, port=port))
     other = Rendezvous(context(1, 2, port=port), limit_seconds=0.5)
     other.report(info(1))
-    with pytest.raises(
-        LaunchFailed, match=r"process 0 did not start within 0\.5 s: it, or a process .* is stopped"
-    ):
+    with pytest.raises(LaunchFailed, match=r"process 0 did not start within 0\.5 s: it, or a process .* is stopped"):
         other.wait()
     del first
 

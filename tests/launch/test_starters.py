@@ -35,11 +35,14 @@ def mpirun(mpi: str) -> list[str]:
     return [str(program), *(["--allow-run-as-root", "--oversubscribe"] if mpi == "openmpi" else []), "-np", "2"]
 
 
-def started(command: list[str], **variables: str) -> subprocess.Popen[str]:
-    """Starts a command in the background; Intel's mpirun is a script that looks for its programs in PATH."""
-    path = f"{Path(command[0]).parent}:{os.environ['PATH']}"
+def started(command: list[str], terminal: bool = False, **variables: str) -> subprocess.Popen[str]:
+    """Starts a command in the background; Intel's mpirun is a script that looks for its programs in PATH.
+
+    With ``terminal``, in a process group of its own, which Ctrl-C of a terminal would reach.
+    """
+    variables = environment(PATH=f"{Path(command[0]).parent}:{os.environ['PATH']}", **variables)
     piped = subprocess.PIPE
-    return subprocess.Popen(command, env=environment(PATH=path, **variables), stdout=piped, stderr=piped, text=True)
+    return subprocess.Popen(command, env=variables, stdout=piped, stderr=piped, text=True, start_new_session=terminal)
 
 
 PLACE = """
@@ -129,6 +132,26 @@ def test_a_signal_to_mpirun_saves_and_a_killed_rank_ends_all(tmp_path: Path) -> 
     restarted.communicate(timeout=PATIENCE_SECONDS)
     assert restarted.returncode not in (0, 75)
     assert all(gone(pid) for pid in ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "status"), [("torchrun", 1), ("mpich", 75), ("impi-rt", 75)])
+def test_ctrl_c_saves_and_names_the_folder_to_resume(launcher: str, status: int, tmp_path: Path) -> None:
+    arguments = [*SMALL, "optim=constant", "optim.warmup_steps=0", "trainer.steps=100000", "checkpoint.every_minutes=0"]
+    if launcher == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    else:
+        command = [*mpirun(launcher), sys.executable]
+    run = started([*command, TRAIN, *arguments, f"run.dir={tmp_path}/run"], terminal=True)
+    wait_for_step(run, tmp_path / "run", 2)
+    os.killpg(run.pid, signal.SIGINT)
+    _, errors = run.communicate(timeout=PATIENCE_SECONDS)
+    assert run.returncode == status, errors
+    saved = steps(tmp_path / "run")[-1]
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step_{saved:08d}\n"
+    text = " ".join(errors.split())
+    assert f"at step {saved}, saved {tmp_path}/run/checkpoints/step_{saved:08d};" in text, text
+    assert f"run.dir={tmp_path}/run" in text.partition(f"at step {saved}, saved")[2] and "resume" in text
 
 
 def pids_of(word: str) -> list[int]:

@@ -261,6 +261,15 @@ def test_the_summary_names_the_memory_that_it_counts(tmp_path: Path, capsys: pyt
     assert max(map(len, summary.partition("\n\n")[0].splitlines())) <= 79
 
 
+@pytest.mark.timeout(60)
+def test_the_picture_replaces_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "loss.png")
+    with MetricsLogger(plan_of(tmp_path), PEAK) as logger:
+        logger.log_step(measured(1))
+        logger.finish()
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_picture_that_cannot_be_written_does_not_fail_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
