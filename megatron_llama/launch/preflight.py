@@ -48,6 +48,7 @@ def _check_disk(folder: Path, use: DiskUse, free: int) -> Iterator[Problem]:
     if use.sure_bytes > free:
         parts = f"{use.sure} x {gib(use.checkpoint)} for checkpoints"
         parts += f", {gib(use.export)} for exported weights" if use.export else ""
+        parts += f", {gib(use.logs)} for logs"
         rule = f"its disk has {gib(free)} free, and the run writes {gib(use.sure_bytes)}: {parts}"
         instead = "free disk space, or write another run.dir=PATH, or keep fewer checkpoints (checkpoint.keep=1)"
         yield Problem("run.dir", str(folder), rule, instead)
