@@ -19,7 +19,8 @@ def test_a_full_disk_is_noticed_before_step_1(tmp_path: Path, monkeypatch: pytes
     """The message has both sizes and a remedy. The same disk is large enough without checkpoints."""
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4 << 20))
     status, output = run_train_py(tmp_path / "run", *SMALL, "trainer.steps=1")
-    assert status == 2 and "its disk has 4 MiB free" in output and "1 x 6.33 MiB" in output and "for logs" in output, output
+    assert status == 2 and "its disk has 4 MiB free" in output and "1 x 6.33 MiB" in output, output
+    assert ", 1 MiB for logs" in " ".join(output.split()), output
     assert "write another run.dir=PATH" in output and "step 1/" not in output and "Traceback" not in output
     plan = plan_of(1)
     plan.config.checkpoint.save_last, plan.config.checkpoint.every_minutes = False, 0.0

@@ -38,7 +38,7 @@ def mpirun(mpi: str) -> list[str]:
 def started(command: list[str], terminal: bool = False, **variables: str) -> subprocess.Popen[str]:
     """Starts a command in the background; Intel's mpirun is a script that looks for its programs in PATH.
 
-    With ``terminal``, in a process group of its own, which Ctrl-C of a terminal would reach.
+    With ``terminal``, in a separate process group, as a terminal starts it: Ctrl-C reaches all of it.
     """
     variables = environment(PATH=f"{Path(command[0]).parent}:{os.environ['PATH']}", **variables)
     piped = subprocess.PIPE
