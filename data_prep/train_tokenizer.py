@@ -17,6 +17,7 @@ if __package__ in (None, ""):  # run as a script: keep inspect.py in this folder
 import argparse
 import io
 import json
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -110,6 +111,16 @@ def train(sentences: Iterator[str], vocab_size: int) -> bytes:
         if input_errors:
             raise input_errors[0] from None
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else "no reason given"
+        if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", reason):
+            raise UserError(
+                f"--vocab-size {vocab_size} is too small for the characters of this text: write --vocab-size "
+                f"{least[1]} or more. Each character is a token; rare ones are written as bytes"
+            ) from None
+        if most := re.search(r"set it to a value <= (\d+)", reason):
+            raise UserError(
+                f"--vocab-size {vocab_size} is too large for this text: write --vocab-size {most[1]} or less, "
+                "or add text"
+            ) from None
         raise UserError(f"sentencepiece cannot train --vocab-size {vocab_size} on this text: {reason}") from None
     if input_errors:
         raise input_errors[0]

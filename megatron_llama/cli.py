@@ -208,6 +208,8 @@ def _run(
     requested = copy.deepcopy(config)
     world = find_world(config, context)
     plan = world.plan()  # first, so that errors are reported before data is prepared or ranks meet
+    if not config.dry_run and (problems := _check_weights(plan)):
+        raise ConfigError(problems)
     is_first = context is None or context.rank == 0
     if plan.raw_data_files and (config.dry_run or not world.hosts):  # hosts may have separate disks
         from data_prep.lib.prepare_run import prepare_datasets
@@ -260,6 +262,18 @@ def _print_plan(plan: Plan) -> int:
         raise ConfigError(problems)
     sys.stdout.write(format_plan(plan).rstrip() + "\n")
     return _flush_output()
+
+
+def _check_weights(plan: Plan) -> list[Problem]:
+    """Return the problem of an ``init_from`` of config.json alone, before data is prepared. A dry run needs no more."""
+    from megatron_llama.config.hf_config import has_weights, missing_weights
+    from megatron_llama.config.stored import has_run
+
+    folder, run_dir = plan.config.init_from, plan.config.run.dir
+    resumes = plan.config.checkpoint.resume not in ("auto", "never") or (run_dir and has_run(Path(run_dir)))
+    if folder is None or resumes or not Path(folder).is_dir() or has_weights(Path(folder)):
+        return []
+    return [missing_weights(Path(folder))]
 
 
 def _check_datasets(plan: Plan) -> list[Problem]:

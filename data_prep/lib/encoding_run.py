@@ -439,12 +439,23 @@ def read_finished(folder: Path, names: list[str]) -> dict[str, Any] | None:
     return manifests[0] if manifests else None
 
 
+# Options that are digests, which name nothing to users.
+_CONTENTS = {
+    "input_state": "the content of the input",
+    "tokenizer_sha256": "the tokenizer",
+    "chat_template_sha256": "the chat template",
+}
+
+
 def describe_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Format the differences between two runs' options, one string each."""
     changes = []
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key):
             before, now = json.dumps(old.get(key)), json.dumps(new.get(key))
+            if key in _CONTENTS:
+                changes.append(f"{_CONTENTS[key]} changed")
+                continue
             long = len(before) + len(now) > 200
             changes.append(f"{key} differs" if long else f"{key} was {before} and is now {now}")
     return changes

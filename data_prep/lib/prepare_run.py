@@ -23,6 +23,7 @@ from megatron_llama.config.data_settings import has_columns, raw_data_tokenizer
 from megatron_llama.config.hf_config import short_name
 from megatron_llama.system.errors import LaunchFailed, MachineError, Stopped, UserError
 from megatron_llama.system.files import sha256_file, try_lock, user_cache, wait_for_lock
+from megatron_llama.system.wrapping import wrap
 
 MAX_BYTES = 256 << 20
 """Maximum size of a raw data file. Larger files take minutes to prepare: use data_prep/sft.py."""
@@ -270,5 +271,5 @@ def _summary(records: RecordFile, manifest: dict[str, Any]) -> str:
 
 
 def _report(text: str) -> None:
-    sys.stdout.write(f"data: {text}\n")
+    sys.stdout.write(wrap(text, "data: ") + "\n")
     sys.stdout.flush()

@@ -72,7 +72,7 @@ def parse_turns(record: Mapping[str, Any], format: str) -> tuple[Turns, list[str
             raise RecordError("lone_surrogate", place) from None
     answers = [number for number, turn in enumerate(turns) if turn.role == "assistant" and turn.learn]
     if not answers:
-        raise RecordError("no_assistant_turn", f"{len(turns)} turns, none of them an answer with loss")
+        raise RecordError("no_assistant_turn", "no turn is an answer with loss")
     if answers[-1] + 1 < len(turns):
         notes.append("turns after the last answer left out")  # a key in stored manifests; prose: ok
     return turns[: answers[-1] + 1], notes

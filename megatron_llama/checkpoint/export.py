@@ -15,12 +15,19 @@ import torch
 
 from megatron_llama.arch.names import PEFT_PREFIX, Shape, hf_shapes, is_lora
 from megatron_llama.checkpoint.adapter import MergedTensors, adapter_config, finetune_of, open_base, trained_tensors
-from megatron_llama.checkpoint.hf_folder import INDEX, SINGLE
 from megatron_llama.checkpoint.manifest import NAME, Manifest, dtype_of, read_manifest
 from megatron_llama.checkpoint.model_card import CARD, model_card
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, safetensors_header
 from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig, Problem
-from megatron_llama.config.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NO_HF_BLOCKS, hf_config, read_hf_config
+from megatron_llama.config.hf_config import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    INDEX,
+    NO_HF_BLOCKS,
+    SINGLE,
+    hf_config,
+    read_hf_config,
+)
 from megatron_llama.system.files import sync_folder, write_synced
 from megatron_llama.text.chat_template import add_stop_token, write_trained_template
 from megatron_llama.text.tokenizer import TokenizerError, read_sentencepiece

@@ -27,9 +27,8 @@ from megatron_llama.checkpoint.stored_tensors import (
     read_json,
 )
 from megatron_llama.config import ConfigError, ModelConfig, Problem
-from megatron_llama.config.hf_config import download_hint
+from megatron_llama.config.hf_config import INDEX, SINGLE, missing_weights
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Old exporters wrote these tensors; the config defines their values.
 _DERIVED = ".rotary_emb.inv_freq"
 WEIGHT_DTYPES = {name: DTYPES[name] for name in ("F32", "BF16", "F16", "F64")}
@@ -154,10 +153,4 @@ def _all_tensors(folder: Path) -> dict[str, NamedTensor]:
         return {name: by_file[file][name] for name, file in files.items()}
     if (folder / SINGLE).exists():
         return list_tensors(folder / SINGLE)
-    pickles = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
-    rule = f"has neither {SINGLE} nor {INDEX}"
-    instead = "write a folder with config.json and .safetensors files" + download_hint(str(folder))
-    if pickles:
-        rule += f", only {pickles[0]}, a pickle: loading it can execute code"
-        instead = "convert it: save_pretrained of transformers writes safetensors"
-    raise ConfigError([Problem("init_from", str(folder), rule, instead)])
+    raise ConfigError([missing_weights(folder)])

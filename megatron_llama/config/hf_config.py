@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -210,7 +212,8 @@ def _fill_from_hf(
     try:
         content = read_hf_config(folder)
     except ValueError as error:
-        problems.append(Problem("init_from", folder, str(error), FOLDER_HINT + download_hint(folder)))
+        problem = Problem("init_from", folder, str(error), FOLDER_HINT + download_hint(folder))
+        problems.append(problem if os.path.exists(folder) else missing_folder(folder))
         return
     shape = shape_from_hf(content)
     for name in NEEDED:
@@ -308,6 +311,7 @@ def _rope(content: dict[str, Any]) -> dict[str, Any]:
 # often have no internet access and a thousand ranks would fetch 140 GB each. The message has the download command.
 
 MODEL, DATASET = "model", "dataset"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _NAME = re.compile(r"(?!models/|datasets/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -353,6 +357,34 @@ def download_hint(name: str, kind: str = MODEL) -> str:
     if not is_hub_name(name) or os.path.exists(name):
         return ""
     return f", or download the {kind}, which is not in the Hugging Face cache {cache_folder()}: {_command(name, kind)}"
+
+
+def missing_folder(folder: str) -> Problem:
+    """Return the problem of an ``init_from`` that does not exist."""
+    rule = f"there is no such folder (seen from {os.getcwd()})"
+    instead = (
+        f"download the model into it (hf download OWNER/NAME --local-dir {shlex.quote(folder)}), or {FOLDER_HINT}"
+        f"{download_hint(folder)}"
+    )
+    return Problem("init_from", folder, rule, instead)
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether a folder has the safetensors files of a model."""
+    return (folder / INDEX).exists() or (folder / SINGLE).exists()
+
+
+def missing_weights(folder: Path) -> Problem:
+    """Return the problem of an ``init_from`` without ``has_weights``."""
+    pickles = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
+    rule = f"has neither {SINGLE} nor {INDEX}"
+    instead = "write a folder with config.json and .safetensors files" + download_hint(str(folder))
+    if pickles:
+        rule += f", only {pickles[0]}, a pickle: loading it can execute code"
+        name = json.dumps(str(folder))
+        code = f"model = LlamaForCausalLM.from_pretrained({name}); model.save_pretrained({name})"
+        instead = f"if you trust its source, convert it in Python with transformers: {code}"
+    return Problem("init_from", str(folder), rule, instead)
 
 
 def short_name(folder: str) -> str:

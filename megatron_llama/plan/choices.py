@@ -309,7 +309,9 @@ def _validation(plan: Plan) -> Iterator[str]:
     kind, size = "sequences" if data.pack else "examples", trainer.global_batch_size
     used = samples if trainer.val_steps is None else trainer.val_steps * size
     if trainer.val_steps is None:
-        yield f"each validation uses all {samples:,} {kind}, in {-(-samples // size):,} batches of {size}"
+        batches = -(-samples // size)
+        each = f"all {samples:,} {kind}" if samples > 1 else f"the only {kind[:-1]}"
+        yield f"each validation uses {each}, in {f'{batches:,} batches' if batches > 1 else 'a batch'} of {size}"
     elif used < samples:
         yield f"each validation uses {used:,} of {samples:,} {kind}; trainer.val_steps=null uses all"
     elif used > samples:

@@ -66,7 +66,9 @@ def resolve(
     host_problems = check_paths(sanitized, exists) + (check_memory(plan, machine, _replan) if plan else [])
     # A dry run may plan for another host: problems of this host are only notes.
     noted = [problem for problem in host_problems if sanitized.dry_run and problem.machine_specific]
-    problems += [problem for problem in host_problems if problem not in (*noted, *known)]
+    reported = [(problem.field, problem.value) for problem in known]
+    host_problems = [problem for problem in host_problems if (problem.field, problem.value) not in reported]
+    problems += [problem for problem in host_problems if problem not in noted]
     if problems or plan is None:
         raise ConfigError(problems)
     refusals = [f"a run on this host would be rejected: {message}" for message in merge_problems(noted)]

@@ -301,10 +301,8 @@ def read_sentencepiece(file: Path) -> Any:
         return sentencepiece.SentencePieceProcessor(model_proto=content)
     except OSError as error:
         raise TokenizerError(file, f"cannot be read: {error.strerror}{download_hint(str(file))}") from None
-    except RuntimeError as error:
-        raise TokenizerError(file, f"is not a sentencepiece model: {str(error).splitlines()[-1]}") from None
-    except UnicodeDecodeError:  # in sentencepiece's message, which quotes the file
-        raise TokenizerError(file, "is not a sentencepiece model: it is damaged") from None
+    except (RuntimeError, UnicodeDecodeError):  # the message names sentencepiece's source, and may quote the file
+        raise TokenizerError(file, "is not a sentencepiece model, or it is damaged") from None
 
 
 def read_model(file: Path) -> Any:

@@ -14,7 +14,7 @@ import torch
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint
-from megatron_llama.checkpoint.hf_folder import list_tensors
+from megatron_llama.checkpoint.hf_folder import list_tensors, open_hf_folder
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.data.batches import build_data
@@ -273,7 +273,10 @@ def test_what_is_no_such_llama_is_refused(tmp_path: Path) -> None:
     assert _refused(hf, tmp_path / "run", "trainer.tp=1", "model.vocab_size=32") != ""
     (hf / "model.safetensors").unlink()
     torch.save(tensors, hf / "pytorch_model.bin")
-    assert "pickle" in _refused(hf, tmp_path / "run")
+    message = _refused(hf, tmp_path / "run")
+    assert "pickle" in message
+    exec(message.partition("with transformers: ")[2], {"LlamaForCausalLM": transformers.LlamaForCausalLM})
+    assert open_hf_folder(hf, load_config(["model=from_hf", f"init_from={hf}", "data=mock"], CONF).model)
 
 
 def test_from_hf_needs_a_folder_and_a_preset_is_checked(tmp_path: Path) -> None:

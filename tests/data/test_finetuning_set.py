@@ -307,6 +307,8 @@ def test_the_plan_says_how_much_each_validation_sees(tmp_path: Path) -> None:
     }.items():
         plan = plan_of([prefix], **settings, **{"trainer.val_steps": steps})
         assert plan.config.trainer.val_steps == steps and message in " ".join(plan.notes), plan.notes
+    only = plan_of([prefix], **{**settings, "data.split": "49,1,0", "trainer.val_every_steps": 5})
+    assert "each validation uses the only example, in a batch of 8" in " ".join(only.notes), only.notes
     assert "each validation" not in " ".join(plan_of([prefix], **{**settings, "trainer.val_every_steps": 0}).notes)
     text = data_plan([prefix], **{"trainer.val_every_steps": 5, "data.split": "30,20,0"})
     assert text.config.trainer.val_steps == 4 and "each validation" not in " ".join(

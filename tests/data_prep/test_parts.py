@@ -166,7 +166,7 @@ def test_parts_with_other_options_are_rejected(tmp_path: Path, make: Make, corpu
             make(tmp_path / "x", bad)
     assert not list(tmp_path.glob("x_*"))
     write_jsonl(corpus / "d.jsonl", ["changed"])
-    with pytest.raises(UserError, match=r"part 1/3 has other options: input_state"):
+    with pytest.raises(UserError, match=r"part 1/3 has other options: the content of the input changed"):
         make(tmp_path / "x", "3/3")
 
 

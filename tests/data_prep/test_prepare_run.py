@@ -20,6 +20,7 @@ from megatron_llama.config import settings as choices
 from megatron_llama.config.data_settings import raw_data_files, resolve_raw_data
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.plan import resolve
+from megatron_llama.system.wrapping import WIDTH
 from megatron_llama.text.chat_template import NAMED_TEMPLATES
 from megatron_llama.text.conversation import LABELLED
 from tests.checkpoint.jobs import Job
@@ -79,6 +80,9 @@ def test_dataset_matches_sft_command(base: Path, chat: Path, tmp_path: Path, cap
     documents = IndexedDataset(prefix)
     assert f"16 documents, {int(documents.index.lengths.sum()):,} tokens" in (output := capsys.readouterr().out)
     assert "0 skipped" in output and str(Path(prefix).parent) in output
+    # Only paths, which are not broken, pass the width.
+    ours = output.partition("by_hand")[0].splitlines()
+    assert all(len(line) <= WIDTH or len(line.split()) == 1 for line in ours), ours
     # A run on a copy of the file, and a dry run, use the prepared dataset.
     times = os.stat(prefix + ".bin").st_mtime_ns
     copy = tmp_path / "copy.jsonl"
@@ -169,7 +173,8 @@ def test_a_bad_record_stops_the_start(base: Path, chat: Path, tmp_path: Path) ->
     with pytest.raises(ConfigError) as refused:
         with_prepared(config_of(base, chat, cache=tmp_path / "cache"))
     output = " ".join(str(refused.value).split())
-    assert f"{chat}, line 17: no_assistant_turn" in output and "--on-bad-line skip" in output
+    assert f"{chat}, line 17: no_assistant_turn: no turn is an answer with loss" in output
+    assert "--on-bad-line skip" in output
     assert [path.name for path in (tmp_path / "cache").iterdir() if not path.name.endswith(".lock")] == []
 
 
@@ -246,6 +251,13 @@ def test_a_run(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert (
         dry.status == 0 and "is not prepared yet" in " ".join(dry.out.split()) and not (tmp_path / "cache").exists()
     ), dry.err
+    pickle = tmp_path / "pickle"
+    pickle.mkdir()
+    (pickle / "config.json").write_bytes((base / "config.json").read_bytes())
+    (pickle / "pytorch_model.bin").write_bytes(b"weights")
+    job = Job(tmp_path / "none", *overrides, f"init_from={pickle}")
+    assert job.wait() == 2 and "only pytorch_model.bin" in " ".join(job.output.split()), job.output
+    assert "rank grid" not in job.output and not (tmp_path / "cache").exists(), "refused before any work"
     job = Job(tmp_path / "run", *overrides, "trainer.steps=2")
     assert job.wait() == 0, job.output
     assert "16 documents" in job.output and "0 skipped" in job.output

@@ -250,7 +250,7 @@ def test_finished_is_not_redone_and_other_options_are_refused(tmp_path: Path, pr
         preprocess(*args, "--max-line-mib", 5), "max_line_bytes was 67108864 and is now 5242880", "--overwrite"
     )
     write_jsonl(source, some_texts(51))
-    assert_refused(preprocess(*args), "input_state", "--overwrite")
+    assert_refused(preprocess(*args), "the content of the input changed", "--overwrite")
     done = preprocess(*args, "--overwrite")
     assert done.returncode == 0, done.stderr
     assert manifest(tmp_path / "x")["documents_read"] == 51

@@ -12,6 +12,8 @@ import pytest
 import sentencepiece
 
 from data_prep.lib import job
+from data_prep.train_tokenizer import train
+from megatron_llama.system.errors import UserError
 from tests.data_prep.helpers import Run, assert_refused, run_script, some_texts, write_jsonl
 
 
@@ -111,6 +113,17 @@ def test_tokenizer_mistakes_are_refused(tmp_path: Path) -> None:
     done = run_script("train_tokenizer.py", "--input", packed, "--vocab-size", 300, "--model-prefix", tmp_path / "t")
     assert_refused(done, "truncated")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl.gz"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "fault"),
+    [("too little text", 9000, "too large"), ("".join(map(chr, range(0x4E00, 0x4EC8))), 300, "too small")],
+)
+def test_refused_vocabulary_size_names_one_that_works(text: str, size: int, fault: str) -> None:
+    with pytest.raises(UserError, match=f"--vocab-size {size} is {fault}") as refused:
+        train(iter([text] * 5), size)
+    size = int(str(refused.value).partition("write --vocab-size ")[2].split()[0])
+    assert sentencepiece.SentencePieceProcessor(model_proto=train(iter([text] * 5), size)).vocab_size() == size
 
 
 def test_standard_library_text(tmp_path: Path) -> None:

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save as save_safetensors
 
 from megatron_llama.arch.names import hf_shapes
-from megatron_llama.checkpoint.hf_folder import INDEX, SINGLE
 from megatron_llama.checkpoint.manifest import NAME, State, merge
 from megatron_llama.checkpoint.manifest import _checksum as checksum_of
 from megatron_llama.checkpoint.storage import save_part
 from megatron_llama.checkpoint.stored_tensors import Rectangles
 from megatron_llama.config import ModelConfig
 from megatron_llama.config.fields import settings_by_name
-from megatron_llama.config.hf_config import hf_config
+from megatron_llama.config.hf_config import INDEX, SINGLE, hf_config
 from megatron_llama.corpus.indexed_format import HEADER, MAGIC
 from megatron_llama.train.metrics_file import METRICS_FILE
 from tests.fuzz.runner import Files

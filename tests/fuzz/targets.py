@@ -15,10 +15,10 @@ from data_prep.lib.input_files import find_sources
 from data_prep.lib.job import ChatFormat, PrepareJob
 from data_prep.lib.sources import with_array
 from megatron_llama.checkpoint.folder import find_checkpoint
-from megatron_llama.checkpoint.hf_folder import INDEX, open_hf_folder
+from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.config import ConfigError, load_config
-from megatron_llama.config.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from megatron_llama.config.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.data.checks import check_data
 from megatron_llama.data.epoch_index import make_epoch

@@ -164,6 +164,16 @@ def test_a_value_that_is_no_models_is_named_once(name: str, value: object, words
     assert [(p.field, words in p.rule) for p in caught.value.problems] == [("init_from", True)]
 
 
+def test_a_missing_folder_is_named_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["model=from_hf", f"init_from={tmp_path / 'none'}", "data=mock", "device=cpu"], CONF)
+    assert caught.value.config is not None
+    with pytest.raises(ConfigError) as resolved:
+        resolve(caught.value.config, 1, known=caught.value.problems)
+    (problem,) = [problem for problem in resolved.value.problems if problem.field == "init_from"]
+    assert "no such folder" in problem.rule and "hf download" in problem.instead
+
+
 @pytest.mark.parametrize(
     ("theirs", "advice"),
     [

@@ -124,7 +124,7 @@ def test_wrong_tokenizers_are_refused(tmp_path: Path, preprocess: Run, tokenizer
     (tmp_path / "twice.model").write_bytes(twice)
     for model, words in [
         (tmp_path / "none.model", ["cannot be read"]),
-        (tmp_path / "noise.model", ["not a sentencepiece model"]),
+        (tmp_path / "noise.model", ["not a sentencepiece model, or it is damaged"]),
         (tmp_path / "empty.model", ["not a sentencepiece model"]),
         (tmp_path / "cut.model", ["not a sentencepiece model"]),
         (tmp_path / "twice.model", ["not a sentencepiece model"]),

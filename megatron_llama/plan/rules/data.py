@@ -34,6 +34,7 @@ from megatron_llama.config.hf_config import (
     FROM_HF,
     compare_shapes,
     download_hint,
+    missing_folder,
     read_hf_config,
     short_name,
     unsupported_architecture,
@@ -286,12 +287,7 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
     if folder is None:
         return
     if not exists(folder):
-        rule = f"there is no such folder (seen from {os.getcwd()})"
-        instead = (
-            f"download the model into it (hf download OWNER/NAME --local-dir {shlex.quote(folder)}), or write the "
-            f"folder that holds config.json and the .safetensors files{download_hint(folder)}"
-        )
-        yield Problem("init_from", folder, rule, instead, machine_specific=True)
+        yield replace(missing_folder(folder), machine_specific=True)
         return
     if not exists(os.path.join(folder, "config.json")):
         rule = "has no config.json, so it is not a Hugging Face model folder"

@@ -12,13 +12,15 @@ from megatron_llama.arch.shapes import head_dim, kv_heads
 from megatron_llama.checkpoint.adapter import MergedTensors, finetune_of, open_adapter, open_base, trained_tensors
 from megatron_llama.checkpoint.export import model_of
 from megatron_llama.checkpoint.folder import find_checkpoint
-from megatron_llama.checkpoint.hf_folder import INDEX, SINGLE, open_hf_folder
+from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, read_json
 from megatron_llama.config import Config, ConfigError, FinetuneConfig, ModelConfig, Problem
 from megatron_llama.config.fields import check_limits
 from megatron_llama.config.hf_config import (
     ADAPTER_CONFIG,
+    INDEX,
+    SINGLE,
     download_hint,
     fill_from_adapter,
     read_hf_config,
