@@ -39,7 +39,8 @@ class MetricsFile:
             self._file.write(json.dumps(metrics) + "\n")
             self._file.flush()
         except OSError as error:
-            raise MachineError(f"cannot write {self._file.name}: {error.strerror}") from error
+            remedy = "the same command resumes from the newest checkpoint; if the disk is full, free space before"
+            raise MachineError(f"cannot write {self._file.name}: {error.strerror}.\n{remedy}") from error
 
 
 def read_metrics(path: Path, steps: Sequence[str] = ("step",)) -> list[dict[str, Any]]:
