@@ -184,6 +184,7 @@ def _late(rank: int, plan: Plan) -> list[Graph]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @needs_compiler
 def test_a_graph_after_warm_up_is_told_or_forbidden(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
     one = (f"trainer.compile_cache={cache}", "trainer.compile=true")

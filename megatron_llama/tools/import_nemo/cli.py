@@ -32,7 +32,7 @@ from megatron_llama.topology import Grid
 
 STATUS = (
     "Exit status: 0 all relevant keys were converted (a missing dataset is a note), 1 written, but some keys are not "
-    "supported or train.py rejects the file (they are listed), 2 an error, nothing written."
+    "supported or training rejects the file (they are listed), 2 an error, nothing written."
 )
 
 
