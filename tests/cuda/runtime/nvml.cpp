@@ -22,7 +22,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned, void** device) {
   *device = &handle;
   return SUCCESS;
 }
-int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return NOT_SUPPORTED; }
+int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return SUCCESS; }  // torch requires it for expandable segments
 int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, int*) { return NOT_SUPPORTED; }
 int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return NOT_SUPPORTED; }
 int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) {
