@@ -56,7 +56,7 @@ def test_each_stage_has_a_report_and_a_picture(tmp_path: Path) -> None:
     assert status == 1, "a rank does not fit"
     assert re.findall(r"^rank (\d): pipeline stage (\d) of 2", output, re.M) == [("0", "1"), ("2", "2")]
     assert "DOES NOT FIT" in output, "ranks that do not fit are rehearsed too"
-    for word in ("gathered weights", "layers.*.mlp.gate_up_proj", "reduce_scatter", "training_step"):
+    for word in ("gathered weights", "layers.*.mlp.gate_up_proj", "reduce_scatter", "read_scalars"):
         assert word in output
     pictures = sorted(tmp_path.iterdir())
     assert len(pictures) == 2 and all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
