@@ -13,14 +13,14 @@ COMPILED_ROWS = ("compiled", "async_tp")
 def sample(items: Sequence[pytest.Item], rows: int) -> set[pytest.Item]:
     """Return the fast tests, and of each slow one ``rows`` rows from the first to the last."""
     slow: dict[str, list[pytest.Item]] = {}
-    kept = set[pytest.Item]()
+    selected = set[pytest.Item]()
     for item in items:
         name, _, row = item.nodeid.partition("[")
         if not item.get_closest_marker("slow"):
-            kept.add(item)
+            selected.add(item)
         elif not item.get_closest_marker("long") and not any(word in row for word in COMPILED_ROWS):
             slow.setdefault(name, []).append(item)
-    for found in slow.values():
-        count = min(rows, len(found))
-        kept |= {found[number * (len(found) - 1) // max(1, count - 1)] for number in range(count)}
-    return kept
+    for table in slow.values():
+        count = min(rows, len(table))
+        selected |= {table[number * (len(table) - 1) // max(1, count - 1)] for number in range(count)}
+    return selected

@@ -1,4 +1,4 @@
-"""A sample leaves out rows and long tests, but no other test."""
+"""A sample skips rows and long tests, but no other test."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ class Item:
 def test_rows_from_the_first_to_the_last(rows: int, expected: str) -> None:
     others = [Item("test_fast[0]"), Item("test_fast[compiled]"), Item("test_slow", "slow")]
     items = [*others, *(Item(name, "slow") for name in TABLE), Item("test_long", "slow", "long")]
-    kept = sample(items, rows)  # type: ignore[arg-type]
-    assert kept == {*others, *(item for item in items if item.nodeid in {f"test_table[{row}]" for row in expected})}
+    selected = sample(items, rows)  # type: ignore[arg-type]
+    assert selected == {*others, *(item for item in items if item.nodeid in {f"test_table[{row}]" for row in expected})}

@@ -1,4 +1,4 @@
-"""Peak rates of NVIDIA's products, from data sheets."""
+"""Peak rates of NVIDIA's GPUs, from data sheets."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ PRODUCTS = (
     Product("RTX 4090", 165.0, 82.6, "NVIDIA Ada architecture white paper"),
     Product("V100", 125.0, 15.7, "NVIDIA V100 data sheet, fp16: it has no bf16"),
 )
-"""Products with longer names come before the products whose names they contain."""
+"""Longer names come before the names that they contain."""
 
 
 def find_product(device_name: str) -> Product | None:
-    """Return the product of a device name such as "NVIDIA H100 80GB HBM3", None for an unknown one."""
+    """Return the GPU of a device name such as "NVIDIA H100 80GB HBM3", None for an unknown one."""
     return next((product for product in PRODUCTS if re.search(rf"\b{product.name}\b", device_name)), None)
