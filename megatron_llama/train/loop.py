@@ -168,7 +168,8 @@ def read_scalars(floats: Sequence[torch.Tensor], integers: Sequence[torch.Tensor
     bits = torch.stack([*floats]).view(torch.int32)  # not fp64, which some devices lack
     numbers: list[int] = torch.cat((bits.long(), torch.stack([*integers]))).tolist()
     size = len(floats)
-    return list(struct.unpack(f"{size}f", struct.pack(f"{size}i", *numbers[:size]))), numbers[size:]
+    words = [number & 0xFFFFFFFF for number in numbers[:size]]
+    return list(struct.unpack(f"{size}f", struct.pack(f"{size}I", *words))), numbers[size:]
 
 
 def validate_if_due(
