@@ -73,8 +73,8 @@ test: $(INSTALLED)  ## run the tests that need neither a cluster nor minutes
 	@$(PY) -m pytest $(THREE_FILES)
 
 .PHONY: test-slow
-test-slow: $(INSTALLED)  ## run the slow tests: compilers, experiments end to end (SAMPLE=4: a part of them)
-	@$(PY) -m pytest -m slow $(if $(SAMPLE),--sample $(SAMPLE)) $(THREE_FILES)
+test-slow: $(INSTALLED)  ## run the slow tests: compilers, experiments end to end (SAMPLE=2: a part of them)
+	@$(PY) -m pytest -m slow $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(BUDGET),--budget $(BUDGET)) $(THREE_FILES)
 
 .PHONY: test-slurm
 test-slurm: $(INSTALLED)  ## run SLURM jobs on four virtual nodes (needs root)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,9 +97,20 @@ def pytest_configure() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds ``--sample``."""
+    """Adds ``--sample`` and ``--budget``."""
     text = "run at most ROWS rows of each slow test, evenly spread, and no long test; for machines with little time"
     parser.addoption("--sample", type=int, metavar="ROWS", help=text)
+    text = "skip tests that have not begun after SECONDS"
+    parser.addoption("--budget", type=float, default=float("inf"), metavar="SECONDS", help=text)
+
+
+STARTED = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test when the time of ``--budget`` is used up."""
+    if time.monotonic() - STARTED > (budget := item.config.getoption("budget")):
+        pytest.skip(f"not begun within --budget {budget:.0f} s")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,9 +1,13 @@
-"""A sample skips rows and long tests, but no other test."""
+"""A sample skips rows and long tests, but no other test; a budget skips tests that begin too late."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
+from tests.paths import ROOT
 from tests.sampling import sample
 
 TABLE = [f"test_table[{row}]" for row in ("0", "1", "2", "3 compiled", "4", "5", "6")]
@@ -26,3 +30,9 @@ def test_rows_from_the_first_to_the_last(rows: int, expected: str) -> None:
     items = [*others, *(Item(name, "slow") for name in TABLE), Item("test_long", "slow", "long")]
     selected = sample(items, rows)  # type: ignore[arg-type]
     assert selected == {*others, *(item for item in items if item.nodeid in {f"test_table[{row}]" for row in expected})}
+
+
+def test_tests_after_the_budget_are_skipped() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--budget", "0", "tests/test_topology.py"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "11 skipped in" in run.stdout.splitlines()[-1], run.stdout

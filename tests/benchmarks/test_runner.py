@@ -139,6 +139,7 @@ def test_layouts_and_recompute_train_equally(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_command_writes_page_and_record(tmp_path: Path) -> None:
     split_words = "train --models llama_2m --precision fp32 --peers ours --modes eager --rounds 1 --steps 1".split()
     split_words += ["--layouts", "one,tp3"]  # four heads do not divide by 3

@@ -121,6 +121,7 @@ def test_trainium(tmp_path: Path, cpu_losses: list[float]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_trainium_compiled_ahead_on_a_machine_without_one(tmp_path: Path, cpu_losses: list[float]) -> None:
     """Then the run finds every graph, and the user's variables are kept."""
     cache_folder, nothing = f"trainer.compile_cache={tmp_path / 'cache'}", tmp_path / "no chips"

@@ -97,6 +97,7 @@ def torchrun(tmp_path: Path) -> Iterator[Torchrun]:
         agent.wait()
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_started_again_to_the_bit(torchrun: Torchrun, tmp_path: Path) -> None:
     torchrun.close(6)
     agent = torchrun.start("--standalone", "--nproc_per_node=2", "--max-restarts=1")

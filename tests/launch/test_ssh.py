@@ -117,6 +117,7 @@ def test_failing_rank_ends_all_hosts_and_is_printed_last(tmp_path: Path, ssh: st
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_stopped_rank_on_another_host_is_the_culprit(tmp_path: Path, ssh: str) -> None:
     limit = "trainer.hang_timeout_seconds=20"  # eight times that to start
     run = start(tmp_path, "stop_on_three", "trainer.tp=4", "launch.hosts=[a:2,b:2]", ssh, limit)

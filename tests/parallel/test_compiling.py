@@ -124,6 +124,7 @@ def _uncompiled(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Call
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("sp", "recompute"), [("true", "none"), ("false", "none"), ("true", "elementwise")])
 def test_compiled_equals_eager(cache: Path, sp: str, recompute: str) -> None:
     layout = ("trainer.tp=2", "trainer.pp=2", f"trainer.sp={sp}", f"trainer.recompute={recompute}")
