@@ -111,6 +111,10 @@ class Device(ABC):
         """
         return {}
 
+    def libraries(self) -> dict[str, str]:
+        """Return versions of the device's libraries that torch uses, by name. Imports torch."""
+        return {}
+
     @abstractmethod
     def environment(self, config: Config) -> dict[str, str]:
         """Return variables to set before a rank imports torch. Variables that the user has set take precedence."""

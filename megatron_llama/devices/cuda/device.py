@@ -134,6 +134,14 @@ class Cuda(Device):
             facts["devices"] = ", ".join(f"{models.count(model)} x {model}" for model in dict.fromkeys(models))
         return facts
 
+    def libraries(self) -> dict[str, str]:
+        import torch
+
+        versions = {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
+        if torch.distributed.is_nccl_available():
+            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        return versions
+
     def environment(self, config: Config) -> dict[str, str]:
         variables = recorder_environment()
         trainer = config.trainer

@@ -1,0 +1,205 @@
+"""Parts and checks: they run one after the other until the time ends, and a failure does not stop the rest."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Generic, NamedTuple, TypeVar
+
+
+class Status(StrEnum):
+    """Result of a check or a part."""
+
+    PASSED = "passed"
+    FAILED = "FAILED"
+    NOT_RUN = "not run"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a successful check."""
+
+    detail: str
+    """One sentence for the page."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Numbers for the JSON file."""
+
+
+class CheckFailed(Exception):
+    """A check found a fault. ``values`` are as in ``Outcome``."""
+
+    def __init__(self, detail: str, values: dict[str, Any] | None = None) -> None:
+        super().__init__(detail)
+        self.values = values or {}
+
+
+class NotRun(Exception):
+    """A check does not apply to this machine, or has no time; the message is the reason."""
+
+
+Context = TypeVar("Context")
+
+
+class Check(NamedTuple, Generic[Context]):
+    """A check: a name, and a function that returns an outcome or raises CheckFailed or NotRun."""
+
+    name: str
+    run: Callable[[Context], Outcome]
+
+
+class Part(NamedTuple, Generic[Context]):
+    """Checks with a common subject."""
+
+    name: str
+    title: str
+    """One sentence for the page."""
+    share: float
+    """Share of the time, relative to the other parts. Unused time goes to the parts that follow."""
+    checks: Callable[[Context], Sequence[Check[Context]]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of a check."""
+
+    name: str
+    status: Status
+    detail: str
+    seconds: float = 0.0
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """Results of a part's checks."""
+
+    name: str
+    title: str
+    results: tuple[Result, ...]
+
+    @property
+    def status(self) -> Status:
+        """FAILED if a check failed, PASSED if one passed and none failed, else NOT_RUN."""
+        present = {result.status for result in self.results}
+        return next((status for status in (Status.FAILED, Status.PASSED) if status in present), Status.NOT_RUN)
+
+    @property
+    def seconds(self) -> float:
+        return sum(result.seconds for result in self.results)
+
+    def named(self, status: Status) -> list[Result]:
+        """Return the results with this status."""
+        return [result for result in self.results if result.status == status]
+
+    @property
+    def detail(self) -> str:
+        """The only result; else a count with the largest error, the failures and the checks that did not run."""
+        if len(self.results) == 1:
+            return self.results[0].detail
+        failed, not_run = self.named(Status.FAILED), self.named(Status.NOT_RUN)
+        if self.results and len(not_run) == len(self.results) and len({result.detail for result in not_run}) == 1:
+            return not_run[0].detail
+        passed = self.named(Status.PASSED)
+        sentences = [f"{len(passed)} of {len(self.results)} checks passed"]
+        if not failed and len(passed) == len(self.results):
+            worst = max(passed, key=lambda result: result.values.get("error", 0.0))
+            sentences = [f"{len(passed)} checks; {worst.name}: {worst.detail}"]
+        sentences += [f"{result.name}: {result.detail}" for result in failed[:2]]
+        sentences += [f"{len(failed) - 2} more failed"] * (len(failed) > 2)
+        sentences += [f"not run: {', '.join(result.name for result in not_run)}"] * bool(not_run)
+        return "; ".join(sentences)
+
+
+class Clock:
+    """Time of the whole command and of the current part.
+
+    Args:
+        seconds: Time of all parts together.
+        now: Returns monotonic seconds.
+    """
+
+    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
+        self.now, self.start = now, now()
+        self.end = self.start + seconds
+        self.part_end = self.end
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end of the command, at least 0."""
+        return max(0.0, self.end - self.now())
+
+    def begin_part(self, share: float, shares_left: float) -> None:
+        """Give the next part its share of the time left."""
+        self.part_end = self.now() + self.left * share / shares_left
+
+
+LEAST_SECONDS = 5.0
+"""No check starts with less time left: a Python process with torch needs it for its imports."""
+
+
+def run_parts(
+    parts: Sequence[Part[Context]],
+    context: Context,
+    clock: Clock,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Iterator[PartResult]:
+    """Run all parts, yielding each result. An interrupt ends the iteration after the current part's result."""
+    for number, part in enumerate(parts):
+        clock.begin_part(part.share, sum(other.share for other in parts[number:]))
+        interrupt: KeyboardInterrupt | None = None
+        results: list[Result] = []
+        place = f"{number + 1}/{len(parts)} "
+        try:
+            for result in _run_checks(part, context, clock, lambda text, place=place: progress(place + text)):  # type: ignore[misc]
+                results.append(result)
+        except KeyboardInterrupt as error:
+            interrupt = error
+            results.append(Result("interrupted", Status.NOT_RUN, "stopped by a signal"))
+        yield PartResult(part.name, part.title, tuple(results))
+        if interrupt is not None:
+            raise interrupt
+
+
+def _run_checks(
+    part: Part[Context], context: Context, clock: Clock, progress: Callable[[str], None]
+) -> Iterator[Result]:
+    """Run the checks of a part that fit into its time; at least one runs, if the command has time at all."""
+    start, longest = clock.now(), 0.0
+    try:
+        checks = part.checks(context)
+    except NotRun as reason:
+        yield Result(part.name, Status.NOT_RUN, str(reason))
+        return
+    except Exception as error:  # a fault of this program, which must not stop the other parts
+        yield Result(part.name, Status.FAILED, _describe(error))
+        return
+    for number, check in enumerate(checks):
+        is_late = number > 0 and clock.now() + longest > clock.part_end
+        if is_late or clock.left < LEAST_SECONDS:
+            yield Result(check.name, Status.NOT_RUN, "no time left: use a larger --minutes")
+            continue
+        progress(f"{part.name}: {check.name} ({number + 1}/{len(checks)})")
+        begin = clock.now()
+        result = _run_check(check, context)
+        seconds = clock.now() - begin
+        longest = max(longest, (clock.now() - start) / (number + 1) if seconds else 0.0)
+        yield Result(result.name, result.status, result.detail, seconds, result.values)
+
+
+def _run_check(check: Check[Context], context: Context) -> Result:
+    try:
+        outcome = check.run(context)
+        return Result(check.name, Status.PASSED, outcome.detail, values=outcome.values)
+    except CheckFailed as failure:
+        return Result(check.name, Status.FAILED, str(failure), values=failure.values)
+    except NotRun as reason:
+        return Result(check.name, Status.NOT_RUN, str(reason))
+    except Exception as error:  # a fault of this program, which must not stop the other checks
+        return Result(check.name, Status.FAILED, _describe(error), values={"traceback": traceback.format_exc()})
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,195 @@
+"""Command line of ``scripts/prove_gpu.py``: run all parts, print the table, write the page and the folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import textwrap
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
+from megatron_llama.system.programs import name_commands
+from megatron_llama.system.wrapping import WIDTH, wrap
+
+if TYPE_CHECKING:
+    from megatron_llama.tools.prove_gpu.checks import Part, PartResult
+    from megatron_llama.tools.prove_gpu.session import Session
+
+MINUTES = 10.0
+MOST_MINUTES = 24 * 60.0
+RESULTS = Path("runs/prove_gpu")
+SEND = (
+    "Send back the folder. It contains the page, results and environment as JSON, and logs, settings, plans, metrics and "
+    "traces of the runs, but no weights and no data. Private paths, and the names of user and machine, are replaced."
+)
+USAGE = """\
+usage: python scripts/prove_gpu.py [--minutes N] [--parts A,B]
+                                   [--output FOLDER] [--device NAME] [--small]
+
+Check this program on the GPUs of this machine. A failing part does not stop
+the others. Prints a table with one row per part, and writes a folder to send
+back: a dated page, results and environment as JSON, logs, plans, metrics and
+traces. Needs no network, no dataset and no model files.
+
+  environment  versions, driver, GPUs, compiler, a first matmul
+  smoke        train a small Llama
+  parity       losses of layouts and options against recorded ones of a CPU
+
+  --minutes N       time of the whole command (default: 10); checks that do not
+                    fit are reported as not run
+  --parts A,B       run these parts only; environment always runs
+  --output FOLDER   folder of the results (default: a new folder in
+                    runs/prove_gpu)
+  --device NAME     device to check (default: the first accelerator of this
+                    machine); cpu compares the CPU with itself
+  --small           small shapes, to test this command; implied by --device cpu
+  --help            show this text
+
+Exit status: 0 no part failed, 1 a part failed, 2 a user error or no GPU.
+docs/guides/tools/prove_gpu.md explains the parts. Not run on hardware.
+"""
+
+
+def parts() -> tuple[Part[Session], ...]:
+    """Return all parts in their order."""
+    from megatron_llama.tools.prove_gpu import environment, parity, training
+    from megatron_llama.tools.prove_gpu.checks import Part
+
+    return (
+        Part("environment", "Versions, driver, devices and compiler.", 0.5, environment.checks),
+        Part("smoke", "A small Llama trains: finite losses that fall, and a checkpoint.", 1, training.smoke),
+        Part("parity", "Losses and gradient norms against recorded ones of one CPU process.", 4, parity.checks),
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``scripts/prove_gpu.py`` with ``argv``; return the exit status."""
+    if {"--help", "-h"} & set(argv):
+        sys.stdout.write(name_commands(USAGE))
+        return 0
+    arguments, selected = _read_arguments(argv)
+    with tempfile.TemporaryDirectory(prefix="prove-gpu-") as work:
+        return _run(arguments, selected, Path(work))
+
+
+def _read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Part[Session]]]:
+    """Return the arguments and the requested parts. Raises UserError."""
+    from megatron_llama.config.settings import DEVICES
+    from megatron_llama.system.errors import UserError
+
+    parser = argparse.ArgumentParser(usage=name_commands(USAGE), add_help=False, allow_abbrev=False)
+    add = parser.add_argument
+    add("--minutes", type=float, default=MINUTES)
+    add("--parts")
+    add("--output", type=Path)
+    add("--device", default="auto")
+    add("--small", action="store_true")
+    arguments, unknown = parser.parse_known_args(argv)
+    problems = [f"there is no argument {word}: see --help" for word in unknown]
+    if not 0 < arguments.minutes <= MOST_MINUTES:
+        rule = f"must be above 0 and at most {MOST_MINUTES:g}"
+        problems.append(f"--minutes {arguments.minutes:g} {rule}: write --minutes 10")
+    if arguments.device not in DEVICES:
+        problems.append(f"--device {arguments.device} is unknown: write one of {', '.join(DEVICES)}")
+    everything = parts()
+    names = [part.name for part in everything]
+    requested = names if arguments.parts is None else ["environment", *arguments.parts.split(",")]
+    for name in requested:
+        if name not in names:
+            problems.append(f"--parts {name} is unknown: write some of {','.join(names)}")
+    if (
+        arguments.output is not None
+        and arguments.output.exists()
+        and (not arguments.output.is_dir() or any(arguments.output.iterdir()))
+    ):
+        problems.append(f"--output {arguments.output} exists and is not empty: name a new folder")
+    if problems:
+        raise UserError("\n".join(problems))
+    return arguments, [part for part in everything if part.name in requested]
+
+
+def _run(arguments: argparse.Namespace, selected: Sequence[Part[Session]], work: Path) -> int:
+    """Run the parts in the folder ``work``; print and write the results."""
+    from megatron_llama.system.errors import UserError
+    from megatron_llama.tools.prove_gpu.checks import CheckFailed, Clock
+    from megatron_llama.tools.prove_gpu.page import last_line, write_files
+    from megatron_llama.tools.prove_gpu.session import Session
+
+    folder = arguments.output or RESULTS / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    session = Session(folder.absolute(), work, Clock(60 * arguments.minutes), arguments.device, small=arguments.small)
+    progress = Progress(session.clock)
+    progress.show("examining the environment")
+    try:
+        facts = session.module("environment", "environment", arguments.device)
+    except CheckFailed as failure:
+        raise UserError(f"torch does not work here: {failure}") from None
+    if "missing" in facts:
+        _remove_log(folder)
+        raise UserError(f"no GPU to check: {facts['missing']}")
+    session.environment, session.device = facts, facts["device"]
+    session.small = session.small or not session.is_accelerator
+    results, status = _run_selected(selected, session, progress)
+    command = " ".join([name_commands("python scripts/prove_gpu.py"), f"--minutes {arguments.minutes:g}"])
+    path = write_files(folder, facts, results, command, session.redact)
+    sys.stdout.write(f"\n{wrap(last_line(results))}\n\n  page    {path}\n  folder  {folder}\n\n")
+    sys.stdout.write(textwrap.fill(SEND, WIDTH) + "\n")
+    sys.stdout.flush()
+    return status
+
+
+def _remove_log(folder: Path) -> None:
+    """Remove the log of the environment: there is nothing to send back."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    folder.rmdir()
+
+
+def _run_selected(
+    selected: Sequence[Part[Session]], session: Session, progress: Progress
+) -> tuple[list[PartResult], int]:
+    """Run the parts, printing a row for each; return the results and the exit status."""
+    from megatron_llama.tools.prove_gpu.checks import Status, run_parts
+    from megatron_llama.tools.prove_gpu.page import table_lines
+
+    def print_row(part: PartResult | None) -> None:
+        progress.clear()
+        sys.stdout.write("\n".join(table_lines(part)) + "\n")
+        sys.stdout.flush()
+
+    results: list[PartResult] = []
+    print_row(None)
+    try:
+        for result in run_parts(selected, session, session.clock, progress.show):
+            results.append(result)
+            print_row(result)
+    except KeyboardInterrupt:
+        return results, EXIT_INTERRUPTED
+    return results, EXIT_FAILED if any(part.status == Status.FAILED for part in results) else 0
+
+
+class Progress:
+    """Current check and time left on stderr: a line that is replaced on a terminal, else a line per part."""
+
+    def __init__(self, clock: object) -> None:
+        from megatron_llama.tools.prove_gpu.checks import Clock
+
+        assert isinstance(clock, Clock)
+        self._clock, self._terminal = clock, sys.stderr.isatty()
+
+    def show(self, text: str) -> None:
+        """Show a text with the time left."""
+        from megatron_llama.tools.prove_gpu.page import duration
+
+        line = f"{text}, at most {duration(self._clock.left)} left"
+        sys.stderr.write(f"\r\x1b[K{line[:79]}" if self._terminal else f"{line}\n")
+        sys.stderr.flush()
+
+    def clear(self) -> None:
+        """Remove the line from a terminal."""
+        if self._terminal:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

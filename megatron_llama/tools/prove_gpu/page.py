@@ -1,0 +1,97 @@
+"""The table on the terminal, and the files of the folder: page, results and environment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from megatron_llama.system.files import write_atomically
+from megatron_llama.system.tables import markdown_table, wrapped_table
+from megatron_llama.system.wrapping import WIDTH
+from megatron_llama.tools.prove_gpu import environment
+from megatron_llama.tools.prove_gpu.checks import PartResult, Status
+
+HEAD = ("part", "result", "time", "detail")
+WIDTHS = (12, 8, 6)
+"""Least characters of the columns before the last one, so that rows printed one by one are aligned."""
+CONTENTS = {
+    "results.json": "the results of all checks with their numbers",
+    "environment.json": "versions, devices, driver, compiler, variables of torch and of the devices",
+    "PART*/log.txt": "commands and output of each process",
+    "PART*/config.yaml, plan.txt, metrics.jsonl, compile.json": "settings, plan, and metrics of each run",
+    "PART*/profiling/profile/": "a trace for chrome://tracing or Perfetto, and times and memory by module",
+}
+PRIVACY = (
+    "Paths of the home folder, the checkout, Python and temporary files, and the names of the user and the machine, "
+    "are replaced in all texts. The folder has no weights, no data, and no variables named as keys, tokens or passwords."
+)
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as 0:42 or 12:05."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def table_lines(part: PartResult | None) -> list[str]:
+    """Return the lines of a row of the table in at most 79 columns; None for the head."""
+    row = HEAD if part is None else (part.name, part.status, duration(part.seconds), part.detail)
+    cells = [cell.ljust(width) for cell, width in zip(row[:-1], WIDTHS, strict=True)]
+    return wrapped_table([(*cells, row[-1])], WIDTH)
+
+
+def last_line(results: Sequence[PartResult]) -> str:
+    """Return the summary: the failed parts and the parts that did not run."""
+    by_status = {status: [part.name for part in results if part.status == status] for status in Status}
+    sentences = [f"{len(by_status[Status.PASSED])} of {len(results)} parts passed."]
+    if by_status[Status.FAILED]:
+        sentences.append(f"Failed: {', '.join(by_status[Status.FAILED])}.")
+    if by_status[Status.NOT_RUN]:
+        sentences.append(f"Not run: {', '.join(by_status[Status.NOT_RUN])}.")
+    return " ".join(sentences)
+
+
+def page(facts: dict[str, Any], results: Sequence[PartResult], command: str) -> Iterator[str]:
+    """Yield the lines of the Markdown page."""
+    cards = ", ".join(dict.fromkeys(card["name"] for card in facts["cards"])) or facts["processor"]
+    yield from [f"# Checks on {facts['count']} x {cards} ({date.today()})", "", f"    {command}", ""]
+    yield from [last_line(results), ""]
+    rows = [(part.name, str(part.status), duration(part.seconds), _cell(part.detail)) for part in results]
+    yield from markdown_table(HEAD, rows)
+    yield from ["", "## Environment", ""]
+    rows_of_facts = [(name, _cell(value)) for name, value in environment.lines(facts)]
+    yield from markdown_table(("property", "value"), rows_of_facts)
+    for part in results:
+        yield from ["", f"## {part.name[:1].upper()}{part.name[1:]}", "", part.title, ""]
+        checks = [(c.name, str(c.status), duration(c.seconds), _cell(c.detail)) for c in part.results]
+        yield from markdown_table(("check", "result", "time", "detail"), checks)
+    yield from ["", "## This folder", ""]
+    yield from [f"- `{name}`: {content}" for name, content in CONTENTS.items()]
+    yield from ["", PRIVACY]
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def page_name(day: date | None = None) -> str:
+    """Return the dated name of the page's file."""
+    return f"gpu-{day or date.today()}.md"
+
+
+def write_files(folder: Path, facts: dict[str, Any], results: Sequence[PartResult], command: str, redact: Any) -> Path:
+    """Write page, results and environment into the folder; return the path of the page."""
+    record = {"date": str(date.today()), "command": command, "parts": [_as_json(part) for part in results]}
+    write_atomically(folder / "environment.json", redact(json.dumps(facts, indent=1)) + "\n")
+    write_atomically(folder / "results.json", redact(json.dumps(record, indent=1)) + "\n")
+    path = folder / page_name()
+    write_atomically(path, redact("\n".join(page(facts, results, command))) + "\n")
+    return path
+
+
+def _as_json(part: PartResult) -> dict[str, Any]:
+    return {"name": part.name, "status": part.status, "seconds": part.seconds, "checks": [*map(asdict, part.results)]}

@@ -1,0 +1,14 @@
+"""Check this program on the GPUs of this machine: python scripts/prove_gpu.py [--minutes 10] (see --help)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+if __name__ == "__main__":
+    from megatron_llama.system.errors import run_main
+    from megatron_llama.tools.prove_gpu.cli import main
+
+    run_main(lambda: main(sys.argv[1:]))

@@ -1,0 +1,187 @@
+"""Parts run one after the other within the time; tables, pages and exit statuses show their results."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.system.errors import UserError
+from megatron_llama.tools.prove_gpu import cli, page
+from megatron_llama.tools.prove_gpu.checks import Check, CheckFailed, Clock, NotRun, Outcome, Part, Status, run_parts
+from megatron_llama.tools.prove_gpu.environment import settings_of_environment
+from megatron_llama.tools.prove_gpu.session import Process, Redactor, Session
+
+FACTS = {
+    "device": "cpu",
+    "is_accelerator": False,
+    "count": 1,
+    "cards": [{"name": "Card | 80", "memory_bytes": 80 << 30, "capability": "capability 9.0"}],
+    "libraries": {"CUDA": "13.0"},
+    "hardware": {"driver": "580.1"},
+    "packages": {"torch": "2.13.0"},
+    "python": "3.12.1",
+    "platform": "Linux",
+    "processor": "CPU",
+    "cores": 2,
+    "memory_bytes": 1 << 34,
+    "compiler": "gcc 12",
+    "compiler_missing": None,
+    "variables": {},
+    "matmul_error": 1e-7,
+}
+
+
+class FakeTime:
+    """A clock whose time passes only in checks."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def takes(self, seconds: float, outcome: Outcome | Exception | None = None) -> Check[None]:
+        """Return a check that lasts ``seconds``."""
+
+        def run(_: None) -> Outcome:
+            self.seconds += seconds
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome or Outcome("well")
+
+        return Check(f"{seconds:g} s", run)
+
+
+def part(name: str, *checks: Check[None], share: float = 1) -> Part[None]:
+    return Part(name, f"The part {name}.", share, lambda _: checks)
+
+
+def test_failures_do_not_stop_the_rest() -> None:
+    time = FakeTime()
+    faults = [CheckFailed("wrong number", {"error": 1.0}), NotRun("no such card"), ZeroDivisionError("division")]
+    parts = [
+        part("first", *(time.takes(1, fault) for fault in faults), time.takes(1)),
+        part("absent", time.takes(1, NotRun("no such card"))),
+        part("last", time.takes(1)),
+    ]
+    results = list(run_parts(parts, None, Clock(100, time)))
+    assert [result.status for result in results] == [Status.FAILED, Status.NOT_RUN, Status.PASSED]
+    assert [result.status for result in results[0].results] == ["FAILED", "not run", "FAILED", "passed"]
+    assert "wrong number" in results[0].detail and "ZeroDivisionError: division" in results[0].detail
+    assert "test_checks.py" in results[0].results[2].values["traceback"]
+    assert page.last_line(results) == "1 of 3 parts passed. Failed: first. Not run: absent."
+
+
+def test_checks_that_do_not_fit_are_not_run() -> None:
+    time = FakeTime()
+    long = time.takes(30)
+    parts = [part("long", *[long] * 4), part("next", long, long), part("last", long)]
+    statuses = [[r.status for r in result.results] for result in run_parts(parts, None, Clock(150, time))]
+    ran = [[status == Status.PASSED for status in part] for part in statuses]
+    assert ran == [[True, False, False, False], [True, True], [True]], "a share each; later parts get unused time"
+    assert time.seconds <= 150
+
+
+def test_no_check_starts_at_the_end_of_the_time() -> None:
+    time = FakeTime()
+    results = list(run_parts([part("a", time.takes(100)), part("b", time.takes(1))], None, Clock(100, time)))
+    assert results[1].status == Status.NOT_RUN and "--minutes" in results[1].detail
+
+
+def test_an_interrupt_keeps_the_results() -> None:
+    def interrupt(_: None) -> Outcome:
+        raise KeyboardInterrupt
+
+    results = []
+    with pytest.raises(KeyboardInterrupt):
+        for result in run_parts([part("a", Check("x", interrupt)), part("b")], None, Clock(100)):
+            results.append(result)
+    assert [result.status for result in results] == [Status.NOT_RUN]
+
+
+def test_table_and_page_show_all_results(tmp_path: Path) -> None:
+    time = FakeTime()
+    long = "a sentence with | a bar " * 8
+    parts = [part("attention", time.takes(61, CheckFailed(long))), part("smoke", time.takes(1))]
+    results = list(run_parts(parts, None, Clock(100, time)))
+    table = [line for result in [None, *results] for line in page.table_lines(result)]
+    assert max(map(len, table)) <= 79
+    assert table[1].startswith("attention     FAILED    1:01    a sentence")
+    path = page.write_files(tmp_path, FACTS, results, "python scripts/prove_gpu.py", lambda text: text)
+    assert path.name.startswith("gpu-20") and path.suffix == ".md"
+    text = path.read_text(encoding="utf-8")
+    for expected in ("| attention | FAILED | 1:01 | a sentence with \\| a bar", "Card \\| 80", "580.1", "## Smoke"):
+        assert expected in text
+    assert all(f"`{name}`" in text for name in page.CONTENTS)
+    assert {file.name for file in tmp_path.iterdir()} == {path.name, "results.json", "environment.json"}
+
+
+def test_private_names_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/erika")
+    monkeypatch.setattr("getpass.getuser", lambda: "erika")
+    monkeypatch.setattr("socket.gethostname", lambda: "gpu7.lab.org")
+    work = tmp_path / "work"
+    redact = Redactor(work)
+    text = f"{work}/run /home/erika/x by erika on gpu7.lab.org (gpu7), erikas"
+    assert redact(text) == "WORK/run HOME/x by USER on HOST (HOST), erikas"
+    source, target = work / "trace.json.gz", tmp_path / "folder" / "trace.json.gz"
+    work.mkdir()
+    with gzip.open(source, "wt") as file:
+        file.write(text)
+    redact.copy(source, target)
+    with gzip.open(target, "rt") as file:
+        assert "erika " not in file.read()
+
+
+def test_variables_with_secrets_are_omitted() -> None:
+    environ = {"NCCL_DEBUG": "INFO", "TORCH_API_KEY": "1", "NCCL_AUTH": "1", "HF_TOKEN": "1", "OMP_NUM_THREADS": "4"}
+    assert settings_of_environment(environ) == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"}
+
+
+def session(tmp_path: Path, start: object) -> Session:
+    return Session(tmp_path / "folder", tmp_path / "work", Clock(600), "cpu", FACTS, start=start)  # type: ignore[arg-type]
+
+
+def test_a_process_that_hangs_is_a_failure(tmp_path: Path) -> None:
+    def hang(words: object, limit: float) -> Process:
+        raise TimeoutError("step 1")
+
+    with pytest.raises(CheckFailed, match="no end within 150 s, see smoke/log.txt"):
+        session(tmp_path, hang).train("smoke")
+    assert "step 1" in (tmp_path / "folder/smoke/log.txt").read_text()
+
+
+def test_a_refused_run_states_the_rule(tmp_path: Path) -> None:
+    message = "This config can't work\n\n  trainer.async_tp = true\n    rule     needs peer access\n    instead  x\n"
+    with pytest.raises(NotRun, match="refused: needs peer access"):
+        session(tmp_path, lambda *_: Process(2, message)).train("parity/async")
+    with pytest.raises(CheckFailed, match="exit status 1: a / b / OutOfMemoryError"):
+        session(tmp_path, lambda *_: Process(1, "x\na\nb\n\nOutOfMemoryError")).train("smoke")
+
+
+def test_ranks_of_a_run() -> None:
+    """trainer.dp fills the devices of a check, after tp and pp."""
+    started: list[list[str]] = []
+
+    def note(words: list[str], limit: float) -> Process:
+        started.append(words)
+        return Process(1, "")
+
+    one = session(Path("/nonexistent"), note)
+    one._write_log = lambda *_: None  # type: ignore[method-assign]
+    for overrides in (["trainer.tp=2", "trainer.pp=2"], []):
+        with pytest.raises(CheckFailed):
+            one.train("x", *overrides, ranks=8)
+    assert "trainer.dp=2" in started[0] and "trainer.dp=8" in started[1]
+
+
+def test_mistakes_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError) as error:
+        cli.main(["--minutes", "0", "--device", "tpu", "--parts", "smoke,taste", "--fast"])
+    assert all(text in str(error.value) for text in ("--minutes 0", "--device tpu", "taste", "--fast"))
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 79
+    assert all(f"\n  {part.name} " in text for part in cli.parts()), "--help lists all parts"
