@@ -23,8 +23,8 @@ MINUTES = 10.0
 MOST_MINUTES = 24 * 60.0
 RESULTS = Path("runs/prove_gpu")
 SEND = (
-    "Send back the folder. It contains the page, results and environment as JSON, and logs, settings, plans, metrics and "
-    "traces of the runs, but no weights and no data. Private paths, and the names of user and machine, are replaced."
+    "Send back the folder. It contains the page, results and environment as JSON, and logs, settings, plans, metrics "
+    "and traces of the runs, but no weights and no data. Private paths, and names of user and machine, are replaced."
 )
 USAGE = """\
 usage: python scripts/prove_gpu.py [--minutes N] [--parts A,B]

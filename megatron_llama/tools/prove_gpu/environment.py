@@ -107,7 +107,7 @@ def _facts(device: Device) -> dict[str, Any]:
         "cards": _cards(device),
         "libraries": device.libraries(),
         "hardware": device.hardware(),
-        "packages": {package: _version(package) for package in PACKAGES},
+        "packages": {package: package_version(package) for package in PACKAGES},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": _processor(),
@@ -129,11 +129,8 @@ def settings_of_environment(environ: Any) -> dict[str, str]:
     return {name: environ[name] for name in names if not any(word in name.upper() for word in SECRETS)}
 
 
-def _version(package: str) -> str:
-    if package == "megatron_llama":
-        from megatron_llama.__main__ import own_version
-
-        return own_version()
+def package_version(package: str) -> str:
+    """Return the version of an installed package, or "not installed"."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -27,7 +27,7 @@ CONTENTS = {
 }
 PRIVACY = (
     "Paths of the home folder, the checkout, Python and temporary files, and the names of the user and the machine, "
-    "are replaced in all texts. The folder has no weights, no data, and no variables named as keys, tokens or passwords."
+    "are replaced in all texts. The folder has no weights, no data, and no variables named KEY, TOKEN or PASS."
 )
 
 

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_llama.system.files import read_json, write_atomically
 from megatron_llama.tools.prove_gpu.checks import Check, CheckFailed, Clock, Outcome
+from megatron_llama.tools.prove_gpu.environment import package_version
 from megatron_llama.tools.prove_gpu.training import NO_SAVE, QUIET, require_losses
 
 if TYPE_CHECKING:
     from megatron_llama.tools.prove_gpu.session import Session, TrainingRun
 
 ORACLE = Path(__file__).with_name("oracle.json")
+PACKAGES = ("torch", "megatron-core", "numpy")
 STEPS = 10
 SHAPE = (
     *("model.vocab_size=64", "model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=4"),
@@ -149,7 +151,6 @@ def record(models: Sequence[str], train: Callable[[Row], TrainingRun]) -> dict[s
 
 def main() -> int:
     """Train all models on the CPU and write ``oracle.json``."""
-    from megatron_llama.__main__ import versions
     from megatron_llama.devices import HOST
     from megatron_llama.tools.prove_gpu.session import Session
 
@@ -161,7 +162,8 @@ def main() -> int:
             return session.train(row.name, *row_settings(row))
 
         values = record([*MODELS], train)
-    content: dict[str, Any] = {"versions": versions().split("\n")[1:-1], "steps": STEPS, "models": values}
+    versions = {name: package_version(name) for name in PACKAGES}
+    content: dict[str, Any] = {"versions": versions, "steps": STEPS, "models": values}
     write_atomically(ORACLE, json.dumps(content, indent=1) + "\n")
     return 0
 
