@@ -33,6 +33,7 @@ def test_rows_from_the_first_to_the_last(rows: int, expected: str) -> None:
 
 
 def test_tests_after_the_budget_are_skipped() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--budget", "0", "tests/test_topology.py"]
+    options = ["-q", "-p", "no:cacheprovider", "--budget", "0"]
+    command = [sys.executable, "-m", "pytest", *options, "tests/test_topology.py"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert "11 skipped in" in run.stdout.splitlines()[-1], run.stdout
