@@ -8,12 +8,13 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from megatron_llama.config.fields import KINDS, settings_by_name
 from megatron_llama.config.problems import Problem, format_value
+from megatron_llama.config.rope import EXTENSIONS, rope_from_hf, rope_to_hf, same_scaling, unsupported_rope
 from megatron_llama.config.settings import ModelConfig, RopeScaling
 from megatron_llama.system.files import read_json
 
@@ -43,7 +44,7 @@ _MISTRAL_DEFAULTS: dict[str, Any] = {
 }
 """Defaults of transformers' MistralConfig that differ from LlamaConfig. A null is a value: no window."""
 NO_HF_BLOCKS = "Hugging Face's Llama has no block-sparse attention: an exported model would attend to all tokens"
-_ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_ROPE_VALUES = tuple(field.name for field in fields(RopeScaling) if field.name != "rope_type")
 # Keys of config.json that change the architecture, and the only value that is supported.
 _ONLY: dict[str, Any] = {
     "hidden_act": "silu",
@@ -107,7 +108,7 @@ def _malformed(content: dict[str, Any]) -> Iterator[str]:
     known += [("rope_theta", rope.get("rope_theta"), "model.rope_theta") for rope in scalings]
     if content.get("model_type") == MISTRAL:
         known.append(("sliding_window", content.get("sliding_window"), "model.sliding_window"))
-    known += [(n, rope.get(n), f"model.rope_scaling.{n}") for rope in scalings for n in _ROPE_NUMBERS]
+    known += [(n, rope.get(n), f"model.rope_scaling.{n}") for rope in scalings for n in _ROPE_VALUES]
     for name, value, ours in known:
         if value is None:
             continue
@@ -131,7 +132,8 @@ def compare_shapes(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tu
     different = {name: (ours[name], value) for name, value in given.items() if not same(ours[name], value)}
     if theirs.get("model_type") == MISTRAL and window_from_hf(theirs) != ours["sliding_window"]:
         different["sliding_window"] = (ours["sliding_window"], window_from_hf(theirs))
-    if flat["rope_scaling"] != ours["rope_scaling"]:
+    extends = (ours["rope_scaling"] or {}).get("rope_type") in EXTENSIONS
+    if not extends and not same_scaling(ours["rope_scaling"], flat["rope_scaling"]):
         different["rope_scaling"] = (ours["rope_scaling"], flat["rope_scaling"])
     return different
 
@@ -145,10 +147,7 @@ def unsupported_architecture(content: dict[str, Any]) -> list[str]:
     ]
     if content.get("model_type", "llama") not in _MODEL_TYPES:
         clauses.insert(0, f"model_type is {content['model_type']!r}, and only 'llama' and 'mistral' are supported")
-    kind = _rope(content).get("rope_type", "default")
-    if kind not in ("default", "llama3"):
-        clauses.append(f"rope_type is {kind!r}, and only 'default' and 'llama3' are supported")
-    return clauses
+    return clauses + unsupported_rope(content)
 
 
 def shape_from_hf(content: dict[str, Any]) -> dict[str, Any]:
@@ -170,15 +169,6 @@ def window_from_hf(content: dict[str, Any]) -> int | None:
         return None
     window: int | None = content.get("sliding_window", _MISTRAL_DEFAULTS["sliding_window"])
     return window
-
-
-def rope_from_hf(content: dict[str, Any]) -> dict[str, Any]:
-    """Return ModelConfig's ``rope_theta`` (None if missing) and ``rope_scaling`` from a config.json."""
-    rope = _rope(content)
-    names = [field.name for field in fields(RopeScaling)]
-    scaled = rope.get("rope_type", "default") != "default"
-    scaling = {name: rope[name] for name in names if name in rope} if scaled else None
-    return {"rope_theta": rope.get("rope_theta"), "rope_scaling": scaling}
 
 
 def fill_from_folders(
@@ -223,14 +213,19 @@ def _fill_from_hf(
     if unsupported_architecture(content):
         del shape["rope_scaling"]  # the check of the folder reports its type; a second message would be wrong
     for name, value in shape.items():
-        if f"model.{name}" not in given:
-            assign(f"model.{name}", value)
+        if f"model.{name}" in given:
+            continue
+        if isinstance(value, dict):  # rope_scaling: the command line may set some of its values
+            value = {key: item for key, item in value.items() if f"model.{name}.{key}" not in given}
+        elif value is None and any(key.startswith(f"model.{name}.") for key in given):
+            continue
+        assign(f"model.{name}", value)
 
 
 def hf_config(model: ModelConfig, dtype: str, token_ids: dict[str, int]) -> dict[str, Any]:
     """Return the config.json of a trained model, for transformers 4 and 5: a Mistral if it has a sliding window."""
     windowed = model.sliding_window is not None
-    scaling = None if model.rope_scaling is None else asdict(model.rope_scaling)
+    scaling = rope_to_hf(model)
     return {
         "architectures": ["MistralForCausalLM" if windowed else "LlamaForCausalLM"],
         "model_type": MISTRAL if windowed else "llama",
@@ -291,19 +286,6 @@ def unsupported_lora(content: dict[str, Any]) -> list[str]:
         if not optional and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
             clauses.append(f"its {name} must be a list of names")
     return clauses
-
-
-def _rope(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the rotary settings under transformers 5's names.
-
-    If both are present, rope_scaling takes precedence, as in transformers' RotaryEmbeddingConfigMixin.
-    """
-    rope = dict(content.get("rope_scaling") or content.get("rope_parameters") or {})
-    if "rope_type" not in rope and "type" in rope:
-        rope["rope_type"] = rope["type"]
-    if content.get("rope_theta") is not None:
-        rope.setdefault("rope_theta", content["rope_theta"])
-    return rope
 
 
 # Folders of Hugging Face hub names, such as meta-llama/Llama-2-7b-hf, in huggingface_hub's local cache:

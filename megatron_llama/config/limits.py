@@ -80,6 +80,11 @@ def first_and_last() -> Limit:
     )
 
 
+def positive_numbers() -> Limit:
+    """Require a list of positive numbers."""
+    return Limit(lambda numbers: all(number > 0 for number in numbers), "must be numbers above 0", "[1.0,1.0]")
+
+
 def three_shares() -> Limit:
     """Require Megatron's split, such as ``969,30,1``."""
 

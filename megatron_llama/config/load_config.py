@@ -48,6 +48,7 @@ from megatron_llama.config.hf_config import fill_from_folders
 from megatron_llama.config.interpolations import check_interpolations
 from megatron_llama.config.printable import check_texts
 from megatron_llama.config.problems import ConfigError, Problem, duplicate_length
+from megatron_llama.config.rope import settle_context
 from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
 from megatron_llama.config.stored import has_run, is_decided, is_known, read_settings, settings_of_groups
 from megatron_llama.system.files import check_yaml
@@ -93,6 +94,7 @@ def load_config(overrides: Sequence[str], conf_dir: Path, *, resumes: bool = Fal
     given = {override.key_or_group for override in values}
     settle_data_settings(config.data, given | choices.keys())
     fill_from_folders(config, given, lambda name, value: _set(config, name, value, problems), problems)
+    settle_context(config.model, given, lambda name, value: _set(config, name, value, problems))
     typed = _typed(config, problems)
     if problems or typed is None:
         raise ConfigError(problems, typed)

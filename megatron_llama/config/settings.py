@@ -20,6 +20,7 @@ from megatron_llama.config.limits import (
     first_and_last,
     not_blank,
     one_of,
+    positive_numbers,
     rising_samples,
     share,
     some_of,
@@ -37,20 +38,40 @@ MOST_HEADS = 10_000
 """Upper bound of the divisor search; published Llamas have up to 128 heads."""
 
 
+ROPE_TYPES = ("llama3", "linear", "dynamic", "yarn", "longrope")
+
+
 @dataclass
 class RopeScaling:
-    """Llama 3's frequency scaling of rotary embeddings (Hugging Face's ``rope_type: llama3``)."""
+    """Frequency scaling of rotary embeddings, under the names of Hugging Face's ``rope_parameters``."""
 
-    rope_type: Annotated[str, one_of("llama3")] = "llama3"
-    """Kind of scaling; only ``llama3`` is supported."""
+    rope_type: Annotated[str, one_of(*ROPE_TYPES)] = "llama3"
+    """Kind of scaling."""
     factor: Annotated[float, at_least(1)] = 8.0
-    """Low frequencies are divided by this."""
+    """Context after the scaling divided by the context before it. Low frequencies are divided by this."""
     low_freq_factor: Annotated[float, above_zero()] = 1.0
-    """Wavelengths above original_max_position_embeddings / this are scaled fully."""
+    """llama3: wavelengths above original_max_position_embeddings / this are scaled fully."""
     high_freq_factor: Annotated[float, above_zero()] = 4.0
-    """Wavelengths below original_max_position_embeddings / this are not scaled."""
-    original_max_position_embeddings: Annotated[int, at_least(1)] = 8192
-    """Sequence length before scaling, tokens."""
+    """llama3: wavelengths below original_max_position_embeddings / this are not scaled."""
+    original_max_position_embeddings: Annotated[int | None, at_least(1)] = None
+    """llama3, yarn, longrope: context before the scaling, tokens. Derived: 8192 with llama3; otherwise
+    model.max_position_embeddings, which is then multiplied by factor."""
+    attention_factor: Annotated[float | None, above_zero()] = None
+    """yarn, longrope: factor of cosines and sines. Derived: from factor, as the papers suggest."""
+    beta_fast: Annotated[float | None, above_zero("32")] = None
+    """yarn: dimensions with more rotations than this over the original context are not scaled. Derived: 32."""
+    beta_slow: Annotated[float | None, above_zero("1")] = None
+    """yarn: dimensions with fewer rotations than this are scaled fully. Derived: 1."""
+    mscale: Annotated[float | None, at_least(0)] = None
+    """yarn: with mscale_all_dim, factor of log(factor) in the numerator of attention_factor."""
+    mscale_all_dim: Annotated[float | None, at_least(0)] = None
+    """yarn: with mscale, factor of log(factor) in the denominator of attention_factor."""
+    truncate: bool | None = None
+    """yarn: whether the bounds of the scaled dimensions are rounded to whole dimensions. Derived: true."""
+    short_factor: Annotated[list[float] | None, positive_numbers()] = None
+    """longrope: divisor of each frequency in sequences within the original context, head_dim / 2 numbers."""
+    long_factor: Annotated[list[float] | None, positive_numbers()] = None
+    """longrope: divisor of each frequency in longer sequences, head_dim / 2 numbers."""
 
 
 @dataclass

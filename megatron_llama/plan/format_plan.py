@@ -92,7 +92,8 @@ def _head(plan: Plan) -> Iterator[str]:
     padding = plan.padded_vocab_size - model.vocab_size
     padded = f" + {padding} of padding" if padding else ""
     tied = "tied" if model.tie_word_embeddings else "untied"
-    scaled = f", scaled by {model.rope_scaling.factor:g}" if model.rope_scaling else ""
+    scaling = model.rope_scaling
+    scaled = f", {scaling.rope_type} x {scaling.factor:g}" if scaling else ""
     window = f" · window {model.sliding_window:,}" if model.sliding_window else ""
     positions = f"sequence {plan.config.data.length:,} · rope {model.rope_theta:g}{scaled}{window}"
     yield _line("", f"vocabulary {model.vocab_size:,}{padded} · {tied} · {positions}")

@@ -45,6 +45,9 @@ SFT = {"data.kind": "sft", "data.prefixes": ["a"]}
 VALIDATED = {"trainer.val_every_steps": 10}
 LORA = {"finetune.method": "lora", "init_from": "/models/one"}
 SCALED = {"model.rope_scaling.factor": 8.0}
+YARN = {"model.rope_scaling.rope_type": "yarn", "model.rope_scaling.original_max_position_embeddings": 2048}
+LONGROPE = {f"model.rope_scaling.{name}_factor": [1.0] * 30 for name in ("short", "long")}
+LONGROPE |= {**YARN, "model.rope_scaling.rope_type": "longrope"}
 LENGTHS = {"metric": "seqlen_truncate", "schedule_type": "fixed_discrete", "difficulty": [8, 32], "max_step": [9]}
 BLOCKS = {"model.sparse_attention.block": 64}
 DROPPING = {"trainer.random_ltd.min_value": 16}
@@ -65,6 +68,14 @@ CHANGES: dict[str, Change] = {
     "model.rope_scaling.low_freq_factor": Change(2.0, SCALED),
     "model.rope_scaling.high_freq_factor": Change(8.0, SCALED),
     "model.rope_scaling.original_max_position_embeddings": Change(4096, SCALED),
+    "model.rope_scaling.attention_factor": Change(1.5, YARN),
+    "model.rope_scaling.beta_fast": Change(16.0, YARN),
+    "model.rope_scaling.beta_slow": Change(2.0, YARN),
+    "model.rope_scaling.mscale": Change(0.7, YARN),
+    "model.rope_scaling.mscale_all_dim": Change(0.7, YARN),
+    "model.rope_scaling.truncate": Change(False, YARN),
+    "model.rope_scaling.short_factor": Change([2.0] * 30, LONGROPE),
+    "model.rope_scaling.long_factor": Change([2.0] * 30, LONGROPE),
     "model.sliding_window": Change(16),
     "model.sparse_attention.block": Change(32, BLOCKS),
     "model.sparse_attention.num_local_blocks": Change(8, BLOCKS),

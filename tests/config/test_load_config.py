@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,7 +116,7 @@ def test_groups_and_values_of_every_kind() -> None:
         ],
         CONF,
     )
-    assert config.model.rope_scaling == RopeScaling()
+    assert config.model.rope_scaling == RopeScaling(original_max_position_embeddings=8192)
     assert (config.data.mock, config.device.name) == (True, "cpu")
     assert (config.optim.lr, config.optim.betas, config.optim.clip) == (1e-3, [0.8, 0.99], None)
     assert (config.trainer.sp, config.trainer.pipeline_layers) == (False, [1, 2])
@@ -137,12 +138,15 @@ def test_a_plus_before_a_known_setting_does_no_harm(plus: str) -> None:
     assert load_config([f"{plus}trainer.tp=2", f"{plus}optim.schedule.power=3"], CONF).optim.schedule["power"] == 3
 
 
+LLAMA3: dict[str, Any] = {"original_max_position_embeddings": 8192}
+
+
 def test_rope_scaling_can_be_changed_switched_on_and_switched_off() -> None:
     assert load_config(["model=llama3_405b", "model.rope_scaling.factor=32"], CONF).model.rope_scaling == RopeScaling(
-        factor=32.0
+        factor=32.0, **LLAMA3
     )
-    assert load_config(["model.rope_scaling.factor=32"], CONF).model.rope_scaling == RopeScaling(factor=32.0)
-    assert load_config(["model.rope_scaling={factor: 4}"], CONF).model.rope_scaling == RopeScaling(factor=4.0)
+    assert load_config(["model.rope_scaling.factor=32"], CONF).model.rope_scaling == RopeScaling(factor=32.0, **LLAMA3)
+    assert load_config(["model.rope_scaling={factor: 4}"], CONF).model.rope_scaling == RopeScaling(factor=4.0, **LLAMA3)
     assert load_config(["model=llama3_405b", "model.rope_scaling=null"], CONF).model.rope_scaling is None
 
 

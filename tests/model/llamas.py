@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from megatron_llama.arch.names import Rectangle
 from megatron_llama.config import ModelConfig
+from megatron_llama.config.rope import rope_to_hf
 from megatron_llama.data.batches import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.parallel import Shard, build_model, process_groups
@@ -91,7 +92,7 @@ def hf_config(model: ModelConfig) -> LlamaConfig:
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if model.rope_scaling is not None:
-        rope |= dataclasses.asdict(model.rope_scaling)
+        rope |= rope_to_hf(model) or {}
     same = dataclasses.asdict(model)
     for name in ("name", "rope_theta", "rope_scaling", "sparse_attention"):
         del same[name]

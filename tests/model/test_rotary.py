@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_llama.config import ModelConfig, RopeScaling, load_config
-from megatron_llama.model.rotary import inverse_frequencies, rotary_table, rotate
+from megatron_llama.model.rotary import attention_factor, inverse_frequencies, rotary_table, rotate
 from tests.model.llamas import CPU, hf_config
 from tests.paths import CONF
 
 transformers = pytest.importorskip("transformers", reason="transformers, the oracle, is a development dependency")
 
+FACTORS: dict[str, Any] = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.0, 2.5, 6.0, 11.0]}
 SHAPES = {
     "llama 2": ModelConfig(head_dim=128),
     "llama 3": ModelConfig(head_dim=128, rope_theta=500000.0),
@@ -24,7 +26,51 @@ SHAPES = {
     "other factors": ModelConfig(
         head_dim=32, rope_scaling=RopeScaling("llama3", 4.0, 2.0, 8.0, original_max_position_embeddings=64)
     ),
+    "linear": ModelConfig(head_dim=32, rope_scaling=RopeScaling("linear", 4.0)),
+    "dynamic, short": ModelConfig(head_dim=32, rope_scaling=RopeScaling("dynamic", 4.0)),
+    "dynamic, long": ModelConfig(head_dim=32, max_position_embeddings=16, rope_scaling=RopeScaling("dynamic", 4.0)),
+    "yarn": ModelConfig(
+        head_dim=128,
+        max_position_embeddings=131072,
+        rope_theta=500000.0,
+        rope_scaling=RopeScaling("yarn", 16.0, original_max_position_embeddings=8192),
+    ),
+    "yarn, all keys": ModelConfig(
+        head_dim=64,
+        rope_scaling=RopeScaling(
+            "yarn",
+            40.0,
+            original_max_position_embeddings=64,
+            beta_fast=16.0,
+            beta_slow=0.5,
+            mscale=0.707,
+            mscale_all_dim=0.4,
+            truncate=False,
+        ),
+    ),
+    "yarn, attention factor": ModelConfig(
+        head_dim=8, rope_scaling=RopeScaling("yarn", 2.0, original_max_position_embeddings=32, attention_factor=1.25)
+    ),
+    "longrope, short": ModelConfig(
+        head_dim=8,
+        max_position_embeddings=512,
+        rope_scaling=RopeScaling("longrope", 8.0, original_max_position_embeddings=64, **FACTORS),
+    ),
+    "longrope, long": ModelConfig(
+        head_dim=8,
+        max_position_embeddings=256,
+        rope_scaling=RopeScaling("longrope", 8.0, original_max_position_embeddings=32, **FACTORS),
+    ),
+    "longrope, attention factor": ModelConfig(
+        head_dim=8,
+        max_position_embeddings=256,
+        rope_scaling=RopeScaling(
+            "longrope", 8.0, original_max_position_embeddings=32, attention_factor=1.5, **FACTORS
+        ),
+    ),
 }
+LENGTH = 40
+"""Longer than the original context of some shapes."""
 
 
 def filled(model: ModelConfig) -> ModelConfig:
@@ -38,13 +84,21 @@ def test_frequencies_are_those_of_transformers(model: ModelConfig) -> None:
 
     config = hf_config(filled(model))
     functions = {"default": LlamaRotaryEmbedding.compute_default_rope_parameters, **ROPE_INIT_FUNCTIONS}
-    expected, amplitude = functions[config.rope_parameters["rope_type"]](config)
-    assert amplitude == 1.0
-    torch.testing.assert_close(inverse_frequencies(model), expected, rtol=1e-6, atol=0)
+    arguments = {} if config.rope_parameters["rope_type"] == "default" else {"seq_len": LENGTH}
+    expected, amplitude = functions[config.rope_parameters["rope_type"]](config, **arguments)
+    assert attention_factor(model) == pytest.approx(amplitude, rel=1e-12)
+    torch.testing.assert_close(inverse_frequencies(model, LENGTH), expected, rtol=1e-6, atol=0)
+
+
+def test_types_that_depend_on_the_length_differ_there() -> None:
+    for name in ("dynamic, long", "longrope, long"):
+        short, long = (inverse_frequencies(SHAPES[name], length) for length in (16, LENGTH))
+        assert not torch.equal(short, long)
+    assert torch.equal(*(inverse_frequencies(SHAPES["dynamic, short"], length) for length in (16, LENGTH)))
 
 
 def test_scaling_has_all_three_ranges() -> None:
-    plain, scaled = (inverse_frequencies(SHAPES[name]) for name in ("llama 3", "llama 3.1"))
+    plain, scaled = (inverse_frequencies(SHAPES[name], LENGTH) for name in ("llama 3", "llama 3.1"))
     ratio = plain / scaled
     assert ratio[0] == 1 and ratio[-1] == 8 and ((ratio > 1.01) & (ratio < 7.99)).sum() >= 3
 
@@ -53,7 +107,7 @@ def test_scaling_has_all_three_ranges() -> None:
 def test_turned_queries_and_keys_are_those_of_transformers(model: ModelConfig) -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-    length, generator = 40, torch.Generator().manual_seed(0)
+    length, generator = LENGTH, torch.Generator().manual_seed(0)
     queries, keys = torch.randn(2, length, 3, 2, model.head_dim or 0, generator=generator)  # [s, b, heads, d]
     cos, sin = LlamaRotaryEmbedding(hf_config(filled(model)))(queries, torch.arange(length)[None])
     expected = apply_rotary_pos_emb(queries.permute(1, 2, 0, 3), keys.permute(1, 2, 0, 3), cos, sin)
@@ -77,5 +131,7 @@ def test_far_positions_are_exact() -> None:
 
 
 def test_llama_3_1_preset_asks_for_the_scaling() -> None:
-    assert load_config(["model=llama3_405b"], CONF).model.rope_scaling == RopeScaling()
+    assert load_config(["model=llama3_405b"], CONF).model.rope_scaling == RopeScaling(
+        original_max_position_embeddings=8192
+    )
     assert load_config(["model=llama3_8b"], CONF).model.rope_scaling is None

@@ -31,12 +31,21 @@ LLAMA3_ROPE = (
     "model.rope_scaling.high_freq_factor=4",
     "model.rope_scaling.original_max_position_embeddings=128",
 )
+YARN_ROPE = ("model.rope_scaling={rope_type: yarn, factor: 4, original_max_position_embeddings: 64}",)
+LONGROPE = (
+    "model.rope_scaling={rope_type: longrope, factor: 4, original_max_position_embeddings: 8, "
+    "short_factor: [1, 1, 1, 1], long_factor: [1, 2, 3, 4]}",
+)
+DYNAMIC_ROPE = ("model.max_position_embeddings=8", "model.rope_scaling={rope_type: dynamic, factor: 8}")
 MODELS = {
     "grouped queries": (),
     "one kv head": ("model.num_key_value_heads=1",),
     "multi-head": ("model.num_key_value_heads=4",),
     "tied": ("model.tie_word_embeddings=true",),
     "llama3 rope": LLAMA3_ROPE,
+    "yarn rope": YARN_ROPE,
+    "longrope": LONGROPE,
+    "dynamic rope": DYNAMIC_ROPE,
     "wide heads": ("model.head_dim=32",),
     "other eps and theta": ("model.rms_norm_eps=0.1", "model.rope_theta=100"),
     "sliding window": ("model.sliding_window=5",),
@@ -81,7 +90,7 @@ def test_pieces_of_the_wrong_rank_are_seen(tamper: Tamper) -> None:
 
 def test_models_differ_where_they_should() -> None:
     # The comparison would be worth little if, at this size, the settings made no difference.
-    names = ("grouped queries", "llama3 rope", "other eps and theta", "sliding window")
+    names = ("grouped queries", "llama3 rope", "yarn rope", "longrope", "dynamic rope", "other eps and theta", "sliding window")
     plain, *others = ours(1, [make_plan(1, *MODELS[name]) for name in names])
     for other in others:
         assert distance(other.logits, plain.logits) > 1e-2

@@ -41,6 +41,7 @@ from megatron_llama.config.hf_config import (
 )
 from megatron_llama.config.precision import QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, closest_match, format_value, quote_value
+from megatron_llama.config.rope import longest_sequence
 from megatron_llama.config.settings import LABEL_TEMPLATES, Config, DataConfig
 from megatron_llama.plan.rules.rule import reads
 from megatron_llama.plan.schedules import MOST_LEVELS, first_steps
@@ -48,10 +49,10 @@ from megatron_llama.system.installed import pip_install
 from megatron_llama.topology import Grid
 
 
-@reads("data.seq_length", "model.max_position_embeddings")
+@reads("data.seq_length", "model.max_position_embeddings", "model.rope_scaling.factor")
 def sequence_fits_model(config: Config, world_size: int) -> Iterator[Problem]:
     """Sequences are at most as long as the model supports."""
-    length, longest = config.data.length, config.model.max_position_embeddings
+    length, longest = config.data.length, longest_sequence(config.model)
     if length > longest:
         advice = f"write data.seq_length={longest}, or model.max_position_embeddings={length}"
         yield Problem("data.seq_length", length, f"must be at most model.max_position_embeddings={longest}", advice)

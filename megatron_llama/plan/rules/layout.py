@@ -6,6 +6,7 @@ One function per rule; its suggestion has the nearest valid values.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 
 from megatron_llama.arch.shapes import can_cut, head_dim, kv_heads
 from megatron_llama.config import data_settings
@@ -14,7 +15,8 @@ from megatron_llama.config.hostfile import HOST_FORMS, check_hosts
 from megatron_llama.config.optimizers import OPTIMIZERS
 from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, format_value
-from megatron_llama.config.settings import Config
+from megatron_llama.config.rope import check_rope_scaling
+from megatron_llama.config.settings import Config, RopeScaling
 from megatron_llama.plan.derive import check_split, split_evenly
 from megatron_llama.plan.rules.rule import nearest_legal, reads
 from megatron_llama.topology import AXES, Grid
@@ -148,14 +150,10 @@ def head_dim_is_even(config: Config, world_size: int) -> Iterator[Problem]:
     yield Problem(name, value, rule, nearest_legal(name, value, legal))
 
 
-@reads("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor")
-def rope_scaling_has_a_band(config: Config, world_size: int) -> Iterator[Problem]:
-    """high_freq_factor is above low_freq_factor, as the scaling is interpolated between them."""
-    scaling = config.model.rope_scaling
-    if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
-        rule = f"must be above model.rope_scaling.low_freq_factor={scaling.low_freq_factor:g}"
-        advice = f"write model.rope_scaling.high_freq_factor={scaling.low_freq_factor * 4:g}"
-        yield Problem("model.rope_scaling.high_freq_factor", scaling.high_freq_factor, rule, advice)
+@reads(*(f"model.rope_scaling.{field.name}" for field in fields(RopeScaling)), "model.head_dim")
+def rope_scaling_fits_its_type(config: Config, world_size: int) -> Iterator[Problem]:
+    """The values of the scaling belong to its type, and its bounds are in order."""
+    yield from check_rope_scaling(config.model, head_dim(config.model))
 
 
 @reads("model.sliding_window", "model.sparse_attention.block")

@@ -177,6 +177,9 @@ class _Conversion:
             self.convert_key(
                 "model.scale_positional_embedding", "model.rope_scaling", {"rope_type": "llama3"}, "Llama 3.1's"
             )
+        if (factor := self.get("model.seq_len_interpolation_factor")) not in (None, 1):
+            scaling = {"rope_type": "linear", "factor": factor}
+            self.convert_key("model.seq_len_interpolation_factor", "model.rope_scaling", scaling, "linear scaling")
         # Null in the file, because the script requires it on the command line.
         self.record("model.kd_teacher_restore_from_path", UNSUPPORTED, why="there is no distillation from a teacher")
         self._vocabulary()

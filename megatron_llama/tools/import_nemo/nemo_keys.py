@@ -98,7 +98,7 @@ _MODEL_VALUES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("do_layer_norm_weight_decay", (False,), "norms are exempt from weight decay"),
     ("headscale", (False,), "there is no scale per head"),
     ("normalize_attention_scores", (True,), "attention scores are always divided by sqrt(head_dim)"),
-    ("seq_len_interpolation_factor", (1,), "positions are not interpolated; model.rope_scaling is Llama 3's"),
+    ("seq_len_interpolation_factor", (1,), "positions are not interpolated"),
     ("position_abf_factor", (1,), "write model.rope_theta multiplied by this factor"),
     ("positition_interpolation_factor", (1,), "positions are not interpolated"),
     ("window_size", (), "write model.sliding_window=N instead, which includes the token itself"),

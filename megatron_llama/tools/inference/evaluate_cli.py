@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_llama.config.rope import longest_sequence
 from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.tools.inference.arguments import (
     InferenceTask,
@@ -174,7 +175,7 @@ def _check(arguments: argparse.Namespace, problems: Problems) -> None:
 
 def _task(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems) -> Evaluation | None:
     """Create the task with its encoded records; on errors return None and add to ``problems``."""
-    context = opened.saved.model.max_position_embeddings
+    context = longest_sequence(opened.saved.model)
     length = arguments.seq_length or min(opened.saved.seq_length, context)
     if length > context:
         problems.add("--seq-length", length, f"the model has {context} positions", f"write --seq-length {context}")
@@ -216,7 +217,7 @@ def _records_task(arguments: argparse.Namespace, opened: OpenedModel, problems: 
     builder = problems.collect(open_prompt_builder, opened.tokenizer, name, saved.trained_template, default)
     if builder is None:
         return None
-    context = saved.model.max_position_embeddings
+    context = longest_sequence(saved.model)
     room = context if template.labels else context - 1
     encoded = problems.collect(encode_records, records, template, builder, room) or []
     if not encoded and not problems.items:

@@ -20,6 +20,7 @@ from data_prep.lib.input_files import find_sources
 from data_prep.lib.sources import read_lines, with_array
 from megatron_llama.config import Config, ConfigError, DataConfig, ModelConfig, Problem
 from megatron_llama.config.data_settings import MASK_SUFFIX, strip_compression
+from megatron_llama.config.rope import longest_sequence
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.data.checks import check_data, has_labels, mask_problem
 from megatron_llama.system.errors import UserError
@@ -225,7 +226,7 @@ def open_examples(prefix: str, model: ModelConfig) -> list[Example] | None:
         rule, fix = "has no label: each token is masked", "prepare the dataset again, with answers that have loss"
         raise ConfigError([Problem("--dataset", prefix, rule, fix)])
     masks = IndexedDataset(prefix + MASK_SUFFIX)
-    longest, context = int(tokens.index.lengths.max()), model.max_position_embeddings
+    longest, context = int(tokens.index.lengths.max()), longest_sequence(model)
     if longest - 1 > context:
         rule = f"has an example of {longest} tokens, but the model has {context} positions"
         raise ConfigError([Problem("--dataset", prefix, rule, "prepare the dataset with a smaller --seq-length")])

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_llama.config.rope import longest_sequence
 from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.tools.inference.arguments import (
     InferenceTask,
@@ -127,7 +128,7 @@ def _request(arguments: argparse.Namespace, opened: OpenedModel, problems: Probl
         if builder is not None:  # a template may reject a system message
             system = [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
             problems.collect(builder.ids, [*system, {"role": "user", "content": "Hello"}])
-    context = saved.model.max_position_embeddings
+    context = longest_sequence(saved.model)
     for text in arguments.prompt if not problems.items else ():
         count, shown = len(tokenizer.encode(text)), text if len(text) < 40 else text[:36] + " ..."
         if count >= context:

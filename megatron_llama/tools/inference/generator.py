@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_llama.checkpoint.state import weights
+from megatron_llama.config.rope import longest_sequence
 from megatron_llama.devices import get_device
 from megatron_llama.model.llama import Llama
 from megatron_llama.parallel import process_groups
@@ -68,7 +69,7 @@ class Generator:
     @property
     def context(self) -> int:
         """Number of positions of the model."""
-        return self.plan.model.max_position_embeddings
+        return longest_sequence(self.plan.model)
 
     def cache(self, rows: int, capacity: int, at_once: int = 1) -> KVCache:
         """Return an empty cache for ``capacity`` positions; after the prompts, at most ``at_once`` tokens per step."""

@@ -81,11 +81,47 @@ CASES = [
     Case("head_dim_is_even", 1, {"model.hidden_size": 60}, {"model.hidden_size": 64}, "model.hidden_size=56 or 64"),
     Case("head_dim_is_even", 1, {"model.head_dim": 33}, {"model.head_dim": 34}, "model.head_dim=32 or 34"),
     Case(
-        "rope_scaling_has_a_band",
+        "rope_scaling_fits_its_type",
         1,
         {"model.rope_scaling.low_freq_factor": 4.0},
         {"model.rope_scaling.low_freq_factor": 3.9},
         "model.rope_scaling.high_freq_factor=16",
+    ),
+    Case(
+        "rope_scaling_fits_its_type",
+        1,
+        {"model.rope_scaling.rope_type": "linear", "model.rope_scaling.beta_fast": 8.0},
+        {"model.rope_scaling.rope_type": "yarn", "model.rope_scaling.beta_fast": 8.0},
+        "model.rope_scaling.beta_fast=null",
+    ),
+    Case(
+        "rope_scaling_fits_its_type",
+        1,
+        {"model.rope_scaling.rope_type": "yarn", "model.rope_scaling.beta_slow": 32.0},
+        {"model.rope_scaling.rope_type": "yarn", "model.rope_scaling.beta_slow": 31.0},
+        "model.rope_scaling.beta_fast=1024",
+    ),
+    Case(
+        "rope_scaling_fits_its_type",
+        1,
+        {"model.rope_scaling.rope_type": "dynamic", "model.head_dim": 2},
+        {"model.rope_scaling.rope_type": "dynamic", "model.head_dim": 4},
+        "model.head_dim=4",
+    ),
+    Case(
+        "rope_scaling_fits_its_type",
+        1,
+        {
+            "model.rope_scaling.rope_type": "longrope",
+            "model.rope_scaling.short_factor": [1.0] * 24,
+            "model.rope_scaling.long_factor": [1.0] * 23,
+        },
+        {
+            "model.rope_scaling.rope_type": "longrope",
+            "model.rope_scaling.short_factor": [1.0] * 24,
+            "model.rope_scaling.long_factor": [1.0] * 24,
+        },
+        "copy the list long_factor",
     ),
     Case(
         "one_pattern_of_attention",

@@ -445,3 +445,11 @@ def test_fine_tuning_datasets_are_reported(tmp_path: Path) -> None:
         tmp_path, with_changes(NEMO, model__peft={"peft_scheme": None, "lora_tuning": {"adapter_dim": 32}})
     )
     assert not scheme.unsupported, "full fine-tuning"
+
+
+def test_interpolated_positions_are_linear_scaling(tmp_path: Path) -> None:
+    plain = import_dict(tmp_path, with_changes(NEMO, model__seq_len_interpolation_factor=1))
+    assert load_converted(tmp_path, plain).model.rope_scaling is None
+    interpolated = import_dict(tmp_path, with_changes(NEMO, model__seq_len_interpolation_factor=4))
+    scaling = load_converted(tmp_path, interpolated).model.rope_scaling
+    assert scaling is not None and (scaling.rope_type, scaling.factor) == ("linear", 4.0)

@@ -1,0 +1,110 @@
+"""Rotary scalings in config.json and on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_llama.config import Config, ModelConfig, RopeScaling, load_config
+from megatron_llama.config.hf_config import hf_config
+from megatron_llama.config.rope import longest_sequence, rope_from_hf
+from tests.paths import CONF
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+}
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+IN_CONFIG_JSON: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512},
+    {"rope_type": "yarn", "factor": 8.0},
+    {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 1024},
+    {"rope_type": "yarn", "factor": 8.0, "beta_fast": 16, "beta_slow": 2, "truncate": False, "mscale": 0.7},
+    {"rope_type": "longrope", "original_max_position_embeddings": 1024, **FACTORS},
+    {"rope_type": "longrope", "factor": 2.0, "attention_factor": 1.2, **FACTORS},
+]
+
+
+def folder_with(folder: Path, **changes: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}), encoding="utf-8")
+    return folder
+
+
+def load(folder: Path, *overrides: str) -> Config:
+    return load_config(["model=from_hf", f"init_from={folder}", "data=mock", "device=cpu", *overrides], CONF)
+
+
+@pytest.mark.parametrize("scaling", IN_CONFIG_JSON, ids=lambda scaling: ", ".join(map(str, scaling.values()))[:40])
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+def test_a_folders_scaling_is_loaded_and_exported_as_transformers_reads_it(
+    scaling: dict[str, Any], spelling: str, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = folder_with(tmp_path, **{spelling: {**scaling, "rope_theta": 20000.0}})
+    model = load(folder).model
+    assert model.rope_scaling is not None and model.rope_theta == 20000.0
+    exported = hf_config(model, "float32", {})
+    theirs = transformers.LlamaConfig(**json.loads((folder / "config.json").read_text()))
+    ours = transformers.LlamaConfig(**exported)
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    function = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]]
+    for length in (16, 4096):
+        (one, one_factor), (other, other_factor) = (function(config, seq_len=length) for config in (theirs, ours))
+        assert one.equal(other) and one_factor == other_factor
+    (tmp_path / "exported").mkdir()
+    again = tmp_path / "exported"
+    (again / "config.json").write_text(json.dumps(exported))
+    assert load(again).model.rope_scaling == model.rope_scaling, "a second export has the same values"
+
+
+def test_the_context_of_phi_3_is_beside_the_scaling() -> None:
+    scaling = {"rope_type": "longrope", **FACTORS}
+    content = {**LLAMA, "rope_scaling": scaling, "original_max_position_embeddings": 1024}
+    read = rope_from_hf(content)["rope_scaling"]
+    assert (read["original_max_position_embeddings"], read["factor"]) == (1024, 4.0)
+
+
+EXTENDED = "model.rope_scaling={rope_type: yarn, factor: 8}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "contexts"),
+    [
+        ([EXTENDED], (4096, 32768)),
+        ([EXTENDED, "model.max_position_embeddings=16384"], (2048, 16384)),
+        ([EXTENDED, "model.rope_scaling.original_max_position_embeddings=1024"], (1024, 4096)),
+        (["model.rope_scaling={rope_type: linear, factor: 8}"], (None, 4096)),
+        (["model.rope_scaling={rope_type: dynamic, factor: 8}"], (None, 4096)),
+        (["model.rope_scaling={rope_type: llama3}"], (8192, 4096)),
+    ],
+)
+def test_a_scaling_on_the_command_line_extends_the_context(
+    overrides: list[str], contexts: tuple[int | None, int], tmp_path: Path
+) -> None:
+    model = load(folder_with(tmp_path), *overrides).model
+    assert model.rope_scaling is not None
+    assert (model.rope_scaling.original_max_position_embeddings, model.max_position_embeddings) == contexts
+
+
+def test_one_value_on_the_command_line_changes_the_folders_scaling(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, rope_scaling=IN_CONFIG_JSON[3])
+    changed = load(folder, "model.rope_scaling.beta_fast=16").model.rope_scaling
+    assert changed == RopeScaling("yarn", 8.0, original_max_position_embeddings=512, beta_fast=16.0)
+    assert load(folder, "model.rope_scaling=null").model.rope_scaling is None
+
+
+def test_the_longest_sequence_counts_the_scaling() -> None:
+    for kind, longest in {"linear": 16384, "dynamic": 16384, "yarn": 4096, "llama3": 4096}.items():
+        assert longest_sequence(ModelConfig(rope_scaling=RopeScaling(kind, 4.0))) == longest
