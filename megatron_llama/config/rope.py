@@ -23,7 +23,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", _CONTEXT, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("factor", _CONTEXT, "attention_factor", "short_factor", "long_factor"),
 }
-"""Keys of config.json that each type reads, beside ``rope_type`` and ``rope_theta``."""
+"""Keys of config.json for each type, in addition to ``rope_type`` and ``rope_theta``."""
 EXTENSIONS = ("linear", "dynamic", "yarn", "longrope")
 """Types that may be set for a checkpoint that was trained without them."""
 

@@ -84,8 +84,8 @@ def _yarn(model: ModelConfig, scaling: RopeScaling, length: int) -> torch.Tensor
         high += 0.001  # as transformers, against a division by zero
     ramp = ((torch.arange(dim // 2, dtype=torch.float32, device=HOST) - low) / (high - low)).clamp(0, 1)
     wavelengths = _wavelengths(model, model.rope_theta)
-    kept = 1 - ramp
-    return 1.0 / (scaling.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+    unscaled = 1 - ramp
+    return 1.0 / (scaling.factor * wavelengths) * (1 - unscaled) + 1.0 / wavelengths * unscaled
 
 
 def _longrope(model: ModelConfig, scaling: RopeScaling, length: int) -> torch.Tensor:

@@ -64,9 +64,9 @@ def test_a_folders_scaling_is_loaded_and_exported_as_transformers_reads_it(
         (one, one_factor), (other, other_factor) = (function(config, seq_len=length) for config in (theirs, ours))
         assert one.equal(other) and one_factor == other_factor
     (tmp_path / "exported").mkdir()
-    again = tmp_path / "exported"
-    (again / "config.json").write_text(json.dumps(exported))
-    assert load(again).model.rope_scaling == model.rope_scaling, "a second export has the same values"
+    second = tmp_path / "exported"
+    (second / "config.json").write_text(json.dumps(exported))
+    assert load(second).model.rope_scaling == model.rope_scaling, "a second export has the same values"
 
 
 def test_the_context_of_phi_3_is_beside_the_scaling() -> None:
