@@ -1,6 +1,6 @@
 """The table of parallel axes, and the position of a rank on them.
 
-Ranks are numbered in Megatron's order: tp varies fastest, then dp, then pp. Tensor-parallel ranks, which communicate
+Ranks are numbered in Megatron's order: tp varies fastest, then cp, dp and pp. Tensor-parallel ranks, which communicate
 most, are neighbors on one host; pipeline stages, which communicate least, are on different hosts. Sizes, ranks, groups
 and shares of the layout come from this table.
 """
@@ -38,9 +38,10 @@ class Axis:
 
 
 TP = Axis("tp", cuts="matrices", same_weights=False, same_tokens=True, mcore="tensor_model_parallel")
+CP = Axis("cp", cuts="tokens", same_weights=True, same_tokens=False, mcore="context_parallel")
 DP = Axis("dp", cuts="samples", same_weights=True, same_tokens=False, mcore="data_parallel", is_derived=True)
 PP = Axis("pp", cuts="layers", same_weights=False, same_tokens=True, mcore="pipeline_model_parallel")
-AXES = (TP, DP, PP)
+AXES = (TP, CP, DP, PP)
 """Axes, fastest first. Axes with the same weights are adjacent, so that the ranks of a shard group are."""
 AXIS_NAMES = tuple(axis.name for axis in sorted(AXES, key=lambda axis: axis.same_weights))
 """Names in the order of tables: axes that divide the model, then axes that divide the data."""
@@ -84,6 +85,11 @@ class Grid:
         """Return the grid of a world of ``world_size`` ranks, with the derived axis set to world size / block."""
         (derived,) = (axis.name for axis in self.axes if axis.is_derived)
         return self.resized(**{derived: max(1, world_size // self.block)})
+
+    @property
+    def listed(self) -> tuple[str, ...]:
+        """Axes for pages and messages, fastest first: context parallelism only with more than one rank."""
+        return tuple(name for name, size in self.sizes.items() if name != "cp" or size > 1)
 
     @property
     def same_weights(self) -> tuple[str, ...]:
@@ -133,6 +139,14 @@ class Grid:
     def divisor(self, work: Divided) -> int:
         """Return the number of ranks that divide ``work``."""
         return math.prod(self.sizes[axis.name] for axis in self.axes if axis.divides(work))
+
+    def sequence_unit(self, *, sp: bool) -> int:
+        """Return the number that the length of a divided sequence is a multiple of.
+
+        Each context-parallel rank has two chunks, and with sequence parallelism (``sp``) its part divides by tp.
+        """
+        unit = 2 * self.sizes["cp"] if self.sizes["cp"] > 1 else 1
+        return math.lcm(unit, self.divisor("activations")) if sp else unit
 
     def share(self, work: Divided, count: int) -> int:
         """Return one rank's part of ``count`` samples, layers, tokens ..., rounded down."""
@@ -191,7 +205,22 @@ class Topology:
         """Return the virtual stages of this rank."""
         return chunks_of(self.place["pp"], self.sizes["pp"], self.vpp)
 
+    def positions(self, length: int) -> tuple[range, ...]:
+        """Return the positions of this rank's tokens in a sequence of ``length`` tokens, in the order of the rank."""
+        return zigzag(self.place["cp"], self.sizes["cp"], length)
+
 
 def chunks_of(pp_rank: int, pp: int, vpp: int) -> range:
     """Return the virtual stages of a pipeline stage: p, pp + p, 2 pp + p, ..."""
     return range(pp_rank, pp * vpp, pp)
+
+
+def zigzag(cp_rank: int, cp: int, length: int) -> tuple[range, ...]:
+    """Return the positions of a context-parallel rank's tokens: chunks r and 2 cp - 1 - r of 2 cp equal chunks.
+
+    A token of chunk i attends to chunks 0 to i, so two such chunks are the same causal work on each rank.
+    """
+    if cp == 1:
+        return (range(length),)
+    size = length // (2 * cp)
+    return tuple(range(chunk * size, (chunk + 1) * size) for chunk in (cp_rank, 2 * cp - 1 - cp_rank))

@@ -63,10 +63,13 @@ class Result:
 
 
 class RaggedSamples:
-    """Random tokens with a different number of loss tokens per sample, which exposes a mean of means."""
+    """Random tokens with a different number of loss tokens per sample, which exposes a mean of means.
 
-    def __init__(self, seq_length: int, vocab_size: int) -> None:
-        self.seq_length, self.vocab_size = seq_length, vocab_size
+    With ``documents``, a sample has documents of uneven lengths.
+    """
+
+    def __init__(self, seq_length: int, vocab_size: int, documents: bool = False) -> None:
+        self.seq_length, self.vocab_size, self.documents = seq_length, vocab_size, documents
 
     def __len__(self) -> int:
         return 10**6
@@ -75,7 +78,12 @@ class RaggedSamples:
         generator = torch.Generator().manual_seed(index)
         text = torch.randint(0, self.vocab_size, (self.seq_length + 1,), generator=generator)
         counted = torch.arange(self.seq_length) < 1 + (7 * index) % self.seq_length
-        return {"tokens": text[:-1], "labels": text[1:], "loss_mask": counted.float()}
+        sample = {"tokens": text[:-1], "labels": text[1:], "loss_mask": counted.float()}
+        if self.documents:  # a boundary at a quarter of the sequence, and others in between
+            places = torch.arange(self.seq_length)
+            ends = [self.seq_length // 4, self.seq_length // 4 + 1 + index % 5, self.seq_length - 3 - index % 2]
+            sample["documents"] = sum((places >= end).long() for end in ends)
+        return sample
 
 
 def make_plan(world_size: int, *overrides: str) -> Plan:
@@ -117,7 +125,8 @@ def train_rank(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tupl
         optimizer = build_optimizer(plan, model)
         if tamper is not None:
             tamper(model)
-        samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
+        data = plan.config.data
+        samples = RaggedSamples(data.length, plan.model.vocab_size, documents=data.document_mask)
         levels, cpu = levels_of(plan), torch.device("cpu")
         batches = Batches(samples, plan, topology, cpu, random_ltd=plan.random_ltd, levels=levels)
         initial = rectangles(model, lambda shard: shard.local)

@@ -12,12 +12,11 @@ import pytest
 
 from megatron_llama.config.settings import TrainerConfig
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.topology import AXES, AXIS_NAMES, DP, PP, TP, Axis, Grid, Topology
+from megatron_llama.topology import AXES, AXIS_NAMES, DP, PP, TP, Axis, Grid, Topology, zigzag
 from tests.config.helpers import make
 
-CP = Axis("cp", cuts="tokens", same_weights=True, same_tokens=False, mcore="context_parallel")
-WITH_CP = (TP, CP, DP, PP)
-TABLES = pytest.mark.parametrize("axes", [AXES, WITH_CP], ids=["today", "with cp"])
+WITHOUT_CP = (TP, DP, PP)
+TABLES = pytest.mark.parametrize("axes", [AXES, WITHOUT_CP], ids=["all", "without cp"])
 
 
 def grids(axes: tuple[Axis, ...]) -> Iterator[Grid]:
@@ -65,8 +64,8 @@ def test_a_group_has_the_ranks_that_differ_along_its_axes_alone(axes: tuple[Axis
                     assert grid.index(rank, *names) == group.index(rank)
 
 
-def test_an_axis_that_is_added_takes_its_place_in_groups_and_products() -> None:
-    grid = Grid({"tp": 2, "cp": 3, "dp": 5, "pp": 7}, WITH_CP)
+def test_each_axis_has_its_place_in_groups_and_products() -> None:
+    grid = Grid({"tp": 2, "cp": 3, "dp": 5, "pp": 7})
     assert (grid.world_size, grid.block) == (210, 42)
     assert [grid.stride(name) for name in grid.sizes] == [1, 2, 6, 30]
     assert grid.ranks(209, "cp") == [205, 207, 209]
@@ -78,22 +77,23 @@ def test_an_axis_that_is_added_takes_its_place_in_groups_and_products() -> None:
     assert grid.share("activations", 12) == 2, "and under sequence parallelism tensor-parallel ranks divide that"
 
 
-def test_today_only_sequence_parallelism_divides_a_sequence() -> None:
-    grid = Grid({"tp": 2, "dp": 5, "pp": 7})
+def test_without_cp_only_sequence_parallelism_divides_a_sequence() -> None:
+    grid = Grid({"tp": 2, "dp": 5, "pp": 7}, WITHOUT_CP)
     assert grid.share("tokens", 12) == 12 and grid.share("activations", 12) == 6
     assert grid.divisor("samples") == 5 and grid.product(*grid.same_tokens) == 14
 
 
 def test_a_grid_of_settings() -> None:
     settings = SimpleNamespace(tp=4, dp=None, pp=0)
-    assert Grid.of(settings).sizes == {"tp": 4, "dp": 1, "pp": 1}, "a size that is missing, or not legal, is 1"
-    assert Grid.of(settings, WITH_CP).sizes == {"tp": 4, "cp": 1, "dp": 1, "pp": 1}
+    sizes = {"tp": 4, "cp": 1, "dp": 1, "pp": 1}
+    assert Grid.of(settings).sizes == sizes, "a size that is missing, or not legal, is 1"
+    assert Grid.of(settings, WITHOUT_CP).sizes == {"tp": 4, "dp": 1, "pp": 1}
     grid = Grid.of(settings).resized(pp=2)
     assert (grid.block, grid.world_size) == (8, 8)
-    assert grid.with_world(24).sizes == {"tp": 4, "dp": 3, "pp": 2}
+    assert grid.with_world(24).sizes == {"tp": 4, "cp": 1, "dp": 3, "pp": 2}
     assert grid.with_world(3).sizes["dp"] == 1
-    for sizes in ({"tp": 1}, {"tp": 1, "dp": 0, "pp": 1}, {"tp": 1, "dp": 1, "pp": 1, "ep": 1}):
-        with pytest.raises(ValueError, match="one number from 1 for each of tp, dp, pp"):
+    for sizes in ({"tp": 1}, {"tp": 1, "cp": 1, "dp": 0, "pp": 1}, {"tp": 1, "cp": 1, "dp": 1, "pp": 1, "ep": 1}):
+        with pytest.raises(ValueError, match="one number from 1 for each of tp, cp, dp, pp"):
             Grid(sizes)
 
 
@@ -103,7 +103,7 @@ def test_each_axis_is_a_setting_and_one_of_them_is_derived() -> None:
     assert sorted(AXIS_NAMES) == sorted(axis.name for axis in AXES)
     weights = [axis.same_weights for axis in AXES]
     assert weights.count(True) == weights[weights.index(True) :].index(False), "they are neighbours"
-    assert AXIS_NAMES == ("tp", "pp", "dp"), "the order of columns in files and pages"
+    assert AXIS_NAMES == ("tp", "pp", "cp", "dp"), "the order of columns in files and pages"
 
 
 def plan_of(**trainer: object) -> Plan:
@@ -116,7 +116,7 @@ def test_the_place_of_a_rank_in_a_plan() -> None:
     for rank in range(24):
         topology = plan.topology(rank)
         tp, dp, pp = rank % 2, rank // 2 % 6, rank // 12
-        assert topology.place == {"tp": tp, "dp": dp, "pp": pp}
+        assert topology.place == {"tp": tp, "cp": 0, "dp": dp, "pp": pp}
         assert (topology.shard_rank, topology.replica_rank) == (dp % 3, dp // 3)
         assert list(topology.chunks()) == [pp, pp + 2]
         assert topology.is_logger == (rank == 0)
@@ -125,7 +125,7 @@ def test_the_place_of_a_rank_in_a_plan() -> None:
 
 
 def test_shards_are_spread_over_all_ranks_with_the_same_weights() -> None:
-    grid = Grid({"tp": 2, "cp": 2, "dp": 4, "pp": 1}, WITH_CP)
+    grid = Grid({"tp": 2, "cp": 2, "dp": 4, "pp": 1})
     everyone = [Topology(grid, rank, shard_size=4) for rank in range(16)]
     assert [topology.shard_rank for topology in everyone] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
     assert [topology.replica_rank for topology in everyone] == [0] * 8 + [1] * 8
@@ -133,8 +133,27 @@ def test_shards_are_spread_over_all_ranks_with_the_same_weights() -> None:
 
 def test_sizes_of_a_plan() -> None:
     plan = plan_of(tp=2, pp=2)
-    assert plan.grid.sizes == {"tp": 2, "dp": 6, "pp": 2} and plan.grid.world_size == plan.world_size
+    assert plan.grid.sizes == {"tp": 2, "cp": 1, "dp": 6, "pp": 2} and plan.grid.world_size == plan.world_size
     assert plan.data_ranks == plan.dp == plan.shard_size == 6
     assert plan_of(zero=0).shard_size == 1
     assert plan.grid.share(plan.stream, 64) == 32
     assert plan_of(tp=2, sp=False).stream == "tokens"
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3, 4])
+def test_zigzag_order_gives_each_rank_equal_causal_work(cp: int) -> None:
+    length = 24
+    parts = [[position for chunk in zigzag(rank, cp, length) for position in chunk] for rank in range(cp)]
+    assert sorted(position for part in parts for position in part) == list(range(length))
+    assert all(part == sorted(part) and len(part) == length // cp for part in parts)
+    assert len({sum(part) for part in parts}) == 1, "keys of a causal query are proportional to its position"
+    grid = Grid({"tp": 2, "cp": cp, "dp": 1, "pp": 1})
+    chunks = Topology(grid, grid.rank(cp=cp - 1)).positions(length)
+    assert [position for chunk in chunks for position in chunk] == parts[-1]
+
+
+def test_the_unit_of_a_sequence_length() -> None:
+    assert Grid({"tp": 3, "cp": 1, "dp": 1, "pp": 1}).sequence_unit(sp=False) == 1
+    assert Grid({"tp": 3, "cp": 1, "dp": 1, "pp": 1}).sequence_unit(sp=True) == 3
+    assert Grid({"tp": 3, "cp": 4, "dp": 1, "pp": 1}).sequence_unit(sp=False) == 8
+    assert Grid({"tp": 3, "cp": 4, "dp": 1, "pp": 1}).sequence_unit(sp=True) == 24

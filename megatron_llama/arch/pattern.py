@@ -81,8 +81,20 @@ class Pattern:
             return scores / length
         return length
 
-    def tiles(self, length: int) -> Iterator[Tile]:
-        """Yield tiles that compute a document of ``length`` tokens without masked keys. Each query is in one tile."""
+    def tiles(self, length: int, first: int = 0, end: int | None = None) -> Iterator[Tile]:
+        """Yield tiles that compute queries ``first`` to ``end`` of a document of ``length`` tokens.
+
+        They compute few masked keys. Each query is in one tile. Default: all queries.
+        """
+        for tile in self._tiles(length):
+            start, stop = max(tile.start, first), tile.stop if end is None else min(tile.stop, end)
+            if (start, stop) == (tile.start, tile.stop):
+                yield tile
+            elif start < stop:
+                parts = (clipped for part in tile.parts for clipped in _clip(part, tile, start, stop))
+                yield Tile(start, stop, tuple(parts))
+
+    def _tiles(self, length: int) -> Iterator[Tile]:
         if 0 < self.window < length:
             yield Tile(0, self.window, (KeyRange(0, self.window, Keys.CAUSAL),))
             # A tile of n queries computes n - 1 masked scores per row; small tiles have other overhead.
@@ -102,6 +114,19 @@ class Pattern:
     def global_keys(self, length: int) -> tuple[int, int, int]:
         """Return the document's global keys: (whole groups, first global position in a group, tokens per group)."""
         return (length // self.group if self.group else 0, self.group - self.block * self.global_blocks, self.group)
+
+
+def _clip(part: KeyRange, tile: Tile, start: int, stop: int) -> Iterator[KeyRange]:
+    """Yield the ranges of ``part`` for queries ``start`` to ``stop`` of ``tile``."""
+    if part.keys is Keys.CAUSAL:
+        before = part.start + start - tile.start  # keys of earlier queries of the tile
+        if before > part.start:
+            yield KeyRange(part.start, before, Keys.ALL)
+        yield KeyRange(before, part.stop - (tile.stop - stop), Keys.CAUSAL)
+    elif part.keys is Keys.WINDOW:
+        yield KeyRange(part.start + start - tile.start, part.stop - (tile.stop - stop), Keys.WINDOW)
+    else:
+        yield part
 
 
 def pattern_of(model: ModelConfig) -> Pattern:

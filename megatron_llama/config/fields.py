@@ -164,6 +164,9 @@ FOREIGN_NAMES = {
     "pipeline_model_parallel_size": "trainer.pp",
     "pipeline_parallel_size": "trainer.pp",
     "virtual_pipeline_model_parallel_size": "trainer.vpp",
+    "context_parallel_size": "trainer.cp",
+    "context_parallel": "trainer.cp",
+    "cp_comm_type": "trainer.cp_comm",
     "data_parallel_size": "trainer.dp",
     "sequence_parallel": "trainer.sp",
     "zero_stage": "trainer.zero",
@@ -192,8 +195,6 @@ SUGGESTIONS = {
     "gradient_accumulation": "write trainer.global_batch_size, which is micro_batch_size x dp x accumulation",
     "gradient_accumulation_steps": "write trainer.global_batch_size, which is micro_batch_size x dp x accumulation",
     "rampup_batch_size": "write trainer.batch_schedule=[[samples,size],...]: the size from that consumed sample on",
-    "context_parallel_size": "omit it: context parallelism is not supported; trainer.sp splits the sequence over tp",
-    "cp": "omit it: context parallelism is not supported; trainer.sp splits the sequence over tp",
 }
 
 # Values of other programs, in lower case, and the text to write instead, by setting or group.

@@ -149,6 +149,7 @@ CHAT_TEMPLATES = ("own", "chatml", "prompter", "dialogue", "plain")
 LABEL_TEMPLATES = ("qnli", "sst2")
 RECOMPUTE = ("none", "elementwise", "selective", "full")
 """Policies of activation recomputation, from none to all of a block."""
+CP_COMMS = ("all_gather", "ulysses")
 OFFLOADED = ("activations", "optimizer")
 ALLOWED = ("data", "batch", "optim")
 MOST_REPLICAS = 1_000_000
@@ -241,6 +242,12 @@ class TrainerConfig:
     """Tensor-parallel size: devices that share each matrix."""
     pp: Annotated[int, at_least(1)] = 1
     """Pipeline-parallel size: number of stages."""
+    cp: Annotated[int, at_least(1)] = 1
+    """Context-parallel size: ranks that divide the tokens of each sequence. Only attention communicates over them; ZeRO
+    shards over cp * dp ranks. docs/guides/training/context_parallelism.md"""
+    cp_comm: Annotated[str, one_of(*CP_COMMS)] = "all_gather"
+    """Communication of attention over cp: all_gather collects the keys and values of the sequence; ulysses exchanges
+    heads for tokens."""
     vpp: Annotated[int, at_least(1)] = 1
     """Virtual stages per device (interleaved schedule); 1 is plain 1F1B."""
     pipeline_layers: list[int] | None = None
@@ -251,10 +258,10 @@ class TrainerConfig:
     zero: Annotated[int, one_of(0, 1, 2, 3)] = 1
     """ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
     dp: Annotated[int | None, between(1, MOST_REPLICAS)] = None
-    """Data-parallel size. Derived: world / (tp * pp). A given value is checked. It sets the world size on CPU and in
-    dry runs, and may use a part of this machine's devices."""
+    """Data-parallel size. Derived: world / (tp * cp * pp). A given value is checked. It sets the world size on CPU and
+    in dry runs, and may use a part of this machine's devices."""
     shard_group: Annotated[int | None, at_least(1)] = None
-    """Shard inside groups of this many data-parallel ranks and replicate across groups. Derived: dp."""
+    """Shard inside groups of this many data-parallel ranks and replicate across groups. Derived: cp * dp."""
     grad_reduce: Annotated[str | None, one_of(*EXCHANGES, note="; null is the precision's own sum")] = None
     """Format in which data-parallel ranks exchange gradients. null: summed in the dtype in which trainer.precision
     accumulates them; bf16: sent in bf16, added in fp32; int8: sent in int8 blocks (ZeRO++ qgZ), added in fp32.

@@ -1,7 +1,8 @@
 """Micro batches of a rank: ``Batches``, built ahead by ``Prefetcher``, and the mock dataset.
 
 A step trains on the next ``BatchSchedule.size_from`` samples (plan/schedules.py), in every layout. Micro batch m of
-data-parallel rank d begins at offset (m * dp + d) * micro_batch_size.
+data-parallel rank d begins at offset (m * dp + d) * micro_batch_size. Context-parallel ranks have the same samples and
+different positions.
 """
 
 from __future__ import annotations
@@ -124,10 +125,12 @@ class Batches:
 
     def _micro_batch(self, indices: range, cut: SequenceCut | None, ltd_length: int | None) -> MicroBatch:
         samples = [part for index in indices for part in cut_sample(self.samples[index], cut)]
-        tokens, labels, loss_mask = (self._stack(samples, key) for key in ("tokens", "labels", "loss_mask"))
+        chunks = self.topology.positions(len(samples[0]["tokens"]))
+        tokens, labels, loss_mask = (self._stack(samples, key, chunks) for key in ("tokens", "labels", "loss_mask"))
         documents = Documents.of(self._stack(samples, "documents")) if "documents" in samples[0] else None
         pattern = pattern_of(self.plan.model)
         sizes = torch.tensor([_sizes(sample, pattern) for sample in samples]).sum(dim=0)
+        sizes *= self.topology.place["cp"] == 0  # of whole sequences: the sum over ranks counts them once
         subsets = None if ltd_length is None else self._subsets(indices, ltd_length, documents)
         if self.pin_memory:
             sizes, subsets = sizes.pin_memory(), subsets and subsets.on(torch.Tensor.pin_memory)
@@ -143,8 +146,13 @@ class Batches:
         part = (topology.place["tp"], topology.sizes["tp"]) if self.plan.sp else (0, 1)
         return build_subsets(drawn, layers, length, documents, part)
 
-    def _stack(self, samples: Sequence[Mapping[str, torch.Tensor]], key: str) -> torch.Tensor:
+    def _stack(
+        self, samples: Sequence[Mapping[str, torch.Tensor]], key: str, chunks: Sequence[range] | None = None
+    ) -> torch.Tensor:
+        """Stack a key of the samples; with ``chunks``, only these positions of each."""
         rows = [sample[key] for sample in samples]
+        if chunks is not None and len(chunks) > 1:
+            rows = [torch.cat([row[chunk.start : chunk.stop] for chunk in chunks]) for row in rows]
         out = torch.empty((len(rows), *rows[0].shape), dtype=rows[0].dtype, pin_memory=self.pin_memory)
         return torch.stack(rows, out=out)
 

@@ -15,6 +15,7 @@ scores of the call in memory.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from enum import Enum
@@ -24,10 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_llama.arch.pattern import LARGEST_FLASH_HEAD, KeyRange, Keys, Pattern
+from megatron_llama.arch.pattern import LARGEST_FLASH_HEAD, KeyRange, Keys, Pattern, Tile
 from megatron_llama.devices.visibility import AttentionInputs, Lengths
 
 aten = torch.ops.aten
+
+Chunks = Sequence[range]
+"""Positions of queries in their sequence, in the order of q."""
 
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -86,20 +90,63 @@ def _tokens(x: Tensor, start: int, stop: int) -> Tensor:
     return x.narrow(2, start, stop - start)
 
 
-def tiles_forward(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, cu_seqlens: Tensor | None, pattern: Pattern
-) -> tuple[Tensor, Tensor]:
-    """Return (attention [b, heads, s, d], log-sum-exp of scores [b, heads, s], fp32) of ``DocumentKernel.forward``."""
-    outs, lses = empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+class _Queries(NamedTuple):
+    """Queries of one document, which are adjacent in q."""
+
+    document: _Document
+    index: int
+    """Index in q of the first one."""
+    first: int
+    """Its position in the document."""
+    end: int
+    """Position after the last one."""
+
+
+def _queries(lengths: Lengths, chunks: Chunks | None) -> Iterator[_Queries]:
+    """Yield the queries of each document; of each chunk, if q has only the queries at positions ``chunks``."""
     for document in _documents(lengths):
-        queries, keys, values, out, lse = _of((q, k, v, outs, lses), document)
+        if chunks is None:
+            yield _Queries(document, document.start, 0, document.length)
+            continue
+        index = 0
+        for chunk in chunks:
+            first = max(chunk.start - document.start, 0)
+            end = min(chunk.stop - document.start, document.length)
+            if first < end:
+                yield _Queries(document, index + document.start + first - chunk.start, first, end)
+            index += len(chunk)
+
+
+def _rows_of(x: Tensor, queries: _Queries, tile: Tile) -> Tensor:
+    """Return the queries of a tile in a tensor of q's length."""
+    start, document = queries.index + tile.start - queries.first, queries.document
+    return x.narrow(0, document.row, document.rows).narrow(2, start, tile.stop - tile.start)
+
+
+def tiles_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    cu_seqlens: Tensor | None,
+    pattern: Pattern,
+    chunks: Chunks | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return (attention [b, heads, n, d], log-sum-exp of scores [b, heads, n], fp32) of ``DocumentKernel.forward``.
+
+    Args:
+        chunks: positions of the n queries in the sequence of k and v. Default: all.
+    """
+    outs, lses = empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    for queries in _queries(lengths, chunks):
+        keys, values = _of((k, v), queries.document)
         global_kv = _global(pattern, keys, values)
-        for start, stop, parts in pattern.tiles(queries.shape[2]):
-            tile = _tokens(queries, start, stop)
-            results = [_call(tile, *_part(keys, values, global_kv, part), part.keys) for part in parts]
-            tile_out, tile_lse = results[0] if len(results) == 1 else _merge(*results)
-            _tokens(out, start, stop).copy_(tile_out)
-            _tokens(lse, start, stop).copy_(tile_lse)
+        for tile in pattern.tiles(queries.document.length, queries.first, queries.end):
+            tile_q, out, lse = (_rows_of(x, queries, tile) for x in (q, outs, lses))
+            results = [_call(tile_q, *_part(keys, values, global_kv, part), part.keys) for part in tile.parts]
+            tile_out, tile_lse = functools.reduce(_merge, results)
+            out.copy_(tile_out)
+            lse.copy_(tile_lse)
     return outs, lses
 
 
@@ -113,36 +160,41 @@ def tiles_backward(
     lengths: Lengths,
     cu_seqlens: Tensor | None,
     pattern: Pattern,
+    chunks: Chunks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, from the output's gradient and the results of ``tiles_forward``."""
+    """Return the gradients of q, k and v, from the output's gradient and the results of ``tiles_forward``.
+
+    With ``chunks``, the gradients of k and v are this rank's part: the sum over these queries.
+    """
     # Sums over calls are in fp32.
-    summed = any(pattern.is_sparse(length) for row in lengths for length in row)
-    grads = tuple(empty_like(x, torch.float32 if summed else None) for x in (q, k, v))
-    for document in _documents(lengths):
-        inputs = _of((grad, q, k, v, out, lse), document)
-        document_grads = _of(grads, document)
-        if pattern.is_sparse(inputs[0].shape[2]):
-            _sum_of_calls(document_grads, inputs, pattern)
+    is_sum = chunks is not None or any(pattern.is_sparse(length) for row in lengths for length in row)
+    grads = tuple(empty_like(x, torch.float32 if is_sum else None) for x in (q, k, v))
+    if is_sum:
+        for x in grads:
+            x.zero_()
+    for queries in _queries(lengths, chunks):
+        if chunks is not None or pattern.is_sparse(queries.document.length):
+            _sum_of_calls(grads, (grad, q, k, v, out, lse), queries, pattern)
         else:
-            out_grad, queries, keys, values, outs, lses = inputs
-            results = _call_backward(out_grad, queries, keys, values, outs, lses, Keys.CAUSAL)
-            for target, result in zip(document_grads, results, strict=True):
+            document_inputs = _of((grad, q, k, v, out, lse), queries.document)
+            results = _call_backward(*document_inputs, Keys.CAUSAL)
+            for target, result in zip(_of(grads, queries.document), results, strict=True):
                 target.copy_(result)
     dq, dk, dv = (x.to(like.dtype) for x, like in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv
 
 
-def _sum_of_calls(grads: tuple[Tensor, ...], inputs: tuple[Tensor, ...], pattern: Pattern) -> None:
-    """Write a document's gradients of q, k and v. ``inputs`` are the tensor arguments of ``_call_backward``."""
+def _sum_of_calls(grads: tuple[Tensor, ...], inputs: tuple[Tensor, ...], queries: _Queries, pattern: Pattern) -> None:
+    """Add the gradients of ``queries`` to ``grads`` of q, k and v. ``inputs`` are the tensors of ``tiles_backward``."""
     grad, q, k, v, out, lse = inputs
-    dq, *dkv = (x.zero_() for x in grads)
-    global_kv = _global(pattern, k, v)
+    keys, values, *dkv = _of((k, v, *grads[1:]), queries.document)
+    global_kv = _global(pattern, keys, values)
     global_grads = [torch.zeros_like(x, dtype=torch.float32) for x in global_kv]
-    for start, stop, parts in pattern.tiles(q.shape[2]):
-        out_grad, queries, outs, lses = (_tokens(x, start, stop) for x in (grad, q, out, lse))
-        for part in parts:
-            result = _call_backward(out_grad, queries, *_part(k, v, global_kv, part), outs, lses, part.keys)
-            _tokens(dq, start, stop).add_(result[0])
+    for tile in pattern.tiles(queries.document.length, queries.first, queries.end):
+        tile_grad, tile_q, outs, lses, dq = (_rows_of(x, queries, tile) for x in (grad, q, out, lse, grads[0]))
+        for part in tile.parts:
+            result = _call_backward(tile_grad, tile_q, *_part(keys, values, global_kv, part), outs, lses, part.keys)
+            dq.add_(result[0])
             sums = global_grads if part.keys is Keys.GLOBAL else dkv
             for total, more in zip(sums, result[1:], strict=True):
                 _tokens(total, part.start, part.stop).add_(more)
@@ -317,7 +369,9 @@ def _operator(
     q: Tensor, k: Tensor, v: Tensor, host_cu_seqlens: Tensor, cu_seqlens: Tensor | None, kernel: str, pattern: list[int]
 ) -> tuple[Tensor, Tensor]:
     """Attention inside documents, for compiled blocks. ``pattern`` has the fields of ``Pattern``."""
-    return _forward(q, k, v, _lengths(host_cu_seqlens, q), cu_seqlens, kernel, Pattern(*pattern))
+    return _forward(
+        q, k, v, document_lengths(host_cu_seqlens, q.shape[0], q.shape[2]), cu_seqlens, kernel, Pattern(*pattern)
+    )
 
 
 @torch.library.custom_op("megatron_llama::attention_backward", mutates_args=())
@@ -333,12 +387,19 @@ def _operator_backward(
     kernel: str,
     pattern: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward(grad, (q, k, v, out, lse), _lengths(host_cu_seqlens, q), cu_seqlens, kernel, Pattern(*pattern))
+    return _backward(
+        grad,
+        (q, k, v, out, lse),
+        document_lengths(host_cu_seqlens, q.shape[0], q.shape[2]),
+        cu_seqlens,
+        kernel,
+        Pattern(*pattern),
+    )
 
 
-def _lengths(cu_seqlens: Tensor, q: Tensor) -> Lengths:
-    """Return the documents' lengths from ``cu_seqlens`` [tokens + 1], whose last value repeats."""
-    rows, length, lengths = q.shape[0], q.shape[2], []
+def document_lengths(cu_seqlens: Tensor, rows: int, length: int) -> Lengths:
+    """Return the documents' lengths in ``rows`` of ``length`` tokens. The last value of ``cu_seqlens`` repeats."""
+    lengths = []
     ends = [end for end in cu_seqlens.unique_consecutive().tolist() if end]
     for row in range(rows):
         row_ends = [end - row * length for end in ends if row * length < end <= (row + 1) * length]

@@ -24,7 +24,7 @@ class MicroBatch:
     """Sequences that a data-parallel rank processes together."""
 
     tokens: Tensor
-    """Token ids [b, s], int64."""
+    """Token ids [b, s], int64; the rank's part of each sequence, if context-parallel ranks divide it."""
     labels: Tensor
     """Ids of the next tokens [b, s], int64."""
     loss_mask: Tensor
@@ -33,7 +33,7 @@ class MicroBatch:
     """[2], int64: tokens without padding, and the sum over documents of length * ``Pattern.span(length)``, which the
     FLOPs of attention are proportional to."""
     documents: Documents | None = None
-    """Documents of packed sequences. All pipeline stages have them."""
+    """Documents of packed sequences, whole on each context-parallel rank. All pipeline stages have them."""
     subsets: Subsets | None = None
     """With random-LTD, the tokens that each layer of this rank processes in training. None: all tokens."""
 
@@ -79,19 +79,31 @@ class InputBuilder:
     def __call__(
         self, tokens: Tensor, documents: Documents | None = None, subsets: Subsets | None = None
     ) -> BlockInputs:
-        """Build the inputs for token ids [b, s], the ``documents`` in their sequences, and the layers' ``subsets``."""
-        table = self._table_for(tokens)
-        visible = self.build_visible(tokens, documents, pattern_of(self.model))
+        """Build the inputs for the tokens [b, s] of a micro batch."""
+        return self.whole(tokens, documents, subsets)
+
+    def whole(self, tokens: Tensor, documents: Documents | None = None, subsets: Subsets | None = None) -> BlockInputs:
+        """Build the inputs for whole sequences [b, s], the ``documents`` in them, and the layers' ``subsets``."""
+        table = self._table_for(tokens.shape[1], tokens.device)
+        visible = self.build_visible(tokens, documents, self.pattern)
         rotary = table if documents is None else _at(table, documents.positions())
         of_subset = partial(self._of_subset, table, tokens.shape[1])
         return BlockInputs(rotary, visible, documents, subsets, of_subset)
 
-    def _of_subset(self, table: Rotary, length: int, subset: Subset) -> tuple[Rotary, AttentionInputs | None]:
-        return _at(table, subset.positions), subset.visible(length, pattern_of(self.model), self.build_visible)
+    @property
+    def pattern(self) -> Pattern:
+        """Pattern of the model's attention."""
+        return pattern_of(self.model)
 
-    def _table_for(self, tokens: Tensor) -> Rotary:
-        """Return the angles of all positions of tokens [b, s], cached until length or device change."""
-        length, device = tokens.shape[1], tokens.device
+    def rotary(self, positions: Tensor, length: int) -> Rotary:
+        """Return the angles of ``positions`` [b, s], int64, below ``length``."""
+        return _at(self._table_for(length, positions.device), positions)
+
+    def _of_subset(self, table: Rotary, length: int, subset: Subset) -> tuple[Rotary, AttentionInputs | None]:
+        return _at(table, subset.positions), subset.visible(length, self.pattern, self.build_visible)
+
+    def _table_for(self, length: int, device: torch.device) -> Rotary:
+        """Return the angles of all positions below ``length``, cached until length or device change."""
         if self._table is None or self._table[0].shape[0] != length or self._table[0].device != device:
             self._table = rotary_table(self.model, length, device)
         return self._table

@@ -56,7 +56,7 @@ class Groups:
 
 
 _current: Groups | None = None
-_TENSOR_PARALLEL = "tensor-parallel"
+_TENSOR_PARALLEL, _CONTEXT_PARALLEL = "tensor-parallel", "context-parallel"
 
 
 def current_groups() -> Groups:
@@ -98,6 +98,7 @@ def process_groups(plan: Plan, topology: Topology, device: Device, torch_device:
             distributed_timeout_minutes=_timeout(trainer) / timedelta(minutes=1),  # type: ignore[arg-type]
         )
     _rename(parallel_state.get_tensor_model_parallel_group(), _TENSOR_PARALLEL)
+    _rename(parallel_state.get_context_parallel_group(), _CONTEXT_PARALLEL)
     _current = Groups(topology)
     ended_together = False
     try:
@@ -110,7 +111,8 @@ def process_groups(plan: Plan, topology: Topology, device: Device, torch_device:
     finally:
         _current = None
         parallel_state.destroy_model_parallel()
-        _unregister_process_group(_TENSOR_PARALLEL)  # type: ignore[arg-type]
+        for name in (_TENSOR_PARALLEL, _CONTEXT_PARALLEL):
+            _unregister_process_group(name)  # type: ignore[arg-type]
         # NCCL waits here for the other ranks, which may wait in a collective for a rank that failed alone.
         if ended_together or dist.get_world_size() == 1 or dist.get_backend() == "fake":
             dist.destroy_process_group()

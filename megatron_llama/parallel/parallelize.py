@@ -1,9 +1,10 @@
 """``build_model`` applies all parallelism and features to a Llama, in this order:
 
-    meta device  →  tensor- and sequence-parallel layers  →  LoRA, quantized  →  recompute  →  compile  →  random-LTD
-    →  offload  →  fully_shard  →  weights
+    meta device  →  tensor- and sequence-parallel layers  →  context  →  LoRA, quantized  →  recompute  →  compile
+    →  random-LTD  →  offload  →  fully_shard  →  weights
 
-Tensor parallelism is first, because it determines the shapes of a rank's matrices. Recomputation wraps a block's
+Tensor parallelism is first, because it determines the shapes of a rank's matrices. Context parallelism replaces
+attention, which recomputation and the compiler include. Recomputation wraps a block's
 forward before the compiler, so that the compiled graph includes it. Random-LTD and offload wrap the compiled forward,
 and offload also moves the indices that random-LTD saves. ``fully_shard`` wraps blocks, because its hooks cannot be
 compiled. Weights are last, when each rank's rectangles are determined: no rank ever holds a whole model.
@@ -32,6 +33,7 @@ from megatron_llama.model.llama import Llama
 from megatron_llama.model.lora import add_lora
 from megatron_llama.model.loss import fused_softmax
 from megatron_llama.model.offload import Offload
+from megatron_llama.parallel import context
 from megatron_llama.parallel.compiling import Compiler
 from megatron_llama.parallel.fsdp import ComputeCopies, allocate, data_groups, filled_copies, shard_chunk
 from megatron_llama.parallel.groups import Groups, current_groups, group_defaults
@@ -94,7 +96,7 @@ class ParallelModel:
             means = run_schedule(self.chunks, self.plan, microbatches, total, train, self.compute_copies)
         if train:
             self.replicated.reduce(self.shards)
-        # All tensor-parallel ranks of the last stage have the same value.
+        # All tensor-parallel ranks of the last stage have the same value; context-parallel ranks have parts of the sum.
         means = means / self.plan.grid.product(*(name for name in self.plan.grid.same_tokens if name != "pp"))
         dist.all_reduce(means)
         if self.compiler is not None:
@@ -142,6 +144,7 @@ def mcore_config(plan: Plan) -> TransformerConfig:
         kv_channels=model.head_dim,
         tensor_model_parallel_size=trainer.tp,
         pipeline_model_parallel_size=trainer.pp,
+        context_parallel_size=trainer.cp,
         virtual_pipeline_model_parallel_size=trainer.vpp if trainer.vpp > 1 else None,
         sequence_parallel=plan.sp,
         params_dtype=torch_dtype(plan.precision.param_dtype),
@@ -189,6 +192,7 @@ def build_model(
                 is_first=stage == 0,
                 is_last=stage == len(plan.stage_layers) - 1,
             )
+            context.attach(chunk, topology, kernels, groups, trainer.cp_comm)
             if plan.config.finetune.method == "lora":
                 add_lora(chunk, plan.config.finetune, torch_dtype(plan.frozen_dtype), plan.quantized)
         _wrap_blocks(chunk, plan, compiler)

@@ -85,7 +85,9 @@ def run_logits(
     documents: Documents | None = None,
     token_index: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Run forward over one micro batch of token ids [b, s], packed if ``documents`` is given.
+    """Run forward over one micro batch of whole sequences, token ids [b, s], packed if ``documents`` is given.
+
+    Each context-parallel rank computes the whole sequences.
 
     Args:
         token_index: [b], int64, the token of each row whose logits are returned. Default: all tokens.
@@ -102,7 +104,7 @@ def run_logits(
 
     def forward_step(batches: Iterator[torch.Tensor], chunk: Llama) -> tuple[torch.Tensor, Any]:
         tokens = next(batches)
-        return chunk(tokens, inputs=chunk.build_inputs(tokens, documents), token_index=before_head), None
+        return chunk(tokens, inputs=chunk.build_inputs.whole(tokens, documents), token_index=before_head), None
 
     outputs = _run(chunks, plan, forward_step, [tokens] * repeats, tokens.shape, train=False)
     if not outputs or token_index is None or before_head is not None:

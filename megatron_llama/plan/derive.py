@@ -112,11 +112,13 @@ def derive_plan(config: Config, world_size: int) -> Plan:
 def _derive_sequence_parallelism(config: Config, grid: Grid) -> list[str]:
     """Derive ``trainer.sp``, in place; return the notes."""
     trainer, length, notes = config.trainer, config.data.length, list[str]()
-    fits = length % grid.divisor("activations") == 0
+    fits = length % grid.sequence_unit(sp=True) == 0
     if trainer.sp and trainer.tp == 1:
         notes = ["trainer.sp=true has no effect with trainer.tp=1"]
     elif trainer.sp is None and not fits:
-        notes = [f"sequence parallelism is off: data.seq_length={length} is not a multiple of trainer.tp={trainer.tp}"]
+        tp, both = trainer.tp, trainer.tp * trainer.cp
+        parts = f"trainer.tp={tp}" if trainer.cp == 1 else f"trainer.tp * trainer.cp = {both}"
+        notes = [f"sequence parallelism is off: data.seq_length={length} is not a multiple of {parts}"]
     # A rule rejects trainer.sp=true if the sequence length is not a multiple of tp.
     trainer.sp = trainer.sp is not False and trainer.tp > 1 and fits
     return notes

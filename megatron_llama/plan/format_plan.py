@@ -75,8 +75,8 @@ def batch_line(config: Config, hardware: str | None = None) -> str:
 
 def _product(plan: Plan, sign: str, **remarks: str) -> str:
     """Format the sizes of all axes, slowest first, each with its remark."""
-    sizes = reversed(plan.grid.sizes.items())
-    return f" {sign} ".join(f"{name} {size}{remarks.get(name, '')}" for name, size in sizes)
+    names = reversed(plan.grid.listed)
+    return f" {sign} ".join(f"{name} {plan.grid.sizes[name]}{remarks.get(name, '')}" for name in names)
 
 
 def _head(plan: Plan) -> Iterator[str]:
@@ -129,7 +129,7 @@ def _grid(plan: Plan) -> Iterator[str]:
     virtual = f", {trainer.vpp} virtual stages on each rank" if trainer.vpp > 1 else ""
     yield _line("rank grid", f"{_product(plan, '×')} = {plan.world_size}{virtual}")
     if plan.world_size > max(plan.grid.sizes.values()):
-        formula, *others = reversed(plan.grid.sizes)
+        formula, *others = reversed(plan.grid.listed)
         for name in others:
             formula = f"({formula})" if "+" in formula else formula
             formula += f" · {plan.grid.sizes[name]} + {name}"

@@ -26,7 +26,7 @@ class Plan:
     world_size: int
     """Number of devices, one process each."""
     dp: int
-    """Data-parallel size, world_size / (tp * pp)."""
+    """Data-parallel size, world_size / (tp * cp * pp)."""
     num_microbatches: int
     """Micro batches per data-parallel rank and step of trainer.global_batch_size."""
     stage_layers: tuple[tuple[int, ...], ...]

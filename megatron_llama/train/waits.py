@@ -32,6 +32,7 @@ _METHODS = {
     "reduce_scatter_single": "reduce_scatter",
     "reduce_scatter": "reduce_scatter",
     "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall_base": "all_to_all",
     "broadcast": "broadcast",
     "barrier": "barrier",
     "send": "send",
@@ -44,6 +45,7 @@ _OPERATORS = {
     "all_gather_into_tensor_out": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter_tensor_out": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
 }
 AXES = (*AXIS_NAMES, "world")
 DATA = "data"

@@ -14,6 +14,7 @@ from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import ConfigError
 from megatron_llama.data.record import make_record
 from megatron_llama.plan import Plan, resolve
+from megatron_llama.topology import AXIS_NAMES
 from tests.config.helpers import everything_exists, make
 from tests.data.files import numbered, write_indexed
 
@@ -37,7 +38,7 @@ class Change:
     @property
     def world_before(self) -> int:
         """Ranks of the first run."""
-        sizes = [self.base.get(name, 1) for name in ("trainer.tp", "trainer.pp", "trainer.dp")]
+        sizes = [self.base.get(f"trainer.{name}", 1) for name in AXIS_NAMES]
         return math.prod(sizes)
 
 
@@ -106,6 +107,8 @@ CHANGES: dict[str, Change] = {
     "trainer.random_ltd.layers": Change([1], DROPPING),
     "trainer.tp": Change(2, world=2),
     "trainer.pp": Change(2, world=2),
+    "trainer.cp": Change(2, world=2),
+    "trainer.cp_comm": Change("ulysses", {"trainer.cp": 2}, world=2),
     "trainer.vpp": Change(2, {"trainer.pp": 2}, world=2),
     "trainer.pipeline_layers": Change([1, 3], {"trainer.pp": 2}, world=2),
     "trainer.sp": Change(False, {"trainer.tp": 2}, world=2),

@@ -29,6 +29,7 @@ LAYOUTS = {
     "tp2·pp2": (4, ["trainer.tp=2", "trainer.pp=2"]),
     "tp4, kv heads < tp": (4, ["trainer.tp=4"]),
     "dp4, hybrid": (4, ["trainer.zero=3", "trainer.shard_group=2"]),
+    "cp2·dp2, zero 3": (4, ["trainer.cp=2", "trainer.zero=3"]),
     "tp2·dp2, zero 3": (4, ["trainer.tp=2", "trainer.zero=3"]),
 }
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -71,6 +72,18 @@ def test_any_layout_loads_into_any(saved: Saved, tmp_path: Path, model: str, lay
     assert after.started_at == 2 and after.updates == 2
     assert after.lr == before.lr
     assert_same(after.tensors, before.tensors)
+
+
+def test_a_run_resumes_with_other_context_parallel_sizes(tmp_path: Path) -> None:
+    losses = run(1, tmp_path / "one", until=4).losses
+    resumed: dict[int, float] = {}
+    for until, ranks, overrides in (
+        (2, 2, ["trainer.cp=2"]),
+        (3, 4, ["trainer.cp=4", "trainer.cp_comm=ulysses"]),
+        (4, 1, []),
+    ):
+        resumed |= run(ranks, tmp_path / "many", *overrides, until=until).losses
+    assert [*resumed.values()] == pytest.approx([*losses.values()], rel=1e-6) and resumed.keys() == losses.keys()
 
 
 def test_the_file_holds_hugging_faces_tensors(saved: Saved) -> None:

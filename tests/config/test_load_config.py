@@ -227,7 +227,7 @@ def test_a_setting_can_refer_to_another() -> None:
         ("trainer.seed=1e400", "trainer.seed", "whole number"),
         ("trainer.compile=7", "trainer.compile", "true or false"),
         ("trainer.TP=2", "trainer.TP", "trainer.tp=2"),
-        ("trainer.cp=2", "trainer.cp", "context parallelism is not supported"),
+        ("trainer.context_parallel_size=2", "trainer.context_parallel_size", "trainer.cp=2"),
         ("trainer.bf16=true", "trainer.bf16", "trainer.precision=bf16"),
         ("trainer.tensor_parallel=4", "trainer.tensor_parallel", "trainer.tp=4"),
         ("trainer.tp==2", "override", "write trainer.tp=2"),

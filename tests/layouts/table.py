@@ -19,6 +19,7 @@ EIGHT_BITS = ["optim.state_bits=8", "model.hidden_size=64", "model.num_hidden_la
 ASYNC_TP = ["trainer.tp=2", "trainer.compile=true", "trainer.compile_strict=true", "trainer.async_tp=true"]
 # Through the kernel of compiled blocks (devices/cpu/attention.py): heads of 32, blocks of 128 tokens.
 COMPILED, WIDE = ["trainer.compile=true", "trainer.compile_strict=true"], ["model.head_dim=32", "data.seq_length=144"]
+CP, CP4, ULYSSES, DOCUMENTS = "trainer.cp=2", "trainer.cp=4", "trainer.cp_comm=ulysses", "data.document_mask=true"
 SIX_LAYERS = "model.num_hidden_layers=6"
 # Of a global batch of 8; without either it is 2. Ranks that meet at each matrix are slow on two cores, so theirs are
 # larger; each layout accumulates over two micro batches or more.
@@ -47,6 +48,11 @@ QUICK = {
     "tp2+sp, random-LTD",
     "pp2·dp2, random-LTD, zero 3",
     "tp2·dp2+sp, zero 2, 8-bit states",
+    "cp2",
+    "cp2·tp2+sp, documents",
+    "cp2·pp2, tied",
+    "cp2·dp2, zero 3, window",
+    "cp4, ulysses, kv heads < cp",
 }
 # name, ranks, overrides of the layout, overrides of the model (the oracle gets these too)
 LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
@@ -167,6 +173,50 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
         EIGHT_BITS,
     ),
     ("tp2+sp, 8-bit states, compiled", 2, ["trainer.tp=2", *COMPILED], EIGHT_BITS),  # by blockwise_cpu.cpp
+    ("cp2", 2, [CP], []),
+    ("cp4", 4, [CP4], []),
+    ("cp2·tp2+sp", 4, [CP, "trainer.tp=2"], []),
+    ("cp2·tp2, odd vocabulary", 4, [CP, "trainer.tp=2", "trainer.sp=false"], ["model.vocab_size=61"]),
+    ("cp2·pp2, tied", 4, [CP, "trainer.pp=2"], [TIED]),
+    ("cp2·pp2·vpp2", 4, [CP, "trainer.pp=2", "trainer.vpp=2"], []),
+    ("cp2·dp2, zero 0", 4, [CP, "trainer.zero=0"], []),
+    ("cp2·dp2, zero 1", 4, [CP], []),
+    ("cp2·dp2, zero 2", 4, [CP, "trainer.zero=2"], []),
+    ("cp2·dp2, zero 3, window", 4, [CP, "trainer.zero=3"], [WINDOW]),
+    ("cp2·dp2, hybrid, zero 3", 4, [CP, "trainer.zero=3", "trainer.shard_group=2"], []),
+    ("cp2·tp2·pp2+sp", 8, [CP, "trainer.tp=2", "trainer.pp=2"], []),
+    ("cp2, documents", 2, [CP], [DOCUMENTS]),
+    ("cp2·tp2+sp, documents", 4, [CP, "trainer.tp=2"], [DOCUMENTS]),
+    ("cp2·pp2, documents, window", 4, [CP, "trainer.pp=2"], [DOCUMENTS, WINDOW]),
+    ("cp4, blocks", 4, [CP4], [BLOCKS]),
+    ("cp4, documents, blocks, full recompute", 4, [CP4, "trainer.recompute=full"], [DOCUMENTS, BLOCKS]),
+    ("cp2, selective recompute", 2, [CP, "trainer.recompute=selective"], []),
+    ("cp2, elementwise recompute", 2, [CP, "trainer.recompute=elementwise"], []),
+    (
+        "cp2·dp2, zero 3, full recompute of every 2nd block, offloaded",
+        4,
+        [CP, "trainer.zero=3", "trainer.recompute=full", "trainer.recompute_every=2", OFFLOAD],
+        [],
+    ),
+    ("cp2·tp2+sp, 8-bit states", 4, [CP, "trainer.tp=2"], EIGHT_BITS),
+    ("cp2, shorter sequences", 2, [CP], [PIECES]),
+    ("cp2·tp2+sp, short sequences first", 4, [CP, "trainer.tp=2"], [SHORT]),
+    (
+        "cp2, 1-bit Adam before its exchange",
+        2,
+        [CP],
+        ["optim.name=onebit_adam", "trainer.zero=0", "optim.freeze_step=10"],
+    ),
+    ("cp2, compiled", 2, [CP, *COMPILED], WIDE),
+    ("cp2·dp2, zero 3, documents, full recompute, compiled", 4, [CP, "trainer.zero=3", *COMPILED], [*WIDE, DOCUMENTS]),
+    ("cp2, ulysses", 2, [CP, ULYSSES], []),
+    ("cp4, ulysses, kv heads < cp", 4, [CP4, ULYSSES], []),
+    ("cp2·tp2+sp, ulysses, one kv head", 4, [CP, "trainer.tp=2", ULYSSES], ["model.num_key_value_heads=1"]),
+    ("cp2·pp2·dp2, ulysses, zero 3, documents", 8, [CP, "trainer.pp=2", "trainer.zero=3", ULYSSES], [DOCUMENTS]),
+    ("cp2, ulysses, window, full recompute", 2, [CP, ULYSSES, "trainer.recompute=full"], [WINDOW]),
+    ("cp2, ulysses, blocks, selective recompute", 2, [CP, ULYSSES, "trainer.recompute=selective"], [BLOCKS]),
+    ("cp2, ulysses, elementwise recompute, offloaded", 2, [CP, ULYSSES, "trainer.recompute=elementwise"], []),
+    ("cp2, ulysses, compiled", 2, [CP, ULYSSES, *COMPILED], WIDE),
     ("micro batches of 1", 1, [MICRO_1], []),
     ("micro batches of 8", 1, [ONE_MICRO_BATCH], []),
     ("pp2·dp2, micro batches of 1", 4, ["trainer.pp=2", MICRO_1], []),

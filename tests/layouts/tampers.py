@@ -15,7 +15,7 @@ import megatron_llama.model.loss as loss
 from megatron_llama.devices import HOST, attention, device_named
 from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.model.inputs import MicroBatch
-from megatron_llama.parallel import ParallelModel, Shard
+from megatron_llama.parallel import ParallelModel, Shard, context
 from megatron_llama.parallel.pipeline import Counts
 from tests.parallel.symmetric_memory import wrong_pieces
 
@@ -142,6 +142,44 @@ def blocks_without_global_ones(model: ParallelModel) -> None:
         sparse = inputs.model.sparse_attention
         assert sparse is not None
         inputs.model = replace(inputs.model, sparse_attention=replace(sparse, num_global_blocks=0))
+
+
+def chunks_in_plain_order(model: ParallelModel) -> None:
+    """Attention places a context-parallel rank's queries one after another, not in zig-zag order."""
+
+    def plain(rank: int, size: int, length: int) -> tuple[range, ...]:
+        return (range(rank * length // size, (rank + 1) * length // size),)
+
+    context.zigzag = plain
+
+
+def positions_of_the_rank(model: ParallelModel) -> None:
+    """Rotary positions count from 0 on each context-parallel rank."""
+    for chunk in model.chunks:
+        inputs = chunk.build_inputs
+        rotary = inputs.rotary
+        inputs.rotary = lambda positions, length, rotary=rotary: rotary(  # type: ignore[method-assign, misc]
+            torch.arange(positions.shape[1])[None], length
+        )
+
+
+def key_gradients_of_each_rank_alone(model: ParallelModel) -> None:
+    def local(dk: torch.Tensor, dv: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        parts = (context.to_rank_order(x.permute(2, 0, 1, 3), size)[rank] for x in (dk, dv))
+        return tuple(x.permute(1, 2, 0, 3) for x in parts)
+
+    context._reduce_scatter = local
+
+
+def documents_joined_at_a_chunk_boundary(model: ParallelModel) -> None:
+    visible = context.AllGather.visible
+
+    def joined(self: Any, tokens: torch.Tensor, documents: Any, pattern: Any) -> Any:
+        inputs = visible(self, tokens, documents, pattern)
+        return inputs._replace(lengths=tuple((first + second, *rest) for first, second, *rest in inputs.lengths))
+
+    context.AllGather.visible = joined
 
 
 def no_causal_mask(model: ParallelModel) -> None:

@@ -11,12 +11,15 @@ import torch
 from megatron_llama.parallel import ParallelModel
 from tests.compiled import skip_without_compiler
 from tests.layouts import tampers
-from tests.layouts.table import ASYNC_TP, BLOCKS, COMPILED, MICRO_4, TIED, WIDE, WINDOW
+from tests.layouts.table import ASYNC_TP, BLOCKS, COMPILED, CP, DOCUMENTS, MICRO_4, TIED, ULYSSES, WIDE, WINDOW
 from tests.layouts.tampers import (
     blocks_without_global_ones,
+    chunks_in_plain_order,
     compiled_gradients_of_one_token_more,
+    documents_joined_at_a_chunk_boundary,
     gathered_pieces_of_the_wrong_rank,
     head_gradient_not_summed,
+    key_gradients_of_each_rank_alone,
     last_chunk_of_the_head_lost,
     local_token_count,
     loss_weights_only_in_the_loss,
@@ -27,6 +30,7 @@ from tests.layouts.tampers import (
     no_tied_sum,
     norms_count_copies,
     padding_in_the_loss,
+    positions_of_the_rank,
     replicated_gradients_twice,
     scattered_pieces_of_the_wrong_rank,
     softmax_of_each_rank_alone,
@@ -56,11 +60,22 @@ BROKEN: list[tuple[Tamper, int, list[str], list[str]]] = [
     (window_of_one_token_more, 1, [], [WINDOW]),
     (blocks_without_global_ones, 1, [], [BLOCKS]),
     (compiled_gradients_of_one_token_more, 1, COMPILED, [*WIDE, WINDOW]),
+    (chunks_in_plain_order, 2, [CP], []),
+    (key_gradients_of_each_rank_alone, 2, [CP], []),
+    (documents_joined_at_a_chunk_boundary, 2, [CP], [DOCUMENTS]),
+    (positions_of_the_rank, 2, [CP, ULYSSES], []),
+    (local_token_count, 2, [CP], []),
+    (mean_over_data_parallel_ranks, 2, [CP], []),
     (gathered_pieces_of_the_wrong_rank, 2, ASYNC_TP, []),
     (scattered_pieces_of_the_wrong_rank, 2, ASYNC_TP, []),
 ]
 NAMED = {f"{case[0].__name__}, {' '.join([*case[2], *case[3]])}": case for case in BROKEN}
-QUICK = {name for name, case in NAMED.items() if "trainer.compile=true" not in case[2]}
+SLOW = {local_token_count, mean_over_data_parallel_ranks}  # with cp
+QUICK = {
+    name
+    for name, case in NAMED.items()
+    if "trainer.compile=true" not in case[2] and not (CP in case[2] and case[0] in SLOW)
+}
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_llama.plan.rules import data, finetune, layout, schedule
+from megatron_llama.plan.rules import context, data, finetune, layout, schedule
 from megatron_llama.plan.rules.rule import Rule
 
 RULES = tuple(
-    value for module in (layout, schedule, data, finetune) for value in vars(module).values() if isinstance(value, Rule)
+    value
+    for module in (layout, context, schedule, data, finetune)
+    for value in vars(module).values()
+    if isinstance(value, Rule)
 )
 """All rules, in the order of their messages: by module, then in the order of definition."""

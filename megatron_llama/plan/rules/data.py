@@ -43,6 +43,7 @@ from megatron_llama.config.precision import QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, closest_match, format_value, quote_value
 from megatron_llama.config.rope import longest_sequence
 from megatron_llama.config.settings import LABEL_TEMPLATES, Config, DataConfig
+from megatron_llama.plan.rules.layout import sequence_parts
 from megatron_llama.plan.rules.rule import reads
 from megatron_llama.plan.schedules import MOST_LEVELS, first_steps
 from megatron_llama.system.installed import pip_install
@@ -178,7 +179,7 @@ def curriculum_has_few_levels(config: Config, world_size: int) -> Iterator[Probl
         yield Problem(SECTION, None, rule, f"write a larger difficulty_step in its entries, or {NONE}")
 
 
-@reads("data.curriculum", "data.seq_length", "data.kind", "trainer.sp", "trainer.tp")
+@reads("data.curriculum", "data.seq_length", "data.kind", "trainer.sp", "trainer.tp", "trainer.cp")
 def curriculum_lengths_fit(config: Config, world_size: int) -> Iterator[Problem]:
     """Curriculum lengths end at data.seq_length and suit sequence parallelism."""
     data, trainer = config.data, config.trainer
@@ -195,10 +196,18 @@ def curriculum_lengths_fit(config: Config, world_size: int) -> Iterator[Problem]
             advice = f"write metric: {TRUNCATE}, or metric: length, which draws short examples first, or {NONE}"
             yield Problem(SECTION, None, rule, advice)
         lengths = metric.difficulty if metric.schedule_type == DISCRETE else [metric.difficulty_step]
-        parts = Grid.of(trainer).divisor("activations")
+        grid = Grid.of(trainer)
+        parts = grid.sequence_unit(sp=True)
         is_split = trainer.sp is not False and data.length % parts == 0  # where null is derived to be on
-        if is_split and any(length % parts for length in lengths):
-            rule = f"lengths {format_value(lengths)}: with sequence parallelism each must divide by trainer.tp={parts}"
+        unit = grid.sequence_unit(sp=False)
+        if unit > 1 and any(length % unit for length in lengths):
+            rule = f"lengths {format_value(lengths)}: each must be a multiple of 2 * trainer.cp = {unit}"
+            step = -(-metric.difficulty_step // unit) * unit
+            name = "such lengths" if metric.schedule_type == DISCRETE else f"difficulty_step: {step}"
+            yield Problem(SECTION, None, rule, f"write {name} in its entry, or trainer.cp=1")
+        elif is_split and any(length % parts for length in lengths):
+            divisor = sequence_parts(grid)
+            rule = f"lengths {format_value(lengths)}: with sequence parallelism each must divide by {divisor}"
             step = -(-metric.difficulty_step // parts) * parts
             name = "lengths that divide" if metric.schedule_type == DISCRETE else f"difficulty_step: {step}"
             yield Problem(SECTION, None, rule, f"write {name} in its entry, or trainer.sp=false")

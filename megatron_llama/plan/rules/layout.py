@@ -30,7 +30,7 @@ def layout_tp(config: Config, world_size: int) -> list[int]:
     """Return all tensor-parallel sizes that suit the model and, at this pp, the number of devices."""
     model, trainer = config.model, config.trainer
     grid = Grid.of(trainer)
-    # On a CPU and in a dry run, the world size is tp * pp * dp, so another tp changes it.
+    # On a CPU and in a dry run, the world size is tp * cp * pp * dp, so another tp changes it.
     follows = world_size == grid.world_size
     return [
         tp
@@ -42,29 +42,39 @@ def layout_tp(config: Config, world_size: int) -> list[int]:
 
 
 def grid_in(config: Config, world_size: int) -> Grid | None:
-    """Return the grid of a world; None if the world size is not a multiple of tp * pp."""
+    """Return the grid of a world; None if the world size is not a multiple of tp * cp * pp."""
     grid = Grid.of(config.trainer)
     return grid.with_world(world_size) if world_size % grid.block == 0 else None
 
 
 def data_ranks(config: Config, world_size: int) -> int | None:
-    """Return the number of ranks with the same weights; None if the world size is not a multiple of tp * pp."""
+    """Return the number of ranks with the same weights; None if the world size is not a multiple of tp * cp * pp."""
     grid = grid_in(config, world_size)
     return None if grid is None else grid.product(*grid.same_weights)
 
 
+def _factors(grid: Grid) -> tuple[str, str]:
+    """Return names and sizes of the axes in ``BLOCK`` as products, without cp=1."""
+    names = [name for name in grid.listed if name in BLOCK]
+    return " * ".join(names), " * ".join(str(grid.sizes[name]) for name in names)
+
+
 @reads(*BLOCK_SETTINGS)
 def grid_divides_world(config: Config, world_size: int) -> Iterator[Problem]:
-    """The world size is a multiple of tp * pp, the ranks of one model replica."""
-    tp, pp, grid = config.trainer.tp, config.trainer.pp, Grid.of(config.trainer)
+    """The world size is a multiple of tp * cp * pp, the ranks of one model replica."""
+    tp, pp, cp, grid = config.trainer.tp, config.trainer.pp, config.trainer.cp, Grid.of(config.trainer)
     if world_size % grid.block == 0:
         return
     name, value = ("trainer.pp", pp) if tp == 1 else ("trainer.tp", tp)
-    factors = f"{' * '.join(BLOCK)} = {' * '.join(str(grid.sizes[name]) for name in BLOCK)} = {grid.block}"
-    rule = f"{factors} must divide the number of devices, {world_size}"
+    names, sizes = _factors(grid)
+    rule = f"{names} = {sizes} = {grid.block} must divide the number of devices, {world_size}"
     pipelines = range(1, config.model.num_hidden_layers + 1)
     smaller = [size for size in pipelines if world_size % grid.resized(pp=size).block == 0]
-    if world_size % pp == 0:
+    contexts = [size for size in range(1, world_size + 1) if world_size % grid.resized(cp=size).block == 0]
+    if cp > 1 and contexts:
+        name, value = "trainer.cp", cp
+        advice = nearest_legal("trainer.cp", cp, contexts)
+    elif world_size % pp == 0:
         advice = nearest_legal("trainer.tp", tp, layout_tp(config, world_size))
     else:
         advice = nearest_legal("trainer.pp", pp, smaller)
@@ -78,8 +88,8 @@ def dp_is_derived_size(config: Config, world_size: int) -> Iterator[Problem]:
     """A given data-parallel size equals the derived size."""
     dp, grid = config.trainer.dp, grid_in(config, world_size)
     if dp is not None and grid is not None and dp != (left := grid.sizes["dp"]):
-        sizes = " * ".join(str(grid.sizes[name]) for name in BLOCK)
-        rule = f"must be world / ({' * '.join(BLOCK)}) = {world_size} / ({sizes}) = {left}"
+        names, sizes = _factors(grid)
+        rule = f"must be world / ({names}) = {world_size} / ({sizes}) = {left}"
         yield Problem("trainer.dp", dp, rule, f"write trainer.dp={left}, or omit it")
 
 
@@ -246,12 +256,22 @@ def batch_is_whole_micro_batches(config: Config, world_size: int) -> Iterator[Pr
         yield Problem("trainer.batch_schedule", trainer.batch_schedule, f"each size {rule}", advice)
 
 
-@reads("trainer.sp", "trainer.tp", "data.seq_length")
+def sequence_parts(grid: Grid) -> str:
+    """Return the settings that divide a sequence with sequence parallelism, with their product."""
+    if grid.sizes["cp"] == 1:
+        return f"trainer.tp={grid.sizes['tp']}"
+    return f"trainer.tp * trainer.cp = {grid.divisor('activations')}"
+
+
+@reads("trainer.sp", "trainer.tp", "trainer.cp", "data.seq_length")
 def sequence_divides_by_tp(config: Config, world_size: int) -> Iterator[Problem]:
-    """Sequence parallelism splits the sequence into equal parts."""
-    parts, length = Grid.of(config.trainer).divisor("activations"), config.data.length
+    """Sequence parallelism splits the sequence, or a context-parallel rank's part of it, into equal parts."""
+    grid, length = Grid.of(config.trainer), config.data.length
+    if length % grid.sequence_unit(sp=False):
+        return  # the rule of trainer.cp reports it
+    parts = grid.sequence_unit(sp=True)
     if config.trainer.sp and length % parts:
-        rule = f"must be a multiple of trainer.tp={parts}, because trainer.sp=true"
+        rule = f"must be a multiple of {sequence_parts(grid)}, because trainer.sp=true"
         legal = (length // parts * parts, (length // parts + 1) * parts)
         advice = nearest_legal("data.seq_length", length, {size for size in legal if size}) + ", or trainer.sp=false"
         yield Problem("data.seq_length", length, rule, advice)
@@ -424,7 +444,7 @@ def async_tp_has_collectives(config: Config, world_size: int) -> Iterator[Proble
         yield Problem("trainer.async_tp", True, rule, "write trainer.async_tp=false, or trainer.tp=2 or more")
         return
     rule = "needs sequence parallelism, whose collectives it overlaps with matmuls"
-    parts = Grid.of(trainer).divisor("activations")
+    parts = Grid.of(trainer).sequence_unit(sp=True)
     if trainer.sp is False:
         yield Problem("trainer.async_tp", True, rule, f"write trainer.sp=true, {off}")
     elif trainer.sp is None and config.data.length % parts:  # null is derived to be off

@@ -324,7 +324,7 @@ def _optimizer(job: Job, stage: int, device: HardwareSpec, constants: Mapping[st
     share = job.trained_parameters(stage) / (job.shard_size if job.zero else 1)
     state = job.state
     if job.exchanges_signs:
-        return share * sign_bytes(job.dp) / (device.bandwidth * MEMORY_REACH)
+        return share * sign_bytes(job.dp * job.cp) / (device.bandwidth * MEMORY_REACH)
     size = share * (2 * state.gradient + 2 * (state.master + state.moments) + state.weight)
     return size * constants[f"passes.{job.program.kernels}"] / (device.bandwidth * MEMORY_REACH)
 

@@ -30,6 +30,7 @@ from megatron_llama.tools.forecast.step_time import (
     step_time,
 )
 from megatron_llama.tools.forecast.traffic import Operation, step_operations
+from megatron_llama.topology import AXIS_NAMES
 
 NAME = "cpu"
 FORMS = ("fp32", "bf16")
@@ -202,7 +203,7 @@ def local_step_time(plan: Plan, calibration: Calibration) -> StepTime:
     held = trained if job.lora_parameters else held  # frozen weights are neither cast nor summed
     passed = job.num_microbatches * held * overhead.micro_batch
     if job.exchanges_signs:
-        updating = updated * sign_bytes(job.dp) / measured["copy"]
+        updating = updated * sign_bytes(job.dp * job.cp) / measured["copy"]
     else:
         updating = updated * measured["adam"]
     sent = [each for each in step_operations(plan, stage, 0) if each.key.axis != "world"]
@@ -302,7 +303,7 @@ def _communication(
     measured: Mapping[str, Any], operations: Sequence[Operation], signs: bool, slower: float
 ) -> dict[str, float]:
     """Return the seconds of communication in a step by axis. The exchange of ``signs`` (1-bit Adam) is blocking."""
-    seconds = {"tp": 0.0, "pp": 0.0, "dp": 0.0}
+    seconds = dict.fromkeys(AXIS_NAMES, 0.0)
     if "collectives" not in measured:
         return seconds
     for each in operations:

@@ -25,7 +25,9 @@ from megatron_llama.arch.shapes import (
     ROW_PARALLEL,
     fused_rows,
     fused_shape,
+    head_dim,
     kv_copies,
+    kv_heads_per_rank,
     loss_chunk,
     matrices,
 )
@@ -150,6 +152,7 @@ def step_operations(plan: Plan, pp_rank: int, shard_rank: int, tp_rank: int = 0)
     world = TrafficKey("world", "all_reduce", plan.world_size)
     operations = (
         *_tensor_parallel(plan, chunks),
+        *_context_parallel(plan, chunks),
         *_pipeline(plan, chunks),
         *_data_parallel(plan, chunks, tp_rank),
         *_replicated_gradients(plan, chunks, shard_rank),
@@ -172,6 +175,8 @@ class _Chunk(NamedTuple):
     """Layers that compute a subset of the tokens (random-LTD)."""
     subset_recomputed: int
     """Layers of both kinds."""
+    selective: int
+    """Layers that recompute attention and elementwise operations."""
     is_first: bool
     is_last: bool
 
@@ -181,7 +186,8 @@ def _chunk(plan: Plan, layers: Sequence[int], is_first: bool, is_last: bool) -> 
     ltd = plan.random_ltd
     dropping = ltd.layers if ltd is not None and ltd.max_value < ltd.seq_length else ()
     subset, subset_recomputed = (sum(layer in dropping for layer in some) for some in (layers, recomputed))
-    return _Chunk(len(layers), len(recomputed), subset, subset_recomputed, is_first, is_last)
+    selective = sum(plan.recompute(layer) == "selective" for layer in layers)
+    return _Chunk(len(layers), len(recomputed), subset, subset_recomputed, selective, is_first, is_last)
 
 
 def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
@@ -258,6 +264,32 @@ def _blocks(plan: Plan, label: str, blocks: int, recomputed: int, activations: i
         for kind, calls in kinds.items():
             key = TrafficKey("tp", kind, plan.config.trainer.tp)
             yield Operation(f"{label}: LoRA of {matrix}", key, calls * (size > 0), size)
+
+
+def _context_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
+    """Yield the exchanges of attention: keys and values, or with ulysses queries, keys, values and outputs."""
+    trainer, cp, m = plan.config.trainer, plan.config.trainer.cp, plan.num_microbatches
+    if cp == 1:
+        return
+    head = plan.config.data.length * trainer.micro_batch_size * head_dim(plan.model)  # of the whole sequence
+    head *= BYTES[plan.precision.compute_dtype]
+    layers, full, selective = (
+        m * sum(getattr(chunk, name) for chunk in chunks) for name in ("layers", "recomputed", "selective")
+    )
+    stride, kv = plan.grid.stride("cp"), kv_heads_per_rank(plan.model, trainer.tp)
+    if trainer.cp_comm == "all_gather":
+        gather, scatter = (TrafficKey("cp", kind, cp) for kind in ("all_gather", "reduce_scatter"))
+        both = 2 * kv * head
+        yield Operation("keys and values, forward", gather, layers + full + selective, both, stride)
+        yield Operation("keys and values, backward", gather, layers, both, stride)
+        yield Operation("their gradients", scatter, layers, both, stride)
+        return
+    exchange, inputs = TrafficKey("cp", "all_to_all", cp), 2 * layers + full + selective
+    queries = plan.model.num_attention_heads // trainer.tp * head // cp
+    yield Operation("queries", exchange, inputs, queries, stride)
+    yield Operation("keys, values", exchange, 2 * inputs, max(kv, cp) * head // cp, stride)
+    # Selective recomputation ends at the kernel.
+    yield Operation("outputs", exchange, 2 * layers + full, queries, stride)
 
 
 def _pipeline(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:

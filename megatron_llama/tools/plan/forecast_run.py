@@ -158,7 +158,7 @@ def _scaled(
     job: Job, times: int, device: HardwareSpec, cluster: ClusterConfig, flops: FlopsPerToken, count: int
 ) -> ScaledRun:
     """Forecast the job with ``times`` as many data-parallel ranks and the same work per rank."""
-    sharded = job.shard_size * times if job.shard_size == job.dp and job.zero else job.shard_size
+    sharded = job.shard_size * times if job.shard_size == job.dp * job.cp and job.zero else job.shard_size
     larger = replace(job, dp=job.dp * times, shard_size=sharded)
     seconds = step_time(larger, device, load_constants()).total
     rate = larger.tokens_per_step / seconds

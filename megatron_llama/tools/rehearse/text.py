@@ -29,15 +29,15 @@ from megatron_llama.tools.rehearse.report import (
 from megatron_llama.tools.rehearse.watch import StorageRecord
 
 MAX_HOLDERS = 12
-TITLES = {"pp": "pipeline stage", "dp": "data-parallel", "tp": "tensor-parallel"}
+TITLES = {"pp": "pipeline stage", "dp": "data-parallel", "cp": "context-parallel", "tp": "tensor-parallel"}
 """Long names of the axes."""
 
 
 def lines(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
     """Format the report of one rank."""
     places = [
-        f"{TITLES.get(axis, axis)} {rehearsal.place[axis] + 1} of {size}"
-        for axis, size in reversed(plan.grid.sizes.items())
+        f"{TITLES.get(axis, axis)} {rehearsal.place[axis] + 1} of {plan.grid.sizes[axis]}"
+        for axis in reversed(plan.grid.listed)
     ]
     yield f"rank {rehearsal.rank}: {', '.join(places)}"
     count, total = rehearsal.rehearsed_microbatches, rehearsal.microbatches

@@ -40,6 +40,7 @@ _C10D: dict[str, tuple[str, int, int]] = {
 _FUNCTIONAL: dict[str, tuple[str, int, int]] = {
     "all_reduce": ("all_reduce", 0, 2),
     "all_reduce_": ("all_reduce", 0, 2),
+    "all_to_all_single": ("all_to_all", 0, 3),
     "all_gather_into_tensor": ("all_gather", 0, 2),
     "all_gather_into_tensor_out": ("all_gather", 0, 2),
     "reduce_scatter_tensor": ("reduce_scatter", 0, 3),

@@ -4,6 +4,7 @@ plan/rules/."""
 from __future__ import annotations
 
 from tests.plan.rule_cases import (
+    context,
     curricula,
     datasets,
     finetune,
@@ -15,5 +16,5 @@ from tests.plan.rule_cases import (
 )
 from tests.plan.rule_cases.case import Case
 
-FILES = (curricula, datasets, finetune, layout, overlap, quantization, schedule, token_dropping)
+FILES = (context, curricula, datasets, finetune, layout, overlap, quantization, schedule, token_dropping)
 CASES: list[Case] = [case for file in FILES for case in file.CASES]

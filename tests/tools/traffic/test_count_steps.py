@@ -102,6 +102,22 @@ LAYOUTS = {
     "tp2, LoRA on all, full recompute": (2, ["trainer.tp=2", "trainer.sp=false", "trainer.recompute=full", *LORA]),
     "tp4+sp, kv heads < tp, LoRA on all": (4, ["trainer.tp=4", FEW, *LORA]),
     "pp2, LoRA on all": (2, ["trainer.pp=2", *LORA]),
+    "cp2·tp2+sp": (4, ["trainer.cp=2", "trainer.tp=2", FEW]),
+    "cp2·pp2·dp2, zero 3, full recompute of every 2nd block, bf16": (
+        8,
+        ["trainer.cp=2", "trainer.pp=2", "trainer.zero=3", "trainer.recompute=full", "trainer.recompute_every=2"]
+        + ["trainer.precision=bf16"],
+    ),
+    "cp2, selective recompute": (2, ["trainer.cp=2", "trainer.recompute=selective", FEW]),
+    "cp4, ulysses, kv heads < cp": (4, ["trainer.cp=4", "trainer.cp_comm=ulysses", FEW]),
+    "cp2·dp2, ulysses, full recompute": (
+        4,
+        ["trainer.cp=2", "trainer.cp_comm=ulysses", "trainer.recompute=full", "trainer.zero=3"],
+    ),
+    "cp2, ulysses, selective recompute": (
+        2,
+        ["trainer.cp=2", "trainer.cp_comm=ulysses", "trainer.recompute=selective", FEW],
+    ),
     "tp2·pp2·dp2+sp, tied, odd": (8, ["trainer.tp=2", "trainer.pp=2", TIED, ODD, FEW]),
 }
 small_plan = cache(make_plan)
@@ -133,6 +149,8 @@ def differences(world_size: int, *overrides: str) -> list[tuple]:
 
 # Each kind of collective on each axis with every `make test`.
 QUICK = {
+    "cp2·tp2+sp",
+    "cp4, ulysses, kv heads < cp",
     "tp2+sp, odd vocabulary, tied",
     "tp2, full recompute",
     "pp3, uneven",

@@ -1,0 +1,308 @@
+"""Context parallelism: each rank has a part of every sequence, and attention communicates the other parts.
+
+A rank has chunks r and 2 cp - 1 - r of 2 cp chunks (``topology.zigzag``), so causal work is equal on all ranks. Norms,
+matmuls and the loss of a token need no other token. Gradients of weights are sums over tokens, so ``fully_shard`` sums
+them over cp as over dp. Attention has two backends (``trainer.cp_comm``):
+
+    all_gather  gathers keys and values (Llama 3, arXiv:2407.21783, section 3.3.2); their gradients are reduce-scattered
+    ulysses     exchanges heads for tokens (Jacobs et al. 2023, arXiv:2309.14509): a rank attends over whole sequences
+                with its share of the heads
+
+With all_gather, the backward pass gathers keys and values once more: a rank saves only its own. Attention runs by tiles
+(devices/attention.py), which support documents and patterns. Ulysses runs the device's own kernel. It needs a head per
+rank, and copies kv heads if there are fewer than ranks.
+
+``attach`` replaces the input builder of a chunk and the ``attend`` of its blocks. Inputs of whole sequences, as for
+generation, are computed by each rank alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single
+
+from megatron_llama.arch.pattern import Pattern
+from megatron_llama.devices import attention
+from megatron_llama.devices.kernels import Kernels
+from megatron_llama.devices.visibility import AttentionInputs, Documents, Lengths
+from megatron_llama.model.inputs import BlockInputs, InputBuilder
+from megatron_llama.model.llama import Llama
+from megatron_llama.model.random_ltd import Subsets
+from megatron_llama.parallel.groups import Groups
+from megatron_llama.topology import Topology, zigzag
+
+
+class DividedInputs(NamedTuple):
+    """Marks a micro batch whose sequences are divided over the context-parallel ranks."""
+
+    of_whole: AttentionInputs | None
+    """Visible keys in whole sequences, for the backend."""
+
+
+class Backend(Protocol):
+    """Attention over divided sequences."""
+
+    def visible(self, tokens: Tensor, documents: Documents | None, pattern: Pattern) -> AttentionInputs | None:
+        """Return the visible keys of whole sequences: tokens [b, s], of which only the shape is read."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs | None) -> Tensor:
+        """Return the attention of this rank's tokens, q [b, heads, s/cp, d], to the whole sequence.
+
+        k and v: [b, kv heads, s/cp, d], of this rank's tokens.
+        """
+
+
+def attach(chunk: Llama, topology: Topology, kernels: Kernels, groups: Groups, comm: str) -> None:
+    """Make a chunk compute this rank's part of each sequence. Does nothing with one context-parallel rank."""
+    if topology.sizes["cp"] == 1:
+        return
+    backend: Backend = {"all_gather": AllGather, "ulysses": Ulysses}[comm](kernels, groups["cp"])
+    chunk.build_inputs = DividedInputBuilder(chunk.build_inputs, backend, topology)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, visible: Any) -> Tensor:
+        if isinstance(visible, DividedInputs):
+            return backend.attend(q, k, v, visible.of_whole)
+        return kernels.attend(q, k, v, visible)
+
+    for block in chunk.layers.values():
+        block.self_attn.attend = attend
+
+
+class DividedInputBuilder(InputBuilder):
+    """Builder of the inputs of this rank's tokens. ``whole`` builds the inputs of whole sequences."""
+
+    def __init__(self, builder: InputBuilder, backend: Backend, topology: Topology) -> None:
+        super().__init__(builder.model, builder.build_visible)
+        self._backend, self._topology = backend, topology
+
+    def __call__(
+        self, tokens: Tensor, documents: Documents | None = None, subsets: Subsets | None = None
+    ) -> BlockInputs:
+        """Build the inputs for this rank's token ids [b, s/cp]. ``documents`` are of the whole sequences."""
+        assert subsets is None, "a rule rejects random-LTD"
+        rows, length = tokens.shape[0], tokens.shape[1] * self._topology.sizes["cp"]
+        chunks = self._topology.positions(length)
+        local = torch.cat([torch.arange(c.start, c.stop, device=tokens.device) for c in chunks])
+        positions = local[None] if documents is None else documents.positions().index_select(1, local)
+        visible = self._backend.visible(tokens.new_empty(rows, length), documents, self.pattern)
+        divided: Any = DividedInputs(visible)
+        return BlockInputs(self.rotary(positions, length), divided, documents)
+
+
+def to_natural_order(x: Tensor) -> Tensor:
+    """Return parts of all ranks [cp, s/cp, ...] as sequences [s, ...]."""
+    first, second = x.chunk(2, dim=1)
+    return torch.cat([*first.unbind(0), *reversed(second.unbind(0))])
+
+
+def to_rank_order(x: Tensor, cp: int) -> Tensor:
+    """Return sequences [s, ...] as the parts of all ranks [cp, s/cp, ...]."""
+    chunks = x.chunk(2 * cp)
+    return torch.stack([torch.cat((chunks[rank], chunks[-1 - rank])) for rank in range(cp)])
+
+
+def _sequence_first(x: Tensor) -> Tensor:
+    """Permute [b, heads, s, d] to [s, b, heads, d], which is the memory order."""
+    return x.permute(2, 0, 1, 3)
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """Permute [s, b, heads, d] to [b, heads, s, d]."""
+    return x.permute(1, 2, 0, 3)
+
+
+# all_gather: this rank's queries, and the keys and values of the whole sequence.
+
+class AllGather:
+    """Attention to gathered keys and values."""
+
+    def __init__(self, kernels: Kernels, group: dist.ProcessGroup) -> None:
+        self.compiled, self.group = kernels.compiled, group
+
+    def visible(self, tokens: Tensor, documents: Documents | None, pattern: Pattern) -> AttentionInputs:
+        """See ``Backend``."""
+        documents = documents or Documents.whole(*tokens.shape, tokens.device)
+        if self.compiled:
+            return AttentionInputs(pattern, "tiles", None, documents.host_cu_seqlens)
+        return AttentionInputs(pattern, "tiles", documents.lengths)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs | None) -> Tensor:
+        """See ``Backend``."""
+        assert visible is not None
+        if visible.lengths is None:
+            out, _ = _operator(q, k, v, visible.host_cu_seqlens, self.group.group_name, [*astuple(visible.pattern)])
+            return out
+        return _GatheredAttention.apply(q, k, v, visible.lengths, visible.pattern, self.group)
+
+
+def _gather(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Gather this rank's keys and values [b, kv heads, s/cp, d] to [b, kv heads, s, d], by one collective."""
+    local = torch.stack([_sequence_first(k), _sequence_first(v)], dim=1)
+    parts = local.new_empty(dist.get_world_size(group), *local.shape)
+    dist.all_gather_into_tensor(parts.flatten(0, 1), local, group=group)
+    keys, values = to_natural_order(parts).unbind(1)
+    return _heads_first(keys), _heads_first(values)
+
+
+def _reduce_scatter(dk: Tensor, dv: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Sum gradients [b, kv heads, s, d] over the ranks; return this rank's parts [b, kv heads, s/cp, d]."""
+    whole = torch.stack([_sequence_first(dk), _sequence_first(dv)], dim=1)
+    parts = to_rank_order(whole, dist.get_world_size(group))
+    local = torch.empty_like(parts.select(0, 0))
+    dist.reduce_scatter_tensor(local, parts.flatten(0, 1), group=group)
+    dk, dv = local.unbind(1)
+    return _heads_first(dk), _heads_first(dv)
+
+
+def _chunks(q: Tensor, group: dist.ProcessGroup) -> tuple[range, ...]:
+    size = dist.get_world_size(group)
+    return zigzag(dist.get_rank(group), size, size * q.shape[2])
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, pattern: Pattern, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Return (attention [b, heads, s/cp, d], log-sum-exp of scores [b, heads, s/cp], fp32)."""
+    return attention.tiles_forward(q, *_gather(k, v, group), lengths, None, pattern, _chunks(q, group))
+
+
+def _backward(
+    grad: Tensor, saved: Sequence[Tensor], lengths: Lengths, pattern: Pattern, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v. ``saved``: q, k, v, output, log-sum-exp."""
+    q, k, v, out, lse = saved
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # kernels require a contiguous last dim
+    inputs = (grad, q, *_gather(k, v, group), out, lse)
+    dq, dk, dv = attention.tiles_backward(*inputs, lengths, None, pattern, _chunks(q, group))
+    return dq, *_reduce_scatter(dk, dv, group)
+
+
+class _GatheredAttention(torch.autograd.Function):
+    """Attention of this rank's queries to the whole sequence, for uncompiled blocks."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+        out, lse = _forward(q, k, v, *how)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.how = how
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *_backward(grad, ctx.saved_tensors, *ctx.how), None, None, None
+
+
+@torch.library.custom_op("megatron_llama::context_attention", mutates_args=())
+def _operator(
+    q: Tensor, k: Tensor, v: Tensor, host_cu_seqlens: Tensor, group: str, pattern: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's queries, for compiled blocks. ``pattern`` has the fields of ``Pattern``."""
+    return _forward(q, k, v, *_how(q, host_cu_seqlens, group, pattern))
+
+
+@torch.library.custom_op("megatron_llama::context_attention_backward", mutates_args=())
+def _operator_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    host_cu_seqlens: Tensor,
+    group: str,
+    pattern: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, *dkv = _backward(grad, (q, k, v, out, lse), *_how(q, host_cu_seqlens, group, pattern))
+    dk, dv = (attention.empty_like(x).copy_(x) for x in dkv)  # outputs of an operator must not share memory
+    return dq, dk, dv
+
+
+def _how(
+    q: Tensor, host_cu_seqlens: Tensor, name: str, pattern: list[int]
+) -> tuple[Lengths, Pattern, dist.ProcessGroup]:
+    group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    length = q.shape[2] * dist.get_world_size(group)
+    return attention.document_lengths(host_cu_seqlens, q.shape[0], length), Pattern(*pattern), group
+
+
+@_operator.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return attention.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@_operator_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return attention.empty_like(q), attention.empty_like(k), attention.empty_like(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, host_cu_seqlens, *ctx.how = inputs
+    ctx.save_for_backward(q, k, v, *output, host_cu_seqlens)
+
+
+def _operator_gradient(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *_operator_backward(grad, *ctx.saved_tensors, *ctx.how), None, None, None
+
+
+_operator.register_autograd(_operator_gradient, setup_context=_save)
+
+
+# ulysses: whole sequences, and this rank's share of the heads.
+
+class Ulysses:
+    """Attention of a rank's heads over whole sequences, by the device's kernel."""
+
+    def __init__(self, kernels: Kernels, group: dist.ProcessGroup) -> None:
+        self.kernels, self.group, self.cp = kernels, group, dist.get_world_size(group)
+
+    def visible(self, tokens: Tensor, documents: Documents | None, pattern: Pattern) -> AttentionInputs | None:
+        """See ``Backend``."""
+        return self.kernels.visible(tokens, documents, pattern)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs | None) -> Tensor:
+        """See ``Backend``."""
+        copies = max(1, self.cp // k.shape[1])
+        if copies > 1:  # neighboring ranks have the query heads of one kv head
+            k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
+        q, k, v = (self._sequences(x) for x in (q, k, v))
+        return self._tokens(self.kernels.attend(q, k, v, visible))
+
+    def _sequences(self, x: Tensor) -> Tensor:
+        """Exchange [b, heads, s/cp, d] to [b, heads/cp, s, d]."""
+        by_rank = _sequence_first(x).unflatten(2, (self.cp, -1)).movedim(2, 0)
+        return _heads_first(to_natural_order(self._exchange(by_rank)))
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        """Exchange [b, heads/cp, s, d] to [b, heads, s/cp, d]."""
+        by_rank = to_rank_order(_sequence_first(x), self.cp)
+        return _heads_first(self._exchange(by_rank).movedim(0, 2).flatten(2, 3))
+
+    def _exchange(self, parts: Tensor) -> Tensor:
+        """Send part i [cp, ...] to rank i; return the parts of all ranks [cp, ...]."""
+        received: Tensor = _AllToAll.apply(parts.contiguous(), self.group)
+        return received
+
+
+class _AllToAll(torch.autograd.Function):
+    """Exchange of equal parts, which is its own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_to_all(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _all_to_all(grad.contiguous(), ctx.group), None
+
+
+def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    received: Tensor = all_to_all_single(parts, None, None, group)
+    return torch.ops._c10d_functional.wait_tensor(received)
+
