@@ -206,7 +206,9 @@ def recipe_row(name: str, device: str, forecast: Forecast) -> tuple[str, ...]:
     fits = "" if needs <= USABLE * has else ", **does not fit**"
     trainer = forecast.plan.config.trainer
     remarks = {"pp": f" x {trainer.vpp}" if trainer.vpp > 1 else ""}
-    grid = " ".join(f"{axis} {forecast.plan.grid.sizes[axis]}{remarks.get(axis, '')}" for axis in AXIS_NAMES)
+    sizes = forecast.plan.grid.sizes
+    listed = [axis for axis in AXIS_NAMES if axis in forecast.plan.grid.listed]
+    grid = " ".join(f"{axis} {sizes[axis]}{remarks.get(axis, '')}" for axis in listed)
     hours = forecast.days * 24 * forecast.devices
     on, published = PUBLISHED[name]
     return (

@@ -491,7 +491,7 @@ class LaunchConfig:
 
     hosts: list[Any] = field(default_factory=list)
     """Hosts as name, user@name or name:ranks; the first one has rank 0. Without numbers, each host starts one rank per
-    device, on a CPU an equal share of tp * pp * dp."""
+    device, on a CPU an equal share of tp * cp * pp * dp."""
     hostfile: str | None = None
     """Instead of hosts: a file with a line "name slots=N" per host."""
     ssh: str = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=3 -o ServerAliveCountMax=2"

@@ -94,8 +94,8 @@ class _Queries(NamedTuple):
     """Queries of one document, which are adjacent in q."""
 
     document: _Document
-    index: int
-    """Index in q of the first one."""
+    offset: int
+    """Index of the first one in q."""
     first: int
     """Its position in the document."""
     end: int
@@ -108,18 +108,18 @@ def _queries(lengths: Lengths, chunks: Chunks | None) -> Iterator[_Queries]:
         if chunks is None:
             yield _Queries(document, document.start, 0, document.length)
             continue
-        index = 0
+        offset = 0
         for chunk in chunks:
             first = max(chunk.start - document.start, 0)
             end = min(chunk.stop - document.start, document.length)
             if first < end:
-                yield _Queries(document, index + document.start + first - chunk.start, first, end)
-            index += len(chunk)
+                yield _Queries(document, offset + document.start + first - chunk.start, first, end)
+            offset += len(chunk)
 
 
 def _rows_of(x: Tensor, queries: _Queries, tile: Tile) -> Tensor:
     """Return the queries of a tile in a tensor of q's length."""
-    start, document = queries.index + tile.start - queries.first, queries.document
+    start, document = queries.offset + tile.start - queries.first, queries.document
     return x.narrow(0, document.row, document.rows).narrow(2, start, tile.stop - tile.start)
 
 
@@ -176,8 +176,8 @@ def tiles_backward(
         if chunks is not None or pattern.is_sparse(queries.document.length):
             _sum_of_calls(grads, (grad, q, k, v, out, lse), queries, pattern)
         else:
-            document_inputs = _of((grad, q, k, v, out, lse), queries.document)
-            results = _call_backward(*document_inputs, Keys.CAUSAL)
+            grad_of, q_of, k_of, v_of, out_of, lse_of = _of((grad, q, k, v, out, lse), queries.document)
+            results = _call_backward(grad_of, q_of, k_of, v_of, out_of, lse_of, Keys.CAUSAL)
             for target, result in zip(_of(grads, queries.document), results, strict=True):
                 target.copy_(result)
     dq, dk, dv = (x.to(like.dtype) for x, like in zip(grads, (q, k, v), strict=True))

@@ -58,7 +58,7 @@ def find_world(config: Config, context: ProcessContext | None) -> World:
     """Find the device and the number of ranks of ``config``; set ``config.device.name``.
 
     The number of ranks comes from the launcher (``context``), launch.hosts, or the devices of this machine; on a CPU it
-    is tp * pp * dp. Raises ConfigError for an invalid hostfile.
+    is tp * cp * pp * dp. Raises ConfigError for an invalid hostfile.
     """
     grid = Grid.of(config.trainer)
     block, requested = grid.block, grid.world_size

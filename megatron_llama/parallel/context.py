@@ -62,7 +62,8 @@ def attach(chunk: Llama, topology: Topology, kernels: Kernels, groups: Groups, c
     """Make a chunk compute this rank's part of each sequence. Does nothing with one context-parallel rank."""
     if topology.sizes["cp"] == 1:
         return
-    backend: Backend = {"all_gather": AllGather, "ulysses": Ulysses}[comm](kernels, groups["cp"])
+    backends: dict[str, type[AllGather | Ulysses]] = {"all_gather": AllGather, "ulysses": Ulysses}
+    backend = backends[comm](kernels, groups["cp"])
     chunk.build_inputs = DividedInputBuilder(chunk.build_inputs, backend, topology)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, visible: Any) -> Tensor:
@@ -71,7 +72,8 @@ def attach(chunk: Llama, topology: Topology, kernels: Kernels, groups: Groups, c
         return kernels.attend(q, k, v, visible)
 
     for block in chunk.layers.values():
-        block.self_attn.attend = attend
+        attention_layer: Any = block.self_attn
+        attention_layer.attend = attend
 
 
 class DividedInputBuilder(InputBuilder):
@@ -127,7 +129,8 @@ class AllGather:
 
     def visible(self, tokens: Tensor, documents: Documents | None, pattern: Pattern) -> AttentionInputs:
         """See ``Backend``."""
-        documents = documents or Documents.whole(*tokens.shape, tokens.device)
+        if documents is None:
+            documents = Documents.whole(tokens.shape[0], tokens.shape[1], tokens.device)
         if self.compiled:
             return AttentionInputs(pattern, "tiles", None, documents.host_cu_seqlens)
         return AttentionInputs(pattern, "tiles", documents.lengths)

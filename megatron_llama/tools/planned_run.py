@@ -119,7 +119,7 @@ def local_hardware(world: World) -> Hardware:
 
 
 def count_ranks(config: Config, cluster: ClusterConfig, spec: HardwareSpec) -> tuple[int, int, int]:
-    """Return (ranks, nodes, devices) of a run: all of ``cluster.nodes``, else enough for tp * pp * dp."""
+    """Return (ranks, nodes, devices) of a run: all of ``cluster.nodes``, else enough for tp * cp * pp * dp."""
     requested = Grid.of(config.trainer).world_size
     nodes = cluster.nodes or -(-requested // (spec.per_node * spec.ranks_per_device))
     devices = nodes * spec.per_node if cluster.nodes else -(-requested // spec.ranks_per_device)

@@ -30,7 +30,7 @@ class ClusterConfig:
     """Accelerator name (h100, b200, mi300x, trn1, ...; list: scripts/plan.py --devices). cpu: this machine, after
     scripts/plan.py --calibrate. Unset: a usual chip of ``device``, such as trn2 or gaudi2."""
     nodes: Annotated[int | None, at_least(1)] = None
-    """Number of machines. Derived: enough for tp * pp * dp ranks."""
+    """Number of machines. Derived: enough for tp * cp * pp * dp ranks."""
     devices_per_node: Annotated[int | None, at_least(1)] = None
     """Devices per machine. Derived: from the hardware table."""
     price: Annotated[float | None, above_zero()] = None

@@ -54,7 +54,7 @@ def data_ranks(config: Config, world_size: int) -> int | None:
 
 
 def _factors(grid: Grid) -> tuple[str, str]:
-    """Return names and sizes of the axes in ``BLOCK`` as products, without cp=1."""
+    """Return the names and the sizes of the axes in ``BLOCK``, multiplied, without cp=1."""
     names = [name for name in grid.listed if name in BLOCK]
     return " * ".join(names), " * ".join(str(grid.sizes[name]) for name in names)
 

@@ -426,5 +426,5 @@ class _Conversion:
             self.result.world_size = devices * nodes
         for section in ("model.", keys.LAYOUT):
             if self.get(key := f"{section}context_parallel_size", 1) != 1:
-                why = "no context parallelism: a rank holds full sequences, which takes more memory"
+                why = "the result is the same; write trainer.cp=N to divide sequences over ranks"
                 self.record(key, SAME_TRAINING, why=why)

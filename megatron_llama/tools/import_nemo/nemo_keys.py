@@ -112,14 +112,14 @@ _MODEL_VALUES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("rampup_batch_size", (), "write trainer.batch_schedule=[[samples, size], ...]"),
     ("hidden_size_per_head", (), "write model.kv_channels instead"),
     ("flexible_pipeline_parallel_stages", (), "write trainer.pipeline_layers=[...], the layers of each stage"),
-    ("context_parallel_size", (1,), "there is no context parallelism"),
+    ("context_parallel_size", (1,), "write trainer.cp=N to divide sequences over ranks"),
     ("fsdp_grad_reduce_dtype", (32, "32", "fp32"), "gradients are summed in fp32"),
     ("optim.grad_sync_dtype", ("fp32",), "gradients are summed in fp32"),
     ("resume_from_checkpoint restore_from_path restore_from_ckpt", (), _CHECKPOINTS),
     ("peft.peft_scheme", ("none",), "adapters are not converted: write finetune=lora (docs/guides/data/finetuning.md)"),
 )
 _OTHER_VALUES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    (f"{LAYOUT}context_parallel_size", (1,), "there is no context parallelism"),
+    (f"{LAYOUT}context_parallel_size", (1,), "write trainer.cp=N to divide sequences over ranks"),
     (f"{LAYOUT}expert_model_parallel_size", (1,), "there are no experts"),
     ("trainer.accumulate_grad_batches", (1,), "include it in global_batch_size"),
     ("trainer.gradient_clip_algorithm", ("norm",), "gradients are clipped by their norm"),

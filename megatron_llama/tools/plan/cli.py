@@ -35,7 +35,7 @@ Formulas and measured errors: docs/guides/tools/planning.md.
   --help               show this help and exit
 
   cluster.device=h100  accelerator (default: of device=NAME, else h100)
-  cluster.nodes=16     machines (default: enough for tp * pp * dp)
+  cluster.nodes=16     machines (default: enough for tp * cp * pp * dp)
   cluster.price=2.5    price of one device per hour, any currency
   cluster.tokens=2e12  tokens to train on (default: from trainer.steps)
   All settings of cluster: docs/reference/config.md
