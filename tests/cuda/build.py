@@ -40,7 +40,7 @@ LIBRARIES = (
     Library(f"libcublas.so.{CUDA_MAJOR}", ("cublas",), r"cublas(?!Lt)\w+", f"libcublas.so.{CUDA_MAJOR}"),
     Library(f"libcublasLt.so.{CUDA_MAJOR}", ("cublaslt",), r"cublasLt\w+", f"libcublasLt.so.{CUDA_MAJOR}"),
     Library("libnccl.so.2", ("channel", "reduction", "nccl"), r"p?nccl[A-Z]\w*"),
-    Library("libcuda.so.1", ("driver",), r"cu[A-Z](?!ile[A-Z])\w+"),
+    Library("libcuda.so.1", ("driver", "fork"), r"cu[A-Z](?!ile[A-Z])\w+"),
     Library("libnvidia-ml.so.1", ("nvml",)),
 )
 NOT_PRELOADED = ("libnvidia-ml.so.1",)  # torch loads it by name
@@ -138,8 +138,8 @@ def _stubs(library: Library, objects: list[str], imported: Iterable[tuple[str, s
         for name, version in imported
         if re.fullmatch(library.functions, name) and name not in defined and version in (None, library.version)
     }
-    lines = [f'int {name}() {{ host_cuda_mark("STUB name={name}"); return 0; }}' for name in sorted(names)]
-    return "\n".join(['extern "C" {', "void host_cuda_mark(const char*);", *lines, "}", ""])
+    lines = [f'int {name}() {{ host_cuda_mark_stub("{name}"); return 0; }}' for name in sorted(names)]
+    return "\n".join(['extern "C" {', "void host_cuda_mark_stub(const char*);", *lines, "}", ""])
 
 
 def _run(words: list[str]) -> None:

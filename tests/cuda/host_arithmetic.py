@@ -7,6 +7,7 @@ launch of a kernel, the operator's implementation for the CPU writes the result 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,6 +27,11 @@ def on_host(value: Any) -> Any:
     memory = (ctypes.c_byte * storage.nbytes()).from_address(storage.data_ptr())
     shared = torch.frombuffer(memory, dtype=torch.uint8)[: storage.nbytes() // value.itemsize * value.itemsize]
     return shared.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def has_parts(types: Iterable[type]) -> bool:
+    """Whether an operator has a DTensor or similar, whose parts it dispatches again."""
+    return any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types)
 
 
 STORAGE_OPERATORS = ("aten::resize_", "aten::set_", "aten::record_stream")
@@ -51,6 +57,8 @@ class HostArithmetic(TorchDispatchMode):
         self._most = most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_parts(types):
+            return NotImplemented
         kwargs = kwargs or {}
         host_args, host_kwargs = tree_map(on_host, args), tree_map(on_host, kwargs)
         result = func(*args, **kwargs)

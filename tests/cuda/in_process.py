@@ -6,6 +6,7 @@ import ctypes
 import functools
 import math
 import os
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +14,10 @@ RUNTIME = "libcudart.so.13"
 SMALL = 4096  # numbers: counts and losses, not activations
 ACCESSES = "HOST_CUDA_ACCESSES"
 """Variable that records the memory that each operator reads and writes."""
+FAULT = "HOST_CUDA_FAULT"
+"""Variable with names of ``faults.FAULTS``, separated by commas: mistakes in each step that the tests must find."""
+STEP_START, STEP_END = "step_start", "step_end"
+"""Marks in the log."""
 OBJECT_COLLECTIVES = (
     "all_gather_object",
     "gather_object",
@@ -45,33 +50,48 @@ def _with_host_arithmetic(function: Any, most: float = math.inf) -> Any:
     return call
 
 
+def compare_copies_on_the_host(module: ModuleType) -> None:
+    """Let the comparison of weights of several ranks read their real bytes."""
+    module.check_copies = _with_host_arithmetic(module.check_copies)  # type: ignore[attr-defined]
+
+
 def prepare_steps(loop: ModuleType) -> None:
-    """Mark training steps in the log, and switch off the checks of values that kernels would compute."""
-    if os.environ.get(ACCESSES):
-        loop.training_step = _with_accesses(loop.training_step)  # type: ignore[attr-defined]
-    loop.training_step = _marked(loop.training_step)  # type: ignore[attr-defined]
+    """Mark training steps in the log, and replace values that kernels would compute.
+
+    The host computes the counts of tokens. Losses and norms are 0. Checks of these values are off.
+    """
+    loop.training_step = _prepared(loop.training_step)  # type: ignore[attr-defined]
+    loop.read_scalars = _without_losses(loop.read_scalars)  # type: ignore[attr-defined]
     loop.validate = _with_host_arithmetic(loop.validate, SMALL)  # type: ignore[attr-defined]
+    loop.ParallelModel.count = _with_host_arithmetic(loop.ParallelModel.count)  # type: ignore[attr-defined]
     loop.FiniteCheck.check = lambda *_: True  # type: ignore[attr-defined]
     loop.LabelCheck.check = lambda *_: None  # type: ignore[attr-defined]
 
 
-def _with_accesses(training_step: Any) -> Any:
+def _without_losses(read_scalars: Any) -> Any:
+    @functools.wraps(read_scalars)
+    def read(*args: Any, **kwargs: Any) -> Any:
+        floats, integers = read_scalars(*args, **kwargs)
+        return [0.0 for _ in floats], integers
+
+    return _with_host_arithmetic(read, SMALL)
+
+
+def _prepared(training_step: Any) -> Any:
     @functools.wraps(training_step)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        from tests.cuda.accesses import Accesses
+    def step(number: int, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as changes:
+            if os.environ.get(ACCESSES):
+                from tests.cuda.accesses import Accesses
 
-        with Accesses():
-            return training_step(*args, **kwargs)
+                changes.enter_context(Accesses())
+            for name in filter(None, os.environ.get(FAULT, "").split(",")):
+                from tests.cuda.faults import FAULTS
 
-    return step
-
-
-def _marked(training_step: Any) -> Any:
-    @functools.wraps(training_step)
-    def marked(step: int, *args: Any, **kwargs: Any) -> Any:
-        mark(f"event=step_start step={step}")
-        result = training_step(step, *args, **kwargs)
-        mark(f"event=step_end step={step}")
+                changes.enter_context(FAULTS[name]())
+            mark(f"event={STEP_START} step={number}")
+            result = training_step(number, *args, **kwargs)
+            mark(f"event={STEP_END} step={number}")
         return result
 
-    return marked
+    return step

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-STEP_START = "step_start"
+from tests.cuda.in_process import STEP_END, STEP_START
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,14 @@ class ProcessLog:
 
     @cached_property
     def steps(self) -> dict[int, list[Call]]:
-        """The calls of each training step, to the start of the next step."""
+        """The calls of each training step, without logging and saving after the step."""
         steps: dict[int, list[Call]] = {}
         current: list[Call] = []
         for call in self.calls:
             if call.name == "MARK" and call.fields.get("event") == STEP_START:
                 current = steps[call.number("step")] = []
+            elif call.name == "MARK" and call.fields.get("event") == STEP_END:
+                current = []
             current.append(call)
         return steps
 

@@ -1,4 +1,5 @@
-"""Runs that tests of the harness share, and the counts of a step of each: ``python -m tests.cuda.rows`` rewrites them.
+"""Runs that tests of the harness share, and the counts of a step of each: ``python -m tests.cuda.rows [ROW ...]``
+rewrites them, or these rows alone.
 
 Counts depend on torch's version, because torch chooses the kernels.
 """
@@ -18,21 +19,38 @@ from tests.cuda.harness import Run, Runtime, open_runtime
 from tests.cuda.log import counts
 
 GOLDENS = Path(__file__).with_name("goldens.json")
-MEASURED_STEP = 2  # the first step creates communicators and states; the last one may save
+MEASURED_STEP = 2  # the first step creates communicators and states
+BASE = "BASE"
+"""In an override: the Hugging Face folder of a base model."""
 
 ROWS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one rank": (1, ()),
     "one rank, fp32": (1, ("trainer.precision=fp32",)),
-    "one rank, bf16": (1, ()),
-    "tp 2": (2, ("trainer.tp=2",)),
+    "torch.compile": (1, ("trainer.compile=true",)),
+    "LoRA": (1, ("finetune=lora", f"init_from={BASE}")),
+    "packed documents": (1, ("data.document_mask=true",)),
+    "offload": (1, ("trainer.offload=[activations,optimizer]",)),
+    "tp 2, sp": (2, ("trainer.tp=2",)),
     "pp 2": (2, ("trainer.pp=2",)),
+    "dp 2, zero 1": (2, ("trainer.zero=1",)),
     "dp 2, zero 3": (2, ("trainer.zero=3",)),
 }
 """Name of a row: ranks, overrides."""
 
 
+def base(runtime: Runtime, folder: Path) -> Path:
+    """Train a model; return its Hugging Face folder."""
+    export = ("checkpoint.save_last=true", "checkpoint.export_hf=true")
+    runtime.train(folder, "trainer.steps=1", *export).check()
+    return next((folder / "run").rglob("config.json")).parent
+
+
 def start(runtime: Runtime, name: str, folder: Path, **settings: str) -> Run:
     """Run a row."""
     ranks, overrides = ROWS[name]
+    if any(BASE in override for override in overrides):
+        model = str(base(runtime, folder / "base"))
+        overrides = tuple(override.replace(BASE, model) for override in overrides)
     return runtime.train(folder, *overrides, devices=ranks, **settings)
 
 
@@ -50,12 +68,12 @@ def main() -> int:
     if reason := missing():
         print(reason)
         return 1
-    with tempfile.TemporaryDirectory() as folder:
-        runtime = open_runtime(Path(folder) / "libraries")
-        rows = {}
-        for number, name in enumerate(ROWS):
+    with tempfile.TemporaryDirectory() as folder, open_runtime(Path(folder) / "libraries") as runtime:
+        rows = goldens().get("rows", {}) if sys.argv[1:] else {}
+        for number, name in enumerate(sys.argv[1:] or ROWS):
             rows[name] = measured(start(runtime, name, Path(folder) / str(number)).check())
-    GOLDENS.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+            print(name, rows[name][0]["launches"], flush=True)
+            GOLDENS.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
     return 0
 
 

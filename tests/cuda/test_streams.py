@@ -1,9 +1,13 @@
-"""The check of streams finds memory that two streams use without an order."""
+"""The check of streams finds memory that two streams use without an order. Mistakes in a step are found."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.cuda.harness import Runtime
+from tests.cuda.in_process import ACCESSES, FAULT
 from tests.cuda.log import Call, ProcessLog
 from tests.cuda.streams import conflicts
 
@@ -49,3 +53,34 @@ def test_a_thread_that_only_watches_orders_nothing() -> None:
     watching = Call.parse("0.0 2 QUERY kind=event event=5 done=1")
     calls = process(WRITE, RECORD).calls + (watching,) + process(READ).calls
     assert len(conflicts(ProcessLog(0, calls))) == 1
+
+
+@pytest.mark.slow
+def test_a_missing_event_is_found(runtime: Runtime, tmp_path: Path) -> None:
+    sharded = ("trainer.zero=3", "trainer.steps=2")
+    correct = runtime.train(tmp_path, *sharded, devices=2, **{ACCESSES: "1"}).check()
+    for log in correct.logs:
+        assert len(log.named("ACCESS")) > 1000
+        assert not conflicts(log)
+    run = runtime.train(tmp_path / "fault", *sharded, devices=2, **{ACCESSES: "1", FAULT: "missing event"}).check()
+    for log in run.logs:
+        assert any("all_gather" in line for line in conflicts(log))
+
+
+@pytest.mark.slow
+def test_a_read_of_the_host_is_found(runtime: Runtime, tmp_path: Path) -> None:
+    run = runtime.train(tmp_path, "trainer.steps=2", **{FAULT: "host read"}).check()
+    assert [call.fields["kind"] for call in run.logs[0].steps[2] if call.name == "SYNC"] == ["stream", "stream"]
+
+
+@pytest.mark.slow
+def test_a_tensor_on_the_cpu_is_found(runtime: Runtime, tmp_path: Path) -> None:
+    run = runtime.train(tmp_path, "trainer.steps=1", **{FAULT: "tensor on the CPU"})
+    assert run.status and "Expected all tensors to be on the same device" in run.output, run.output[-2000:]
+
+
+@pytest.mark.slow
+def test_another_order_of_collectives_is_found(runtime: Runtime, tmp_path: Path) -> None:
+    run = runtime.train(tmp_path, "trainer.steps=1", "trainer.tp=2", devices=2, **{FAULT: "other order"})
+    assert run.status
+    assert "rank 0 calls all_reduce of 4 numbers" in run.output and "rank 1 calls broadcast of 4" in run.output

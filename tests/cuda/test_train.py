@@ -9,8 +9,19 @@ import torch
 
 from tests.cuda import rows
 from tests.cuda.harness import Runtime
+from tests.cuda.in_process import ACCESSES
+from tests.cuda.streams import conflicts
+from tests.layouts.table import LAYOUTS, OFFLOAD
 
 pytestmark = pytest.mark.slow
+WAITS_OF_A_STEP = 1  # the read of loss, norm and counts
+SHAPE = (
+    *("model.vocab_size=64", "model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=4"),
+    *("model.num_attention_heads=4", "model.num_key_value_heads=2", "data.seq_length=16"),
+    *("trainer.global_batch_size=8", "trainer.micro_batch_size=2"),
+)
+"""The small model of the layout table."""
+TABLE = [row for row in LAYOUTS if "trainer.async_tp=true" not in row[2]]  # it needs symmetric memory
 
 
 @pytest.mark.parametrize("name", rows.ROWS)
@@ -20,5 +31,24 @@ def test_three_steps(runtime: Runtime, tmp_path: Path, name: str) -> None:
     assert len(actual) == rows.ROWS[name][0]
     goldens = rows.goldens()
     if goldens.get("torch") != torch.__version__:
-        pytest.skip(f"no counts of torch {torch.__version__}: python -m tests.cuda.rows records them")
+        pytest.skip(f"counts are known for torch {goldens.get('torch')}: python -m tests.cuda.rows records them again")
     assert actual == goldens["rows"][name], "python -m tests.cuda.rows records intended changes"
+
+
+def test_ranks_are_spawned(runtime: Runtime, tmp_path: Path) -> None:
+    """On a GPU ranks are Python processes that do not inherit the imports of the launcher."""
+    run = runtime.spawn(tmp_path, *rows.ROWS["tp 2, sp"][1], devices=2).check()
+    assert [list(log.steps) for log in run.logs] == [[1, 2, 3]] * 2
+
+
+@pytest.mark.parametrize(("ranks", "layout", "model"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
+def test_layout(runtime: Runtime, tmp_path: Path, ranks: int, layout: list[str], model: list[str]) -> None:
+    """Rows of the layout table run, wait once per step, and order all uses of memory by two streams."""
+    run = runtime.train(tmp_path, *SHAPE, *layout, *model, devices=ranks, **{ACCESSES: "1"}).check()
+    assert len(run.logs) == ranks
+    for log in run.logs:
+        assert list(log.steps) == [1, 2, 3]
+        assert not conflicts(log)
+        for step in (2, 3):  # the first step also checks that all gradients exist
+            waits = [call for call in log.steps[step] if call.name == "SYNC"]
+            assert len(waits) <= WAITS_OF_A_STEP + (OFFLOAD in layout), waits

@@ -47,6 +47,7 @@ int cublasGetStream_v2(Handle* handle, cudaStream_t* stream) {
   *stream = handle->stream;
   return 0;
 }
+int cublasSetWorkspace_v2(Handle*, void*, size_t) { return 0; }
 int cublasSetMathMode(Handle* handle, int mode) {
   handle->math_mode = mode;
   return 0;

@@ -97,9 +97,15 @@ size_t host_cuda_device_bytes() {
   return bytes;
 }
 
+// Bytes that this process can allocate: another program may use the rest.
+static size_t free_bytes() {
+  static const size_t bytes = host_cuda_setting("HOST_CUDA_FREE_BYTES", host_cuda_device_bytes());
+  return bytes;
+}
+
 bool host_cuda_reserve(size_t bytes, int device) {
   size_t before = used[device].fetch_add(bytes);
-  if (before + bytes <= host_cuda_device_bytes()) return true;
+  if (before + bytes <= free_bytes()) return true;
   used[device] -= bytes;
   host_cuda_record("OUT_OF_MEMORY bytes=%zu used=%zu device=%d", bytes, before, device);
   return false;
@@ -146,7 +152,7 @@ cudaError_t cudaHostUnregister(void* address) {
 }
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   *total = host_cuda_device_bytes();
-  *free = *total - used[host_cuda_current_device()];
+  *free = free_bytes() - used[host_cuda_current_device()];
   return cudaSuccess;
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* address) {

@@ -2,19 +2,24 @@
 #include "record.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <mutex>
 #include <string>
 
 namespace {
 
 constexpr size_t MAX_LINE = 65536;  // longer lines are cut
-constexpr int CLOSED = -1, LOG_FAILED = 74;
+constexpr int NOT_OPENED = -2, CLOSED = -1, LOG_FAILED = 74;
+
+std::atomic<int> log_file{NOT_OPENED};
 
 int open_log() {
   const char* prefix = getenv("HOST_CUDA_LOG");
@@ -27,6 +32,18 @@ int open_log() {
   return log;
 }
 
+// The log of this process: a forked process opens another one.
+int log_of_process() {
+  static std::mutex& opening = *new std::mutex;
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { log_file = NOT_OPENED; });
+  (void)registered;
+  if (log_file == NOT_OPENED) {
+    std::lock_guard<std::mutex> lock(opening);
+    if (log_file == NOT_OPENED) log_file = open_log();
+  }
+  return log_file;
+}
+
 }  // namespace
 
 double host_cuda_seconds() {
@@ -34,7 +51,7 @@ double host_cuda_seconds() {
 }
 
 void host_cuda_record(const char* format, ...) {
-  static const int log = open_log();
+  const int log = log_of_process();
   if (log == CLOSED) return;
   char line[MAX_LINE];
   int length = snprintf(line, MAX_LINE, "%.6f %ld ", host_cuda_seconds(), (long)syscall(SYS_gettid));
@@ -48,3 +65,5 @@ void host_cuda_record(const char* format, ...) {
 }
 
 extern "C" void host_cuda_mark(const char* text) { host_cuda_record("MARK %s", text); }
+
+extern "C" void host_cuda_mark_stub(const char* name) { host_cuda_record("STUB name=%s", name); }

@@ -8,5 +8,8 @@ void host_cuda_record(const char* format, ...) __attribute__((format(printf, 1, 
 // Adds a line of the Python program to the log.
 extern "C" void host_cuda_mark(const char* text);
 
+// Adds a line for a call of a function that the runtime lacks.
+extern "C" void host_cuda_mark_stub(const char* name);
+
 // Seconds of a monotonic clock, equal in all processes of the machine.
 double host_cuda_seconds();

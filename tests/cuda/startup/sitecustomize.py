@@ -2,7 +2,8 @@
 
 * A file of the driver seems to exist: the project looks for one before it imports torch.
 * Collectives of Python objects compute the sizes of their buffers on the host, because kernels compute nothing.
-* Each step of a run is marked in the log.
+* The comparison of weights reads them on the host, for the same reason.
+* Steps of a run are marked in the log; values that kernels would compute are replaced (``in_process.py``).
 """
 
 from __future__ import annotations
@@ -54,6 +55,12 @@ def _collectives(module: ModuleType) -> None:
     in_process.compute_object_collectives_on_the_host(module)
 
 
+def _replicas(module: ModuleType) -> None:
+    from tests.cuda import in_process
+
+    in_process.compare_copies_on_the_host(module)
+
+
 def _loop(module: ModuleType) -> None:
     from tests.cuda import in_process
 
@@ -62,6 +69,9 @@ def _loop(module: ModuleType) -> None:
 
 if "HOST_CUDA_LIBRARIES" in os.environ:
     pretend_driver_file()
-    sys.meta_path.insert(
-        0, AfterImport({"torch.distributed.distributed_c10d": _collectives, "megatron_llama.train.loop": _loop})
-    )
+    actions = {
+        "torch.distributed.distributed_c10d": _collectives,
+        "megatron_llama.parallel.replicas": _replicas,
+        "megatron_llama.train.loop": _loop,
+    }
+    sys.meta_path.insert(0, AfterImport(actions))
