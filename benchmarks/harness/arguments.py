@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from megatron_llama.config import Config, ConfigError, Problem, load_config
 from megatron_llama.config.settings import DEVICES, RECOMPUTE
 from megatron_llama.devices import get_device
 from megatron_llama.devices.processor import instruction_set
+from megatron_llama.plan.derive import default_lr
 from megatron_llama.system.exit_status import EXIT_FAILED
 
 ONE = "one"
@@ -93,7 +95,7 @@ def build_tasks(matrix: RunMatrix, preset: str, precision: str) -> Iterator[tupl
                     device=matrix.device,
                     threads=matrix.threads,
                     optimizer={
-                        "lr": optim.lr,
+                        "lr": default_lr(config) if optim.lr is None else optim.lr,
                         "betas": list(optim.betas),
                         "eps": optim.eps,
                         "weight_decay": optim.weight_decay,
@@ -130,6 +132,7 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
         help="dtypes of the matmuls: fp32,bf16; weights are always fp32",
     )
     add("--peers", type=split_words, default=list(PEERS), help=f"programs, from {', '.join(PEERS)} (default all)")
+    add("--installed", action="store_true", help="use peers of this environment, and install nothing")
     add("--modes", type=split_words, default=split_words(MODES), help="eager,compiled")
     add("--layouts", type=split_words, default=[ONE], help="this project's layouts: one,tp2,dp2,pp2 (default one)")
     add(
@@ -214,6 +217,12 @@ def install_peers(args: argparse.Namespace, excluded: dict[str, str]) -> Iterato
         peer = PEERS[name]
         if peer.needs_accelerator and not get_device(args.device).is_accelerator:
             excluded[name] = f"does not run on device {args.device}"
+            continue
+        if args.installed:
+            if peer.packages and find_spec(name) is None:
+                excluded[name] = "not installed in this environment"
+                continue
+            yield name, Path(sys.executable)
             continue
         sys.stderr.write(f"preparing the environment of {name} ...\n")
         try:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from benchmarks import results as page_parts
 from benchmarks.harness import runner
-from benchmarks.harness.arguments import RunMatrix, build_tasks, parse_layout
+from benchmarks.harness.arguments import RunMatrix, build_tasks, install_peers, parse_layout
 from benchmarks.harness.environments import OURS, PEERS, NotInstalled, Peer, interpreter
 from benchmarks.harness.runner import RoundSettings, StartupTime, run_rounds
 from benchmarks.harness.task import Layout, TrainingTask
@@ -152,3 +153,17 @@ def test_command_writes_page_and_record(tmp_path: Path) -> None:
     page = (tmp_path / "out.md").read_text()
     assert record["cells"][0]["results"][0]["facts"]["parameters"] == 1_771_200
     assert record["machine"] in page and "| ours |" in page and f"* {broken}" in page
+
+
+def test_peers_get_the_derived_learning_rate() -> None:
+    matrix = RunMatrix([OURS], ["eager"], ["one"], ["none"], [1], "cpu", 1, 1, 32, None)
+    ((_, task),) = build_tasks(matrix, "llama_2m", "fp32")
+    assert task.optimizer["lr"] == 3e-4
+
+
+def test_installed_peers_need_no_installation() -> None:
+    excluded: dict[str, str] = {}
+    args = Namespace(peers=[OURS, "transformers", "litgpt"], device="cpu", installed=True)
+    pythons = dict(install_peers(args, excluded))
+    assert pythons == {OURS: Path(sys.executable), "transformers": Path(sys.executable)}
+    assert excluded == {"litgpt": "not installed in this environment"}

@@ -200,7 +200,7 @@ def test_a_setting_can_refer_to_another() -> None:
         ("device=cdua", "device", "write device=cuda,"),
         ("finetune=qlora", "finetune", "write finetune=lora finetune.frozen_dtype=nf4,"),
         ("optim=adamw", "optim", "write optim.name=adamw; optim= chooses the schedule: constant, cosine"),
-        ("model=llama3", "model", "write model= one of llama3_405b, llama3_70b, llama3_8b"),
+        ("model=llama3", "model", "write model= one of llama3_1b, llama3_405b, llama3_70b, llama3_8b"),
         ("trainer=fdsp", "trainer", "fsdp"),
         ("~model", "model", "llama_2m"),
         ("model=null", "model", "llama_2m"),

@@ -38,6 +38,13 @@ traces. Needs no network, no dataset and no model files.
   environment  versions, driver, GPUs, compiler, a first matmul
   smoke        train a small Llama
   parity       losses of layouts and options against recorded ones of a CPU
+  attention    every attention kernel and precision against fp64 on the CPU
+  resume       a stopped and continued run is bit-identical
+  memory       peak memory against the plan's forecast
+  compile      losses and speed with and without torch.compile
+  float8       losses and speed with and without trainer.float8
+  benchmark    speed, MFU and a trace of layers of 1 B and 7 B Llamas, with the
+               installed of transformers and torchtitan
 
   --minutes N       time of the whole command (default: 10); checks that do not
                     fit are reported as not run
@@ -56,13 +63,19 @@ docs/guides/tools/prove_gpu.md explains the parts. Not run on hardware.
 
 def parts() -> tuple[Part[Session], ...]:
     """Return all parts in their order."""
-    from megatron_llama.tools.prove_gpu import environment, parity, training
+    from megatron_llama.tools.prove_gpu import attention, benchmark, environment, parity, training
     from megatron_llama.tools.prove_gpu.checks import Part
 
     return (
         Part("environment", "Versions, driver, devices and compiler.", 0.5, environment.checks),
         Part("smoke", "A small Llama trains: finite losses that fall, and a checkpoint.", 1, training.smoke),
         Part("parity", "Losses and gradient norms against recorded ones of one CPU process.", 4, parity.checks),
+        Part("attention", "Attention kernels, forward and backward, against fp64 on the CPU.", 1.5, attention.checks),
+        Part("resume", "A stopped and continued run against an uninterrupted one, bitwise.", 2, training.resume),
+        Part("memory", "Peak memory of tensors against the plan's forecast.", 2, training.memory),
+        Part("compile", "Runs with torch.compile against eager runs.", 2, training.compilation),
+        Part("float8", "Runs with float8 matmuls against bf16.", 2, training.float8),
+        Part("benchmark", "Speed of layers of a 7 B and a 1 B Llama, and of installed peers.", 4, benchmark.checks),
     )
 
 

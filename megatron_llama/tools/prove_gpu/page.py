@@ -23,7 +23,7 @@ CONTENTS = {
     "environment.json": "versions, devices, driver, compiler, variables of torch and of the devices",
     "PART*/log.txt": "commands and output of each process",
     "PART*/config.yaml, plan.txt, metrics.jsonl, compile.json": "settings, plan, and metrics of each run",
-    "PART*/profiling/profile/": "a trace for chrome://tracing or Perfetto, and times and memory by module",
+    "PART*/profile/": "a trace for chrome://tracing or Perfetto, and times and memory by module",
 }
 PRIVACY = (
     "Paths of the home folder, the checkout, Python and temporary files, and the names of the user and the machine, "

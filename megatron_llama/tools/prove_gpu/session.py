@@ -27,7 +27,9 @@ from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI")
 """Beginnings of names of variables that would make a run a part of the surrounding job."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-SENT_BACK = ("config.yaml", "plan.txt", "metrics.jsonl", "compile.json", "profile/*", "profiling/profile/*")
+SENT_BACK = ("config.yaml", "plan.txt", "metrics.jsonl", "compile.json", "profile/*")
+PROFILING = "profiling"
+"""Subfolder of a run that scripts/profile.py writes."""
 """Files of a run that go into the folder; checkpoints do not."""
 LOG = "log.txt"
 LINES_OF_FAILURE = 3
@@ -130,7 +132,8 @@ class Session:
     """Facts of environment.py."""
     small: bool = False
     """Whether the shapes are small, for a test of the command itself or a CPU."""
-    part: str = ""
+    shared: dict[str, TrainingRun] = field(default_factory=dict)
+    """Runs that several checks compare with."""
     start: Start | None = None
     """Replaces the start of processes, for tests."""
 
@@ -194,7 +197,7 @@ class Session:
             raise NotRun(f"refused: {_reason(process.output)}")
         if process.status:
             raise CheckFailed(f"exit status {process.status}: {process.last_lines()}, see {name}/{LOG}")
-        files = [path for path in (folder / METRICS_FILE, folder / "profiling" / METRICS_FILE) if path.exists()]
+        files = [path for path in (folder / METRICS_FILE, folder / PROFILING / METRICS_FILE) if path.exists()]
         if not files:
             raise CheckFailed(f"{program}.py ended well but wrote no metrics, see {name}/{LOG}")
         records = [record for record in read_metrics(files[0]) if "reduced_train_loss" in record]
@@ -202,10 +205,9 @@ class Session:
 
     def _copy_files(self, folder: Path, name: str) -> None:
         """Copy the files of a run that are sent back."""
-        for pattern in SENT_BACK:
-            for path in sorted(folder.glob(pattern)):
-                if path.is_file():
-                    self.redact.copy(path, self.folder / name / path.relative_to(folder))
+        for base in (folder, folder / PROFILING):
+            for path in sorted(path for pattern in SENT_BACK for path in base.glob(pattern)):
+                self.redact.copy(path, self.folder / name / path.relative_to(base))
 
     def module(self, name: str, module: str, *arguments: str) -> Any:
         """Run a module of this package that prints a JSON value in its last line; return the value.
