@@ -52,7 +52,7 @@ class RunMatrix:
 
 def parse_layout(name: str) -> Layout:
     """Parse ``one``, or axes with sizes such as ``tp2`` or ``tp2pp2``. Raises ConfigError."""
-    axes = {axis: int(size) for axis, size in re.findall(r"(tp|pp|dp)(\d+)", name)}
+    axes = {axis: int(size) for axis, size in re.findall(r"(tp|pp|cp|dp)(\d+)", name)}
     if 0 in axes.values() or name != (ONE if not axes else "".join(f"{axis}{size}" for axis, size in axes.items())):
         rule = f"a layout is {ONE}, or axes with sizes"
         raise ConfigError([Problem("--layouts", name, rule, "write for example one,tp2,dp2,pp2,tp2pp2")])

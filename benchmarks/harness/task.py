@@ -22,6 +22,7 @@ class Layout:
 
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     dp: int = 1
 
     @property

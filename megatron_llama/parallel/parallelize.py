@@ -91,7 +91,8 @@ class ParallelModel:
         if self.compiler is not None:
             subsets = microbatches[0].subsets if train else None
             ltd_length = None if subsets is None else subsets.length
-            self.compiler.begin_batch(microbatches[0].tokens.shape[1], ltd_length, train=train)
+            length = microbatches[0].tokens.shape[1] * self.plan.grid.divisor("tokens")
+            self.compiler.begin_batch(length, ltd_length, train=train)
         with filled_copies(self.compute_copies):
             means = run_schedule(self.chunks, self.plan, microbatches, total, train, self.compute_copies)
         if train:

@@ -167,6 +167,8 @@ class Job:
     vpp: int = 1
     cp: int = 1
     """Ranks that share a sequence (context parallelism)."""
+    exchanges_heads: bool = False
+    """trainer.cp_comm=ulysses: heads are exchanged for tokens; else keys and values are gathered or passed on."""
     dp: int = 1
     sp: bool = False
     """Activations outside the matmuls are split over tp."""
@@ -320,6 +322,7 @@ def job_of_plan(plan: Plan) -> Job:
         pp=trainer.pp,
         vpp=trainer.vpp,
         cp=plan.grid.divisor("tokens"),
+        exchanges_heads=trainer.cp_comm == "ulysses" and trainer.cp > 1,
         dp=plan.dp,
         sp=plan.sp,
         zero=trainer.zero if plan.storage.kind == SHARDS else 0,  # other kinds of storage gather nothing

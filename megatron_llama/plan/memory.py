@@ -310,6 +310,8 @@ def layer_activations(job: Job, recompute: str | None = None) -> dict[str, float
     inputs = (("qkv" in job.adapted) + ("gate_up" in job.adapted)) if frozen else 2
     norms = 2 * stream / split + (not elementwise) * inputs * stream / (1 if program.keeps_gathered else split)
     attention = job.tokens * (queries + 2 * keys + queries) * width  # q, k, v and the output
+    if job.exchanges_heads:  # the output before and after the exchange; kv heads may be copied
+        attention += job.tokens * (queries + 2 * (_exchanged_keys(job) - keys)) * width
     if program.attention != "scores":
         attention += LOG_SUM_EXP * job.tokens * shape.heads / job.tp
     if program.kernels != "fused" and not selective and not elementwise:
@@ -431,6 +433,27 @@ def _block(job: Job, stage: int) -> float:
     recomputed = sum(layer_activations(job, "none").values()) if job.recompute == "full" else 0.0
     if stage == job.pp - 1 and not job.program.chunks_logits:
         return recomputed
-    inner = 3 * job.tokens * job.shape.ffn / job.tp
+    inner = max(3 * job.tokens * job.shape.ffn / job.tp, _divided_attention(job) / job.inner_bytes)
     largest = 0 if job.lora_parameters else max(rows * columns for rows, columns in job.shape.layer_matmuls(job.tp))
     return recomputed + (inner + largest) * job.inner_bytes
+
+
+def _exchanged_keys(job: Job) -> float:
+    """Return the width of the keys that ulysses exchanges: at least one head per context-parallel rank."""
+    return max(job.shape.keys / job.tp, job.cp * job.shape.head_dim)
+
+
+def _divided_attention(job: Job) -> float:
+    """Return the bytes of buffers in attention's backward pass over context-parallel ranks.
+
+    all_gather: keys and values of whole sequences, their fp32 gradients, and copies in the order of the ranks. ulysses:
+    gradients of queries, keys and values, with a copy.
+    """
+    if job.cp == 1 or not job.program.chunks_logits:
+        return 0.0
+    width, queries, keys = job.inner_bytes, job.shape.queries / job.tp, job.shape.keys / job.tp
+    if job.exchanges_heads:
+        return 2 * job.tokens * (queries + 2 * _exchanged_keys(job)) * width
+    whole = 2 * job.tokens * job.cp * max(keys, job.shape.head_dim)
+    copies = max(width + FP32 + (width if width < FP32 else 0), 4 * width)
+    return whole * copies + job.tokens * queries * FP32

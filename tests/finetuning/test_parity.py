@@ -54,6 +54,11 @@ HARDER = {
     "tp4+sp, shared kv heads": (4, ["trainer.tp=4"]),
     "tp2·pp2+sp": (4, ["trainer.tp=2", "trainer.pp=2"]),
     "dp8, rank below dp": (8, ["trainer.zero=3", "trainer.global_batch_size=8", MICRO_1]),
+    "cp2·tp2+sp": (4, ["trainer.cp=2", "trainer.tp=2"]),
+    "cp2·dp2, ulysses, zero 3, recompute": (
+        4,
+        ["trainer.cp=2", "trainer.cp_comm=ulysses", "trainer.zero=3", "trainer.recompute=full", MICRO_1],
+    ),
     "tp2·dp2, recompute": (4, ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=full", MICRO_1]),
 }
 

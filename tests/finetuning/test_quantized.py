@@ -28,6 +28,7 @@ LAYOUTS = {
     "tp2·pp2": (4, ["trainer.tp=2", "trainer.sp=false", "trainer.pp=2"]),
     "tp2+sp·zero 3, recompute": (4, ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=full"]),
     "zero 2": (2, ["trainer.zero=2"]),
+    "cp2": (2, ["trainer.cp=2"]),
 }
 
 

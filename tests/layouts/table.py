@@ -20,6 +20,8 @@ ASYNC_TP = ["trainer.tp=2", "trainer.compile=true", "trainer.compile_strict=true
 # Through the kernel of compiled blocks (devices/cpu/attention.py): heads of 32, blocks of 128 tokens.
 COMPILED, WIDE = ["trainer.compile=true", "trainer.compile_strict=true"], ["model.head_dim=32", "data.seq_length=144"]
 CP, CP4, ULYSSES, DOCUMENTS = "trainer.cp=2", "trainer.cp=4", "trainer.cp_comm=ulysses", "data.document_mask=true"
+# Frequencies depend on the length of whole sequences, 16 tokens.
+DYNAMIC = ["model.rope_scaling={rope_type: dynamic, factor: 4.0}", "model.max_position_embeddings=8"]
 SIX_LAYERS = "model.num_hidden_layers=6"
 # Of a global batch of 8; without either it is 2. Ranks that meet at each matrix are slow on two cores, so theirs are
 # larger; each layout accumulates over two micro batches or more.
@@ -199,6 +201,7 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
         [],
     ),
     ("cp2·tp2+sp, 8-bit states", 4, [CP, "trainer.tp=2"], EIGHT_BITS),
+    ("cp2, dynamic RoPE", 2, [CP], DYNAMIC),
     ("cp2, shorter sequences", 2, [CP], [PIECES]),
     ("cp2·tp2+sp, short sequences first", 4, [CP, "trainer.tp=2"], [SHORT]),
     (

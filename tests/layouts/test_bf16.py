@@ -71,7 +71,7 @@ def beyond(bounds: dict[str, float], result: Result, expected: Result) -> dict[s
     rows(
         (
             (f"{layout}, {precision}", ([layout], precision))
-            for layout in ("trainer.tp=2", "trainer.pp=2", "trainer.zero=1", "trainer.zero=3")
+            for layout in ("trainer.tp=2", "trainer.pp=2", "trainer.zero=1", "trainer.zero=3", "trainer.cp=2")
             for precision in ("bf16", "bf16_sr")
         ),
         {"trainer.tp=2, bf16_sr", "trainer.pp=2, bf16", "trainer.zero=3, bf16_sr"},

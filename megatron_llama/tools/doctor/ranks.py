@@ -215,6 +215,7 @@ def _megabytes(rate: float) -> str:
 # Collectives of a step along each axis (docs/guides/tools/traffic.md).
 KINDS = {
     "tp": ("all_reduce", "all_gather", "reduce_scatter"),
+    "cp": ("all_gather", "reduce_scatter"),
     "dp": ("all_reduce", "all_gather", "reduce_scatter"),
     "pp": ("send_recv",),
 }

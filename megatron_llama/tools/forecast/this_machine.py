@@ -214,6 +214,7 @@ def local_step_time(plan: Plan, calibration: Calibration) -> StepTime:
         memory_bound=base.memory_bound + passed * slower,
         optimizer=(updating + held * overhead.parameter) * slower,
         tensor=by_axis["tp"],
+        context=by_axis["cp"],
         pipeline=by_axis["pp"],
         data_parallel=by_axis["dp"],
         bubble=base.bubble * (1 + by_axis["tp"] / pipelined) if pipelined else 0.0,

@@ -46,7 +46,8 @@ def report_lines(forecast: Forecast) -> Iterator[str]:
     if forecast.note is not None:
         yield from (forecast.note, "")
     yield f"{plan.model.name} on {forecast.devices} x {cluster.device} ({nodes}), {ranks}"
-    grid = f"tp {job.tp} x pp {job.pp}{f' (x {job.vpp} virtual)' if job.vpp > 1 else ''} x dp {job.dp}, zero {job.zero}"
+    virtual, context = f" (x {job.vpp} virtual)" if job.vpp > 1 else "", f" x cp {job.cp}" if job.cp > 1 else ""
+    grid = f"tp {job.tp} x pp {job.pp}{virtual}{context} x dp {job.dp}, zero {job.zero}"
     batches = "batch" if job.num_microbatches == 1 else "batches"
     micro = f"{job.num_microbatches:,} micro {batches} of {job.micro_batch}"
     text = f"{grid}{', sp' if job.sp else ''}, recompute {job.recompute}, {micro}"

@@ -155,9 +155,10 @@ def _last(node: ModuleNode) -> str:
 
 
 def _ranks(profile: Profile) -> Iterator[str]:
-    heads = ("", "step", "fwd", "bwd", *AXES, DATA, "optimizer", REST)
+    axes = [axis for axis in AXES if axis != "cp" or any(rank.spent(None, axis) for rank in profile.ranks)]
+    heads = ("", "step", "fwd", "bwd", *axes, DATA, "optimizer", REST)
     rows: list[tuple[str, ...]] = [heads]
-    values = {rank.rank: _row(rank) for rank in profile.ranks}
+    values = {rank.rank: _row(rank, axes) for rank in profile.ranks}
     groups: list[tuple[str, list[int]]] = [(f"rank {number}", [number]) for number in values]
     if len(values) > MAX_RANKS:
         groups = []
@@ -170,8 +171,8 @@ def _ranks(profile: Profile) -> Iterator[str]:
     yield from text_table(rows, left=1)
 
 
-def _row(rank: RankProfile) -> list[float]:
-    waits = [rank.spent(None, axis) for axis in AXES]
+def _row(rank: RankProfile, axes: Sequence[str]) -> list[float]:
+    waits = [rank.spent(None, axis) for axis in axes]
     row = [rank.step_seconds, rank.spent(FORWARD), rank.spent(BACKWARD), *waits, rank.spent(DATA)]
     return [*row, rank.spent(NORM) + rank.spent(OPTIMIZER), rank.spent(REST)]
 

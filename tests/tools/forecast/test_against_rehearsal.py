@@ -23,6 +23,7 @@ MODEL = {
     "trainer.precision": "bf16",
 }
 TP2, PP2, FULL, SELECTIVE = "trainer.tp=2", "trainer.pp=2", "trainer.recompute=full", "trainer.recompute=selective"
+CP2, ULYSSES = "trainer.cp=2", "trainer.cp_comm=ulysses"
 TWO = "model.num_hidden_layers=2"
 ELEMENTWISE = "trainer.recompute=elementwise"
 LORA, ALL = "finetune=lora", "finetune.lora_target_modules=all-linear"
@@ -84,6 +85,12 @@ SLOW = {
     "documents": (0, "data.document_mask=true"),
     "long": (0, "data.seq_length=4096", "trainer.micro_batch_size=1"),
     "small vocabulary": (0, "model.vocab_size=512"),
+    "cp2": (0, CP2),
+    "cp4 tp2, long": (0, "trainer.cp=4", TP2, "data.seq_length=2048", "model.vocab_size=512"),
+    "cp4 full, long": (0, "trainer.cp=4", FULL, "data.seq_length=4096", "trainer.micro_batch_size=1"),
+    "cp2 ulysses": (0, CP2, ULYSSES),
+    "cp4 ulysses, long": (0, "trainer.cp=4", ULYSSES, "data.seq_length=2048", "model.vocab_size=512"),
+    "cp2 ulysses, full": (0, CP2, ULYSSES, FULL),
     "sgd": (0, "optim.name=sgd"),
     "8-bit states on the host": (0, "trainer.offload=[optimizer]", "optim.state_bits=8"),
     "8-bit states, zero 2": (0, TP2, "trainer.dp=2", "trainer.zero=2", "optim.state_bits=8"),
@@ -95,7 +102,7 @@ def check(stage: int, *overrides: str) -> None:
     settings = {name: value for name, value in MODEL.items() if not any(o.startswith(f"{name}=") for o in overrides)}
     plan, _ = plan_rehearsal([*(f"{name}={value}" for name, value in settings.items()), *overrides])
     forecast = stage_footprints(plan)[stage]
-    rehearsed = rehearse(plan, stage * plan.dp * plan.config.trainer.tp)
+    rehearsed = rehearse(plan, plan.grid.rank(pp=stage))
     assert forecast.total == pytest.approx(rehearsed.peak, rel=WITHIN), (forecast, rehearsed.at_peak, rehearsed.moment)
     # Adam's step counts are 4-byte tensors. Weights gathered by ZeRO 3 are buffers in the forecast.
     states = rehearsed.at_rest.get(OPTIMIZER, 0)
