@@ -268,13 +268,13 @@ def _context_parallel(job: Job, layer: _Work, device: HardwareSpec, constants: M
         return 0.0
     keys = 2 * job.tokens * job.shape.keys / job.tp * job.inner_bytes
     bandwidth = bus_bandwidth(device, job.cp, job.tp, constants)
-    again = job.recompute in ("full", "selective")
+    recomputed = job.recompute in ("full", "selective")
     if job.exchanges_heads:
         heads = 2 * job.shape.queries / job.tp + 2 * max(job.shape.keys / job.tp, job.cp * job.shape.head_dim)
         size = job.tokens * heads * job.inner_bytes * (job.cp - 1) / job.cp
-        return (2 + again) * size / bandwidth
+        return (2 + recomputed) * size / bandwidth
     if job.program.chunks_logits:
-        return (3 + again) * (job.cp - 1) * keys / bandwidth
+        return (3 + recomputed) * (job.cp - 1) * keys / bandwidth
     passing = 3 * (job.cp - 1) * keys / bandwidth
     return constants["exposed.cp"] * passing + max(0.0, (1 - constants["exposed.cp"]) * passing - layer.attention)
 
