@@ -306,6 +306,11 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    received: Tensor = all_to_all_single(parts, None, None, group)
-    return torch.ops._c10d_functional.wait_tensor(received)
+    if torch.compiler.is_compiling():
+        received: Tensor = all_to_all_single(parts, None, None, group)
+        waited: Tensor = torch.ops._c10d_functional.wait_tensor(received)
+        return waited
+    received = torch.empty_like(parts)  # not the functional form, whose waits train/waits.py does not trace
+    dist.all_to_all_single(received, parts, group=group)
+    return received
 

@@ -33,6 +33,7 @@ _METHODS = {
     "reduce_scatter": "reduce_scatter",
     "reduce_scatter_tensor_coalesced": "reduce_scatter",
     "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
     "broadcast": "broadcast",
     "barrier": "barrier",
     "send": "send",

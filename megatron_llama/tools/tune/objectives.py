@@ -328,7 +328,8 @@ def longest_sequence(tuned: Tuner, settings: Mapping[str, Any], ranks: int, fits
     Raises:
         ConfigError: the settings break a rule.
     """
-    unit = math.lcm(STEP, settings["trainer.tp"])
+    grid = Grid.of(tuned.config.trainer).resized(tp=settings["trainer.tp"])
+    unit = math.lcm(STEP, grid.sequence_unit(sp=True))
 
     def fit(count: int) -> bool:
         return fits(tuned.candidate({**settings, **length_settings(tuned.config, count * unit)}, ranks))
