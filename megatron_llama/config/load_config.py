@@ -45,12 +45,11 @@ from megatron_llama.config.fields import (
     unknown_setting_problem,
 )
 from megatron_llama.config.hf_config import fill_from_folders
-from megatron_llama.config.interpolations import check_interpolations
-from megatron_llama.config.printable import check_texts
 from megatron_llama.config.problems import ConfigError, Problem, duplicate_length
 from megatron_llama.config.rope import settle_context
 from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
 from megatron_llama.config.stored import has_run, is_decided, is_known, read_settings, settings_of_groups
+from megatron_llama.config.text_checks import check_interpolations, check_texts
 from megatron_llama.system.files import check_yaml
 
 # Name of the dataclasses in conf/config.yaml; files in conf/ are checked against them.

@@ -10,7 +10,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from megatron_llama.config import ConfigError, load_config
-from megatron_llama.config.interpolations import MOST_CHARACTERS, MOST_STEPS, check_interpolations, names_secret
+from megatron_llama.config.text_checks import MOST_CHARACTERS, MOST_STEPS, check_interpolations, names_secret
 from megatron_llama.plan import resolve
 from tests.messages import raises_with_message
 from tests.paths import CONF

@@ -15,8 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from megatron_llama.config.interpolations import check_interpolations, names_secret
 from megatron_llama.config.problems import ConfigError, Problem
+from megatron_llama.config.text_checks import check_interpolations, names_secret
 from megatron_llama.system.files import check_yaml
 from megatron_llama.tools.import_nemo import nemo_keys as keys
 
