@@ -314,6 +314,9 @@ class TrainerConfig:
     compile_cache: str | None = None
     """Folder of compiled graphs, on a file system that all hosts of the job share. Its files are run as code, so other
     users must not own or change them. Derived: ~/.cache/megatron_llama/compile."""
+    float8: Annotated[str | None, one_of("tensorwise", "rowwise")] = None
+    """Multiply the blocks' matrices in float8, with torchao's recipe of this name; weights stay in ``precision``. For
+    GPUs from compute capability 8.9 on; a CPU emulates it slowly. docs/guides/training/float8.md"""
     async_tp: bool = False
     """Overlap sequence parallelism's communication with matmuls (torch's asynchronous tensor parallelism). For compiled
     blocks with tp > 1 on GPUs with peer-to-peer access. docs/guides/methods/async_tp.md"""

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from megatron_llama.config.settings import DEVICES
-from megatron_llama.devices.base import INDUCTOR, Device, Peak, async_tp_problem
+from megatron_llama.devices.base import INDUCTOR, Device, Peak, async_tp_problem, float8_problem
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +96,7 @@ __all__ = [
     "ahead_of_time_environment",
     "async_tp_missing",
     "async_tp_problem",
+    "float8_problem",
     "device_named",
     "find_device",
     "get_device",

@@ -70,6 +70,8 @@ class Device(ABC):
     """Whether a run of ``trainer.epochs``, whose steps are not known yet, compiles by default."""
     pins_memory: bool = False
     """Whether the device copies from pinned host memory while it computes. Batches are then built in pinned memory."""
+    float8_multiple: int = 1
+    """Sizes of float8 matmuls must be multiples of this."""
     measures_peak: bool = False
     """Whether ``peak_flops`` is a measurement, which depends on the host's load, instead of a data sheet's value."""
     peak_memory_label: str = "tensors on its device"
@@ -202,6 +204,18 @@ class Device(ABC):
         """Return None if torch.compile works on this host, else the reason in one sentence."""
         return None
 
+    def float8_missing(self) -> str | None:
+        """Return None if this kind of device has float8 matmuls (``Kernels.float8_mm``), else the reason.
+
+        Needs no device on this host.
+        """
+        return f"device={self.name} has no float8 matmuls"
+
+    def require_float8(self) -> None:
+        """Raise ConfigError if this rank's device has no float8 matmuls."""
+        if reason := self.float8_missing():
+            raise ConfigError([float8_problem(reason)])
+
     def async_tp_missing(self) -> str | None:
         """Return None if this kind of device supports ``enable_async_tp``, else the reason in one sentence.
 
@@ -238,6 +252,11 @@ class Device(ABC):
     def count_compiled_graphs(self, folder: Path) -> int | None:
         """Return the number of compiled graphs under ``folder``. None: use Inductor's counters of cache misses."""
         return None
+
+
+def float8_problem(reason: str) -> Problem:
+    """Return the problem of trainer.float8 on unsupported devices."""
+    return Problem("trainer.float8", None, reason, "write trainer.float8=null")
 
 
 def async_tp_problem(reason: str) -> Problem:

@@ -55,6 +55,15 @@ class Levels(NamedTuple):
         return codes + (flat >= self.boundaries.index_select(0, codes))
 
 
+class Float8Operand(NamedTuple):
+    """A matrix in float8; its values are ``data / scale``."""
+
+    data: Tensor
+    """float8 [rows, columns]."""
+    scale: Tensor
+    """fp32: a scalar, [rows, 1] for the left operand of a matmul or [1, columns] for the right one."""
+
+
 class Kernels:
     """Plain torch for every operation.
 
@@ -76,6 +85,18 @@ class Kernels:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs | None = None) -> Tensor:
         """Return the attention of q [b, heads, s, d] to k and v [b, kv heads, s, d] as [b, heads, s, d]."""
         return attention.attend(q, k, v, visible)
+
+    # Matmuls.
+
+    def float8_mm(self, a: Float8Operand, b: Float8Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
+        """Return the product of a [m, k] and b [k, n] as [m, n] in ``dtype``.
+
+        Emulated: operands and sums are fp32, as in torchao's emulation.
+
+        Args:
+            fast: add in less than fp32, where the device has such units.
+        """
+        return torch.mm(a.data.float() / a.scale, b.data.float() / b.scale).to(dtype)
 
     # Loss and gradients.
 

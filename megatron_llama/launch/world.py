@@ -9,9 +9,18 @@ from pathlib import Path
 
 from megatron_llama.config import Config, ConfigError, Host, Problem, parse_hostfile, parse_hosts
 from megatron_llama.config.settings import DEVICES
-from megatron_llama.devices import Device, async_tp_missing, async_tp_problem, find_device, get_device, ignored_devices
+from megatron_llama.devices import (
+    Device,
+    async_tp_missing,
+    async_tp_problem,
+    find_device,
+    float8_problem,
+    get_device,
+    ignored_devices,
+)
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.plan import Machine, Plan, resolve
+from megatron_llama.plan.rules.float8 import check_float8_sizes
 from megatron_llama.system.files import read_whole
 from megatron_llama.system.wrapping import wrap
 from megatron_llama.topology import Grid
@@ -49,9 +58,19 @@ class World:
             plan = resolve(config or self.config, self.size, machine, known=known)
         except ConfigError as error:
             raise ConfigError([*problems, *error.problems]) from None
+        problems += _float8_problems(plan.config)
         if problems:
             raise ConfigError(problems)
         return plan
+
+
+def _float8_problems(config: Config) -> list[Problem]:
+    """Return the problems of trainer.float8 on the config's device; none for ``auto``."""
+    device = find_device(config.device.name)
+    if device is None or config.trainer.float8 is None:
+        return []
+    reason = device.float8_missing()
+    return [float8_problem(reason)] if reason else list(check_float8_sizes(config, device.float8_multiple))
 
 
 def find_world(config: Config, context: ProcessContext | None) -> World:

@@ -228,7 +228,8 @@ def graph_settings(plan: Plan) -> dict[str, Any]:
     names = {
         "model": "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
         "rms_norm_eps",
-        "trainer": "tp cp cp_comm sp micro_batch_size precision recompute recompute_every deterministic async_tp",
+        "trainer": "tp cp cp_comm sp micro_batch_size precision float8 recompute recompute_every deterministic "
+        "async_tp",
         "data": "seq_length pack document_mask",
         "finetune": "method lora_rank lora_alpha lora_dropout lora_target_modules modules_to_save frozen_dtype",
         "device": "name",

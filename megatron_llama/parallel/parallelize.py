@@ -25,6 +25,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron_llama import devices
 from megatron_llama.arch.names import is_lora
 from megatron_llama.devices import Device
+from megatron_llama.devices.kernels import Kernels
 from megatron_llama.devices.visibility import Documents
 from megatron_llama.model import random_ltd, recompute
 from megatron_llama.model.init import initial_values, torch_dtype
@@ -35,6 +36,7 @@ from megatron_llama.model.loss import fused_softmax
 from megatron_llama.model.offload import Offload
 from megatron_llama.parallel import context
 from megatron_llama.parallel.compiling import Compiler
+from megatron_llama.parallel.float8 import use_float8
 from megatron_llama.parallel.fsdp import ComputeCopies, allocate, data_groups, filled_copies, shard_chunk
 from megatron_llama.parallel.groups import Groups, current_groups, group_defaults
 from megatron_llama.parallel.pipeline import Counts, run_logits, run_schedule
@@ -175,6 +177,8 @@ def build_model(
     trainer = plan.config.trainer
     if compiler is None and trainer.compile:
         compiler = Compiler(plan, device)
+    if trainer.float8 is not None:
+        device.require_float8()
     kernels = device.kernels(compiled=compiler is not None)
     mcore = mcore_config(plan)
     groups = current_groups()
@@ -196,7 +200,7 @@ def build_model(
             context.attach(chunk, topology, kernels, groups, trainer.cp_comm)
             if plan.config.finetune.method == "lora":
                 add_lora(chunk, plan.config.finetune, torch_dtype(plan.frozen_dtype), plan.quantized)
-        _wrap_blocks(chunk, plan, compiler)
+        _wrap_blocks(chunk, plan, compiler, kernels, groups)
         if compiler is not None and chunk.is_last and kernels.fuses_loss:
             chunk.lm_head.softmax = fused_softmax(compiler.compile)
         shard_chunk(chunk, exchange, plan)
@@ -214,7 +218,7 @@ def build_model(
     return ParallelModel(plan, chunks, shards, torch_device, groups, replicated, compute_copies, compiler)
 
 
-def _wrap_blocks(chunk: Llama, plan: Plan, compiler: Compiler | None) -> None:
+def _wrap_blocks(chunk: Llama, plan: Plan, compiler: Compiler | None, kernels: Kernels, groups: Groups) -> None:
     """Wrap each block's forward, not the module, so that the hooks of ``fully_shard`` stay outside."""
     draws_random_numbers = plan.config.finetune.lora_dropout > 0
     offload = Offload() if "activations" in plan.config.trainer.offload else None
@@ -222,6 +226,9 @@ def _wrap_blocks(chunk: Llama, plan: Plan, compiler: Compiler | None) -> None:
         recompute.attach(block, plan.recompute(int(number)), draws_random_numbers=draws_random_numbers)
         if compiler is not None:
             make_traceable(block)
+        if plan.config.trainer.float8 is not None:
+            use_float8(block, plan.config.trainer.float8, kernels, groups, sequence_parallel=plan.sp)
+        if compiler is not None:
             block.forward = compiler.compile(block.forward, "block")  # type: ignore[method-assign]
         if plan.random_ltd is not None:
             random_ltd.attach(block)

@@ -215,6 +215,7 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
     yield _line("precision", precision if precision == "fp32" else f"{precision}: {plan.precision}")
     yield _line("sharding", _sharding(plan))
     switches = [name for name in ("compile", "async_tp", "deterministic") if getattr(trainer, name)]
+    switches += [f"float8 {trainer.float8} matmuls in blocks"] if trainer.float8 else []
     sequence = f"sequence parallelism {'on' if plan.sp else 'off'}"
     yield _line("activations", " · ".join([_recompute(trainer), sequence, *switches]))
     betas = f" · betas {optim.betas[0]:g}, {optim.betas[1]:g}" if optim.row.betas == 2 else ""

@@ -21,6 +21,7 @@ BOUNDS: dict[str, Bounds] = {
     "model.max_position_embeddings": COUNT,
     "model.rms_norm_eps": POSITIVE,
     "model.rope_theta": POSITIVE,
+    "trainer.float8": (["fp8", ""], ["tensorwise", "rowwise"]),
     "model.initializer_range": POSITIVE,
     "model.rope_scaling.rope_type": (["proportional", "su"], ["llama3", "linear", "dynamic", "yarn", "longrope"]),
     "model.rope_scaling.factor": ([0.99, 0.0], [1.0, 1.01]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ import torch.distributed._symmetric_memory as symmetric
 from torch._inductor import config as inductor
 
 from megatron_llama.config import ConfigError
-from megatron_llama.devices import async_tp_missing, get_device, ignored_devices
+from megatron_llama.devices import async_tp_missing, device_named, get_device, ignored_devices
 from megatron_llama.devices.cpu import device as cpu
 from megatron_llama.devices.cuda import device as cuda
 from megatron_llama.devices.cuda.products import find_product
+from megatron_llama.launch import world
 from megatron_llama.plan import resolve
 from megatron_llama.tools.forecast import hardware
 from tests.config.helpers import make
@@ -280,9 +282,42 @@ def test_async_tp_needs_gpus_that_reach_each_other(fault: str, message: str) -> 
         assert on == (not message) and re.search(message, re.sub(r"\s+", " ", reason)), reason
 
 
+def test_gpus_without_float8_units_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    for capability, works in {(8, 0): False, (8, 9): True, (9, 0): True, (10, 0): True}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda known=capability: known)
+        if works:
+            cuda.DEVICE.require_float8()
+        else:
+            with pytest.raises(ConfigError, match="compute capability 8.0; float8 matmuls need 8.9"):
+                cuda.DEVICE.require_float8()
+    for name in ("neuron", "hpu"):
+        assert "has no float8 matmuls" in (device_named(name).float8_missing() or "")
+
+
 def test_other_devices_refuse_async_tp() -> None:
     for name in ("cpu", "neuron", "hpu"):
         assert f"device={name} has no matmuls" in (async_tp_missing(name) or "")
     assert async_tp_missing("cuda") is async_tp_missing("auto") is None
     with pytest.raises(ConfigError, match="device=cpu has no matmuls"):
         get_device("cpu").enable_async_tp(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "words"),
+    [
+        ("cuda", {}, []),
+        ("cuda", {"trainer.tp": 8}, ["rows of qkv_proj", "columns of o_proj"]),
+        ("cuda", {"data.seq_length": 24}, ["tokens of a micro batch = 24"]),
+        ("cpu", {"trainer.tp": 8, "data.seq_length": 24}, []),
+        ("hpu", {}, ["has no float8 matmuls"]),
+    ],
+)
+def test_float8_needs_sizes_of_the_units(device: str, changes: dict[str, Any], words: list[str]) -> None:
+    settings = {"data.seq_length": 256, "model.num_attention_heads": 8, "model.hidden_size": 192, "model.intermediate_size": 512}
+    config = make(**{**settings, "trainer.float8": "rowwise", "trainer.micro_batch_size": 1, **changes})
+    config.device.name = device
+    problems = [problem.rule for problem in world._float8_problems(config)]
+    for word in words:
+        assert any(word in rule for rule in problems), problems
+    assert bool(problems) == bool(words), problems

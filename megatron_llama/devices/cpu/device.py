@@ -70,6 +70,9 @@ class Cpu(Device):
         register(self.backend)
         return torch.device("cpu")
 
+    def float8_missing(self) -> str | None:
+        return None  # emulated
+
     def kernel_type(self) -> type[Kernels]:
         from megatron_llama.devices.cpu.kernels import CpuKernels
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron_llama.arch.pattern import Pattern, fits_varlen
 from megatron_llama.config import ConfigError
-from megatron_llama.devices.base import INDUCTOR, Device, Peak, async_tp_problem, device_index
+from megatron_llama.devices.base import INDUCTOR, Device, Peak, async_tp_problem, device_index, float8_problem
 from megatron_llama.devices.cuda.flight_recorder import (
     collectives,
     recorder_environment,
@@ -38,6 +38,8 @@ _FRAGMENTATION = 0.06
 simulated device: 1 % for 8 layers of 7 B on one rank, 6 % for 7 B on 8 ranks."""
 _CONTEXT_BYTES = 2 << 30
 """Estimate of the CUDA context with its kernels, and of NCCL's buffers."""
+LEAST_FLOAT8_CAPABILITY = 8, 9
+"""Compute capability of the first GPUs with float8 tensor cores (Ada)."""
 _LEAST_DRIVER = {12: 525, 13: 580}
 """First driver of a CUDA version: CUDA Toolkit release notes, table of minor version compatibility."""
 
@@ -64,6 +66,7 @@ class Cuda(Device):
     compile_from_steps = 100  # an eager step takes a third more time
     compiles_epochs = True
     pins_memory = True
+    float8_multiple = 16
     variable_prefixes = ("CUDA_", "CUBLAS_", "NCCL_")
     interface_variable = "NCCL_SOCKET_IFNAME"
 
@@ -211,6 +214,20 @@ class Cuda(Device):
         import torch
 
         torch.cuda.current_stream().synchronize()
+
+    def float8_missing(self) -> str | None:
+        return None
+
+    def require_float8(self) -> None:
+        """Raise ConfigError if the GPU's tensor cores have no float8: they do from compute capability 8.9 on."""
+        import torch
+
+        major, minor = torch.cuda.get_device_capability()
+        if (major, minor) < LEAST_FLOAT8_CAPABILITY:
+            name = torch.cuda.get_device_name()
+            needs = ".".join(map(str, LEAST_FLOAT8_CAPABILITY))
+            reason = f"{name} has compute capability {major}.{minor}; float8 matmuls need {needs}"
+            raise ConfigError([float8_problem(reason)])
 
     def async_tp_missing(self) -> str | None:
         return None

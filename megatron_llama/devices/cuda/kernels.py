@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_llama.arch.pattern import Pattern, fits_varlen
 from megatron_llama.devices import attention
-from megatron_llama.devices.kernels import Kernels
+from megatron_llama.devices.kernels import Float8Operand, Kernels
 from megatron_llama.devices.visibility import AttentionInputs, Lengths
 
 # One call of FlashAttention (Dao 2023, arXiv:2307.08691) for all documents of a micro batch. torch.nn.attention.varlen
@@ -114,6 +114,22 @@ class CudaKernels(Kernels):
             if part.numel():
                 by_dtype.setdefault(part.dtype, []).append(part)
         return [torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)) for tensors in by_dtype.values()]
+
+    def float8_mm(self, a: Float8Operand, b: Float8Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
+        """Multiply on tensor cores, as torchao's ``addmm_float8_unwrapped``.
+
+        Without ``fast``, the kernel with a scale per row is slow: the other kernel multiplies, and the scales follow.
+        """
+        by_row, scales = a.scale.ndim == 2, [a.scale.reciprocal(), b.scale.reciprocal()]
+        after = None
+        if by_row and not fast:
+            after, scales = scales[0] * scales[1], [a.scale.new_ones(()), a.scale.new_ones(())]
+        out = torch.bfloat16 if by_row and dtype == torch.float32 else dtype  # the kernel has no fp32 output
+        left, right = a.data.contiguous(), b.data.t().contiguous().t()  # the layouts that it needs
+        result = torch._scaled_mm(left, right, scale_a=scales[0], scale_b=scales[1], out_dtype=out, use_fast_accum=fast)
+        if after is not None:
+            result = result * after
+        return result.to(dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs | None = None) -> Tensor:
         if visible is None or visible.kernel != "varlen":

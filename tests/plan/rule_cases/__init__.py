@@ -8,6 +8,7 @@ from tests.plan.rule_cases import (
     curricula,
     datasets,
     finetune,
+    float8,
     layout,
     overlap,
     quantization,
@@ -16,5 +17,5 @@ from tests.plan.rule_cases import (
 )
 from tests.plan.rule_cases.case import Case
 
-FILES = (context, curricula, datasets, finetune, layout, overlap, quantization, schedule, token_dropping)
+FILES = (context, curricula, datasets, finetune, float8, layout, overlap, quantization, schedule, token_dropping)
 CASES: list[Case] = [case for file in FILES for case in file.CASES]

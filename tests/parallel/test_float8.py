@@ -1,0 +1,93 @@
+"""float8 matmuls against torchao's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_llama.devices.kernels import Float8Operand, Kernels
+from megatron_llama.parallel.float8 import RECIPES, Layer, _cast, _Linear
+
+torchao = pytest.importorskip("torchao.float8", reason="torchao, the oracle, is a development dependency")
+
+
+def ours(recipe: str) -> Layer:
+    return Layer(RECIPES[recipe], Kernels(), True, None, False)
+
+
+def operands(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """An input [s, b, in] with outliers, a weight [out, in] and the gradient of the output."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight, grad = (
+        torch.randn(*shape, generator=generator) for shape in ((12, 2, 48), (32, 48), (12, 2, 32))
+    )
+    x[3, 1] *= 100
+    x[:, :, 5] = 0
+    return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), grad.to(dtype) * 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bits_are_those_of_torchao(recipe: str, dtype: torch.dtype) -> None:
+    x, weight, grad = operands(dtype)
+    config = torchao.Float8LinearConfig.from_recipe_name(recipe)
+    object.__setattr__(config, "emulate", True)
+    theirs = torchao.float8_linear.Float8Linear.from_float(nn.Linear(48, 32, bias=False, dtype=dtype), config)
+    theirs.weight = nn.Parameter(weight.detach().clone())
+    copy = x.detach().clone().requires_grad_()
+    expected = theirs(copy)
+    expected.backward(grad)
+    output = _Linear.apply(x, weight, ours(recipe))
+    output.backward(grad)
+    assert output.equal(expected)
+    assert x.grad is not None and x.grad.equal(copy.grad)
+    assert weight.grad is not None and weight.grad.equal(theirs.weight.grad)
+
+
+def test_a_frozen_weight_has_no_gradient() -> None:
+    x, weight, grad = operands(torch.float32)
+    _Linear.apply(x, weight.requires_grad_(False), ours("rowwise")).backward(grad)
+    assert weight.grad is None and x.grad is not None
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_zeros_and_large_values_stay_finite(recipe: str) -> None:
+    for values in (torch.zeros(4, 8), torch.full((4, 8), 3e38), torch.tensor([[1e-30, 3e38]] * 4)):
+        operand = _cast(values, torch.float8_e4m3fn, ours(recipe), -1, None)
+        assert operand.data.float().isfinite().all()
+
+
+def test_the_gpu_path_has_the_arguments_of_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_llama.devices.cuda.kernels import CudaKernels
+
+    calls = []
+
+    def scaled_mm(a: torch.Tensor, b: torch.Tensor, **options: object) -> torch.Tensor:
+        assert a.is_contiguous() and b.t().is_contiguous()
+        calls.append({name: value for name, value in options.items() if not isinstance(value, torch.Tensor)})
+        scales = options["scale_a"], options["scale_b"]
+        assert all(isinstance(scale, torch.Tensor) for scale in scales)
+        return ((a.float() * scales[0]) @ (b.float() * scales[1])).to(options["out_dtype"])
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    x, weight, _ = operands(torch.bfloat16)
+    for recipe, by_row in (("tensorwise", False), ("rowwise", True)):
+        layer = ours(recipe)
+        a = _cast(x.flatten(0, 1).detach(), torch.float8_e4m3fn, layer, -1, None)
+        b = _cast(weight.t().detach(), torch.float8_e4m3fn, layer, 0, None)
+        for dtype in (torch.bfloat16, torch.float32):
+            for fast in (True, False):
+                result = CudaKernels().float8_mm(a, b, dtype, fast)
+                expected = Kernels().float8_mm(a, b, dtype)
+                assert result.dtype == dtype
+                torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
+                out = torch.bfloat16 if by_row else dtype
+                assert calls[-1] == {"out_dtype": out, "use_fast_accum": fast}
+
+
+def test_operands_are_divided_by_their_scales() -> None:
+    values = torch.tensor([[1.0, -2.0], [0.5, 448.0]])
+    operand = _cast(values, torch.float8_e4m3fn, ours("tensorwise"), -1, None)
+    assert isinstance(operand, Float8Operand) and operand.scale.item() == 1.0
+    assert (operand.data.float() / operand.scale).equal(values)
