@@ -314,8 +314,9 @@ def test_other_devices_refuse_async_tp() -> None:
     ],
 )
 def test_float8_needs_sizes_of_the_units(device: str, changes: dict[str, Any], words: list[str]) -> None:
-    settings = {"data.seq_length": 256, "model.num_attention_heads": 8, "model.hidden_size": 192, "model.intermediate_size": 512}
-    config = make(**{**settings, "trainer.float8": "rowwise", "trainer.micro_batch_size": 1, **changes})
+    settings: dict[str, Any] = {"model.num_attention_heads": 8, "model.hidden_size": 192, "data.seq_length": 256}
+    settings |= {"trainer.float8": "rowwise", "model.intermediate_size": 512, "trainer.micro_batch_size": 1}
+    config = make(**{**settings, **changes})
     config.device.name = device
     problems = [problem.rule for problem in world._float8_problems(config)]
     for word in words:

@@ -251,6 +251,7 @@ def _blocks(plan: Plan, label: str, blocks: int, recomputed: int, activations: i
         yield op(", forward: out of o, down", "all_reduce", 2 * blocks)
         yield op(", backward: out of gate_up, qkv", "all_reduce", 2 * blocks)
         yield op(" recomputed: out of o", "all_reduce", recomputed_sums)
+    yield from _float8_maxima(plan, label, blocks, blocks + recomputed, activations)
     for matrix in FUSED if lora else ():
         # x Aᵀ is gathered or summed like the matrix's input or output.
         size = len(target_rows(plan, matrix)) * activations // plan.model.hidden_size * plan.config.finetune.lora_rank
@@ -264,6 +265,25 @@ def _blocks(plan: Plan, label: str, blocks: int, recomputed: int, activations: i
         for kind, calls in kinds.items():
             key = TrafficKey("tp", kind, plan.config.trainer.tp)
             yield Operation(f"{label}: LoRA of {matrix}", key, calls * (size > 0), size)
+
+
+def _float8_maxima(plan: Plan, label: str, blocks: int, forward: int, activations: int) -> Iterator[Operation]:
+    """Yield the all-reduces of maxima behind float8 scales, of eager blocks: ``forward`` and ``blocks`` backward."""
+    recipe, hidden = plan.config.trainer.float8, plan.model.hidden_size
+    if recipe is None:
+        return
+    key = TrafficKey("tp", "all_reduce", plan.config.trainer.tp)
+    columns = len(FUSED) - len(ROW_PARALLEL)
+    if recipe == "tensorwise":
+        with_gradient = int(plan.config.finetune.method != "lora")
+        calls = forward * (columns + 2 * len(ROW_PARALLEL))
+        calls += blocks * (columns * (2 + with_gradient) + len(ROW_PARALLEL) * (1 + with_gradient))
+        yield Operation(f"{label}: maxima of float8 operands", key, calls, FP32)
+        return
+    tokens = activations // (hidden * BYTES[plan.precision.compute_dtype])
+    calls = forward * len(ROW_PARALLEL) + blocks * columns
+    yield Operation(f"{label}: maxima of float8 rows", key, calls, tokens * FP32)
+    yield Operation(f"{label}: maxima of float8 columns", key, calls, hidden * FP32)
 
 
 def _context_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:

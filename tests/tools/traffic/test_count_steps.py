@@ -48,6 +48,15 @@ LAYOUTS = {
     "tp2, full recompute": (2, ["trainer.tp=2", "trainer.sp=false", "trainer.recompute=full", FEW]),
     "tp2, every 2nd block": (2, ["trainer.tp=2", "trainer.recompute=full", "trainer.recompute_every=2", FEW]),
     "tp4+sp, kv heads < tp": (4, ["trainer.tp=4", FEW]),
+    "tp2+sp, float8 tensorwise": (2, ["trainer.tp=2", "trainer.float8=tensorwise", FEW]),
+    "tp2, float8 rowwise, full recompute": (
+        2,
+        ["trainer.tp=2", "trainer.sp=false", "trainer.float8=rowwise", "trainer.recompute=full", FEW],
+    ),
+    "tp2+sp, float8 tensorwise, full recompute, LoRA": (
+        2,
+        ["trainer.tp=2", "trainer.float8=tensorwise", "trainer.recompute=full", *LORA],
+    ),
     "pp2": (2, ["trainer.pp=2", FEW]),
     "pp3, uneven": (3, ["trainer.pp=3", "trainer.pipeline_layers=[2,1,1]", FEW]),
     "pp2·vpp2": (2, ["trainer.pp=2", "trainer.vpp=2", FEW]),
