@@ -37,6 +37,7 @@ class Groups:
             expected = topology.grid.ranks(topology.rank, axis.name)
             assert dist.get_process_group_ranks(group) == expected, f"megatron-core orders {axis.name} differently"
             self._groups[axis.name] = self.add(axis.name, group)
+        self.add("dp", parallel_state.get_data_parallel_group(with_context_parallel=True))
         self.embedding: dist.ProcessGroup | None = parallel_state.get_embedding_group(check_initialized=False)
         """First and last pipeline stage, which share tied embeddings. None on other stages."""
         if self.embedding is not None:
