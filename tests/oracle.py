@@ -120,6 +120,7 @@ def train_rank(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tupl
     device = get_device("cpu")
     topology = plan.topology(rank)
     prepare_rank(plan)
+    torch.use_deterministic_algorithms(plan.config.trainer.deterministic)  # fills new memory with NaN
     with process_groups(plan, topology, device, torch.device("cpu")):
         model = build_model(plan, topology, device, torch.device("cpu"))
         optimizer = build_optimizer(plan, model)

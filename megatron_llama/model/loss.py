@@ -182,15 +182,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         ranks = dist.get_world_size(group)
         hidden = _gather_sequence(x, group) if split else x
-        # The gradient overwrites the gathered copy, chunk by chunk.
-        grad_x = (hidden if split else torch.empty_like(x)) if needs_grad[0] else None
-        rows = None if grad_x is None else grad_x.flatten(0, 1)
+        # The gradient overwrites the gathered copy, chunk by chunk. Its rows are a view: x may have other strides.
+        grad_x = (hidden if split else x.new_empty(x.shape)) if needs_grad[0] else None
+        rows = None if grad_x is None else grad_x.view(-1, x.shape[-1])
         tp_group = group if ranks > 1 else None
         losses, sums = _by_chunks(
             hidden.flatten(0, 1), weight, labels, loss_weights, valid, tp_group, softmax, kernels, rows, needs_grad[1]
         )
         if grad_x is not None and split:
-            whole, grad_x = grad_x, torch.empty_like(x)
+            whole, grad_x = grad_x, x.new_empty(x.shape)
             dist.reduce_scatter_tensor(grad_x, whole, group=group)
         elif grad_x is not None and ranks > 1:
             dist.all_reduce(grad_x, group=group)

@@ -22,6 +22,7 @@ COMPILED, WIDE = ["trainer.compile=true", "trainer.compile_strict=true"], ["mode
 CP, CP4, ULYSSES, DOCUMENTS = "trainer.cp=2", "trainer.cp=4", "trainer.cp_comm=ulysses", "data.document_mask=true"
 # Frequencies depend on the length of whole sequences, 16 tokens.
 DYNAMIC = ["model.rope_scaling={rope_type: dynamic, factor: 4.0}", "model.max_position_embeddings=8"]
+DETERMINISTIC = "trainer.deterministic=true"
 SIX_LAYERS = "model.num_hidden_layers=6"
 # Of a global batch of 8; without either it is 2. Ranks that meet at each matrix are slow on two cores, so theirs are
 # larger; each layout accumulates over two micro batches or more.
@@ -50,6 +51,7 @@ QUICK = {
     "tp2+sp, random-LTD",
     "pp2·dp2, random-LTD, zero 3",
     "tp2·dp2+sp, zero 2, 8-bit states",
+    "deterministic",
     "cp2",
     "cp2·tp2+sp, documents",
     "cp2·pp2, tied",
@@ -211,16 +213,35 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
         ["optim.name=onebit_adam", "trainer.zero=0", "optim.freeze_step=10"],
     ),
     ("cp2, compiled", 2, [CP, *COMPILED], WIDE),
-    ("cp2·dp2, zero 3, documents, full recompute, compiled", 4, [CP, "trainer.zero=3", *COMPILED], [*WIDE, DOCUMENTS]),
+    (
+        "cp2·dp2, zero 3, documents, full recompute, compiled",
+        4,
+        [CP, "trainer.zero=3", "trainer.recompute=full", *COMPILED],
+        [*WIDE, DOCUMENTS],
+    ),
     ("cp2, ulysses", 2, [CP, ULYSSES], []),
     ("cp4, ulysses, kv heads < cp", 4, [CP4, ULYSSES], []),
     ("cp2·tp2+sp, ulysses, one kv head", 4, [CP, "trainer.tp=2", ULYSSES], ["model.num_key_value_heads=1"]),
     ("cp2·pp2·dp2, ulysses, zero 3, documents", 8, [CP, "trainer.pp=2", "trainer.zero=3", ULYSSES], [DOCUMENTS]),
     ("cp2, ulysses, window, full recompute", 2, [CP, ULYSSES, "trainer.recompute=full"], [WINDOW]),
     ("cp2, ulysses, blocks, selective recompute", 2, [CP, ULYSSES, "trainer.recompute=selective"], [BLOCKS]),
-    ("cp2, ulysses, elementwise recompute, offloaded", 2, [CP, ULYSSES, "trainer.recompute=elementwise"], []),
+    ("cp2, ulysses, elementwise recompute", 2, [CP, ULYSSES, "trainer.recompute=elementwise"], []),
+    ("cp2, ulysses, offloaded", 2, [CP, ULYSSES, OFFLOAD], []),
     ("cp2, ulysses, compiled", 2, [CP, ULYSSES, *COMPILED], WIDE),
     ("micro batches of 1", 1, [MICRO_1], []),
     ("micro batches of 8", 1, [ONE_MICRO_BATCH], []),
     ("pp2·dp2, micro batches of 1", 4, ["trainer.pp=2", MICRO_1], []),
+    ("deterministic", 1, [DETERMINISTIC], []),
+    (
+        "tp2·pp2+sp, odd vocabulary, deterministic",
+        4,
+        [DETERMINISTIC, "trainer.tp=2", "trainer.pp=2"],
+        ["model.vocab_size=61"],
+    ),
+    (
+        "cp2·dp2, zero 3, full recompute, deterministic",
+        4,
+        [DETERMINISTIC, CP, "trainer.zero=3", "trainer.recompute=full"],
+        [],
+    ),
 ]
