@@ -62,6 +62,8 @@ BOUNDS: dict[str, Bounds] = {
     "data.split": (["969,30", "a,b,c", "0,1,1", "1,-1,1", ""], ["1,0,0", "0.9,0.05,0.05"]),
     "data.seq_length": COUNT,
     "trainer.tp": COUNT,
+    "trainer.cp": COUNT,
+    "trainer.cp_comm": (["ring", ""], ["all_gather", "ulysses"]),
     "trainer.pp": COUNT,
     "trainer.vpp": COUNT,
     "trainer.random_ltd.min_value": COUNT,

@@ -105,7 +105,7 @@ AWKWARD = [0.0, -0.0, 1e-45, -3.0, float("inf"), float("-inf"), 3.4e38, 1 / 3]
 
 def _pass_awkward_numbers(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Rank 0 sends to rank 1, which sends something else back, both in one exchange."""
-    transfers = PairTransfers(Topology(Grid({"tp": 1, "dp": 1, "pp": 2}), rank))
+    transfers = PairTransfers(Topology(Grid({"tp": 1, "cp": 1, "dp": 1, "pp": 2}), rank))
     local = torch.tensor(AWKWARD, dtype=dtype).flip(0) if rank else torch.tensor(AWKWARD, dtype=dtype)
     local.requires_grad_()
     before = local.detach().clone()
@@ -166,5 +166,5 @@ def test_the_probe(ranks: int, log: Path, tmp_path: Path) -> None:
 def test_devices_that_know_are_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "isend", lambda *_: pytest.fail("it was tried"))
     for module in (cpu, cuda, hpu):
-        with module.DEVICE.pipeline_transfers(Topology(Grid({"tp": 1, "dp": 1, "pp": 2}), 0)):
+        with module.DEVICE.pipeline_transfers(Topology(Grid({"tp": 1, "cp": 1, "dp": 1, "pp": 2}), 0)):
             pass

@@ -34,6 +34,7 @@ WORDS = {
     "scripts/export_hf.py": "{folder} {folder}/out",
     "scripts/import_config.py": "README.md",
     "scripts/pipeline.py": "trainer.pp=2",
+    "scripts/prove_gpu.py": "--output {folder}/out",
     "scripts/plan.py": "model=llama_2m",
     "scripts/profile.py": "data=mock",
     "scripts/rehearse.py": "data=mock",

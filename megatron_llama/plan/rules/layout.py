@@ -24,6 +24,8 @@ from megatron_llama.topology import AXES, Grid
 BLOCK = tuple(axis.name for axis in AXES if not axis.is_derived)
 """Axes whose sizes are set; the world size is a multiple of their product."""
 BLOCK_SETTINGS = tuple(f"trainer.{name}" for name in BLOCK)
+_MOST_CP = 4096
+"""Largest context-parallel size that a suggestion considers."""
 
 
 def layout_tp(config: Config, world_size: int) -> list[int]:
@@ -66,12 +68,13 @@ def grid_divides_world(config: Config, world_size: int) -> Iterator[Problem]:
     if world_size % grid.block == 0:
         return
     name, value = ("trainer.pp", pp) if tp == 1 else ("trainer.tp", tp)
-    names, sizes = _factors(grid)
-    rule = f"{names} = {sizes} = {grid.block} must divide the number of devices, {world_size}"
+    names, factors = _factors(grid)
+    rule = f"{names} = {factors} = {grid.block} must divide the number of devices, {world_size}"
     pipelines = range(1, config.model.num_hidden_layers + 1)
     smaller = [size for size in pipelines if world_size % grid.resized(pp=size).block == 0]
-    contexts = [size for size in range(1, world_size + 1) if world_size % grid.resized(cp=size).block == 0]
-    if cp > 1 and contexts:
+    sizes = range(1, min(world_size, _MOST_CP) + 1) if cp > 1 else ()
+    contexts = [size for size in sizes if world_size % grid.resized(cp=size).block == 0]
+    if contexts:
         name, value = "trainer.cp", cp
         advice = nearest_legal("trainer.cp", cp, contexts)
     elif world_size % pp == 0:

@@ -190,8 +190,8 @@ def _named_target(
     memory = int(config.device.memory_gib * GIB) if config.device.memory_gib else rank.memory_bytes
     grid = Grid.of(config.trainer)
     ranks, nodes = rank.per_node * (cluster.nodes or 1), cluster.nodes or 1
-    if cluster.nodes is None and name != HOST and set(map("trainer.{}".format, grid.sizes)) <= names:
-        ranks = grid.world_size  # the command line sets each axis
+    if cluster.nodes is None and name != HOST and {"trainer.tp", "trainer.pp", "trainer.dp"} <= names:
+        ranks = grid.world_size  # the command line sets the layout
         nodes = -(-ranks // rank.per_node)
     cluster = replace(cluster, device=name, nodes=nodes)
     return Target(name, ranks, nodes, rank, memory, False, cluster, note=hardware.note), []

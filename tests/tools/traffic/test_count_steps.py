@@ -233,6 +233,7 @@ def test_layouts_have_something_to_count() -> None:
     }
     assert lines == {
         *(("tp", kind) for kind in ("all_reduce", "all_gather", "reduce_scatter")),
+        *(("cp", kind) for kind in ("all_gather", "reduce_scatter", "all_to_all")),
         *(("pp", kind) for kind in ("send", "recv", "all_reduce")),
         *(("dp", kind) for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")),
         ("world", "all_reduce"),
