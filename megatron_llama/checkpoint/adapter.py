@@ -101,7 +101,7 @@ def open_base(manifest: Manifest, model: ModelConfig, folder: Path | None) -> Sa
 
 @dataclass(frozen=True)
 class MergedTensors(Stored):
-    """Tensors of a model with a merged LoRA adapter: W + alpha / rank · B A (Hu et al. 2021, arXiv:2106.09685).
+    """Tensors of a model with a merged LoRA adapter: W + scale · B A (Hu et al. 2021, arXiv:2106.09685).
 
     The arithmetic is fp32; the result is rounded once, to the dtype of the target.
     """
@@ -143,7 +143,7 @@ class MergedTensors(Stored):
         read = self.base.load_into({name: Rectangles(self.base.tensors[name].shape, [(offset, values)])})
         factors = {a_name: ((0, first_column), a), b_name: ((first_row, 0), b)}
         read += self.adapter.load_into({n: Rectangles(self.adapter.tensors[n].shape, [f]) for n, f in factors.items()})
-        target.copy_(values.add_(torch.matmul(b, a).mul_(self.finetune.lora_alpha / rank)))
+        target.copy_(values.add_(torch.matmul(b, a).mul_(self.finetune.lora_scaling)))
         return read
 
 
@@ -170,6 +170,6 @@ def adapter_config(finetune: FinetuneConfig, base: str | None) -> dict[str, Any]
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
-        "use_rslora": False,
+        "use_rslora": finetune.use_rslora,
         "use_dora": False,
     }

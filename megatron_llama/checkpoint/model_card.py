@@ -86,7 +86,12 @@ def _facts(
         rows.append(("Parameters of the adapter", f"{trained:,} ({short_count(trained)})"))
     if finetune.method == "lora":
         modules = ", ".join(finetune.lora_target_modules)
-        rows.append(("LoRA", f"rank {finetune.lora_rank}, alpha {finetune.lora_alpha:g}, on {modules}"))
+        rows.append(
+            (
+                "rsLoRA" if finetune.use_rslora else "LoRA",
+                f"rank {finetune.lora_rank}, alpha {finetune.lora_alpha:g}, on {modules}",
+            )
+        )
     rows.append(("Training tokens", f"{tokens:,} in {state.step:,} {plural(state.step, 'step')}"))
     rows.append(("Data", data_names(state.settings)))
     return rows

@@ -60,6 +60,7 @@ _LORA_SETTINGS = {
     "lora_alpha": "lora_alpha",
     "target_modules": "lora_target_modules",
     "modules_to_save": "modules_to_save",
+    "use_rslora": "use_rslora",
 }
 # Valid values of adapter_config.json's other keys, in addition to null, false and empty. Unlisted keys must have one of
 # these three values, so that features of later PEFT versions are rejected, not ignored. Some initializations (pissa,
@@ -252,7 +253,7 @@ def hf_config(model: ModelConfig, dtype: str, token_ids: dict[str, int]) -> dict
 def fill_from_adapter(
     folder: str, given: set[str], assign: Callable[[str, Any], None], problems: list[Problem]
 ) -> None:
-    """Assign rank, alpha and modules from a PEFT adapter's adapter_config.json. Settings in ``given`` are a problem."""
+    """Assign rank, alpha, use_rslora and modules from a PEFT adapter's config. Settings in ``given`` are a problem."""
     try:
         content = read_hf_config(folder, ADAPTER_CONFIG)
         if not os.path.exists(os.path.join(folder, ADAPTER_WEIGHTS)):
@@ -264,7 +265,7 @@ def fill_from_adapter(
     wrong = unsupported_lora(content)
     problems += [Problem("finetune.adapter", folder, clause, "write a plain LoRA adapter") for clause in wrong]
     for theirs, ours in _LORA_SETTINGS.items() if not wrong else ():
-        name, value = f"finetune.{ours}", content.get(theirs) or []
+        name, value = f"finetune.{ours}", content.get(theirs) or (False if theirs == "use_rslora" else [])
         if name in given:
             rule = f"is set by the adapter in {folder}: {format_value(value)}"
             problems.append(Problem(name, None, rule, f"omit {name}"))
@@ -280,6 +281,8 @@ def unsupported_lora(content: dict[str, Any]) -> list[str]:
         if value and value not in may and name not in (*_LORA_SETTINGS, *_IRRELEVANT):
             rule = f"only {' or '.join(map(repr, may))} is supported" if may else "only plain LoRA is supported"
             clauses.append(f"its {name} is {value!r}, and {rule}")
+    if not isinstance(content.get("use_rslora", False), bool):
+        clauses.append("its use_rslora must be true or false")
     for name in ("target_modules", "modules_to_save"):
         value = content.get(name)
         optional = value is None and name == "modules_to_save"

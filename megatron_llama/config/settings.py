@@ -7,6 +7,7 @@ value (``limits.py``). ``conf/`` has named sets of values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -401,6 +402,9 @@ class FinetuneConfig:
     """Rank of the adapters (PEFT's r)."""
     lora_alpha: Annotated[float, above_zero()] = 16.0
     """Scale: the adapters' output is multiplied by lora_alpha / lora_rank."""
+    use_rslora: bool = False
+    """Multiply by lora_alpha / sqrt(lora_rank) instead (rank-stabilized LoRA, Kalajdzievski 2023,
+    arXiv:2312.03732)."""
     lora_dropout: Annotated[float, share()] = 0.0
     """Dropout on the adapters' inputs; its masks depend on the layout."""
     lora_target_modules: Annotated[list[str], some_of(LORA_TARGETS, least=1)] = field(
@@ -415,8 +419,13 @@ class FinetuneConfig:
     """Storage of LoRA's frozen weights: fp32 or bf16; or int8 or nf4 for the blocks' matrices and the compute dtype for
     the rest. Derived: the compute dtype. Matmuls always run in the compute dtype."""
     adapter: str | None = None
-    """Folder of a PEFT adapter (adapter_config.json, adapter_model.safetensors) to continue from; it sets rank, alpha
-    and modules."""
+    """Folder of a PEFT adapter (adapter_config.json, adapter_model.safetensors) to continue from; it sets rank, alpha,
+    use_rslora and modules."""
+
+    @property
+    def lora_scaling(self) -> float:
+        """Factor of the adapters' output, as in PEFT."""
+        return self.lora_alpha / (math.sqrt(self.lora_rank) if self.use_rslora else self.lora_rank)
 
 
 @dataclass

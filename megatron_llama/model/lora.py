@@ -1,6 +1,6 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685): low-rank updates of frozen matrices, tensor- and sequence-parallel.
 
-    y = x Wᵀ + alpha / rank · (x Aᵀ) Bᵀ        A [rank, in], B [out, rank]
+    y = x Wᵀ + scale · (x Aᵀ) Bᵀ        A [rank, in], B [out, rank], scale = alpha / rank (rsLoRA: alpha / sqrt(rank))
 
 Each Hugging Face module has a separate A and B, as in PEFT. For fused matrices (q, k, v; gate, up) they are stacked by
 rows into one parameter, so that one matmul computes all x Aᵀ. arch/names.py maps the rows to the modules.
@@ -48,7 +48,7 @@ class LoraLinear(nn.Module):
         self.base_layer = base_layer
         self.is_column = isinstance(base_layer, ColumnParallelLinear)
         self.sequence_parallel = base_layer.config.sequence_parallel
-        self.rank, self.scaling = finetune.lora_rank, finetune.lora_alpha / finetune.lora_rank
+        self.rank, self.scaling = finetune.lora_rank, finetune.lora_scaling
         self.dropout = finetune.lora_dropout
         self.rows = list(rows.values())
         self.is_target = [module in finetune.lora_target_modules for module in rows]

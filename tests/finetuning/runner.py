@@ -140,6 +140,7 @@ def their_lora(base: Any, plan: Plan) -> Any:
     config = peft.LoraConfig(
         r=finetune.lora_rank,
         lora_alpha=int(finetune.lora_alpha),
+        use_rslora=finetune.use_rslora,
         lora_dropout=finetune.lora_dropout,
         target_modules=finetune.lora_target_modules,
         modules_to_save=finetune.modules_to_save or None,

@@ -152,7 +152,8 @@ def _with(adapter: Path, folder: Path, **settings: Any) -> Path:
     ("settings", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-        ({"use_rslora": True}, "use_rslora is True"),
+        ({"use_dora": True}, "use_dora is True"),
+        ({"use_rslora": "yes"}, "use_rslora must be true or false"),
         ({"bias": "all"}, "bias is 'all'"),
         ({"target_modules": ".*_proj"}, "target_modules must be a list of names"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is"),

@@ -102,6 +102,19 @@ def test_whole_modules_beside_lora(world: World, tmp_path: Path) -> None:
     assert max(worst(ours, theirs).values()) <= TOLERANCE, worst(ours, theirs)
 
 
+@pytest.mark.parametrize(("ranks", "layout"), [(1, []), (2, ["trainer.tp=2"])], ids=["one process", "tp2+sp"])
+def test_rank_stabilized_lora(ranks: int, layout: list[str], world: World, tmp_path: Path) -> None:
+    """The adapter sets use_rslora; peft reads the exported adapter with the same setting."""
+    plan = make_plan(1, tmp_path, *runner.RANK, "finetune.use_rslora=true", "finetune.lora_alpha=6")
+    adapter = tmp_path / "adapter"
+    run_ranks(_save_adapter, 1, plan, world.base, adapter)
+    theirs = run_ranks(runner.run_lora, 1, plan, world.base, adapter, 3)[0]
+    chosen = ["finetune=lora", f"finetune.adapter={adapter}", f"init_from={world.base}"]
+    assert make_plan(1, tmp_path, *chosen).config.finetune.use_rslora
+    ours = tune(ranks, tmp_path / "run", *chosen, *layout, steps=3)
+    assert max(worst(ours, theirs).values()) <= TOLERANCE, worst(ours, theirs)
+
+
 def _save_adapter(rank: int, plan: Plan, base: Path, folder: Path) -> None:
     runner.save_adapter(plan, base, folder)
 
