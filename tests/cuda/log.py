@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from tests.cuda.in_process import STEP_END, STEP_START
+
+KERNELS = {
+    "Triton": ("triton_",),
+    "attention": ("flash_", "fmha"),
+    "foreach": ("multi_tensor_apply",),
+    "matmul": ("gemm", "gemv", "cutlass"),
+    "concatenation": ("CatArray",),
+    "cast or copy": ("copy_kernel",),
+    "fill": ("FillFunctor", "arange"),
+    "index": ("index", "gather", "scatter", "embedding"),
+    "reduction": ("reduce_kernel", "softmax", "layer_norm", "rms_norm"),
+    "elementwise": ("elementwise",),
+}
+"""Classes of kernels: parts of their mangled names. The first class that matches counts."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +80,16 @@ def read_logs(prefix: Path) -> list[ProcessLog]:
     return sorted((log for log in logs if log.calls), key=lambda log: log.rank)
 
 
-def counts(calls: list[Call]) -> dict[str, object]:
-    """Count launches, matrix multiplications by shape, collectives with bytes, waits of the host and copies."""
+def kernel_class(name: str) -> str:
+    """Return the class of a kernel."""
+    return next((kind for kind, parts in KERNELS.items() if any(part in name for part in parts)), "other")
+
+
+def counts(calls: list[Call]) -> dict[str, Any]:
+    """Count launches by class, GEMMs by shape, collectives with their bytes, waits of the host, and copies."""
     gemms = Counter(f"{c.fields['batches']}x{c.fields['shape']}:{c.fields['types']}" for c in calls if c.name == "GEMM")
     copies = Counter(f"{c.fields['from']} to {c.fields['to']}" for c in calls if c.name == "COPY")
+    kernels = Counter(kernel_class(call.fields["name"]) for call in calls if call.name == "KERNEL")
     collectives: dict[str, list[int]] = {}
     for call in calls:
         if call.name == "NCCL" and "bytes" in call.fields:
@@ -75,9 +97,21 @@ def counts(calls: list[Call]) -> dict[str, object]:
             total[0] += 1
             total[1] += call.number("bytes")
     return {
-        "launches": sum(call.name == "KERNEL" for call in calls),
+        "launches": dict(sorted(kernels.items())),
         "gemms": dict(sorted(gemms.items())),
         "collectives": {name: {"calls": n, "bytes": size} for name, (n, size) in sorted(collectives.items())},
         "waits": sum(call.name == "SYNC" for call in calls),
         "copies": dict(sorted(copies.items())),
     }
+
+
+def differences(expected: Mapping[str, Any], actual: Mapping[str, Any], name: str = "") -> list[str]:
+    """Return a line for each count that differs: its name, the expected and the actual count."""
+    lines: list[str] = []
+    for key in sorted({*expected, *actual}):
+        before, after = expected.get(key, 0), actual.get(key, 0)
+        if isinstance(before, Mapping) or isinstance(after, Mapping):
+            lines += differences(before or {}, after or {}, f"{name}{key}: ")
+        elif before != after:
+            lines.append(f"{name}{key}: {before} expected, {after} counted")
+    return lines

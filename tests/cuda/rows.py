@@ -16,7 +16,7 @@ import torch
 
 from tests.cuda.build import missing
 from tests.cuda.harness import Run, Runtime, open_runtime
-from tests.cuda.log import counts
+from tests.cuda.log import counts, differences
 
 GOLDENS = Path(__file__).with_name("goldens.json")
 MEASURED_STEP = 2  # the first step creates communicators and states
@@ -59,6 +59,16 @@ def measured(run: Run) -> list[dict[str, Any]]:
     return [counts(log.steps[MEASURED_STEP]) for log in run.logs if MEASURED_STEP in log.steps]
 
 
+def changes(name: str, actual: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each count of a row that differs from the recorded one."""
+    expected = goldens()["rows"][name]
+    ranks = range(max(len(expected), len(actual)))
+    by_rank = [
+        {f"rank {rank}": dict(enumerate(counted)).get(rank, {}) for rank in ranks} for counted in (expected, actual)
+    ]
+    return differences(*by_rank)
+
+
 def goldens() -> dict[str, Any]:
     """Return the recorded counts, or an empty dictionary if none are recorded."""
     return json.loads(GOLDENS.read_text()) if GOLDENS.exists() else {}
@@ -72,7 +82,7 @@ def main() -> int:
         rows = goldens().get("rows", {}) if sys.argv[1:] else {}
         for number, name in enumerate(sys.argv[1:] or ROWS):
             rows[name] = measured(start(runtime, name, Path(folder) / str(number)).check())
-            print(name, rows[name][0]["launches"], flush=True)
+            print(name, sum(rows[name][0]["launches"].values()), flush=True)
             GOLDENS.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
     return 0
 

@@ -10,6 +10,7 @@ import torch
 from tests.cuda import rows
 from tests.cuda.harness import Runtime
 from tests.cuda.in_process import ACCESSES
+from tests.cuda.log import differences
 from tests.cuda.streams import conflicts
 from tests.layouts.table import LAYOUTS, OFFLOAD
 
@@ -29,10 +30,24 @@ def test_three_steps(runtime: Runtime, tmp_path: Path, name: str) -> None:
     run = rows.start(runtime, name, tmp_path).check()
     actual = rows.measured(run)
     assert len(actual) == rows.ROWS[name][0]
+    for counted in actual:
+        assert counted["waits"] == WAITS_OF_A_STEP + ("offload" in name)
     goldens = rows.goldens()
     if goldens.get("torch") != torch.__version__:
         pytest.skip(f"counts are known for torch {goldens.get('torch')}: python -m tests.cuda.rows records them again")
-    assert actual == goldens["rows"][name], "python -m tests.cuda.rows records intended changes"
+    changes = rows.changes(name, actual)
+    assert not changes, "\n".join(["python -m tests.cuda.rows records intended changes:", *changes])
+
+
+def test_changed_counts_are_named() -> None:
+    expected = {"launches": {"fill": 2, "index": 1}, "collectives": {"all_reduce of 2": {"calls": 1, "bytes": 8}}}
+    actual = {"launches": {"fill": 3, "index": 1}, "collectives": {}}
+    assert differences(expected, expected) == []
+    assert differences(expected, actual) == [
+        "collectives: all_reduce of 2: bytes: 8 expected, 0 counted",
+        "collectives: all_reduce of 2: calls: 1 expected, 0 counted",
+        "launches: fill: 2 expected, 3 counted",
+    ]
 
 
 def test_ranks_are_spawned(runtime: Runtime, tmp_path: Path) -> None:
