@@ -296,6 +296,10 @@ def _program(trainer: TrainerConfig, device: str) -> str:
     return "ours, compiled" if known is None or known.compiler == INDUCTOR else "ours, other compiler"
 
 
+SCALING = {"tensorwise": "per tensor", "rowwise": "per row"}
+"""``Job.scaling`` by recipe of ``trainer.float8``."""
+
+
 def job_of_plan(plan: Plan) -> Job:
     """Return the Job of a plan."""
     model, trainer, precision = plan.model, plan.config.trainer, plan.precision
@@ -332,7 +336,8 @@ def job_of_plan(plan: Plan) -> Job:
         recompute_every=trainer.recompute_every,
         offloads_activations="activations" in trainer.offload,
         offloads_optimizer="optimizer" in trainer.offload,
-        format=precision.compute_format,
+        format="fp8" if trainer.float8 else precision.compute_format,
+        scaling=SCALING[trainer.float8] if trainer.float8 else "per tensor",
         state=StateBytes(
             weight=compute,
             gradient=BYTES[precision.grad_accum_dtype],

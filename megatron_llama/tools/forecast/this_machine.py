@@ -22,6 +22,7 @@ from megatron_llama.tools.forecast.hardware import HardwareSpec
 from megatron_llama.tools.forecast.step_time import (
     FLASH_BACKWARD,
     LOSS_BYTES,
+    LOW_PRECISION,
     MEMORY_REACH,
     StepTime,
     kernel_count,
@@ -138,10 +139,16 @@ def fit_gemms(samples: Sequence[Sequence[float]]) -> tuple[float, float]:
     return math.exp(spread(tile)[1]), float(tile)
 
 
+def _format(job: Job) -> str:
+    """Return the format of matmuls on a CPU, which multiplies float8 operands in fp32."""
+    return "fp32" if job.format in LOW_PRECISION else job.format
+
+
 def calibrated_spec(calibration: Calibration, job: Job) -> tuple[HardwareSpec, dict[str, float]]:
     """Return the share of this machine that one rank of ``job`` uses, and its constants for step_time.py."""
     measured, slower = calibration.nearest(job.ranks)
-    of_form, form, width = measured[job.format], job.format, job.inner_bytes
+    form, width = _format(job), job.inner_bytes
+    of_form = measured[form]
     rate, tile = fit_gemms(of_form["products"])
     bandwidth = measured["copy"] / slower / MEMORY_REACH
     machine = f"{calibration.host}, {calibration.date}, {calibration.cores} cores, load {calibration.load:g}"
@@ -238,7 +245,7 @@ class _Overhead:
 def _overhead(calibration: Calibration, job: Job) -> _Overhead:
     """Derive the overhead from the timed steps of the small and the large model."""
     measured, _ = calibration.nearest(job.ranks)
-    steps = {name: measured["steps"][f"{name}, {job.format}"] for name in STEPS}
+    steps = {name: measured["steps"][f"{name}, {_format(job)}"] for name in STEPS}
     ranks = max(count for count in map(int, calibration.by_ranks) if calibration.by_ranks[str(count)] is measured)
     small, large = (tiny_job(job, sizes, ranks) for sizes in (_SMALL, _LARGE))
     layers = small.shape.layers
@@ -293,7 +300,7 @@ def tiny_job(job: Job, sizes: Mapping[str, int], ranks: int) -> Job:
         1,
         dp=ranks,
         shard_size=ranks,
-        format=job.format,
+        format=_format(job),
         state=job.state,
         inner_bytes=job.inner_bytes,
         program=replace(job.program, kernels="eager"),

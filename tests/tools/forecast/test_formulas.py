@@ -127,6 +127,20 @@ def test_async_tp_overlaps_communication_and_needs_two_buffers() -> None:
     ]
 
 
+def test_float8_multiplies_blocks_faster_and_casts_their_inputs() -> None:
+    shape = {"model.hidden_size": 4096, "model.intermediate_size": 11008, "model.num_attention_heads": 32}
+    words = {**shape, "device.name": "cuda", "data.seq_length": 4096, "trainer.precision": "bf16"}
+    plans = [resolve(make(**words, **{"trainer.float8": each}), 1) for each in (None, "tensorwise", "rowwise")]
+    plain, tensorwise, rowwise = (job_of_plan(plan) for plan in plans)
+    assert [job.format for job in (plain, tensorwise, rowwise)] == ["bf16", "fp8", "fp8"]
+    of_plain, of_tensorwise, of_rowwise = (seconds(job) for job in (plain, tensorwise, rowwise))
+    assert 0.4 * of_plain.matmul < of_tensorwise.matmul < 0.7 * of_plain.matmul
+    assert of_rowwise.matmul == of_tensorwise.matmul
+    assert of_plain.memory_bound < of_tensorwise.memory_bound < of_rowwise.memory_bound
+    assert of_plain.head == of_tensorwise.head and of_plain.attention == of_tensorwise.attention
+    assert footprint(plain, 0) == footprint(tensorwise, 0)
+
+
 def test_inductor_loss_has_no_copy_of_the_logits() -> None:
     words = {"model.vocab_size": 32_000, "data.seq_length": 1024, "trainer.micro_batch_size": 1}
 

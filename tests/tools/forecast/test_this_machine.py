@@ -88,6 +88,12 @@ def test_each_measurement_affects_its_component() -> None:
     assert slower("adam")["optimizer"] > 1 and slower("adam")["attention"] == pytest.approx(1)
 
 
+def test_float8_is_emulated_in_fp32() -> None:
+    fp32 = local_step_time(plan_of(*SMALL), machine())
+    emulated = local_step_time(plan_of(*SMALL, "trainer.float8=tensorwise"), machine())
+    assert emulated.matmul == fp32.matmul and emulated.memory_bound > fp32.memory_bound
+
+
 def test_collectives_add_to_the_step() -> None:
     """Use two ranks as fast as one, whose collectives take 1 ms and 1 ns per byte."""
     one = recorded()["machine"]["by_ranks"]["1"]
