@@ -72,7 +72,10 @@ SETTINGS = {
         "trainer": "seed",
     },
     BATCH: {"trainer": "global_batch_size batch_schedule"},
-    OPTIM: {"optim": "lr min_lr warmup_steps constant_steps betas eps weight_decay clip schedule freeze_step"},
+    OPTIM: {
+        "optim": "lr min_lr warmup_steps constant_steps betas eps weight_decay clip schedule freeze_step",
+        "trainer": "z_loss",
+    },
 }
 """Settings of each kind, by section."""
 

@@ -318,6 +318,10 @@ class TrainerConfig:
     float8: Annotated[str | None, one_of("tensorwise", "rowwise")] = None
     """Multiply the blocks' matrices in float8, with torchao's recipe of this name; weights stay in ``precision``. For
     GPUs from compute capability 8.9 on; a CPU emulates it slowly. docs/guides/training/float8.md"""
+    z_loss: Annotated[float, at_least(0)] = 0.0
+    """Coefficient of z-loss: the training loss of a token has the additional term z_loss * log(sum(exp(logits)))^2,
+    which keeps logits small (Chowdhery et al. 2022, arXiv:2204.02311, section 5, with 1e-4). Losses of validation and
+    evaluation exclude it."""
     async_tp: bool = False
     """Overlap sequence parallelism's communication with matmuls (torch's asynchronous tensor parallelism). For compiled
     blocks with tp > 1 on GPUs with peer-to-peer access. docs/guides/methods/async_tp.md"""

@@ -37,6 +37,8 @@ class SoftmaxKernels(NamedTuple):
     """From logits to (largest logit, sum of exp(logit - largest)) of each row, each fp32 [n]."""
     write_softmax: Callable[[Tensor, Tensor, Tensor], None]
     """From (logits, largest [n], scale [n]): overwrites the logits by exp(logit - largest) * scale."""
+    z_loss: float = 0.0
+    """Coefficient of the term z_loss * log(sum of exp(logits))^2 of each token's loss."""
 
 
 def _statistics_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,7 +143,7 @@ class Head(ColumnParallelLinear):
             loss_weights,
             valid,
             group,
-            self.softmax,
+            self.softmax._replace(z_loss=0.0),
             self.kernels,
             None,
             False,
@@ -234,7 +236,7 @@ def _by_chunks(
         correct: output [n], fp32, 1 where the label has the largest logit, else 0.
 
     Returns:
-        Cross entropies [n], fp32, and the weight's gradient: fp32, or the weight's dtype if there is one chunk.
+        Losses [n], fp32, and the weight's gradient: fp32, or the weight's dtype if there is one chunk.
     """
     tokens, size = hidden.shape[0], min(hidden.shape[0], loss_chunk(hidden.shape[1]))
     # Allocated once: the page faults of new memory take as long as the softmax.
@@ -281,8 +283,9 @@ def _is_largest(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None)
 def _softmax(
     logits: Tensor, labels: Tensor, loss_weights: Tensor, group: dist.ProcessGroup | None, softmax: SoftmaxKernels
 ) -> Tensor:
-    """Return cross entropies [n], fp32. Overwrite logits [n, vocabulary/t] by the gradients of the weighted losses.
+    """Return losses [n], fp32: cross entropy and z-loss.
 
+    Overwrite logits [n, vocabulary/t] by the gradients of the weighted losses.
     One collective: a row's softmax over all ranks is this rank's softmax times this rank's share of the sum of
     exponentials.
     """
@@ -300,11 +303,17 @@ def _softmax(
         total = (totals * (maxima - largest).exp()).sum(0)
         label = targets.sum(0)
         scale = (local_max - largest).exp() / total
+    log_sum = total.log() + largest
+    losses = log_sum - label
+    if softmax.z_loss:
+        penalty = softmax.z_loss * log_sum
+        losses += penalty * log_sum
+        scale = scale * (1 + 2 * penalty)  # the derivative of log_sum + z_loss * log_sum^2
     softmax.write_softmax(logits, local_max, scale * loss_weights)
     # bf16 is too coarse near probability 1: round the label's gradient once, after the subtraction.
     of_label = ((target - local_max).exp() * scale - 1) * loss_weights
     logits[label_index] = torch.where(here, of_label.to(logits.dtype), logits[label_index])
-    return total.log() + largest - label
+    return losses
 
 
 def _add_weight_grad(sums: Tensor, grad_logits: Tensor, hidden: Tensor, kernels: Kernels, *, is_first: bool) -> None:

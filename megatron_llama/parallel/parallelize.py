@@ -203,6 +203,8 @@ def build_model(
         _wrap_blocks(chunk, plan, compiler, kernels, groups)
         if compiler is not None and chunk.is_last and kernels.fuses_loss:
             chunk.lm_head.softmax = fused_softmax(compiler.compile)
+        if chunk.is_last:
+            chunk.lm_head.softmax = chunk.lm_head.softmax._replace(z_loss=trainer.z_loss)
         shard_chunk(chunk, exchange, plan)
         copies = allocate(chunk, torch_device, plan)
         shards += shards_of(chunk, plan, topology, copies)

@@ -132,6 +132,7 @@ CHANGES: dict[str, Change] = {
     "trainer.compile": Change(True),
     "trainer.compile_strict": Change(True),
     "trainer.compile_cache": Change("/elsewhere"),
+    "trainer.z_loss": Change(1e-4),
     "trainer.float8": Change("tensorwise"),
     "trainer.async_tp": Change(True, {"trainer.tp": 2, "trainer.compile": True}, world=2),
     "trainer.deterministic": Change(True),

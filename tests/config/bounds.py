@@ -21,6 +21,7 @@ BOUNDS: dict[str, Bounds] = {
     "model.max_position_embeddings": COUNT,
     "model.rms_norm_eps": POSITIVE,
     "model.rope_theta": POSITIVE,
+    "trainer.z_loss": ([-1e-9], [0.0, 1e-4]),
     "trainer.float8": (["fp8", ""], ["tensorwise", "rowwise"]),
     "model.initializer_range": POSITIVE,
     "model.rope_scaling.rope_type": (["proportional", "su"], ["llama3", "linear", "dynamic", "yarn", "longrope"]),

@@ -22,6 +22,7 @@ COMPILED, WIDE = ["trainer.compile=true", "trainer.compile_strict=true"], ["mode
 CP, CP4, ULYSSES, DOCUMENTS = "trainer.cp=2", "trainer.cp=4", "trainer.cp_comm=ulysses", "data.document_mask=true"
 # Frequencies depend on the length of whole sequences, 16 tokens.
 DYNAMIC = ["model.rope_scaling={rope_type: dynamic, factor: 4.0}", "model.max_position_embeddings=8"]
+Z_LOSS = "trainer.z_loss=0.05"
 DETERMINISTIC = "trainer.deterministic=true"
 SIX_LAYERS = "model.num_hidden_layers=6"
 # Of a global batch of 8; without either it is 2. Ranks that meet at each matrix are slow on two cores, so theirs are
@@ -52,6 +53,7 @@ QUICK = {
     "pp2·dp2, random-LTD, zero 3",
     "tp2·dp2+sp, zero 2, 8-bit states",
     "deterministic",
+    "tp2·pp2+sp, odd vocabulary, z-loss",
     "cp2",
     "cp2·tp2+sp, documents",
     "cp2·pp2, tied",
@@ -231,6 +233,8 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
     ("micro batches of 1", 1, [MICRO_1], []),
     ("micro batches of 8", 1, [ONE_MICRO_BATCH], []),
     ("pp2·dp2, micro batches of 1", 4, ["trainer.pp=2", MICRO_1], []),
+    ("tp2·pp2+sp, odd vocabulary, z-loss", 4, ["trainer.tp=2", "trainer.pp=2"], ["model.vocab_size=61", Z_LOSS]),
+    ("tp2·cp2, tied, compiled, z-loss", 4, ["trainer.tp=2", CP, *COMPILED], [*WIDE, TIED, Z_LOSS]),
     ("deterministic", 1, [DETERMINISTIC], []),
     (
         "tp2·pp2+sp, odd vocabulary, deterministic",

@@ -22,7 +22,8 @@ def uncompiled(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("softmax", [IN_PLACE, fused_softmax(uncompiled)], ids=["in place", "fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_losses_and_gradients_are_those_of_fp64(softmax: SoftmaxKernels, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_losses_and_gradients_are_those_of_fp64(softmax: SoftmaxKernels, dtype: torch.dtype, z_loss: float) -> None:
     """Includes tokens with a probability near 1, whose gradient is probability - 1."""
     torch.manual_seed(0)
     labels, weights = torch.randint(50, (24,)), torch.rand(24) / 24
@@ -31,12 +32,12 @@ def test_losses_and_gradients_are_those_of_fp64(softmax: SoftmaxKernels, dtype: 
     logits[torch.arange(8), labels[:8]] += 12
     logits = logits.to(dtype)
     exact = logits.double().requires_grad_()
-    expected = cross_entropy(exact, labels, reduction="none")
+    expected = cross_entropy(exact, labels, reduction="none") + z_loss * exact.logsumexp(1).square()
     (expected * weights).sum().backward()
     assert exact.grad is not None
     # If the kernels need fp32, the caller rounds the gradients.
     grads = logits.float() if softmax.needs_fp32 else logits
-    losses = loss._softmax(grads, labels, weights, None, softmax)
+    losses = loss._softmax(grads, labels, weights, None, softmax._replace(z_loss=z_loss))
     torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=2e-6)
     rounding = 2**-8 if grads.dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(grads.double(), exact.grad, rtol=rounding, atol=1e-8)
