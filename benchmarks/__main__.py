@@ -30,6 +30,7 @@ COMMANDS = (
     "host_time",
     "plan",
     "fit_planner",
+    "launches",
     "methods.curriculum",
     "methods.less_communication",
     "methods.patterns",

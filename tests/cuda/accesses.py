@@ -23,6 +23,11 @@ class Accesses(TorchDispatchMode):
     Collectives are not recorded here: the runtime's NCCL has their stream and buffers.
     """
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile work in this mode, which would otherwise run everything in eager mode."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_parts(types):
             return NotImplemented

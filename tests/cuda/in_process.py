@@ -55,6 +55,21 @@ def compare_copies_on_the_host(module: ModuleType) -> None:
     module.check_copies = _with_host_arithmetic(module.check_copies)  # type: ignore[attr-defined]
 
 
+def record_triton_kernels(heuristics: ModuleType) -> None:
+    """Add the bytes that each Triton kernel of Inductor moves to the log, if Inductor estimates them."""
+    launch = heuristics.CachingAutotuner.run
+
+    @functools.wraps(launch)
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        gigabytes = kernel.inductor_meta.get("kernel_num_gb")
+        if gigabytes is not None and os.environ.get(ACCESSES):
+            name = kernel.inductor_meta.get("kernel_name", kernel.fn.__name__)
+            mark(f"event=triton kernel={name} bytes={round(gigabytes * 1e9)}")
+        return launch(kernel, *args, **kwargs)
+
+    heuristics.CachingAutotuner.run = run  # type: ignore[attr-defined]
+
+
 def prepare_steps(loop: ModuleType) -> None:
     """Mark training steps in the log, and replace values that kernels would compute.
 

@@ -67,11 +67,18 @@ def _loop(module: ModuleType) -> None:
     in_process.prepare_steps(module)
 
 
+def _triton(module: ModuleType) -> None:
+    from tests.cuda import in_process
+
+    in_process.record_triton_kernels(module)
+
+
 if "HOST_CUDA_LIBRARIES" in os.environ:
     pretend_driver_file()
     actions = {
         "torch.distributed.distributed_c10d": _collectives,
         "megatron_llama.parallel.replicas": _replicas,
         "megatron_llama.train.loop": _loop,
+        "torch._inductor.runtime.triton_heuristics": _triton,
     }
     sys.meta_path.insert(0, AfterImport(actions))
