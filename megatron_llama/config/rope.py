@@ -164,6 +164,13 @@ def check_rope_scaling(model: ModelConfig, dim: int) -> Iterator[Problem]:
         if fast <= slow:
             advice = f"write {section}.beta_fast={slow * 32:g}"
             yield Problem(f"{section}.beta_fast", fast, f"must be above {section}.beta_slow={slow:g}", advice)
+        if model.rope_theta == 1:
+            rule = "must not be 1 for yarn scaling, which divides by its logarithm"
+            yield Problem("model.rope_theta", model.rope_theta, rule, "write model.rope_theta=10000")
+    if kind == "longrope" and scaling.attention_factor is None and scaling.factor > 1 and original_context(model) == 1:
+        rule = "must be above 1 for longrope scaling without an attention_factor, which divides by its logarithm"
+        advice = f"write {section}.{_CONTEXT}=N, the context before the scaling, or {section}.attention_factor=1"
+        yield Problem(f"{section}.{_CONTEXT}", 1, rule, advice)
     if kind == "dynamic" and dim <= 2:
         yield Problem("model.head_dim", dim, "must be above 2 for dynamic scaling", "write model.head_dim=4")
     if kind == "longrope":

@@ -39,6 +39,8 @@ def attention_factor(model: ModelConfig) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.rope_type == "longrope":
+        if scaling.factor <= 1:
+            return 1.0
         return math.sqrt(1 + math.log(scaling.factor) / math.log(original_context(model)))
     if scaling.mscale and scaling.mscale_all_dim:
         return _yarn_scale(scaling.factor, scaling.mscale) / _yarn_scale(scaling.factor, scaling.mscale_all_dim)

@@ -12,8 +12,8 @@ With all_gather, the backward pass gathers keys and values once more: a rank sav
 (devices/attention.py), which support documents and patterns. Ulysses runs the device's own kernel. It needs a head per
 rank, and copies kv heads if there are fewer than ranks.
 
-``attach`` replaces the input builder of a chunk and the ``attend`` of its blocks. Inputs of whole sequences, as for
-generation, are computed by each rank alone.
+``attach`` replaces the input builder of a chunk and the ``attend`` of its blocks. Inputs of whole sequences
+(``InputBuilder.whole``) are computed by each rank alone. ``Division`` divides sequences for inference.
 """
 
 from __future__ import annotations
@@ -88,13 +88,54 @@ class DividedInputBuilder(InputBuilder):
     ) -> BlockInputs:
         """Build the inputs for this rank's token ids [b, s/cp]. ``documents`` are of the whole sequences."""
         assert subsets is None, "a rule rejects random-LTD"
-        rows, length = tokens.shape[0], tokens.shape[1] * self._topology.sizes["cp"]
-        chunks = self._topology.positions(length)
-        local = torch.cat([torch.arange(c.start, c.stop, device=tokens.device) for c in chunks])
+        return self.padded(tokens, tokens.shape[1] * self._topology.sizes["cp"], documents)
+
+    def padded(self, tokens: Tensor, unpadded: int, documents: Documents | None = None) -> BlockInputs:
+        """Build the inputs for this rank's token ids [b, s/cp], of sequences with ``unpadded`` tokens before padding.
+
+        Some RoPE scalings depend on the length of a sequence, to which padding does not count.
+        """
+        local = _local_positions(self._topology, tokens.shape[1] * self._topology.sizes["cp"], tokens.device)
         positions = local[None] if documents is None else documents.positions().index_select(1, local)
-        visible = self._backend.visible(tokens.new_empty(rows, length), documents, self.pattern)
-        divided: Any = DividedInputs(visible)
-        return BlockInputs(self.rotary(positions, length), divided, documents)
+        rotary = self.rotary(positions.clamp(max=unpadded - 1), unpadded)
+        return BlockInputs(rotary, self.visible(tokens, documents), documents)
+
+    def visible(self, tokens: Tensor, documents: Documents | None = None) -> Any:
+        """Return the mask inputs for this rank's token ids [b, s/cp]: ``DividedInputs``."""
+        whole = tokens.new_empty(tokens.shape[0], tokens.shape[1] * self._topology.sizes["cp"])
+        return DividedInputs(self._backend.visible(whole, documents, self.pattern))
+
+
+class Division:
+    """Division of whole sequences over the context-parallel ranks, for inference. Sequences are padded."""
+
+    def __init__(self, topology: Topology, group: dist.ProcessGroup) -> None:
+        self.topology, self.group = topology, group
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """Return the positions of this rank's tokens [s/cp], int64, in sequences padded from ``length`` tokens."""
+        unit = 2 * self.topology.sizes["cp"]
+        return _local_positions(self.topology, -(-length // unit) * unit, device)
+
+    def local(self, x: Tensor) -> Tensor:
+        """Return this rank's part [b, s/cp] of a tensor of whole sequences [b, s]. Padding is 0."""
+        positions = self.positions(x.shape[1], x.device)
+        return x.index_select(1, positions.clamp(max=x.shape[1] - 1)) * (positions < x.shape[1])
+
+    def local_index(self, index: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Return (index among this rank's tokens [b], 0 if absent; whether this rank has it [b]) of positions [b]."""
+        matches = self.positions(length, index.device) == index[:, None]
+        return matches.long().argmax(1), matches.any(1)
+
+    def select(self, logits: Tensor, is_here: Tensor) -> Tensor:
+        """Return each row's logits [1, b, vocabulary/t] from the rank where ``is_here`` [b] holds. A collective."""
+        logits = torch.where(is_here[None, :, None], logits, 0.0)
+        dist.all_reduce(logits, group=self.group)
+        return logits
+
+
+def _local_positions(topology: Topology, length: int, device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(c.start, c.stop, device=device) for c in topology.positions(length)])
 
 
 def to_natural_order(x: Tensor) -> Tensor:

@@ -111,11 +111,17 @@ class ParallelModel:
     ) -> torch.Tensor | None:
         """Return logits [s, b, vocabulary/t] of token ids [b, s] on the last pipeline stage, None on the others.
 
-        With ``token_index`` [b], int64, return the logits of one token per row, [1, b, vocabulary/t].
+        With ``token_index`` [b], int64, return the logits of one token per row, [1, b, vocabulary/t]. Context-parallel
+        ranks then divide the sequences; otherwise each of them computes whole sequences.
         """
         stance = nullcontext() if self.compiler is None else torch.compiler.set_stance("force_eager")
         with stance, filled_copies(self.compute_copies):  # eager: each prompt length would need another graph
-            return run_logits(self.chunks, self.plan, tokens, documents, token_index)
+            if token_index is None or documents is not None or self.plan.config.trainer.cp == 1:
+                return run_logits(self.chunks, self.plan, tokens, documents, token_index)
+            division = context.Division(self.plan.topology(dist.get_rank()), self.groups["cp"])
+            index, is_here = division.local_index(token_index, tokens.shape[1])
+            logits = run_logits(self.chunks, self.plan, division.local(tokens), None, index, is_divided=True)
+            return None if logits is None else division.select(logits, is_here)
 
     def zero_grad(self) -> None:
         """Free all gradients."""

@@ -84,12 +84,14 @@ def run_logits(
     tokens: torch.Tensor,
     documents: Documents | None = None,
     token_index: torch.Tensor | None = None,
+    *,
+    is_divided: bool = False,
 ) -> torch.Tensor | None:
-    """Run forward over one micro batch of whole sequences, token ids [b, s], packed if ``documents`` is given.
-
-    Each context-parallel rank computes the whole sequences.
+    """Run forward over one micro batch of token ids [b, s], packed if ``documents`` is given.
 
     Args:
+        is_divided: the tokens are this rank's part of each sequence. Default: they are whole sequences, which each
+            context-parallel rank computes.
         token_index: [b], int64, the token of each row whose logits are returned. Default: all tokens.
 
     Returns:
@@ -104,7 +106,8 @@ def run_logits(
 
     def forward_step(batches: Iterator[torch.Tensor], chunk: Llama) -> tuple[torch.Tensor, Any]:
         tokens = next(batches)
-        return chunk(tokens, inputs=chunk.build_inputs.whole(tokens, documents), token_index=before_head), None
+        build = chunk.build_inputs if is_divided else chunk.build_inputs.whole
+        return chunk(tokens, inputs=build(tokens, documents), token_index=before_head), None
 
     outputs = _run(chunks, plan, forward_step, [tokens] * repeats, tokens.shape, train=False)
     if not outputs or token_index is None or before_head is not None:

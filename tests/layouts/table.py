@@ -230,6 +230,7 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
     ("cp2, ulysses, elementwise recompute", 2, [CP, ULYSSES, "trainer.recompute=elementwise"], []),
     ("cp2, ulysses, offloaded", 2, [CP, ULYSSES, OFFLOAD], []),
     ("cp2, ulysses, compiled", 2, [CP, ULYSSES, *COMPILED], WIDE),
+    ("cp2·pp2, uneven stages", 4, [CP, "trainer.pp=2"], ["model.num_hidden_layers=5"]),
     ("micro batches of 1", 1, [MICRO_1], []),
     ("micro batches of 8", 1, [ONE_MICRO_BATCH], []),
     ("pp2·dp2, micro batches of 1", 4, ["trainer.pp=2", MICRO_1], []),

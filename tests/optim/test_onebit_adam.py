@@ -170,6 +170,7 @@ LAYOUTS = {
     "tp2·dp2": (4, ("trainer.tp=2",)),
     "pp2·dp2": (4, ("trainer.pp=2",)),
     "shared kv head": (4, SHARED),
+    "cp2·dp2": (4, ("trainer.cp=2",)),
 }
 
 
@@ -189,7 +190,7 @@ def test_the_warm_up_is_the_same_in_every_layout(name: str, warm_up: Result) -> 
 
 @pytest.mark.parametrize(
     "name",
-    ["dp2", "shared kv head", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tp2·dp2", "pp2·dp2"))],
+    ["dp2", "shared kv head", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tp2·dp2", "pp2·dp2", "cp2·dp2"))],
 )
 def test_copies_stay_equal_and_the_loss_falls(name: str) -> None:
     ranks, layout = LAYOUTS[name]

@@ -155,6 +155,8 @@ LAYOUTS: dict[str, tuple[int, list[str], float, float]] = {
     "tp2·dp2, no sp, zero 1, both int8": (4, ["trainer.tp=2", "trainer.sp=false", INT8, GATHER], 0.1, 1e-3),
     "tp2·pp2·dp2+sp, zero 3, bf16": (8, ["trainer.tp=2", "trainer.pp=2", "trainer.zero=3", BF16], 0.01, 1e-4),
     "dp4, zero 3, second copy": (4, ["trainer.zero=3", SECOND], 1e-5, 0),
+    "cp2·dp2, zero 2, int8": (4, ["trainer.cp=2", "trainer.zero=2", INT8], 0.05, 1e-3),
+    "cp2·dp2, zero 3, second copy": (4, ["trainer.cp=2", "trainer.zero=3", SECOND], 1e-5, 0),
 }
 QUICK = {"dp2, zero 0, bf16", "tp2·dp2, no sp, zero 1, both int8", "dp4, zero 3, second copy"}
 

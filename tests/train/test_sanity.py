@@ -231,6 +231,9 @@ LAYOUTS = {
     "pp2": (2, ["trainer.pp=2"]),
     "pp2·vpp2": (2, ["trainer.pp=2", "trainer.vpp=2"]),
     "dp2, zero 3": (2, ["trainer.zero=3"]),
+    "cp2": (2, ["trainer.cp=2"]),
+    "cp2·tp2+sp": (4, ["trainer.cp=2", "trainer.tp=2"]),
+    "cp2·pp2, ulysses": (4, ["trainer.cp=2", "trainer.pp=2", "trainer.cp_comm=ulysses"]),
 }
 
 

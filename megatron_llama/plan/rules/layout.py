@@ -163,7 +163,10 @@ def head_dim_is_even(config: Config, world_size: int) -> Iterator[Problem]:
     yield Problem(name, value, rule, nearest_legal(name, value, legal))
 
 
-@reads(*(f"model.rope_scaling.{field.name}" for field in fields(RopeScaling)), "model.head_dim")
+@reads(
+    *(f"model.rope_scaling.{field.name}" for field in fields(RopeScaling)),
+    *("model.head_dim", "model.rope_theta", "model.max_position_embeddings"),
+)
 def rope_scaling_fits_its_type(config: Config, world_size: int) -> Iterator[Problem]:
     """The values of the scaling belong to its type, and its bounds are in order."""
     yield from check_rope_scaling(config.model, head_dim(config.model))

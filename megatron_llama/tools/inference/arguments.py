@@ -94,6 +94,9 @@ def model_parser(description: str, epilog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
     parser.add_argument(
+        "--cp", type=int, default=1, metavar="N", help="context-parallel ranks, which divide prompts (default: 1)"
+    )
+    parser.add_argument(
         "--dtype",
         choices=("auto", *PRECISIONS),
         default="auto",
@@ -182,30 +185,32 @@ def open_model(arguments: argparse.Namespace, problems: Problems, *, needs_token
         device = get_device(arguments.device).name
     except ValueError as error:
         problems.add("--device", arguments.device, str(error), "write --device auto")
-    if arguments.tp < 1:
-        problems.add("--tp", arguments.tp, "must be at least 1", "write --tp 1")
+    for axis in ("tp", "cp"):
+        if getattr(arguments, axis) < 1:
+            problems.add(f"--{axis}", getattr(arguments, axis), "must be at least 1", f"write --{axis} 1")
     saved = problems.collect(open_saved_model, arguments.model, arguments.base)
     if saved is None:
         return None
     tokenizer = None
     if needs_tokenizer or arguments.tokenizer is not None or saved.tokenizer is not None:
         tokenizer = problems.collect(tokenizer_of, saved, arguments.tokenizer)
-    if device is None or arguments.tp < 1:
+    if device is None or min(arguments.tp, arguments.cp) < 1:
         return None
-    plan = problems.collect(inference_plan, saved.model, arguments.tp, device, arguments.dtype)
+    plan = problems.collect(inference_plan, saved.model, arguments.tp, device, arguments.dtype, arguments.cp)
     if plan is None or (tokenizer is None and needs_tokenizer):
         return None
     return OpenedModel(saved, plan, tokenizer)
 
 
-def inference_plan(model: ModelConfig, tp: int, device: str, dtype: str = "auto") -> Plan:
-    """Return the plan of ``tp`` ranks for inference.
+def inference_plan(model: ModelConfig, tp: int, device: str, dtype: str = "auto", cp: int = 1) -> Plan:
+    """Return the plan of ``tp * cp`` ranks for inference.
 
     Args:
         model: shape of the model.
         tp: tensor-parallel ranks.
         device: name of the device.
         dtype: auto is bfloat16, on a CPU float32, because bf16 is slow on CPUs without bf16 units.
+        cp: context-parallel ranks.
 
     Raises:
         ConfigError: the model cannot be split; its problems name --tp.
@@ -216,13 +221,16 @@ def inference_plan(model: ModelConfig, tp: int, device: str, dtype: str = "auto"
 
     if dtype == "auto":
         dtype = "bfloat16" if device_named(device).is_accelerator else "float32"
-    # sp=False: a single token cannot be split along the sequence.
-    trainer = TrainerConfig(tp=tp, sp=False, global_batch_size=1, steps=0, precision=PRECISIONS[dtype])
-    data = DataConfig(name="none", mock=True, seq_length=1)
+    # sp=False: a single token cannot be split along the sequence. zero=0: each rank has its whole matrices.
+    trainer = TrainerConfig(tp=tp, cp=cp, sp=False, zero=0, global_batch_size=1, steps=0, precision=PRECISIONS[dtype])
+    data = DataConfig(name="none", mock=True, seq_length=1 if cp == 1 else 2 * cp)  # sequences are padded
 
-    def in_terms_of_tp(problem: Problem) -> Problem:
-        rule, instead = (text.replace("trainer.tp=", "--tp ") for text in (problem.rule, problem.instead))
-        return replace(problem, field=problem.field.replace("trainer.tp", "--tp"), rule=rule, instead=instead)
+    def in_terms_of_arguments(problem: Problem) -> Problem:
+        field, rule, instead = (
+            text.replace("trainer.tp=", "--tp ").replace("trainer.cp=", "--cp ").replace("trainer.", "--")
+            for text in (problem.field, problem.rule, problem.instead)
+        )
+        return replace(problem, field=field, rule=rule, instead=instead)
 
-    with restated(in_terms_of_tp):
-        return resolve(Config(model=model, data=data, trainer=trainer, device=DeviceConfig(name=device)), tp)
+    with restated(in_terms_of_arguments):
+        return resolve(Config(model=model, data=data, trainer=trainer, device=DeviceConfig(name=device)), tp * cp)

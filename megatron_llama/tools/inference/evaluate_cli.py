@@ -64,6 +64,7 @@ class Evaluation(InferenceTask):
             "device": opened.plan.config.device.name,
             "dtype": opened.plan.precision.compute_dtype,
             "tp": opened.plan.config.trainer.tp,
+            "cp": opened.plan.config.trainer.cp,
             "seconds": time.perf_counter() - start,
             **result,
         }

@@ -254,8 +254,8 @@ def perplexity(generator: Generator, examples: list[Example], progress: Progress
     All ranks must call it.
     """
     examples = sorted(examples, key=lambda example: len(example[0]))  # similar lengths in a batch: less padding
-    fitting = _LOGIT_BYTES * generator.plan.config.trainer.tp // (generator.plan.padded_vocab_size * 4)
-    max_tokens = min(fitting, _BATCH_TOKENS)
+    ranks = generator.plan.grid.product("tp", "cp")
+    max_tokens = min(_LOGIT_BYTES * ranks // (generator.plan.padded_vocab_size * 4), _BATCH_TOKENS)
     total, count, done = 0.0, 0, 0
     while done < len(examples):
         rows = 1
@@ -266,8 +266,7 @@ def perplexity(generator: Generator, examples: list[Example], progress: Progress
             for column in zip(*examples[done : done + rows], strict=True)
         )
         tokens, labels, mask = ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), learned[:, 1:]
-        batch = (column.to(generator.device) for column in (tokens, labels))
-        total += generator.llama(*batch, loss_weights=mask.float().to(generator.device))[0].item()
+        total += generator.loss(tokens, labels, mask.float())
         count += int(mask.sum())
         done += rows
         progress(done, len(examples))

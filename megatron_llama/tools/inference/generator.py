@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,12 @@ from megatron_llama.config.rope import longest_sequence
 from megatron_llama.devices import get_device
 from megatron_llama.model.llama import Llama
 from megatron_llama.parallel import process_groups
+from megatron_llama.parallel.context import Division
+from megatron_llama.parallel.context import attach as attach_context
 from megatron_llama.parallel.parallelize import mcore_config
 from megatron_llama.parallel.shards import shards_of
 from megatron_llama.plan import Plan
+from megatron_llama.tools.inference.divided_cache import DividedCache
 from megatron_llama.tools.inference.kv_cache import KVCache
 from megatron_llama.tools.inference.saved_model import SavedModel
 
@@ -59,9 +63,17 @@ class Generator:
     """Loaded model. All ranks must call its methods with the same arguments."""
 
     def __init__(
-        self, llama: Llama, plan: Plan, device: torch.device, stop: frozenset[int], missing: Sequence[int] = ()
+        self,
+        llama: Llama,
+        plan: Plan,
+        device: torch.device,
+        stop: frozenset[int],
+        missing: Sequence[int] = (),
+        division: Division | None = None,
     ) -> None:
         self.llama, self.plan, self.device, self.stop = llama, plan, device, stop
+        self.division = division
+        """Division of prompts over context-parallel ranks; None with one rank."""
         self.missing = torch.tensor(missing, dtype=torch.int64)
         """Ids that the tokenizer lacks. They are never generated."""
         self.speed = Speed()
@@ -73,8 +85,10 @@ class Generator:
 
     def cache(self, rows: int, capacity: int, at_once: int = 1) -> KVCache:
         """Return an empty cache for ``capacity`` positions; after the prompts, at most ``at_once`` tokens per step."""
-        like = self.llama.embed_tokens.weight
-        return KVCache(self.plan.model, self.plan.config.trainer.tp, rows, min(capacity, self.context), like, at_once)
+        like, tp, capacity = self.llama.embed_tokens.weight, self.plan.config.trainer.tp, min(capacity, self.context)
+        if self.division is not None:
+            return DividedCache(self.plan.model, tp, rows, capacity, like, self.division)
+        return KVCache(self.plan.model, tp, rows, capacity, like, at_once)
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
@@ -87,11 +101,24 @@ class Generator:
         Returns:
             fp32 logits on the CPU, [s, b, vocabulary]; [1, b, vocabulary] if the cache selects one token per row.
         """
-        tokens = tokens.to(self.device)
+        tokens = cache.local(tokens.to(self.device))
         with cache.attached(self.llama):
             local = self.llama(tokens, inputs=cache.inputs(self.llama, tokens), token_index=cache.token_index)
-        whole = gather_from_tensor_model_parallel_region(local)
+        whole = gather_from_tensor_model_parallel_region(cache.select(local))
         return whole[..., : self.plan.model.vocab_size].float().cpu()
+
+    @torch.no_grad()
+    def loss(self, tokens: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> float:
+        """Return the sum of losses times ``weights`` [b, s], fp32; the same on all ranks. See ``Llama.forward``."""
+        batch, inputs = [x.to(self.device) for x in (tokens, labels, weights)], None
+        if self.division is not None:
+            batch = [self.division.local(x) for x in batch]
+            builder: Any = self.llama.build_inputs
+            inputs = builder.padded(batch[0], tokens.shape[1])
+        total = self.llama(*batch, inputs=inputs)[0].double()
+        if self.division is not None:
+            dist.all_reduce(total, group=self.division.group)
+        return float(total)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, max_new_tokens: int, on_token: OnToken | None = None
@@ -168,7 +195,7 @@ def open_generator(
     device = get_device(plan.config.device.name)
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     topology = plan.topology(int(os.environ["RANK"]))
-    with process_groups(plan, topology, device, torch_device):
+    with process_groups(plan, topology, device, torch_device) as groups:
         # Without fully_shard, which would store the weights twice.
         with torch.device("meta"):
             llama = Llama(
@@ -183,7 +210,9 @@ def open_generator(
         for shard in shards:
             shard.local.zero_()  # padding rows of the vocabulary are not stored
         saved.stored.load_into(weights(shards))
-        yield Generator(llama, plan, torch_device, stop, missing)
+        attach_context(llama, topology, device.kernels(compiled=False), groups, plan.config.trainer.cp_comm)
+        division = Division(topology, groups["cp"]) if topology.sizes["cp"] > 1 else None
+        yield Generator(llama, plan, torch_device, stop, missing, division)
 
 
 # Sampling.

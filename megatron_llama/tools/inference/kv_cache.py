@@ -78,10 +78,13 @@ class KVCache:
         # The next tokens must not overwrite the window of the first one.
         self.slots = min(capacity, self.pattern.window + at_once - 1) if self.pattern.window else capacity
         self.rows = torch.arange(batch, device=self.device)[:, None]
-        shape = batch, kv_heads_per_rank(model, tp), self.slots, head_dim(model)
-        self.layers = [LayerCache(self, shape, like.dtype) for _ in range(model.num_hidden_layers)]
+        self.layers: list[Any] = self._allocate(model, kv_heads_per_rank(model, tp), like.dtype)
         self._cos, self._sin = rotary_table(model, capacity, self.device)
         self._slots = torch.arange(self.slots, device=self.device)
+
+    def _allocate(self, model: ModelConfig, kv_heads: int, dtype: torch.dtype) -> list[Any]:
+        shape = len(self.rows), kv_heads, self.slots, head_dim(model)
+        return [LayerCache(self, shape, dtype) for _ in range(model.num_hidden_layers)]
 
     def at(self, starts: torch.Tensor, count: int, token_index: torch.Tensor | None = None) -> KVCache:
         """Set the positions of the next tokens and return the cache.
@@ -123,6 +126,14 @@ class KVCache:
         finally:
             for attention, original in zip(attentions, originals, strict=True):
                 attention.attend = original
+
+    def local(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the next tokens [b, s]: all of them."""
+        return tokens
+
+    def select(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits of ``token_index`` from the ranks that have its tokens: this rank."""
+        return logits
 
     def inputs(self, llama: Llama, tokens: torch.Tensor) -> BlockInputs:
         """Return the blocks' inputs for the next tokens [b, s]."""

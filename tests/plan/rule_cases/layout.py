@@ -5,6 +5,9 @@ from __future__ import annotations
 from tests.plan.rule_cases.case import LORA, Case
 
 WIDE = {"model.num_attention_heads": 16, "model.num_key_value_heads": 4, "model.hidden_size": 256}
+LONGROPE = {"model.rope_scaling.rope_type": "longrope"} | {
+    f"model.rope_scaling.{key}_factor": [1.0] * 24 for key in ("short", "long")
+}
 TWO_STAGES = {"trainer.pp": 2}
 CASES = [
     Case(
@@ -107,6 +110,20 @@ CASES = [
         {"model.rope_scaling.rope_type": "dynamic", "model.head_dim": 2},
         {"model.rope_scaling.rope_type": "dynamic", "model.head_dim": 4},
         "model.head_dim=4",
+    ),
+    Case(
+        "rope_scaling_fits_its_type",
+        1,
+        {"model.rope_scaling.rope_type": "yarn", "model.rope_theta": 1.0},
+        {"model.rope_scaling.rope_type": "yarn", "model.rope_theta": 2.0},
+        "model.rope_theta=10000",
+    ),
+    Case(
+        "rope_scaling_fits_its_type",
+        1,
+        {**LONGROPE, "model.rope_scaling.original_max_position_embeddings": 1},
+        {**LONGROPE, "model.rope_scaling.original_max_position_embeddings": 2},
+        "model.rope_scaling.attention_factor=1",
     ),
     Case(
         "rope_scaling_fits_its_type",

@@ -90,10 +90,11 @@ def with_generator(
     tp: int = 1,
     stop: frozenset[int] = NOTHING,
     missing: Sequence[int] = (),
+    cp: int = 1,
 ) -> Any:
     """Return the result of ``work`` on each rank."""
     source = open_saved_model(folder)
-    return run_ranks(in_generator, tp, work, source, inference_plan(source.model, tp, "cpu"), stop, missing)
+    return run_ranks(in_generator, tp * cp, work, source, inference_plan(source.model, tp, "cpu", cp=cp), stop, missing)
 
 
 def in_generator(

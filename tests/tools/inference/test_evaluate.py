@@ -99,6 +99,41 @@ def test_perplexity_is_their_loss_weighted_by_tokens(
     assert report(tmp_path, folder, "--dataset", prefix, "--max-tokens", 50)["tokens"] == 49
 
 
+@pytest.mark.parametrize("layout", [("--cp", 2), ("--cp", 4), ("--cp", 2, "--tp", 2)], ids=["cp2", "cp4", "cp2 tp2"])
+@pytest.mark.parametrize("rope", ["llama3", "dynamic"])
+def test_perplexity_of_divided_sequences(
+    dataset: tuple[str, np.ndarray], tmp_path: Path, layout: tuple[object, ...], rope: str
+) -> None:
+    """Windows of 45 tokens and a rest, which 2 * cp does not divide; the angles of dynamic depend on the length."""
+    prefix, ids = dataset
+    scaling = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    shape = {"max_position_embeddings": 16, "rope_parameters": scaling} if rope == "dynamic" else {}
+    folder = make_folder(tmp_path / "hf", **shape)
+    expected = report(tmp_path, folder, "--dataset", prefix, "--seq-length", 45)
+    divided = report(tmp_path, folder, "--dataset", prefix, "--seq-length", 45, *layout)
+    assert len(ids) - 1 == expected["tokens"] == divided["tokens"]
+    assert divided["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def test_perplexity_of_divided_examples(folder: Path, dataset: tuple[str, np.ndarray], tmp_path: Path) -> None:
+    """Examples of 3 to 111 tokens with masks."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix, ids = dataset
+    masks = str(Path(prefix).with_name("sft"))
+    lengths, start = IndexedDataset(prefix).index.lengths, 0
+    for suffix, values in (("", ids), ("_mask", np.arange(len(ids)) % 3 > 0)):
+        builder, start = IndexedDatasetBuilder(masks + suffix + ".bin", dtype=np.uint16 if not suffix else np.uint8), 0
+        for length in lengths.tolist():
+            builder.add_item(torch.from_numpy(values[start : start + length]))
+            builder.end_document()
+            start += length
+        builder.finalize(masks + suffix + ".idx")
+    expected, divided = (report(tmp_path, folder, "--dataset", masks, *more) for more in ((), ("--cp", 2)))
+    assert expected["tokens"] == divided["tokens"] < len(ids) - len(lengths) and expected["windows"] == len(lengths)
+    assert divided["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
 def _their_label_scores(rank: int, folder: Path, pairs: list[list[tuple[list[int], list[int]]]]) -> list[list[float]]:
     from transformers import LlamaForCausalLM
 
