@@ -49,7 +49,7 @@ def test_losses_equal_those_of_a_plain_run(
     begin = time.monotonic()
     job = lab.submit(options, [*TINY, "trainer.steps=3", "data.name='two words'"])
     assert job.wait_for_end() == "COMPLETED", job.log
-    (folder,) = (lab.checkout / "runs").glob(f"llama_2m-two words-{job.number}-*")
+    (folder,) = (lab.checkout / "runs").glob(f"llama_2m-two_words-{job.number}-*")
     assert losses(folder) == expected, "to the bit"
     shown = re.sub(r" {2,}", "  ", job.log)
     assert all(row in shown for row in table), job.log
