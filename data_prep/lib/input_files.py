@@ -63,36 +63,48 @@ def find_sources(
     JSON array over several lines is a list of records.
 
     Raises:
-        UserError: A path does not exist or is unreadable, or no file remains.
+        UserError: A path does not exist or is unreadable, or no file remains. Names all such paths.
     """
     texts = tuple(text_suffixes)
     suffixes = RAW_DATA_SUFFIXES + texts + (TABLE_SUFFIXES if tables else ())
     inputs = InputFiles()
     seen: set[str] = set()
+    problems: list[str] = []
     for path_or_pattern in patterns:
-        pattern = resolve_hub_name(path_or_pattern, DATASET)
-        if os.path.isdir(pattern):
-            paths, reasons = _in_folder(pattern, suffixes)
-        elif pattern == STDIN or os.path.exists(pattern):
-            paths, reasons = ["/dev/stdin" if pattern == STDIN else pattern], {}
-        else:
-            paths, reasons = _matching(pattern, suffixes)
-        if paths != [pattern]:
-            reasons |= _no_records(paths, texts, arrays)
-        inputs.not_taken |= dict(sorted(reasons.items()))
-        taken = [path for path in paths if path not in reasons]
-        if not taken:
-            others = InputFiles(not_taken=reasons).notes()
-            raise UserError(
-                ". ".join([f"{pattern} has no supported file ({', '.join(suffixes)}, optionally compressed)", *others])
-            )
-        for path in taken:
-            real = os.path.realpath(path)
-            if real in seen:
-                raise UserError(f"{path} occurs twice in --input: list each file once")
-            seen.add(real)
-            inputs.sources.append(inspect(path, texts))
+        try:
+            _add_sources(inputs, seen, resolve_hub_name(path_or_pattern, DATASET), texts, suffixes, arrays)
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(problems))
     return inputs
+
+
+def _add_sources(
+    inputs: InputFiles, seen: set[str], pattern: str, texts: tuple[str, ...], suffixes: tuple[str, ...], arrays: bool
+) -> None:
+    """Add the files of a path or pattern to ``inputs``, and their real paths to ``seen``. Raises UserError."""
+    if os.path.isdir(pattern):
+        paths, reasons = _in_folder(pattern, suffixes)
+    elif pattern == STDIN or os.path.exists(pattern):
+        paths, reasons = ["/dev/stdin" if pattern == STDIN else pattern], {}
+    else:
+        paths, reasons = _matching(pattern, suffixes)
+    if paths != [pattern]:
+        reasons |= _no_records(paths, texts, arrays)
+    inputs.not_taken |= dict(sorted(reasons.items()))
+    taken = [path for path in paths if path not in reasons]
+    if not taken:
+        others = InputFiles(not_taken=reasons).notes()
+        raise UserError(
+            ". ".join([f"{pattern} has no supported file ({', '.join(suffixes)}, optionally compressed)", *others])
+        )
+    for path in taken:
+        real = os.path.realpath(path)
+        if real in seen:
+            raise UserError(f"{path} occurs twice in --input: list each file once")
+        seen.add(real)
+        inputs.sources.append(inspect(path, texts))
 
 
 def _in_folder(folder: str, suffixes: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:

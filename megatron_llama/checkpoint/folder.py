@@ -41,7 +41,7 @@ def saved_steps(checkpoints: Path) -> list[int]:
 def find_checkpoint(path: Path) -> Path:
     """Return the checkpoint folder of ``path``: a checkpoint, a run (its newest), or a pointer (``latest``, ``best``).
 
-    Raises ConfigError.
+    The newest complete checkpoint is used if a kill left no pointer. Raises ConfigError.
     """
     candidates = [(path.parent, path.name)] if path.name in (POINTER, BEST) and path.is_file() else []
     candidates += [(path, POINTER), (path / "checkpoints", POINTER)]
@@ -53,6 +53,9 @@ def find_checkpoint(path: Path) -> Path:
                 return read_pointer(folder, pointer)
             except CorruptFile as error:
                 raise ConfigError([Problem("CHECKPOINT", str(path), str(error), "name a checkpoint")]) from error
+    for folder in (path, path / "checkpoints"):
+        for step in saved_steps(folder) if folder.is_dir() else ():
+            return folder / folder_name(step)
     rule = f"is not a checkpoint: it has no {NAME}"
     raise ConfigError([Problem("CHECKPOINT", str(path), rule, "write RUN_FOLDER/checkpoints/step_... or RUN_FOLDER")])
 

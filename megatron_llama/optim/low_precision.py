@@ -184,12 +184,16 @@ def noise(keys: Keys, step: Tensor, offset: tuple[int, ...], size: tuple[int, ..
 
     ``step`` is an int32 scalar tensor, so that a compiled graph does not depend on its value.
     """
-    row_key, column_key = (_mix(step ^ key) for key in keys)
-    rows = _mix(_numbers(offset[0], size[0], device) + row_key)
+    starts = (_mix(step ^ key) + first for key, first in zip(keys, (*offset, 0)[:2], strict=True))
+    return _noise_from(*starts, size, device)
+
+
+def _noise_from(row: Tensor, column: Tensor, size: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return ``noise`` from the numbers at which rows and columns begin, int32 scalars (``start_of_noise``)."""
+    rows = _mix(_numbers(size[0], device) + row)
     if len(size) == 1:
-        return _mix(rows ^ _mix(column_key)) & _LOW_16
-    columns = _mix(_numbers(offset[1], size[1], device) + column_key)
-    return _mix(rows[:, None] ^ columns) & _LOW_16
+        return _mix(rows ^ _mix(column)) & _LOW_16
+    return _mix(rows[:, None] ^ _mix(_numbers(size[1], device) + column)) & _LOW_16
 
 
 def round_with_noise(values: Tensor, starts: Tensor) -> Tensor:
@@ -197,11 +201,7 @@ def round_with_noise(values: Tensor, starts: Tensor) -> Tensor:
 
     ``starts``: ``start_of_noise``, int32 [2], on the device of ``values``.
     """
-    rows = _mix(_numbers(0, values.shape[0], values.device) + starts[0])
-    if values.dim() == 1:
-        return round_stochastically(values, _mix(rows ^ _mix(starts[1])) & _LOW_16)
-    columns = _mix(_numbers(0, values.shape[1], values.device) + starts[1])
-    return round_stochastically(values, _mix(rows[:, None] ^ columns) & _LOW_16)
+    return round_stochastically(values, _noise_from(starts[0], starts[1], tuple(values.shape), values.device))
 
 
 def start_of_noise(keys: Keys, step: int, offset: tuple[int, ...]) -> tuple[int, int]:
@@ -229,8 +229,8 @@ def stream(seed: int, kind: str, name: str) -> Keys:
     return int.from_bytes(digest[:4], "big", signed=True), int.from_bytes(digest[4:], "big", signed=True)
 
 
-def _numbers(first: int, count: int, device: torch.device) -> Tensor:
-    return torch.arange(first, first + count, dtype=torch.int32, device=device)
+def _numbers(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, dtype=torch.int32, device=device)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -193,6 +193,15 @@ def test_a_pickle_is_never_read(copy: Path, tmp_path: Path) -> None:
     assert not trace.exists()
 
 
+def test_a_kill_before_the_pointer_leaves_a_checkpoint_to_export(copy: Path) -> None:
+    newest = find_checkpoint(copy)
+    (copy / "checkpoints" / "latest").unlink()
+    assert find_checkpoint(copy) == find_checkpoint(copy / "checkpoints") == newest
+    shutil.rmtree(copy / "checkpoints")
+    with raises_with_message(ConfigError, "is not a checkpoint"):
+        find_checkpoint(copy)
+
+
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", 7])
 def test_no_name_leads_out_of_the_folder(copy: Path, tmp_path: Path, name: object) -> None:
     folder = copy / "checkpoints" / "step_00000002"

@@ -196,6 +196,10 @@ def test_wrong_inputs_are_refused(tmp_path: Path, preprocess: Run) -> None:
     for given, words in [
         ([tmp_path / "none.jsonl"], ["none.jsonl does not exist"]),
         ([tmp_path / "none*.jsonl"], ["no match for the pattern"]),
+        (
+            [tmp_path / "none.jsonl", source, source, tmp_path / "gone.txt"],
+            ["none.jsonl does not exist", "gone.txt does not exist", "occurs twice in --input"],
+        ),
         ([tmp_path / "empty"], ["has no supported file"]),
         ([source, source], ["occurs twice in --input"]),
         ([tmp_path / "b.jsonl.gz"], ["not compressed with any of zst, zstd, gz, xz, bz2"]),

@@ -112,6 +112,7 @@ def seconds_run(job: Job) -> int:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_job_survives_time_limit_preemption_and_a_lost_node(lab: Lab, tmp_path: Path, report: Report) -> None:
     folder, go = tmp_path / "run", tmp_path / "go"
