@@ -22,7 +22,8 @@ def test_each_run_of_a_sweep_is_a_job(
 ) -> None:
     for name, value in lab.client.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(launchers, "ROOT", lab.checkout)
+    for name in ("ROOT", "BATCH_FOLDER"):
+        monkeypatch.setattr(launchers, name, lab.checkout)
     folder = tmp_path / "s"
     options = f"--nodes=2 --output={lab.checkout}/slurm-%j.out"
     line = ["-m", f"--slurm={options}", *TINY, "trainer.steps=3", "optim.lr=1e-3,1e-4", f"run.dir={folder}"]
