@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_llama.tools import common
 from megatron_llama.tools.common import progress_bar
 from megatron_llama.tools.inference import evaluate_cli, evaluation
+from megatron_llama.topology import Grid
 
 Captured = pytest.CaptureFixture[str]
 
@@ -52,8 +52,8 @@ def test_evaluation_omits_its_first_batch_from_the_rate(monkeypatch: pytest.Monk
 
 
 def test_a_small_vocabulary_has_several_batches() -> None:
-    plan = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(tp=1)), padded_vocab_size=384)
-    generator: Any = SimpleNamespace(plan=plan, device="cpu", llama=lambda *_, loss_weights: torch.ones(1))
+    plan = SimpleNamespace(grid=Grid({"tp": 1, "cp": 1, "dp": 1, "pp": 1}), padded_vocab_size=384)
+    generator: Any = SimpleNamespace(plan=plan, loss=lambda *_: 1.0)
     window = np.zeros(257, np.uint16), np.ones(257, np.uint8)
     calls = list[tuple[int, int]]()
     evaluation.perplexity(generator, [window] * 200, lambda done, of: calls.append((done, of)))
