@@ -184,8 +184,8 @@ def noise(keys: Keys, step: Tensor, offset: tuple[int, ...], size: tuple[int, ..
 
     ``step`` is an int32 scalar tensor, so that a compiled graph does not depend on its value.
     """
-    starts = (_mix(step ^ key) + first for key, first in zip(keys, (*offset, 0)[:2], strict=True))
-    return _noise_from(*starts, size, device)
+    row, column = (_mix(step ^ key) + first for key, first in zip(keys, (*offset, 0)[:2], strict=True))
+    return _noise_from(row, column, size, device)
 
 
 def _noise_from(row: Tensor, column: Tensor, size: tuple[int, ...], device: torch.device) -> Tensor:
