@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_llama.arch.shapes import FUSED, ROW_PARALLEL, kv_copies, matrices
+from megatron_llama.arch.shapes import (
+    FUSED,
+    HEAD_NORMS,
+    ROW_PARALLEL,
+    has_qk_norm,
+    has_qkv_bias,
+    head_dim,
+    kv_copies,
+    matrices,
+)
 from megatron_llama.config import FinetuneConfig, ModelConfig
 
 Shape = tuple[int, ...]
@@ -69,6 +78,11 @@ def hf_shapes(model: ModelConfig) -> dict[str, Shape]:
     for i in range(model.num_hidden_layers):
         layer = f"model.layers.{i}."
         shapes |= {f"{layer}{matrix.name}.weight": matrix.shape for matrix in matrices(model).values()}
+        if has_qkv_bias(model):
+            biased = (matrices(model)[module] for module in FUSED["qkv_proj"])
+            shapes |= {f"{layer}{matrix.name}.bias": matrix.shape[:1] for matrix in biased}
+        if has_qk_norm(model):
+            shapes |= {f"{layer}self_attn.{norm}.weight": (head_dim(model),) for norm in HEAD_NORMS}
         shapes[layer + "input_layernorm.weight"] = (h,)
         shapes[layer + "post_attention_layernorm.weight"] = (h,)
     shapes["model.norm.weight"] = (h,)
@@ -125,7 +139,7 @@ def rectangles(
         return _lora_pieces(parameter, model, tp, padded_vocab_size, finetune)
     shapes = hf_shapes(model)
     parameter = parameter.replace(".base_layer.", ".")  # a matrix that LoraLinear wraps
-    stem = parameter.removesuffix(".weight")
+    stem = parameter.removesuffix(".weight").removesuffix(".bias")
     if stem in ("embed_tokens", "lm_head"):
         tied_copy = stem == "lm_head" and model.tie_word_embeddings
         name = "model.embed_tokens.weight" if tied_copy or stem == "embed_tokens" else "lm_head.weight"
@@ -178,15 +192,15 @@ def keep_rows(parts: list[Rectangle], start: int, stop: int) -> list[Rectangle]:
 
 
 def _row_part(name: str, shape: Shape, part: int, parts: int, replica: int = 0) -> Rectangle:
-    rows = shape[0] // parts
-    return Rectangle(name, shape, (part * rows, 0), (0, 0), (rows, shape[1]), replica)
+    rows, others = shape[0] // parts, (0,) * (len(shape) - 1)  # a bias has no columns
+    return Rectangle(name, shape, (part * rows, *others), (0, *others), (rows, *shape[1:]), replica)
 
 
 def _stack(parts: list[Rectangle]) -> list[Rectangle]:
     """Place rectangles below one another in the parameter."""
     row, stacked = 0, []
     for part in parts:
-        stacked.append(replace(part, local_offset=(row, 0)))
+        stacked.append(replace(part, local_offset=(row, *part.local_offset[1:])))
         row += part.size[0]
     return stacked
 

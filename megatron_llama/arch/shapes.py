@@ -59,10 +59,13 @@ FUSED = {
 """Fused matrices of a block, and the Hugging Face modules whose rows they contain, in order."""
 ROW_PARALLEL = ("o_proj", "down_proj")
 """Fused matrices that tp shards along dim 1 (row-parallel); the others are sharded along dim 0 (column-parallel)."""
+HEAD_NORMS = ("q_norm", "k_norm")
+"""Endings of parameter names, without ``.weight``, whose weight all heads share. Each tp rank applies them to its heads,
+so their gradients must be summed over tp, with and without sequence parallelism."""
 REPLICATED_UNDER_SP = ("norm", "qkv_proj.lora_A", "gate_up_proj.lora_A", "o_proj.lora_B", "down_proj.lora_B")
 """Endings of parameter names, without ``.weight``, that are replicated over tp. With sequence parallelism each rank
 applies them to a part of the sequence, so their gradients must be summed over tp."""
-KV_HEADS = ("qkv_proj", "qkv_proj.lora_B")
+KV_HEADS = ("qkv_proj", "qkv_proj.bias", "qkv_proj.lora_B")
 """Parameters, without ``.weight``, whose key and value rows are replicated with fewer kv heads than tp ranks."""
 
 
@@ -102,6 +105,16 @@ def kv_heads(model: ModelConfig) -> int:
 def head_dim(model: ModelConfig) -> int:
     """Return the head dimension, derived if not set."""
     return model.hidden_size // model.num_attention_heads if model.head_dim is None else model.head_dim
+
+
+def has_qkv_bias(model: ModelConfig) -> bool:
+    """Return whether q_proj, k_proj and v_proj have biases."""
+    return model.model_type == "qwen2"
+
+
+def has_qk_norm(model: ModelConfig) -> bool:
+    """Return whether each head of q and k has an RMSNorm before the rotation."""
+    return model.model_type == "qwen3"
 
 
 def kv_heads_per_rank(model: ModelConfig, tp: int) -> int:
@@ -146,8 +159,18 @@ def parameters(model: ModelConfig) -> int:
 
 
 def parameters_per_layer(model: ModelConfig, tp: int = 1) -> int:
-    """Return the parameters of one block on one tensor-parallel rank: the matrices and two norms."""
-    return matrices_per_layer(model, tp) + 2 * model.hidden_size
+    """Return the parameters of one block on one tensor-parallel rank: the matrices, biases and norms."""
+    return matrices_per_layer(model, tp) + 2 * model.hidden_size + bias_rows(model, tp) + head_norms(model)
+
+
+def bias_rows(model: ModelConfig, tp: int = 1) -> int:
+    """Return the elements of one block's biases on one tensor-parallel rank."""
+    return has_qkv_bias(model) * fused_shape(model, "qkv_proj", tp)[0]
+
+
+def head_norms(model: ModelConfig) -> int:
+    """Return the elements of one block's HEAD_NORMS."""
+    return has_qk_norm(model) * len(HEAD_NORMS) * head_dim(model)
 
 
 def matrices_per_layer(model: ModelConfig, tp: int = 1) -> int:
@@ -182,8 +205,9 @@ def stage_parameters(
     table_in_blocks = table * has_8bit_states((model.vocab_size, model.hidden_size))
     if finetune.method != "lora":
         summed = sp * (2 * layers + last) * model.hidden_size + (model.tie_word_embeddings and first != last) * table
+        summed += (tp > 1) * layers * head_norms(model)
         if kv_copies(model, tp) > 1:
-            summed += layers * math.prod(fused_shape(model, "qkv_proj", tp))
+            summed += layers * (math.prod(fused_shape(model, "qkv_proj", tp)) + bias_rows(model, tp))
         return StageParameters(held, held, quantizable, in_blocks + tables * table_in_blocks, summed)
 
     def saved(module: str) -> bool:
@@ -193,6 +217,7 @@ def stage_parameters(
     norms = layers * (saved("input_layernorm") + saved("post_attention_layernorm")) + (last and saved("norm"))
     tables = (first and saved("embed_tokens")) + (last and saved("lm_head"))
     trained = added + norms * model.hidden_size + tables * table
+    trained += layers * sum(map(saved, HEAD_NORMS)) * has_qk_norm(model) * head_dim(model)
     return StageParameters(held + added, trained, quantizable, in_blocks + tables * table_in_blocks)
 
 

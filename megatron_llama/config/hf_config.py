@@ -15,7 +15,7 @@ from typing import Any
 from megatron_llama.config.fields import KINDS, settings_by_name
 from megatron_llama.config.problems import Problem, format_value
 from megatron_llama.config.rope import EXTENSIONS, rope_from_hf, rope_to_hf, same_scaling, unsupported_rope
-from megatron_llama.config.settings import ModelConfig, RopeScaling
+from megatron_llama.config.settings import MODEL_TYPES, ModelConfig, RopeScaling
 from megatron_llama.system.files import read_json
 
 FROM_HF = "from_hf"
@@ -35,14 +35,24 @@ NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 OPTIONAL = ("num_key_value_heads", "head_dim")
 # Keys that config.json and the model section share; a wrong rms_norm_eps is hard to notice otherwise.
 _SHAPE = (*NEEDED, *OPTIONAL, "rope_theta", "rms_norm_eps", "tie_word_embeddings")
-MISTRAL = "mistral"
-_MODEL_TYPES = ("llama", MISTRAL)
-_MISTRAL_DEFAULTS: dict[str, Any] = {
-    "max_position_embeddings": 131072,
-    "num_key_value_heads": 8,
-    "sliding_window": 4096,
+LLAMA, MISTRAL, QWEN2, QWEN3 = "llama", "mistral", "qwen2", "qwen3"
+ARCHITECTURES = {
+    LLAMA: "LlamaForCausalLM",
+    MISTRAL: "MistralForCausalLM",
+    QWEN2: "Qwen2ForCausalLM",
+    QWEN3: "Qwen3ForCausalLM",
 }
-"""Defaults of transformers' MistralConfig that differ from LlamaConfig. A null is a value: no window."""
+"""Hugging Face's class of each model_type."""
+_WINDOW = 4096  # default of all model types that have windows
+_DEFAULTS_OF_TYPE: dict[str, dict[str, Any]] = {
+    MISTRAL: {"max_position_embeddings": 131072, "num_key_value_heads": 8},
+    QWEN2: {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    QWEN3: {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+}
+"""Defaults of transformers' configs that differ from LlamaConfig. A null is a value."""
+_MAX_WINDOW_LAYERS = 28
+"""Default of Qwen's max_window_layers: the layers before the first one with a window."""
+FULL, SLIDING = "full_attention", "sliding_attention"
 NO_HF_BLOCKS = "Hugging Face's Llama has no block-sparse attention: an exported model would attend to all tokens"
 _ROPE_VALUES = tuple(field.name for field in fields(RopeScaling) if field.name != "rope_type")
 # Keys of config.json that change the architecture, and the only value that is supported.
@@ -107,7 +117,7 @@ def _malformed(content: dict[str, Any]) -> Iterator[str]:
     scalings = [rope for rope in ropes.values() if isinstance(rope, dict)]
     known = [(name, content.get(name), f"model.{name}") for name in dict.fromkeys((*_SHAPE, *_DEFAULTS))]
     known += [("rope_theta", rope.get("rope_theta"), "model.rope_theta") for rope in scalings]
-    if content.get("model_type") == MISTRAL:
+    if content.get("model_type", LLAMA) != LLAMA:
         known.append(("sliding_window", content.get("sliding_window"), "model.sliding_window"))
     known += [(n, rope.get(n), f"model.rope_scaling.{n}") for rope in scalings for n in _ROPE_VALUES]
     for name, value, ours in known:
@@ -131,7 +141,9 @@ def compare_shapes(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tu
 
     given = {name: flat[name] for name in _SHAPE if flat.get(name) is not None}
     different = {name: (ours[name], value) for name, value in given.items() if not same(ours[name], value)}
-    if theirs.get("model_type") == MISTRAL and window_from_hf(theirs) != ours["sliding_window"]:
+    if (kind := _type_from_hf(theirs)) != ours["model_type"]:
+        different["model_type"] = (ours["model_type"], kind)
+    if theirs.get("model_type", LLAMA) != LLAMA and window_from_hf(theirs) != ours["sliding_window"]:
         different["sliding_window"] = (ours["sliding_window"], window_from_hf(theirs))
     extends = (ours["rope_scaling"] or {}).get("rope_type") in EXTENSIONS
     if not extends and not same_scaling(ours["rope_scaling"], flat["rope_scaling"]):
@@ -146,8 +158,10 @@ def unsupported_architecture(content: dict[str, Any]) -> list[str]:
         for name, only in _ONLY.items()
         if name in content and content[name] != only and content[name] is not None
     ]
-    if content.get("model_type", "llama") not in _MODEL_TYPES:
-        clauses.insert(0, f"model_type is {content['model_type']!r}, and only 'llama' and 'mistral' are supported")
+    if (kind := content.get("model_type", LLAMA)) not in ARCHITECTURES:
+        clauses.insert(0, f"model_type is {kind!r}, and only {', '.join(ARCHITECTURES)} are supported")
+    elif kind in (QWEN2, QWEN3) and len(kinds := _layer_types(content)) > 1:
+        clauses.append(f"its layers have {' and '.join(sorted(kinds))}, and only one kind for all layers is supported")
     return clauses + unsupported_rope(content)
 
 
@@ -157,19 +171,36 @@ def shape_from_hf(content: dict[str, Any]) -> dict[str, Any]:
     shape |= {name: content.get(name) for name in OPTIONAL}
     for name, default in _DEFAULTS.items():
         shape[name] = default if content.get(name) is None else content[name]
-    shape["sliding_window"] = window_from_hf(content)
-    if content.get("model_type") == MISTRAL:
-        shape |= {name: value for name, value in _MISTRAL_DEFAULTS.items() if name not in content}
+    defaults = _DEFAULTS_OF_TYPE.get(content.get("model_type", LLAMA), {})
+    shape |= {name: value for name, value in defaults.items() if name not in content}
+    shape |= {"sliding_window": window_from_hf(content), "model_type": _type_from_hf(content)}
     rope = rope_from_hf(content)
     return {**shape, **rope, "rope_theta": 10000.0 if rope["rope_theta"] is None else rope["rope_theta"]}
 
 
 def window_from_hf(content: dict[str, Any]) -> int | None:
     """Return ModelConfig's ``sliding_window`` from a config.json. transformers ignores the key in a Llama."""
-    if content.get("model_type") != MISTRAL:
-        return None
-    window: int | None = content.get("sliding_window", _MISTRAL_DEFAULTS["sliding_window"])
-    return window
+    kind = content.get("model_type")
+    if kind == MISTRAL or (kind in (QWEN2, QWEN3) and _layer_types(content) == {SLIDING}):
+        window: int | None = content.get("sliding_window", _WINDOW)
+        return window
+    return None
+
+
+def _layer_types(content: dict[str, Any]) -> set[str]:
+    """Return the kinds of attention of a Qwen's layers, as transformers derives them."""
+    if not content.get("use_sliding_window") or content.get("sliding_window", _WINDOW) is None:
+        return {FULL}
+    if content.get("layer_types") is not None:
+        return set(map(str, content["layer_types"]))
+    first, layers = content.get("max_window_layers", _MAX_WINDOW_LAYERS), content.get("num_hidden_layers", 0)
+    return {SLIDING if layer >= first else FULL for layer in range(layers)}
+
+
+def _type_from_hf(content: dict[str, Any]) -> str:
+    """Return ModelConfig's ``model_type`` from a config.json. A Mistral is a Llama with a window."""
+    kind = content.get("model_type", LLAMA)
+    return kind if kind in MODEL_TYPES else LLAMA
 
 
 def fill_from_folders(
@@ -224,20 +255,25 @@ def _fill_from_hf(
 
 
 def hf_config(model: ModelConfig, dtype: str, token_ids: dict[str, int]) -> dict[str, Any]:
-    """Return the config.json of a trained model, for transformers 4 and 5: a Mistral if it has a sliding window."""
-    windowed = model.sliding_window is not None
+    """Return the config.json of a trained model, for transformers 4 and 5. A Llama with a window is a Mistral."""
+    kind, window = model.model_type, {}
+    if model.sliding_window is not None:
+        kind = MISTRAL if kind == LLAMA else kind
+        window = {"sliding_window": model.sliding_window}
+    if kind in (QWEN2, QWEN3):
+        window |= {"use_sliding_window": bool(window), "max_window_layers": 0 if window else model.num_hidden_layers}
     scaling = rope_to_hf(model)
     return {
-        "architectures": ["MistralForCausalLM" if windowed else "LlamaForCausalLM"],
-        "model_type": MISTRAL if windowed else "llama",
-        **({"sliding_window": model.sliding_window} if windowed else {}),
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        **window,
         **{name: getattr(model, name) for name in (*NEEDED, *OPTIONAL)},
         "hidden_act": "silu",
         "max_position_embeddings": model.max_position_embeddings,
         "initializer_range": model.initializer_range,
         "rms_norm_eps": model.rms_norm_eps,
         "tie_word_embeddings": model.tie_word_embeddings,
-        "attention_bias": False,
+        **({} if kind == QWEN2 else {"attention_bias": False}),  # a Qwen 2 always has it
         "attention_dropout": 0.0,
         "mlp_bias": False,
         "use_cache": True,

@@ -88,12 +88,18 @@ class SparseAttention:
     """Blocks at the end of each earlier group that a token also attends to."""
 
 
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+
+
 @dataclass
 class ModelConfig:
     """Shape of the model, under Hugging Face's names."""
 
     name: str = "llama"
     """Name of the preset; shown in plans and used in the default run folder."""
+    model_type: Annotated[str, one_of(*MODEL_TYPES)] = "llama"
+    """Hugging Face's name of the architecture. qwen2: q, k and v have biases; qwen3: each head of q and k has an
+    RMSNorm. A Mistral is a llama with sliding_window."""
     vocab_size: Annotated[int, at_least(2)] = 4096
     """Tokens in the vocabulary. The embedding is padded to a multiple of tp; the loss masks the padding."""
     hidden_size: Annotated[int, at_least(1)] = 192

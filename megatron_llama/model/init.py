@@ -22,14 +22,14 @@ _BLOCK_ROWS = 64
 def initial_values(rectangle: Rectangle, model: ModelConfig, seed: int) -> torch.Tensor:
     """Return the initial values of a rectangle of a Hugging Face tensor, fp32, on the CPU.
 
-    * Norm weights: ones.
+    * Norm weights: ones. Biases: zeros.
     * Matrices: normal with std ``initializer_range``; o_proj and down_proj, which write into the residual stream, with
       std ``initializer_range`` / sqrt(2 L) (Radford et al. 2019, GPT-2; Megatron-LM's scaled_init_method_normal).
     * LoRA, as in PEFT: A uniform within 1/sqrt(in), which is kaiming_uniform_ with a = sqrt(5). B zero, so that the
       first forward pass equals the base model's.
     """
     if len(rectangle.global_shape) == 1:
-        return torch.ones(rectangle.size)
+        return torch.full(rectangle.size, 0.0 if rectangle.name.endswith(".bias") else 1.0)
     if is_lora(rectangle.name):
         if rectangle.name.endswith("lora_B.weight"):
             return torch.zeros(rectangle.size)

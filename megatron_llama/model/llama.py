@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_llama.arch.shapes import fused_shape, head_dim, kv_heads_per_rank
+from megatron_llama.arch.shapes import fused_shape, has_qk_norm, has_qkv_bias, head_dim, kv_heads_per_rank
 from megatron_llama.config import ModelConfig
 from megatron_llama.devices.kernels import EAGER, Kernels
 from megatron_llama.devices.visibility import AttentionInputs
@@ -38,15 +38,18 @@ def _no_init(_: Tensor) -> None:
     """Do nothing. megatron-core requires an init method; ``parallelize.init_weights`` fills the weights."""
 
 
-def _column_parallel(matrix: str, model: ModelConfig, mcore: TransformerConfig) -> ColumnParallelLinear:
-    """Build a linear layer [s(/t), b, in] to [s, b, out/t]. A rank holds rows of the matrix.
+def _column_parallel(
+    matrix: str, model: ModelConfig, mcore: TransformerConfig, bias: bool = False
+) -> ColumnParallelLinear:
+    """Build a linear layer [s(/t), b, in] to [s, b, out/t]. A rank holds rows of the matrix. The caller adds the bias.
 
     megatron-core takes t times this rank's rows. With copied kv heads these are more than the rows of q_proj, k_proj
     and v_proj.
     """
     tp = mcore.tensor_model_parallel_size
     rows, columns = fused_shape(model, matrix, tp)
-    return ColumnParallelLinear(columns, tp * rows, config=mcore, init_method=_no_init, bias=False)
+    more = {"bias": bias, "skip_bias_add": bias}
+    return ColumnParallelLinear(columns, tp * rows, config=mcore, init_method=_no_init, **more)
 
 
 def _row_parallel(matrix: str, model: ModelConfig, mcore: TransformerConfig) -> RowParallelLinear:
@@ -113,18 +116,24 @@ class Attention(nn.Module):
         self.num_kv_heads = kv_heads_per_rank(model, tp)
         self.attend = attend
         # One matrix for q, k and v: one matmul instead of three, and with sequence parallelism one gather.
-        self.qkv_proj = _column_parallel("qkv_proj", model, mcore)
+        self.qkv_proj = _column_parallel("qkv_proj", model, mcore, bias=has_qkv_bias(model))
         self.o_proj = _row_parallel("o_proj", model, mcore)
+        if has_qk_norm(model):
+            self.q_norm = RMSNorm(self.head_dim, model.rms_norm_eps, mcore.params_dtype)
+            self.k_norm = RMSNorm(self.head_dim, model.rms_norm_eps, mcore.params_dtype)
+        self.has_qk_norm = has_qk_norm(model)
 
     def forward(self, x: Tensor, rotary: Rotary, visible: AttentionInputs | None = None) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]."""
-        qkv, _ = self.qkv_proj(x)  # megatron-core's layers return (output, bias)
+        qkv, bias = self.qkv_proj(x)  # megatron-core's layers return (output, bias)
+        qkv = qkv if bias is None else qkv + bias
         return self.o_proj(self.core_attention(qkv, rotary, visible))[0]
 
     def core_attention(self, qkv: Tensor, rotary: Rotary, visible: AttentionInputs | None) -> Tensor:
         """[s, b, (heads + 2 kv heads) * d] to [s, b, heads * d], for this rank's heads."""
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         q, k, v = qkv.view(*qkv.shape[:2], -1, self.head_dim).split(sizes, dim=2)
+        q, k = (self.q_norm(q), self.k_norm(k)) if self.has_qk_norm else (q, k)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, heads, s, d]
         return merge_heads(self.attend(q, k, v, visible))

@@ -58,18 +58,18 @@ class LoraLinear(nn.Module):
         self.lora_B = nn.Parameter(weight.new_empty(sum(targets), self.rank))
         self.targets = targets
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """[s(/t), b, in(/t)] to (output [s(/t), b, out(/t)], None for the bias), as megatron-core's layers."""
-        y, _ = self.base_layer(x)
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[s(/t), b, in(/t)] to (output [s(/t), b, out(/t)], bias [out/t] or None), as megatron-core's layers."""
+        y, bias = self.base_layer(x)
         lows = self._communicate(self._times_a(x)).split(self.rank, dim=-1)
         sides = self.lora_B.split(self.targets, dim=0)
         updates = [F.linear(low, b) * self.scaling for low, b in zip(lows, sides, strict=True)]
         if len(self.rows) == 1:
-            return y + updates[0], None
+            return y + updates[0], bias
         parts = []
         for part, is_target in zip(y.split(self.rows, dim=-1), self.is_target, strict=True):
             parts.append(part + updates.pop(0) if is_target else part)
-        return torch.cat(parts, dim=-1), None
+        return torch.cat(parts, dim=-1), bias
 
     def _times_a(self, x: torch.Tensor) -> torch.Tensor:
         """Return x Aᵀ of all targets [.., targets * rank]. Each target has a separate dropout mask, as in PEFT."""

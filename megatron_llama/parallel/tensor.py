@@ -5,7 +5,8 @@ finalize_model_grads.py, outside the layers:
 
 * Norm weights and LoRA's replicated A or B under sequence parallelism (REPLICATED_UNDER_SP): each tensor-parallel rank
   has a part of the sequence.
-* kv heads that several tensor-parallel ranks share, with their LoRA B: each rank has its query heads only.
+* Norms of q and k heads (HEAD_NORMS), always: each tensor-parallel rank has its heads.
+* kv heads that several tensor-parallel ranks share, with bias and LoRA B: each rank has its query heads only.
 * Tied embeddings in a pipeline: the first stage has the gradient of the lookup, the last stage the gradient of the
   logits.
 
@@ -26,7 +27,7 @@ from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
 
-from megatron_llama.arch.shapes import KV_HEADS, REPLICATED_UNDER_SP, kv_copies
+from megatron_llama.arch.shapes import HEAD_NORMS, KV_HEADS, REPLICATED_UNDER_SP, kv_copies
 from megatron_llama.devices import Device
 from megatron_llama.model.quantized import is_quantized
 from megatron_llama.parallel.groups import Groups, current_groups
@@ -39,7 +40,9 @@ class ReplicatedGradients:
     """Sums the gradients of weights that are replicated over tensor- or pipeline-parallel ranks."""
 
     def __init__(self, plan: Plan, topology: Topology, groups: Groups) -> None:
-        self.groups, self.sequence_parallel = groups, plan.sp
+        self.groups = groups
+        over_heads = HEAD_NORMS if topology.sizes["tp"] > 1 else ()
+        self.replicated = REPLICATED_UNDER_SP if plan.sp else over_heads  # norms of heads are norms
         self.tied = plan.model.tie_word_embeddings and topology.sizes["pp"] > 1
         # The neighbours that share this rank's kv head: tp varies fastest, and the number of copies divides tp.
         # new_subgroups is a collective over all ranks.
@@ -53,7 +56,7 @@ class ReplicatedGradients:
             if shard.grad is None:
                 continue
             name = shard.name.removesuffix(".weight")
-            if self.sequence_parallel and name.endswith(REPLICATED_UNDER_SP):
+            if name.endswith(self.replicated):
                 by_group[self.groups["tp"]].append(shard.upcast_grad())
             elif self.kv_group is not None and name.endswith(KV_HEADS):
                 kv = [p for p in shard.rectangles if ".k_proj." in p.name or ".v_proj." in p.name]

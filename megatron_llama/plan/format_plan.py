@@ -88,6 +88,7 @@ def _head(plan: Plan) -> Iterator[str]:
     kv, queries = model.num_key_value_heads, model.num_attention_heads
     heads = f"{queries} heads" + (f" ({kv} kv)" if kv != queries else "")
     shape = f"{model.num_hidden_layers} layers · hidden {model.hidden_size} · {heads} · ffn {model.intermediate_size}"
+    shape += f" · {model.model_type}" if model.model_type != "llama" else ""
     yield _line("model", shape)
     padding = plan.padded_vocab_size - model.vocab_size
     padded = f" + {padding} of padding" if padding else ""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_llama.arch.pattern import pattern_of
-from megatron_llama.arch.shapes import fused_matrix, kv_heads, lora_parameters
+from megatron_llama.arch.shapes import fused_matrix, has_qk_norm, kv_heads, lora_parameters
 from megatron_llama.config.precision import BYTES, EXCHANGE_BLOCK, STATE_BLOCK, exchanged_bytes, state_bytes_8bit
 from megatron_llama.config.settings import TrainerConfig
 from megatron_llama.devices import INDUCTOR, find_device
@@ -37,6 +37,8 @@ class ModelShape:
     """SwiGLU with three matrices; else an MLP with two."""
     tied: bool = False
     """Whether output head and embedding share a weight."""
+    head_norms: bool = False
+    """Whether each head of q and k has an RMSNorm."""
     learned_positions: int = 0
     """Rows of the learned position embedding."""
 
@@ -314,6 +316,7 @@ def job_of_plan(plan: Plan) -> Job:
         ffn=model.intermediate_size,
         vocab=plan.padded_vocab_size,
         tied=model.tie_word_embeddings,
+        head_norms=has_qk_norm(model),
     )
     lora = plan.config.finetune.method == "lora"
     compute = BYTES[precision.compute_dtype]

@@ -316,6 +316,9 @@ def layer_activations(job: Job, recompute: str | None = None) -> dict[str, float
         attention += LOG_SUM_EXP * job.tokens * shape.heads / job.tp
     if program.kernels != "fused" and not selective and not elementwise:
         attention += job.tokens * (queries + keys) * width  # q and k both before and after the rotation
+    if shape.head_norms and not selective:  # 1 / rms of each head; eager programs keep q and k before the norm anyway
+        attention += job.tokens * (queries + keys) / shape.head_dim * FP32
+        attention += (program.kernels == "fused" and not elementwise) * job.tokens * (queries + keys) * width
     ffn = job.tokens * shape.ffn / job.tp * width
     inner = ((3 if shape.gated else 2) - elementwise) * ffn
     if shape.gated and program.kernels == "eager" and not selective and not elementwise:

@@ -37,6 +37,7 @@ BOUNDS: dict[str, Bounds] = {
     "model.rope_scaling.short_factor": ([[0.0], [1.0, -1.0]], [[1.0], [1e-9, 2.0]]),
     "model.rope_scaling.long_factor": ([[0.0], [1.0, -1.0]], [[1.0], [1e-9, 2.0]]),
     "model.sliding_window": COUNT,
+    "model.model_type": (["qwen", "gpt2", ""], ["llama", "qwen2", "qwen3"]),
     "model.sparse_attention.block": COUNT,
     "model.sparse_attention.num_local_blocks": COUNT,
     "model.sparse_attention.num_global_blocks": COUNT,

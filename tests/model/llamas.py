@@ -87,16 +87,20 @@ def load(llama: LlamaForCausalLM, weights: Tensors) -> None:
 
 
 def hf_config(model: ModelConfig) -> LlamaConfig:
-    """Return the shape as a transformers config: Mistral's for a sliding window, otherwise Llama's."""
-    from transformers import LlamaConfig, MistralConfig
+    """Return the shape as a transformers config of its model type: Mistral's for a Llama with a sliding window."""
+    from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if model.rope_scaling is not None:
         rope |= rope_to_hf(model) or {}
     same = dataclasses.asdict(model)
-    for name in ("name", "rope_theta", "rope_scaling", "sparse_attention"):
+    for name in ("name", "model_type", "rope_theta", "rope_scaling", "sparse_attention"):
         del same[name]
-    kind: Any = LlamaConfig if same["sliding_window"] is None else MistralConfig
+    windowed = same["sliding_window"] is not None
+    kinds: dict[str, Any] = {"llama": MistralConfig if windowed else LlamaConfig}
+    kind = (kinds | {"qwen2": Qwen2Config, "qwen3": Qwen3Config})[model.model_type]
+    if model.model_type != "llama":
+        same |= {"use_sliding_window": windowed, "max_window_layers": 0}
     return kind(**same, rope_parameters=rope, attn_implementation="sdpa", use_cache=False)
 
 

@@ -57,7 +57,7 @@ def test_tensors_are_those_of_transformers() -> None:
     for plan in plans():
         model = dataclasses.replace(plan.model, num_hidden_layers=2)
         with torch.device("meta"):
-            llama = transformers.LlamaForCausalLM(hf_config(model))
+            llama = transformers.AutoModelForCausalLM.from_config(hf_config(model))
         assert {name: tuple(p.shape) for name, p in llama.named_parameters()} == hf_shapes(model), model.name
 
 

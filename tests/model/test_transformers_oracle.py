@@ -7,7 +7,7 @@ import torch
 
 from megatron_llama.plan import Plan
 from tests.compiled import needs_compiler, skip_without_compiler
-from tests.layouts.table import ASYNC_TP, COMPILED, ONE_MICRO_BATCH, TIED, WIDE, WINDOW
+from tests.layouts.table import ASYNC_TP, COMPILED, ONE_MICRO_BATCH, QWEN2, QWEN3, TIED, WIDE, WINDOW
 from tests.layouts.tampers import (
     compiled_gradients_of_one_token_more,
     gathered_pieces_of_the_wrong_rank,
@@ -50,6 +50,10 @@ MODELS = {
     "other eps and theta": ("model.rms_norm_eps=0.1", "model.rope_theta=100"),
     "sliding window": ("model.sliding_window=5",),
     "sliding window, wide heads": ("model.sliding_window=5", "model.head_dim=32"),
+    "qwen2": (QWEN2,),
+    "qwen2, one kv head, tied, window": (QWEN2, "model.num_key_value_heads=1", TIED, WINDOW),
+    "qwen3": (QWEN3,),
+    "qwen3, wide heads, window": (QWEN3, "model.head_dim=32", WINDOW),
     "odd vocabulary, tied, llama3 rope": ("model.vocab_size=61", "model.tie_word_embeddings=true", *LLAMA3_ROPE),
 }
 LAYOUTS = {
@@ -57,6 +61,7 @@ LAYOUTS = {
     "tp2·pp2": (4, ("trainer.tp=2", "trainer.pp=2")),
     "one process, compiled": (1, tuple(COMPILED)),
     "tp2+sp, async_tp": (2, tuple(ASYNC_TP)),
+    "tp4, kv heads < tp": (4, ("trainer.tp=4", "trainer.sp=false")),
 }
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_llama.arch.shapes import FUSED, ROW_PARALLEL, head_dim, matrices
+from megatron_llama.arch.shapes import FUSED, HEAD_NORMS, ROW_PARALLEL, bias_rows, has_qk_norm, head_dim, matrices
 from megatron_llama.config.settings import FinetuneConfig, ModelConfig
 from megatron_llama.plan.plan import Plan
 
@@ -82,6 +82,8 @@ def _block(shard: _ModelShard) -> Iterator[tuple[str, ModuleWork]]:
     yield "self_attn", ModuleWork(attention=4 * width)  # scores, and scores times values
     yield from _matrix(shard, "self_attn.qkv_proj")
     yield from _matrix(shard, "self_attn.o_proj")
+    if has_qk_norm(shard.model):
+        yield from ((f"self_attn.{name}", ModuleWork(head_dim(shard.model))) for name in HEAD_NORMS)
     yield "post_attention_layernorm", norm
     yield from _matrix(shard, "mlp.gate_up_proj")
     yield from _matrix(shard, "mlp.down_proj")
@@ -92,7 +94,8 @@ def _matrix(shard: _ModelShard, name: str) -> Iterator[tuple[str, ModuleWork]]:
     fused = name.rpartition(".")[2]
     shapes = {module: matrices(shard.model)[module].local_shape(shard.tp) for module in FUSED[fused]}
     elements = sum(rows * columns for rows, columns in shapes.values())
-    matrix = ModuleWork(elements, *_gemm_flops(elements, frozen=shard.is_frozen(name)))
+    bias = bias_rows(shard.model, shard.tp) if fused == "qkv_proj" else 0
+    matrix = ModuleWork(elements + bias, *_gemm_flops(elements, frozen=shard.is_frozen(name)))
     adapted = shard.finetune.lora_target_modules if shard.finetune.method == "lora" else []
     targets = [shape for module, shape in shapes.items() if module in adapted]
     if targets:

@@ -20,11 +20,14 @@ from typing import NamedTuple
 
 from megatron_llama.arch.shapes import (
     FUSED,
+    HEAD_NORMS,
     KV_HEADS,
     REPLICATED_UNDER_SP,
     ROW_PARALLEL,
     fused_rows,
     fused_shape,
+    has_qk_norm,
+    has_qkv_bias,
     head_dim,
     kv_copies,
     kv_heads_per_rank,
@@ -431,23 +434,24 @@ def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> 
         if unit.label != "blocks"
         for parameter in unit.parameters
     }
-    if plan.sp:
-        trained = [name for name, parameter in named.items() if parameter.trained]
-        vectors = [name for name in trained if name.endswith(REPLICATED_UNDER_SP)]
+    trained = [name for name, parameter in named.items() if parameter.trained]
+    endings = REPLICATED_UNDER_SP if plan.sp else HEAD_NORMS if t > 1 else ()
+    vectors = [name for name in trained if name.endswith(endings)]
+    if plan.sp or vectors:
         values = layers * sum(held(named[name].rows, (0, named[name].rows)) * named[name].columns for name in vectors)
         calls = int(bool(vectors) and layers > 0)
-        if "norm" in ends and ends["norm"].trained:
+        if plan.sp and "norm" in ends and ends["norm"].trained:
             values, calls = values + held(h, (0, h)), 1
         label = "gradients of norms and of replicated LoRA matrices"
         yield Operation(label, TrafficKey("tp", "all_reduce", t), calls, values * width)
     copies = kv_copies(model, t)
     shared = [name for name in KV_HEADS if name in named and named[name].trained]
     if copies > 1 and shared:
-        rows, columns = named[shared[0]].rows, named[shared[0]].columns
-        local_rows = held(rows, (rows - key_rows(plan), rows))
+        rows = named[shared[0]].rows  # a matrix and its bias have the same rows
+        local_rows = layers * held(rows, (rows - key_rows(plan), rows))
+        columns = sum(named[name].columns for name in shared)
         key = TrafficKey("tp", "all_reduce", copies)
-        rows = layers * local_rows
-        yield Operation("gradients of shared kv heads", key, int(rows > 0), rows * columns * width)
+        yield Operation("gradients of shared kv heads", key, int(local_rows > 0), local_rows * columns * width)
     if model.tie_word_embeddings and plan.config.trainer.pp > 1 and plan.config.finetune.method != "lora":
         vocabulary_rows = plan.padded_vocab_size // t
         payload = held(vocabulary_rows, (0, vocabulary_rows)) * h * width
@@ -511,9 +515,13 @@ def block_parameters(plan: Plan) -> tuple[Parameter, ...]:
         for matrix in fused:
             rows, columns = fused_shape(plan.model, matrix, tp)
             parameters.append(Parameter(matrix, rows, columns, full, plan.quantized is not None))
+            if matrix == "qkv_proj" and has_qkv_bias(plan.model):
+                parameters.append(Parameter(f"{matrix}.bias", rows, 1, full))
             if targets := target_rows(plan, matrix):
                 parameters.append(Parameter(f"{matrix}.lora_A", len(targets) * finetune.lora_rank, columns))
                 parameters.append(Parameter(f"{matrix}.lora_B", sum(targets), finetune.lora_rank))
+        if norm == "input_layernorm" and has_qk_norm(plan.model):
+            parameters += [Parameter(name, head_dim(plan.model), 1, is_trained(plan, name)) for name in HEAD_NORMS]
     return tuple(parameters)
 
 

@@ -68,6 +68,8 @@ _KIND_OF_SUBMODULE = {
     "mlp": FEED_FORWARD,
     "input_layernorm": NORMS,
     "post_attention_layernorm": NORMS,
+    "q_norm": NORMS,
+    "k_norm": NORMS,
 }
 # Operators that return a value to the host, and operators with a data-dependent shape.
 _HOST_WAITS = {"_local_scalar_dense", "is_nonzero", "equal"}
