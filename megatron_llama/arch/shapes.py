@@ -60,8 +60,8 @@ FUSED = {
 ROW_PARALLEL = ("o_proj", "down_proj")
 """Fused matrices that tp shards along dim 1 (row-parallel); the others are sharded along dim 0 (column-parallel)."""
 HEAD_NORMS = ("q_norm", "k_norm")
-"""Endings of parameter names, without ``.weight``, whose weight all heads share. Each tp rank applies them to its heads,
-so their gradients must be summed over tp, with and without sequence parallelism."""
+"""Endings of parameter names, without ``.weight``, whose weight all heads share. Each tp rank applies them to its
+heads, so their gradients must be summed over tp, with and without sequence parallelism."""
 REPLICATED_UNDER_SP = ("norm", "qkv_proj.lora_A", "gate_up_proj.lora_A", "o_proj.lora_B", "down_proj.lora_B")
 """Endings of parameter names, without ``.weight``, that are replicated over tp. With sequence parallelism each rank
 applies them to a part of the sequence, so their gradients must be summed over tp."""

@@ -80,7 +80,8 @@ def _facts(
     shape = f"{model.num_hidden_layers} layers, hidden size {model.hidden_size}, {heads} heads of {head_dim(model)} "
     shape += f"({kv} for keys and values), feed-forward {model.intermediate_size}, vocabulary {model.vocab_size:,}"
     rows = [("Base model", base)] if base else []
-    rows += [("Architecture", f"{model.model_type.capitalize()}: {shape}"), ("Parameters", f"{count:,} ({short_count(count)})")]
+    kind = model.model_type.capitalize()
+    rows += [("Architecture", f"{kind}: {shape}"), ("Parameters", f"{count:,} ({short_count(count)})")]
     if adapter:
         trained = whole_model(model, finetune).trained
         rows.append(("Parameters of the adapter", f"{trained:,} ({short_count(trained)})"))

@@ -120,7 +120,7 @@ def _save_adapter(rank: int, plan: Plan, base: Path, folder: Path) -> None:
 
 
 def _no_sums_over_the_sequence(model: ParallelModel) -> None:
-    model.replicated.sequence_parallel = False
+    model.replicated.replicated = ()
 
 
 def _no_sums_over_kv_copies(model: ParallelModel) -> None:

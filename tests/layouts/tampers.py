@@ -21,7 +21,7 @@ from tests.parallel.symmetric_memory import wrong_pieces
 
 
 def no_sequence_parallel_sum(model: ParallelModel) -> None:
-    model.replicated.sequence_parallel = False
+    model.replicated.replicated = ()
 
 
 def no_kv_copy_sum(model: ParallelModel) -> None:
