@@ -55,17 +55,29 @@ class Case:
     dtype: torch.dtype = torch.float32
     shard_size: str = "5GB"
     vocab_size: int = 64
+    model_type: str = "llama"
     old_spelling: bool = False
     """rope_theta and rope_scaling as transformers 4 wrote them, instead of rope_parameters."""
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
 CASES = {
     "llama 2, fp32, one file": Case(LLAMA_2),
     "llama 2, bf16, sharded, old spelling": Case(LLAMA_2, dtype=torch.bfloat16, shard_size="40KB", old_spelling=True),
     "llama 3, bf16, one file, wide heads": Case(LLAMA_3, dtype=torch.bfloat16, extra={"head_dim": 16}),
     "llama 3, fp32, sharded, tied": Case(LLAMA_3, tied=True, shard_size="40KB"),
-    "mistral, window of 5": Case({**LLAMA_2, "num_key_value_heads": 2, "sliding_window": 5}),
+    "mistral, window of 5": Case({**LLAMA_2, "num_key_value_heads": 2, "sliding_window": 5}, model_type="mistral"),
+    "qwen2, tied, odd vocabulary": Case(LLAMA_2, tied=True, vocab_size=61, model_type="qwen2"),
+    "qwen2, bf16, sharded, window of 5": Case(
+        {**LLAMA_2, "num_key_value_heads": 1, **QWEN_WINDOW},
+        dtype=torch.bfloat16,
+        shard_size="40KB",
+        model_type="qwen2",
+    ),
+    "qwen3, bf16, wide heads": Case(
+        LLAMA_2, dtype=torch.bfloat16, model_type="qwen3", extra={"num_key_value_heads": 2, "head_dim": 16}
+    ),
     "llama 3, old spelling, odd vocabulary": Case(LLAMA_3, old_spelling=True, vocab_size=61, dtype=torch.bfloat16),
 }
 
@@ -78,8 +90,8 @@ def save_with_transformers(case: Case, folder: Path) -> torch.Tensor:
 
 def _save(rank: int, case: Case, folder: Path) -> torch.Tensor:
     torch.manual_seed(3)
-    kind = transformers.MistralConfig if "sliding_window" in case.shape else transformers.LlamaConfig
-    config = kind(
+    config = transformers.AutoConfig.for_model(
+        case.model_type,
         vocab_size=case.vocab_size,
         hidden_size=32,
         intermediate_size=64,
@@ -94,6 +106,8 @@ def _save(rank: int, case: Case, folder: Path) -> torch.Tensor:
     for name, weight in model.named_parameters():
         if name.endswith("norm.weight"):
             torch.nn.init.uniform_(weight, 0.5, 1.5)
+        elif name.endswith(".bias"):
+            torch.nn.init.uniform_(weight, -0.5, 0.5)
     model.save_pretrained(folder, max_shard_size=case.shard_size)
     if case.old_spelling:
         path = folder / "config.json"

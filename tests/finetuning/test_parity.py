@@ -77,8 +77,10 @@ def test_lora_in_harder_layouts(ranks: int, layout: list[str], world: World, tmp
     [
         ("model.num_hidden_layers=4", ["trainer.pp=2", "trainer.vpp=2"]),
         ("model.tie_word_embeddings=true", ["trainer.pp=2"]),  # both stages have the table, and none trains it
+        ("model.model_type=qwen2", ["trainer.tp=2"]),
+        ("model.model_type=qwen3", ["trainer.tp=2", "trainer.sp=false"]),
     ],
-    ids=["pp2·vpp2", "tied, pp2"],
+    ids=["pp2·vpp2", "tied, pp2", "qwen2, tp2+sp", "qwen3, tp2"],
 )
 def test_lora_in_other_shapes(shape: str, layout: list[str], tmp_path: Path) -> None:
     ours = tune(2, tmp_path / "ours", *runner.LORA, shape, *layout, steps=3)

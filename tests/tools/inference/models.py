@@ -69,14 +69,16 @@ def write_tokenizer(folder: Path, template: bool) -> int:
 
 
 def _save(rank: int, folder: Path, shape: dict[str, Any]) -> None:
-    from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    kind = MistralConfig if "sliding_window" in shape else LlamaConfig
-    llama = AutoModelForCausalLM.from_config(kind(**shape, bos_token_id=None, eos_token_id=0))
+    kind = {"model_type": "mistral" if "sliding_window" in shape else "llama", **shape}
+    llama = AutoModelForCausalLM.from_config(AutoConfig.for_model(**kind, bos_token_id=None, eos_token_id=0))
     for name, parameter in llama.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif name.endswith(".bias"):
+            torch.nn.init.uniform_(parameter, -0.5, 0.5)
     llama.save_pretrained(folder)
 
 

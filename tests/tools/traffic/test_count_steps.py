@@ -48,6 +48,9 @@ LAYOUTS = {
     "tp2, full recompute": (2, ["trainer.tp=2", "trainer.sp=false", "trainer.recompute=full", FEW]),
     "tp2, every 2nd block": (2, ["trainer.tp=2", "trainer.recompute=full", "trainer.recompute_every=2", FEW]),
     "tp4+sp, kv heads < tp": (4, ["trainer.tp=4", FEW]),
+    "tp4+sp, kv heads < tp, qwen2": (4, ["trainer.tp=4", FEW, "model.model_type=qwen2"]),
+    "tp2, qwen3": (2, ["trainer.tp=2", "trainer.sp=false", FEW, "model.model_type=qwen3"]),
+    "tp2·dp2+sp, qwen3, zero 3": (4, ["trainer.tp=2", "trainer.zero=3", FEW, "model.model_type=qwen3"]),
     "tp2+sp, float8 tensorwise": (2, ["trainer.tp=2", "trainer.float8=tensorwise", FEW]),
     "tp2, float8 rowwise, full recompute": (
         2,
