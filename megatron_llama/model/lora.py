@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel import (
 from torch import nn
 
 from megatron_llama.arch.names import is_saved_module
-from megatron_llama.arch.shapes import fused_rows
+from megatron_llama.arch.shapes import FUSED, fused_rows
 from megatron_llama.config import FinetuneConfig, ModelConfig
 from megatron_llama.model.llama import Block, Llama
 from megatron_llama.model.quantized import quantize_layers
@@ -115,7 +115,7 @@ def add_lora(chunk: Llama, finetune: FinetuneConfig, frozen_dtype: torch.dtype, 
 
 def _wrap(block: Block, model: ModelConfig, tp: int, finetune: FinetuneConfig) -> None:
     for owner in (block.self_attn, block.mlp):
-        for name, layer in list(owner.named_children()):
+        for name, layer in [child for child in owner.named_children() if child[0] in FUSED]:
             rows = fused_rows(model, name, tp)
             if set(rows) & set(finetune.lora_target_modules):
                 setattr(owner, name, LoraLinear(layer, rows, finetune))

@@ -68,7 +68,9 @@ CASES = {
     "llama 3, bf16, one file, wide heads": Case(LLAMA_3, dtype=torch.bfloat16, extra={"head_dim": 16}),
     "llama 3, fp32, sharded, tied": Case(LLAMA_3, tied=True, shard_size="40KB"),
     "mistral, window of 5": Case({**LLAMA_2, "num_key_value_heads": 2, "sliding_window": 5}, model_type="mistral"),
-    "qwen2, tied, odd vocabulary": Case(LLAMA_2, tied=True, vocab_size=61, model_type="qwen2"),
+    "qwen2, tied, odd vocabulary": Case(
+        {**LLAMA_2, "num_key_value_heads": 4}, tied=True, vocab_size=61, model_type="qwen2"
+    ),
     "qwen2, bf16, sharded, window of 5": Case(
         {**LLAMA_2, "num_key_value_heads": 1, **QWEN_WINDOW},
         dtype=torch.bfloat16,

@@ -84,12 +84,13 @@ def test_as_transformers_generates(folder: Path, greedy: list[list[int]]) -> Non
     assert run_ranks(_theirs, 1, folder)[0] == greedy
 
 
-@pytest.mark.parametrize(("model_type", "tp", "cp"), [("qwen2", 2, 1), ("qwen3", 4, 1), ("qwen3", 1, 2)])
+@pytest.mark.parametrize(("model_type", "layout"), [("qwen2", {"tp": 2}), ("qwen3", {"tp": 4}), ("qwen3", {"cp": 2})])
 def test_qwen_as_transformers_generates(
-    model_type: str, tp: int, cp: int, tmp_path: Path, greedy: list[list[int]]
+    model_type: str, layout: dict[str, int], tmp_path: Path, greedy: list[list[int]]
 ) -> None:
     folder = make_folder(tmp_path / "hf", model_type=model_type)
-    answers = [answer.ids for answer in write(folder, tp=tp, cp=cp)]
+    ranks = with_generator(lambda made: made.generate(PROMPTS, GREEDY, COUNT), folder, **layout)
+    answers = [answer.ids for answer in ranks[0]]
     assert answers == run_ranks(_theirs, 1, folder)[0] and answers != greedy
 
 
