@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -22,6 +23,14 @@ from tests.config.helpers import make
 from tests.oracle import run_layout
 from tests.paths import ROOT
 from tests.ranks import RankFailed, run_ranks
+
+
+@pytest.fixture(autouse=True)
+def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo ``patch_mcore`` of earlier tests in this process: ranks are forked from it."""
+    for name in PATCHED_MODULES:
+        monkeypatch.setattr(importlib.import_module(name), "torch", torch)
+
 
 # Modules that our runs call, in addition to the modules that route() patches.
 ENTERED = (
