@@ -29,7 +29,7 @@ def on_host(value: Any) -> Any:
     return shared.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
 
 
-def has_parts(types: Iterable[type]) -> bool:
+def has_parts(types: Iterable[Any]) -> bool:
     """Whether an operator has a DTensor or similar, whose parts it dispatches again."""
     return any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types)
 
