@@ -68,11 +68,11 @@ def find_sources(
     texts = tuple(text_suffixes)
     suffixes = RAW_DATA_SUFFIXES + texts + (TABLE_SUFFIXES if tables else ())
     inputs = InputFiles()
-    seen: set[str] = set()
+    real_paths: set[str] = set()
     problems: list[str] = []
     for path_or_pattern in patterns:
         try:
-            _add_sources(inputs, seen, resolve_hub_name(path_or_pattern, DATASET), texts, suffixes, arrays)
+            _add_sources(inputs, real_paths, resolve_hub_name(path_or_pattern, DATASET), texts, suffixes, arrays)
         except UserError as error:
             problems.append(str(error))
     if problems:
@@ -81,9 +81,14 @@ def find_sources(
 
 
 def _add_sources(
-    inputs: InputFiles, seen: set[str], pattern: str, texts: tuple[str, ...], suffixes: tuple[str, ...], arrays: bool
+    inputs: InputFiles,
+    real_paths: set[str],
+    pattern: str,
+    texts: tuple[str, ...],
+    suffixes: tuple[str, ...],
+    arrays: bool,
 ) -> None:
-    """Add the files of a path or pattern to ``inputs``, and their real paths to ``seen``. Raises UserError."""
+    """Add the files of a path or pattern to ``inputs``, and to ``real_paths`` where they are. Raises UserError."""
     if os.path.isdir(pattern):
         paths, reasons = _in_folder(pattern, suffixes)
     elif pattern == STDIN or os.path.exists(pattern):
@@ -101,9 +106,9 @@ def _add_sources(
         )
     for path in taken:
         real = os.path.realpath(path)
-        if real in seen:
+        if real in real_paths:
             raise UserError(f"{path} occurs twice in --input: list each file once")
-        seen.add(real)
+        real_paths.add(real)
         inputs.sources.append(inspect(path, texts))
 
 

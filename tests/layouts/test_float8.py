@@ -16,8 +16,8 @@ TENSORWISE, ROWWISE = "trainer.float8=tensorwise", "trainer.float8=rowwise"
 # Sums in another order change a value by 1e-7, which moves about one value in a million to the next float8 number. That
 # changes gradients by up to an eighth of the error of float8 itself, here measured as a run's distance from fp32.
 SHARE = 0.3
-# In bf16 the results of matmuls are rounded before their sum over ranks, so more values move: the runs' float8 errors
-# are then independent, and the runs differ by at most sqrt(2) times one of them.
+# In bf16 the results of matmuls are rounded before their sum over ranks, so more values move. The runs' float8 errors
+# are then independent. The runs differ by at most sqrt(2) times one of them.
 BF16, INDEPENDENT = "trainer.precision=bf16", 2**0.5
 LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
     ("tensorwise, tp2+sp", 2, [TENSORWISE, "trainer.tp=2"], []),

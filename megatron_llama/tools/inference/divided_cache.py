@@ -1,6 +1,6 @@
 """KV cache that is divided over context-parallel ranks.
 
-A prompt is divided as in training (parallel/context.py). Each rank keeps the keys and values of its own tokens, so a
+A prompt is divided as in training (parallel/context.py). Each rank keeps the keys and values of its part, so a
 prompt may need more memory than one rank has. All ranks compute the tokens after the prompt and store the keys and
 values of every cp-th of them. Their attention is computed from each rank's keys and merged.
 
