@@ -20,18 +20,15 @@ from megatron_llama.devices.visibility import AttentionInputs, is_visible
 from megatron_llama.model.inputs import BlockInputs
 from megatron_llama.model.llama import Attend, Llama
 from megatron_llama.parallel.context import Division
-from megatron_llama.tools.inference.kv_cache import KVCache
+from megatron_llama.tools.inference.kv_cache import KVCache, LayerCache
 
 _EMPTY = -1
 
 
-class DividedLayerCache:
+class DividedLayerCache(LayerCache):
     """This rank's keys and values of one layer, [b, kv heads, slots, d]."""
 
-    def __init__(self, cache: DividedCache, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-        self._cache = cache
-        self._keys = torch.zeros(shape, dtype=dtype, device=cache.device)  # not empty: 0 * NaN is NaN
-        self._values = torch.zeros(shape, dtype=dtype, device=cache.device)
+    _cache: DividedCache
 
     def attend(
         self, attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: AttentionInputs | None
