@@ -64,6 +64,9 @@ class Setting:
 
     def has_type(self, value: Any) -> bool:
         """Return whether ``value``, which is not null, has the setting's type. An int is a valid float."""
+        if self.kind is list and self.item_kind in (int, float, str):
+            kinds = (int, float) if self.item_kind is float else (self.item_kind,)
+            return type(value) is list and all(type(item) in kinds for item in value)
         return type(value) is self.kind or (self.kind is float and type(value) is int)
 
     def problem(self, value: Any) -> Problem | None:

@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.config.fields import KINDS, settings_by_name
+from megatron_llama.config.fields import settings_by_name
 from megatron_llama.config.problems import Problem, format_value
 from megatron_llama.config.rope import EXTENSIONS, rope_from_hf, rope_to_hf, same_scaling, unsupported_rope
 from megatron_llama.config.settings import MODEL_TYPES, ModelConfig, RopeScaling
@@ -53,6 +53,13 @@ _DEFAULTS_OF_TYPE: dict[str, dict[str, Any]] = {
 _MAX_WINDOW_LAYERS = 28
 """Default of Qwen's max_window_layers: the layers before the first one with a window."""
 FULL, SLIDING = "full_attention", "sliding_attention"
+# JSON types of the keys that no setting has.
+_TYPES: dict[str, tuple[type, str]] = {
+    "model_type": (str, "text"),
+    "use_sliding_window": (bool, "true or false"),
+    "layer_types": (list, "a list"),
+    "max_window_layers": (int, "a whole number"),
+}
 NO_HF_BLOCKS = "Hugging Face's Llama has no block-sparse attention: an exported model would attend to all tokens"
 _ROPE_VALUES = tuple(field.name for field in fields(RopeScaling) if field.name != "rope_type")
 # Keys of config.json that change the architecture, and the only value that is supported.
@@ -110,11 +117,17 @@ def read_hf_config(folder: str, name: str = CONFIG) -> dict[str, Any]:
 
 def _malformed(content: dict[str, Any]) -> Iterator[str]:
     """Yield a clause for each value that violates the type or limit of the matching setting."""
+    for name, (kind, words) in _TYPES.items():
+        if not isinstance(content.get(name), (kind, type(None))):
+            yield f"{name} is {json.dumps(content[name])}, not {words}"
     ropes = {name: content[name] for name in ("rope_scaling", "rope_parameters") if content.get(name)}
     for name, rope in ropes.items():
         if not isinstance(rope, dict):
-            yield f"{name} is {format_value(rope)}, not a mapping"
+            yield f"{name} is {json.dumps(rope)}, not a mapping"
     scalings = [rope for rope in ropes.values() if isinstance(rope, dict)]
+    for key, rope in ((key, rope) for rope in scalings for key in ("rope_type", "type")):
+        if not isinstance(rope.get(key), (str, type(None))):
+            yield f"{key} is {json.dumps(rope[key])}, not text"
     known = [(name, content.get(name), f"model.{name}") for name in dict.fromkeys((*_SHAPE, *_DEFAULTS))]
     known += [("rope_theta", rope.get("rope_theta"), "model.rope_theta") for rope in scalings]
     if content.get("model_type", LLAMA) != LLAMA:
@@ -125,7 +138,7 @@ def _malformed(content: dict[str, Any]) -> Iterator[str]:
             continue
         setting = settings_by_name()[ours]
         if not setting.has_type(value):
-            yield f"{name} is {value!r}, not {KINDS[setting.kind]}"
+            yield f"{name} is {json.dumps(value)}, not {setting.type_name}"
         elif problem := setting.problem(value):
             yield f"{name} is {value!r}, which {problem.rule}"
 
@@ -193,7 +206,8 @@ def _layer_types(content: dict[str, Any]) -> set[str]:
         return {FULL}
     if content.get("layer_types") is not None:
         return set(map(str, content["layer_types"]))
-    first, layers = content.get("max_window_layers", _MAX_WINDOW_LAYERS), content.get("num_hidden_layers", 0)
+    first = content.get("max_window_layers")
+    first, layers = _MAX_WINDOW_LAYERS if first is None else first, content.get("num_hidden_layers") or 0
     return {SLIDING if layer >= first else FULL for layer in range(layers)}
 
 
