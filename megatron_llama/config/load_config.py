@@ -49,7 +49,7 @@ from megatron_llama.config.problems import ConfigError, Problem, duplicate_lengt
 from megatron_llama.config.rope import settle_context
 from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
 from megatron_llama.config.stored import has_run, is_decided, is_known, read_settings, settings_of_groups
-from megatron_llama.config.text_checks import check_interpolations, check_texts
+from megatron_llama.config.text_checks import check_interpolations, check_kinds, check_texts
 from megatron_llama.system.files import check_yaml
 
 # Name of the dataclasses in conf/config.yaml; files in conf/ are checked against them.
@@ -106,8 +106,8 @@ def _compose(choices: dict[str, str], conf_dir: Path, problems: list[Problem]) -
         config = _compose_groups(choices, conf_dir)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, *_HYDRAS_OWN) as error:
         raise ConfigError([*problems, _problem_in_files(error, choices)]) from error
-    if endless := check_interpolations(config):
-        raise ConfigError([*problems, *endless])
+    if wrong := check_interpolations(config) or check_kinds(config):
+        raise ConfigError([*problems, *wrong])
     if config.allow_targets:
         rule = "must not be set in a file, because it permits classes to run"
         instead = "remove it from the file; if you trust the classes, write allow_targets=[...] on the command line"
@@ -141,14 +141,14 @@ def _set_stored(config: DictConfig, folder: Path, decided: set[str], problems: l
 
 
 def _set_all(config: DictConfig, values: Sequence[Override], problems: list[Problem]) -> None:
-    """Set the values of the command line. Raises ConfigError, with ``problems``, for endless ``${...}``."""
+    """Set the values of the command line. Raises ConfigError, with ``problems``, for invalid ``${...}``."""
     for override in values:
         if override.is_delete():
             _delete(config, override.key_or_group, problems)
         else:
             _set(config, override.key_or_group, _value(override), problems)
-    if endless := check_interpolations(config):
-        raise ConfigError([*problems, *endless])
+    if wrong := check_interpolations(config) or check_kinds(config):
+        raise ConfigError([*problems, *wrong])
     given = {override.key_or_group for override in values}
     not_null = {override.key_or_group for override in values if _value(override) is not None}
     for one, other in INSTEAD_OF.items():

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from megatron_llama.config.problems import CONTROL, Problem
 
@@ -97,6 +98,36 @@ def check_interpolations(config: DictConfig, *, functions: bool = False) -> list
         rule = f"references expand to {size:,} characters; the limit is {MOST_CHARACTERS:,}"
         return [Problem(largest, None, rule, _INSTEAD)]
     return []
+
+
+def check_kinds(config: DictConfig) -> list[Problem]:
+    """Return the problems of sections, lists and mappings that are references to values of another kind.
+
+    OmegaConf checks the types of values only. ``check_interpolations`` must have accepted the config. References to
+    names that do not exist are not reported here.
+    """
+    problems = []
+    for name, written in _references(config, ""):
+        try:
+            value = OmegaConf.select(config, name)
+        except OmegaConfBaseException:
+            continue
+        kinds = {DictConfig: "a section or mapping", ListConfig: "a list"}
+        if value is not None and not isinstance(value, kind := type(written)):
+            rule = f"must be {kinds[kind]}, and refers to a value that is not"
+            problems.append(Problem(name, str(OmegaConf.to_container(written, resolve=False)), rule, _INSTEAD))
+    return problems
+
+
+def _references(node: DictConfig, name: str) -> Iterator[tuple[str, DictConfig | ListConfig]]:
+    """Yield (setting, node) for each section, list and mapping that is a reference."""
+    for key in map(str, node):
+        child = node._get_node(key)
+        path = f"{name}.{key}" if name else key
+        if isinstance(child, (DictConfig, ListConfig)) and OmegaConf.is_interpolation(node, key):
+            yield path, child
+        elif isinstance(child, DictConfig) and not (child._is_none() or child._is_missing()):
+            yield from _references(child, path)
 
 
 def names_secret(variable: str) -> bool:

@@ -65,6 +65,9 @@ def test_a_recipe_of_a_stranger(tmp_path: Path) -> None:
         ({"optim": {"schedule": DOUBLING}}, "characters; the limit is"),
         ({"run": {"dir": "${run.dir}"}}, "run.dir rule refers to itself"),
         ({"model": {"name": "${oc.decode:x}"}}, "is not a supported reference"),
+        ({"allow_targets": "${trainer.tp}"}, "allow_targets = .* must be a list, and refers to a value that is not"),
+        ({"optim": {"schedule": "${trainer.tp}"}}, "optim.schedule = .* must be a section or mapping"),
+        ({"data": {"prefixes": "${model.name}"}}, "data.prefixes = .* must be a list"),
     ]:
         recipe.write_text(yaml.safe_dump(values))
         with raises_with_message(ConfigError, words):
@@ -84,6 +87,7 @@ def test_defaults_that_are_no_list_of_names(defaults: object, tmp_path: Path) ->
     [
         ("run.dir=${run.dir}", "run.dir rule refers to itself"),
         ("model.name=${oc.decode:x}", "is not a supported reference"),
+        ("data.prefixes=${model.name}", "data.prefixes = .* must be a list"),
         (f"data.prefixes={'[' * 3000}{']' * 3000}", "nested brackets"),
         (f"run.dir={'${a:' * 3000}{'}' * 3000}", "nested brackets"),
     ],
@@ -96,6 +100,8 @@ def test_a_command_line(override: str, words: str) -> None:
 def test_what_people_write_is_accepted() -> None:
     config = load_config(["data=mock", "run.dir=runs/${model.name}-${oc.env:HOME}", "optim=wsd"], CONF)
     assert config.run.dir and config.run.dir.startswith("runs/llama_2m-/")
+    config = load_config(["data=mock", "data.prefixes=${finetune.lora_target_modules}"], CONF)
+    assert config.data.prefixes == config.finetune.lora_target_modules
 
 
 @pytest.mark.parametrize(
