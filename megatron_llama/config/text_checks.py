@@ -31,6 +31,7 @@ _SECRET = re.compile(
 """Names of variables that hold secrets, such as WANDB_API_KEY or HF_TOKEN. TOKENIZERS_PARALLELISM is none."""
 _FUNCTION = re.compile(r"(?!oc\.)[\w.]+:.*", re.DOTALL)
 _INSTEAD = "write the value itself"
+_MISSING = "???"  # OmegaConf's mark
 _Keys = tuple[str, ...]
 """Path from the root to a value."""
 LONGEST_NAME = 255
@@ -101,12 +102,16 @@ def check_interpolations(config: DictConfig, *, functions: bool = False) -> list
 
 
 def check_kinds(config: DictConfig) -> list[Problem]:
-    """Return the problems of sections, lists and mappings that are references to values of another kind.
+    """Return the problems of ``???``, and of sections, lists and mappings that are references to another kind of value.
 
     OmegaConf checks the types of values only. ``check_interpolations`` must have accepted the config. References to
     names that do not exist are not reported here.
     """
-    problems = []
+    problems = [
+        Problem(name, text, "means that a value is missing", "write the value")
+        for name, text in _named_texts(OmegaConf.to_container(config, resolve=False), "")
+        if text == _MISSING
+    ]
     for name, written in _references(config, ""):
         try:
             value = OmegaConf.select(config, name)

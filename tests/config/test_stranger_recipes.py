@@ -10,6 +10,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from megatron_llama.config import ConfigError, load_config
+from megatron_llama.config.fields import settings_by_name
 from megatron_llama.config.text_checks import MOST_CHARACTERS, MOST_STEPS, check_interpolations, names_secret
 from megatron_llama.plan import resolve
 from tests.messages import raises_with_message
@@ -95,6 +96,13 @@ def test_defaults_that_are_no_list_of_names(defaults: object, tmp_path: Path) ->
 def test_a_command_line(override: str, words: str) -> None:
     with raises_with_message(ConfigError, words):
         load_config([override, "data=mock"], CONF)
+
+
+def test_missing_values_of_omegaconf_are_named_all_at_once() -> None:
+    names = list(settings_by_name())
+    with pytest.raises(ConfigError) as error:
+        load_config([f"{name}='???'" for name in names], CONF)
+    assert {problem.field for problem in error.value.problems} == set(names)
 
 
 def test_what_people_write_is_accepted() -> None:

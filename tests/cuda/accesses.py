@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -23,6 +24,9 @@ class Accesses(TorchDispatchMode):
     Collectives are not recorded here: the runtime's NCCL has their stream and buffers.
     """
 
+    supports_higher_order_operators = True
+    """Compiled blocks under recompute keep the state of the random generator by such operators."""
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let torch.compile work in this mode, which would otherwise run everything in eager mode."""
@@ -33,6 +37,8 @@ class Accesses(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):
+            return result
         name = func._schema.name.partition("::")[2]
         if func.namespace == "c10d" or name.startswith(MAKES_METADATA):
             return result
