@@ -35,6 +35,7 @@ COMMANDS = (
     "methods.less_communication",
     "methods.patterns",
     "methods.random_ltd",
+    "methods.retrieval",
 )
 """The modules; the last part of the name is the command."""
 
