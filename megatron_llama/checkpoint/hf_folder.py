@@ -146,7 +146,11 @@ def _all_tensors(folder: Path) -> dict[str, NamedTensor]:
         files = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(files, dict):
             raise CorruptFile(f"{folder / INDEX}: has no weight_map")
-        by_file = {file: list_tensors(folder / file) for file in set(map(check_file_name, files.values()))}
+        try:
+            names = set(map(check_file_name, files.values()))
+        except CorruptFile as error:
+            raise CorruptFile(f"{folder / INDEX}: {error}") from error
+        by_file = {file: list_tensors(folder / file) for file in names}
         absent = [name for name, file in files.items() if name not in by_file[file]]
         if absent:
             raise CorruptFile(f"{folder / files[absent[0]]}: has no {absent[0]}, which {INDEX} lists")

@@ -6,10 +6,15 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult
+
 from megatron_llama.config.data_settings import suggest_for_data
 from megatron_llama.config.fields import closest_choice
 from megatron_llama.config.optimizers import OPTIMIZERS
 from megatron_llama.config.problems import Problem
+from megatron_llama.system.files import check_yaml
 from megatron_llama.system.programs import conf_folders
 
 EXPERIMENT = "experiment"
@@ -27,10 +32,24 @@ def options_of(group: str, conf_dir: Path) -> list[str]:
     return sorted({path.stem for each in conf_folders(conf_dir) for path in (each / group).glob("*.yaml")})
 
 
+class LocalFolder(FileConfigSource):
+    """Hydra's source for a ``conf/`` in the current folder. Its files may come from other people, as recipes do."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "local"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Raises ValueError, with the file's name, for files beyond the limits of ``check_yaml``."""
+        check_yaml(Path(self.path, self._normalize_file_name(config_path)))
+        return super().load_config(config_path)
+
+
 def search_path(conf_dir: Path) -> list[str]:
     """Return Hydra's override for the folders after ``conf_dir``, which has precedence."""
+    Plugins.instance().register(LocalFolder)
     paths = [str(each).replace("\\", "\\\\").replace('"', '\\"') for each in conf_folders(conf_dir)[1:]]
-    return ["hydra.searchpath=[" + ",".join(f'"file://{path}"' for path in paths) + "]"] if paths else []
+    return ["hydra.searchpath=[" + ",".join(f'"{LocalFolder.scheme()}://{path}"' for path in paths) + "]"] if paths else []
 
 
 def hidden_file(group: str, option: str, conf_dir: Path) -> Problem | None:

@@ -62,7 +62,7 @@ MOST_BRACKETS = 16
 """Maximum nesting of brackets in an override: Hydra's grammar and OmegaConf recurse into each level."""
 _BRACKETS = dict.fromkeys("[{(", 1) | dict.fromkeys("]})", -1)
 # Other exceptions that Hydra raises, e.g. for a file whose defaults are not a list of names.
-_HYDRAS_OWN = (ValueError, TypeError, LookupError, AttributeError, AssertionError)
+_HYDRAS_OWN = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError)
 # Pairs of settings for one quantity: setting one on the command line resets the other.
 INSTEAD_OF = {
     "trainer.steps": "trainer.epochs",
@@ -335,7 +335,10 @@ def _problem_in_files(error: BaseException, choices: Mapping[str, str]) -> Probl
     if named:
         where = named[1] if named[1].endswith((".yaml", ".yml")) else f"conf/{named[1]}.yaml"
         where = files.get(named[1], where)
-    rule = f"{where} is invalid: {str(cause or error).splitlines()[0]}"
+    if isinstance(error, RecursionError):
+        return Problem("conf", None, f"the defaults of {where} lead back to it", "correct the defaults of that file")
+    reason = str(cause or error) or str(error) or "it has a value that no setting takes"
+    rule = f"{where} is invalid: {reason.splitlines()[0]}"
     setting = settings_by_name().get(name)
     guess = f"write {suggest(name)}" if setting is None and suggest(name) else "correct that file"
     return Problem(name, None, rule, f"write {setting.type_name}" if setting else guess)

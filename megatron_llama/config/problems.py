@@ -19,6 +19,11 @@ MESSAGE_WIDTH = WIDTH
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """Characters, other than tab and newline, that a terminal obeys or cannot show."""
 
+MOST_SHOWN = 100
+"""Size limit of one value of a file in a message."""
+MOST_CHARACTERS = 2000
+"""Size limit of a value, a rule or a suggestion in a message: files from other people can have any length."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -92,6 +97,11 @@ def escape_controls(text: str) -> str:
     return CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
 
 
+def shorten(text: str, most: int = MOST_CHARACTERS) -> str:
+    """Cut a text after ``most`` characters, and name the number of omitted ones."""
+    return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most:,} more characters)"
+
+
 def closest_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the entry of ``known`` that is most similar to ``name``; None if none reaches ``cutoff``.
 
@@ -115,8 +125,8 @@ def format_problems(problems: ConfigError | Sequence[Problem], subject: str = "T
             lines += settings if settings != before else []  # one setting may break several rules
             before = settings
             likewise = "; likewise the others" if len(alike) > 1 else ""
-            lines.append(fill("    rule     ", name_commands(alike[0].rule) + likewise, MESSAGE_WIDTH))
-        blocks.append("\n".join([*lines, fill("    instead  ", name_commands(instead), MESSAGE_WIDTH)]))
+            lines.append(fill("    rule     ", name_commands(shorten(alike[0].rule)) + likewise, MESSAGE_WIDTH))
+        blocks.append("\n".join([*lines, fill("    instead  ", name_commands(shorten(instead)), MESSAGE_WIDTH)]))
     return escape_controls("\n\n".join(blocks))
 
 
@@ -124,7 +134,7 @@ def _setting_line(problem: Problem) -> str:
     """Return the line with setting and value; long lists are wrapped after their commas."""
     if problem.value is None:
         return f"  {problem.field}"
-    line = f"{problem.field} = {format_value(problem.value)}"
+    line = f"{problem.field} = {shorten(format_value(problem.value))}"
     if len(line) <= MESSAGE_WIDTH - 2 or not isinstance(problem.value, (list, tuple)):
         return f"  {line}"
     return fill("  ", re.sub(r",(?! )", ", ", line), MESSAGE_WIDTH)
@@ -139,10 +149,10 @@ def merge_problems(problems: Iterable[Problem]) -> list[str]:
         for first, *others in alike:
             more = ", ".join(("" if p.field == first.field else f"{p.field}=") + format_value(p.value) for p in others)
             likewise = f"; likewise {more}" if more else ""
-            setting = f"{first.field}={format_value(first.value)}: "
-            reasons.append(f"{'' if setting == before else setting}{first.rule}{likewise}")
+            setting = f"{first.field}={shorten(format_value(first.value))}: "
+            reasons.append(f"{'' if setting == before else setting}{shorten(first.rule)}{likewise}")
             before = "" if others else setting
-        messages.append("; ".join([*reasons, instead]))
+        messages.append("; ".join([*reasons, shorten(instead)]))
     return messages
 
 

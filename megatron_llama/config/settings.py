@@ -37,6 +37,10 @@ MOST_LAYERS = 10_000
 """The plan lists each layer; the deepest published Llama has 126."""
 MOST_HEADS = 10_000
 """Upper bound of the divisor search; published Llamas have up to 128 heads."""
+MOST_ROWS = 10**9
+MOST_WIDTH = 10**7
+MOST_HEAD_DIM = 10**6
+"""torch counts the bytes of a tensor in 63 bits. Within these limits no weight exceeds them."""
 
 
 ROPE_TYPES = ("llama3", "linear", "dynamic", "yarn", "longrope")
@@ -100,11 +104,11 @@ class ModelConfig:
     model_type: Annotated[str, one_of(*MODEL_TYPES)] = "llama"
     """Hugging Face's name of the architecture. qwen2: q, k and v have biases; qwen3: each head of q and k has an
     RMSNorm. A Mistral is a llama with sliding_window."""
-    vocab_size: Annotated[int, at_least(2)] = 4096
+    vocab_size: Annotated[int, between(2, MOST_ROWS)] = 4096
     """Tokens in the vocabulary. The embedding is padded to a multiple of tp; the loss masks the padding."""
-    hidden_size: Annotated[int, at_least(1)] = 192
+    hidden_size: Annotated[int, between(1, MOST_WIDTH)] = 192
     """Width of the residual stream."""
-    intermediate_size: Annotated[int, at_least(1)] = 512
+    intermediate_size: Annotated[int, between(1, MOST_ROWS)] = 512
     """Width of the SwiGLU feed-forward."""
     num_hidden_layers: Annotated[int, between(1, MOST_LAYERS)] = 4
     """Transformer blocks."""
@@ -112,7 +116,7 @@ class ModelConfig:
     """Query heads."""
     num_key_value_heads: Annotated[int | None, between(1, MOST_HEADS)] = None
     """Key and value heads (grouped-query attention). Derived: num_attention_heads."""
-    head_dim: Annotated[int | None, at_least(1)] = None
+    head_dim: Annotated[int | None, between(1, MOST_HEAD_DIM)] = None
     """Width of a head. Derived: hidden_size / num_attention_heads."""
     max_position_embeddings: Annotated[int, at_least(1)] = 4096
     """Longest sequence that the model supports, tokens."""

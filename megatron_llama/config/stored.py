@@ -16,6 +16,7 @@ from megatron_llama.config.fields import FREE_DICT, get, sections, settings_by_n
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.config.settings import Config
 from megatron_llama.system.files import check_yaml, read_whole
+from megatron_llama.system.programs import conf_folders
 
 NAME = "config.yaml"
 PER_START = ("run.dir", "dry_run", "allow_targets", "checkpoint.resume", "checkpoint.allow")
@@ -76,7 +77,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         text = read_whole(path).decode()
         values = dict(_flatten(yaml.safe_load(text) or {}, ""))
         requested = _read_requested(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}," if mark else str(path)
         reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or str(error)
@@ -126,19 +127,22 @@ def settings_of_groups(choices: Mapping[str, str], conf_dir: Path, recipes: Iter
     """Return the settings that chosen groups decide, by full name.
 
     These are the settings that any file of the group sets, as a choice replaces another one. For groups in ``recipes``,
-    which apply to all sections, they are the settings of the chosen file and of the groups that it chooses.
+    which apply to all sections, they are the settings of the chosen file and of the groups that it chooses. Chosen
+    files can be in the current folder's ``conf/`` too.
     """
     names: set[str] = set()
     for group, choice in choices.items():
+        is_path = choice.endswith((".yaml", ".yml"))
+        files = [each / group / f"{choice}.yaml" for each in conf_folders(conf_dir)]
+        chosen_file = Path(choice) if is_path else next((file for file in files if file.is_file()), None)
         if group in recipes:
-            path = Path(choice) if choice.endswith((".yaml", ".yml")) else conf_dir / group / f"{choice}.yaml"
-            content = _load(path)
+            content = _load(chosen_file) if chosen_file else {}
             defaults = [entry for entry in content.pop("defaults", []) if isinstance(entry, dict)]
             chosen = {str(key).split("/")[-1]: str(value) for entry in defaults for key, value in entry.items()}
             names |= {name for name, _ in _flatten(content, "")}
             names |= settings_of_groups({g: c for g, c in chosen.items() if g not in recipes}, conf_dir, recipes)
         else:
-            for path in (conf_dir / group).glob("*.yaml"):
+            for path in {*(conf_dir / group).glob("*.yaml"), *([chosen_file] if chosen_file else [])}:
                 is_global = "@package _global_" in path.read_text(encoding="utf-8")
                 names |= {name for name, _ in _flatten(_load(path), "" if is_global else f"{group}.")}
     return names

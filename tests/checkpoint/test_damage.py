@@ -214,7 +214,7 @@ def test_no_name_leads_out_of_the_folder(copy: Path, tmp_path: Path, name: objec
     hf = tmp_path / "hf"
     hf.mkdir()
     (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
-    with pytest.raises(CorruptFile, match="invalid file name"):
+    with pytest.raises(CorruptFile, match=r"model\.safetensors\.index\.json: has the invalid file name"):
         open_hf_folder(hf, ModelConfig())
     (copy / "checkpoints" / "latest").write_text(str(name))
     with pytest.raises(ConfigError):

@@ -8,16 +8,17 @@ from typing import Any
 Bounds = tuple[list[Any], list[Any]]
 COUNT: Bounds = ([0, -1], [1, 2])  # whole, at least 1
 COUNT_FROM_0: Bounds = ([-1], [0, 1])  # whole, at least 0
+FACTORS = [[0.0], [1.0, -1.0], [float("inf")], [float("nan")], [1.0] * 8193]
 POSITIVE: Bounds = ([0.0, -1e-9], [1e-9, 0.5])
 
 BOUNDS: dict[str, Bounds] = {
-    "model.vocab_size": ([1, 0], [2]),
-    "model.hidden_size": COUNT,
-    "model.intermediate_size": COUNT,
+    "model.vocab_size": ([1, 0, 10**9 + 1], [2, 10**9]),
+    "model.hidden_size": ([0, -1, 10**7 + 1], [1, 2, 10**7]),
+    "model.intermediate_size": ([0, -1, 10**9 + 1], [1, 2, 10**9]),
     "model.num_hidden_layers": ([0, -1, 10_001], [1, 2, 10_000]),
     "model.num_attention_heads": ([0, -1, 10_001], [1, 2, 10_000]),
     "model.num_key_value_heads": ([0, -1, 10_001], [1, 2, 10_000]),
-    "model.head_dim": COUNT,
+    "model.head_dim": ([0, -1, 10**6 + 1], [1, 2, 10**6]),
     "model.max_position_embeddings": COUNT,
     "model.rms_norm_eps": POSITIVE,
     "model.rope_theta": POSITIVE,
@@ -34,8 +35,8 @@ BOUNDS: dict[str, Bounds] = {
     "model.rope_scaling.beta_slow": POSITIVE,
     "model.rope_scaling.mscale": ([-1e-9], [0.0, 0.707]),
     "model.rope_scaling.mscale_all_dim": ([-1e-9], [0.0, 1.0]),
-    "model.rope_scaling.short_factor": ([[0.0], [1.0, -1.0]], [[1.0], [1e-9, 2.0]]),
-    "model.rope_scaling.long_factor": ([[0.0], [1.0, -1.0]], [[1.0], [1e-9, 2.0]]),
+    "model.rope_scaling.short_factor": (FACTORS, [[1.0], [1e-9, 2.0], [1.0] * 8192]),
+    "model.rope_scaling.long_factor": (FACTORS, [[1.0], [1e-9, 2.0], [1.0] * 8192]),
     "model.sliding_window": COUNT,
     "model.model_type": (["qwen", "gpt2", ""], ["llama", "qwen2", "qwen3"]),
     "model.sparse_attention.block": COUNT,

@@ -106,3 +106,33 @@ def test_a_bomb_is_a_mistake_in_the_file(tmp_path: Path) -> None:
     recipe.write_text("\n".join(lines), encoding="utf-8")
     message = refusal(f"experiment={recipe}")
     assert "recipe.yaml" in message and "values after aliases are expanded" in " ".join(message.split())
+
+
+FILES_IN_CONF = {
+    "aliases": ("a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)), "aliases"),
+    "deep": (f"a: {'[' * 2000}{']' * 2000}\n", "nested too deeply"),
+    "itself": ("optim:\n  schedule: &a\n    b: *a\n", "contains itself"),
+    "number": ("5\n", "where a mapping is expected"),
+    "null": ("null: 2\n", "is invalid: "),
+    "defaults": ("defaults: [hostile]\n", "the defaults of"),
+}
+
+
+@pytest.mark.parametrize("case", FILES_IN_CONF)
+def test_files_in_the_current_folder_have_the_limits_of_recipes(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, message = FILES_IN_CONF[case]
+    for group in ("experiment", "model"):
+        (tmp_path / "conf" / group).mkdir(parents=True)
+    (tmp_path / "conf/experiment/hostile.yaml").write_text(f"# @package _global_\n{text}", encoding="utf-8")
+    (tmp_path / "conf/model/hostile.yaml").write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for choice in ("experiment=hostile", "model=hostile"):
+        assert message in " ".join(refusal(choice, "data=mock", "device=cpu").split())
+
+
+def test_the_defaults_of_a_recipe_do_not_lead_back_to_it(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("defaults: [file_of_the_user]\n", encoding="utf-8")
+    assert f"the defaults of {recipe} lead back" in " ".join(refusal("data=mock", f"experiment={recipe}").split())

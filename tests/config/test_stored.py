@@ -52,6 +52,20 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
     assert epochs.trainer.epochs == 2 and epochs.trainer.steps == 100
 
 
+def test_files_in_the_current_folder_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings of a group's or a recipe's file in ``conf/`` of the current folder replace the stored ones."""
+    make_run(tmp_path / "run", *FIRST, *SECOND, "model.sliding_window=8")
+    for group in ("experiment", "model"):
+        (tmp_path / "conf" / group).mkdir(parents=True)
+    (tmp_path / "conf/experiment/longer.yaml").write_text("# @package _global_\ntrainer: {steps: 70}\n")
+    (tmp_path / "conf/model/wide.yaml").write_text("name: wide\nsliding_window: 16\n")
+    monkeypatch.chdir(tmp_path)
+    for recipe in ("longer", "longer.yaml", "conf/experiment/longer.yaml"):
+        config = load(tmp_path / "run", f"experiment={recipe}")
+        assert config.trainer.steps == 70 and config.model.num_hidden_layers == 3
+    assert load(tmp_path / "run", "model=wide").model.sliding_window == 16
+
+
 @pytest.mark.parametrize("words", [("checkpoint.resume=never",), ()], ids=["never", "no checkpoint"])
 def test_a_new_start_takes_none(tmp_path: Path, words: tuple[str, ...]) -> None:
     make_run(tmp_path / "run", *FIRST, checkpoint=bool(words))
@@ -81,6 +95,7 @@ def test_the_file_of_an_older_version(tmp_path: Path) -> None:
         ("trainer: {tp: [}", "config.yaml, line 1, cannot be read"),
         ("- 1", "contains a sequence where a mapping is expected"),
         ("data: {name: '${data.name}'}", "refers to itself"),
+        ("# requested: " + "[" * 100_000, "cannot be read: maximum recursion depth"),
     ],
 )
 def test_an_invalid_file(tmp_path: Path, line: str, message: str) -> None:
