@@ -49,7 +49,8 @@ def search_path(conf_dir: Path) -> list[str]:
     """Return Hydra's override for the folders after ``conf_dir``, which has precedence."""
     Plugins.instance().register(LocalFolder)
     paths = [str(each).replace("\\", "\\\\").replace('"', '\\"') for each in conf_folders(conf_dir)[1:]]
-    return ["hydra.searchpath=[" + ",".join(f'"{LocalFolder.scheme()}://{path}"' for path in paths) + "]"] if paths else []
+    urls = ",".join(f'"{LocalFolder.scheme()}://{path}"' for path in paths)
+    return [f"hydra.searchpath=[{urls}]"] if paths else []
 
 
 def hidden_file(group: str, option: str, conf_dir: Path) -> Problem | None:
