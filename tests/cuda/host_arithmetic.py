@@ -34,6 +34,8 @@ def has_parts(types: Iterable[Any]) -> bool:
     return any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types)
 
 
+FLASH_ATTENTION = "flash_attention"
+"""Part of the names of operators that the CPU does not have."""
 STORAGE_OPERATORS = ("aten::resize_", "aten::set_", "aten::record_stream")
 
 
@@ -41,7 +43,8 @@ def _computes(func: Any) -> bool:
     """Whether an operator writes numbers: not a view, a change of the storage or a collective."""
     schema = func._schema
     is_view = not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
-    return func.namespace == "aten" and not is_view and schema.name not in STORAGE_OPERATORS
+    is_computed = not is_view and FLASH_ATTENTION not in schema.name
+    return func.namespace == "aten" and is_computed and schema.name not in STORAGE_OPERATORS
 
 
 def _tensors(*values: Any) -> list[torch.Tensor]:

@@ -10,12 +10,14 @@ import sys
 import sysconfig
 import warnings
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama.arch.pattern import Pattern, fits_varlen
 from megatron_llama.config import ConfigError
 from megatron_llama.devices.base import INDUCTOR, Device, Peak, async_tp_problem, device_index, float8_problem
+from megatron_llama.devices.cuda import flash_attention_3
 from megatron_llama.devices.cuda.flight_recorder import (
     collectives,
     recorder_environment,
@@ -143,6 +145,8 @@ class Cuda(Device):
         versions = {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
         if torch.distributed.is_nccl_available():
             versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        with suppress(metadata.PackageNotFoundError):
+            versions["FlashAttention 3"] = metadata.version(flash_attention_3.PACKAGE)
         return versions
 
     def environment(self, config: Config) -> dict[str, str]:
@@ -166,6 +170,7 @@ class Cuda(Device):
 
         index = device_index(self.name, local_rank, torch.cuda.device_count())
         torch.cuda.set_device(index)
+        flash_attention_3.activate(torch.cuda.get_device_capability(index)[0])
         return torch.device("cuda", index)
 
     def kernel_type(self) -> type[Kernels]:
