@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,8 +31,47 @@ _GATHER_SECONDS = 15.0
 _POLL_SECONDS = 0.2
 
 
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Variables to set before torch is imported: else each call of a lost store logs a C++ stack as a warning."""
+
+
 class StoreLost(LaunchFailed):
     """The store does not answer, or is not a store of this job."""
+
+
+def describe_lost_store(error: BaseException | None, address: str | None = None) -> str | None:
+    """Return the message for an error of the job's store; None for other errors.
+
+    The error is a consequence: the store's host or another rank has ended, or the network has failed.
+
+    Args:
+        address: Host and port; default: those in the variables of a rank.
+    """
+    if not isinstance(error, StoreLost) and not _is_store_error(error):
+        return None
+    address = address or f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    host = "torchrun's first agent" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0 or its launcher"
+    reason = (str(error).splitlines() or [""])[0].removeprefix("rendezvous store: ").rstrip(". ")
+    if "timeout" in reason.lower():
+        start = f"No message from another rank in the rendezvous store at {address}"
+        cause = "That rank has ended or is stopped"
+    else:
+        start = f"Lost the rendezvous store at {address}, through which the ranks find each other"
+        cause = f"Its host ({host}) has ended, or the network to it has failed"
+    return (
+        f"{start}: {reason}. {cause}. Read the message of that process first, then run the same command: a run resumes "
+        "from its newest checkpoint."
+    )
+
+
+def _is_store_error(error: BaseException | None) -> bool:
+    """Return whether torch raised the error in a call of a store. Raised errors imply that torch is loaded."""
+    distributed = sys.modules.get("torch.distributed")
+    if error is None or distributed is None:
+        return False
+    kinds = (distributed.DistNetworkError, distributed.DistStoreError)
+    in_backend = isinstance(error, distributed.DistBackendError) and "store->" in str(error)  # NCCL's exchange of ids
+    return isinstance(error, kinds) or in_backend
 
 
 class JobStore:

@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from megatron_llama.launch.environment import ProcessContext, is_loopback
-from megatron_llama.launch.job_store import SECRET, LaunchFailed
+from megatron_llama.launch.job_store import SECRET, LaunchFailed, StoreLost, describe_lost_store
 from megatron_llama.launch.preflight import check_start
 from megatron_llama.launch.rank import CONSEQUENCE_DELAY_SECONDS, TRAIN, Entry, run_as_rank
 from megatron_llama.launch.rendezvous import ARRIVAL_LIMIT_SECONDS, Rendezvous
@@ -54,9 +54,12 @@ def join(plan: Plan, world: World, context: ProcessContext, entry: Entry, prints
         counts = context.ranks_of_nodes(plan.world_size)
         ranks, first = counts[context.node], [0, *accumulate(counts)][context.node]
     with ExitStack() as stack:
-        rendezvous, local = _join_rendezvous(
-            plan, world, context, node_info(context, first, ranks, plan.world_size), stack, entry, prints_plan
-        )
+        info = node_info(context, first, ranks, plan.world_size)
+        try:
+            rendezvous, local = _join_rendezvous(plan, world, context, info, stack, entry, prints_plan)
+        except StoreLost as error:
+            address = f"{context.master_addr}:{context.master_port}"
+            raise LaunchFailed(str(describe_lost_store(error, address)).rstrip(".")) from error
         set_spill_folder(Path(str(plan.config.run.dir)))
         _set_gloo_interface(context, local)
         hang_seconds = plan.config.trainer.hang_timeout_seconds

@@ -27,6 +27,7 @@ if __name__ == "__main__":  # first: the terminal may close during the imports
     protect_output()
 
 from megatron_llama.config import ConfigError  # noqa: E402
+from megatron_llama.launch.job_store import describe_lost_store  # noqa: E402
 from megatron_llama.launch.run_dir import report_to_batch_script  # noqa: E402
 from megatron_llama.launch.supervise import WATCHED  # noqa: E402
 from megatron_llama.plan import Plan  # noqa: E402
@@ -35,6 +36,7 @@ from megatron_llama.system.errors import machine_fault  # noqa: E402
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER  # noqa: E402
 from megatron_llama.system.interrupts import exit_on_lost_interrupt  # noqa: E402
 from megatron_llama.system.signals import JOB_SIGNALS, exit_with_parent, is_ignored_by_user  # noqa: E402
+from megatron_llama.system.wrapping import wrap  # noqa: E402
 
 Entry = Callable[[Plan], None] | str
 """The work of each rank: a function of the plan, or its name "package.module:function".
@@ -110,6 +112,8 @@ def describe(error: BaseException) -> Report:
         return Report("exit", code=EXIT_RESTART)
     if fault := machine_fault(error):
         return Report("error", fault, EXIT_FAILED)
+    if lost := describe_lost_store(error):
+        return Report("error", wrap(lost), EXIT_FAILED, consequence=True)
     return Report("error", text, EXIT_FAILED, consequence=is_peer_lost(error))
 
 
@@ -185,13 +189,14 @@ def run_as_rank(plan: Plan, rank: int, entry: Entry) -> int:
             return EXIT_RESTART
         raise
     except Exception as error:
-        if is_peer_lost(error):
+        lost = describe_lost_store(error)
+        if lost or is_peer_lost(error):
             time.sleep(CONSEQUENCE_DELAY_SECONDS)
         if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun reads the first failure from this file
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             get_error_handler().record_exception(error)
-        fault = machine_fault(error)
+        fault = machine_fault(error) or lost and wrap(lost)
         sys.stderr.write(traceback.format_exc() if fault is None else f"{fault}\n")
         sys.stderr.flush()
         if rank == 0:

@@ -24,7 +24,7 @@ from megatron_llama.launch.run_dir import rank_outputs
 from megatron_llama.launch.start import Share, start_ranks
 from megatron_llama.launch.supervise import Child, Grace, Signals
 from megatron_llama.parallel import process_groups
-from megatron_llama.system.errors import MachineError
+from megatron_llama.system.errors import LaunchFailed, MachineError
 from tests.processes import (
     PATIENCE_SECONDS,
     MakeLauncher,
@@ -405,3 +405,26 @@ def test_only_rank_0_has_the_terminal(launcher: MakeLauncher, tmp_path: Path) ->
     assert job.wait() == 0
     assert job.out.read_text() == "words of rank 0\n"
     assert [path.read_text() for path in sorted(outputs.iterdir())] == ["words of rank 1\n", "words of rank 2\n"]
+
+
+def test_a_store_that_cannot_be_hosted_ends_the_ranks(
+    launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        pids(tmp_path, 2)
+        raise RuntimeError("no thread\nException raised from listen (most recent call first):\nframe #0")
+
+    monkeypatch.setattr(dist, "TCPStore", fail)
+
+    def start() -> int:
+        try:
+            return run(sleep_long, tmp_path, ranks=2)()
+        except LaunchFailed as error:
+            (tmp_path / "message").write_text(str(error))
+            return 1
+
+    job = launcher(start)
+    assert job.wait() == 1, job.errors
+    message = (tmp_path / "message").read_text()
+    assert message.startswith("cannot host the rendezvous store on 127.0.0.1:") and message.endswith(": no thread")
+    assert all(gone(pid) for pid in pids(tmp_path, 2))

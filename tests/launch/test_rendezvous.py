@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,15 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import DistStoreError, TCPStore
 
 from megatron_llama.config import ConfigError
 from megatron_llama.launch import environment, job_store, rendezvous, reports, run_dir
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.launch.job_store import JobStore, LaunchFailed, StoreLost
+from megatron_llama.launch.rank import is_peer_lost
 from megatron_llama.launch.rendezvous import Rendezvous
 from megatron_llama.system.signals import is_stopped
 from tests.launch.places import context, info
+from tests.paths import ROOT
 from tests.processes import PATIENCE_SECONDS
 
 
@@ -412,3 +416,56 @@ def test_interfaces() -> None:
     assert environment.interface_of("127.0.0.1") in ("lo", "lo0", None)
     assert environment.interface_of("203.0.113.7") is None, "an unused address"
     assert environment.is_loopback("localhost.localdomain") and not environment.is_loopback("n1.cluster")
+
+
+# A lost store: one message with its address, and no C++ stack.
+
+LOST = """
+import os, signal, sys, time
+os.environ.update({variables})
+from torch.distributed import TCPStore
+reader, writer = os.pipe()
+host = os.fork()
+if host == 0:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(writer, str(store.port).encode())
+    time.sleep(600)
+port = os.read(reader, 20).decode()
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+store = TCPStore("127.0.0.1", int(port), is_master=False)
+os.kill(host, signal.SIGKILL)
+os.waitpid(host, 0)
+from megatron_llama.launch.rank import describe
+def call():
+    {call}
+try:
+    for _ in range(3):
+        call()
+except BaseException as error:
+    report = describe(error)
+    assert (report.kind, report.code, report.consequence) == ("error", 1, True), report
+    print(report.text.replace(port, "PORT"))
+"""
+CALLS = {
+    "torch's": "store.get('missing')",
+    "ours": "from megatron_llama.launch import job_store; job_store.JobStore(lambda: store, '', '', 9).get('missing')",
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_lost_store_is_one_message(name: str) -> None:
+    program = LOST.format(variables=job_store.QUIET, call=CALLS[name])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    message = " ".join(done.stdout.split())
+    assert message.startswith("Lost the rendezvous store at 127.0.0.1:PORT, through which"), done.stderr
+    assert "(rank 0 or its launcher) has ended" in message and "run the same command" in message
+    assert "frame #" not in done.stdout + done.stderr and "Traceback" not in done.stdout + done.stderr
+
+
+def test_only_errors_of_the_store_are_its_loss() -> None:
+    assert job_store.describe_lost_store(RuntimeError("TCPStore")) is None
+    assert job_store.describe_lost_store(None) is None
+    waited = DistStoreError("wait timeout after 300000ms, keys: /default_pg/0/1")
+    message = job_store.describe_lost_store(waited, "node1:29500")
+    assert str(message).startswith("No message from another rank in the rendezvous store at node1:29500")
+    assert is_peer_lost(waited)

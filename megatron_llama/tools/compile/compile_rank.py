@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.train.compile_report import Compilations, gather, write_report
 
 STEPS = 2
+LONGEST_WAIT = timedelta(days=30)
 
 
 class NotCompiled(RuntimeError):
@@ -83,7 +85,9 @@ def _compile(plan: Plan, rank: int, gather_graphs: Callable[[Sequence[Graph]], C
 
 def _gather_through_store(ranks: Sequence[int], graphs: Sequence[Graph]) -> Compilations:
     """Gather the graphs of all representative ranks through the store of the launcher."""
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    # A rank may compile for hours longer than another: the watchdog limits the wait.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=LONGEST_WAIT)
     store.set(f"graphs/{os.environ['RANK']}", json.dumps([asdict(graph) for graph in graphs]))
     graphs_of_ranks = {
         rank: [Graph(**graph) for graph in json.loads(store.get(f"graphs/{number}"))]

@@ -18,6 +18,7 @@ from statistics import median_high
 from typing import Any
 
 from megatron_llama.launch.environment import ProcessContext, address_of_interface, addresses_of, is_loopback
+from megatron_llama.launch.job_store import QUIET, JobStore, LaunchFailed, StoreLost
 from megatron_llama.launch.rendezvous import check_first_address, listen, wait_until_reachable
 from megatron_llama.tools.doctor.finding import BREAKS, NOTES, WARNS, Finding, NodeState, majority
 
@@ -269,15 +270,26 @@ class Connections:
 
 
 def _choose_other_port(context: ProcessContext) -> ProcessContext:
-    """Replace the port, which torchrun's agent occupies, by a free one; the agent's store passes it on."""
+    """Replace the port, which torchrun's agent occupies, by a free one; the agent's store passes it on.
+
+    Raises LaunchFailed if the store is lost.
+    """
+    os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
     from torch.distributed import TCPStore
 
-    store = TCPStore(context.master_addr, context.master_port, is_master=False)
-    key = f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if context.rank == 0:
-        with socket.create_server(("", 0)) as probe:
-            store.set(key, str(probe.getsockname()[1]))
-    return replace(context, master_port=int(store.get(key)), has_store=False)
+    job = f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    address, port = context.master_addr, context.master_port
+    try:
+        store = JobStore(lambda: TCPStore(address, port, is_master=False), job, "", ARRIVAL_SECONDS)
+        if context.rank == 0:
+            with socket.create_server(("", 0)) as probe:
+                store.set("port", str(probe.getsockname()[1]))
+        chosen = store.wait("port", ARRIVAL_SECONDS)
+    except StoreLost as error:
+        raise LaunchFailed(f"the store of torchrun's agent at {address}:{port} is lost: {error}") from error
+    if chosen is None:
+        raise LaunchFailed(f"process 0 sent no port through {address}:{port} within {ARRIVAL_SECONDS:g} s")
+    return replace(context, master_port=int(chosen), has_store=False)
 
 
 def _read_clock(line: _Connection) -> ClockReading:

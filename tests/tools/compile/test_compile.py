@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch._inductor.config
 import megatron_llama.train.run_rank  # noqa: F401  imported once, before the forks
 from megatron_llama import cli
 from megatron_llama.tools.compile import cli as ahead
+from megatron_llama.tools.compile import compile_rank
 from tests.compiled import needs_compiler
 from tests.oracle import SMALL
 from tests.paths import SCRIPTS
@@ -123,3 +125,19 @@ def test_one_per_stage_rejects_async_tp(capsys: pytest.CaptureFixture[str]) -> N
     assert ahead.main(["--one-per-stage", *LAYOUT, "trainer.async_tp=true"]) == 2
     errors = capsys.readouterr().err
     assert "trainer.async_tp = true" in errors and "omit --one-per-stage" in errors
+
+
+def test_a_rank_waits_for_slower_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's limit is 5 minutes. A rank that failed for it would end the ranks that compile."""
+    limits = []
+
+    def connect(*arguments: object, timeout: timedelta = timedelta(minutes=5), **options: object) -> None:
+        limits.append(timeout)
+        raise RuntimeError("no store")
+
+    monkeypatch.setattr(compile_rank.dist, "TCPStore", connect)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(RuntimeError, match="no store"):
+        compile_rank._gather_through_store([0], [])
+    assert limits[0] >= timedelta(days=1)

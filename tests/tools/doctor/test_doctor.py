@@ -6,12 +6,14 @@ import json
 import socket
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_llama.launch.environment import ProcessContext
+from megatron_llama.launch.job_store import LaunchFailed
 from megatron_llama.tools.doctor import cli, disks, network
 from megatron_llama.tools.doctor.examination import DoctorReport
 from megatron_llama.tools.doctor.finding import BREAKS, WARNS, Finding
@@ -99,3 +101,12 @@ def test_report_starts_with_the_most_severe() -> None:
     assert "tp all_reduce 4 1 MiB 1,000 us 1.049 GB/s 1.573 GB/s" in lines, "bus bandwidth is 2 (n-1)/n of it"
     assert lines[-1] == "2 findings on 2 nodes in 12 s: 1 fatal, 1 may fail or slow a run."
     assert "\x1b" not in text and max(map(len, text.splitlines())) < 80
+
+
+def test_a_lost_store_of_torchrun_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "ARRIVAL_SECONDS", 0.5)
+    monkeypatch.setattr(network, "check_first_address", lambda context: None)
+    port = free_port()
+    torchrun = replace(context(1, port), launcher="torchrun", has_store=True)
+    with pytest.raises(LaunchFailed, match=f"the store of torchrun's agent at 127.0.0.1:{port} is lost: "):
+        Connections.of(torchrun, "secret")
