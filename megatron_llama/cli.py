@@ -6,7 +6,6 @@ import copy
 import errno
 import os
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,10 +16,11 @@ from megatron_llama.system.command import note_command
 from megatron_llama.system.errors import LaunchFailed, Stopped, machine_fault
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.installed import require_packages
+from megatron_llama.system.limits import check_run
 from megatron_llama.system.output import set_spill_folder, stdout_loss
 from megatron_llama.system.programs import CONF_DIR, conf_folders, name_commands
 from megatron_llama.system.signals import ignore_signals
-from megatron_llama.system.wrapping import WIDTH
+from megatron_llama.system.wrapping import fill, wrap
 
 if TYPE_CHECKING:
     from megatron_llama.config import Config, Problem
@@ -131,11 +131,11 @@ def _report_errors(overrides: list[str], entry: Entry | None, subfolder: str | N
     except Stopped as stopped:
         sys.stderr.write(f"Stopped: {stopped}.\n")
         status = EXIT_RESTART
-    except OSError as error:
+    except (OSError, MemoryError, RuntimeError, ImportError, SystemError) as error:
         fault = machine_fault(error)
         if fault is None:
             raise
-        sys.stderr.write(f"{fault}\n")
+        sys.stderr.write(f"{wrap(fault)}\n")
         status = EXIT_FAILED
     ignore_signals()
     if context is None or context.rank == 0:
@@ -151,16 +151,10 @@ def usage() -> str:
         groups.setdefault(file.parent.name, []).append(file)
     experiments = groups.pop("experiment")
     width = max(len(file.stem) for file in experiments)
-    recipes = [_wrap(f"  {file.stem:{width}}  ", describe_recipe(file)) for file in experiments]
+    recipes = [fill(f"  {file.stem:{width}}  ", describe_recipe(file)) + "\n" for file in experiments]
     choices = {name: " | ".join(file.stem for file in files) for name, files in sorted(groups.items())}
-    lines = [_wrap(f"  {name + '=':12s}", listed) for name, listed in choices.items()]
+    lines = [fill(f"  {name + '=':12s}", listed) + "\n" for name, listed in choices.items()]
     return name_commands(USAGE).format(experiments="".join(recipes), groups="".join(lines))
-
-
-def _wrap(label: str, text: str) -> str:
-    """Wrap a labeled entry of the help text to 79 columns."""
-    indent = " " * len(label)
-    return textwrap.fill(text, WIDTH, initial_indent=label, subsequent_indent=indent, break_on_hyphens=False) + "\n"
 
 
 def describe_recipe(recipe: Path) -> str:
@@ -202,6 +196,8 @@ def _run(
     """Print the plan, become one of the run's processes, or start them; return the exit status."""
     if not config.dry_run:
         require_packages()
+        if too_small := check_run():
+            raise LaunchFailed(too_small)
     from megatron_llama.config import ConfigError
     from megatron_llama.launch.world import find_world
 

@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from megatron_llama.devices import Device, get_device
 from megatron_llama.devices.compile_cache import open_compile_cache
 from megatron_llama.launch.environment import check_interface
-from megatron_llama.launch.job_store import Board
+from megatron_llama.launch.job_store import QUIET, Board
 from megatron_llama.launch.preflight import check_start
 from megatron_llama.launch.rank import (
     CONSEQUENCE_DELAY_SECONDS,
@@ -39,10 +39,13 @@ from megatron_llama.launch.run_dir import claim_run_dir, rank_outputs, write_con
 from megatron_llama.launch.supervise import POLL_SECONDS, Child, Grace, Signals, report, supervise, with_restarts
 from megatron_llama.launch.watchdog import Hang, Watchdog, print_report, wait_for_full_report
 from megatron_llama.plan import Plan
+from megatron_llama.system.errors import LaunchFailed
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.interrupts import signal_name
+from megatron_llama.system.limits import explain_crash
 from megatron_llama.system.phase import FINISHING, Phase, PhaseFile
 from megatron_llama.system.signals import is_stopped
+from megatron_llama.system.wrapping import wrap
 from megatron_llama.train.loss_curve import draw_run
 
 GRACE = Grace(fault=1.0, restart=30.0, interrupt=3.0)
@@ -74,7 +77,7 @@ def rank_environment(device: Device, plan: Plan) -> dict[str, str]:
     Raises ConfigError if other users can change a named compile cache, or if gloo's interface does not exist.
     """
     check_interface(os.environ, "GLOO_SOCKET_IFNAME")
-    variables = device.environment(plan.config)
+    variables = QUIET | device.environment(plan.config)
     if plan.config.trainer.compile:
         variables |= open_compile_cache(
             device, plan.config, is_named=plan.requested.trainer.compile_cache is not None
@@ -228,6 +231,8 @@ class Rank(Child):
             text = f"rank {self.number} was killed by {name}{hint}"
         else:
             text = f"rank {self.number} exited with status {self.exit_code} before the end of its work"
+        if limits := explain_crash() if self.exit_code != -signal.SIGKILL else "":
+            text = f"{text}\n{wrap(limits)}"
         return Report("error", f"{stack}\n\n{text}".strip(), EXIT_FAILED)
 
 
@@ -246,6 +251,7 @@ def start_ranks(
 
     Raises:
         ConfigError: As ``rank_environment``.
+        LaunchFailed: The store cannot be hosted.
     """
     share = share or Share(plan.world_size)
     device = get_device(plan.config.device.name)
@@ -261,15 +267,10 @@ def start_ranks(
         for number in range(share.first_rank, share.first_rank + share.ranks):
             ranks.append(Rank.start(number, plan, entry, share, listener))
             signals.children.append(ranks[-1])
-        store = None
-        if listener is not None:  # after the forks: the store starts a thread
-            from torch.distributed import TCPStore
-
-            port, file = listener.getsockname()[1], os.dup(listener.fileno())
-            address, size = "127.0.0.1", share.job_size
-            store = TCPStore(address, port, size, is_master=True, wait_for_workers=False, master_listen_fd=file)
-        hang = None
+        store, hang = None, None
         try:
+            if listener is not None:  # after the forks: the store starts a thread
+                store = _host_store(listener, share.job_size)
             signals.release()
             if while_running is not None:
                 while_running()
@@ -285,6 +286,18 @@ def start_ranks(
             print_report(hang, share.board)
             return EXIT_FAILED
         return _exit_status(ranks, signals, share)
+
+
+def _host_store(listener: socket.socket, size: int) -> Any:
+    """Host torch's store for ``size`` ranks on a bound socket; return the store. Raises LaunchFailed."""
+    from torch.distributed import TCPStore
+
+    port, file = listener.getsockname()[1], os.dup(listener.fileno())
+    try:
+        return TCPStore("127.0.0.1", port, size, is_master=True, wait_for_workers=False, master_listen_fd=file)
+    except RuntimeError as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise LaunchFailed(f"cannot host the rendezvous store on 127.0.0.1:{port}: {reason}") from error
 
 
 def _spawn(assignment: Assignment, plan: Plan, entry: Entry) -> int:

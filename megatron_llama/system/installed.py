@@ -1,4 +1,4 @@
-"""Messages for missing packages instead of a traceback: the package, the interpreter and the command to run.
+"""Messages instead of a traceback: for missing packages the interpreter and the command to run, and for small limits.
 
 Imports the standard library only.
 """
@@ -14,8 +14,9 @@ from pathlib import Path
 from types import TracebackType
 
 from megatron_llama.system.errors import PACKAGES, program, program_name
-from megatron_llama.system.exit_status import EXIT_USER
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.interrupts import is_own_program
+from megatron_llama.system.limits import explain_limit
 from megatron_llama.system.programs import IN_CHECKOUT, ROOT
 
 VENV = ROOT / ".venv"
@@ -119,10 +120,12 @@ def report_missing_packages() -> None:
 
 
 def _report_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the message for a missing package and exit with status 2 (an ``excepthook``)."""
-    message = explain_import_error(error)
+    """Print the message for a missing package (status 2) or a limit of the shell (status 1): an ``excepthook``."""
+    message, status = explain_import_error(error), EXIT_USER
+    if message is None:
+        message, status = explain_limit(error), EXIT_FAILED
     if message is None:
         sys.__excepthook__(kind, error, trace)
         return
     sys.stderr.write(f"{program_name()}: error: {message}\n")
-    raise SystemExit(EXIT_USER)
+    raise SystemExit(status)

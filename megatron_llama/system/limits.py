@@ -1,0 +1,84 @@
+"""Limits of the shell (``ulimit``): messages for limits that are too small, before or after the failure.
+
+Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Iterable
+
+_LEAST_STACK_BYTES = 1 << 20
+"""Smaller stacks explain a crash. The usual limit is 8 MiB. Python itself crashes below about 100 KiB."""
+_LEAST_RUN = {"-v": 1 << 30, "-d": 400 << 20}
+"""Bytes, by option of ulimit, without which no rank starts: torch alone takes more."""
+_LIMITS = {
+    "-v": (resource.RLIMIT_AS, "address space", 1024),
+    "-d": (resource.RLIMIT_DATA, "data", 1024),
+    "-s": (resource.RLIMIT_STACK, "stack", 1024),
+    "-u": (getattr(resource, "RLIMIT_NPROC", None), "processes and threads of this user", 1),
+}
+"""Kind, noun and unit in bytes of a limit, by option of ulimit."""
+_MEMORY = re.compile(
+    r"cannot allocate memory|can't allocate memory|not enough memory|bad_alloc|failed to map segment"
+    r"|resource temporarily unavailable|can't start new thread|memory allocation.*failed|unable to allocate",
+    re.IGNORECASE,
+)
+"""Errors for lack of memory or threads. A thread needs address space, and glibc reports EAGAIN for its lack too."""
+
+
+def check_run() -> str | None:
+    """Return the message for memory limits at which no rank can start; None if they are large enough."""
+    sizes = {option: _soft_limit(option) for option in _LEAST_RUN}
+    small = [option for option, size in sizes.items() if size is not None and size < _LEAST_RUN[option]]
+    if not small:
+        return None
+    least = ", ".join(f"{_LEAST_RUN[option] >> 20:,} MiB of {_LIMITS[option][1]}" for option in small)
+    return f"{describe_limits(small)}. A rank needs at least {least}, and the memory in the plan. {_remedy(small)}"
+
+
+def explain_limit(error: BaseException) -> str | None:
+    """Return the message for an error that a limit may have caused; None for other errors and without a limit."""
+    text = (str(error).splitlines() or [""])[0]
+    if not isinstance(error, MemoryError) and not _MEMORY.search(text):
+        return None
+    limits = [option for option in ("-v", "-d") if _soft_limit(option) is not None]
+    # A limit of processes is usual, so it explains only failed threads.
+    if not limits and not re.search("thread|temporarily", text):
+        return None
+    limits += ["-u"] if not limits and _soft_limit("-u") is not None else []
+    if not limits:
+        return None
+    return f"out of memory or threads ({text or type(error).__name__}). {describe_limits(limits)}. {_remedy(limits)}"
+
+
+def explain_crash() -> str:
+    """Return a clause about small limits for the report of a crashed process; empty without such a limit."""
+    limits = [option for option in ("-v", "-d") if _soft_limit(option) is not None]
+    stack = _soft_limit("-s")
+    limits += ["-s"] if stack is not None and stack < _LEAST_STACK_BYTES else []
+    return f"{describe_limits(limits)}. {_remedy(limits)}" if limits else ""
+
+
+def describe_limits(options: Iterable[str]) -> str:
+    """Return a clause with the limits, as ulimit prints them."""
+    return f"The shell has the limit {' and '.join(map(_describe, options))}"
+
+
+def _describe(option: str) -> str:
+    size, (_, noun, unit) = _soft_limit(option) or 0, _LIMITS[option]
+    bytes_of = f"{size / 2**20:,.4g} MiB of " if unit > 1 else ""
+    return f"ulimit {option} {size // unit} ({bytes_of}{noun})"
+
+
+def _remedy(options: Iterable[str]) -> str:
+    commands = " and ".join(f"ulimit {option} unlimited" for option in options)
+    return f"Type {commands}, or ask the administrator"
+
+
+def _soft_limit(option: str) -> int | None:
+    """Return the limit in bytes or processes; None if there is none."""
+    kind = _LIMITS[option][0]
+    size = resource.RLIM_INFINITY if kind is None else resource.getrlimit(kind)[0]
+    return None if size == resource.RLIM_INFINITY else size
