@@ -16,7 +16,7 @@ import re
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -27,7 +27,7 @@ from data_prep.lib.records import loads
 from data_prep.lib.sources import Source, read_lines
 from megatron_llama.config.data_settings import RAW_DATA_SUFFIXES, strip_compression
 from megatron_llama.system.errors import MachineError, UserError
-from megatron_llama.system.files import atomic_open, sha256_file, write_atomically
+from megatron_llama.system.files import atomic_open, sha256_file, try_lock, write_atomically
 
 CHUNK_BYTES = 1 << 20
 TIMEOUT_SECONDS = 60.0
@@ -99,17 +99,34 @@ def _fetch(item: DownloadItem, stop: threading.Event) -> str:
         return "already downloaded"
     try:
         item.path.parent.mkdir(parents=True, exist_ok=True)
-        size = _fetch_part(item, part, note, stop)
-        if item.sha256 and sha256_file(part) != item.sha256:
-            part.unlink()
-            raise MachineError(f"{item.url}: the downloaded file has a wrong sha256 and was removed")
-        os.replace(part, item.path)
-        note.unlink(missing_ok=True)
+        with _locked(item, part):
+            if item.path.exists():  # another process has just finished
+                return "already downloaded"
+            size = _fetch_part(item, part, note, stop)
+            if item.sha256 and sha256_file(part) != item.sha256:
+                part.unlink()
+                raise MachineError(f"{item.url}: the downloaded file has a wrong sha256 and was removed")
+            os.replace(part, item.path)
+            note.unlink(missing_ok=True)
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
         raise MachineError(f"{item.url}: {getattr(error, 'reason', None) or error}") from None
     except OSError as error:
         raise MachineError(f"cannot write {item.path}: {error.strerror or error}") from None
     return f"{size:,} bytes" + (", sha256 verified" if item.sha256 else "")
+
+
+@contextlib.contextmanager
+def _locked(item: DownloadItem, part: Path) -> Iterator[None]:
+    """Lock the part, so that only one process writes it. Raises MachineError."""
+    with open(part, "ab") as lock:
+        if try_lock(lock) is False:
+            raise MachineError(f"{item.path}: another process is downloading it")
+        try:
+            yield
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                if part.stat().st_size == 0:
+                    part.unlink()
 
 
 def _fetch_part(item: DownloadItem, part: Path, note: Path, stop: threading.Event) -> int:

@@ -6,7 +6,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from megatron_llama.config.hf_config import (
     hf_config,
     read_hf_config,
 )
-from megatron_llama.system.files import sync_folder, write_synced
+from megatron_llama.system.files import FolderTaken, atomic_folder, write_synced
 from megatron_llama.text.chat_template import add_stop_token, write_trained_template
 from megatron_llama.text.tokenizer import TokenizerError, read_sentencepiece
 
@@ -86,11 +87,11 @@ def export(
         progress: Called with the bytes of weights written and their total.
 
     Raises:
-        ConfigError: The options do not match the checkpoint, or ``out`` exists.
+        ConfigError: The options do not match the checkpoint, ``out`` exists, or another process writes it.
         CorruptFile: The checkpoint is damaged.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError([Problem("OUT", str(out), "the folder exists and is not empty", "write a new folder")])
+        raise _exists(out)
     manifest = read_manifest(checkpoint)
     manifest.check_sizes()
     model, finetune = model_of(manifest), finetune_of(manifest)
@@ -100,10 +101,7 @@ def export(
     if dtype == "auto":
         dtype = dtype_of(source) if is_adapter else manifest.state.dtype
     dtype = dtype if dtype in DTYPES else "float32"
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with _writing(out) as partial:
         tokenizer = False
         if is_adapter:
             files = [shapes]
@@ -116,14 +114,26 @@ def export(
         write_synced(partial / CARD, card.encode())
         single = ADAPTER_WEIGHTS if is_adapter else SINGLE
         names, size = _write_weights(source, files, DTYPES[dtype], partial, single, progress)
-        sync_folder(partial)
-        if out.exists():
-            out.rmdir()
-        os.rename(partial, out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return Exported(out, dtype, names, size, tokenizer)
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[Path]:
+    """Yield the temporary folder of ``out``. Raises ConfigError if ``out`` exists or another process writes it."""
+    try:
+        with atomic_folder(out) as partial:
+            yield partial
+    except FolderTaken:
+        rule, instead = "another process is writing this folder", "wait until it ends, or write another folder"
+        raise ConfigError([Problem("OUT", str(out), rule, instead)]) from None
+    except FileExistsError as error:
+        if error.filename != str(out):
+            raise
+        raise _exists(out) from None
+
+
+def _exists(out: Path) -> ConfigError:
+    return ConfigError([Problem("OUT", str(out), "the folder exists and is not empty", "write a new folder")])
 
 
 def _open_source(

@@ -9,6 +9,7 @@ import filecmp
 import hashlib
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,8 +125,8 @@ def user_cache(name: str) -> str:
     return os.path.join(home, "megatron_llama", name)
 
 
-def try_lock(file: IO[Any], *, shared: bool = False) -> bool | None:
-    """Try to lock an open file.
+def try_lock(file: IO[Any] | int, *, shared: bool = False) -> bool | None:
+    """Try to lock an open file, or a folder by its descriptor.
 
     The lock lasts until the file is closed in this process and in all processes that inherited it.
 
@@ -142,6 +143,62 @@ def try_lock(file: IO[Any], *, shared: bool = False) -> bool | None:
 def wait_for_lock(file: IO[Any]) -> None:
     """Lock an open file; wait until other processes release it."""
     fcntl.flock(file, fcntl.LOCK_EX)
+
+
+class FolderTaken(OSError):
+    """Another process is writing the folder."""
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Open a temporary folder that becomes ``path`` when the block ends; remove it if the block raises.
+
+    A lock excludes other processes, and the files of a killed process are deleted. An empty folder at ``path`` is
+    replaced.
+
+    Raises:
+        FolderTaken: Another process writes this folder at the same time.
+        OSError: The folder cannot be created, or ``path`` has files.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    lock = _lock_folder(partial)
+    try:
+        _check_free(path)
+        for leftover in partial.iterdir():
+            shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+        yield partial
+        sync_folder(partial)
+        _check_free(path)
+        os.rename(partial, path)
+        sync_folder(path.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def _lock_folder(folder: Path) -> int:
+    """Create and lock a folder; return its descriptor, which holds the lock. Raises FolderTaken, OSError."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:  # another process finished in between
+            continue
+        if try_lock(descriptor) is False:
+            os.close(descriptor)
+            raise FolderTaken(errno.EBUSY, "another process is writing it", str(folder))
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(folder).st_ino == os.fstat(descriptor).st_ino:
+                return descriptor
+        os.close(descriptor)  # another process renamed or removed it between open and lock
+
+
+def _check_free(path: Path) -> None:
+    """Raise FileExistsError if ``path`` exists and is not an empty folder."""
+    if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 
 
 # Limits on untrusted YAML files, checked before objects are built. Aliases share nodes, so a few hundred bytes can

@@ -16,6 +16,7 @@ from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.checkpoint.model_card import base_license, model_card
 from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig
+from megatron_llama.system.files import atomic_folder
 from tests.checkpoint.runner import run
 from tests.messages import raises_with_message
 
@@ -53,6 +54,18 @@ def test_the_numbers_are_those_of_the_exported_run(tmp_path: Path) -> None:
     hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is a development dependency")
     assert hub.ModelCard.load(folder / "README.md").data.library_name == "transformers"
     assert str(tmp_path) not in card and "AutoTokenizer" not in card and "--tokenizer TOKENIZER" in card
+
+
+def test_two_exports_to_one_folder(tmp_path: Path) -> None:
+    run(1, tmp_path / "run", until=1)
+    checkpoint = find_checkpoint(tmp_path / "run")
+    with atomic_folder(tmp_path / "hf") as folder:
+        (folder / "config.json").write_text("first")
+        with raises_with_message(ConfigError, "OUT = .* another process is writing this folder"):
+            export(checkpoint, tmp_path / "hf")
+    with raises_with_message(ConfigError, "OUT = .* the folder exists and is not empty"):
+        export(checkpoint, tmp_path / "hf")
+    assert (tmp_path / "hf" / "config.json").read_text() == "first"
 
 
 def test_no_card_of_the_user_is_replaced(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.lib.download import LLAMA_SHARES, shares
+from megatron_llama.system.files import try_lock
 from tests.data_prep.helpers import assert_refused, listing, manifest, outputs, reference, run_script, some_texts
 from tests.paths import CONF
 
@@ -286,3 +287,17 @@ def test_wrong_quality_rules_are_refused(tmp_path: Path, tokenizer: Path) -> Non
     write_v2(tmp_path / "rp")
     assert_refused(prepare(tmp_path, tokenizer, "--quality", "words=5"), "words=5", "SIGNAL>=NUMBER")
     assert_refused(prepare(tmp_path, tokenizer, "--quality", "no_such>5"), "no_such", "ccnet_perplexity")
+
+
+def test_a_part_that_another_process_downloads_is_not_written(tmp_path: Path, server: Server) -> None:
+    url = serve(server)
+    (tmp_path / "arxiv").mkdir()
+    part = tmp_path / "arxiv" / "arxiv_0.jsonl.part"
+    with open(part, "wb") as file:
+        file.write(b"half")
+        file.flush()
+        assert try_lock(file) is True
+        failed = download(url, tmp_path, "--subsets", "arxiv")
+        assert failed.returncode == 1 and "another process is downloading it" in " ".join(failed.stderr.split())
+        assert part.read_bytes() == b"half"
+    assert download(url, tmp_path, "--subsets", "arxiv").returncode == 0 and not part.exists()

@@ -18,7 +18,15 @@ from megatron_llama.config.hf_config import read_hf_config
 from megatron_llama.corpus.indexed_format import IndexedDataset, read_index
 from megatron_llama.launch.run_dir import claim_run_dir
 from megatron_llama.system.errors import UserError
-from megatron_llama.system.files import check_yaml, read_json, read_whole, sha256_file, write_atomically
+from megatron_llama.system.files import (
+    FolderTaken,
+    atomic_folder,
+    check_yaml,
+    read_json,
+    read_whole,
+    sha256_file,
+    write_atomically,
+)
 from megatron_llama.text.chat_template import load_own_template
 from megatron_llama.text.tokenizer import read_settings, read_tokenizer_json, vocabulary_size
 from megatron_llama.tools.compare.runs import read_log
@@ -100,3 +108,42 @@ def test_a_private_file_of_an_older_run_is_closed(tmp_path: Path, before: str | 
     umask = os.umask(0o022)
     os.umask(umask)
     assert (tmp_path / "public").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_two_writers_of_one_folder(tmp_path: Path) -> None:
+    """The second gets one error, and the first's files stay. A lock of this process excludes it like another's."""
+    out = tmp_path / "out"
+    with atomic_folder(out) as first:
+        (first / "weights").write_text("first")
+        with pytest.raises(FolderTaken), atomic_folder(out):
+            pass
+        assert (first / "weights").read_text() == "first" and not out.exists()
+    assert (out / "weights").read_text() == "first" and [path.name for path in tmp_path.iterdir()] == ["out"]
+    with pytest.raises(FileExistsError), atomic_folder(out):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_files_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
+    (partial := tmp_path / ".out.partial").mkdir()
+    (partial / "old").write_text("old")
+    (partial / "folder").mkdir()
+    (partial / "link").symlink_to(tmp_path)
+    (tmp_path / "out").mkdir()
+    with atomic_folder(tmp_path / "out") as folder:
+        assert folder == partial and not list(folder.iterdir())
+        (folder / "new").write_text("new")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "new"]
+
+
+def test_a_failed_writer_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "out") as folder:
+        (folder / "part").write_text("part")
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    with pytest.raises(FileExistsError), atomic_folder(tmp_path / "out"):
+        write_atomically(tmp_path / "out" / "theirs", "theirs")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
