@@ -21,10 +21,17 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from data_prep.lib.input_files import TEXT_SUFFIXES
-from data_prep.lib.job import RunOptions, add_run_flags
+from data_prep.lib.job import RunOptions, add_run_flags, collect, reject
 from data_prep.lib.next_command import next_training
 from data_prep.lib.sets import TextOptions, make_text_set
-from megatron_llama.system.errors import UserError, run_main
+from megatron_llama.system.errors import run_main
+
+UNSUPPORTED = {
+    "split_sentences": "datasets hold documents. Remove the flag",
+    "prepend_bos": "text is tokenized unchanged. Remove the flag",
+    "ftfy": "text is tokenized unchanged. Remove the flag",
+}
+"""Flags of Megatron and NeMo that are rejected, and why."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,12 +85,15 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     args = parser().parse_args(arguments)
-    if args.split_sentences:
-        raise UserError("--split-sentences is not supported: datasets hold documents. Remove the flag")
-    if args.prepend_bos or args.ftfy:
-        raise UserError("--prepend-bos and --ftfy are not supported: text is tokenized unchanged. Remove the flag")
-    text = TextOptions(**{one.name: getattr(args, one.name) for one in fields(TextOptions)})
-    prefixes = make_text_set(text, RunOptions.of(args), print)
+    unsupported = [name for name in UNSUPPORTED if vars(args)[name]]
+    problems = [f"--{name.replace('_', '-')} is not supported: {UNSUPPORTED[name]}" for name in unsupported]
+    text = collect(problems, lambda: TextOptions(**{one.name: vars(args)[one.name] for one in fields(TextOptions)}))
+    options = collect(problems, lambda: RunOptions.of(args))
+    if text is not None:
+        collect(problems, lambda: text.tokenizer)
+    reject(problems)
+    assert text is not None and options is not None, "otherwise there are problems"
+    prefixes = make_text_set(text, options, print)
     if prefixes and (command := next_training(prefixes, text.tokenizer_name)):
         print(command)
     return 0

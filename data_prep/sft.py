@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from data_prep.lib.job import RunOptions, add_run_flags
+from data_prep.lib.job import RunOptions, add_run_flags, collect, reject
 from data_prep.lib.next_command import next_training
 from data_prep.lib.records import FORMATS
 from data_prep.lib.sets import ExampleOptions, find_record_files, make_sft_set
@@ -75,15 +75,18 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     args = parser().parse_args(arguments)
-    examples = ExampleOptions(**{one.name: getattr(args, one.name) for one in fields(ExampleOptions)})
-    options = RunOptions.of(args)
+    problems: list[str] = []
+    examples = collect(problems, lambda: ExampleOptions(**{f.name: vars(args)[f.name] for f in fields(ExampleOptions)}))
+    options = collect(problems, lambda: RunOptions.of(args))
+    sizes = [] if args.split is None else args.split.split(",")
+    if sizes and (len(sizes) != 2 or not all(size.strip().isdecimal() and int(size) > 0 for size in sizes)):
+        problems.append(f"--split {args.split}: write two line counts, such as 4463,1000")
+    reject(problems)
+    assert examples is not None and options is not None, "otherwise there are problems"
     if args.split is None:
         if make_sft_set(args.input, examples, options, print) is not None:
             _print_next(options.output_prefix, examples)
         return 0
-    sizes = args.split.split(",")
-    if len(sizes) != 2 or not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
-        raise UserError(f"--split {args.split}: write two line counts, such as 4463,1000")
     sources = find_record_files(args.input, examples, print).sources
     tables = {examples.is_table(source) for source in sources}
     if len(tables) > 1:

@@ -7,16 +7,18 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from data_prep.lib.sources import Source
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import TextSpan
 from megatron_llama.text.conversation import Template, Turn
 from megatron_llama.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 def cores() -> int:
@@ -48,20 +50,23 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         """Validate the options. Raises UserError."""
+        reject(self._problems())
+
+    def _problems(self) -> Iterator[str]:
         if self.workers < 1:
-            raise UserError(f"--workers must be at least 1, not {self.workers}")
-        if self.max_line_mib <= 0:
-            raise UserError("--max-line-mib must be above 0")
+            yield f"--workers must be at least 1, not {self.workers}"
+        if not self.max_line_mib > 0:
+            yield "--max-line-mib must be above 0"
         if not 2**-10 <= self.block_mib <= 256:
-            raise UserError("--block-mib must be between 1/1024 and 256")
-        if self.checkpoint_seconds < 0:
-            raise UserError("--checkpoint-seconds must not be negative")
+            yield "--block-mib must be between 1/1024 and 256"
+        if not self.checkpoint_seconds >= 0:
+            yield "--checkpoint-seconds must not be negative"
         if self.part is not None:
             number, slash, count = self.part.partition("/")
             if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-                raise UserError(f"--part {self.part}: write K/N with K from 1 to N, such as 1/16")
+                yield f"--part {self.part}: write K/N with K from 1 to N, such as 1/16"
         if os.path.basename(self.output_prefix) in ("", ".", ".."):
-            raise UserError(f"--output-prefix {self.output_prefix}: it must end in a file name, such as data/book")
+            yield f"--output-prefix {self.output_prefix}: it must end in a file name, such as data/book"
 
     @staticmethod
     def of(args: argparse.Namespace) -> RunOptions:
@@ -76,6 +81,21 @@ class RunOptions:
     @property
     def folder(self) -> Path:
         return Path(os.path.abspath(self.output_prefix)).parent
+
+
+def reject(problems: Iterable[str]) -> None:
+    """Raise one UserError with all problems, a line each, if there are any."""
+    if lines := list(problems):
+        raise UserError("\n".join(lines))
+
+
+def collect(problems: list[str], make: Callable[[], T]) -> T | None:
+    """Return the result of ``make``; None if it raises UserError, whose message is added to ``problems``."""
+    try:
+        return make()
+    except UserError as error:
+        problems.append(str(error))
+        return None
 
 
 def add_run_flags(data: argparse._ArgumentGroup, output: argparse._ArgumentGroup, writes: str) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from data_prep.lib.dataset import make_dataset
 from data_prep.lib.encoders import Encoder, load_encoder
 from data_prep.lib.input_files import TEXT_SUFFIXES, InputFiles, detect_keys, find_sources, sample_texts
-from data_prep.lib.job import ChatFormat, PrepareJob, RunOptions
+from data_prep.lib.job import ChatFormat, PrepareJob, RunOptions, reject
 from data_prep.lib.sources import Source, header_of, with_array
 from megatron_llama.config.data_settings import MASK_SUFFIX, is_table
 from megatron_llama.config.hf_config import resolve_hub_name
@@ -182,13 +182,14 @@ class TextOptions:
 
     def __post_init__(self) -> None:
         """Validate the options. Raises UserError."""
+        reject(self._problems())
+
+    def _problems(self) -> Iterator[str]:
         for key in self.json_keys or []:
             if not re.fullmatch(r"[\w.\- ]+", key):
-                raise UserError(
-                    f"--json-keys {key!r}: the key is part of a file name, so use letters, digits, _ . - and spaces"
-                )
+                yield f"--json-keys {key!r}: the key is part of a file name, so use letters, digits, _ . - and spaces"
         if len(set(self.json_keys or [])) != len(self.json_keys or []):
-            raise UserError("--json-keys: a key is listed twice")
+            yield "--json-keys: a key is listed twice"
 
     @property
     def tokenizer_name(self) -> str:

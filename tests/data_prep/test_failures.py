@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.data_prep.helpers import Run, assert_refused, command, listing, outputs, reference, some_texts, write_jsonl
+from tests.data_prep.helpers import (
+    Run,
+    assert_refused,
+    command,
+    listing,
+    outputs,
+    reference,
+    run_script,
+    some_texts,
+    write_jsonl,
+)
 from tests.paths import ROOT
 
 
@@ -67,6 +77,19 @@ def test_wrong_flags_are_refused(tmp_path: Path, preprocess: Run) -> None:
         (("--no-such-flag",), "--no-such-flag"),
     ]:
         assert_refused(preprocess(*base, *flags), word)
+    assert listing(tmp_path) == ["a.jsonl"]
+
+
+def test_all_wrong_flags_are_reported_at_once(tmp_path: Path, preprocess: Run) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["a"])
+    flags = ("--split-sentences", "--prepend-bos", "--ftfy", "--workers", 0, "--block-mib", 0, "--part", "3/2")
+    more = ("--json-keys", "a/b", "a/b")
+    done = preprocess("--input", source, "--output-prefix", tmp_path / "x", *flags, *more)
+    names = ("--split-sentences", "--prepend-bos", "--ftfy", "--workers", "--block-mib", "--part", "a/b", "twice")
+    assert_refused(done, *names)
+    base = ("--input", source, "--tokenizer-model", "none", "--output-prefix", tmp_path / "x", "--workers", 0)
+    chat = run_script("sft.py", *base, "--seq-length", 0, "--split", "1")
+    assert_refused(chat, "--seq-length", "--workers", "--split 1")
     assert listing(tmp_path) == ["a.jsonl"]
 
 
