@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import sys
-import textwrap
 import tomllib
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +14,7 @@ from types import ModuleType
 from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.system.installed import report_missing_packages
 from megatron_llama.system.programs import COMMAND, IN_CHECKOUT, ROOT, name_commands, program_files
-from megatron_llama.system.wrapping import WIDTH
+from megatron_llama.system.wrapping import fill
 
 USAGE = f"""\
 usage: {COMMAND} COMMAND [ARGUMENT ...]
@@ -80,7 +79,7 @@ def list_of_commands() -> str:
         text += f"\n{title}\n"
         for name, path in files.items():
             if path.parent == ROOT / folder:
-                text += _wrap(f"  {name:{width}}  ", description(path)) + "\n"
+                text += fill(f"  {name:{width}}  ", description(path)) + "\n"
     return text
 
 
@@ -89,10 +88,6 @@ def description(path: Path) -> str:
     lines = ast.get_docstring(ast.parse(path.read_bytes())) or ""
     sentence = lines.partition("\n")[0].partition(": ``python")[0].partition(": python ")[0]
     return name_commands(sentence.rstrip("."))
-
-
-def _wrap(label: str, text: str) -> str:
-    return textwrap.fill(text, WIDTH, initial_indent=label, subsequent_indent=" " * len(label))
 
 
 def versions() -> str:

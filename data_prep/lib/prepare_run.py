@@ -16,14 +16,17 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_llama.config import Config, ConfigError, DataConfig, Problem
-from megatron_llama.config.data_settings import has_columns, raw_data_tokenizer
+from megatron_llama.config.data_settings import has_columns, name_dataset, raw_data_tokenizer
 from megatron_llama.config.hf_config import short_name
 from megatron_llama.system.errors import LaunchFailed, MachineError, Stopped, UserError
 from megatron_llama.system.files import sha256_file, try_lock, user_cache, wait_for_lock
 from megatron_llama.system.wrapping import wrap
+
+if TYPE_CHECKING:
+    from data_prep.lib.sets import ExampleOptions
 
 MAX_BYTES = 256 << 20
 """Maximum size of a raw data file. Larger files take minutes to prepare: use data_prep/sft.py."""
@@ -66,11 +69,12 @@ def prepare_datasets(
     Args:
         files: (setting, path), as in ``Plan.raw_data_files``.
         seq_length: Tokens per sequence, as in the plan: the config may leave it open.
-        make: Prepare each dataset that does not exist. Otherwise its file stays in the config.
+        make: Prepare each dataset that does not exist. Otherwise check its tokenizer; its file stays in the config.
         quiet: Do not report datasets that existed before.
 
     Raises:
-        ConfigError: A file is too large. If ``make``, also for files that can't be used and for bad records.
+        ConfigError: A file is too large, or the tokenizer lacks the template or a token. If ``make``, also for files
+            that can't be used and for bad records.
         LaunchFailed: The machine failed.
         Stopped: A signal stopped the preparation; the same command starts it again.
     """
@@ -80,7 +84,10 @@ def prepare_datasets(
     files_to_prepare = _find_records(config, data, files, too_large, unreadable)
     if problems := [*too_large, *(unreadable if make else ())]:  # a plan notes unreadable files
         raise ConfigError(problems)
-    for records in files_to_prepare if make else ():
+    unprepared = [records for records in files_to_prepare if make or not records.folder.is_dir()]
+    if not make and (problems := [problem for records in unprepared for problem in _check(records, data)]):
+        raise ConfigError(problems)
+    for records in unprepared if make else ():
         _prepare_once(records, data, quiet)
     finished = [records for records in files_to_prepare if records.folder.is_dir()]
     return _with_prefixes(config, finished, all_prepared=len(finished) == len(files_to_prepare) and not unreadable)
@@ -198,19 +205,34 @@ def _prepare_once(records: RecordFile, data: DataConfig, quiet: bool) -> None:
         raise LaunchFailed(f"cannot prepare {records.path} in {cache}: {error.strerror or error}") from error
 
 
+def _check(records: RecordFile, data: DataConfig) -> list[Problem]:
+    """Return the problems that a run would find before it reads the records."""
+    from data_prep.lib.sets import build_chat_format, find_record_files
+
+    examples, path = _examples(records, data), os.path.abspath(records.path)
+    try:
+        build_chat_format(examples, find_record_files([path], examples, lambda _: None).sources)
+    except UserError as error:
+        return [_problem(str(error), records, data)]
+    return []
+
+
+def _examples(records: RecordFile, data: DataConfig) -> ExampleOptions:
+    from data_prep.lib.sets import ExampleOptions
+
+    template = (data.template or None) if has_columns(records.path) else None
+    return ExampleOptions(records.tokenizer, data.length, template=template, chat_template=data.chat_template)
+
+
 def _prepare(records: RecordFile, data: DataConfig, temporary: Path) -> dict[str, Any]:
     """Prepare the dataset in ``temporary``, rename that folder, and return the manifest."""
     from data_prep.lib.job import RunOptions
-    from data_prep.lib.sets import ExampleOptions, make_sft_set
+    from data_prep.lib.sets import make_sft_set
 
-    template = data.template if has_columns(records.path) else None
-    examples = ExampleOptions(
-        records.tokenizer, data.length, template=template or None, chat_template=data.chat_template
-    )
     temporary.mkdir()
     try:
         options = RunOptions(str(temporary / _NAME))
-        manifest = make_sft_set([os.path.abspath(records.path)], examples, options, lambda _: None)
+        manifest = make_sft_set([os.path.abspath(records.path)], _examples(records, data), options, lambda _: None)
     except UserError as error:
         raise ConfigError([_problem(str(error), records, data)]) from None
     except MachineError as error:
@@ -253,7 +275,7 @@ def _problem(message: str, records: RecordFile, data: DataConfig) -> Problem:
 
 def _command(path: str, tokenizer: str, data: DataConfig) -> str:
     """Return the command that prepares the file and skips bad lines."""
-    name = short_name(path).partition(".")[0]
+    name = name_dataset([short_name(path).partition(".")[0]])
     words = ["--input", os.path.abspath(path), "--tokenizer-model", tokenizer, "--seq-length", str(data.length)]
     words += ["--chat-template", data.chat_template] if data.chat_template != DataConfig.chat_template else []
     words += ["--template", str(data.template)] if has_columns(path) and data.template else []

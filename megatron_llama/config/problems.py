@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import difflib
 import re
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.system.programs import name_commands
-from megatron_llama.system.wrapping import WIDTH
+from megatron_llama.system.wrapping import WIDTH, fill
 
 if TYPE_CHECKING:
     from megatron_llama.config.settings import Config
 
-MESSAGE_WIDTH = WIDTH
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """Characters, other than tab and newline, that a terminal obeys or cannot show."""
 
@@ -125,8 +123,8 @@ def format_problems(problems: ConfigError | Sequence[Problem], subject: str = "T
             lines += settings if settings != before else []  # one setting may break several rules
             before = settings
             likewise = "; likewise the others" if len(alike) > 1 else ""
-            lines.append(fill("    rule     ", name_commands(shorten(alike[0].rule)) + likewise, MESSAGE_WIDTH))
-        blocks.append("\n".join([*lines, fill("    instead  ", name_commands(shorten(instead)), MESSAGE_WIDTH)]))
+            lines.append(fill("    rule     ", name_commands(shorten(alike[0].rule)) + likewise))
+        blocks.append("\n".join([*lines, fill("    instead  ", name_commands(shorten(instead)))]))
     return escape_controls("\n\n".join(blocks))
 
 
@@ -135,9 +133,9 @@ def _setting_line(problem: Problem) -> str:
     if problem.value is None:
         return f"  {problem.field}"
     line = f"{problem.field} = {shorten(format_value(problem.value))}"
-    if len(line) <= MESSAGE_WIDTH - 2 or not isinstance(problem.value, (list, tuple)):
+    if len(line) <= WIDTH - 2 or not isinstance(problem.value, (list, tuple)):
         return f"  {line}"
-    return fill("  ", re.sub(r",(?! )", ", ", line), MESSAGE_WIDTH)
+    return fill("  ", re.sub(r",(?! )", ", ", line))
 
 
 def merge_problems(problems: Iterable[Problem]) -> list[str]:
@@ -176,9 +174,3 @@ def group_by_suggestion(problems: Iterable[Problem]) -> dict[str, list[list[Prob
 def _alternatives(instead: str) -> set[str]:
     """Return the alternatives of a text such as "write trainer.sp=true, or trainer.async_tp=false"."""
     return set(instead.removeprefix("write ").split(", or "))
-
-
-def fill(start: str, text: str, width: int) -> str:
-    """Wrap ``start`` and ``text`` with a hanging indent. Long paths and commands are not broken."""
-    wrapper = textwrap.TextWrapper(width, start, " " * len(start), break_long_words=False, break_on_hyphens=False)
-    return wrapper.fill(text)

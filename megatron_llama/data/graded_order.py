@@ -10,6 +10,7 @@ one epoch of its group. DeepSpeed's sampler does the same with random draws (its
 from __future__ import annotations
 
 import bisect
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -266,8 +267,8 @@ def build_graded(
                 full = open_difficulty_index(folder, part.prefix)
             except (OSError, ValueError) as error:
                 flag = "" if seq_length is None else f" --seq-length {seq_length}"
-                flag += f" --output {metric.index}" if metric.index else ""
-                command = f"run python data_prep/analyze.py {part.prefix} --metric {metric.metric}{flag}"
+                flag += f" --output {shlex.quote(metric.index)}" if metric.index else ""
+                command = f"run python data_prep/analyze.py {shlex.quote(part.prefix)} --metric {metric.metric}{flag}"
                 problems.append(Problem(SECTION, metric.metric, str(error), command))
                 continue
             metric_parts.append(full.part(*unit_range(part.index, part.first, part.last, seq_length)))

@@ -11,12 +11,11 @@ from pathlib import Path
 from urllib.parse import urlparse
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.config.problems import fill
 from megatron_llama.config.stored import stored_steps
 from megatron_llama.plan import Plan
 from megatron_llama.plan.disk import DiskUse, disk_use
 from megatron_llama.system.tables import gib
-from megatron_llama.system.wrapping import WIDTH
+from megatron_llama.system.wrapping import fill
 
 MIN_FILES = 256
 """Open files with which gloo can connect a few ranks; with fewer it aborts or hangs. The doctor warns below 4,096."""
@@ -34,7 +33,7 @@ def check_start(plan: Plan, folder: Path) -> str:
     problems += check_wandb(plan, os.environ)
     if problems:
         raise ConfigError(problems)
-    return fill("  disk          ", f"{use.describe()} · {gib(free)} free", WIDTH) + "\n"
+    return fill("  disk          ", f"{use.describe()} · {gib(free)} free") + "\n"
 
 
 def _disk_use(plan: Plan, folder: Path) -> DiskUse:

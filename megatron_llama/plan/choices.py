@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -221,7 +222,7 @@ def list_notes(config: Config, plan: Plan) -> Iterator[str]:
             "only"
         )
     for _, path in plan.raw_data_files:
-        yield f"{path} is not prepared yet; a run prepares it first, as data_prep/sft.py does"
+        yield f"{shlex.quote(path)} is not prepared yet; a run prepares it first, as data_prep/sft.py does"
     if trainer.val_every_steps is not None and trainer.val_every_steps > trainer.steps > 0:
         yield f"no validation: trainer.val_every_steps={trainer.val_every_steps} of {trainer.steps} steps"
     pattern, inside = pattern_of(plan.model), data.pack or data.document_mask

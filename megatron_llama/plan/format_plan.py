@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 
 from megatron_llama.arch.flops import with_random_ltd
 from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.config.data_settings import PERCENTILE, VALUE, curriculum_metrics
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, STATE_BLOCK, quantized_bytes, state_bytes_8bit
-from megatron_llama.config.problems import fill
 from megatron_llama.config.settings import KEPT_BY_TIME, Config, TrainerConfig
 from megatron_llama.devices import find_device
 from megatron_llama.plan.memory import Footprint, stage_footprints
@@ -17,7 +15,7 @@ from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule, curriculum_lengths
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.tables import gib, plural, short_count
-from megatron_llama.system.wrapping import WIDTH
+from megatron_llama.system.wrapping import WIDTH, fill, wrap_lines
 from megatron_llama.topology import chunks_of
 
 LABEL = 14
@@ -58,7 +56,7 @@ def layout_lines(plan: Plan, hardware: str | None = None) -> Iterator[str]:
     batches = "micro batch" if plan.num_microbatches == 1 else "micro batches"
     micro = f"{plan.num_microbatches:,} {batches} of {trainer.micro_batch_size}"
     text = f"zero {trainer.zero}{shard}, {_recompute(trainer)}, {micro}"
-    yield from textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+    yield from wrap_lines(text, rest="  ")
     yield batch_line(plan.config, hardware)
 
 
@@ -355,7 +353,7 @@ def _sharding(plan: Plan) -> str:
 
 
 def _listed(label: str, texts: Sequence[str]) -> list[str]:
-    return [fill(_line("" if number else label, ""), name_commands(text), WIDTH) for number, text in enumerate(texts)]
+    return [fill(_line("" if number else label, ""), name_commands(text)) for number, text in enumerate(texts)]
 
 
 def _line(label: str, text: str) -> str:
@@ -369,5 +367,5 @@ def _line(label: str, text: str) -> str:
             lines[-1] = longer
     indent = " " * (LABEL + 2)
     start = f"  {label:<{LABEL}}"
-    filled = [fill(indent, line, WIDTH) if line else indent for line in lines]
+    filled = [fill(indent, line) if line else indent for line in lines]
     return start + "\n".join(filled)[len(indent) :]

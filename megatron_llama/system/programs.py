@@ -1,7 +1,7 @@
 """Programs of this project: their files in a checkout or a wheel, and the commands that start them.
 
 A wheel has the files of a checkout that programs read by path in ``megatron_llama/share``: train.py, the batch scripts,
-``conf/``, ``scripts/`` and ``data_prep/`` (setup.py). Imports the standard library only.
+``conf/``, ``scripts/`` and ``data_prep/`` (setup.py). Imports the standard library and wrapping.py only.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import os
 import re
 import sys
 from pathlib import Path
+
+from megatron_llama.system.wrapping import WIDTH, wrap_lines
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _SHARE = PACKAGE / "share"
@@ -25,7 +27,6 @@ BATCH_FOLDER = ROOT if IN_CHECKOUT else Path()
 _ROOT_VARIABLE = "MEGATRON_LLAMA_ROOT"
 """Variable with ROOT for batch scripts that are submitted from another folder."""
 
-_WIDTH = 79
 _TORCHRUN = re.compile(r"(\btorchrun (?:[^\n]|\\\n)*?)(?<![\w./-])((?:scripts/|data_prep/)?\w+\.py)\b")
 _PROGRAM = re.compile(r"(?<![\w./-])(?:python )?((?:scripts/|data_prep/)\w+|train)\.py\b(?!:\d)")
 
@@ -86,7 +87,7 @@ def name_commands(text: str) -> str:
         usage = re.match(r"(?:usage: )?python [\w/]+\.py ", line)
         old_column = usage.end() if usage else 0
         new_column = old_column + len(named) - len(line)
-        is_rest = (is_rest or len(line) <= _WIDTH) and len(named) > _WIDTH
+        is_rest = (is_rest or len(line) <= WIDTH) and len(named) > WIDTH
         if is_rest:
             named = _wrap_into_next(named, waiting)
         lines.append(named)
@@ -96,12 +97,15 @@ def name_commands(text: str) -> str:
 def _wrap_into_next(line: str, following: list[str]) -> str:
     """Cut a line to the width; its last words begin the next line of the paragraph (the last of ``following``)."""
     indent = " " * (len(line) - len(line.lstrip()))
-    cut = line.rfind(" ", len(indent), _WIDTH + 1)
-    if cut < 0:
+    first, *others = wrap_lines(line.lstrip(), indent)
+    if not others:
         return line
-    rest = line[cut + 1 :]
+    if first.endswith("\\"):  # in a command, whose lines are complete
+        following.extend(reversed(others))
+        return first
+    rest = line[len(first) :].lstrip()
     same_paragraph = following and following[-1].strip() and following[-1].startswith(indent)
     if same_paragraph and following[-1][len(indent)] != " ":
         rest += " " + following.pop()[len(indent) :]
     following.append(indent + rest)
-    return line[:cut]
+    return first

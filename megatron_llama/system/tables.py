@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from textwrap import TextWrapper
 from typing import TYPE_CHECKING
+
+from megatron_llama.system.wrapping import wrap_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,8 +56,7 @@ def wrapped_table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     is_beside = start + longest <= width
     indent = "" if is_beside else INDENT
     space = width - start if is_beside else width
-    wrapper = TextWrapper(space, indent, indent, break_long_words=False, break_on_hyphens=False)
-    parts = [wrapper.wrap(row[-1]) for row in rows]
+    parts = [wrap_lines(row[-1], indent, width=space) for row in rows]
     if not is_beside:
         heads = text_table([row[:-1] for row in rows])
         return [line for head, part in zip(heads, parts, strict=True) for line in (head, *part)]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import sys
-import textwrap
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.config.problems import MESSAGE_WIDTH
 from megatron_llama.config.settings import DataConfig
 from megatron_llama.parallel import Shard
 from megatron_llama.system.errors import TrainingFault
+from megatron_llama.system.wrapping import wrap
 
 
 class FiniteCheck:
@@ -65,7 +64,7 @@ class LabelCheck:
             raise self._error(f"have no label in a whole epoch of {self._epoch:,} samples, up to step {step}")
         if not self._has_warned and dist.get_rank() == 0:
             text = f"data: no label in the batch of step {step}, so its loss is 0: {self._cause()} (reported once)"
-            sys.stderr.write(textwrap.fill(text, MESSAGE_WIDTH, subsequent_indent="    ") + "\n")
+            sys.stderr.write(wrap(text) + "\n")
         self._has_warned = True
 
     def finish(self) -> None:

@@ -15,13 +15,14 @@ from contextlib import ExitStack, suppress
 from types import FrameType
 
 from megatron_llama.checkpoint.folder import folder_name
-from megatron_llama.config.problems import MESSAGE_WIDTH, write_override
+from megatron_llama.config.problems import write_override
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.system.command import noted_command
 from megatron_llama.system.exit_status import EXIT_RESTART
 from megatron_llama.system.interrupts import signal_name
 from megatron_llama.system.signals import JOB_SIGNALS, REPEATED_SIGNALS, announce_interrupt, handle_signals
+from megatron_llama.system.wrapping import WIDTH
 
 # A signal to a job reaches a rank twice, directly and from its launcher. Signals within this time count as one.
 _ECHO_SECONDS = 1.0
@@ -109,7 +110,7 @@ def _command(aim: str, plan: Plan, *more: str) -> str:
 
 def _fit(start: str, end: str) -> str:
     """Join two texts on one line if it fits the terminal."""
-    return f"{start} {end}" if len(start) + len(end) < MESSAGE_WIDTH else f"{start}\n  {end}"
+    return f"{start} {end}" if len(start) + len(end) < WIDTH else f"{start}\n  {end}"
 
 
 def _write_last_lines(text: str) -> None:

@@ -6,6 +6,7 @@ import csv
 import json
 import lzma
 import os
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,7 @@ def test_folder_name_depends_on_content_and_settings(base: Path, chat: Path, tmp
     first = with_prepared(config_of(base, chat, cache=cache)).data.prefixes
     shorter = config_of(base, chat, cache=cache)
     shorter.data.seq_length = 60
-    named = config_of(base, chat, cache=cache, chat_template="chatml")
+    named = config_of(base, chat, cache=cache, chat_template="plain")
     with chat.open("a") as file:
         file.write(chat.read_text().splitlines()[0] + "\n")
     changed = config_of(base, chat, cache=cache)
@@ -270,3 +271,32 @@ def test_a_run(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.Monke
     job = Job(tmp_path / "bad", *overrides)
     assert job.wait() == 2 and "Traceback" not in job.output
     assert f"{chat}, line 1: bad_json" in " ".join(job.output.split())
+
+
+def test_a_dry_run_reports_a_missing_chat_template(base: Path, chat: Path, tmp_path: Path) -> None:
+    (base_copy := tmp_path / "no template").mkdir()
+    for file in base.iterdir():
+        (base_copy / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((base_copy / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (base_copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    (base_copy / "chat_template.jinja").unlink(missing_ok=True)
+    config = config_of(base_copy, chat, cache=tmp_path / "cache")
+    with pytest.raises(ConfigError) as dry:
+        with_finished(config)
+    with pytest.raises(ConfigError) as real:
+        with_prepared(config)
+    assert dry.value.problems == real.value.problems and dry.value.problems[0].field == "data.chat_template"
+
+
+def test_the_command_for_a_large_file_can_be_pasted(base: Path, tmp_path: Path, monkeypatch) -> None:
+    (folder := tmp_path / "of the year 2026, it's").mkdir()
+    file = folder / "my own chats.jsonl"
+    file.write_text("{}\n")
+    monkeypatch.setattr(prepare_run, "MAX_BYTES", 1)
+    with pytest.raises(ConfigError) as error:
+        with_finished(config_of(base, file, cache=tmp_path / "cache"))
+    message = str(error.value)
+    pasted = message[message.index("python data_prep/sft.py") :].replace("\\\n", " ").partition("\n")[0]
+    words = shlex.split(pasted)
+    assert words[words.index("--input") + 1] == str(file) and words[-1] == "datasets/my_own_chats/my_own_chats"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import io
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_llama.system.tables import plural, short_count, text_table
-from megatron_llama.system.wrapping import WIDTH
+from megatron_llama.system.wrapping import WIDTH, fill
 from megatron_llama.tools.compare.verdict import LEAST_BINS, Comparison, RunComparison
 
 if TYPE_CHECKING:
@@ -144,7 +143,7 @@ def as_text(comparison: Comparison) -> str:
     """Format tables, notes and verdict as text of at most WIDTH columns where the names allow it."""
     tables = "\n\n".join("\n".join(lines) for lines in _tables(comparison))
     texts = [method(comparison), *notes(comparison), "", verdict(comparison)]
-    wrapped = [textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False) for text in texts]
+    wrapped = [fill("", text) for text in texts]
     return "\n".join([tables, "", *wrapped]) + "\n"
 
 

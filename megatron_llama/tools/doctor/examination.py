@@ -14,7 +14,6 @@ from typing import Any
 
 from megatron_llama.config import Config
 from megatron_llama.config.precision import BYTES
-from megatron_llama.config.problems import fill
 from megatron_llama.config.settings import KEPT_BY_TIME
 from megatron_llama.devices import get_device
 from megatron_llama.launch.environment import ProcessContext
@@ -22,7 +21,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.plan.memory import optimizer_bytes
 from megatron_llama.system.files import user_cache
 from megatron_llama.system.tables import gib, plural, text_table
-from megatron_llama.system.wrapping import WIDTH
+from megatron_llama.system.wrapping import fill
 from megatron_llama.tools.doctor import disks, machine, network
 from megatron_llama.tools.doctor.disks import RUN, Need
 from megatron_llama.tools.doctor.finding import BREAKS, NOTES, SEVERITIES, WARNS, Finding, NodeState, names
@@ -255,7 +254,7 @@ def _node_table(nodes: Sequence[NodeState], readings: Sequence[ClockReading | No
         versions = node.seen[machine.VERSIONS]
         software.setdefault(f"torch {versions['torch']}, commit {versions['commit']}", []).append(node)
     lines = text_table([[*map(str, row)] for row in rows])
-    return [*lines, "", *(fill("", f"{names(users)}: {versions}", WIDTH) for versions, users in software.items())]
+    return [*lines, "", *(fill("", f"{names(users)}: {versions}") for versions, users in software.items())]
 
 
 def _speed_table(measured: Mapping[str, Any]) -> list[str]:
@@ -291,8 +290,8 @@ def _speed_table(measured: Mapping[str, Any]) -> list[str]:
 def _block(finding: Finding, colour: bool) -> Iterator[str]:
     title = f"{_MARKS[finding.severity]} {finding.check:12s}{finding.where}"
     yield f"\x1b[{_COLOURS[finding.severity]}m{title}\x1b[0m" if colour else title
-    yield fill(f"  {'':12s}", finding.what, WIDTH)
-    yield fill(f"  {'do':>10s}  ", finding.remedy, WIDTH)
+    yield fill(f"  {'':12s}", finding.what)
+    yield fill(f"  {'do':>10s}  ", finding.remedy)
     yield ""
 
 

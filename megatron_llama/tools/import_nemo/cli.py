@@ -8,7 +8,6 @@ import argparse
 import json
 import re
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +25,7 @@ from megatron_llama.plan.resolve import resolve
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import name_commands
-from megatron_llama.system.wrapping import WIDTH, wrap, wrap_command
+from megatron_llama.system.wrapping import WIDTH, wrap, wrap_command, wrap_lines
 from megatron_llama.tools.import_nemo.read_yaml import KINDS, UNSUPPORTED, ConvertedConfig, KeyConversion
 from megatron_llama.topology import Grid
 
@@ -125,7 +124,7 @@ def write(out: Path, text: str) -> None:
 
 
 def _comment(text: str) -> list[str]:
-    return textwrap.wrap(text, 118, initial_indent="# ", subsequent_indent="#   ", break_long_words=False)
+    return wrap_lines(text, "# ", "#   ", width=118)
 
 
 def command_line(converted: ConvertedConfig, conf_dir: Path) -> list[str]:

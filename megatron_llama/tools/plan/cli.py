@@ -7,11 +7,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from textwrap import wrap
 
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.programs import name_commands
-from megatron_llama.system.wrapping import WIDTH
+from megatron_llama.system.wrapping import wrap_lines
 from megatron_llama.tools.common import NO_FILES
 
 USAGE = """\
@@ -142,6 +141,6 @@ def _devices() -> int:
     lines = text_table([head, *rows], left=1)
     lines += ["", "sources"]
     for device in devices().values():
-        lines += wrap(f"{device.name}: {device.source}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+        lines += wrap_lines(f"{device.name}: {device.source}", "  ", "    ")
     sys.stdout.write("\n".join(lines) + "\n")
     return 0

@@ -7,13 +7,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 from megatron_llama.plan import batch_line
 from megatron_llama.plan.memory import USABLE
 from megatron_llama.system.tables import GIB, gib, plural, short_count, text_table
-from megatron_llama.system.wrapping import WIDTH
+from megatron_llama.system.wrapping import wrap_lines
 from megatron_llama.tools.forecast import this_machine
 from megatron_llama.tools.forecast.step_time import load_constants_file
 from megatron_llama.tools.plan import forecast_run
@@ -51,7 +50,7 @@ def report_lines(forecast: Forecast) -> Iterator[str]:
     batches = "batch" if job.num_microbatches == 1 else "batches"
     micro = f"{job.num_microbatches:,} micro {batches} of {job.micro_batch}"
     text = f"{grid}{', sp' if job.sp else ''}, recompute {job.recompute}, {micro}"
-    yield from wrap(text, WIDTH, subsequent_indent="  ")
+    yield from wrap_lines(text, rest="  ")
     yield batch_line(plan.config, forecast.hardware)
     yield ""
     yield from _memory(forecast)
@@ -64,7 +63,7 @@ def report_lines(forecast: Forecast) -> Iterator[str]:
     yield ""
     yield "assumptions"
     for line in (*assumptions(forecast), *plan.notes):
-        yield from wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    ")
+        yield from wrap_lines(line, "  ", "    ")
 
 
 def _memory(forecast: Forecast) -> Iterator[str]:
@@ -85,7 +84,7 @@ def _memory(forecast: Forecast) -> Iterator[str]:
     heaviest = max(stages, key=lambda each: each.total)
     kinds = ", ".join(f"{kind} {gib(size)}" for kind, size in heaviest.activations.items() if size)
     activations = f"activations of stage {stages.index(heaviest)}: {kinds or 'none'}"
-    yield from wrap(activations, WIDTH, initial_indent="  ", subsequent_indent="    ")
+    yield from wrap_lines(activations, "  ", "    ")
     yield f"  device memory per rank: {gib(forecast.device.memory_bytes)}, {USABLE:.0%} usable"
     if heaviest.total > usable:
         yield f"  DOES NOT FIT: stage {stages.index(heaviest)} needs {gib(heaviest.total)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import textwrap
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
 from megatron_llama.system.programs import name_commands
-from megatron_llama.system.wrapping import WIDTH, wrap
+from megatron_llama.system.wrapping import fill, wrap
 
 if TYPE_CHECKING:
     from megatron_llama.tools.prove_gpu.checks import Part, PartResult
@@ -149,7 +148,7 @@ def _run(arguments: argparse.Namespace, selected: Sequence[Part[Session]], work:
     command = " ".join([name_commands("python scripts/prove_gpu.py"), f"--minutes {arguments.minutes:g}"])
     path = write_files(folder, facts, results, command, session.redact)
     sys.stdout.write(f"\n{wrap(last_line(results))}\n\n  page    {path}\n  folder  {folder}\n\n")
-    sys.stdout.write(textwrap.fill(SEND, WIDTH) + "\n")
+    sys.stdout.write(fill("", SEND) + "\n")
     sys.stdout.flush()
     return status
 

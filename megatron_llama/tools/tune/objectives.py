@@ -11,7 +11,6 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 from megatron_llama import cli
@@ -21,7 +20,7 @@ from megatron_llama.plan import batch_line
 from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import GIB, gib, plural, text_table
-from megatron_llama.system.wrapping import WIDTH
+from megatron_llama.system.wrapping import WIDTH, wrap_lines
 from megatron_llama.tools.common import NO_FILES, progress_bar
 from megatron_llama.tools.plan.forecast_run import MOST_DEVICES, forecast_plan
 from megatron_llama.tools.planned_run import batch_problems
@@ -109,10 +108,10 @@ def tune(overrides: Sequence[str], output: Path | None = None) -> None:
     if request.target.note is not None:
         _print_lines([request.target.note, ""])
     title = f"{request.config.model.name}: {request.tune.objective} on {request.target}"
-    _print_lines(wrap(title, WIDTH, subsequent_indent="  "))
+    _print_lines(wrap_lines(title, rest="  "))
     _print_lines([batch_line(request.config, request.target.title)])
     basis = f"time forecast: {request.target.basis}"
-    _print_lines(wrap(basis, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+    _print_lines(wrap_lines(basis, rest="  "))
     trials = request.tune.trials
     if trials and not (request.target.is_local or request.tune.jobs):
         trials = 0
@@ -146,7 +145,7 @@ def _max_seq_len(request: TuneRequest, tuned: Tuner, trials: int) -> None:
             raise NothingWorks(f"Sequences of {STEP} tokens do not fit on {target}.")
         capped = min(tokens, positions)
         limit = f"; model.max_position_embeddings limits them to {positions:,}" if tokens > positions else ""
-        _print_lines(wrap(f"longest sequence that fits in any layout: {tokens:,} tokens{limit}", WIDTH))
+        _print_lines(wrap_lines(f"longest sequence that fits in any layout: {tokens:,} tokens{limit}"))
         longer = Tuner(config, tuned.fixed, target, length_settings(config, capped))
         result = run_search(request, longer, enumerate_candidates(longer), trials)
         if result.best is not None and (not result.history.tried or result.history.best):
@@ -215,7 +214,7 @@ def _show_and_write(request: TuneRequest, result: SearchResult) -> None:
     best, name = result.best, str(request.tune.name)
     assert best is not None, "checked by the caller"
     _print_lines(["best settings, to add to the command line of train.py:"])
-    _print_lines(wrap(best.key, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False))
+    _print_lines(wrap_lines(best.key, "  "))
     if request.output is None:
         _print_lines(["", "--output FILE.yaml writes all settings as an experiment."])
         return
@@ -510,7 +509,7 @@ def experiment_comment(result: SearchResult, config: Config, objective: str) -> 
         lines.append(f"With {_versions()}, {len(result.history.tried)} trials.")
     else:
         lines.append("Not measured.")
-    return [part for line in lines for part in wrap(line, WIDTH - 2) or [""]]
+    return [part for line in lines for part in wrap_lines(line, width=WIDTH - 2) or [""]]
 
 
 def _format_numbers(seconds: float, tokens: int, memory: int) -> str:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama.config import ConfigError
-from megatron_llama.config.problems import fill
 from megatron_llama.plan.memory import SURE
 from megatron_llama.system.tables import gib
-from megatron_llama.system.wrapping import WIDTH
+from megatron_llama.system.wrapping import fill
 from megatron_llama.tools.common import ProgressBar, progress_bar
 from megatron_llama.tools.settings import TuneConfig
 from megatron_llama.tools.tune.candidates import TUNED, Candidate, CandidateSpace, Tuner
@@ -126,7 +125,7 @@ def _repeat_finalists(history: TrialHistory, journal: Journal, attempt: TrialFun
 
 def _print_outcome(bar: ProgressBar, title: str, candidate: Candidate, outcome: TrialOutcome) -> None:
     """Print the settings and the outcome of a trial above the bar."""
-    text = fill("  ", f"{candidate.key}: {format_outcome(outcome)}", WIDTH)
+    text = fill("  ", f"{candidate.key}: {format_outcome(outcome)}")
     bar.print_line(f"{title}:\n{text}")
 
 
