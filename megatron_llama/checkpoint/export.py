@@ -90,6 +90,8 @@ def export(
         ConfigError: The options do not match the checkpoint, ``out`` exists, or another process writes it.
         CorruptFile: The checkpoint is damaged.
     """
+    if out.is_symlink():
+        raise ConfigError([Problem("OUT", str(out), "is a link", f"write the path of a new folder, or remove {out}")])
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise _exists(out)
     manifest = read_manifest(checkpoint)

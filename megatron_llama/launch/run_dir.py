@@ -22,7 +22,7 @@ from megatron_llama.train.sinks import CSV_FILE
 LOCK_NAME = ".lock"
 PLAN_FILE = "plan.txt"
 OPENED_FILES = (LOCK_NAME, METRICS_FILE, CSV_FILE)
-"""Files that a run opens for writing, which could block forever on a pipe. It replaces other files."""
+"""Files that a run opens for writing, which could block on a pipe or follow a link. It replaces other files."""
 WRITTEN_FILES = (*OPENED_FILES, "config.yaml", PLAN_FILE, f"checkpoints/{POINTER}", f"checkpoints/{BEST}")
 WRITTEN_FOLDERS = ("checkpoints", "ranks")
 SHARED_LIMIT_SECONDS = 60.0
@@ -108,8 +108,10 @@ def _wrong_entries(folder: Path) -> Iterator[Problem]:
     """Yield a problem for each folder in place of a file that the run writes, and the reverse."""
     for name in WRITTEN_FILES:
         path = folder / name
-        if os.path.isdir(path) or (name in OPENED_FILES and os.path.lexists(path) and not path.is_file()):
-            rule = f"its {name} is {'a folder' if os.path.isdir(path) else 'not a regular file'}"
+        is_link = name in OPENED_FILES and path.is_symlink()  # writing would change a file elsewhere
+        if is_link or os.path.isdir(path) or (name in OPENED_FILES and os.path.lexists(path) and not path.is_file()):
+            kind = "a link" if is_link else "a folder" if os.path.isdir(path) else "not a regular file"
+            rule = f"its {name} is {kind}"
             yield Problem("run.dir", str(folder), rule, f"move {path} away, or write another run.dir=PATH")
     for name in WRITTEN_FOLDERS:
         path = folder / name

@@ -85,6 +85,13 @@ def test_no_card_of_the_user_is_replaced(tmp_path: Path) -> None:
     with raises_with_message(ConfigError, "the folder exists and is not empty"):
         export(find_checkpoint(tmp_path / "run"), card.parent)
     assert card.read_text() == "# Mine\n"
+    link, empty = tmp_path / "link", tmp_path / "empty"
+    empty.mkdir()
+    for target in (empty, tmp_path / "missing", link):
+        link.symlink_to(target)
+        with raises_with_message(ConfigError, f"is a link.*remove {link}"):
+            export(find_checkpoint(tmp_path / "run"), link)
+        link.unlink()
 
 
 def make_card(state: dict[str, Any], **options: Any) -> str:

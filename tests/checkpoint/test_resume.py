@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.checkpoint.folder import saved_steps
+from megatron_llama.checkpoint.export import export
+from megatron_llama.checkpoint.folder import find_checkpoint, saved_steps
+from megatron_llama.checkpoint.manifest import NAME, _checksum
 from tests.checkpoint.runner import Tamper, assert_same, run
 from tests.messages import raises_with_message
 from tests.ranks import RankFailed
@@ -153,3 +156,23 @@ def test_a_checkpoint_of_another_run_is_refused(one_step: Path, override: str, n
     with raises_with_message(RankFailed, f"ConfigError.*{named}"):
         run(1, one_step, override, until=2)
     assert saved_steps(one_step / "checkpoints") == [1]
+
+
+NEWER = {"model": ["model_type"], "trainer": ["cp", "cp_comm", "float8", "z_loss"], "finetune": ["use_rslora"]}
+"""Settings that checkpoints of older versions lack."""
+
+
+def test_a_checkpoint_without_newer_settings_is_read(tmp_path: Path) -> None:
+    whole = run(1, tmp_path / "whole", *ADAM, until=4)
+    run(1, tmp_path / "old", *ADAM, until=2)
+    folder = find_checkpoint(tmp_path / "old")
+    body = json.loads((folder / NAME).read_text())
+    del body["checksum"]
+    for section, names in NEWER.items():
+        for name in names:
+            del body["state"]["settings"][section][name]
+    (folder / NAME).write_text(json.dumps({**body, "checksum": _checksum(body)}))
+    export(folder, tmp_path / "hf")
+    assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "llama"
+    second = run(1, tmp_path / "old", *ADAM, until=4)
+    assert second.started_at == 2 and second.losses == {step: whole.losses[step] for step in (3, 4)}

@@ -102,7 +102,8 @@ def test_memory_is_what_control_groups_leave(
 
 
 @pytest.mark.parametrize(
-    ("requested", "expected"), [(None, [8, 2, 1]), ("", [8, 2, 1]), ("3", [3, 3, 3]), ("5,2", [5, 5, 5])]
+    ("requested", "expected"),
+    [(None, [8, 2, 1]), ("", [8, 2, 1]), ("3", [3, 3, 3]), ("5,2", [5, 5, 5]), ("99999", [1024] * 3)],
 )
 def test_the_ranks_of_a_machine_share_its_cores(
     requested: str | None, expected: list[int], monkeypatch: pytest.MonkeyPatch

@@ -416,11 +416,22 @@ def test_folders_in_place_of_files_are_found_before_the_first_step(tmp_path: Pat
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", run_dir.OPENED_FILES)
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path.name)], ids=["pipe", "loop of links"])
-def test_odd_files_do_not_block_a_run(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (os.mkfifo, "not a regular file"),
+        (lambda path: path.symlink_to(path.name), "a link"),
+        (lambda path: path.symlink_to("mine.txt"), "a link"),
+    ],
+    ids=["pipe", "loop of links", "link"],
+)
+def test_odd_files_do_not_block_a_run(tmp_path: Path, name: str, make: Callable[[Path], None], kind: str) -> None:
+    """A run does not write through links to files elsewhere."""
+    (tmp_path / "mine.txt").write_text("mine")
     make(tmp_path / name)
-    with pytest.raises(ConfigError, match=f"its {name} is not a regular file"), run_dir.claim_run_dir(tmp_path):
+    with pytest.raises(ConfigError, match=f"its {name} is {kind}"), run_dir.claim_run_dir(tmp_path):
         pass
+    assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
 def test_a_file_in_place_of_the_checkpoints_is_found_before_the_first_step(tmp_path: Path) -> None:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from megatron_llama.config import Config
     from megatron_llama.devices.kernels import Kernels
 
+MOST_THREADS = 1024
+"""Limit on OMP_NUM_THREADS: libgomp crashes (SIGSEGV) with tens of thousands of threads."""
+
 
 class Cpu(Device):
     """One rank per process, with cores / ranks of this machine threads each."""
@@ -62,7 +65,7 @@ class Cpu(Device):
 
         setting = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list is for nested threads
         threads = int(setting) if setting.isdecimal() and int(setting) else max(1, self.count() // local_ranks)
-        torch.set_num_threads(threads)
+        torch.set_num_threads(min(threads, MOST_THREADS))
         _keep_freed_memory()
         prefer_onednn()
         if not has_fast_bf16():

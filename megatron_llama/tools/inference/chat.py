@@ -132,7 +132,7 @@ class PromptBuilder:
         """Return the ids of a prompt, and of an ``answer`` without its end token.
 
         Raises:
-            ConfigError: the template rejects the conversation.
+            ConfigError: the template rejects the conversation, or makes no token of it.
         """
         if self._chat is None:
             return self.tokenizer.encode("".join(message["content"] for message in messages) + (answer or ""))
@@ -140,7 +140,10 @@ class PromptBuilder:
             spans = self._chat.ask([Turn(message["role"], message["content"]) for message in messages])
             if answer is not None:
                 spans.append(TextSpan(self._gap + answer, True))
-            return self._bos + encode_spans(spans, self.tokenizer, parse_special=self.template == OWN)[0]
+            ids = self._bos + encode_spans(spans, self.tokenizer, parse_special=self.template == OWN)[0]
+            if not ids:
+                raise RecordError("template_refuses", "its text has no token")
+            return ids
         except RecordError as error:
             rule = f"the chat template {self.template} of {self.tokenizer.path} rejects this conversation ({error})"
             instead = "remove --system, or use --prompt"

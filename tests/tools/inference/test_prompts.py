@@ -153,6 +153,9 @@ def test_the_own_template_is_found_where_preparation_finds_it(folders: Path, tmp
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ raise_exception('no') }}"}))
     with pytest.raises(ConfigError, match=r"rejects\s+this\s+conversation"):
         PromptBuilder(HuggingFaceTokenizer(tmp_path), "own").ids(HELLO)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ '' }}"}))
+    with pytest.raises(ConfigError, match=r"its\s+text\s+has\s+no\s+token"):
+        PromptBuilder(HuggingFaceTokenizer(tmp_path), "own").ids(HELLO)
 
 
 @pytest.mark.parametrize("name", ["plain", "bos"])
