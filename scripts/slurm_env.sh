@@ -88,9 +88,9 @@ run_step() {
 
 # Print the last lines of failed tasks except task 0; the first failure comes last.
 show_failures() {
-    local file
+    local file failure="Traceback|Fatal|failed|rror|can't work"
     # shellcheck disable=SC2046
-    for file in $(grep -lE 'Traceback|Fatal|failed|rror' $(ls -t "$logs"/task_*.txt) | grep -v /task_0.txt | tail -n 3)
+    for file in $(grep -lE "$failure" $(ls -t "$logs"/task_*.txt) | grep -v /task_0.txt | tail -n 3)
     do
         printf '\n== last lines of %s\n' "$file"
         tail -n 40 "$file"

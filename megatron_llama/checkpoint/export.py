@@ -90,10 +90,7 @@ def export(
         ConfigError: The options do not match the checkpoint, ``out`` exists, or another process writes it.
         CorruptFile: The checkpoint is damaged.
     """
-    if out.is_symlink():
-        raise ConfigError([Problem("OUT", str(out), "is a link", f"write the path of a new folder, or remove {out}")])
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise _exists(out)
+    _check_output(out)
     manifest = read_manifest(checkpoint)
     manifest.check_sizes()
     model, finetune = model_of(manifest), finetune_of(manifest)
@@ -175,6 +172,14 @@ def _adapter_source(
     trained = trained_tensors(manifest, model, finetune)
     peft = {name if is_lora(name) else PEFT_PREFIX + name: tensor for name, tensor in trained.tensors.items()}
     return replace(trained, tensors=peft), {name: tensor.shape for name, tensor in peft.items()}
+
+
+def _check_output(out: Path) -> None:
+    """Raise ConfigError unless ``out`` does not exist or is an empty folder."""
+    if out.is_symlink():
+        raise ConfigError([Problem("OUT", str(out), "is a link", f"write the path of a new folder, or remove {out}")])
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise _exists(out)
 
 
 def model_of(manifest: Manifest) -> ModelConfig:

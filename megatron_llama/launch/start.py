@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device, get_device
 from megatron_llama.devices.compile_cache import open_compile_cache
 from megatron_llama.launch.environment import check_interface
@@ -69,6 +70,15 @@ def run_here(plan: Plan, entry: Entry = TRAIN, prints_plan: bool = True) -> int:
                 with contextlib.suppress(Exception):  # rank 0 may have been killed before it could draw
                     draw_run(plan)
             return status
+
+
+def _import_torch() -> None:
+    """Import torch. Raises ConfigError for variables that it rejects, such as TORCH_LOGS."""
+    try:
+        import torch  # noqa: F401
+    except ValueError as error:
+        rule = f"torch rejects an environment variable: {str(error).strip()}"
+        raise ConfigError([Problem("environment", None, rule, "correct or unset that variable")]) from error
 
 
 def rank_environment(device: Device, plan: Plan) -> dict[str, str]:
@@ -250,7 +260,7 @@ def start_ranks(
         The exit status of the job.
 
     Raises:
-        ConfigError: As ``rank_environment``.
+        ConfigError: As ``rank_environment``, or if torch cannot be imported because of a variable.
         LaunchFailed: The store cannot be hosted.
     """
     share = share or Share(plan.world_size)
@@ -258,6 +268,7 @@ def start_ranks(
     environment = rank_environment(device, plan)  # for spawned ranks too: raises before a rank starts
     if device.forkable:
         os.environ.update(environment)  # before torch is imported
+        _import_torch()
         load_entry(TRAIN)  # imports once what most entries need
     sys.stdout.flush()
     sys.stderr.flush()

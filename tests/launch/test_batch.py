@@ -20,6 +20,7 @@ SRUN = """#!/bin/bash
 [[ " $* " != *" scripts/doctor.py "* ]] || { printf '%s\\n' "$@" >"$FOLDER/examined"; exit "${FINDS:-0}"; }
 printf '%s\\n' "$@" >"$FOLDER/arguments"
 [ -z "$SAID" ] || printf '%s\\n%s\\n' "$SAID" "$FOLDER/run" >"$MEGATRON_LLAMA_STATUS"
+[ -z "$SECOND" ] || printf '%s\\n' "$SECOND" >"${MEGATRON_LLAMA_STATUS%/*}/task_1.txt"
 [ -z "$CHECKPOINT" ] || mkdir -p "$FOLDER/run/checkpoints/$CHECKPOINT"
 [ -z "$WAIT" ] || { trap 'touch "$FOLDER/told"; kill $!; exit $ENDS' USR1; sleep 30 & touch "$FOLDER/waiting"; wait; }
 exit $ENDS
@@ -56,7 +57,7 @@ class Job:
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b", "SLURM_JOB_NUM_NODES": "2"}
         outcome = {"FOLDER": str(self.folder), "ENDS": str(ends), "SAID": run_status}
-        outcome |= {"WAIT": "", "CHECKPOINT": "", "EARLY": ""}
+        outcome |= {"WAIT": "", "CHECKPOINT": "", "EARLY": "", "SECOND": ""}
         variables = environment() | slurm | outcome | {"PATH": path} | more
         piped, joined = subprocess.PIPE, subprocess.STDOUT
         return subprocess.Popen(
@@ -134,6 +135,12 @@ def test_a_failure_that_comes_back_each_time_ends_the_job(job: Job) -> None:
     assert (end.status, end.requeued) == (1, False)
     assert "3 times without a new checkpoint" in end.printed
     assert job.run(1, "1").requeued, "another job with this id starts from zero"
+
+
+def test_a_config_error_of_another_node_is_shown(job: Job) -> None:
+    """srun ends the first task before it can report anything."""
+    batch = job.run(143, "", SECOND="This config can't work, for one reason: no such dataset")
+    assert "last lines of" in batch.printed and "task_1.txt\nThis config can't work" in batch.printed
 
 
 def test_nodes_are_examined_and_only_what_is_sure_to_break_ends_the_job(job: Job) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from megatron_llama.config import ConfigError
@@ -17,7 +21,8 @@ from megatron_llama.launch.environment import (
     tasks_on_node,
 )
 from megatron_llama.launch.start import rank_environment
-from tests.processes import plan_of
+from tests.paths import ROOT
+from tests.processes import environment, plan_of
 
 TORCHRUN = {
     "RANK": "9",
@@ -165,6 +170,14 @@ def test_an_interface_that_does_not_exist_is_rejected_before_the_ranks_start() -
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError, match="has no interface nope\n"):
         patch.setenv("GLOO_SOCKET_IFNAME", "lo,nope")
         rank_environment(device, plan)
+
+
+@pytest.mark.parametrize("name", ["TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG"])
+def test_a_variable_that_torch_rejects_gives_no_traceback(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "train.py", "data=mock", "device=cpu", f"run.dir={tmp_path}/run"]
+    done = subprocess.run(command, env=environment(**{name: "junk"}), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "torch rejects an environment variable" in done.stderr and "unset that variable" in done.stderr
 
 
 OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")}
