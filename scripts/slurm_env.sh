@@ -60,7 +60,7 @@ run_step() {
     local shown tasks
     tasks=$(tasks_per_node "$@")
     logs=logs/$SLURM_JOB_ID/${SLURM_RESTART_COUNT:-0}-$(date +%Y%m%d-%H%M%S)
-    mkdir -p "$logs"
+    mkdir -p "$logs" || { echo "== cannot write to $PWD/logs: the end, with status 2"; exit 2; }
     export MEGATRON_LLAMA_STATUS=$PWD/$logs/status
     printf '\n== %s: job %s, restart %s, on %s, %s tasks per node\n== logs in %s\n' "$(date '+%F %T')" "$SLURM_JOB_ID" \
         "${SLURM_RESTART_COUNT:-0}" "$SLURM_JOB_NODELIST" "$tasks" "$logs"

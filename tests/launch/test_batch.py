@@ -143,6 +143,14 @@ def test_a_config_error_of_another_node_is_shown(job: Job) -> None:
     assert "last lines of" in batch.printed and "task_1.txt\nThis config can't work" in batch.printed
 
 
+def test_a_folder_that_cannot_be_written_ends_the_job(job: Job) -> None:
+    """It would fail after each restart."""
+    (job.folder / "logs").touch()
+    batch = job.run(0, "0")
+    assert (batch.status, batch.requeued) == (2, False), batch.printed
+    assert f"cannot write to {job.folder}/logs" in batch.printed
+
+
 def test_nodes_are_examined_and_only_what_is_sure_to_break_ends_the_job(job: Job) -> None:
     end = job.run(0, "0", FINDS="2")
     assert (end.status, end.requeued) == (2, False) and "DOCTOR=0 skips it" in end.printed
