@@ -51,8 +51,11 @@ def main() -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    except (CorruptFile, OSError) as error:
+    except CorruptFile as error:
         sys.stderr.write(f"{error}\n")
+        return 1
+    except OSError as error:  # a write to an open file has no name
+        sys.stderr.write(f"{error.filename or arguments.out}: {error.strerror or error}\n")
         return 1
     sys.stdout.write(
         f"{checkpoint} is now {made.folder}: {made.bytes / 1e6:,.1f} MB of {made.dtype} in {len(made.files)} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +14,21 @@ from hydra.plugins.config_source import ConfigResult
 from megatron_llama.config.data_settings import suggest_for_data
 from megatron_llama.config.fields import closest_choice
 from megatron_llama.config.optimizers import OPTIMIZERS
-from megatron_llama.config.problems import Problem
+from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.system.files import check_yaml
 from megatron_llama.system.programs import conf_folders
 
 EXPERIMENT = "experiment"
 """The group of whole recipes, applied over all other groups. Its files are in conf/experiment/, or a path is given."""
+
+
+def check_current_folder() -> None:
+    """Raise ConfigError if the current folder has been removed. Relative paths, and ``conf/``, start there."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        rule, instead = f"cannot be read: {error.strerror}", "cd to a folder that exists"
+        raise ConfigError([Problem("current folder", None, rule, instead)]) from error
 
 
 def groups_in(conf_dir: Path) -> set[str]:

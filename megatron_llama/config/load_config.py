@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_llama.config.conf_folders import (
     EXPERIMENT,
+    check_current_folder,
     groups_in,
     hidden_file,
     is_file,
@@ -82,6 +83,7 @@ def load_config(overrides: Sequence[str], conf_dir: Path, *, resumes: bool = Fal
     Raises:
         ConfigError: With all problems of the overrides and files.
     """
+    check_current_folder()
     problems: list[Problem] = []
     choices, values = _split_overrides(_parse(overrides, problems), conf_dir, problems)
     config = _compose(choices, conf_dir, problems)

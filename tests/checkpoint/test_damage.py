@@ -3,6 +3,7 @@ written outside of the folder."""
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -330,6 +331,14 @@ def test_the_scripts_statuses(
     if script == "export_hf":
         assert status(copy, "good") == 2  # there already
         assert "the folder exists" in capsys.readouterr().err
+        with monkeypatch.context() as patch:
+
+            def full(*_: object, **__: object) -> None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            patch.setattr("megatron_llama.checkpoint.export.export", full)  # a write to an open file has no name
+            assert status(copy, "full") == 1
+        assert capsys.readouterr().err == f"{tmp_path}/full: No space left on device\n"
     shard = copy / "checkpoints" / "step_00000002" / SHARD
     _flip(shard, 8 + int.from_bytes(shard.read_bytes()[:8], "little") + 40)  # in a weight, which both read
     assert status(copy, "bad") == 1

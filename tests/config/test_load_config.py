@@ -26,7 +26,8 @@ from megatron_llama.config import (
 )
 from megatron_llama.config.problems import group_by_suggestion, merge_problems
 from megatron_llama.plan import resolve
-from tests.paths import CONF
+from tests.paths import CONF, ROOT
+from tests.processes import environment
 
 
 def refused(*overrides: str, conf: Path = CONF) -> list[Problem]:
@@ -396,3 +397,11 @@ def test_steps_and_epochs_typed_together_are_refused_whatever_the_steps() -> Non
             "trainer.epochs"
         ]
     assert load_config(["trainer.steps=7", "trainer.epochs=null"], CONF).trainer.steps == 7
+
+
+@pytest.mark.parametrize("words", [["data=mock", "--dry-run"], ["-m", "data=mock", "optim.lr=1e-3,2e-3"]])
+def test_a_current_folder_that_was_removed_is_reported(words: list[str], tmp_path: Path) -> None:
+    command = f'cd "{tmp_path}" && rmdir "{tmp_path}" && exec "$@"'
+    program = ["bash", "-c", command, "bash", sys.executable, str(ROOT / "train.py"), *words]
+    done = subprocess.run(program, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "cd to a folder that exists" in done.stderr and "Traceback" not in done.stderr

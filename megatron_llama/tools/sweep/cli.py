@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_llama.cli import CONF_DIR, parse_overrides
 from megatron_llama.config import ConfigError, Problem, format_problems
+from megatron_llama.config.conf_folders import check_current_folder
 from megatron_llama.launch.environment import process_context
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan
@@ -41,6 +42,7 @@ def main(argv: Sequence[str], run: RunFunction = run_train_py) -> int:
     slurm = next((word.partition("=")[2] for word in argv if word.partition("=")[0] == _SLURM), None)
     overrides = [word for word in argv if word not in (*FLAGS, *dry) and word.partition("=")[0] != _SLURM]
     try:
+        check_current_folder()
         if process_context(os.environ) is not None:
             rule = "a sweep starts its own ranks and cannot run as one of several ranks"
             raise ConfigError([Problem("-m", None, rule, "start it without torchrun, srun or mpirun")])
