@@ -251,6 +251,7 @@ def list_notes(config: Config, plan: Plan) -> Iterator[str]:
         least = f"{LEAST_IN_BLOCKS:,} values in rows of whole blocks of {STATE_BLOCK}"
         yield f"optim.state_bits={bits} has no effect: no trained matrix has {least}"
     yield from _random_ltd(plan)
+    yield from _exposed_communication(plan)
     if data.mock:
         if data.prefixes:
             yield "data.mock=true generates random tokens; data.prefixes is ignored"
@@ -263,6 +264,19 @@ def list_notes(config: Config, plan: Plan) -> Iterator[str]:
     weights, paths = split_weights(data.prefixes)
     if data.kind == "pretrain" and len(paths) > 1 and not weights:
         yield "data.prefixes has no weights: datasets are weighted by size, so that an epoch reads each sequence once"
+
+
+def _exposed_communication(plan: Plan) -> Iterator[str]:
+    """Yield a note on tensor-parallel communication that matmuls could hide, and do not."""
+    trainer = plan.config.trainer
+    device = find_device(plan.config.device.name)
+    can_overlap = device is not None and device.is_accelerator and device.async_tp_missing() is None
+    excluded = trainer.async_tp or trainer.cp > 1 or trainer.float8 is not None
+    if can_overlap and plan.sp and trainer.compile and not excluded:
+        yield (
+            f"trainer.tp={trainer.tp}: matmuls wait for the communication of tensor parallelism; trainer.async_tp=true "
+            "overlaps the two, and a smaller trainer.tp with trainer.zero=3 has less of it"
+        )
 
 
 def _random_ltd(plan: Plan) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""FlashAttention 3 is left out, with a warning, where it cannot work. tests/cuda has the test of its results."""
+"""FlashAttention 3 is omitted, with a warning, where it cannot work. tests/cuda has the test of its results."""
 
 from __future__ import annotations
 

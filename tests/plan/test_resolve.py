@@ -106,6 +106,23 @@ def test_sequence_parallelism_without_tensor_parallelism_is_off_with_a_note() ->
     assert "trainer.tp=1" in plan.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("changes", "noted"),
+    [
+        ({}, True),
+        ({"trainer.async_tp": True}, False),
+        ({"trainer.sp": False}, False),
+        ({"trainer.compile": False}, False),
+        ({"device.name": "neuron", "trainer.compile": False}, False),
+        ({"trainer.float8": "tensorwise"}, False),
+    ],
+)
+def test_communication_that_matmuls_could_hide_is_noted(changes: dict[str, object], noted: bool) -> None:
+    values = {"device.name": "cuda", "trainer.tp": 2, "trainer.compile": True, "trainer.precision": "bf16"}
+    plan = resolve(make(**{**values, **changes}), 2)
+    assert any("trainer.async_tp=true overlaps" in note for note in plan.notes) == noted
+
+
 def test_the_vocabulary_is_padded_to_a_multiple_of_tp() -> None:
     for tp, padded in ((1, 4099), (2, 4100), (4, 4100)):
         plan = resolve(make(**{"model.vocab_size": 4099, "trainer.tp": tp, "model.num_key_value_heads": 4}), tp)

@@ -1,6 +1,6 @@
 """A stand-in for FlashAttention 3's package: its two operators compute on the host, in the memory of the device.
 
-The arguments and results are those that torch/nn/attention/_fa3.py of torch 2.13 passes and expects.
+Arguments and results are as in torch/nn/attention/_fa3.py of torch 2.13.
 """
 
 from __future__ import annotations
