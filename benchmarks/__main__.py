@@ -31,6 +31,7 @@ COMMANDS = (
     "plan",
     "fit_planner",
     "launches",
+    "methods.context_balance",
     "methods.curriculum",
     "methods.less_communication",
     "methods.patterns",

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_llama.arch.pattern import Lengths, Pattern
 from megatron_llama.config.settings import TrainerConfig
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.topology import AXES, AXIS_NAMES, DP, PP, TP, Axis, Grid, Topology, zigzag
+from megatron_llama.topology import AXES, AXIS_NAMES, DP, PP, TP, Axis, Grid, Topology, chunk_work, divide, zigzag
 from tests.config.helpers import make
 
 WITHOUT_CP = (TP, DP, PP)
@@ -150,6 +151,44 @@ def test_zigzag_order_gives_each_rank_equal_causal_work(cp: int) -> None:
     grid = Grid({"tp": 2, "cp": cp, "dp": 1, "pp": 1})
     chunks = Topology(grid, grid.rank(cp=cp - 1)).positions(length)
     assert [position for chunk in chunks for position in chunk] == parts[-1]
+
+
+DOCUMENTS = {
+    "one long": ((1024, *[64] * 16),),
+    "long at the end": ((*[64] * 16, 1024),),
+    "two rows": ((1000, 24, 1024), (8, 2000, 40)),
+    "of one token": ((*[1] * 1024, 1024),),
+}
+
+
+@pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
+@pytest.mark.parametrize("cp", [2, 4, 8])
+def test_documents_are_divided_by_attention_work(cp: int, lengths: Lengths) -> None:
+    """Tokens are equal on all ranks, and attention work is closer to equal than in zig-zag order."""
+    length = 2048
+    division = divide(cp, length, lengths)
+    parts = [[position for chunk in chunks for position in chunk] for chunks in division]
+    assert sorted(position for part in parts for position in part) == list(range(length))
+    assert all(part == sorted(part) and len(part) == length // cp for part in parts)
+    keys = chunk_work(length, length, lengths, Pattern())
+
+    def imbalance(parts: list[list[int]]) -> float:
+        loads = [sum(keys[position] for position in part) for part in parts]
+        return max(loads) * cp / sum(loads)
+
+    order = [[position for chunk in zigzag(rank, cp, length) for position in chunk] for rank in range(cp)]
+    assert imbalance(parts) < min(1.12, imbalance(order))
+
+
+def test_sequences_of_one_document_are_in_zigzag_order() -> None:
+    zigzags = tuple(zigzag(rank, 4, 64) for rank in range(4))
+    assert divide(4, 64) == divide(4, 64, ((64,), (64,))) == zigzags != divide(4, 64, ((64,), (60, 4)))
+    assert divide(1, 64, ((60, 4),)) == ((range(64),),)
+
+
+def test_lengths_with_few_divisors_have_larger_chunks() -> None:
+    for length, chunks in ((48, 8), (40, 4), (20, 2)):
+        assert [len(part) for part in divide(2, length, ((length - 3, 3),))] == [chunks, chunks]
 
 
 def test_the_unit_of_a_sequence_length() -> None:

@@ -15,6 +15,9 @@ from megatron_llama.config.settings import ModelConfig
 LARGEST_FLASH_HEAD = 256
 """Largest head dimension of FlashAttention's kernels, which must be a multiple of 8."""
 
+Lengths = tuple[tuple[int, ...], ...]
+"""For each sequence of a batch, the lengths of its documents in tokens. Padding at the end counts as a document."""
+
 
 class Keys(Enum):
     """Visible keys of a range, for query i of the tile."""
@@ -81,6 +84,17 @@ class Pattern:
             return scores / length
         return length
 
+    def keys(self, queries: int) -> int:
+        """Return the number of visible keys of a document's first ``queries`` queries, their own keys included."""
+        if 0 < self.window < queries:
+            return triangle(self.window) + (queries - self.window) * self.window
+        if 0 < self.group < queries:
+            whole, rest = divmod(queries, self.group)
+            tail = self.block * self.global_blocks
+            earlier = triangle(whole - 1) * self.group * tail + rest * whole * tail
+            return whole * triangle(self.group) + triangle(rest) + earlier
+        return triangle(queries)
+
     def tiles(self, length: int, first: int = 0, end: int | None = None) -> Iterator[Tile]:
         """Yield tiles that compute queries ``first`` to ``end`` of a document of ``length`` tokens.
 
@@ -114,6 +128,15 @@ class Pattern:
     def global_keys(self, length: int) -> tuple[int, int, int]:
         """Return the document's global keys: (whole groups, first global position in a group, tokens per group)."""
         return (length // self.group if self.group else 0, self.group - self.block * self.global_blocks, self.group)
+
+
+CAUSAL = Pattern()
+"""No sparsity: a token attends to all earlier tokens of its document."""
+
+
+def triangle(count: int) -> int:
+    """Return 1 + 2 + ... + count."""
+    return count * (count + 1) // 2
 
 
 def _clip(part: KeyRange, tile: Tile, start: int, stop: int) -> Iterator[KeyRange]:

@@ -36,6 +36,7 @@ from megatron_llama.data.sample_stream import SampleStream, build_streams, resum
 from megatron_llama.devices.visibility import Documents
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.random_ltd import Subsets, build_subsets, draw_subsets
+from megatron_llama.parallel.context import BACKENDS
 from megatron_llama.parallel.groups import broadcast_from_rank_0
 from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule, RunPosition, SequenceCut, TokenSchedule, sequence_cut_at
@@ -125,10 +126,12 @@ class Batches:
 
     def _micro_batch(self, indices: range, cut: SequenceCut | None, ltd_length: int | None) -> MicroBatch:
         samples = [part for index in indices for part in cut_sample(self.samples[index], cut)]
-        chunks = self.topology.positions(len(samples[0]["tokens"]))
-        tokens, labels, loss_mask = (self._stack(samples, key, chunks) for key in ("tokens", "labels", "loss_mask"))
         documents = Documents.of(self._stack(samples, "documents")) if "documents" in samples[0] else None
         pattern = pattern_of(self.plan.model)
+        by_documents = documents is not None and BACKENDS[self.plan.config.trainer.cp_comm].by_documents
+        lengths = documents.lengths if documents is not None and by_documents else None
+        chunks = self.topology.positions(len(samples[0]["tokens"]), lengths, pattern)
+        tokens, labels, loss_mask = (self._stack(samples, key, chunks) for key in ("tokens", "labels", "loss_mask"))
         sizes = torch.tensor([_sizes(sample, pattern) for sample in samples]).sum(dim=0)
         sizes *= self.topology.place["cp"] == 0  # of whole sequences: the sum over ranks counts them once
         subsets = None if ltd_length is None else self._subsets(indices, ltd_length, documents)

@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_llama.arch.pattern import LARGEST_FLASH_HEAD, KeyRange, Keys, Pattern, Tile
-from megatron_llama.devices.visibility import AttentionInputs, Lengths
+from megatron_llama.arch.pattern import LARGEST_FLASH_HEAD, KeyRange, Keys, Lengths, Pattern, Tile
+from megatron_llama.devices.visibility import AttentionInputs
 
 aten = torch.ops.aten
 

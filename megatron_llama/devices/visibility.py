@@ -16,10 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_llama.arch.pattern import Pattern
-
-Lengths = tuple[tuple[int, ...], ...]
-"""For each sequence of a batch, the lengths of its documents in tokens. Padding at the end counts as a document."""
+from megatron_llama.arch.pattern import Lengths, Pattern
 
 
 @dataclass(frozen=True)

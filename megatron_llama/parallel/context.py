@@ -1,7 +1,8 @@
 """Context parallelism: each rank has a part of every sequence, and attention communicates the other parts.
 
-A rank has chunks r and 2 cp - 1 - r of 2 cp chunks (``topology.zigzag``), so causal work is equal on all ranks. Norms,
-matmuls and the loss of a token need no other token. Gradients of weights are sums over tokens, so ``fully_shard`` sums
+``topology.divide`` gives each rank chunks of every sequence, so that tokens and attention work are equal on all ranks:
+in zig-zag order, or with all_gather and several documents in a sequence, by the chunks' attention work. Norms, matmuls
+and the loss of a token need no other token. Gradients of weights are sums over tokens, so ``fully_shard`` sums
 them over cp as over dp. Attention has two backends (``trainer.cp_comm``):
 
     all_gather  gathers keys and values (Llama 3, arXiv:2407.21783, section 3.3.2); their gradients are reduce-scattered
@@ -27,15 +28,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single
 
-from megatron_llama.arch.pattern import Pattern
+from megatron_llama.arch.pattern import Lengths, Pattern
 from megatron_llama.devices import attention
 from megatron_llama.devices.kernels import Kernels
-from megatron_llama.devices.visibility import AttentionInputs, Documents, Lengths
+from megatron_llama.devices.visibility import AttentionInputs, Documents
 from megatron_llama.model.inputs import BlockInputs, InputBuilder
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.random_ltd import Subsets
 from megatron_llama.parallel.groups import Groups
-from megatron_llama.topology import Topology, zigzag
+from megatron_llama.topology import Topology, divide, zigzags
 
 
 class DividedInputs(NamedTuple):
@@ -45,8 +46,15 @@ class DividedInputs(NamedTuple):
     """Visible keys in whole sequences, for the backend."""
 
 
+Chunks = tuple[range, ...]
+"""Positions of a rank's tokens in the sequences."""
+
+
 class Backend(Protocol):
     """Attention over divided sequences."""
+
+    by_documents: bool
+    """Whether documents decide the division of sequences. Without it, the order is zig-zag."""
 
     def visible(self, tokens: Tensor, documents: Documents | None, pattern: Pattern) -> AttentionInputs | None:
         """Return the visible keys of whole sequences: tokens [b, s], of which only the shape is read."""
@@ -62,8 +70,7 @@ def attach(chunk: Llama, topology: Topology, kernels: Kernels, groups: Groups, c
     """Make a chunk compute this rank's part of each sequence. Does nothing with one context-parallel rank."""
     if topology.sizes["cp"] == 1:
         return
-    backends: dict[str, type[AllGather | Ulysses]] = {"all_gather": AllGather, "ulysses": Ulysses}
-    backend = backends[comm](kernels, groups["cp"])
+    backend = BACKENDS[comm](kernels, groups["cp"])
     chunk.build_inputs = DividedInputBuilder(chunk.build_inputs, backend, topology)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, visible: Any) -> Tensor:
@@ -95,7 +102,9 @@ class DividedInputBuilder(InputBuilder):
 
         Some RoPE scalings depend on the length of a sequence, to which padding does not count.
         """
-        local = _local_positions(self._topology, tokens.shape[1] * self._topology.sizes["cp"], tokens.device)
+        lengths = documents.lengths if documents is not None and self._backend.by_documents else None
+        chunks = self._topology.positions(tokens.shape[1] * self._topology.sizes["cp"], lengths, self.pattern)
+        local = _index(chunks, tokens.device)
         positions = local[None] if documents is None else documents.positions().index_select(1, local)
         rotary = self.rotary(positions.clamp(max=unpadded - 1), unpadded)
         return BlockInputs(rotary, self.visible(tokens, documents), documents)
@@ -115,7 +124,7 @@ class Division:
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Return the positions of this rank's tokens [s/cp], int64, in sequences padded from ``length`` tokens."""
         unit = 2 * self.topology.sizes["cp"]
-        return _local_positions(self.topology, -(-length // unit) * unit, device)
+        return _index(self.topology.positions(-(-length // unit) * unit), device)
 
     def local(self, x: Tensor) -> Tensor:
         """Return this rank's part [b, s/cp] of a tensor of whole sequences [b, s]. Padding is 0."""
@@ -134,20 +143,22 @@ class Division:
         return logits
 
 
-def _local_positions(topology: Topology, length: int, device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(c.start, c.stop, device=device) for c in topology.positions(length)])
+def _index(chunks: Chunks, device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
 
 
-def to_natural_order(x: Tensor) -> Tensor:
-    """Return parts of all ranks [cp, s/cp, ...] as sequences [s, ...]."""
-    first, second = x.chunk(2, dim=1)
-    return torch.cat([*first.unbind(0), *reversed(second.unbind(0))])
+def to_natural_order(x: Tensor, division: Sequence[Chunks]) -> Tensor:
+    """Return parts of all ranks [cp, s/cp, ...] as sequences [s, ...]. ``division``: see ``topology.divide``."""
+    pieces: dict[int, Tensor] = {}
+    for part, chunks in zip(x, division, strict=True):
+        starts = (chunk.start for chunk in chunks)
+        pieces.update(zip(starts, part.split([len(chunk) for chunk in chunks]), strict=True))
+    return torch.cat([pieces[start] for start in sorted(pieces)])
 
 
-def to_rank_order(x: Tensor, cp: int) -> Tensor:
+def to_rank_order(x: Tensor, division: Sequence[Chunks]) -> Tensor:
     """Return sequences [s, ...] as the parts of all ranks [cp, s/cp, ...]."""
-    chunks = x.chunk(2 * cp)
-    return torch.stack([torch.cat((chunks[rank], chunks[-1 - rank])) for rank in range(cp)])
+    return torch.stack([torch.cat([x[chunk.start : chunk.stop] for chunk in chunks]) for chunks in division])
 
 
 def _sequence_first(x: Tensor) -> Tensor:
@@ -162,8 +173,11 @@ def _heads_first(x: Tensor) -> Tensor:
 
 # all_gather: this rank's queries, and the keys and values of the whole sequence.
 
+
 class AllGather:
     """Attention to gathered keys and values."""
+
+    by_documents = True
 
     def __init__(self, kernels: Kernels, group: dist.ProcessGroup) -> None:
         self.compiled, self.group = kernels.compiled, group
@@ -185,35 +199,42 @@ class AllGather:
         return _GatheredAttention.apply(q, k, v, visible.lengths, visible.pattern, self.group)
 
 
-def _gather(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def _gather(k: Tensor, v: Tensor, division: Sequence[Chunks], group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Gather this rank's keys and values [b, kv heads, s/cp, d] to [b, kv heads, s, d], by one collective."""
     local = torch.stack([_sequence_first(k), _sequence_first(v)], dim=1)
     parts = local.new_empty(dist.get_world_size(group), *local.shape)
     dist.all_gather_into_tensor(parts.flatten(0, 1), local, group=group)
-    keys, values = to_natural_order(parts).unbind(1)
+    keys, values = to_natural_order(parts, division).unbind(1)
     return _heads_first(keys), _heads_first(values)
 
 
-def _reduce_scatter(dk: Tensor, dv: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def _reduce_scatter(
+    dk: Tensor, dv: Tensor, division: Sequence[Chunks], group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
     """Sum gradients [b, kv heads, s, d] over the ranks; return this rank's parts [b, kv heads, s/cp, d]."""
     whole = torch.stack([_sequence_first(dk), _sequence_first(dv)], dim=1)
-    parts = to_rank_order(whole, dist.get_world_size(group))
+    parts = to_rank_order(whole, division)
     local = torch.empty_like(parts.select(0, 0))
     dist.reduce_scatter_tensor(local, parts.flatten(0, 1), group=group)
     dk, dv = local.unbind(1)
     return _heads_first(dk), _heads_first(dv)
 
 
-def _chunks(q: Tensor, group: dist.ProcessGroup) -> tuple[range, ...]:
+def _division(
+    q: Tensor, lengths: Lengths, pattern: Pattern, group: dist.ProcessGroup
+) -> tuple[Sequence[Chunks], Chunks]:
+    """Return the positions of all ranks' tokens and of this rank's queries [b, heads, s/cp, d]."""
     size = dist.get_world_size(group)
-    return zigzag(dist.get_rank(group), size, size * q.shape[2])
+    division = divide(size, size * q.shape[2], lengths, pattern)
+    return division, division[dist.get_rank(group)]
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, pattern: Pattern, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """Return (attention [b, heads, s/cp, d], log-sum-exp of scores [b, heads, s/cp], fp32)."""
-    return attention.tiles_forward(q, *_gather(k, v, group), lengths, None, pattern, _chunks(q, group))
+    division, chunks = _division(q, lengths, pattern, group)
+    return attention.tiles_forward(q, *_gather(k, v, division, group), lengths, None, pattern, chunks)
 
 
 def _backward(
@@ -222,9 +243,10 @@ def _backward(
     """Return the gradients of q, k and v. ``saved``: q, k, v, output, log-sum-exp."""
     q, k, v, out, lse = saved
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # kernels require a contiguous last dim
-    inputs = (grad, q, *_gather(k, v, group), out, lse)
-    dq, dk, dv = attention.tiles_backward(*inputs, lengths, None, pattern, _chunks(q, group))
-    return dq, *_reduce_scatter(dk, dv, group)
+    division, chunks = _division(q, lengths, pattern, group)
+    inputs = (grad, q, *_gather(k, v, division, group), out, lse)
+    dq, dk, dv = attention.tiles_backward(*inputs, lengths, None, pattern, chunks)
+    return dq, *_reduce_scatter(dk, dv, division, group)
 
 
 class _GatheredAttention(torch.autograd.Function):
@@ -299,8 +321,11 @@ _operator.register_autograd(_operator_gradient, setup_context=_save)
 
 # ulysses: whole sequences, and this rank's share of the heads.
 
+
 class Ulysses:
-    """Attention of a rank's heads over whole sequences, by the device's kernel."""
+    """Attention of a rank's heads over whole sequences, by the device's kernel. Documents are the same on all ranks."""
+
+    by_documents = False
 
     def __init__(self, kernels: Kernels, group: dist.ProcessGroup) -> None:
         self.kernels, self.group, self.cp = kernels, group, dist.get_world_size(group)
@@ -320,11 +345,12 @@ class Ulysses:
     def _sequences(self, x: Tensor) -> Tensor:
         """Exchange [b, heads, s/cp, d] to [b, heads/cp, s, d]."""
         by_rank = _sequence_first(x).unflatten(2, (self.cp, -1)).movedim(2, 0)
-        return _heads_first(to_natural_order(self._exchange(by_rank)))
+        parts = self._exchange(by_rank)
+        return _heads_first(to_natural_order(parts, zigzags(self.cp, self.cp * parts.shape[1])))
 
     def _tokens(self, x: Tensor) -> Tensor:
         """Exchange [b, heads/cp, s, d] to [b, heads, s/cp, d]."""
-        by_rank = to_rank_order(_sequence_first(x), self.cp)
+        by_rank = to_rank_order(_sequence_first(x), zigzags(self.cp, x.shape[2]))
         return _heads_first(self._exchange(by_rank).movedim(0, 2).flatten(2, 3))
 
     def _exchange(self, parts: Tensor) -> Tensor:
@@ -355,3 +381,6 @@ def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     dist.all_to_all_single(received, parts, group=group)
     return received
 
+
+BACKENDS: dict[str, type[AllGather | Ulysses]] = {"all_gather": AllGather, "ulysses": Ulysses}
+"""Backends by ``trainer.cp_comm``."""

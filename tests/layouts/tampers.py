@@ -17,6 +17,7 @@ from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.parallel import ParallelModel, Shard, context
 from megatron_llama.parallel.pipeline import Counts
+from megatron_llama.topology import zigzags
 from tests.parallel.symmetric_memory import wrong_pieces
 
 
@@ -147,10 +148,15 @@ def blocks_without_global_ones(model: ParallelModel) -> None:
 def chunks_in_plain_order(model: ParallelModel) -> None:
     """Attention places a context-parallel rank's queries one after another, not in zig-zag order."""
 
-    def plain(rank: int, size: int, length: int) -> tuple[range, ...]:
-        return (range(rank * length // size, (rank + 1) * length // size),)
+    def plain(size: int, length: int, *_: Any) -> tuple[tuple[range, ...], ...]:
+        return tuple((range(rank * length // size, (rank + 1) * length // size),) for rank in range(size))
 
-    context.zigzag = plain
+    context.divide = plain
+
+
+def documents_in_zigzag_order(model: ParallelModel) -> None:
+    """Attention assumes the order of sequences without documents."""
+    context.divide = lambda size, length, *_: zigzags(size, length)
 
 
 def positions_of_the_rank(model: ParallelModel) -> None:
@@ -164,9 +170,9 @@ def positions_of_the_rank(model: ParallelModel) -> None:
 
 
 def key_gradients_of_each_rank_alone(model: ParallelModel) -> None:
-    def local(dk: torch.Tensor, dv: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        parts = (context.to_rank_order(x.permute(2, 0, 1, 3), size)[rank] for x in (dk, dv))
+    def local(dk: torch.Tensor, dv: torch.Tensor, division: Any, group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
+        rank = dist.get_rank(group)
+        parts = (context.to_rank_order(x.permute(2, 0, 1, 3), division)[rank] for x in (dk, dv))
         return tuple(x.permute(1, 2, 0, 3) for x in parts)
 
     context._reduce_scatter = local

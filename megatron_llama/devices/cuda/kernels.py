@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.arch.pattern import Pattern, fits_varlen
+from megatron_llama.arch.pattern import Lengths, Pattern, fits_varlen
 from megatron_llama.devices import attention
 from megatron_llama.devices.kernels import Float8Operand, Kernels
-from megatron_llama.devices.visibility import AttentionInputs, Lengths
+from megatron_llama.devices.visibility import AttentionInputs
 
 # One call of FlashAttention (Dao 2023, arXiv:2307.08691) for all documents of a micro batch. torch.nn.attention.varlen
 # calls the same operators, but differs between torch 2.11 (no ``enable_gqa``) and 2.13 (requires it). Also, the
