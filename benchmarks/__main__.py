@@ -34,6 +34,7 @@ COMMANDS = (
     "methods.context_balance",
     "methods.curriculum",
     "methods.less_communication",
+    "methods.longest_sequences",
     "methods.patterns",
     "methods.random_ltd",
     "methods.retrieval",

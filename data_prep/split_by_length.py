@@ -127,7 +127,7 @@ _FILES = (".bin", ".idx")
 
 
 def _publish(work: Path, folder: Path, names: list[str]) -> None:
-    """Move the datasets to their final names, those with a manifest by ``publish``."""
+    """Move the datasets to their final names; ``publish`` moves datasets with a manifest."""
     publish(work, folder, names)
     for name in names:  # a dataset of another program has no manifest
         for suffix in _FILES:

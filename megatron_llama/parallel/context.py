@@ -1,8 +1,8 @@
 """Context parallelism: each rank has a part of every sequence, and attention communicates the other parts.
 
-``topology.divide`` gives each rank chunks of every sequence, so that tokens and attention work are equal on all ranks:
-in zig-zag order, or with all_gather and several documents in a sequence, by the chunks' attention work. Norms, matmuls
-and the loss of a token need no other token. Gradients of weights are sums over tokens, so ``fully_shard`` sums
+``topology.divide`` gives each rank chunks of every sequence, so that tokens and attention work are equal on all ranks.
+The order is zig-zag. With all_gather and several documents in a sequence, the chunks' attention work decides. Norms,
+matmuls and the loss of a token need no other token. Gradients of weights are sums over tokens, so ``fully_shard`` sums
 them over cp as over dp. Attention has two backends (``trainer.cp_comm``):
 
     all_gather  gathers keys and values (Llama 3, arXiv:2407.21783, section 3.3.2); their gradients are reduce-scattered
@@ -149,11 +149,11 @@ def _index(chunks: Chunks, device: torch.device) -> Tensor:
 
 def to_natural_order(x: Tensor, division: Sequence[Chunks]) -> Tensor:
     """Return parts of all ranks [cp, s/cp, ...] as sequences [s, ...]. ``division``: see ``topology.divide``."""
-    pieces: dict[int, Tensor] = {}
+    slices: dict[int, Tensor] = {}
     for part, chunks in zip(x, division, strict=True):
         starts = (chunk.start for chunk in chunks)
-        pieces.update(zip(starts, part.split([len(chunk) for chunk in chunks]), strict=True))
-    return torch.cat([pieces[start] for start in sorted(pieces)])
+        slices.update(zip(starts, part.split([len(chunk) for chunk in chunks]), strict=True))
+    return torch.cat([slices[start] for start in sorted(slices)])
 
 
 def to_rank_order(x: Tensor, division: Sequence[Chunks]) -> Tensor:

@@ -82,12 +82,11 @@ def test_it_fits_its_machines() -> None:
 
 def test_it_trains_scaled_down(tmp_path: Path) -> None:
     """Two context-parallel ranks, mock data and random weights of a small model."""
-    small = (
-        "model=llama_2m model.max_position_embeddings=512 data=mock data.seq_length=512 init_from=null finetune=none "
-        "device=cpu trainer.cp=2 trainer.dp=1 trainer.global_batch_size=2 trainer.steps=2 trainer.compile=false "
-        "trainer.precision=fp32 trainer.val_every_steps=null optim.warmup_steps=1 logging.tensorboard=false "
-        "checkpoint=none checkpoint.every_steps=null checkpoint.keep=2 checkpoint.export_hf=false"
-    )
-    status, output = run_train_py(tmp_path / "run", f"+experiment={NAME}", *small.split())
+    model = "model=llama_2m model.max_position_embeddings=512 init_from=null finetune=none"
+    trainer = "device=cpu trainer.cp=2 trainer.dp=1 trainer.global_batch_size=2 trainer.steps=2 trainer.compile=false"
+    more = "data=mock data.seq_length=512 trainer.precision=fp32 trainer.val_every_steps=null optim.warmup_steps=1"
+    saved = "checkpoint=none checkpoint.every_steps=null checkpoint.export_hf=false logging.tensorboard=false"
+    words = f"{model} {trainer} {more} {saved}".split()
+    status, output = run_train_py(tmp_path / "run", f"+experiment={NAME}", *words)
     assert status == 0, output
     assert "yarn x 16" in output

@@ -28,6 +28,7 @@ LARGEST_MICRO_BATCH = 64
 MOST_VIRTUAL = 8
 TUNED = (
     "trainer.tp",
+    "trainer.cp",
     "trainer.pp",
     "trainer.vpp",
     "trainer.dp",
@@ -98,7 +99,13 @@ class Tuner:
     """A config to tune on a target."""
 
     def __init__(
-        self, config: Config, fixed: Mapping[str, Any], target: Target, extra: Mapping[str, Any] | None = None
+        self,
+        config: Config,
+        fixed: Mapping[str, Any],
+        target: Target,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        context: bool = False,
     ) -> None:
         """Create a tuner.
 
@@ -107,8 +114,10 @@ class Tuner:
             fixed: values of tuned settings that the user has set.
             target: devices of the run.
             extra: values of other settings, added to each candidate.
+            context: whether to try all sizes of context parallelism. Otherwise the config's.
         """
         self.config, self.fixed, self.target, self.extra = config, fixed, target, dict(extra or {})
+        self.context = context
         derived = change_settings(config, {})
         derive_optimizer(derived)  # once, because resolving the schedule takes most of a plan's time
         self._optim = derived.optim
@@ -181,33 +190,40 @@ class Tuner:
             if ranks % tp:
                 continue
             for pp in self._options("trainer.pp", (n for n in _divisors(ranks // tp) if n <= layers)):
-                grid = given.resized(tp=tp, pp=pp)
-                dp = grid.with_world(ranks).sizes["dp"]
-                if ranks % grid.block or self.fixed.get("trainer.dp", dp) != dp:
-                    continue
-                yield from self._with_schedules(tp, pp, dp)
+                for cp in self._options("trainer.cp", self._contexts(ranks // (tp * pp), inside // tp)):
+                    grid = given.resized(tp=tp, pp=pp, cp=cp)
+                    dp = grid.with_world(ranks).sizes["dp"]
+                    if ranks % grid.block or self.fixed.get("trainer.dp", dp) != dp:
+                        continue
+                    yield from self._with_schedules(tp, cp, pp, dp)
+
+    def _contexts(self, ranks: int, inside: int) -> Iterable[int]:
+        """Return the sizes of context parallelism to try, within a node."""
+        if not self.context:
+            return [self.config.trainer.cp]
+        return [size for size in _divisors(ranks) if size <= max(1, inside)]
 
     def _cuts(self, tp: int) -> bool:
         return can_cut(self.config.model, tp)
 
-    def _with_schedules(self, tp: int, pp: int, dp: int) -> Iterator[dict[str, Any]]:
+    def _with_schedules(self, tp: int, cp: int, pp: int, dp: int) -> Iterator[dict[str, Any]]:
         """Yield a grid with each choice of virtual stages, ZeRO stage, shard group and recomputation."""
         layers = self.config.model.num_hidden_layers
         virtual = [v for v in range(1, MOST_VIRTUAL + 1) if v == 1 or (pp > 1 and layers % (pp * v) == 0)]
-        zero = [0, 1, 2, 3] if dp > 1 else [self.config.trainer.zero]
+        zero = [0, 1, 2, 3] if dp * cp > 1 else [self.config.trainer.zero]
         for vpp in self._options("trainer.vpp", virtual):
             for stage in self._options("trainer.zero", zero):
-                for group in self._options("trainer.shard_group", self._groups(tp, dp, stage)):
+                for group in self._options("trainer.shard_group", self._groups(tp, cp * dp, stage)):
                     for recompute in self._options("trainer.recompute", WORTH_TRYING):
-                        values = (tp, pp, vpp, dp, stage, group, recompute)
+                        values = (tp, cp, pp, vpp, dp, stage, group, recompute)
                         names = (name for name in TUNED if name != "trainer.micro_batch_size")
                         yield dict(zip(names, values, strict=True))
 
-    def _groups(self, tp: int, dp: int, zero: int) -> Iterator[int | None]:
-        """Yield the shard groups: all data-parallel ranks (None), or the ranks of one node."""
+    def _groups(self, tp: int, replicas: int, zero: int) -> Iterator[int | None]:
+        """Yield the shard groups: all ranks with the same weights (None), or the ranks of one node."""
         yield None
         inside = self.target.device.per_node // tp
-        if zero and 1 < inside < dp and dp % inside == 0 and self.target.nodes > 1:
+        if zero and 1 < inside < replicas and replicas % inside == 0 and self.target.nodes > 1:
             yield inside
 
     def _micro_batches(self, dp: int) -> Iterator[int]:

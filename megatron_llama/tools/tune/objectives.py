@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megatron_llama import cli
 from megatron_llama.config import Config, ConfigError, Problem
@@ -26,10 +23,17 @@ from megatron_llama.tools.plan.forecast_run import MOST_DEVICES, forecast_plan
 from megatron_llama.tools.planned_run import batch_problems
 from megatron_llama.tools.settings import TuneConfig, load_cluster, load_tuning
 from megatron_llama.tools.tune.candidates import TUNED, Candidate, CandidateSpace, Tuner, fixed_settings
+from megatron_llama.tools.tune.longest import (
+    LENGTH,
+    STEP,
+    length_settings,
+    longest_in_any_layout,
+    sequence_lines,
+    sequence_table,
+)
 from megatron_llama.tools.tune.search import SearchResult, enumerate_candidates, format_outcome, make_attempt, search
 from megatron_llama.tools.tune.target import Target, find_target
 from megatron_llama.tools.tune.trial import DONE, Journal, check_name, experiment_path, experiment_text
-from megatron_llama.topology import Grid
 
 STATED = ("data.seq_length", "trainer.global_batch_size", "trainer.precision", "device.name")
 """Settings that each experiment file states, also if they are defaults."""
@@ -135,7 +139,7 @@ def _max_seq_len(request: TuneRequest, tuned: Tuner, trials: int) -> None:
     """
     config, target = request.config, request.target
     with progress_bar("forecast", "lengths") as bar:
-        cells = stage_table(config, tuned.fixed, target, bar.show)
+        cells = sequence_table(config, tuned.fixed, target, bar.show)
     _print_lines(["", *sequence_lines(cells, config), ""])
     scale, positions = 1.0, config.model.max_position_embeddings
     for _ in range(max(1, trials)):
@@ -146,7 +150,7 @@ def _max_seq_len(request: TuneRequest, tuned: Tuner, trials: int) -> None:
         capped = min(tokens, positions)
         limit = f"; model.max_position_embeddings limits them to {positions:,}" if tokens > positions else ""
         _print_lines(wrap_lines(f"longest sequence that fits in any layout: {tokens:,} tokens{limit}"))
-        longer = Tuner(config, tuned.fixed, target, length_settings(config, capped))
+        longer = Tuner(config, tuned.fixed, target, length_settings(config, capped), context=True)
         result = run_search(request, longer, enumerate_candidates(longer), trials)
         if result.best is not None and (not result.history.tried or result.history.best):
             _show_and_write(request, result)
@@ -285,149 +289,15 @@ def _days(tuned: Tuner, best: Candidate) -> float:
 
 def device_count_lines(counts: list[DeviceCount]) -> Iterator[str]:
     """Yield one row per device count, with its fastest settings."""
-    rows = [["devices", "candidates", "s/step", "days", "memory", "tp", "pp", "dp", "zero"]]
+    rows = [["devices", "candidates", "s/step", "days", "memory", "tp", "cp", "pp", "dp", "zero"]]
     for each in counts:
         best, days = each.fastest, each.days
         row = [f"{each.tuned.target.ranks:,}", f"{len(each.space.candidates):,}"]
         if best is not None and days is not None:
             row += [f"{best.seconds:.4g}", f"{days:,.3g}", gib(best.required_bytes)]
-            row += [str(best.settings[f"trainer.{name}"]) for name in ("tp", "pp", "dp", "zero")]
+            row += [str(best.settings[f"trainer.{name}"]) for name in ("tp", "cp", "pp", "dp", "zero")]
         rows.append(row + [""] * (len(rows[0]) - len(row)))
     yield from text_table(rows, left=0)
-
-
-# objective=max_seq_len: bisect the memory forecast for each layout.
-
-
-STEP = 64
-"""Sequence lengths are multiples of this number of tokens."""
-LONGEST = 1 << 24
-LENGTH, POSITIONS, BATCH = "data.seq_length", "model.max_position_embeddings", "trainer.global_batch_size"
-METHODS = {"full": "full", "lora": "LoRA"}
-SAVING = {"trainer.micro_batch_size": 1, "trainer.recompute": "full", "trainer.vpp": 1}
-"""Settings of least memory, unless the user sets others."""
-
-Fits = Callable[[Candidate], bool]
-
-
-@dataclass(frozen=True)
-class LengthCell:
-    """Cell of the table of sequence lengths."""
-
-    method: str
-    zero: int
-    ranks: int
-    tokens: int
-    """Longest sequence that fits, in tokens; 0 if none fits."""
-
-
-def longest_sequence(tuned: Tuner, settings: Mapping[str, Any], ranks: int, fits: Fits) -> int:
-    """Return the longest sequence with which ``settings`` fit, a multiple of STEP tokens; 0 if none fits.
-
-    Raises:
-        ConfigError: the settings break a rule.
-    """
-    grid = Grid.of(tuned.config.trainer).resized(tp=settings["trainer.tp"])
-    unit = math.lcm(STEP, grid.sequence_unit(sp=True))
-
-    def fit(count: int) -> bool:
-        return fits(tuned.candidate({**settings, **length_settings(tuned.config, count * unit)}, ranks))
-
-    low, high = 0, 1
-    while high * unit <= LONGEST and fit(high):
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fit(middle) else (low, middle)
-    return low * unit
-
-
-def length_settings(config: Config, tokens: int) -> dict[str, int]:
-    """Return the settings for sequences of ``tokens`` tokens, with enough positions."""
-    more = {POSITIONS: tokens} if tokens > config.model.max_position_embeddings else {}
-    return {LENGTH: tokens, **more}
-
-
-def longest_in_any_layout(tuned: Tuner, fits: Fits, progress: Callable[[int], None]) -> int:
-    """Return the longest sequence of any layout of the target; 0 if none fits.
-
-    Raises:
-        ConfigError: all layouts break a rule.
-    """
-    saving = Tuner(tuned.config, {**SAVING, **tuned.fixed}, tuned.target)
-    lengths, problem, done = [], None, 0
-    for ranks in tuned.target.world_sizes():
-        for layout in saving.layouts(ranks):
-            size = saving.fixed["trainer.micro_batch_size"]
-            try:
-                lengths.append(longest_sequence(saving, {**layout, "trainer.micro_batch_size": size}, ranks, fits))
-            except ConfigError as error:
-                problem = error
-            done += 1
-            progress(done)
-    if not lengths and problem is not None:
-        raise problem
-    return max(lengths, default=0)
-
-
-def stage_table(
-    config: Config, fixed: Mapping[str, Any], target: Target, progress: Callable[[int], None]
-) -> list[LengthCell]:
-    """Return the longest sequence by method, ZeRO stage and number of data-parallel ranks (1, 2, 4, ...).
-
-    A global batch that does not divide by the ranks is rounded up.
-    """
-    cells = []
-    tp, pp = fixed.get("trainer.tp", 1), fixed.get("trainer.pp", 1)
-    grid = Grid.of(config.trainer).resized(tp=tp, pp=pp)
-    for method in METHODS:
-        changed = deepcopy(config)
-        changed.finetune.method = method
-        tuned = Tuner(changed, fixed, target)
-        for zero in [fixed["trainer.zero"]] if "trainer.zero" in fixed else range(4):
-            for ranks in rank_counts(target, grid.block):
-                settings = _cell_settings(config, fixed, tp, pp, grid.with_world(ranks).sizes["dp"], zero)
-                tokens = longest_sequence(tuned, settings, ranks, partial(_fits_on, target.subset(ranks)))
-                cells.append(LengthCell(method, zero, ranks, tokens))
-                progress(len(cells))
-    return cells
-
-
-def _fits_on(target: Target, each: Candidate) -> bool:
-    return target.required_bytes(each.peak, each.ranks) <= target.usable_bytes
-
-
-def rank_counts(target: Target, block: int) -> list[int]:
-    """Return ``block`` times 1, 2, 4, ... ranks, up to the ranks of the target."""
-    return [block << power for power in range(target.ranks.bit_length()) if block << power <= target.ranks]
-
-
-def _cell_settings(config: Config, fixed: Mapping[str, Any], tp: int, pp: int, dp: int, zero: int) -> dict[str, Any]:
-    """Return the settings of one cell, with all names that ``Tuner.candidate`` requires."""
-    values = {**dict.fromkeys(TUNED), **SAVING, **fixed, "trainer.tp": tp, "trainer.pp": pp}
-    unit = dp * values["trainer.micro_batch_size"]
-    batch = -(-get(config, BATCH) // unit) * unit
-    return {**values, "trainer.dp": dp, "trainer.zero": zero, "trainer.shard_group": None, BATCH: batch}
-
-
-def sequence_lines(cells: list[LengthCell], config: Config) -> Iterator[str]:
-    """Yield the table: one row per method and ZeRO stage, one column per number of devices."""
-    ranks = sorted({cell.ranks for cell in cells})
-    tokens = {(cell.method, cell.zero, cell.ranks): cell.tokens for cell in cells}
-    yield "longest data.seq_length that fits, by number of devices"
-    rows = [["finetune", "zero", *map(str, ranks)]]
-    for method, label in METHODS.items():
-        for zero in sorted({cell.zero for cell in cells}):
-            first = label if zero == min(cell.zero for cell in cells) else ""
-            rows.append([first, str(zero), *(_shown(tokens[method, zero, n]) for n in ranks)])
-    yield from text_table(rows, left=1)
-    positions = config.model.max_position_embeddings
-    if any(cell.tokens > positions for cell in cells):
-        yield f"  more than {positions:,} tokens need a larger model.max_position_embeddings"
-
-
-def _shown(tokens: int) -> str:
-    return f"{tokens:,}" if tokens else "-"
 
 
 # Report of a search.
@@ -435,7 +305,7 @@ def _shown(tokens: int) -> str:
 
 SHOWN = 12
 """Number of candidates in the report."""
-_HEADS = ("tp", "pp", "vpp", "dp", "zero", "group", "micro", "recompute")
+_HEADS = ("tp", "cp", "pp", "vpp", "dp", "zero", "group", "micro", "recompute")
 _NUMBERS = ("s/step", "tokens/s", "GiB")
 
 

@@ -13,7 +13,7 @@ from megatron_llama.config.fields import get
 from megatron_llama.tools.tune import objectives, search, trial
 from megatron_llama.tools.tune.candidates import TUNED, Candidate, Tuner
 from megatron_llama.tools.tune.cli import main
-from megatron_llama.tools.tune.objectives import length_settings, longest_sequence
+from megatron_llama.tools.tune.longest import LengthCell, length_settings, longest_sequence, sequence_table
 from megatron_llama.tools.tune.trial import DONE, FAILED, TrialOutcome
 from tests.tools.tune.searches import WORDS, tuned
 
@@ -53,8 +53,8 @@ def test_plan_for_another_machine(output_dir: Path, capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     assert "16 x h100 on 2 nodes, 80 GiB each" in text and "plan only" in text
     table = rows(text)
-    assert len(table) == 12 and [float(row[9]) for row in table] == sorted(float(row[9]) for row in table)
-    assert all(int(row[1]) * int(row[2]) * int(row[4]) == 16 for row in table)
+    assert len(table) == 12 and [float(row[10]) for row in table] == sorted(float(row[10]) for row in table)
+    assert all(int(row[1]) * int(row[2]) * int(row[3]) * int(row[5]) == 16 for row in table)
     assert re.search(r"\d +does not fit", text) and "slower candidates" in text
     assert max(map(len, text.splitlines()[2:-2])) <= 79, "after the title, before the experiment's path"
     assert (output_dir / "found.yaml").read_text().startswith("# @package _global_\n# llama7b on 16 x h100")
@@ -73,8 +73,8 @@ def test_experiment_has_the_best_settings(output_dir: Path, capsys: pytest.Captu
     best = rows(capsys.readouterr().out)[0]
     config = load_config([f"experiment={output_dir / 'found.yaml'}"], CONF_DIR)
     expected = load_config([*LLAMA_7B, *more, "device.memory_gib=80", "device.name=cuda"], CONF_DIR)
-    names = ("tp", "pp", "vpp", "dp", "zero", "micro_batch_size", "recompute")
-    shown = dict(zip(names, [*best[1:6], *best[7:9]], strict=True))
+    names = ("tp", "cp", "pp", "vpp", "dp", "zero", "micro_batch_size", "recompute")
+    shown = dict(zip(names, [*best[1:7], *best[8:10]], strict=True))
     assert {name: str(get(config, f"trainer.{name}")) for name in shown} == shown
     for name in TUNED:
         section, _, key = name.rpartition(".")
@@ -86,7 +86,7 @@ def test_experiment_has_the_best_settings(output_dir: Path, capsys: pytest.Captu
 
 
 def test_table_of_longest_sequences(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["objective=max_seq_len", "cluster.devices_per_node=4", "trainer.recompute=full"]
+    words = ["objective=max_seq_len", "cluster.devices_per_node=4", "trainer.recompute=full", "trainer.cp=1"]
     assert main([*words, *LLAMA_7B, *FAKE]) == 0
     text = capsys.readouterr().out
     lines = [line for line in text.splitlines() if re.search(r" [0-3]  +[\d,-]+  +[\d,-]+  +[\d,-]+$", line)]
@@ -102,6 +102,32 @@ def test_table_of_longest_sequences(output_dir: Path, capsys: pytest.CaptureFixt
     assert "limits them to 4,096" in text
     config = load_config([f"experiment={output_dir / 'found.yaml'}"], CONF_DIR)
     assert config.data.seq_length == 4096, "limited by the model's positions"
+
+
+def test_context_parallelism_and_recomputation_in_the_table() -> None:
+    """A small host: 2 ranks that share 1 GiB, each combination once."""
+    tuner = tuned(memory=1 << 30)
+    cells = sequence_table(tuner.config, tuner.fixed, tuner.target, lambda done: None)
+    assert len({(c.method, c.saving, c.cp, c.zero, c.ranks) for c in cells}) == len(cells)
+    tokens = {(c.method, c.saving, c.cp, c.zero): c.tokens for c in cells if c.ranks == 2}
+    for method in ("full", "lora"):
+        for cp in ("1", "all"):
+            none, full, offload = (tokens[method, saving, cp, 3] for saving in ("none", "full", "full, offload"))
+            assert 0 < none < full <= offload
+        assert tokens[method, "full", "all", 3] > 1.5 * tokens[method, "full", "1", 3], "half of the tokens per rank"
+    only = sequence_table(tuner.config, {"trainer.cp": 2, "trainer.zero": 1}, tuner.target, lambda done: None)
+    assert {(c.cp, c.zero, c.ranks) for c in only} == {("2", 1, 2)}
+    assert LengthCell("full", "none", "all", 3, 2, tokens["full", "none", "all", 3]) in cells
+
+
+def test_the_longest_layout_uses_context_parallelism() -> None:
+    layouts = list(Tuner(tuned().config, {}, tuned(cores=4).target, context=True).layouts(4))
+    assert {layout["trainer.cp"] for layout in layouts} == {1, 2, 4}
+    assert all(
+        layout["trainer.tp"] * layout["trainer.cp"] * layout["trainer.pp"] * layout["trainer.dp"] == 4
+        for layout in layouts
+    )
+    assert {layout["trainer.cp"] for layout in tuned().layouts(2)} == {1}, "other objectives keep the config's size"
 
 
 def test_longest_sequence_is_maximal() -> None:
