@@ -275,8 +275,19 @@ def _context_parallel(job: Job, layer: _Work, device: HardwareSpec, constants: M
         return (2 + recomputed) * size / bandwidth
     if job.program.chunks_logits:
         return (3 + recomputed) * (job.cp - 1) * keys / bandwidth
-    passing = 3 * (job.cp - 1) * keys / bandwidth
+    passing = 3 * (job.cp - 1) * keys / ring_bandwidth(job, device, constants)
     return constants["exposed.cp"] * passing + max(0.0, (1 - constants["exposed.cp"]) * passing - layer.attention)
+
+
+def ring_bandwidth(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> float:
+    """Return the bytes/s at which context-parallel ranks pass keys and values around a ring.
+
+    Each rank sends to the next one only. All ranks wait for the slowest transfer, so a ring over several nodes has the
+    speed of one rank's network card, not of all cards of a node.
+    """
+    if job.tp * job.cp > device.per_node:
+        return constants["network.share"] * device.network
+    return RING_SHARE * device.link
 
 
 def _messages(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> float:

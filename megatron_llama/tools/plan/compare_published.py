@@ -144,12 +144,13 @@ def as_json(compared: Sequence[ComparedRun], skipped: Mapping[str, int]) -> dict
             "by confidence": summaries(compared, lambda row: row.cell("confidence")),
             "by source": summaries(compared, lambda row: source_of(row.run.row)),
             "by device": summaries(compared, lambda row: row.cell("device")),
+            "by context-parallel ranks": summaries(compared, lambda row: str(row.run.job.cp)),
         },
     }
 
 
 def lines(compared: Sequence[ComparedRun], skipped: Mapping[str, int]) -> Iterator[str]:
-    """Yield the report: each row, then errors by source, device and confidence."""
+    """Yield the report: each row, then errors by source, device, confidence and context parallelism."""
     numbers = ("published", "predicted", "error", "GiB", "predicted", "error")
     head = ("id", "model", "device", "devices", "layout", *numbers)
     yield from text_table([head, *map(_cells, compared)], left=5)
@@ -157,6 +158,7 @@ def lines(compared: Sequence[ComparedRun], skipped: Mapping[str, int]) -> Iterat
         ("by source and confidence", lambda row: f"{source_of(row.run.row)} · {row.cell('confidence')}"),
         ("by device", lambda row: row.cell("device")),
         ("by confidence", lambda row: row.cell("confidence")),
+        ("by context-parallel ranks", lambda row: str(row.run.job.cp)),
     ):
         yield ""
         rows: list[tuple[str, ...]] = [("mean absolute error " + title, "", "rows", "mean", "90th percentile", "bias")]

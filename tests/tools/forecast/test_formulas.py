@@ -14,7 +14,14 @@ from megatron_llama.plan.memory import footprint, layer_activations, microbatche
 from megatron_llama.system.tables import GIB
 from megatron_llama.tools.forecast.hardware import devices, find_device
 from megatron_llama.tools.forecast.programs import PROGRAMS
-from megatron_llama.tools.forecast.step_time import StepTime, kernel_count, load_constants, step_time
+from megatron_llama.tools.forecast.step_time import (
+    StepTime,
+    bus_bandwidth,
+    kernel_count,
+    load_constants,
+    ring_bandwidth,
+    step_time,
+)
 from tests.config.helpers import make
 
 GPT = {
@@ -195,6 +202,16 @@ def test_communication_between_nodes_costs_more_and_overlaps() -> None:
     assert seconds(apart).data_parallel > within.data_parallel
     across = replace(PLAIN, tp=16, sp=True)
     assert seconds(across).tensor > 1.3 * seconds(replace(across, tp=8)).tensor
+
+
+def test_a_ring_over_nodes_has_the_speed_of_one_network_card() -> None:
+    h100, constants = find_device("h100"), load_constants()
+    assert h100 is not None
+    inside, outside = replace(PLAIN, tp=4, cp=2), replace(PLAIN, tp=4, cp=4)
+    assert ring_bandwidth(inside, h100, constants) == pytest.approx(0.78 * h100.link)
+    across = ring_bandwidth(outside, h100, constants)
+    assert across == pytest.approx(constants["network.share"] * h100.network)
+    assert across == pytest.approx(bus_bandwidth(h100, 4, 4, constants) / 2), "an all-gather uses both cards of a node"
 
 
 def test_small_models_are_bound_by_the_host() -> None:

@@ -278,6 +278,7 @@ def test_command_prints_tables_or_json(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["--published", str(path)]) == 0
     text = capsys.readouterr().out
     assert "the device is not in the hardware table" in text and "mean absolute error by device" in text
+    assert "mean absolute error by context-parallel ranks" in text
     assert main(["--published", str(path), "--json"]) == 0
     page = json.loads(capsys.readouterr().out)
     first = page["rows"][0]["step_time_s"]
