@@ -45,7 +45,7 @@ def describe_lost_store(error: BaseException | None, address: str | None = None)
     The error is a consequence: the store's host or another rank has ended, or the network has failed.
 
     Args:
-        address: Host and port; default: those in the variables of a rank.
+        address: Host and port; default: from the variables of a rank.
     """
     if not isinstance(error, StoreLost) and not _is_store_error(error):
         return None

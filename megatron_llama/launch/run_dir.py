@@ -50,14 +50,26 @@ def default_run_dir(config: Config, job: str | None) -> str:
     newest folder of its id.
     """
     if job is None:
-        return run_dir_name(config, time.strftime("%Y%m%d-%H%M%S"))  # unique per second
+        return _new_run_dir(config, "")
     stem = re.sub(r"[^\w.-]", "_", job)
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
         earlier = Path("runs").glob(f"{glob.escape(Path(run_dir_name(config, stem)).name)}-*")
         folders = sorted(str(path) for path in earlier if re.fullmatch(r"\d{8}-\d{6}", path.name[-15:]))
         if folders:
             return max(folders, key=lambda path: path[-15:])
-    return run_dir_name(config, f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return _new_run_dir(config, f"{stem}-")
+
+
+def _new_run_dir(config: Config, stem: str) -> str:
+    """Return the run folder of this second, or of the next one without a folder.
+
+    After a clock is set back, and in the hour that the end of summer time repeats, the folder may be of another run,
+    which this run would resume.
+    """
+    now = int(time.time())
+    while os.path.lexists(name := run_dir_name(config, stem + time.strftime("%Y%m%d-%H%M%S", time.localtime(now)))):
+        now += 1
+    return name
 
 
 @contextmanager

@@ -296,7 +296,7 @@ def start_ranks(
         if hang is not None:
             print_report(hang, share.board)
             return EXIT_FAILED
-        return _exit_status(ranks, signals, share)
+        return _exit_status(ranks, signals, share, plan)
 
 
 def _host_store(listener: socket.socket, size: int) -> Any:
@@ -341,7 +341,23 @@ def _kill(ranks: Sequence[Rank]) -> None:
         time.sleep(POLL_SECONDS / 10)
 
 
-def _exit_status(ranks: Sequence[Rank], signals: Signals, share: Share) -> int:
+def _explain_bus_error(plan: Plan) -> str:
+    """Return the likely cause of SIGBUS: a data file that shrank, named with its size if it is still too small."""
+    from megatron_llama.data.checks import check_data
+
+    problems: list[Problem] = []
+    with contextlib.suppress(Exception):  # the report of the rank matters more
+        problems = check_data(plan.config)
+    if problems:
+        files = "\n".join(wrap(f"{problem.field} = {problem.value} {problem.rule}.") for problem in problems)
+        return f"A data file has changed during the run:\n{files}"
+    return wrap(
+        "A file that the run reads has probably become shorter, such as a .bin or .idx of data.prefixes, or the disk "
+        "of shared memory (/dev/shm) is full. Do not write to datasets during a run."
+    )
+
+
+def _exit_status(ranks: Sequence[Rank], signals: Signals, share: Share, plan: Plan) -> int:
     """Return the exit status of the job; print the cause of a failure last on stderr."""
     if signals.ends_at_once or any(rank.interrupted for rank in ranks):
         report(f"Stopped by {signal_name(signal.SIGINT)}.")
@@ -363,5 +379,8 @@ def _exit_status(ranks: Sequence[Rank], signals: Signals, share: Share) -> int:
         time.sleep(CONSEQUENCE_DELAY_SECONDS)  # the cause is on another machine
     output = cause.output
     where = f" (output: {output})" if output and output.exists() and output.stat().st_size else ""
-    report(f"\nRank {cause.number} of {share.job_size} failed{where}:\n\n{cause.report.text}")
+    text = cause.report.text
+    if cause.exit_code == -signal.SIGBUS:
+        text += f"\n{_explain_bus_error(plan)}"
+    report(f"\nRank {cause.number} of {share.job_size} failed{where}:\n\n{text}")
     return EXIT_FAILED

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.devices import get_device
 from megatron_llama.devices.cpu.device import Cpu
 from megatron_llama.launch import ssh, start, supervise
@@ -24,7 +25,9 @@ from megatron_llama.launch.run_dir import rank_outputs
 from megatron_llama.launch.start import Share, start_ranks
 from megatron_llama.launch.supervise import Child, Grace, Signals
 from megatron_llama.parallel import process_groups
+from megatron_llama.plan import Plan
 from megatron_llama.system.errors import LaunchFailed, MachineError
+from tests.data.files import data_plan, numbered, write_indexed
 from tests.processes import (
     PATIENCE_SECONDS,
     MakeLauncher,
@@ -428,3 +431,21 @@ def test_a_store_that_cannot_be_hosted_ends_the_ranks(
     message = (tmp_path / "message").read_text()
     assert message.startswith("cannot host the rendezvous store on 127.0.0.1:") and message.endswith(": no thread")
     assert all(gone(pid) for pid in pids(tmp_path, 2))
+
+
+def read_shrunk(part: str, plan: Plan) -> None:
+    """Read a dataset whose file another process truncates."""
+    (prefix,) = plan.config.data.prefixes
+    dataset = IndexedDataset(str(prefix))
+    os.truncate(f"{prefix}{part}", 0)
+    int(dataset.tokens[-1]) + int(dataset.index.lengths[-1])
+
+
+@pytest.mark.parametrize("part", [".bin", ".idx"])
+def test_a_dataset_that_shrinks_is_named(launcher: MakeLauncher, tmp_path: Path, part: str) -> None:
+    plan = data_plan([write_indexed(tmp_path / "set", numbered(900))])
+    job = launcher(lambda: start_ranks(plan, partial(read_shrunk, part)))
+    assert job.wait() == 1, job.errors
+    report = " ".join(job.errors.split())
+    assert "rank 0 was killed by SIGBUS A data file has changed during the run:" in report
+    assert f"{tmp_path / 'set'}{part}" in report
