@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -67,8 +68,8 @@ def _host(match: re.Match[str]) -> Host:
 
 def _check_all(hosts: list[Host]) -> str | None:
     """Return the error of a list of hosts whose entries are valid."""
-    names = [host.address for host in hosts]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    counts = Counter(host.address for host in hosts)
+    twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
         return f"{twice[0]} is listed twice; one process starts all ranks of a host"
     if len({host.slots is None for host in hosts}) > 1:

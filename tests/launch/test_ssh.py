@@ -159,6 +159,14 @@ def test_hostfile() -> None:
             parse_hostfile(bad)
 
 
+@pytest.mark.timeout(30)  # comparing each pair takes many minutes
+def test_a_long_hostfile_ends_soon() -> None:
+    many = "".join(f"n{number} slots=8\n" for number in range(100_000))
+    assert len(parse_hostfile(many)) == 100_000
+    with pytest.raises(ValueError, match="n7 is listed twice"):
+        parse_hostfile(many + "n7 slots=8\n")
+
+
 def of(*overrides: str) -> Config:
     return load_config([*TINY, *overrides], cli.CONF_DIR)
 
