@@ -144,7 +144,7 @@ def test_a_config_error_of_another_node_is_shown(job: Job) -> None:
 
 
 def test_a_folder_that_cannot_be_written_ends_the_job(job: Job) -> None:
-    """It would fail after each restart."""
+    """Restarts would not help."""
     (job.folder / "logs").touch()
     batch = job.run(0, "0")
     assert (batch.status, batch.requeued) == (2, False), batch.printed
