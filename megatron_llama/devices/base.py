@@ -129,6 +129,9 @@ class Device(ABC):
             ConfigError: there is no device for this rank, or its packages do not work.
         """
 
+    def prepare_memory(self, activation_bytes: int) -> None:
+        """Prepare the allocator for activations [s, b, h] of this many bytes. Does nothing by default."""
+
     def seed(self, seed: int) -> None:
         """Seed torch's generators, including the device's. Called after the process groups are initialized."""
         import torch

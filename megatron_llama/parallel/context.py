@@ -158,7 +158,12 @@ def to_natural_order(x: Tensor, division: Sequence[Chunks]) -> Tensor:
 
 def to_rank_order(x: Tensor, division: Sequence[Chunks]) -> Tensor:
     """Return sequences [s, ...] as the parts of all ranks [cp, s/cp, ...]."""
-    return torch.stack([torch.cat([x[chunk.start : chunk.stop] for chunk in chunks]) for chunks in division])
+    ordered = torch.cat([chunk for rank in _rank_order(x, division) for chunk in rank])
+    return ordered.unflatten(0, (len(division), -1))
+
+
+def _rank_order(x: Tensor, division: Sequence[Chunks]) -> list[list[Tensor]]:
+    return [[x.narrow(0, chunk.start, len(chunk)) for chunk in chunks] for chunks in division]
 
 
 def _sequence_first(x: Tensor) -> Tensor:
@@ -204,16 +209,23 @@ def _gather(k: Tensor, v: Tensor, division: Sequence[Chunks], group: dist.Proces
     local = torch.stack([_sequence_first(k), _sequence_first(v)], dim=1)
     parts = local.new_empty(dist.get_world_size(group), *local.shape)
     dist.all_gather_into_tensor(parts.flatten(0, 1), local, group=group)
+    del local
     keys, values = to_natural_order(parts, division).unbind(1)
     return _heads_first(keys), _heads_first(values)
 
 
-def _reduce_scatter(
-    dk: Tensor, dv: Tensor, division: Sequence[Chunks], group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """Sum gradients [b, kv heads, s, d] over the ranks; return this rank's parts [b, kv heads, s/cp, d]."""
-    whole = torch.stack([_sequence_first(dk), _sequence_first(dv)], dim=1)
-    parts = to_rank_order(whole, division)
+def _to_parts(dkv: Sequence[Tensor], division: Sequence[Chunks]) -> Tensor:
+    """Return gradients of keys and values [b, kv heads, s, d] as the parts of all ranks [cp, s/cp, 2, b, heads, d]."""
+    b, heads, s, d = dkv[0].shape
+    parts = dkv[0].new_empty(len(division), s // len(division), 2, b, heads, d)
+    for number, grad in enumerate(dkv):
+        for part, chunks in zip(parts, _rank_order(_sequence_first(grad), division), strict=True):
+            torch.cat(chunks, out=part.select(1, number))
+    return parts
+
+
+def _reduce_scatter(parts: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Sum ``_to_parts`` over the ranks; return this rank's gradients [b, kv heads, s/cp, d] of keys and values."""
     local = torch.empty_like(parts.select(0, 0))
     dist.reduce_scatter_tensor(local, parts.flatten(0, 1), group=group)
     dk, dv = local.unbind(1)
@@ -244,9 +256,13 @@ def _backward(
     q, k, v, out, lse = saved
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # kernels require a contiguous last dim
     division, chunks = _division(q, lengths, pattern, group)
-    inputs = (grad, q, *_gather(k, v, division, group), out, lse)
-    dq, dk, dv = attention.tiles_backward(*inputs, lengths, None, pattern, chunks)
-    return dq, *_reduce_scatter(dk, dv, division, group)
+    # Whole sequences set the peak of long context: each copy is freed before the next one.
+    gathered = _gather(k, v, division, group)
+    dq, *dkv = attention.tiles_backward(grad, q, *gathered, out, lse, lengths, None, pattern, chunks)
+    del gathered
+    parts = _to_parts(dkv, division)
+    del dkv
+    return dq, *_reduce_scatter(parts, group)
 
 
 class _GatheredAttention(torch.autograd.Function):

@@ -433,10 +433,15 @@ def _gathered(job: Job, stage: int, in_head: bool = False) -> float:
 
 def _block(job: Job, stage: int) -> float:
     """Return the bytes of a block in the backward pass: recomputed tensors and the feed-forward's gradients."""
-    recomputed = sum(layer_activations(job, "none").values()) if job.recompute == "full" else 0.0
+    saved = layer_activations(job, "none" if job.recompute == "full" else None)
+    recomputed = sum(saved.values()) if job.recompute == "full" else 0.0
     if stage == job.pp - 1 and not job.program.chunks_logits:
         return recomputed
-    inner = max(3 * job.tokens * job.shape.ffn / job.tp, _divided_attention(job) / job.inner_bytes)
+    inner = 3 * job.tokens * job.shape.ffn / job.tp
+    if (divided := _divided_attention(job)) and not job.offloads_activations:
+        # The feed-forward's part of the block is freed before attention's backward pass.
+        freed = saved.get("feed-forward", 0) + saved.get("norms", 0) / 2
+        inner = max(inner, (divided - freed) / job.inner_bytes)
     largest = 0 if job.lora_parameters else max(rows * columns for rows, columns in job.shape.layer_matmuls(job.tp))
     return recomputed + (inner + largest) * job.inner_bytes
 
@@ -449,8 +454,8 @@ def _exchanged_keys(job: Job) -> float:
 def _divided_attention(job: Job) -> float:
     """Return the bytes of buffers in attention's backward pass over context-parallel ranks.
 
-    all_gather: keys and values of whole sequences, their fp32 gradients, and copies in the order of the ranks. ulysses:
-    gradients of queries, keys and values, with a copy.
+    all_gather: keys and values of whole sequences, and their fp32 gradients with a rounded copy. ulysses: gradients of
+    queries, keys and values, with a copy.
     """
     if job.cp == 1 or not job.program.chunks_logits:
         return 0.0
@@ -458,5 +463,5 @@ def _divided_attention(job: Job) -> float:
     if job.exchanges_heads:
         return 2 * job.tokens * (queries + 2 * _exchanged_keys(job)) * width
     whole = 2 * job.tokens * job.cp * max(keys, job.shape.head_dim)
-    copies = max(width + FP32 + (width if width < FP32 else 0), 4 * width)
+    copies = width + FP32 + (width if width < FP32 else 0)
     return whole * copies + job.tokens * queries * FP32

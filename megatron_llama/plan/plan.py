@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_llama.arch.shapes import StageParameters
-from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS, Precision
+from megatron_llama.config.precision import BYTES, PRECISIONS, QUANTIZED_BITS, Precision
 from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.corpus.epochs import DatasetUsage
 from megatron_llama.plan.schedules import BatchSchedule, RunPosition, TokenSchedule
@@ -75,6 +75,12 @@ class Plan:
     def stream(self) -> Divided:
         """Kind of work that divides a sequence outside the matmuls, for ``grid.share``."""
         return "activations" if self.sp else "tokens"
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of one activation of a micro batch [s, b, h] on a rank."""
+        tokens = self.config.trainer.micro_batch_size * self.config.data.length // self.grid.divisor(self.stream)
+        return tokens * self.model.hidden_size * BYTES[self.precision.compute_dtype]
 
     @property
     def run_dir(self) -> Path:

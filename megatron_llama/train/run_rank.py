@@ -26,6 +26,7 @@ def run_rank(plan: Plan) -> None:
     phase.enter("opening the device", phase.PATIENT)
     device = get_device(plan.config.device.name)
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    device.prepare_memory(plan.activation_bytes)
     torch.use_deterministic_algorithms(plan.config.trainer.deterministic)
 
     topology = plan.topology(int(os.environ["RANK"]))

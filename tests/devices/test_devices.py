@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,28 @@ def test_memory_is_what_control_groups_leave(
     ("requested", "expected"),
     [(None, [8, 2, 1]), ("", [8, 2, 1]), ("3", [3, 3, 3]), ("5,2", [5, 5, 5]), ("99999", [1024] * 3)],
 )
+def _unused_heap(_: int, activation_bytes: int) -> int:
+    """Return the resident bytes that remain after large tensors among small ones were freed."""
+    device = get_device("cpu")
+    device.enter(0, 1)
+    device.prepare_memory(activation_bytes)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    before = resident()
+    tensors = [torch.ones(size) for _ in range(8) for size in (5 << 20, 1000)]
+    del tensors[::2]
+    return resident() - before
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
+def test_memory_of_long_sequences_is_returned_to_the_system() -> None:
+    [reused], [returned] = (run_ranks(_unused_heap, 1, size << 20) for size in (4, 32))
+    assert reused > 100 << 20, "a short sequence reuses freed memory"
+    assert returned < 20 << 20
+
+
 def test_the_ranks_of_a_machine_share_its_cores(
     requested: str | None, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,10 +170,8 @@ def positions_of_the_rank(model: ParallelModel) -> None:
 
 
 def key_gradients_of_each_rank_alone(model: ParallelModel) -> None:
-    def local(dk: torch.Tensor, dv: torch.Tensor, division: Any, group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
-        rank = dist.get_rank(group)
-        parts = (context.to_rank_order(x.permute(2, 0, 1, 3), division)[rank] for x in (dk, dv))
-        return tuple(x.permute(1, 2, 0, 3) for x in parts)
+    def local(parts: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
+        return tuple(x.permute(1, 2, 0, 3) for x in parts[dist.get_rank(group)].unbind(1))
 
     context._reduce_scatter = local
 
