@@ -153,7 +153,7 @@ def _map_large_tensors() -> None:
     """Make glibc return the memory of freed tensors of ``_LARGE`` bytes or more to the system.
 
     Activations of different sizes fragment the heap: a rank with 32,768 tokens had 0.9 GiB of live tensors and 2.3 GiB
-    of resident memory (docs/results/long_step.md). Page faults take a few percent of a step with so long sequences.
+    of resident memory (docs/design/log/2026-11.md). Page faults take a few percent of a step with so long sequences.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
