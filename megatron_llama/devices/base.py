@@ -131,6 +131,7 @@ class Device(ABC):
 
     def prepare_memory(self, activation_bytes: int) -> None:
         """Prepare the allocator for activations [s, b, h] of this many bytes. Does nothing by default."""
+        return None
 
     def seed(self, seed: int) -> None:
         """Seed torch's generators, including the device's. Called after the process groups are initialized."""
