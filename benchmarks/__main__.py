@@ -22,6 +22,7 @@ COMMANDS = (
     "train",
     "startup",
     "scaling",
+    "long_context",
     "collectives",
     "attention",
     "checkpoint",

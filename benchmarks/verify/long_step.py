@@ -72,7 +72,7 @@ def sampled_train() -> None:
         threading.Thread(target=_sample, args=(file,), daemon=True).start()
         return torch_device
 
-    Cpu.enter = enter_and_sample  # type: ignore[method-assign]
+    Cpu.enter = enter_and_sample  # type: ignore[method-assign, assignment]
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
