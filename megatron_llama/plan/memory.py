@@ -438,9 +438,9 @@ def _block(job: Job, stage: int) -> float:
     if stage == job.pp - 1 and not job.program.chunks_logits:
         return recomputed
     inner = 3 * job.tokens * job.shape.ffn / job.tp
-    if (divided := _divided_attention(job)) and not job.offloads_activations:
-        # The feed-forward's part of the block is freed before attention's backward pass.
-        freed = saved.get("feed-forward", 0) + saved.get("norms", 0) / 2
+    if divided := _divided_attention(job):
+        # The feed-forward's part of the block is freed before attention's backward pass. Offloaded blocks have copies.
+        freed = 0 if job.offloads_activations else saved.get("feed-forward", 0) + saved.get("norms", 0) / 2
         inner = max(inner, (divided - freed) / job.inner_bytes)
     largest = 0 if job.lora_parameters else max(rows * columns for rows, columns in job.shape.layer_matmuls(job.tp))
     return recomputed + (inner + largest) * job.inner_bytes
