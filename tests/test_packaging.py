@@ -161,7 +161,7 @@ def test_texts_name_commands(as_command: None) -> None:
     for text in ("my/train.py", "data_prep/lib/pool.py", "retrain.py", "docs/train.md"):
         assert named(text) == text
     words = "word " * 12
-    assert named(f"{words}python train.py\nends.") == f"{words}megatron-llama\ntrain ends.", "79 columns"
+    assert named(f"{words}python train.py\nends.") == f"{words.strip()}\nmegatron-llama train ends.", "79 columns"
 
 
 def test_texts_name_files_in_a_checkout() -> None:

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any, NoReturn
 
 from megatron_llama.config import ConfigError, Problem
@@ -53,7 +54,8 @@ class Rendezvous:
 
         def connect() -> Any:
             if context.rank > 0 or context.has_store:
-                return TCPStore(context.master_addr, context.master_port, is_master=False)
+                limit = timedelta(seconds=_CONNECT_LIMIT_SECONDS)
+                return TCPStore(context.master_addr, context.master_port, is_master=False, timeout=limit)
             with listen(context) as listener:
                 host, port, file = listener.getsockname()[0], context.master_port, os.dup(listener.fileno())
                 everywhere = ipaddress.ip_address(host).is_unspecified

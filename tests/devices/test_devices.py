@@ -102,10 +102,6 @@ def test_memory_is_what_control_groups_leave(
     assert get_device("cpu").memory_bytes() == expected
 
 
-@pytest.mark.parametrize(
-    ("requested", "expected"),
-    [(None, [8, 2, 1]), ("", [8, 2, 1]), ("3", [3, 3, 3]), ("5,2", [5, 5, 5]), ("99999", [1024] * 3)],
-)
 def _unused_heap(_: int, activation_bytes: int) -> int:
     """Return the resident bytes that remain after large tensors among small ones were freed."""
     device = get_device("cpu")
@@ -128,6 +124,10 @@ def test_memory_of_long_sequences_is_returned_to_the_system() -> None:
     assert returned < 20 << 20
 
 
+@pytest.mark.parametrize(
+    ("requested", "expected"),
+    [(None, [8, 2, 1]), ("", [8, 2, 1]), ("3", [3, 3, 3]), ("5,2", [5, 5, 5]), ("99999", [1024] * 3)],
+)
 def test_the_ranks_of_a_machine_share_its_cores(
     requested: str | None, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,11 @@ CAPABILITY = 9
 """Major compute capability of Hopper, the only one that the kernels support."""
 
 
+def is_installed() -> bool:
+    """Return whether the package is installed."""
+    return importlib.util.find_spec(MODULE) is not None
+
+
 def activate(capability: int) -> bool:
     """Use FlashAttention 3 in this process; return whether it is used.
 
@@ -23,7 +28,7 @@ def activate(capability: int) -> bool:
     Args:
         capability: Major compute capability of the GPU.
     """
-    if capability != CAPABILITY or importlib.util.find_spec(MODULE) is None:
+    if capability != CAPABILITY or not is_installed():
         return False
     from torch.nn import attention
 

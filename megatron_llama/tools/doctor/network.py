@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -280,7 +281,8 @@ def _choose_other_port(context: ProcessContext) -> ProcessContext:
     job = f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     address, port = context.master_addr, context.master_port
     try:
-        store = JobStore(lambda: TCPStore(address, port, is_master=False), job, "", ARRIVAL_SECONDS)
+        limit = timedelta(seconds=ARRIVAL_SECONDS)
+        store = JobStore(lambda: TCPStore(address, port, is_master=False, timeout=limit), job, "", ARRIVAL_SECONDS)
         if context.rank == 0:
             with socket.create_server(("", 0)) as probe:
                 store.set("port", str(probe.getsockname()[1]))
