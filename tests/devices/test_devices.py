@@ -111,6 +111,7 @@ def _unused_heap(_: int, activation_bytes: int) -> int:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
+    ctypes.CDLL(None).malloc_trim(0)  # free memory of earlier tests would not count
     before = resident()
     tensors = [torch.ones(size) for _ in range(8) for size in (5 << 20, 1000)]
     del tensors[::2]
@@ -120,7 +121,7 @@ def _unused_heap(_: int, activation_bytes: int) -> int:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
 def test_memory_of_long_sequences_is_returned_to_the_system() -> None:
     [reused], [returned] = (run_ranks(_unused_heap, 1, size << 20) for size in (4, 32))
-    assert reused > 100 << 20, "a short sequence reuses freed memory"
+    assert reused > 60 << 20, "a short sequence reuses freed memory"
     assert returned < 20 << 20
 
 
