@@ -15,13 +15,12 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.arguments import load_preset
-from benchmarks.harness.environments import torch_version
-from benchmarks.results import ROOT, command_line, commit, describe_machine, figure, run_program
+from benchmarks.methods import variants
+from benchmarks.results import ROOT, command_line, figure, run_program
 from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.arch.pattern import Pattern
 from megatron_llama.config.settings import ModelConfig
@@ -152,12 +151,10 @@ def draw(points: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def _page(args: argparse.Namespace, points: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     model = load_preset(args.model, None).model
-    yield from [f"# Tokens per second over the sequence length ({date.today()})", ""]
-    yield f"Machine: {describe_machine('cpu')}. torch {torch_version()}, commit {commit()}."
+    yield from ["# Tokens per second over the sequence length", "", variants.conditions()]
     yield from ["", f"    {command_line()}", ""]
     yield f"{args.model} in fp32, full recomputation, a step has one sequence. All ranks share the same cores."
     yield f"Values are medians of {args.rounds} alternate runs with {args.steps - 1} counted steps each."
-    yield f"Load of the machine at the end (1, 5, 15 minutes): {', '.join(f'{x:.0f}' for x in os.getloadavg())}."
     if missing := [length for length in (1024 << n for n in range(8)) if length not in args.lengths]:
         yield f"Not run for lack of time: {', '.join(f'{length:,}' for length in missing)} tokens."
     yield from ["", *markdown_table(HEAD, long_context_rows(model, points)), ""]

@@ -27,6 +27,19 @@ from tests.paths import TRAIN_PY
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "SLURM_", "TORCHELASTIC_", "MASTER_", "OMPI_", "PMI", "MPI_")
 
 
+def host_store() -> tuple[int, int]:
+    """Fork a process that hosts a store of torch; return its process id and port. The caller ends the process."""
+    from torch.distributed import TCPStore
+
+    reader, writer = os.pipe()
+    if host := os.fork():
+        return host, int(os.read(reader, 20))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(writer, str(store.port).encode())
+    time.sleep(600)
+    os._exit(0)
+
+
 def environment(**more: str) -> dict[str, str]:
     """Return this process's environment without launcher variables."""
     return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)} | more

@@ -18,7 +18,7 @@ from megatron_llama.tools.tune.candidates import fixed_settings
 from megatron_llama.tools.tune.longest import sequence_rows, sequence_table
 from megatron_llama.tools.tune.objectives import TuneRequest, read_request
 
-MACHINES = {"a100": "8 A100 80GB", "h100": "8 H100 80GB", "trn2": "16 Trainium 2", "gaudi2": "8 Gaudi 2"}
+MACHINES = {"a100": "8 A100 80GB", "h100": "8 H100 80GB", "trn2": "16 Trainium 2", "gaudi3": "8 Gaudi 3"}
 """Titles by name in the hardware table; one machine has this number of devices."""
 
 

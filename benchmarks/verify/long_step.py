@@ -25,12 +25,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from benchmarks.help_format import HelpFormatter
-from benchmarks.results import ROOT, commit, describe_machine
+from benchmarks.methods import variants
+from benchmarks.results import ROOT
 from megatron_llama.devices.cpu.device import Cpu
 from megatron_llama.system.errors import run_main
 from megatron_llama.system.files import write_atomically
@@ -170,16 +170,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def page(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of the page."""
-    from benchmarks.harness.environments import torch_version
-
-    yield from [f"# A step of {args.length:,} tokens under a memory limit ({date.today()})", ""]
-    yield f"Machine: {describe_machine('cpu')}. torch {torch_version()}, commit {commit()}."
+    yield from [f"# A step of {args.length:,} tokens under a memory limit", "", variants.conditions()]
     options = f"--length {args.length} --window {args.window} --limit-mib {args.limit_mib} --output {args.output}"
     yield from ["", f"    python -m benchmarks.verify.long_step {options}", ""]
     attention = f"a sliding window of {args.window:,} tokens" if args.window else "full causal attention"
     yield f"llama_15m in fp32 on 2 ranks (cp 2), {attention}, full recomputation, one step."
     yield f"The limit is RLIMIT_DATA of each process: {args.limit_mib:,} MiB."
-    yield f"The step took {result['seconds']:,.0f} s; other programs shared the machine."
+    yield f"The step took {result['seconds']:,.0f} s."
     ended = "fails for lack of memory" if result["alone_out_of_memory"] else f"ends: {result['alone_status']}"
     yield f"One process without cp {ended} under the same limit."
     yield "Measured: the peak of allocated bytes by glibc's counters, less the bytes before the model (imports)."

@@ -9,8 +9,10 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from data_prep.lib.job import collect, reject
 from data_prep.lib.parquet_csv import is_columnar
 from data_prep.lib.records import BOM, loads, parse_line
 from data_prep.lib.sources import STDIN, Source, compression_of, describe_unsupported, inspect, read_chunks, unpack
@@ -71,12 +73,9 @@ def find_sources(
     real_paths: set[str] = set()
     problems: list[str] = []
     for path_or_pattern in patterns:
-        try:
-            _add_sources(inputs, real_paths, resolve_hub_name(path_or_pattern, DATASET), texts, suffixes, arrays)
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise UserError("\n".join(problems))
+        pattern = resolve_hub_name(path_or_pattern, DATASET)
+        collect(problems, partial(_add_sources, inputs, real_paths, pattern, texts, suffixes, arrays))
+    reject(problems)
     return inputs
 
 

@@ -29,7 +29,7 @@ from megatron_llama.config.hf_config import (
     hf_config,
     read_hf_config,
 )
-from megatron_llama.system.files import FolderTaken, atomic_folder, write_synced
+from megatron_llama.system.files import FolderTaken, atomic_folder, check_free, write_synced
 from megatron_llama.text.chat_template import add_stop_token, write_trained_template
 from megatron_llama.text.tokenizer import TokenizerError, read_sentencepiece
 
@@ -178,8 +178,10 @@ def _check_output(out: Path) -> None:
     """Raise ConfigError unless ``out`` does not exist or is an empty folder."""
     if out.is_symlink():
         raise ConfigError([Problem("OUT", str(out), "is a link", f"write the path of a new folder, or remove {out}")])
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise _exists(out)
+    try:
+        check_free(out)
+    except FileExistsError:
+        raise _exists(out) from None
 
 
 def model_of(manifest: Manifest) -> ModelConfig:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.config.fields import settings_by_name
-from megatron_llama.config.problems import MOST_SHOWN, Problem, format_value, shorten
+from megatron_llama.config.problems import MOST_SHOWN, Problem, format_value, shorten, show_value
 from megatron_llama.config.rope import EXTENSIONS, rope_from_hf, rope_to_hf, same_scaling, unsupported_rope
 from megatron_llama.config.settings import MODEL_TYPES, ModelConfig, RopeScaling
 from megatron_llama.system.files import read_json
@@ -119,15 +119,16 @@ def _malformed(content: dict[str, Any]) -> Iterator[str]:
     """Yield a clause for each value that violates the type or limit of the matching setting."""
     for name, (kind, words) in _TYPES.items():
         if not isinstance(content.get(name), (kind, type(None))):
-            yield f"{name} is {_shown(content[name])}, not {words}"
+            yield f"{name} is {show_value(content[name])}, not {words}"
     ropes = {name: content[name] for name in ("rope_scaling", "rope_parameters") if content.get(name)}
     for name, rope in ropes.items():
         if not isinstance(rope, dict):
-            yield f"{name} is {_shown(rope)}, not a mapping"
+            yield f"{name} is {show_value(rope)}, not a mapping"
     scalings = [rope for rope in ropes.values() if isinstance(rope, dict)]
-    for key, rope in ((key, rope) for rope in scalings for key in ("rope_type", "type")):
-        if not isinstance(rope.get(key), (str, type(None))):
-            yield f"{key} is {_shown(rope[key])}, not text"
+    for rope in scalings:
+        for key in ("rope_type", "type"):
+            if not isinstance(rope.get(key), (str, type(None))):
+                yield f"{key} is {show_value(rope[key])}, not text"
     known = [(name, content.get(name), f"model.{name}") for name in dict.fromkeys((*_SHAPE, *_DEFAULTS))]
     known += [("rope_theta", rope.get("rope_theta"), "model.rope_theta") for rope in scalings]
     if content.get("model_type", LLAMA) != LLAMA:
@@ -138,13 +139,9 @@ def _malformed(content: dict[str, Any]) -> Iterator[str]:
             continue
         setting = settings_by_name()[ours]
         if not setting.has_type(value):
-            yield f"{name} is {_shown(value)}, not {setting.type_name}"
+            yield f"{name} is {show_value(value)}, not {setting.type_name}"
         elif problem := setting.problem(value):
-            yield f"{name} is {_shown(value)}, which {problem.rule}"
-
-
-def _shown(value: Any) -> str:
-    return shorten(json.dumps(value), MOST_SHOWN)
+            yield f"{name} is {show_value(value)}, which {problem.rule}"
 
 
 def compare_shapes(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -171,16 +168,15 @@ def compare_shapes(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tu
 def unsupported_architecture(content: dict[str, Any]) -> list[str]:
     """Return a clause for each key of a config.json whose value is not supported."""
     clauses = [
-        f"{name} is {shorten(repr(content[name]), MOST_SHOWN)}, and only {only!r} is supported"
+        f"{name} is {show_value(content[name])}, and only {only!r} is supported"
         for name, only in _ONLY.items()
         if name in content and content[name] != only and content[name] is not None
     ]
     if (kind := content.get("model_type", LLAMA)) not in ARCHITECTURES:
-        shown = shorten(repr(kind), MOST_SHOWN)
-        clauses.insert(0, f"model_type is {shown}, and only {', '.join(ARCHITECTURES)} are supported")
+        clauses.insert(0, f"model_type is {show_value(kind)}, and only {', '.join(ARCHITECTURES)} are supported")
     elif kind in (QWEN2, QWEN3) and len(kinds := _layer_types(content)) > 1:
-        shown = shorten(" and ".join(sorted(kinds)), MOST_SHOWN)
-        clauses.append(f"its layers have {shown}, and only one kind for all layers is supported")
+        both = shorten(" and ".join(sorted(kinds)), MOST_SHOWN)
+        clauses.append(f"its layers have {both}, and only one kind for all layers is supported")
     return clauses + unsupported_rope(content)
 
 
@@ -336,7 +332,7 @@ def unsupported_lora(content: dict[str, Any]) -> list[str]:
         may = _PLAIN_LORA.get(name, ())
         if value and value not in may and name not in (*_LORA_SETTINGS, *_IRRELEVANT):
             rule = f"only {' or '.join(map(repr, may))} is supported" if may else "only plain LoRA is supported"
-            clauses.append(f"its {name} is {shorten(repr(value), MOST_SHOWN)}, and {rule}")
+            clauses.append(f"its {name} is {show_value(value)}, and {rule}")
     if not isinstance(content.get("use_rslora", False), bool):
         clauses.append("its use_rslora must be true or false")
     for name in ("target_modules", "modules_to_save"):

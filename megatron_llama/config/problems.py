@@ -100,6 +100,11 @@ def shorten(text: str, most: int = MOST_CHARACTERS) -> str:
     return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most:,} more characters)"
 
 
+def show_value(value: Any) -> str:
+    """Format a value of a file from other people for a message, within MOST_SHOWN characters."""
+    return shorten(repr(value), MOST_SHOWN)
+
+
 def closest_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the entry of ``known`` that is most similar to ``name``; None if none reaches ``cutoff``.
 

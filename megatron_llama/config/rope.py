@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from megatron_llama.config.problems import MOST_SHOWN, Problem, shorten
+from megatron_llama.config.problems import Problem, show_value
 from megatron_llama.config.settings import ROPE_TYPES, ModelConfig, RopeScaling
 
 LLAMA3_CONTEXT = 8192
@@ -116,7 +116,7 @@ def unsupported_rope(content: Mapping[str, Any]) -> list[str]:
     kind = rope.get("rope_type", "default")
     if kind not in ("default", *ROPE_TYPES):
         supported = ", ".join(map(repr, ("default", *ROPE_TYPES)))
-        return [f"rope_type is {shorten(repr(kind), MOST_SHOWN)}, and only {supported} are supported"]
+        return [f"rope_type is {show_value(kind)}, and only {supported} are supported"]
     needed = {"linear": ["factor"], "dynamic": ["factor"], "longrope": ["short_factor", "long_factor"]}.get(kind, [])
     if kind == "yarn" and rope.get(_CONTEXT) is None:
         needed = ["factor"]

@@ -163,12 +163,12 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.partial")
     lock = _lock_folder(partial)
     try:
-        _check_free(path)
+        check_free(path)
         for leftover in partial.iterdir():
             shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
         yield partial
         sync_folder(partial)
-        _check_free(path)
+        check_free(path)
         os.rename(partial, path)
         sync_folder(path.parent)
     except BaseException:
@@ -195,7 +195,7 @@ def _lock_folder(folder: Path) -> int:
         os.close(descriptor)  # another process renamed or removed it between open and lock
 
 
-def _check_free(path: Path) -> None:
+def check_free(path: Path) -> None:
     """Raise FileExistsError if ``path`` exists and is not an empty folder."""
     if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))

@@ -35,7 +35,7 @@ def check_run() -> str | None:
     if not small:
         return None
     least = ", ".join(f"{_LEAST_RUN[option] >> 20:,} MiB of {_LIMITS[option][1]}" for option in small)
-    return f"{describe_limits(small)}. A rank needs at least {least}, and the memory in the plan. {_remedy(small)}"
+    return f"{_describe_limits(small)}. A rank needs at least {least}, and the memory in the plan. {_remedy(small)}"
 
 
 def explain_limit(error: BaseException) -> str | None:
@@ -50,7 +50,7 @@ def explain_limit(error: BaseException) -> str | None:
     limits += ["-u"] if not limits and _soft_limit("-u") is not None else []
     if not limits:
         return None
-    return f"out of memory or threads ({text or type(error).__name__}). {describe_limits(limits)}. {_remedy(limits)}"
+    return f"out of memory or threads ({text or type(error).__name__}). {_describe_limits(limits)}. {_remedy(limits)}"
 
 
 def explain_crash() -> str:
@@ -58,10 +58,10 @@ def explain_crash() -> str:
     limits = [option for option in ("-v", "-d") if _soft_limit(option) is not None]
     stack = _soft_limit("-s")
     limits += ["-s"] if stack is not None and stack < _LEAST_STACK_BYTES else []
-    return f"{describe_limits(limits)}. {_remedy(limits)}" if limits else ""
+    return f"{_describe_limits(limits)}. {_remedy(limits)}" if limits else ""
 
 
-def describe_limits(options: Iterable[str]) -> str:
+def _describe_limits(options: Iterable[str]) -> str:
     """Return a clause with the limits, as ulimit prints them."""
     return f"The shell has the limit {' and '.join(map(_describe, options))}"
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_llama.devices.cuda import flash_attention_3
 
@@ -22,19 +23,22 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("package")
-def test_a_package_without_kernels_is_reported() -> None:
+def test_a_package_without_kernels_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     with pytest.warns(UserWarning, match="FlashAttention 2 instead of flash_attn_3, which does not work here"):
-        assert not flash_attention_3.activate(9)
+        assert not flash_attention_3.activate()
 
 
 @pytest.mark.usefixtures("package")
-def test_other_gpus_keep_their_kernels() -> None:
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0)])
+def test_other_gpus_keep_their_kernels(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not flash_attention_3.activate(8) and not flash_attention_3.activate(10)
+        assert not flash_attention_3.activate()
 
 
 def test_without_the_package_nothing_changes() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not flash_attention_3.activate(9)
+        assert not flash_attention_3.activate()

@@ -29,7 +29,7 @@ from megatron_llama.launch.rendezvous import Rendezvous
 from megatron_llama.system.signals import is_stopped
 from tests.launch.places import context, info
 from tests.paths import ROOT
-from tests.processes import PATIENCE_SECONDS
+from tests.processes import PATIENCE_SECONDS, host_store
 
 
 @pytest.fixture(autouse=True)
@@ -296,14 +296,8 @@ def test_port_of_another_program_is_reported_in_time(monkeypatch: pytest.MonkeyP
 
 
 def test_stopped_store_host_raises_store_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, writer = os.pipe()
-    host = os.fork()
-    if host == 0:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(writer, str(store.port).encode())
-        time.sleep(600)
+    host, port = host_store()
     try:
-        port = int(os.read(reader, 20))
         here = JobStore(lambda: TCPStore("127.0.0.1", port, is_master=False), "job", "", PATIENCE_SECONDS)
         here.set("a", "1")
         assert here.get("a") == "1" and here.get("b") is None
@@ -421,18 +415,13 @@ def test_interfaces() -> None:
 # A lost store: one message with its address, and no C++ stack.
 
 LOST = """
-import os, signal, sys, time
+import os, signal
 os.environ.update({variables})
 from torch.distributed import TCPStore
-reader, writer = os.pipe()
-host = os.fork()
-if host == 0:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.write(writer, str(store.port).encode())
-    time.sleep(600)
-port = os.read(reader, 20).decode()
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-store = TCPStore("127.0.0.1", int(port), is_master=False)
+from tests.processes import host_store
+host, port = host_store()
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+store = TCPStore("127.0.0.1", port, is_master=False)
 os.kill(host, signal.SIGKILL)
 os.waitpid(host, 0)
 from megatron_llama.launch.rank import describe
@@ -444,7 +433,7 @@ try:
 except BaseException as error:
     report = describe(error)
     assert (report.kind, report.code, report.consequence) == ("error", 1, True), report
-    print(report.text.replace(port, "PORT"))
+    print(report.text.replace(str(port), "PORT"))
 """
 CALLS = {
     "torch's": "store.get('missing')",

@@ -149,13 +149,13 @@ def test_where_both_spellings_are_given_transformers_reading_counts(tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("hidden_size", "192", 'hidden_size is "192", not a whole number'),
+        ("hidden_size", "192", "hidden_size is '192', not a whole number"),
         ("num_hidden_layers", -4, "num_hidden_layers is -4, which must be between 1 and"),
         ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, which must be between 1 and"),
-        ("rms_norm_eps", float("nan"), "rms_norm_eps is NaN, which must be above 0"),
+        ("rms_norm_eps", float("nan"), "rms_norm_eps is nan, which must be above 0"),
         ("num_attention_heads", True, "not a whole number"),
         ("rope_scaling", 5, "rope_scaling is 5, not a mapping"),
-        ("rope_parameters", {"rope_theta": "x"}, 'rope_theta is "x", not a number'),
+        ("rope_parameters", {"rope_theta": "x"}, "rope_theta is 'x', not a number"),
     ],
 )
 def test_a_value_that_is_no_models_is_named_once(name: str, value: object, words: str, tmp_path: Path) -> None:

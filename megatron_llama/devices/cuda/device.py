@@ -170,8 +170,7 @@ class Cuda(Device):
 
         index = device_index(self.name, local_rank, torch.cuda.device_count())
         torch.cuda.set_device(index)
-        if flash_attention_3.is_installed():
-            flash_attention_3.activate(torch.cuda.get_device_capability(index)[0])
+        flash_attention_3.activate()
         return torch.device("cuda", index)
 
     def kernel_type(self) -> type[Kernels]:

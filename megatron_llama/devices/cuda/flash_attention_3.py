@@ -15,23 +15,18 @@ CAPABILITY = 9
 """Major compute capability of Hopper, the only one that the kernels support."""
 
 
-def is_installed() -> bool:
-    """Return whether the package is installed."""
-    return importlib.util.find_spec(MODULE) is not None
-
-
-def activate(capability: int) -> bool:
-    """Use FlashAttention 3 in this process; return whether it is used.
+def activate() -> bool:
+    """Use FlashAttention 3 in this process, if its GPU is a Hopper; return whether it is used.
 
     Warns and keeps FlashAttention 2 if the package is installed but does not work with this torch.
-
-    Args:
-        capability: Major compute capability of the GPU.
     """
-    if capability != CAPABILITY or not is_installed():
+    if importlib.util.find_spec(MODULE) is None:
         return False
+    import torch
     from torch.nn import attention
 
+    if torch.cuda.get_device_capability()[0] != CAPABILITY:
+        return False
     try:
         attention.activate_flash_attention_impl("FA3")
     except (AttributeError, ImportError, RuntimeError) as error:  # torch below 2.11; a build for another torch

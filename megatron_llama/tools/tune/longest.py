@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 from megatron_llama.config import Config, ConfigError
@@ -115,23 +116,28 @@ def sequence_table(
     """
     cells = []
     tp, pp = fixed.get("trainer.tp", 1), fixed.get("trainer.pp", 1)
-    zeros = [fixed["trainer.zero"]] if "trainer.zero" in fixed else list(range(4))
-    contexts = [str(fixed["trainer.cp"])] if "trainer.cp" in fixed else list(LAYOUTS)
     for method in METHODS:
         changed = deepcopy(config)
         changed.finetune.method = method
         tuned = Tuner(changed, fixed, target)
-        for saving, more in savings(config, fixed).items():
-            for cp in contexts:
-                for zero in zeros[-1:] if OFFLOAD in more else zeros:
-                    for ranks in rank_counts(target, tp * pp * (1 if cp == "all" else int(cp))):
-                        size = ranks // (tp * pp) if cp == "all" else int(cp)
-                        grid = Grid.of(config.trainer).resized(tp=tp, pp=pp, cp=size).with_world(ranks)
-                        settings = {**_cell_settings(config, fixed, grid, zero), **more}
-                        tokens = _longest_or_none(tuned, settings, ranks, partial(_fits_on, target.subset(ranks)))
-                        cells.append(LengthCell(method, saving, cp, zero, ranks, tokens))
-                        progress(len(cells))
+        for saving, more, cp, zero in _table_rows(config, fixed):
+            for ranks in rank_counts(target, tp * pp * (1 if cp == "all" else int(cp))):
+                size = ranks // (tp * pp) if cp == "all" else int(cp)
+                grid = Grid.of(config.trainer).resized(tp=tp, pp=pp, cp=size).with_world(ranks)
+                settings = {**_cell_settings(config, fixed, grid, zero), **more}
+                tokens = _longest_or_none(tuned, settings, ranks, partial(_fits_on, target.subset(ranks)))
+                cells.append(LengthCell(method, saving, cp, zero, ranks, tokens))
+                progress(len(cells))
     return cells
+
+
+def _table_rows(config: Config, fixed: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], str, int]]:
+    """Yield (label of the savings, their settings, cp, ZeRO stage) of each row of a method."""
+    zeros = [fixed["trainer.zero"]] if "trainer.zero" in fixed else list(range(4))
+    contexts = [str(fixed["trainer.cp"])] if "trainer.cp" in fixed else list(LAYOUTS)
+    for (saving, more), cp in product(savings(config, fixed).items(), contexts):
+        for zero in zeros[-1:] if OFFLOAD in more else zeros:
+            yield saving, more, cp, zero
 
 
 def _longest_or_none(tuned: Tuner, settings: Mapping[str, Any], ranks: int, fits: Fits) -> int:
