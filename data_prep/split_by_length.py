@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for prefix, (_, tokens) in zip(prefixes, counts, strict=True):
         blend += [round(tokens / total, 4), prefix] if tokens else []
     if blend:
-        print("These weights are the natural shares. A larger last weight upsamples long documents.")
+        print("The weights are the natural shares. A larger last weight upsamples long texts.")
         print(next_command("train.py", blend_words(blend, "980,10,10")))
     return 0
 

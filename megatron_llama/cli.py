@@ -126,7 +126,7 @@ def _report_errors(overrides: list[str], entry: Entry | None, subfolder: str | N
         if context is None or context.local_rank == 0:
             sys.stderr.write(format_problems(error) + "\n")
     except LaunchFailed as error:
-        sys.stderr.write(f"The launch failed: {error}.\n")
+        sys.stderr.write(wrap(f"The launch failed: {error}.") + "\n")
         status = EXIT_FAILED
     except Stopped as stopped:
         sys.stderr.write(f"Stopped: {stopped}.\n")

@@ -43,7 +43,7 @@ _SECONDS_BETWEEN = 0.005
 MIB = 2**20
 
 
-class _Mallinfo(ctypes.Structure):
+class Mallinfo(ctypes.Structure):
     """glibc's ``struct mallinfo2``."""
 
     _fields_ = [
@@ -52,11 +52,17 @@ class _Mallinfo(ctypes.Structure):
     ]
 
 
+def heap_counters() -> Mallinfo:
+    """Return glibc's counters of this process, in bytes: ``fordblks`` is free memory of the heap."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Mallinfo
+    counters: Mallinfo = mallinfo()
+    return counters
+
+
 def live_bytes() -> int:
     """Return the bytes that this process has allocated and not freed, by glibc's counters."""
-    mallinfo = ctypes.CDLL(None).mallinfo2
-    mallinfo.restype = _Mallinfo
-    counters = mallinfo()
+    counters = heap_counters()
     return int(counters.uordblks + counters.hblkhd)
 
 
