@@ -33,6 +33,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,14 @@ from megatron_llama.config.data_settings import MASK_SUFFIX
 from megatron_llama.corpus.difficulty_index import MANIFEST, documents_of, index_folder, read_unit, unit_count
 from megatron_llama.corpus.indexed_format import IndexedDataset, dataset_facts, same_dataset
 from megatron_llama.system.errors import MachineError, Stopped, UserError, run_main
-from megatron_llama.system.files import atomic_open, read_json, write_atomically
+from megatron_llama.system.files import (
+    FolderTaken,
+    atomic_open,
+    locked_folder,
+    read_json,
+    remove_contents,
+    write_atomically,
+)
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.signals import exit_with_parent, handle_signals
 
@@ -222,9 +230,20 @@ def begin(analysis: Analysis, overwrite: bool) -> bool:
             contents = f"of {saved.get('metric')}" if known else f"of another version of {analysis.prefix}"
             raise UserError(f"{path.parent} has an analysis {contents}: write --overwrite, or another --name")
         else:
-            shutil.rmtree(analysis.folder)
+            with _locked(analysis.folder):
+                remove_contents(analysis.folder)
     write_atomically(analysis.work / MANIFEST, json.dumps(identity, indent=1))
     return True
+
+
+@contextmanager
+def _locked(folder: Path, *, shared: bool = False) -> Iterator[None]:
+    """Lock the folder of an analysis. Processes of its parts share it. Raises UserError."""
+    try:
+        with locked_folder(folder, shared=shared):
+            yield
+    except FolderTaken:
+        raise UserError(f"another process writes {folder}: wait for its end, or write another --name") from None
 
 
 def run(analysis: Analysis, part: tuple[int, int], workers: int) -> bool:
@@ -328,7 +347,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.metric not in (RARITY, LENGTH):
         load_function(args.metric)
     if begin(analysis, args.overwrite):
-        with handle_signals((signal.SIGTERM, signal.SIGUSR1), _stop):
+        parts = _locked(analysis.folder, shared=True)
+        with parts, handle_signals((signal.SIGTERM, signal.SIGUSR1), _stop):
             if not run(analysis, (int(number), int(count)), args.workers):
                 rest = "other parts are unfinished. Rerun when they are done"
                 print(f"{analysis.folder}: part {args.part} is done; {rest}")

@@ -20,7 +20,6 @@ if __package__ in (None, ""):  # run as a script: keep inspect.py in this folder
 
 import argparse
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from data_prep.lib.next_command import blend_words, next_command
 from megatron_llama.config.data_settings import MASK_SUFFIX, TEXT_SUFFIX
 from megatron_llama.corpus.indexed_format import IndexedDataset, write_index
 from megatron_llama.system.errors import UserError, run_main
-from megatron_llama.system.files import sha256_file, write_atomically
+from megatron_llama.system.files import FolderTaken, scratch_folder, sha256_file, write_atomically
 from megatron_llama.system.tables import text_table
 
 
@@ -66,7 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     existing = [prefix for prefix in prefixes if Path(prefix + ".idx").exists()]
     if existing and not args.overwrite:
         raise UserError(f"{', '.join(existing)} exist already: write --overwrite to replace them")
-    counts = split(dataset, args.at, prefixes)
+    try:
+        counts = split(dataset, args.at, prefixes)
+    except FolderTaken:
+        raise UserError(f"another process divides {dataset.prefix} now: wait for its end") from None
     total = max(1, sum(tokens for _, tokens in counts))
     rows = [("dataset", "documents", "tokens", "share")]
     for prefix, (documents, tokens) in zip(prefixes, counts, strict=True):
@@ -101,9 +103,7 @@ def split(dataset: IndexedDataset, at: Sequence[int], prefixes: Sequence[str]) -
     part_of = np.searchsorted(np.asarray(at), lengths, side="right")
     folder, names = Path(dataset.prefix).parent, [Path(prefix).name for prefix in prefixes]
     work = folder / f".{names[0]}.split"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    try:
+    with scratch_folder(work):
         manifest = read_manifest(dataset.prefix)
         for number, name in enumerate(names):
             with open(work / f"{name}.bin", "wb") as file:
@@ -118,8 +118,6 @@ def split(dataset: IndexedDataset, at: Sequence[int], prefixes: Sequence[str]) -
                 described = _manifest(manifest, dataset.prefix, at, chosen, [work / f"{name}{s}" for s in _FILES])
                 write_atomically(work / f"{name}.json", json.dumps(described, indent=1) + "\n")
         _publish(work, folder, names)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return [(int((part_of == n).sum()), int(lengths[part_of == n].sum())) for n in range(len(names))]
 
 

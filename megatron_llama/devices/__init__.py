@@ -44,6 +44,11 @@ def of(torch_device: torch.device) -> Device:
     return device_named(torch_device.type)
 
 
+def pinned(values: torch.Tensor, torch_device: torch.device) -> torch.Tensor:
+    """Return host values in pinned memory, if ``torch_device`` can read it: otherwise each copy to it is a sync."""
+    return values.pin_memory() if of(torch_device).pins_memory else values
+
+
 def get_device(name: str = "auto") -> Device:
     """Return the device called ``name``. ``auto`` is the first of DEVICES that is available on this machine.
 
@@ -102,6 +107,7 @@ __all__ = [
     "get_device",
     "ignored_devices",
     "of",
+    "pinned",
     "request_collectives",
     "variable_prefixes",
 ]

@@ -9,6 +9,7 @@ import math
 
 import torch
 
+from megatron_llama import devices
 from megatron_llama.arch.shapes import head_dim
 from megatron_llama.config import ModelConfig, RopeScaling
 from megatron_llama.config.rope import original_context
@@ -124,7 +125,8 @@ def rotary_table(model: ModelConfig, length: int, device: torch.device) -> tuple
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=HOST), inverse_frequencies(model, length))
     table = torch.cat((angles, angles), dim=-1)[:, None, None, :]
     factor = attention_factor(model)
-    return (table.cos() * factor).to(device), (table.sin() * factor).to(device)
+    cos, sin = (devices.pinned(values * factor, device) for values in (table.cos(), table.sin()))
+    return cos.to(device, non_blocking=True), sin.to(device, non_blocking=True)
 
 
 def at_positions(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -136,11 +136,12 @@ class ElementwiseOptimizer(ShardOptimizer):
     def _rounded_by_kernel(self, values: Tensor, kind: str, rectangles: Sequence[Rectangle], step: Tensor) -> Tensor:
         """Round with one launch per rectangle, to the bits of ``round_stochastically``."""
         assert self._fused is not None
-        number, pinned = int(step), devices.of(values.device).pins_memory  # the step is on the host
+        number = int(step)  # the step is on the host
         rounded = torch.empty(0)
         for rectangle in rectangles:
             keys = start_of_noise(stream(self.seed, kind, rectangle.name), number, rectangle.offset)
-            starts = torch.tensor(keys, dtype=torch.int32, pin_memory=pinned).to(values.device, non_blocking=True)
+            starts = devices.pinned(torch.tensor(keys, dtype=torch.int32), values.device)
+            starts = starts.to(values.device, non_blocking=True)
             if tuple(rectangle.size) == tuple(values.shape):
                 return self._fused(values, starts)
             if not rounded.numel():

@@ -258,7 +258,5 @@ def init_weights(shards: list[Shard], plan: Plan) -> None:
         values = shard.values
         for rectangle in shard.rectangles:
             initial = initial_values(rectangle, plan.model, plan.config.trainer.seed)
-            if devices.of(values.device).pins_memory:
-                initial = initial.pin_memory()  # otherwise each copy is a sync
-            values[rectangle.local_slices].copy_(initial, non_blocking=True)
+            values[rectangle.local_slices].copy_(devices.pinned(initial, values.device), non_blocking=True)
         shard.store(values)

@@ -150,6 +150,50 @@ class FolderTaken(OSError):
 
 
 @contextlib.contextmanager
+def locked_folder(folder: Path, *, shared: bool = False) -> Iterator[int]:
+    """Exclude other processes from a folder, which is created if it is missing. Yields its descriptor.
+
+    Args:
+        shared: Only exclude processes that lock the folder without ``shared``.
+
+    Raises:
+        FolderTaken: Another process has locked it.
+        OSError: The folder cannot be created.
+    """
+    descriptor = _lock_folder(folder, shared)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def scratch_folder(path: Path) -> Iterator[Path]:
+    """Create an empty folder, locked against other processes, and remove it when the block ends.
+
+    The block may rename it. The files of a killed process are deleted.
+
+    Raises:
+        FolderTaken: Another process uses the folder.
+        OSError: The folder cannot be created.
+    """
+    with locked_folder(path) as lock:
+        try:
+            remove_contents(path)
+            yield path
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(path), os.fstat(lock)):  # not the folder of a later process
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_contents(folder: Path) -> None:
+    """Remove all files and folders in ``folder``."""
+    for each in folder.iterdir():
+        shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
+
+
+@contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Open a temporary folder that becomes ``path`` when the block ends; remove it if the block raises.
 
@@ -160,25 +204,16 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         FolderTaken: Another process writes this folder at the same time.
         OSError: The folder cannot be created, or ``path`` has files.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    lock = _lock_folder(partial)
-    try:
+    with scratch_folder(path.with_name(f".{path.name}.partial")) as partial:
         check_free(path)
-        for leftover in partial.iterdir():
-            shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
         yield partial
         sync_folder(partial)
         check_free(path)
         os.rename(partial, path)
         sync_folder(path.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    finally:
-        os.close(lock)
 
 
-def _lock_folder(folder: Path) -> int:
+def _lock_folder(folder: Path, shared: bool) -> int:
     """Create and lock a folder; return its descriptor, which holds the lock. Raises FolderTaken, OSError."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
@@ -186,11 +221,11 @@ def _lock_folder(folder: Path) -> int:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError:  # another process finished in between
             continue
-        if try_lock(descriptor) is False:
+        if try_lock(descriptor, shared=shared) is False:
             os.close(descriptor)
             raise FolderTaken(errno.EBUSY, "another process is writing it", str(folder))
         with contextlib.suppress(FileNotFoundError):
-            if os.stat(folder).st_ino == os.fstat(descriptor).st_ino:
+            if os.path.samestat(os.stat(folder), os.fstat(descriptor)):
                 return descriptor
         os.close(descriptor)  # another process renamed or removed it between open and lock
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.cuda import rows
 from tests.cuda.harness import Runtime
-from tests.cuda.in_process import ACCESSES
+from tests.cuda.in_process import ACCESSES, NO_COPIES
 from tests.cuda.log import differences
 from tests.cuda.streams import conflicts
 from tests.layouts.table import LAYOUTS, OFFLOAD
@@ -22,6 +22,7 @@ SHAPE = (
     *("trainer.global_batch_size=8", "trainer.micro_batch_size=2"),
 )
 """The small model of the layout table."""
+EIGHT_BITS = "optim.state_bits=8"
 TABLE = [row for row in LAYOUTS if "trainer.async_tp=true" not in row[2]]  # it needs symmetric memory
 
 
@@ -59,7 +60,10 @@ def test_ranks_are_spawned(runtime: Runtime, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ranks", "layout", "model"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
 def test_layout(runtime: Runtime, tmp_path: Path, ranks: int, layout: list[str], model: list[str]) -> None:
     """Rows of the layout table run, wait once per step, and order all uses of memory by two streams."""
-    run = runtime.train(tmp_path, *SHAPE, *layout, *model, devices=ranks, **{ACCESSES: "1"}).check()
+    variables = {ACCESSES: "1"}
+    if EIGHT_BITS in model or OFFLOAD in layout:
+        variables[NO_COPIES] = "1"
+    run = runtime.train(tmp_path, *SHAPE, *layout, *model, devices=ranks, **variables).check()
     assert len(run.logs) == ranks
     for log in run.logs:
         assert list(log.steps) == [1, 2, 3]

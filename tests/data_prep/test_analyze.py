@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from data_prep import analyze
-from megatron_llama.corpus.difficulty_index import open_difficulty_index
+from megatron_llama.corpus.difficulty_index import MANIFEST, open_difficulty_index
 from megatron_llama.system.errors import UserError
+from megatron_llama.system.files import locked_folder
 from tests.data.files import numbered, write_indexed
 
 LENGTH = 16
@@ -119,6 +120,20 @@ def test_other_analysis_needs_overwrite(prefix: str) -> None:
     assert written(prefix, "length") == before
     measure(prefix, "length", "--overwrite")
     assert written(prefix, "length") != before
+
+
+def test_overwrite_waits_for_running_parts(prefix: str) -> None:
+    measure(prefix, "length")
+    before = written(prefix, "length")
+    write_indexed(Path(prefix), DOCUMENTS[1:])
+    folder = Path(f"{prefix}_metrics/length-{LENGTH}")
+    with locked_folder(folder, shared=True), pytest.raises(UserError, match="another process"):
+        measure(prefix, "length", "--overwrite")
+    assert written(prefix, "length") == before
+    write_indexed(Path(prefix), DOCUMENTS)
+    (folder / MANIFEST).unlink()
+    with locked_folder(folder), pytest.raises(UserError, match="another process"):
+        measure(prefix, "length")
 
 
 @pytest.mark.parametrize(

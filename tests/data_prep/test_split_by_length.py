@@ -12,6 +12,7 @@ from data_prep import preprocess, split_by_length
 from data_prep.lib.dataset import find_problems, read_manifest
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.system.errors import UserError
+from megatron_llama.system.files import scratch_folder
 from tests.data.files import numbered, train_tokenizer, write_indexed
 
 DOCUMENTS = numbered(60)
@@ -76,6 +77,15 @@ def test_refusals(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     write_indexed(tmp_path / "book_text_document_mask", [[1]], "B")
     with pytest.raises(UserError, match="fine-tuning set"):
         split_by_length.main([prefix, "--at", "30"])
+
+
+def test_two_processes_divide_one_dataset(prefix: str) -> None:
+    with scratch_folder(Path(prefix).parent / ".book_below_20_text_document.split") as other:
+        (other / "part").write_text("of the other process")
+        with pytest.raises(UserError, match="another process"):
+            split_by_length.main([prefix, "--at", "20"])
+        assert (other / "part").exists()
+    assert split_by_length.main([prefix, "--at", "20"]) == 0
 
 
 def test_a_failure_leaves_nothing(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,10 @@ from megatron_llama.system.files import (
     FolderTaken,
     atomic_folder,
     check_yaml,
+    locked_folder,
     read_json,
     read_whole,
+    scratch_folder,
     sha256_file,
     write_atomically,
 )
@@ -122,6 +124,21 @@ def test_two_writers_of_one_folder(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError), atomic_folder(out):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_shared_and_exclusive_locks_of_a_folder(tmp_path: Path) -> None:
+    with locked_folder(tmp_path, shared=True), locked_folder(tmp_path, shared=True):
+        with pytest.raises(FolderTaken), locked_folder(tmp_path):
+            pass
+    with locked_folder(tmp_path), pytest.raises(FolderTaken), locked_folder(tmp_path, shared=True):
+        pass
+
+
+def test_a_scratch_folder_that_another_process_created_again_stays(tmp_path: Path) -> None:
+    with scratch_folder(tmp_path / "work") as folder:
+        folder.rename(tmp_path / "result")
+        folder.mkdir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["result", "work"]
 
 
 def test_the_files_of_a_killed_writer_are_removed(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from megatron_llama.launch.environment import process_context
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
-from megatron_llama.system.files import write_atomically
+from megatron_llama.system.files import FolderTaken, locked_folder, write_atomically
 from megatron_llama.system.tables import short_count, text_table
 from megatron_llama.tools.compare.report import MAX_POINTS, STYLE
-from megatron_llama.tools.sweep.combinations import Combination, Sweep, SweepState, combinations
+from megatron_llama.tools.sweep.combinations import RUN_DIR, Combination, Sweep, SweepState, combinations
 from megatron_llama.tools.sweep.launchers import RunFunction, run_dir, run_sequentially, run_slurm_jobs, run_train_py
 from megatron_llama.train.metrics_file import METRICS_FILE, read_run_records
 
@@ -53,10 +53,16 @@ def main(argv: Sequence[str], run: RunFunction = run_train_py) -> int:
         if dry:
             return 0
         stopped = None
-        if slurm is None:
-            stopped = run_sequentially(sweep, state, run)
-        else:
-            run_slurm_jobs(sweep, state, slurm)
+        with locked_folder(sweep.folder):
+            if slurm is None:
+                stopped = run_sequentially(sweep, state, run)
+            else:
+                run_slurm_jobs(sweep, state, slurm)
+    except FolderTaken:
+        rule, advice = "is in use by another process", f"wait for its end, or write another {RUN_DIR}=PATH"
+        taken = ConfigError([Problem(RUN_DIR, str(sweep.folder), rule, advice)])
+        sys.stderr.write(format_problems(taken, "This sweep") + "\n")
+        return EXIT_USER
     except ConfigError as error:
         sys.stderr.write(format_problems(error, "This sweep") + "\n")
         return EXIT_USER

@@ -15,7 +15,7 @@ from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.fields import check_limits, get
 from megatron_llama.plan import batch_line
 from megatron_llama.plan.choices import choose_defaults
-from megatron_llama.system.files import write_atomically
+from megatron_llama.system.files import FolderTaken, locked_folder, write_atomically
 from megatron_llama.system.tables import GIB, gib, plural, text_table
 from megatron_llama.system.wrapping import WIDTH, wrap_lines
 from megatron_llama.tools.common import NO_FILES, progress_bar
@@ -189,14 +189,18 @@ def search_or_fail(request: TuneRequest, tuned: Tuner, space: CandidateSpace, tr
 
 def run_search(request: TuneRequest, tuned: Tuner, space: CandidateSpace, trials: int) -> SearchResult:
     """Run a search with its trials in ``tune.dir``."""
-    folder = Path(str(request.tune.dir))
-    journal = None
-    if trials:
-        target = tuned.target
-        machine = f"{target.ranks} {target.name}"
-        journal = Journal(folder, {"words": list(request.overrides), "steps": request.tune.steps, "machine": machine})
-    nodes = tuned.target.nodes
-    return search(tuned, space, trials, journal, make_attempt(request.overrides, request.tune, folder, nodes))
+    folder, target = Path(str(request.tune.dir)), tuned.target
+    attempt = make_attempt(request.overrides, request.tune, folder, target.nodes)
+    if not trials:
+        return search(tuned, space, trials, None, attempt)
+    machine = f"{target.ranks} {target.name}"
+    inputs = {"words": list(request.overrides), "steps": request.tune.steps, "machine": machine}
+    try:
+        with locked_folder(folder):
+            return search(tuned, space, trials, Journal(folder, inputs), attempt)
+    except FolderTaken:
+        rule, advice = "is in use by another search", "wait for its end, or write another tune.dir=PATH"
+        raise ConfigError([Problem("tune.dir", str(folder), rule, advice)]) from None
 
 
 def failure_lines(result: SearchResult) -> Iterable[str]:

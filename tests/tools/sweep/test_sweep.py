@@ -10,6 +10,7 @@ import pytest
 
 from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import ConfigError
+from megatron_llama.system.files import locked_folder
 from megatron_llama.tools.sweep import launchers
 from megatron_llama.tools.sweep.cli import main
 from megatron_llama.tools.sweep.combinations import combinations
@@ -123,6 +124,14 @@ def test_an_interrupted_sweep_resumes_and_failures_do_not_end_it(tmp_path: Path)
     runs = FakeTrain(0, 0)
     main([*more, "optim.clip=2"], runs)
     assert runs.started == ["optim.lr_4", "optim.lr_5"], "other settings are a new run"
+
+
+def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = FakeTrain(0, 0)
+    with locked_folder(tmp_path / "s"):
+        assert main(["-m", *TWO, f"run.dir={tmp_path}/s"], runs) == 2
+    assert "is in use by another process" in capsys.readouterr().err and not runs.started
+    assert main(["-m", *TWO, f"run.dir={tmp_path}/s"], runs) == 0
 
 
 def test_an_invalid_state_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import load_config
 from megatron_llama.config.fields import get
+from megatron_llama.system.files import locked_folder
 from megatron_llama.tools.tune import objectives, search, trial
 from megatron_llama.tools.tune.candidates import TUNED, Candidate, Tuner
 from megatron_llama.tools.tune.cli import main
@@ -196,6 +197,9 @@ def test_trials_on_this_machine(
     monkeypatch.setattr(search, "run_trial", lambda *_: TrialOutcome(FAILED, message="no disk"))
     assert main([*WORDS, "tune.trials=2", "tune.name=other", "cluster.devices_per_node=2"]) == 1
     assert "no disk" in capsys.readouterr().err and not (output_dir / "other.yaml").exists()
+    with locked_folder(output_dir / "runs/tune-other"):
+        assert main([*WORDS, "tune.trials=2", "tune.name=other", "cluster.devices_per_node=2"]) == 2
+    assert "is in use by another search" in capsys.readouterr().err
 
 
 def test_virtual_stages_are_candidates() -> None:
