@@ -12,6 +12,7 @@ from time import monotonic
 
 import torch
 
+from megatron_llama.arch.checkpoint_formats import TRAINER, recognize
 from megatron_llama.arch.names import is_lora
 from megatron_llama.checkpoint import BEST
 from megatron_llama.checkpoint import state as contents
@@ -19,6 +20,7 @@ from megatron_llama.checkpoint.adapter import fingerprint, open_adapter
 from megatron_llama.checkpoint.differences import Difference, check_allowed, data_record, find_differences
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint, point_to, resume_candidates
+from megatron_llama.checkpoint.foreign.detect import open_foreign, resumed_state
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_manifest
 from megatron_llama.checkpoint.saving import Saver
@@ -175,11 +177,13 @@ class Checkpointer:
         self._report(f"{label} from {folder}")
 
     def _load_weights(self, folder: Path) -> None:
-        stored = open_hf_folder(folder, self.plan.model)
+        has_config = _is_hf_folder(folder)
+        model = self.plan.model
+        stored = open_hf_folder(folder, model) if has_config else open_foreign(folder, model).tensors
         base = [shard for shard in self.model.shards if not is_lora(shard.name)]
         self.bytes_read = stored.load_into(contents.weights(shard for shard in base if shard.quantized is None))
         self.bytes_read += contents.load_quantized(base, stored)
-        self._origin = os.path.abspath(folder), dtype_of(stored)
+        self._origin = os.path.abspath(folder) if has_config else None, dtype_of(stored)
 
     def _load_adapter(self, folder: Path) -> None:
         adapter = open_adapter(folder, self.plan.model, self.plan.config.finetune)
@@ -187,6 +191,8 @@ class Checkpointer:
 
     def _load(self, folder: Path) -> State:
         """Load a checkpoint. Raises CorruptFile or, for a checkpoint of another run, ConfigError on all ranks."""
+        if broadcast_from_rank_0(lambda: _is_foreign(folder)):
+            return self._load_foreign(folder)
         with sync_errors(CorruptFile, ConfigError):
             if self.topology.rank == 0:
                 read_manifest(folder).check_sizes()
@@ -202,6 +208,20 @@ class Checkpointer:
                 raise ConfigError([Problem("init_from", self.plan.config.init_from, rule, instead)])
             self._fill(manifest)
         return manifest.state
+
+    def _load_foreign(self, folder: Path) -> State:
+        """Load another program's checkpoint. Raises CorruptFile or ConfigError on all ranks."""
+        with sync_errors(CorruptFile, ConfigError):
+            foreign = open_foreign(folder, self.plan.model, resumes=True)
+            state, self._differences = resumed_state(self.plan, foreign, self.data.record(0))
+            targets = contents.weights(self.model.trained) | contents.optimizer_states(self.optimizer)
+            converted, read = contents.load_converted(self.optimizer, foreign.tensors)
+            targets = {name: target for name, target in targets.items() if name not in converted}
+            self.bytes_read = read + foreign.tensors.load_into(targets)
+            self._origin = None, dtype_of(foreign.tensors)
+        for part in foreign.missing:
+            self._report(f"{foreign.tensors.folder} lacks {part}")
+        return replace(state, dtype=self._origin[1])
 
     def _restore(self, folder: Path, state: State) -> None:
         """Restore optimizer, data and plan; log changed settings."""
@@ -291,6 +311,18 @@ class Checkpointer:
         """Write a line to stderr on rank 0; stdout has the progress line."""
         if self.topology.rank == 0:
             sys.stderr.write(f"checkpoint: {text}\n")
+
+
+def _is_foreign(folder: Path) -> bool:
+    recognized = recognize(folder)
+    return recognized is not None and recognized.is_foreign
+
+
+def _is_hf_folder(folder: Path) -> bool:
+    """Return whether a folder has Hugging Face's config.json and files; the errors of unknown folders assume it."""
+    recognized = recognize(folder)
+    is_trainer = recognized is not None and recognized.format == TRAINER and recognized.folder == folder
+    return recognized is None or not recognized.is_foreign or is_trainer
 
 
 def _working_dir() -> str | None:

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 
+from megatron_llama.arch.checkpoint_formats import is_foreign
 from megatron_llama.arch.shapes import head_dim, kv_heads
 from megatron_llama.config.data_settings import (
     DISCRETE,
@@ -300,6 +301,12 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
         yield replace(missing_folder(folder), machine_specific=True)
         return
     if not exists(os.path.join(folder, "config.json")):
+        if is_foreign(folder):
+            if config.finetune.method == "lora":
+                rule = "is a checkpoint of another program, and finetune.method=lora needs a Hugging Face folder"
+                instead = "start once with trainer.steps=0 and checkpoint.export_hf=true, and write the exported folder"
+                yield Problem("init_from", folder, rule, instead)
+            return
         rule = "has no config.json, so it is not a Hugging Face model folder"
         yield Problem("init_from", folder, rule, FOLDER_HINT)
         return

@@ -1,0 +1,126 @@
+"""Formats of checkpoint folders, recognized by the names of their files. Reads no content, needs no torch.
+
+    ours          checkpoint.json
+    hugging face  model.safetensors, or its index, and config.json
+    trainer       the same with trainer_state.json: Hugging Face's Trainer
+    torch_dist    .metadata and common.pt: megatron-core's dist_checkpointing (Megatron-LM, Megatron-Bridge, NeMo 2)
+    ranks         mp_rank_00/model_optim_rng.pt: Megatron-LM's older files, one per rank
+    fsdp          pytorch_model_fsdp_0/.metadata: accelerate's FSDP folder
+    dcp           .metadata without common.pt: torch.distributed.checkpoint (torchtitan)
+
+A folder of several checkpoints contains a pointer to the newest one, ``latest_checkpointed_iteration.txt``
+(Megatron-LM, Megatron-Bridge), or numbered folders, ``step-100`` (torchtitan) and ``checkpoint-100`` (Trainer).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+OURS, HF, TRAINER, TORCH_DIST, RANKS, FSDP, DCP = (
+    "megatron_llama",
+    "hugging face",
+    "trainer",
+    "torch_dist",
+    "ranks",
+    "fsdp",
+    "dcp",
+)
+LABELS = {
+    OURS: "megatron_llama's checkpoint",
+    HF: "Hugging Face's model folder",
+    TRAINER: "Hugging Face Trainer's checkpoint",
+    TORCH_DIST: "Megatron's torch_dist checkpoint",
+    RANKS: "Megatron's older checkpoint, one file per rank",
+    FSDP: "accelerate's FSDP checkpoint",
+    DCP: "torch.distributed.checkpoint's folder (torchtitan)",
+}
+"""Names of the formats in messages."""
+FOREIGN = (TRAINER, TORCH_DIST, RANKS, FSDP, DCP)
+"""Formats of other programs that have more than weights, or other names than Hugging Face's."""
+POINTER = "latest_checkpointed_iteration.txt"
+FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
+TRAINER_STATE, METADATA, COMMON = "trainer_state.json", ".metadata", "common.pt"
+RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
+"""Folder of a rank: tensor-parallel rank, and pipeline rank if there are stages."""
+RANK_FILE = "model_optim_rng.pt"
+_NUMBERED = re.compile(r"(?:step|checkpoint|iter)[-_](\d+)")
+
+
+@dataclass(frozen=True)
+class Recognized:
+    """A checkpoint folder and its format."""
+
+    format: str
+    folder: Path
+    """Folder with the files; inside the given one if that one contains several checkpoints."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether ``checkpoint/foreign`` reads it."""
+        return self.format in FOREIGN
+
+
+def recognize(folder: Path) -> Recognized | None:
+    """Return the format of ``folder``, or of the newest checkpoint in it; None if it has no known format."""
+    candidates = [folder, folder / "weights"]  # NeMo 2 has weights/ and context/
+    if (named := _named(folder)) is not None:
+        candidates += [named]
+    elif folder.is_dir():
+        try:
+            numbered = [(int(match[1]), name) for name in os.listdir(folder) if (match := _NUMBERED.fullmatch(name))]
+        except OSError:
+            numbered = []
+        candidates += [folder / name for _, name in sorted(numbered, reverse=True)]
+    for candidate in candidates:
+        found = _format_of(candidate)
+        if found is not None:
+            return Recognized(found, candidate)
+    return None
+
+
+def is_foreign(folder: str | Path) -> bool:
+    """Return whether ``folder`` is a checkpoint of another program that ``checkpoint/foreign`` reads."""
+    recognized = recognize(Path(folder))
+    return recognized is not None and recognized.is_foreign
+
+
+def rank_folders(folder: Path) -> dict[tuple[int, int], Path]:
+    """Return the files of Megatron's ranks by (tensor-parallel rank, pipeline rank)."""
+    files = {}
+    for name in os.listdir(folder):
+        match = RANK_FOLDER.fullmatch(name)
+        if match and (folder / name / RANK_FILE).is_file():
+            files[int(match[1]), int(match[2] or 0)] = folder / name / RANK_FILE
+    return files
+
+
+def _named(folder: Path) -> Path | None:
+    """Return the folder that Megatron's pointer names."""
+    try:
+        text = (folder / POINTER).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    if text == "release":
+        return folder / "release"
+    return folder / f"iter_{int(text):07d}" if text.isdigit() and len(text) < 12 else None
+
+
+def _format_of(folder: Path) -> str | None:
+    def has(*names: str) -> bool:
+        return any((folder / name).is_file() for name in names)
+
+    if has("checkpoint.json"):
+        return OURS
+    if has(f"{FSDP_MODEL}/{METADATA}"):
+        return FSDP
+    if has(METADATA):
+        return TORCH_DIST if has(COMMON) else DCP
+    if has("model.safetensors", "model.safetensors.index.json"):
+        return TRAINER if has(TRAINER_STATE) else HF
+    try:
+        return RANKS if folder.is_dir() and rank_folders(folder) else None
+    except OSError:
+        return None

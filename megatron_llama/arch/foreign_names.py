@@ -1,0 +1,180 @@
+"""Mapping between Hugging Face's tensors and the tensors of other programs' checkpoints.
+
+A Hugging Face tensor consists of runs: rectangles of another program's tensor. megatron-core stores q, k and v
+interleaved by kv head in ``linear_qkv``, gate and up below one another in ``linear_fc1``, and all layers in one tensor
+with a leading dimension. torchtitan rotates neighboring elements of a head, so the rows of q and k are permuted.
+
+Import and export use this mapping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from megatron_llama.arch.names import Shape, hf_shapes
+from megatron_llama.arch.shapes import head_dim, kv_heads
+from megatron_llama.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Run:
+    """A rectangle of a Hugging Face tensor, and its place in another program's tensor."""
+
+    key: str
+    """Name of the other tensor."""
+    offset: Shape
+    """Start in Hugging Face's tensor."""
+    size: Shape
+    lead: Shape
+    """Index in the leading dimensions that only the other tensor has: the layer."""
+    start: Shape
+    """Start in the other tensor, without leading dimensions."""
+    step: int = 1
+    """Distance of neighboring rows in the other tensor."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """Runs of each Hugging Face tensor, and the shapes of the other program's tensors."""
+
+    runs: Mapping[str, list[Run]]
+    shapes: Mapping[str, Shape]
+    """Expected shapes; the vocabulary may be padded."""
+
+
+VOCAB_ENDS = ("word_embeddings.weight", "output_layer.weight", "tok_embeddings.weight", "output.weight")
+"""Endings of tensors whose rows other programs pad."""
+_MEGATRON = {
+    "self_attn.o_proj.weight": ("self_attention.linear_proj.weight",),
+    "mlp.down_proj.weight": ("mlp.linear_fc2.weight",),
+    "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    "post_attention_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    "self_attn.q_norm.weight": ("self_attention.q_layernorm.weight",),
+    "self_attn.k_norm.weight": ("self_attention.k_layernorm.weight",),
+}
+_TORCHTITAN = {
+    "self_attn.q_proj.weight": ("attention.wq.weight", "attention.qkv_linear.wq.weight"),
+    "self_attn.k_proj.weight": ("attention.wk.weight", "attention.qkv_linear.wk.weight"),
+    "self_attn.v_proj.weight": ("attention.wv.weight", "attention.qkv_linear.wv.weight"),
+    "self_attn.o_proj.weight": ("attention.wo.weight",),
+    "mlp.gate_proj.weight": ("feed_forward.w1.weight",),
+    "mlp.down_proj.weight": ("feed_forward.w2.weight",),
+    "mlp.up_proj.weight": ("feed_forward.w3.weight",),
+    "input_layernorm.weight": ("attention_norm.weight",),
+    "post_attention_layernorm.weight": ("ffn_norm.weight",),
+}
+_TORCHTITAN_TOP = {
+    "model.embed_tokens.weight": "tok_embeddings.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "output.weight",
+}
+MEGATRON_TOP = {
+    "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+    "model.norm.weight": "decoder.final_layernorm.weight",
+    "lm_head.weight": "output_layer.weight",
+}
+
+
+def megatron_names(model: ModelConfig, keys: Collection[str] = (), prefix: str = "", *, stacked: bool = True) -> Names:
+    """Return megatron-core's names of ``model``.
+
+    Args:
+        keys: Names in a checkpoint, which decide between two names of a norm. Empty: the current ones.
+        prefix: Start of each name.
+        stacked: Whether the layers of a weight are one tensor, or have a number in their names.
+    """
+    runs, shapes = dict[str, list[Run]](), dict[str, Shape]()
+    for name, shape in hf_shapes(model).items():
+        layer, inner = _split_layer(name)
+        if layer is None:
+            key, rows = prefix + MEGATRON_TOP[name], shape[0]
+            runs[name] = [_whole(key, shape)]
+        else:
+            base = f"{prefix}decoder.layers." if stacked else f"{prefix}decoder.layers.{layer}."
+            lead = (layer,) if stacked else ()
+            inner_key, parts, rows = _megatron_parts(model, inner, shape, keys, base)
+            key = base + inner_key
+            runs[name] = [_rows(key, lead, first, start, count, shape) for first, start, count in parts]
+        layers = (model.num_hidden_layers,) if stacked and layer is not None else ()
+        shapes[key] = (*layers, rows, *shape[1:])
+    return Names(runs, shapes)
+
+
+def torchtitan_names(model: ModelConfig, keys: Collection[str] = (), prefix: str = "") -> Names:
+    """Return torchtitan's names of ``model``, which must be a Llama. ``keys`` decide between two names."""
+    runs, shapes = dict[str, list[Run]](), dict[str, Shape]()
+    half = head_dim(model) // 2
+    for name, shape in hf_shapes(model).items():
+        layer, inner = _split_layer(name)
+        if layer is None:
+            key = prefix + _TORCHTITAN_TOP[name]
+        else:
+            base = f"{prefix}layers.{layer}."
+            key = base + _choose(_TORCHTITAN[inner], keys, base)
+        runs[name] = [_whole(key, shape)]
+        if inner in ("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
+            # Row i of a head's first half is row 2i of torchtitan's head, of its second half row 2i + 1.
+            runs[name] = [
+                Run(key, (first + part * half, 0), (half, shape[1]), (), (first + part, 0), 2)
+                for first in range(0, shape[0], 2 * half)
+                for part in (0, 1)
+            ]
+        shapes[key] = shape
+    return Names(runs, shapes)
+
+
+def plain_names(model: ModelConfig, prefix: str = "") -> Names:
+    """Return Hugging Face's own names after ``prefix``."""
+    shapes = hf_shapes(model)
+    runs = {name: [_whole(prefix + name, shape)] for name, shape in shapes.items()}
+    return Names(runs, {prefix + name: shape for name, shape in shapes.items()})
+
+
+def _split_layer(name: str) -> tuple[int | None, str]:
+    """Return (layer, name inside the layer); (None, name) for tensors outside the layers."""
+    if not name.startswith("model.layers."):
+        return None, name
+    number, _, inner = name.removeprefix("model.layers.").partition(".")
+    return int(number), inner
+
+
+def _choose(names: tuple[str, ...], keys: Collection[str], base: str) -> str:
+    return next((name for name in names if base + name in keys), names[0])
+
+
+def _megatron_parts(
+    model: ModelConfig, inner: str, shape: Shape, keys: Collection[str], base: str
+) -> tuple[str, list[tuple[int, int, int]], int]:
+    """Return the name inside a layer, (first row here, first row there, rows) of each part, and the rows there."""
+    module = inner.split(".")[-2]
+    if module in ("gate_proj", "up_proj"):
+        return "mlp.linear_fc1.weight", [(0, shape[0] * (module == "up_proj"), shape[0])], 2 * shape[0]
+    if module in ("q_proj", "k_proj", "v_proj"):
+        parts = list(_interleaved(model, module))
+        return f"self_attention.linear_qkv.{inner.rpartition('.')[2]}", parts, _qkv_rows(model)
+    return _choose(_MEGATRON[inner], keys, base), [(0, 0, shape[0])], shape[0]
+
+
+def _qkv_rows(model: ModelConfig) -> int:
+    return (model.num_attention_heads + 2 * kv_heads(model)) * head_dim(model)
+
+
+def _interleaved(model: ModelConfig, module: str) -> Iterator[tuple[int, int, int]]:
+    """Yield the parts of q, k or v in ``linear_qkv``: for each kv head its query heads, then its key, its value."""
+    queries, size = model.num_attention_heads // kv_heads(model), head_dim(model)
+    for group in range(kv_heads(model)):
+        start = group * (queries + 2) * size
+        if module == "q_proj":
+            yield group * queries * size, start, queries * size
+        else:
+            yield group * size, start + (queries + (module == "v_proj")) * size, size
+
+
+def _whole(key: str, shape: Shape) -> Run:
+    return Run(key, (0,) * len(shape), shape, (), (0,) * len(shape))
+
+
+def _rows(key: str, lead: Shape, first: int, start: int, count: int, shape: Shape) -> Run:
+    others = (0,) * (len(shape) - 1)
+    return Run(key, (first, *others), (count, *shape[1:]), lead, (start, *others))

@@ -1,0 +1,133 @@
+"""Open a checkpoint of any other program, and the state from which a run resumes.
+
+``open_foreign`` chooses the reader by arch/checkpoint_formats.py. ``resumed_state`` turns step and position into the
+state that our checkpoints have, and reports the settings that differ from the source's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_llama.arch.checkpoint_formats import DCP, FSDP, LABELS, RANKS, TORCH_DIST, TRAINER, recognize
+from megatron_llama.checkpoint.differences import Difference, check_allowed, kinds
+from megatron_llama.checkpoint.foreign.megatron import open_ranks, open_torch_dist
+from megatron_llama.checkpoint.foreign.tensors import MOMENTS, Foreign
+from megatron_llama.checkpoint.foreign.torch_folders import open_dcp_folder, open_fsdp, open_trainer
+from megatron_llama.checkpoint.manifest import State
+from megatron_llama.config import ConfigError, ModelConfig, Problem
+from megatron_llama.config.fields import get
+from megatron_llama.corpus.blend import MEGATRON
+from megatron_llama.data.record import Record
+from megatron_llama.plan import Plan
+
+_MODEL = "model."
+_ORDER = ("trainer.seed", "data.seq_length", "data.split")
+"""Settings that determine Megatron's order of samples."""
+
+
+def open_foreign(folder: Path, model: ModelConfig, *, resumes: bool = False) -> Foreign:
+    """Open a checkpoint of another program.
+
+    Args:
+        folder: The checkpoint, or a folder with several checkpoints: the newest is opened.
+        resumes: Whether the run continues: fp32 copies of bf16 weights are read then.
+
+    Raises:
+        ConfigError: The folder has no known format, or the model differs.
+        CorruptFile: The folder is damaged or malicious.
+    """
+    recognized = recognize(folder)
+    if recognized is None or not recognized.is_foreign:
+        rule = "is no checkpoint of a known format" if recognized is None else f"is {LABELS[recognized.format]}"
+        raise ConfigError([Problem("checkpoint.resume", str(folder), rule, "name a checkpoint")])
+    where, kind = recognized.folder, recognized.format
+    if kind == TORCH_DIST:
+        foreign = open_torch_dist(where, model, masters=resumes)
+    else:
+        readers = {RANKS: open_ranks, FSDP: open_fsdp, TRAINER: open_trainer, DCP: open_dcp_folder}
+        foreign = readers[kind](where, model)
+    _check_model(where, model, foreign.facts)
+    return foreign
+
+
+def _check_model(folder: Path, model: ModelConfig, facts: dict[str, Any]) -> None:
+    """Raise ConfigError for each setting of the model that differs from the source's."""
+    problems = []
+    for name, theirs in facts.items():
+        if not name.startswith(_MODEL):
+            continue
+        ours = getattr(model, name.removeprefix(_MODEL))
+        if name == "model.num_key_value_heads" and ours is None:
+            ours = model.num_attention_heads
+        if ours != theirs and not (isinstance(theirs, float) and math.isclose(ours, theirs, rel_tol=1e-6)):
+            rule = f"the checkpoint {folder} was trained with {theirs}"
+            problems.append(Problem(name, ours, rule, f"write {name}={theirs}"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def resumed_state(plan: Plan, foreign: Foreign, record: Record) -> tuple[State, list[Difference]]:
+    """Return the state from which ``plan`` resumes, and the accepted differences.
+
+    The data continues in Megatron's order if the source read a Megatron dataset. Otherwise it starts at its first
+    sample, since the formats of other programs have no position in the data.
+
+    Args:
+        record: The record of the plan's data at its start.
+
+    Raises:
+        ConfigError: Moments or step are missing, or settings differ that ``checkpoint.allow`` does not list.
+    """
+    folder = foreign.tensors.folder
+    if not foreign.has_moments or foreign.step is None:
+        parts = "; ".join(foreign.missing)
+        rule = f"cannot be resumed: it lacks {parts}"
+        instead = f"write init_from={folder} to start from its weights"
+        raise ConfigError([Problem("checkpoint.resume", str(folder), rule, instead)])
+    if not set(MOMENTS) <= set(plan.config.optim.row.states):
+        rule = f"has Adam's states {', '.join(MOMENTS)}; the checkpoint {folder} has no others"
+        raise ConfigError([Problem("optim.name", plan.config.optim.name, rule, "write optim.name=adamw")])
+    differences = _differences(plan, foreign.facts)
+    check_allowed(differences, plan.config.checkpoint.allow, folder)
+    differing = {difference.name for difference in differences}
+    samples = 0 if foreign.samples is None else foreign.samples
+    if foreign.samples and foreign.shuffled and record["segments"] and not differing & set(_ORDER):
+        # All samples of the source's run are shuffled together, and at least the samples that it has read.
+        segment = {**record["segments"][0], "first": 0, "starts": {}, "order": MEGATRON}
+        segment["shuffled"] = max(foreign.shuffled, foreign.samples)
+        record = {**record, "order": MEGATRON, "segments": [segment]}
+    state = State(
+        step=foreign.step,
+        consumed_samples=samples,
+        optimizer=plan.config.optim.name,
+        updates=foreign.step if foreign.updates is None else foreign.updates,
+        world_size=0,
+        settings=asdict(plan.config),
+        lr=None,
+        data={**record, "consumed_samples": samples},
+    )
+    return state, differences
+
+
+def _differences(plan: Plan, facts: dict[str, Any]) -> list[Difference]:
+    """Return the settings of optimizer, batch and data that differ from the source's."""
+    differences = []
+    for name, theirs in facts.items():
+        if name.startswith(_MODEL) or (name == "data.split" and plan.config.data.mock):
+            continue
+        ours = get(plan.config, name)
+        if not _equal(ours, theirs):
+            differences.append(Difference(name, theirs, ours, kinds()[name]))
+    return differences
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, Sequence) and not isinstance(ours, str) and isinstance(theirs, Sequence):
+        return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
+    if isinstance(ours, int | float) and isinstance(theirs, int | float):
+        return math.isclose(ours, theirs, rel_tol=1e-6)
+    return bool(ours == theirs) or (ours is None and theirs == 0.0)  # clip_grad 0 is no clipping

@@ -1,0 +1,204 @@
+"""Tensors of another program's checkpoint under Hugging Face's names, read by rectangles from the source's chunks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_llama.arch.foreign_names import VOCAB_ENDS, Names, Run
+from megatron_llama.arch.names import Shape
+from megatron_llama.checkpoint.storage import STATES
+from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles, Stored, StoredTensor, check_finite
+from megatron_llama.config import ConfigError, Problem
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's states, by torch's names."""
+
+
+@dataclass(frozen=True)
+class SourceChunk:
+    """A rectangle of a tensor, as the other program stored it."""
+
+    offset: Shape
+    size: Shape
+    file: Path
+    load: Callable[[], torch.Tensor]
+    """Return the values, of shape ``size``. Raises CorruptFile."""
+
+
+@dataclass(frozen=True)
+class SourceTensor(StoredTensor):
+    """A tensor of the other program."""
+
+    chunks: Sequence[SourceChunk]
+
+
+@dataclass(frozen=True)
+class MappedTensor(StoredTensor):
+    """A tensor under Hugging Face's name."""
+
+    runs: Sequence[Run]
+
+
+@dataclass(frozen=True)
+class ForeignTensors(Stored):
+    """Tensors of another program, by Hugging Face's names; moments by the names in our checkpoints."""
+
+    tensors: Mapping[str, MappedTensor]
+    sources: Mapping[str, SourceTensor]
+
+    @torch.no_grad()
+    def load_into(self, targets: Mapping[str, Rectangles]) -> int:
+        """Fill the rectangles of ``targets``. Loads each chunk that overlaps them once, one at a time.
+
+        Raises CorruptFile, also if chunks are missing.
+        """
+        copies: dict[int, tuple[SourceChunk, list[tuple[str, Shape, torch.Tensor, tuple[slice | int, ...]]]]] = {}
+        for name, rectangles in targets.items():
+            for offset, target in rectangles.parts:
+                values = 0
+                for chunk, place, here, there in self._overlaps(self.tensors[name].runs, offset, target):
+                    values += here.numel()
+                    copies.setdefault(id(chunk), (chunk, []))[1].append((name, place, here, there))
+                if values != target.numel():
+                    raise CorruptFile(f"{self.folder}: has {values} of {target.numel()} values of {name} at {offset}")
+        read = 0
+        for chunk, parts in sorted(copies.values(), key=lambda item: str(item[0].file)):
+            values_there = chunk.load()
+            read += values_there.nbytes
+            for name, place, here, there in parts:
+                part = values_there[there]
+                if not name.startswith(STATES):
+                    check_finite(chunk.file, name, part, place)
+                here.copy_(part)
+        return read
+
+    def _overlaps(
+        self, runs: Sequence[Run], offset: Shape, target: torch.Tensor
+    ) -> Iterator[tuple[SourceChunk, Shape, torch.Tensor, tuple[slice | int, ...]]]:
+        """Yield (chunk, offset of the overlap, its part of ``target``, its index in the chunk)."""
+        for run in runs:
+            low = [max(o, r) for o, r in zip(offset, run.offset, strict=True)]
+            high = [
+                min(o + n, r + m) for o, n, r, m in zip(offset, target.shape, run.offset, run.size, strict=True)
+            ]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                for chunk in self.sources[run.key].chunks:
+                    yield from _overlap(run, chunk, low, high, offset, target)
+
+
+def _overlap(
+    run: Run, chunk: SourceChunk, low: list[int], high: list[int], offset: Shape, target: torch.Tensor
+) -> Iterator[tuple[SourceChunk, Shape, torch.Tensor, tuple[slice | int, ...]]]:
+    """Yield the overlap of [low, high) of a Hugging Face tensor with a chunk, if any."""
+    lead = len(run.lead)
+    if any(not o <= i < o + n for i, o, n in zip(run.lead, chunk.offset[:lead], chunk.size[:lead], strict=True)):
+        return
+    index: list[slice | int] = [i - o for i, o in zip(run.lead, chunk.offset[:lead], strict=True)]
+    place, ends = list[int](), list[int]()
+    for axis, (first, last) in enumerate(zip(low, high, strict=True)):
+        step = run.step if axis == 0 else 1
+        begin, count = chunk.offset[lead + axis], chunk.size[lead + axis]
+        # Element i is at start + step (i - run.offset) there.
+        zero = run.start[axis] - step * run.offset[axis]
+        first, last = max(first, -((zero - begin) // step)), min(last, (begin + count - 1 - zero) // step + 1)
+        if first >= last:
+            return
+        place.append(first)
+        ends.append(last)
+        index.append(slice(zero + step * first - begin, zero + step * (last - 1) - begin + 1, step))
+    here = target[tuple(slice(a - o, b - o) for a, b, o in zip(place, ends, offset, strict=True))]
+    yield chunk, tuple(place), here, tuple(index)
+
+
+@dataclass
+class Foreign:
+    """A checkpoint of another program."""
+
+    format: str
+    """Format, by arch/checkpoint_formats.py."""
+    tensors: ForeignTensors
+    step: int | None = None
+    """Completed steps; None: unknown."""
+    updates: int | None = None
+    """Updates of the optimizer; None: ``step``."""
+    samples: int | None = None
+    """Samples consumed; None: the format has no position in the data."""
+    lr: float | None = None
+    """Learning rate of the last step."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Settings of the source that the checkpoint contains, by our names."""
+    missing: list[str] = field(default_factory=list)
+    """Parts that the checkpoint lacks, in words."""
+    shuffled: int | None = None
+    """Samples that megatron-core shuffles together: all samples of the source's run."""
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether Adam's moments of all weights are stored."""
+        weights = [name for name in self.tensors.tensors if not name.startswith(STATES)]
+        return all(f"{STATES}{kind}.{name}" in self.tensors.tensors for kind in MOMENTS for name in weights)
+
+
+def map_tensors(
+    folder: Path, sources: Mapping[str, SourceTensor], names: Names, moments: Mapping[str, Callable[[str], str]]
+) -> ForeignTensors:
+    """Return the weights, and the moments that exist.
+
+    Args:
+        names: The source's names of the weights.
+        moments: For each of MOMENTS, the name of a weight's moment by the name of the weight.
+
+    Raises:
+        ConfigError: Weights are missing or have other shapes.
+    """
+    _check_shapes(folder, sources, names)
+    tensors = {name: _mapped(runs, sources) for name, runs in names.runs.items()}
+    used = {key: sources[key] for key in names.shapes}
+    for kind, rename in moments.items():
+        for name, runs in names.runs.items():
+            keys = {run.key: rename(run.key) for run in runs}
+            if all(new in sources and sources[new].shape == sources[old].shape for old, new in keys.items()):
+                moved = [Run(keys[r.key], r.offset, r.size, r.lead, r.start, r.step) for r in runs]
+                tensors[f"{STATES}{kind}.{name}"] = _mapped(moved, sources)
+                used |= {new: sources[new] for new in keys.values()}
+    return ForeignTensors(folder, tensors, used)
+
+
+def _mapped(runs: Sequence[Run], sources: Mapping[str, SourceTensor]) -> MappedTensor:
+    ends = [[o + n for o, n in zip(run.offset, run.size, strict=True)] for run in runs]
+    shape = tuple(max(axis) for axis in zip(*ends, strict=True))
+    return MappedTensor(sources[runs[0].key].dtype, shape, runs)
+
+
+def _check_shapes(folder: Path, sources: Mapping[str, SourceTensor], names: Names) -> None:
+    missing = [key for key in names.shapes if key not in sources]
+    problems = []
+    if missing:
+        rule = f"has no {missing[0]} ({len(missing)} of {len(names.shapes)} tensors are missing)"
+        tied = all(key.endswith(VOCAB_ENDS) for key in missing) and len(missing) == 1
+        instead = "write model.tie_word_embeddings=true" if tied else "name a checkpoint of this model"
+        problems.append(Problem("model", str(folder), rule, instead))
+    for key, shape in names.shapes.items():
+        if key in sources and not _fits(key, sources[key].shape, shape):
+            rule = f"{key} has shape {list(sources[key].shape)}; this model has {list(shape)}"
+            problems.append(Problem("model", str(folder), rule, "write the model's settings as in the source's run"))
+            break
+    if problems:
+        raise ConfigError(problems)
+
+
+def _fits(key: str, actual: Shape, expected: Shape) -> bool:
+    if key.endswith(VOCAB_ENDS):
+        return actual[1:] == expected[1:] and actual[:1] >= expected[:1]
+    return actual == expected
+
+
+def total_bytes(sources: Mapping[str, SourceTensor]) -> int:
+    """Return the bytes of all values."""
+    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in sources.values())

@@ -1,0 +1,223 @@
+"""Checkpoints of torchtitan, accelerate's FSDP and Hugging Face's Trainer: torch's own formats, other names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_llama.arch.checkpoint_formats import (
+    DCP,
+    FSDP,
+    FSDP_MODEL,
+    FSDP_OPTIMIZER,
+    METADATA,
+    TRAINER,
+    TRAINER_STATE,
+)
+from megatron_llama.arch.foreign_names import Names, plain_names, torchtitan_names
+from megatron_llama.checkpoint.foreign.dcp_files import DcpFolder, open_dcp
+from megatron_llama.checkpoint.foreign.tensors import MOMENTS, Foreign, SourceChunk, SourceTensor, map_tensors
+from megatron_llama.checkpoint.foreign.unpickle import load_pickle
+from megatron_llama.checkpoint.hf_folder import NamedTensor, SafetensorsFiles, open_hf_folder
+from megatron_llama.checkpoint.stored_tensors import CorruptFile, read_json
+from megatron_llama.config import ConfigError, ModelConfig, Problem
+from megatron_llama.config.hf_config import MODEL_TYPES
+
+_TITAN, _PLAIN = "tok_embeddings.weight", "model.embed_tokens.weight"
+_OPTIMIZER = "optimizer."
+OPTIMIZER_FILE, SCHEDULER_FILES = "optimizer.pt", ("scheduler.pt", "scheduler.bin")
+
+
+def open_dcp_folder(folder: Path, model: ModelConfig) -> Foreign:
+    """Open a DCP folder with torchtitan's or Hugging Face's names.
+
+    Raises:
+        ConfigError: The folder has other tensors.
+        CorruptFile: The folder is damaged or malicious.
+    """
+    dcp = open_dcp(folder)
+    names = _names(folder, model, dcp.tensors)
+    result = Foreign(DCP, map_tensors(folder, dcp.tensors, names, _moments(dcp, names, dcp)))
+    step = dcp.number("train_state.step", "step")
+    result.step = None if step is None else int(step)
+    _describe_optimizer(result, dcp, names)
+    if result.step is None:
+        result.missing.append("the step (train_state.step)")
+    result.missing.append("the position in the data")
+    return result
+
+
+def open_fsdp(folder: Path, model: ModelConfig) -> Foreign:
+    """Open a folder of accelerate's FSDP, with or without the Trainer's files.
+
+    Raises:
+        ConfigError: The folder has other tensors.
+        CorruptFile: The folder is damaged or malicious.
+    """
+    dcp = open_dcp(folder / FSDP_MODEL)
+    names = _names(folder, model, dcp.tensors)
+    has_optimizer = (folder / FSDP_OPTIMIZER / METADATA).is_file()
+    states = open_dcp(folder / FSDP_OPTIMIZER) if has_optimizer else DcpFolder(folder, {}, {})
+    tensors = map_tensors(folder, {**states.tensors, **dcp.tensors}, names, _moments(states, names, dcp))
+    result = Foreign(FSDP, tensors)
+    _describe_optimizer(result, states, names)
+    _read_trainer_files(result, folder)
+    if result.step is None:
+        result.step = result.updates
+    if result.step is None:
+        result.missing.append("the step")
+    result.missing.append("the position in the data")
+    return result
+
+
+def open_trainer(folder: Path, model: ModelConfig) -> Foreign:
+    """Open a folder ``checkpoint-100`` of Hugging Face's Trainer.
+
+    Raises:
+        ConfigError: The folder has other tensors.
+        CorruptFile: The folder is damaged or malicious.
+    """
+    files = open_hf_folder(folder, model)
+    names = plain_names(model)
+    sources = {name: _of_safetensors(files, name, tensor) for name, tensor in files.tensors.items()}
+    states, group, step = _read_optimizer(folder, files)
+    moments = {kind: _prefixed(f"{kind}.") for kind in MOMENTS}
+    result = Foreign(TRAINER, map_tensors(folder, {**sources, **states}, names, moments))
+    result.updates, result.lr = step, group.get("lr")
+    _read_trainer_files(result, folder)
+    if not result.has_moments:
+        result.missing.append(f"Adam's moments ({OPTIMIZER_FILE})")
+    result.missing.append("the position in the data")
+    return result
+
+
+def _names(folder: Path, model: ModelConfig, keys: Collection[str]) -> Names:
+    """Return the names by which the folder stores the model. Raises ConfigError for unknown names."""
+    for prefix in ("", "model.", "model.module.", "module."):
+        if prefix + _PLAIN in keys:
+            return plain_names(model, prefix)
+    for prefix in ("", "model."):
+        if prefix + _TITAN in keys:
+            if model.model_type != MODEL_TYPES[0]:
+                rule = f"has torchtitan's names of a Llama, and model.model_type is {model.model_type}"
+                raise ConfigError([Problem("model", str(folder), rule, f"write model.model_type={MODEL_TYPES[0]}")])
+            return torchtitan_names(model, keys, prefix)
+    some = ", ".join(sorted(keys)[:3]) or "no tensors"
+    rule = f"has neither {_PLAIN} (Hugging Face's name) nor {_TITAN} (torchtitan's), but {some}"
+    raise ConfigError([Problem("model", str(folder), rule, "name a checkpoint of a Llama")])
+
+
+def _model_prefix(names: Names) -> str:
+    key = min(names.shapes, key=len)
+    return next((p for p in ("model.module.", "module.", "model.") if _all_start(names, p) and key != p), "")
+
+
+def _all_start(names: Names, prefix: str) -> bool:
+    return all(key.startswith(prefix) for key in names.shapes)
+
+
+def _moments(states: DcpFolder, names: Names, weights: DcpFolder) -> dict[str, Callable[[str], str]]:
+    """Return the names of the moments; the optimizer's names may lack a prefix of the weights' names."""
+    del weights
+    prefix = _model_prefix(names)
+    return {kind: partial(_moment, states.tensors, prefix, kind) for kind in MOMENTS}
+
+
+def _moment(keys: Collection[str], prefix: str, kind: str, key: str) -> str:
+    whole = f"{_OPTIMIZER}state.{key}.{kind}"
+    return whole if whole in keys else f"{_OPTIMIZER}state.{key.removeprefix(prefix)}.{kind}"
+
+
+def _describe_optimizer(result: Foreign, states: DcpFolder, names: Names) -> None:
+    """Set updates and learning rate from the optimizer's values."""
+    key = next(iter(names.shapes))
+    short = key.removeprefix(_model_prefix(names))
+    step = states.number(*(f"{_OPTIMIZER}state.{name}.step" for name in (key, short)))
+    result.updates = None if step is None else int(step)
+    groups = states.value(f"{_OPTIMIZER}param_groups")
+    if isinstance(groups, list) and groups and isinstance(groups[0], dict):
+        lr = groups[0].get("lr")
+        result.lr = float(lr) if isinstance(lr, int | float) else None
+    if result.lr is None:
+        names_of_lr = (f"{_OPTIMIZER}param_groups.{name}.lr" for name in (key, short, "0"))
+        result.lr = states.number(*names_of_lr)
+    if not result.has_moments:
+        result.missing.append("Adam's moments")
+
+
+def _read_trainer_files(result: Foreign, folder: Path) -> None:
+    """Set the step from trainer_state.json or the scheduler's file."""
+    if (folder / TRAINER_STATE).is_file():
+        content = read_json(folder / TRAINER_STATE)
+        step = content.get("global_step") if isinstance(content, dict) else None
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise CorruptFile(f"{folder / TRAINER_STATE}: has no global_step")
+        result.step = step
+    for name in SCHEDULER_FILES:
+        if (folder / name).is_file():
+            content = load_pickle(folder / name, folder / name)
+            last = content.get("last_epoch") if isinstance(content, dict) else None
+            rates = content.get("_last_lr") if isinstance(content, dict) else None
+            if result.step is None and isinstance(last, int) and last >= 0:
+                result.step = last
+            if isinstance(rates, list) and rates and isinstance(rates[0], int | float):
+                result.lr = float(rates[0])
+            return
+    result.missing.append("the scheduler (scheduler.pt)")
+
+
+def _of_safetensors(files: SafetensorsFiles, name: str, tensor: NamedTensor) -> SourceTensor:
+    offset = (0,) * len(tensor.shape)
+    load = partial(files.read, name, offset, tensor.shape)
+    chunk = SourceChunk(offset, tensor.shape, files.folder / tensor.file, load)
+    return SourceTensor(tensor.dtype, tensor.shape, [chunk])
+
+
+def _prefixed(prefix: str) -> Callable[[str], str]:
+    return lambda name: prefix + name
+
+
+def _read_optimizer(
+    folder: Path, files: SafetensorsFiles
+) -> tuple[dict[str, SourceTensor], Mapping[str, Any], int | None]:
+    """Return the moments by ``exp_avg.NAME``, the first parameter group, and the updates.
+
+    The Trainer has two groups, with and without weight decay. Their parameters have consecutive numbers, in the order
+    of the model: first all matrices, then norms and biases. Raises CorruptFile if shapes contradict this order.
+    """
+    path = folder / OPTIMIZER_FILE
+    if not path.is_file():
+        return {}, {}, None
+    content = load_pickle(path, path)
+    groups = content.get("param_groups") if isinstance(content, dict) else None
+    states = content.get("state") if isinstance(content, dict) else None
+    if not isinstance(groups, list) or not isinstance(states, dict) or not all(isinstance(g, dict) for g in groups):
+        raise CorruptFile(f"{path}: is no state of a torch optimizer")
+    numbers = [number for group in groups for number in group.get("params", ())]
+    names = sorted(files.tensors, key=lambda name: len(files.tensors[name].shape) != 2)  # stable
+    if len(numbers) != len(names):
+        raise CorruptFile(f"{path}: has {len(numbers)} parameters; the model has {len(names)}")
+    sources, steps = dict[str, SourceTensor](), set[int]()
+    for number, name in zip(numbers, names, strict=True):
+        state = states.get(number, {})
+        for kind in MOMENTS:
+            values = state.get(kind)
+            if values is None:
+                continue
+            if not isinstance(values, torch.Tensor) or tuple(values.shape) != files.tensors[name].shape:
+                rule = f"{kind} of parameter {number} has not the shape of {name}"
+                raise CorruptFile(f"{path}: {rule}; the order of its parameters is not the Trainer's")
+            offset = (0,) * values.dim()
+            chunk = SourceChunk(offset, tuple(values.shape), path, partial(_same, values))
+            sources[f"{kind}.{name}"] = SourceTensor(values.dtype, tuple(values.shape), [chunk])
+        if "step" in state:
+            steps.add(int(state["step"]))
+    return sources, groups[0], max(steps, default=None)
+
+
+def _same(values: torch.Tensor) -> torch.Tensor:
+    return values

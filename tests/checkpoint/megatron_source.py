@@ -1,0 +1,241 @@
+"""A run of megatron-core's GPTModel on forked gloo ranks: it trains, saves by dist_checkpointing, and trains on.
+
+megatron-core's writer and its optimizer wrapper call CUDA, which the ranks replace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.optimizer import FP32Optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer import TransformerConfig
+
+from megatron_llama.data.megatron_order import build_megatron
+from megatron_llama.devices.mcore import patch_mcore
+from megatron_llama.plan import Plan
+from tests.ranks import run_ranks
+
+LR, BETAS, EPS, DECAY, BATCH, LENGTH, VOCAB = 0.003, (0.9, 0.95), 1e-6, 0.1, 8, 16, 64
+SETTINGS = (
+    f"optim.lr={LR}",
+    f"optim.min_lr={LR}",
+    "optim.warmup_steps=0",
+    f"optim.eps={EPS}",
+    "optim.clip=null",
+    "trainer.seed=5",
+)
+"""The settings of our run that continues the source's."""
+TOKENS = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run of the source program."""
+
+    tp: int
+    pp: int
+    folder: Path
+    steps: int = 3
+    further: int = 5
+    iterations: int = 20
+    plan: Plan | None = None
+    """A plan with the dataset; None: random tokens."""
+    files: str = "torch_dist"
+    """torch_dist, or ranks: the older files."""
+
+
+@dataclass
+class Trained:
+    """Losses of the steps after the save, and the logits of TOKENS at the save, [b, s, v]."""
+
+    losses: list[float]
+    logits: torch.Tensor
+
+
+def train_source(source: Source) -> Trained:
+    """Train, save, and train on."""
+    results = run_ranks(_rank, source.tp * source.pp, source)
+    last = [result for result in results if result[1] is not None]
+    return Trained(last[0][0], torch.cat([logits for _, logits in last], dim=-1)[..., :VOCAB])
+
+
+def batch_at(step: int, samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens and labels [batch, s] of a step, 0 for the first."""
+    if samples is None:
+        tokens = torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+        return tokens[:, :-1], tokens[:, 1:]
+    rows = [samples[step * BATCH + i] for i in range(BATCH)]
+    tokens, labels = (torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in ("tokens", "labels"))
+    return tokens, labels
+
+
+def _rank(rank: int, source: Source) -> tuple[list[float], torch.Tensor | None]:
+    patch_mcore(torch.device("cpu"))
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # type: ignore[method-assign]
+    parallel_state.initialize_model_parallel(source.tp, source.pp)
+    torch.manual_seed(7)
+    model = _model(source)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": DECAY},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=LR, betas=BETAS, eps=EPS)
+    samples = None if source.plan is None else build_megatron(source.plan, source.iterations * BATCH, 0)[0]
+    for step in range(source.steps):
+        _step(model, optimizer, batch_at(step, samples))
+    logits = _logits(model, source)
+    _save(model, optimizer, source)
+    losses = [_step(model, optimizer, batch_at(source.steps + n, samples)) for n in range(source.further)]
+    return losses, logits
+
+
+def _model(source: Source) -> GPTModel:
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=32,
+        ffn_hidden_size=64,
+        num_attention_heads=4,
+        num_query_groups=2,
+        tensor_model_parallel_size=source.tp,
+        pipeline_model_parallel_size=source.pp,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        normalization="RMSNorm",
+        layernorm_epsilon=1e-5,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=0.1,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        batch_p2p_comm=False,
+    )
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=VOCAB,
+        max_sequence_length=LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        rotary_base=10000,
+        share_embeddings_and_output_weights=False,
+    )
+
+
+def _forward(model: GPTModel, tokens: torch.Tensor, labels: torch.Tensor | None, count: int, keep: list) -> Any:
+    """Run megatron-core's schedule on ``count`` micro batches; ``keep`` gets the outputs of the last stage."""
+    parts = iter(zip(tokens.chunk(count), (tokens if labels is None else labels).chunk(count), strict=True))
+    positions = torch.arange(LENGTH)[None].expand(len(tokens) // count, LENGTH)
+    mask = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
+
+    def forward(data: Iterator, model: GPTModel) -> Any:
+        ids, targets = next(data)
+        output = model(ids, positions, mask, labels=None if labels is None else targets)
+
+        def loss_of(output: torch.Tensor) -> Any:
+            keep.append(output.detach())
+            return output.mean(), {"loss": output.mean().detach()}
+
+        return output, loss_of
+
+    return get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=parts,
+        model=[model],
+        num_microbatches=count,
+        seq_length=LENGTH,
+        micro_batch_size=len(tokens) // count,
+        forward_only=labels is None,
+    )
+
+
+def _step(model: GPTModel, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+    optimizer.zero_grad()
+    outputs: list[torch.Tensor] = []
+    _forward(model, *batch, 4, outputs)
+    optimizer.step()
+    return float(torch.stack([o.mean() for o in outputs]).mean()) if outputs else 0.0
+
+
+@torch.no_grad()
+def _logits(model: GPTModel, source: Source) -> torch.Tensor | None:
+    outputs: list[torch.Tensor] = []
+    _forward(model, TOKENS, None, 1, outputs)
+    return outputs[0] if outputs else None
+
+
+def _save(model: GPTModel, optimizer: torch.optim.Optimizer, source: Source) -> None:
+    rank_of = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+    arguments = argparse.Namespace(
+        hidden_size=32,
+        num_layers=4,
+        ffn_hidden_size=64,
+        num_attention_heads=4,
+        num_query_groups=2,
+        group_query_attention=True,
+        norm_epsilon=1e-5,
+        rotary_base=10000,
+        swiglu=True,
+        normalization="RMSNorm",
+        seed=5,
+        seq_length=LENGTH,
+        split="969,30,1",
+        global_batch_size=BATCH,
+        train_iters=source.iterations,
+        consumed_train_samples=source.steps * BATCH,
+        adam_eps=EPS,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        weight_decay=DECAY,
+        clip_grad=0.0,
+    )
+    state = {"iteration": source.steps, "args": arguments, "checkpoint_version": 3.0}
+    folder = source.folder / f"iter_{source.steps:07d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (source.folder / "latest_checkpointed_iteration.txt").write_text(str(source.steps))
+    if source.files == "ranks":
+        name = f"mp_rank_{rank_of[0]:02d}" + (f"_{rank_of[1]:03d}" if source.pp > 1 else "")
+        (folder / name).mkdir()
+        content = {**state, "model": model.state_dict_for_save_checkpoint()}
+        torch.save(content, folder / name / "model_optim_rng.pt")
+        return
+    wrapped = object.__new__(FP32Optimizer)  # its __init__ allocates on CUDA
+    wrapped.optimizer, wrapped.config, wrapped.is_stub_optimizer = optimizer, OptimizerConfig(), False
+    weights = model.sharded_state_dict(prefix="")
+    with _manager():
+        whole = {**state, "model": weights, "optimizer": wrapped.sharded_state_dict(weights)}
+        dist_checkpointing.save(whole, str(folder), ("torch_dist", 1))
+
+
+@contextmanager
+def _manager() -> Iterator[None]:
+    """Let megatron-core's writer start a process in a daemon."""
+    multiprocessing.current_process()._config["daemon"] = False
+    manager = multiprocessing.get_context("fork").Manager()
+    filesystem_async._results_queue = manager.Queue()
+    try:
+        yield
+    finally:
+        manager.shutdown()
