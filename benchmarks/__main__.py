@@ -36,6 +36,7 @@ COMMANDS = (
     "methods.curriculum",
     "methods.less_communication",
     "methods.longest_sequences",
+    "methods.muon",
     "methods.patterns",
     "methods.random_ltd",
     "methods.retrieval",

@@ -111,6 +111,12 @@ def is_lora(name: str) -> bool:
     return name.removesuffix(".weight").endswith((".lora_A", ".lora_B"))
 
 
+def is_block_matrix(parameter: str) -> bool:
+    """Return whether a parameter is one of a block's fused matrices, without LoRA's."""
+    stem, _, kind = parameter.rpartition(".")
+    return kind == "weight" and stem.rpartition(".")[2] in FUSED
+
+
 def is_saved_module(name: str, finetune: FinetuneConfig) -> bool:
     """Return whether a weight is in modules_to_save, by the ending of its name, as in PEFT."""
     return name.removesuffix(".weight").endswith(tuple(finetune.modules_to_save))
@@ -189,6 +195,12 @@ def keep_rows(parts: list[Rectangle], start: int, stop: int) -> list[Rectangle]:
                 )
             )
     return selected
+
+
+def rows_of_shard(rows: int, rank: int, size: int) -> tuple[int, int]:
+    """Return [first, last) of the rows of ``rank``, split as by torch.chunk, which ``fully_shard`` uses."""
+    per_rank = -(-rows // size)
+    return min(rows, rank * per_rank), min(rows, (rank + 1) * per_rank)
 
 
 def _row_part(name: str, shape: Shape, part: int, parts: int, replica: int = 0) -> Rectangle:

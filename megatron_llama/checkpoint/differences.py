@@ -73,7 +73,8 @@ SETTINGS = {
     },
     BATCH: {"trainer": "global_batch_size batch_schedule"},
     OPTIM: {
-        "optim": "lr min_lr warmup_steps constant_steps betas eps weight_decay clip schedule freeze_step",
+        "optim": "lr min_lr warmup_steps constant_steps betas eps weight_decay clip schedule freeze_step "
+        "momentum matrix_lr adjust_lr split_heads",
         "trainer": "z_loss",
     },
 }

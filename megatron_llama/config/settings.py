@@ -361,8 +361,9 @@ class OptimConfig:
     """The optimizer and its learning-rate schedule."""
 
     name: Annotated[str, one_of(*OPTIMIZERS)] = "adamw"
-    """adamw, adam or sgd, from torch.optim, or onebit_adam. With trainer.zero=0, onebit_adam exchanges
-    signs of momenta instead of gradients after freeze_step."""
+    """adamw, adam or sgd, from torch.optim, onebit_adam or muon. With trainer.zero=0, onebit_adam exchanges
+    signs of momenta instead of gradients after freeze_step. muon orthogonalizes the updates of the blocks' matrices;
+    AdamW updates the other weights."""
     freeze_step: Annotated[int | None, at_least(1)] = None
     """For onebit_adam: steps of plain Adam, without bias correction, before the exchange of signs. Derived: 15 % of
     the steps."""
@@ -385,6 +386,17 @@ class OptimConfig:
     """Adam's coefficients of the running averages of gradient and squared gradient."""
     eps: Annotated[float, above_zero()] = 1e-8
     """Added to the denominator of Adam's update."""
+    momentum: Annotated[float, between(0, 0.999)] = 0.95
+    """For muon: coefficient of the Nesterov momentum of matrices."""
+    matrix_lr: Annotated[float | None, above_zero("0.02")] = None
+    """For muon: highest learning rate of matrices; the schedule scales it as lr. Derived: lr; 0.02 with
+    adjust_lr=original."""
+    adjust_lr: Annotated[str, one_of("match_rms_adamw", "original")] = "match_rms_adamw"
+    """For muon: factor of a matrix's update, by torch.optim.Muon's names. match_rms_adamw: 0.2 * sqrt(max(rows,
+    columns)), so that lr and weight_decay of AdamW fit (Moonlight, arXiv:2502.16982). original: sqrt(max(1, rows /
+    columns)), by Keller Jordan."""
+    split_heads: bool = False
+    """For muon: orthogonalize each head of q, k and v separately."""
     weight_decay: Annotated[float, at_least(0)] = 0.1
     """Decoupled weight decay; norms are exempt."""
     clip: Annotated[float | None, above_zero()] = 1.0

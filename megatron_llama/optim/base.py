@@ -83,6 +83,8 @@ class OptimizerInputs:
     """Rectangles of Hugging Face tensors that each parameter consists of."""
     in_blocks: AbstractSet[Tensor]
     """Matrices with 8-bit states, by blocks."""
+    matrices: AbstractSet[Tensor]
+    """Matrices of the blocks, or parts of their rows."""
     kernels: Kernels
     """Kernels of the device that holds the parameters."""
     asynchronous: bool

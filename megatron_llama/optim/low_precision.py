@@ -51,6 +51,7 @@ class ElementwiseOptimizer(ShardOptimizer):
         row: the optimizer's row, with the names of its states.
         rectangles: rectangles of Hugging Face tensors that each parameter consists of.
         state_dtype: dtype of the states, except for the matrices ``in_blocks``, which have 8-bit states.
+        matrices: matrices of the blocks, which have the row's ``matrix_states``.
         stochastic: round bf16 stochastically, with noise from ``seed``, instead of to nearest.
         asynchronous: the host runs ahead of the device, so reading ``skip`` would be a sync.
     """
@@ -68,6 +69,7 @@ class ElementwiseOptimizer(ShardOptimizer):
         stochastic: bool,
         seed: int,
         in_blocks: AbstractSet[Tensor] = frozenset(),
+        matrices: AbstractSet[Tensor] = frozenset(),
         kernels: Kernels,
         asynchronous: bool = False,
     ) -> None:
@@ -83,7 +85,7 @@ class ElementwiseOptimizer(ShardOptimizer):
         for weight in rectangles:
             state = self.state[weight]
             state["step"] = torch.tensor(0.0)  # on the host as in torch: reading it does not synchronize
-            for name in self._states:
+            for name in row.states_of(is_matrix=weight in matrices):
                 if weight in in_blocks:
                     state[name] = BlockwiseState(weight, levels[name, weight.device], self._kernels)
                 else:
@@ -95,32 +97,58 @@ class ElementwiseOptimizer(ShardOptimizer):
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    self._update(weight, group, factor, skip)
+                    self.update(weight, group, factor, skip)
+                    self.state[weight]["step"] += 1
 
-    def _update(self, weight: Tensor, group: Group, factor: Tensor | None, skip: Tensor | None) -> None:
-        state = self.state[weight]
-        tensors = {WEIGHT: weight, **{kind: state[kind] for kind in self._states}}
-        rows = self._kernels.rows_at_once(weight[:1].numel())
-        for start in range(0, weight.shape[0], rows):
-            part = slice(start, min(start + rows, weight.shape[0]))
+    def update(self, weight: Tensor, group: Group, factor: Tensor | None, skip: Tensor | None) -> None:
+        """Update a weight and its states by the formula."""
+        tensors = {WEIGHT: weight, **{kind: self.state[weight][kind] for kind in self._states}}
+        gradient, step = weight.grad, self.state[weight]["step"]
+        assert gradient is not None
+        self.apply(self._formula, tensors, self.rectangles[weight], gradient, step, group, factor=factor, skip=skip)
+
+    def apply(
+        self,
+        formula: Formula,
+        tensors: Mapping[str, Any],
+        rectangles: Sequence[Rectangle],
+        gradient: Tensor,
+        step: Tensor,
+        group: Group,
+        *,
+        factor: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> None:
+        """Apply a formula to ``tensors``, which have the gradient's shape, in place and with rounding.
+
+        Args:
+            formula: its first argument has the tensors in fp32, in their order.
+            tensors: weight and states by kind, which selects the noise of rounding.
+            rectangles: rectangles of Hugging Face tensors that each of the tensors consists of.
+            gradient: any floating dtype.
+            step: number of earlier updates, on the host.
+            group: the parameter group.
+            factor: fp32 scalar for the gradient.
+            skip: bool scalar. Where it is true, the tensors keep their values.
+        """
+        rows = self._kernels.rows_at_once(gradient[:1].numel())
+        for start in range(0, gradient.shape[0], rows):
+            part = slice(start, min(start + rows, gradient.shape[0]))
             # fp32 values are updated in place; with ``skip`` in a copy.
             values_fp32 = [tensor[part].to(torch.float32, copy=skip is not None) for tensor in tensors.values()]
-            gradient = weight.grad[part].float()  # type: ignore[index]
-            gradient = gradient if factor is None else gradient * factor
-            self._formula(values_fp32, gradient, state["step"].clone(), group)
-            rectangles = keep_rows(list(self.rectangles[weight]), part.start, part.stop)
+            gradient_fp32 = gradient[part].float()
+            gradient_fp32 = gradient_fp32 if factor is None else gradient_fp32 * factor
+            formula(values_fp32, gradient_fp32, step.clone(), group)
+            held = keep_rows(list(rectangles), part.start, part.stop)
             for (kind, tensor), values in zip(tensors.items(), values_fp32, strict=True):
                 if isinstance(tensor, BlockwiseState):
                     tensor.assign(part, values, unless=skip)
                     continue
-                new = (
-                    values if tensor.dtype == torch.float32 else self._rounded(values, kind, rectangles, state["step"])
-                )
+                new = values if tensor.dtype == torch.float32 else self._rounded(values, kind, held, step)
                 if skip is not None:
                     tensor[part] = torch.where(skip, tensor[part], new)
                 elif new is not values:
                     tensor[part] = new
-        state["step"] += 1
 
     def _rounded(self, values: Tensor, kind: str, rectangles: Sequence[Rectangle], step: Tensor) -> Tensor:
         if not self.stochastic:
@@ -152,19 +180,27 @@ class ElementwiseOptimizer(ShardOptimizer):
 
 def build_elementwise(inputs: OptimizerInputs, formula: Formula, **numbers: Any) -> ElementwiseOptimizer:
     """Build the optimizer of ``formula``, whose groups have ``numbers`` (``lr`` and others)."""
-    plan = inputs.plan
     return ElementwiseOptimizer(
         [{**numbers, **group} for group in inputs.groups],
         inputs.row,
         formula,
         inputs.rectangles,
-        state_dtype=torch_dtype(plan.precision.optimizer_state_dtype),
-        stochastic=plan.precision.stochastic,
-        seed=plan.config.trainer.seed,
-        in_blocks=inputs.in_blocks,
-        kernels=inputs.kernels,
-        asynchronous=inputs.asynchronous,
+        **elementwise_options(inputs),
     )
+
+
+def elementwise_options(inputs: OptimizerInputs) -> dict[str, Any]:
+    """Return the keyword arguments of ElementwiseOptimizer that follow from the plan and the device."""
+    plan = inputs.plan
+    return {
+        "state_dtype": torch_dtype(plan.precision.optimizer_state_dtype),
+        "stochastic": plan.precision.stochastic,
+        "seed": plan.config.trainer.seed,
+        "in_blocks": inputs.in_blocks,
+        "matrices": inputs.matrices,
+        "kernels": inputs.kernels,
+        "asynchronous": inputs.asynchronous,
+    }
 
 
 def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:

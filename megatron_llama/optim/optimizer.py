@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from megatron_llama import devices
-from megatron_llama.arch.names import whole_shape
+from megatron_llama.arch.names import is_block_matrix, whole_shape
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.optimizers import OptimizerRow
 from megatron_llama.config.precision import has_8bit_states
@@ -137,7 +137,7 @@ class Optimizer:
         """
         for view, shard in zip(self._views(), self._shards_in_order(), strict=True):
             state = self.inner.state[view]
-            for kind in self.row.states:
+            for kind in self.row.states_of(is_matrix=is_block_matrix(shard.name)):
                 if state.get(kind) is None:
                     state[kind] = torch.zeros_like(view, requires_grad=False)
                     state.setdefault("step", torch.zeros((), device=view.device))
@@ -206,6 +206,7 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
         groups,
         rectangles={view: s.rectangles for s, view in pairs},
         in_blocks={view for s, view in pairs if optim.state_bits == 8 and _has_8bit_states(s, plan)},
+        matrices={view for s, view in pairs if is_block_matrix(s.name)},
         kernels=holder.kernels(bool(plan.config.trainer.compile)),
         asynchronous=not on_host and kind.asynchronous,
     )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_llama.arch.names import Rectangle, TensorParallel, keep_rows, rectangles
+from megatron_llama.arch.names import Rectangle, TensorParallel, keep_rows, rectangles, rows_of_shard
 from megatron_llama.model.quantized import dequantize, quantize
 from megatron_llama.parallel.fsdp import ComputeCopies
 from megatron_llama.plan import Plan
@@ -87,7 +87,7 @@ def shards_of(chunk: nn.Module, plan: Plan, topology: Topology, copies: ComputeC
             parameter = copies.master_of.get(parameter, parameter)
         tp = TensorParallel(topology.place["tp"], topology.sizes["tp"])
         parts = rectangles(name, plan.model, tp, plan.padded_vocab_size, plan.config.finetune)
-        start, stop = _rows(parameter.shape[0], topology.shard_rank, topology.shard_size)
+        start, stop = rows_of_shard(parameter.shape[0], topology.shard_rank, topology.shard_size)
         assert _local(parameter.data).shape[0] == stop - start, f"{name}: fully_shard has unexpected rows"
         quantized = plan.quantized if parameter.dtype == torch.uint8 else None
         shards.append(Shard(name, parameter, keep_rows(parts, start, stop), topology.replica_rank == 0, quantized))
@@ -96,9 +96,3 @@ def shards_of(chunk: nn.Module, plan: Plan, topology: Topology, copies: ComputeC
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _rows(rows: int, rank: int, size: int) -> tuple[int, int]:
-    """Return [first, last) of the rows of ``rank``, split as by torch.chunk, which ``fully_shard`` uses."""
-    per_rank = -(-rows // size)
-    return min(rows, rank * per_rank), min(rows, (rank + 1) * per_rank)

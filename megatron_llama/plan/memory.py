@@ -7,6 +7,7 @@ part must fit.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -19,6 +20,7 @@ from megatron_llama.config.problems import Problem
 from megatron_llama.config.settings import Config
 from megatron_llama.devices import find_device
 from megatron_llama.plan.job import Job, job_of_plan
+from megatron_llama.plan.matrix_work import MatrixWork
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.storage import COPIES, PLAIN
 from megatron_llama.system.tables import GIB, gib
@@ -60,8 +62,10 @@ def stage_footprints(plan: Plan) -> list[Footprint]:
         if "optimizer" in plan.config.trainer.offload:  # states, and copies of weights and gradients
             shard = BYTES[plan.precision.param_dtype] * -(-stage.trained // plan.shard_size)
             states, on_host = states._replace(optimizer=0), states.optimizer + 2 * shard
+        at_update = Footprint(*states, activations={}, logits=0, buffers=_update_buffers(plan, number))
         if plan.config.trainer.batch_schedule or microbatches_in_flight(job, number) < job.num_microbatches:
             needed = footprint(job, number, states)
+            needed = max(needed, at_update, key=lambda moment: moment.total)
             footprints.append(replace(needed, host=needed.host + on_host))
             continue
         # All forward passes precede the first backward pass: compare the peak before it, without gradients, with the
@@ -75,9 +79,23 @@ def stage_footprints(plan: Plan) -> list[Footprint]:
         else:
             after, working = footprint(replace(job, num_microbatches=job.num_microbatches - 1), number, states), 0
         before = footprint(job, number, States(states.weights, working, states.optimizer))
-        largest = max(before, after, key=lambda moment: moment.total)
+        largest = max(before, after, at_update, key=lambda moment: moment.total)
         footprints.append(replace(largest, host=before.host + on_host))
     return footprints
+
+
+def _update_buffers(plan: Plan, stage: int) -> int:
+    """Return the bytes of an optimizer's matrices at their peak in an update (optim/muon.py)."""
+    if not plan.config.optim.row.gathers_matrices:
+        return 0
+    work, width = MatrixWork(plan, stage), BYTES[plan.precision.compute_dtype]
+    replicas = plan.data_ranks // plan.shard_size
+    largest = max((work.shape(name) for names in work.flops for name in names), key=math.prod)
+    whole, gram = math.prod(largest), min(largest) ** 2
+    # The matrix, its normalized copy, the next iterate and two Gram matrices; later the result, its parts for each
+    # replica as tensors and as one buffer, and this rank's parts of the round's matrices.
+    received = whole * -(-work.members // (work.tp * work.shard_size))
+    return width * max(3 * whole + 2 * gram, whole + 2 * replicas * whole * (work.members > 1) + received)
 
 
 def _working(plan: Plan, stage: StageParameters) -> int:
@@ -127,9 +145,12 @@ def rank_memory(plan: Plan, stage: StageParameters) -> States:
 
 def optimizer_bytes(plan: Plan, stage: StageParameters, ranks: int = 1) -> int:
     """Return the bytes of the optimizer states of ``stage`` on one of the ``ranks`` that share them."""
+    row, width = plan.config.optim.row, BYTES[plan.precision.optimizer_state_dtype]
     in_blocks = stage.in_blocks if plan.config.optim.state_bits == 8 else 0
-    rest = -(-(stage.trained - in_blocks) // ranks) * BYTES[plan.precision.optimizer_state_dtype]
-    return plan.config.optim.row.state_tensors * (rest + state_bytes_8bit(-(-in_blocks // ranks)))
+    in_matrices = stage.quantizable if row.matrix_states is not None else 0
+    rest = -(-(stage.trained - in_blocks - in_matrices) // ranks) * width
+    matrices = len(row.states_of(is_matrix=True)) * -(-in_matrices // ranks) * width
+    return row.state_tensors * (rest + state_bytes_8bit(-(-in_blocks // ranks))) + matrices
 
 
 def check_memory(

@@ -17,6 +17,7 @@ from tests.messages import raises_with_message
 from tests.ranks import RankFailed
 
 ONE_BIT = ["optim.name=onebit_adam", "trainer.zero=0", "optim.freeze_step=2"]
+MUON = ["optim.name=muon", "trainer.tp=2"]
 ALL_INT8 = ["trainer.zero=3", "trainer.grad_reduce=int8", "trainer.param_gather=int8"]
 ADAM = ["optim.lr=0.01", "optim.warmup_steps=2", "trainer.steps=8"]
 
@@ -33,6 +34,7 @@ def _seed(checkpointer: Checkpointer) -> None:
         pytest.param(2, ["trainer.zero=3"], id="dp2zero3"),
         pytest.param(1, ["optim.name=sgd"], id="sgd"),
         pytest.param(2, ONE_BIT, id="1-bit Adam, signs"),
+        pytest.param(2, MUON, id="muon"),
         pytest.param(2, ALL_INT8, id="dp2, sent in int8", marks=pytest.mark.slow),
     ],
 )
@@ -87,10 +89,12 @@ def test_errors_of_signs_begin_at_zero_in_another_layout(tmp_path: Path, capfd: 
     )
 
 
-def test_another_layout_goes_on_within_the_layout_tolerance(tmp_path: Path) -> None:
-    whole = run(1, tmp_path / "whole", *ADAM, until=6)
-    run(1, tmp_path / "halves", *ADAM, until=3)
-    second = run(4, tmp_path / "halves", *ADAM, "trainer.tp=2", "trainer.pp=2", until=6)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_another_layout_goes_on_within_the_layout_tolerance(optimizer: str, tmp_path: Path) -> None:
+    settings = [*ADAM, f"optim.name={optimizer}"]
+    whole = run(1, tmp_path / "whole", *settings, until=6)
+    run(1, tmp_path / "halves", *settings, until=3)
+    second = run(4, tmp_path / "halves", *settings, "trainer.tp=2", "trainer.pp=2", until=6)
     assert second.started_at == 3
     for step, loss in second.losses.items():
         assert loss == pytest.approx(whole.losses[step], rel=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+MUON = "optim.name=muon"
 TIED = "model.tie_word_embeddings=true"
 WINDOW = "model.sliding_window=5"
 QWEN2, QWEN3 = "model.model_type=qwen2", "model.model_type=qwen3"  # biases of q, k, v; norms of q's and k's heads
@@ -25,6 +26,8 @@ CP, CP4, ULYSSES, DOCUMENTS = "trainer.cp=2", "trainer.cp=4", "trainer.cp_comm=u
 # Frequencies depend on the length of whole sequences, 16 tokens.
 DYNAMIC = ["model.rope_scaling={rope_type: dynamic, factor: 4.0}", "model.max_position_embeddings=8"]
 Z_LOSS = "trainer.z_loss=0.05"
+ORIGINAL = ["optim.adjust_lr=original", "optim.matrix_lr=0.005"]
+SIX_SAMPLES = "trainer.global_batch_size=6"
 DETERMINISTIC = "trainer.deterministic=true"
 FULL, ELEMENTWISE, SELECTIVE = (f"trainer.recompute={kind}" for kind in ("full", "elementwise", "selective"))
 SIX_LAYERS = "model.num_hidden_layers=6"
@@ -60,6 +63,8 @@ QUICK = {
     "tp2·dp2+sp, zero 2, 8-bit states",
     "deterministic",
     "tp2·pp2+sp, odd vocabulary, z-loss",
+    "tp4+sp, muon, kv heads < tp",
+    "tp2·dp2+sp, muon, zero 3",
     "cp2",
     "cp2·tp2+sp, documents",
     "cp2·pp2, tied",
@@ -255,6 +260,13 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
     ("pp2·dp2, micro batches of 1", 4, ["trainer.pp=2", MICRO_1], []),
     ("tp2·pp2+sp, odd vocabulary, z-loss", 4, ["trainer.tp=2", "trainer.pp=2"], ["model.vocab_size=61", Z_LOSS]),
     ("tp2·cp2, tied, compiled, z-loss", 4, ["trainer.tp=2", CP, *COMPILED], [*WIDE, TIED, Z_LOSS]),
+    ("tp4+sp, muon, kv heads < tp", 4, ["trainer.tp=4", MICRO_4], [MUON]),
+    ("tp2·dp2+sp, muon, zero 3", 4, ["trainer.tp=2", "trainer.zero=3"], [MUON]),
+    ("tp2·dp2+sp, muon, zero 0, split heads", 4, ["trainer.tp=2", "trainer.zero=0"], [MUON, "optim.split_heads=true"]),
+    ("pp2·vpp2·dp2, muon, zero 1, original scale", 4, ["trainer.pp=2", "trainer.vpp=2"], [MUON, *ORIGINAL]),
+    ("dp4, muon, hybrid, zero 2", 4, ["trainer.zero=2", "trainer.shard_group=2", MICRO_1], [MUON]),
+    ("tp2·cp2+sp, muon, qwen2", 4, ["trainer.tp=2", CP], [MUON, QWEN2, BIAS_EPS]),
+    ("pp2·dp3, muon, uneven shards", 6, ["trainer.pp=2", MICRO_1], [MUON, SIX_SAMPLES]),
     ("deterministic", 1, [DETERMINISTIC], []),
     (
         "tp2·pp2+sp, odd vocabulary, deterministic",

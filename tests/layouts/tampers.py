@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_llama.model.loss as loss
+import megatron_llama.optim.muon as muon
 from megatron_llama.devices import HOST, attention, device_named
 from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.model.inputs import MicroBatch
@@ -152,6 +153,18 @@ def chunks_in_plain_order(model: ParallelModel) -> None:
         return tuple((range(rank * length // size, (rank + 1) * length // size),) for rank in range(size))
 
     context.divide = plain
+
+
+def matrices_of_each_rank_alone(model: ParallelModel) -> None:
+    """Each tensor-parallel rank orthogonalizes its part of a matrix (Megatron-LM issue 7117)."""
+
+    def alone(self: muon.Muon, owners: dict[int, str], matrix: torch.Tensor | None) -> Iterator[tuple]:
+        for name in owners.values():
+            (part,) = self._momenta(name, None)
+            for held in self._held[name]:
+                yield held, muon.orthogonalized(part.view(held.rectangle.size))
+
+    muon.Muon._scatter = alone  # type: ignore[method-assign]
 
 
 def documents_in_zigzag_order(model: ParallelModel) -> None:

@@ -19,6 +19,7 @@ from tests.layouts.table import (
     CP,
     DOCUMENTS,
     MICRO_4,
+    MUON,
     QWEN2,
     QWEN3,
     TIED,
@@ -38,6 +39,7 @@ from tests.layouts.tampers import (
     last_chunk_of_the_head_lost,
     local_token_count,
     loss_weights_only_in_the_loss,
+    matrices_of_each_rank_alone,
     mean_over_data_parallel_ranks,
     no_causal_mask,
     no_kv_copy_sum,
@@ -56,6 +58,7 @@ from tests.ranks import RankFailed
 from tests.rows import rows
 
 BROKEN: list[tuple[Tamper, int, list[str], list[str]]] = [
+    (matrices_of_each_rank_alone, 2, ["trainer.tp=2"], [MUON]),
     (no_sequence_parallel_sum, 2, ["trainer.tp=2"], []),
     (no_sequence_parallel_sum, 2, ["trainer.tp=2", "trainer.sp=false"], [QWEN3]),
     (no_kv_copy_sum, 4, ["trainer.tp=4", MICRO_4], []),

@@ -36,6 +36,15 @@ def lora_settings_are_for_lora(config: Config, world_size: int) -> Iterator[Prob
             yield Problem(name, value, rule, f"write finetune.method=lora, or omit {name}")
 
 
+@reads("finetune.method", "optim.name")
+def optimizer_suits_the_method(config: Config, world_size: int) -> Iterator[Problem]:
+    """Some optimizers update weights that LoRA freezes."""
+    reason = config.optim.row.refuses.get("finetune.method")
+    if reason and config.finetune.method == "lora":
+        rule = f"optim.name={config.optim.name} {reason}"
+        yield Problem("optim.name", config.optim.name, rule, "write optim.name=adamw, or finetune.method=full")
+
+
 @reads("finetune.lora_rank", "finetune.lora_target_modules", "model")
 def rank_is_low(config: Config, world_size: int) -> Iterator[Problem]:
     """LoRA's rank is at most the smallest dimension of its matrices."""

@@ -16,7 +16,7 @@ from megatron_llama.config.optimizers import OPTIMIZERS
 from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, format_value
 from megatron_llama.config.rope import check_rope_scaling
-from megatron_llama.config.settings import Config, RopeScaling
+from megatron_llama.config.settings import Config, OptimConfig, RopeScaling
 from megatron_llama.plan.derive import check_split, split_evenly
 from megatron_llama.plan.rules.rule import nearest_legal, reads
 from megatron_llama.topology import AXES, Grid
@@ -299,6 +299,18 @@ def states_suit_the_optimizer(config: Config, world_size: int) -> Iterator[Probl
     if reason and PRECISIONS[precision].param_dtype != "float32":
         rule = f"optim.name={optim.name} {reason}"
         yield Problem("trainer.precision", precision, rule, "write trainer.precision=bf16 or fp32")
+
+
+@reads("optim.name", "optim.matrix_lr", "optim.adjust_lr", "optim.split_heads", "optim.momentum")
+def matrix_settings_are_for_muon(config: Config, world_size: int) -> Iterator[Problem]:
+    """Settings of the blocks' matrices need an optimizer that orthogonalizes them."""
+    if config.optim.row.gathers_matrices:
+        return
+    for name in ("momentum", "matrix_lr", "adjust_lr", "split_heads"):
+        value, default = getattr(config.optim, name), getattr(OptimConfig(), name)
+        if value != default:
+            rule = f"needs optim.name=muon; it is {config.optim.name}"
+            yield Problem(f"optim.{name}", value, rule, f"write optim.name=muon, or omit optim.{name}")
 
 
 @reads("optim.name", "trainer.zero", "trainer.dp", *BLOCK_SETTINGS)

@@ -14,6 +14,7 @@ s, b, h, t, m: sequence length, micro batch size, hidden size, tensor-parallel s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,6 +36,7 @@ from megatron_llama.arch.shapes import (
     matrices,
 )
 from megatron_llama.config.precision import BYTES, exchanged_bytes, quantized_bytes
+from megatron_llama.plan.matrix_work import MatrixWork
 from megatron_llama.plan.plan import Plan
 from megatron_llama.topology import AXIS_NAMES, chunks_of
 
@@ -138,7 +140,9 @@ def sort_traffic(traffic: Traffic) -> Traffic:
     return dict(sorted(traffic.items(), key=lambda item: (AXES.index(item[0][0]), KINDS.index(item[0][1]), item[0][2])))
 
 
-def step_operations(plan: Plan, pp_rank: int, shard_rank: int, tp_rank: int = 0) -> list[Operation]:
+def step_operations(
+    plan: Plan, pp_rank: int, shard_rank: int, tp_rank: int = 0, replica: int = 0
+) -> list[Operation]:
     """Return a rank's communication in a training step: forward, backward, gradient norm, update and loop control.
 
     Validation and checkpoints are not included. With random-LTD the step has the largest length, max_value.
@@ -147,7 +151,9 @@ def step_operations(plan: Plan, pp_rank: int, shard_rank: int, tp_rank: int = 0)
         plan: plan of the run.
         pp_rank: pipeline rank.
         shard_rank: position among the ranks that share one sharded copy of the states.
-        tp_rank: tensor-parallel rank. Only 1-bit Adam depends on it: the last ranks have padding of the vocabulary.
+        tp_rank: tensor-parallel rank. Only 1-bit Adam and Muon depend on it: the last ranks have padding of the
+            vocabulary, and ranks own different matrices.
+        replica: number of the sharded copy. Only Muon depends on it.
     """
     last = len(plan.stage_layers) - 1
     stages = chunks_of(pp_rank, plan.config.trainer.pp, plan.config.trainer.vpp)
@@ -159,6 +165,7 @@ def step_operations(plan: Plan, pp_rank: int, shard_rank: int, tp_rank: int = 0)
         *_pipeline(plan, chunks),
         *_data_parallel(plan, chunks, tp_rank),
         *_replicated_gradients(plan, chunks, shard_rank),
+        *_whole_matrices(plan, pp_rank, (replica * plan.shard_size + shard_rank) * plan.config.trainer.tp + tp_rank),
         Operation("token and document counts of the batch", world, 1, 3 * INT64),
         Operation("loss", world, 1, FP32),
         Operation("gradient norm", world, 1, FP32),
@@ -412,6 +419,22 @@ def _signs(ranks: int, sizes: list[int], stride: int) -> Iterator[Operation]:
     yield Operation("signs of momenta", TrafficKey("dp", "all_to_all", ranks), 1, signs, stride)
     yield Operation("signs of averages", gather, 1, signs, stride)
     yield Operation("scales of momenta and averages", gather, 2, ranks * len(sizes) * FP32, stride)
+
+
+def _whole_matrices(plan: Plan, pp_rank: int, member: int) -> Iterator[Operation]:
+    """Yield the exchanges of Muon (plan/matrix_work.py). Rounds with equal payloads are one operation."""
+    if not plan.config.optim.row.gathers_matrices:
+        return
+    work, width = MatrixWork(plan, pp_rank), BYTES[plan.precision.compute_dtype]
+    axis = "dp" if plan.data_ranks > 1 else "tp"
+    key = TrafficKey(axis, "all_to_all", work.members)
+    to_owners, results = zip(*work.sent_values(member), strict=True)
+    rounds = [("orthogonalized matrices", results)]
+    if len(work.same_replica(member)) > 1:
+        rounds.insert(0, ("matrices to their owners", to_owners))
+    for label, values in rounds:
+        for size, calls in Counter(values).items():
+            yield Operation(label, key, calls, size * width)
 
 
 def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> Iterator[Operation]:

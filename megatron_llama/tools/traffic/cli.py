@@ -172,7 +172,8 @@ def count_one_rank(folder: Path, plan: Plan) -> None:
 def operations_of_rank(plan: Plan, rank: int) -> list[Operation]:
     """Return the operations of ``rank`` in a training step."""
     topology = plan.topology(rank)
-    return step_operations(plan, topology.place["pp"], topology.shard_rank, topology.place["tp"])
+    place = topology.place
+    return step_operations(plan, place["pp"], topology.shard_rank, place["tp"], topology.replica_rank)
 
 
 def groups_of_ranks(plan: Plan) -> list[tuple[list[int], list[Operation]]]:
@@ -182,8 +183,11 @@ def groups_of_ranks(plan: Plan) -> list[tuple[list[int], list[Operation]]]:
     groups: dict[tuple[Operation, ...], list[int]] = {}
     for rank in range(plan.world_size):
         topology = plan.topology(rank)
-        tp_rank = topology.place["tp"] if plan.exchanges_signs else 0
-        groups.setdefault(operations_at(topology.place["pp"], topology.shard_rank, tp_rank), []).append(rank)
+        divides = plan.config.optim.row.gathers_matrices
+        tp_rank = topology.place["tp"] if plan.exchanges_signs or divides else 0
+        replica = topology.replica_rank if divides else 0
+        operations = operations_at(topology.place["pp"], topology.shard_rank, tp_rank, replica)
+        groups.setdefault(operations, []).append(rank)
     return [(ranks, list(shared)) for shared, ranks in groups.items()]
 
 

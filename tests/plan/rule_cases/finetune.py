@@ -14,6 +14,13 @@ CASES = [
     ),
     Case("lora_settings_are_for_lora", 1, {"finetune.lora_rank": 4}, {**LORA, "finetune.lora_rank": 4}, "method=lora"),
     Case(
+        "optimizer_suits_the_method",
+        1,
+        {**LORA, "optim.name": "muon"},
+        {"finetune.method": "full", "optim.name": "muon", "init_from": "/models/one"},
+        "optim.name=adamw, or finetune.method=full",
+    ),
+    Case(
         "rank_is_low",
         1,
         {**LORA, "model.num_key_value_heads": 2, "finetune.lora_rank": 97},

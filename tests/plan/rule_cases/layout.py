@@ -248,6 +248,13 @@ CASES = [
     ),
     Case("states_suit_the_optimizer", 2, {"optim.freeze_step": 3}, {"optim.freeze_step": None}, "freeze_step=null"),
     Case(
+        "matrix_settings_are_for_muon",
+        1,
+        {"optim.matrix_lr": 0.02},
+        {"optim.matrix_lr": 0.02, "optim.name": "muon"},
+        "write optim.name=muon, or omit optim.matrix_lr",
+    ),
+    Case(
         "one_exchange_of_gradients",
         2,
         {"trainer.grad_reduce": "int8", "trainer.zero": 0, "optim.name": "onebit_adam"},

@@ -37,6 +37,7 @@ FEW = "trainer.global_batch_size=4"
 TWO_HOPS = ("trainer.grad_reduce=int8", "trainer.reduce_group=2")
 LTD = "trainer.random_ltd={min_value: 4, max_value: 8, seq_per_step: 4, require_steps: 1}"  # it ends at 8 of 16
 LORA = ("finetune.method=lora", "finetune.lora_rank=2", "finetune.lora_target_modules=all-linear")
+MUON = ["optim.name=muon", FEW]
 LAYOUTS = {
     "one process": (1, [FEW]),
     "tp2": (2, ["trainer.tp=2", "trainer.sp=false", FEW]),
@@ -130,6 +131,17 @@ LAYOUTS = {
         2,
         ["trainer.cp=2", "trainer.cp_comm=ulysses", "trainer.recompute=selective", FEW],
     ),
+    "muon, tp2·dp2, zero 0, kv heads < tp": (
+        4,
+        [*MUON, "trainer.tp=2", "trainer.zero=0", "model.num_key_value_heads=1"],
+    ),
+    "muon, pp2·dp2, zero 3, bf16": (4, [*MUON, "trainer.pp=2", "trainer.zero=3", "trainer.precision=bf16"]),
+    "muon, tp2·dp4, hybrid, zero 1": (
+        8,
+        [*MUON, "trainer.tp=2", "trainer.zero=1", "trainer.shard_group=2", "trainer.global_batch_size=8"],
+    ),
+    "muon, tp2·cp2, split heads": (4, [*MUON, "trainer.tp=2", "trainer.cp=2", "optim.split_heads=true"]),
+    "muon, dp2, zero 0": (2, [*MUON, "trainer.zero=0"]),
     "tp2·pp2·dp2+sp, tied, odd": (8, ["trainer.tp=2", "trainer.pp=2", TIED, ODD, FEW]),
 }
 small_plan = cache(make_plan)
@@ -171,6 +183,7 @@ QUICK = {
     "dp2, zero 3",
     "dp4, hybrid, zero 2",
     "tp2·dp2+sp, zero 2, bf16_sr",
+    "muon, tp2·dp2, zero 0, kv heads < tp",
     "dp4, zero 3, second copy, two hops, both in int8",
 }
 
