@@ -12,15 +12,22 @@ from __future__ import annotations
 import argparse
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from benchmarks.methods import variants
 from benchmarks.methods.variants import SUBSETS, Trained
 from megatron_llama.system.tables import markdown_table
 
 LENGTH, BATCH, VALIDATIONS, VOCABULARY = 256, 8, 24, 384
-OPTIMIZERS = ("adamw", "muon")
-Runs = Mapping[str, Sequence[Trained]]
+VARIANTS = {
+    "adamw": "optim.name=adamw optim.lr={lr:g}",
+    "adamw, lr x4": "optim.name=adamw optim.lr={four:g}",
+    "muon": "optim.name=muon optim.lr={lr:g}",
+    "muon, matrix_lr x4": "optim.name=muon optim.lr={lr:g} optim.matrix_lr={four:g}",
+}
+"""Settings by name. ``four`` is four times ``lr``."""
+Runs = Mapping[str, Mapping[int, Trained]]
+"""Runs by variant and seed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,15 +51,15 @@ def run(args: argparse.Namespace) -> int:
     prefixes = [] if args.finished_only else variants.prepare(args.input.resolve(), folder)
     by_model: dict[str, Runs] = {}
     for model, steps in args.models:
-        runs_by_name: dict[str, list[Trained]] = {name: [] for name in OPTIMIZERS}
+        runs_by_name: dict[str, dict[int, Trained]] = {name: {} for name in VARIANTS}
         for seed in args.seeds:
-            folders = {name: folder / variants.folder_name(model, name, args.lr, seed, steps) for name in OPTIMIZERS}
-            if args.finished_only and not all((path / "done.json").exists() for path in folders.values()):
-                continue
-            for name, path in folders.items():
+            for name in VARIANTS:
+                path = folder / variants.folder_name(model, name, args.lr, seed, steps)
+                if args.finished_only and not (path / "done.json").exists():
+                    continue
                 words = [*_settings(model, name, args.lr), variants.blend(prefixes), f"trainer.seed={seed}"]
                 words += [f"trainer.steps={steps}", f"trainer.val_every_steps={max(1, steps // VALIDATIONS)}"]
-                runs_by_name[name].append(variants.train(path, words))
+                runs_by_name[name][seed] = variants.train(path, words)
         if runs_by_name["adamw"]:
             by_model[f"{model}, {steps} steps"] = runs_by_name
     variants.publish(_page(by_model, args), args.write)
@@ -76,47 +83,56 @@ def tokens_to(loss: float, run: Trained) -> float | None:
     return None
 
 
-def _settings(model: str, optimizer: str, lr: float) -> list[str]:
+def _settings(model: str, variant: str, lr: float) -> list[str]:
     """Return the overrides of a run, except its data, seed and steps."""
     recipe = [word for word in variants.recipe(LENGTH, BATCH) if not word.startswith(("model=", "optim.lr="))]
-    own = f"model={model} model.vocab_size={VOCABULARY} optim.name={optimizer} optim.lr={lr} trainer.precision=fp32"
-    return [*shlex.split(own), *recipe]
+    chosen = VARIANTS[variant].format(lr=lr, four=4 * lr)
+    return [*shlex.split(f"model={model} model.vocab_size={VOCABULARY} {chosen} trainer.precision=fp32"), *recipe]
 
 
 def _rows(runs_by_name: Runs) -> list[tuple[str, ...]]:
-    """Return a row for each optimizer of a model."""
-    adamw = runs_by_name["adamw"]
-    final = {name: [run.records[-1]["val_loss"] for run in runs] for name, runs in runs_by_name.items()}
-    rows = list[tuple[str, ...]]()
+    """Return a row for each variant of a model, from the seeds that AdamW finished too."""
+    adamw, rows = runs_by_name["adamw"], list[tuple[str, ...]]()
     for name, runs in runs_by_name.items():
-        whole = [float(run.records[-1]["consumed_tokens"]) for run in runs]
-        reached = [tokens_to(loss, run) for loss, run in zip(final["adamw"], runs, strict=True)]
-        known = [tokens / all_ for tokens, all_ in zip(reached, whole, strict=True) if tokens is not None]
-        spread = f"{statistics.fmean(known):.0%} ({min(known):.0%} to {max(known):.0%})" if known else "never"
-        missing = f", {len(reached) - len(known)} never" if known and len(known) < len(reached) else ""
-        times = [run.seconds / other.seconds for run, other in zip(runs, adamw, strict=True)]
-        losses = f"{statistics.fmean(final[name]):.4f}"
-        gap = "" if name == "adamw" else variants.gap(final[name], final["adamw"])
-        tokens = "100%" if name == "adamw" else spread + missing
-        rows.append((name, f"{whole[0]:,.0f}", losses, gap, tokens, f"{statistics.fmean(times):.2f}"))
+        pairs = [(run, adamw[seed]) for seed, run in runs.items() if seed in adamw]
+        if not pairs:
+            continue
+        final, reference = ([_final(each[side]) for each in pairs] for side in (0, 1))
+        tokens = [tokens_to(loss, run) for loss, (run, _) in zip(reference, pairs, strict=True)]
+        whole = pairs[0][1].validations[-1]["consumed_tokens"]
+        known = [reached / whole for reached in tokens if reached is not None]
+        share = f"{statistics.fmean(known):.0%} ({min(known):.0%} to {max(known):.0%})" if known else "not reached"
+        if known and len(known) < len(tokens):
+            share += f", not reached by {len(tokens) - len(known)}"
+        times = statistics.fmean(run.seconds / other.seconds for run, other in pairs)
+        gap = "" if name == "adamw" else variants.gap(final, reference)
+        row = (name, f"{len(pairs)}", f"{statistics.fmean(final):.4f}", gap, share if gap else "100%", f"{times:.2f}")
+        rows.append(row)
     return rows
+
+
+def _final(run: Trained) -> float:
+    """Return the loss of the last validation."""
+    return float(run.validations[-1]["val_loss"])
 
 
 def _page(by_model: Mapping[str, Runs], args: argparse.Namespace) -> str:
     """Return the page in Markdown."""
-    head = ("", "tokens", "final validation loss", "gap to adamw", "tokens to AdamW's final loss", "CPU s, adamw = 1")
+    head = ("", "seeds", "final validation loss", "gap to adamw", "tokens to AdamW's final loss", "CPU s, adamw = 1")
     models = " ".join(f"{model}:{steps}" for model, steps in args.models)
     lines = [
         "# Muon compared with AdamW\n",
-        f"{variants.conditions()} Precision fp32, steps of {BATCH} sequences of {LENGTH} tokens, lr {args.lr:g} for "
-        f"both, cosine to a tenth, vocabulary of {VOCABULARY} tokens; equal parts of {', '.join(SUBSETS)}; validation "
-        f"on held-out documents, in nats per token, {VALIDATIONS} times per run. {variants.describe_statistics(0)} "
+        f"{variants.conditions()}\n",
+        f"Precision fp32, steps of {BATCH} sequences of {LENGTH} tokens, lr {args.lr:g}, cosine to a tenth.",
+        f"Vocabulary of {VOCABULARY} tokens, equal parts of {', '.join(SUBSETS)}.",
+        f"Validation on held-out documents, in nats per token, about {VALIDATIONS} times per run.",
+        variants.describe_statistics(0),
         "Command:\n",
         f"    OMP_NUM_THREADS=1 python -m benchmarks muon --input REDPAJAMA_FOLDER --output DIR --models {models} "
         f"--lr {args.lr:g} --seeds {' '.join(map(str, args.seeds))}\n",
     ]
     for model, runs_by_name in by_model.items():
-        lines += [f"{model}, {len(runs_by_name['adamw'])} seeds:\n", *markdown_table(head, _rows(runs_by_name)), ""]
+        lines += [f"{model}:\n", *markdown_table(head, _rows(runs_by_name)), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.methods import random_ltd, variants
+from benchmarks.methods import muon, random_ltd, variants
 from benchmarks.methods.variants import Trained
 
 
@@ -48,6 +48,14 @@ def test_finished_run_is_not_repeated(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(variants, "run_program", program)
     first, second = (variants.train(tmp_path, ["model=llama_2m"]) for _ in range(2))
     assert len(started) == 1 and first == second and first.records[0]["val_loss"] == 2.0
+
+
+def test_tokens_to_a_loss_are_interpolated() -> None:
+    losses = [None, 4.0, None, 3.0, 2.5]
+    records = [{"consumed_tokens": 100 * step, "val_loss": loss} for step, loss in enumerate(losses)]
+    run_ = Trained(1.0, records)
+    assert muon.tokens_to(3.5, run_) == 200 and muon.tokens_to(3.0, run_) == 300 and muon.tokens_to(4.5, run_) == 100
+    assert muon.tokens_to(2.0, run_) is None
 
 
 def test_folder_names_have_no_spaces() -> None:

@@ -38,7 +38,7 @@ def lora_settings_are_for_lora(config: Config, world_size: int) -> Iterator[Prob
 
 @reads("finetune.method", "optim.name")
 def optimizer_suits_the_method(config: Config, world_size: int) -> Iterator[Problem]:
-    """Some optimizers update weights that LoRA freezes."""
+    """LoRA needs an optimizer that does not update the frozen matrices."""
     reason = config.optim.row.refuses.get("finetune.method")
     if reason and config.finetune.method == "lora":
         rule = f"optim.name={config.optim.name} {reason}"
