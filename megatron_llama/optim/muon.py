@@ -12,7 +12,7 @@ dtype of the precision. With bf16 this is the published algorithm.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -34,6 +34,11 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 """Smallest norm that a matrix is divided by."""
 MOMENTUM = "momentum_buffer"
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+}
+"""Factors of the update of a matrix [rows, columns], by ``optim.adjust_lr``."""
 
 
 class Held(NamedTuple):
@@ -166,7 +171,7 @@ class Muon(ElementwiseOptimizer):
         """Apply weight decay and the orthogonalized ``update`` to a rectangle of a weight."""
         weight, group, part = held
         rows, columns = part.global_shape
-        scale = adjusted_scale((rows // self._heads(part.name), columns), self._optim.adjust_lr)
+        scale = SCALES[self._optim.adjust_lr](rows // self._heads(part.name), columns)
         at_start = replace(part, local_offset=(0, 0))
         numbers = {**group, "matrix_lr": group["lr"] * group["matrix_lr_ratio"], "scale": scale}
         tensors, step = {WEIGHT: weight.data[part.local_slices]}, self.state[weight]["step"]
@@ -190,12 +195,6 @@ def orthogonalized(matrix: Tensor, heads: int = 1) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).flatten(0, 1)
-
-
-def adjusted_scale(shape: tuple[int, int], kind: str) -> float:
-    """Return the factor of the update of a matrix [rows, columns], by ``optim.adjust_lr``."""
-    rows, columns = shape
-    return 0.2 * math.sqrt(max(rows, columns)) if kind == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
 
 
 def build_muon(inputs: OptimizerInputs) -> ShardOptimizer:

@@ -34,8 +34,8 @@ COSINE = {
 PRETRAINING_LR, FINETUNING_LR = 3e-4, 2e-5
 """Defaults of optim.lr. Llama 2's chat models were fine-tuned with 2e-5 (arXiv:2307.09288, section 3.1)."""
 LONGEST_WARMUP_STEPS = 2000
-ORIGINAL_MATRIX_LR = 0.02
-"""Default of optim.matrix_lr with Keller Jordan's scale: the learning rate of his Muon."""
+MATRIX_LR = {"original": 0.02}
+"""Defaults of optim.matrix_lr by optim.adjust_lr, if not optim.lr: the learning rate of Keller Jordan's Muon."""
 ONEBIT_WARM_UP = 0.15
 """Share of the steps before 1-bit Adam exchanges signs: 15 to 25 % in the paper (arXiv:2102.02888, section 4)."""
 RANDOM_LTD_STEPS = 2 / 3
@@ -207,7 +207,7 @@ def derive_optimizer(config: Config) -> None:
     if optim.row.exchanges_signs and optim.freeze_step is None:
         optim.freeze_step = max(1, math.ceil(ONEBIT_WARM_UP * steps))
     if optim.row.gathers_matrices and optim.matrix_lr is None:
-        optim.matrix_lr = optim.lr if optim.adjust_lr == "match_rms_adamw" else ORIGINAL_MATRIX_LR
+        optim.matrix_lr = MATRIX_LR.get(optim.adjust_lr, optim.lr)
     optim.schedule = optim.schedule or dict(COSINE)
     if optim.min_lr is None:
         optim.min_lr = optim.lr / 10
