@@ -24,6 +24,8 @@ from megatron_llama.config import FinetuneConfig, ModelConfig
 Shape = tuple[int, ...]
 # PEFT's prefix of a model's names in an adapter file.
 PEFT_PREFIX = "base_model.model."
+MAGNITUDE = "lora_magnitude_vector"
+"""PEFT's name of DoRA's row norms, and the name of the parameter."""
 
 
 @dataclass(frozen=True)
@@ -92,23 +94,25 @@ def hf_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 def lora_shapes(model: ModelConfig, finetune: FinetuneConfig) -> dict[str, Shape]:
-    """Return the shapes of LoRA's tensors under PEFT's names: A is [rank, in], B is [out, rank]."""
+    """Return the shapes of LoRA's tensors under PEFT's names: A is [rank, in], B [out, rank], a magnitude [out]."""
     shapes: dict[str, Shape] = {}
     for name, (rows, columns) in ((n, s) for n, s in hf_shapes(model).items() if len(s) == 2):
         if name.split(".")[-2] in finetune.lora_target_modules:
             shapes[lora_name(name, "lora_A")] = (finetune.lora_rank, columns)
             shapes[lora_name(name, "lora_B")] = (rows, finetune.lora_rank)
+            if finetune.use_dora:
+                shapes[lora_name(name, MAGNITUDE)] = (rows,)
     return shapes
 
 
 def lora_name(weight: str, side: str) -> str:
-    """Return PEFT's name of lora_A or lora_B (``side``) of the matrix with this Hugging Face name."""
-    return f"{PEFT_PREFIX}{weight.removesuffix('weight')}{side}.weight"
+    """Return PEFT's name of lora_A, lora_B or MAGNITUDE (``side``) of the matrix with this Hugging Face name."""
+    return f"{PEFT_PREFIX}{weight.removesuffix('weight')}{side}{'' if side == MAGNITUDE else '.weight'}"
 
 
 def is_lora(name: str) -> bool:
     """Return whether a tensor or parameter of this name belongs to LoRA."""
-    return name.removesuffix(".weight").endswith((".lora_A", ".lora_B"))
+    return name.removesuffix(".weight").endswith((".lora_A", ".lora_B", f".{MAGNITUDE}"))
 
 
 def is_block_matrix(parameter: str) -> bool:
@@ -220,16 +224,25 @@ def _stack(parts: list[Rectangle]) -> list[Rectangle]:
 def _lora_pieces(
     parameter: str, model: ModelConfig, tp: TensorParallel, padded_vocab_size: int, finetune: FinetuneConfig
 ) -> list[Rectangle]:
-    """Return the rectangles of LoRA's A, sharded like its matrix's columns, or B, like its rows; else replicated."""
+    """Return the rectangles of LoRA's A, sharded like its matrix's columns, or of B and magnitudes, like its rows.
+
+    Unsharded ones are replicated.
+    """
     owner, _, side = parameter.rpartition(".")
     rank, parts = finetune.lora_rank, []
     for matrix in rectangles(f"{owner}.weight", model, tp, padded_vocab_size):
         if matrix.name.split(".")[-2] not in finetune.lora_target_modules:
             continue
         (rows, columns), name = matrix.global_shape, lora_name(matrix.name, side)
-        if side == "lora_A":
+        shape: Shape
+        offset: Shape
+        size: Shape
+        if side == MAGNITUDE:
+            shape, offset, size = (rows,), matrix.offset[:1], matrix.size[:1]
+        elif side == "lora_A":
             shape, offset, size = (rank, columns), (0, matrix.offset[1]), (rank, matrix.size[1])
         else:
             shape, offset, size = (rows, rank), (matrix.offset[0], 0), (matrix.size[0], rank)
-        parts.append(Rectangle(name, shape, offset, (0, 0), size, tp.rank if size == shape else matrix.replica))
+        replica = tp.rank if size == shape else matrix.replica
+        parts.append(Rectangle(name, shape, offset, (0,) * len(shape), size, replica))
     return _stack(parts)

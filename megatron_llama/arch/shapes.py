@@ -62,10 +62,13 @@ ROW_PARALLEL = ("o_proj", "down_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 """Endings of parameter names, without ``.weight``, whose weight all heads share. Each tp rank applies them to its
 heads, so their gradients must be summed over tp, with and without sequence parallelism."""
-REPLICATED_UNDER_SP = ("norm", "qkv_proj.lora_A", "gate_up_proj.lora_A", "o_proj.lora_B", "down_proj.lora_B")
+REPLICATED_UNDER_SP = (
+    "norm", "qkv_proj.lora_A", "gate_up_proj.lora_A", "o_proj.lora_B", "down_proj.lora_B",
+    "o_proj.lora_magnitude_vector", "down_proj.lora_magnitude_vector",
+)
 """Endings of parameter names, without ``.weight``, that are replicated over tp. With sequence parallelism each rank
 applies them to a part of the sequence, so their gradients must be summed over tp."""
-KV_HEADS = ("qkv_proj", "qkv_proj.bias", "qkv_proj.lora_B")
+KV_HEADS = ("qkv_proj", "qkv_proj.bias", "qkv_proj.lora_B", "qkv_proj.lora_magnitude_vector")
 """Parameters, without ``.weight``, whose key and value rows are replicated with fewer kv heads than tp ranks."""
 
 
@@ -181,10 +184,11 @@ def matrices_per_layer(model: ModelConfig, tp: int = 1) -> int:
 def lora_parameters(model: ModelConfig, finetune: FinetuneConfig, layers: int, tp: int = 1) -> int:
     """Return LoRA's parameters in ``layers`` blocks on one tensor-parallel rank.
 
-    A [rank, in] and B [out, rank] of each target are sharded like its matrix.
+    A [rank, in] and B [out, rank] of each target, and DoRA's magnitudes [out], are sharded like its matrix.
     """
     shapes = [matrices(model)[module].local_shape(tp) for module in finetune.lora_target_modules]
-    return layers * finetune.lora_rank * sum(map(sum, shapes))
+    magnitudes = finetune.use_dora * sum(rows for rows, _ in shapes)
+    return layers * (finetune.lora_rank * sum(map(sum, shapes)) + magnitudes)
 
 
 def whole_model(model: ModelConfig, finetune: FinetuneConfig) -> StageParameters:

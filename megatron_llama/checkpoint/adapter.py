@@ -14,7 +14,16 @@ from typing import Any
 
 import torch
 
-from megatron_llama.arch.names import PEFT_PREFIX, Shape, hf_shapes, is_lora, is_saved_module, lora_name, lora_shapes
+from megatron_llama.arch.names import (
+    MAGNITUDE,
+    PEFT_PREFIX,
+    Shape,
+    hf_shapes,
+    is_lora,
+    is_saved_module,
+    lora_name,
+    lora_shapes,
+)
 from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, list_tensors, open_hf_folder, open_safetensors
 from megatron_llama.checkpoint.manifest import Manifest
 from megatron_llama.checkpoint.storage import CheckpointTensors
@@ -103,6 +112,8 @@ def open_base(manifest: Manifest, model: ModelConfig, folder: Path | None) -> Sa
 class MergedTensors(Stored):
     """Tensors of a model with a merged LoRA adapter: W + scale · B A (Hu et al. 2021, arXiv:2106.09685).
 
+    DoRA scales each row to the norm in ``lora_magnitude_vector``.
+
     The arithmetic is fp32; the result is rounded once, to the dtype of the target.
     """
 
@@ -138,12 +149,23 @@ class MergedTensors(Stored):
     def _sum(self, name: str, offset: Shape, target: torch.Tensor) -> int:
         (first_row, first_column), (rows, columns), rank = offset, target.shape, self.finetune.lora_rank
         a_name, b_name = lora_name(name, "lora_A"), lora_name(name, "lora_B")
+        width = self.base.tensors[name].shape[1]
+        if self.finetune.use_dora:  # norms need whole rows
+            first_column, columns, target_columns = 0, width, slice(first_column, first_column + columns)
         sizes = (rows, columns), (rank, columns), (rows, rank)
         values, a, b = (target.new_empty(size, dtype=torch.float32) for size in sizes)
-        read = self.base.load_into({name: Rectangles(self.base.tensors[name].shape, [(offset, values)])})
+        held = Rectangles(self.base.tensors[name].shape, [((first_row, first_column), values)])
+        read = self.base.load_into({name: held})
         factors = {a_name: ((0, first_column), a), b_name: ((first_row, 0), b)}
         read += self.adapter.load_into({n: Rectangles(self.adapter.tensors[n].shape, [f]) for n, f in factors.items()})
-        target.copy_(values.add_(torch.matmul(b, a).mul_(self.finetune.lora_scaling)))
+        values.add_(torch.matmul(b, a).mul_(self.finetune.lora_scaling))
+        if self.finetune.use_dora:
+            magnitude, key = target.new_empty(rows, dtype=torch.float32), lora_name(name, MAGNITUDE)
+            held = Rectangles(self.adapter.tensors[key].shape, [((first_row,), magnitude)])
+            read += self.adapter.load_into({key: held})
+            values.mul_((magnitude / torch.linalg.vector_norm(values, dim=1)).unsqueeze(1))
+            values = values[:, target_columns]
+        target.copy_(values)
         return read
 
 
@@ -171,5 +193,5 @@ def adapter_config(finetune: FinetuneConfig, base: str | None) -> dict[str, Any]
         "init_lora_weights": True,
         "inference_mode": True,
         "use_rslora": finetune.use_rslora,
-        "use_dora": False,
+        "use_dora": finetune.use_dora,
     }

@@ -30,6 +30,7 @@ from megatron_llama.config.settings import ALLOWED
 from megatron_llama.data.batches import Data
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
+from megatron_llama.parallel.dora import init_magnitudes
 from megatron_llama.parallel.groups import broadcast_from_rank_0, sync_errors
 from megatron_llama.parallel.replicas import check_copies
 from megatron_llama.plan import Plan
@@ -72,6 +73,7 @@ class Checkpointer:
             self._report(f"starting from scratch; moved the earlier checkpoints to {moved}")
         if self._lora:
             self._load_base()  # checkpoints do not contain the base model
+            init_magnitudes(self.model)
         failures = []
         for folder in candidates:
             try:

@@ -89,7 +89,7 @@ def _facts(
         modules = ", ".join(finetune.lora_target_modules)
         rows.append(
             (
-                "rsLoRA" if finetune.use_rslora else "LoRA",
+                ("rsLoRA" if finetune.use_rslora else "LoRA") + " with DoRA" * finetune.use_dora,
                 f"rank {finetune.lora_rank}, alpha {finetune.lora_alpha:g}, on {modules}",
             )
         )

@@ -78,7 +78,9 @@ _LORA_SETTINGS = {
     "target_modules": "lora_target_modules",
     "modules_to_save": "modules_to_save",
     "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
 }
+_LORA_SWITCHES = ("use_rslora", "use_dora")
 # Valid values of adapter_config.json's other keys, in addition to null, false and empty. Unlisted keys must have one of
 # these three values, so that features of later PEFT versions are rejected, not ignored. Some initializations (pissa,
 # olora, corda, loftq) also change the base weights, which the base model's folder does not contain.
@@ -305,7 +307,7 @@ def hf_config(model: ModelConfig, dtype: str, token_ids: dict[str, int]) -> dict
 def fill_from_adapter(
     folder: str, given: set[str], assign: Callable[[str, Any], None], problems: list[Problem]
 ) -> None:
-    """Assign rank, alpha, use_rslora and modules from a PEFT adapter's config. Settings in ``given`` are a problem."""
+    """Assign the _LORA_SETTINGS of a PEFT adapter's config. Settings in ``given`` are a problem."""
     try:
         content = read_hf_config(folder, ADAPTER_CONFIG)
         if not os.path.exists(os.path.join(folder, ADAPTER_WEIGHTS)):
@@ -317,7 +319,7 @@ def fill_from_adapter(
     wrong = unsupported_lora(content)
     problems += [Problem("finetune.adapter", folder, clause, "write a plain LoRA adapter") for clause in wrong]
     for theirs, ours in _LORA_SETTINGS.items() if not wrong else ():
-        name, value = f"finetune.{ours}", content.get(theirs) or (False if theirs == "use_rslora" else [])
+        name, value = f"finetune.{ours}", content.get(theirs) or (False if theirs in _LORA_SWITCHES else [])
         if name in given:
             rule = f"is set by the adapter in {folder}: {format_value(value)}"
             problems.append(Problem(name, None, rule, f"omit {name}"))
@@ -333,8 +335,9 @@ def unsupported_lora(content: dict[str, Any]) -> list[str]:
         if value and value not in may and name not in (*_LORA_SETTINGS, *_IRRELEVANT):
             rule = f"only {' or '.join(map(repr, may))} is supported" if may else "only plain LoRA is supported"
             clauses.append(f"its {name} is {show_value(value)}, and {rule}")
-    if not isinstance(content.get("use_rslora", False), bool):
-        clauses.append("its use_rslora must be true or false")
+    for name in _LORA_SWITCHES:
+        if not isinstance(content.get(name, False), bool):
+            clauses.append(f"its {name} must be true or false")
     for name in ("target_modules", "modules_to_save"):
         value = content.get(name)
         optional = value is None and name == "modules_to_save"

@@ -431,6 +431,9 @@ class FinetuneConfig:
     use_rslora: bool = False
     """Multiply by lora_alpha / sqrt(lora_rank) instead (rank-stabilized LoRA, Kalajdzievski 2023,
     arXiv:2312.03732)."""
+    use_dora: bool = False
+    """Train also the norm of each row of the adapted matrices (weight-decomposed adapters, DoRA, Liu et al. 2024,
+    arXiv:2402.09353)."""
     lora_dropout: Annotated[float, share()] = 0.0
     """Dropout on the adapters' inputs; its masks depend on the layout."""
     lora_target_modules: Annotated[list[str], some_of(LORA_TARGETS, least=1)] = field(
@@ -446,7 +449,7 @@ class FinetuneConfig:
     the rest. Derived: the compute dtype. Matmuls always run in the compute dtype."""
     adapter: str | None = None
     """Folder of a PEFT adapter (adapter_config.json, adapter_model.safetensors) to continue from; it sets rank, alpha,
-    use_rslora and modules."""
+    use_rslora, use_dora and modules."""
 
     @property
     def lora_scaling(self) -> float:

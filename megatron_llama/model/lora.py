@@ -2,6 +2,9 @@
 
     y = x Wᵀ + scale · (x Aᵀ) Bᵀ        A [rank, in], B [out, rank], scale = alpha / rank (rsLoRA: alpha / sqrt(rank))
 
+DoRA (Liu et al. 2024, arXiv:2402.09353) scales each output by magnitude / norm, where norm is the norm of the row of
+W + scale · B A, and magnitude a parameter that starts as the norm of the row of W.
+
 Each Hugging Face module has a separate A and B, as in PEFT. For fused matrices (q, k, v; gate, up) they are stacked by
 rows into one parameter, so that one matmul computes all x Aᵀ. arch/names.py maps the rows to the modules.
 
@@ -24,12 +27,16 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 
 from megatron_llama.arch.names import is_saved_module
 from megatron_llama.arch.shapes import FUSED, fused_rows
 from megatron_llama.config import FinetuneConfig, ModelConfig
 from megatron_llama.model.llama import Block, Llama
 from megatron_llama.model.quantized import quantize_layers
+
+_VALUES_AT_ONCE = 1 << 22
+"""Values of a matrix that are in fp32 at once for DoRA's norms."""
 
 
 class LoraLinear(nn.Module):
@@ -57,6 +64,7 @@ class LoraLinear(nn.Module):
         self.lora_A = nn.Parameter(weight.new_empty(len(targets) * self.rank, weight.shape[1]))
         self.lora_B = nn.Parameter(weight.new_empty(sum(targets), self.rank))
         self.targets = targets
+        self.lora_magnitude_vector = nn.Parameter(weight.new_empty(sum(targets))) if finetune.use_dora else None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[s(/t), b, in(/t)] to (output [s(/t), b, out(/t)], bias [out/t] or None), as megatron-core's layers."""
@@ -64,12 +72,40 @@ class LoraLinear(nn.Module):
         lows = self._communicate(self._times_a(x)).split(self.rank, dim=-1)
         sides = self.lora_B.split(self.targets, dim=0)
         updates = [F.linear(low, b) * self.scaling for low, b in zip(lows, sides, strict=True)]
-        if len(self.rows) == 1:
-            return y + updates[0], bias
+        factors = [None] * len(updates) if self.lora_magnitude_vector is None else self._factors()
         parts = []
         for part, is_target in zip(y.split(self.rows, dim=-1), self.is_target, strict=True):
-            parts.append(part + updates.pop(0) if is_target else part)
-        return torch.cat(parts, dim=-1), bias
+            if is_target:
+                part, factor = part + updates.pop(0), factors.pop(0)
+                part = part if factor is None else part * factor.to(part.dtype)
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1), bias
+
+    def _factors(self) -> list[torch.Tensor | None]:
+        """Return DoRA's factors [out/t] of each target's output: magnitude / norm of the row of W + scale · B A.
+
+        The norm counts as constant in the gradient (arXiv:2402.09353, section 4.3), as in PEFT.
+        """
+        assert self.lora_magnitude_vector is not None
+        with torch.no_grad():
+            weights = self.base_layer.weight.split(self.rows, dim=0)
+            targets = [weight for weight, is_target in zip(weights, self.is_target, strict=True) if is_target]
+            sides = zip(self.lora_A.split(self.rank, dim=0), self.lora_B.split(self.targets, dim=0), strict=True)
+            squares = [self._row_squares(w, a, b) for w, (a, b) in zip(targets, sides, strict=True)]
+            summed = torch.cat(squares)
+            if not self.is_column and self.base_layer.tp_group.size() > 1:  # each rank has some columns
+                summed = all_reduce(summed, "sum", self.base_layer.tp_group)
+            norms = summed.sqrt()
+        return [*(self.lora_magnitude_vector / norms).split(self.targets)]
+
+    def _row_squares(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return the squared norms of the rows of W + scale · B A, fp32 [rows], some rows at a time."""
+        rows = max(1, _VALUES_AT_ONCE // weight.shape[1])
+        squares = []
+        for part, side in zip(weight.split(rows), b.split(rows), strict=True):
+            merged = part.float() + (side.float() @ a.float()) * self.scaling
+            squares.append(merged.square().sum(dim=1))
+        return torch.cat(squares)
 
     def _times_a(self, x: torch.Tensor) -> torch.Tensor:
         """Return x Aᵀ of all targets [.., targets * rank]. Each target has a separate dropout mask, as in PEFT."""

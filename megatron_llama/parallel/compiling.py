@@ -231,8 +231,8 @@ def graph_settings(plan: Plan) -> dict[str, Any]:
         "trainer": "tp cp cp_comm sp micro_batch_size precision float8 recompute recompute_every deterministic "
         "async_tp",
         "data": "seq_length pack document_mask",
-        "finetune": "method lora_rank lora_alpha use_rslora lora_dropout lora_target_modules modules_to_save "
-        "frozen_dtype",
+        "finetune": "method lora_rank lora_alpha use_rslora use_dora lora_dropout lora_target_modules "
+        "modules_to_save frozen_dtype",
         "device": "name",
     }
     settings = {

@@ -115,7 +115,7 @@ def _lora(plan: Plan) -> Iterator[str]:
         share = quantized_bytes(plan.quantized, QUANTIZATION_BLOCK) / QUANTIZATION_BLOCK
         yield _line("", f"blocks' frozen matrices in {plan.quantized}: {share:g} bytes per value")
     dropout = f" · dropout {finetune.lora_dropout:g}" if finetune.lora_dropout else ""
-    scale = " · rsLoRA" if finetune.use_rslora else ""
+    scale = " · rsLoRA" * finetune.use_rslora + " · DoRA" * finetune.use_dora
     yield _line("LoRA", f"rank {finetune.lora_rank} · alpha {finetune.lora_alpha:g}{scale}{dropout}")
     yield _line("", f"on {', '.join(finetune.lora_target_modules)}")
     if finetune.modules_to_save:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_llama.arch.pattern import pattern_of
-from megatron_llama.arch.shapes import fused_matrix, has_qk_norm, kv_heads, lora_parameters
+from megatron_llama.arch.shapes import fused_matrix, has_qk_norm, kv_heads, lora_parameters, matrices
 from megatron_llama.config.precision import BYTES, EXCHANGE_BLOCK, STATE_BLOCK, exchanged_bytes, state_bytes_8bit
 from megatron_llama.config.settings import TrainerConfig
 from megatron_llama.devices import INDUCTOR, find_device
@@ -194,6 +194,8 @@ class Job:
     state: StateBytes = field(default_factory=StateBytes)
     lora_parameters: int = 0
     """Parameters of LoRA's adapters in one block on one rank; 0: every weight is trained."""
+    scaled_outputs: float = 0.0
+    """Outputs per token of one block, on one rank, that DoRA scales."""
     adapted: frozenset[str] = frozenset()
     """Matmuls whose inputs LoRA's adapters need: qkv, o, gate_up, down."""
     document: int | None = None
@@ -270,6 +272,15 @@ def _by_cost(shape: ModelShape, stages: int) -> tuple[int, ...]:
         split.append(count)
         left -= count
     return tuple(split)
+
+
+def _scaled_outputs(plan: Plan) -> float:
+    """Return ``Job.scaled_outputs``. Sequence parallelism divides the tokens of row-parallel outputs."""
+    finetune, tp = plan.config.finetune, plan.config.trainer.tp
+    targets = [matrices(plan.model)[module] for module in finetune.lora_target_modules]
+    divided = tp if plan.sp else 1
+    rows = (matrix.local_shape(tp)[0] / (divided if matrix.cut else 1) for matrix in targets)
+    return sum(rows) if finetune.use_dora else 0.0
 
 
 def _adapted(targets: Sequence[str]) -> frozenset[str]:
@@ -349,6 +360,7 @@ def job_of_plan(plan: Plan) -> Job:
         ),
         document=round(pattern_of(model).span(plan.config.data.length)),
         lora_parameters=lora_parameters(model, plan.config.finetune, 1, trainer.tp) if lora else 0,
+        scaled_outputs=_scaled_outputs(plan) if lora else 0.0,
         adapted=_adapted(plan.config.finetune.lora_target_modules) if lora else frozenset(),
         sent_gradient=_exchanged(trainer.grad_reduce),
         gathered_weight=_exchanged(trainer.param_gather),

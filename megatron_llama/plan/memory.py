@@ -347,6 +347,8 @@ def layer_activations(job: Job, recompute: str | None = None) -> dict[str, float
     if frozen and "down" not in job.adapted and not elementwise:
         inner -= ffn
     saved = {"norms": norms, "attention": attention, "feed-forward": inner}
+    if job.scaled_outputs:  # DoRA's outputs before the factors
+        saved["DoRA"] = job.scaled_outputs * job.tokens * width
     if program.dropout:
         saved["dropout"] = 2 * job.tokens * shape.hidden / split
     if program.attention == "scores" and not selective:

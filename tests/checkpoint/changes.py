@@ -164,6 +164,7 @@ CHANGES: dict[str, Change] = {
     "finetune.lora_rank": Change(4, LORA),
     "finetune.lora_alpha": Change(8.0, LORA),
     "finetune.use_rslora": Change(True, LORA),
+    "finetune.use_dora": Change(True, LORA),
     "finetune.lora_dropout": Change(0.1, LORA),
     "finetune.lora_target_modules": Change(["q_proj"], LORA),
     "finetune.modules_to_save": Change(["norm"], LORA),

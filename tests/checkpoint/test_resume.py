@@ -162,7 +162,12 @@ def test_a_checkpoint_of_another_run_is_refused(one_step: Path, override: str, n
     assert saved_steps(one_step / "checkpoints") == [1]
 
 
-NEWER = {"model": ["model_type"], "trainer": ["cp", "cp_comm", "float8", "z_loss"], "finetune": ["use_rslora"]}
+NEWER = {
+    "model": ["model_type"],
+    "trainer": ["cp", "cp_comm", "float8", "z_loss"],
+    "optim": ["momentum", "matrix_lr", "adjust_lr", "split_heads"],
+    "finetune": ["use_rslora", "use_dora"],
+}
 """Settings that checkpoints of older versions lack."""
 
 

@@ -141,6 +141,7 @@ def their_lora(base: Any, plan: Plan) -> Any:
         r=finetune.lora_rank,
         lora_alpha=int(finetune.lora_alpha),
         use_rslora=finetune.use_rslora,
+        use_dora=finetune.use_dora,
         lora_dropout=finetune.lora_dropout,
         target_modules=finetune.lora_target_modules,
         modules_to_save=finetune.modules_to_save or None,
@@ -166,10 +167,11 @@ def train_theirs(model: Any, plan: Plan, steps: int = STEPS) -> Tuned:
     """torch.optim.AdamW in a plain loop over the same batches. To be called in a forked rank."""
     optim = plan.config.optim
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    # The groups of transformers' Trainer: weight decay for all weights except norms, the only vectors of a Llama.
+    # The groups of transformers' Trainer: weight decay for all weights except norms.
+    norms = [name for name in named if "norm" in name]
     groups = [
-        {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": optim.weight_decay},
-        {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": 0.0},
+        {"params": [p for name, p in named.items() if name not in norms], "weight_decay": optim.weight_decay},
+        {"params": [named[name] for name in norms], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)  # type: ignore[arg-type]
     tuned = Tuned()
@@ -190,6 +192,7 @@ def train_theirs(model: Any, plan: Plan, steps: int = STEPS) -> Tuned:
 def _plain(name: str) -> str:
     """A parameter's name in a file: peft's without the adapter's, whole modules under Hugging Face's."""
     name = name.replace(".default", "").replace(".modules_to_save", "")
+    name = name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
     return name if ".lora_" in name else name.removeprefix("base_model.model.")
 
 

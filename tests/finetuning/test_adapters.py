@@ -16,6 +16,7 @@ from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.config import ConfigError
+from megatron_llama.config.hf_config import ADAPTER_WEIGHTS
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
@@ -101,6 +102,25 @@ def test_merged_is_base_plus_product(world: World, trained: Path, tmp_path: Path
     assert distance(logits, their_logits) <= 1e-6
 
 
+def test_dora_is_pefts_after_export_and_merge(world: World, tmp_path: Path) -> None:
+    """peft reads the exported adapter; a new run reads it too; merged weights are those that peft merges."""
+    run, dora = tmp_path / "run", "finetune.use_dora=true"
+    tune(2, run, *world.fresh, dora, "trainer.tp=2", steps=4)
+    made = export(find_checkpoint(run), tmp_path / "adapter")
+    assert sum(name.endswith(".lora_magnitude_vector") for name in load_file(made.folder / ADAPTER_WEIGHTS)) == 14
+    merged = load_file(export(find_checkpoint(run), tmp_path / "merged", merge=True).folder / "model.safetensors")
+    (logits,) = run_ranks(_our_logits, 1, make_plan(1, run, *world.fresh, dora))
+    (their_logits, by_peft) = run_ranks(_their_logits, 1, world.plan, world.base, made.folder)[0]
+    assert distance(logits, their_logits) <= 1e-6
+    assert all(distance(merged[name], by_peft[name]) <= 1e-6 for name in merged)
+    chosen = ["finetune=lora", f"finetune.adapter={made.folder}", f"init_from={world.base}"]
+    (reloaded,) = run_ranks(_our_logits, 1, make_plan(1, tmp_path / "again", *chosen))
+    assert torch.equal(reloaded, logits)
+    full = ["finetune=full", f"init_from={tmp_path / 'merged'}"]
+    (from_merged,) = run_ranks(_our_logits, 1, make_plan(1, tmp_path / "full", *full))
+    assert distance(from_merged, logits) <= 1e-5
+
+
 def test_merging_twice(world: World, trained: Path, tmp_path: Path) -> None:
     checkpoint = find_checkpoint(trained)
     first, second = (export(checkpoint, tmp_path / name, merge=True).folder for name in ("first", "second"))
@@ -152,8 +172,9 @@ def _with(adapter: Path, folder: Path, **settings: Any) -> Path:
     ("settings", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-        ({"use_dora": True}, "use_dora is True"),
+        ({"lora_bias": True}, "lora_bias is True"),
         ({"use_rslora": "yes"}, "use_rslora must be true or false"),
+        ({"use_dora": "yes"}, "use_dora must be true or false"),
         ({"bias": "all"}, "bias is 'all'"),
         ({"target_modules": ".*_proj"}, "target_modules must be a list of names"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from safetensors.torch import load_file
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from tests.finetuning import runner
-from tests.finetuning.runner import TOLERANCE, Tuned, World, make_plan, tune, worst
+from tests.finetuning.runner import TOLERANCE, Tamper, Tuned, World, make_plan, tune, worst
 from tests.oracle import distance
 from tests.ranks import RankFailed, run_ranks
 from tests.rows import rows
@@ -117,12 +119,74 @@ def test_rank_stabilized_lora(ranks: int, layout: list[str], world: World, tmp_p
     assert max(worst(ours, theirs).values()) <= TOLERANCE, worst(ours, theirs)
 
 
+DORA = {
+    "one process": (1, []),
+    "tp2+sp": (2, ["trainer.tp=2"]),
+    "tp2·dp2, zero 3, recompute": (4, ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=full", MICRO_1]),
+    "tp4, shared kv heads": (4, ["trainer.tp=4", "trainer.sp=false"]),
+}
+
+
+@pytest.mark.parametrize(("ranks", "layout"), rows(DORA.items(), {"one process", "tp2+sp"}))
+def test_dora(ranks: int, layout: list[str], world: World, tmp_path: Path) -> None:
+    """The adapter sets use_dora; its magnitudes are no norms of the base."""
+    plan = make_plan(1, tmp_path, *runner.LORA, "finetune.use_dora=true")
+    adapter = tmp_path / "adapter"
+    run_ranks(_save_adapter, 1, plan, world.base, adapter)
+    theirs = run_ranks(runner.run_lora, 1, plan, world.base, adapter, 3)[0]
+    chosen = ["finetune=lora", f"finetune.adapter={adapter}", f"init_from={world.base}"]
+    assert make_plan(1, tmp_path, *chosen).config.finetune.use_dora
+    ours = tune(ranks, tmp_path / "run", *chosen, *layout, steps=3)
+    assert sum("magnitude" in name for name in ours.trained) == 14
+    assert max(worst(ours, theirs).values()) <= TOLERANCE, worst(ours, theirs)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), rows(DORA.items(), {"tp2·dp2, zero 3, recompute"}))
+def test_dora_starts_at_the_norms_of_the_base(ranks: int, layout: list[str], world: World, tmp_path: Path) -> None:
+    fresh = [*world.fresh, "finetune.use_dora=true", *layout]
+    started = tune(ranks, tmp_path / "run", *fresh, steps=0)
+    base = load_file(world.base / "model.safetensors")
+    magnitudes = {name: tensor for name, tensor in started.trained.items() if name.endswith("magnitude_vector")}
+    assert len(magnitudes) == 14
+    for name, tensor in magnitudes.items():
+        weight = base[name.removeprefix("base_model.model.").replace("lora_magnitude_vector", "weight")]
+        assert distance(tensor, weight.norm(dim=1)) <= TOLERANCE
+    assert tune(ranks, tmp_path / "run", *fresh, steps=1).losses[0] == pytest.approx(
+        tune(1, tmp_path / "plain", *world.fresh, steps=1).losses[0], rel=TOLERANCE
+    ), "the first output is the base model's"
+
+
 def _save_adapter(rank: int, plan: Plan, base: Path, folder: Path) -> None:
     runner.save_adapter(plan, base, folder)
 
 
 def _no_sums_over_the_sequence(model: ParallelModel) -> None:
     model.replicated.replicated = ()
+
+
+def _norms_of_each_rank_alone(model: ParallelModel) -> None:
+    """Row-parallel norms without the sum over tp."""
+    import megatron_llama.model.lora as lora
+
+    lora.all_reduce = lambda tensor, *_: tensor
+
+
+def _with_gradients_of_norms(model: ParallelModel) -> None:
+    import megatron_llama.model.lora as lora
+
+    lora.torch = SimpleNamespace(**{**vars(torch), "no_grad": nullcontext})
+
+
+@pytest.mark.parametrize("tamper", [_norms_of_each_rank_alone, _with_gradients_of_norms, _no_sums_over_the_sequence])
+def test_dora_with_other_norms_would_be_seen(tamper: Tamper, world: World, tmp_path: Path) -> None:
+    settings = [*world.fresh, "finetune.use_dora=true"]
+    one = tune(1, tmp_path / "one", *settings, steps=3)
+    try:
+        other = tune(2, tmp_path / "other", *settings, "trainer.tp=2", steps=3, tamper=tamper)
+    except (RankFailed, AssertionError) as failure:
+        assert "differ" in str(failure)
+        return
+    assert max(worst(other, one).values()) > 5 * TOLERANCE
 
 
 def _no_sums_over_kv_copies(model: ParallelModel) -> None:

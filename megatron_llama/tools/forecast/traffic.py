@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_llama.arch.names import MAGNITUDE
 from megatron_llama.arch.shapes import (
     FUSED,
     HEAD_NORMS,
@@ -275,6 +276,10 @@ def _blocks(plan: Plan, label: str, blocks: int, recomputed: int, activations: i
         for kind, calls in kinds.items():
             key = TrafficKey("tp", kind, plan.config.trainer.tp)
             yield Operation(f"{label}: LoRA of {matrix}", key, calls * (size > 0), size)
+        if plan.config.finetune.use_dora and matrix in ROW_PARALLEL:
+            key = TrafficKey("tp", "all_reduce", plan.config.trainer.tp)
+            norms = sum(target_rows(plan, matrix)) * FP32
+            yield Operation(f"{label}: DoRA's norms of {matrix}", key, forward * (norms > 0), norms)
 
 
 def _float8_maxima(plan: Plan, label: str, blocks: int, forward: int, activations: int) -> Iterator[Operation]:
@@ -402,7 +407,7 @@ def _rectangle_sizes(plan: Plan, parameter: Parameter, tp_rank: int) -> list[int
     matrix, _, adapter = parameter.name.partition(".")
     if adapter == "lora_A":
         return [plan.config.finetune.lora_rank * parameter.columns] * len(target_rows(plan, matrix))
-    if adapter == "lora_B":
+    if adapter in ("lora_B", MAGNITUDE):
         return [rows * parameter.columns for rows in target_rows(plan, matrix)]
     if matrix in FUSED:
         return [rows * parameter.columns for rows in fused_rows(plan.model, matrix, plan.config.trainer.tp).values()]
@@ -543,6 +548,8 @@ def block_parameters(plan: Plan) -> tuple[Parameter, ...]:
             if targets := target_rows(plan, matrix):
                 parameters.append(Parameter(f"{matrix}.lora_A", len(targets) * finetune.lora_rank, columns))
                 parameters.append(Parameter(f"{matrix}.lora_B", sum(targets), finetune.lora_rank))
+                if finetune.use_dora:
+                    parameters.append(Parameter(f"{matrix}.{MAGNITUDE}", sum(targets), 1))
         if norm == "input_layernorm" and has_qk_norm(plan.model):
             parameters += [Parameter(name, head_dim(plan.model), 1, is_trained(plan, name)) for name in HEAD_NORMS]
     return tuple(parameters)

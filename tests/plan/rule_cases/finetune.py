@@ -21,6 +21,20 @@ CASES = [
         "optim.name=adamw, or finetune.method=full",
     ),
     Case(
+        "dora_has_plain_rows",
+        1,
+        {**LORA, "finetune.use_dora": True, "finetune.frozen_dtype": "int8"},
+        {**LORA, "finetune.use_dora": True, "finetune.frozen_dtype": "bf16"},
+        "finetune.frozen_dtype=bf16",
+    ),
+    Case(
+        "dora_has_plain_rows",
+        1,
+        {**LORA, "finetune.use_dora": True, "finetune.lora_dropout": 0.1},
+        {**LORA, "finetune.lora_dropout": 0.1},
+        "finetune.lora_dropout=0",
+    ),
+    Case(
         "rank_is_low",
         1,
         {**LORA, "model.num_key_value_heads": 2, "finetune.lora_rank": 97},

@@ -121,7 +121,7 @@ def test_another_base_is_refused(folders: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"use_dora": True}, "use_dora is True"),
+        ({"lora_bias": True}, "lora_bias is True"),
         ({"r": 2}, "has shape"),
         ({"r": 64}, "lora_rank 64: exceeds the rank"),
         ({"lora_alpha": -1}, "lora_alpha -1"),

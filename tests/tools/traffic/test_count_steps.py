@@ -113,6 +113,11 @@ LAYOUTS = {
     "tp2·pp2+sp, random-LTD, full recompute": (4, ["trainer.tp=2", "trainer.pp=2", "trainer.recompute=full", LTD, FEW]),
     "tp2·dp2+sp, zero 3, LoRA on all": (4, ["trainer.tp=2", "trainer.zero=3", *LORA]),
     "tp2, LoRA on all, full recompute": (2, ["trainer.tp=2", "trainer.sp=false", "trainer.recompute=full", *LORA]),
+    "tp2·dp2+sp, zero 3, DoRA on all, full recompute": (
+        4,
+        ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=full", "finetune.use_dora=true", *LORA],
+    ),
+    "tp4, kv heads < tp, DoRA on all": (4, ["trainer.tp=4", "trainer.sp=false", "finetune.use_dora=true", FEW, *LORA]),
     "tp4+sp, kv heads < tp, LoRA on all": (4, ["trainer.tp=4", FEW, *LORA]),
     "pp2, LoRA on all": (2, ["trainer.pp=2", *LORA]),
     "cp2·tp2+sp": (4, ["trainer.cp=2", "trainer.tp=2", FEW]),
