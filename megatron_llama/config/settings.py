@@ -392,9 +392,9 @@ class OptimConfig:
     """For muon: highest learning rate of matrices; the schedule scales it as lr. Derived: lr; 0.02 with
     adjust_lr=original."""
     adjust_lr: Annotated[str, one_of("match_rms_adamw", "original")] = "match_rms_adamw"
-    """For muon: factor of a matrix's update, by torch.optim.Muon's names. match_rms_adamw is 0.2 * sqrt(max(rows,
-    columns)), so that AdamW's lr and weight_decay fit (Moonlight, arXiv:2502.16982). original is Keller Jordan's
-    sqrt(max(1, rows / columns))."""
+    """For muon: factor of a matrix's update, by torch.optim.Muon's names. match_rms_adamw multiplies by 0.2 *
+    sqrt(max(rows, columns)), so that AdamW's lr and weight_decay fit (Moonlight, arXiv:2502.16982). original
+    multiplies by sqrt(max(1, rows / columns)), as Keller Jordan."""
     split_heads: bool = False
     """For muon: orthogonalize each head of q, k and v separately."""
     weight_decay: Annotated[float, at_least(0)] = 0.1
@@ -448,7 +448,7 @@ class FinetuneConfig:
     """Storage of LoRA's frozen weights: fp32 or bf16; or int8 or nf4 for the blocks' matrices and the compute dtype for
     the rest. Derived: the compute dtype. Matmuls always run in the compute dtype."""
     adapter: str | None = None
-    """Folder of a PEFT adapter (adapter_config.json, adapter_model.safetensors) to continue from; it sets rank, alpha,
+    """Folder of a PEFT adapter to continue from (adapter_config.json, adapter_model.safetensors). It sets rank, alpha,
     use_rslora, use_dora and modules."""
 
     @property
