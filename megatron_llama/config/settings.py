@@ -392,9 +392,9 @@ class OptimConfig:
     """For muon: highest learning rate of matrices; the schedule scales it as lr. Derived: lr; 0.02 with
     adjust_lr=original."""
     adjust_lr: Annotated[str, one_of("match_rms_adamw", "original")] = "match_rms_adamw"
-    """For muon: factor of a matrix's update, by torch.optim.Muon's names. match_rms_adamw multiplies by 0.2 *
-    sqrt(max(rows, columns)), so that AdamW's lr and weight_decay fit (Moonlight, arXiv:2502.16982). original
-    multiplies by sqrt(max(1, rows / columns)), as Keller Jordan."""
+    """For muon: factor of a matrix's update, by torch.optim.Muon's names. With match_rms_adamw it is 0.2 *
+    sqrt(max(rows, columns)), so that AdamW's lr and weight_decay fit (Moonlight, arXiv:2502.16982). With original,
+    by Keller Jordan, it is sqrt(max(1, rows / columns))."""
     split_heads: bool = False
     """For muon: orthogonalize each head of q, k and v separately."""
     weight_decay: Annotated[float, at_least(0)] = 0.1

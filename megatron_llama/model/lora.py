@@ -2,8 +2,8 @@
 
     y = x Wᵀ + scale · (x Aᵀ) Bᵀ        A [rank, in], B [out, rank], scale = alpha / rank (rsLoRA: alpha / sqrt(rank))
 
-DoRA (Liu et al. 2024, arXiv:2402.09353) scales each output by magnitude / norm, where norm is the norm of the row of
-W + scale · B A, and magnitude a parameter that starts as the norm of the row of W.
+DoRA (Liu et al. 2024, arXiv:2402.09353) scales each output by magnitude / norm. The norm is of the row of
+W + scale · B A. The magnitude is a parameter; it starts as the norm of the row of W.
 
 Each Hugging Face module has a separate A and B, as in PEFT. For fused matrices (q, k, v; gate, up) they are stacked by
 rows into one parameter, so that one matmul computes all x Aᵀ. arch/names.py maps the rows to the modules.

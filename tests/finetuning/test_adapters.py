@@ -103,7 +103,7 @@ def test_merged_is_base_plus_product(world: World, trained: Path, tmp_path: Path
 
 
 def test_dora_is_pefts_after_export_and_merge(world: World, tmp_path: Path) -> None:
-    """peft reads the exported adapter; a new run reads it too; merged weights are those that peft merges."""
+    """peft reads the exported adapter; a new run reads it too; peft merges the same weights."""
     run, dora = tmp_path / "run", "finetune.use_dora=true"
     tune(2, run, *world.fresh, dora, "trainer.tp=2", steps=4)
     made = export(find_checkpoint(run), tmp_path / "adapter")
