@@ -1,7 +1,7 @@
 """Export a checkpoint as a Hugging Face folder: python scripts/export_hf.py CHECKPOINT OUT
 
-A LoRA checkpoint becomes a PEFT adapter or, with --merge, the full model with the adapter merged. Needs no GPU and
-streams the weights block by block.
+A LoRA checkpoint becomes a PEFT adapter or, with --merge, the full model with the adapter merged. --format dcp and
+torch_dist write the weights for torchtitan and Megatron. Needs no GPU and streams the weights block by block.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -25,10 +26,13 @@ def main() -> int:
     about = "auto: dtype of init_from; float32 for a run from random weights"
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help=about)
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="maximum file size, 10^9 bytes (default: 5)")
+    formats = "hf: a Hugging Face folder; dcp: weights for torchtitan; torch_dist: weights for Megatron (default: hf)"
+    parser.add_argument("--format", choices=("hf", "dcp", "torch_dist"), default="hf", help=formats)
     arguments = parser.parse_args()
     # Imported here: --help needs no torch.
     from megatron_llama.checkpoint.export import export
     from megatron_llama.checkpoint.folder import find_checkpoint
+    from megatron_llama.checkpoint.foreign.write import export_foreign
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.config import ConfigError
     from megatron_llama.config.hf_config import resolve_hub_name
@@ -39,15 +43,12 @@ def main() -> int:
         largest = int(arguments.max_shard_gb * 1e9)
         base = None if arguments.base is None else Path(resolve_hub_name(str(arguments.base)))
         with progress_bar("export", "percent", 100) as bar:
-            made = export(
-                checkpoint,
-                arguments.out,
-                arguments.dtype,
-                largest,
-                merge=arguments.merge,
-                base=base,
-                progress=lambda written, of: bar.show(100 * written // of),
-            )
+            options: dict[str, Any] = {"merge": arguments.merge, "base": base}
+            options["progress"] = lambda written, of: bar.show(100 * written // of)
+            if arguments.format == "hf":
+                made = export(checkpoint, arguments.out, arguments.dtype, largest, **options)
+            else:
+                made = export_foreign(checkpoint, arguments.out, arguments.format, arguments.dtype, **options)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -57,9 +58,10 @@ def main() -> int:
     except OSError as error:  # a write to an open file has no name
         sys.stderr.write(f"{error.filename or arguments.out}: {error.strerror or error}\n")
         return 1
+    end = f", {'with' if made.tokenizer else 'without'} a tokenizer" if arguments.format == "hf" else ""
     sys.stdout.write(
         f"{checkpoint} is now {made.folder}: {made.bytes / 1e6:,.1f} MB of {made.dtype} in {len(made.files)} "
-        f"file{'s' * (len(made.files) > 1)}, {'with' if made.tokenizer else 'without'} a tokenizer\n"
+        f"file{'s' * (len(made.files) > 1)}{end}\n"
     )
     return 0
 

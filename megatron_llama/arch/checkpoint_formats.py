@@ -75,9 +75,9 @@ def recognize(folder: Path) -> Recognized | None:
             numbered = []
         candidates += [folder / name for _, name in sorted(numbered, reverse=True)]
     for candidate in candidates:
-        found = _format_of(candidate)
-        if found is not None:
-            return Recognized(found, candidate)
+        kind = _format_of(candidate)
+        if kind is not None:
+            return Recognized(kind, candidate)
     return None
 
 

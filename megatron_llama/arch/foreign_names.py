@@ -1,8 +1,10 @@
 """Mapping between Hugging Face's tensors and the tensors of other programs' checkpoints.
 
-A Hugging Face tensor consists of runs: rectangles of another program's tensor. megatron-core stores q, k and v
-interleaved by kv head in ``linear_qkv``, gate and up below one another in ``linear_fc1``, and all layers in one tensor
-with a leading dimension. torchtitan rotates neighboring elements of a head, so the rows of q and k are permuted.
+A Hugging Face tensor consists of runs: rectangles of another program's tensor.
+
+* megatron-core interleaves q, k and v by kv head in ``linear_qkv``, and stacks gate and up in ``linear_fc1``.
+  All layers are one tensor with a leading dimension.
+* torchtitan rotates neighboring elements of a head, so the rows of q and k are permuted.
 
 Import and export use this mapping.
 """

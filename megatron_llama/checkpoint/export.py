@@ -90,17 +90,17 @@ def export(
         ConfigError: The options do not match the checkpoint, ``out`` exists, or another process writes it.
         CorruptFile: The checkpoint is damaged.
     """
-    _check_output(out)
+    check_output(out)
     manifest = read_manifest(checkpoint)
     manifest.check_sizes()
     model, finetune = model_of(manifest), finetune_of(manifest)
     is_adapter = finetune.method == "lora" and not merge
-    _check_options(checkpoint, model, finetune, merge, base)
-    source, shapes = _open_source(manifest, is_adapter, merge, base)
+    check_options(checkpoint, model, finetune, merge, base)
+    source, shapes = open_source(manifest, is_adapter, merge, base)
     if dtype == "auto":
         dtype = dtype_of(source) if is_adapter else manifest.state.dtype
     dtype = dtype if dtype in DTYPES else "float32"
-    with _writing(out) as partial:
+    with writing(out) as partial:
         tokenizer = False
         if is_adapter:
             files = [shapes]
@@ -117,7 +117,7 @@ def export(
 
 
 @contextmanager
-def _writing(out: Path) -> Iterator[Path]:
+def writing(out: Path) -> Iterator[Path]:
     """Yield the temporary folder of ``out``. Raises ConfigError if ``out`` exists or another process writes it."""
     try:
         with atomic_folder(out) as partial:
@@ -135,7 +135,7 @@ def _exists(out: Path) -> ConfigError:
     return ConfigError([Problem("OUT", str(out), "the folder exists and is not empty", "write a new folder")])
 
 
-def _open_source(
+def open_source(
     manifest: Manifest, is_adapter: bool, merge: bool, base: Path | None
 ) -> tuple[Stored, dict[str, Shape]]:
     """Return the tensors to export and their shapes."""
@@ -150,7 +150,7 @@ def _open_source(
     return manifest.stored, shapes
 
 
-def _check_options(
+def check_options(
     checkpoint: Path, model: ModelConfig, finetune: FinetuneConfig, merge: bool, base: Path | None
 ) -> None:
     """Raise ConfigError for options that do not match the checkpoint, and for models without a Hugging Face class."""
@@ -174,7 +174,7 @@ def _adapter_source(
     return replace(trained, tensors=peft), {name: tensor.shape for name, tensor in peft.items()}
 
 
-def _check_output(out: Path) -> None:
+def check_output(out: Path) -> None:
     """Raise ConfigError unless ``out`` does not exist or is an empty folder."""
     if out.is_symlink():
         raise ConfigError([Problem("OUT", str(out), "is a link", f"write the path of a new folder, or remove {out}")])

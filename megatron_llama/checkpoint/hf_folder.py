@@ -112,7 +112,7 @@ def open_hf_folder(folder: Path, model: ModelConfig) -> SafetensorsFiles:
         ConfigError: The folder has missing, additional or differently shaped tensors, or other dtypes than floats.
         CorruptFile: A file cannot be read.
     """
-    tensors = _all_tensors(folder)
+    tensors = all_tensors(folder)
     shapes = hf_shapes(model)
     missing = [name for name in shapes if name not in tensors]
     other = [name for name, shape in shapes.items() if name in tensors and tensors[name].shape != shape]
@@ -139,7 +139,7 @@ def open_hf_folder(folder: Path, model: ModelConfig) -> SafetensorsFiles:
     return SafetensorsFiles(folder, {name: tensors[name] for name in shapes})
 
 
-def _all_tensors(folder: Path) -> dict[str, NamedTensor]:
+def all_tensors(folder: Path) -> dict[str, NamedTensor]:
     """Return all tensors of the folder's safetensors files."""
     if (folder / INDEX).exists():
         index = read_json(folder / INDEX)

@@ -513,7 +513,7 @@ class CheckpointConfig:
     validated steps (trainer.val_every_steps) count."""
     resume: Annotated[str, not_blank("must be auto, never or the path of a checkpoint", "auto")] = "auto"
     """auto resumes from the newest complete checkpoint in run.dir; never starts at step 0; a path loads that
-    checkpoint."""
+    checkpoint. The path may be another program's: docs/guides/data/import_checkpoint.md"""
     allow: Annotated[list[str], some_of(ALLOWED)] = field(default_factory=list)
     """Settings that may change on resume: data (datasets, blend, split, sequence length, seed), batch (global batch
     size), optim (learning rate, schedule, weight decay, clipping). See docs/guides/training/resume.md."""
@@ -562,7 +562,8 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     init_from: str | None = None
-    """Hugging Face folder with initial weights, or the hub name of a model in the local cache."""
+    """Folder with initial weights: Hugging Face's, or a checkpoint of Megatron, NeMo 2, torchtitan, accelerate or the
+    Trainer (docs/guides/data/import_checkpoint.md). Or the hub name of a model in the local cache."""
     allow_targets: list[str] = field(default_factory=list)
     """Further classes that optim.schedule may have as _target_, in addition to the schedules of torch, NeMo and this
     project. On the command line only: a recipe must not run programs."""

@@ -83,14 +83,19 @@ def batch_at(step: int, samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, labels
 
 
-def _rank(rank: int, source: Source) -> tuple[list[float], torch.Tensor | None]:
+def build_source(source: Source) -> GPTModel:
+    """Replace CUDA calls in this rank, and build the model."""
     patch_mcore(torch.device("cpu"))
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # type: ignore[method-assign]
     parallel_state.initialize_model_parallel(source.tp, source.pp)
     torch.manual_seed(7)
-    model = _model(source)
+    return _model(source)
+
+
+def _rank(rank: int, source: Source) -> tuple[list[float], torch.Tensor | None]:
+    model = build_source(source)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": DECAY},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
@@ -99,7 +104,7 @@ def _rank(rank: int, source: Source) -> tuple[list[float], torch.Tensor | None]:
     samples = None if source.plan is None else build_megatron(source.plan, source.iterations * BATCH, 0)[0]
     for step in range(source.steps):
         _step(model, optimizer, batch_at(step, samples))
-    logits = _logits(model, source)
+    logits = logits_of(model)
     _save(model, optimizer, source)
     losses = [_step(model, optimizer, batch_at(source.steps + n, samples)) for n in range(source.further)]
     return losses, logits
@@ -180,7 +185,8 @@ def _step(model: GPTModel, optimizer: torch.optim.Optimizer, batch: tuple[torch.
 
 
 @torch.no_grad()
-def _logits(model: GPTModel, source: Source) -> torch.Tensor | None:
+def logits_of(model: GPTModel) -> torch.Tensor | None:
+    """Return the logits of TOKENS, on the last stage, for the vocabulary of this rank."""
     outputs: list[torch.Tensor] = []
     _forward(model, TOKENS, None, 1, outputs)
     return outputs[0] if outputs else None

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnBackend
 
+from megatron_llama.checkpoint.foreign.describe import describe
+from megatron_llama.checkpoint.foreign.detect import open_foreign
+from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.plan import Plan
 from tests.checkpoint.megatron_source import SETTINGS, TOKENS, VOCAB, Source, Trained, train_source
 from tests.checkpoint.runner import Run, assert_same, make_plan, run
 from tests.data.files import write_indexed
-from tests.ranks import run_ranks
+from tests.messages import raises_with_message, unwrap
+from tests.ranks import RankFailed, run_ranks
 
 transformers = pytest.importorskip("transformers", reason="transformers is a dev dependency: the oracle of the logits")
 
@@ -81,20 +87,20 @@ def test_a_run_continues_in_megatrons_order(trained: tuple[Path, Trained], datas
     """The next five losses are the source's: weights, moments, steps and samples are its own."""
     folder, source = trained
     first = None
-    for name in ("one", "zero 3", "tp2 pp2"):
+    for name in ("one", "tp2 pp2"):
         world, layout = LAYOUTS[name]
         settings = (*SETTINGS, *_data(dataset), *layout, f"checkpoint.resume={folder}")
         ours = run(world, tmp_path / name, *settings, until=8)
         assert ours.started_at == 3 and ours.updates == 8
         assert [*ours.losses.values()] == pytest.approx(source.losses, abs=1e-4), name
         first = first or ours
-    # The run's own checkpoint continues in the same order.
-    again = run(1, tmp_path / "one", *SETTINGS, *_data(dataset), until=8)
-    assert again.started_at == 8
+    resumed = run(1, tmp_path / "one", *SETTINGS, *_data(dataset), until=8)
+    assert resumed.started_at == 8
     assert first is not None
-    assert_same(again.tensors, first.tensors)
+    assert_same(resumed.tensors, first.tensors)
 
 
+@pytest.mark.slow
 def test_logits_in_four_layouts(trained: tuple[Path, Trained], tmp_path: Path) -> None:
     folder, source = trained
     loaded = {
@@ -105,3 +111,79 @@ def test_logits_in_four_layouts(trained: tuple[Path, Trained], tmp_path: Path) -
     torch.testing.assert_close(logits, source.logits, rtol=0, atol=1e-5)
     for result in loaded.values():
         assert_same(result.tensors, loaded["one"].tensors)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trained]:
+    """Megatron's older files of four ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return folder, train_source(Source(2, 2, folder, further=0, files="ranks"))
+
+
+def test_older_files_of_ranks(ranks: tuple[Path, Trained], tmp_path: Path) -> None:
+    """Their weights load; they are not resumed."""
+    folder, source = ranks
+    names = ("one", "tp2 pp2")
+    start = (f"init_from={folder}", "trainer.steps=0")
+    loaded = {name: run(LAYOUTS[name][0], tmp_path / name, *LAYOUTS[name][1], *start) for name in names}
+    (logits,) = run_ranks(_logits, 1, loaded["one"])
+    torch.testing.assert_close(logits, source.logits, rtol=0, atol=1e-5)
+    assert_same(loaded["one"].tensors, loaded["tp2 pp2"].tensors)
+    description = describe(folder)
+    assert ("files", "4 of 2 tensor-parallel ranks and 2 stages") in description.rows
+    assert "Adam's moments" in "; ".join(description.missing)
+    with raises_with_message(RankFailed, "cannot be resumed: it lacks Adam's moments"):
+        run(1, tmp_path / "resumed", *SETTINGS, f"checkpoint.resume={folder}", until=4)
+
+
+def test_malicious_arguments_are_rejected(ranks: tuple[Path, Trained], tmp_path: Path) -> None:
+    """Namespaces and Megatron's enums are loaded, functions are not."""
+    copy = Path(shutil.copytree(ranks[0], tmp_path / "copy"))
+    path = copy / "iter_0000003" / "mp_rank_01_001" / "model_optim_rng.pt"
+    content = torch.load(path, weights_only=False)
+    content["args"].attention_backend = AttnBackend.flash
+    torch.save(content, path)
+    run(1, tmp_path / "enum", f"init_from={copy}", "trainer.steps=0")
+    content["args"].hook = print
+    torch.save(content, path)
+    model = make_plan(1, tmp_path / "plan").model
+    with raises_with_message(CorruptFile, "model_optim_rng.pt: is rejected: it contains .*print"):
+        open_foreign(copy, model)
+    path.unlink()
+    with raises_with_message(CorruptFile, "has no file of tensor-parallel rank 1, stage 1"):
+        open_foreign(copy, model)
+
+
+def test_layouts_of_bridge_and_nemo(trained: tuple[Path, Trained], tmp_path: Path) -> None:
+    """Megatron-Bridge adds run_config.yaml and train_state.pt; NeMo 2 has weights/ and context/."""
+    (iteration,) = trained[0].glob("iter_*")
+    bridge = Path(shutil.copytree(trained[0], tmp_path / "bridge"))
+    common = torch.load(bridge / iteration.name / "common.pt", weights_only=False)
+    samples = common.pop("args").consumed_train_samples
+    torch.save(common, bridge / iteration.name / "common.pt")
+    state = {"step": torch.tensor(3), "consumed_train_samples": torch.tensor(samples)}
+    torch.save(state, bridge / iteration.name / "train_state.pt")
+    (bridge / iteration.name / "run_config.yaml").write_text("model: {}\n")
+    nemo = tmp_path / "nemo"
+    shutil.copytree(iteration, nemo / "weights")
+    (nemo / "context").mkdir()
+    model = make_plan(1, tmp_path / "plan").model
+    assert not describe(trained[0]).missing
+    assert describe(bridge).missing == ["Megatron's arguments (args)"]
+    foreign = open_foreign(bridge, model, resumes=True)
+    assert (foreign.step, foreign.samples, foreign.has_moments) == (3, samples, True)
+    name = "model.layers.3.self_attn.k_proj.weight"
+    assert torch.equal(open_foreign(nemo, model).tensors.rows(name), foreign.tensors.rows(name))
+
+
+def test_other_settings_are_rejected(trained: tuple[Path, Trained], dataset: Path, tmp_path: Path) -> None:
+    """The arguments in the checkpoint are compared with the config; checkpoint.allow accepts differences."""
+    resume = (*SETTINGS, *_data(dataset), f"checkpoint.resume={trained[0]}")
+    with pytest.raises(RankFailed) as caught:
+        run(1, tmp_path / "run", *resume, "trainer.seed=6", "optim.eps=1e-7", until=4)
+    message = unwrap(str(caught.value))
+    assert "trainer.seed" in message and "optim.eps" in message
+    with raises_with_message(RankFailed, "model.rope_theta.*was trained with 10000"):
+        run(1, tmp_path / "run", *resume, "model.rope_theta=20000.0", until=4)
+    allowed = (*resume, "trainer.seed=6", "checkpoint.allow=[data]")
+    assert run(1, tmp_path / "run", *allowed, until=4).started_at == 3

@@ -33,6 +33,7 @@ WORDS = {
     "scripts/doctor.py": "--quick",
     "scripts/export_hf.py": "{folder} {folder}/out",
     "scripts/import_config.py": "README.md",
+    "scripts/inspect_checkpoint.py": "{folder}",
     "scripts/pipeline.py": "trainer.pp=2",
     "scripts/prove_gpu.py": "--output {folder}/out",
     "scripts/plan.py": "model=llama_2m",

@@ -1,6 +1,9 @@
 """Checkpoints of other programs, read by Hugging Face's names: weights, Adam's moments, step and position.
 
-tensors.py is the interface: tensors on disk in chunks, mapped to Hugging Face's names (arch/foreign_names.py).
-unpickle.py loads pickles without executing code. dcp_files.py reads torch.distributed.checkpoint's folders, megatron.py
-Megatron's, torch_folders.py torchtitan's, accelerate's and the Trainer's. detect.py opens any of them.
+    tensors.py         the interface: chunks on disk, mapped to Hugging Face's names (arch/foreign_names.py)
+    unpickle.py        pickles, loaded without executing code
+    dcp_files.py       folders of torch.distributed.checkpoint
+    megatron.py        Megatron-LM, Megatron-Bridge, NeMo 2
+    torch_folders.py   torchtitan, accelerate, Hugging Face's Trainer
+    detect.py          opens any of them; the state from which a run resumes
 """

@@ -43,7 +43,7 @@ class DcpFolder:
     """Pickled values, by name."""
 
     def value(self, name: str) -> Any:
-        """Return a pickled value or a small tensor; None if the folder has none of this name. Raises CorruptFile."""
+        """Return a pickled value or a small tensor; None if the name is missing. Raises CorruptFile."""
         if name in self.objects:
             place = self.objects[name]
             return load_pickle(_read(place), place.file)

@@ -130,4 +130,4 @@ def _equal(ours: Any, theirs: Any) -> bool:
         return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
     if isinstance(ours, int | float) and isinstance(theirs, int | float):
         return math.isclose(ours, theirs, rel_tol=1e-6)
-    return bool(ours == theirs) or (ours is None and theirs == 0.0)  # clip_grad 0 is no clipping
+    return bool(ours == theirs)

@@ -83,15 +83,15 @@ def open_torch_dist(folder: Path, model: ModelConfig, *, masters: bool = False) 
         ConfigError: The model differs.
         CorruptFile: The folder is damaged or malicious.
     """
-    dcp, common = open_dcp(folder), _load_dict(folder / COMMON)
+    dcp, common = open_dcp(folder), load_dict(folder / COMMON)
     prefix = _prefix(dcp.tensors)
     stacked = any(f"{prefix}decoder.layers.mlp.linear_fc2.weight" == key for key in dcp.tensors)
     names = megatron_names(model, dcp.tensors, prefix, stacked=stacked)
     moments = {kind: partial(_moment, kind, dcp.tensors, prefix) for kind in MOMENTS}
     tensors = map_tensors(folder, dcp.tensors, names, moments)
     result = Foreign(TORCH_DIST, tensors)
-    _describe(result, common, folder)
-    _read_train_state(result, folder)
+    describe_source(result, common, folder)
+    read_train_state(result, folder)
     if masters:
         result.tensors = _with_masters(tensors, dcp.tensors, names, prefix)
     if not result.has_moments:
@@ -107,8 +107,8 @@ def open_torch_dist(folder: Path, model: ModelConfig, *, masters: bool = False) 
 def _prefix(keys: Collection[str]) -> str:
     """Return the text before ``embedding.word_embeddings.weight``."""
     ending = MEGATRON_TOP["model.embed_tokens.weight"]
-    found = sorted((key for key in keys if key.endswith(ending) and not key.startswith("optimizer")), key=len)
-    return found[0].removesuffix(ending) if found else ""
+    names = sorted((key for key in keys if key.endswith(ending) and not key.startswith("optimizer")), key=len)
+    return names[0].removesuffix(ending) if names else ""
 
 
 def _moment(kind: str, keys: Collection[str], prefix: str, key: str) -> str:
@@ -129,14 +129,14 @@ def _with_masters(
     return tensors
 
 
-def _load_dict(path: Path) -> dict[str, Any]:
+def load_dict(path: Path) -> dict[str, Any]:
     content = load_pickle(path, path, namespace=True)
     if not isinstance(content, dict):
         raise CorruptFile(f"{path}: contains no dictionary")
     return content
 
 
-def _describe(result: Foreign, content: Mapping[str, Any], folder: Path) -> None:
+def describe_source(result: Foreign, content: Mapping[str, Any], folder: Path) -> None:
     """Set step, position, learning rate and facts from common.pt or from a rank's file. Raises ConfigError."""
     arguments = vars(content["args"]) if isinstance(content.get("args"), argparse.Namespace) else {}
     for name, (value, rule) in _UNSUPPORTED.items():
@@ -146,6 +146,8 @@ def _describe(result: Foreign, content: Mapping[str, Any], folder: Path) -> None
     for name, setting in _ARGUMENTS.items():
         if isinstance(arguments.get(name), int | float | str):
             result.facts[setting] = arguments[name]
+    if result.facts.get("optim.clip") == 0:
+        result.facts["optim.clip"] = None  # no clipping
     groups = arguments.get("num_query_groups") if arguments.get("group_query_attention", True) else None
     if isinstance(groups, int):
         result.facts["model.num_key_value_heads"] = groups
@@ -176,12 +178,12 @@ def _data_module_samples(content: Mapping[str, Any]) -> Iterator[Any]:
             yield value["consumed_samples"]
 
 
-def _read_train_state(result: Foreign, folder: Path) -> None:
+def read_train_state(result: Foreign, folder: Path) -> None:
     """Set step and position from Megatron-Bridge's train_state.pt."""
     path = folder / "train_state.pt"
     if not path.is_file():
         return
-    content = _load_dict(path)
+    content = load_dict(path)
     step, samples = _integer(content.get("step")), _integer(content.get("consumed_train_samples"))
     result.step = result.step if step is None else step
     result.updates = result.step if result.updates is None else result.updates
@@ -240,10 +242,10 @@ def open_ranks(folder: Path, model: ModelConfig) -> Foreign:
     absent = [(t, p) for t in range(tensor_ranks) for p in range(stages) if (t, p) not in files]
     if absent:
         raise CorruptFile(f"{folder}: has no file of tensor-parallel rank {absent[0][0]}, stage {absent[0][1]}")
-    contents = {rank: _load_dict(path) for rank, path in sorted(files.items())}
+    contents = {rank: load_dict(path) for rank, path in sorted(files.items())}
     sources, first = dict[str, SourceTensor](), 0
     for stage in range(stages):
-        shards = [_weights(contents[rank, stage], files[rank, stage]) for rank in range(tensor_ranks)]
+        shards = [weights_of_rank(contents[rank, stage], files[rank, stage]) for rank in range(tensor_ranks)]
         layers = {int(key.split(".")[2]) for key in shards[0] if key.startswith("decoder.layers.")}
         for key in shards[0]:
             if any(key not in shard for shard in shards):
@@ -254,12 +256,12 @@ def open_ranks(folder: Path, model: ModelConfig) -> Foreign:
         first += len(layers)
     names = megatron_names(model, sources, stacked=False)
     result = Foreign(RANKS, map_tensors(folder, sources, names, {}))
-    _describe(result, contents[0, 0], folder)
+    describe_source(result, contents[0, 0], folder)
     result.missing.append("Adam's moments (this format is read for its weights only)")
     return result
 
 
-def _weights(content: Mapping[str, Any], path: Path) -> dict[str, torch.Tensor]:
+def weights_of_rank(content: Mapping[str, Any], path: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a rank, under megatron-core's names."""
     if "model0" in content:
         raise CorruptFile(f"{path}: has virtual pipeline stages; save it with one model chunk per rank")

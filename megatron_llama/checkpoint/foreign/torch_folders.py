@@ -65,7 +65,7 @@ def open_fsdp(folder: Path, model: ModelConfig) -> Foreign:
     tensors = map_tensors(folder, {**states.tensors, **dcp.tensors}, names, _moments(states, names, dcp))
     result = Foreign(FSDP, tensors)
     _describe_optimizer(result, states, names)
-    _read_trainer_files(result, folder)
+    read_trainer_files(result, folder)
     if result.step is None:
         result.step = result.updates
     if result.step is None:
@@ -88,7 +88,7 @@ def open_trainer(folder: Path, model: ModelConfig) -> Foreign:
     moments = {kind: _prefixed(f"{kind}.") for kind in MOMENTS}
     result = Foreign(TRAINER, map_tensors(folder, {**sources, **states}, names, moments))
     result.updates, result.lr = step, group.get("lr")
-    _read_trainer_files(result, folder)
+    read_trainer_files(result, folder)
     if not result.has_moments:
         result.missing.append(f"Adam's moments ({OPTIMIZER_FILE})")
     result.missing.append("the position in the data")
@@ -149,7 +149,7 @@ def _describe_optimizer(result: Foreign, states: DcpFolder, names: Names) -> Non
         result.missing.append("Adam's moments")
 
 
-def _read_trainer_files(result: Foreign, folder: Path) -> None:
+def read_trainer_files(result: Foreign, folder: Path) -> None:
     """Set the step from trainer_state.json or the scheduler's file."""
     if (folder / TRAINER_STATE).is_file():
         content = read_json(folder / TRAINER_STATE)

@@ -11,6 +11,7 @@ import argparse
 import importlib
 import io
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -106,21 +107,21 @@ def load_pickle(source: Path | bytes, label: Path, *, namespace: bool = False) -
         CorruptFile: The file is damaged, or contains objects that can execute code.
     """
     try:
-        allowed: list[Any] = []
-        if namespace:
-            names = torch.serialization.get_unsafe_globals_in_checkpoint(_opened(source))
-            inert = [(Inert, name) for name in names if f"{name}".startswith(_INERT)]
-            allowed = [argparse.Namespace, *inert]
+        mapped = isinstance(source, Path) and _is_archive(source)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(_opened(source)) if namespace and mapped else []
+        inert = [name for name in names if name.startswith(_INERT)]
+        if rejected := sorted({*names} - {*inert, "argparse.Namespace"}):
+            raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {rejected[0]}")
+        allowed: list[Any] = [argparse.Namespace, *((Inert, name) for name in inert)] if namespace else []
         with torch.serialization.safe_globals(allowed):
-            mapped = isinstance(source, Path) and _is_archive(source)
             return torch.load(_opened(source), map_location=HOST, weights_only=True, mmap=mapped)
     except OSError as error:
         raise CorruptFile(f"{label}: {error.strerror or error}") from error
     except pickle.UnpicklingError as error:
-        reason = next((line for line in str(error).splitlines() if "GLOBAL" in line or "class" in line), "")
-        detail = f" ({reason.strip()})" if reason else ""
-        rule = f"is rejected: it contains other objects than tensors and plain values{detail}"
-        raise CorruptFile(f"{label}: {rule}"[:400]) from error
+        # torch's message ends with the advice to allow the object, which would execute it.
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        content = f"{named[1]}, which can execute code" if named else "other objects than tensors and plain values"
+        raise CorruptFile(f"{label}: is rejected: it contains {content}") from error
     except Exception as error:  # a damaged file raises anything
         raise CorruptFile(f"{label}: is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 

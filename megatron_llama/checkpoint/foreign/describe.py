@@ -1,0 +1,236 @@
+"""Contents and missing parts of a checkpoint folder of any format, without a config of its model."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_llama.arch.checkpoint_formats import (
+    COMMON,
+    DCP,
+    FSDP,
+    FSDP_MODEL,
+    FSDP_OPTIMIZER,
+    HF,
+    LABELS,
+    METADATA,
+    OURS,
+    RANKS,
+    TORCH_DIST,
+    TRAINER,
+    rank_folders,
+    recognize,
+)
+from megatron_llama.checkpoint.foreign.dcp_files import DcpFolder, open_dcp
+from megatron_llama.checkpoint.foreign.megatron import describe_source, load_dict, read_train_state, weights_of_rank
+from megatron_llama.checkpoint.foreign.tensors import MOMENTS, Foreign, ForeignTensors
+from megatron_llama.checkpoint.foreign.torch_folders import OPTIMIZER_FILE, read_trainer_files
+from megatron_llama.checkpoint.foreign.unpickle import load_pickle
+from megatron_llama.checkpoint.hf_folder import all_tensors
+from megatron_llama.checkpoint.manifest import read_manifest
+from megatron_llama.checkpoint.storage import STATES
+from megatron_llama.checkpoint.stored_tensors import CorruptFile, StoredTensor
+from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.hf_config import read_hf_config
+from megatron_llama.config.problems import format_value
+
+_OTHERS = ("optimizer.", "lr_scheduler", "train_state", "dataloader", "rng_state", "rerun_state", "chained_")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+
+
+@dataclass
+class Description:
+    """Contents of a checkpoint folder."""
+
+    folder: Path
+    """Folder of the checkpoint: the newest one in a folder with several."""
+    label: str
+    """Name of the format."""
+    rows: list[tuple[str, str]] = field(default_factory=list)
+    """(part, value)."""
+    missing: list[str] = field(default_factory=list)
+    """Parts that a complete checkpoint of the format has."""
+
+
+def describe(folder: Path) -> Description:
+    """Return the contents of a checkpoint.
+
+    Raises:
+        ConfigError: The folder has no known format.
+        CorruptFile: The checkpoint is damaged or malicious.
+    """
+    recognized = recognize(folder)
+    if recognized is None and (folder / "checkpoints").is_dir():
+        recognized = recognize(folder / "checkpoints")
+    if recognized is None:
+        rule = "there is no such folder" if not folder.exists() else "has no checkpoint of a known format"
+        raise ConfigError([Problem("PATH", str(folder), rule, "name the folder of a checkpoint, or of a run")])
+    result = Description(recognized.folder, LABELS[recognized.format])
+    readers = {OURS: _ours, HF: _hf, TRAINER: _trainer, TORCH_DIST: _torch_dist, RANKS: _ranks, FSDP: _fsdp, DCP: _dcp}
+    readers[recognized.format](result)
+    return result
+
+
+def _ours(result: Description) -> None:
+    manifest = read_manifest(result.folder)
+    state, tensors = manifest.state, manifest.stored.tensors
+    weights = {n: t for n, t in tensors.items() if not n.startswith((STATES, "random."))}
+    _weights(result, weights, len(manifest.files))
+    kinds = sorted({name.split(".")[1] for name in tensors if name.startswith(STATES)})
+    result.rows.append(("optimizer", f"{state.optimizer}: {', '.join(kinds)}" if kinds else "no states"))
+    result.rows += [("step", f"{state.step:,}"), ("samples", f"{state.consumed_samples:,}")]
+    result.rows.append(("saved by", f"{state.world_size} ranks"))
+    if state.val_loss is not None:
+        result.rows.append(("validation loss", f"{state.val_loss:.4f}"))
+    for name, size in manifest.files.items():
+        path = result.folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            raise CorruptFile(f"{path}: is missing, or has not {size} bytes")
+    if not kinds and state.step:
+        result.missing.append("optimizer states")
+
+
+def _hf(result: Description) -> None:
+    tensors = all_tensors(result.folder)
+    _weights(result, tensors, len({tensor.file for tensor in tensors.values()}))
+    if not (result.folder / "config.json").is_file():
+        result.missing.append("config.json: write the model's settings")
+    else:
+        try:
+            result.rows.append(("model type", str(read_hf_config(str(result.folder)).get("model_type"))))
+        except ValueError as error:
+            raise CorruptFile(f"{result.folder}/config.json: {error}") from None
+    if not any((result.folder / name).is_file() for name in _TOKENIZERS):
+        result.missing.append("a tokenizer")
+
+
+def _trainer(result: Description) -> None:
+    _hf(result)
+    source = _source(result, TRAINER)
+    path = result.folder / OPTIMIZER_FILE
+    content = load_pickle(path, path) if path.is_file() else {}
+    states = content.get("state", {}) if isinstance(content, dict) else {}
+    complete = sum(1 for state in states.values() if isinstance(state, dict) and set(MOMENTS) <= state.keys())
+    _moments(result, complete, len(states))
+    read_trainer_files(source, result.folder)
+    _progress(result, source)
+    result.missing += source.missing + ["the position in the data, which the format does not store"]
+
+
+def _torch_dist(result: Description) -> None:
+    dcp, common = open_dcp(result.folder), load_dict(result.folder / COMMON)
+    _dcp_weights(result, dcp)
+    weights = _weight_names(dcp.tensors)
+    moments = [_has_moments(dcp.tensors, (f"optimizer.state.{{}}.{name}",)) for name in weights]
+    if not any(moments):  # NeMo 2 may omit the prefix of the weights
+        moments = [_has_moments(dcp.tensors, (f"optimizer.state.{{}}.{n.removeprefix('module.')}",)) for n in weights]
+    _moments(result, sum(moments), len(weights))
+    source = _source(result, TORCH_DIST)
+    describe_source(source, common, result.folder)
+    read_train_state(source, result.folder)
+    _progress(result, source)
+    result.missing += source.missing
+
+
+def _ranks(result: Description) -> None:
+    files = rank_folders(result.folder)
+    contents = {rank: load_dict(path) for rank, path in sorted(files.items())}
+    tensor_ranks, stages = (1 + max(rank[axis] for rank in files) for axis in (0, 1))
+    result.rows.append(("files", f"{len(files)} of {tensor_ranks} tensor-parallel ranks and {stages} stages"))
+    values = sum(t.numel() for r, c in contents.items() for t in weights_of_rank(c, files[r]).values())
+    result.rows.append(("weights", f"{values:,} values, including copies of norms"))
+    source = _source(result, RANKS)
+    describe_source(source, contents[min(contents)], result.folder)
+    _progress(result, source)
+    result.missing += source.missing
+    if len(files) < tensor_ranks * stages:
+        result.missing.append(f"files of {tensor_ranks * stages - len(files)} ranks")
+    result.missing.append("Adam's moments (this format is read for its weights only)")
+
+
+def _fsdp(result: Description) -> None:
+    _dcp_weights(result, open_dcp(result.folder / FSDP_MODEL))
+    states = result.folder / FSDP_OPTIMIZER
+    dcp = open_dcp(states) if (states / METADATA).is_file() else DcpFolder(states, {}, {})
+    names = {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in dcp.tensors if ".state." in key}
+    _moments(result, sum(_has_moments(dcp.tensors, (f"optimizer.state.{name}.{{}}",)) for name in names), len(names))
+    source = _source(result, FSDP)
+    read_trainer_files(source, result.folder)
+    _progress(result, source)
+    result.missing += source.missing + ["the position in the data, which the format does not store"]
+
+
+def _dcp(result: Description) -> None:
+    dcp = open_dcp(result.folder)
+    _dcp_weights(result, dcp)
+    weights = _weight_names(dcp.tensors)
+    patterns = ("optimizer.state.{0}.{{}}",)
+    moments = [_has_moments(dcp.tensors, [pattern.format(name) for pattern in patterns]) for name in weights]
+    _moments(result, sum(moments), len(weights))
+    source = _source(result, DCP)
+    step = dcp.number("train_state.step", "step")
+    source.step = None if step is None else int(step)
+    _progress(result, source)
+    result.missing.append("the position in the data (torchtitan's dataloader is not read)")
+
+
+def _source(result: Description, kind: str) -> Foreign:
+    return Foreign(kind, ForeignTensors(result.folder, {}, {}))
+
+
+def _weight_names(keys: Collection[str]) -> list[str]:
+    return [key for key in keys if not key.startswith(_OTHERS) and "_extra_state" not in key]
+
+
+def _has_moments(keys: Collection[str], patterns: Iterable[str]) -> bool:
+    return any(all(pattern.format(kind) in keys for kind in MOMENTS) for pattern in patterns)
+
+
+def _dcp_weights(result: Description, dcp: DcpFolder) -> None:
+    names = _weight_names(dcp.tensors)
+    files = {chunk.file for name in names for chunk in dcp.tensors[name].chunks}
+    _weights(result, {name: dcp.tensors[name] for name in names}, len(files))
+    for name in names:
+        tensor = dcp.tensors[name]
+        stored = sum(math.prod(chunk.size) for chunk in tensor.chunks)
+        if stored != math.prod(tensor.shape):
+            result.missing.append(f"{math.prod(tensor.shape) - stored:,} values of {name}")
+
+
+def _weights(result: Description, tensors: Mapping[str, StoredTensor], files: int) -> None:
+    values = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+    text = f"{len(tensors)} tensors, {values:,} values of {' and '.join(dtypes)}, {size / 1e6:,.1f} MB"
+    result.rows.append(("weights", f"{text}, in {files} file{'s' * (files != 1)}"))
+    numbers = {int(match[1]) for name in tensors if (match := _LAYER.search(name))}
+    stacked = [t.shape[0] for name, t in tensors.items() if name.endswith("layers.mlp.linear_fc2.weight")]
+    layers = stacked[0] if stacked else len(numbers)
+    result.rows.append(("layers", str(layers)))
+    if numbers and max(numbers) + 1 != layers:
+        absent = sorted(set(range(max(numbers))) - numbers)
+        result.missing.append(f"layers {', '.join(map(str, absent))}")
+
+
+def _moments(result: Description, complete: int, expected: int) -> None:
+    result.rows.append(("optimizer", f"Adam's moments of {complete} of {expected} tensors"))
+    if not expected or complete < expected:
+        result.missing.append("Adam's moments of all tensors: the checkpoint serves init_from, not checkpoint.resume")
+
+
+def _progress(result: Description, source: Foreign) -> None:
+    for label, value in (("step", source.step), ("samples", source.samples), ("learning rate", source.lr)):
+        if value is not None:
+            result.rows.append((label, f"{value:,}" if isinstance(value, int) else f"{value:g}"))
+    if source.step is None:
+        result.missing.append("the step")
+    if source.facts:
+        result.rows.append(("settings", " ".join(f"{name}={_setting(value)}" for name, value in source.facts.items())))
+
+
+def _setting(value: object) -> str:
+    return format_value(value).replace(", ", ",")

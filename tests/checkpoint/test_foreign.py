@@ -1,0 +1,175 @@
+"""Checkpoints of torchtitan, accelerate and the Trainer: logits, moments, next losses, and damaged folders."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_llama.checkpoint.foreign.describe import describe
+from megatron_llama.checkpoint.foreign.detect import open_foreign
+from megatron_llama.checkpoint.stored_tensors import CorruptFile
+from megatron_llama.config import ConfigError
+from megatron_llama.data.batches import MockDataset
+from tests.checkpoint.runner import Run, assert_same, make_plan, run
+from tests.checkpoint.torch_sources import BATCH, LENGTH, SETTINGS, TOKENS, VOCAB, Trained, llama, train_source
+from tests.messages import unwrap
+from tests.paths import ROOT
+from tests.ranks import run_ranks
+
+pytest.importorskip("transformers", reason="transformers is a dev dependency: the model of these sources")
+pytest.importorskip("accelerate", reason="accelerate is a dev dependency: a writer of these sources")
+KINDS = ("torchtitan", pytest.param("accelerate", marks=pytest.mark.slow), "trainer")
+LAYOUTS = {
+    "one": (1, ()),
+    "zero 3": (2, ("trainer.dp=2", "trainer.zero=3")),
+    "pp2": (2, ("trainer.pp=2",)),
+    "tp2 pp2": (4, ("trainer.tp=2", "trainer.pp=2")),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trained]:
+    """A source's checkpoint, and its continuation on the mock samples of our run."""
+    folder = tmp_path_factory.mktemp("source") / "run"
+    samples = MockDataset(1000, LENGTH, VOCAB, seed=1234)
+    rows = [torch.cat([samples[i]["tokens"], samples[i]["labels"][-1:]]) for i in range(5 * BATCH)]
+    return folder, train_source(request.param, folder, [*torch.stack(rows).split(BATCH)])
+
+
+def _logits(rank: int, loaded: Run) -> torch.Tensor:
+    """Transformers' logits of the weights that we loaded."""
+    model = llama()
+    model.load_state_dict({name: values for name, values in loaded.tensors.items() if "/" not in name})
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@pytest.mark.parametrize("layouts", [("tp2 pp2",), pytest.param(("one", "zero 3", "pp2"), marks=pytest.mark.slow)])
+def test_a_run_continues(trained: tuple[Path, Trained], layouts: tuple[str, ...], tmp_path: Path) -> None:
+    """Weights, moments and steps are the source's. These formats have no position: the data starts at sample 0."""
+    folder, source = trained
+    for name in layouts:
+        world, layout = LAYOUTS[name]
+        ours = run(world, tmp_path / name, *SETTINGS, *layout, f"checkpoint.resume={folder}", until=8)
+        assert ours.started_at == 3 and ours.updates == 8
+        assert [*ours.losses.values()] == pytest.approx(source.losses, abs=1e-4), name
+
+
+@pytest.mark.slow
+def test_initial_weights(trained: tuple[Path, Trained], tmp_path: Path) -> None:
+    folder, source = trained
+    start = (f"init_from={folder}", "trainer.steps=0", *SETTINGS)
+    loaded = {name: run(world, tmp_path / name, *layout, *start) for name, (world, layout) in LAYOUTS.items()}
+    (logits,) = run_ranks(_logits, 1, loaded["one"])
+    torch.testing.assert_close(logits, source.logits, rtol=0, atol=1e-5)
+    for result in loaded.values():
+        assert_same(result.tensors, loaded["one"].tensors)
+
+
+class _Malicious:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
+
+
+def _message(folder: Path, run_dir: Path, *settings: str) -> str:
+    """Open a folder and read all tensors; return the error's message."""
+    with pytest.raises((ConfigError, CorruptFile)) as caught:
+        tensors = open_foreign(folder, make_plan(1, run_dir, *SETTINGS, *settings).model, resumes=True).tensors
+        for name in tensors.tensors:
+            tensors.rows(name)
+    return unwrap(str(caught.value))
+
+
+@pytest.fixture
+def copy(trained: tuple[Path, Trained], tmp_path: Path) -> Path:
+    """A copy of a source's checkpoint, which a test damages."""
+    return Path(shutil.copytree(trained[0], tmp_path / "copy"))
+
+
+def _pickles(folder: Path) -> list[Path]:
+    return [p for p in sorted(folder.rglob("*")) if p.suffix in (".pt", ".bin") or p.name == ".metadata"]
+
+
+def test_malicious_pickles_are_rejected(copy: Path, tmp_path: Path) -> None:
+    """No file of any format can execute code, and the message names the file and the object."""
+    for path in _pickles(copy):
+        before, victim = path.read_bytes(), tmp_path / "executed"
+        if path.name == ".metadata":
+            path.write_bytes(pickle.dumps(_Malicious(victim)))
+        else:
+            torch.save({"state": _Malicious(victim)}, path)
+        if path.name != "rng_state.pth":
+            message = _message(copy, tmp_path / "run")
+            assert path.name in message and "is rejected" in message, message
+        assert not victim.exists()
+        path.write_bytes(before)
+
+
+def test_damaged_files_are_rejected(copy: Path, tmp_path: Path) -> None:
+    """Truncated and missing files are named."""
+    files = [*_pickles(copy), *sorted(copy.rglob("*.distcp"))[:1], *copy.rglob("*.safetensors")]
+    for path in files:
+        before = path.read_bytes()
+        path.write_bytes(before[: len(before) // 2])
+        message = _message(copy, tmp_path / "run")
+        assert path.name in message, message
+        path.write_bytes(before)
+    for path in copy.rglob("*.distcp"):
+        path.unlink()
+        assert "is missing" in _message(copy, tmp_path / "run")
+        break
+
+
+def test_another_model_is_rejected(copy: Path, tmp_path: Path) -> None:
+    assert "has shape" in _message(copy, tmp_path / "run", "model.hidden_size=64")
+    assert "are missing" in _message(copy, tmp_path / "run", "model.num_hidden_layers=5")
+
+
+def test_a_foreign_folder_is_rejected(tmp_path: Path) -> None:
+    """The folder has no known format."""
+    (tmp_path / "empty").mkdir()
+    assert "empty" in _message(tmp_path / "empty", tmp_path / "run")
+
+
+def test_descriptions(trained: tuple[Path, Trained]) -> None:
+    """Complete checkpoints have weights, moments and a step; their position in the data is missing."""
+    description = describe(trained[0])
+    rows = dict(description.rows)
+    assert rows["step"] == "3" and rows["layers"] == "4"
+    assert rows["weights"].startswith("39 tensors, 41,248 values of float32")
+    assert rows["optimizer"] == "Adam's moments of 39 of 39 tensors"
+    assert "position in the data" in "; ".join(description.missing)
+    assert "moments" not in "; ".join(description.missing)
+
+
+def test_missing_parts_are_described(copy: Path) -> None:
+    for path in [*copy.rglob("optimizer.pt"), *copy.rglob("optimizer_0/.metadata")]:
+        path.unlink()
+        assert "Adam's moments" in "; ".join(describe(copy).missing)
+
+
+def test_inspect_checkpoint(copy: Path, tmp_path: Path) -> None:
+    """Exit statuses 0, 1 and 2; lines of at most 80 columns."""
+
+    def inspect(path: Path) -> subprocess.CompletedProcess:
+        command = [sys.executable, str(ROOT / "scripts/inspect_checkpoint.py"), str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = inspect(copy)
+    assert done.returncode == 0 and "Adam's moments of 39 of 39" in done.stdout
+    assert all(len(line) <= 80 for line in done.stdout.splitlines() if str(copy) not in line)
+    _pickles(copy)[0].write_bytes(pickle.dumps(_Malicious(tmp_path / "executed")))
+    done = inspect(copy)
+    assert done.returncode == 1 and "is rejected" in done.stderr and not (tmp_path / "executed").exists()
+    assert inspect(tmp_path).returncode == 2
