@@ -18,15 +18,23 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=name_commands(__doc__.splitlines()[0]))
     parser.add_argument("path", type=Path, metavar="PATH", help="checkpoint, or a folder with several (its newest)")
+    parser.add_argument("--run", type=Path, help="run that continues the checkpoint: compare its first loss with --log")
+    parser.add_argument("--log", type=Path, help="the source's log: TensorBoard folder, JSON lines, trainer_state.json")
     arguments = parser.parse_args()
+    if (arguments.run is None) != (arguments.log is None):
+        parser.error("--run and --log need each other")
     # Imported here: --help needs no torch.
     from megatron_llama.checkpoint.foreign.describe import describe
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.config import ConfigError
     from megatron_llama.system.wrapping import wrap_lines
+    from megatron_llama.tools.compare.logs import first_common_loss
 
+    losses = None
     try:
         description = describe(arguments.path)
+        if arguments.run is not None:
+            losses = first_common_loss(arguments.run, arguments.log)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -35,6 +43,11 @@ def main() -> int:
         return 1
     rows = [("folder", str(description.folder)), ("format", description.label), *description.rows]
     rows += [("missing", part) for part in description.missing] or [("missing", "nothing")]
+    if losses is not None:
+        step, ours, theirs = losses
+        rows.append(("first batch", f"step {step}: loss {ours:.5f} here, {theirs:.5f} in the source's log"))
+    elif arguments.run is not None:
+        rows.append(("first batch", "the run and the source's log have no step in common"))
     width = max(len(label) for label, _ in rows) + 2
     for label, value in rows:
         sys.stdout.write("\n".join(wrap_lines(value, label.ljust(width), " " * width)) + "\n")

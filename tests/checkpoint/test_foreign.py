@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 import subprocess
@@ -12,14 +13,16 @@ import pytest
 import torch
 
 from megatron_llama.checkpoint.foreign.describe import describe
-from megatron_llama.checkpoint.foreign.detect import open_foreign
+from megatron_llama.checkpoint.foreign.detect import open_foreign, resumed_state
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
-from megatron_llama.config import ConfigError
+from megatron_llama.config import ConfigError, load_config
 from megatron_llama.data.batches import MockDataset
-from tests.checkpoint.runner import Run, assert_same, make_plan, run
+from megatron_llama.plan import resolve
+from megatron_llama.tools.compare.logs import first_common_loss
+from tests.checkpoint.runner import SMALL, Run, assert_same, make_plan, run
 from tests.checkpoint.torch_sources import BATCH, LENGTH, SETTINGS, TOKENS, VOCAB, Trained, llama, train_source
 from tests.messages import unwrap
-from tests.paths import ROOT
+from tests.paths import CONF, ROOT
 from tests.ranks import run_ranks
 
 pytest.importorskip("transformers", reason="transformers is a dev dependency: the model of these sources")
@@ -98,7 +101,9 @@ def copy(trained: tuple[Path, Trained], tmp_path: Path) -> Path:
 
 
 def _pickles(folder: Path) -> list[Path]:
-    return [p for p in sorted(folder.rglob("*")) if p.suffix in (".pt", ".bin") or p.name == ".metadata"]
+    """Files that are read; training_args.bin and rng_state.pth are not."""
+    files = [p for p in sorted(folder.rglob("*")) if p.suffix in (".pt", ".bin") or p.name == ".metadata"]
+    return [path for path in files if path.name != "training_args.bin"]
 
 
 def test_malicious_pickles_are_rejected(copy: Path, tmp_path: Path) -> None:
@@ -109,9 +114,8 @@ def test_malicious_pickles_are_rejected(copy: Path, tmp_path: Path) -> None:
             path.write_bytes(pickle.dumps(_Malicious(victim)))
         else:
             torch.save({"state": _Malicious(victim)}, path)
-        if path.name != "rng_state.pth":
-            message = _message(copy, tmp_path / "run")
-            assert path.name in message and "is rejected" in message, message
+        message = _message(copy, tmp_path / "run")
+        assert path.name in message and "is rejected" in message, message
         assert not victim.exists()
         path.write_bytes(before)
 
@@ -134,6 +138,25 @@ def test_damaged_files_are_rejected(copy: Path, tmp_path: Path) -> None:
 def test_another_model_is_rejected(copy: Path, tmp_path: Path) -> None:
     assert "has shape" in _message(copy, tmp_path / "run", "model.hidden_size=64")
     assert "are missing" in _message(copy, tmp_path / "run", "model.num_hidden_layers=5")
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        (("optim.name=muon",), "optim.name"),
+        (("optim.name=onebit_adam", "trainer.zero=0"), "optim.name"),
+        (("finetune.method=lora", "init_from=models/base"), "finetune.method"),
+    ],
+)
+def test_states_that_a_source_lacks(
+    trained: tuple[Path, Trained], tmp_path: Path, settings: tuple[str, ...], field: str
+) -> None:
+    config = load_config([*SMALL, *SETTINGS, f"run.dir={tmp_path}", *settings], CONF)
+    plan = resolve(config, 1, exists=lambda path: True)
+    foreign = open_foreign(trained[0], plan.model, resumes=True)
+    with pytest.raises(ConfigError) as caught:
+        resumed_state(plan, foreign, {"segments": []})
+    assert caught.value.problems[0].field == field
 
 
 def test_a_foreign_folder_is_rejected(tmp_path: Path) -> None:
@@ -159,6 +182,7 @@ def test_missing_parts_are_described(copy: Path) -> None:
         assert "Adam's moments" in "; ".join(describe(copy).missing)
 
 
+@pytest.mark.slow
 def test_inspect_checkpoint(copy: Path, tmp_path: Path) -> None:
     """Exit statuses 0, 1 and 2; lines of at most 80 columns."""
 
@@ -173,3 +197,10 @@ def test_inspect_checkpoint(copy: Path, tmp_path: Path) -> None:
     done = inspect(copy)
     assert done.returncode == 1 and "is rejected" in done.stderr and not (tmp_path / "executed").exists()
     assert inspect(tmp_path).returncode == 2
+
+
+def test_the_first_loss_next_to_the_sources(tmp_path: Path) -> None:
+    (tmp_path / "ours.jsonl").write_text('{"step": 4, "reduced_train_loss": 2.5}\n')
+    theirs = {"log_history": [{"step": 3, "loss": 3.0}, {"step": 4, "loss": 2.25}]}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(theirs))
+    assert first_common_loss(tmp_path / "ours.jsonl", tmp_path / "trainer_state.json") == (4, 2.5, 2.25)

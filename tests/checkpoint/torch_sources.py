@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +72,8 @@ def _rank(rank: int, kind: str, folder: Path, batches: list[torch.Tensor]) -> Tr
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
+    if kind == "trainer":
+        return _run_trainer(folder, model, batches)
     decayed = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
@@ -85,12 +85,10 @@ def _rank(rank: int, kind: str, folder: Path, batches: list[torch.Tensor]) -> Tr
         scheduler.step()
     with torch.no_grad():
         logits = model(TOKENS).logits
-    if kind != "trainer":
-        model.reshard()  # after a forward pass without backward
+    model.reshard()  # after a forward pass without backward
     folder.mkdir(parents=True, exist_ok=True)
-    {"torchtitan": _save_torchtitan, "accelerate": _save_accelerate, "trainer": _save_trainer}[kind](
-        folder, model, optimizer, scheduler
-    )
+    save = {"torchtitan": _save_torchtitan, "accelerate": _save_accelerate}[kind]
+    save(folder, model, optimizer, scheduler)
     return Trained([_step(model, optimizer, batch) for batch in batches], logits)
 
 
@@ -177,11 +175,32 @@ def _save_accelerate(folder: Path, model: Any, optimizer: Any, scheduler: Any) -
         torch.save(scheduler.state_dict(), folder / "scheduler.bin")
 
 
-def _save_trainer(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> None:
-    """Save the files of Trainer._save_checkpoint. A test compares them with the Trainer's own."""
-    model.save_pretrained(folder)
-    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
-    torch.save(scheduler.state_dict(), folder / "scheduler.pt")
-    states = {"python": random.getstate(), "cpu": torch.random.get_rng_state()}
-    torch.save(states, folder / "rng_state.pth")
-    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3, "epoch": 0.1, "log_history": []}))
+def _run_trainer(folder: Path, model: Any, batches: list[torch.Tensor]) -> Trained:
+    """Train three steps by Hugging Face's Trainer, which saves, and train on with its optimizer."""
+    import transformers
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # the Trainer would start a process group
+        os.environ.pop(name)
+    rows = torch.randint(0, VOCAB, (3 * BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        max_steps=3,
+        save_steps=3,
+        per_device_train_batch_size=BATCH,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        weight_decay=DECAY,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_epsilon=EPS,
+        max_grad_norm=0.0,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
+    trainer.train()
+    with torch.no_grad():
+        logits = model(TOKENS).logits
+    return Trained([_step(model, trainer.optimizer, batch) for batch in batches], logits)

@@ -88,9 +88,14 @@ def resumed_state(plan: Plan, foreign: Foreign, record: Record) -> tuple[State, 
         rule = f"cannot be resumed: it lacks {parts}"
         instead = f"write init_from={folder} to start from its weights"
         raise ConfigError([Problem("checkpoint.resume", str(folder), rule, instead)])
-    if not set(MOMENTS) <= set(plan.config.optim.row.states):
-        rule = f"has Adam's states {', '.join(MOMENTS)}; the checkpoint {folder} has no others"
+    row = plan.config.optim.row
+    if set(row.states) != {*MOMENTS} or row.matrix_states or row.extra_states:
+        rule = f"has other states than Adam, and the checkpoint {folder} has {', '.join(MOMENTS)}"
         raise ConfigError([Problem("optim.name", plan.config.optim.name, rule, "write optim.name=adamw")])
+    if plan.config.finetune.method == "lora":
+        rule = f"trains adapters, and the checkpoint {folder} has no adapter"
+        instead = "export the weights (scripts/export_hf.py), and start from the exported folder"
+        raise ConfigError([Problem("finetune.method", "lora", rule, instead)])
     differences = _differences(plan, foreign.facts)
     check_allowed(differences, plan.config.checkpoint.allow, folder)
     differing = {difference.name for difference in differences}

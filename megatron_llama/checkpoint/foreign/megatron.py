@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from megatron_llama.arch.checkpoint_formats import COMMON, RANKS, TORCH_DIST, rank_folders
 from megatron_llama.arch.foreign_names import MEGATRON_TOP, Names, megatron_names
@@ -29,6 +30,7 @@ from megatron_llama.checkpoint.foreign.tensors import (
 from megatron_llama.checkpoint.foreign.unpickle import load_pickle
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError, ModelConfig, Problem
+from megatron_llama.system.files import check_yaml, read_whole
 
 MASTERS = ("fp32_param", "param")
 """Names of fp32 copies of bf16 weights in the optimizer's state."""
@@ -50,6 +52,14 @@ _ARGUMENTS = {
     "clip_grad": "optim.clip",
 }
 """Megatron's arguments that a resume compares, and our settings."""
+RUN_CONFIG = "run_config.yaml"
+_RUN_CONFIG_SECTIONS = ("optimizer", "train", "dataset", "model")
+_RENAMED = {
+    ("dataset", "random_seed"): "seed",
+    ("dataset", "sequence_length"): "seq_length",
+    ("model", "gated_linear_unit"): "swiglu",
+}
+"""Names in run_config.yaml that differ from Megatron-LM's arguments."""
 _UNSUPPORTED = {
     "rotary_interleaved": (True, "rotates neighboring elements of a head"),
     "add_bias_linear": (True, "has biases in all matrices"),
@@ -138,7 +148,8 @@ def load_dict(path: Path) -> dict[str, Any]:
 
 def describe_source(result: Foreign, content: Mapping[str, Any], folder: Path) -> None:
     """Set step, position, learning rate and facts from common.pt or from a rank's file. Raises ConfigError."""
-    arguments = vars(content["args"]) if isinstance(content.get("args"), argparse.Namespace) else {}
+    has_arguments = isinstance(content.get("args"), argparse.Namespace)
+    arguments = vars(content["args"]) if has_arguments else _read_run_config(folder)
     for name, (value, rule) in _UNSUPPORTED.items():
         if arguments.get(name) == value:
             rule = f"the source's model {rule}"
@@ -176,6 +187,24 @@ def _data_module_samples(content: Mapping[str, Any]) -> Iterator[Any]:
     for value in content.values():
         if isinstance(value, dict) and "consumed_samples" in value:
             yield value["consumed_samples"]
+
+
+def _read_run_config(folder: Path) -> dict[str, Any]:
+    """Return the settings in Megatron-Bridge's run_config.yaml, by the names of Megatron-LM's arguments."""
+    path = folder / RUN_CONFIG
+    if not path.is_file():
+        return {}
+    try:
+        check_yaml(path)
+        content = yaml.safe_load(read_whole(path).decode())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise CorruptFile(f"{path}: cannot be read: {str(error)[:200]}") from error
+    arguments: dict[str, Any] = {}
+    for section in _RUN_CONFIG_SECTIONS:
+        values = content.get(section) if isinstance(content, dict) else None
+        for name, value in values.items() if isinstance(values, dict) else ():
+            arguments[_RENAMED.get((section, str(name)), str(name))] = value
+    return arguments
 
 
 def read_train_state(result: Foreign, folder: Path) -> None:

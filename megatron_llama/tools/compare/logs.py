@@ -259,3 +259,21 @@ def first_logged(names: Sequence[str], series: Collection[str]) -> str | None:
 def known_losses() -> str:
     """List the built-in names of the loss."""
     return ", ".join(name for program in FORMATS for name in program.loss)
+
+
+def first_common_loss(run: Path, log: Path) -> tuple[int, float, float] | None:
+    """Return the first step that both logs have, and the losses in ``run`` and in ``log``; None without such a step.
+
+    After an import, this is the loss of the first batch here, and in the other program. Raises ConfigError.
+    """
+    curves = []
+    for path in (run, log):
+        series = read_log(path).series
+        program = detect_format(series, {})
+        name = first_logged(program.loss, series) if program is not None else None
+        if program is None or name is None or name not in series:
+            raise run_error(path, "has no known loss", f"write a log with {known_losses()}")
+        steps = (round(step) + program.from_zero for step in series[name].steps)
+        curves.append(dict(zip(steps, series[name].values, strict=True)))
+    common = sorted(curves[0].keys() & curves[1].keys())
+    return (common[0], curves[0][common[0]], curves[1][common[0]]) if common else None
