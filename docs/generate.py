@@ -32,6 +32,7 @@ from megatron_llama.config import data_settings, settings  # noqa: E402
 from megatron_llama.config.fields import Setting, sections, settings_by_name, settings_of  # noqa: E402
 from megatron_llama.config.problems import format_value  # noqa: E402
 from megatron_llama.plan.memory import USABLE  # noqa: E402
+from megatron_llama.system.programs import option_name  # noqa: E402
 from megatron_llama.system.tables import GIB, markdown_table  # noqa: E402
 from megatron_llama.tools import settings as tool_settings  # noqa: E402
 from megatron_llama.tools.common import NO_FILES  # noqa: E402
@@ -124,12 +125,17 @@ def config_page(_: str = "") -> str:
 def _groups() -> Iterator[tuple[str, ...]]:
     """Yield each file of each group with the comment on its first line."""
     order = {name: number for number, name in enumerate(sections())}
-    files = sorted((ROOT / "conf").glob("*/*.yaml"), key=lambda path: (order.get(path.parent.name, len(order)), path))
-    for path in files:
+    conf = ROOT / "conf"
+
+    def place(path: Path) -> tuple[int, Path]:
+        return order.get(path.relative_to(conf).parts[0], len(order)), path
+
+    for path in sorted(conf.glob("*/**/*.yaml"), key=place):
         lines = path.read_text(encoding="utf-8").splitlines()
         first = lines[lines[0] == PACKAGE]
         assert first.startswith("# "), f"{path} needs a first line with a comment that describes it"
-        yield f"`{path.parent.name}={path.stem}`", _cell(first[2:])
+        group = path.relative_to(conf).parts[0]
+        yield f"`{group}={option_name(path, conf / group)}`", _cell(first[2:])
 
 
 def _settings(

@@ -18,7 +18,7 @@ from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXI
 from megatron_llama.system.installed import require_packages
 from megatron_llama.system.limits import check_run
 from megatron_llama.system.output import set_spill_folder, stdout_loss
-from megatron_llama.system.programs import CONF_DIR, conf_folders, name_commands
+from megatron_llama.system.programs import CONF_DIR, conf_folders, name_commands, option_name
 from megatron_llama.system.signals import ignore_signals
 from megatron_llama.system.wrapping import fill, wrap
 
@@ -145,14 +145,15 @@ def _report_errors(overrides: list[str], entry: Entry | None, subfolder: str | N
 
 def usage() -> str:
     """Return the text of ``--help``."""
-    files = [file for folder in conf_folders(CONF_DIR) for file in sorted(folder.glob("*/*.yaml"))]
-    groups: dict[str, list[Path]] = {}
-    for file in files:
-        groups.setdefault(file.parent.name, []).append(file)
+    groups: dict[str, dict[str, Path]] = {}
+    for folder in conf_folders(CONF_DIR):
+        for group in sorted(path for path in folder.glob("*") if path.is_dir()):
+            files = {option_name(file, group): file for file in sorted(group.rglob("*.yaml"))}
+            groups.setdefault(group.name, {}).update(files)
     experiments = groups.pop("experiment")
-    width = max(len(file.stem) for file in experiments)
-    recipes = [fill(f"  {file.stem:{width}}  ", describe_recipe(file)) + "\n" for file in experiments]
-    choices = {name: " | ".join(file.stem for file in files) for name, files in sorted(groups.items())}
+    width = max(map(len, experiments))
+    recipes = [fill(f"  {name:{width}}  ", describe_recipe(file)) + "\n" for name, file in experiments.items()]
+    choices = {group: " | ".join(options) for group, options in sorted(groups.items()) if options}
     lines = [fill(f"  {name + '=':12s}", listed) + "\n" for name, listed in choices.items()]
     return name_commands(USAGE).format(experiments="".join(recipes), groups="".join(lines))
 

@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 
 from megatron_llama.arch.shapes import (
     FUSED,
-    HEAD_NORMS,
+    KV_MODULES,
+    QK_NORMS,
     ROW_PARALLEL,
-    has_qk_norm,
-    has_qkv_bias,
-    head_dim,
+    block_norms,
+    has_bias,
     kv_copies,
     matrices,
+    qk_norm,
+    qk_norm_shapes,
 )
 from megatron_llama.config import FinetuneConfig, ModelConfig
 
@@ -80,13 +82,12 @@ def hf_shapes(model: ModelConfig) -> dict[str, Shape]:
     for i in range(model.num_hidden_layers):
         layer = f"model.layers.{i}."
         shapes |= {f"{layer}{matrix.name}.weight": matrix.shape for matrix in matrices(model).values()}
-        if has_qkv_bias(model):
-            biased = (matrices(model)[module] for module in FUSED["qkv_proj"])
-            shapes |= {f"{layer}{matrix.name}.bias": matrix.shape[:1] for matrix in biased}
-        if has_qk_norm(model):
-            shapes |= {f"{layer}self_attn.{norm}.weight": (head_dim(model),) for norm in HEAD_NORMS}
-        shapes[layer + "input_layernorm.weight"] = (h,)
-        shapes[layer + "post_attention_layernorm.weight"] = (h,)
+        for fused, modules in FUSED.items():
+            if has_bias(model, fused):
+                biased = (matrices(model)[module] for module in modules)
+                shapes |= {f"{layer}{matrix.name}.bias": matrix.shape[:1] for matrix in biased}
+        shapes |= {f"{layer}self_attn.{norm}.weight": (size,) for norm, size in qk_norm_shapes(model).items()}
+        shapes |= {f"{layer}{norm}.weight": (h,) for norm in block_norms(model)}
     shapes["model.norm.weight"] = (h,)
     if not model.tie_word_embeddings:
         shapes["lm_head.weight"] = (model.vocab_size, h)
@@ -158,21 +159,18 @@ def rectangles(
         size = (real, model.hidden_size)
         return [Rectangle(name, shapes[name], (tp.rank * rows, 0), (0, 0), size, int(tied_copy))] if real else []
     name = f"model.{parameter}"
-    if stem.endswith("norm"):
-        return [Rectangle(name, shapes[name], (0,), (0,), shapes[name], replica=tp.rank)]
     matrix = stem.rpartition(".")[2]
+    if matrix in QK_NORMS and qk_norm(model) == "projection":
+        return [_rows_of_rank(name, matrix, shapes[name], model, tp)]
+    if matrix.endswith("norm") or (matrix in ROW_PARALLEL and parameter.endswith(".bias")):
+        return [Rectangle(name, shapes[name], (0,), (0,), shapes[name], replica=tp.rank)]
     if matrix in ROW_PARALLEL:
         rows, columns = shapes[name]
         width = columns // tp.size
         return [Rectangle(name, shapes[name], (0, tp.rank * width), (0, 0), (rows, width))]
     if matrix in FUSED:
-        parts = []
-        for module in FUSED[matrix]:
-            hf_name = name.replace(matrix, module)
-            copies = kv_copies(model, tp.size) if module in ("k_proj", "v_proj") else 1
-            part, replica = divmod(tp.rank, copies)
-            parts.append(_row_part(hf_name, shapes[hf_name], part, tp.size // copies, replica))
-        return _stack(parts)
+        modules = {module: name.replace(matrix, module) for module in FUSED[matrix]}
+        return _stack([_rows_of_rank(each, module, shapes[each], model, tp) for module, each in modules.items()])
     raise KeyError(f"no Hugging Face name for parameter {parameter!r}")
 
 
@@ -207,8 +205,11 @@ def rows_of_shard(rows: int, rank: int, size: int) -> tuple[int, int]:
     return min(rows, rank * per_rank), min(rows, (rank + 1) * per_rank)
 
 
-def _row_part(name: str, shape: Shape, part: int, parts: int, replica: int = 0) -> Rectangle:
-    rows, others = shape[0] // parts, (0,) * (len(shape) - 1)  # a bias has no columns
+def _rows_of_rank(name: str, module: str, shape: Shape, model: ModelConfig, tp: TensorParallel) -> Rectangle:
+    """Return a rank's rows of a tensor that tp shards by rows; ranks that share a kv head hold copies."""
+    copies = kv_copies(model, tp.size) if module in KV_MODULES else 1
+    part, replica = divmod(tp.rank, copies)
+    rows, others = shape[0] * copies // tp.size, (0,) * (len(shape) - 1)  # a vector has no columns
     return Rectangle(name, shape, (part * rows, *others), (0, *others), (rows, *shape[1:]), replica)
 
 

@@ -59,17 +59,19 @@ FUSED = {
 """Fused matrices of a block, and the Hugging Face modules whose rows they contain, in order."""
 ROW_PARALLEL = ("o_proj", "down_proj")
 """Fused matrices that tp shards along dim 1 (row-parallel); the others are sharded along dim 0 (column-parallel)."""
-HEAD_NORMS = ("q_norm", "k_norm")
-"""Endings of parameter names, without ``.weight``, whose weight all heads share. Each tp rank applies them to its
-heads, so their gradients must be summed over tp, with and without sequence parallelism."""
+QK_NORMS = ("q_norm", "k_norm")
+"""Endings of parameter names, without ``.weight``, of the norms of q and k."""
 REPLICATED_UNDER_SP = (
-    "norm", "qkv_proj.lora_A", "gate_up_proj.lora_A", "o_proj.lora_B", "down_proj.lora_B",
-    "o_proj.lora_magnitude_vector", "down_proj.lora_magnitude_vector",
+    *("norm", "o_proj.bias", "down_proj.bias"),
+    *("qkv_proj.lora_A", "gate_up_proj.lora_A", "o_proj.lora_B", "down_proj.lora_B"),
+    *("o_proj.lora_magnitude_vector", "down_proj.lora_magnitude_vector"),
 )
 """Endings of parameter names, without ``.weight``, that are replicated over tp. With sequence parallelism each rank
 applies them to a part of the sequence, so their gradients must be summed over tp."""
-KV_HEADS = ("qkv_proj", "qkv_proj.bias", "qkv_proj.lora_B", "qkv_proj.lora_magnitude_vector")
+KV_HEADS = ("qkv_proj", "qkv_proj.bias", "qkv_proj.lora_B", "qkv_proj.lora_magnitude_vector", "k_norm")
 """Parameters, without ``.weight``, whose key and value rows are replicated with fewer kv heads than tp ranks."""
+KV_MODULES = ("k_proj", "v_proj", "k_norm")
+"""Hugging Face's modules of these rows."""
 
 
 def fused_matrix(module: str) -> str:
@@ -110,14 +112,47 @@ def head_dim(model: ModelConfig) -> int:
     return model.hidden_size // model.num_attention_heads if model.head_dim is None else model.head_dim
 
 
-def has_qkv_bias(model: ModelConfig) -> bool:
-    """Return whether q_proj, k_proj and v_proj have biases."""
-    return model.model_type == "qwen2"
+def has_bias(model: ModelConfig, matrix: str) -> bool:
+    """Return whether the modules of a fused matrix have biases."""
+    if matrix in ("gate_up_proj", "down_proj"):
+        return model.mlp_bias
+    return model.attention_bias or (model.model_type == "qwen2" and matrix == "qkv_proj")
 
 
-def has_qk_norm(model: ModelConfig) -> bool:
-    """Return whether each head of q and k has an RMSNorm before the rotation."""
-    return model.model_type == "qwen3"
+def qk_norm(model: ModelConfig) -> str | None:
+    """Return the RMSNorm of q and k before the rotation: of each ``head``, of the whole ``projection``, or None.
+
+    All heads share the weight of a ``head`` norm. Each tp rank applies it to its heads, so its gradients are summed
+    over tp. The weight of a ``projection`` norm is sharded like the rows of q_proj and k_proj.
+    """
+    return {"qwen3": "head", "olmo2": "projection"}.get(model.model_type)
+
+
+def qk_norm_shapes(model: ModelConfig, tp: int = 1) -> dict[str, int]:
+    """Return the elements of q_norm and k_norm on one of ``tp`` ranks; empty without them."""
+    if qk_norm(model) == "head":
+        return dict.fromkeys(QK_NORMS, head_dim(model))
+    rows = fused_rows(model, "qkv_proj", tp)
+    return {"q_norm": rows["q_proj"], "k_norm": rows["k_proj"]} if qk_norm(model) else {}
+
+
+def norms_branches(model: ModelConfig) -> bool:
+    """Return whether a block's norms follow attention and feed-forward; otherwise they precede them."""
+    return model.model_type == "olmo2"
+
+
+def block_norms(model: ModelConfig) -> tuple[str, str]:
+    """Return the names of a block's norms, of attention and of the feed-forward."""
+    if norms_branches(model):
+        return "post_attention_layernorm", "post_feedforward_layernorm"
+    return "input_layernorm", "post_attention_layernorm"
+
+
+def is_summed_over_tp(parameter: str, model: ModelConfig, *, tp: int, sp: bool) -> bool:
+    """Return whether the gradients of a parameter, without ``.weight``, are summed over tp after the backward pass."""
+    if parameter.endswith(QK_NORMS):
+        return tp > 1 and qk_norm(model) == "head"
+    return sp and parameter.endswith(REPLICATED_UNDER_SP)
 
 
 def kv_heads_per_rank(model: ModelConfig, tp: int) -> int:
@@ -163,17 +198,17 @@ def parameters(model: ModelConfig) -> int:
 
 def parameters_per_layer(model: ModelConfig, tp: int = 1) -> int:
     """Return the parameters of one block on one tensor-parallel rank: the matrices, biases and norms."""
-    return matrices_per_layer(model, tp) + 2 * model.hidden_size + bias_rows(model, tp) + head_norms(model)
+    norms = 2 * model.hidden_size + sum(qk_norm_shapes(model, tp).values())
+    return matrices_per_layer(model, tp) + norms + sum(bias_rows(model, tp).values())
 
 
-def bias_rows(model: ModelConfig, tp: int = 1) -> int:
-    """Return the elements of one block's biases on one tensor-parallel rank."""
-    return has_qkv_bias(model) * fused_shape(model, "qkv_proj", tp)[0]
-
-
-def head_norms(model: ModelConfig) -> int:
-    """Return the elements of one block's HEAD_NORMS."""
-    return has_qk_norm(model) * len(HEAD_NORMS) * head_dim(model)
+def bias_rows(model: ModelConfig, tp: int = 1) -> dict[str, int]:
+    """Return the elements of one block's biases on one tensor-parallel rank, by fused matrix."""
+    return {
+        matrix: fused_shape(model, matrix, 1 if matrix in ROW_PARALLEL else tp)[0]
+        for matrix in FUSED
+        if has_bias(model, matrix)
+    }
 
 
 def matrices_per_layer(model: ModelConfig, tp: int = 1) -> int:
@@ -208,21 +243,31 @@ def stage_parameters(
     in_blocks = layers * sum(cut[0] * cut[1] for whole, cut in _trained(model, finetune, tp) if has_8bit_states(whole))
     table_in_blocks = table * has_8bit_states((model.vocab_size, model.hidden_size))
     if finetune.method != "lora":
-        summed = sp * (2 * layers + last) * model.hidden_size + (model.tie_word_embeddings and first != last) * table
-        summed += (tp > 1) * layers * head_norms(model)
-        if kv_copies(model, tp) > 1:
-            summed += layers * (math.prod(fused_shape(model, "qkv_proj", tp)) + bias_rows(model, tp))
+        summed = sp * last * model.hidden_size + (model.tie_word_embeddings and first != last) * table
+        summed += layers * _summed_per_layer(model, tp, sp)
         return StageParameters(held, held, quantizable, in_blocks + tables * table_in_blocks, summed)
 
     def saved(module: str) -> bool:
         return module.endswith(tuple(finetune.modules_to_save))
 
     added = lora_parameters(model, finetune, layers, tp)
-    norms = layers * (saved("input_layernorm") + saved("post_attention_layernorm")) + (last and saved("norm"))
+    norms = layers * sum(map(saved, block_norms(model))) + (last and saved("norm"))
     tables = (first and saved("embed_tokens")) + (last and saved("lm_head"))
     trained = added + norms * model.hidden_size + tables * table
-    trained += layers * sum(map(saved, HEAD_NORMS)) * has_qk_norm(model) * head_dim(model)
+    trained += layers * sum(size for name, size in qk_norm_shapes(model, tp).items() if saved(name))
     return StageParameters(held + added, trained, quantizable, in_blocks + tables * table_in_blocks)
+
+
+def _summed_per_layer(model: ModelConfig, tp: int, sp: bool) -> int:
+    """Return the elements of one block whose gradients are summed over all tp ranks or over the ranks of a kv head."""
+    biases = bias_rows(model, tp)
+    sizes = dict.fromkeys(block_norms(model), model.hidden_size) | qk_norm_shapes(model, tp)
+    sizes |= {f"{matrix}.bias": rows for matrix, rows in biases.items()}
+    summed = sum(size for name, size in sizes.items() if is_summed_over_tp(name, model, tp=tp, sp=sp))
+    if kv_copies(model, tp) > 1:
+        summed += math.prod(fused_shape(model, "qkv_proj", tp)) + biases.get("qkv_proj", 0)
+        summed += sizes["k_norm"] if qk_norm(model) == "projection" else 0
+    return summed
 
 
 def _trained(model: ModelConfig, finetune: FinetuneConfig, tp: int) -> Iterator[tuple[tuple[int, int], ...]]:

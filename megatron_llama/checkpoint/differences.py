@@ -59,7 +59,8 @@ SETTINGS = {
     # Rejected: names, shapes and meaning of the tensors.
     FIXED: {
         "model": "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-        "head_dim rms_norm_eps rope_theta sliding_window tie_word_embeddings model_type",
+        "head_dim rms_norm_eps rope_theta sliding_window tie_word_embeddings model_type "
+        "attention_bias mlp_bias",
         "model.sparse_attention": "block num_local_blocks num_global_blocks",
         "model.rope_scaling": "rope_type factor low_freq_factor high_freq_factor original_max_position_embeddings "
         "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate short_factor long_factor",

@@ -16,7 +16,7 @@ from megatron_llama.config.fields import closest_choice
 from megatron_llama.config.optimizers import OPTIMIZERS
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.system.files import check_yaml
-from megatron_llama.system.programs import conf_folders
+from megatron_llama.system.programs import conf_folders, option_name
 
 EXPERIMENT = "experiment"
 """The group of whole recipes, applied over all other groups. Its files are in conf/experiment/, or a path is given."""
@@ -34,12 +34,13 @@ def check_current_folder() -> None:
 def groups_in(conf_dir: Path) -> set[str]:
     """Return the names of all groups."""
     folders = conf_folders(conf_dir)
-    return {path.relative_to(each).as_posix() for each in folders for path in each.rglob("*") if path.is_dir()}
+    return {path.name for each in folders for path in each.glob("*") if path.is_dir()}
 
 
 def options_of(group: str, conf_dir: Path) -> list[str]:
-    """Return the names of a group's files, sorted."""
-    return sorted({path.stem for each in conf_folders(conf_dir) for path in (each / group).glob("*.yaml")})
+    """Return the names of a group's files, sorted; ``qwen3/8b`` for a file in a subfolder."""
+    folders = [each / group for each in conf_folders(conf_dir)]
+    return sorted({option_name(path, folder) for folder in folders for path in folder.rglob("*.yaml")})
 
 
 class LocalFolder(FileConfigSource):
@@ -82,7 +83,10 @@ def suggest_option(group: str, choice: str, options: Sequence[str]) -> str:
         return advice
     listed = (", ".join(options) or "no file yet") + (", or the path of a .yaml file" * (group == EXPERIMENT))
     start = re.sub(r"[\W_]", "", choice.lower())
-    alike = [option for option in options if start and option.replace("_", "").startswith(start)]
+    letters = {option: re.sub(r"[\W_]", "", option) for option in options}
+    alike = [option for option in options if start and letters[option].startswith(start)]
+    if same := [option for option in alike if letters[option] == start]:  # qwen3-8b
+        return f"write {group}={same[0]}"
     guess = closest_choice(group, choice, options)
     if alike and guess not in alike:  # llama3: its sizes are closer than llama13b, which differs by fewer letters
         return f"write {group}= one of {', '.join(alike)}"
@@ -97,8 +101,9 @@ def option_of_path(group: str, choice: str, conf_dir: Path) -> str:
         paths += [folder / choice for folder in folders]
     for path in paths:
         file = _yaml_file(path)
-        if file is not None and file.parent in folders:
-            return file.stem
+        folder = next((each for each in folders if file is not None and file.is_relative_to(each)), None)
+        if file is not None and folder is not None:
+            return option_name(file, folder)
     return choice
 
 
@@ -110,8 +115,9 @@ def problem_of_path(group: str, choice: str, conf_dir: Path) -> Problem | None:
     folder = file.parent
     for here in (each.resolve() for each in conf_folders(conf_dir)):
         if folder != here and folder.is_relative_to(here):
-            other = folder.relative_to(here).as_posix()
-            return Problem(group, choice, f"is a file of the group {other}", f"write {other}={file.stem}")
+            other = folder.relative_to(here).parts[0]
+            option = option_name(file, here / other)
+            return Problem(group, choice, f"is a file of the group {other}", f"write {other}={option}")
     instead = f"copy it to {conf_dir.name}/{group}/ and write {group}={file.stem}"
     if group != EXPERIMENT:
         instead += f", or put its settings under {group}: in a file for {EXPERIMENT}=FILE.yaml"

@@ -35,19 +35,25 @@ NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 OPTIONAL = ("num_key_value_heads", "head_dim")
 # Keys that config.json and the model section share; a wrong rms_norm_eps is hard to notice otherwise.
 _SHAPE = (*NEEDED, *OPTIONAL, "rope_theta", "rms_norm_eps", "tie_word_embeddings")
-LLAMA, MISTRAL, QWEN2, QWEN3 = "llama", "mistral", "qwen2", "qwen3"
+LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2 = "llama", "mistral", "qwen2", "qwen3", "olmo2"
 ARCHITECTURES = {
     LLAMA: "LlamaForCausalLM",
     MISTRAL: "MistralForCausalLM",
     QWEN2: "Qwen2ForCausalLM",
     QWEN3: "Qwen3ForCausalLM",
+    OLMO2: "Olmo2ForCausalLM",
 }
 """Hugging Face's class of each model_type."""
+BIASES = {"attention_bias": (LLAMA, QWEN3, OLMO2), "mlp_bias": (LLAMA,)}
+"""Keys of biases, and the model types whose class in transformers reads them."""
+WINDOWS = (MISTRAL, QWEN2, QWEN3)
+"""Model types that have windows."""
 _WINDOW = 4096  # default of all model types that have windows
 _DEFAULTS_OF_TYPE: dict[str, dict[str, Any]] = {
     MISTRAL: {"max_position_embeddings": 131072, "num_key_value_heads": 8},
     QWEN2: {"max_position_embeddings": 32768, "num_key_value_heads": 32},
     QWEN3: {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+    OLMO2: {"rms_norm_eps": 1e-5},
 }
 """Defaults of transformers' configs that differ from LlamaConfig. A null is a value."""
 _MAX_WINDOW_LAYERS = 28
@@ -65,8 +71,6 @@ _ROPE_VALUES = tuple(field.name for field in fields(RopeScaling) if field.name !
 # Keys of config.json that change the architecture, and the only value that is supported.
 _ONLY: dict[str, Any] = {
     "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
@@ -131,7 +135,7 @@ def _malformed(content: dict[str, Any]) -> Iterator[str]:
         for key in ("rope_type", "type"):
             if not isinstance(rope.get(key), (str, type(None))):
                 yield f"{key} is {show_value(rope[key])}, not text"
-    known = [(name, content.get(name), f"model.{name}") for name in dict.fromkeys((*_SHAPE, *_DEFAULTS))]
+    known = [(name, content.get(name), f"model.{name}") for name in dict.fromkeys((*_SHAPE, *_DEFAULTS, *BIASES))]
     known += [("rope_theta", rope.get("rope_theta"), "model.rope_theta") for rope in scalings]
     if content.get("model_type", LLAMA) != LLAMA:
         known.append(("sliding_window", content.get("sliding_window"), "model.sliding_window"))
@@ -159,6 +163,8 @@ def compare_shapes(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tu
     different = {name: (ours[name], value) for name, value in given.items() if not same(ours[name], value)}
     if (kind := _type_from_hf(theirs)) != ours["model_type"]:
         different["model_type"] = (ours["model_type"], kind)
+    biases = biases_from_hf(theirs)
+    different |= {name: (ours[name], value) for name, value in biases.items() if value != ours[name]}
     if theirs.get("model_type", LLAMA) != LLAMA and window_from_hf(theirs) != ours["sliding_window"]:
         different["sliding_window"] = (ours["sliding_window"], window_from_hf(theirs))
     extends = (ours["rope_scaling"] or {}).get("rope_type") in EXTENSIONS
@@ -191,6 +197,7 @@ def shape_from_hf(content: dict[str, Any]) -> dict[str, Any]:
     defaults = _DEFAULTS_OF_TYPE.get(content.get("model_type", LLAMA), {})
     shape |= {name: value for name, value in defaults.items() if name not in content}
     shape |= {"sliding_window": window_from_hf(content), "model_type": _type_from_hf(content)}
+    shape |= biases_from_hf(content)
     rope = rope_from_hf(content)
     return {**shape, **rope, "rope_theta": 10000.0 if rope["rope_theta"] is None else rope["rope_theta"]}
 
@@ -202,6 +209,12 @@ def window_from_hf(content: dict[str, Any]) -> int | None:
         window: int | None = content.get("sliding_window", _WINDOW)
         return window
     return None
+
+
+def biases_from_hf(content: dict[str, Any]) -> dict[str, bool]:
+    """Return ModelConfig's biases from a config.json. transformers ignores the keys in other model types."""
+    kind = content.get("model_type", LLAMA)
+    return {name: bool(content.get(name)) and kind in kinds for name, kinds in BIASES.items()}
 
 
 def _layer_types(content: dict[str, Any]) -> set[str]:
@@ -272,11 +285,15 @@ def _fill_from_hf(
         assign(f"model.{name}", value)
 
 
+def hf_type(model: ModelConfig) -> str:
+    """Return Hugging Face's model_type. A Llama with a window is a Mistral."""
+    return MISTRAL if model.model_type == LLAMA and model.sliding_window is not None else model.model_type
+
+
 def hf_config(model: ModelConfig, dtype: str, token_ids: dict[str, int]) -> dict[str, Any]:
-    """Return the config.json of a trained model, for transformers 4 and 5. A Llama with a window is a Mistral."""
-    kind, window = model.model_type, {}
+    """Return the config.json of a trained model, for transformers 4 and 5."""
+    kind, window = hf_type(model), {}
     if model.sliding_window is not None:
-        kind = MISTRAL if kind == LLAMA else kind
         window = {"sliding_window": model.sliding_window}
     if kind in (QWEN2, QWEN3):
         window |= {"use_sliding_window": bool(window), "max_window_layers": 0 if window else model.num_hidden_layers}
@@ -291,9 +308,8 @@ def hf_config(model: ModelConfig, dtype: str, token_ids: dict[str, int]) -> dict
         "initializer_range": model.initializer_range,
         "rms_norm_eps": model.rms_norm_eps,
         "tie_word_embeddings": model.tie_word_embeddings,
-        **({} if kind == QWEN2 else {"attention_bias": False}),  # a Qwen 2 always has it
+        **{name: getattr(model, name) for name in BIASES if kind in (*BIASES[name], MISTRAL)},
         "attention_dropout": 0.0,
-        "mlp_bias": False,
         "use_cache": True,
         "rope_theta": model.rope_theta,
         "rope_scaling": scaling,

@@ -92,7 +92,7 @@ class SparseAttention:
     """Blocks at the end of each earlier group that a token also attends to."""
 
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "olmo2")
 
 
 @dataclass
@@ -103,7 +103,8 @@ class ModelConfig:
     """Name of the preset; shown in plans and used in the default run folder."""
     model_type: Annotated[str, one_of(*MODEL_TYPES)] = "llama"
     """Hugging Face's name of the architecture. qwen2: q, k and v have biases; qwen3: each head of q and k has an
-    RMSNorm. A Mistral is a llama with sliding_window."""
+    RMSNorm; olmo2: q and k have one RMSNorm over all heads, and a block's norms follow attention and feed-forward. A
+    Mistral is a llama with sliding_window."""
     vocab_size: Annotated[int, between(2, MOST_ROWS)] = 4096
     """Tokens in the vocabulary. The embedding is padded to a multiple of tp; the loss masks the padding."""
     hidden_size: Annotated[int, between(1, MOST_WIDTH)] = 192
@@ -130,6 +131,10 @@ class ModelConfig:
     """Tokens that a token attends to, itself included, as in Mistral; null: all earlier tokens."""
     sparse_attention: SparseAttention | None = None
     """Block-sparse attention to local and global blocks; null: all earlier tokens."""
+    attention_bias: bool = False
+    """Whether q_proj, k_proj, v_proj and o_proj have biases. model_type llama, qwen3 and olmo2 only."""
+    mlp_bias: bool = False
+    """Whether gate_proj, up_proj and down_proj have biases. model_type llama only."""
     tie_word_embeddings: bool = False
     """Whether the output head shares the embedding's weight."""
     initializer_range: Annotated[float, above_zero()] = 0.02
@@ -155,7 +160,10 @@ DEVICE_ALIASES = {
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ALL_LINEAR = "all-linear"
 """PEFT's name for all linear modules."""
-SAVED_MODULES = ("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm")
+SAVED_MODULES = (
+    *("embed_tokens", "lm_head", "norm"),
+    *("input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"),
+)
 CHAT_TEMPLATES = ("own", "chatml", "prompter", "dialogue", "plain")
 LABEL_TEMPLATES = ("qnli", "sst2")
 RECOMPUTE = ("none", "elementwise", "selective", "full")
@@ -443,7 +451,7 @@ class FinetuneConfig:
     seven."""
     modules_to_save: Annotated[list[str], some_of(SAVED_MODULES)] = field(default_factory=list)
     """Modules that are also trained in full: embed_tokens, lm_head, norm (all norms, by the ending, as in PEFT),
-    input_layernorm, post_attention_layernorm."""
+    input_layernorm, post_attention_layernorm, post_feedforward_layernorm."""
     frozen_dtype: Annotated[str | None, one_of("fp32", "bf16", "int8", "nf4", example="bf16")] = None
     """Storage of LoRA's frozen weights: fp32 or bf16; or int8 or nf4 for the blocks' matrices and the compute dtype for
     the rest. Derived: the compute dtype. Matmuls always run in the compute dtype."""

@@ -142,7 +142,7 @@ def settings_of_groups(choices: Mapping[str, str], conf_dir: Path, recipes: Iter
             names |= {name for name, _ in _flatten(content, "")}
             names |= settings_of_groups({g: c for g, c in chosen.items() if g not in recipes}, conf_dir, recipes)
         else:
-            for path in {*(conf_dir / group).glob("*.yaml"), *([chosen_file] if chosen_file else [])}:
+            for path in {*(conf_dir / group).rglob("*.yaml"), *([chosen_file] if chosen_file else [])}:
                 is_global = "@package _global_" in path.read_text(encoding="utf-8")
                 names |= {name for name, _ in _flatten(_load(path), "" if is_global else f"{group}.")}
     return names

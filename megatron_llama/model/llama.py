@@ -12,7 +12,6 @@ and the output head on the last. Modules have Hugging Face's names, with q, k, v
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +19,15 @@ from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from megatron_llama.arch.shapes import fused_shape, has_qk_norm, has_qkv_bias, head_dim, kv_heads_per_rank
+from megatron_llama.arch.shapes import fused_shape, has_bias, head_dim, kv_heads_per_rank, norms_branches, qk_norm
 from megatron_llama.config import ModelConfig
 from megatron_llama.devices.kernels import EAGER, Kernels
 from megatron_llama.devices.visibility import AttentionInputs
 from megatron_llama.model.inputs import BlockInputs, InputBuilder
 from megatron_llama.model.loss import Head
+from megatron_llama.model.norm import ProjectionNorm, RMSNorm
 from megatron_llama.model.recompute import recomputable
 from megatron_llama.model.rotary import Rotary, rotate
 
@@ -38,9 +39,7 @@ def _no_init(_: Tensor) -> None:
     """Do nothing. megatron-core requires an init method; ``parallelize.init_weights`` fills the weights."""
 
 
-def _column_parallel(
-    matrix: str, model: ModelConfig, mcore: TransformerConfig, bias: bool = False
-) -> ColumnParallelLinear:
+def _column_parallel(matrix: str, model: ModelConfig, mcore: TransformerConfig) -> ColumnParallelLinear:
     """Build a linear layer [s(/t), b, in] to [s, b, out/t]. A rank holds rows of the matrix. The caller adds the bias.
 
     megatron-core takes t times this rank's rows. With copied kv heads these are more than the rows of q_proj, k_proj
@@ -48,57 +47,33 @@ def _column_parallel(
     """
     tp = mcore.tensor_model_parallel_size
     rows, columns = fused_shape(model, matrix, tp)
-    more = {"bias": bias, "skip_bias_add": bias}
+    more = {"bias": has_bias(model, matrix), "skip_bias_add": True}
     return ColumnParallelLinear(columns, tp * rows, config=mcore, init_method=_no_init, **more)
 
 
 def _row_parallel(matrix: str, model: ModelConfig, mcore: TransformerConfig) -> RowParallelLinear:
-    """Build a linear layer [s, b, in/t] to [s(/t), b, out]. A rank holds columns; outputs are summed over ranks."""
-    more = {"input_is_parallel": True, "skip_bias_add": False}  # parameters without defaults
-    rows, columns = fused_shape(model, matrix)
-    return RowParallelLinear(columns, rows, config=mcore, init_method=_no_init, bias=False, **more)
+    """Build a linear layer [s, b, in/t] to [s(/t), b, out]. A rank holds columns; outputs are summed over ranks.
 
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, computed in fp32 (Zhang & Sennrich 2019, arXiv:1910.07467)."""
-
-    def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype))
-        self.eps = eps
-
-    @recomputable
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., h] to [..., h], in x's dtype."""
-        normalized: Tensor = _Normalize.apply(x, self.weight, self.eps)
-        return normalized
-
-
-class _Normalize(torch.autograd.Function):
-    """RMSNorm that saves x and 1 / rms(x) for the backward pass. Autograd would save fp32 copies of x and x / rms(x).
-
-    x / rms(x) is rounded to x's dtype before the multiplication by the weight, as in Hugging Face's LlamaRMSNorm.
-    ``torch.nn.functional.rms_norm`` rounds once, after the multiplication.
+    The caller adds the bias, which every rank has, to the sum.
     """
+    more = {"bias": has_bias(model, matrix), "input_is_parallel": True, "skip_bias_add": True}
+    rows, columns = fused_shape(model, matrix)
+    return RowParallelLinear(columns, rows, config=mcore, init_method=_no_init, **more)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x_fp32 = x.float()
-        inverse = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x, weight, inverse)
-        return weight * (x_fp32 * inverse).type_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, weight, inverse = ctx.saved_tensors
-        quotient = x.float() * inverse
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            by_token = grad * quotient.type_as(x)
-            grad_weight = by_token.flatten(0, -2).sum(0, dtype=torch.float32).type_as(weight)
-        scaled = (grad * weight).float()
-        along = (scaled * quotient).mean(-1, keepdim=True)
-        return (inverse * (scaled - quotient * along)).type_as(x), grad_weight, None
+def _qk_norm(rows: int, model: ModelConfig, mcore: TransformerConfig, group: ProcessGroup) -> nn.Module:
+    """Build the norm of q or k [s, b, heads, d]: of each head, or of this rank's ``rows`` with the other ranks'."""
+    if qk_norm(model) == "head":
+        return RMSNorm(head_dim(model), model.rms_norm_eps, mcore.params_dtype)
+    over_ranks = group if mcore.tensor_model_parallel_size > 1 else None
+    return ProjectionNorm(rows, model.rms_norm_eps, mcore.params_dtype, over_ranks)
+
+
+def _apply(layer: nn.Module, x: Tensor) -> Tensor:
+    """Return the output of a parallel linear layer with its bias. megatron-core's layers return (output, bias)."""
+    output, bias = layer(x)
+    with_bias: Tensor = output if bias is None else output + bias
+    return with_bias
 
 
 class Attention(nn.Module):
@@ -116,18 +91,16 @@ class Attention(nn.Module):
         self.num_kv_heads = kv_heads_per_rank(model, tp)
         self.attend = attend
         # One matrix for q, k and v: one matmul instead of three, and with sequence parallelism one gather.
-        self.qkv_proj = _column_parallel("qkv_proj", model, mcore, bias=has_qkv_bias(model))
+        self.qkv_proj = _column_parallel("qkv_proj", model, mcore)
         self.o_proj = _row_parallel("o_proj", model, mcore)
-        if has_qk_norm(model):
-            self.q_norm = RMSNorm(self.head_dim, model.rms_norm_eps, mcore.params_dtype)
-            self.k_norm = RMSNorm(self.head_dim, model.rms_norm_eps, mcore.params_dtype)
-        self.has_qk_norm = has_qk_norm(model)
+        self.has_qk_norm = qk_norm(model) is not None
+        if self.has_qk_norm:
+            self.q_norm = _qk_norm(self.num_heads * self.head_dim, model, mcore, self.qkv_proj.tp_group)
+            self.k_norm = _qk_norm(self.num_kv_heads * self.head_dim, model, mcore, self.qkv_proj.tp_group)
 
     def forward(self, x: Tensor, rotary: Rotary, visible: AttentionInputs | None = None) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]."""
-        qkv, bias = self.qkv_proj(x)  # megatron-core's layers return (output, bias)
-        qkv = qkv if bias is None else qkv + bias
-        return self.o_proj(self.core_attention(qkv, rotary, visible))[0]
+        return _apply(self.o_proj, self.core_attention(_apply(self.qkv_proj, x), rotary, visible))
 
     def core_attention(self, qkv: Tensor, rotary: Rotary, visible: AttentionInputs | None) -> Tensor:
         """[s, b, (heads + 2 kv heads) * d] to [s, b, heads * d], for this rank's heads."""
@@ -156,9 +129,9 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]."""
-        gate_up, _ = self.gate_up_proj(x)
-        gate, up = gate_up.chunk(2, dim=-1)  # each rank has gate rows, then the up rows of the same units
-        return self.down_proj(swiglu(gate, up))[0]
+        # Each rank has gate rows, then the up rows of the same units.
+        gate, up = _apply(self.gate_up_proj, x).chunk(2, dim=-1)
+        return _apply(self.down_proj, swiglu(gate, up))
 
 
 @recomputable
@@ -188,6 +161,22 @@ class Block(nn.Module):
         """[s(/t), b, h] to [s(/t), b, h]. With ``visible=None`` a token attends to all tokens up to itself."""
         h = x + self.self_attn(self.input_layernorm(x), rotary, visible)
         return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class PostNormBlock(nn.Module):
+    """Transformer layer of OLMo 2: norms after attention and feed-forward, before their addition to the residual."""
+
+    def __init__(self, model: ModelConfig, mcore: TransformerConfig, attend: Attend) -> None:
+        super().__init__()
+        self.self_attn = Attention(model, mcore, attend)
+        self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
+        self.mlp = FeedForward(model, mcore)
+        self.post_feedforward_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
+
+    def forward(self, x: Tensor, rotary: Rotary, visible: AttentionInputs | None = None) -> Tensor:
+        """[s(/t), b, h] to [s(/t), b, h]. With ``visible=None`` a token attends to all tokens up to itself."""
+        h = x + self.post_attention_layernorm(self.self_attn(x, rotary, visible))
+        return h + self.post_feedforward_layernorm(self.mlp(h))
 
 
 class Llama(nn.Module):
@@ -225,7 +214,8 @@ class Llama(nn.Module):
                 config=mcore,
                 reduce_scatter_embeddings=mcore.sequence_parallel,
             )
-        self.layers = nn.ModuleDict({str(i): Block(model, mcore, kernels.attend) for i in layers})
+        block = PostNormBlock if norms_branches(model) else Block
+        self.layers = nn.ModuleDict({str(i): block(model, mcore, kernels.attend) for i in layers})
         if is_last:
             self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
             # On one stage, the head of tied embeddings uses the embedding's weight. On a later stage it has a copy.

@@ -32,7 +32,7 @@ from torch.distributed._functional_collectives import all_reduce
 from megatron_llama.arch.names import is_saved_module
 from megatron_llama.arch.shapes import FUSED, fused_rows
 from megatron_llama.config import FinetuneConfig, ModelConfig
-from megatron_llama.model.llama import Block, Llama
+from megatron_llama.model.llama import Block, Llama, PostNormBlock
 from megatron_llama.model.quantized import quantize_layers
 
 _VALUES_AT_ONCE = 1 << 22
@@ -149,7 +149,7 @@ def add_lora(chunk: Llama, finetune: FinetuneConfig, frozen_dtype: torch.dtype, 
         chunk.embed_tokens.register_forward_hook(_require_grad)
 
 
-def _wrap(block: Block, model: ModelConfig, tp: int, finetune: FinetuneConfig) -> None:
+def _wrap(block: Block | PostNormBlock, model: ModelConfig, tp: int, finetune: FinetuneConfig) -> None:
     for owner in (block.self_attn, block.mlp):
         for name, layer in [child for child in owner.named_children() if child[0] in FUSED]:
             rows = fused_rows(model, name, tp)

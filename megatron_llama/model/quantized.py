@@ -138,7 +138,7 @@ def _linear(
 
     megatron-core calls it as ``_forward_impl``.
     """
-    assert bias is None, "a Llama has no biases"
+    assert bias is None, "biases are added outside"
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
     elif allreduce_dgrad:

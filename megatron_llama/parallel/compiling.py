@@ -227,7 +227,7 @@ def graph_settings(plan: Plan) -> dict[str, Any]:
     """Return the settings and package versions that a graph depends on, by name."""
     names = {
         "model": "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
-        "rms_norm_eps model_type",
+        "rms_norm_eps model_type attention_bias mlp_bias",
         "trainer": "tp cp cp_comm sp micro_batch_size precision float8 recompute recompute_every deterministic "
         "async_tp",
         "data": "seq_length pack document_mask",

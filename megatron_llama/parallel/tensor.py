@@ -3,10 +3,10 @@
 Some weights are replicated on ranks that each compute a part of the gradient. Megatron-LM sums these parts in
 finalize_model_grads.py, outside the layers:
 
-* Norm weights and LoRA's replicated A or B under sequence parallelism (REPLICATED_UNDER_SP): each tensor-parallel rank
-  has a part of the sequence.
-* Norms of q and k heads (HEAD_NORMS), always: each tensor-parallel rank has its heads.
-* kv heads that several tensor-parallel ranks share, with bias and LoRA B: each rank has its query heads only.
+* Norm weights, biases of row-parallel layers and LoRA's replicated A or B under sequence parallelism
+  (REPLICATED_UNDER_SP): each tensor-parallel rank has a part of the sequence.
+* Norms whose weight all heads of q or k share, always: each tensor-parallel rank has its heads.
+* kv heads that several tensor-parallel ranks share, with bias, norm and LoRA B: each rank has its query heads only.
 * Tied embeddings in a pipeline: the first stage has the gradient of the lookup, the last stage the gradient of the
   logits.
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
 
-from megatron_llama.arch.shapes import HEAD_NORMS, KV_HEADS, REPLICATED_UNDER_SP, kv_copies
+from megatron_llama.arch.shapes import KV_HEADS, KV_MODULES, is_summed_over_tp, kv_copies
 from megatron_llama.devices import Device
 from megatron_llama.model.quantized import is_quantized
 from megatron_llama.parallel.groups import Groups, current_groups
@@ -41,8 +42,7 @@ class ReplicatedGradients:
 
     def __init__(self, plan: Plan, topology: Topology, groups: Groups) -> None:
         self.groups = groups
-        over_heads = HEAD_NORMS if topology.sizes["tp"] > 1 else ()
-        self.replicated = REPLICATED_UNDER_SP if plan.sp else over_heads  # norms of heads are norms
+        self.is_replicated = partial(is_summed_over_tp, model=plan.model, tp=topology.sizes["tp"], sp=plan.sp)
         self.tied = plan.model.tie_word_embeddings and topology.sizes["pp"] > 1
         # The neighbours that share this rank's kv head: tp varies fastest, and the number of copies divides tp.
         # new_subgroups is a collective over all ranks.
@@ -56,10 +56,10 @@ class ReplicatedGradients:
             if shard.grad is None:
                 continue
             name = shard.name.removesuffix(".weight")
-            if name.endswith(self.replicated):
+            if self.is_replicated(name):
                 by_group[self.groups["tp"]].append(shard.upcast_grad())
             elif self.kv_group is not None and name.endswith(KV_HEADS):
-                kv = [p for p in shard.rectangles if ".k_proj." in p.name or ".v_proj." in p.name]
+                kv = [p for p in shard.rectangles if set(p.name.split(".")) & set(KV_MODULES)]
                 if kv:  # a shard may have only query rows; ranks that share a kv head have the same rows
                     grad = shard.upcast_grad()
                     by_group[self.kv_group].extend(grad[p.local_slices] for p in kv)
@@ -102,7 +102,7 @@ def _linear(
     **_: Any,
 ) -> torch.Tensor:
     """Multiply input [s(/t), b, in] by weight [out, in] to [s, b, out]. megatron-core calls it as ``_forward_impl``."""
-    assert bias is None, "a Llama has no biases"
+    assert bias is None, "biases are added outside"
     if not allreduce_dgrad and not sequence_parallel:
         return torch.matmul(input, weight.t())
     output: torch.Tensor = _ParallelLinear.apply(input, weight, tp_group, sequence_parallel)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_llama.arch.pattern import pattern_of
-from megatron_llama.arch.shapes import fused_matrix, has_qk_norm, kv_heads, lora_parameters, matrices
+from megatron_llama.arch.shapes import fused_matrix, kv_heads, lora_parameters, matrices, norms_branches, qk_norm
 from megatron_llama.config.precision import BYTES, EXCHANGE_BLOCK, STATE_BLOCK, exchanged_bytes, state_bytes_8bit
 from megatron_llama.config.settings import TrainerConfig
 from megatron_llama.devices import INDUCTOR, find_device
@@ -37,8 +37,10 @@ class ModelShape:
     """SwiGLU with three matrices; else an MLP with two."""
     tied: bool = False
     """Whether output head and embedding share a weight."""
-    head_norms: bool = False
-    """Whether each head of q and k has an RMSNorm."""
+    qk_norm: str | None = None
+    """RMSNorm of q and k: of each ``head``, of the whole ``projection``, or None."""
+    norms_branches: bool = False
+    """Whether a block's norms follow attention and feed-forward; otherwise they precede them."""
     learned_positions: int = 0
     """Rows of the learned position embedding."""
 
@@ -327,7 +329,8 @@ def job_of_plan(plan: Plan) -> Job:
         ffn=model.intermediate_size,
         vocab=plan.padded_vocab_size,
         tied=model.tie_word_embeddings,
-        head_norms=has_qk_norm(model),
+        qk_norm=qk_norm(model),
+        norms_branches=norms_branches(model),
     )
     lora = plan.config.finetune.method == "lora"
     compute = BYTES[precision.compute_dtype]

@@ -329,7 +329,9 @@ def layer_activations(job: Job, recompute: str | None = None) -> dict[str, float
     frozen, selective = bool(job.lora_parameters), recompute == "selective"
     # A frozen matrix needs no input for its gradient.
     inputs = (("qkv" in job.adapted) + ("gate_up" in job.adapted)) if frozen else 2
-    norms = 2 * stream / split + (not elementwise) * inputs * stream / (1 if program.keeps_gathered else split)
+    norms = 2 * stream / split
+    if not elementwise or shape.norms_branches:  # otherwise the inputs of qkv and gate_up are recomputed from norms
+        norms += inputs * stream / (1 if program.keeps_gathered else split)
     attention = job.tokens * (queries + 2 * keys + queries) * width  # q, k, v and the output
     if job.exchanges_heads:  # the output before and after the exchange; kv heads may be copied
         attention += job.tokens * (queries + 2 * (_exchanged_keys(job) - keys)) * width
@@ -337,8 +339,8 @@ def layer_activations(job: Job, recompute: str | None = None) -> dict[str, float
         attention += LOG_SUM_EXP * job.tokens * shape.heads / job.tp
     if program.kernels != "fused" and not selective and not elementwise:
         attention += job.tokens * (queries + keys) * width  # q and k both before and after the rotation
-    if shape.head_norms and not selective:  # 1 / rms of each head; eager programs keep q and k before the norm anyway
-        attention += job.tokens * (queries + keys) / shape.head_dim * FP32
+    if shape.qk_norm and not selective:  # 1 / rms of each norm; eager programs keep q and k before the norm anyway
+        attention += job.tokens * ((queries + keys) / shape.head_dim if shape.qk_norm == "head" else 2) * FP32
         attention += (program.kernels == "fused" and not elementwise) * job.tokens * (queries + keys) * width
     ffn = job.tokens * shape.ffn / job.tp * width
     inner = ((3 if shape.gated else 2) - elementwise) * ffn

@@ -37,6 +37,11 @@ def conf_folders(conf_dir: Path) -> list[Path]:
     return [conf_dir, local] if local.is_dir() and local.resolve() != conf_dir.resolve() else [conf_dir]
 
 
+def option_name(file: Path, group_folder: Path) -> str:
+    """Return the name of a file of a config group: ``qwen3/8b`` for a file in a subfolder."""
+    return file.relative_to(group_folder).with_suffix("").as_posix()
+
+
 def program_files() -> dict[str, Path]:
     """Return the file of each command, by name."""
     paths = [ROOT / "train.py"]

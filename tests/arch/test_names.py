@@ -12,18 +12,17 @@ from megatron_llama.arch.names import Rectangle, TensorParallel, hf_shapes, keep
 from megatron_llama.arch.shapes import kv_copies, padded_vocab_size
 from megatron_llama.config import ModelConfig
 
-# kv heads, tp, vocabulary, tied; with 8 query heads
-CUTS = [
-    (kv_heads, tp, vocabulary, tied)
-    for kv_heads in (1, 2, 8)
-    for tp in (1, 2, 4, 8)
-    for vocabulary, tied in ((64, False), (61, True), (5, True))  # 5 over 8 ranks: some hold nothing but padding
-]
+# kv heads, tp, vocabulary, tied, type; with 8 query heads. 5 tokens over 8 ranks: some hold nothing but padding.
+VOCABULARIES = ((64, False, "llama"), (61, True, "olmo2"), (5, True, "llama"))
+CUTS = [(kv, tp, *vocabulary) for kv in (1, 2, 8) for tp in (1, 2, 4, 8) for vocabulary in VOCABULARIES]
 SHARDS = (1, 2, 3, 5)  # data-parallel ranks that share a parameter's rows; some get none
 
 
-def model_of(kv_heads: int, vocabulary: int, tied: bool) -> ModelConfig:
+def model_of(kv_heads: int, vocabulary: int, tied: bool, kind: str = "llama") -> ModelConfig:
     return ModelConfig(
+        model_type=kind,
+        attention_bias=kind == "olmo2",
+        mlp_bias=kind == "olmo2",  # no such model is exported, but the shapes are valid
         vocab_size=vocabulary,
         hidden_size=16,
         intermediate_size=24,
@@ -45,12 +44,20 @@ def parameters(model: ModelConfig, tp: int, split_stages: bool) -> dict[str, int
     heads = model.num_attention_heads // tp + 2 * max(1, model.num_key_value_heads // tp)
     rows = {"embed_tokens.weight": table, "norm.weight": model.hidden_size}
     for layer in range(model.num_hidden_layers):
-        rows[f"layers.{layer}.input_layernorm.weight"] = model.hidden_size
         rows[f"layers.{layer}.post_attention_layernorm.weight"] = model.hidden_size
+        other = "post_feedforward_layernorm" if model.model_type == "olmo2" else "input_layernorm"
+        rows[f"layers.{layer}.{other}.weight"] = model.hidden_size
         rows[f"layers.{layer}.self_attn.qkv_proj.weight"] = heads * model.head_dim
         rows[f"layers.{layer}.self_attn.o_proj.weight"] = model.hidden_size
         rows[f"layers.{layer}.mlp.gate_up_proj.weight"] = 2 * model.intermediate_size // tp
         rows[f"layers.{layer}.mlp.down_proj.weight"] = model.hidden_size
+        if model.model_type == "olmo2":
+            kv = max(1, model.num_key_value_heads // tp)
+            rows[f"layers.{layer}.self_attn.q_norm.weight"] = model.num_attention_heads // tp * model.head_dim
+            rows[f"layers.{layer}.self_attn.k_norm.weight"] = kv * model.head_dim
+            matrices = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+            for matrix in matrices:
+                rows[f"layers.{layer}.{matrix}.bias"] = rows[f"layers.{layer}.{matrix}.weight"]
     if split_stages or not model.tie_word_embeddings:
         rows["lm_head.weight"] = table
     return rows
@@ -67,18 +74,20 @@ def held(model: ModelConfig, tp: int, shards: int, split_stages: bool) -> Iterat
 
 
 def expected_copies(name: str, model: ModelConfig, tp: int, split_stages: bool) -> int:
-    if name.endswith("norm.weight"):
-        return tp
-    if "k_proj" in name or "v_proj" in name:
+    if "q_norm" in name:
+        return 1
+    if "k_norm" in name or "k_proj" in name or "v_proj" in name:
         return kv_copies(model, tp)
+    if name.endswith(("norm.weight", "o_proj.bias", "down_proj.bias")):
+        return tp
     return 2 if name == "model.embed_tokens.weight" and model.tie_word_embeddings and split_stages else 1
 
 
 @pytest.mark.parametrize("split_stages", [False, True])
 @pytest.mark.parametrize("shards", SHARDS)
 def test_rectangles_cover_every_tensor_once_and_copies_are_counted(shards: int, split_stages: bool) -> None:
-    for kv_heads, tp, vocabulary, tied in CUTS:
-        model = model_of(kv_heads, vocabulary, tied)
+    for kv_heads, tp, vocabulary, tied, kind in CUTS:
+        model = model_of(kv_heads, vocabulary, tied, kind)
         # One count per replica number: replica 0 alone, and each other copy alone, must be the whole tensor, once.
         counts: dict[str, dict[int, torch.Tensor]] = {name: {} for name in hf_shapes(model)}
         for rectangle in held(model, tp, shards, split_stages):
@@ -96,8 +105,8 @@ def test_rectangles_cover_every_tensor_once_and_copies_are_counted(shards: int, 
 
 
 def test_rectangles_fill_the_parameter_but_for_padding() -> None:
-    for kv_heads, tp, vocabulary, tied in CUTS:
-        model = model_of(kv_heads, vocabulary, tied)
+    for kv_heads, tp, vocabulary, tied, kind in CUTS:
+        model = model_of(kv_heads, vocabulary, tied, kind)
         padded = padded_vocab_size(vocabulary, tp)
         for rank in range(tp):
             for name, rows in parameters(model, tp, True).items():
@@ -122,8 +131,8 @@ def test_a_rank_holds_its_query_heads_with_the_kv_heads_they_attend_to() -> None
 
 def test_keep_rows_is_slicing() -> None:
     source = random.Random(0)
-    for kv_heads, tp, vocabulary, tied in CUTS:
-        model = model_of(kv_heads, vocabulary, tied)
+    for kv_heads, tp, vocabulary, tied, kind in CUTS:
+        model = model_of(kv_heads, vocabulary, tied, kind)
         whole = {name: torch.arange(torch.Size(shape).numel()).view(shape) for name, shape in hf_shapes(model).items()}
         for name, rows in parameters(model, tp, True).items():
             parts = rectangles(name, model, TensorParallel(source.randrange(tp), tp), padded_vocab_size(vocabulary, tp))

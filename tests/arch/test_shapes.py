@@ -16,6 +16,7 @@ from megatron_llama.arch.shapes import (
     parameters_per_layer,
 )
 from megatron_llama.config import load_config
+from megatron_llama.config.conf_folders import options_of
 from megatron_llama.plan import parameters, resolve
 from tests.paths import CONF, ROOT
 from tests.plan.published import OURS, PUBLISHED
@@ -29,9 +30,9 @@ def test_presets_have_the_published_number_of_parameters(name: str) -> None:
 
 
 def test_every_preset_is_counted_and_named_after_its_file() -> None:
-    presets = {path.stem for path in (CONF / "model").glob("*.yaml")} - {"from_hf"}  # whose shape is in the folder
+    presets = {*options_of("model", CONF)} - {"from_hf"}  # whose shape is in the folder
     assert presets == {*PUBLISHED, *OURS}
-    assert all(load_config([f"model={name}"], CONF).model.name == name for name in presets)
+    assert all(load_config([f"model={name}"], CONF).model.name == name.replace("/", "_") for name in presets)
 
 
 @pytest.mark.parametrize("name", ["llama70b", "llama3_8b", "smollm2_135m", "llama_56m"])

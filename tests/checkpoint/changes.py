@@ -79,6 +79,8 @@ CHANGES: dict[str, Change] = {
     "model.rope_scaling.long_factor": Change([2.0] * 30, LONGROPE),
     "model.sliding_window": Change(16),
     "model.model_type": Change("qwen3"),
+    "model.attention_bias": Change(True),
+    "model.mlp_bias": Change(True),
     "model.sparse_attention.block": Change(32, BLOCKS),
     "model.sparse_attention.num_local_blocks": Change(8, BLOCKS),
     "model.sparse_attention.num_global_blocks": Change(2, BLOCKS),

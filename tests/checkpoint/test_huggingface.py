@@ -80,6 +80,13 @@ CASES = {
     "qwen3, bf16, wide heads": Case(
         LLAMA_2, dtype=torch.bfloat16, model_type="qwen3", extra={"num_key_value_heads": 2, "head_dim": 16}
     ),
+    "olmo2, biases, wide heads, sharded": Case(
+        LLAMA_2,
+        shard_size="40KB",
+        model_type="olmo2",
+        extra={"num_key_value_heads": 2, "head_dim": 16, "attention_bias": True},
+    ),
+    "llama with all biases": Case(LLAMA_2, extra={"attention_bias": True, "mlp_bias": True}),
     "llama 3, old spelling, odd vocabulary": Case(LLAMA_3, old_spelling=True, vocab_size=61, dtype=torch.bfloat16),
 }
 

@@ -38,7 +38,7 @@ BOUNDS: dict[str, Bounds] = {
     "model.rope_scaling.short_factor": (FACTORS, [[1.0], [1e-9, 2.0], [1.0] * 8192]),
     "model.rope_scaling.long_factor": (FACTORS, [[1.0], [1e-9, 2.0], [1.0] * 8192]),
     "model.sliding_window": COUNT,
-    "model.model_type": (["qwen", "gpt2", ""], ["llama", "qwen2", "qwen3"]),
+    "model.model_type": (["qwen", "gpt2", ""], ["llama", "qwen2", "qwen3", "olmo2"]),
     "model.sparse_attention.block": COUNT,
     "model.sparse_attention.num_local_blocks": COUNT,
     "model.sparse_attention.num_global_blocks": COUNT,

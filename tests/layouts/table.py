@@ -6,6 +6,8 @@ MUON = "optim.name=muon"
 TIED = "model.tie_word_embeddings=true"
 WINDOW = "model.sliding_window=5"
 QWEN2, QWEN3 = "model.model_type=qwen2", "model.model_type=qwen3"  # biases of q, k, v; norms of q's and k's heads
+OLMO2 = "model.model_type=olmo2"  # norms of q and k over all heads; norms after attention and feed-forward
+BIASES = ["model.attention_bias=true", "model.mlp_bias=true"]
 BIAS_EPS = "optim.eps=1e-3"  # gradients of k biases are near 0: Adam would divide rounding by rounding
 BLOCKS = "model.sparse_attention={block: 2, num_local_blocks: 3, num_global_blocks: 1}"
 DROPPING = "trainer.random_ltd={min_value: 4, require_steps: 3, seq_per_step: 4}"  # 4, 8 and 12 tokens of 16
@@ -44,6 +46,10 @@ QUICK = {
     "tp4+sp, qwen2, kv heads < tp",
     "tp4, qwen3, kv heads < tp",
     "tp2·dp2+sp, qwen3, zero 3, elementwise recompute",
+    "tp2·pp2+sp, olmo2",
+    "tp4, olmo2, kv heads < tp",
+    "tp2·dp2+sp, olmo2, zero 3, elementwise recompute",
+    "tp4+sp, biases, kv heads < tp",
     "tp2+sp, odd vocabulary",
     "pp2, tied",
     "pp2·vpp2, uneven",
@@ -88,6 +94,35 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
     ("tp2·dp2+sp, qwen3, zero 3, elementwise recompute", 4, ["trainer.tp=2", "trainer.zero=3", ELEMENTWISE], [QWEN3]),
     ("pp2·vpp2·dp2, qwen3, selective recompute", 4, ["trainer.pp=2", "trainer.vpp=2", SELECTIVE], [QWEN3]),
     ("cp2, qwen3, ulysses", 2, [CP, ULYSSES], [QWEN3]),
+    ("tp2, olmo2", 2, ["trainer.tp=2", "trainer.sp=false"], [OLMO2]),
+    ("tp2·pp2+sp, olmo2", 4, ["trainer.tp=2", "trainer.pp=2"], [OLMO2]),
+    ("tp4, olmo2, kv heads < tp", 4, ["trainer.tp=4", "trainer.sp=false", MICRO_4], [OLMO2]),
+    ("tp4+sp, olmo2, one kv head", 4, ["trainer.tp=4", MICRO_4], [OLMO2, "model.num_key_value_heads=1"]),
+    ("tp2·dp2+sp, olmo2, zero 3, elementwise recompute", 4, ["trainer.tp=2", "trainer.zero=3", ELEMENTWISE], [OLMO2]),
+    ("tp2·dp2+sp, olmo2, zero 2, full recompute", 4, ["trainer.tp=2", "trainer.zero=2", FULL], [OLMO2]),
+    ("tp2·dp2, olmo2, zero 0", 4, ["trainer.tp=2", "trainer.zero=0"], [OLMO2]),
+    ("tp2·dp2+sp, olmo2, zero 1, offloaded", 4, ["trainer.tp=2", OFFLOAD], [OLMO2]),
+    (
+        "tp2·pp2·vpp2+sp, olmo2, selective recompute",
+        4,
+        ["trainer.tp=2", "trainer.pp=2", "trainer.vpp=2", SELECTIVE],
+        [OLMO2],
+    ),
+    ("cp2·tp2+sp, olmo2", 4, [CP, "trainer.tp=2"], [OLMO2]),
+    ("cp2·tp2+sp, olmo2, ulysses, tied", 4, [CP, "trainer.tp=2", ULYSSES], [OLMO2, TIED]),
+    ("tp2+sp, olmo2, random-LTD, biases", 2, ["trainer.tp=2"], [OLMO2, BIASES[0], DROPPING, BIAS_EPS]),
+    (
+        "tp2·dp2+sp, olmo2, zero 3, selective recompute, compiled",
+        4,
+        [*COMPILED, "trainer.tp=2", "trainer.zero=3", SELECTIVE],
+        [*WIDE, OLMO2],
+    ),
+    ("tp2+sp, olmo2, async_tp", 2, ASYNC_TP, [OLMO2]),
+    ("tp4+sp, biases, kv heads < tp", 4, ["trainer.tp=4", MICRO_4], [*BIASES, BIAS_EPS]),
+    ("tp2·pp2, biases", 4, ["trainer.tp=2", "trainer.pp=2", "trainer.sp=false"], [*BIASES, BIAS_EPS]),
+    ("tp2·dp2+sp, biases, zero 3, full recompute", 4, ["trainer.tp=2", "trainer.zero=3", FULL], [*BIASES, BIAS_EPS]),
+    ("tp2+sp, qwen3, biases", 2, ["trainer.tp=2"], [QWEN3, BIASES[0], BIAS_EPS]),
+    ("tp2+sp, biases, async_tp", 2, ASYNC_TP, [*BIASES, BIAS_EPS]),
     ("tp2+sp, qwen2, async_tp", 2, ASYNC_TP, [QWEN2, BIAS_EPS]),
     ("tp2+sp, qwen3, async_tp", 2, ASYNC_TP, [QWEN3]),
     ("tp2+sp, odd vocabulary", 2, ["trainer.tp=2"], ["model.vocab_size=61"]),

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import RowParallelLinear
 
 import megatron_llama.model.loss as loss
+import megatron_llama.model.norm as norm
 import megatron_llama.optim.muon as muon
+import megatron_llama.parallel.tensor as tensor
 from megatron_llama.devices import HOST, attention, device_named
 from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.model.inputs import MicroBatch
@@ -23,11 +27,47 @@ from tests.parallel.symmetric_memory import wrong_pieces
 
 
 def no_sequence_parallel_sum(model: ParallelModel) -> None:
-    model.replicated.replicated = ()
+    model.replicated.is_replicated = lambda name: False  # type: ignore[assignment]
 
 
 def no_kv_copy_sum(model: ParallelModel) -> None:
     model.replicated.kv_group = None
+
+
+def no_kv_copy_sum_of_the_norm(model: ParallelModel) -> None:
+    tensor.KV_HEADS = tuple(name for name in tensor.KV_HEADS if name != "k_norm")
+
+
+def no_sequence_parallel_sum_of_biases(model: ParallelModel) -> None:
+    is_replicated = model.replicated.is_replicated
+    model.replicated.is_replicated = lambda name: not name.endswith(".bias") and is_replicated(name)  # type: ignore
+
+
+def bias_of_each_rank(model: ParallelModel) -> None:
+    """Every rank adds the bias to its part of the sum."""
+    for module in model.chunks[0].modules():
+        if isinstance(module, RowParallelLinear):
+            module.register_forward_hook(lambda layer, _, output: (output[0] + layer.bias, output[1]))
+
+
+def mean_squares_of_each_rank_alone(model: ParallelModel) -> None:
+    mean = norm.mean_over_ranks
+    norm.mean_over_ranks = lambda x, group: mean(x, group if torch._C._current_graph_task_id() >= 0 else None)
+
+
+def gradients_of_mean_squares_of_each_rank_alone(model: ParallelModel) -> None:
+    mean = norm.mean_over_ranks
+    norm.mean_over_ranks = lambda x, group: mean(x, None if torch._C._current_graph_task_id() >= 0 else group)
+
+
+def norms_before_the_branches(model: ParallelModel) -> None:
+    for block in model.chunks[0].layers.values():
+        block.forward = partial(_with_norms_before, block)
+
+
+def _with_norms_before(block: Any, x: torch.Tensor, *inputs: Any) -> torch.Tensor:
+    h = x + block.self_attn(block.post_attention_layernorm(x), *inputs)
+    return h + block.mlp(block.post_feedforward_layernorm(h))
 
 
 def no_tied_sum(model: ParallelModel) -> None:

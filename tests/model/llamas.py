@@ -88,7 +88,7 @@ def load(llama: LlamaForCausalLM, weights: Tensors) -> None:
 
 def hf_config(model: ModelConfig) -> LlamaConfig:
     """Return the shape as a transformers config of its model type: Mistral's for a Llama with a sliding window."""
-    from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+    from transformers import LlamaConfig, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if model.rope_scaling is not None:
@@ -98,9 +98,10 @@ def hf_config(model: ModelConfig) -> LlamaConfig:
         del same[name]
     windowed = same["sliding_window"] is not None
     kinds: dict[str, Any] = {"llama": MistralConfig if windowed else LlamaConfig}
-    kind = (kinds | {"qwen2": Qwen2Config, "qwen3": Qwen3Config})[model.model_type]
-    if model.model_type != "llama":
+    kind = (kinds | {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "olmo2": Olmo2Config})[model.model_type]
+    if model.model_type.startswith("qwen"):
         same |= {"use_sliding_window": windowed, "max_window_layers": 0}
+    same |= {"pad_token_id": None, "eos_token_id": None}  # the gradient of OLMo 2's padding token would be zero
     return kind(**same, rope_parameters=rope, attn_implementation="sdpa", use_cache=False)
 
 

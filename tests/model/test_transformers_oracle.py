@@ -7,7 +7,7 @@ import torch
 
 from megatron_llama.plan import Plan
 from tests.compiled import needs_compiler, skip_without_compiler
-from tests.layouts.table import ASYNC_TP, COMPILED, ONE_MICRO_BATCH, QWEN2, QWEN3, TIED, WIDE, WINDOW
+from tests.layouts.table import ASYNC_TP, BIASES, COMPILED, OLMO2, ONE_MICRO_BATCH, QWEN2, QWEN3, TIED, WIDE, WINDOW
 from tests.layouts.tampers import (
     compiled_gradients_of_one_token_more,
     gathered_pieces_of_the_wrong_rank,
@@ -54,6 +54,12 @@ MODELS = {
     "qwen2, one kv head, tied, window": (QWEN2, "model.num_key_value_heads=1", TIED, WINDOW),
     "qwen3": (QWEN3,),
     "qwen3, wide heads, window": (QWEN3, "model.head_dim=32", WINDOW),
+    "qwen3, biases": (QWEN3, BIASES[0]),
+    "olmo2": (OLMO2,),
+    "olmo2, one kv head, tied, wide heads": (OLMO2, "model.num_key_value_heads=1", TIED, "model.head_dim=32"),
+    # Larger weights: next to the biases of ``roughen_norms``, gradients would be rounding errors.
+    "olmo2, biases": (OLMO2, BIASES[0], "model.initializer_range=0.5"),
+    "biases": tuple(BIASES),
     "odd vocabulary, tied, llama3 rope": ("model.vocab_size=61", "model.tie_word_embeddings=true", *LLAMA3_ROPE),
 }
 LAYOUTS = {

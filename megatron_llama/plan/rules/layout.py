@@ -10,7 +10,7 @@ from dataclasses import fields
 
 from megatron_llama.arch.shapes import can_cut, head_dim, kv_heads
 from megatron_llama.config import data_settings
-from megatron_llama.config.hf_config import NO_HF_BLOCKS
+from megatron_llama.config.hf_config import ARCHITECTURES, BIASES, MISTRAL, NO_HF_BLOCKS, WINDOWS, hf_type
 from megatron_llama.config.hostfile import HOST_FORMS, check_hosts
 from megatron_llama.config.optimizers import OPTIMIZERS
 from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS
@@ -170,6 +170,21 @@ def head_dim_is_even(config: Config, world_size: int) -> Iterator[Problem]:
 def rope_scaling_fits_its_type(config: Config, world_size: int) -> Iterator[Problem]:
     """The values of the scaling belong to its type, and its bounds are in order."""
     yield from check_rope_scaling(config.model, head_dim(config.model))
+
+
+@reads("model.model_type", "model.attention_bias", "model.mlp_bias", "model.sliding_window")
+def biases_and_window_fit_the_type(config: Config, world_size: int) -> Iterator[Problem]:
+    """Hugging Face has a class for the model."""
+    model, kind = config.model, hf_type(config.model)
+    for name, kinds in BIASES.items():
+        if getattr(model, name) and kind not in kinds:
+            rule = f"{ARCHITECTURES[kind]} has no such biases; model.model_type {', '.join(kinds)} can have it"
+            if kind == MISTRAL:
+                rule = f"conflicts with model.sliding_window: {ARCHITECTURES[kind]} has no biases"
+            yield Problem(f"model.{name}", True, rule, f"write model.{name}=false, or another model.model_type")
+    if model.sliding_window is not None and kind not in WINDOWS:
+        rule = f"{ARCHITECTURES[kind]} has no window"
+        yield Problem("model.sliding_window", model.sliding_window, rule, "write model.sliding_window=null")
 
 
 @reads("model.sliding_window", "model.sparse_attention.block")

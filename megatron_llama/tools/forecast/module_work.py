@@ -11,7 +11,16 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_llama.arch.shapes import FUSED, HEAD_NORMS, ROW_PARALLEL, bias_rows, has_qk_norm, head_dim, matrices
+from megatron_llama.arch.shapes import (
+    FUSED,
+    ROW_PARALLEL,
+    bias_rows,
+    block_norms,
+    head_dim,
+    matrices,
+    norms_branches,
+    qk_norm_shapes,
+)
 from megatron_llama.config.settings import FinetuneConfig, ModelConfig
 from megatron_llama.plan.plan import Plan
 
@@ -76,17 +85,19 @@ def _chunk(shard: _ModelShard, layers: Sequence[int], first: bool, last: bool) -
 
 
 def _block(shard: _ModelShard) -> Iterator[tuple[str, ModuleWork]]:
-    norm = ModuleWork(shard.model.hidden_size)
+    norms = [(name, ModuleWork(shard.model.hidden_size)) for name in block_norms(shard.model)]
+    is_last = norms_branches(shard.model)
     width = shard.model.num_attention_heads // shard.tp * head_dim(shard.model)
-    yield "input_layernorm", norm
+    yield from norms[:1] * (not is_last)
     yield "self_attn", ModuleWork(attention=4 * width)  # scores, and scores times values
     yield from _matrix(shard, "self_attn.qkv_proj")
     yield from _matrix(shard, "self_attn.o_proj")
-    if has_qk_norm(shard.model):
-        yield from ((f"self_attn.{name}", ModuleWork(head_dim(shard.model))) for name in HEAD_NORMS)
-    yield "post_attention_layernorm", norm
+    for name, size in qk_norm_shapes(shard.model, shard.tp).items():
+        yield f"self_attn.{name}", ModuleWork(size)
+    yield norms[0 if is_last else 1]
     yield from _matrix(shard, "mlp.gate_up_proj")
     yield from _matrix(shard, "mlp.down_proj")
+    yield from norms[1:] * is_last
 
 
 def _matrix(shard: _ModelShard, name: str) -> Iterator[tuple[str, ModuleWork]]:
@@ -94,7 +105,7 @@ def _matrix(shard: _ModelShard, name: str) -> Iterator[tuple[str, ModuleWork]]:
     fused = name.rpartition(".")[2]
     shapes = {module: matrices(shard.model)[module].local_shape(shard.tp) for module in FUSED[fused]}
     elements = sum(rows * columns for rows, columns in shapes.values())
-    bias = bias_rows(shard.model, shard.tp) if fused == "qkv_proj" else 0
+    bias = bias_rows(shard.model, shard.tp).get(fused, 0)
     matrix = ModuleWork(elements + bias, *_gemm_flops(elements, frozen=shard.is_frozen(name)))
     adapted = shard.finetune.lora_target_modules if shard.finetune.method == "lora" else []
     targets = [shape for module, shape in shapes.items() if module in adapted]

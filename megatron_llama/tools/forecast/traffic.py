@@ -22,19 +22,21 @@ from typing import NamedTuple
 from megatron_llama.arch.names import MAGNITUDE
 from megatron_llama.arch.shapes import (
     FUSED,
-    HEAD_NORMS,
     KV_HEADS,
-    REPLICATED_UNDER_SP,
     ROW_PARALLEL,
+    bias_rows,
+    block_norms,
     fused_rows,
     fused_shape,
-    has_qk_norm,
-    has_qkv_bias,
     head_dim,
+    is_summed_over_tp,
     kv_copies,
     kv_heads_per_rank,
     loss_chunk,
     matrices,
+    norms_branches,
+    qk_norm,
+    qk_norm_shapes,
 )
 from megatron_llama.config.precision import BYTES, exchanged_bytes, quantized_bytes
 from megatron_llama.plan.matrix_work import MatrixWork
@@ -188,6 +190,8 @@ class _Chunk(NamedTuple):
     """Layers of both kinds."""
     selective: int
     """Layers that recompute attention and elementwise operations."""
+    subset_selective: int
+    """Layers of random-LTD among them."""
     is_first: bool
     is_last: bool
 
@@ -197,8 +201,9 @@ def _chunk(plan: Plan, layers: Sequence[int], is_first: bool, is_last: bool) -> 
     ltd = plan.random_ltd
     dropping = ltd.layers if ltd is not None and ltd.max_value < ltd.seq_length else ()
     subset, subset_recomputed = (sum(layer in dropping for layer in some) for some in (layers, recomputed))
-    selective = sum(plan.recompute(layer) == "selective" for layer in layers)
-    return _Chunk(len(layers), len(recomputed), subset, subset_recomputed, selective, is_first, is_last)
+    selective = [layer for layer in layers if plan.recompute(layer) == "selective"]
+    both = sum(layer in dropping for layer in selective)
+    return _Chunk(len(layers), len(recomputed), subset, subset_recomputed, len(selective), both, is_first, is_last)
 
 
 def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
@@ -220,15 +225,17 @@ def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     else:
         yield op("embedding, forward", "all_reduce", first)
         yield op("head, gradient", "all_reduce", last)
-    subset, layers = m * sum(chunk.subset for chunk in chunks), m * sum(chunk.layers for chunk in chunks)
-    subset_recomputed = m * sum(chunk.subset_recomputed for chunk in chunks)
-    recomputed = m * sum(chunk.recomputed for chunk in chunks)
-    yield from _blocks(plan, "blocks", layers - subset, recomputed - subset_recomputed, activations)
+    layers, recomputed, selective, subset, subset_recomputed, subset_selective = (
+        m * sum(getattr(chunk, name) for chunk in chunks)
+        for name in ("layers", "recomputed", "selective", "subset", "subset_recomputed", "subset_selective")
+    )
+    whole = layers - subset, recomputed - subset_recomputed, selective - subset_selective
+    yield from _blocks(plan, "blocks", *whole, activations)
     if subset:
         ltd = plan.random_ltd
         assert ltd is not None
         some = activations // ltd.seq_length * ltd.max_value
-        yield from _blocks(plan, "blocks with dropped tokens", subset, subset_recomputed, some)
+        yield from _blocks(plan, "blocks with dropped tokens", subset, subset_recomputed, subset_selective, some)
         if plan.sp:
             for kind in ("reduce_scatter", "all_gather"):  # into the subset and out of it, forward and backward
                 yield Operation(f"tokens of random-LTD's layers: {kind}", TrafficKey("tp", kind, t), 2 * subset, some)
@@ -238,14 +245,16 @@ def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
         yield Operation("chunked cross entropy: maximum, sum, target logit", key, count * last, payload)
 
 
-def _blocks(plan: Plan, label: str, blocks: int, recomputed: int, activations: int) -> Iterator[Operation]:
-    """Yield the operations of ``blocks`` block passes, ``recomputed`` of them recomputed, on ``activations`` bytes."""
-    # Recomputation stops at the last tensor that the backward pass needs. down_proj's sum is needed only by LoRA's B,
-    # which follows it. For weight gradients megatron-core gathers the inputs a second time. Inductor saves the gathered
-    # inputs, and frozen weights have no gradients.
+def _blocks(
+    plan: Plan, label: str, blocks: int, recomputed: int, selective: int, activations: int
+) -> Iterator[Operation]:
+    """Yield the operations of block passes on ``activations`` bytes. ``selective`` of them recompute attention."""
+    # Recomputation stops at the last tensor that the backward pass needs. down_proj's sum is needed only by LoRA's B
+    # and by a norm after it. For weight gradients megatron-core gathers the inputs a second time. Inductor saves the
+    # gathered inputs, and frozen weights have no gradients.
     lora = plan.config.finetune.method == "lora"
     inputs = 0 if plan.config.trainer.compile or lora else 2 * blocks
-    recomputed_sums = recomputed * (2 if target_rows(plan, "down_proj") else 1)
+    recomputed_sums = recomputed * (2 if target_rows(plan, "down_proj") or norms_branches(plan.model) else 1)
 
     def op(of: str, kind: str, calls: int) -> Operation:
         return Operation(f"{label}{of}", TrafficKey("tp", kind, plan.config.trainer.tp), calls, activations)
@@ -263,6 +272,12 @@ def _blocks(plan: Plan, label: str, blocks: int, recomputed: int, activations: i
         yield op(", backward: out of gate_up, qkv", "all_reduce", 2 * blocks)
         yield op(" recomputed: out of o", "all_reduce", recomputed_sums)
     yield from _float8_maxima(plan, label, blocks, blocks + recomputed, activations)
+    if qk_norm(plan.model) == "projection":
+        values = activations // (plan.model.hidden_size * BYTES[plan.precision.compute_dtype]) * FP32
+        key = TrafficKey("tp", "all_reduce", plan.config.trainer.tp)
+        # Compiled blocks save the results of collectives in selective recomputation.
+        forward = blocks + recomputed + (0 if plan.config.trainer.compile else selective)
+        yield Operation(f"{label}: mean squares of q and k, and gradients", key, 2 * (forward + blocks), values)
     for matrix in FUSED if lora else ():
         # x Aᵀ is gathered or summed like the matrix's input or output.
         size = len(target_rows(plan, matrix)) * activations // plan.model.hidden_size * plan.config.finetune.lora_rank
@@ -409,7 +424,7 @@ def _rectangle_sizes(plan: Plan, parameter: Parameter, tp_rank: int) -> list[int
         return [plan.config.finetune.lora_rank * parameter.columns] * len(target_rows(plan, matrix))
     if adapter in ("lora_B", MAGNITUDE):
         return [rows * parameter.columns for rows in target_rows(plan, matrix)]
-    if matrix in FUSED:
+    if matrix in FUSED and not (matrix in ROW_PARALLEL and adapter == "bias"):
         return [rows * parameter.columns for rows in fused_rows(plan.model, matrix, plan.config.trainer.tp).values()]
     return [parameter.rows * parameter.columns]
 
@@ -463,23 +478,23 @@ def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> 
         for parameter in unit.parameters
     }
     trained = [name for name, parameter in named.items() if parameter.trained]
-    endings = REPLICATED_UNDER_SP if plan.sp else HEAD_NORMS if t > 1 else ()
-    vectors = [name for name in trained if name.endswith(endings)]
+    vectors = [name for name in trained if is_summed_over_tp(name, model, tp=t, sp=plan.sp)]
     if plan.sp or vectors:
         values = layers * sum(held(named[name].rows, (0, named[name].rows)) * named[name].columns for name in vectors)
         calls = int(bool(vectors) and layers > 0)
         if plan.sp and "norm" in ends and ends["norm"].trained:
             values, calls = values + held(h, (0, h)), 1
-        label = "gradients of norms and of replicated LoRA matrices"
+        label = "gradients of norms, of biases and of replicated LoRA matrices"
         yield Operation(label, TrafficKey("tp", "all_reduce", t), calls, values * width)
     copies = kv_copies(model, t)
-    shared = [name for name in KV_HEADS if name in named and named[name].trained]
+    shared = [name for name in KV_HEADS if name in trained and name not in vectors]
     if copies > 1 and shared:
-        rows = named[shared[0]].rows  # a matrix and its bias have the same rows
-        local_rows = layers * held(rows, (rows - key_rows(plan), rows))
-        columns = sum(named[name].columns for name in shared)
+        values = 0
+        for name in shared:
+            rows, columns = named[name].rows, named[name].columns
+            values += layers * held(rows, (0 if name == "k_norm" else rows - key_rows(plan), rows)) * columns
         key = TrafficKey("tp", "all_reduce", copies)
-        yield Operation("gradients of shared kv heads", key, int(local_rows > 0), local_rows * columns * width)
+        yield Operation("gradients of shared kv heads", key, int(values > 0), values * width)
     if model.tie_word_embeddings and plan.config.trainer.pp > 1 and plan.config.finetune.method != "lora":
         vocabulary_rows = plan.padded_vocab_size // t
         payload = held(vocabulary_rows, (0, vocabulary_rows)) * h * width
@@ -535,24 +550,21 @@ def block_parameters(plan: Plan) -> tuple[Parameter, ...]:
     """Return the parameters of a block, in the order of the model."""
     finetune, tp, h = plan.config.finetune, plan.config.trainer.tp, plan.model.hidden_size
     full, parameters = finetune.method != "lora", list[Parameter]()
-    for norm, fused in (
-        ("input_layernorm", ("qkv_proj", "o_proj")),
-        ("post_attention_layernorm", ("gate_up_proj", "down_proj")),
-    ):
+    biases, branches = bias_rows(plan.model, tp), (("qkv_proj", "o_proj"), ("gate_up_proj", "down_proj"))
+    for norm, fused in zip(block_norms(plan.model), branches, strict=True):
         parameters.append(Parameter(norm, h, 1, is_trained(plan, norm)))
         for matrix in fused:
             rows, columns = fused_shape(plan.model, matrix, tp)
             parameters.append(Parameter(matrix, rows, columns, full, plan.quantized is not None))
-            if matrix == "qkv_proj" and has_qkv_bias(plan.model):
-                parameters.append(Parameter(f"{matrix}.bias", rows, 1, full))
+            if matrix in biases:
+                parameters.append(Parameter(f"{matrix}.bias", biases[matrix], 1, full))
             if targets := target_rows(plan, matrix):
                 parameters.append(Parameter(f"{matrix}.lora_A", len(targets) * finetune.lora_rank, columns))
                 parameters.append(Parameter(f"{matrix}.lora_B", sum(targets), finetune.lora_rank))
                 if finetune.use_dora:
                     parameters.append(Parameter(f"{matrix}.{MAGNITUDE}", sum(targets), 1))
-        if norm == "input_layernorm" and has_qk_norm(plan.model):
-            parameters += [Parameter(name, head_dim(plan.model), 1, is_trained(plan, name)) for name in HEAD_NORMS]
-    return tuple(parameters)
+    sizes = qk_norm_shapes(plan.model, tp).items()
+    return (*parameters, *(Parameter(name, size, 1, is_trained(plan, name)) for name, size in sizes))
 
 
 def units(plan: Plan, layers: int, is_first: bool, is_last: bool) -> Iterator[Unit]:

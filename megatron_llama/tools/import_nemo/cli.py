@@ -24,7 +24,7 @@ from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.plan.resolve import resolve
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.files import write_atomically
-from megatron_llama.system.programs import name_commands
+from megatron_llama.system.programs import name_commands, option_name
 from megatron_llama.system.wrapping import WIDTH, wrap, wrap_command, wrap_lines
 from megatron_llama.tools.import_nemo.read_yaml import KINDS, UNSUPPORTED, ConvertedConfig, KeyConversion
 from megatron_llama.topology import Grid
@@ -134,8 +134,8 @@ def command_line(converted: ConvertedConfig, conf_dir: Path) -> list[str]:
         shape = {**asdict(ModelConfig()), **(yaml.safe_load(preset.read_text(encoding="utf-8")) or {})}
         return sum(converted.settings.get(f"model.{name}") != value for name, value in shape.items())
 
-    presets = sorted(path for path in (conf_dir / "model").glob("*.yaml") if path.stem != FROM_HF)
-    base = [f"model={min(presets, key=distance).stem}"]
+    presets = sorted(path for path in (conf_dir / "model").rglob("*.yaml") if path.stem != FROM_HF)
+    base = [f"model={option_name(min(presets, key=distance), conf_dir / 'model')}"]
     base += [f"optim={converted.schedule}"] if converted.schedule != "cosine" else []
     config = load_config(base, conf_dir)
     needed = [

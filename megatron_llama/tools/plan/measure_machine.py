@@ -27,8 +27,8 @@ import torch.distributed as dist
 from megatron_llama import cli
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import HOST, Device, get_device
-from megatron_llama.model.llama import RMSNorm
 from megatron_llama.model.loss import _LinearCrossEntropy as LinearCrossEntropy
+from megatron_llama.model.norm import RMSNorm
 from megatron_llama.model.rotary import rotary_table, rotate
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups

@@ -68,6 +68,7 @@ _KIND_OF_SUBMODULE = {
     "mlp": FEED_FORWARD,
     "input_layernorm": NORMS,
     "post_attention_layernorm": NORMS,
+    "post_feedforward_layernorm": NORMS,
     "q_norm": NORMS,
     "k_norm": NORMS,
 }

@@ -84,8 +84,11 @@ def test_as_transformers_generates(folder: Path, greedy: list[list[int]]) -> Non
     assert run_ranks(_theirs, 1, folder)[0] == greedy
 
 
-@pytest.mark.parametrize(("model_type", "layout"), [("qwen2", {"tp": 2}), ("qwen3", {"tp": 4}), ("qwen3", {"cp": 2})])
-def test_qwen_as_transformers_generates(
+@pytest.mark.parametrize(
+    ("model_type", "layout"),
+    [("qwen2", {"tp": 2}), ("qwen3", {"tp": 4}), ("qwen3", {"cp": 2}), ("olmo2", {"tp": 4})],
+)
+def test_other_types_as_transformers_generates(
     model_type: str, layout: dict[str, int], tmp_path: Path, greedy: list[list[int]]
 ) -> None:
     folder = make_folder(tmp_path / "hf", model_type=model_type)

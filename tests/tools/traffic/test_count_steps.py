@@ -34,6 +34,7 @@ from tests.rows import rows
 
 TIED, ODD = "model.tie_word_embeddings=true", "model.vocab_size=61"
 FEW = "trainer.global_batch_size=4"
+OLMO2 = "model.model_type=olmo2"
 TWO_HOPS = ("trainer.grad_reduce=int8", "trainer.reduce_group=2")
 LTD = "trainer.random_ltd={min_value: 4, max_value: 8, seq_per_step: 4, require_steps: 1}"  # it ends at 8 of 16
 LORA = ("finetune.method=lora", "finetune.lora_rank=2", "finetune.lora_target_modules=all-linear")
@@ -52,6 +53,20 @@ LAYOUTS = {
     "tp4+sp, kv heads < tp, qwen2": (4, ["trainer.tp=4", FEW, "model.model_type=qwen2"]),
     "tp2, qwen3": (2, ["trainer.tp=2", "trainer.sp=false", FEW, "model.model_type=qwen3"]),
     "tp2·dp2+sp, qwen3, zero 3": (4, ["trainer.tp=2", "trainer.zero=3", FEW, "model.model_type=qwen3"]),
+    "tp2, olmo2": (2, ["trainer.tp=2", "trainer.sp=false", FEW, OLMO2]),
+    "tp4+sp, olmo2, kv heads < tp, biases": (4, ["trainer.tp=4", FEW, OLMO2, "model.attention_bias=true"]),
+    "tp2·dp2+sp, olmo2, zero 3, full recompute": (
+        4,
+        ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=full", FEW, OLMO2],
+    ),
+    "tp2+sp, olmo2, selective recompute": (2, ["trainer.tp=2", "trainer.recompute=selective", FEW, OLMO2]),
+    "tp2+sp, olmo2, elementwise recompute": (2, ["trainer.tp=2", "trainer.recompute=elementwise", FEW, OLMO2]),
+    "tp2+sp, olmo2, random-LTD": (2, ["trainer.tp=2", LTD, FEW, OLMO2]),
+    "tp2+sp, olmo2, LoRA on all, full recompute": (2, ["trainer.tp=2", "trainer.recompute=full", OLMO2, *LORA]),
+    "tp2·dp2+sp, biases, zero 2": (
+        4,
+        ["trainer.tp=2", "trainer.zero=2", FEW, "model.attention_bias=true", "model.mlp_bias=true"],
+    ),
     "tp2+sp, float8 tensorwise": (2, ["trainer.tp=2", "trainer.float8=tensorwise", FEW]),
     "tp2, float8 rowwise, full recompute": (
         2,
