@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.arch.shapes import fused_matrix, kv_heads, lora_parameters, matrices, norms_branches, qk_norm
@@ -17,6 +18,7 @@ from megatron_llama.config.precision import BYTES, EXCHANGE_BLOCK, STATE_BLOCK, 
 from megatron_llama.config.settings import TrainerConfig
 from megatron_llama.devices import INDUCTOR, find_device
 from megatron_llama.plan.derive import split_evenly
+from megatron_llama.plan.matrix_work import MatrixWork
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.storage import SHARDS
 from megatron_llama.topology import AXIS_NAMES
@@ -212,6 +214,10 @@ class Job:
     """Ranks that share a second copy of the weights, from which ZeRO 3 gathers in the backward pass."""
     exchanges_signs: bool = False
     """1-bit Adam: ranks exchange signs of momenta instead of gradients."""
+    matrix_flops: int = 0
+    """Muon: FLOPs of Newton-Schulz on the rank with the most work of the stage with the most layers."""
+    matrix_bytes: float = 0.0
+    """Muon: bytes that a rank of this stage sends for its matrices, on average."""
     program: Program = OURS
     inner_bytes: int = 2
     """Bytes of an activation."""
@@ -274,6 +280,17 @@ def _by_cost(shape: ModelShape, stages: int) -> tuple[int, ...]:
         split.append(count)
         left -= count
     return tuple(split)
+
+
+def _matrix_work(plan: Plan) -> dict[str, Any]:
+    """Return ``Job.matrix_flops`` and ``Job.matrix_bytes``; nothing for other optimizers than Muon."""
+    if not plan.config.optim.row.gathers_matrices:
+        return {}
+    pp, layers = plan.config.trainer.pp, [len(stage) for stage in plan.stage_layers]
+    work = MatrixWork(plan, max(range(pp), key=lambda stage: sum(layers[stage::pp])))
+    values = sum(math.prod(work.shape(name)) for names in work.flops for name in names)
+    sent = values * (1 + plan.data_ranks // plan.shard_size) * BYTES[plan.precision.compute_dtype]
+    return {"matrix_flops": max(sum(names.values()) for names in work.flops), "matrix_bytes": sent / work.members}
 
 
 def _scaled_outputs(plan: Plan) -> float:
@@ -370,6 +387,7 @@ def job_of_plan(plan: Plan) -> Job:
         reduce_group=trainer.reduce_group,
         secondary_group=trainer.secondary_group,
         exchanges_signs=plan.exchanges_signs,
+        **_matrix_work(plan),
         program=OUR_PROGRAMS[_program(trainer, plan.config.device.name)],
         inner_bytes=compute,
     )

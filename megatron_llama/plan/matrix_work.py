@@ -13,11 +13,12 @@ This module has the numbers only; optim/muon.py moves tensors, tools/forecast/tr
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_llama.arch.names import Rectangle, TensorParallel, keep_rows, rectangles, rows_of_shard
-from megatron_llama.arch.shapes import FUSED, Matrix, fused_matrix, head_dim, matrices
+from megatron_llama.arch.shapes import FUSED, Matrix, fused_matrix, head_dim, kv_copies, matrices
 from megatron_llama.config.settings import ModelConfig
 from megatron_llama.plan.plan import Plan
 from megatron_llama.topology import chunks_of
@@ -36,6 +37,7 @@ class MatrixWork:
         stages = chunks_of(pp_rank, plan.config.trainer.pp, plan.config.trainer.vpp)
         layers = [layer for stage in stages for layer in plan.stage_layers[stage]]
         self._matrices = matrices(plan.model)
+        self._sizes: dict[tuple[str, int], int] = {}
         self._parts: dict[tuple[str, int, int], list[Rectangle]] = {}
         split = bool(plan.config.optim.split_heads)
         costs = {
@@ -93,11 +95,21 @@ class MatrixWork:
         for owners in self.rounds:
             gathered = [name for owner, name in owners.items() if self.replica(owner) == self.replica(member)]
             alone = len(self.same_replica(member)) == 1
-            to_owners = 0 if alone else sum(_values(self.sent_parts(name, member)) for name in gathered)
+            to_owners = 0 if alone else sum(self._sent(name.split(".")[-2], member) for name in gathered)
             scattered = 0
             if member in owners:
-                scattered = sum(_values(self.parts(owners[member], other)) for other in range(self.members))
+                module = owners[member].split(".")[-2]
+                copies = kv_copies(self._plan.model, self.tp) if module in ("k_proj", "v_proj") else 1
+                scattered = math.prod(self.shape(owners[member])) * copies * (self._plan.data_ranks // self.shard_size)
             yield to_owners, scattered
+
+
+    def _sent(self, module: str, member: int) -> int:
+        """Return the number of values of a matrix that a member sends to its owner."""
+        name = _name(0, self._matrices[module])
+        if (module, member) not in self._sizes:
+            self._sizes[module, member] = sum(math.prod(part.size) for part in self.sent_parts(name, member))
+        return self._sizes[module, member]
 
 
 def newton_schulz_flops(shape: tuple[int, int], heads: int = 1) -> int:
@@ -118,10 +130,6 @@ def heads_of(model: ModelConfig, module: str, *, split: bool) -> int:
 
 def _name(layer: int, matrix: Matrix) -> str:
     return f"model.layers.{layer}.{matrix.name}.weight"
-
-
-def _values(parts: list[Rectangle]) -> int:
-    return sum(part.size[0] * part.size[1] for part in parts)
 
 
 def _divide(costs: dict[str, int], members: int) -> list[dict[str, int]]:

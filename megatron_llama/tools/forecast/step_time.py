@@ -348,7 +348,15 @@ def _optimizer(job: Job, stage: int, device: HardwareSpec, constants: Mapping[st
     if job.exchanges_signs:
         return share * sign_bytes(job.dp * job.cp) / (device.bandwidth * MEMORY_REACH)
     size = share * (2 * state.gradient + 2 * (state.master + state.moments) + state.weight)
-    return size * constants[f"passes.{job.program.kernels}"] / (device.bandwidth * MEMORY_REACH)
+    matrices = orthogonalization(job, device) if job.matrix_flops else 0.0
+    matrices += all_reduce(job.matrix_bytes, job.tp * job.cp * job.dp, 1, device, constants) / 2
+    return matrices + size * constants[f"passes.{job.program.kernels}"] / (device.bandwidth * MEMORY_REACH)
+
+
+def orthogonalization(job: Job, device: HardwareSpec) -> float:
+    """Return the seconds of Muon's Newton-Schulz steps, as GEMMs in the compute format."""
+    form = "bf16" if job.format == "fp8" else job.format
+    return job.matrix_flops / (device.peaks[form] * device.reach[form])
 
 
 def _offload(job: Job, stage: int, working: float) -> float:

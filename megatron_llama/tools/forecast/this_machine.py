@@ -27,6 +27,7 @@ from megatron_llama.tools.forecast.step_time import (
     StepTime,
     kernel_count,
     load_constants,
+    orthogonalization,
     sign_bytes,
     step_time,
 )
@@ -212,7 +213,7 @@ def local_step_time(plan: Plan, calibration: Calibration) -> StepTime:
     if job.exchanges_signs:
         updating = updated * sign_bytes(job.dp * job.cp) / measured["copy"]
     else:
-        updating = updated * measured["adam"]
+        updating = updated * measured["adam"] + orthogonalization(job, device) / slower
     sent = [each for each in step_operations(plan, stage, 0) if each.key.axis != "world"]
     by_axis = _communication(measured, sent, plan.exchanges_signs, slower)
     pipelined = base.total - base.optimizer - base.bubble - constants["launch.step"] + passed

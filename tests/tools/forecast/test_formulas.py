@@ -195,6 +195,14 @@ def test_zero_stages_communicate_gradients_and_weights() -> None:
     assert seconds(signs).optimizer > 5 * seconds(replace(signs, exchanges_signs=False)).optimizer
 
 
+def test_muon_adds_the_time_of_its_matmuls_and_exchange() -> None:
+    plain, spec = replace(PLAIN, dp=8, zero=1, shard_size=8), devices()["h100"]
+    flops = seconds(replace(plain, matrix_flops=10**12)).optimizer - seconds(plain).optimizer
+    assert flops == pytest.approx(1e12 / (spec.peaks["bf16"] * spec.reach["bf16"]), rel=1e-3)
+    sent = seconds(replace(plain, matrix_bytes=1e9)).optimizer - seconds(plain).optimizer
+    assert sent == pytest.approx(1e9 * 7 / 8 / spec.bus, rel=0.01)
+
+
 def test_communication_between_nodes_costs_more_and_overlaps() -> None:
     within, over = seconds(replace(PLAIN, dp=8, shard_size=8)), seconds(replace(PLAIN, dp=16, shard_size=16))
     assert 0 < within.data_parallel <= over.data_parallel and within.waiting == 0 < over.waiting
