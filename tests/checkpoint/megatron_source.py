@@ -51,7 +51,8 @@ class Source:
     folder: Path
     steps: int = 3
     further: int = 5
-    iterations: int = 20
+    iterations: int = 150
+    """Length of the run: three epochs of the dataset, which Megatron shuffles together."""
     plan: Plan | None = None
     """A plan with the dataset; None: random tokens."""
     files: str = "torch_dist"

@@ -163,7 +163,7 @@ def test_layouts_of_bridge_and_nemo(trained: tuple[Path, Trained], tmp_path: Pat
     torch.save(common, bridge / iteration.name / "common.pt")
     state = {"step": torch.tensor(3), "consumed_train_samples": torch.tensor(samples)}
     torch.save(state, bridge / iteration.name / "train_state.pt")
-    settings = "{model: {num_layers: 4, rotary_base: 10000}, train: {train_iters: 20, global_batch_size: 8}"
+    settings = "{model: {num_layers: 4, rotary_base: 10000}, train: {train_iters: 150, global_batch_size: 8}"
     settings += ", dataset: {random_seed: 5, sequence_length: 16, split: '969,30,1'}}"
     (bridge / iteration.name / "run_config.yaml").write_text(settings)
     nemo = tmp_path / "nemo"
@@ -173,7 +173,7 @@ def test_layouts_of_bridge_and_nemo(trained: tuple[Path, Trained], tmp_path: Pat
     assert not describe(trained[0]).missing
     assert not describe(bridge).missing
     foreign = open_foreign(bridge, model, resumes=True)
-    assert (foreign.step, foreign.samples, foreign.shuffled, foreign.has_moments) == (3, samples, 160, True)
+    assert (foreign.step, foreign.samples, foreign.shuffled, foreign.has_moments) == (3, samples, 1200, True)
     assert (foreign.facts["trainer.seed"], foreign.facts["data.seq_length"]) == (5, 16)
     name = "model.layers.3.self_attn.k_proj.weight"
     assert torch.equal(open_foreign(nemo, model).tensors.rows(name), foreign.tensors.rows(name))
