@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from megatron_llama.arch.names import Shape, hf_shapes
 from megatron_llama.arch.shapes import head_dim, kv_heads
-from megatron_llama.config import ModelConfig
+from megatron_llama.config import ConfigError, ModelConfig, Problem
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def torchtitan_names(model: ModelConfig, keys: Collection[str] = (), prefix: str
             key = prefix + _TORCHTITAN_TOP[name]
         else:
             base = f"{prefix}layers.{layer}."
-            key = base + _choose(_TORCHTITAN[inner], keys, base)
+            key = base + _choose(_TORCHTITAN, inner, keys, base)
         runs[name] = [_whole(key, shape)]
         if inner in ("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
             # Row i of a head's first half is row 2i of torchtitan's head, of its second half row 2i + 1.
@@ -141,7 +141,11 @@ def _split_layer(name: str) -> tuple[int | None, str]:
     return int(number), inner
 
 
-def _choose(names: tuple[str, ...], keys: Collection[str], base: str) -> str:
+def _choose(table: Mapping[str, tuple[str, ...]], inner: str, keys: Collection[str], base: str) -> str:
+    if inner not in table:
+        rule = f"has {inner}, which has no name in this format"
+        raise ConfigError([Problem("model", None, rule, "use a Hugging Face folder of this model")])
+    names = table[inner]
     return next((name for name in names if base + name in keys), names[0])
 
 
@@ -155,7 +159,7 @@ def _megatron_parts(
     if module in ("q_proj", "k_proj", "v_proj"):
         parts = list(_interleaved(model, module))
         return f"self_attention.linear_qkv.{inner.rpartition('.')[2]}", parts, _qkv_rows(model)
-    return _choose(_MEGATRON[inner], keys, base), [(0, 0, shape[0])], shape[0]
+    return _choose(_MEGATRON, inner, keys, base), [(0, 0, shape[0])], shape[0]
 
 
 def _qkv_rows(model: ModelConfig) -> int:

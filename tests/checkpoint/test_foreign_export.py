@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 
+from megatron_llama.arch.foreign_names import megatron_names
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.foreign.detect import open_foreign
 from megatron_llama.checkpoint.foreign.write import export_foreign
@@ -77,3 +78,10 @@ def test_options_that_have_no_export(trained: tuple[Path, Run], tmp_path: Path) 
     (tmp_path / "out" / "file").touch()
     with raises_with_message(ConfigError, "exists and is not empty"):
         export_foreign(trained[0], tmp_path / "out", "dcp")
+
+
+def test_a_model_without_names_in_a_format(tmp_path: Path) -> None:
+    """OLMo 2's norms after the branches have no name in megatron-core's GPTModel."""
+    model = make_plan(1, tmp_path, "model.model_type=olmo2").model
+    with raises_with_message(ConfigError, "has no name in this format"):
+        megatron_names(model)
