@@ -143,14 +143,23 @@ def _set_stored(config: DictConfig, folder: Path, decided: set[str], problems: l
 
 
 def _set_all(config: DictConfig, values: Sequence[Override], problems: list[Problem]) -> None:
-    """Set the values of the command line. Raises ConfigError, with ``problems``, for invalid ``${...}``."""
+    """Set the values of the command line. Raises ConfigError, with ``problems``, if a section or ``${...}`` is invalid.
+
+    Settings with other invalid references get their defaults, so that all settings are checked.
+    """
     for override in values:
         if override.is_delete():
             _delete(config, override.key_or_group, problems)
         else:
             _set(config, override.key_or_group, _value(override), problems)
-    if wrong := check_interpolations(config) or check_kinds(config):
+    if wrong := check_interpolations(config):
         raise ConfigError([*problems, *wrong])
+    wrong = check_kinds(config)
+    problems += wrong
+    if any(problem.field not in settings_by_name() for problem in wrong):
+        raise ConfigError(problems)
+    for problem in wrong:
+        _set(config, problem.field, settings_by_name()[problem.field].default, [])
     given = {override.key_or_group for override in values}
     not_null = {override.key_or_group for override in values if _value(override) is not None}
     for one, other in INSTEAD_OF.items():

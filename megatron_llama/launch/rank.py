@@ -197,6 +197,8 @@ def run_as_rank(plan: Plan, rank: int, entry: Entry) -> int:
 
             get_error_handler().record_exception(error)
         fault = machine_fault(error) or lost and wrap(lost)
+        if fault is None and is_peer_lost(error):
+            fault = wrap(f"Rank {rank} lost its connection to another rank, whose output has the cause: {error}")
         sys.stderr.write(traceback.format_exc() if fault is None else f"{fault}\n")
         sys.stderr.flush()
         if rank == 0:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple, ParamSpec
@@ -58,12 +58,12 @@ def attach(block: nn.Module, kind: str, *, draws_random_numbers: bool) -> None:
     """
     if kind == "none":
         return
-    _wrap(block, "forward", _block_forward(kind, draws_random_numbers))
+    wrap_method(block, "forward", _block_forward(kind, draws_random_numbers))
     if kind == "selective":
-        _wrap(block.self_attn, "core_attention", _core_attention)
+        wrap_method(block.self_attn, "core_attention", _core_attention)
 
 
-def _wrap(module: Any, name: str, wrapper: Callable[..., Tensor]) -> None:
+def wrap_method(module: Any, name: str, wrapper: Callable[..., Tensor]) -> None:
     """Replace a method by ``wrapper``, which calls the original as ``module.<name>_once``."""
     setattr(module, f"{name}_once", getattr(module, name))
     setattr(module, name, MethodType(wrapper, module))
@@ -95,7 +95,7 @@ def _core_attention(attention: Any, *inputs: Any) -> Tensor:
     if not torch.is_grad_enabled():
         return attention.core_attention_once(*inputs)  # type: ignore[no-any-return]
     # No recipes inside: the output of attention is saved, not the output of the kernel.
-    with nullcontext() if torch.compiler.is_compiling() else _recording(None):
+    with nullcontext() if torch.compiler.is_compiling() else without_recipes():
         return checkpoint(attention.core_attention_once, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -156,6 +156,11 @@ def _recording(recipes: _Recipes | None) -> Iterator[Any]:
         _recipes = before
         if recipes is not None:
             recipes.clear()
+
+
+def without_recipes() -> AbstractContextManager[Any]:
+    """Return a context in which no recipes are recorded, because the tensors inside are not saved."""
+    return _recording(None)
 
 
 _ATTENTION = (

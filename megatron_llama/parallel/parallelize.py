@@ -27,7 +27,7 @@ from megatron_llama.arch.names import is_lora
 from megatron_llama.devices import Device
 from megatron_llama.devices.kernels import Kernels
 from megatron_llama.devices.visibility import Documents
-from megatron_llama.model import random_ltd, recompute
+from megatron_llama.model import mlp_chunks, random_ltd, recompute
 from megatron_llama.model.init import initial_values, torch_dtype
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import Llama
@@ -231,6 +231,7 @@ def _wrap_blocks(chunk: Llama, plan: Plan, compiler: Compiler | None, kernels: K
     draws_random_numbers = plan.config.finetune.lora_dropout > 0
     offload = Offload() if "activations" in plan.config.trainer.offload else None
     for number, block in chunk.layers.items():
+        mlp_chunks.attach(block, plan.config.trainer.mlp_chunks)
         recompute.attach(block, plan.recompute(int(number)), draws_random_numbers=draws_random_numbers)
         if compiler is not None:
             make_traceable(block)

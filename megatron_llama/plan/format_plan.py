@@ -44,7 +44,8 @@ def format_plan(plan: Plan) -> str:
 
 def _recompute(trainer: TrainerConfig) -> str:
     often = f" in 1 of {trainer.recompute_every} blocks" if trainer.recompute_every > 1 else ""
-    return f"recompute {trainer.recompute}{often}"
+    chunks = f", MLP in {trainer.mlp_chunks} chunks" if trainer.mlp_chunks > 1 else ""
+    return f"recompute {trainer.recompute}{often}{chunks}"
 
 
 def layout_lines(plan: Plan, hardware: str | None = None) -> Iterator[str]:

@@ -187,6 +187,8 @@ class Job:
     """A value of trainer.recompute, or half (other programs)."""
     recompute_every: int = 1
     """Only every n-th block recomputes."""
+    mlp_chunks: int = 1
+    """Chunks of tokens in which the feed-forward network runs, again in the backward pass."""
     offloads_activations: bool = False
     """Saved tensors of blocks are in host memory."""
     offloads_optimizer: bool = False
@@ -368,6 +370,7 @@ def job_of_plan(plan: Plan) -> Job:
         stage_layers=tuple(trainer.pipeline_layers or ()),
         recompute=trainer.recompute,
         recompute_every=trainer.recompute_every,
+        mlp_chunks=trainer.mlp_chunks,
         offloads_activations="activations" in trainer.offload,
         offloads_optimizer="optimizer" in trainer.offload,
         format="fp8" if trainer.float8 else precision.compute_format,

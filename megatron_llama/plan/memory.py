@@ -326,9 +326,9 @@ def layer_activations(job: Job, recompute: str | None = None) -> dict[str, float
         return {"block inputs": stream / split}
     # Here selective recomputes elementwise operators and attention, whose kernels save no scores.
     elementwise = recompute == "elementwise" or (recompute == "selective" and program.chunks_logits)
-    frozen, selective = bool(job.lora_parameters), recompute == "selective"
+    frozen, selective, chunked = bool(job.lora_parameters), recompute == "selective", job.mlp_chunks > 1
     # A frozen matrix needs no input for its gradient.
-    inputs = (("qkv" in job.adapted) + ("gate_up" in job.adapted)) if frozen else 2
+    inputs = (("qkv" in job.adapted) + (chunked or "gate_up" in job.adapted)) if frozen else 2
     norms = 2 * stream / split
     if not elementwise or shape.norms_branches:  # otherwise the inputs of qkv and gate_up are recomputed from norms
         norms += inputs * stream / (1 if program.keeps_gathered else split)
@@ -343,11 +343,9 @@ def layer_activations(job: Job, recompute: str | None = None) -> dict[str, float
         attention += job.tokens * ((queries + keys) / shape.head_dim if shape.qk_norm == "head" else 2) * FP32
         attention += (program.kernels == "fused" and not elementwise) * job.tokens * (queries + keys) * width
     ffn = job.tokens * shape.ffn / job.tp * width
-    inner = ((3 if shape.gated else 2) - elementwise) * ffn
-    if shape.gated and program.kernels == "eager" and not selective and not elementwise:
-        inner += ffn  # silu's output
-    if frozen and "down" not in job.adapted and not elementwise:
-        inner -= ffn
+    inner = 0.0
+    if not chunked:
+        inner = ffn * _inner_tensors(job, elementwise=elementwise, keeps_silu=not (selective or elementwise))
     saved = {"norms": norms, "attention": attention, "feed-forward": inner}
     if job.scaled_outputs:  # DoRA's outputs before the factors
         saved["DoRA"] = job.scaled_outputs * job.tokens * width
@@ -361,6 +359,16 @@ def layer_activations(job: Job, recompute: str | None = None) -> dict[str, float
         outputs = sum(columns for _, columns in shape.layer_matmuls(job.tp)) - queries
         return {"block inputs": stream / split, "products": (outputs / 2 + 2 * queries) * job.tokens * width}
     return saved
+
+
+def _inner_tensors(job: Job, *, elementwise: bool, keeps_silu: bool) -> int:
+    """Return the number of tensors [s, b, intermediate] that the feed-forward network saves."""
+    count = (3 if job.shape.gated else 2) - elementwise
+    if job.shape.gated and job.program.kernels == "eager" and keeps_silu:
+        count += 1  # silu's output
+    if job.lora_parameters and "down" not in job.adapted and not elementwise:
+        count -= 1
+    return count
 
 
 def footprint(job: Job, stage: int, states: States | None = None) -> Footprint:
@@ -462,13 +470,25 @@ def _block(job: Job, stage: int) -> float:
     recomputed = sum(saved.values()) if job.recompute == "full" else 0.0
     if stage == job.pp - 1 and not job.program.chunks_logits:
         return recomputed
-    inner = 3 * job.tokens * job.shape.ffn / job.tp
+    inner, largest = 3 * job.tokens * job.shape.ffn / job.tp, 0.0
+    if job.mlp_chunks > 1:
+        inner *= (1 + _inner_tensors(job, elementwise=False, keeps_silu=True) / 3) / job.mlp_chunks
     if divided := _divided_attention(job):
         # The feed-forward's part of the block is freed before attention's backward pass. Offloaded blocks have copies.
         freed = 0 if job.offloads_activations else saved.get("feed-forward", 0) + saved.get("norms", 0) / 2
         inner = max(inner, (divided - freed) / job.inner_bytes)
-    largest = 0 if job.lora_parameters else max(rows * columns for rows, columns in job.shape.layer_matmuls(job.tp))
-    return recomputed + (inner + largest) * job.inner_bytes
+    if not job.lora_parameters:
+        largest = max(rows * columns for rows, columns in job.shape.layer_matmuls(job.tp))
+    made = (inner + largest) * job.inner_bytes
+    if job.mlp_chunks > 1:
+        made = max(made, _norm_backward(job))
+    return recomputed + made
+
+
+def _norm_backward(job: Job) -> float:
+    """Return the bytes of a norm's backward pass: four tensors in fp32, two gradients of the stream."""
+    elements = job.tokens * job.shape.hidden / (job.tp if job.sp else 1)
+    return elements * (4 * FP32 + 2 * job.inner_bytes)
 
 
 def _exchanged_keys(job: Job) -> float:

@@ -132,6 +132,7 @@ CHANGES: dict[str, Change] = {
     "trainer.recompute": Change("full"),
     "trainer.offload": Change(["optimizer"]),
     "trainer.recompute_every": Change(2, base={"trainer.recompute": "full"}),
+    "trainer.mlp_chunks": Change(4),
     "trainer.compile": Change(True),
     "trainer.compile_strict": Change(True),
     "trainer.compile_cache": Change("/elsewhere"),

@@ -96,6 +96,7 @@ BOUNDS: dict[str, Bounds] = {
     ),
     "trainer.recompute": (["some"], ["none", "elementwise", "selective", "full"]),
     "trainer.recompute_every": COUNT,
+    "trainer.mlp_chunks": COUNT,
     "trainer.offload": ([["weights"], ["optimizer", "optimizer"]], [[], ["activations", "optimizer"]]),
     "trainer.skip_nonfinite_steps": COUNT_FROM_0,
     "trainer.hang_timeout_seconds": POSITIVE,

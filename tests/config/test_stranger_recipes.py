@@ -105,6 +105,14 @@ def test_missing_values_of_omegaconf_are_named_all_at_once() -> None:
     assert {problem.field for problem in error.value.problems} == set(names)
 
 
+def test_unusable_references_come_with_the_problems_of_other_settings() -> None:
+    words = ["trainer.steps='???'", "data.prefixes=${trainer.tp}", "optim.lr=much", "trainer.tpp=2"]
+    with pytest.raises(ConfigError) as error:
+        load_config(words, CONF)
+    fields = {problem.field for problem in error.value.problems}
+    assert fields == {"trainer.steps", "data.prefixes", "optim.lr", "trainer.tpp"}
+
+
 def test_what_people_write_is_accepted() -> None:
     config = load_config(["data=mock", "run.dir=runs/${model.name}-${oc.env:HOME}", "optim=wsd"], CONF)
     assert config.run.dir and config.run.dir.startswith("runs/llama_2m-/")

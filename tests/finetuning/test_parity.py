@@ -61,6 +61,7 @@ HARDER = {
         4,
         ["trainer.cp=2", "trainer.cp_comm=ulysses", "trainer.zero=3", "trainer.recompute=full", MICRO_1],
     ),
+    "tp2·dp2, mlp chunks": (4, ["trainer.tp=2", "trainer.zero=3", "trainer.mlp_chunks=3", MICRO_1]),
     "tp2·dp2, recompute": (4, ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=full", MICRO_1]),
 }
 

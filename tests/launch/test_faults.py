@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,10 +29,12 @@ from megatron_llama.parallel import process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system.errors import LaunchFailed, MachineError
 from tests.data.files import data_plan, numbered, write_indexed
+from tests.paths import ROOT
 from tests.processes import (
     PATIENCE_SECONDS,
     MakeLauncher,
     announce,
+    environment,
     gone,
     pids,
     plan_of,
@@ -243,6 +246,18 @@ def test_what_a_disk_did_is_no_traceback(error: Exception, is_message: bool) -> 
     reported = describe(error)
     assert reported.kind == "error" and ("Traceback" in reported.text or "Error" in reported.text) != is_message
     assert (error.strerror if isinstance(error, OSError) else str(error)) in reported.text
+
+
+def test_a_rank_of_srun_names_a_lost_peer_in_one_message() -> None:
+    code = """if True:
+        from megatron_llama.launch import rank
+        rank.CONSEQUENCE_DELAY_SECONDS = 0
+        def lose(_): raise RuntimeError("[gloo/pair.cc:534] Connection closed by peer [10.0.0.2]:6001")
+        rank.run_as_rank(None, 3, lose)"""
+    ended = subprocess.run([sys.executable, "-c", code], env=environment(), cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    message = " ".join(ended.stderr.split())
+    assert "Rank 3 lost its connection to another rank" in message and "closed by peer [10.0.0.2]:6001" in message
 
 
 def test_an_output_that_can_not_be_deleted_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

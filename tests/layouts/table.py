@@ -27,6 +27,7 @@ COMPILED, WIDE = ["trainer.compile=true", "trainer.compile_strict=true"], ["mode
 CP, CP4, ULYSSES, DOCUMENTS = "trainer.cp=2", "trainer.cp=4", "trainer.cp_comm=ulysses", "data.document_mask=true"
 # Frequencies depend on the length of whole sequences, 16 tokens.
 DYNAMIC = ["model.rope_scaling={rope_type: dynamic, factor: 4.0}", "model.max_position_embeddings=8"]
+MLP_CHUNKS = "trainer.mlp_chunks=2"
 Z_LOSS = "trainer.z_loss=0.05"
 ORIGINAL = ["optim.adjust_lr=original", "optim.matrix_lr=0.005"]
 SIX_SAMPLES = "trainer.global_batch_size=6"
@@ -68,6 +69,7 @@ QUICK = {
     "pp2·dp2, random-LTD, zero 3",
     "tp2·dp2+sp, zero 2, 8-bit states",
     "deterministic",
+    "tp2·dp2+sp, zero 3, mlp chunks, full recompute",
     "tp2·pp2+sp, odd vocabulary, z-loss",
     "tp4+sp, muon, kv heads < tp",
     "tp2·dp2+sp, muon, zero 3",
@@ -160,6 +162,18 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
         ["trainer.tp=2", MICRO_1],
         ["model.num_key_value_heads=1", "trainer.global_batch_size=6"],
     ),
+    ("mlp chunks", 1, ["trainer.mlp_chunks=3"], []),
+    ("tp2+sp, olmo2, mlp chunks, full recompute", 2, ["trainer.tp=2", MLP_CHUNKS, FULL], [OLMO2]),
+    ("tp2, mlp chunks", 2, ["trainer.tp=2", "trainer.sp=false", "trainer.mlp_chunks=4"], []),
+    (
+        "tp2·dp2+sp, zero 3, mlp chunks, full recompute",
+        4,
+        ["trainer.tp=2", "trainer.zero=3", "trainer.mlp_chunks=3", FULL],
+        [],
+    ),
+    ("tp2·pp2+sp, mlp chunks, elementwise recompute", 4, ["trainer.tp=2", "trainer.pp=2", MLP_CHUNKS, ELEMENTWISE], []),
+    ("pp2·vpp2, mlp chunks, offloaded", 2, ["trainer.pp=2", "trainer.vpp=2", MLP_CHUNKS, OFFLOAD], []),
+    ("cp2·dp2, zero 3, mlp chunks, full recompute, window", 4, [CP, "trainer.zero=3", MLP_CHUNKS, FULL], [WINDOW]),
     ("selective recompute", 1, ["trainer.recompute=selective"], []),
     ("elementwise recompute", 1, ["trainer.recompute=elementwise"], []),
     (

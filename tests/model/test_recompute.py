@@ -72,6 +72,11 @@ def test_saved_values_of_a_block(kind: str) -> None:
     assert saved == SAVED[kind]
 
 
+def test_mlp_chunks_save_the_input_only() -> None:
+    saved = run_ranks(_saved_values, 1, make_plan(1, "trainer.mlp_chunks=2"), False)[0]
+    assert saved == SAVED["none"] - GATE_UP - 2 * S * B * F_
+
+
 def test_merged_heads_are_recomputed_where_they_are_a_copy() -> None:
     saved = run_ranks(_saved_values, 1, make_plan(1, "trainer.recompute=elementwise"), True)[0]
     assert saved == NORMS + OUT + RESIDUAL + GATE_UP

@@ -452,6 +452,23 @@ def something_is_recomputed(config: Config, world_size: int) -> Iterator[Problem
         yield Problem("trainer.recompute_every", every, rule, "write trainer.recompute=full, or omit it")
 
 
+@reads("trainer.mlp_chunks", "trainer.compile", "trainer.float8", "finetune.lora_dropout", "finetune.method")
+def chunks_can_run_alone(config: Config, world_size: int) -> Iterator[Problem]:
+    """The feed-forward network in chunks is not compiled, and a chunk gives the values of the whole."""
+    trainer, chunks = config.trainer, config.trainer.mlp_chunks
+    if chunks == 1:
+        return
+    if trainer.compile:
+        rule = "conflicts with trainer.compile=true: the compiler cannot trace the chunks' backward pass"
+        yield Problem("trainer.mlp_chunks", chunks, rule, "write trainer.compile=false, or trainer.mlp_chunks=1")
+    if trainer.float8:
+        rule = f"conflicts with trainer.float8={trainer.float8}, which would scale each chunk by its own maximum"
+        yield Problem("trainer.mlp_chunks", chunks, rule, "write trainer.float8=null, or trainer.mlp_chunks=1")
+    if config.finetune.method == "lora" and config.finetune.lora_dropout:
+        rule = "conflicts with LoRA's dropout: the second pass over a chunk would draw another mask"
+        yield Problem("trainer.mlp_chunks", chunks, rule, "write finetune.lora_dropout=0, or trainer.mlp_chunks=1")
+
+
 @reads("launch.hosts", "launch.hostfile")
 def hosts_can_be_reached(config: Config, world_size: int) -> Iterator[Problem]:
     """Hosts have valid names, each once, and come from one setting."""

@@ -173,7 +173,7 @@ def _layer(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> _W
     else:
         matmul, memory = matmul + weights, 0.0
     core, scores = _attention(job, device, constants)
-    attention_recomputed = max(recomputed, _attention_recomputed(job))
+    attention_recomputed = max(_blocks_recomputed(job), _attention_recomputed(job))
     attention = core * (1 + FLASH_BACKWARD + attention_recomputed)
     if job.program.attention == "scores":
         attention = (core + scores) * (3 + attention_recomputed)
@@ -188,9 +188,19 @@ def _layer(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> _W
     return _Work(matmul, attention, memory, gaps, _tensor_parallel(job, device, constants))
 
 
+def _blocks_recomputed(job: Job) -> float:
+    """Return the share of the blocks that the backward pass recomputes."""
+    return {"full": 1.0, "half": 0.5}.get(job.recompute, 0.0) / job.recompute_every
+
+
 def _gemms_recomputed(job: Job) -> float:
     """Return the share of a block's GEMMs that the backward pass recomputes, averaged over the blocks."""
-    return {"full": 1.0, "half": 0.5}.get(job.recompute, 0.0) / job.recompute_every
+    blocks = _blocks_recomputed(job)
+    if job.mlp_chunks == 1:
+        return blocks
+    sizes = [rows * columns for rows, columns in job.shape.layer_matmuls(job.tp)]
+    mlp = 1 - sum(sizes[:2]) / sum(sizes)  # after qkv and o
+    return mlp + blocks * (1 - mlp)
 
 
 def _attention_recomputed(job: Job) -> float:
@@ -218,8 +228,15 @@ def kernel_count(job: Job) -> float:
     count = forward * (3 + recomputed)
     count += OPERATIONS[program.kernels] * _elementwise_recomputed(job) * REPEATED_OPERATIONS
     if job.tp > 1:
-        count += COLLECTIVE_OPERATIONS * (4 + (2 * _gemms_recomputed(job) if job.recompute == "full" else 0))
+        count += COLLECTIVE_OPERATIONS * _sums_over_tp(job)
     return count
+
+
+def _sums_over_tp(job: Job) -> float:
+    """Return the all-reduces of a block, or pairs of gather and scatter: two forward, two backward, two recomputed."""
+    if job.mlp_chunks > 1:  # each network is recomputed
+        return 5 + (job.recompute == "full") / job.recompute_every
+    return 4 + 2 * (job.recompute == "full") / job.recompute_every
 
 
 def _attention(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> tuple[float, float]:
@@ -253,9 +270,8 @@ def _tensor_parallel(job: Job, device: HardwareSpec, constants: Mapping[str, flo
     if job.tp == 1:
         return 0.0
     size = job.tokens * job.shape.hidden * job.inner_bytes
-    sums = 4 + (2 * _gemms_recomputed(job) if job.recompute == "full" else 0)
     exposed = constants["exposed.tp overlapped" if job.program.overlaps_tp else "exposed.tp"]
-    return exposed * sums * all_reduce(size, job.tp, 1, device, constants)
+    return exposed * _sums_over_tp(job) * all_reduce(size, job.tp, 1, device, constants)
 
 
 def _context_parallel(job: Job, layer: _Work, device: HardwareSpec, constants: Mapping[str, float]) -> float:

@@ -24,28 +24,33 @@ from megatron_llama.arch.shapes import (
     FUSED,
     KV_HEADS,
     ROW_PARALLEL,
-    bias_rows,
-    block_norms,
     fused_rows,
-    fused_shape,
     head_dim,
     is_summed_over_tp,
     kv_copies,
     kv_heads_per_rank,
     loss_chunk,
-    matrices,
     norms_branches,
     qk_norm,
-    qk_norm_shapes,
 )
-from megatron_llama.config.precision import BYTES, exchanged_bytes, quantized_bytes
+from megatron_llama.config.precision import BYTES, exchanged_bytes
 from megatron_llama.plan.matrix_work import MatrixWork
 from megatron_llama.plan.plan import Plan
+from megatron_llama.tools.forecast.parameters import (
+    Parameter,
+    block_parameters,
+    gathered_bytes,
+    is_trained,
+    key_rows,
+    target_rows,
+    units,
+)
 from megatron_llama.topology import AXIS_NAMES, chunks_of
 
 AXES = (*AXIS_NAMES, "world")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv")
 FP32, INT32, INT64 = 4, 4, 8
+MLP = ("gate_up_proj", "down_proj")
 
 
 class TrafficKey(NamedTuple):
@@ -251,26 +256,37 @@ def _blocks(
     """Yield the operations of block passes on ``activations`` bytes. ``selective`` of them recompute attention."""
     # Recomputation stops at the last tensor that the backward pass needs. down_proj's sum is needed only by LoRA's B
     # and by a norm after it. For weight gradients megatron-core gathers the inputs a second time. Inductor saves the
-    # gathered inputs, and frozen weights have no gradients.
-    lora = plan.config.finetune.method == "lora"
-    inputs = 0 if plan.config.trainer.compile or lora else 2 * blocks
-    recomputed_sums = recomputed * (2 if target_rows(plan, "down_proj") or norms_branches(plan.model) else 1)
+    # gathered inputs, and frozen weights have no gradients. Networks in chunks are always recomputed, with their sum.
+    lora, chunked = plan.config.finetune.method == "lora", plan.config.trainer.mlp_chunks > 1
+    inputs = 0 if plan.config.trainer.compile or lora else blocks
+    again, last_sums = recomputed, 0
+    if target_rows(plan, "down_proj") or norms_branches(plan.model):
+        last_sums = recomputed
+    if chunked:
+        again = last_sums = blocks + (recomputed if norms_branches(plan.model) else 0)
+    chunks = _mlp_chunks(plan, activations)
 
-    def op(of: str, kind: str, calls: int) -> Operation:
-        return Operation(f"{label}{of}", TrafficKey("tp", kind, plan.config.trainer.tp), calls, activations)
+    def op(of: str, kind: str, attention: int, mlp: int) -> Iterator[Operation]:
+        key = TrafficKey("tp", kind, plan.config.trainer.tp)
+        if not chunked:
+            yield Operation(f"{label}{of}", key, attention + mlp, activations)
+            return
+        yield Operation(f"{label}{of}", key, attention, activations)
+        for size, count in chunks.items():
+            yield Operation(f"{label}{of}, MLP chunks", key, count * mlp, size)
 
     if plan.sp:
-        yield op(", forward: into qkv, gate_up", "all_gather", 2 * blocks)
-        yield op(", forward: out of o, down", "reduce_scatter", 2 * blocks)
-        yield op(", backward: gradients into down, o", "all_gather", 2 * blocks)
-        yield op(", backward: inputs of gate_up, qkv", "all_gather", inputs)
-        yield op(", backward: gradients out of gate_up, qkv", "reduce_scatter", 2 * blocks)
-        yield op(" recomputed: into qkv, gate_up", "all_gather", 2 * recomputed)
-        yield op(" recomputed: out of o", "reduce_scatter", recomputed_sums)
+        yield from op(", forward: into qkv, gate_up", "all_gather", blocks, blocks)
+        yield from op(", forward: out of o, down", "reduce_scatter", blocks, blocks)
+        yield from op(", backward: gradients into down, o", "all_gather", blocks, blocks)
+        yield from op(", backward: inputs of gate_up, qkv", "all_gather", inputs, inputs)
+        yield from op(", backward: gradients out of gate_up, qkv", "reduce_scatter", blocks, blocks)
+        yield from op(" recomputed: into qkv, gate_up", "all_gather", recomputed, again)
+        yield from op(" recomputed: out of o", "reduce_scatter", recomputed, last_sums)
     else:
-        yield op(", forward: out of o, down", "all_reduce", 2 * blocks)
-        yield op(", backward: out of gate_up, qkv", "all_reduce", 2 * blocks)
-        yield op(" recomputed: out of o", "all_reduce", recomputed_sums)
+        yield from op(", forward: out of o, down", "all_reduce", blocks, blocks)
+        yield from op(", backward: out of gate_up, qkv", "all_reduce", blocks, blocks)
+        yield from op(" recomputed: out of o", "all_reduce", recomputed, last_sums)
     yield from _float8_maxima(plan, label, blocks, blocks + recomputed, activations)
     if qk_norm(plan.model) == "projection":
         values = activations // (plan.model.hidden_size * BYTES[plan.precision.compute_dtype]) * FP32
@@ -279,22 +295,38 @@ def _blocks(
         forward = blocks + recomputed + (0 if plan.config.trainer.compile else selective)
         yield Operation(f"{label}: mean squares of q and k, and gradients", key, 2 * (forward + blocks), values)
     for matrix in FUSED if lora else ():
-        # x Aᵀ is gathered or summed like the matrix's input or output.
-        size = len(target_rows(plan, matrix)) * activations // plan.model.hidden_size * plan.config.finetune.lora_rank
-        forward, backward = blocks + recomputed, blocks
-        if plan.sp:
-            kinds = {"reduce_scatter": forward, "all_gather": backward}
-            if matrix not in ROW_PARALLEL:
-                kinds = {"all_gather": forward, "reduce_scatter": backward}
-        else:
-            kinds = {"all_reduce": forward if matrix in ROW_PARALLEL else backward}
-        for kind, calls in kinds.items():
-            key = TrafficKey("tp", kind, plan.config.trainer.tp)
-            yield Operation(f"{label}: LoRA of {matrix}", key, calls * (size > 0), size)
-        if plan.config.finetune.use_dora and matrix in ROW_PARALLEL:
-            key = TrafficKey("tp", "all_reduce", plan.config.trainer.tp)
-            norms = sum(target_rows(plan, matrix)) * FP32
-            yield Operation(f"{label}: DoRA's norms of {matrix}", key, forward * (norms > 0), norms)
+        in_mlp = matrix in MLP
+        for size, count in (chunks if in_mlp else {activations: 1}).items():
+            yield from _lora(plan, label, matrix, size, count * blocks, count * (again if in_mlp else recomputed))
+
+
+def _mlp_chunks(plan: Plan, activations: int) -> dict[int, int]:
+    """Return the number of chunks of trainer.mlp_chunks by their bytes; ``activations`` are the bytes of all."""
+    trainer, unit = plan.config.trainer, plan.config.trainer.tp if plan.sp else 1
+    token = trainer.micro_batch_size * plan.model.hidden_size * BYTES[plan.precision.compute_dtype]
+    rows = activations // token // unit  # torch splits this rank's rows
+    size = -(-rows // trainer.mlp_chunks)
+    whole, rest = divmod(rows, size)
+    return {size * token * unit: whole} | ({rest * token * unit: 1} if rest else {})
+
+
+def _lora(plan: Plan, label: str, matrix: str, activations: int, blocks: int, recomputed: int) -> Iterator[Operation]:
+    """Yield the operations of x Aᵀ, which is gathered or summed like the matrix's input or output."""
+    size = len(target_rows(plan, matrix)) * activations // plan.model.hidden_size * plan.config.finetune.lora_rank
+    forward, backward = blocks + recomputed, blocks
+    if plan.sp:
+        kinds = {"reduce_scatter": forward, "all_gather": backward}
+        if matrix not in ROW_PARALLEL:
+            kinds = {"all_gather": forward, "reduce_scatter": backward}
+    else:
+        kinds = {"all_reduce": forward if matrix in ROW_PARALLEL else backward}
+    for kind, calls in kinds.items():
+        key = TrafficKey("tp", kind, plan.config.trainer.tp)
+        yield Operation(f"{label}: LoRA of {matrix}", key, calls * (size > 0), size)
+    if plan.config.finetune.use_dora and matrix in ROW_PARALLEL:
+        key = TrafficKey("tp", "all_reduce", plan.config.trainer.tp)
+        norms = sum(target_rows(plan, matrix)) * FP32
+        yield Operation(f"{label}: DoRA's norms of {matrix}", key, forward * (norms > 0), norms)
 
 
 def _float8_maxima(plan: Plan, label: str, blocks: int, forward: int, activations: int) -> Iterator[Operation]:
@@ -501,97 +533,3 @@ def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> 
         apart = (plan.config.trainer.pp - 1) * plan.grid.stride("pp")
         key = TrafficKey("pp", "all_reduce", 2)
         yield Operation("gradient of the tied embedding", key, int(first or last), payload, apart)
-
-
-# Sizes of one rank's parameters, in the units of ``fully_shard`` (parallel/fsdp.py).
-
-
-class Parameter(NamedTuple):
-    """Shape of a parameter on one tensor-parallel rank; a vector has one column."""
-
-    name: str
-    rows: int
-    columns: int
-    trained: bool = True
-    quantized: bool = False
-    """Whether it is a frozen matrix in 8 or 4 bits."""
-
-    def shard(self, ranks: int) -> int:
-        """Return the values of one of ``ranks`` shards; ``fully_shard`` pads the rows."""
-        return -(-self.rows // ranks) * self.columns
-
-
-class Unit(NamedTuple):
-    """Parameters that one collective moves."""
-
-    label: str
-    number: int
-    """Units of this kind in a chunk."""
-    parameters: tuple[Parameter, ...]
-
-
-def target_rows(plan: Plan, matrix: str) -> list[int]:
-    """Return the rows on one rank of each LoRA target module in a fused matrix."""
-    finetune, tp = plan.config.finetune, plan.config.trainer.tp
-    if finetune.method != "lora":
-        return []
-    rows = fused_rows(plan.model, matrix, tp)
-    return [count for module, count in rows.items() if module in finetune.lora_target_modules]
-
-
-def key_rows(plan: Plan) -> int:
-    """Return the number of trained key and value rows of qkv, or of LoRA's B there. They are its last rows."""
-    finetune, tp = plan.config.finetune, plan.config.trainer.tp
-    targets = finetune.lora_target_modules if finetune.method == "lora" else ("k_proj", "v_proj")
-    return sum(matrices(plan.model)[module].local_shape(tp)[0] for module in ("k_proj", "v_proj") if module in targets)
-
-
-def block_parameters(plan: Plan) -> tuple[Parameter, ...]:
-    """Return the parameters of a block, in the order of the model."""
-    finetune, tp, h = plan.config.finetune, plan.config.trainer.tp, plan.model.hidden_size
-    full, parameters = finetune.method != "lora", list[Parameter]()
-    biases, branches = bias_rows(plan.model, tp), (("qkv_proj", "o_proj"), ("gate_up_proj", "down_proj"))
-    for norm, fused in zip(block_norms(plan.model), branches, strict=True):
-        parameters.append(Parameter(norm, h, 1, is_trained(plan, norm)))
-        for matrix in fused:
-            rows, columns = fused_shape(plan.model, matrix, tp)
-            parameters.append(Parameter(matrix, rows, columns, full, plan.quantized is not None))
-            if matrix in biases:
-                parameters.append(Parameter(f"{matrix}.bias", biases[matrix], 1, full))
-            if targets := target_rows(plan, matrix):
-                parameters.append(Parameter(f"{matrix}.lora_A", len(targets) * finetune.lora_rank, columns))
-                parameters.append(Parameter(f"{matrix}.lora_B", sum(targets), finetune.lora_rank))
-                if finetune.use_dora:
-                    parameters.append(Parameter(f"{matrix}.{MAGNITUDE}", sum(targets), 1))
-    sizes = qk_norm_shapes(plan.model, tp).items()
-    return (*parameters, *(Parameter(name, size, 1, is_trained(plan, name)) for name, size in sizes))
-
-
-def units(plan: Plan, layers: int, is_first: bool, is_last: bool) -> Iterator[Unit]:
-    """Yield the units of a pipeline chunk of ``layers`` blocks."""
-    h = plan.model.hidden_size
-    rows = plan.padded_vocab_size // plan.config.trainer.tp
-    embedding = Parameter("embed_tokens", rows, h, is_trained(plan, "embed_tokens"))
-    norm = Parameter("norm", h, 1, is_trained(plan, "norm"))
-    head = Parameter("lm_head", rows, h, is_trained(plan, "lm_head"))
-    yield Unit("blocks", layers, block_parameters(plan))
-    if is_first and is_last and plan.model.tie_word_embeddings:
-        yield Unit("embedding, norm and head", 1, (embedding, norm))
-        return
-    if is_first:
-        yield Unit("embedding", 1, (embedding,))
-    if is_last:
-        yield Unit("norm and head", 1, (head, norm))
-
-
-def is_trained(plan: Plan, module: str) -> bool:
-    """Whether a weight of the model has a gradient, that is, LoRA does not freeze it."""
-    return plan.config.finetune.method != "lora" or module.endswith(tuple(plan.config.finetune.modules_to_save))
-
-
-def gathered_bytes(plan: Plan, parameter: Parameter, ranks: int) -> int:
-    """Return the bytes of one of ``ranks`` shards of a parameter in the format in which it is gathered."""
-    values = parameter.shard(ranks)
-    if parameter.quantized and plan.quantized:
-        return quantized_bytes(plan.quantized, values)
-    return values * BYTES[plan.precision.compute_dtype]

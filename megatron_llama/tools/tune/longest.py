@@ -25,6 +25,8 @@ RECOMPUTE, OFFLOAD = "trainer.recompute", "trainer.offload"
 METHODS = {"full": "full", "lora": "LoRA"}
 SAVING = {"trainer.micro_batch_size": 1, RECOMPUTE: "full", "trainer.vpp": 1}
 """Settings of least memory, unless the user sets others."""
+MLP_CHUNKS = 8
+"""Chunks of the longest sequence in any layout."""
 LAYOUTS = ("1", "all")
 """Sizes of context parallelism in the table: none, or all ranks that tp and pp leave."""
 
@@ -73,12 +75,26 @@ def length_settings(config: Config, tokens: int) -> dict[str, int]:
     return {LENGTH: tokens, **more}
 
 
-def longest_in_any_layout(tuned: Tuner, fits: Fits, progress: Callable[[int], None]) -> int:
-    """Return the longest sequence of any layout of the target; 0 if none fits.
+def longest_in_any_layout(tuned: Tuner, fits: Fits, progress: Callable[[int], None]) -> tuple[int, dict[str, int]]:
+    """Return the longest sequence of any layout of the target, 0 if none fits, and the settings that it needs.
+
+    The feed-forward network runs in chunks if the model has positions for the longer sequence.
 
     Raises:
         ConfigError: all layouts break a rule.
     """
+    tokens = _longest_in_any_layout(tuned, fits, progress)
+    trainer, positions = tuned.config.trainer, tuned.config.model.max_position_embeddings
+    excluded = trainer.compile or trainer.float8 or tuned.config.finetune.lora_dropout
+    if tokens >= positions or trainer.mlp_chunks > 1 or excluded:
+        return tokens, {}
+    changed = deepcopy(tuned.config)
+    changed.trainer.mlp_chunks = MLP_CHUNKS
+    in_chunks = _longest_in_any_layout(Tuner(changed, tuned.fixed, tuned.target), fits, progress)
+    return (in_chunks, {"trainer.mlp_chunks": MLP_CHUNKS}) if in_chunks > tokens else (tokens, {})
+
+
+def _longest_in_any_layout(tuned: Tuner, fits: Fits, progress: Callable[[int], None]) -> int:
     saving = Tuner(tuned.config, {**SAVING, **tuned.fixed}, tuned.target, context=True)
     lengths, problem, done = [], None, 0
     for ranks in tuned.target.world_sizes():

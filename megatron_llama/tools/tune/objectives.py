@@ -144,13 +144,14 @@ def _max_seq_len(request: TuneRequest, tuned: Tuner, trials: int) -> None:
     scale, positions = 1.0, config.model.max_position_embeddings
     for _ in range(max(1, trials)):
         with progress_bar("forecast", "layouts") as bar:
-            tokens = longest_in_any_layout(tuned, partial(_fits, target, scale), bar.show)
+            tokens, more = longest_in_any_layout(tuned, partial(_fits, target, scale), bar.show)
         if not tokens:
             raise NothingWorks(f"Sequences of {STEP} tokens do not fit on {target}.")
         capped = min(tokens, positions)
         limit = f"; model.max_position_embeddings limits them to {positions:,}" if tokens > positions else ""
         _print_lines(wrap_lines(f"longest sequence that fits in any layout: {tokens:,} tokens{limit}"))
-        longer = Tuner(config, tuned.fixed, target, length_settings(config, capped), context=True)
+        settings = {**length_settings(config, capped), **more}
+        longer = Tuner(config, tuned.fixed, target, settings, context=True)
         result = run_search(request, longer, enumerate_candidates(longer), trials)
         if result.best is not None and (not result.history.tried or result.history.best):
             _show_and_write(request, result)

@@ -171,6 +171,20 @@ CASES = [
         "trainer.recompute=full",
     ),
     Case(
+        "chunks_can_run_alone",
+        1,
+        {"trainer.mlp_chunks": 4, "trainer.compile": True},
+        {"trainer.mlp_chunks": 4, "trainer.compile": False},
+        "trainer.compile=false",
+    ),
+    Case(
+        "chunks_can_run_alone",
+        1,
+        {"trainer.mlp_chunks": 4, "finetune.method": "lora", "finetune.lora_dropout": 0.1},
+        {"trainer.mlp_chunks": 4, "finetune.method": "lora"},
+        "finetune.lora_dropout=0",
+    ),
+    Case(
         "saved_tensors_are_offloaded",
         1,
         {"trainer.offload": ["activations"], "trainer.recompute": "elementwise"},

@@ -27,6 +27,8 @@ CP2, ULYSSES = "trainer.cp=2", "trainer.cp_comm=ulysses"
 TWO = "model.num_hidden_layers=2"
 ELEMENTWISE = "trainer.recompute=elementwise"
 LORA, ALL = "finetune=lora", "finetune.lora_target_modules=all-linear"
+CHUNKS = "trainer.mlp_chunks=8"
+LONG = ("data.seq_length=4096", "trainer.micro_batch_size=1", "model.vocab_size=512")
 FAST = {
     "tp2 pp2, zero 2": (0, TP2, PP2, TWO, "trainer.dp=2", "trainer.zero=2"),
     "zero 3, full recompute": (0, TWO, "trainer.dp=2", "trainer.zero=3", FULL),
@@ -68,6 +70,13 @@ SLOW = {
     "full in every 3rd block": (0, FULL, "trainer.recompute_every=3"),
     "full": (0, FULL),
     "tp2 full": (0, TP2, FULL),
+    "mlp chunks": (0, CHUNKS),
+    "mlp chunks, long": (0, CHUNKS, *LONG),
+    "mlp chunks, full, long": (0, CHUNKS, FULL, *LONG),
+    "mlp chunks, full, tp2, long": (0, CHUNKS, FULL, TP2, *LONG),
+    "mlp chunks, elementwise, fp32": (0, CHUNKS, ELEMENTWISE, "trainer.precision=fp32"),
+    "mlp chunks, full, offload, cp2, long": (0, CHUNKS, FULL, CP2, "trainer.offload=[activations]", *LONG),
+    "mlp chunks, full, LoRA": (0, CHUNKS, FULL, LORA, ALL, *LONG),
     "pp2, first": (0, PP2),
     "pp2, last": (1, PP2),
     "pp4, third": (2, "trainer.pp=4"),

@@ -13,7 +13,8 @@ from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.arch.shapes import head_dim
 from megatron_llama.devices import get_device
 from megatron_llama.plan import Plan, stage_memory
-from megatron_llama.tools.forecast.traffic import totals, units
+from megatron_llama.tools.forecast.parameters import units
+from megatron_llama.tools.forecast.traffic import totals
 from megatron_llama.tools.rehearse import rehearsal as module
 from megatron_llama.tools.rehearse.rehearsal import measure_rank
 from megatron_llama.tools.rehearse.report import (

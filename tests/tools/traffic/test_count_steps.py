@@ -76,6 +76,19 @@ LAYOUTS = {
         2,
         ["trainer.tp=2", "trainer.float8=tensorwise", "trainer.recompute=full", *LORA],
     ),
+    "tp2+sp, mlp chunks that differ": (2, ["trainer.tp=2", "trainer.mlp_chunks=3", FEW]),
+    "tp2+sp, olmo2, mlp chunks, full recompute": (
+        2,
+        ["trainer.tp=2", "trainer.mlp_chunks=2", "trainer.recompute=full", "model.model_type=olmo2", FEW],
+    ),
+    "tp2, mlp chunks, full recompute": (
+        2,
+        ["trainer.tp=2", "trainer.sp=false", "trainer.mlp_chunks=2", "trainer.recompute=full", FEW],
+    ),
+    "tp2+sp, mlp chunks, full recompute, LoRA on all": (
+        2,
+        ["trainer.tp=2", "trainer.mlp_chunks=2", "trainer.recompute=full", *LORA],
+    ),
     "pp2": (2, ["trainer.pp=2", FEW]),
     "pp3, uneven": (3, ["trainer.pp=3", "trainer.pipeline_layers=[2,1,1]", FEW]),
     "pp2·vpp2": (2, ["trainer.pp=2", "trainer.vpp=2", FEW]),

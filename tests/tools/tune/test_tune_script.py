@@ -14,7 +14,13 @@ from megatron_llama.system.files import locked_folder
 from megatron_llama.tools.tune import objectives, search, trial
 from megatron_llama.tools.tune.candidates import TUNED, Candidate, Tuner
 from megatron_llama.tools.tune.cli import main
-from megatron_llama.tools.tune.longest import LengthCell, length_settings, longest_sequence, sequence_table
+from megatron_llama.tools.tune.longest import (
+    LengthCell,
+    length_settings,
+    longest_in_any_layout,
+    longest_sequence,
+    sequence_table,
+)
 from megatron_llama.tools.tune.trial import DONE, FAILED, TrialOutcome
 from tests.tools.tune.searches import WORDS, tuned
 
@@ -129,6 +135,22 @@ def test_the_longest_layout_uses_context_parallelism() -> None:
         for layout in layouts
     )
     assert {layout["trainer.cp"] for layout in tuned().layouts(2)} == {1}, "other objectives keep the config's size"
+
+
+def test_the_longest_sequence_in_any_layout_uses_mlp_chunks() -> None:
+    wide = ("model.intermediate_size=4096", "model.max_position_embeddings=1000000")
+
+    def longest(*words: str) -> tuple[int, dict[str, int]]:
+        def fits(each: Candidate) -> bool:
+            return each.required_bytes <= 2 << 30
+
+        return longest_in_any_layout(tuned(*words, memory=2 << 30), fits, lambda _: None)
+
+    tokens, settings = longest(*wide)
+    whole, nothing = longest(*wide, "trainer.compile=true")
+    assert settings == {"trainer.mlp_chunks": 8} and nothing == {}
+    assert tokens > 1.2 * whole > 0
+    assert longest(wide[0], "model.max_position_embeddings=512")[1] == {}, "the model has no more positions"
 
 
 def test_longest_sequence_is_maximal() -> None:
