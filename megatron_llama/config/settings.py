@@ -326,7 +326,7 @@ class TrainerConfig:
     """Recompute in every n-th block only, from the first on: less recomputation, more memory."""
     mlp_chunks: Annotated[int, at_least(1)] = 1
     """Compute the feed-forward network of each block in this number of chunks of tokens, again in the backward pass.
-    For long sequences: its wide tensors exist for one chunk only. docs/guides/methods/mlp_chunks.md"""
+    For long sequences: tensors of intermediate_size exist for one chunk only. docs/guides/methods/mlp_chunks.md"""
     compile: bool | None = None
     """torch.compile each block; on CPU this needs a C++ compiler. Derived: on a GPU true for 100 steps or more and with
     trainer.epochs, on other accelerators for 1,000 steps or more, on all of them with trainer.profile; on a CPU

@@ -1,7 +1,7 @@
 """The feed-forward network in chunks of tokens (``trainer.mlp_chunks``).
 
-A block saves only the network's input. The backward pass computes one chunk at a time again, with its gradients. So the
-wide tensors [s, b, intermediate] exist for one chunk only. DeepSpeed calls this TiledMLP (ALST, arXiv:2506.13996).
+A block saves only the network's input. The backward pass computes one chunk at a time again, with its gradients. So
+tensors [s, b, intermediate] exist for one chunk only. DeepSpeed calls this TiledMLP (ALST, arXiv:2506.13996).
 Collectives move the same bytes per pass, in more calls.
 """
 

@@ -259,11 +259,11 @@ def _blocks(
     # gathered inputs, and frozen weights have no gradients. Networks in chunks are always recomputed, with their sum.
     lora, chunked = plan.config.finetune.method == "lora", plan.config.trainer.mlp_chunks > 1
     inputs = 0 if plan.config.trainer.compile or lora else blocks
-    again, last_sums = recomputed, 0
+    mlp_recomputed, last_sums = recomputed, 0
     if target_rows(plan, "down_proj") or norms_branches(plan.model):
         last_sums = recomputed
     if chunked:
-        again = last_sums = blocks + (recomputed if norms_branches(plan.model) else 0)
+        mlp_recomputed = last_sums = blocks + (recomputed if norms_branches(plan.model) else 0)
     chunks = _mlp_chunks(plan, activations)
 
     def op(of: str, kind: str, attention: int, mlp: int) -> Iterator[Operation]:
@@ -281,7 +281,7 @@ def _blocks(
         yield from op(", backward: gradients into down, o", "all_gather", blocks, blocks)
         yield from op(", backward: inputs of gate_up, qkv", "all_gather", inputs, inputs)
         yield from op(", backward: gradients out of gate_up, qkv", "reduce_scatter", blocks, blocks)
-        yield from op(" recomputed: into qkv, gate_up", "all_gather", recomputed, again)
+        yield from op(" recomputed: into qkv, gate_up", "all_gather", recomputed, mlp_recomputed)
         yield from op(" recomputed: out of o", "reduce_scatter", recomputed, last_sums)
     else:
         yield from op(", forward: out of o, down", "all_reduce", blocks, blocks)
@@ -295,9 +295,9 @@ def _blocks(
         forward = blocks + recomputed + (0 if plan.config.trainer.compile else selective)
         yield Operation(f"{label}: mean squares of q and k, and gradients", key, 2 * (forward + blocks), values)
     for matrix in FUSED if lora else ():
-        in_mlp = matrix in MLP
-        for size, count in (chunks if in_mlp else {activations: 1}).items():
-            yield from _lora(plan, label, matrix, size, count * blocks, count * (again if in_mlp else recomputed))
+        sizes, repeated = (chunks, mlp_recomputed) if matrix in MLP else ({activations: 1}, recomputed)
+        for size, count in sizes.items():
+            yield from _lora(plan, label, matrix, size, count * blocks, count * repeated)
 
 
 def _mlp_chunks(plan: Plan, activations: int) -> dict[int, int]:

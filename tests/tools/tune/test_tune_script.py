@@ -138,19 +138,19 @@ def test_the_longest_layout_uses_context_parallelism() -> None:
 
 
 def test_the_longest_sequence_in_any_layout_uses_mlp_chunks() -> None:
-    wide = ("model.intermediate_size=4096", "model.max_position_embeddings=1000000")
+    words = ("model.intermediate_size=4096", "model.max_position_embeddings=1000000")
 
-    def longest(*words: str) -> tuple[int, dict[str, int]]:
+    def longest(*overrides: str) -> tuple[int, dict[str, int]]:
         def fits(each: Candidate) -> bool:
             return each.required_bytes <= 2 << 30
 
-        return longest_in_any_layout(tuned(*words, memory=2 << 30), fits, lambda _: None)
+        return longest_in_any_layout(tuned(*overrides, memory=2 << 30), fits, lambda _: None)
 
-    tokens, settings = longest(*wide)
-    whole, nothing = longest(*wide, "trainer.compile=true")
+    tokens, settings = longest(*words)
+    whole, nothing = longest(*words, "trainer.compile=true")
     assert settings == {"trainer.mlp_chunks": 8} and nothing == {}
     assert tokens > 1.2 * whole > 0
-    assert longest(wide[0], "model.max_position_embeddings=512")[1] == {}, "the model has no more positions"
+    assert longest(words[0], "model.max_position_embeddings=512")[1] == {}, "the model has no more positions"
 
 
 def test_longest_sequence_is_maximal() -> None:
