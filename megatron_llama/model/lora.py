@@ -74,7 +74,8 @@ class LoraLinear(nn.Module):
         updates = [F.linear(low, b) * self.scaling for low, b in zip(lows, sides, strict=True)]
         factors = [None] * len(updates) if self.lora_magnitude_vector is None else self._factors()
         parts = []
-        for part, is_target in zip(y.split(self.rows, dim=-1), self.is_target, strict=True):
+        outputs = (y,) if len(self.rows) == 1 else y.split(self.rows, dim=-1)  # the gradient of a split is a copy
+        for part, is_target in zip(outputs, self.is_target, strict=True):
             if is_target:
                 part, factor = part + updates.pop(0), factors.pop(0)
                 part = part if factor is None else part * factor.to(part.dtype)

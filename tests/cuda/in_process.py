@@ -55,7 +55,7 @@ def _with_host_arithmetic(function: Any, most: float = math.inf) -> Any:
 def compare_copies_on_the_host(module: ModuleType) -> None:
     """Let the comparison of weights of several ranks read their real bytes.
 
-    Optimizers of the host, and of 8-bit states, copy results of undefined gradients to the weights.
+    Muon and optimizers of the host or of 8-bit states copy results of undefined gradients to the weights.
     """
     compare = _with_host_arithmetic(module.check_copies)
 

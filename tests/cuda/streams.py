@@ -127,7 +127,8 @@ def accesses(call: Call) -> Iterator[tuple[int, int, bool]]:
     for kind in ("read", "written"):
         for text in filter(None, call.fields.get(kind, "").split(";")):
             address, _, size = text.partition(",")
-            yield int(address, 0), int(size or call.fields["bytes"]), kind == "written"
+            if address != "(nil)":  # a message of 0 bytes
+                yield int(address, 0), int(size or call.fields["bytes"]), kind == "written"
 
 
 def describe(call: Call) -> str:

@@ -22,7 +22,7 @@ SHAPE = (
     *("trainer.global_batch_size=8", "trainer.micro_batch_size=2"),
 )
 """The small model of the layout table."""
-EIGHT_BITS = "optim.state_bits=8"
+EIGHT_BITS, MUON = "optim.state_bits=8", "optim.name=muon"
 TABLE = [row for row in LAYOUTS if "trainer.async_tp=true" not in row[2]]  # it needs symmetric memory
 
 
@@ -61,7 +61,7 @@ def test_ranks_are_spawned(runtime: Runtime, tmp_path: Path) -> None:
 def test_layout(runtime: Runtime, tmp_path: Path, ranks: int, layout: list[str], model: list[str]) -> None:
     """Rows of the layout table run, wait once per step, and order all uses of memory by two streams."""
     variables = {ACCESSES: "1"}
-    if EIGHT_BITS in model or OFFLOAD in layout:
+    if EIGHT_BITS in model or MUON in model or OFFLOAD in layout:
         variables[NO_COPIES] = "1"
     run = runtime.train(tmp_path, *SHAPE, *layout, *model, devices=ranks, **variables).check()
     assert len(run.logs) == ranks
