@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_llama.arch.names import Shape, hf_shapes
-from megatron_llama.arch.shapes import head_dim, kv_heads
+from megatron_llama.arch.shapes import FUSED, head_dim, kv_heads
 from megatron_llama.config import ConfigError, ModelConfig, Problem
 
 
@@ -154,9 +154,9 @@ def _megatron_parts(
 ) -> tuple[str, list[tuple[int, int, int]], int]:
     """Return the name inside a layer, (first row here, first row there, rows) of each part, and the rows there."""
     module = inner.split(".")[-2]
-    if module in ("gate_proj", "up_proj"):
+    if module in FUSED["gate_up_proj"]:
         return "mlp.linear_fc1.weight", [(0, shape[0] * (module == "up_proj"), shape[0])], 2 * shape[0]
-    if module in ("q_proj", "k_proj", "v_proj"):
+    if module in FUSED["qkv_proj"]:
         parts = list(_interleaved(model, module))
         return f"self_attention.linear_qkv.{inner.rpartition('.')[2]}", parts, _qkv_rows(model)
     return _choose(_MEGATRON, inner, keys, base), [(0, 0, shape[0])], shape[0]

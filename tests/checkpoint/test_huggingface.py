@@ -282,9 +282,11 @@ def test_what_is_no_such_llama_is_refused(tmp_path: Path) -> None:
     save_with_transformers(CASES["llama 2, fp32, one file"], hf)
     config = json.loads((hf / "config.json").read_text())
     tensors = tensors_in(hf)
-    for key, value in (("model_type", "mixtral"), ("attention_bias", True), ("hidden_act", "gelu")):
+    for key, value in (("model_type", "mixtral"), ("hidden_act", "gelu")):
         (hf / "config.json").write_text(json.dumps({**config, key: value}))
         assert key in _refused(hf, tmp_path / "run")
+    (hf / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
+    assert "q_proj.bias (16 of 55 tensors are missing)" in _refused(hf, tmp_path / "run")
     (hf / "config.json").write_text(json.dumps({**config, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}))
     assert "yarn scaling has no factor" in _refused(hf, tmp_path / "run")
     (hf / "config.json").write_text(json.dumps(config))

@@ -61,13 +61,12 @@ def gradients_of_mean_squares_of_each_rank_alone(model: ParallelModel) -> None:
 
 
 def norms_before_the_branches(model: ParallelModel) -> None:
+    def forward(block: Any, x: torch.Tensor, *inputs: Any) -> torch.Tensor:
+        h = x + block.self_attn(block.post_attention_layernorm(x), *inputs)
+        return h + block.mlp(block.post_feedforward_layernorm(h))
+
     for block in model.chunks[0].layers.values():
-        block.forward = partial(_with_norms_before, block)
-
-
-def _with_norms_before(block: Any, x: torch.Tensor, *inputs: Any) -> torch.Tensor:
-    h = x + block.self_attn(block.post_attention_layernorm(x), *inputs)
-    return h + block.mlp(block.post_feedforward_layernorm(h))
+        block.forward = partial(forward, block)
 
 
 def no_tied_sum(model: ParallelModel) -> None:

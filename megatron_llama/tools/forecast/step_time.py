@@ -371,7 +371,7 @@ def _optimizer(job: Job, stage: int, device: HardwareSpec, constants: Mapping[st
 
 def orthogonalization(job: Job, device: HardwareSpec) -> float:
     """Return the seconds of Muon's Newton-Schulz steps, as GEMMs in the compute format."""
-    form = "bf16" if job.format == "fp8" else job.format
+    form = device.format_used("bf16" if job.format == "fp8" else job.format)
     return job.matrix_flops / (device.peaks[form] * device.reach[form])
 
 

@@ -171,6 +171,20 @@ CASES = [
         "trainer.recompute=full",
     ),
     Case(
+        "biases_and_window_fit_the_type",
+        1,
+        {"model.mlp_bias": True, "model.model_type": "qwen3"},
+        {"model.mlp_bias": True},
+        "model.mlp_bias=false",
+    ),
+    Case(
+        "biases_and_window_fit_the_type",
+        1,
+        {"model.attention_bias": True, "model.sliding_window": 64},
+        {"model.attention_bias": True},
+        "model.attention_bias=false",
+    ),
+    Case(
         "chunks_can_run_alone",
         1,
         {"trainer.mlp_chunks": 4, "trainer.compile": True},
