@@ -190,15 +190,15 @@ def run_as_rank(plan: Plan, rank: int, entry: Entry) -> int:
         raise
     except Exception as error:
         lost = describe_lost_store(error)
-        if lost or is_peer_lost(error):
+        if lost is None and is_peer_lost(error):
+            lost = f"Rank {rank} lost its connection to another rank, whose output has the cause: {error}"
+        if lost:
             time.sleep(CONSEQUENCE_DELAY_SECONDS)
         if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun reads the first failure from this file
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             get_error_handler().record_exception(error)
         fault = machine_fault(error) or lost and wrap(lost)
-        if fault is None and is_peer_lost(error):
-            fault = wrap(f"Rank {rank} lost its connection to another rank, whose output has the cause: {error}")
         sys.stderr.write(traceback.format_exc() if fault is None else f"{fault}\n")
         sys.stderr.flush()
         if rank == 0:

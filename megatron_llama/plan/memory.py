@@ -470,9 +470,9 @@ def _block(job: Job, stage: int) -> float:
     recomputed = sum(saved.values()) if job.recompute == "full" else 0.0
     if stage == job.pp - 1 and not job.program.chunks_logits:
         return recomputed
-    inner, largest = 3 * job.tokens * job.shape.ffn / job.tp, 0.0
-    if job.mlp_chunks > 1:
-        inner *= (1 + _inner_tensors(job, elementwise=False, keeps_silu=True) / 3) / job.mlp_chunks
+    gradients, largest = 3, 0.0
+    recomputed_in_chunk = _inner_tensors(job, elementwise=False, keeps_silu=True) if job.mlp_chunks > 1 else 0
+    inner = (gradients + recomputed_in_chunk) * job.tokens * job.shape.ffn / job.tp / job.mlp_chunks
     if divided := _divided_attention(job):
         # The feed-forward's part of the block is freed before attention's backward pass. Offloaded blocks have copies.
         freed = 0 if job.offloads_activations else saved.get("feed-forward", 0) + saved.get("norms", 0) / 2

@@ -27,19 +27,12 @@ from megatron.core.transformer import TransformerConfig
 from megatron_llama.data.megatron_order import build_megatron
 from megatron_llama.devices.mcore import patch_mcore
 from megatron_llama.plan import Plan
+from tests.checkpoint.source_settings import BATCH, BETAS, DECAY, EPS, LENGTH, LR, TOKENS, VOCAB
+from tests.checkpoint.source_settings import SETTINGS as COMMON
 from tests.ranks import run_ranks
 
-LR, BETAS, EPS, DECAY, BATCH, LENGTH, VOCAB = 0.003, (0.9, 0.95), 1e-6, 0.1, 8, 16, 64
-SETTINGS = (
-    f"optim.lr={LR}",
-    f"optim.min_lr={LR}",
-    "optim.warmup_steps=0",
-    f"optim.eps={EPS}",
-    "optim.clip=null",
-    "trainer.seed=5",
-)
+SETTINGS = (*COMMON, "trainer.seed=5")
 """The settings of our run that continues the source's."""
-TOKENS = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
 @dataclass(frozen=True)

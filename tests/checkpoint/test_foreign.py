@@ -20,7 +20,8 @@ from megatron_llama.data.batches import MockDataset
 from megatron_llama.plan import resolve
 from megatron_llama.tools.compare.logs import first_common_loss
 from tests.checkpoint.runner import SMALL, Run, assert_same, make_plan, run
-from tests.checkpoint.torch_sources import BATCH, LENGTH, SETTINGS, TOKENS, VOCAB, Trained, llama, train_source
+from tests.checkpoint.source_settings import BATCH, LENGTH, TOKENS, VOCAB
+from tests.checkpoint.torch_sources import SETTINGS, Trained, llama, train_source
 from tests.messages import unwrap
 from tests.paths import CONF, ROOT
 from tests.ranks import run_ranks

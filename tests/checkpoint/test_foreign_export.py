@@ -16,7 +16,8 @@ from megatron_llama.checkpoint.foreign.write import export_foreign
 from megatron_llama.config import ConfigError
 from tests.checkpoint.megatron_source import Source, build_source, logits_of
 from tests.checkpoint.runner import Run, make_plan, run
-from tests.checkpoint.torch_sources import TOKENS, llama, titan_name, titan_rows
+from tests.checkpoint.source_settings import TOKENS
+from tests.checkpoint.torch_sources import llama, titan_name, titan_rows
 from tests.messages import raises_with_message
 from tests.ranks import run_ranks
 

@@ -13,8 +13,9 @@ from megatron_llama.checkpoint.foreign.describe import describe
 from megatron_llama.checkpoint.foreign.detect import open_foreign
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.plan import Plan
-from tests.checkpoint.megatron_source import SETTINGS, TOKENS, VOCAB, Source, Trained, train_source
+from tests.checkpoint.megatron_source import SETTINGS, Source, Trained, train_source
 from tests.checkpoint.runner import Run, assert_same, make_plan, run
+from tests.checkpoint.source_settings import TOKENS, VOCAB, llama_config
 from tests.data.files import write_indexed
 from tests.messages import raises_with_message, unwrap
 from tests.ranks import RankFailed, run_ranks
@@ -65,18 +66,7 @@ def trained(
 
 def _logits(rank: int, run_result: Run) -> torch.Tensor:
     """Transformers' logits of the weights that we loaded."""
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        tie_word_embeddings=False,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(llama_config())
     weights = {name: values for name, values in run_result.tensors.items() if "/" not in name}
     model.load_state_dict(weights)
     with torch.no_grad():

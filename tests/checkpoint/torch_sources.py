@@ -12,19 +12,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 
+from tests.checkpoint.source_settings import BATCH, BETAS, DECAY, EPS, LENGTH, LR, TOKENS, VOCAB, llama_config
+from tests.checkpoint.source_settings import SETTINGS as COMMON
 from tests.ranks import run_ranks
 
-LR, BETAS, EPS, DECAY, BATCH, LENGTH, VOCAB = 0.003, (0.9, 0.95), 1e-6, 0.1, 8, 16, 64
-SETTINGS = (
-    f"optim.lr={LR}",
-    f"optim.min_lr={LR}",
-    "optim.warmup_steps=0",
-    f"optim.eps={EPS}",
-    "optim.clip=null",
-    "model.tie_word_embeddings=false",
-)
+SETTINGS = (*COMMON, "model.tie_word_embeddings=false")
 """The settings of our run that continues the source's."""
-TOKENS = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
 @dataclass
@@ -40,19 +33,7 @@ def llama(**changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(7)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-        **changes,
-    )
+    config = llama_config(initializer_range=0.1, **changes)
     return transformers.LlamaForCausalLM(config)
 
 

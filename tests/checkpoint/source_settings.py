@@ -1,0 +1,30 @@
+"""The small Llama and the training settings of the other programs that write checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+LR, BETAS, EPS, DECAY, BATCH, LENGTH, VOCAB = 0.003, (0.9, 0.95), 1e-6, 0.1, 8, 16, 64
+SETTINGS = (f"optim.lr={LR}", f"optim.min_lr={LR}", "optim.warmup_steps=0", f"optim.eps={EPS}", "optim.clip=null")
+"""The settings of our run that continues the source's."""
+TOKENS = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def llama_config(**changes: Any) -> Any:
+    """Return transformers' config of the sources' shape."""
+    import transformers
+
+    return transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        tie_word_embeddings=False,
+        **changes,
+    )
