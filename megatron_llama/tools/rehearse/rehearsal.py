@@ -320,7 +320,7 @@ def fake_world(topology: Topology, device: str = devices.HOST) -> Iterator[None]
 
 
 class FakeTensors(FakeTensorMode):
-    """Fake tensors whose values read as 1.0, 0 or False on the host."""
+    """Fake tensors whose values read as 1.0, 0 or False on the host. Pinning returns the same tensor."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -333,6 +333,8 @@ class FakeTensors(FakeTensorMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             dtype = args[0].dtype
             return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
+        if func is torch.ops.aten._pin_memory.default:
+            return args[0]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
