@@ -72,7 +72,13 @@ def upward_imports(package: str, tree: ast.Module) -> list[str]:
 
 
 # Tools that build on another tool; all of them may use forecast/, and the files that lie in tools/ itself.
-AMONG_TOOLS = {"tune": {"plan"}, "pipeline": {"rehearse"}, "rehearse": {"traffic"}, "sweep": {"compare"}}
+AMONG_TOOLS = {
+    "tune": {"plan"},
+    "pipeline": {"rehearse"},
+    "rehearse": {"traffic"},
+    "sweep": {"compare"},
+    "report": {"compare", "pipeline"},
+}
 
 
 def tool_of(module: str) -> str | None:

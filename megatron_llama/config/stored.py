@@ -71,22 +71,34 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
     Raises ConfigError if the file cannot be read.
     """
+    values, requested = _read_file(folder)
+    if requested is None:
+        requested = _guess_requested(values)
+    values = {name: value for name, value in values.items() if name not in PER_START}
+    return values | {name: value for name, value in requested.items() if name not in PER_START}
+
+
+def read_values(folder: Path) -> dict[str, Any]:
+    """Return the settings that the run in ``folder`` uses, derived ones included, by full name; without PER_START.
+
+    Raises ConfigError if the file cannot be read.
+    """
+    return {name: value for name, value in _read_file(folder)[0].items() if name not in PER_START}
+
+
+def _read_file(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the settings in the file, and the settings of its comment, None without it. Raises ConfigError."""
     path = folder / NAME
     try:
         check_yaml(path)
         text = read_whole(path).decode()
-        values = dict(_flatten(yaml.safe_load(text) or {}, ""))
-        requested = _read_requested(text)
+        return dict(_flatten(yaml.safe_load(text) or {}, "")), _read_requested(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}," if mark else str(path)
         reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or str(error)
         instead = "correct that file; or move it away, and write all settings on the command line"
         raise ConfigError([Problem("run.dir", str(folder), f"{where} cannot be read: {reason}", instead)]) from error
-    if requested is None:
-        requested = _guess_requested(values)
-    values = {name: value for name, value in values.items() if name not in PER_START}
-    return values | {name: value for name, value in requested.items() if name not in PER_START}
 
 
 def _read_requested(text: str) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from megatron_llama.plan.schedules import BatchSchedule, difficulties_at
 from megatron_llama.train.console import Progress, Value
 from megatron_llama.train.loss_curve import PICTURE_FILE, draw_run
 from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, read_run_records
-from megatron_llama.train.sinks import open_sinks
+from megatron_llama.train.sinks import open_sinks, write_samples
 from megatron_llama.train.waits import WAIT_METRICS
 
 # Order of the keys in a line of metrics.jsonl. Optional keys come last.
@@ -136,9 +136,11 @@ class MetricsLogger:
             self._progress.print_lines(lines)
 
     def finish(self, samples: Sequence[str] = ()) -> None:
-        """Draw the loss curve and print the summary of the run."""
+        """Draw the loss curve, write the samples and print the summary of the run."""
         self._finished = True
         self._progress.stop()
+        if samples:
+            write_samples(self.plan, samples)
         picture = None
         try:
             picture = draw_run(self.plan)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_llama.system.errors import MachineError
-from megatron_llama.system.files import read_whole, write_atomically
+from megatron_llama.system.files import open_regular, read_whole, write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 MAX_BYTES = 16 << 30
+TAIL_BYTES = 1 << 16
 REQUIRED_METRICS = ("step", "consumed_tokens", "reduced_train_loss", "lr", "tokens_per_second", "step_time_s", "mfu")
 """Metrics that the summary and loss.png need."""
 
@@ -68,6 +71,17 @@ def read_run_records(path: Path) -> list[dict[str, Any]]:
     ]
 
 
+def read_last_step(path: Path) -> int | None:
+    """Return the step of the last valid line near the end of a metrics.jsonl; None without one. Raises OSError."""
+    with open_regular(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        with suppress(ValueError, RecursionError, KeyError, TypeError, OverflowError):
+            return int(json.loads(line)["step"])
+    return None
+
+
 def truncate_after(path: Path, step: int) -> str | None:
     """Remove the records after ``step`` and an incomplete last line, so that a resumed run logs each step once.
 
@@ -99,26 +113,42 @@ def _is_metric(record: Mapping[str, Any], name: str) -> bool:
 
 
 Lines = list[tuple[dict[str, Any], bytes]]
+Broken = list[tuple[int, str]]
+"""(number, reason) of each invalid line."""
 
 
-def _read(path: Path, steps: Sequence[str] = ("step",)) -> tuple[Lines, list[tuple[int, str]]]:
-    """Return (record, line) of each valid line, and (number, reason) of each invalid one.
+def stream_records(
+    path: Path, broken: Broken, steps: Sequence[str] = ("step",)
+) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Yield (record, line) of each valid line of a metrics.jsonl; the file is not read at once.
 
-    An invalid last line, as a kill leaves it, is in neither.
+    Args:
+        broken: Receives the invalid lines, except an invalid last line, as a kill or a step in progress leaves it.
+        steps: As in ``read_metrics``.
+
+    Raises:
+        OSError: The file cannot be read, or has more than MAX_BYTES.
     """
-    lines = read_whole(path, MAX_BYTES).splitlines(keepends=True)
-    good: Lines = []
-    broken: list[tuple[int, str]] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            if not line.endswith(b"\n"):
-                raise ValueError("no newline at the end")
-            record = json.loads(line)
-            if not isinstance(record, dict) or not any(type(record.get(name)) in (int, float) for name in steps):
-                raise ValueError(f"no number under {' or '.join(steps)}")
-        except (ValueError, RecursionError) as error:
-            if number < len(lines):
-                broken.append((number, str(error).partition("\n")[0][:200]))
-            continue
-        good.append((record, line))
-    return good, broken
+    last: Broken = []
+    with open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
+            raise OSError(errno.EFBIG, f"has {size:,} bytes; the limit is {MAX_BYTES:,}", str(path))
+        for number, line in enumerate(file, start=1):
+            broken += last
+            last = []
+            try:
+                if not line.endswith(b"\n"):
+                    raise ValueError("no newline at the end")
+                record = json.loads(line)
+                if not isinstance(record, dict) or not any(type(record.get(name)) in (int, float) for name in steps):
+                    raise ValueError(f"no number under {' or '.join(steps)}")
+            except (ValueError, RecursionError) as error:
+                last = [(number, str(error).partition("\n")[0][:200])]
+                continue
+            yield record, line
+
+
+def _read(path: Path, steps: Sequence[str] = ("step",)) -> tuple[Lines, Broken]:
+    """Return all that ``stream_records`` yields, and the invalid lines."""
+    broken: Broken = []
+    return list(stream_records(path, broken, steps)), broken

@@ -1,4 +1,4 @@
-"""Additional outputs of metrics: TensorBoard, metrics.csv, Weights & Biases.
+"""Additional outputs of a run: TensorBoard, metrics.csv, Weights & Biases, samples.json.
 
 metrics.jsonl has all metrics. A failed output is reported once on stderr and does not stop the run.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import json
 import os
 import sys
 import threading
@@ -17,8 +18,9 @@ from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
 from megatron_llama.plan import Plan
+from megatron_llama.system.files import write_atomically
 
-CSV_FILE = "metrics.csv"
+CSV_FILE, SAMPLES_FILE = "metrics.csv", "samples.json"
 Metrics = Mapping[str, Any]
 
 
@@ -123,6 +125,17 @@ class WandbRun:
                 run.finish()
             except Exception as error:
                 _report_lost("Weights & Biases", error)
+
+
+def write_samples(plan: Plan, samples: Sequence[str]) -> None:
+    """Write samples.json: the texts generated at the end of a run, in the order of logging.sample_prompts."""
+    path, prompts = plan.run_dir / SAMPLES_FILE, plan.config.logging.sample_prompts
+    texts = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, samples, strict=True)]
+    content = {"step": plan.config.trainer.steps, "samples": texts}
+    try:
+        write_atomically(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+    except OSError as error:
+        sys.stderr.write(f"WARNING: {path} was not written: {error.strerror or error}.\n")
 
 
 def _report_lost(name: str, error: Exception) -> None:

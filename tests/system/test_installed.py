@@ -39,6 +39,7 @@ WORDS = {
     "scripts/plan.py": "model=llama_2m",
     "scripts/profile.py": "data=mock",
     "scripts/rehearse.py": "data=mock",
+    "scripts/report.py": "{folder}",
     "scripts/traffic.py": "data=mock",
     "scripts/tune.py": "data=mock",
     "scripts/verify_checkpoint.py": "{folder}",

@@ -18,7 +18,7 @@ from megatron_llama.tools.common import MOCK_RUN
 
 if TYPE_CHECKING:
     from megatron_llama.plan import Plan
-    from megatron_llama.tools.pipeline.lanes import PipelineTimeline
+    from megatron_llama.tools.pipeline.lanes import Picture, PipelineTimeline
     from megatron_llama.tools.pipeline.record import PassTimes
     from megatron_llama.tools.planned_run import PlannedRun
 
@@ -113,13 +113,13 @@ def _check_output(plan: Plan, out: Path) -> None:
 
 
 def _draw(plan: Plan, run: PlannedRun | None, out: Path, measure: bool) -> int:
-    from megatron_llama.plan import batch_line, layout_lines
+    from megatron_llama.plan import layout_lines
     from megatron_llama.system.files import write_atomically
     from megatron_llama.tools.pipeline import record
-    from megatron_llama.tools.pipeline.lanes import Panel, as_png, as_svg, draw, earliest_timeline
-    from megatron_llama.tools.pipeline.record import measure_pipeline, recorded_order
+    from megatron_llama.tools.pipeline.lanes import as_png, as_svg
+    from megatron_llama.tools.pipeline.record import measure_pipeline
 
-    pp, vpp, microbatches = plan.config.trainer.pp, plan.config.trainer.vpp, _drawn_microbatches(plan, measure)
+    vpp, microbatches = plan.config.trainer.vpp, _drawn_microbatches(plan, measure)
     measured = measure_pipeline(plan) if measure else None
     if isinstance(measured, int):
         return measured
@@ -129,13 +129,8 @@ def _draw(plan: Plan, run: PlannedRun | None, out: Path, measure: bool) -> int:
         pass_times = record.pass_times_on_cluster(plan, run.cluster)
     else:
         pass_times = record.pass_times_by_flops(plan)
-    ideal = earliest_timeline(recorded_order(pp, vpp, microbatches), pass_times.of(pp))
-    panels = [Panel(f"passes {pass_times.source}; bubble {ideal.bubble:.1%}", pass_times.unit, ideal)]
-    if measured is not None:
-        panels.append(Panel(f"measured; bubble {measured.bubble:.1%}", pass_times.unit, measured, scale=0.001))
     hardware = run.hardware.title if run is not None else None
-    name = f"{_schedule(plan)}: {pp} stages, {microbatches} micro batches; {batch_line(plan.config, hardware)}"
-    picture = draw(name, panels)
+    picture, ideal = schedule_picture(plan, pass_times, microbatches, hardware, measured)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, as_svg(picture) if out.suffix == ".svg" else as_png(picture))
     head = [] if run is None else run.hardware.head()
@@ -143,6 +138,35 @@ def _draw(plan: Plan, run: PlannedRun | None, out: Path, measure: bool) -> int:
     lines = [*head, *layout_lines(plan, hardware), "", *report, "", f"picture: {out}"]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
+
+
+def plan_svg(plan: Plan) -> str:
+    """Return the pipeline schedule of a plan with several stages as SVG; passes take the time of their FLOPs."""
+    from megatron_llama.tools.pipeline.lanes import as_svg
+    from megatron_llama.tools.pipeline.record import pass_times_by_flops
+
+    return as_svg(schedule_picture(plan, pass_times_by_flops(plan), _drawn_microbatches(plan, False))[0])
+
+
+def schedule_picture(
+    plan: Plan,
+    pass_times: PassTimes,
+    microbatches: int,
+    hardware: str | None = None,
+    measured: PipelineTimeline | None = None,
+) -> tuple[Picture, PipelineTimeline]:
+    """Draw a plan's schedule, and the ``measured`` step below it; return the picture and the drawn timeline."""
+    from megatron_llama.plan import batch_line
+    from megatron_llama.tools.pipeline.lanes import Panel, draw, earliest_timeline
+    from megatron_llama.tools.pipeline.record import recorded_order
+
+    pp, vpp = plan.config.trainer.pp, plan.config.trainer.vpp
+    ideal = earliest_timeline(recorded_order(pp, vpp, microbatches), pass_times.of(pp))
+    panels = [Panel(f"passes {pass_times.source}; bubble {ideal.bubble:.1%}", pass_times.unit, ideal)]
+    if measured is not None:
+        panels.append(Panel(f"measured; bubble {measured.bubble:.1%}", pass_times.unit, measured, scale=0.001))
+    name = f"{_schedule(plan)}: {pp} stages, {microbatches} micro batches; {batch_line(plan.config, hardware)}"
+    return draw(name, panels), ideal
 
 
 def _drawn_microbatches(plan: Plan, measure: bool) -> int:

@@ -1,0 +1,125 @@
+"""starts.jsonl: a line at each start of a run, and a line at its end. Process 0 writes it; reports read it.
+
+A killed process writes no end. The file is replaced, never opened for writing, so that a link or a pipe in its place
+cannot block or redirect a run; a failure is a warning.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_llama.config.problems import shorten
+from megatron_llama.config.stored import stored_steps
+from megatron_llama.plan import Plan
+from megatron_llama.system.exit_status import EXIT_RESTART, EXIT_USER
+from megatron_llama.system.files import read_whole, write_atomically
+from megatron_llama.train.metrics_file import METRICS_FILE, Broken, read_last_step, stream_records
+
+STARTS_FILE = "starts.jsonl"
+MAX_BYTES = 16 << 20
+MOST_REASON = 300
+"""Characters of a reason."""
+REASONS = {0: "done", EXIT_USER: "rejected", EXIT_RESTART: "stopped after saving"}
+
+
+@dataclass
+class Start:
+    """One start of a run."""
+
+    time: float
+    """Seconds since the epoch."""
+    step: int | None = None
+    """Step of the newest checkpoint at the start, 0 without one; None if another folder's checkpoint is resumed."""
+    command: str = ""
+    host: str = ""
+    pid: int = 0
+    ended: float | None = None
+    """Time of the end; None if no end is recorded."""
+    last_step: int | None = None
+    """Last step in metrics.jsonl at the end."""
+    status: int | None = None
+    reason: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the run started on this host."""
+        return self.host == socket.gethostname()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether no end is recorded and the process exists on this host."""
+        if self.ended is not None or self.pid <= 0 or not self.is_here:
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except OSError as error:
+            return isinstance(error, PermissionError)
+        return True
+
+
+def log_start(plan: Plan) -> None:
+    """Add the line of a start; a failure is a warning on stderr."""
+    resume = plan.config.checkpoint.resume
+    saved = [] if resume == "never" else stored_steps(plan.run_dir)
+    step = saved[0] if saved else 0 if resume in ("auto", "never") else None
+    words = [os.path.basename(sys.orig_argv[0]), *sys.orig_argv[1:]]
+    line = {"event": "start", "time": round(time.time(), 3), "step": step, "command": shorten(shlex.join(words))}
+    try:
+        _append(plan.run_dir, {**line, "host": socket.gethostname(), "pid": os.getpid()})
+    except OSError as error:
+        sys.stderr.write(f"WARNING: {plan.run_dir / STARTS_FILE} was not written: {error.strerror or error}.\n")
+
+
+def log_end(folder: Path, status: int, reason: str = "") -> None:
+    """Add the line of the end of the last start. A failure is not reported: ``log_start`` has done it."""
+    step = None
+    with suppress(OSError):
+        step = read_last_step(folder / METRICS_FILE)
+    line = {"event": "end", "time": round(time.time(), 3), "step": step, "status": status}
+    reason = " ".join((reason or REASONS.get(status, f"failed with status {status}")).split())
+    with suppress(OSError):
+        _append(folder, {**line, "reason": shorten(reason, MOST_REASON)})
+
+
+def _append(folder: Path, record: Mapping[str, Any]) -> None:
+    path = folder / STARTS_FILE
+    content = read_whole(path, MAX_BYTES) if path.exists() else b""
+    newline = b"\n" if content and not content.endswith(b"\n") else b""
+    write_atomically(path, content + newline + json.dumps(record).encode() + b"\n", private=True)
+
+
+def read_starts(folder: Path) -> tuple[list[Start], int]:
+    """Return the starts of a run, oldest first, and the number of invalid lines. Raises OSError."""
+    if not (folder / STARTS_FILE).exists():
+        return [], 0
+    starts: list[Start] = []
+    broken: Broken = []
+    invalid = 0
+    for record, _ in stream_records(folder / STARTS_FILE, broken, ("time",)):
+        seconds, step = record["time"], record.get("step")
+        step = step if type(step) is int else None
+        event, is_open = record.get("event"), bool(starts) and starts[-1].ended is None
+        if not math.isfinite(seconds) or not (event == "start" or (event == "end" and is_open)):
+            invalid += 1
+        elif event == "start":
+            pid = record.get("pid")
+            words = (record.get("command"), record.get("host"))
+            command, host = (word if isinstance(word, str) else "" for word in words)
+            starts.append(Start(seconds, step, command, host, pid if type(pid) is int else 0))
+        else:
+            status, reason = record.get("status"), record.get("reason")
+            starts[-1].ended, starts[-1].last_step = seconds, step
+            starts[-1].status = status if type(status) is int else None
+            starts[-1].reason = reason if isinstance(reason, str) else ""
+    return starts, invalid + len(broken)

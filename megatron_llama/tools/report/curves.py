@@ -1,0 +1,245 @@
+"""Curves of a run from its metrics.jsonl, in at most ``LIMIT`` buckets of steps, and the totals of the run.
+
+The file is read line by line. A bucket has the mean, the smallest and the largest value of its steps, so that a spike
+of one step stays visible in a run of any length.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_llama.system.tables import plural
+from megatron_llama.train.loss_curve import SMOOTHING, moving_average
+from megatron_llama.train.metrics_file import METRICS_FILE, Broken, stream_records
+
+LIMIT = 1000
+"""Largest number of buckets of a curve."""
+MOST_METRICS = 60
+"""Largest number of metrics of a run; a file of another program may have any names."""
+SMOOTHED = ("reduced_train_loss", "gradient_norm")
+"""Metrics with a moving average."""
+LOSS, SPEED, MFU, STEP_TIME, MEMORY = (
+    "reduced_train_loss",
+    "tokens_per_second",
+    "mfu",
+    "step_time_s",
+    "peak_memory_bytes",
+)
+VALIDATION = ("val_loss", "val_token_accuracy")
+AXES = ("step", "consumed_tokens", "consumed_samples", "global_step")
+"""Metrics that are positions, and have no chart."""
+
+
+@dataclass
+class Bucket:
+    """Values of neighboring steps."""
+
+    first: int
+    """First step."""
+    step: int
+    """Last step."""
+    tokens: int | None
+    """Tokens consumed after the last step; None if unknown."""
+    sums: dict[str, list[float]] = field(default_factory=dict)
+    """By metric: count, sum, smallest and largest value."""
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Add the finite values of a step."""
+        for name, value in metrics.items():
+            known = self.sums.get(name)
+            if known is None:
+                self.sums[name] = [1, value, value, value]
+            else:
+                known[0] += 1
+                known[1] += value
+                if value < known[2]:
+                    known[2] = value
+                elif value > known[3]:
+                    known[3] = value
+
+    def merge(self, later: Bucket) -> None:
+        """Add the bucket of the following steps."""
+        self.step, self.tokens = later.step, later.tokens
+        for name, (count, total, low, high) in later.sums.items():
+            known = self.sums.setdefault(name, [0, 0.0, low, high])
+            known[:] = [known[0] + count, known[1] + total, min(known[2], low), max(known[3], high)]
+
+
+class Curve:
+    """Metrics over ascending steps in at most ``limit`` buckets of equal width, which doubles if it must."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self.buckets: list[Bucket] = []
+        self.width = 1
+        """Steps of a bucket."""
+        self._limit, self._start = limit, 0
+
+    def add(self, step: int, tokens: int | None, metrics: Mapping[str, float]) -> None:
+        """Add a step, above the last one."""
+        if not self.buckets:
+            self._start = step
+        if self.buckets and self._place(self.buckets[-1].first) == self._place(step):
+            self.buckets[-1].step, self.buckets[-1].tokens = step, tokens
+        else:
+            self.buckets.append(Bucket(step, step, tokens))
+        self.buckets[-1].add(metrics)
+        while len(self.buckets) > self._limit:
+            self.width *= 2
+            merged: list[Bucket] = []
+            for bucket in self.buckets:
+                if merged and self._place(merged[-1].first) == self._place(bucket.first):
+                    merged[-1].merge(bucket)
+                else:
+                    merged.append(bucket)
+            self.buckets = merged
+
+    def _place(self, step: int) -> int:
+        return (step - self._start) // self.width
+
+    @property
+    def names(self) -> list[str]:
+        """Metrics with a value, in the order of the file."""
+        return list(dict.fromkeys(name for bucket in self.buckets for name in bucket.sums))
+
+    def column(self, name: str, number: int) -> list[float | None]:
+        """Return number 1 (mean), 2 (smallest) or 3 (largest) of each bucket's values; None without a value."""
+        values = (bucket.sums.get(name) for bucket in self.buckets)
+        return [None if v is None else _short(v[1] / v[0] if number == 1 else v[number]) for v in values]
+
+    def payload(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the curve of ``names`` as JSON: positions, and mean, smallest and largest values by metric.
+
+        Buckets of one step have no smallest and largest values.
+        """
+        result: dict[str, Any] = {
+            "first": [bucket.first for bucket in self.buckets],
+            "step": [bucket.step for bucket in self.buckets],
+            "tokens": [bucket.tokens for bucket in self.buckets],
+            "series": {},
+        }
+        for name in names:
+            series: dict[str, Any] = {"mean": self.column(name, 1)}
+            if self.width > 1:
+                series |= {"low": self.column(name, 2), "high": self.column(name, 3)}
+            if name in SMOOTHED:
+                series["smooth"] = smoothed(series["mean"])
+            result["series"][name] = series
+        return result
+
+
+def smoothed(values: Sequence[float | None]) -> list[float | None]:
+    """Return the moving average over SMOOTHING of the values, at the middle of its window; None at both ends."""
+    half = round(SMOOTHING * len(values)) // 2
+    if not half:
+        return list(values)
+    means = moving_average([math.nan if value is None else value for value in values], 2 * half + 1)
+    edge: list[float | None] = [None] * half
+    return [*edge, *(None if math.isnan(mean) else _short(mean) for mean in means.tolist()), *edge]
+
+
+def _short(value: float) -> float:
+    """Return the value with six significant digits, for a short page."""
+    return float(f"{value:.6g}")
+
+
+@dataclass
+class Metrics:
+    """Curves and totals of a metrics.jsonl."""
+
+    steps: Curve = field(default_factory=Curve)
+    """All metrics except VALIDATION."""
+    validations: Curve = field(default_factory=Curve)
+    """VALIDATION, on steps that have it."""
+    last: dict[str, Any] = field(default_factory=dict)
+    """Last record."""
+    first_loss: float | None = None
+    last_validation: float | None = None
+    best_validation: tuple[float, int] | None = None
+    """Lowest validation loss and its step."""
+    median_speed: float | None = None
+    """Median tokens per second."""
+    median_mfu: float | None = None
+    seconds: float = 0.0
+    """Sum of the steps' times."""
+    peak_memory: float | None = None
+    notes: list[str] = field(default_factory=list)
+    """Faults of the file."""
+
+    @property
+    def count(self) -> int:
+        """Number of the last step; 0 without a step."""
+        return int(self.last.get("step", 0))
+
+
+def read_run_metrics(folder: Path) -> Metrics:
+    """Read the metrics.jsonl of a run folder. Raises OSError."""
+    metrics = Metrics()
+    broken: Broken = []
+    speeds, utilizations = array("d"), array("d")
+    repeated = unknown_losses = 0
+    known: dict[str, None] = {}
+    for record, _ in stream_records(folder / METRICS_FILE, broken):
+        step = record["step"]
+        if not (math.isfinite(step) and (not metrics.last or step > metrics.last["step"])):
+            repeated += 1
+            continue
+        values = {name: float(value) for name, value in record.items() if _is_finite(value)}
+        known |= dict.fromkeys(name for name in values if name not in AXES)
+        if len(known) > MOST_METRICS:
+            known = dict.fromkeys(list(known)[:MOST_METRICS])
+        values = {name: value for name, value in values.items() if name in known}
+        unknown_losses += LOSS not in values
+        _add_totals(metrics, int(step), values, speeds, utilizations)
+        consumed = record.get("consumed_tokens")
+        tokens = int(consumed) if consumed is not None and _is_finite(consumed) else None
+        validated = {name: values.pop(name) for name in VALIDATION if name in values}
+        metrics.steps.add(int(step), tokens, values)
+        if validated:
+            metrics.validations.add(int(step), tokens, validated)
+        metrics.last = record
+    metrics.median_speed = statistics.median(speeds) if speeds else None
+    metrics.median_mfu = statistics.median(utilizations) if utilizations else None
+    metrics.notes += _notes(broken, repeated, unknown_losses)
+    return metrics
+
+
+def _add_totals(
+    metrics: Metrics, step: int, values: Mapping[str, float], speeds: array[float], utilizations: array[float]
+) -> None:
+    if metrics.first_loss is None:
+        metrics.first_loss = values.get(LOSS)
+    if SPEED in values:
+        speeds.append(values[SPEED])
+    if MFU in values:
+        utilizations.append(values[MFU])
+    metrics.seconds += values.get(STEP_TIME, 0.0)
+    if MEMORY in values:
+        metrics.peak_memory = max(metrics.peak_memory or 0.0, values[MEMORY])
+    loss = values.get(VALIDATION[0])
+    if loss is not None:
+        metrics.last_validation = loss
+        if metrics.best_validation is None or loss < metrics.best_validation[0]:
+            metrics.best_validation = loss, step
+
+
+def _is_finite(value: object) -> bool:
+    return type(value) in (int, float) and -1e300 < value < 1e300  # type: ignore[operator]
+
+
+def _notes(broken: Broken, repeated: int, unknown_losses: int) -> list[str]:
+    notes = []
+    if broken:
+        number, reason = broken[0]
+        lines = f"{len(broken):,} invalid {plural(len(broken), 'line')}"
+        notes.append(f"{METRICS_FILE} has {lines}, omitted here; the first is line {number:,} ({reason})")
+    if repeated:
+        notes.append(f"{repeated:,} {plural(repeated, 'line')} of {METRICS_FILE} repeat an earlier step, omitted here")
+    if unknown_losses:
+        notes.append(f"{unknown_losses:,} {plural(unknown_losses, 'step')} without a finite loss")
+    return notes

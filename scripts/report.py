@@ -1,0 +1,14 @@
+"""Write a report of runs as one HTML page: python scripts/report.py RUN [RUN ...] (see --help)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+if __name__ == "__main__":
+    from megatron_llama.system.errors import run_main
+    from megatron_llama.tools.report.cli import main
+
+    run_main(lambda: main(sys.argv[1:]))
