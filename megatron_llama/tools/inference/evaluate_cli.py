@@ -1,4 +1,4 @@
-"""``scripts/evaluate.py``: perplexity, label accuracy, or accuracy of generated answers, as text and JSON."""
+"""``scripts/evaluate.py``: perplexity, label accuracy, accuracy of generated answers, or lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,11 @@ from megatron_llama.tools.inference.arguments import (
 
 if TYPE_CHECKING:
     from megatron_llama.text.conversation import Template
+    from megatron_llama.text.tokenizer import Tokenizer
     from megatron_llama.tools.inference.chat import PromptBuilder
     from megatron_llama.tools.inference.evaluation import EncodedRecord, Progress
     from megatron_llama.tools.inference.generator import Generator
+    from megatron_llama.tools.inference.harness_tasks import NamedTasks
 
 DESCRIPTION = """\
 Evaluate a model: python scripts/evaluate.py CHECKPOINT with one of
@@ -37,6 +40,7 @@ Evaluate a model: python scripts/evaluate.py CHECKPOINT with one of
   --generative FILE.jsonl --template gsm8k
                                     generated answers: share with a line
                                     "#### number", and with the right number
+  --lm-eval hellaswag,arc_easy      tasks of lm-evaluation-harness
 """
 EPILOG = "Definitions of the metrics: docs/guides/data/evaluation.md"
 
@@ -125,11 +129,45 @@ class RecordsTask(Evaluation):
         return {**report, **results}
 
 
+@dataclass(frozen=True)
+class HarnessTask(Evaluation):
+    """Scores of tasks of lm-evaluation-harness."""
+
+    tokenizer: Tokenizer
+    names: str
+    """Comma-separated names."""
+    include_path: Path | None
+    tasks: list[Any]
+    """Loaded tasks."""
+    batch_size: int
+    limit: int | None
+    num_fewshot: int | None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "tasks": []}  # a task cannot be pickled; a spawned rank reads the datasets' cache
+
+    def measure(self, generator: Generator, progress: Progress) -> dict[str, Any]:
+        from megatron_llama.tools.inference.harness import HarnessModel, evaluate_tasks, run_harness
+        from megatron_llama.tools.inference.harness_tasks import find_tasks, load_tasks
+
+        def evaluate(model: HarnessModel) -> dict[str, Any]:
+            tasks = self.tasks or load_tasks(find_tasks(self.names, self.include_path))
+            return evaluate_tasks(model, tasks, self.limit, self.num_fewshot)
+
+        results = run_harness(generator, self.tokenizer, self.batch_size, evaluate)
+        return {"lm_eval": self.names, "limit": self.limit, **(results or {})}
+
+
 def main(argv: Sequence[str], start: StartRanks) -> int:
     """Run ``scripts/evaluate.py`` with ``argv`` on ranks started by ``start``; return the exit status."""
     arguments, problems = parser().parse_args(argv), Problems()
     _check(arguments, problems)
-    return run_task(arguments, start, _task, problems, needs_tokenizer=arguments.dataset is None)
+    named = None
+    if arguments.lm_eval is not None:
+        from megatron_llama.tools.inference.harness_tasks import find_tasks
+
+        named = problems.collect(find_tasks, arguments.lm_eval, arguments.include_path)
+    return run_task(arguments, start, partial(_task, named), problems, needs_tokenizer=arguments.dataset is None)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -138,10 +176,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dataset", metavar="PREFIX", help="indexed dataset, path without .bin and .idx")
     made.add_argument("--labelled", type=Path, metavar="FILE", help="labeled records: .tsv with a header, or .jsonl")
     made.add_argument("--generative", type=Path, metavar="FILE", help="records: .tsv with a header, or .jsonl")
+    made.add_argument("--lm-eval", metavar="TASKS", help="comma-separated tasks of lm-evaluation-harness (extra: eval)")
+    made.add_argument("--num-fewshot", type=int, metavar="N", help="examples in a prompt of --lm-eval")
+    made.add_argument("--include-path", type=Path, metavar="DIR", help="folder with more task files for --lm-eval")
     made.add_argument("--template", metavar="NAME", help="prompt template: qnli, sst2, gsm8k, or a JSON file")
     made.add_argument("--chat", action="store_true", help="use the run's or the tokenizer's chat template")
     made.add_argument("--chat-template", choices=(*CHAT_TEMPLATES, "none"), help="chat template; none: plain prompts")
-    made.add_argument("--limit", type=int, metavar="N", help="use the first N records")
+    made.add_argument("--limit", type=int, metavar="N", help="use the first N records, or documents per task")
     made.add_argument("--batch-size", type=int, default=16, metavar="N", help="records per batch (default: 16)")
     made.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="answer length limit (default: 256)")
     made.add_argument("--seq-length", type=int, metavar="N", help="tokens per window (default: as in training)")
@@ -152,12 +193,13 @@ def parser() -> argparse.ArgumentParser:
 
 def _check(arguments: argparse.Namespace, problems: Problems) -> None:
     """Add the problems of the arguments."""
-    tasks = {f"--{name}": getattr(arguments, name) for name in ("dataset", "labelled", "generative")}
+    tasks = {f"--{name}": getattr(arguments, name) for name in ("dataset", "labelled", "generative", "lm_eval")}
+    tasks = {flag.replace("_", "-"): value for flag, value in tasks.items()}
     given = [flag for flag, value in tasks.items() if value is not None]
     if len(given) != 1:
         rule = f"exactly one is required, not {' and '.join(given)}" if given else "exactly one is required"
         problems.add(" ".join(tasks), None, rule, "write one of them")
-    elif "--dataset" not in given and arguments.template is None:
+    elif given[0] in ("--labelled", "--generative") and arguments.template is None:
         name = "qnli" if arguments.labelled else "gsm8k"
         problems.add("--template", None, f"is required with {given[0]}", f"write --template {name}")
     for name in ("limit", "batch_size", "max_new_tokens", "seq_length"):
@@ -174,12 +216,16 @@ def _check(arguments: argparse.Namespace, problems: Problems) -> None:
         problems.add("--output", str(arguments.output), rule, "create the folder, or write another path")
 
 
-def _task(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems) -> Evaluation | None:
+def _task(
+    named: NamedTasks | None, arguments: argparse.Namespace, opened: OpenedModel, problems: Problems
+) -> Evaluation | None:
     """Create the task with its encoded records; on errors return None and add to ``problems``."""
     context = longest_sequence(opened.saved.model)
     length = arguments.seq_length or min(opened.saved.seq_length, context)
     if length > context:
         problems.add("--seq-length", length, f"the model has {context} positions", f"write --seq-length {context}")
+    if arguments.lm_eval is not None:
+        return None if named is None else _harness_task(named, arguments, opened, problems)
     if arguments.dataset is None:
         return _records_task(arguments, opened, problems)
 
@@ -191,6 +237,29 @@ def _task(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems
         if is_set and value is not None:
             problems.add(flag, value, "does not apply to a fine-tuning set", f"remove {flag}")
     return DatasetTask(frozenset(), arguments.output, arguments.dataset, length, arguments.max_tokens)
+
+
+def _harness_task(
+    named: NamedTasks, arguments: argparse.Namespace, opened: OpenedModel, problems: Problems
+) -> HarnessTask | None:
+    from megatron_llama.tools.inference.harness_tasks import load_tasks, task_problems
+    from megatron_llama.tools.inference.saved_model import stop_ids
+
+    tasks = problems.collect(load_tasks, named)
+    if tasks is None or opened.tokenizer is None:
+        return None
+    problems.items += task_problems(tasks, longest_sequence(opened.saved.model))
+    return HarnessTask(
+        stop=stop_ids(opened.saved, opened.tokenizer),
+        output=arguments.output,
+        tokenizer=opened.tokenizer,
+        names=arguments.lm_eval,
+        include_path=arguments.include_path,
+        tasks=tasks,
+        batch_size=arguments.batch_size,
+        limit=arguments.limit,
+        num_fewshot=arguments.num_fewshot,
+    )
 
 
 def _records_task(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems) -> RecordsTask | None:
@@ -241,6 +310,10 @@ def describe(report: dict[str, Any]) -> str:
     """Format the results of a report in one or two lines."""
     if "dataset" in report:
         return f"perplexity {report['perplexity']:.4f}, loss {report['loss']:.6f}, over {report['tokens']:,} tokens"
+    if "lm_eval" in report:
+        from megatron_llama.tools.inference.harness_tasks import describe_results
+
+        return describe_results(report)
     skipped = sum(report["skipped"].values())
     reasons = ", ".join(f"{count} {reason}" for reason, count in report["skipped"].items())
     excluded = f"\nskipped records: {reasons}" if skipped else ""

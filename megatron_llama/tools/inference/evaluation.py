@@ -102,25 +102,45 @@ def label_accuracy(
 
 def label_scores(generator: Generator, batch: Sequence[EncodedRecord]) -> torch.Tensor:
     """Return the log likelihood of each label after each prompt, [b, labels], fp64. Prompts are computed once."""
-    lengths = torch.tensor([len(one.prompt) for one in batch])
-    longest = max(len(label) for one in batch for label in one.labels)
-    cache = generator.cache(len(batch), int(lengths.max()) + longest, at_once=longest)
-    prompts = _padded([one.prompt for one in batch])
-    logits = generator.logits(prompts, cache.at(torch.zeros_like(lengths), prompts.shape[1], lengths - 1))
-    after_prompt = torch.log_softmax(logits.double(), -1)
-    scores = torch.zeros(len(batch), len(batch[0].labels), dtype=torch.float64)
-    for number in range(scores.shape[1]):
-        labels = [one.labels[number] for one in batch]
-        steps = [after_prompt]
-        most = max(map(len, labels))
-        if most > 1:
-            # The next label overwrites this one in the cache, because slots are positions.
-            logits = generator.logits(_padded([label[:-1] for label in labels]), cache.at(lengths, most - 1))
-            steps.append(torch.log_softmax(logits.double(), -1))
-        likelihoods = torch.cat(steps)
-        for row, label in enumerate(labels):
-            scores[row, number] = sum(likelihoods[step, row, token] for step, token in enumerate(label))
-    return scores
+    scores = continuation_scores(generator, [one.prompt for one in batch], [one.labels for one in batch])
+    return torch.tensor([[likelihood for likelihood, _ in row] for row in scores], dtype=torch.float64)
+
+
+def continuation_scores(
+    generator: Generator, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]]
+) -> list[list[tuple[float, bool]]]:
+    """Return (log likelihood, whether greedy decoding would generate it) of each continuation of each prompt.
+
+    Each prompt is computed once. All ranks must call it.
+
+    Args:
+        prompts: ids, at least one per prompt.
+        continuations: ids by prompt, at least one per continuation. The longest prompt and the longest continuation
+            together have at most ``context`` + 1 ids.
+    """
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    rounds, longest = max(map(len, continuations)), max(len(ids) for row in continuations for ids in row)
+    cache = generator.cache(len(prompts), int(lengths.max()) + longest, at_once=longest)
+    padded = [[*row, *[[0]] * (rounds - len(row))] for row in continuations]
+    tokens, first = _padded(prompts), torch.tensor([[ids[0] for ids in row] for row in padded])
+    at_end = cache.at(torch.zeros_like(lengths), tokens.shape[1], lengths - 1)
+    (totals,), (greedy,) = generator.log_likelihoods(tokens, first[None], at_end)
+    step = max(1, _LOGIT_BYTES // (len(prompts) * generator.plan.padded_vocab_size * 4))
+    for number in range(rounds):
+        # The next continuation overwrites this one in the cache, because slots are positions.
+        column = _padded([row[number] for row in padded])
+        counts = torch.tensor([len(row[number]) for row in padded])
+        for start in range(0, column.shape[1] - 1, step):
+            inputs, targets = column[:, :-1][:, start : start + step], column[:, 1:][:, start : start + step]
+            at = cache.at(lengths + start, inputs.shape[1])
+            likelihoods, likeliest = generator.log_likelihoods(inputs, targets.t()[..., None], at)
+            valid = (torch.arange(start + 1, start + 1 + inputs.shape[1])[:, None] < counts)[..., None]
+            totals[:, number] += (likelihoods * valid).sum((0, 2))
+            greedy[:, number] &= (likeliest | ~valid).all(0)[:, 0]
+    return [
+        [(float(totals[row, number]), bool(greedy[row, number])) for number in range(len(scored))]
+        for row, scored in enumerate(continuations)
+    ]
 
 
 def answer_accuracy(

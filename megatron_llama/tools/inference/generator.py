@@ -29,6 +29,8 @@ from megatron_llama.tools.inference.saved_model import SavedModel
 
 OnToken = Callable[[int, int | None], None]
 """Callback with (row, id) for each new id, and with (row, None) at the end of a row."""
+IsComplete = Callable[[list[int]], bool]
+"""Callback with the generated ids of a row; True ends the row. It returns the same on all ranks."""
 
 
 @dataclass
@@ -38,7 +40,8 @@ class Answer:
     ids: list[int] = field(default_factory=list)
     """Generated ids, without the end token."""
     ended: str = ""
-    """Reason of the end: ``stop`` (end token), ``length`` (max_new_tokens) or ``context`` (last position)."""
+    """Reason of the end: ``stop`` (end token or ``is_complete``), ``length`` (max_new_tokens) or ``context`` (last
+    position)."""
 
 
 @dataclass
@@ -90,7 +93,6 @@ class Generator:
             return DividedCache(self.plan.model, tp, rows, capacity, like, self.division)
         return KVCache(self.plan.model, tp, rows, capacity, like, at_once)
 
-    @torch.no_grad()
     def logits(self, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
         """Return the logits of ids at the positions of the cache; the same on all ranks.
 
@@ -101,11 +103,33 @@ class Generator:
         Returns:
             fp32 logits on the CPU, [s, b, vocabulary]; [1, b, vocabulary] if the cache selects one token per row.
         """
+        return self._device_logits(tokens, cache).cpu()
+
+    def log_likelihoods(
+        self, tokens: torch.Tensor, candidates: torch.Tensor, cache: KVCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log likelihoods of candidates for the next id, and whether each is the likeliest id.
+
+        Args:
+            tokens: ids, [b, s].
+            candidates: ids, [s, b, n]; [1, b, n] if the cache selects one token per row.
+            cache: cache whose ``at`` has set the positions.
+
+        Returns:
+            fp64 log likelihoods in nats and bools, on the CPU, with the shape of ``candidates``; the same on all ranks.
+        """
+        logits, candidates = self._device_logits(tokens, cache), candidates.to(self.device)
+        likelihoods = logits.gather(-1, candidates) - logits.logsumexp(-1, keepdim=True)
+        return likelihoods.cpu().double(), (logits.argmax(-1, keepdim=True) == candidates).cpu()
+
+    @torch.no_grad()
+    def _device_logits(self, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        """Return ``logits`` on the device."""
         tokens = cache.local(tokens.to(self.device))
         with cache.attached(self.llama):
             local = self.llama(tokens, inputs=cache.inputs(self.llama, tokens), token_index=cache.token_index)
         whole = gather_from_tensor_model_parallel_region(cache.select(local))
-        return whole[..., : self.plan.model.vocab_size].float().cpu()
+        return whole[..., : self.plan.model.vocab_size].float()
 
     @torch.no_grad()
     def loss(self, tokens: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> float:
@@ -121,11 +145,19 @@ class Generator:
         return float(total)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, max_new_tokens: int, on_token: OnToken | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        max_new_tokens: int,
+        on_token: OnToken | None = None,
+        is_complete: IsComplete | None = None,
     ) -> list[Answer]:
         """Continue each prompt until its end token, ``max_new_tokens`` or the last position.
 
-        A prompt has at least one id and fewer than ``context``.
+        Args:
+            prompts: ids, at least one and fewer than ``context`` per prompt.
+            on_token: called with each new id.
+            is_complete: called with the ids of an answer; ends the answer if it returns True.
         """
         start = time.perf_counter()
         lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -145,7 +177,7 @@ class Generator:
                 chosen = chosen.to(self.device)
                 dist.broadcast(chosen, src=0)
                 chosen = chosen.cpu()
-            new = self._take(chosen, lengths, answers, max_new_tokens, on_token)
+            new = self._take(chosen, lengths, answers, max_new_tokens, on_token, is_complete)
             self.speed.new_tokens += new
             self.speed.timed_tokens += 0 if first else new
             if all(answer.ended for answer in answers):
@@ -158,7 +190,13 @@ class Generator:
         return answers
 
     def _take(
-        self, chosen: torch.Tensor, lengths: torch.Tensor, answers: list[Answer], most: int, on_token: OnToken | None
+        self,
+        chosen: torch.Tensor,
+        lengths: torch.Tensor,
+        answers: list[Answer],
+        most: int,
+        on_token: OnToken | None,
+        is_complete: IsComplete | None,
     ) -> int:
         """Append the new ids to unfinished answers, end complete answers, and return the number of new ids."""
         taken = 0
@@ -176,6 +214,8 @@ class Generator:
                     answer.ended = "length"
                 elif length + 1 == self.context:
                     answer.ended = "context"
+                elif is_complete is not None and is_complete(answer.ids):
+                    answer.ended = "stop"
             if answer.ended and on_token is not None:
                 on_token(row, None)
         return taken

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
@@ -325,6 +326,14 @@ def test_all_problems_are_reported_together(folder: Path, dataset: tuple[str, np
         assert done.status == 2 and named in done.err, (arguments, done.err)
     done = command(evaluate, make_folder(tmp_path / "small", vocab_size=100), *CPU, "--dataset", dataset[0])
     assert done.status == 2 and "vocabulary ends at 99" in done.err
+
+
+def test_a_missing_harness_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # import raises ImportError
+    done = command(evaluate, folder, *CPU, "--lm-eval", "hellaswag", "--tp", 3)
+    assert done.status == 2 and "Traceback" not in done.err
+    message = " ".join(done.err.split())
+    assert "pip install" in message and "[eval]" in message
 
 
 def test_perplexity_of_a_fine_tuning_set_is_of_its_answers(folder: Path, tmp_path: Path) -> None:

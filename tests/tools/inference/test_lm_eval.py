@@ -1,0 +1,192 @@
+"""lm-evaluation-harness on checkpoints: scores equal those of its own model ``hf`` on the exported model."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_llama.checkpoint.export import export
+from megatron_llama.checkpoint.folder import find_checkpoint
+from megatron_llama.config import ConfigError
+from megatron_llama.tools.inference.arguments import inference_plan
+from megatron_llama.tools.inference.generator import Generator
+from megatron_llama.tools.inference.saved_model import open_saved_model, stop_ids, tokenizer_of
+from tests.checkpoint.jobs import Job
+from tests.ranks import run_ranks
+from tests.tools.inference.commands import CPU, command, evaluate
+from tests.tools.inference.models import in_generator, make_folder
+
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1")
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness, the extra eval, is not installed")
+import lm_eval.evaluator  # noqa: E402  before the forks
+import lm_eval.models.huggingface  # noqa: E402
+
+from megatron_llama.tools.inference import harness, harness_tasks  # noqa: E402
+
+NAMES = ("local_choice", "local_text", "local_answer")
+WORDS = "the cat sat on mat a dog and Hello answer question é 😀".split()
+TASKS = {
+    "local_choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{label}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "local_text": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+    "local_answer": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["do", "\n"], "max_gen_toks": 10, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of three tasks. Some prompts and texts exceed the model's 128 positions."""
+    folder, generator = tmp_path_factory.mktemp("tasks"), random.Random(0)
+
+    def text(count: int) -> str:
+        return " ".join(generator.choice(WORDS) for _ in range(count))
+
+    documents = [
+        {
+            "question": "" if number == 0 else text(120 if number == 1 else generator.randint(1, 20)),
+            "choices": [" " * (number % 2) + text(generator.randint(1, 4)) for _ in range(3)],
+            "label": number % 3,
+            "text": text(generator.randint(2, 150)),
+            "answer": text(1),
+        }
+        for number in range(10)
+    ]
+    (folder / "documents.jsonl").write_text("".join(json.dumps(one) + "\n" for one in documents))
+    files = {"data_files": {"test": str(folder / "documents.jsonl")}, "cache_dir": str(folder / "cache")}
+    for name, task in TASKS.items():
+        content = {"task": name, "dataset_path": "json", "dataset_kwargs": files, "test_split": "test", **task}
+        (folder / f"{name}.yaml").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokenizer adds BOS."""
+    folder = make_folder(tmp_path_factory.mktemp("model") / "hf")
+    files = ("tokenizer.json", "tokenizer_config.json")
+    tokenizer, settings = (json.loads((folder / name).read_text()) for name in files)
+    bos = "<|system|>"
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {bos: {"id": bos, "ids": [1], "tokens": [bos]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": bos}))
+    return folder
+
+
+def samples(model: Any, tasks: Path) -> dict[str, Any]:
+    """Return the harness's results with all samples."""
+    manager = lm_eval.evaluator.TaskManager(include_path=str(tasks), include_defaults=False)
+    return dict(lm_eval.evaluator.simple_evaluate(model, tasks=list(NAMES), task_manager=manager, bootstrap_iters=0))
+
+
+def theirs(rank: int, folder: Path, tasks: Path) -> dict[str, Any]:
+    """Results of the harness's own model."""
+    model = lm_eval.models.huggingface.HFLM(str(folder), dtype="float32", device="cpu", batch_size=4)
+    return samples(model, tasks)
+
+
+def ours(folder: Path, tasks: Path, tp: int = 1, cp: int = 1, batch_size: int = 4) -> dict[str, Any]:
+    """Results of rank 0."""
+    saved = open_saved_model(folder)
+    tokenizer, plan = tokenizer_of(saved), inference_plan(saved.model, tp, "cpu", cp=cp)
+
+    def work(generator: Generator) -> Any:
+        return harness.run_harness(generator, tokenizer, batch_size, partial(samples, tasks=tasks))
+
+    return run_ranks(in_generator, tp * cp, work, saved, plan, stop_ids(saved, tokenizer))[0]
+
+
+def check_equal(results: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Check scores and each sample's responses."""
+    for name in NAMES:
+        for one, other in zip(results["samples"][name], expected["samples"][name], strict=True):
+            assert one["arguments"] == other["arguments"]
+            if name == "local_answer":
+                assert one["resps"] == other["resps"]
+                continue
+            for (response,), (wanted,) in zip(one["resps"], other["resps"], strict=True):
+                if name == "local_choice":
+                    assert response[1] == wanted[1]
+                assert response == pytest.approx(wanted, rel=1e-5, abs=1e-4)
+        scores, wanted = ({key: one for key, one in of["results"][name].items() if isinstance(one, float)}
+                          for of in (results, expected))  # fmt: skip
+        assert scores and scores == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def expected(base: Path, tasks: Path) -> dict[str, Any]:
+    """Results of ``hf`` on the base model."""
+    return run_ranks(theirs, 1, base, tasks)[0]
+
+
+@pytest.mark.parametrize(("tp", "cp", "batch_size"), [(1, 1, 1), (2, 1, 4), (1, 2, 3)])
+def test_scores_of_a_hugging_face_folder(
+    base: Path, tasks: Path, expected: dict[str, Any], tp: int, cp: int, batch_size: int
+) -> None:
+    answers = [one["resps"][0][0] for one in expected["samples"]["local_answer"]]
+    assert len(set(answers)) > 5, "a model that repeats itself would show little"
+    check_equal(ours(base, tasks, tp, cp, batch_size), expected)
+
+
+LORA = ("finetune=lora", "finetune.lora_rank=3", "finetune.lora_target_modules=[q_proj,v_proj,down_proj]")
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_scores_of_a_run_are_those_of_its_export(base: Path, tasks: Path, tmp_path: Path, method: str) -> None:
+    """A checkpoint of tp 2 in another layout, and the harness on the folder that export writes."""
+    job = Job(
+        tmp_path / "run", "model=from_hf", f"init_from={base}", "model.vocab_size=290", "model.num_hidden_layers=3",
+        "model.tie_word_embeddings=false", "trainer.tp=2", "trainer.steps=2", "optim=constant", "optim.lr=0.05",
+        "optim.warmup_steps=0", *(LORA if method == "lora" else ()),
+    )  # fmt: skip
+    assert job.wait() == 0, job.output
+    export(find_checkpoint(tmp_path / "run"), tmp_path / "exported", "float32", merge=method == "lora")
+    wanted = run_ranks(theirs, 1, tmp_path / "exported", tasks)[0]
+    check_equal(ours(tmp_path / "run", tasks), wanted)
+    check_equal(ours(tmp_path / "run", tasks, tp=2), wanted)
+
+
+def test_the_script_reports_the_scores(base: Path, tasks: Path, tmp_path: Path, expected: dict[str, Any]) -> None:
+    arguments = (base, *CPU, "--lm-eval", ",".join(NAMES), "--include-path", tasks, "--tp", 2)
+    done = command(evaluate, *arguments, "--output", tmp_path / "report.json")
+    assert done.status == 0 and "|acc_norm" in done.out.replace(" ", ""), done.err
+    report = json.loads((tmp_path / "report.json").read_text())
+    for name in NAMES:
+        for key, score in expected["results"][name].items():
+            if isinstance(score, float) and "stderr" not in key:
+                assert report["results"][name][key] == pytest.approx(score, rel=1e-5)
+    assert report["tp"] == 2 and report["truncated"] > 0
+
+
+def test_invalid_tasks_are_reported_together(tasks: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        harness_tasks.find_tasks("hellaswagg,local_choise,local_text", tasks)
+    message = " ".join(str(error.value).split())
+    assert len(error.value.problems) == 2
+    assert "write hellaswag" in message and "write local_choice" in message
