@@ -32,11 +32,10 @@ from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.dora import init_magnitudes
 from megatron_llama.parallel.groups import broadcast_from_rank_0, sync_errors
-from megatron_llama.parallel.replicas import check_copies
+from megatron_llama.parallel.replicas import Copies
 from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule
 from megatron_llama.system import phase
-from megatron_llama.system.errors import TrainingFault
 from megatron_llama.topology import Topology
 
 
@@ -50,6 +49,8 @@ class Checkpointer:
         self.bytes_read = 0
         """Bytes that this rank read from files in the last load."""
         self.saver = Saver(self.checkpoints, topology.rank, model.device, plan.config.checkpoint)
+        self._copies = Copies(topology, model.device)
+        self._compared: int | None = None
         self._saved: int | None = None
         self._saved_at = monotonic()
         self._differences: list[Difference] = []
@@ -101,7 +102,7 @@ class Checkpointer:
     def after_step(
         self, step: int, stop: bool = False, val_loss: float | None = None, consumed_tokens: int | None = None
     ) -> bool:
-        """Save by ``checkpoint.every_steps`` and ``every_minutes``, and if ``stop`` is true on any rank.
+        """Compare copies (``trainer.check_copies_every``). Save by ``checkpoint``, and if ``stop`` is true on any rank.
 
         Returns whether ``stop`` is true on any rank. Then all ranks have saved the step and its files are on disk.
 
@@ -111,8 +112,10 @@ class Checkpointer:
 
         Raises:
             SaveFailed: On all ranks, if a checkpoint could not be written.
-            TrainingFault: On all ranks, if copies of a weight differ. The step is not saved.
+            TrainingFault: On all ranks, if copies of a weight or state differ. The step is not saved.
         """
+        if (often := self.plan.config.trainer.check_copies_every) and step % often == 0:
+            self.compare_copies(step)
         # NaN is neither better nor worse than another loss.
         self._val_loss = val_loss if val_loss is not None and math.isfinite(val_loss) else None
         self._tokens = consumed_tokens
@@ -124,6 +127,20 @@ class Checkpointer:
         if stop:
             self.saver.wait()
         return stop
+
+    def compare_copies(self, step: int) -> None:
+        """Compare the copies of weights and optimizer states after ``step``, unless it was compared. A collective.
+
+        Raises:
+            TrainingFault: On all ranks, if copies differ.
+        """
+        if step == self._compared:
+            return
+        parts = [("", shard, shard.local) for shard in self.model.shards]
+        with_states = step > 0  # before the first step the optimizer may not have created them
+        parts += self.optimizer.tensors() if with_states else ()
+        self._copies.compare(parts, f"step {step}", with_states=with_states)
+        self._compared = step
 
     def _is_due(self) -> bool:
         """Return whether checkpoint.every_minutes have passed since the last save, by rank 0's clock."""
@@ -278,10 +295,7 @@ class Checkpointer:
         self._saved_at = monotonic()
         if step == self._saved:
             return
-        try:
-            check_copies(self.model.shards)  # a checkpoint has one copy: it would hide the difference
-        except TrainingFault as fault:
-            raise TrainingFault(f"step {step} is not saved: {fault}") from None
+        self.compare_copies(step)  # a checkpoint has one copy: it would hide the difference
         tensors = contents.weights(self.model.trained, owned=True)
         if step > 0:
             tensors |= contents.optimizer_states(self.optimizer, owned=True)

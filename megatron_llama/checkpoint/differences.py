@@ -35,7 +35,8 @@ SETTINGS = {
         "data": "name tokenizer cache_dir prepare",
         "trainer": f"{' '.join(AXIS_NAMES)} cp_comm vpp pipeline_layers sp zero shard_group secondary_group "
         "micro_batch_size epochs recompute recompute_every mlp_chunks offload compile compile_strict compile_cache "
-        "async_tp deterministic skip_nonfinite_steps hang_timeout_seconds profile max_restarts val_every_steps",
+        "async_tp deterministic skip_nonfinite_steps check_copies_every hang_timeout_seconds profile max_restarts "
+        "val_every_steps",
         "optim": "warmup_ratio",
         "finetune": "adapter",
         "device": "name peak_tflops memory_gib",

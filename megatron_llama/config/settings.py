@@ -350,6 +350,10 @@ class TrainerConfig:
     """Use deterministic algorithms only (torch.use_deterministic_algorithms); an operation without one is an error."""
     skip_nonfinite_steps: Annotated[int, at_least(0)] = 0
     """Number of steps with a NaN or Inf loss or gradient that are skipped; one more stops the run."""
+    check_copies_every: Annotated[int | None, at_least(0)] = 100
+    """Steps between comparisons of the weights and optimizer states that several ranks hold in copies. A difference
+    stops the run. 0 or null: compare at the start, before each save and at the end only.
+    docs/guides/training/copies.md"""
     hang_timeout_seconds: Annotated[float | None, above_zero()] = 1800.0
     """Seconds without progress in a step or validation batch after which the job fails. The report has each rank's
     phase and stacks, and the culprit rank. The limit of starting, loading, compiling, saving and ending is eight times

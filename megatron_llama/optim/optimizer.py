@@ -143,6 +143,19 @@ class Optimizer:
                     state.setdefault("step", torch.zeros((), device=view.device))
                 yield kind, shard, state[kind]
 
+    def tensors(self) -> Iterator[tuple[str, Shard, torch.Tensor]]:
+        """Yield (kind, shard, tensor) of all tensors of the states: 8-bit codes and scales apart, then the numbers of
+        updates, which are scalars. Creates missing states, as ``states`` does."""
+        for kind, shard, state in self.states():
+            if isinstance(state, BlockwiseState):
+                yield f"{kind} (codes)", shard, state.codes
+                yield f"{kind} (scales)", shard, state.scales
+            else:
+                yield kind, shard, state
+        for view, shard in zip(self._views(), self._shards_in_order(), strict=True):
+            if "step" in self.inner.state[view]:
+                yield "the number of updates", shard, self.inner.state[view]["step"]
+
     def restore(self, updates: int, steps: int) -> None:
         """Set the number of updates, and advance a new schedule to step ``steps``.
 

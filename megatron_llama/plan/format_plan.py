@@ -250,7 +250,7 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
 
 
 def _checkpoints(plan: Plan) -> str:
-    """Describe when checkpoints are saved, and which are kept."""
+    """Describe when checkpoints are saved, which are kept, and when ranks compare copies of weights and states."""
     saves = plan.config.checkpoint
     parts = [f"every {saves.every_steps:,} {plural(saves.every_steps, 'step')}"] if saves.every_steps else []
     if saves.every_minutes:
@@ -259,7 +259,12 @@ def _checkpoints(plan: Plan) -> str:
     parts += ["at the end"] * saves.save_last + ["when stopped by a signal"]
     keep = KEPT_BY_TIME if plan.keeps_two else saves.keep
     retained = "all are kept" if keep is None else f"the newest {'is' if keep == 1 else f'{keep:,} are'} kept"
-    return ", ".join(parts) + (f" · {retained}" if saves.every_steps or saves.every_minutes else "")
+    lines = [", ".join(parts)] + [retained] * bool(saves.every_steps or saves.every_minutes)
+    if plan.copies:
+        often = plan.config.trainer.check_copies_every
+        when = f"every {often:,} {plural(often, 'step')}" if often else "before each save"
+        lines.append(f"copies compared {when}")
+    return " · ".join(lines)
 
 
 def _validation(plan: Plan) -> str:

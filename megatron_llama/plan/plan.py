@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_llama.arch.shapes import StageParameters
+from megatron_llama.arch.shapes import StageParameters, kv_copies
 from megatron_llama.config.precision import BYTES, PRECISIONS, QUANTIZED_BITS, Precision
 from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.corpus.epochs import DatasetUsage
@@ -115,6 +115,20 @@ class Plan:
     def shard_size(self) -> int:
         """Data-parallel ranks of a shard group, which share one copy of the sharded state; 1 with zero=0."""
         return 1 if self.config.trainer.zero == 0 else (self.config.trainer.shard_group or self.data_ranks)
+
+    @property
+    def copies(self) -> list[str]:
+        """Tensors that several ranks hold in copies: a name for each different group of ranks with the same copies."""
+        trainer, model = self.config.trainer, self.model
+        heads = kv_copies(model, trainer.tp)
+        groups = {
+            "data-parallel replicas": self.data_ranks > self.shard_size,
+            "norms": trainer.tp > 1 and heads < trainer.tp,
+            "norms and kv heads": 1 < heads == trainer.tp,
+            "kv heads": 1 < heads < trainer.tp,
+            "tied embeddings": model.tie_word_embeddings and trainer.pp > 1,
+        }
+        return [name for name, has_copies in groups.items() if has_copies]
 
     @property
     def exchanges_signs(self) -> bool:

@@ -55,13 +55,15 @@ def open_steps(
     data: Data,
     batches: StepBatches | None = None,
 ) -> Iterator[Steps]:
-    """Yield steps that log and save nothing.
+    """Yield steps that log, save and compare nothing.
 
     They train on ``batches`` or ``data``, at random-LTD's largest length.
     """
     with tempfile.TemporaryDirectory() as folder:
         without_saves = replace(plan.config.checkpoint, every_steps=None, every_minutes=0.0)
-        config = replace(plan.config, run=replace(plan.config.run, dir=folder), checkpoint=without_saves)
+        trainer = replace(plan.config.trainer, check_copies_every=None)
+        run = replace(plan.config.run, dir=folder)
+        config = replace(plan.config, run=run, checkpoint=without_saves, trainer=trainer)
         checkpointer = Checkpointer(replace(plan, config=config), topology, model, optimizer, data)
         finite = FiniteCheck(plan.config.trainer.skip_nonfinite_steps)
         yield Steps(plan, model, optimizer, batches or data.train.with_length(), checkpointer, finite)

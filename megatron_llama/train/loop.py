@@ -18,7 +18,6 @@ from megatron_llama.optim import Optimizer
 from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES, may_compile
-from megatron_llama.parallel.replicas import check_copies
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.topology import Topology
@@ -38,7 +37,7 @@ def train(
 
     Raises:
         SystemExit: Status 75, after a stop signal on any rank, once all ranks have saved.
-        TrainingFault: A loss or gradient is not finite, or copies of a weight differ.
+        TrainingFault: A loss or gradient is not finite, or copies of a weight or state differ.
         ConfigError: An epoch, the run or a validation has no label. On all ranks.
     """
     trainer = plan.config.trainer
@@ -47,7 +46,7 @@ def train(
     plan = checkpointer.resume()
     first, consumed_tokens = plan.start.step + 1, plan.start.tokens
     phase.enter("the first measurements", phase.PATIENT)
-    check_copies(model.shards)
+    checkpointer.compare_copies(first - 1)
     peak = find_peak(plan, device, model.device)
     finite, labels = FiniteCheck(trainer.skip_nonfinite_steps), LabelCheck(plan.config.data, len(data.train.samples))
     build = hooks.profiler() if trainer.profile else None
@@ -86,6 +85,8 @@ def train(
                 raise RunStopped(step)
         labels.finish()
         checkpointer.finish(max(first - 1, trainer.steps))
+        phase.enter("the last checks and samples", phase.PATIENT)
+        checkpointer.compare_copies(max(first - 1, trainer.steps))
         report_end(plan, model, logger)
     export(plan, topology, checkpointer)
 
@@ -109,9 +110,7 @@ def measure_after_step(
 
 
 def report_end(plan: Plan, model: ParallelModel, logger: MetricsLogger | None) -> None:
-    """Check the copies of weights, generate samples and log the summary. A collective."""
-    phase.enter("the last checks and samples", phase.PATIENT)
-    check_copies(model.shards)
+    """Generate samples and log the summary. A collective."""
     samples = continue_prompts(plan, model)
     report_graphs(plan, model.compiler, logger)
     if logger is not None:

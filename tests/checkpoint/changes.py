@@ -141,6 +141,7 @@ CHANGES: dict[str, Change] = {
     "trainer.async_tp": Change(True, {"trainer.tp": 2, "trainer.compile": True}, world=2),
     "trainer.deterministic": Change(True),
     "trainer.skip_nonfinite_steps": Change(1),
+    "trainer.check_copies_every": Change(10),
     "trainer.hang_timeout_seconds": Change(60.0),
     "trainer.profile": Change([2, 3]),
     "trainer.max_restarts": Change(1),

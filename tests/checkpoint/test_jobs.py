@@ -393,3 +393,39 @@ def test_steps_can_be_left_out(tmp_path: Path) -> None:
     assert [step for step, _ in losses(folder)] == list(range(1, 9))
     job = Job(tmp_path / "other", *RUN, "trainer.skip_nonfinite_steps=1", work=_nan_on_rank_1)
     assert job.wait() == 1 and "step 5" in job.output
+
+
+def _flipped_on_rank_1(plan: Plan) -> None:
+    """The last bit of a state on rank 1 flips after step 5."""
+    inner, calls = Optimizer.advance, []
+
+    def flipped(self: Optimizer, *, updated: bool = True) -> None:
+        inner(self, updated=updated)
+        calls.append(1)
+        if len(calls) == 5 and os.environ["RANK"] == "1":
+            state = next(state for kind, s, state in self.states() if (kind, s.name) == ("exp_avg_sq", "norm.weight"))
+            assert isinstance(state, torch.Tensor)
+            state.view(torch.int32)[7] ^= 1
+
+    Optimizer.advance = flipped  # type: ignore[method-assign, assignment]
+    run_rank(plan)
+
+
+@pytest.mark.parametrize("every", [1, 0])
+def test_a_flipped_bit_stops_the_run_before_a_checkpoint_has_it(tmp_path: Path, every: int) -> None:
+    """Without comparisons in between, the save of step 6 compares."""
+    folder, saves = tmp_path / "run", ["checkpoint.every_steps=2", "checkpoint.keep=9"]
+    command = [*TP2, "trainer.steps=8", *saves, f"trainer.check_copies_every={every}"]
+    job = Job(folder, *command, work=_flipped_on_rank_1)
+    assert job.wait() == 1
+    found = 5 if every == 1 else 6
+    assert f"step {found}: the copies of exp_avg_sq of model.norm.weight (offset [0], size [32])" in job.output
+    assert "on rank 0 and rank 1 differ" in job.output
+    assert saved_steps(folder / "checkpoints") == [4, 2]
+    assert len(losses(folder)) == found, "the step itself is logged"
+    job = Job(folder, *command)
+    assert job.wait() == 0, job.output
+    if every == 1:
+        job = Job(tmp_path / "undisturbed", *command)
+        assert job.wait() == 0, job.output
+        assert_same(final_tensors(folder), final_tensors(tmp_path / "undisturbed"))

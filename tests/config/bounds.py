@@ -99,6 +99,7 @@ BOUNDS: dict[str, Bounds] = {
     "trainer.mlp_chunks": COUNT,
     "trainer.offload": ([["weights"], ["optimizer", "optimizer"]], [[], ["activations", "optimizer"]]),
     "trainer.skip_nonfinite_steps": COUNT_FROM_0,
+    "trainer.check_copies_every": COUNT_FROM_0,
     "trainer.hang_timeout_seconds": POSITIVE,
     "trainer.profile": ([[3], [0, 1], [3, 2], [1, 2, 3]], [None, [1, 1], [3, 5]]),
     "trainer.max_restarts": COUNT_FROM_0,

@@ -53,18 +53,18 @@ def _with_host_arithmetic(function: Any, most: float = math.inf) -> Any:
 
 
 def compare_copies_on_the_host(module: ModuleType) -> None:
-    """Let the comparison of weights of several ranks read their real bytes.
+    """Let the comparison of weights of several ranks read their real bytes. States result from undefined gradients.
 
     Muon and optimizers of the host or of 8-bit states copy results of undefined gradients to the weights.
     """
-    compare = _with_host_arithmetic(module.check_copies)
+    compare = _with_host_arithmetic(module.Copies.compare)
 
-    @functools.wraps(module.check_copies)
-    def check(shards: Any) -> None:
+    @functools.wraps(module.Copies.compare)
+    def check(copies: Any, parts: Any, moment: str, *, with_states: bool) -> None:
         if not os.environ.get(NO_COPIES):
-            compare(shards)
+            compare(copies, [part for part in parts if not part[0]], moment, with_states=False)
 
-    module.check_copies = check  # type: ignore[attr-defined]
+    module.Copies.compare = check  # type: ignore[attr-defined]
 
 
 def record_triton_kernels(heuristics: ModuleType) -> None:

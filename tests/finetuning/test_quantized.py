@@ -16,7 +16,7 @@ from megatron_llama.model import quantized as quantized_module
 from megatron_llama.model.quantized import dequantize, quantize
 from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.parallel import build_model, process_groups
-from megatron_llama.parallel.replicas import check_copies
+from megatron_llama.parallel.replicas import Copies
 from megatron_llama.plan import Plan, stage_memory
 from tests.finetuning import runner
 from tests.finetuning.runner import CPU, LORA, TOLERANCE, Tuned, make_plan, tune, worst
@@ -168,7 +168,8 @@ def _memory(rank: int, plan: Plan) -> tuple[int, int, int, int, set[torch.dtype]
     device, topology = get_device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, CPU):
         model = build_model(plan, topology, device, CPU)
-        check_copies(model.shards)
+        weights = [("", shard, shard.local) for shard in model.shards]
+        Copies(topology, CPU).compare(weights, "step 0", with_states=False)
         whole = torch.cat([s.values.flatten() for s in model.shards if s.counts])
         norm = parameter_norm(model.shards, CPU)
         assert norm.isfinite() and norm > whole.norm() / 2

@@ -20,9 +20,9 @@ from megatron_llama.devices.cuda.kernels import CudaKernels
 from megatron_llama.devices.visibility import Documents
 from megatron_llama.model import quantized
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import build_model, process_groups, replicas
+from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.parallel.parallelize import init_weights
-from megatron_llama.parallel.replicas import check_copies
+from megatron_llama.parallel.replicas import Copies
 from megatron_llama.plan import Plan
 from megatron_llama.train import sample_text
 from megatron_llama.train.loop import read_scalars
@@ -79,31 +79,33 @@ def _calls(rank: int, plan: Plan) -> int:
 
 def test_copies_are_compared_in_one_transfer() -> None:
     """Each rank of zero 0 has a copy of all weights. One rank has no peers to compare with."""
-    assert run_ranks(_transfers, 2, make_plan(2, "trainer.zero=0")) == [(1, 2, True)] * 2
-    assert run_ranks(_transfers, 1, make_plan(1)) == [(0, 0, True)]
+    assert run_ranks(_transfers, 2, make_plan(2, "trainer.zero=0")) == [[(1, 1), (0, 1), (1, 1)]] * 2
+    assert run_ranks(_transfers, 1, make_plan(1)) == [[(0, 0)] * 3]
 
 
-def _transfers(rank: int, plan: Plan) -> tuple[int, int, bool]:
-    """Return the tensors read and the collectives of ``check_copies``; whether groups do not change the digests."""
-    topology = plan.topology(rank)
+def _transfers(rank: int, plan: Plan) -> list[tuple[int, int]]:
+    """Return the gathers of objects and the reads of a first, a second and a different comparison of copies."""
+    topology, counts = plan.topology(rank), []
     with process_groups(plan, topology, get_device("cpu"), CPU):
-        shards = build_model(plan, topology, get_device("cpu"), CPU).shards
-        cpu, gather, reads, gathers = torch.Tensor.cpu, dist.all_gather_object, list[Any](), list[Any]()
+        shards, gather = build_model(plan, topology, get_device("cpu"), CPU).shards, dist.all_gather_object
+        copies, gathers = Copies(topology, CPU), list[Any]()
 
         def gathered(*arguments: Any) -> None:
             gathers.append(arguments)
-            with patch.object(torch.Tensor, "cpu", cpu):
+            with patch.object(torch.Tensor, "tolist", tolist):
                 gather(*arguments)
 
-        with (
-            patch.object(torch.Tensor, "cpu", lambda tensor: reads.append(tensor) or cpu(tensor)),
-            patch.object(dist, "all_gather_object", gathered),
-        ):
-            check_copies(shards)
-        tensors = [(("x", (i,), (i,)), shard.values) for i, shard in enumerate(shards)]
-        together = dict(replicas._digests(tensors))
-        with patch.object(replicas, "_BYTES_AT_ONCE", 5000):
-            return len(reads), len(gathers), dict(replicas._digests(tensors)) == together
+        tolist = torch.Tensor.tolist
+        for with_states in (False, False, True):
+            reads = list[Any]()
+            gathers.clear()
+            with (
+                patch.object(torch.Tensor, "tolist", lambda tensor, to=reads: to.append(tensor) or tolist(tensor)),
+                patch.object(dist, "all_gather_object", gathered),
+            ):
+                copies.compare([("", s, s.local) for s in shards], "step 1", with_states=with_states)
+            counts.append((len(gathers), len(reads)))
+    return counts
 
 
 def test_initial_weights_and_update_counts_do_not_block() -> None:

@@ -14,7 +14,6 @@ from megatron_llama.data.batches import Batches, Data
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
-from megatron_llama.parallel.replicas import check_copies
 from megatron_llama.plan import Plan
 from megatron_llama.system.errors import TrainingFault
 from megatron_llama.train.loop import train, training_step, validate
@@ -40,28 +39,6 @@ def _with_model(rank: int, function: Any, plan: Plan, args: tuple[Any, ...]) -> 
 def batches_of(plan: Plan, model: ParallelModel) -> Batches:
     samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
     return Batches(samples, plan, plan.topology(torch.distributed.get_rank()), model.device)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16_sr"])
-@pytest.mark.parametrize(("world", "layout"), [(2, "trainer.tp=2"), (2, "trainer.zero=0"), (4, "trainer.tp=4")])
-def test_a_copy_that_drifted_is_named(world: int, layout: str, precision: str) -> None:
-    name = (
-        "self_attn.k_proj" if world == 4 else "norm.weight"
-    )  # kv heads are copied, and norms under tp, and all at zero 0
-    for message in on_ranks(_drift, world, make_plan(world, layout, f"trainer.precision={precision}"), name):
-        assert "the copies on ranks 0 and 1 differ" in message and name in message
-
-
-def _drift(plan: Plan, model: ParallelModel, name: str) -> str:
-    check_copies(model.shards)  # equal after initialization
-    if torch.distributed.get_rank() == 1:
-        rectangles = [(shard, part) for shard in model.shards for part in shard.rectangles if name in part.name]
-        shard, rectangle = rectangles[-1]
-        values = shard.local[rectangle.local_slices].view(-1)
-        values[0] = torch.nextafter(values[0], torch.tensor(2.0, dtype=values.dtype))  # the last bit of one value
-    with pytest.raises(TrainingFault) as fault:
-        check_copies(model.shards)
-    return str(fault.value)
 
 
 def test_a_weight_without_gradient_is_named() -> None:

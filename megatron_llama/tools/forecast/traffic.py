@@ -153,7 +153,8 @@ def step_operations(
 ) -> list[Operation]:
     """Return a rank's communication in a training step: forward, backward, gradient norm, update and loop control.
 
-    Validation and checkpoints are not included. With random-LTD the step has the largest length, max_value.
+    Validation, checkpoints and comparisons of copies are not included. With random-LTD the step has the largest length,
+    max_value.
 
     Args:
         plan: plan of the run.
@@ -181,6 +182,16 @@ def step_operations(
         Operation("stop, due, save and failure flags", world, 1, 4 * INT32),
     )
     return [operation for operation in operations if operation.key.ranks > 1 and operation.calls]
+
+
+def comparison_of_copies(plan: Plan) -> list[Operation]:
+    """Return a rank's communication in a comparison of copies (parallel/replicas.py) after the first.
+
+    It occurs every ``trainer.check_copies_every`` steps, and is not in ``step_operations``.
+    """
+    groups = len(plan.copies)
+    key = TrafficKey("world", "all_gather", plan.world_size)
+    return [Operation("digests of copies", key, 1, plan.world_size * groups * INT64)] if groups else []
 
 
 class _Chunk(NamedTuple):

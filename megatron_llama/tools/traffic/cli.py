@@ -87,9 +87,13 @@ def main(argv: Sequence[str]) -> int:
 
 def predicted_lines(plan: Plan, hardware: str | None = None) -> Iterator[str]:
     """Yield the predicted table of each distinct group of ranks; the operations of each row follow it."""
-    from megatron_llama.tools.forecast.traffic import totals, wire_bytes
+    from megatron_llama.tools.forecast.traffic import comparison_of_copies, totals, wire_bytes
 
     yield from _head(plan, hardware)
+    if often := plan.config.trainer.check_copies_every:
+        for operation in comparison_of_copies(plan):
+            kind = f"world {operation.key.kind} of {operation.payload:,}"
+            yield f"every {often:,} steps in addition, {operation.label}: {kind}"
     for ranks, sent in groups_of_ranks(plan):
         traffic = totals(sent)
         amounts = [

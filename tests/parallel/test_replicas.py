@@ -1,0 +1,124 @@
+"""Copies of weights and optimizer states are compared by digests: each changed bit is found and named."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_llama.parallel.replicas import _mix, _sums
+from megatron_llama.plan import format_plan
+from megatron_llama.tools.forecast.traffic import comparison_of_copies, totals
+from tests.oracle import make_plan
+from tests.parallel.copied import flip_bit, flips, steps
+from tests.ranks import run_ranks
+from tests.rows import rows
+
+KV_COPIES = ["trainer.tp=4", "trainer.micro_batch_size=4"]
+TIED = "model.tie_word_embeddings=true"
+LORA = ["finetune.method=lora", "finetune.lora_rank=4", "finetune.lora_alpha=8"]
+NF4 = ["finetune.frozen_dtype=nf4", "model.hidden_size=128", "model.intermediate_size=128"]
+EIGHT_BITS = ["optim.state_bits=8", "model.hidden_size=64", "model.num_hidden_layers=2"]
+ONE_BIT = ["optim.name=onebit_adam", "optim.freeze_step=2", "trainer.zero=0"]
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "tp2+sp": (2, ["trainer.tp=2"]),
+    "tp4, kv heads < tp, bf16": (4, [*KV_COPIES, "trainer.precision=bf16_sr"]),
+    "dp2, zero 0, 8-bit states": (2, ["trainer.zero=0", *EIGHT_BITS]),
+    "pp2·dp2, zero 0, tied": (4, ["trainer.pp=2", "trainer.zero=0", TIED]),
+    "dp4, hybrid": (4, ["trainer.shard_group=2", "trainer.zero=2"]),
+    "tp2·dp2, zero 0, odd vocabulary": (4, ["trainer.tp=2", "trainer.zero=0", "model.vocab_size=61"]),
+    "tp2·dp2, zero 3, LoRA": (4, ["trainer.tp=2", "trainer.zero=3", *LORA]),
+    "dp2, zero 0, LoRA over nf4": (2, ["trainer.zero=0", *LORA, *NF4]),
+    "tp2, offloaded": (2, ["trainer.tp=2", "trainer.offload=[optimizer]"]),
+    "tp2·dp2, zero 0, muon": (4, ["trainer.tp=2", "trainer.zero=0", "optim.name=muon"]),
+    "dp2, 1-bit Adam": (2, ONE_BIT),
+}
+QUICK = {"tp2+sp", "tp4, kv heads < tp, bf16", "dp2, zero 0, 8-bit states", "pp2·dp2, zero 0, tied"}
+FLIPS = 5
+
+
+@pytest.mark.parametrize(("world", "layout"), rows(LAYOUTS.items(), QUICK))
+def test_flipped_bits_are_found_and_named(world: int, layout: list[str], tmp_path: Path) -> None:
+    """Each QUICK row flips 5 bits, so 20 flips run with each `make test`."""
+    results = run_ranks(flips, world, make_plan(world, *layout), tmp_path, FLIPS, len(layout) + world)
+    for found in zip(*results, strict=True):
+        (message,) = {flip.message for flip in found}
+        flip = found[0]
+        assert f"step {flip.step}: the copies of {flip.key} on " in message, (flip, message)
+        assert f"rank {flip.rank} " in message or f"rank {flip.rank}," in message, (flip, message)
+        assert "resumes from the newest one" in message and "more tensors" not in message
+
+
+@pytest.mark.parametrize(("world", "layout"), rows(LAYOUTS.items(), {"pp2·dp2, zero 0, tied"}))
+def test_copies_stay_equal_and_send_the_predicted_bytes(world: int, layout: list[str], tmp_path: Path) -> None:
+    plan = make_plan(world, *layout, "optim.warmup_steps=1")
+    predicted = totals(comparison_of_copies(plan))
+    for copied, traffic in run_ranks(steps, world, plan, tmp_path, 8):
+        assert copied > 0 and traffic == predicted != {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tp4, kv heads < tp, bf16", "pp2·dp2, zero 0, tied"])
+def test_copies_stay_equal_for_500_steps(name: str, tmp_path: Path) -> None:
+    world, layout = LAYOUTS[name]
+    plan = make_plan(world, *layout, "optim.warmup_steps=1", "trainer.steps=500")
+    assert min(copied for copied, _ in run_ranks(steps, world, plan, tmp_path, 500, timeout=540)) > 0
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "line"),
+    [
+        (1, [], None),
+        (2, ["trainer.zero=1"], None),
+        (2, ["trainer.pp=2"], None),
+        (2, ["trainer.tp=2"], "every 100 steps"),
+        (2, ["trainer.zero=0"], "every 100 steps"),
+        (4, ["trainer.pp=2", TIED, "trainer.check_copies_every=1"], "every 1 step"),
+        (2, ["trainer.zero=0", "trainer.check_copies_every=0"], "before each save"),
+    ],
+)
+def test_the_plan_names_the_interval(world: int, overrides: list[str], line: str | None) -> None:
+    page = format_plan(make_plan(world, *overrides))
+    assert f"copies compared {line}\n" in page if line else "copies" not in page
+
+
+def digest(tensor: torch.Tensor) -> int:
+    return int(_mix(_sums(tensor)))
+
+
+@pytest.mark.parametrize("shape", [(1,), (5,), (7, 5), (8, 6), (33, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+def test_digest_changes_with_each_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    values = torch.randint(0, 255, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    digests = {digest(values)}
+    bits = range(values.numel() * values.element_size() * 8)
+    for bit in bits[:: max(1, len(bits) // 200)]:
+        flip_bit(values, bit)
+        digests.add(digest(values))
+        flip_bit(values, bit)
+    assert len(digests) == 1 + len(bits[:: max(1, len(bits) // 200)])
+
+
+def test_digest_changes_with_swapped_elements() -> None:
+    """The swap of x and -x differs in one bit per element, and linear sums of words would miss it."""
+    generator, expected = random.Random(0), torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    for number in range(300):
+        values = expected.clone()
+        flat = values.view(-1)
+        first, second = generator.sample(range(len(flat)), 2)
+        if number % 2:
+            flat[first] = -flat[second]
+        before = digest(values)
+        flat[first], flat[second] = flat[second].clone(), flat[first].clone()
+        assert digest(values) != before
+    for order in ([1, 0, *range(2, 16)], [*range(15, -1, -1)]):
+        assert digest(expected[order]) != digest(expected)
+    assert digest(expected.roll(1, 1)) != digest(expected)
+
+
+def test_digest_does_not_depend_on_the_place_in_memory() -> None:
+    large = torch.randn(9, 6, generator=torch.Generator().manual_seed(0))
+    for part in (large[3:5], large[1:2], large[2]):
+        assert digest(part) == digest(part.clone())
