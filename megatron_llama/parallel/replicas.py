@@ -1,6 +1,6 @@
 """Check that ranks have bit-identical copies of weights and optimizer states.
 
-The digest of a tensor is a 64-bit hash of its bits, computed on the tensor's device:
+The digest of a tensor is a 64-bit hash of all bits, computed on the tensor's device:
 
     sums     of columns and of rows, modulo 2**64, of the bits as integers (of 64 bits if a row's bytes permit it)
     digest   the sum of the mixed sums; SplitMix64's finalizer mixes each with its position
@@ -30,8 +30,8 @@ Part = tuple[str, Shard, torch.Tensor]
 """(kind, shard, tensor). The kind is empty for weights, otherwise the name of a state. The tensor has the shard's rows,
 or is a scalar that belongs to the shard."""
 REMEDY = (
-    "each saved checkpoint has equal copies: start the same command again, and it resumes from the newest one; if a "
-    "copy on the same host differs again, test the host's memory and devices, or exclude it"
+    "each saved checkpoint has equal copies. Start the same command again: it resumes from the newest one. If a copy "
+    "on the same host differs again, test its memory and devices, or exclude the host"
 )
 _GOLDEN, _MIX_1, _MIX_2 = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -168,7 +168,7 @@ def _find_groups(tensors: Iterable[Key]) -> list[_Group]:
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sums of columns and of rows of a tensor's bits, int64 [columns + rows]; of a vector, its bits."""
+    """Return the sums of columns and of rows of a tensor as integers, int64 [columns + rows]; a vector as it is."""
     if tensor.dim() == 1:
         return tensor.view(_INTEGERS[tensor.element_size()]).long()
     row = tensor.shape[1] * tensor.element_size()

@@ -418,11 +418,11 @@ def test_a_flipped_bit_stops_the_run_before_a_checkpoint_has_it(tmp_path: Path, 
     command = [*TP2, "trainer.steps=8", *saves, f"trainer.check_copies_every={every}"]
     job = Job(folder, *command, work=_flipped_on_rank_1)
     assert job.wait() == 1
-    found = 5 if every == 1 else 6
-    assert f"step {found}: the copies of exp_avg_sq of model.norm.weight (offset [0], size [32])" in job.output
+    last = 5 if every == 1 else 6
+    assert f"step {last}: the copies of exp_avg_sq of model.norm.weight (offset [0], size [32])" in job.output
     assert "on rank 0 and rank 1 differ" in job.output
     assert saved_steps(folder / "checkpoints") == [4, 2]
-    assert len(losses(folder)) == found, "the step itself is logged"
+    assert len(losses(folder)) == last, "the step itself is logged"
     job = Job(folder, *command)
     assert job.wait() == 0, job.output
     if every == 1:

@@ -93,9 +93,9 @@ def flips(rank: int, plan: Plan, folder: Path, count: int, seed: int) -> list[Fl
         trained = Trained(plan, rank, folder)
         trained.train(2)
         generator = random.Random(seed)
-        found = [trained.flip(generator, states=number % 2 == 1) for number in range(count)]
+        answers = [trained.flip(generator, states=number % 2 == 1) for number in range(count)]
         trained.train(1)
-        return found
+        return answers
 
 
 def steps(rank: int, plan: Plan, folder: Path, count: int) -> tuple[int, Traffic]:

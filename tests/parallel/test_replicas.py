@@ -43,9 +43,9 @@ FLIPS = 5
 def test_flipped_bits_are_found_and_named(world: int, layout: list[str], tmp_path: Path) -> None:
     """Each QUICK row flips 5 bits, so 20 flips run with each `make test`."""
     results = run_ranks(flips, world, make_plan(world, *layout), tmp_path, FLIPS, len(layout) + world)
-    for found in zip(*results, strict=True):
-        (message,) = {flip.message for flip in found}
-        flip = found[0]
+    for answers in zip(*results, strict=True):
+        (message,) = {flip.message for flip in answers}
+        flip = answers[0]
         assert f"step {flip.step}: the copies of {flip.key} on " in message, (flip, message)
         assert f"rank {flip.rank} " in message or f"rank {flip.rank}," in message, (flip, message)
         assert "resumes from the newest one" in message and "more tensors" not in message
