@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_llama.text.conversation import Template
     from megatron_llama.text.tokenizer import Tokenizer
     from megatron_llama.tools.inference.chat import PromptBuilder
-    from megatron_llama.tools.inference.evaluation import EncodedRecord, Progress
+    from megatron_llama.tools.inference.evaluation import EncodedRecord, Example, Perplexity, Progress
     from megatron_llama.tools.inference.generator import Generator
     from megatron_llama.tools.inference.harness_tasks import NamedTasks
 
@@ -84,6 +84,8 @@ class DatasetTask(Evaluation):
     dataset: str
     seq_length: int
     max_tokens: int | None
+    tokenizer: Tokenizer | None
+    """Tokenizer of the dataset, for bits per byte; None if unknown."""
 
     def measure(self, generator: Generator, progress: Progress) -> dict[str, Any]:
         from megatron_llama.tools.inference.evaluation import open_examples, open_windows, perplexity
@@ -91,7 +93,21 @@ class DatasetTask(Evaluation):
         examples = open_examples(self.dataset, generator.plan.model)
         if examples is None:
             examples = open_windows(self.dataset, generator.plan.model, self.seq_length, self.max_tokens)
-        return {"dataset": self.dataset, **asdict(perplexity(generator, examples, progress))}
+        result = perplexity(generator, examples, progress)
+        return {"dataset": self.dataset, **asdict(result), **self._per_byte(examples, result)}
+
+    def _per_byte(self, examples: list[Example], result: Perplexity) -> dict[str, Any]:
+        """Return ``bits_per_byte`` and ``bytes``, or the reason why they are unknown."""
+        from megatron_llama.system.errors import UserError
+        from megatron_llama.tools.inference.evaluation import bits_per_byte, predicted_bytes
+
+        if self.tokenizer is None:
+            return {"bits_per_byte": None, "reason": "the tokenizer is unknown; write --tokenizer PATH"}
+        try:
+            size = predicted_bytes(self.tokenizer, self.dataset, examples)
+        except UserError as error:
+            return {"bits_per_byte": None, "reason": str(error)}
+        return {"bits_per_byte": bits_per_byte(result.loss, result.tokens, size), "bytes": size}
 
 
 @dataclass(frozen=True)
@@ -202,6 +218,14 @@ def _check(arguments: argparse.Namespace, problems: Problems) -> None:
     elif given[0] in ("--labelled", "--generative") and arguments.template is None:
         name = "qnli" if arguments.labelled else "gsm8k"
         problems.add("--template", None, f"is required with {given[0]}", f"write --template {name}")
+    is_harness = arguments.lm_eval is not None
+    for name in ("template", "seq_length", "max_tokens") if is_harness else ("num_fewshot", "include_path"):
+        if getattr(arguments, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            rule = "does not apply to --lm-eval" if is_harness else "applies only to --lm-eval"
+            problems.add(flag, str(getattr(arguments, name)), rule, f"remove {flag}")
+    if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
+        problems.add("--num-fewshot", arguments.num_fewshot, "must be at least 0", "write --num-fewshot 0")
     for name in ("limit", "batch_size", "max_new_tokens", "seq_length"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -236,7 +260,8 @@ def _task(
     for flag, value in (("--seq-length", arguments.seq_length), ("--max-tokens", arguments.max_tokens)):
         if is_set and value is not None:
             problems.add(flag, value, "does not apply to a fine-tuning set", f"remove {flag}")
-    return DatasetTask(frozenset(), arguments.output, arguments.dataset, length, arguments.max_tokens)
+    dataset, most = arguments.dataset, arguments.max_tokens
+    return DatasetTask(frozenset(), arguments.output, dataset, length, most, opened.tokenizer)
 
 
 def _harness_task(
@@ -309,7 +334,10 @@ def _records_task(arguments: argparse.Namespace, opened: OpenedModel, problems: 
 def describe(report: dict[str, Any]) -> str:
     """Format the results of a report in one or two lines."""
     if "dataset" in report:
-        return f"perplexity {report['perplexity']:.4f}, loss {report['loss']:.6f}, over {report['tokens']:,} tokens"
+        per_byte, reason = report["bits_per_byte"], report.get("reason", "the text has no byte")
+        shown = f"bits per byte unknown ({reason})" if per_byte is None else f"{per_byte:.4f} bits per byte"
+        results = f"perplexity {report['perplexity']:.4f}, {shown}, loss {report['loss']:.6f}"
+        return f"{results}, over {report['tokens']:,} tokens"
     if "lm_eval" in report:
         from megatron_llama.tools.inference.harness_tasks import describe_results
 

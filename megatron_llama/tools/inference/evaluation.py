@@ -26,6 +26,7 @@ from megatron_llama.data.checks import check_data, has_labels, mask_problem
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json
 from megatron_llama.text.conversation import LABELLED, Template
+from megatron_llama.text.tokenizer import Tokenizer
 from megatron_llama.tools.inference.arguments import not_utf8
 from megatron_llama.tools.inference.chat import NONE, PromptBuilder
 from megatron_llama.tools.inference.generator import Generator, Sampling
@@ -293,6 +294,47 @@ def perplexity(generator: Generator, examples: list[Example], progress: Progress
     mean = total / max(1, count)
     longest = len(examples[-1][0]) - 1
     return Perplexity(count, len(examples), longest, mean, math.exp(mean) if mean < 700 else math.inf)
+
+
+def predicted_bytes(tokenizer: Tokenizer, prefix: str, examples: Sequence[Example]) -> int:
+    """Return the UTF-8 bytes of the text that ``examples`` of a dataset predict.
+
+    The text is decoded: of datasets, by document, because sentencepiece drops the space that it prepends to a text; of
+    fine-tuning sets, the tokens with loss. Control tokens have no bytes. A character that is cut counts as U+FFFD.
+
+    Raises:
+        UserError: the dataset has ids that the tokenizer lacks.
+    """
+
+    def count(ids: np.ndarray) -> int:
+        if len(ids) and int(ids.max()) >= tokenizer.size:
+            raise UserError(f"the dataset has id {ids.max()}, and {tokenizer.path} has only {tokenizer.size} ids")
+        return len(tokenizer.decode(ids.tolist()).encode())
+
+    if is_fine_tuning_set(prefix):
+        total = 0
+        for ids, mask in examples:
+            # Boundaries of the spans with loss. The first id is not predicted.
+            edges = np.flatnonzero(np.diff(np.pad(mask[1:] != 0, 1).astype(np.int8))) + 1
+            total += sum(count(ids[:end]) - count(ids[:start]) for start, end in edges.reshape(-1, 2).tolist())
+        return total
+    dataset = IndexedDataset(prefix)
+    left, total = 1 + sum(len(ids) - 1 for ids, _ in examples), -count(dataset.tokens[:1])
+    for number in range(len(dataset)):
+        document = dataset.document(number)[:left]
+        total, left = total + count(document), left - len(document)
+        if not left:
+            break
+    return total
+
+
+def bits_per_byte(loss: float, tokens: int, size: int) -> float | None:
+    """Return the negative log likelihood of ``tokens`` with the mean ``loss`` in nats, in bits per byte of their text.
+
+    It does not depend on the tokenizer, unlike perplexity. None if the text has no byte. End-of-text tokens count in
+    the likelihood and have no bytes.
+    """
+    return loss * tokens / (math.log(2) * size) if size > 0 else None
 
 
 # Evaluation data: records of a file and prompt templates.

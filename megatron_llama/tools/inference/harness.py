@@ -90,8 +90,8 @@ class HarnessModel(TemplateLM):
         """Return the log likelihood of each text, in windows of ``max_length`` with one token of context."""
         windows, owners = [], []
         for owner, (text,) in enumerate(request.args for request in requests):
-            pieces = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
-            for context, predicted in map(make_disjoint_window, pieces):
+            spans = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
+            for context, predicted in map(make_disjoint_window, spans):
                 windows.append((("", text), context, predicted))
                 owners.append(owner)
         totals = [0.0] * len(requests)

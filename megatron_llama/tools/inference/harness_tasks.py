@@ -61,11 +61,15 @@ def find_tasks(requested: str, include_path: Path | None) -> NamedTasks:
     import_harness()
     from lm_eval.tasks import TaskManager
 
+    problems: list[Problem] = []
+    if include_path is not None and not include_path.is_dir():
+        instead = "write a folder of task files"
+        problems.append(Problem("--include-path", str(include_path), "folder not found", instead))
+        include_path = None
     try:
         manager = TaskManager(include_path=None if include_path is None else str(include_path))
     except Exception as error:  # YAML's errors and others
         raise ConfigError([_invalid("--include-path", str(include_path), error, "correct the task files")]) from None
-    problems: list[Problem] = []
     names: list[str] = []
     for name in dict.fromkeys(part.strip() for part in requested.split(",") if part.strip()):
         matches = manager.match_tasks([name])

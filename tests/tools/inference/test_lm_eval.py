@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on checkpoints: scores equal those of its own model ``hf`` on the exported model."""
+"""lm-evaluation-harness on checkpoints: scores equal the scores of its model ``hf`` on the exported model."""
 
 from __future__ import annotations
 
@@ -130,13 +130,13 @@ def check_equal(results: dict[str, Any], expected: dict[str, Any]) -> None:
             if name == "local_answer":
                 assert one["resps"] == other["resps"]
                 continue
-            for (response,), (wanted,) in zip(one["resps"], other["resps"], strict=True):
+            for (response,), (reference,) in zip(one["resps"], other["resps"], strict=True):
                 if name == "local_choice":
-                    assert response[1] == wanted[1]
-                assert response == pytest.approx(wanted, rel=1e-5, abs=1e-4)
-        scores, wanted = ({key: one for key, one in of["results"][name].items() if isinstance(one, float)}
+                    assert response[1] == reference[1]
+                assert response == pytest.approx(reference, rel=1e-5, abs=1e-4)
+        scores, reference = ({key: one for key, one in of["results"][name].items() if isinstance(one, float)}
                           for of in (results, expected))  # fmt: skip
-        assert scores and scores == pytest.approx(wanted, rel=1e-5)
+        assert scores and scores == pytest.approx(reference, rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ LORA = ("finetune=lora", "finetune.lora_rank=3", "finetune.lora_target_modules=[
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_scores_of_a_run_are_those_of_its_export(base: Path, tasks: Path, tmp_path: Path, method: str) -> None:
+def test_scores_of_a_run_are_its_exports_scores(base: Path, tasks: Path, tmp_path: Path, method: str) -> None:
     """A checkpoint of tp 2 in another layout, and the harness on the folder that export writes."""
     job = Job(
         tmp_path / "run", "model=from_hf", f"init_from={base}", "model.vocab_size=290", "model.num_hidden_layers=3",
@@ -167,9 +167,9 @@ def test_scores_of_a_run_are_those_of_its_export(base: Path, tasks: Path, tmp_pa
     )  # fmt: skip
     assert job.wait() == 0, job.output
     export(find_checkpoint(tmp_path / "run"), tmp_path / "exported", "float32", merge=method == "lora")
-    wanted = run_ranks(theirs, 1, tmp_path / "exported", tasks)[0]
-    check_equal(ours(tmp_path / "run", tasks), wanted)
-    check_equal(ours(tmp_path / "run", tasks, tp=2), wanted)
+    reference = run_ranks(theirs, 1, tmp_path / "exported", tasks)[0]
+    check_equal(ours(tmp_path / "run", tasks), reference)
+    check_equal(ours(tmp_path / "run", tasks, tp=2), reference)
 
 
 def test_the_script_reports_the_scores(base: Path, tasks: Path, tmp_path: Path, expected: dict[str, Any]) -> None:
