@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_llama import hooks
 from megatron_llama.system.command import note_command
 from megatron_llama.system.errors import LaunchFailed, Stopped, machine_fault
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
@@ -110,12 +111,12 @@ def _report_errors(overrides: list[str], entry: Entry | None, subfolder: str | N
     from megatron_llama.launch.rank import CONSEQUENCE_DELAY_SECONDS
     from megatron_llama.launch.run_dir import report_to_batch_script
 
-    context = None
+    context, folder = None, None
     try:
         context = process_context(os.environ)
         note_command(overrides, None if context is None else (context.launcher, context.nodes))
         config = parse_overrides(overrides, context, subfolder, True)
-        status = _run(config, context, overrides, entry, prints_plan)
+        status, folder = _run(config, context, overrides, entry, prints_plan)
     except ConfigError as error:
         status = EXIT_USER
         if context is not None and context.rank > 0:
@@ -140,7 +141,19 @@ def _report_errors(overrides: list[str], entry: Entry | None, subfolder: str | N
     ignore_signals()
     if context is None or context.rank == 0:
         report_to_batch_script(status)
+    if folder is not None and status in (0, EXIT_FAILED):  # not after a signal, when a scheduler may kill this process
+        _write_report(folder)
     return status
+
+
+def _write_report(folder: Path) -> None:
+    """Write report.html of a run that has ended. A failure is a warning: it must not change the exit status."""
+    try:
+        if write := hooks.report():
+            write(folder)
+    except Exception as error:
+        reason = " ".join((str(error) or type(error).__name__).split())
+        sys.stderr.write(f"WARNING: {folder / hooks.REPORT_FILE} was not written: {reason}\n")
 
 
 def usage() -> str:
@@ -193,8 +206,12 @@ def parse_overrides(
 
 def _run(
     config: Config, context: ProcessContext | None, overrides: list[str], entry: Entry | None, prints_plan: bool
-) -> int:
-    """Print the plan, become one of the run's processes, or start them; return the exit status."""
+) -> tuple[int, Path | None]:
+    """Print the plan, become one of the run's processes, or start them.
+
+    Returns:
+        The exit status, and the folder of a run that this process trained as process 0; else None.
+    """
     if not config.dry_run:
         require_packages()
         if too_small := check_run():
@@ -216,7 +233,7 @@ def _run(
     # As typed: device=auto and raw data files, which a later start may find or prepare elsewhere.
     plan = replace(plan, requested=requested, chosen=(*_describe_source(config, overrides), *plan.chosen))
     if config.dry_run:
-        return _print_plan(plan) if is_first else _flush_output()
+        return _print_plan(plan) if is_first else _flush_output(), None
 
     from megatron_llama.launch.join import join
     from megatron_llama.launch.rank import TRAIN
@@ -225,14 +242,15 @@ def _run(
     from megatron_llama.launch.start import run_here
 
     if context is not None:
-        return join(plan, world, context, entry or TRAIN, prints_plan)
+        status = join(plan, world, context, entry or TRAIN, prints_plan)
+        return status, plan.run_dir if is_first and entry is None else None
     choose_run_dir(plan)
     set_spill_folder(Path(str(plan.config.run.dir)))
     if world.hosts:
-        return run_on_hosts(plan, world.hosts, overrides if prints_plan else [*overrides, NO_PLAN])
+        return run_on_hosts(plan, world.hosts, overrides if prints_plan else [*overrides, NO_PLAN]), None
     if problems := _check_datasets(plan):  # else the ranks would fail only after building a model
         raise ConfigError(problems)
-    return run_here(plan, entry or TRAIN, prints_plan)
+    return run_here(plan, entry or TRAIN, prints_plan), plan.run_dir if entry is None else None
 
 
 def _describe_source(config: Config, overrides: Sequence[str]) -> Iterator[str]:

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 ADVICE = ("megatron_llama.tools.forecast.advice", "fitting_changes")
 PROFILER = ("megatron_llama.tools.profile.profiler", "StepProfiler")
+REPORT = ("megatron_llama.tools.report.cli", "write_run_report")
+
+REPORT_FILE = "report.html"
+"""The page of a run, in its folder."""
 
 
 def advice() -> Callable[..., list[Any]] | None:
@@ -19,6 +24,16 @@ def advice() -> Callable[..., list[Any]] | None:
 def profiler() -> type[Any] | None:
     """Return ``StepProfiler``, which measures the steps of trainer.profile; None without tools."""
     return _load(*PROFILER)
+
+
+def report() -> Callable[[Path], None] | None:
+    """Return ``write_run_report``, which writes the page of a run folder; None without tools."""
+    return _load(*REPORT)
+
+
+def has_report() -> bool:
+    """Return whether ``report`` returns a function."""
+    return _is_installed(REPORT[0])
 
 
 def has_profiler() -> bool:

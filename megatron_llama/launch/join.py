@@ -25,7 +25,7 @@ from megatron_llama.launch.run_dir import (
     write_config_and_plan,
 )
 from megatron_llama.launch.ssh import control_line_closed, follow_control_line, read_secret
-from megatron_llama.launch.start import Share, rank_environment, start_ranks
+from megatron_llama.launch.start import Share, logged_start, rank_environment, start_ranks
 from megatron_llama.launch.watchdog import watch_this_process
 from megatron_llama.launch.world import World
 from megatron_llama.plan import Plan
@@ -73,7 +73,8 @@ def join(plan: Plan, world: World, context: ProcessContext, entry: Entry, prints
         master = (context.master_addr, context.master_port)
         share = Share(ranks, plan.world_size, first, master, board, output_dir, hang_seconds)
         obey = partial(follow_control_line, partial(os._exit, EXIT_FAILED)) if context.launcher == "hosts" else None
-        return start_ranks(plan, entry, share, while_running=obey)
+        start = logged_start if context.rank == 0 else start_ranks
+        return start(plan, entry, share, while_running=obey)
 
 
 def _join_rendezvous(

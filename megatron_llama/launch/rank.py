@@ -29,6 +29,7 @@ if __name__ == "__main__":  # first: the terminal may close during the imports
 from megatron_llama.config import ConfigError  # noqa: E402
 from megatron_llama.launch.job_store import describe_lost_store  # noqa: E402
 from megatron_llama.launch.run_dir import report_to_batch_script  # noqa: E402
+from megatron_llama.launch.starts import log_end, log_start  # noqa: E402
 from megatron_llama.launch.supervise import WATCHED  # noqa: E402
 from megatron_llama.plan import Plan  # noqa: E402
 from megatron_llama.system import phase  # noqa: E402
@@ -73,6 +74,13 @@ class Report:
     """Whether the error only means that another rank was lost."""
     seconds: float = field(default_factory=time.monotonic)
     """End on the machine's monotonic clock, comparable between ranks."""
+
+    @property
+    def reason(self) -> str:
+        """Short reason: the last line of a traceback, the last paragraph of another error's text."""
+        if self.kind == "error" and "Traceback (most recent call last)" in self.text:
+            return self.text.splitlines()[-1]
+        return self.text.rpartition("\n\n")[2] if self.kind == "error" else self.text
 
 
 @dataclass
@@ -172,21 +180,30 @@ def _interrupt_once(number: int, frame: FrameType | None) -> None:
 
 
 def run_as_rank(plan: Plan, rank: int, entry: Entry) -> int:
-    """Run ``entry`` in this process, a rank of torchrun or srun; return the exit status."""
+    """Run ``entry`` in this process, a rank of torchrun or srun; return the exit status. Rank 0 logs start and end."""
     signal.signal(signal.SIGINT, _interrupt_once)
     exit_on_lost_interrupt(_exit_interrupted)
+    if rank == 0:
+        log_start(plan)
+
+    def log(status: int, reason: str = "") -> int:
+        if rank == 0:
+            log_end(plan.run_dir, status, reason)
+        return status
+
     try:
         load_entry(entry)(plan)
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return log(EXIT_INTERRUPTED, "stopped by SIGINT before the ranks could save")
     except ConfigError as error:
         if rank > 0:
             time.sleep(CONSEQUENCE_DELAY_SECONDS)
         sys.stderr.write(f"{error}\n")
-        return EXIT_USER
+        return log(EXIT_USER, str(error))
     except SystemExit as error:
         if error.code == EXIT_RESTART:
-            return EXIT_RESTART
+            return log(EXIT_RESTART)
+        log(error.code if isinstance(error.code, int) else EXIT_FAILED)
         raise
     except Exception as error:
         lost = describe_lost_store(error)
@@ -203,9 +220,10 @@ def run_as_rank(plan: Plan, rank: int, entry: Entry) -> int:
         sys.stderr.flush()
         if rank == 0:
             report_to_batch_script(EXIT_FAILED)
+        log(EXIT_FAILED, fault or f"rank {rank} failed: {describe(error).reason}")
         # Not sys.exit: a clean exit may deadlock with other ranks, and the launcher must see the cause first.
         os._exit(EXIT_FAILED)
-    return 0
+    return log(0)
 
 
 def run_from(descriptor: int) -> NoReturn:

@@ -37,6 +37,7 @@ from megatron_llama.launch.rank import (
     run_assignment,
 )
 from megatron_llama.launch.run_dir import claim_run_dir, rank_outputs, write_config_and_plan
+from megatron_llama.launch.starts import log_end, log_start
 from megatron_llama.launch.supervise import POLL_SECONDS, Child, Grace, Signals, report, supervise, with_restarts
 from megatron_llama.launch.watchdog import Hang, Watchdog, print_report, wait_for_full_report
 from megatron_llama.plan import Plan
@@ -65,11 +66,23 @@ def run_here(plan: Plan, entry: Entry = TRAIN, prints_plan: bool = True) -> int:
         with rank_outputs(folder, range(plan.world_size)) as output_dir:
             hang_seconds = plan.config.trainer.hang_timeout_seconds
             share = Share(plan.world_size, output_dir=output_dir, hang_seconds=hang_seconds)
-            status = with_restarts(plan, lambda: start_ranks(plan, entry, share))
+            status = with_restarts(plan, lambda: logged_start(plan, entry, share))
             if status not in (0, EXIT_RESTART, EXIT_USER):
                 with contextlib.suppress(Exception):  # rank 0 may have been killed before it could draw
                     draw_run(plan)
             return status
+
+
+def logged_start(plan: Plan, entry: Entry, share: Share, while_running: Callable[[], None] | None = None) -> int:
+    """Run ``start_ranks``; note the start and its end in the run's starts.jsonl. Return the exit status."""
+    log_start(plan)
+    try:
+        status = start_ranks(plan, entry, share, while_running)
+    except Exception as error:
+        log_end(plan.run_dir, EXIT_FAILED, str(error))
+        raise
+    log_end(plan.run_dir, status, share.reason)
+    return status
 
 
 def _import_torch() -> None:
@@ -111,6 +124,8 @@ class Share:
     """Folder for the output of ranks above 0; None: the terminal."""
     hang_seconds: float | None = None
     """Seconds without progress, times the phase's patience, after which the job ends. None: no limit."""
+    reason: str = ""
+    """Reason of the last end, set by ``start_ranks``; empty if the exit status is the reason."""
 
     @property
     def job_size(self) -> int:
@@ -293,8 +308,10 @@ def start_ranks(
         finally:
             _kill(ranks)
             del store
+        share.reason = ""
         if hang is not None:
             print_report(hang, share.board)
+            share.reason = str(hang).splitlines()[-1]
             return EXIT_FAILED
         return _exit_status(ranks, signals, share, plan)
 
@@ -358,21 +375,29 @@ def _explain_bus_error(plan: Plan) -> str:
 
 
 def _exit_status(ranks: Sequence[Rank], signals: Signals, share: Share, plan: Plan) -> int:
-    """Return the exit status of the job; print the cause of a failure last on stderr."""
+    """Return the exit status of the job; print the cause of a failure last on stderr, and note it in ``share``."""
     if signals.ends_at_once or any(rank.interrupted for rank in ranks):
+        share.reason = f"stopped by {signal_name(signal.SIGINT)} before the ranks could save"
         report(f"Stopped by {signal_name(signal.SIGINT)}.")
         return EXIT_INTERRUPTED
     bad = [rank for rank in ranks if not (rank.succeeded or rank.wants_restart or rank.killed)]
     if not bad:
-        return EXIT_RESTART if any(rank.wants_restart for rank in ranks) else 0
+        restarts = any(rank.wants_restart for rank in ranks)
+        if restarts and signals.received:
+            names = sorted(signal.Signals(number).name for number in signals.received)
+            share.reason = f"stopped by {', '.join(names)} after saving"
+        return EXIT_RESTART if restarts else 0
     # Causes before consequences, then the first in time.
     cause = min(bad, key=lambda rank: (rank.report.consequence, rank.report.seconds) if rank.report else (True, 0.0))
     assert cause.report is not None and cause.exit_code is not None
     if -cause.exit_code in signals.received:  # the signal came before the rank's handler
         number = -cause.exit_code
+        share.reason = f"stopped by {signal.Signals(number).name} before the ranks could save"
         report(f"Stopped by {signal.Signals(number).name}.")
         return 128 + number
+    share.reason = f"rank {cause.number} failed: {cause.report.reason}"
     if cause.report.kind == "user":
+        share.reason = cause.report.reason
         report(cause.report.text)
         return EXIT_USER
     if cause.report.consequence and share.ranks < share.job_size:

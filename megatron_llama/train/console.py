@@ -12,6 +12,7 @@ from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from megatron_llama import hooks
 from megatron_llama.config.problems import escape_controls
 from megatron_llama.devices import Peak, get_device
 from megatron_llama.plan import Plan
@@ -174,6 +175,7 @@ def _outputs(run_dir: Path, picture: Path | None) -> list[str]:
     """Return lines with the paths of the run's files."""
     outputs = [
         ("loss curve", picture),
+        ("report", run_dir / hooks.REPORT_FILE),
         ("metrics", run_dir / "metrics.jsonl"),
         ("TensorBoard", run_dir / "tensorboard"),
         ("checkpoints", run_dir / "checkpoints"),
@@ -181,8 +183,9 @@ def _outputs(run_dir: Path, picture: Path | None) -> list[str]:
         ("settings, plan", run_dir / "config.yaml"),
     ]
     lines = [""]
-    for name, path in outputs:
-        if path is not None and path.exists():
-            command = "tensorboard --logdir " if name == "TensorBoard" else ""
-            lines.append(f"  {name:15s} {command}{escape(str(path))}")
+    for label, path in outputs:
+        is_due = label == "report" and hooks.has_report()  # written after the ranks have ended
+        if path is not None and (is_due or path.exists()):
+            command = "tensorboard --logdir " if label == "TensorBoard" else ""
+            lines.append(f"  {label:15s} {command}{escape(str(path))}")
     return lines

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_llama.train.metrics import EVERY_STEP, SOME_STEPS, MetricsLogger
 from megatron_llama.train.metrics_file import read_metrics
-from megatron_llama.train.sinks import CsvFile, WandbRun
+from megatron_llama.train.sinks import CsvFile, WandbRun, write_samples
 from tests.config.helpers import make, problems_of
 from tests.train.full_disk import on_a_full_disk
 from tests.train.steps import PEAK, STEPS, log_steps, measured, plan_of
@@ -50,6 +50,22 @@ def test_csv_stops_on_a_full_disk(tmp_path: Path) -> None:
 
     errors = on_a_full_disk(work, tmp_path / "errors", 200)
     assert errors == f"{tmp_path}/metrics.csv: stopped writing: File too large\n"
+
+
+def test_samples_are_written_and_a_failure_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = ["a", "1 é <"]
+    plan = plan_of(tmp_path)
+    plan.config.logging.sample_prompts = prompts
+    with MetricsLogger(plan, PEAK) as logger:
+        logger.finish(["a b", "1 é < 2"])
+    stored = json.loads((tmp_path / "samples.json").read_text(encoding="utf-8"))
+    texts = [{"prompt": prompts[0], "text": "a b"}, {"prompt": prompts[1], "text": "1 é < 2"}]
+    assert stored == {"step": plan.config.trainer.steps, "samples": texts}
+    (tmp_path / "samples.json").unlink()
+    (tmp_path / "samples.json").mkdir()
+    capsys.readouterr()
+    write_samples(plan, ["a b", "1"])
+    assert capsys.readouterr().err == f"WARNING: {tmp_path}/samples.json was not written: Is a directory.\n"
 
 
 def test_csv_path_is_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -259,7 +259,7 @@
         const {low, high} = hit.curve;
         if (low && low[hit.index] !== high[hit.index]) tag("span", "range", row, `${form(low[hit.index])} – ${form(high[hit.index])}`);
       }
-      const width = this.box.clientWidth, wide = tip.offsetWidth;
+      const width = this.box.clientWidth, wide = Math.ceil(tip.getBoundingClientRect().width);
       const place = x + 12 + wide <= width ? x + 12 : x - 12 - wide >= 0 ? x - 12 - wide : Math.max(0, width - wide);
       tip.style.left = `${place}px`;
     }

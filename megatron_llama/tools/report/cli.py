@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_llama.hooks import REPORT_FILE
 from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.system.programs import name_commands
 from megatron_llama.tools.compare.cli import labels
@@ -15,7 +16,6 @@ from megatron_llama.tools.compare.cli import labels
 if TYPE_CHECKING:
     from megatron_llama.config import Problem
 
-REPORT_FILE = "report.html"
 ABOUT = """Write a report of runs as one HTML page: curves over steps and tokens, starts and their ends, settings that
 differ, data, plan, pipeline and samples. The page needs no network. It works for runs in progress."""
 STATUS = "Exit status: 0 done, 2 wrong arguments or a run that cannot be read. See docs/guides/tools/report.md."
@@ -120,8 +120,8 @@ def check_output(output: Path) -> list[Problem]:
 
 
 def write_run_report(folder: Path) -> None:
-    """Write the report.html of a run that ended. Raises ConfigError; a run without a step has no report."""
-    from megatron_llama.tools.report.runs import has_metrics
+    """Write the report.html of a run that ended; a run without a step has none. Raises ConfigError and OSError."""
+    from megatron_llama.train.metrics_file import METRICS_FILE, read_last_step
 
-    if has_metrics(folder):
+    if (folder / METRICS_FILE).is_file() and read_last_step(folder / METRICS_FILE) is not None:
         write_report([folder], folder / REPORT_FILE)

@@ -101,7 +101,7 @@ class Run:
 
 
 def describe_end(start: Start, is_last: bool) -> str:
-    """Return the reason of a start's end. ``is_last``: no later start exists, so that the run may go on elsewhere."""
+    """Return the reason of a start's end. ``is_last``: no later start exists, so the run may be running elsewhere."""
     if start.ended is not None:
         return start.reason or f"status {start.status}"
     if is_last and start.is_running:

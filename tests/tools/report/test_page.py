@@ -17,18 +17,7 @@ from tests.tools.report.helpers import end_line, record, start_line, write_run
 
 STRANGE = "<b>'\"&</script>"
 SIZES = [(400, False), (400, True), (1400, False), (1400, True)]
-# Elements outside the window, or text outside its picture, unless a scrollable element has them.
-CUT = """
-[...document.querySelectorAll('body *')].filter(one => {
-  if (one.closest('.scroll, .hidden, script, .picture') && !one.matches('.scroll')) return false;
-  if (!one.checkVisibility() || one.closest('clipPath, defs')) return false;
-  const box = one.getBoundingClientRect(), owner = one.closest('svg');
-  const limits = owner && one !== owner ? owner.getBoundingClientRect() : {left: 0, right: innerWidth};
-  const isCut = box.width && (box.left < limits.left - 1 || box.right > limits.right + 1);
-  const hides = !owner && one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).overflowX === 'hidden';
-  return one.matches('path, g, rect') ? false : isCut || hides;
-}).map(one => one.outerHTML.slice(0, 120))
-"""
+CUT = Path(__file__).with_name("cut.js").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +51,12 @@ def plot(browser: Browser, metric: str) -> dict[str, float]:
 
 def tip(browser: Browser) -> dict[str, Any]:
     """Return text and place of the tip."""
-    found: dict[str, Any] = browser.evaluate(
+    shown: dict[str, Any] = browser.evaluate(
         "(one => ({head: one.querySelector('b').textContent, box: one.getBoundingClientRect().toJSON(),"
         " values: [...one.querySelectorAll('.value')].map(value => value.textContent),"
         " names: [...one.querySelectorAll('em')].map(name => name.textContent)}))(document.querySelector('.tip'))"
     )
-    return found
+    return shown
 
 
 @needs_browser

@@ -54,7 +54,7 @@ def test_the_default_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert main(["a/run"]) == 0 and (tmp_path / "a/run/report.html").is_file()
     assert main(["a/run", "b/run/"]) == 0
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "a/run" in page and "b/run" in page, "equal names are told apart by their folders"
+    assert "a/run" in page and "b/run" in page, "equal names have their folders"
     assert main(["a/run", "--output", "new/page.html"]) == 0 and (tmp_path / "new/page.html").is_file()
 
 

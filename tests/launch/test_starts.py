@@ -1,0 +1,195 @@
+"""starts.jsonl: each start and end with its reason, under all launchers; a damaged file does not disturb a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.config import ConfigError, Problem
+from megatron_llama.launch.rank import Report, run_as_rank
+from megatron_llama.launch.start import run_here
+from megatron_llama.launch.starts import STARTS_FILE, Start, log_end, log_start, read_starts
+from megatron_llama.plan import Plan
+from tests.processes import MakeLauncher, plan_of, run_train_py, save_and_leave, without_plan
+
+TINY = ("data=mock", "device=cpu", "data.seq_length=16", "trainer.steps=2", "device.peak_tflops=0.01")
+
+
+def plan_in(folder: Path, ranks: int = 1, restarts: int = 0) -> Plan:
+    plan = plan_of(ranks)
+    plan.config.run.dir, plan.config.trainer.max_restarts = str(folder), restarts
+    return plan
+
+
+def only(folder: Path) -> Start:
+    """Return the only start of a run."""
+    (start,), invalid = read_starts(folder)
+    assert not invalid
+    return start
+
+
+def test_a_start_and_its_end(tmp_path: Path) -> None:
+    before = time.time() - 1
+    (tmp_path / "checkpoints/step_00000020").mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 24}\n{"step": 25}\n{"st')
+    log_start(plan_in(tmp_path))
+    start = only(tmp_path)
+    assert (start.step, start.pid, start.host, start.status) == (20, os.getpid(), socket.gethostname(), None)
+    assert start.is_running and before <= start.time <= time.time() + 1 and "pytest" in start.command
+    log_end(tmp_path, 1, "rank 3 failed:\n  ValueError: x\n")
+    start = only(tmp_path)
+    assert not start.is_running and start.ended is not None and start.ended >= start.time
+    assert (start.last_step, start.status, start.reason) == (25, 1, "rank 3 failed: ValueError: x")
+    assert (tmp_path / STARTS_FILE).stat().st_mode & 0o077 == 0, "a command is the user's"
+
+
+@pytest.mark.parametrize(("resume", "step"), [("auto", 0), ("never", 0), ("runs/other", None)])
+def test_the_step_of_a_first_start(tmp_path: Path, resume: str, step: int | None) -> None:
+    plan = plan_in(tmp_path)
+    plan.config.checkpoint.resume = resume
+    log_start(plan)
+    assert only(tmp_path).step == step
+
+
+def test_a_killed_process_is_not_running(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    assert not Start(0.0, pid=child.pid, host=socket.gethostname()).is_running
+    assert not Start(0.0, pid=os.getpid(), host="another host").is_running
+    assert Start(0.0, pid=os.getpid(), host=socket.gethostname()).is_running
+
+
+def test_damaged_lines_are_counted_and_kept(tmp_path: Path) -> None:
+    damaged = '{"event": "start", "time": 5'
+    lines = ['{"event": "end", "time": 1}', "oops", '{"time": NaN, "event": "start"}', damaged, ""]
+    (tmp_path / STARTS_FILE).write_text("\n".join(lines[:4]))
+    log_start(plan_in(tmp_path))
+    log_end(tmp_path, 0)
+    starts, invalid = read_starts(tmp_path)
+    assert len(starts) == 1 and starts[0].reason == "done" and invalid == 4
+    assert (tmp_path / STARTS_FILE).read_text().startswith("\n".join(lines)), "nothing is deleted"
+
+
+def test_strange_values_are_no_error(tmp_path: Path) -> None:
+    strange = {"event": "start", "time": 1, "step": "x", "command": [], "host": 3, "pid": 1e300}
+    end = {"event": "end", "time": 2, "step": None, "status": "x", "reason": {}}
+    (tmp_path / STARTS_FILE).write_text(f"{json.dumps(strange)}\n{json.dumps(end)}\n")
+    assert only(tmp_path) == Start(1, None, "", "", 0, 2, None, None, "")
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
+def test_something_else_in_its_place_is_a_warning_or_replaced(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, target = tmp_path / STARTS_FILE, tmp_path / "target"
+    target.write_text("theirs\n")
+    {"folder": path.mkdir, "pipe": partial(os.mkfifo, path), "link": partial(path.symlink_to, target)}[kind]()
+    log_start(plan_in(tmp_path))
+    log_end(tmp_path, 0)
+    warning = capsys.readouterr().err
+    assert target.read_text() == "theirs\n"
+    if kind == "link":
+        assert not path.is_symlink() and only_valid(tmp_path) == 1 and not warning
+    else:
+        assert warning.count("\n") == 1 and warning.startswith(f"WARNING: {path} was not written: ")
+
+
+def only_valid(folder: Path) -> int:
+    return len(read_starts(folder)[0])
+
+
+def test_the_reason_of_a_rank() -> None:
+    trace = "Traceback (most recent call last):\n  File x\nValueError: no\n\nway"
+    assert Report("error", trace).reason == "way"
+    assert Report("error", "stack\n\nkilled by\nSIGKILL").reason == "killed by\nSIGKILL"
+    assert Report("user", "a\n\nb").reason == "a\n\nb" and Report("done").reason == ""
+
+
+def fail() -> None:
+    raise RuntimeError("the work failed")
+
+
+def reject() -> None:
+    raise ConfigError([Problem("trainer.tp", 3, "is odd", "write 2")])
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+ENDS: dict[str, tuple[Callable[[], None], int, str]] = {
+    "done": (int, 0, "done"),
+    "error": (fail, 1, "rank 0 failed: RuntimeError: the work failed"),
+    "rejected": (reject, 2, "trainer.tp"),
+    "killed": (die, 1, "rank 0 failed: rank 0 was killed by SIGKILL"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_launcher_notes_the_reason(launcher: MakeLauncher, tmp_path: Path, end: str) -> None:
+    work, status, reason = ENDS[end]
+    folder = tmp_path / "run"
+    job = launcher(lambda: run_here(plan_in(folder), partial(without_plan, work)))
+    assert job.wait() == status
+    start = only(folder)
+    assert start.status == status and reason in start.reason
+
+
+def test_each_restart_is_a_start(launcher: MakeLauncher, tmp_path: Path) -> None:
+    job = launcher(lambda: run_here(plan_in(tmp_path / "run", restarts=2), partial(without_plan, fail)))
+    assert job.wait() == 1
+    starts, _ = read_starts(tmp_path / "run")
+    assert [start.status for start in starts] == [1, 1, 1]
+
+
+def test_a_signal_is_named(launcher: MakeLauncher, tmp_path: Path) -> None:
+    def work() -> None:
+        os.kill(os.getppid(), signal.SIGTERM)
+        save_and_leave(tmp_path)
+
+    job = launcher(lambda: run_here(plan_in(tmp_path / "run"), partial(without_plan, work)))
+    assert job.wait() == 75, job.errors
+    assert only(tmp_path / "run").reason == "stopped by SIGTERM after saving"
+
+
+@pytest.mark.parametrize("end", ["done", "error", "rejected"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_of_another_launcher_notes_it(
+    launcher: MakeLauncher, tmp_path: Path, end: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_llama.launch.rank.CONSEQUENCE_DELAY_SECONDS", 0.0)
+    work, status, reason = ENDS[end]
+    job = launcher(lambda: run_as_rank(plan_in(tmp_path), rank, partial(without_plan, work)))
+    assert job.wait() == status
+    if rank:
+        assert not (tmp_path / STARTS_FILE).exists()
+    else:
+        start = only(tmp_path)
+        assert start.status == status and reason in start.reason
+
+
+def test_train_py_writes_starts_and_report(tmp_path: Path) -> None:
+    status, output = run_train_py(tmp_path / "run", *TINY)
+    assert status == 0 and "WARNING" not in output, output
+    assert only(tmp_path / "run").reason == "done"
+    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert "done, step 2 of 2" in page
+    assert f"  report          {tmp_path}/run/report.html" in output
+
+
+def test_a_report_that_fails_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "run/report.html").mkdir(parents=True)
+    status, output = run_train_py(tmp_path / "run", *TINY)
+    assert status == 0
+    assert output.splitlines()[-1].startswith(f"WARNING: {tmp_path}/run/report.html was not written: ")
+    assert output.count("WARNING") == 1 and "Traceback" not in output

@@ -1,0 +1,112 @@
+"""Facts of a run folder: shares of the data, settings that differ, ranks, starts and samples."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_llama.corpus.blend import BlendTimeline
+from megatron_llama.launch.starts import Start
+from megatron_llama.tools.report.page import render
+from megatron_llama.tools.report.runs import (
+    KILLED,
+    Run,
+    describe_end,
+    differing_settings,
+    planned_shares,
+    read_run,
+    shares_of_record,
+)
+from tests.tools.report.helpers import end_line, start_line, write_run
+
+
+def run_of(folder: Path, **settings: Any) -> Run:
+    return read_run(write_run(folder, 5, settings), folder.name)
+
+
+def test_shares_count_the_samples_of_each_dataset() -> None:
+    timeline = BlendTimeline([]).switched(0, {"x/a": 3.0, "b": 1.0}).switched(40, {"b": 1.0, "c": 4.0})
+    record = {"kind": "pretrain", "consumed_samples": 100, "segments": [asdict(one) for one in timeline.segments]}
+    shares = shares_of_record(record, 25)
+    counted = Counter(timeline.at(number)[0] for number in range(100))
+    assert shares is not None and "step 25" in shares.label
+    assert {row.path: row.read for row in shares.rows} == counted
+    assert {row.name: row.planned for row in shares.rows} == {"a": 0.0, "b": 0.2, "c": 0.8}
+    assert sum(row.share or 0 for row in shares.rows) == pytest.approx(1)
+    mock = shares_of_record(record | {"kind": "mock"}, 25)
+    assert mock is not None and not mock.rows and "random tokens" in mock.label
+    tuned = shares_of_record({"kind": "sft", "consumed_samples": 8, "segments": [], "training": ["a", "b"]}, 1)
+    assert tuned is not None and [row.path for row in tuned.rows] == ["a", "b"]
+    assert shares_of_record({}, 1) is None
+
+
+def test_without_a_checkpoint_the_shares_are_planned() -> None:
+    shares = planned_shares({"data.prefixes": [30, "a", 10, "b"]})
+    assert shares is not None and [(row.path, row.read, row.planned) for row in shares.rows] == [
+        ("a", None, 0.75),
+        ("b", None, 0.25),
+    ]
+    unweighted = planned_shares({"data.prefixes": ["a", "b"]})
+    assert unweighted is not None and [row.planned for row in unweighted.rows] == [None, None]
+    assert planned_shares({}) is None and planned_shares({"data.prefixes": ["x", 1]}) is None
+
+
+def test_only_settings_with_several_values_differ(tmp_path: Path) -> None:
+    runs = [run_of(tmp_path / "a"), run_of(tmp_path / "b", **{"optim.lr": 0.001, "trainer.dp": 2})]
+    assert {name: values for name, values in differing_settings(runs).items() if "schedule" not in name} == {
+        "trainer.dp": [1, 2],
+        "trainer.shard_group": [1, 2],
+        "optim.lr": [0.0003, 0.001],
+        "optim.min_lr": [pytest.approx(3e-5), 1e-4],
+    }
+    lost = Run("c", tmp_path, runs[0].metrics)
+    assert differing_settings([lost, runs[0]]) == {}, "a run without settings differs in none"
+
+
+@pytest.mark.parametrize(
+    ("start", "is_last", "words"),
+    [
+        (Start(0, ended=1, status=75, reason="stopped by SIGTERM"), False, "stopped by SIGTERM"),
+        (Start(0, ended=1, status=3), True, "status 3"),
+        (Start(0, host="", pid=0), True, KILLED),
+        (Start(0, host="elsewhere", pid=1), False, KILLED),
+        (Start(0, host="elsewhere", pid=1), True, "running on elsewhere, or killed"),
+    ],
+)
+def test_the_end_of_a_start(start: Start, is_last: bool, words: str) -> None:
+    assert describe_end(start, is_last) == words
+
+
+def test_starts_are_listed_and_marked(tmp_path: Path) -> None:
+    lines = start_line(1.7e9, 0) + start_line(1.7e9 + 60, 20) + end_line(1.7e9 + 90, 60, 0, "done")
+    run = read_run(write_run(tmp_path / "run", 60, starts=lines + "oops\n" + start_line(1e300, None)), "run")
+    assert [start.step for start in run.starts] == [0, 20, None]
+    page = render([run])
+    assert KILLED in page and "unknown time" in page and '"starts":[20]' in page
+    assert "starts.jsonl has 1 invalid line, omitted here" in page
+
+
+def test_the_grid_has_all_ranks_in_their_groups(tmp_path: Path) -> None:
+    settings = {"trainer.pp": 2, "trainer.dp": 3, "trainer.tp": 2, "trainer.global_batch_size": 12}
+    page = render([run_of(tmp_path / "run", **settings)])
+    assert "pp 2 × dp 3 × tp 2 = 12" in page and "pp 0, 2 layers" in page
+    assert page.count('<span class="group"') == 6 and page.count('<span class="rank">') == 12
+    assert 'title="dp 1"><span class="rank">2</span><span class="rank">3</span>' in page, "tp varies fastest"
+    assert "bubble" in page and "stage 1" in page, "the pipeline's picture"
+
+
+def test_a_huge_grid_is_shortened(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run")
+    run.settings |= {"trainer.tp": 8, "trainer.pp": 1, "trainer.dp": 1000}
+    page = render([run])
+    assert page.count('<span class="rank">') == 512 and "and 936 more replicas" in page
+
+
+def test_many_runs_repeat_the_colors_with_dashes(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / f"run{number}", 3), f"run{number}") for number in range(10)]
+    page = render(runs)
+    assert page.count('"dashed":true') == 2 and page.count('<label class="c1">') == 2
