@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic
+from typing import Any, Protocol
 
 import torch
 
@@ -39,12 +40,31 @@ from megatron_llama.system import phase
 from megatron_llama.topology import Topology
 
 
+class Stateful(Protocol):
+    """An object whose state belongs to the checkpoint."""
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the state, as JSON."""
+
+    def restore(self, state: State) -> State:
+        """Restore the result of ``state``; return the state from which the run resumes."""
+
+
 class Checkpointer:
     """Saves and restores a run. Each method is a collective: all ranks call it at the same step."""
 
-    def __init__(self, plan: Plan, topology: Topology, model: ParallelModel, optimizer: Optimizer, data: Data) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        topology: Topology,
+        model: ParallelModel,
+        optimizer: Optimizer,
+        data: Data,
+        guard: Stateful | None = None,
+    ) -> None:
         assert plan.config.run.dir is not None, "run.dir must be set"
         self.plan, self.topology, self.model, self.optimizer, self.data = plan, topology, model, optimizer, data
+        self.guard = guard
         self.checkpoints = Path(plan.config.run.dir) / "checkpoints"
         self.bytes_read = 0
         """Bytes that this rank read from files in the last load."""
@@ -247,8 +267,9 @@ class Checkpointer:
         self._report(f"resuming from {folder}, step {state.step}")
         for difference in self._differences:
             self._report(f"{difference}{', allowed' if difference.kind in ALLOWED else ''}")
+        state = state if self.guard is None else self.guard.restore(state)
         self.optimizer.restore(state.updates, state.step)
-        if state.step > 0:
+        if state.consumed_samples > 0:
             self.data.resume(data_record(state), state.position)
         self.plan = replace(self.plan, start=state.position)
         steps, batches = self.plan.config.trainer.steps, self.plan.batches
@@ -319,6 +340,7 @@ class Checkpointer:
             data=self.data.record(position.samples),
             working_dir=_working_dir(),
             replaceable=replaceable,
+            spikes=None if self.guard is None else self.guard.state(),
         )
         self.saver.start(tensors, state)
         self._saved = step

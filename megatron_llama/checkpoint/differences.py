@@ -35,8 +35,8 @@ SETTINGS = {
         "data": "name tokenizer cache_dir prepare",
         "trainer": f"{' '.join(AXIS_NAMES)} cp_comm vpp pipeline_layers sp zero shard_group secondary_group "
         "micro_batch_size epochs recompute recompute_every mlp_chunks offload compile compile_strict compile_cache "
-        "async_tp deterministic skip_nonfinite_steps check_copies_every hang_timeout_seconds profile max_restarts "
-        "val_every_steps",
+        "async_tp deterministic skip_nonfinite_steps check_copies_every spike_rewinds hang_timeout_seconds profile "
+        "max_restarts val_every_steps",
         "optim": "warmup_ratio",
         "finetune": "adapter",
         "device": "name peak_tflops memory_gib",
@@ -51,7 +51,8 @@ SETTINGS = {
     LOGGED: {
         "model": "max_position_embeddings",
         "data": "document_mask eod_mask_loss",
-        "trainer": "steps precision float8 grad_reduce reduce_group param_gather val_steps",
+        "trainer": "steps precision float8 grad_reduce reduce_group param_gather val_steps spike_guard spike_factor "
+        "spike_window",
         "trainer.random_ltd": "min_value max_value require_steps seq_per_step layers",
         "optim": "state_bits",
         "finetune": "lora_dropout frozen_dtype",

@@ -70,6 +70,8 @@ class State:
     """Current folder of the run, where its relative paths start; None in checkpoints of older versions."""
     replaceable: bool = False
     """Whether later checkpoints replace this one: saved under the default of checkpoint.every_minutes."""
+    spikes: dict[str, Any] | None = None
+    """State of trainer.spike_guard; None without it."""
 
     @property
     def position(self) -> RunPosition:

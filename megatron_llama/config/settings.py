@@ -354,6 +354,15 @@ class TrainerConfig:
     """Steps between comparisons of the weights and optimizer states that several ranks hold in copies. A difference
     stops the run. 0 or null: compare at the start, before each save and at the end only.
     docs/guides/training/copies.md"""
+    spike_guard: Annotated[str, one_of("off", "skip", "rewind")] = "off"
+    """Action on a spike of loss or gradient norm. skip: no update. rewind: load the newest checkpoint and skip the data
+    read since. docs/guides/training/spikes.md"""
+    spike_factor: Annotated[float, above_zero()] = 6.0
+    """A spike is this number of standard deviations above the mean of the last spike_window steps."""
+    spike_window: Annotated[int, at_least(4)] = 128
+    """Steps for mean and standard deviation of spike_guard, which begins after half as many."""
+    spike_rewinds: Annotated[int, at_least(1)] = 3
+    """Rewinds of a run with spike_guard=rewind; one more spike stops the run."""
     hang_timeout_seconds: Annotated[float | None, above_zero()] = 1800.0
     """Seconds without progress in a step or validation batch after which the job fails. The report has each rank's
     phase and stacks, and the culprit rank. The limit of starting, loading, compiling, saving and ending is eight times

@@ -159,6 +159,9 @@ def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]]) -> lis
     waited = sum(record.get("data_time_s") or 0.0 for record in records[1:])
     if waited > DATA_WAIT_SHARE * seconds:
         lines.append(f"{waited / seconds:.0%} of the time: waiting for data (docs/reference/metrics.md)")
+    if last.get("spike_skipped_steps") or last.get("spike_rewinds"):
+        samples = f" ({last['spike_skipped_samples']:,} samples)"
+        lines.append(f"spikes: {last['spike_skipped_steps']} updates skipped, {last['spike_rewinds']} rewinds{samples}")
     utilizations = sorted(record["mfu"] for record in records if record["mfu"] is not None)
     if utilizations and peak.flops:
         share = f"MFU {utilizations[len(utilizations) // 2]:.1%} of {plan.world_size} × {peak.flops / 1e9:,.0f} GFLOP/s"

@@ -6,6 +6,7 @@ import struct
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -31,9 +32,12 @@ from megatron_llama.train.stragglers import StragglerWatch
 
 
 def train(
-    plan: Plan, topology: Topology, device: Device, model: ParallelModel, optimizer: Optimizer, data: Data
-) -> None:
+    plan: Plan, topology: Topology, device: Device, model: ParallelModel, optimizer: Optimizer, data: Data,
+    finite: FiniteCheck,
+) -> None:  # fmt: skip
     """Train from the newest checkpoint, or the initial weights, to the last step; then generate samples.
+
+    ``finite`` decides which steps update the weights.
 
     Raises:
         SystemExit: Status 75, after a stop signal on any rank, once all ranks have saved.
@@ -41,16 +45,15 @@ def train(
         ConfigError: An epoch, the run or a validation has no label. On all ranks.
     """
     trainer = plan.config.trainer
-    checkpointer = Checkpointer(plan, topology, model, optimizer, data)
+    checkpointer = Checkpointer(plan, topology, model, optimizer, data, finite)
     phase.enter("loading", phase.PATIENT)
     plan = checkpointer.resume()
     first, consumed_tokens = plan.start.step + 1, plan.start.tokens
     phase.enter("the first measurements", phase.PATIENT)
     checkpointer.compare_copies(first - 1)
     peak = find_peak(plan, device, model.device)
-    finite, labels = FiniteCheck(trainer.skip_nonfinite_steps), LabelCheck(plan.config.data, len(data.train.samples))
-    build = hooks.profiler() if trainer.profile else None
-    profiler = build(plan, topology, device, model, optimizer) if build else None
+    labels = LabelCheck(plan.config.data, len(data.train.samples))
+    profiler = build_profiler(plan, topology, device, model, optimizer)
     stragglers = StragglerWatch(plan, device, model)
     metrics_logger = MetricsLogger(plan, peak, first - 1) if topology.is_logger else nullcontext()
     prefetcher = Prefetcher(data.train, plan.batches.after(trainer.steps).samples)
@@ -81,14 +84,18 @@ def train(
                 logger.log_step(metrics)
             if step == first + WARM_UP_BATCHES - 1:
                 report_graphs(plan, model.compiler, logger)
+            finite.after_step(metrics, checkpointer, signals.received)
             if checkpointer.after_step(step, signals.received, metrics.get("val_loss"), consumed_tokens):
                 raise RunStopped(step)
         labels.finish()
-        checkpointer.finish(max(first - 1, trainer.steps))
-        phase.enter("the last checks and samples", phase.PATIENT)
-        checkpointer.compare_copies(max(first - 1, trainer.steps))
-        report_end(plan, model, logger)
+        finish(max(first - 1, trainer.steps), plan, model, checkpointer, logger)
     export(plan, topology, checkpointer)
+
+
+def build_profiler(plan: Plan, topology: Topology, device: Device, model: ParallelModel, optimizer: Optimizer) -> Any:
+    """Build the profiler of trainer.profile; None without it."""
+    build = hooks.profiler() if plan.config.trainer.profile else None
+    return build(plan, topology, device, model, optimizer) if build else None
 
 
 def export(plan: Plan, topology: Topology, checkpointer: Checkpointer) -> None:
@@ -109,8 +116,13 @@ def measure_after_step(
     return metrics
 
 
-def report_end(plan: Plan, model: ParallelModel, logger: MetricsLogger | None) -> None:
-    """Generate samples and log the summary. A collective."""
+def finish(
+    step: int, plan: Plan, model: ParallelModel, checkpointer: Checkpointer, logger: MetricsLogger | None
+) -> None:
+    """Save the last step, compare copies, generate samples and log the summary. A collective."""
+    checkpointer.finish(step)
+    phase.enter("the last checks and samples", phase.PATIENT)
+    checkpointer.compare_copies(step)
     samples = continue_prompts(plan, model)
     report_graphs(plan, model.compiler, logger)
     if logger is not None:
@@ -127,7 +139,8 @@ def training_step(
 ) -> dict[str, float]:
     """Run one optimizer step, counted from 1; return its metrics, equal on all ranks.
 
-    If loss or gradient norm is not finite, the device skips the update. The host reads both at the end of the step.
+    If loss or gradient norm is rejected by ``finite``, the device skips the update. The host reads both at the end of
+    the step.
 
     Raises:
         TrainingFault: Loss or norm is not finite and ``finite`` has no skips left. The weights are unchanged.
@@ -142,7 +155,7 @@ def training_step(
     if step == 1:
         check_every_gradient(model.shards)
     norm = optimizer.gradient_norm()
-    optimizer.update(norm, skip=~(loss.isfinite() & norm.isfinite()))
+    optimizer.update(norm, skip=finite.rejects(loss, norm))
     # The only sync with the device in a step, after all its work (if the optimizer can skip on the device).
     (mean_loss, gradient_norm), (with_loss, tokens, attended) = read_scalars((loss, norm), counts)
     metrics = {
@@ -157,9 +170,9 @@ def training_step(
         "attended": attended,
         "tokens_with_loss": with_loss,
     }
-    # finite.check: True if loss and norm are finite; otherwise counts a skip or raises.
+    # finite.check: True if the device did not skip the update; otherwise counts a skip or raises.
     optimizer.advance(updated=finite.check(step, mean_loss, gradient_norm, model.shards))
-    return metrics
+    return metrics | finite.metrics()
 
 
 def read_scalars(floats: Sequence[torch.Tensor], integers: Sequence[torch.Tensor]) -> tuple[list[float], list[int]]:

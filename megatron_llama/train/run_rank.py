@@ -8,11 +8,10 @@ import torch
 
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
-from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
-from megatron_llama.train.loop import train
+from megatron_llama.train.spikes.guard import train_guarded
 
 
 def run_rank(plan: Plan) -> None:
@@ -20,7 +19,7 @@ def run_rank(plan: Plan) -> None:
 
     Raises:
         ConfigError: The data cannot be used; on all ranks.
-        TrainingFault: As ``train``.
+        TrainingFault: As ``train_guarded``.
         SystemExit: Status 75, after a signal and a save.
     """
     phase.enter("opening the device", phase.PATIENT)
@@ -35,9 +34,7 @@ def run_rank(plan: Plan) -> None:
         device.seed(plan.config.trainer.seed)  # after the process group, which some runtimes must initialize first
         phase.enter("building the model", phase.PATIENT)
         model = build_model(plan, topology, device, torch_device)
-        phase.enter("building the optimizer", phase.PATIENT)
-        optimizer = build_optimizer(plan, model)
         phase.enter("opening the data", phase.PATIENT)
         data = build_data(plan, topology, torch_device, device.pins_memory)
-        train(plan, topology, device, model, optimizer, data)
+        train_guarded(plan, topology, device, model, data)
         phase.enter("leaving the other ranks")

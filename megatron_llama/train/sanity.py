@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
+from megatron_llama.checkpoint.checkpointer import Checkpointer
+from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.settings import DataConfig
 from megatron_llama.parallel import Shard
@@ -21,6 +25,13 @@ class FiniteCheck:
     def __init__(self, skips: int) -> None:
         self.skips = skips
         """Remaining skips."""
+
+    def rejects(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """Return whether the update must be skipped, bool scalar on the device of the fp32 scalars ``loss``, ``norm``.
+
+        No sync. ``check`` gets the same values later, on the host.
+        """
+        return ~(loss.isfinite() & norm.isfinite())
 
     def check(self, step: int, loss: float, norm: float, shards: Sequence[Shard]) -> bool:
         """Return whether loss and norm are finite; count a skip if not. A collective, with equal numbers on all ranks.
@@ -39,6 +50,26 @@ class FiniteCheck:
         if dist.get_rank() == 0:
             sys.stderr.write(f"skipped {fault}; {self.skips} skips left\n")
         return False
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of this check after a step."""
+        return {}
+
+    def after_step(self, metrics: Mapping[str, float], checkpointer: Checkpointer, stop: bool) -> None:
+        """Act after a step, before it is saved. A collective.
+
+        Args:
+            metrics: Metrics of the step, such as consumed_samples.
+            stop: Whether this rank received a stop signal.
+        """
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the state for a checkpoint, as JSON. None: no state."""
+        return None
+
+    def restore(self, state: State) -> State:
+        """Restore the result of ``state`` from a checkpoint; return the state from which the run resumes."""
+        return state
 
 
 class LabelCheck:

@@ -309,7 +309,8 @@ def _train(plan: Plan, model: ParallelModel, labelled: tuple[int, ...], held_out
         some.labelled = samples
         parts.append(Batches(some, plan, topology, model.device))
     try:
-        train(plan, topology, get_device("cpu"), model, build_optimizer(plan, model), Data(*parts))
+        optimizer = build_optimizer(plan, model)
+        train(plan, topology, get_device("cpu"), model, optimizer, Data(*parts), FiniteCheck(0))
     except ConfigError as error:
         return " ".join(str(error).split())
     return ""

@@ -139,3 +139,13 @@ def best_has_a_loss(config: Config, world_size: int) -> Iterator[Problem]:
         saved = f"every {checkpoint.every_steps} steps" if checkpoint.every_steps else "only at the end"
         rule = f"needs a checkpoint of a validated step: the run validates every {every} steps and saves {saved}"
         yield Problem("checkpoint.keep_best", True, rule, f"write checkpoint.every_steps={every}")
+
+
+@reads("trainer.spike_guard", "checkpoint.every_steps", "checkpoint.every_minutes")
+def rewinds_have_checkpoints(config: Config, world_size: int) -> Iterator[Problem]:
+    """A rewind needs an earlier checkpoint."""
+    checkpoint, guard = config.checkpoint, config.trainer.spike_guard
+    # Unset minutes are derived, and checked again then.
+    if guard == "rewind" and checkpoint.every_steps is None and checkpoint.every_minutes == 0:
+        rule, advice = "needs checkpoints: the run saves none before its end", "write checkpoint.every_steps=100"
+        yield Problem("trainer.spike_guard", guard, rule, f"{advice}, or trainer.spike_guard=skip")

@@ -26,6 +26,13 @@ CASES = [
         {"checkpoint.keep_best": True, "trainer.val_every_steps": 50},
         "checkpoint.every_steps=40",
     ),
+    Case(
+        "rewinds_have_checkpoints",
+        1,
+        {"trainer.spike_guard": "rewind", "checkpoint.every_minutes": 0.0},
+        {"trainer.spike_guard": "rewind"},
+        "checkpoint.every_steps=100",
+    ),
     Case("schedule_fits_run", 1, {"optim.warmup_steps": 101}, {"optim.warmup_steps": 100}, "optim.warmup_steps=100"),
     Case(
         "schedule_fits_run",
