@@ -151,7 +151,7 @@ def _write_report(folder: Path) -> None:
     try:
         if write := hooks.report():
             write(folder)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         reason = " ".join((str(error) or type(error).__name__).split())
         sys.stderr.write(f"WARNING: {folder / hooks.REPORT_FILE} was not written: {reason}\n")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_llama import cli
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.launch.rank import Report, run_as_rank
 from megatron_llama.launch.start import run_here
@@ -93,7 +94,10 @@ def test_something_else_in_its_place_is_a_warning_or_replaced(
 ) -> None:
     path, target = tmp_path / STARTS_FILE, tmp_path / "target"
     target.write_text("theirs\n")
-    {"folder": path.mkdir, "pipe": partial(os.mkfifo, path), "link": partial(path.symlink_to, target)}[kind]()
+    if kind == "link":
+        path.symlink_to(target)
+    else:
+        path.mkdir() if kind == "folder" else os.mkfifo(path)
     log_start(plan_in(tmp_path))
     log_end(tmp_path, 0)
     warning = capsys.readouterr().err
@@ -115,6 +119,10 @@ def test_the_reason_of_a_rank() -> None:
     assert Report("user", "a\n\nb").reason == "a\n\nb" and Report("done").reason == ""
 
 
+def succeed() -> None:
+    pass
+
+
 def fail() -> None:
     raise RuntimeError("the work failed")
 
@@ -128,7 +136,7 @@ def die() -> None:
 
 
 ENDS: dict[str, tuple[Callable[[], None], int, str]] = {
-    "done": (int, 0, "done"),
+    "done": (succeed, 0, "done"),
     "error": (fail, 1, "rank 0 failed: RuntimeError: the work failed"),
     "rejected": (reject, 2, "trainer.tp"),
     "killed": (die, 1, "rank 0 failed: rank 0 was killed by SIGKILL"),
@@ -185,6 +193,22 @@ def test_train_py_writes_starts_and_report(tmp_path: Path) -> None:
     page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
     assert "done, step 2 of 2" in page
     assert f"  report          {tmp_path}/run/report.html" in output
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a\nb"), KeyboardInterrupt(), MemoryError()])
+def test_no_error_of_a_report_leaves_it(
+    tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(folder: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(cli.hooks, "report", lambda: fails)
+    cli._write_report(tmp_path)
+    reason = "a b" if str(error) else type(error).__name__
+    assert capsys.readouterr().err == f"WARNING: {tmp_path}/report.html was not written: {reason}\n"
+    monkeypatch.setattr(cli.hooks, "report", lambda: None)
+    cli._write_report(tmp_path)
+    assert not capsys.readouterr().err, "without tools"
 
 
 def test_a_report_that_fails_is_a_warning(tmp_path: Path) -> None:

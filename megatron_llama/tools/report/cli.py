@@ -120,7 +120,7 @@ def check_output(output: Path) -> list[Problem]:
 
 
 def write_run_report(folder: Path) -> None:
-    """Write the report.html of a run that ended; a run without a step has none. Raises ConfigError and OSError."""
+    """Write the report.html of a run that ended; a run without a step has no report. Raises ConfigError and OSError."""
     from megatron_llama.train.metrics_file import METRICS_FILE, read_last_step
 
     if (folder / METRICS_FILE).is_file() and read_last_step(folder / METRICS_FILE) is not None:

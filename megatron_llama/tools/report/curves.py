@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,13 @@ class Curve:
         """Return number 1 (mean), 2 (smallest) or 3 (largest) of each bucket's values; None without a value."""
         values = (bucket.sums.get(name) for bucket in self.buckets)
         return [None if v is None else _short(v[1] / v[0] if number == 1 else v[number]) for v in values]
+
+    def mean(self, name: str, first: int, last: int) -> float | None:
+        """Return the mean over the buckets that overlap the steps ``first`` to ``last``; None without a value."""
+        start = bisect_left(self.buckets, first, key=lambda bucket: bucket.step)
+        inside = takewhile(lambda bucket: bucket.first <= last, islice(self.buckets, start, None))
+        known = [bucket.sums[name] for bucket in inside if name in bucket.sums]
+        return sum(total for _, total, *_ in known) / sum(count for count, *_ in known) if known else None
 
     def payload(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the curve of ``names`` as JSON: positions, and mean, smallest and largest values by metric.

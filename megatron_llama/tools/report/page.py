@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -163,9 +162,8 @@ def _other_charts(runs: Sequence[Run]) -> Iterator[Chart]:
 
 
 def _table(runs: Sequence[Run], chart: Chart) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of a chart's table: a few steps, and the value of each run in the bucket of that step."""
+    """Return head and rows of a chart's table: a few buckets of the longest run, and the mean of each run in them."""
     curves, form = [_curve(run, chart.metric) for run in runs], FORMS[chart.form]
-    columns = [curve.column(chart.metric, 1) for curve in curves]
     longest = max(curves, key=lambda curve: curve.buckets[-1].step if curve.buckets else -1)
     valued = [bucket for bucket in longest.buckets if chart.metric in bucket.sums] or longest.buckets
     last = len(valued) - 1
@@ -180,9 +178,8 @@ def _table(runs: Sequence[Run], chart: Chart) -> tuple[list[str], list[list[str]
         cells = [f"{bucket.first:,}–{bucket.step:,}" if bucket.step > bucket.first else f"{bucket.step:,}"]
         if len(runs) == 1:
             cells.append("" if bucket.tokens is None else short_count(bucket.tokens))
-        for curve, column in zip(curves, columns, strict=True):
-            place = bisect_right([each.first for each in curve.buckets], bucket.step) - 1
-            value = column[place] if place >= 0 and curve.buckets[place].step >= bucket.first else None
+        for curve in curves:
+            value = curve.mean(chart.metric, bucket.first, bucket.step)
             cells.append("" if value is None else form(value))
             if len(runs) == 1 and width > 1:
                 extremes = bucket.sums.get(chart.metric)

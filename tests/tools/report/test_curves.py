@@ -37,6 +37,14 @@ def test_buckets_have_the_values_of_their_steps(count: int) -> None:
         assert (low, high) == pytest.approx((min(inside), max(inside)), rel=1e-5)
 
 
+@pytest.mark.parametrize("limit", [4, 100])
+def test_the_mean_over_steps(limit: int) -> None:
+    curve = curve_of([float(step) for step in range(1, 33)], limit)  # with 4: buckets of 8 steps
+    assert curve.mean("x", 9, 16) == 12.5 and curve.mean("x", 1, 32) == 16.5
+    assert curve.mean("x", 10, 10) == (12.5 if limit == 4 else 10.0)
+    assert curve.mean("x", 33, 99) is None and curve.mean("y", 1, 32) is None
+
+
 def test_a_spike_of_one_step_stays_visible() -> None:
     values = [1.0] * 5000
     values[3210] = 99.0

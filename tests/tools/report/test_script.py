@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,17 @@ def test_a_run_in_progress(tmp_path: Path) -> None:
         file.write(next(lines(11))[:50])
     assert main([str(run)]) == 0
     assert "step 10 of 10" in (run / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("steps", [2000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_the_page_of_a_long_run_is_small(tmp_path: Path, steps: int) -> None:
+    """The number of buckets is bounded; 2,000 steps fill the most."""
+    more: dict[str, Any] = {f"more_{number}": number / 7 for number in range(20)}
+    run = write_run(tmp_path / "run", steps, {"trainer.steps": steps}, **more)
+    assert main([str(run)]) == 0
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert len(page.encode()) < 3e6 and f"step {steps:,} of {steps:,}" in page
+    assert "More metrics (27)" in page
 
 
 def test_only_the_metrics_are_required(tmp_path: Path) -> None:
