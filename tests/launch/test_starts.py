@@ -211,6 +211,18 @@ def test_no_error_of_a_report_leaves_it(
     assert not capsys.readouterr().err, "without tools"
 
 
+@pytest.mark.parametrize(("status", "writes"), [(0, True), (1, True), (2, False), (75, False), (130, False)])
+def test_a_stopped_run_writes_no_report(
+    tmp_path: Path, status: int, writes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Path] = []
+    monkeypatch.setattr(cli, "note_command", lambda *_: None)
+    monkeypatch.setattr(cli, "_run", lambda *_: (status, tmp_path))
+    monkeypatch.setattr(cli, "_write_report", written.append)
+    assert cli.main(["data=mock", "device=cpu"]) == status
+    assert written == [tmp_path] * writes
+
+
 def test_a_report_that_fails_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "run/report.html").mkdir(parents=True)
     status, output = run_train_py(tmp_path / "run", *TINY)

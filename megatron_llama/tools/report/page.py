@@ -98,7 +98,7 @@ def render(runs: Sequence[Run], made: datetime | None = None) -> str:
         style=_markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=_markup(script),
         data=_markup(_data(runs, [*main, *more])),
-        made=_time((made or datetime.now(UTC)).timestamp()),
+        made=_time((made or datetime.now(UTC)).timestamp()) + " UTC",
         runs=[{"name": run.name, "color": number % COLORS, "run": run} for number, run in enumerate(runs)],
         cards=[list(_summary(run)) for run in runs],
         charts=[(chart, _table(runs, chart)) for chart in main],
@@ -230,7 +230,7 @@ def _starts(run: Run) -> dict[str, Any]:
         rows.append(
             {
                 "#": f"{number}",
-                "started": _time(start.time),
+                "started (UTC)": _time(start.time),
                 "from step": _from_step(start),
                 "to step": until,
                 "time": lasted,
@@ -248,7 +248,7 @@ def _from_step(start: Start) -> str:
 def _time(seconds: float) -> str:
     """Format a time in UTC."""
     try:
-        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, ValueError, OSError):
         return "unknown time"
 

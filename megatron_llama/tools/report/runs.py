@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_llama.config import Config, ConfigError, from_yaml
 from megatron_llama.config.data_settings import split_weights
-from megatron_llama.config.settings import DataConfig, FinetuneConfig
+from megatron_llama.config.settings import DataConfig, DeviceConfig, TrainerConfig
 from megatron_llama.config.stored import NAME, read_values, stored_steps
 from megatron_llama.launch.run_dir import PLAN_FILE
 from megatron_llama.launch.starts import STARTS_FILE, Start, read_starts
@@ -19,7 +19,7 @@ from megatron_llama.launch.world import World
 from megatron_llama.system.files import read_json, read_whole
 from megatron_llama.system.tables import plural
 from megatron_llama.tools.report.curves import Metrics, read_run_metrics
-from megatron_llama.topology import Grid
+from megatron_llama.topology import AXES, Grid
 from megatron_llama.train.metrics_file import METRICS_FILE
 from megatron_llama.train.sinks import SAMPLES_FILE
 
@@ -222,20 +222,37 @@ def pipeline_svg(run: Run) -> str | None:
     from megatron_llama.tools.pipeline.cli import plan_svg
 
     try:
-        config = without_data(from_yaml(read_whole(run.folder / NAME, MOST_TEXT_BYTES).decode()))
+        config = only_layout(from_yaml(read_whole(run.folder / NAME, MOST_TEXT_BYTES).decode()))
         return plan_svg(World(config, Grid.of(config.trainer).world_size, None).plan())
-    except Exception as error:  # settings of another version, or a layout that this version rejects
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except ConfigError as error:  # a layout or settings that this version rejects
+        reasons = [f"{problem.field} {problem.rule}" for problem in error.problems]
+        run.notes.append(f"no picture of the pipeline: {'; '.join(reasons)}")
+    except Exception as error:  # settings of another version
+        reason = " ".join(str(error).split()) or type(error).__name__
         run.notes.append(f"no picture of the pipeline: {reason}")
-        return None
+    return None
 
 
-def without_data(config: Config) -> Config:
-    """Return the config with random data and initial weights, so that its plan opens no file."""
-    length, name = config.data.seq_length, config.data.name
-    config.data = DataConfig(name=name, mock=True, seq_length=length)
-    config.init_from, config.trainer.epochs, config.finetune = None, None, FinetuneConfig()
-    return config
+def only_layout(config: Config) -> Config:
+    """Return the model, layout and batch of a config, so that its plan opens no file and needs no device."""
+    trainer = config.trainer
+    layout = {axis.name: getattr(trainer, axis.name) for axis in AXES}
+    return Config(
+        model=config.model,
+        data=DataConfig(name=config.data.name, mock=True, seq_length=config.data.seq_length),
+        trainer=TrainerConfig(
+            **layout,
+            vpp=trainer.vpp,
+            pipeline_layers=trainer.pipeline_layers,
+            micro_batch_size=trainer.micro_batch_size,
+            global_batch_size=trainer.global_batch_size,
+            recompute=trainer.recompute,
+            recompute_every=trainer.recompute_every,
+            precision=trainer.precision,
+        ),
+        device=DeviceConfig(name=config.device.name),
+        dry_run=True,
+    )
 
 
 def has_metrics(folder: Path) -> bool:

@@ -99,6 +99,19 @@ def test_the_grid_has_all_ranks_in_their_groups(tmp_path: Path) -> None:
     assert "bubble" in page and "stage 1" in page, "the pipeline's picture"
 
 
+def test_the_picture_needs_no_tokenizer_and_no_device(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 5, {"trainer.pp": 2, "trainer.vpp": 2, "trainer.recompute": "full"})
+    config = run / "config.yaml"
+    text = config.read_text()
+    changes = {"sample_prompts: []": "sample_prompts: [a]", "name: cpu": "name: cuda", "mock: true": "mock: false"}
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    config.write_text(text)
+    page = render([read_run(run, "run")])
+    assert "interleaved 1F1B, 2 chunks a stage" in page and "no picture" not in page
+
+
 def test_a_huge_grid_is_shortened(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run")
     run.settings |= {"trainer.tp": 8, "trainer.pp": 1, "trainer.dp": 1000}

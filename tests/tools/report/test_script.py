@@ -97,4 +97,5 @@ def test_a_layout_that_cannot_be_planned_has_no_picture(tmp_path: Path) -> None:
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("num_attention_heads: 4", "num_attention_heads: 5"))
     assert main([str(run)]) == 0
-    assert 'class="note">no picture of the pipeline: ' in (run / "report.html").read_text(encoding="utf-8")
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert 'class="note">no picture of the pipeline: model.' in page, "the setting is named"
