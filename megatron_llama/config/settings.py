@@ -507,6 +507,10 @@ class LoggingConfig:
     """Weights & Biases: online, or offline to <run.dir>/wandb for a later `wandb sync`. Needs the extra wandb."""
     wandb_project: Annotated[str, not_blank("must be the name of a project", "megatron_llama")] = "megatron_llama"
     """Weights & Biases project."""
+    trackio: Annotated[str | None, not_blank("must be the name of a project", "megatron_llama")] = None
+    """Project of trackio to log to; null: none. Needs the extra trackio."""
+    mlflow: Annotated[str | None, not_blank("must be the name of an experiment", "megatron_llama")] = None
+    """Experiment of MLflow to log to; null: none. Needs the extra mlflow."""
     parameter_norm: bool = False
     """Also log parameter_norm, the global 2-norm of all weights (costs one read of all weights)."""
     sample_prompts: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Additional outputs of a run: TensorBoard, metrics.csv, Weights & Biases, samples.json.
+"""Additional outputs of a run: TensorBoard, metrics.csv, Weights & Biases, trackio, MLflow, samples.json.
 
 metrics.jsonl has all metrics. A failed output is reported once on stderr and does not stop the run.
 """
@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
+from queue import SimpleQueue
 from typing import IO, Any, Protocol, cast
 
 from megatron_llama.plan import Plan
@@ -48,6 +51,10 @@ def open_sinks(plan: Plan, start_step: int, columns: Sequence[str], records: Seq
         sinks.append(CsvFile(plan.run_dir / CSV_FILE, columns, records))
     if logging.wandb != "off":
         sinks.append(WandbRun(plan, start_step))
+    if logging.trackio is not None:
+        sinks.append(TrackioRun(plan, logging.trackio, start_step))
+    if logging.mlflow is not None:
+        sinks.append(MLflowRun(plan, logging.mlflow, start_step))
     return sinks
 
 
@@ -91,8 +98,7 @@ class WandbRun:
 
     def __init__(self, plan: Plan, start_step: int) -> None:
         self._run: Any = None
-        name = plan.run_dir.name
-        key = hashlib.sha256(str(plan.run_dir.resolve()).encode()).hexdigest()[:12]
+        name, key = plan.run_dir.name, _key_of(plan)
         try:
             import wandb
 
@@ -136,6 +142,113 @@ def write_samples(plan: Plan, samples: Sequence[str]) -> None:
         write_atomically(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
     except OSError as error:
         sys.stderr.write(f"WARNING: {path} was not written: {error.strerror or error}.\n")
+
+
+class TrackioRun:
+    """A run of trackio, in TRACKIO_DIR (by default in Hugging Face's cache), or on TRACKIO_SPACE_ID's Space.
+
+    A resumed run continues the same run. trackio's own thread writes.
+    """
+
+    def __init__(self, plan: Plan, project: str, start_step: int) -> None:
+        self._run: Any = None
+        try:
+            import trackio
+
+            with redirect_stdout(io.StringIO()):  # it prints instructions
+                self._run = trackio.init(
+                    project=project,
+                    name=f"{plan.run_dir.name}-{_key_of(plan)}",
+                    config=asdict(plan.config),
+                    resume="allow" if start_step else "never",
+                    embed=False,
+                    auto_log_gpu=False,
+                    auto_log_cpu=False,
+                )
+        except Exception as error:  # account, network, or errors of the package
+            _report_lost("trackio", error)
+
+    def append(self, metrics: Metrics) -> None:
+        if self._run is not None:
+            try:
+                values = {name: value for name, value in metrics.items() if value is not None and name != "step"}
+                self._run.log(values, step=metrics["step"])
+            except Exception as error:
+                self._run = None
+                _report_lost("trackio", error)
+
+    def close(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            try:
+                with redirect_stdout(io.StringIO()):
+                    run.finish()
+            except Exception as error:
+                _report_lost("trackio", error)
+
+
+MLFLOW_CLOSE_SECONDS = 30.0
+"""Longest wait for metrics that MLflow has not written at the end of the run."""
+
+
+class MLflowRun:
+    """A run of MLflow, on MLFLOW_TRACKING_URI's server, otherwise in ``<run.dir>/mlflow.db``.
+
+    A resumed run continues the same run, which a tag identifies. A thread writes: a server that does not answer makes
+    MLflow retry for minutes.
+    """
+
+    TAG = "megatron_llama.run"
+
+    def __init__(self, plan: Plan, experiment: str, start_step: int) -> None:
+        self._waiting: SimpleQueue[Metrics | None] = SimpleQueue()
+        self._plan, self._experiment, self._start_step = plan, experiment, start_step
+        self._thread = threading.Thread(target=self._write, name="mlflow", daemon=True)
+        self._thread.start()
+
+    def append(self, metrics: Metrics) -> None:
+        if self._thread.is_alive():
+            self._waiting.put(dict(metrics))
+
+    def close(self) -> None:
+        self._waiting.put(None)
+        self._thread.join(MLFLOW_CLOSE_SECONDS)
+        if self._thread.is_alive():
+            _report_lost("MLflow", TimeoutError(f"no answer in {MLFLOW_CLOSE_SECONDS:g} s"))
+
+    def _write(self) -> None:
+        try:
+            from mlflow import MlflowClient
+            from mlflow.entities import Metric
+
+            uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self._plan.run_dir.resolve()}/mlflow.db"
+            client = MlflowClient(tracking_uri=uri)
+            run = self._open(client)
+            while (metrics := self._waiting.get()) is not None:
+                now, step = int(1000 * time.time()), metrics["step"]
+                values = [Metric(name, float(value), now, step) for name, value in metrics.items() if value is not None]
+                client.log_batch(run, metrics=values)
+            client.set_terminated(run)
+        except Exception as error:  # account, network, or errors of the package
+            _report_lost("MLflow", error)
+
+    def _open(self, client: Any) -> str:
+        """Return the id of the run: of the run to continue, or of a new one."""
+        key, known = _key_of(self._plan), client.get_experiment_by_name(self._experiment)
+        experiment = client.create_experiment(self._experiment) if known is None else known.experiment_id
+        if self._start_step:
+            newest = {"order_by": ["attributes.start_time DESC"], "max_results": 1}
+            for run in client.search_runs([experiment], filter_string=f"tags.`{self.TAG}` = '{key}'", **newest):
+                client.update_run(run.info.run_id, status="RUNNING")
+                return str(run.info.run_id)
+        run = client.create_run(experiment, run_name=self._plan.run_dir.name, tags={self.TAG: key})
+        client.log_dict(run.info.run_id, asdict(self._plan.config), "config.json")
+        return str(run.info.run_id)
+
+
+def _key_of(plan: Plan) -> str:
+    """Return a key of the run's folder."""
+    return hashlib.sha256(str(plan.run_dir.resolve()).encode()).hexdigest()[:12]
 
 
 def _report_lost(name: str, error: Exception) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from megatron_llama.checkpoint.differences import Difference, check_allowed, find_differences
 from megatron_llama.checkpoint.manifest import State
@@ -186,6 +187,8 @@ CHANGES: dict[str, Change] = {
     "logging.csv": Change(True),
     "logging.wandb": Change("offline"),
     "logging.wandb_project": Change("other"),
+    "logging.trackio": Change("mine"),
+    "logging.mlflow": Change("mine"),
     "logging.parameter_norm": Change(True),
     "logging.sample_prompts": Change(["a"], also={"data.tokenizer": "tokenizer.model"}),
     "logging.sample_tokens": Change(8),
@@ -229,7 +232,8 @@ def plan_in(folder: Path, world: int, settings: dict[str, Any]) -> Plan:
         "model.head_dim": 60,
     }
     settings = _placed(folder, {**defaults, **settings})
-    return resolve(make(**settings), world, exists=everything_exists)
+    with patch("importlib.util.find_spec", lambda name: name):  # every extra is installed
+        return resolve(make(**settings), world, exists=everything_exists)
 
 
 def _placed(folder: Path, value: Any) -> Any:

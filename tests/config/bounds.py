@@ -138,6 +138,8 @@ BOUNDS: dict[str, Bounds] = {
     "logging.sample_tokens": COUNT,
     "logging.wandb": (["on", "disabled"], ["off", "offline", "online"]),
     "logging.wandb_project": (["", " "], ["megatron_llama", "a project"]),
+    "logging.trackio": (["", " "], [None, "a project"]),
+    "logging.mlflow": (["", " "], [None, "an experiment"]),
     "checkpoint.every_steps": COUNT,
     "checkpoint.every_minutes": ([-1], [None, 0, 0.5, 15.0]),
     "checkpoint.keep": COUNT,

@@ -240,7 +240,7 @@ def check_paths(config: Config, exists: Exists) -> list[Problem]:
         *check_data(config, exists),
         *_schedule_package(config),
         *_quantizer(config),
-        *_wandb(config),
+        *_sinks(config),
         *_checkpoint(config, exists),
         *_starting_weights(config, exists),
     ]
@@ -355,12 +355,15 @@ def _quantizer(config: Config) -> Iterator[Problem]:
         yield Problem("finetune.frozen_dtype", kind, rule, advice, machine_specific=True)
 
 
-def _wandb(config: Config) -> Iterator[Problem]:
-    """Check for the package wandb without importing it, which takes a second."""
-    mode = config.logging.wandb
-    if mode != "off" and importlib.util.find_spec("wandb") is None:
-        advice = f"{pip_install(extra='wandb')}, or write logging.wandb=off"
-        yield Problem("logging.wandb", mode, "the package wandb is not installed", advice, machine_specific=True)
+def _sinks(config: Config) -> Iterator[Problem]:
+    """Check for the packages of sinks without importing them, which takes a second."""
+    for name, off in (("wandb", "off"), ("trackio", None), ("mlflow", None)):
+        value = getattr(config.logging, name)
+        if value != off and importlib.util.find_spec(name) is None:
+            advice = f"{pip_install(extra=name)}, or write logging.{name}={format_value(off)}"
+            rule = f"the package {name} is not installed"
+            yield Problem(f"logging.{name}", value, rule, advice, machine_specific=True)
+
 
 
 def _schedule_package(config: Config) -> Iterator[Problem]:
