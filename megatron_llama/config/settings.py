@@ -514,7 +514,7 @@ class LoggingConfig:
     parameter_norm: bool = False
     """Also log parameter_norm, the global 2-norm of all weights (costs one read of all weights)."""
     sample_prompts: list[str] = field(default_factory=list)
-    """Prompts to continue at the end of the run; needs data.tokenizer."""
+    """Prompts to continue at the end of the run, on the console and in samples.json; needs data.tokenizer."""
     sample_tokens: Annotated[int, at_least(1)] = 48
     """Tokens to generate per prompt."""
 
