@@ -369,6 +369,12 @@ def _control_id(span: TextSpan, tokenizer: Tokenizer) -> int | None:
     return tokenizer.end if number is None and span.text == END else number
 
 
+def control_text(span: TextSpan, tokenizer: Tokenizer) -> str:
+    """Return the text of a span; for a control token, the name of its id."""
+    number = _control_id(span, tokenizer)
+    return span.text if number is None else tokenizer.token_name(number)
+
+
 def _encode_run(run: Sequence[TextSpan], tokenizer: Tokenizer, parse_special: bool) -> tuple[list[int], list[bool]]:
     """Return (ids, whether each has loss) of successive text spans."""
     text = "".join(span.text for span in run)

@@ -99,6 +99,10 @@ class Tokenizer(TextTokenizer):
     def control(self, name: str) -> int | None:
         """Return a control token's id; None if the tokenizer has no such token."""
 
+    @abstractmethod
+    def token_name(self, number: int) -> str:
+        """Return the name of a control token's id, the inverse of ``control``."""
+
 
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model, run by sentencepiece. Text never becomes control ids."""
@@ -170,6 +174,9 @@ class SentencePieceTokenizer(Tokenizer):
     def control(self, name: str) -> int | None:
         return self._special.get(name)
 
+    def token_name(self, number: int) -> str:
+        return str(self._processor.id_to_piece(number))
+
     @cached_property
     def _special(self) -> dict[str, int]:
         return special_pieces(read_model(self.file))
@@ -209,6 +216,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def control(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(name)
+
+    def token_name(self, number: int) -> str:
+        return str(self._tokenizer.id_to_token(number))
 
     def missing_ids(self, count: int) -> list[int]:
         ids = set(self._tokenizer.get_vocab(with_added_tokens=True).values())

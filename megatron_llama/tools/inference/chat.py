@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from megatron_llama.text.chat_template import (
     NamedTemplate,
     TextSpan,
     TrainedTemplate,
+    control_text,
     encode_spans,
     load_own_template,
 )
@@ -136,14 +138,35 @@ class PromptBuilder:
         """
         if self._chat is None:
             return self.tokenizer.encode("".join(message["content"] for message in messages) + (answer or ""))
-        try:
-            spans = self._chat.ask([Turn(message["role"], message["content"]) for message in messages])
-            if answer is not None:
-                spans.append(TextSpan(self._gap + answer, True))
+        spans = self._spans(messages, answer)
+        with self._restated():
             ids = self._bos + encode_spans(spans, self.tokenizer, parse_special=self.template == OWN)[0]
             if not ids:
                 raise RecordError("template_refuses", "its text has no token")
             return ids
+
+    def text(self, messages: Sequence[Message], answer: str | None = None) -> str:
+        """Return the text of ``ids``, with the names of control tokens, for programs that encode prompts themselves.
+
+        Raises:
+            ConfigError: the template rejects the conversation.
+        """
+        if self._chat is None:
+            return "".join(message["content"] for message in messages) + (answer or "")
+        begin = [self.tokenizer.token_name(number) for number in self._bos]
+        return "".join([*begin, *(control_text(span, self.tokenizer) for span in self._spans(messages, answer))])
+
+    def _spans(self, messages: Sequence[Message], answer: str | None) -> list[TextSpan]:
+        assert self._chat is not None
+        with self._restated():
+            spans = self._chat.ask([Turn(message["role"], message["content"]) for message in messages])
+        return spans if answer is None else [*spans, TextSpan(self._gap + answer, True)]
+
+    @contextmanager
+    def _restated(self) -> Iterator[None]:
+        """Raise ConfigError in place of RecordError."""
+        try:
+            yield
         except RecordError as error:
             rule = f"the chat template {self.template} of {self.tokenizer.path} rejects this conversation ({error})"
             instead = "remove --system, or use --prompt"
@@ -184,6 +207,14 @@ def open_prompt_builder(
     """
     name = template or (trained.template if trained else default)
     return PromptBuilder(tokenizer, name, trained.add_bos if trained and trained.template == name else None)
+
+
+def trained_stop_ids(tokenizer: Tokenizer, trained: TrainedTemplate | None) -> frozenset[int]:
+    """Return the ids that end an answer in the template of training, which may end any text of a fine-tuned model."""
+    try:
+        return frozenset() if trained is None else open_prompt_builder(tokenizer, None, trained, OWN).stop
+    except ConfigError:
+        return frozenset()  # the tokenizer is not compatible with the template: no end token
 
 
 # Streaming of generated text.

@@ -158,6 +158,8 @@ class HarnessTask(Evaluation):
     batch_size: int
     limit: int | None
     num_fewshot: int | None
+    chat: PromptBuilder | None
+    """Chat template; None: plain prompts."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "tasks": []}  # a task cannot be pickled; a spawned rank reads the datasets' cache
@@ -170,8 +172,9 @@ class HarnessTask(Evaluation):
             tasks = self.tasks or load_tasks(find_tasks(self.names, self.include_path))
             return evaluate_tasks(model, tasks, self.limit, self.num_fewshot)
 
-        results = run_harness(generator, self.tokenizer, self.batch_size, evaluate)
-        return {"lm_eval": self.names, "limit": self.limit, **(results or {})}
+        results = run_harness(generator, self.tokenizer, self.batch_size, evaluate, self.chat)
+        template = None if self.chat is None else self.chat.template
+        return {"lm_eval": self.names, "limit": self.limit, "chat_template": template, **(results or {})}
 
 
 def main(argv: Sequence[str], start: StartRanks) -> int:
@@ -267,6 +270,7 @@ def _task(
 def _harness_task(
     named: NamedTasks, arguments: argparse.Namespace, opened: OpenedModel, problems: Problems
 ) -> HarnessTask | None:
+    from megatron_llama.tools.inference.chat import open_prompt_builder, trained_stop_ids
     from megatron_llama.tools.inference.harness_tasks import load_tasks, task_problems
     from megatron_llama.tools.inference.saved_model import stop_ids
 
@@ -274,8 +278,14 @@ def _harness_task(
     if tasks is None or opened.tokenizer is None:
         return None
     problems.items += task_problems(tasks, longest_sequence(opened.saved.model))
+    saved, text, name = opened.saved, opened.tokenizer, arguments.chat_template
+    chat, stop = None, stop_ids(saved, text)
+    if arguments.chat or name not in (None, "none"):
+        chat = problems.collect(open_prompt_builder, text, name, saved.trained_template, "own")
+    else:
+        stop |= trained_stop_ids(text, saved.trained_template)
     return HarnessTask(
-        stop=stop_ids(opened.saved, opened.tokenizer),
+        stop=stop | (frozenset() if chat is None else chat.stop),
         output=arguments.output,
         tokenizer=opened.tokenizer,
         names=arguments.lm_eval,
@@ -284,6 +294,7 @@ def _harness_task(
         batch_size=arguments.batch_size,
         limit=arguments.limit,
         num_fewshot=arguments.num_fewshot,
+        chat=chat,
     )
 
 

@@ -115,8 +115,7 @@ def _drawing(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _request(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems) -> Request:
     """Create the task; add prompts that do not fit the model, and incompatible templates, to ``problems``."""
-    from megatron_llama.config import ConfigError
-    from megatron_llama.tools.inference.chat import open_prompt_builder
+    from megatron_llama.tools.inference.chat import open_prompt_builder, trained_stop_ids
     from megatron_llama.tools.inference.generator import Sampling
     from megatron_llama.tools.inference.saved_model import stop_ids
 
@@ -139,11 +138,7 @@ def _request(arguments: argparse.Namespace, opened: OpenedModel, problems: Probl
     stop = stop_ids(saved, tokenizer)
     if builder is not None:
         stop |= builder.stop
-    elif saved.trained_template is not None:
-        # A fine-tuned model may end any text with its end token.
-        try:
-            stop |= open_prompt_builder(tokenizer, None, saved.trained_template, "own").stop
-        except ConfigError:
-            pass  # the tokenizer is not compatible with the template: no end token
+    else:
+        stop |= trained_stop_ids(tokenizer, saved.trained_template)
     sampling = Sampling(greedy=arguments.greedy, **_drawing(arguments))
     return Request(stop, tokenizer, sampling, arguments.max_new_tokens, arguments.prompt, builder, arguments.system)

@@ -24,6 +24,7 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.parallel.groups import broadcast_from_rank_0
 from megatron_llama.text.tokenizer import SETTINGS, Tokenizer, read_settings
 from megatron_llama.tools.common import progress_bar
+from megatron_llama.tools.inference.chat import PromptBuilder
 from megatron_llama.tools.inference.evaluation import continuation_scores
 from megatron_llama.tools.inference.generator import Answer, Generator
 from megatron_llama.tools.inference.harness_tasks import ARGUMENT, Generation
@@ -45,10 +46,12 @@ class Prompt:
 class HarnessModel(TemplateLM):
     """Language model of the harness. Rank 0 uses it, while the other ranks run ``follow``."""
 
-    def __init__(self, generator: Generator, tokenizer: Tokenizer, batch_size: int) -> None:
-        """``batch_size``: prompts per batch."""
+    def __init__(
+        self, generator: Generator, tokenizer: Tokenizer, batch_size: int, chat: PromptBuilder | None = None
+    ) -> None:
+        """``batch_size``: prompts per batch. ``chat``: chat template; None: plain prompts."""
         super().__init__()
-        self._generator, self._text, self._rows = generator, tokenizer, batch_size
+        self._generator, self._text, self._rows, self.chat = generator, tokenizer, batch_size, chat
         self._prefix = prefix_id(tokenizer)
         self.truncated = 0
         """Requests whose first tokens were omitted."""
@@ -72,15 +75,22 @@ class HarnessModel(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return the ids of a text. None: with BOS if the tokenizer adds it and the text does not start with it."""
         ids = self._text.spans(string, parse_special=True).ids
-        starts = add_special_tokens is None and has_bos_prefix(string, self._bos_text)
+        starts = add_special_tokens is None and has_bos_prefix(string, self._text.token_name(self._prefix))
         if add_special_tokens is False or starts or not self._text.adds_bos or self._text.bos is None:
             return ids
         return [self._text.bos, *ids]
 
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the text of a conversation. Without a generation prompt it ends within the last message."""
+        assert self.chat is not None
+        if add_generation_prompt:
+            return self.chat.text(chat_history)
+        return self.chat.text(chat_history[:-1], chat_history[-1]["content"])
+
     @property
-    def _bos_text(self) -> str | None:
-        names = [name for name in self._text.control_tokens if self._text.control(name) == self._prefix]
-        return names[0] if names else None
+    def tokenizer_name(self) -> str:
+        """Name in the harness's cache of requests."""
+        return self._text.path.name
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Score]:
         """Return the score of each (context, continuation)."""
@@ -213,7 +223,11 @@ def prefix_id(tokenizer: Tokenizer) -> int:
 
 
 def run_harness(
-    generator: Generator, tokenizer: Tokenizer, batch_size: int, evaluate: Callable[[HarnessModel], Any]
+    generator: Generator,
+    tokenizer: Tokenizer,
+    batch_size: int,
+    evaluate: Callable[[HarnessModel], Any],
+    chat: PromptBuilder | None = None,
 ) -> Any:
     """Return the result of ``evaluate`` on rank 0, and None on the other ranks, which compute its batches.
 
@@ -225,7 +239,7 @@ def run_harness(
             _work(generator, tokenizer, *command)
         return None
     try:
-        result = evaluate(HarnessModel(generator, tokenizer, batch_size))
+        result = evaluate(HarnessModel(generator, tokenizer, batch_size, chat))
     except ConfigError as error:
         broadcast_from_rank_0(partial(_raise, error))
         raise
@@ -246,7 +260,12 @@ def evaluate_tasks(model: HarnessModel, tasks: list[Any], limit: int | None, num
         num_fewshot: examples in a prompt; None: as in the task.
     """
     results = simple_evaluate(
-        model, tasks=tasks, limit=limit, num_fewshot=num_fewshot, log_samples=False, batch_size=model._rows
+        model,
+        tasks=tasks,
+        limit=limit,
+        num_fewshot=num_fewshot,
+        log_samples=False,
+        apply_chat_template=model.chat is not None,
     )
     names = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples", "higher_is_better")
     return {name: results[name] for name in names if name in results} | {"truncated": model.truncated}

@@ -7,14 +7,18 @@ import os
 import random
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from megatron_llama.checkpoint.export import export
+from megatron_llama.checkpoint.export import _write_sentencepiece, export
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.config import ConfigError
+from megatron_llama.text.tokenizer import open_tokenizer
 from megatron_llama.tools.inference.arguments import inference_plan
+from megatron_llama.tools.inference.chat import PromptBuilder
 from megatron_llama.tools.inference.generator import Generator
 from megatron_llama.tools.inference.saved_model import open_saved_model, stop_ids, tokenizer_of
 from tests.checkpoint.jobs import Job
@@ -57,7 +61,7 @@ TASKS = {
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of three tasks. Some prompts and texts exceed the model's 128 positions."""
+    """Folder of three tasks. Some prompts and texts exceed the model's 128 positions; the last prompt is empty."""
     folder, generator = tmp_path_factory.mktemp("tasks"), random.Random(0)
 
     def text(count: int) -> str:
@@ -65,7 +69,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     documents = [
         {
-            "question": "" if number == 0 else text(120 if number == 1 else generator.randint(1, 20)),
+            "question": "" if number == 9 else text(120 if number == 1 else generator.randint(1, 20)),
             "choices": [" " * (number % 2) + text(generator.randint(1, 4)) for _ in range(3)],
             "label": number % 3,
             "text": text(generator.randint(2, 150)),
@@ -99,25 +103,30 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def samples(model: Any, tasks: Path) -> dict[str, Any]:
+def samples(model: Any, tasks: Path, **settings: Any) -> dict[str, Any]:
     """Return the harness's results with all samples."""
     manager = lm_eval.evaluator.TaskManager(include_path=str(tasks), include_defaults=False)
-    return dict(lm_eval.evaluator.simple_evaluate(model, tasks=list(NAMES), task_manager=manager, bootstrap_iters=0))
+    evaluate_them = partial(lm_eval.evaluator.simple_evaluate, bootstrap_iters=0, **settings)
+    return dict(evaluate_them(model, tasks=list(NAMES), task_manager=manager))
 
 
-def theirs(rank: int, folder: Path, tasks: Path) -> dict[str, Any]:
-    """Results of the harness's own model."""
+def theirs(rank: int, folder: Path, tasks: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Results of the harness's model ``hf``."""
     model = lm_eval.models.huggingface.HFLM(str(folder), dtype="float32", device="cpu", batch_size=4)
-    return samples(model, tasks)
+    return samples(model, tasks, **settings)
 
 
-def ours(folder: Path, tasks: Path, tp: int = 1, cp: int = 1, batch_size: int = 4) -> dict[str, Any]:
+def ours(
+    folder: Path, tasks: Path, tp: int = 1, cp: int = 1, batch_size: int = 4, chat: str | None = None, **settings: Any
+) -> dict[str, Any]:
     """Results of rank 0."""
     saved = open_saved_model(folder)
     tokenizer, plan = tokenizer_of(saved), inference_plan(saved.model, tp, "cpu", cp=cp)
+    builder = None if chat is None else PromptBuilder(tokenizer, chat)
 
     def work(generator: Generator) -> Any:
-        return harness.run_harness(generator, tokenizer, batch_size, partial(samples, tasks=tasks))
+        evaluate_tasks = partial(samples, tasks=tasks, **settings)
+        return harness.run_harness(generator, tokenizer, batch_size, evaluate_tasks, builder)
 
     return run_ranks(in_generator, tp * cp, work, saved, plan, stop_ids(saved, tokenizer))[0]
 
@@ -142,7 +151,7 @@ def check_equal(results: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def expected(base: Path, tasks: Path) -> dict[str, Any]:
     """Results of ``hf`` on the base model."""
-    return run_ranks(theirs, 1, base, tasks)[0]
+    return run_ranks(theirs, 1, base, tasks, {})[0]
 
 
 @pytest.mark.parametrize(("tp", "cp", "batch_size"), [(1, 1, 1), (2, 1, 4), (1, 2, 3)])
@@ -152,6 +161,60 @@ def test_scores_of_a_hugging_face_folder(
     answers = [one["resps"][0][0] for one in expected["samples"]["local_answer"]]
     assert len(set(answers)) > 5, "a model that repeats itself would show little"
     check_equal(ours(base, tasks, tp, cp, batch_size), expected)
+
+
+def test_scores_with_the_tokenizers_chat_template(base: Path, tasks: Path) -> None:
+    """With an example as an earlier turn."""
+    settings = {"apply_chat_template": True, "num_fewshot": 1}
+    reference = run_ranks(theirs, 1, base, tasks, settings)[0]
+    prompts = [one["arguments"][0][0] for one in reference["samples"]["local_answer"]]
+    assert all(prompt.count("<|assistant|>") == 2 for prompt in prompts)
+    check_equal(ours(base, tasks, 2, chat="own", **settings), reference)
+
+
+@pytest.mark.parametrize("name", ["chatml", "dialogue", "prompter", "plain"])
+def test_the_text_of_a_named_template_has_its_ids(base: Path, name: str) -> None:
+    tokenizer = open_tokenizer(base)
+    turns = [("system", "é"), ("user", "the cat"), ("assistant", "sat on"), ("user", "a dog")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    try:
+        builder = PromptBuilder(tokenizer, name)
+        ids = builder.ids(messages)
+    except ConfigError:
+        assert name == "chatml", "needs control tokens that this tokenizer lacks"
+        return
+    model = harness.HarnessModel(None, tokenizer, 1, builder)
+    assert model.tok_encode(model.apply_chat_template(messages)) == ids
+    prefilled = model.apply_chat_template([*messages, {"role": "assistant", "content": "Hello"}], False)
+    assert model.tok_encode(prefilled) == builder.ids(messages, "Hello")
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_scores_with_sentencepiece(tasks: Path, tmp_path: Path, add_bos: bool) -> None:
+    """Without the empty prompt: transformers 5 drops a space at the beginning of a text."""
+    import sentencepiece
+
+    lines = ["the cat sat on the mat", "a dog and a cat"] * 5
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(tmp_path / "pieces"),
+        vocab_size=290, byte_fallback=True, model_type="bpe", hard_vocab_limit=False, minloglevel=2,
+        normalization_rule_name="identity", remove_extra_whitespaces=False,
+    )  # fmt: skip
+    size = sentencepiece.SentencePieceProcessor(str(tmp_path / "pieces.model")).vocab_size()
+    folder = make_folder(tmp_path / "hf", vocab_size=size)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    _write_sentencepiece(tmp_path / "pieces.model", folder, add_bos)
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**content, "eos_token_id": 2}))
+    # The model generates neither <unk> nor bytes, because the libraries decode <unk> and invalid UTF-8 differently.
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][[0, 1, *range(3, 259)]] = 0
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    settings = {"limit": 9}
+    reference = run_ranks(theirs, 1, folder, tasks, settings)[0]
+    check_equal(ours(folder, tasks, **settings), reference)
 
 
 LORA = ("finetune=lora", "finetune.lora_rank=3", "finetune.lora_target_modules=[q_proj,v_proj,down_proj]")
@@ -167,7 +230,7 @@ def test_scores_of_a_run_are_its_exports_scores(base: Path, tasks: Path, tmp_pat
     )  # fmt: skip
     assert job.wait() == 0, job.output
     export(find_checkpoint(tmp_path / "run"), tmp_path / "exported", "float32", merge=method == "lora")
-    reference = run_ranks(theirs, 1, tmp_path / "exported", tasks)[0]
+    reference = run_ranks(theirs, 1, tmp_path / "exported", tasks, {})[0]
     check_equal(ours(tmp_path / "run", tasks), reference)
     check_equal(ours(tmp_path / "run", tasks, tp=2), reference)
 
@@ -184,9 +247,65 @@ def test_the_script_reports_the_scores(base: Path, tasks: Path, tmp_path: Path, 
     assert report["tp"] == 2 and report["truncated"] > 0
 
 
-def test_invalid_tasks_are_reported_together(tasks: Path) -> None:
+def test_invalid_tasks_are_reported_together(base: Path, tasks: Path, tmp_path: Path) -> None:
+    arguments = ("--lm-eval", "hellaswagg,local_choise,local_text", "--template", "qnli", "--tp", 3)
+    done = command(evaluate, base, *CPU, *arguments, "--include-path", tasks)
+    message = " ".join(done.err.split())
+    assert done.status == 2 and "Traceback" not in message
+    for text in ("write hellaswag,", "write local_choice", "--template", "--tp"):
+        assert text in message, text
+
+
+def of_tasks(tmp_path: Path, **tasks: dict[str, Any]) -> harness_tasks.NamedTasks:
+    """Return tasks of files in a new folder."""
+    for name, task in tasks.items():
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({"task": name, "test_split": "test", **task}))
+    manager = lm_eval.evaluator.TaskManager(include_path=str(tmp_path), include_defaults=False)
+    return harness_tasks.NamedTasks(list(tasks), manager)
+
+
+def test_datasets_that_cannot_be_loaded_are_named(tmp_path: Path) -> None:
+    local = {"dataset_path": "json", "dataset_kwargs": {"data_files": str(tmp_path / "none.jsonl")}}
+    hub = {"dataset_path": "someone/some_dataset"}
+    named = of_tasks(tmp_path, here={**TASKS["local_text"], **local}, there={**TASKS["local_text"], **hub})
     with pytest.raises(ConfigError) as error:
-        harness_tasks.find_tasks("hellaswagg,local_choise,local_text", tasks)
+        harness_tasks.load_tasks(named)
     message = " ".join(str(error.value).split())
     assert len(error.value.problems) == 2
-    assert "write hellaswag" in message and "write local_choice" in message
+    assert "dataset someone/some_dataset cannot be loaded" in message and "HF_HOME" in message
+    assert "none.jsonl" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"max_gen_toks": 128}, "generates up to 128 tokens, but the model has 128 positions"),
+        ({}, "generates up to 256 tokens"),
+        ({"num_beams": 2}, "num_beams not supported"),
+        ({"do_sample": True, "temperature": 0.0}, "a temperature above 0"),
+        ({"do_sample": True, "temperature": 0.8, "top_k": 5, "max_gen_toks": 9}, "top_k not supported"),
+        ({"do_sample": True, "temperature": 0.8, "top_p": 0.9, "max_gen_toks": 9}, ""),
+        ({"do_sample": False, "temperature": 0.8, "top_k": 5, "max_gen_toks": 9}, ""),
+    ],
+)
+def test_generation_settings_are_honoured_or_rejected(settings: dict[str, Any], text: str) -> None:
+    task = SimpleNamespace(
+        task_name="some",
+        get_config={"output_type": "generate_until", "generation_kwargs": {"until": ["\n"], **settings}}.get,
+    )
+    problems = harness_tasks.task_problems([task], 128)
+    assert [text in problem.rule for problem in problems] == ([True] if text else [])
+
+
+def test_sampled_answers_differ_between_repeats(base: Path) -> None:
+    """Equal requests in different batches have different random numbers, and each run the same."""
+    saved = open_saved_model(base)
+    tokenizer, plan = tokenizer_of(saved), inference_plan(saved.model, 1, "cpu")
+    settings = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 2.0}
+    requests = [SimpleNamespace(args=("the cat", settings))] * 4
+
+    def work(generator: Generator) -> Any:
+        return harness.run_harness(generator, tokenizer, 1, lambda model: model.generate_until(requests))
+
+    (answers,), (repeated,) = (run_ranks(in_generator, 1, work, saved, plan, frozenset()) for _ in range(2))
+    assert answers == repeated and len(set(answers)) == 4
