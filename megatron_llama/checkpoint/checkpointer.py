@@ -148,8 +148,11 @@ class Checkpointer:
             self.saver.wait()
         return stop
 
-    def compare_copies(self, step: int) -> None:
+    def compare_copies(self, step: int, *, saves: bool = False) -> None:
         """Compare the copies of weights and optimizer states after ``step``, unless it was compared. A collective.
+
+        Args:
+            saves: whether a save follows, for the message.
 
         Raises:
             TrainingFault: On all ranks, if copies differ.
@@ -159,7 +162,8 @@ class Checkpointer:
         parts = [("", shard, shard.local) for shard in self.model.shards]
         with_states = step > 0  # before the first step the optimizer may not have created them
         parts += self.optimizer.tensors() if with_states else ()
-        self._copies.compare(parts, f"step {step}", with_states=with_states)
+        moment = f"step {step} is not saved" if saves else f"step {step}"
+        self._copies.compare(parts, moment, with_states=with_states)
         self._compared = step
 
     def _is_due(self) -> bool:
@@ -316,7 +320,7 @@ class Checkpointer:
         self._saved_at = monotonic()
         if step == self._saved:
             return
-        self.compare_copies(step)  # a checkpoint has one copy: it would hide the difference
+        self.compare_copies(step, saves=True)  # a checkpoint has one copy: it would hide the difference
         tensors = contents.weights(self.model.trained, owned=True)
         if step > 0:
             tensors |= contents.optimizer_states(self.optimizer, owned=True)
