@@ -71,6 +71,22 @@ def test_dropout(world: World, tmp_path: Path) -> None:
     assert not torch.equal(*still)
 
 
+@pytest.mark.parametrize(("sp", "seeds"), [("false", [0, 0, 1, 1]), ("true", [0, 1, 2, 3])])
+def test_ranks_with_the_same_activations_share_dropout_masks(sp: str, seeds: list[int], tmp_path: Path) -> None:
+    """Of tp 2 and dp 2, tensor-parallel ranks have the same activations only without sequence parallelism."""
+    plan = make_plan(4, tmp_path, *LORA, "finetune.lora_dropout=0.3", "trainer.tp=2", f"trainer.sp={sp}")
+    drawn = run_ranks(_draw, 4, plan)
+    assert [drawn.index(number) for number in drawn] == [seeds.index(seed) for seed in seeds]
+
+
+def _draw(rank: int, plan: Plan) -> float:
+    """Return the first random number after the model is built."""
+    topology = plan.topology(rank)
+    with process_groups(plan, topology, get_device("cpu"), CPU):
+        build_model(plan, topology, get_device("cpu"), CPU)
+        return torch.rand(()).item()
+
+
 def _gradients_of_one_batch(rank: int, plan: Plan) -> list[torch.Tensor]:
     from megatron_llama.data.batches import build_data
 
