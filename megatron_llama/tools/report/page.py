@@ -99,7 +99,10 @@ def render(runs: Sequence[Run], made: datetime | None = None) -> str:
         script=_markup(script),
         data=_markup(_data(runs, [*main, *more])),
         made=_time((made or datetime.now(UTC)).timestamp()) + " UTC",
-        runs=[{"name": run.name, "color": number % COLORS, "run": run} for number, run in enumerate(runs)],
+        runs=[
+            {"name": run.name, "color": number % COLORS, "dash": " dashed" * (number >= COLORS), "run": run}
+            for number, run in enumerate(runs)
+        ],
         cards=[list(_summary(run)) for run in runs],
         charts=[(chart, _table(runs, chart)) for chart in main],
         more=[(chart, _table(runs, chart)) for chart in more],

@@ -123,3 +123,4 @@ def test_many_runs_repeat_the_colors_with_dashes(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / f"run{number}", 3), f"run{number}") for number in range(10)]
     page = render(runs)
     assert page.count('"dashed":true') == 2 and page.count('<label class="c1">') == 2
+    assert page.count('class="key dashed"') == 2 * 5, "card, legend, starts, data and plan"
