@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import tests.warm  # noqa: F401  before the first fork
 from megatron_llama import cli
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.launch.rank import Report, run_as_rank
