@@ -26,8 +26,8 @@ from tests.ranks import run_ranks
 from tests.tools.inference.commands import CPU, command, evaluate
 from tests.tools.inference.models import in_generator, make_folder
 
-os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1")
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness, the extra eval, is not installed")
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1")  # read at import
 import lm_eval.evaluator  # noqa: E402  before the forks
 import lm_eval.models.huggingface  # noqa: E402
 
@@ -262,6 +262,29 @@ def of_tasks(tmp_path: Path, **tasks: dict[str, Any]) -> harness_tasks.NamedTask
         (tmp_path / f"{name}.yaml").write_text(json.dumps({"task": name, "test_split": "test", **task}))
     manager = lm_eval.evaluator.TaskManager(include_path=str(tmp_path), include_defaults=False)
     return harness_tasks.NamedTasks(list(tasks), manager)
+
+
+def test_groups_have_scores_and_each_task_is_run_once(tasks: Path) -> None:
+    (tasks / "group.yaml").write_text(json.dumps({"group": "local_group", "task": ["local_choice", "local_text"]}))
+    named = harness_tasks.find_tasks("local_group,local_answer", tasks)
+    loaded = harness_tasks.load_tasks(named)
+    assert [task.task_name for task in harness_tasks.leaves(loaded)] == list(NAMES)
+    twice = harness_tasks.NamedTasks(["local_group", "local_text"], named.manager)
+    with pytest.raises(ConfigError, match="write each task once"):
+        harness_tasks.load_tasks(twice)
+
+
+def test_a_continuation_without_room_ends_all_ranks(base: Path) -> None:
+    saved = open_saved_model(base)
+    tokenizer, plan = tokenizer_of(saved), inference_plan(saved.model, 2, "cpu")
+    requests = [SimpleNamespace(args=("the", " cat" * 200))]
+
+    def work(generator: Generator) -> Any:
+        with pytest.raises(ConfigError, match="a continuation has"):
+            harness.run_harness(generator, tokenizer, 1, lambda model: model.loglikelihood(requests))
+        return True
+
+    assert run_ranks(in_generator, 2, work, saved, plan, frozenset()) == [True, True]
 
 
 def test_datasets_that_cannot_be_loaded_are_named(tmp_path: Path) -> None:
