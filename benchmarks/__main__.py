@@ -34,6 +34,7 @@ COMMANDS = (
     "launches",
     "methods.context_balance",
     "methods.curriculum",
+    "methods.exact_cost",
     "methods.less_communication",
     "methods.longest_sequences",
     "methods.muon",

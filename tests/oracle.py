@@ -13,7 +13,7 @@ from megatron_llama.config import load_config
 from megatron_llama.data.batches import Batches
 from megatron_llama.data.graded_order import levels_of
 from megatron_llama.devices import get_device
-from megatron_llama.optim import build_optimizer
+from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.parallel import ParallelModel, Shard, build_model, process_groups
 from megatron_llama.plan import Plan, resolve
 from tests.compiled import SECONDS, prepare_rank
@@ -56,6 +56,8 @@ class Result:
     first_grads: Tensors = field(default_factory=dict)
     last_grads: Tensors = field(default_factory=dict)
     weights: Tensors = field(default_factory=dict)
+    states: Tensors = field(default_factory=dict)
+    """Optimizer states, by torch's name and Hugging Face name."""
     copies: int = 0
     """Rectangles held by several ranks, all equal."""
     fused: int = 0
@@ -103,7 +105,7 @@ def run_layout(world_size: int, *overrides: str, steps: int = STEPS, tamper: Tam
     result = Result(losses=answers[0][0], norms=answers[0][1], fused=answers[0][2])
     for answer in answers:
         assert answer[:2] == answers[0][:2], "ranks disagree about loss or gradient norm"
-    for index, name in enumerate(("initial", "first_grads", "last_grads", "weights"), start=3):
+    for index, name in enumerate(("initial", "first_grads", "last_grads", "weights", "states"), start=3):
         tensors, copies = assemble([answer[index] for answer in answers])
         setattr(result, name, tensors)
         result.copies += copies
@@ -139,7 +141,22 @@ def train_rank(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tupl
             grads.append(rectangles(model, lambda shard: shard.grad))
             optimizer.step(norm)
         weights = rectangles(model, lambda shard: shard.local)
-        return losses, norms, fused_products(), initial, grads[0], grads[-1], weights
+        return losses, norms, fused_products(), initial, grads[0], grads[-1], weights, states_of(optimizer)
+
+
+def states_of(optimizer: Optimizer) -> list[tuple]:
+    """Return (state and name, global shape, offset, values) of this rank's optimizer states in floats, in exact mode.
+
+    Without it, 1-bit Adam's states differ between ranks.
+    """
+    if not optimizer.model.plan.config.trainer.exact:
+        return []
+    return [
+        (f"{kind} of {part.name}", part.global_shape, part.offset, values[part.local_slices].clone())
+        for kind, shard, values in optimizer.states()
+        if isinstance(values, torch.Tensor)
+        for part in shard.rectangles
+    ]
 
 
 def rectangles(model: ParallelModel, of: Callable[[Shard], torch.Tensor | None]) -> list[tuple]:

@@ -52,8 +52,8 @@ SETTINGS = {
     LOGGED: {
         "model": "max_position_embeddings",
         "data": "document_mask eod_mask_loss",
-        "trainer": "steps precision float8 grad_reduce reduce_group param_gather val_steps spike_guard spike_factor "
-        "spike_window",
+        "trainer": "steps precision exact float8 grad_reduce reduce_group param_gather val_steps spike_guard "
+        "spike_factor spike_window",
         "trainer.random_ltd": "min_value max_value require_steps seq_per_step layers",
         "optim": "state_bits",
         "finetune": "lora_dropout frozen_dtype",

@@ -348,12 +348,13 @@ class TrainerConfig:
     blocks with tp > 1 on GPUs with peer-to-peer access. docs/guides/methods/async_tp.md"""
     deterministic: bool = False
     """Use deterministic algorithms only (torch.use_deterministic_algorithms); an operation without one is an error."""
+    exact: bool = False
+    """Compute equal bits in every layout. Implies ``deterministic``. docs/guides/methods/exact.md"""
     skip_nonfinite_steps: Annotated[int, at_least(0)] = 0
     """Number of steps with a NaN or Inf loss or gradient that are skipped; one more stops the run."""
     check_copies_every: Annotated[int | None, at_least(0)] = 100
     """Steps between comparisons of the weights and optimizer states that several ranks hold in copies. A difference
-    stops the run. 0 or null: compare at the start, before each save and at the end only.
-    docs/guides/training/copies.md"""
+    stops the run. 0 or null: only at the start, saves and the end. docs/guides/training/copies.md"""
     spike_guard: Annotated[str, one_of("off", "skip", "rewind")] = "off"
     """Action on a spike of loss or gradient norm. skip: no update. rewind: load the newest checkpoint and skip the data
     read since. docs/guides/training/spikes.md"""

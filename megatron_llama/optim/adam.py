@@ -64,6 +64,45 @@ class Bf16GradientAdam(ShardOptimizer, torch.optim.Adam):
                 self._kernels.adam_(*tensors, factor, decoupled=self._decoupled, **numbers)
 
 
+class ElementwiseAdam(ShardOptimizer, torch.optim.Adam):
+    """Adam or AdamW by IEEE's basic operations, whose results do not depend on an element's place (``trainer.exact``).
+
+    torch's fused kernel rounds otherwise at the end of a tensor, where other layouts have other elements.
+    """
+
+    counts_on_device = True
+
+    def __init__(self, groups: Sequence[Group], numbers: dict[str, Any], *, decoupled: bool) -> None:
+        super().__init__(groups, **numbers, decoupled_weight_decay=decoupled)
+        self._decoupled = decoupled
+
+    @torch.no_grad()
+    def step(self, *, factor: Tensor | None = None, skip: Tensor | None = None) -> None:  # type: ignore[override]
+        assert factor is None and skip is None, "the caller scales the gradients and reads skip"
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._update(weight, weight.grad, group)
+
+    def _update(self, weight: Tensor, grad: Tensor, group: Group) -> None:
+        state, (beta1, beta2) = self.state[weight], group["betas"]
+        step = state.setdefault("step", torch.zeros((), device=weight.device)).add_(1)
+        mean, square = (
+            state.setdefault(kind, torch.zeros_like(weight, requires_grad=False)) for kind in ("exp_avg", "exp_avg_sq")
+        )
+        # Each product is a tensor of its own: a fused product and sum would be rounded once instead of twice.
+        decay = group["weight_decay"]
+        if self._decoupled:
+            weight.mul_(1 - group["lr"] * decay)
+        elif decay:
+            grad = grad + weight * decay
+        mean.mul_(beta1).add_(grad * (1 - beta1))
+        square.mul_(beta2).add_(grad * grad * (1 - beta2))
+        corrections = [1 - torch.pow(torch.full_like(step, beta, dtype=torch.float64), step) for beta in (beta1, beta2)]
+        denominator = (square.sqrt() / corrections[1].sqrt().float()).add_(group["eps"])
+        weight.sub_(mean / denominator * (group["lr"] / corrections[0]).float())
+
+
 def build_adam(inputs: OptimizerInputs) -> ShardOptimizer:
     """Build Adam with weight decay added to the gradient (Kingma & Ba 2015, arXiv:1412.6980)."""
     return _build(inputs, decoupled=False)
@@ -77,6 +116,8 @@ def build_adamw(inputs: OptimizerInputs) -> ShardOptimizer:
 def _build(inputs: OptimizerInputs, *, decoupled: bool) -> ShardOptimizer:
     if inputs.rounds:
         return build_elementwise(inputs, adamw_update if decoupled else adam_update, **inputs.numbers)
+    if inputs.plan.config.trainer.exact:
+        return ElementwiseAdam(inputs.groups, inputs.numbers, decoupled=decoupled)
     if inputs.plan.storage.keeps_bf16_grads:
         return Bf16GradientAdam(inputs.groups, inputs.numbers, decoupled=decoupled, kernels=inputs.kernels)
     return FusedAdam(inputs.groups, inputs.numbers, decoupled=decoupled)

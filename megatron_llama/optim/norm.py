@@ -10,10 +10,15 @@ import torch.distributed as dist
 from megatron_llama import devices
 from megatron_llama.parallel import Shard
 
+_SQUARED_AT_ONCE = 2**18
+"""Values that ``_exact_norm`` casts to fp64 together: they fit a processor's cache."""
+
 
 @torch.no_grad()
-def gradient_norm(shards: Iterable[Shard], device: torch.device, *, unreduced: bool = False) -> torch.Tensor:
-    """Return the 2-norm of all gradients, fp32 scalar, the same on all ranks.
+def gradient_norm(
+    shards: Iterable[Shard], device: torch.device, *, unreduced: bool = False, exact: bool = False
+) -> torch.Tensor:
+    """Return the 2-norm of all gradients, fp32 scalar, the same on all ranks, with ``exact`` in all layouts.
 
     With ``unreduced``, gradients are not summed over data-parallel ranks (1-bit Adam). The result is then the root of
     the sum of the ranks' squared norms, which is not finite if one of them is not.
@@ -22,12 +27,16 @@ def gradient_norm(shards: Iterable[Shard], device: torch.device, *, unreduced: b
     parts = [(s, part) for s, grad in with_gradient for part in s.owned(grad, every_replica=unreduced)]
     same_dtype = [part for s, part in parts if part.dtype == s.parameter.dtype]
     low_precision = [part for s, part in parts if part.dtype != s.parameter.dtype]  # Storage.keeps_bf16_grads
+    if exact:
+        return _exact_norm(same_dtype + low_precision, device)
     return _global_norm(_norms(same_dtype + low_precision, device), device)
 
 
 @torch.no_grad()
-def parameter_norm(shards: Iterable[Shard], device: torch.device) -> torch.Tensor:
-    """Return the 2-norm of all weights, fp32 scalar, the same on all ranks."""
+def parameter_norm(shards: Iterable[Shard], device: torch.device, *, exact: bool = False) -> torch.Tensor:
+    """Return the 2-norm of all weights, fp32 scalar, the same on all ranks, with ``exact`` in all layouts."""
+    if exact:
+        return _exact_norm([part for shard in shards for part in shard.owned(shard.values)], device)
     # One shard at a time: all quantized shards in fp32 together would take the memory of the fp32 model.
     return _global_norm([norm for shard in shards for norm in _norms(shard.owned(shard.values), device)], device)
 
@@ -60,3 +69,31 @@ def _global_norm(norms: list[torch.Tensor], device: torch.device) -> torch.Tenso
         squares = torch.zeros((), device=device)
     dist.all_reduce(squares)
     return squares.sqrt()
+
+
+def _exact_norm(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the global norm from squares that are added as integers, in any order.
+
+    A square is divided by the power of two above the largest one, and split into two numbers of 29 bits. So sums of up
+    to 2^33 squares are exact. Two collectives.
+    """
+    largest = torch.zeros((), device=device)
+    for part in parts:
+        if part.numel():
+            least, most = torch.aminmax(part)
+            largest = torch.maximum(largest, torch.maximum(-least, most).float())
+    largest = torch.where(largest.isnan(), torch.inf, largest)  # a maximum over ranks may lose NaN
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    exponent = torch.frexp(largest).exponent
+    sums = torch.zeros(2, dtype=torch.int64, device=device)
+    scale = torch.ldexp(torch.ones((), dtype=torch.float64, device=device), -exponent)
+    for part in parts:
+        for rows in part.split(max(1, _SQUARED_AT_ONCE // max(1, part[:1].numel()))):
+            squares = (rows.double() * scale).square_().mul_(2.0**29)
+            high = squares.floor()
+            low = squares.sub_(high).mul_(2.0**29)
+            sums += torch.stack((high.to(torch.int64).sum(), low.to(torch.int64).sum()))
+    dist.all_reduce(sums)
+    high, low = sums.double()
+    norm = torch.ldexp((high * 2.0**-29 + low * 2.0**-58).sqrt(), exponent).float()
+    return torch.where(largest.isfinite(), norm, largest)

@@ -43,7 +43,8 @@ class Optimizer:
         if self.row.sums_gradients:
             self._set_gradients()
             self.inner.reduce_gradients()
-        return gradient_norm(self.model.shards, self.model.device, unreduced=not self.inner.gradients_summed)
+        unreduced, exact = not self.inner.gradients_summed, self.model.plan.config.trainer.exact
+        return gradient_norm(self.model.shards, self.model.device, unreduced=unreduced, exact=exact)
 
     def step(self, norm: torch.Tensor) -> None:
         """Clip by ``norm``, update the weights, free the gradients and advance the schedule."""

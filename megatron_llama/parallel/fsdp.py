@@ -281,10 +281,12 @@ class ComputeCopies:
     @torch.no_grad()
     def _on_grad_ready(self, copy: torch.Tensor) -> None:
         """Move ``copy.grad`` to the master's gradient. Called after a backward pass has added to ``copy.grad``."""
+        if copy.grad is None:  # trainer.exact sums gradients itself
+            return
         last = self._is_last_microbatch
         if self._sums_in_bf16 and not last:
             return
-        assert isinstance(copy, nn.Parameter) and copy.grad is not None
+        assert isinstance(copy, nn.Parameter)
         master, grad = self.master_of[copy], copy.grad
         if master.grad is None:
             master.grad = grad if self._keeps_bf16_grads else grad.to(master.dtype)

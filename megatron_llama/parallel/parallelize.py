@@ -36,6 +36,7 @@ from megatron_llama.model.loss import fused_softmax
 from megatron_llama.model.offload import Offload
 from megatron_llama.parallel import context
 from megatron_llama.parallel.compiling import Compiler
+from megatron_llama.parallel.exact import ExactSums
 from megatron_llama.parallel.float8 import use_float8
 from megatron_llama.parallel.fsdp import ComputeCopies, allocate, data_groups, filled_copies, shard_chunk
 from megatron_llama.parallel.groups import Groups, current_groups, group_defaults
@@ -55,7 +56,7 @@ class ParallelModel:
     shards: list[Shard]
     device: torch.device
     groups: Groups = field(repr=False)
-    replicated: ReplicatedGradients = field(repr=False)
+    replicated: ReplicatedGradients | ExactSums = field(repr=False)
     compute_copies: list[ComputeCopies | None] = field(repr=False)
     """Compute-dtype copies of each chunk's weights, if this rank casts them itself."""
     compiler: Compiler | None = None
@@ -99,9 +100,7 @@ class ParallelModel:
             means = run_schedule(self.chunks, self.plan, microbatches, total, train, self.compute_copies)
         if train:
             self.replicated.reduce(self.shards)
-        # All tensor-parallel ranks of the last stage have the same value; context-parallel ranks have parts of the sum.
-        means = means / self.plan.grid.product(*(name for name in self.plan.grid.same_tokens if name != "pp"))
-        dist.all_reduce(means)
+        means = self.replicated.total_loss(means)
         if self.compiler is not None:
             self.compiler.end_batch()
         return means
@@ -191,6 +190,7 @@ def build_model(
     with group_defaults(trainer):
         exchange = data_groups(topology, torch_device.type, plan, groups)
         replicated = ReplicatedGradients(plan, topology, groups)
+    exact = ExactSums(plan, topology, groups, exchange, replicated) if trainer.exact else None
     chunks, shards, compute_copies = list[Llama](), list[Shard](), list[ComputeCopies | None]()
     for stage in topology.chunks():
         with torch.device("meta"):
@@ -204,6 +204,8 @@ def build_model(
                 is_last=stage == len(plan.stage_layers) - 1,
             )
             context.attach(chunk, topology, kernels, groups, trainer.cp_comm)
+            if exact is not None:
+                exact.attach(chunk)
             if plan.config.finetune.method == "lora":
                 add_lora(chunk, plan.config.finetune, torch_dtype(plan.frozen_dtype), plan.quantized)
         _wrap_blocks(chunk, plan, compiler, kernels, groups)
@@ -223,7 +225,7 @@ def build_model(
         place = topology.rank if plan.sp else topology.grid.index(topology.rank, *others)
         torch.manual_seed(trainer.seed + place)
     init_weights(shards, plan)
-    return ParallelModel(plan, chunks, shards, torch_device, groups, replicated, compute_copies, compiler)
+    return ParallelModel(plan, chunks, shards, torch_device, groups, exact or replicated, compute_copies, compiler)
 
 
 def _wrap_blocks(chunk: Llama, plan: Plan, compiler: Compiler | None, kernels: Kernels, groups: Groups) -> None:

@@ -38,11 +38,12 @@ from megatron_llama.topology import Topology
 
 
 class ReplicatedGradients:
-    """Sums the gradients of weights that are replicated over tensor- or pipeline-parallel ranks."""
+    """Sums the gradients of weights that are replicated over tensor- or pipeline-parallel ranks, and the losses."""
 
     def __init__(self, plan: Plan, topology: Topology, groups: Groups) -> None:
         self.groups = groups
         self.is_replicated = partial(is_summed_over_tp, model=plan.model, tp=topology.sizes["tp"], sp=plan.sp)
+        self.copies_of_loss = plan.grid.product(*(name for name in plan.grid.same_tokens if name != "pp"))
         self.tied = plan.model.tie_word_embeddings and topology.sizes["pp"] > 1
         # The neighbours that share this rank's kv head: tp varies fastest, and the number of copies divides tp.
         # new_subgroups is a collective over all ranks.
@@ -67,10 +68,18 @@ class ReplicatedGradients:
                 assert self.groups.embedding is not None, "the stage has a tied embedding"
                 by_group[self.groups.embedding].append(shard.upcast_grad())
         for group, grads in by_group.items():
-            _sum_together(grads, group)
+            sum_together(grads, group)
+
+    def total_loss(self, means: torch.Tensor) -> torch.Tensor:
+        """Return the sum of ``means`` over all ranks."""
+        # All tensor-parallel ranks of the last stage have the same value; context-parallel ranks have parts of the sum.
+        means = means / self.copies_of_loss
+        dist.all_reduce(means)
+        return means
 
 
-def _sum_together(grads: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+def sum_together(grads: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sum tensors over ``group`` in place, with one all-reduce."""
     if len(grads) == 1 and grads[0].is_contiguous():
         dist.all_reduce(grads[0], group=group)
         return

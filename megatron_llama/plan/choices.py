@@ -178,10 +178,12 @@ def _on_an_accelerator(config: Config, fast_bf16: bool) -> Iterator[str]:
     if trainer.compile is None:
         device = find_device(config.device.name) or Device
         is_long = device.compiles_epochs if trainer.epochs is not None else trainer.steps >= device.compile_from_steps
-        trainer.compile = (is_long or bool(trainer.profile)) and trainer.mlp_chunks == 1
+        trainer.compile = (is_long or bool(trainer.profile)) and trainer.mlp_chunks == 1 and not trainer.exact
         reason = f"saves time from {device.compile_from_steps:,} steps on"
         if trainer.mlp_chunks > 1:
             reason = "trainer.mlp_chunks runs without the compiler"
+        elif trainer.exact:
+            reason = "trainer.exact runs without the compiler"
         elif trainer.compile and not is_long:
             reason = "trainer.profile measures the speed of a long run"
         yield f"trainer.compile={format_value(trainer.compile)}: {reason}"

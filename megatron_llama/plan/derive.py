@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any, cast
 
+from megatron_llama.arch.blocks import num_blocks
 from megatron_llama.arch.flops import FORWARD_AND_BACKWARD, flops_per_token
 from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.arch.shapes import head_dim, kv_heads, padded_vocab_size, parameters, stage_parameters, whole_model
@@ -83,6 +84,7 @@ def derive_plan(config: Config, world_size: int) -> Plan:
         notes.append(f"trainer.param_gather={trainer.param_gather} has no effect: weights are not sharded")
         trainer.param_gather = None
     notes += _derive_sequence_parallelism(config, grid)
+    trainer.deterministic = trainer.deterministic or trainer.exact
     data.eod_mask_loss = data.document_mask if data.eod_mask_loss is None else data.eod_mask_loss
     if data.kind != "sft" or data.mock:
         trainer.val_steps = trainer.val_steps or VALIDATION_STEPS
@@ -98,7 +100,7 @@ def derive_plan(config: Config, world_size: int) -> Plan:
         dp=grid.sizes["dp"],
         num_microbatches=num_microbatches,
         stage_layers=tuple(chunks),
-        padded_vocab_size=padded_vocab_size(model.vocab_size, tp),
+        padded_vocab_size=padded_vocab_size(model.vocab_size, num_blocks(model) if trainer.exact else tp),
         parameters=parameters(model),
         whole=whole_model(model, finetune),
         stages=tuple(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megatron_llama.arch.blocks import num_blocks
 from megatron_llama.arch.flops import with_random_ltd
 from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.config.data_settings import PERCENTILE, VALUE, curriculum_metrics
@@ -219,6 +220,9 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
     switches += [f"float8 {trainer.float8} matmuls in blocks"] if trainer.float8 else []
     sequence = f"sequence parallelism {'on' if plan.sp else 'off'}"
     yield _line("activations", " · ".join([_recompute(trainer), sequence, *switches]))
+    if trainer.exact:
+        blocks = num_blocks(plan.model)
+        yield _line("exact", f"{blocks} blocks per matrix · sums of gradients and their messages in int64")
     betas = f" · betas {optim.betas[0]:g}, {optim.betas[1]:g}" if optim.row.betas == 2 else ""
     clip = f" · clip {optim.clip:g}" if optim.clip is not None else ""
     rates = f"lr {optim.lr:g} to {optim.min_lr:g}"

@@ -85,9 +85,11 @@ def stage_footprints(plan: Plan) -> list[Footprint]:
 
 
 def _update_buffers(plan: Plan, stage: int) -> int:
-    """Return the bytes of an optimizer's matrices at their peak in an update (optim/muon.py)."""
+    """Return the bytes of an optimizer's matrices at their peak in an update (optim/muon.py), or of exact gradients."""
+    shard = -(-plan.stages[stage].trained // plan.shard_size)
+    summed = BYTES[plan.precision.param_dtype] * shard if plan.config.trainer.exact else 0  # gradients, next to int64
     if not plan.config.optim.row.gathers_matrices:
-        return 0
+        return summed
     work, width = MatrixWork(plan, stage), BYTES[plan.precision.compute_dtype]
     replicas = plan.data_ranks // plan.shard_size
     largest = max((work.shape(name) for names in work.flops for name in names), key=math.prod)
@@ -134,7 +136,9 @@ def rank_memory(plan: Plan, stage: StageParameters) -> States:
     gradients = param_bytes * (shard - bf16_grads) + BYTES[precision.compute_dtype] * bf16_grads
     if trainer.zero < 2 and not storage.one_micro_batch:
         gradients = max(gradients, stage.trained * BYTES[precision.grad_accum_dtype])
-    if storage.one_micro_batch:
+    if trainer.exact:  # int64 sums; ZeRO 2 and 3 scatter them after each micro batch
+        gradients = 8 * (stage.trained if trainer.zero < 2 else shard)
+    elif storage.one_micro_batch:
         # Each block frees its compute-dtype copy when its gradient exists, so only the larger of the two counts.
         working -= min(working, gradients)
     states = optimizer_bytes(plan, stage, plan.shard_size)

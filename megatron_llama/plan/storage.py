@@ -53,7 +53,7 @@ class Storage:
         alone = kind == COPIES and one_micro_batch and not lora
         device = find_device(config.device.name)
         on_device = device is not None and device.keeps_bf16_grads and "optimizer" not in trainer.offload
-        keeps_bf16_grads = alone and on_device and not sums_gradients
+        keeps_bf16_grads = alone and on_device and not sums_gradients and not trainer.exact
         return cls(kind, one_micro_batch, keeps_bf16_grads, alone, config.model.tie_word_embeddings)
 
     def frees_embedding_of(self, *, is_first: bool, is_last: bool) -> bool:

@@ -141,6 +141,7 @@ CHANGES: dict[str, Change] = {
     "trainer.float8": Change("tensorwise"),
     "trainer.async_tp": Change(True, {"trainer.tp": 2, "trainer.compile": True}, world=2),
     "trainer.deterministic": Change(True),
+    "trainer.exact": Change(True),
     "trainer.skip_nonfinite_steps": Change(1),
     "trainer.check_copies_every": Change(10),
     "trainer.spike_guard": Change("skip"),

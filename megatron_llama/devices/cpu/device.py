@@ -36,6 +36,7 @@ class Cpu(Device):
     attention = "tiles"
     asynchronous = False
     keeps_bf16_grads = True
+    sums_int64 = True
     measures_peak = True
     peak_memory_label = "its process, with Python and libraries"
     uncounted_memory = "Python and libraries, 0.3 GiB or more per process"

@@ -68,6 +68,7 @@ class Cuda(Device):
     compile_from_steps = 100  # an eager step takes a third more time
     compiles_epochs = True
     pins_memory = True
+    sums_int64 = True
     float8_multiple = 16
     variable_prefixes = ("CUDA_", "CUBLAS_", "NCCL_")
     interface_variable = "NCCL_SOCKET_IFNAME"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama import cli
+from megatron_llama.config import ConfigError, Problem, format_problems
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.programs import name_commands
@@ -66,7 +67,6 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(name_commands(USAGE))
         return 0
     # Imported late to keep --help fast.
-    from megatron_llama.config import ConfigError, format_problems
     from megatron_llama.launch.world import find_world
     from megatron_llama.tools.planned_run import read_planned_run
 
@@ -182,6 +182,9 @@ def operations_of_rank(plan: Plan, rank: int) -> list[Operation]:
 
 def groups_of_ranks(plan: Plan) -> list[tuple[list[int], list[Operation]]]:
     """Group the ranks by equal operations: (ranks, operations)."""
+    if plan.config.trainer.exact:
+        rule = "the table has no rows for the messages of exact mode"
+        raise ConfigError([Problem("trainer.exact", True, rule, "write trainer.exact=false")])
     # Operations depend only on these coordinates: a few calls for thousands of ranks.
     operations_at = functools.cache(lambda *place: tuple(step_operations(plan, *place)))
     groups: dict[tuple[Operation, ...], list[int]] = {}

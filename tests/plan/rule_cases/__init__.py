@@ -7,6 +7,7 @@ from tests.plan.rule_cases import (
     context,
     curricula,
     datasets,
+    exact,
     finetune,
     float8,
     layout,
@@ -17,5 +18,8 @@ from tests.plan.rule_cases import (
 )
 from tests.plan.rule_cases.case import Case
 
-FILES = (context, curricula, datasets, finetune, float8, layout, overlap, quantization, schedule, token_dropping)
+FILES = (
+    *(context, curricula, datasets, exact, finetune, float8, layout, overlap, quantization, schedule),
+    token_dropping,
+)
 CASES: list[Case] = [case for file in FILES for case in file.CASES]

@@ -1,0 +1,53 @@
+"""Compare the layouts of tests/layouts in exact mode with one process, bit by bit; print a Markdown table.
+
+    python -m benchmarks.verify.exact > table.md
+
+Takes about half an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from benchmarks.help_format import HelpFormatter
+from benchmarks.results import commit, describe_machine
+from megatron_llama.system.errors import run_main
+from megatron_llama.system.tables import markdown_table
+
+STEPS = 20
+PRECISIONS = {"fp32": [], "bf16": ["trainer.precision=bf16"]}
+
+
+def main() -> int:
+    """Print the table; return 1 if a bit differs."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter).parse_args()
+    from tests.layouts.exact_table import EXACT, exact_rows
+    from tests.layouts.test_exact import differing
+    from tests.oracle import Result, run_layout
+
+    device = "cpu"
+    print(f"{describe_machine(device)}, commit {commit()}, {STEPS} steps, `python -m benchmarks.verify.exact`\n")
+    print("\n".join(markdown_table(("layout", "ranks", *PRECISIONS), [])))
+    expected: dict[tuple[str, ...], Result] = {}
+    failed = False
+    for name, ranks, layout, model in exact_rows():
+        cells = []
+        for precision in PRECISIONS.values():
+            if precision and any(override.startswith("trainer.precision") for override in (*layout, *model)):
+                cells.append("own")
+                continue
+            key = (*model, *precision)
+            if key not in expected:
+                expected[key] = run_layout(1, EXACT, *key, steps=STEPS)
+            others = differing(run_layout(ranks, EXACT, *layout, *key, steps=STEPS), expected[key])
+            cells.append(f"{len(others)} tensors" if others else "0")
+            failed |= bool(others)
+            for other in others[:3]:
+                sys.stderr.write(f"{name}: {other}\n")
+        print(f"| {name} | {ranks} | {' | '.join(cells)} |", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    run_main(main)

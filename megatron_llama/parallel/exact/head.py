@@ -1,0 +1,186 @@
+"""Output head and cross entropy of exact mode, by sequences, chunks of tokens and blocks of the vocabulary.
+
+As in model/loss.py, the forward pass computes the gradients right after the logits. The sum of exponentials is a sum
+over blocks; the losses of tokens and the weight's gradient are summed as integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_llama.arch.shapes import loss_chunk
+from megatron_llama.parallel.exact.linear import Context, aligned, sequences
+from megatron_llama.parallel.exact.sums import Total, Tree, add_pairs, from_grid, to_grid
+
+
+class HeadSettings(NamedTuple):
+    """How a rank computes its part of the loss."""
+
+    tree: Tree
+    total: Total
+    """Of the weight; the embedding's if it is tied."""
+    vocab_size: int
+    """Vocabulary without padding."""
+    z_loss: float
+    context: Context
+    split: bool
+    """Whether the hidden states are split along the sequence (sequence parallelism)."""
+    sums: list[Tensor]
+    """Output: a pass appends the sum of its losses, int64 multiples of 2^-50."""
+
+
+class _Chunk(NamedTuple):
+    """Logits of some tokens and this rank's blocks, and their statistics over the whole vocabulary."""
+
+    exponentials: list[Tensor]
+    """Of each block [n, rows]: exp(logit - the block's largest logit), fp32."""
+    maxima: list[Tensor]
+    """Largest logit of each block [n]."""
+    labels: list[tuple[Tensor, Tensor]]
+    """Logit of the label in each block, 0 elsewhere, and whether it is there, [n] each."""
+    largest: Tensor
+    """Largest logit [n]."""
+    total: Tensor
+    """Sum of exp(logit - largest) [n]."""
+    label: Tensor
+    """Logit of the label [n]."""
+    is_largest: Tensor
+    """Whether no logit is larger than the label's, nor equal with a smaller number, bool [n]."""
+
+
+def head_forward(
+    head: Any,
+    how: HeadSettings,
+    x: Tensor,
+    tied_weight: Tensor | None = None,
+    labels: Tensor | None = None,
+    loss_weights: Tensor | None = None,
+) -> Tensor:
+    """Replace ``Head.forward``: the same arguments and results."""
+    if labels is None:
+        logits: Tensor = head.forward_once(x, tied_weight)
+        return logits
+    assert loss_weights is not None
+    weight = head.weight if tied_weight is None else tied_weight
+    labels, loss_weights = labels.t(), loss_weights.t()
+    if torch.is_grad_enabled():
+        loss: Tensor = _Loss.apply(x, weight, labels, loss_weights, how)
+        return loss
+    whole = how.tree.gather(x) if how.split else x
+    losses, correct = torch.empty_like(loss_weights), torch.empty_like(loss_weights)
+    parts = _parts(weight, how)
+    for i, sequence in enumerate(sequences(whole)):
+        for tokens in _chunks(sequence, how):
+            chunk = _logits(aligned(sequence[tokens]), parts, labels[tokens, i], how)
+            losses[tokens, i] = chunk.total.log() + chunk.largest - chunk.label
+            correct[tokens, i] = chunk.is_largest.float()
+    how.sums.append(torch.stack([to_grid(x * loss_weights).sum() for x in (losses, correct)]))
+    return from_grid(how.sums[-1])
+
+
+def _chunks(sequence: Tensor, how: HeadSettings) -> Iterator[slice]:
+    """Yield the tokens whose logits are computed together: a piece, or parts of it."""
+    size = loss_chunk(sequence.shape[1])
+    for piece in how.context.pieces(len(sequence)):
+        for start in range(piece.start, piece.stop, size):
+            yield slice(start, min(start + size, piece.stop))
+
+
+def _parts(weight: Tensor, how: HeadSettings) -> list[Tensor]:
+    return [aligned(part) for part in weight.chunk(how.tree.local)]
+
+
+class _Loss(torch.autograd.Function):
+    """Weighted sum of cross entropies of x [s(/t), b, h]; ``labels`` and ``loss_weights`` are [s, b]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor, how: HeadSettings
+    ) -> Tensor:
+        whole = how.tree.gather(x) if how.split else x
+        parts = _parts(weight, how)
+        losses, nodes = torch.empty_like(loss_weights), []
+        for i, sequence in enumerate(sequences(whole)):
+            by_chunk = []
+            for tokens in _chunks(sequence, how):
+                hidden, weights = aligned(sequence[tokens]), loss_weights[tokens, i]
+                chunk = _logits(hidden, parts, labels[tokens, i], how)
+                log_sum = chunk.total.log() + chunk.largest
+                losses[tokens, i] = log_sum - chunk.label + how.z_loss * log_sum * log_sum
+                by_chunk.append(how.tree.nodes(_grads(chunk, hidden, parts, labels[tokens, i], weights, log_sum, how)))
+            nodes.append(torch.cat(by_chunk, dim=1))
+        how.total.end(x.device)
+        total = to_grid(losses * loss_weights).sum()
+        how.sums.append(total[None])
+        ctx.save_for_backward(how.tree.total(torch.stack(nodes, dim=2), scatter=how.split).to(x.dtype))
+        return from_grid(total)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (grad_x,) = ctx.saved_tensors  # the weight's gradient is added already, so the factor must be 1
+        return grad_x * grad.to(grad_x.dtype), None, None, None, None
+
+
+def _first_row(parts: list[Tensor], how: HeadSettings) -> int:
+    """Return the number of this rank's first row in the vocabulary."""
+    return 0 if how.tree.group is None else how.tree.group.rank() * len(parts) * parts[0].shape[0]
+
+
+def _logits(hidden: Tensor, parts: list[Tensor], labels: Tensor, how: HeadSettings) -> _Chunk:
+    """Compute the logits of hidden [n, h] and their statistics. One collective."""
+    first, size = _first_row(parts, how), parts[0].shape[0]
+    exponentials, maxima_here, labels_here, local = [], [], [], []
+    for j, part in enumerate(parts):
+        scores = torch.mm(hidden, part.t()).float()
+        start = first + j * size
+        if start + size > how.vocab_size:  # padding must not change the loss
+            scores[:, max(0, how.vocab_size - start) :] = torch.finfo(scores.dtype).min
+        largest, index = scores.max(1)
+        label, here = _label(scores, labels - start)
+        exponentials.append(scores.sub_(largest.unsqueeze(1)).exp_())
+        maxima_here.append(largest)
+        labels_here.append((label, here))
+        local.append(torch.stack((largest, scores.sum(1), label, ((start + index) == labels).float())))
+    maxima, totals, targets, is_label = how.tree.gather(torch.stack(local)).unbind(1)  # [blocks, n] each
+    largest = maxima.amax(0)
+    total = add_pairs((totals * torch.exp(maxima - largest)).unbind())
+    # The first block with the largest logit decides, as argmax over the whole vocabulary would.
+    order = torch.arange(len(maxima), 0, -1, device=maxima.device).unsqueeze(1)
+    first_block = ((maxima == largest) * order).argmax(0)
+    correct = is_label.gather(0, first_block.unsqueeze(0)).squeeze(0).bool()
+    return _Chunk(exponentials, maxima_here, labels_here, largest, total, targets.sum(0), correct)
+
+
+def _label(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the label's score, 0 if it is not among these columns, and whether it is."""
+    here = (labels >= 0) & (labels < scores.shape[1])
+    score = scores.gather(1, torch.where(here, labels, 0).unsqueeze(1)).squeeze(1)
+    return torch.where(here, score, 0.0), here
+
+
+def _grads(
+    chunk: _Chunk,
+    hidden: Tensor,
+    parts: list[Tensor],
+    labels: Tensor,
+    weights: Tensor,
+    log_sum: Tensor,
+    how: HeadSettings,
+) -> Iterator[Tensor]:
+    """Yield each block's part of the gradient of hidden [n, h], and add the weight's gradient."""
+    slope = 1 + 2 * how.z_loss * log_sum
+    scale = slope / chunk.total * weights
+    first, size = _first_row(parts, how), parts[0].shape[0]
+    for j, (grads, part) in enumerate(zip(chunk.exponentials, parts, strict=True)):
+        label, here = chunk.labels[j]
+        of_label = (torch.exp(label - chunk.largest) / chunk.total * slope - 1) * weights
+        grads.mul_((torch.exp(chunk.maxima[j] - chunk.largest) * scale).unsqueeze(1))
+        index = torch.where(here, labels - (first + j * size), 0).unsqueeze(1)
+        grads.scatter_(1, index, torch.where(here, of_label, grads.gather(1, index).squeeze(1)).unsqueeze(1))
+        grads = grads.to(hidden.dtype)
+        how.total.add(torch.mm(grads.t(), hidden), slice(j * size, (j + 1) * size))
+        yield torch.mm(grads, part)

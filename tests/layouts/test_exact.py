@@ -1,0 +1,106 @@
+"""Exact mode: losses, norms, gradients, weights and states have the same bits in every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_llama.parallel import ParallelModel
+from megatron_llama.parallel.exact import gradients, linear
+from megatron_llama.parallel.exact.sums import Tree
+from tests.layouts.exact_table import EXACT, QUICK, exact_rows
+from tests.oracle import TOLERANCE, Result, oracle, run_layout, worst
+from tests.rows import rows
+
+BF16 = "trainer.precision=bf16"
+QUICK_STEPS, STEPS = 3, 20
+KINDS = ("initial", "first_grads", "last_grads", "weights", "states")
+
+
+def differing(result: Result, expected: Result) -> list[str]:
+    """Return the names of values with other bits."""
+    names = [kind for kind in ("losses", "norms") if getattr(result, kind) != getattr(expected, kind)]
+    for kind in KINDS:
+        ours, theirs = getattr(result, kind), getattr(expected, kind)
+        assert ours.keys() == theirs.keys()
+        names += [f"{kind}: {name}" for name in theirs if not torch.equal(ours[name], theirs[name])]
+    return names
+
+
+@pytest.mark.parametrize(("ranks", "layout", "model"), rows(((row[0], row[1:]) for row in exact_rows()), QUICK))
+def test_every_layout_has_the_bits_of_one_process(ranks: int, layout: list[str], model: list[str]) -> None:
+    expected = run_layout(1, EXACT, *model, steps=QUICK_STEPS)
+    assert expected.states, "states were compared"
+    assert not differing(run_layout(ranks, EXACT, *layout, *model, steps=QUICK_STEPS), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [[], [BF16]], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("ranks", "layout", "model"), [row[1:] for row in exact_rows()], ids=[row[0] for row in exact_rows()]
+)
+def test_twenty_steps(ranks: int, layout: list[str], model: list[str], precision: list[str]) -> None:
+    if precision and any(override.startswith("trainer.precision") for override in (*layout, *model)):
+        pytest.skip("the row has its own precision")
+    expected = run_layout(1, EXACT, *model, *precision, steps=STEPS)
+    assert not differing(run_layout(ranks, EXACT, *layout, *model, *precision, steps=STEPS), expected)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [["trainer.tp=2", "trainer.zero=3"], ["trainer.pp=2", "trainer.micro_batch_size=2"]],
+    ids=["tp2·dp2, zero 3", "pp2·dp2"],
+)
+def test_bf16(layout: list[str]) -> None:
+    expected = run_layout(1, EXACT, BF16, steps=QUICK_STEPS)
+    assert not differing(run_layout(4, EXACT, BF16, *layout, steps=QUICK_STEPS), expected)
+
+
+def test_results_equal_the_usual_ones_within_rounding() -> None:
+    differences = worst(run_layout(1, EXACT), oracle())
+    assert all(difference <= TOLERANCE for difference in differences.values()), differences
+
+
+def other_order_of_blocks(model: ParallelModel) -> None:
+    once = Tree.total
+
+    def swapped(self: Tree, nodes: torch.Tensor, *, scatter: bool = False) -> torch.Tensor:
+        # Three blocks and more: the sum of two does not depend on their order.
+        return once(self, nodes.roll(1, 0), scatter=scatter)
+
+    Tree.nodes = lambda self, leaves: torch.stack([leaf.float() for leaf in leaves])  # type: ignore[method-assign]
+    Tree.total = swapped  # type: ignore[method-assign]
+
+
+def whole_matmuls(model: ParallelModel) -> None:
+    linear.Context.pieces = lambda self, rows: [slice(0, rows)]  # type: ignore[method-assign]
+
+
+def gradients_in_fp32(model: ParallelModel) -> None:
+    exact: gradients.ExactSums = model.replicated  # type: ignore[assignment]
+    for total in exact.totals.values():
+        total.add = total_in_fp32(total)  # type: ignore[method-assign]
+
+
+def total_in_fp32(total: gradients.Total) -> object:
+    sums: dict[tuple, torch.Tensor] = {}
+
+    def add(values: torch.Tensor, *where: slice) -> None:
+        key = tuple((part.start, part.stop) for part in where)
+        before = sums.get(key)
+        sums[key] = values.float() if before is None else before + values
+        total._buffer(values.device)[where] = (sums[key] * 2.0**50).to(torch.int64)
+
+    return add
+
+
+def test_another_order_of_one_sum_is_detected() -> None:
+    expected = run_layout(1, EXACT, steps=QUICK_STEPS)
+    assert differing(run_layout(1, EXACT, steps=QUICK_STEPS, tamper=other_order_of_blocks), expected)
+
+
+def test_rounded_sums_of_gradients_are_detected() -> None:
+    expected = run_layout(1, EXACT, "trainer.micro_batch_size=1", steps=1)
+    layout = "trainer.micro_batch_size=1", "trainer.zero=1"
+    assert not differing(run_layout(2, EXACT, *layout, steps=1), expected)
+    assert differing(run_layout(2, EXACT, *layout, steps=1, tamper=gradients_in_fp32), expected)

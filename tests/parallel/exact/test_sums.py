@@ -1,0 +1,120 @@
+"""Sums that do not depend on the layout: integers, and trees over blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_llama.arch.blocks import attention_rows, mlp_rows, num_blocks
+from megatron_llama.config import ModelConfig
+from megatron_llama.optim.norm import _exact_norm
+from megatron_llama.parallel.exact.sums import LARGEST, Shares, Total, Tree, add_pairs, from_grid, to_grid
+from tests.ranks import run_ranks
+
+
+def test_values_from_2_to_the_minus_26_on_are_exact() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(100_000, generator=generator)
+    values = values[values.abs() >= 2.0**-26]
+    assert torch.equal(from_grid(to_grid(values)), values)
+    assert from_grid(to_grid(torch.tensor(1e-16))) == 0
+
+
+def test_integer_sums_have_no_order() -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(1000, 8, generator=generator) * torch.logspace(-12, 0, 1000)[:, None]
+    grid = to_grid(values)
+    assert torch.equal(grid.sum(0), grid[torch.randperm(1000, generator=generator)].sum(0))
+    assert not torch.equal(add_pairs([*values]), add_pairs([*values.flip(0)]))
+    assert torch.allclose(from_grid(grid.sum(0)), values.double().sum(0).float(), rtol=1e-6)
+
+
+def _total(samples: int = 4, tokens: int = 4) -> Total:
+    return Total(torch.Size((3, 2)), samples, tokens, Shares(1, None), scatters_early=False)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan, LARGEST / 4])
+def test_sums_that_may_be_too_large_are_marked(value: float) -> None:
+    total = _total()
+    total.add(torch.full((3, 2), value))
+    assert total.take(torch.device("cpu"))[1]
+
+
+def test_sums_are_added_where_they_belong() -> None:
+    total = _total()
+    total.add(torch.ones(1, 2), slice(1, 2))
+    total.add_rows(torch.tensor([2, 2, 0]), torch.ones(3, 2))
+    rows, too_large = total.take(torch.device("cpu"))
+    assert from_grid(rows).tolist() == [[1, 1], [1, 1], [2, 2]]
+    assert not too_large
+    assert not total.take(torch.device("cpu"))[0].any(), "a new sum begins at 0"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("scatter", [False, True])
+def test_a_tree_does_not_depend_on_the_ranks(ranks: int, scatter: bool) -> None:
+    expected = add_pairs([*_leaves()])
+    parts = run_ranks(_tree_sum, ranks, scatter)
+    assert torch.equal(torch.cat(parts) if scatter and ranks > 1 else parts[0], expected)
+
+
+def _leaves() -> torch.Tensor:
+    return torch.randn(12, 12, 5, generator=torch.Generator().manual_seed(2))
+
+
+def _tree_sum(rank: int, scatter: bool) -> torch.Tensor:
+    ranks = dist.get_world_size()
+    tree = Tree(12, dist.group.WORLD if ranks > 1 else None)
+    mine = _leaves().chunk(ranks)[rank]
+    return tree.total(tree.nodes(mine.unbind()), scatter=scatter)
+
+
+@pytest.mark.parametrize("split", [1, 3])
+def test_the_exact_norm_does_not_depend_on_the_parts(split: int) -> None:
+    whole, norm = run_ranks(_norm, 1, split)[0]
+    assert norm == pytest.approx(whole, rel=1e-7)
+    assert norm == run_ranks(_norm, 1, 1)[0][1]
+
+
+def _norm(_: int, split: int) -> tuple[float, float]:
+    values = torch.randn(999, generator=torch.Generator().manual_seed(3)) * torch.logspace(-20, 3, 999)
+    parts = [*values.chunk(split)]
+    return values.double().norm().item(), _exact_norm(parts, torch.device("cpu")).item()
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_the_norm_of_a_non_finite_gradient_is_not_finite(value: float) -> None:
+    assert not torch.isfinite(torch.tensor(run_ranks(_norm_of, 1, value)[0]))
+
+
+def _norm_of(_: int, value: float) -> float:
+    return _exact_norm([torch.tensor([1.0, value])], torch.device("cpu")).item()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv", "units", "expected"),
+    [(8, 8, 64, 8), (32, 8, 11008, 8), (4, 2, 64, 4), (6, 6, 768, 6), (9, 3, 36, 9)],
+)
+def test_number_of_blocks(heads: int, kv: int, units: int, expected: int) -> None:
+    model = _model(heads, kv, units)
+    assert num_blocks(model) == expected
+
+
+def _model(heads: int, kv: int, units: int) -> ModelConfig:
+    return ModelConfig(
+        hidden_size=heads * 4, num_attention_heads=heads, num_key_value_heads=kv, intermediate_size=units, head_dim=4
+    )
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("kv", [1, 2, 8])
+def test_each_kv_head_is_counted_once(tp: int, kv: int) -> None:
+    model = _model(8, kv, 64)
+    counted = 0
+    for rank in range(tp):
+        rows = attention_rows(model, tp, rank)
+        assert all(before.stop == after.first for before, after in zip(rows, rows[1:], strict=False)), "no gaps"
+        counted += sum(row.leaf is not None for row in rows)
+    assert counted == 8 + 2 * kv  # blocks of q, heads or blocks of k and v
+    assert [row.leaf for row in mlp_rows(model, tp)] == 2 * [*range(8 // tp)]
