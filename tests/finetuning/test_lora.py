@@ -73,7 +73,7 @@ def test_dropout(world: World, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("sp", "seeds"), [("false", [0, 0, 1, 1]), ("true", [0, 1, 2, 3])])
 def test_ranks_with_the_same_activations_share_dropout_masks(sp: str, seeds: list[int], tmp_path: Path) -> None:
-    """Of tp 2 and dp 2, tensor-parallel ranks have the same activations only without sequence parallelism."""
+    """Tensor-parallel ranks have the same activations only without sequence parallelism."""
     plan = make_plan(4, tmp_path, *LORA, "finetune.lora_dropout=0.3", "trainer.tp=2", f"trainer.sp={sp}")
     drawn = run_ranks(_draw, 4, plan)
     assert [drawn.index(number) for number in drawn] == [seeds.index(seed) for seed in seeds]
