@@ -98,6 +98,14 @@ def flips(rank: int, plan: Plan, folder: Path, count: int, seed: int) -> list[Fl
         return answers
 
 
+def rows_compared(rank: int, plan: Plan, folder: Path) -> tuple[int, int]:
+    """Return the rows of this rank's weights, and the rows of the parts that are compared."""
+    with process_groups(plan, plan.topology(rank), get_device("cpu"), CPU):
+        trained = Trained(plan, rank, folder)
+        parts = trained.copies._slices(("", shard, shard.local) for shard in trained.model.shards)
+        return sum(len(shard.local) for shard in trained.model.shards), sum(len(part) for _, part in parts)
+
+
 def steps(rank: int, plan: Plan, folder: Path, count: int) -> tuple[int, Traffic]:
     """Train and compare; return the number of tensors that this rank has copies of, and a comparison's traffic."""
     with process_groups(plan, plan.topology(rank), get_device("cpu"), CPU):

@@ -12,7 +12,7 @@ from megatron_llama.parallel.replicas import _mix, _sums
 from megatron_llama.plan import format_plan
 from megatron_llama.tools.forecast.traffic import comparison_of_copies, totals
 from tests.oracle import make_plan
-from tests.parallel.copied import flip_bit, flips, steps
+from tests.parallel.copied import flip_bit, flips, rows_compared, steps
 from tests.ranks import run_ranks
 from tests.rows import rows
 
@@ -82,6 +82,12 @@ def test_copies_stay_equal_for_500_steps(name: str, tmp_path: Path) -> None:
 def test_the_plan_names_the_interval(world: int, overrides: list[str], line: str | None) -> None:
     page = format_plan(make_plan(world, *overrides))
     assert f"copies compared {line}\n" in page if line else "copies" not in page
+
+
+def test_rows_that_pad_the_vocabulary_are_compared(tmp_path: Path) -> None:
+    plan = make_plan(4, "trainer.tp=2", "trainer.zero=0", "model.vocab_size=61")
+    for rows_of_weights, compared in run_ranks(rows_compared, 4, plan, tmp_path):
+        assert compared == rows_of_weights
 
 
 def digest(tensor: torch.Tensor) -> int:
