@@ -71,6 +71,7 @@ BUGS = (
         ("NVIDIA/Megatron-LM#7452",),
         mutations.exponentials_of_gathered_logits,
         f"{LAYOUT}[tp2]",
+        quick=True,
     ),
     Bug(
         "A dp rank normalizes the loss by its own token count",
@@ -107,6 +108,7 @@ BUGS = (
         ("huggingface/transformers#34191", "hiyouga/LlamaFactory#7443"),
         mutations.mean_of_microbatch_means,
         f"{LAYOUT}[micro batches of 8]",
+        quick=True,
     ),
     Bug(
         "The loss counts a token once per tp rank",
@@ -154,6 +156,7 @@ BUGS = (
         ("modelscope/ms-swift#7944",),
         mutations.same_values_on_each_tensor_parallel_rank,
         f"{LAYOUT}[tp2]",
+        quick=True,
     ),
     Bug(
         "Dropout masks differ between tp ranks that share activations",
@@ -196,6 +199,7 @@ BUGS = (
         ("NVIDIA/Megatron-LM#844", "NVIDIA/Megatron-LM#656"),
         tampered(tampers.no_tied_sum),
         f"{LAYOUT}[pp2, tied]",
+        quick=True,
     ),
     Bug(
         "The gradients of a kv head that tp ranks share are not summed",

@@ -60,7 +60,7 @@ def exponentials_of_gathered_logits(patch: pytest.MonkeyPatch) -> None:
     """The sum of exponentials counts the vocabulary once per tensor-parallel rank: the loss has log(tp) in addition."""
     softmax = loss._softmax
 
-    def counted_per_rank(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, group: Any, how: Any) -> Any:
+    def counted(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, group: Any, how: Any) -> Any:
         ranks = 1 if group is None else torch.distributed.get_world_size(group)
 
         def statistics(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,7 +69,7 @@ def exponentials_of_gathered_logits(patch: pytest.MonkeyPatch) -> None:
 
         return softmax(logits, labels, weights, group, how._replace(statistics=statistics))
 
-    patch.setattr(loss, "_softmax", counted_per_rank)
+    patch.setattr(loss, "_softmax", counted)
 
 
 def loss_not_divided_in_pipelines(patch: pytest.MonkeyPatch) -> None:

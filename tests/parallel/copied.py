@@ -55,10 +55,13 @@ class Trained:
 
     def copied(self) -> dict[Key, torch.Tensor]:
         """Return this rank's tensors of which another rank has a copy."""
-        parts = [("", shard, shard.local) for shard in self.model.shards]
-        tensors = dict(self.copies._slices([*parts, *self.optimizer.tensors()]))
-        groups = self.copies._groups[True]
+        tensors, groups = self.tensors(), self.copies._groups[True]
         return {key: tensors[key] for group in groups for key in group.keys}
+
+    def tensors(self) -> dict[Key, torch.Tensor]:
+        """Return this rank's weights and states by key."""
+        parts = [("", shard, shard.local) for shard in self.model.shards]
+        return dict(self.copies._slices([*parts, *self.optimizer.tensors()]))
 
     def flip(self, generator: random.Random, *, states: bool) -> Flip:
         """Flip a random bit of a weight or state on a random rank, compare, and flip it back."""
@@ -106,11 +109,11 @@ def rows_compared(rank: int, plan: Plan, folder: Path) -> tuple[int, int]:
         return sum(len(shard.local) for shard in trained.model.shards), sum(len(part) for _, part in parts)
 
 
-def steps(rank: int, plan: Plan, folder: Path, count: int) -> tuple[int, Traffic]:
-    """Train and compare; return the number of tensors that this rank has copies of, and a comparison's traffic."""
+def steps(rank: int, plan: Plan, folder: Path, count: int) -> tuple[int, int, Traffic]:
+    """Train and compare; return the numbers of tensors and of tensors with copies, and a comparison's traffic."""
     with process_groups(plan, plan.topology(rank), get_device("cpu"), CPU):
         trained = Trained(plan, rank, folder)
         trained.train(count)
         with TrafficCounter() as counter:
             trained.checkpointer.compare_copies(count + 1)
-        return len(trained.copied()), counter.take()
+        return len(trained.tensors()), len(trained.copied()), counter.take()
