@@ -61,7 +61,7 @@ class Device(ABC):
     """Whether the host runs ahead of the device. Reading a value on the host is then a sync, and memory in use by a
     queued operation must not be freed."""
     sums_int64: bool = False
-    """Whether trainer.exact runs on this device, with sums of int64 tensors."""
+    """Whether the device sums int64 tensors: trainer.exact needs it, and copies are compared on the device."""
     keeps_bf16_grads: bool = False
     """Whether the optimizer's kernels read bf16 gradients of fp32 weights, so that no fp32 copy is needed."""
     binds_process_group: bool = False

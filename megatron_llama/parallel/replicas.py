@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_llama import devices
 from megatron_llama.parallel.shards import Shard
 from megatron_llama.system.errors import TrainingFault
 from megatron_llama.topology import Topology
@@ -68,6 +69,7 @@ class Copies:
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
         self._topology, self._device = topology, device
+        self._hashes_on = device if devices.of(device).sums_int64 else torch.device(devices.HOST)
         self._groups: dict[bool, list[_Group]] = {}
 
     @torch.no_grad()
@@ -94,9 +96,9 @@ class Copies:
         if not width:
             return
         digests = [self._digest([tensors[key] for key in group.keys]) for group in groups if group.keys]
-        digests += [torch.zeros((), dtype=torch.int64, device=self._device)] * (width - len(digests))
+        digests += [torch.zeros((), dtype=torch.int64, device=self._hashes_on)] * (width - len(digests))
         gathered = torch.empty(self._topology.world_size * width, dtype=torch.int64, device=self._device)
-        dist.all_gather_into_tensor(gathered, torch.stack(digests))
+        dist.all_gather_into_tensor(gathered, torch.stack(digests).to(self._device))
         values = gathered.tolist()
         differing = [
             group for group in groups if len({values[rank * width + at] for rank, at in group.columns.items()}) > 1
@@ -121,8 +123,13 @@ class Copies:
                 yield Key(kind, f"the vocabulary padding in {shard.name}", place, (len(tensor) - end,)), tensor[end:]
 
     def _digest(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the digest of tensors, an int64 scalar. Tensors on the host cause no sync."""
-        return _mix(torch.cat([_sums(tensor).to(self._device, non_blocking=True) for tensor in tensors]))
+        """Return the digest of tensors, an int64 scalar.
+
+        Tensors on the host cause no sync. On a device without sums of int64, each tensor is copied to the host.
+        """
+        if self._hashes_on != self._device:
+            tensors = [tensor.to(self._hashes_on) for tensor in tensors]
+        return _mix(torch.cat([_sums(tensor).to(self._hashes_on, non_blocking=True) for tensor in tensors]))
 
     def _describe(self, tensors: Mapping[Key, torch.Tensor], moment: str) -> str:
         """Describe the copies that differ. A collective. ``tensors``: this rank's parts of groups that differ."""

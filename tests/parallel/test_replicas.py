@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_llama import devices
+from megatron_llama.devices.cpu.device import Cpu
+from megatron_llama.parallel import replicas
 from megatron_llama.parallel.replicas import _mix, _sums
 from megatron_llama.plan import format_plan
 from megatron_llama.tools.forecast.traffic import comparison_of_copies, totals
@@ -89,6 +93,14 @@ def test_rows_that_pad_the_vocabulary_are_compared(tmp_path: Path) -> None:
     plan = make_plan(4, "trainer.tp=2", "trainer.zero=0", "model.vocab_size=61")
     for rows_of_weights, compared in run_ranks(rows_compared, 4, plan, tmp_path):
         assert compared == rows_of_weights
+
+
+def test_a_device_without_int64_sums_compares_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(2, "trainer.zero=0")
+    on_device = run_ranks(flips, 2, plan, tmp_path, 2, 7)
+    monkeypatch.setattr(Cpu, "sums_int64", False)
+    monkeypatch.setattr(replicas, "devices", SimpleNamespace(of=devices.of, HOST="cpu:0"))  # another name than "cpu"
+    assert run_ranks(flips, 2, plan, tmp_path, 2, 7) == on_device
 
 
 def digest(tensor: torch.Tensor) -> int:
