@@ -244,7 +244,7 @@ def test_a_run_of_the_real_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 def test_a_run_of_the_real_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow", reason="mlflow, an extra, is not installed")
-    pytest.importorskip("sqlalchemy", reason="mlflow-skinny has no store of its own")
+    pytest.importorskip("sqlalchemy", reason="mlflow-skinny has no store")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sinks, "MLFLOW_CLOSE_SECONDS", 120.0)  # the first start makes the database
