@@ -117,6 +117,19 @@ BUGS = (
         f"{LAYOUT}[tp2]",
     ),
     Bug(
+        "Context parallelism divides the token count of parts of a sequence by the number of ranks",
+        ("huggingface/transformers#46775",),
+        mutations.tokens_divided_by_context_parallel_ranks,
+        f"{LAYOUT}[cp2]",
+    ),
+    Bug(
+        "The backward pass of norms gives their weights no gradient",
+        ("paiml/entrenar#257",),
+        mutations.norms_without_gradient,
+        "tests/layouts/test_layouts.py::test_every_weight_moves_in_a_step",
+        ASSERTS,
+    ),
+    Bug(
         "Attention ignores the boundaries of packed documents",
         ("AI-Hypercomputer/maxtext#4476",),
         mutations.documents_ignored,

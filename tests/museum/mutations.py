@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import megatron_llama.model.loss as loss
+import megatron_llama.model.norm as norms
 import megatron_llama.optim.norm as norm
 import megatron_llama.optim.optimizer as optimizer
 import megatron_llama.parallel.parallelize as parallelize
@@ -106,6 +107,29 @@ def tokens_counted_on_each_tensor_parallel_rank(patch: pytest.MonkeyPatch) -> No
         return counts._replace(with_loss=counts.with_loss * model.plan.config.trainer.tp)
 
     patch.setattr(ParallelModel, "count", counted)
+
+
+def tokens_divided_by_context_parallel_ranks(patch: pytest.MonkeyPatch) -> None:
+    """The count treats parts of a sequence as copies of it, so that it is too small by the number of ranks."""
+    count = ParallelModel.count
+
+    def counted(model: ParallelModel, batches: Sequence[MicroBatch]) -> Counts:
+        counts = count(model, batches)
+        return counts._replace(with_loss=counts.with_loss // model.plan.config.trainer.cp)
+
+    patch.setattr(ParallelModel, "count", counted)
+
+
+def norms_without_gradient(patch: pytest.MonkeyPatch) -> None:
+    """The backward pass of a norm computes the gradient of its input only."""
+    gradients = norms._gradients
+
+    def of_the_input(ctx: Any, grad: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        grad_input, grad_weight = gradients(ctx, grad, group)
+        assert grad_weight is not None
+        return grad_input, torch.zeros_like(grad_weight)
+
+    patch.setattr(norms, "_gradients", of_the_input)
 
 
 def documents_ignored(patch: pytest.MonkeyPatch) -> None:
