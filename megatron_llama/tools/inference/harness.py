@@ -8,6 +8,7 @@ Imports lm_eval, which is the extra ``eval``: import this module in functions.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import Collator, has_bos_prefix, postprocess_generated_text
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.parallel.groups import broadcast_from_rank_0
@@ -268,4 +269,6 @@ def evaluate_tasks(model: HarnessModel, tasks: list[Any], limit: int | None, num
         apply_chat_template=model.chat is not None,
     )
     names = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples", "higher_is_better")
-    return {name: results[name] for name in names if name in results} | {"truncated": model.truncated}
+    chosen = {name: results[name] for name in names if name in results} | {"truncated": model.truncated}
+    # A metric may return a number of numpy's, which the report's JSON does not support.
+    return dict(json.loads(json.dumps(chosen, default=handle_non_serializable)))

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -285,6 +286,13 @@ def test_a_continuation_without_room_ends_all_ranks(base: Path) -> None:
         return True
 
     assert run_ranks(in_generator, 2, work, saved, plan, frozenset()) == [True, True]
+
+
+def test_numbers_of_numpy_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = {"results": {"some": {"acc,none": np.int64(3)}}, "config": {"device": object()}}
+    monkeypatch.setattr(harness, "simple_evaluate", lambda *_, **__: results)
+    model = SimpleNamespace(truncated=0, chat=None)
+    assert harness.evaluate_tasks(model, [], None, None) == {"results": {"some": {"acc,none": 3}}, "truncated": 0}
 
 
 def test_datasets_that_cannot_be_loaded_are_named(tmp_path: Path) -> None:
