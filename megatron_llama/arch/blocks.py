@@ -16,9 +16,9 @@ BLOCKS = 8
 MOST_BLOCKS = 16
 """Upper bound of the number of blocks of other models."""
 
-PIECES, LEAST_TOKENS = 8, 1024
-"""Pieces of a sequence that are multiplied on their own, and the length in tokens from which on sequences have them.
-Shorter sequences are one piece, and cannot be divided over context-parallel ranks."""
+SPANS, LEAST_TOKENS = 8, 1024
+"""Spans of a sequence that are multiplied on their own, and the length in tokens from which on sequences have them.
+Shorter sequences are one span, and cannot be divided over context-parallel ranks."""
 
 
 class Rows(NamedTuple):
@@ -71,6 +71,6 @@ def mlp_rows(model: ModelConfig, tp: int) -> list[Rows]:
     return [Rows((part + i) * size, (part + i + 1) * size, i) for part in (0, local) for i in range(local)]
 
 
-def piece_length(tokens: int) -> int:
-    """Return the tokens of a piece of sequences of this length."""
-    return tokens // PIECES if tokens >= LEAST_TOKENS and tokens % PIECES == 0 else tokens
+def span_length(tokens: int) -> int:
+    """Return the tokens of a span of sequences of this length."""
+    return tokens // SPANS if tokens >= LEAST_TOKENS and tokens % SPANS == 0 else tokens

@@ -349,7 +349,7 @@ class TrainerConfig:
     deterministic: bool = False
     """Use deterministic algorithms only (torch.use_deterministic_algorithms); an operation without one is an error."""
     exact: bool = False
-    """Compute equal bits in every layout. Implies ``deterministic``. docs/guides/methods/exact.md"""
+    """Compute bit-identical results in every layout. Implies ``deterministic``. docs/guides/methods/exact.md"""
     skip_nonfinite_steps: Annotated[int, at_least(0)] = 0
     """Number of steps with a NaN or Inf loss or gradient that are skipped; one more stops the run."""
     check_copies_every: Annotated[int | None, at_least(0)] = 100

@@ -90,7 +90,7 @@ class ElementwiseAdam(ShardOptimizer, torch.optim.Adam):
         mean, square = (
             state.setdefault(kind, torch.zeros_like(weight, requires_grad=False)) for kind in ("exp_avg", "exp_avg_sq")
         )
-        # Each product is a tensor of its own: a fused product and sum would be rounded once instead of twice.
+        # Each product is a separate tensor: a fused product and sum would be rounded once instead of twice.
         decay = group["weight_decay"]
         if self._decoupled:
             weight.mul_(1 - group["lr"] * decay)

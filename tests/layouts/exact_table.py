@@ -13,7 +13,7 @@ REJECTED = {
     "trainer.float8": "float8",
 }
 """Overrides, or their beginnings, that exact mode rejects (plan/rules/exact.py)."""
-# Context-parallel ranks have whole pieces of sequences from 1,024 tokens on.
+# Context-parallel ranks have whole spans of sequences from 1,024 tokens on.
 LONG = ["data.seq_length=1024", "model.num_hidden_layers=2", "trainer.global_batch_size=4"]
 QUICK = {
     "tp4+sp, kv heads < tp",

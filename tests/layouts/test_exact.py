@@ -1,4 +1,4 @@
-"""Exact mode: losses, norms, gradients, weights and states have the same bits in every layout."""
+"""Exact mode: losses, norms, gradients, weights and states are bit-identical in every layout."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def other_order_of_blocks(model: ParallelModel) -> None:
 
 
 def whole_matmuls(model: ParallelModel) -> None:
-    linear.Context.pieces = lambda self, rows: [slice(0, rows)]  # type: ignore[method-assign]
+    linear.Context.spans = lambda self, rows: [slice(0, rows)]  # type: ignore[method-assign]
 
 
 def gradients_in_fp32(model: ParallelModel) -> None:

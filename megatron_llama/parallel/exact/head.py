@@ -22,7 +22,7 @@ class HeadSettings(NamedTuple):
 
     tree: Tree
     total: Total
-    """Of the weight; the embedding's if it is tied."""
+    """Gradient of the weight; of the embedding if it is tied."""
     vocab_size: int
     """Vocabulary without padding."""
     z_loss: float
@@ -37,7 +37,7 @@ class _Chunk(NamedTuple):
     """Logits of some tokens and this rank's blocks, and their statistics over the whole vocabulary."""
 
     exponentials: list[Tensor]
-    """Of each block [n, rows]: exp(logit - the block's largest logit), fp32."""
+    """exp(logit - the block's largest logit) of each block [n, rows], fp32."""
     maxima: list[Tensor]
     """Largest logit of each block [n]."""
     labels: list[tuple[Tensor, Tensor]]
@@ -83,11 +83,11 @@ def head_forward(
 
 
 def _chunks(sequence: Tensor, how: HeadSettings) -> Iterator[slice]:
-    """Yield the tokens whose logits are computed together: a piece, or parts of it."""
+    """Yield the tokens whose logits are computed together: a span, or parts of it."""
     size = loss_chunk(sequence.shape[1])
-    for piece in how.context.pieces(len(sequence)):
-        for start in range(piece.start, piece.stop, size):
-            yield slice(start, min(start + size, piece.stop))
+    for span in how.context.spans(len(sequence)):
+        for start in range(span.start, span.stop, size):
+            yield slice(start, min(start + size, span.stop))
 
 
 def _parts(weight: Tensor, how: HeadSettings) -> list[Tensor]:

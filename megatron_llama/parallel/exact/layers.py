@@ -1,6 +1,6 @@
 """Norms, SwiGLU, attention and embedding of exact mode.
 
-IEEE's basic operations on elements, and torch's sums over the last dimension, have the same bits in all layouts. Other
+IEEE's basic operations on elements, and torch's sums over the last dimension, are bit-identical in all layouts. Other
 functions need not: on a CPU, torch's sigmoid has other bits at the end of a tensor than elsewhere. So exponentials run
 on blocks, and attention head by head.
 """
@@ -34,7 +34,7 @@ def norm_forward(norm: Any, total: Total, counts: bool, x: Tensor) -> Tensor:
 
 
 class _Normalize(torch.autograd.Function):
-    """As in model/norm.py, with the weight's gradient summed over tokens as integers."""
+    """Norm of model/norm.py, with the weight's gradient summed over tokens as integers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, total: Total, counts: bool) -> Tensor:
@@ -79,7 +79,7 @@ def projection_norm_forward(norm: Any, total: Total, heads: Heads, x: Tensor) ->
 
 
 class _NormalizeProjection(torch.autograd.Function):
-    """As in model/norm.py, with sums over heads in the tree's order."""
+    """Norm of model/norm.py, with sums over heads in the tree's order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, total: Total, heads: Heads) -> Tensor:
@@ -107,12 +107,12 @@ class Units(NamedTuple):
     context: Context
 
     def parts(self, shape: torch.Size) -> Iterator[tuple[slice, int, slice]]:
-        """Yield the index of each piece, sequence and block in a tensor [s, b, units / t]."""
+        """Yield the index of each span, sequence and block in a tensor [s, b, units / t]."""
         width = shape[2] // self.blocks
-        for piece in self.context.pieces(shape[0]):
+        for span in self.context.spans(shape[0]):
             for i in range(shape[1]):
                 for j in range(self.blocks):
-                    yield piece, i, slice(j * width, (j + 1) * width)
+                    yield span, i, slice(j * width, (j + 1) * width)
 
 
 def mlp_forward(mlp: Any, units: Units, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ A column-parallel layer splits its outputs into blocks, a row-parallel layer its
 matmuls on contiguous operands. Outputs of a row-parallel layer and gradients of a column-parallel layer's input are
 sums over blocks (``Tree``). Gradients of weights are added sequence by sequence (``Total``).
 
-Context-parallel ranks have pieces of a sequence. Long sequences are multiplied piece by piece in all layouts, except in
+Context-parallel ranks have spans of a sequence. Long sequences are multiplied span by span in all layouts, except in
 the gradient of a weight, a sum over tokens: the ranks gather the sequences, and divide the blocks.
 """
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_llama.arch.blocks import Rows, piece_length
+from megatron_llama.arch.blocks import Rows, span_length
 from megatron_llama.parallel.context import to_natural_order
 from megatron_llama.parallel.exact.sums import Total, Tree
 from megatron_llama.topology import zigzags
@@ -29,7 +29,7 @@ _ALIGNMENT = 64
 
 
 class Context:
-    """The parts of sequences: pieces with one matmul each, and the ranks that divide the sequences.
+    """The parts of sequences: spans with one matmul each, and the ranks that divide the sequences.
 
     Args:
         group: Context-parallel ranks. None: one rank.
@@ -39,9 +39,9 @@ class Context:
         self.group = group
         self.ranks, self.rank = (1, 0) if group is None else (group.size(), group.rank())
 
-    def pieces(self, rows: int) -> list[slice]:
-        """Return the pieces of this rank's ``rows`` of a sequence."""
-        size = piece_length(rows * self.ranks)
+    def spans(self, rows: int) -> list[slice]:
+        """Return the spans of this rank's ``rows`` of a sequence."""
+        size = span_length(rows * self.ranks)
         return [slice(start, start + size) for start in range(0, rows, size)]
 
     def gather(self, x: Tensor) -> Tensor:
@@ -117,10 +117,10 @@ class _Column(torch.autograd.Function):
         output = x.new_empty(*whole.shape[:2], weight.shape[0])
         parts = [aligned(weight[row.first : row.stop]) for row in how.rows]
         for i, sequence in enumerate(sequences(whole)):
-            for piece in how.context.pieces(len(sequence)):
-                tokens = aligned(sequence[piece])
+            for span in how.context.spans(len(sequence)):
+                tokens = aligned(sequence[span])
                 for row, part in zip(how.rows, parts, strict=True):
-                    output[piece, i, row.first : row.stop] = torch.mm(tokens, part.t())
+                    output[span, i, row.first : row.stop] = torch.mm(tokens, part.t())
         return output
 
     @staticmethod
@@ -146,8 +146,8 @@ def _column_leaves(grad: Tensor, parts: list[Tensor], how: Column) -> Iterator[T
         total: Tensor | None = None
         for row, part in zip(how.rows, parts, strict=True):
             if row.leaf == leaf:
-                pieces = how.context.pieces(len(grad))
-                more = torch.cat([torch.mm(aligned(grad[piece, row.first : row.stop]), part) for piece in pieces])
+                spans = how.context.spans(len(grad))
+                more = torch.cat([torch.mm(aligned(grad[span, row.first : row.stop]), part) for span in spans])
                 total = more.float() if total is None else total + more
         assert total is not None, "each block has queries or intermediate units"
         yield total
@@ -171,10 +171,10 @@ class _Row(torch.autograd.Function):
         columns = [slice(j * parts[0].shape[1], (j + 1) * parts[0].shape[1]) for j in range(len(parts))]
         grad_x = torch.empty_like(x)
         for i, sequence in enumerate(sequences(whole)):
-            for piece in how.context.pieces(len(sequence)):
-                tokens = aligned(sequence[piece])
+            for span in how.context.spans(len(sequence)):
+                tokens = aligned(sequence[span])
                 for part, block in zip(parts, columns, strict=True):
-                    grad_x[piece, i, block] = torch.mm(tokens, part)
+                    grad_x[span, i, block] = torch.mm(tokens, part)
         whole, x = how.context.gather(whole), how.context.gather(x)
         for i, sequence in enumerate(sequences(whole)):
             for number, block in enumerate(columns):
@@ -187,8 +187,8 @@ class _Row(torch.autograd.Function):
 def _row_leaves(x: Tensor, parts: list[Tensor], how: Row) -> Iterator[Tensor]:
     """Yield each block's part of the output [s, out] of one sequence x [s, in/t]."""
     for block, part in zip(x.chunk(how.blocks, dim=1), parts, strict=True):
-        pieces = how.context.pieces(len(x))
-        yield torch.cat([torch.mm(aligned(block[piece]), part.t()) for piece in pieces])
+        spans = how.context.spans(len(x))
+        yield torch.cat([torch.mm(aligned(block[span]), part.t()) for span in spans])
 
 
 class _Bias(torch.autograd.Function):

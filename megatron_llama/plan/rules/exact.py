@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_llama.arch.blocks import LEAST_TOKENS, PIECES, num_blocks
+from megatron_llama.arch.blocks import LEAST_TOKENS, SPANS, num_blocks
 from megatron_llama.config.problems import Problem
 from megatron_llama.config.settings import Config
 from megatron_llama.devices import find_device
@@ -63,20 +63,20 @@ def exact_blocks_divide_by_tp(config: Config, world_size: int) -> Iterator[Probl
 
 
 @reads("trainer.exact", "trainer.cp", "trainer.cp_comm", "data.seq_length", "data.curriculum")
-def exact_pieces_divide_by_cp(config: Config, world_size: int) -> Iterator[Problem]:
-    """A context-parallel rank has whole pieces of each sequence."""
+def exact_spans_divide_by_cp(config: Config, world_size: int) -> Iterator[Problem]:
+    """A context-parallel rank has whole spans of each sequence."""
     cp, length = config.trainer.cp, config.data.length
     if not config.trainer.exact or cp == 1:
         return
     if config.trainer.cp_comm != "ulysses":
         rule = "trainer.exact needs whole sequences in attention"
         yield Problem("trainer.cp_comm", config.trainer.cp_comm, rule, f"write trainer.cp_comm=ulysses, {OFF}")
-    if PIECES % (2 * cp):
-        rule = f"trainer.exact splits sequences into {PIECES} pieces, two or more of them on a rank"
+    if SPANS % (2 * cp):
+        rule = f"trainer.exact splits sequences into {SPANS} spans, two or more of them on a rank"
         yield Problem("trainer.cp", cp, rule, f"{nearest_legal('trainer.cp', cp, (1, 2, 4))}, {OFF}")
-    if length < LEAST_TOKENS or length % PIECES:
-        rule = f"trainer.exact with trainer.cp={cp} needs a multiple of {PIECES} of at least {LEAST_TOKENS:,} tokens"
-        longer = max(LEAST_TOKENS, -(-length // PIECES) * PIECES)
+    if length < LEAST_TOKENS or length % SPANS:
+        rule = f"trainer.exact with trainer.cp={cp} needs a multiple of {SPANS} of at least {LEAST_TOKENS:,} tokens"
+        longer = max(LEAST_TOKENS, -(-length // SPANS) * SPANS)
         yield Problem("data.seq_length", length, rule, f"write data.seq_length={longer}, or trainer.cp=1")
     if config.data.curriculum:
         rule = f"trainer.exact with trainer.cp={cp} needs sequences of one length"

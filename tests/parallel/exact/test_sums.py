@@ -66,8 +66,8 @@ def _leaves() -> torch.Tensor:
 def _tree_sum(rank: int, scatter: bool) -> torch.Tensor:
     ranks = dist.get_world_size()
     tree = Tree(12, dist.group.WORLD if ranks > 1 else None)
-    mine = _leaves().chunk(ranks)[rank]
-    return tree.total(tree.nodes(mine.unbind()), scatter=scatter)
+    local = _leaves().chunk(ranks)[rank]
+    return tree.total(tree.nodes(local.unbind()), scatter=scatter)
 
 
 @pytest.mark.parametrize("split", [1, 3])

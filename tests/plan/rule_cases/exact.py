@@ -14,7 +14,7 @@ ULYSSES = {"trainer.cp": 2, "trainer.cp_comm": "ulysses", "data.seq_length": 102
 ULYSSES |= {"model.max_position_embeddings": 1024}
 THREE = {**ULYSSES, "trainer.cp": 3, "data.seq_length": 1056, "model.max_position_embeddings": 1056}
 REPLACED, DEVICES = "exact_replaces_matmuls_and_sums", "exact_excludes"
-PIECES = "exact_pieces_divide_by_cp"
+SPANS = "exact_spans_divide_by_cp"
 CASES = [
     Case(DEVICES, 1, {**EXACT, "device.name": "neuron"}, {**EXACT, "device.name": "cpu"}, "trainer.exact=false"),
     Case(DEVICES, 1, {**EXACT, **LORA}, LORA, "finetune.method=full"),
@@ -31,8 +31,8 @@ CASES = [
         {**EXACT, **EIGHT, "trainer.tp": 4, "trainer.global_batch_size": 6},
         "write trainer.tp=8, or trainer.exact=false",
     ),
-    Case(PIECES, 2, {**EXACT, **ULYSSES, "trainer.cp_comm": "all_gather"}, {**EXACT, **ULYSSES}, "cp_comm=ulysses"),
-    Case(PIECES, 6, {**EXACT, **THREE}, {**EXACT, **ULYSSES, "trainer.global_batch_size": 6}, "trainer.cp=2 or 4"),
-    Case(PIECES, 2, {**EXACT, **ULYSSES, "data.seq_length": 512}, {**EXACT, **ULYSSES}, "data.seq_length=1024"),
-    Case(PIECES, 2, {**EXACT, **ULYSSES, "data.curriculum": [LENGTHS]}, {**EXACT, **ULYSSES}, "trainer.cp=1"),
+    Case(SPANS, 2, {**EXACT, **ULYSSES, "trainer.cp_comm": "all_gather"}, {**EXACT, **ULYSSES}, "cp_comm=ulysses"),
+    Case(SPANS, 6, {**EXACT, **THREE}, {**EXACT, **ULYSSES, "trainer.global_batch_size": 6}, "trainer.cp=2 or 4"),
+    Case(SPANS, 2, {**EXACT, **ULYSSES, "data.seq_length": 512}, {**EXACT, **ULYSSES}, "data.seq_length=1024"),
+    Case(SPANS, 2, {**EXACT, **ULYSSES, "data.curriculum": [LENGTHS]}, {**EXACT, **ULYSSES}, "trainer.cp=1"),
 ]
