@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             for is_exact, measured in runs.items():
                 measured.append(_train(args, length, is_exact))
         usual, exact = ([statistics.median(column) for column in zip(*runs[key], strict=True)] for key in (False, True))
-        cells = (f"{with_it / base:.2f} ({base:.2f} → {with_it:.2f})" for base, with_it in zip(usual, exact, strict=True))
+        cells = (f"{b / a:.2f} ({a:.2f} → {b:.2f})" for a, b in zip(usual, exact, strict=True))
         rows.append((f"{length:,}", *cells))
     print("# Cost of exact mode\n")
     print(f"{describe_machine(DEVICE)}, load {os.getloadavg()[0]:.1f} at the end, commit {commit()}, ")

@@ -7,8 +7,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 import megatron_llama.train.run_rank  # noqa: F401  imported once, before the forks
+from tests.checkpoint.jobs import final_tensors
 from tests.oracle import SMALL
 from tests.processes import run_train_py
 from tests.rows import rows
@@ -69,3 +71,36 @@ def test_different_seeds_differ(tmp_path: Path, tmp_path_factory: pytest.TempPat
     expected = one_process(tmp_path_factory.getbasetemp() / "one_process")
     actual = losses(tmp_path / "run", "trainer.seed=7")
     assert max(abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True)) > TOLERANCE
+
+
+LAYOUTS_IN_TURN = (
+    {},
+    {"tp": 2},
+    {"pp": 2, "vpp": 2},
+    {"dp": 2, "zero": 3},
+    {"tp": 2, "dp": 2, "zero": 2, "micro_batch_size": 1},
+    {"tp": 4, "micro_batch_size": 4},
+)
+ONE_PROCESS = {"tp": 1, "pp": 1, "vpp": 1, "dp": 1, "zero": 1, "micro_batch_size": 2}  # a run keeps its settings
+
+
+@pytest.mark.slow
+def test_an_exact_run_that_changes_its_layout_five_times(tmp_path: Path) -> None:
+    settings = [*SMALL, "trainer.exact=true", "logging.tensorboard=false", "checkpoint.every_minutes=null"]
+    settings += ["optim=constant", "optim.lr=0.001", "optim.warmup_steps=5"]
+    status, output = run_train_py(tmp_path / "constant", *settings, "trainer.steps=100", "trainer.dp=1")
+    assert status == 0, output
+    for number, layout in enumerate(LAYOUTS_IN_TURN):
+        words = [f"trainer.{name}={value}" for name, value in {**ONE_PROCESS, **layout}.items()]
+        last = (17, 34, 51, 68, 84, 100)[number]
+        status, output = run_train_py(tmp_path / "changed", *settings, *words, f"trainer.steps={last}")
+        assert status == 0, output
+    one, other = (
+        {name: tensor for name, tensor in final_tensors(tmp_path / run).items() if not name.startswith("random.")}
+        for run in ("constant", "changed")
+    )
+    assert one.keys() == other.keys() and any("exp_avg" in name for name in one)
+    assert not [name for name in one if not torch.equal(one[name], other[name])]
+    both = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("constant", "changed")]
+    columns = [[(row["reduced_train_loss"], row["gradient_norm"]) for row in map(json.loads, rows)] for rows in both]
+    assert columns[0] == columns[1] and len(columns[0]) == 100

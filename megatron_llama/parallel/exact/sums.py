@@ -170,7 +170,7 @@ class Total:
             self._rows, self._whole = rows if self._rows is None else self._rows.add_(rows), None
 
     def take(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return (sum over the shard group, this rank's rows, int64; whether it is too large, bool), and start again."""
+        """Return (this rank's rows of the sum over the shard group, int64; whether it is too large, bool) and reset."""
         if self.scatters_early and self._rows is None:  # no micro batch reached the parameter
             self.end(device)
         rows = self._rows if self._rows is not None else self.shares.scatter(self._buffer(device))
