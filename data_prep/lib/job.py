@@ -14,6 +14,7 @@ from typing import Any, TextIO, TypeVar
 
 from data_prep.lib.sources import Source
 from megatron_llama.system.errors import UserError
+from megatron_llama.system.limits import usable_cores
 from megatron_llama.text.chat_template import TextSpan
 from megatron_llama.text.conversation import Template, Turn
 from megatron_llama.text.tokenizer import Tokenizer
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 def cores() -> int:
     """Return the number of CPU cores available to this process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(usable_cores())
 
 
 @dataclass(frozen=True)

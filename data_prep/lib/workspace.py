@@ -125,7 +125,7 @@ class Workspace:
         }
         try:
             for name in self._data_files:
-                os.fdatasync(self._files[name].fileno())
+                getattr(os, "fdatasync", os.fsync)(self._files[name].fileno())  # macOS has no fdatasync
             self.append(JOURNAL, json.dumps(entry).encode() + b"\n")
             os.fsync(self._files[JOURNAL].fileno())
         except OSError as error:

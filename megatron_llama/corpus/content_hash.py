@@ -24,6 +24,7 @@ from typing import Any
 from megatron_llama.config.data_settings import MASK_SUFFIX
 from megatron_llama.system import phase
 from megatron_llama.system.files import open_regular, read_json, user_cache, write_atomically
+from megatron_llama.system.limits import usable_cores
 
 BLOCK = 16 << 20
 WHOLE_BYTES = 16 << 30
@@ -112,7 +113,7 @@ def _hash_blocks(descriptor: int, path: Path, size: int) -> str:
 
     blocks = _blocks(size)
     whole = hashlib.blake2b(f"{size} ".encode(), digest_size=_DIGEST_BYTES)
-    threads = min(THREADS, len(os.sched_getaffinity(0)), max(1, len(blocks)))
+    threads = min(THREADS, len(usable_cores()), max(1, len(blocks)))
     with ThreadPoolExecutor(threads, "hash") as pool:
         for digest in _with_progress(pool.map(hashed, blocks), path, size, sum(count for _, count in blocks)):
             whole.update(digest)

@@ -1,10 +1,11 @@
-"""Limits of the shell (``ulimit``): messages for limits that are too small, before or after the failure.
+"""Usable cores, and limits of the shell (``ulimit``): messages for too small limits, before or after the failure.
 
 Imports the standard library only.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 from collections.abc import Iterable
@@ -26,6 +27,12 @@ _MEMORY = re.compile(
     re.IGNORECASE,
 )
 """Errors for lack of memory or threads. A thread needs address space, and glibc reports EAGAIN for its lack too."""
+
+
+def usable_cores() -> list[int]:
+    """Return the numbers of the CPU cores that this process may use; of all cores, if the system does not report it."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux
+    return list(range(os.cpu_count() or 1)) if affinity is None else sorted(affinity(0))
 
 
 def check_run() -> str | None:

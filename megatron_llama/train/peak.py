@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from megatron_llama.devices import Device, Peak
 from megatron_llama.parallel.groups import broadcast_from_rank_0
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import read_json, write_atomically
+from megatron_llama.system.limits import usable_cores
 from megatron_llama.train.metrics_file import METRICS_FILE, read_run_records
 
 PEAK_FILE = "peak.json"
@@ -75,7 +75,7 @@ def _local_cores_and_threads() -> tuple[int, int]:
 
 
 def _cores() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    return usable_cores()
 
 
 def _read(run_dir: Path, current: dict[str, Any]) -> Peak | None:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import resource
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron_llama.devices.base import INDUCTOR, Device, Peak
 from megatron_llama.devices.processor import best_matmul_rate, processor
+from megatron_llama.system.limits import usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +33,7 @@ class Cpu(Device):
     name = "cpu"
     backend = "gloo_shared_memory"
     is_accelerator = False
-    forkable = True
+    forkable = sys.platform != "darwin"  # Objective-C's runtime and Accelerate abort after a fork
     compiler = INDUCTOR
     attention = "tiles"
     asynchronous = False
@@ -45,7 +47,7 @@ class Cpu(Device):
         return None
 
     def count(self) -> int:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+        return len(usable_cores())
 
     def memory_bytes(self) -> int:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -101,7 +103,7 @@ class Cpu(Device):
         return Peak(rate, f"measured, {size} x {size} {str(best).removeprefix('torch.')} matmul{by}")
 
     def peak_memory_bytes(self) -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES
 
     def synchronize(self) -> None:
         pass
@@ -163,6 +165,8 @@ def _map_large_tensors() -> None:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
+_MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
+"""Unit of the peak resident set."""
 _LARGE = 16 << 20
 """Bytes of an activation [s, b, h] from which freed memory is returned to the system."""
 

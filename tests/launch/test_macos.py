@@ -1,0 +1,80 @@
+"""train.py without Linux-only facilities, as on macOS arm64. No test ran on macOS itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.devices import get_device
+from megatron_llama.system.limits import usable_cores
+from tests.data.files import numbered, write_indexed
+from tests.oracle import SHAPE
+from tests.paths import ROOT
+
+# Linux-only facilities, and the files that use them with a fallback (docs/reference/devices.md has the fallbacks).
+LINUX_ONLY = {
+    r"prctl\(": "system/signals.py",
+    r"/dev/shm": "launch/start.py devices/cpu/shared_memory.py",  # in texts only
+    r"/proc/": "system/signals.py system/private_folder.py system/command.py devices/processor.py "
+    "devices/cuda/device.py devices/cpu/shared_memory.py devices/cpu/device.py launch/environment.py "
+    "data_prep/lib/sources.py",
+    r"/sys/": "devices/cpu/device.py system/private_folder.py",
+    r"sched_getaffinity": "system/limits.py",
+    r"sched_setaffinity": "",
+    r"memfd_create": "system/phase.py devices/cpu/shared_memory.py",
+    r"pidfd": "devices/cpu/shared_memory.py",
+    r"posix_fallocate": "devices/cpu/shared_memory.py",
+    r"fdatasync": "data_prep/lib/workspace.py",
+    r"mallopt": "devices/cpu/device.py",
+    r"libc\.so|malloc_trim|mallinfo|prlimit|eventfd|posix_fadvise": "",
+    r"copy_file_range|sigtimedwait|O_DIRECT\b|O_TMPFILE": "",
+    r"ru_maxrss": "devices/cpu/device.py",  # its unit differs
+}
+
+
+def test_linux_only_calls_have_a_known_place() -> None:
+    sources = [*(ROOT / "megatron_llama").rglob("*.py"), *(ROOT / "data_prep").rglob("*.py"), ROOT / "train.py"]
+    places: dict[str, list[str]] = {pattern: [] for pattern in LINUX_ONLY}
+    for path in sources:
+        name = path.relative_to(ROOT).as_posix().removeprefix("megatron_llama/")
+        if name.startswith("tools/"):
+            continue
+        text = path.read_text(encoding="utf-8")
+        for pattern in LINUX_ONLY:
+            places[pattern] += [name] if re.search(pattern, text) else []
+    assert {pattern: sorted(names) for pattern, names in places.items()} == {
+        pattern: sorted(names.split()) for pattern, names in LINUX_ONLY.items()
+    }
+
+
+def test_cores_without_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert usable_cores() == [0, 1, 2] and get_device("cpu").count() == 3
+
+
+@pytest.mark.slow
+def test_a_run_without_linux_facilities(tmp_path: Path) -> None:
+    prefix = write_indexed(tmp_path / "text", numbered(60))
+    words = [*SHAPE[1:], f"data.prefixes=[{prefix}]", "data=redpajama", "trainer.dp=2", "trainer.steps=2"]
+    words += ["data.split='80,20,0'", "model.vocab_size=4000", "device.peak_tflops=0.01", f"run.dir={tmp_path}/run"]
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "macos"), str(ROOT)]),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    command = [sys.executable, str(ROOT / "train.py"), *words]
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2]
+    # macOS counts bytes. The stand-in leaves Linux's KiB: the value is too small by 1024.
+    assert records[-1]["peak_memory_bytes"] < resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 50
+    assert (tmp_path / "run" / "checkpoints" / "step_00000002" / "checkpoint.json").is_file()
