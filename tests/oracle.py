@@ -105,7 +105,7 @@ def run_layout(world_size: int, *overrides: str, steps: int = STEPS, tamper: Tam
     result = Result(losses=answers[0][0], norms=answers[0][1], fused=answers[0][2])
     for answer in answers:
         assert answer[:2] == answers[0][:2], "ranks disagree about loss or gradient norm"
-    for index, name in enumerate(("initial", "first_grads", "last_grads", "weights", "states"), start=3):
+    for index, name in enumerate(("initial", "first_grads", "last_grads", "states", "weights"), start=3):
         tensors, copies = assemble([answer[index] for answer in answers])
         setattr(result, name, tensors)
         result.copies += copies
@@ -141,7 +141,7 @@ def train_rank(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tupl
             grads.append(rectangles(model, lambda shard: shard.grad))
             optimizer.step(norm)
         weights = rectangles(model, lambda shard: shard.local)
-        return losses, norms, fused_products(), initial, grads[0], grads[-1], weights, states_of(optimizer)
+        return losses, norms, fused_products(), initial, grads[0], grads[-1], states_of(optimizer), weights
 
 
 def states_of(optimizer: Optimizer) -> list[tuple]:

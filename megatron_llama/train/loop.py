@@ -112,7 +112,7 @@ def measure_after_step(
     """Return the parameter norm, if it is logged, and the result of a validation that is due."""
     metrics = validate_if_due(step, plan, model, validation, patience)
     if plan.config.logging.parameter_norm:
-        metrics["parameter_norm"] = parameter_norm(model.shards, model.device).item()
+        metrics["parameter_norm"] = parameter_norm(model.shards, model.device, exact=plan.config.trainer.exact).item()
     return metrics
 
 

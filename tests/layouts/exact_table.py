@@ -7,14 +7,16 @@ from tests.layouts.table import COMPILED, CP, CP4, LAYOUTS, ULYSSES
 EXACT = "trainer.exact=true"
 REJECTED = {
     COMPILED[0]: "compiled",
-    "trainer.mlp_chunks=2": "MLP chunks",
+    "trainer.mlp_chunks": "MLP chunks",
     "trainer.grad_reduce": "rounded messages",
     "trainer.param_gather": "rounded messages",
     "trainer.float8": "float8",
+    "optim.name=onebit_adam": "exchanged signs",
 }
 """Overrides, or their beginnings, that exact mode rejects (plan/rules/exact.py)."""
 # Context-parallel ranks have whole spans of sequences from 1,024 tokens on.
-LONG = ["data.seq_length=1024", "model.num_hidden_layers=2", "trainer.global_batch_size=4"]
+LONG = {"data.seq_length": "1024", "trainer.global_batch_size": "4", "model.max_position_embeddings": "256"}
+"""Settings of rows with context parallelism; the last one, a quarter of the length, with dynamic RoPE only."""
 QUICK = {
     "tp4+sp, kv heads < tp",
     "tp2·pp2+sp, olmo2",
@@ -48,8 +50,8 @@ def exact_rows() -> list[tuple[str, int, list[str], list[str]]]:
         if rejection(layout, model) is not None:
             continue
         if CP in layout or CP4 in layout:
-            others = [x for x in (*layout, *model) if not x.startswith(("trainer.global_batch", "data.seq_length"))]
-            layout, model = [x for x in layout if x in others], [x for x in model if x in others]
-            layout, model = [*layout, ULYSSES], [*model, *LONG]
+            names = [name for name in LONG if not name.startswith("model") or any(name in x for x in model)]
+            layout, model = ([x for x in part if x.split("=")[0] not in LONG] for part in (layout, model))
+            layout, model = [*layout, ULYSSES], [*model, *(f"{name}={LONG[name]}" for name in names)]
         accepted.append((name, ranks, layout, model))
     return accepted

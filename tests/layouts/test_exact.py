@@ -56,6 +56,30 @@ def test_bf16(layout: list[str]) -> None:
     assert not differing(run_layout(4, EXACT, BF16, *layout, steps=QUICK_STEPS), expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["optim.name=adam"],
+        ["optim.name=sgd"],
+        ["optim.name=muon"],
+        ["optim.state_bits=8", "model.hidden_size=64"],
+        ["trainer.precision=bf16_sr"],
+        ["trainer.precision=bf16_pure"],
+    ],
+    ids=lambda settings: settings[0],
+)
+def test_other_optimizers_and_formats(settings: list[str]) -> None:
+    expected = run_layout(1, EXACT, *settings, steps=STEPS)
+    for ranks, layout in (
+        (1, ["trainer.micro_batch_size=8"]),
+        (4, ["trainer.tp=2", "trainer.zero=3"]),
+        (4, ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=2"]),
+        (2, ["trainer.zero=0"]),
+    ):
+        assert not differing(run_layout(ranks, EXACT, *layout, *settings, steps=STEPS), expected), layout
+
+
 def test_results_equal_the_usual_ones_within_rounding() -> None:
     differences = worst(run_layout(1, EXACT), oracle())
     assert all(difference <= TOLERANCE for difference in differences.values()), differences

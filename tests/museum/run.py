@@ -13,6 +13,7 @@ import pytest
 
 import tests.warm  # noqa: F401  before the fork
 from tests.museum.mutations import Mutation
+from tests.oracle import oracle
 from tests.paths import ROOT
 
 SECONDS = 240
@@ -39,6 +40,7 @@ def _run(node: str, mutation: Mutation | None, folder: Path, output: int) -> Non
         for variable in [name for name in os.environ if name.startswith("PYTEST_")]:
             del os.environ[variable]
         with pytest.MonkeyPatch.context() as patch:
+            oracle.cache_clear()  # a test of this process may have trained it without the mutation
             if mutation is not None:
                 mutation(patch)
             options = ["-q", "-m", "slow or not slow", "-p", "no:cacheprovider", "-p", "no:xdist"]
