@@ -71,3 +71,16 @@ def test_layout(runtime: Runtime, tmp_path: Path, ranks: int, layout: list[str],
         for step in (2, 3):  # the first step also checks that all gradients exist
             waits = [call for call in log.steps[step] if call.name == "SYNC"]
             assert len(waits) <= WAITS_OF_A_STEP + (OFFLOAD in layout), waits
+
+
+EXACT = [(1, []), (2, ["trainer.tp=2"]), (2, ["trainer.zero=3"]), (4, ["trainer.tp=2", "trainer.pp=2"])]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), EXACT, ids=["one rank", "tp 2, sp", "dp 2, zero 3", "tp 2, pp 2"])
+def test_exact_mode(runtime: Runtime, tmp_path: Path, ranks: int, layout: list[str]) -> None:
+    """Exact mode waits twice per step: its optimizer reads on the host whether the step is skipped."""
+    run = runtime.train(tmp_path, *SHAPE, "trainer.exact=true", *layout, devices=ranks, **{ACCESSES: "1"}).check()
+    for log in run.logs:
+        assert list(log.steps) == [1, 2, 3] and not conflicts(log)
+        waits = [call for call in log.steps[3] if call.name == "SYNC"]
+        assert len(waits) <= WAITS_OF_A_STEP + 1, waits
