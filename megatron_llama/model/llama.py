@@ -126,12 +126,13 @@ class FeedForward(nn.Module):
         super().__init__()
         self.gate_up_proj = _column_parallel("gate_up_proj", model, mcore)
         self.down_proj = _row_parallel("down_proj", model, mcore)
+        self.activation = swiglu
 
     def forward(self, x: Tensor) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]."""
         # Each rank has gate rows, then the up rows of the same units.
         gate, up = _apply(self.gate_up_proj, x).chunk(2, dim=-1)
-        return _apply(self.down_proj, swiglu(gate, up))
+        return _apply(self.down_proj, self.activation(gate, up))
 
 
 @recomputable

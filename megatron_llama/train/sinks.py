@@ -89,48 +89,69 @@ class CsvFile:
                 file.close()
 
 
-class WandbRun:
+class _PackageRun:
+    """A run of a package. An error, such as of the account or network, ends its writes, not the training run."""
+
+    TITLE = ""
+    """Name in messages."""
+
+    def __init__(self, *settings: Any) -> None:
+        self._run: Any = None
+        try:
+            self._run = self._start(*settings)
+        except Exception as error:  # account, network, or errors of the package
+            _report_lost(self.TITLE, error)
+
+    def append(self, metrics: Metrics) -> None:
+        if self._run is not None:
+            try:
+                self._log({name: value for name, value in metrics.items() if value is not None})
+            except Exception as error:
+                self._run = None
+                _report_lost(self.TITLE, error)
+
+    def close(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            try:
+                with redirect_stdout(io.StringIO()):  # packages print instructions
+                    run.finish()
+            except Exception as error:
+                _report_lost(self.TITLE, error)
+
+    def _start(self, *settings: Any) -> Any:
+        """Return the package's run."""
+        raise NotImplementedError
+
+    def _log(self, values: Metrics) -> None:
+        self._run.log(values)
+
+
+class WandbRun(_PackageRun):
     """A run of Weights & Biases (package wandb), offline or with an account.
 
     Each start is one wandb run, in a group per run folder: wandb cannot delete the steps after the checkpoint from
     which a run resumes.
     """
 
-    def __init__(self, plan: Plan, start_step: int) -> None:
-        self._run: Any = None
+    TITLE = "Weights & Biases"
+
+    def _start(self, plan: Plan, start_step: int) -> Any:
+        import wandb
+
         name, key = plan.run_dir.name, _key_of(plan)
-        try:
-            import wandb
-
-            (plan.run_dir / "wandb").mkdir(mode=0o700, exist_ok=True)  # has the settings
-            self._run = wandb.init(
-                project=plan.config.logging.wandb_project,
-                group=f"{name}-{key}",
-                name=f"{name} from step {start_step}" if start_step else name,
-                dir=str(plan.run_dir),
-                mode=cast(Any, os.environ.get("WANDB_MODE") or plan.config.logging.wandb),
-                config=asdict(plan.config),
-                settings=wandb.Settings(console="off", silent=True),
-            )
-            self._run.define_metric("*", step_metric="step")
-        except Exception as error:  # account, network, or errors of the package
-            _report_lost("Weights & Biases", error)
-
-    def append(self, metrics: Metrics) -> None:
-        if self._run is not None:
-            try:
-                self._run.log({name: value for name, value in metrics.items() if value is not None})
-            except Exception as error:
-                self._run = None
-                _report_lost("Weights & Biases", error)
-
-    def close(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            try:
-                run.finish()
-            except Exception as error:
-                _report_lost("Weights & Biases", error)
+        (plan.run_dir / "wandb").mkdir(mode=0o700, exist_ok=True)  # has the settings
+        run = wandb.init(
+            project=plan.config.logging.wandb_project,
+            group=f"{name}-{key}",
+            name=f"{name} from step {start_step}" if start_step else name,
+            dir=str(plan.run_dir),
+            mode=cast(Any, os.environ.get("WANDB_MODE") or plan.config.logging.wandb),
+            config=asdict(plan.config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        run.define_metric("*", step_metric="step")
+        return run
 
 
 def write_samples(plan: Plan, samples: Sequence[str]) -> None:
@@ -144,47 +165,30 @@ def write_samples(plan: Plan, samples: Sequence[str]) -> None:
         sys.stderr.write(f"WARNING: {path} was not written: {error.strerror or error}.\n")
 
 
-class TrackioRun:
+class TrackioRun(_PackageRun):
     """A run of trackio, in TRACKIO_DIR (by default in Hugging Face's cache), or on TRACKIO_SPACE_ID's Space.
 
     A resumed run continues the same run. trackio's own thread writes.
     """
 
-    def __init__(self, plan: Plan, project: str, start_step: int) -> None:
-        self._run: Any = None
-        try:
-            import trackio
+    TITLE = "trackio"
 
-            with redirect_stdout(io.StringIO()):  # it prints instructions
-                self._run = trackio.init(
-                    project=project,
-                    name=f"{plan.run_dir.name}-{_key_of(plan)}",
-                    config=asdict(plan.config),
-                    resume="allow" if start_step else "never",
-                    embed=False,
-                    auto_log_gpu=False,
-                    auto_log_cpu=False,
-                )
-        except Exception as error:  # account, network, or errors of the package
-            _report_lost("trackio", error)
+    def _start(self, plan: Plan, project: str, start_step: int) -> Any:
+        import trackio
 
-    def append(self, metrics: Metrics) -> None:
-        if self._run is not None:
-            try:
-                values = {name: value for name, value in metrics.items() if value is not None and name != "step"}
-                self._run.log(values, step=metrics["step"])
-            except Exception as error:
-                self._run = None
-                _report_lost("trackio", error)
+        with redirect_stdout(io.StringIO()):  # it prints instructions
+            return trackio.init(
+                project=project,
+                name=f"{plan.run_dir.name}-{_key_of(plan)}",
+                config=asdict(plan.config),
+                resume="allow" if start_step else "never",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
 
-    def close(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            try:
-                with redirect_stdout(io.StringIO()):
-                    run.finish()
-            except Exception as error:
-                _report_lost("trackio", error)
+    def _log(self, values: Metrics) -> None:
+        self._run.log({name: value for name, value in values.items() if name != "step"}, step=values["step"])
 
 
 MLFLOW_CLOSE_SECONDS = 30.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_llama.parallel import ParallelModel
-from megatron_llama.parallel.exact import gradients, linear
+from megatron_llama.parallel.exact import gradients
 from megatron_llama.parallel.exact.sums import Tree
 from tests.layouts.exact_table import EXACT, QUICK, exact_rows
 from tests.oracle import TOLERANCE, Result, oracle, run_layout, worst
@@ -94,10 +94,6 @@ def other_order_of_blocks(model: ParallelModel) -> None:
 
     Tree.nodes = lambda self, leaves: torch.stack([leaf.float() for leaf in leaves])  # type: ignore[method-assign]
     Tree.total = swapped  # type: ignore[method-assign]
-
-
-def whole_matmuls(model: ParallelModel) -> None:
-    linear.Context.spans = lambda self, rows: [slice(0, rows)]  # type: ignore[method-assign]
 
 
 def gradients_in_fp32(model: ParallelModel) -> None:

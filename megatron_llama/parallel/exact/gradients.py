@@ -23,10 +23,10 @@ from megatron_llama.parallel.exact.layers import (
     SharedHeads,
     Units,
     embed,
-    mlp_forward,
     norm_forward,
     projection_norm_forward,
     replace,
+    swiglu,
 )
 from megatron_llama.parallel.exact.linear import Column, Context, Row, column_forward, row_forward
 from megatron_llama.parallel.exact.sums import Shares, Total, Tree, from_grid
@@ -91,7 +91,7 @@ class ExactSums:
         self._column(mlp.gate_up_proj, f"{name}.mlp.gate_up_proj", mlp_rows(self.plan.model, tp))
         self._row(mlp.down_proj, f"{name}.mlp.down_proj")
         attention.attend = self.attend
-        replace(mlp, partial(mlp_forward, mlp, Units(self.tree.local, self.context)))
+        mlp.activation = partial(swiglu, units=Units(self.tree.local, self.context))
 
     def _norm(self, norm: RMSNorm, name: str) -> None:
         total, is_k = self.totals[f"{name}.weight"], name.endswith("k_norm")

@@ -115,15 +115,6 @@ class Units(NamedTuple):
                     yield span, i, slice(j * width, (j + 1) * width)
 
 
-def mlp_forward(mlp: Any, units: Units, x: Tensor) -> Tensor:
-    """[s(/t), b, h] to [s(/t), b, h]: replaces ``FeedForward.forward``."""
-    hidden, bias = mlp.gate_up_proj(x)
-    gate, up = (hidden if bias is None else hidden + bias).chunk(2, dim=-1)
-    output, bias = mlp.down_proj(swiglu(gate, up, units))
-    with_bias: Tensor = output if bias is None else output + bias
-    return with_bias
-
-
 @recomputable
 def swiglu(gate: Tensor, up: Tensor, units: Units) -> Tensor:
     """silu(gate) * up of [s, b, units / t]."""

@@ -1,4 +1,4 @@
-"""Memory forecast against rehearsals: each layout's peak within 10 %, its states exactly."""
+"""Memory forecast against rehearsals: each layout's peak within 10 % (exact mode: 13 %), its states exactly."""
 
 from __future__ import annotations
 
@@ -35,7 +35,16 @@ FAST = {
     "elementwise": (0, TWO, ELEMENTWISE, "data.seq_length=2048", "model.vocab_size=512"),
     "offload": (0, "trainer.offload=[activations,optimizer]", "data.seq_length=2048", "model.vocab_size=512"),
 }
+EXACT = "trainer.exact=true"
+WITHIN_EXACT = 0.13
 SLOW = {
+    "exact": (0, EXACT),
+    "exact, fp32": (0, EXACT, "trainer.precision=fp32"),
+    "exact, tp2": (0, EXACT, TP2),
+    "exact, zero 1": (0, EXACT, "trainer.dp=4"),
+    "exact, zero 3": (0, EXACT, "trainer.dp=2", "trainer.zero=3"),
+    "exact, tp2 pp2, zero 2": (0, EXACT, TP2, PP2, "trainer.dp=2", "trainer.zero=2"),
+    "exact, cp2": (0, EXACT, CP2, ULYSSES, "data.seq_length=2048"),
     "fp32": (0, "trainer.precision=fp32"),
     "bf16": (0,),
     "bf16_sr": (0, "trainer.precision=bf16_sr"),
@@ -137,7 +146,8 @@ def check(stage: int, *overrides: str) -> None:
     plan, _ = plan_rehearsal([*(f"{name}={value}" for name, value in settings.items()), *overrides])
     forecast = stage_footprints(plan)[stage]
     rehearsed = rehearse(plan, plan.grid.rank(pp=stage))
-    assert forecast.total == pytest.approx(rehearsed.peak, rel=WITHIN), (forecast, rehearsed.at_peak, rehearsed.moment)
+    within = WITHIN_EXACT if EXACT in overrides else WITHIN
+    assert forecast.total == pytest.approx(rehearsed.peak, rel=within), (forecast, rehearsed.at_peak, rehearsed.moment)
     # Adam's step counts are 4-byte tensors. Weights gathered by ZeRO 3 are buffers in the forecast.
     states = rehearsed.at_rest.get(OPTIMIZER, 0)
     assert forecast.optimizer == pytest.approx(states, abs=4096), "optimizer states"
