@@ -15,6 +15,9 @@ from megatron_llama.config.settings import ModelConfig
 LARGEST_FLASH_HEAD = 256
 """Largest head dimension of FlashAttention's kernels, which must be a multiple of 8."""
 
+SCORES_AT_ONCE = 1 << 24
+"""fp32 scores in memory, at most, while optim.qk_clip computes their maximum: 64 MiB."""
+
 Lengths = tuple[tuple[int, ...], ...]
 """For each sequence of a batch, the lengths of its documents in tokens. Padding at the end counts as a document."""
 

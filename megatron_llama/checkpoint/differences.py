@@ -78,7 +78,7 @@ SETTINGS = {
     BATCH: {"trainer": "global_batch_size batch_schedule"},
     OPTIM: {
         "optim": "lr min_lr warmup_steps constant_steps betas eps weight_decay clip schedule freeze_step "
-        "momentum matrix_lr adjust_lr split_heads",
+        "momentum matrix_lr adjust_lr split_heads qk_clip",
         "trainer": "z_loss",
     },
 }

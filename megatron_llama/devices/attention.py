@@ -16,6 +16,7 @@ scores of the call in memory.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from enum import Enum
@@ -25,8 +26,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_llama.arch.pattern import LARGEST_FLASH_HEAD, KeyRange, Keys, Lengths, Pattern, Tile
-from megatron_llama.devices.visibility import AttentionInputs
+from megatron_llama.arch.pattern import (
+    CAUSAL,
+    LARGEST_FLASH_HEAD,
+    SCORES_AT_ONCE,
+    KeyRange,
+    Keys,
+    Lengths,
+    Pattern,
+    Tile,
+)
+from megatron_llama.devices.visibility import AttentionInputs, is_visible
 
 aten = torch.ops.aten
 
@@ -319,6 +329,63 @@ def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
         size = scores.shape[-2:]
         scores = scores.masked_fill(torch.ones(size, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
     return scores if mask is None else scores + mask
+
+
+def largest_logits(q: Tensor, k: Tensor, visible: AttentionInputs | None, chunks: Chunks | None = None) -> Tensor:
+    """Return the largest scaled score of a visible key of each head, fp32 [heads].
+
+    Products of ``q`` and ``k`` are computed in fp32, by blocks of queries and keys.
+
+    Args:
+        q: [b, heads, n, d].
+        k: [b, kv heads, s, d].
+        visible: Mask inputs of the sequences, not of a compiled block.
+        chunks: Positions of the n queries in the sequences. Default: all.
+    """
+    pattern, mask, lengths = CAUSAL, None, None
+    if visible is not None:
+        mask, lengths = visible.mask, visible.lengths
+        pattern = visible.pattern if mask is None else CAUSAL
+        assert mask is not None or lengths is not None, "a rule rejects compiled blocks"
+    largest = torch.full(q.shape[1:2], -torch.inf, dtype=torch.float32, device=q.device)
+    for queries in _queries(lengths or ((k.shape[2],),) * k.shape[0], chunks):
+        row, rows, start, _ = queries.document
+        step = max(16, math.isqrt(SCORES_AT_ONCE // (rows * q.shape[1])))
+        for at, keys in _score_blocks(queries, step, pattern.window):
+            shift = queries.offset - queries.first
+            block = _tokens(q.narrow(0, row, rows), at.start + shift, at.stop + shift).float()
+            block_keys = _tokens(k.narrow(0, row, rows), start + keys.start, start + keys.stop).float()
+            if mask is None:
+                hidden = _hidden(at, keys, pattern, q.device)
+            else:
+                hidden = ~mask[:, :, at.start : at.stop, keys.start : keys.stop].unsqueeze(2)
+            largest = torch.maximum(largest, _largest_of_block(block, block_keys, hidden))
+    return largest
+
+
+def _largest_of_block(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
+    """Return the largest score of each head [heads] of fp32 q and k, except where ``hidden`` is true. Frees the scores,
+    so that one block exists at a time."""
+    scores = _by_kv_head(q * q.shape[3] ** -0.5, k.shape[1]) @ k.mT
+    scores = scores.unflatten(2, (-1, q.shape[2])).masked_fill_(hidden, -torch.inf)
+    return scores.amax((0, 3, 4)).flatten()
+
+
+def _score_blocks(queries: _Queries, step: int, window: int) -> Iterator[tuple[range, range]]:
+    """Yield (queries, keys) by their positions in the document, in blocks of ``step``, without the hidden blocks."""
+    for first in range(queries.first, queries.end, step):
+        at = range(first, min(first + step, queries.end))
+        for key in range(0, at.stop, step):
+            keys = range(key, min(key + step, at.stop))
+            if not window or keys.stop > first - window + 1:
+                yield at, keys
+
+
+def _hidden(queries: range, keys: range, pattern: Pattern, device: torch.device) -> Tensor:
+    """Return whether a query (row) does not attend to a key (column) of its document, by their positions, bool."""
+    rows = torch.arange(queries.start, queries.stop, device=device).unsqueeze(-1)
+    columns = torch.arange(keys.start, keys.stop, device=device)
+    return (columns > rows) | ~is_visible(rows, columns, pattern)
 
 
 class DocumentKernel(NamedTuple):

@@ -58,6 +58,10 @@ class ShardOptimizer(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the last step. A collective. Attached features add theirs (optim/qk_clip.py)."""
+        return {}
+
     def revert_step_count(self) -> None:
         """Remove the last ``step`` from the numbers of updates, since the device skipped it."""
         if not self.counts_on_device:

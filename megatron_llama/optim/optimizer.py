@@ -19,6 +19,7 @@ from megatron_llama.arch.names import is_block_matrix, whole_shape
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.optimizers import OptimizerRow
 from megatron_llama.config.precision import has_8bit_states
+from megatron_llama.optim import qk_clip
 from megatron_llama.optim.base import OptimizerInputs, ShardOptimizer
 from megatron_llama.optim.blockwise import BlockwiseState
 from megatron_llama.optim.norm import clip_factor, gradient_norm, scale_gradients
@@ -110,6 +111,10 @@ class Optimizer:
         self.inner.zero_grad(set_to_none=True)
         self.model.zero_grad()
         self.scheduler.step()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the optimizer's metrics of the last step. A collective."""
+        return self.inner.metrics()
 
     @property
     def row(self) -> OptimizerRow:
@@ -225,6 +230,7 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
         asynchronous=not on_host and kind.asynchronous,
     )
     inner = build_inner(inputs)
+    qk_clip.attach(inner, model, inputs)
     return Optimizer(model, inner, build_schedule(plan, inner), optim.clip, on_host)
 
 

@@ -214,6 +214,14 @@ def _gather(k: Tensor, v: Tensor, division: Sequence[Chunks], group: dist.Proces
     return _heads_first(keys), _heads_first(values)
 
 
+def gather_keys(k: Tensor, division: Sequence[Chunks], group: dist.ProcessGroup) -> Tensor:
+    """Gather this rank's keys [b, kv heads, s/cp, d] to [b, kv heads, s, d], by one collective."""
+    local = _sequence_first(k).contiguous()
+    parts = local.new_empty(len(division), *local.shape)
+    dist.all_gather_into_tensor(parts.flatten(0, 1), local, group=group)
+    return _heads_first(to_natural_order(parts, division))
+
+
 def _to_parts(dkv: Sequence[Tensor], division: Sequence[Chunks]) -> Tensor:
     """Return gradients of keys and values [b, kv heads, s, d] as the parts of all ranks [cp, s/cp, 2, b, heads, d]."""
     b, heads, s, d = dkv[0].shape

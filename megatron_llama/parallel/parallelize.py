@@ -34,7 +34,7 @@ from megatron_llama.model.llama import Llama
 from megatron_llama.model.lora import add_lora
 from megatron_llama.model.loss import fused_softmax
 from megatron_llama.model.offload import Offload
-from megatron_llama.parallel import context
+from megatron_llama.parallel import context, max_logits
 from megatron_llama.parallel.compiling import Compiler
 from megatron_llama.parallel.exact import ExactSums
 from megatron_llama.parallel.float8 import use_float8
@@ -206,6 +206,7 @@ def build_model(
             context.attach(chunk, topology, kernels, groups, trainer.cp_comm)
             if exact is not None:
                 exact.attach(chunk)
+            max_logits.attach(chunk, plan, groups)
             if plan.config.finetune.method == "lora":
                 add_lora(chunk, plan.config.finetune, torch_dtype(plan.frozen_dtype), plan.quantized)
         _wrap_blocks(chunk, plan, compiler, kernels, groups)

@@ -254,6 +254,8 @@ def list_notes(config: Config, plan: Plan) -> Iterator[str]:
     if bits is not None and not plan.whole.in_blocks:
         least = f"{LEAST_IN_BLOCKS:,} values in rows of whole blocks of {STATE_BLOCK}"
         yield f"optim.state_bits={bits} has no effect: no trained matrix has {least}"
+    if plan.config.optim.qk_clip is not None:
+        yield "optim.qk_clip: the scores of attention are computed a second time, in fp32, for the largest logits"
     yield from _random_ltd(plan)
     yield from _exposed_communication(plan)
     if data.mock:

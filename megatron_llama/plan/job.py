@@ -220,6 +220,8 @@ class Job:
     """Muon: FLOPs of Newton-Schulz on the rank with the most work of the stage with the most layers."""
     matrix_bytes: float = 0.0
     """Muon: bytes that a rank of this stage sends for its matrices, on average."""
+    records_logits: bool = False
+    """QK-Clip: the largest scores of attention are computed by blocks."""
     program: Program = OURS
     inner_bytes: int = 2
     """Bytes of an activation."""
@@ -337,13 +339,12 @@ SCALING = {"tensorwise": "per tensor", "rowwise": "per row"}
 def job_of_plan(plan: Plan) -> Job:
     """Return the Job of a plan."""
     model, trainer, precision = plan.model, plan.config.trainer, plan.precision
-    keys = kv_heads(model)
     assert model.head_dim is not None, "resolve fills it in"
     shape = ModelShape(
         hidden=model.hidden_size,
         layers=model.num_hidden_layers,
         heads=model.num_attention_heads,
-        kv_heads=keys,
+        kv_heads=kv_heads(model),
         head_dim=model.head_dim,
         ffn=model.intermediate_size,
         vocab=plan.padded_vocab_size,
@@ -391,6 +392,7 @@ def job_of_plan(plan: Plan) -> Job:
         secondary_group=trainer.secondary_group,
         exchanges_signs=plan.exchanges_signs,
         **_matrix_work(plan),
+        records_logits=plan.config.optim.qk_clip is not None,
         program=OUR_PROGRAMS[_program(trainer, plan.config.device.name)],
         inner_bytes=compute,
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from megatron_llama import hooks
+from megatron_llama.arch.pattern import SCORES_AT_ONCE
 from megatron_llama.arch.shapes import StageParameters, loss_chunk
 from megatron_llama.config.precision import BYTES, quantized_bytes, state_bytes_8bit
 from megatron_llama.config.problems import Problem
@@ -400,7 +401,8 @@ def footprint(job: Job, stage: int, states: States | None = None) -> Footprint:
         activations["head's input"] = last * stream
     if job.pp > 1 and job.program.kernels != "fused":  # Megatron-LM frees sent tensors
         activations["sent to the next stage"] = (not last) * times * stream / split
-    head, buffers = last * _head(job), back + _block(job, stage) + _gathered(job, stage) + _exchanged(job)
+    head, buffers = last * _head(job), back + max(_block(job, stage), _logits_of_attention(job))
+    buffers += _gathered(job, stage) + _exchanged(job)
     if job.program.chunks_logits:  # the peak is in the head, or in a block's backward pass
         in_head = _gathered(job, stage, in_head=True) + _exchanged(job)
         head, buffers = (head, in_head) if last and head + in_head >= buffers else (0.0, buffers)
@@ -487,6 +489,20 @@ def _block(job: Job, stage: int) -> float:
     if job.mlp_chunks > 1:
         made = max(made, _norm_backward(job))
     return recomputed + made
+
+
+def _logits_of_attention(job: Job) -> float:
+    """Return the bytes of QK-Clip's block of scores, and of gathered keys, in the forward pass of a block."""
+    if not job.records_logits:
+        return 0.0
+    gathered = job.tokens * job.cp * job.shape.keys / job.tp * job.inner_bytes * 2 if job.cp > 1 else 0.0
+    heads = job.micro_batch * job.shape.heads / job.tp
+    step = math.isqrt(int(SCORES_AT_ONCE // heads))
+    queries = job.seq // (2 * job.cp) if job.cp > 1 else job.seq  # adjacent ones
+    # Full recomputation has this block's tensors too; otherwise the block has not saved its feed-forward yet.
+    saved = layer_activations(job, "none")
+    block = saved["attention"] if job.recompute == "full" else -saved["feed-forward"]
+    return FP32 * heads * min(step, queries) * min(step, job.seq) + gathered + block
 
 
 def _norm_backward(job: Job) -> float:

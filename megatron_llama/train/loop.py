@@ -172,7 +172,7 @@ def training_step(
     }
     # finite.check: True if the device did not skip the update; otherwise counts a skip or raises.
     optimizer.advance(updated=finite.check(step, mean_loss, gradient_norm, model.shards))
-    return metrics | finite.metrics()
+    return metrics | optimizer.metrics() | finite.metrics()
 
 
 def read_scalars(floats: Sequence[torch.Tensor], integers: Sequence[torch.Tensor]) -> tuple[list[float], list[int]]:

@@ -44,6 +44,7 @@ EVERY_STEP = (
 SOME_STEPS = (
     *("train_samples_per_second", "padded_tokens_per_second", "val_loss", "val_token_accuracy", "parameter_norm"),
     *("random_ltd_reserved_length", "consumed_layer_tokens", *WAIT_METRICS, "slowest_rank", "slowest_rank_ratio"),
+    "max_attention_logit",
     *("spike_skipped_steps", "spike_rewinds", "spike_skipped_samples"),
 )
 THROUGHPUT_STEPS = 10

@@ -165,6 +165,7 @@ CHANGES: dict[str, Change] = {
     "optim.matrix_lr": Change(1e-4, {"optim.name": "muon"}),
     "optim.adjust_lr": Change("original", {"optim.name": "muon", "optim.matrix_lr": 1e-4}),
     "optim.split_heads": Change(True, {"optim.name": "muon"}),
+    "optim.qk_clip": Change(100.0),
     "optim.weight_decay": Change(0.01),
     "optim.clip": Change(0.5),
     "optim.state_bits": Change(8, {"model.hidden_size": 256, "model.head_dim": 64, "model.intermediate_size": 512}),

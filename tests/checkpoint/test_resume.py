@@ -165,7 +165,7 @@ def test_a_checkpoint_of_another_run_is_refused(one_step: Path, override: str, n
 NEWER = {
     "model": ["model_type"],
     "trainer": ["cp", "cp_comm", "float8", "z_loss"],
-    "optim": ["momentum", "matrix_lr", "adjust_lr", "split_heads"],
+    "optim": ["momentum", "matrix_lr", "adjust_lr", "split_heads", "qk_clip"],
     "finetune": ["use_rslora", "use_dora"],
 }
 """Settings that checkpoints of older versions lack."""

@@ -122,6 +122,7 @@ BOUNDS: dict[str, Bounds] = {
     "optim.momentum": ([-0.1, 1.0], [0.0, 0.95]),
     "optim.matrix_lr": POSITIVE,
     "optim.adjust_lr": (["rms"], ["match_rms_adamw", "original"]),
+    "optim.qk_clip": POSITIVE,
     "optim.weight_decay": ([-1e-9], [0.0, 1e-9]),
     "optim.clip": POSITIVE,
     "finetune.method": (["qlora", "LoRA"], ["none", "full", "lora"]),

@@ -29,7 +29,9 @@ CP, CP4, ULYSSES, DOCUMENTS = "trainer.cp=2", "trainer.cp=4", "trainer.cp_comm=u
 DYNAMIC = ["model.rope_scaling={rope_type: dynamic, factor: 4.0}", "model.max_position_embeddings=8"]
 MLP_CHUNKS = "trainer.mlp_chunks=2"
 Z_LOSS = "trainer.z_loss=0.05"
+QK_CLIP = "optim.qk_clip=1.0"  # below the largest logit of some heads, above others
 ORIGINAL = ["optim.adjust_lr=original", "optim.matrix_lr=0.005"]
+CLIPPED, PIPELINE = [MUON, QK_CLIP, QWEN2, BIAS_EPS], ["trainer.pp=2", "trainer.vpp=2", "trainer.recompute=selective"]
 SIX_SAMPLES = "trainer.global_batch_size=6"
 DETERMINISTIC = "trainer.deterministic=true"
 FULL, ELEMENTWISE, SELECTIVE = (f"trainer.recompute={kind}" for kind in ("full", "elementwise", "selective"))
@@ -73,6 +75,9 @@ QUICK = {
     "tp2·pp2+sp, odd vocabulary, z-loss",
     "tp4+sp, muon, kv heads < tp",
     "tp2·dp2+sp, muon, zero 3",
+    "tp4+sp, QK-Clip, kv heads < tp",
+    "tp2·dp2+sp, muon, QK-Clip, zero 3, full recompute",
+    "cp2, QK-Clip, documents",
     "cp2",
     "cp2·tp2+sp, documents",
     "cp2·pp2, tied",
@@ -316,6 +321,18 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
     ("dp4, muon, hybrid, zero 2", 4, ["trainer.zero=2", "trainer.shard_group=2", MICRO_1], [MUON]),
     ("tp2·cp2+sp, muon, qwen2", 4, ["trainer.tp=2", CP], [MUON, QWEN2, BIAS_EPS]),
     ("pp2·dp3, muon, uneven shards", 6, ["trainer.pp=2", MICRO_1], [MUON, SIX_SAMPLES]),
+    ("tp2+sp, QK-Clip", 2, ["trainer.tp=2"], [QK_CLIP]),
+    ("tp4+sp, QK-Clip, kv heads < tp", 4, ["trainer.tp=4", MICRO_4], [QK_CLIP]),
+    ("dp2, QK-Clip, zero 0", 2, ["trainer.zero=0"], [QK_CLIP]),
+    ("tp2·dp2+sp, muon, QK-Clip, zero 3, full recompute", 4, ["trainer.tp=2", "trainer.zero=3", FULL], [MUON, QK_CLIP]),
+    ("dp4, muon, QK-Clip, hybrid, zero 2, biases", 4, ["trainer.zero=2", "trainer.shard_group=2", MICRO_1], [*CLIPPED]),
+    ("pp2·vpp2·dp2, QK-Clip, window, selective recompute", 4, PIPELINE, [QK_CLIP, WINDOW]),
+    ("tp2·pp2+sp, muon, QK-Clip, documents", 4, ["trainer.tp=2", "trainer.pp=2"], [MUON, QK_CLIP, DOCUMENTS]),
+    ("cp2, QK-Clip, documents", 2, [CP], [QK_CLIP, DOCUMENTS]),
+    ("cp2·dp2, QK-Clip, zero 1, window", 4, [CP], [QK_CLIP, WINDOW]),
+    ("cp4, muon, QK-Clip, ulysses, kv heads < cp", 4, [CP4, ULYSSES], [MUON, QK_CLIP]),
+    ("cp2·tp2, QK-Clip, ulysses, documents, blocks", 4, [CP, "trainer.tp=2", ULYSSES], [QK_CLIP, DOCUMENTS, BLOCKS]),
+    ("tp2+sp, QK-Clip, random-LTD, window, offloaded", 2, ["trainer.tp=2", OFFLOAD], [QK_CLIP, DROPPING, WINDOW]),
     ("deterministic", 1, [DETERMINISTIC], []),
     (
         "tp2·pp2+sp, odd vocabulary, deterministic",

@@ -16,11 +16,12 @@ from megatron.core.tensor_parallel import RowParallelLinear
 import megatron_llama.model.loss as loss
 import megatron_llama.model.norm as norm
 import megatron_llama.optim.muon as muon
+import megatron_llama.optim.qk_clip as qk_clip
 import megatron_llama.parallel.tensor as tensor
 from megatron_llama.devices import HOST, attention, device_named
 from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.model.inputs import MicroBatch
-from megatron_llama.parallel import ParallelModel, Shard, context
+from megatron_llama.parallel import ParallelModel, Shard, context, max_logits
 from megatron_llama.parallel.pipeline import Counts
 from megatron_llama.topology import zigzags
 from tests.parallel.symmetric_memory import wrong_pieces
@@ -243,3 +244,11 @@ def no_causal_mask(model: ParallelModel) -> None:
     attention.F.scaled_dot_product_attention = lambda q, k, v, is_causal, enable_gqa: product(
         q, k, v, enable_gqa=enable_gqa
     )
+
+
+def logits_of_each_rank_alone(model: ParallelModel) -> None:
+    qk_clip.dist = SimpleNamespace(**vars(dist) | {"all_reduce": lambda *args, **kwargs: None})
+
+
+def keys_of_each_rank_alone(model: ParallelModel) -> None:
+    max_logits.gather_keys = lambda k, division, group: k.repeat(1, 1, group.size(), 1)

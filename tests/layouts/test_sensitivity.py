@@ -22,6 +22,7 @@ from tests.layouts.table import (
     MICRO_4,
     MUON,
     OLMO2,
+    QK_CLIP,
     QWEN2,
     QWEN3,
     TIED,
@@ -40,8 +41,10 @@ from tests.layouts.tampers import (
     gradients_of_mean_squares_of_each_rank_alone,
     head_gradient_not_summed,
     key_gradients_of_each_rank_alone,
+    keys_of_each_rank_alone,
     last_chunk_of_the_head_lost,
     local_token_count,
+    logits_of_each_rank_alone,
     loss_weights_only_in_the_loss,
     matrices_of_each_rank_alone,
     mean_over_data_parallel_ranks,
@@ -67,6 +70,9 @@ from tests.rows import rows
 
 BROKEN: list[tuple[Tamper, int, list[str], list[str]]] = [
     (matrices_of_each_rank_alone, 2, ["trainer.tp=2"], [MUON]),
+    (logits_of_each_rank_alone, 2, ["trainer.zero=1"], [QK_CLIP]),
+    (logits_of_each_rank_alone, 4, ["trainer.tp=4", MICRO_4], [QK_CLIP]),
+    (keys_of_each_rank_alone, 2, [CP], [QK_CLIP]),
     (no_sequence_parallel_sum, 2, ["trainer.tp=2"], []),
     (no_sequence_parallel_sum, 2, ["trainer.tp=2", "trainer.sp=false"], [QWEN3]),
     (no_kv_copy_sum, 4, ["trainer.tp=4", MICRO_4], []),

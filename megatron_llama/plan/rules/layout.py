@@ -12,11 +12,11 @@ from megatron_llama.arch.shapes import can_cut, head_dim, kv_heads
 from megatron_llama.config import data_settings
 from megatron_llama.config.hf_config import ARCHITECTURES, BIASES, MISTRAL, NO_HF_BLOCKS, WINDOWS, hf_type
 from megatron_llama.config.hostfile import HOST_FORMS, check_hosts
-from megatron_llama.config.optimizers import OPTIMIZERS
+from megatron_llama.config.optimizers import OPTIMIZERS, OptimConfig
 from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, format_value
 from megatron_llama.config.rope import check_rope_scaling
-from megatron_llama.config.settings import Config, OptimConfig, RopeScaling
+from megatron_llama.config.settings import Config, RopeScaling
 from megatron_llama.plan.derive import check_split, split_evenly
 from megatron_llama.plan.rules.rule import nearest_legal, reads
 from megatron_llama.topology import AXES, Grid

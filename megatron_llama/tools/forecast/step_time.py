@@ -25,6 +25,8 @@ FLASH_BACKWARD = 2.5
 """FLOPs of FlashAttention's backward over its forward: five GEMMs, scores recomputed, over two (arXiv:2205.14135)."""
 OPERATIONS = {"eager": 40, "compiled": 8, "fused": 16}
 """Kernels of a block's forward pass other than GEMMs and attention: norms, rotary embeddings, residuals, copies."""
+LOGIT_PASSES, FP32_BYTES = 4, 4
+"""Reads and writes of QK-Clip's scores: the GEMM's result, the mask in place, the maximum."""
 SCORES_OPERATIONS = 9
 """Kernels of attention that materializes the scores: two GEMMs, scale, mask, softmax, dropout, copies."""
 REPEATED_OPERATIONS = 0.7
@@ -177,6 +179,7 @@ def _layer(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> _W
     attention = core * (1 + FLASH_BACKWARD + attention_recomputed)
     if job.program.attention == "scores":
         attention = (core + scores) * (3 + attention_recomputed)
+    attention += _largest_logits(job, device)
     split = job.tp if job.sp else 1
     whole = 10 * rows * shape.hidden / split
     inside = rows * ((3 if shape.gated else 2) * shape.ffn + 2 * (shape.queries + shape.keys)) / job.tp
@@ -252,6 +255,15 @@ def _attention(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -
     share = constants.get(f"attention.{device.family}.{kernel}", constants[f"attention.{kernel}"])
     short = 1 + constants["tile.attention"] / keys
     return flops / 2 / (device.peaks[form] * share) * short * (1 + constants["tile.head"] / shape.head_dim), 0.0
+
+
+def _largest_logits(job: Job, device: HardwareSpec) -> float:
+    """Return the seconds of QK-Clip's scores: a GEMM in fp32, and the mask and maximum of its results in memory."""
+    if not job.records_logits:
+        return 0.0
+    form, scores = device.format_used("fp32"), job.tokens * (job.document or job.seq) * job.shape.heads / job.tp / 2
+    gemm = 2 * scores * job.shape.head_dim / (device.peaks[form] * device.reach[form])
+    return gemm + scores * FP32_BYTES * LOGIT_PASSES / (device.bandwidth * MEMORY_REACH)
 
 
 def _head(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> float:

@@ -174,6 +174,7 @@ def step_operations(
         *_pipeline(plan, chunks),
         *_data_parallel(plan, chunks, tp_rank),
         *_replicated_gradients(plan, chunks, shard_rank),
+        *_attention_logits(plan, chunks, world),
         *_whole_matrices(plan, pp_rank, (replica * plan.shard_size + shard_rank) * plan.config.trainer.tp + tp_rank),
         Operation("token and document counts of the batch", world, 1, 3 * INT64),
         Operation("loss", world, 1, FP32),
@@ -383,6 +384,19 @@ def _context_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     yield Operation("keys, values", exchange, 2 * inputs, max(kv, cp) * head // cp, stride)
     # Selective recomputation ends at the kernel.
     yield Operation("outputs", exchange, 2 * layers + full, queries, stride)
+
+
+def _attention_logits(plan: Plan, chunks: list[_Chunk], world: TrafficKey) -> Iterator[Operation]:
+    """Yield the communication of QK-Clip: keys of whole sequences, and the largest logits of all heads."""
+    model, trainer = plan.model, plan.config.trainer
+    if plan.config.optim.qk_clip is None:
+        return
+    keys = kv_heads_per_rank(model, trainer.tp) * head_dim(model) * plan.config.data.length * trainer.micro_batch_size
+    gather = TrafficKey("cp", "all_gather", trainer.cp)
+    calls = plan.num_microbatches * sum(chunk.layers for chunk in chunks)
+    size = BYTES[plan.precision.compute_dtype]
+    yield Operation("keys for the largest logits", gather, calls, keys * size, plan.grid.stride("cp"))
+    yield Operation("largest logits", world, 1, model.num_hidden_layers * model.num_attention_heads * FP32)
 
 
 def _pipeline(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:

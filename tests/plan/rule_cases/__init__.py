@@ -11,6 +11,7 @@ from tests.plan.rule_cases import (
     finetune,
     float8,
     layout,
+    optimizer,
     overlap,
     quantization,
     schedule,
@@ -20,6 +21,6 @@ from tests.plan.rule_cases.case import Case
 
 FILES = (
     *(context, curricula, datasets, exact, finetune, float8, layout, overlap, quantization, schedule),
-    token_dropping,
+    *(token_dropping, optimizer),
 )
 CASES: list[Case] = [case for file in FILES for case in file.CASES]

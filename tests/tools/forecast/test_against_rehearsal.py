@@ -134,6 +134,8 @@ SLOW = {
     "olmo2, full": (0, FULL, "model.model_type=olmo2"),
     "olmo2, lora nf4": (0, LORA, ALL, "finetune.frozen_dtype=nf4", "model.model_type=olmo2"),
     "biases": (0, TP2, "model.attention_bias=true", "model.mlp_bias=true"),
+    "QK-Clip, full": (0, FULL, "optim.qk_clip=100", "data.seq_length=2048", "model.vocab_size=512"),
+    "QK-Clip, cp2": (0, CP2, "optim.qk_clip=100", "data.seq_length=2048", "model.vocab_size=512"),
     "sgd": (0, "optim.name=sgd"),
     "8-bit states on the host": (0, "trainer.offload=[optimizer]", "optim.state_bits=8"),
     "8-bit states, zero 2": (0, TP2, "trainer.dp=2", "trainer.zero=2", "optim.state_bits=8"),

@@ -203,6 +203,16 @@ def test_muon_adds_the_time_of_its_matmuls_and_exchange() -> None:
     assert sent == pytest.approx(1e9 * 7 / 8 / spec.bus, rel=0.01)
 
 
+def test_qk_clip_adds_the_time_of_its_scores() -> None:
+    spec, plain = devices()["h100"], PLAIN
+    added = seconds(replace(plain, records_logits=True)).attention - seconds(plain).attention
+    layers = plain.shape.layers * plain.num_microbatches
+    scores = plain.tokens * plain.seq * plain.shape.heads / plain.tp / 2
+    form = spec.format_used("fp32")
+    gemm = 2 * scores * plain.shape.head_dim / (spec.peaks[form] * spec.reach[form])
+    assert added == pytest.approx(layers * (gemm + 16 * scores / (0.85 * spec.bandwidth)), rel=1e-3)
+
+
 def test_communication_between_nodes_costs_more_and_overlaps() -> None:
     within, over = seconds(replace(PLAIN, dp=8, shard_size=8)), seconds(replace(PLAIN, dp=16, shard_size=16))
     assert 0 < within.data_parallel <= over.data_parallel and within.waiting == 0 < over.waiting

@@ -174,6 +174,14 @@ LAYOUTS = {
         [*MUON, "trainer.tp=2", "trainer.zero=1", "trainer.shard_group=2", "trainer.global_batch_size=8"],
     ),
     "muon, tp2·cp2, split heads": (4, [*MUON, "trainer.tp=2", "trainer.cp=2", "optim.split_heads=true"]),
+    "QK-Clip, tp2·cp2, full recompute": (
+        4,
+        ["optim.qk_clip=1", "trainer.tp=2", "trainer.cp=2", "trainer.recompute=full", FEW],
+    ),
+    "QK-Clip, pp2·cp2, ulysses, bf16": (
+        4,
+        ["optim.qk_clip=1", "trainer.pp=2", "trainer.cp=2", "trainer.cp_comm=ulysses", "trainer.precision=bf16"],
+    ),
     "muon, dp2, zero 0": (2, [*MUON, "trainer.zero=0"]),
     "tp2·pp2·dp2+sp, tied, odd": (8, ["trainer.tp=2", "trainer.pp=2", TIED, ODD, FEW]),
 }
