@@ -13,8 +13,8 @@ head do not use float8. Source: torchao 0.18, ``torchao.float8`` (``Float8Linear
 one rank a matmul is bit-identical to torchao's emulation (tests/parallel/test_float8.py). q, k and v are one matrix
 here, and so are gate and up.
 
-Tensor-parallel ranks exchange the maximum of an operand that they split, as with torchao on DTensors. So a layout has
-the scales of one process.
+Tensor-parallel ranks exchange the maximum of an operand that they split, as with torchao on DTensors. Context-parallel
+ranks do the same, because they split the tokens. So a layout has the scales of one process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RECIPES = {"tensorwise": Recipe(False, torch.float8_e5m2), "rowwise": Recipe(Tru
 
 
 class Layer(NamedTuple):
-    """Recipe, kernels and process group of a layer's matmuls."""
+    """Recipe, kernels and process groups of a layer's matmuls."""
 
     recipe: Recipe
     kernels: Kernels
@@ -60,6 +60,8 @@ class Layer(NamedTuple):
     """The tensor-parallel ranks; None if there is one."""
     gathers: bool
     """Whether the input is split along the sequence and gathered (sequence parallelism)."""
+    context: dist.ProcessGroup | None
+    """The context-parallel ranks, which split the tokens; None if there is one."""
 
 
 def use_float8(block: nn.Module, name: str, kernels: Kernels, groups: Groups, *, sequence_parallel: bool) -> None:
@@ -68,11 +70,11 @@ def use_float8(block: nn.Module, name: str, kernels: Kernels, groups: Groups, *,
     Args:
         name: recipe, tensorwise or rowwise.
     """
-    group = groups["tp"] if groups["tp"].size() > 1 else None
+    group, context = (groups[axis] if groups[axis].size() > 1 else None for axis in ("tp", "cp"))
     for layer in block.modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
             is_column = isinstance(layer, ColumnParallelLinear)
-            common = Layer(RECIPES[name], kernels, is_column, group, is_column and sequence_parallel)
+            common = Layer(RECIPES[name], kernels, is_column, group, is_column and sequence_parallel, context)
             layer._forward_impl = partial(_linear, common)  # type: ignore[method-assign]
 
 
@@ -92,7 +94,8 @@ class _Linear(torch.autograd.Function):
         ctx.layer = layer
         whole = _gathered(x, layer)
         split_in = None if layer.is_column else layer.group
-        rows = _cast(whole.flatten(0, 1), layer.recipe.operand, layer, -1, split_in)
+        by_token = None if layer.recipe.by_row else layer.context  # a token is on one context-parallel rank
+        rows = _cast(whole.flatten(0, 1), layer.recipe.operand, layer, -1, split_in, by_token)
         # Tensorwise: one scale for the whole matrix, whichever of its sides is split.
         columns = _cast(weight.t(), layer.recipe.operand, layer, 0, split_in if layer.recipe.by_row else layer.group)
         return layer.kernels.float8_mm(rows, columns, x.dtype, fast=True).view(*whole.shape[:-1], len(weight))
@@ -103,18 +106,18 @@ class _Linear(torch.autograd.Function):
         layer: Layer = ctx.layer
         split_out = layer.group if layer.is_column else None
         flat = grad.flatten(0, 1)
-        rows = _cast(flat, layer.recipe.grad, layer, -1, split_out)
-        columns = _cast(weight, layer.recipe.operand, layer, 0, split_out if layer.recipe.by_row else layer.group)
+        by_row = layer.recipe.by_row
+        rows = _cast(flat, layer.recipe.grad, layer, -1, split_out, None if by_row else layer.context)
+        columns = _cast(weight, layer.recipe.operand, layer, 0, split_out if by_row else layer.group)
         partial_sum = layer.kernels.float8_mm(rows, columns, grad.dtype).view(*grad.shape[:-1], weight.shape[1])
         grad_x = _summed(partial_sum, layer)
         if x is None:
             return grad_x, None, None
-        # Contracted over tokens, which no rank splits: by row, these scales need no exchange.
+        # Contracted over tokens, which tensor-parallel ranks do not split: by row, they exchange no scales here.
         whole = _gathered(x, layer).flatten(0, 1)
         split_in = None if layer.is_column else layer.group
-        by_row = layer.recipe.by_row
-        left = _cast(flat.t(), layer.recipe.grad, layer, -1, None if by_row else split_out)
-        right = _cast(whole, layer.recipe.operand, layer, 0, None if by_row else split_in)
+        left = _cast(flat.t(), layer.recipe.grad, layer, -1, None if by_row else split_out, layer.context)
+        right = _cast(whole, layer.recipe.operand, layer, 0, None if by_row else split_in, layer.context)
         return grad_x, layer.kernels.float8_mm(left, right, grad.dtype), None
 
 
@@ -138,19 +141,20 @@ def _summed(grad: torch.Tensor, layer: Layer) -> torch.Tensor:
 
 
 def _cast(
-    values: torch.Tensor, dtype: torch.dtype, layer: Layer, dim: int, group: dist.ProcessGroup | None
+    values: torch.Tensor, dtype: torch.dtype, layer: Layer, dim: int, *groups: dist.ProcessGroup | None
 ) -> Float8Operand:
     """Cast a matrix to float8.
 
     Args:
         dim: the dimension that the matmul sums over, -1 or 0, for a scale per row or column.
-        group: ranks that split the values behind one scale; None: this rank has all of them.
+        groups: ranks that split the values behind one scale; None: no ranks split them along this axis.
     """
     by_row = layer.recipe.by_row
     maximum = values.abs().amax(dim, keepdim=True) if by_row else values.abs().amax()
     maximum = maximum.float()
-    if group is not None:
-        maximum = all_reduce(maximum, "max", group)
+    for group in groups:
+        if group is not None:
+            maximum = all_reduce(maximum, "max", group)
     # In fp64, as torchao: eager and compiled code are then bit-identical.
     largest = torch.finfo(dtype).max
     scale = (largest / maximum.double().clamp(min=LEAST_MAXIMUM)).float()

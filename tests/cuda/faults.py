@@ -25,6 +25,14 @@ def missing_event() -> Iterator[None]:
 
 
 @contextmanager
+def early_reuse() -> Iterator[None]:
+    """Memory that a second stream still uses is free for the first one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+        yield
+
+
+@contextmanager
 def _before_the_forward_pass(change: Callable[[ParallelModel, Any], None]) -> Iterator[None]:
     count = ParallelModel.count
 
@@ -63,6 +71,25 @@ def other_order() -> AbstractContextManager[None]:
     return _before_the_forward_pass(call)
 
 
+def other_size() -> AbstractContextManager[None]:
+    """Rank 1 sums more numbers than rank 0."""
+
+    def call(model: ParallelModel, microbatches: Any) -> None:
+        dist.all_reduce(torch.zeros(4 + dist.get_rank(), device=model.device))
+
+    return _before_the_forward_pass(call)
+
+
+def out_of_memory() -> AbstractContextManager[None]:
+    """Rank 1 allocates more memory than the device has."""
+
+    def allocate(model: ParallelModel, microbatches: Any) -> None:
+        if dist.get_rank() == 1:
+            torch.empty(1 << 42, dtype=torch.uint8, device=model.device)
+
+    return _before_the_forward_pass(allocate)
+
+
 def hang() -> AbstractContextManager[None]:
     """Rank 1 waits for ever."""
 
@@ -75,8 +102,11 @@ def hang() -> AbstractContextManager[None]:
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "missing event": missing_event,
+    "early reuse": early_reuse,
     "host read": host_read,
     "tensor on the CPU": tensor_on_the_cpu,
     "other order": other_order,
+    "other size": other_size,
+    "out of memory": out_of_memory,
     "hang": hang,
 }

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_RESTART, EXIT_USER
-from tests.cuda.harness import Runtime
+from tests.cuda.harness import LIMIT_SECONDS, Runtime
 from tests.cuda.in_process import FAULT
 from tests.paths import ROOT
 from tests.tools.inference.models import make_folder
@@ -37,6 +37,15 @@ def test_out_of_memory(runtime: Runtime, tmp_path: Path) -> None:
     assert run.status not in (0, EXIT_USER), run.output[-2000:]
     assert "out of memory" in run.output
     assert run.logs[0].named("OUT_OF_MEMORY")
+
+
+def test_a_rank_without_memory_is_reported_at_once(runtime: Runtime, tmp_path: Path) -> None:
+    """NCCL waits for the other ranks at the end of a group, but a failed rank does not."""
+    settings = ("trainer.zero=1", f"trainer.hang_timeout_seconds={LIMIT_SECONDS}")
+    run = runtime.train(tmp_path, *settings, devices=2, **{FAULT: "out of memory"})
+    assert run.status == EXIT_FAILED
+    assert "OutOfMemoryError: CUDA out of memory" in run.output.splitlines()[-1], run.output[-2000:]
+    assert "Rank 1 of 2 failed" in run.output and "no progress" not in run.output
 
 
 def test_a_signal_saves(runtime: Runtime, tmp_path: Path) -> None:

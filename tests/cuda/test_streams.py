@@ -68,6 +68,17 @@ def test_a_missing_event_is_found(runtime: Runtime, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_memory_that_is_reused_too_early_is_found(runtime: Runtime, tmp_path: Path) -> None:
+    """One rank with ZeRO 3 adds gradients on a second stream, and records the buffer in it (parallel/fsdp.py)."""
+    sharded = ("trainer.zero=3", "trainer.steps=2")
+    correct = runtime.train(tmp_path, *sharded, **{ACCESSES: "1"}).check()
+    assert not conflicts(correct.logs[0])
+    run = runtime.train(tmp_path / "fault", *sharded, **{ACCESSES: "1", FAULT: "early reuse"}).check()
+    lines = conflicts(run.logs[0])
+    assert any(line.startswith("add_ on stream") and "(write)" in line for line in lines), lines[:3]
+
+
+@pytest.mark.slow
 def test_a_read_of_the_host_is_found(runtime: Runtime, tmp_path: Path) -> None:
     run = runtime.train(tmp_path, "trainer.steps=2", **{FAULT: "host read"}).check()
     assert [call.fields["kind"] for call in run.logs[0].steps[2] if call.name == "SYNC"] == ["stream", "stream"]
@@ -84,3 +95,10 @@ def test_another_order_of_collectives_is_found(runtime: Runtime, tmp_path: Path)
     run = runtime.train(tmp_path, "trainer.steps=1", "trainer.tp=2", devices=2, **{FAULT: "other order"})
     assert run.status
     assert "rank 0 calls all_reduce of 4 numbers" in run.output and "rank 1 calls broadcast of 4" in run.output
+
+
+@pytest.mark.slow
+def test_another_size_of_a_collective_is_found(runtime: Runtime, tmp_path: Path) -> None:
+    run = runtime.train(tmp_path, "trainer.steps=1", "trainer.tp=2", devices=2, **{FAULT: "other size"})
+    assert run.status
+    assert "rank 0 calls all_reduce of 4 numbers" in run.output and "rank 1 calls all_reduce of 5 n" in run.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_llama.devices.kernels import Float8Operand
@@ -13,6 +14,7 @@ from tests.oracle import make_plan, oracle, run_layout, worst
 from tests.rows import rows
 
 TENSORWISE, ROWWISE = "trainer.float8=tensorwise", "trainer.float8=rowwise"
+NO_SP = "trainer.sp=false"
 # Sums in another order change a value by 1e-7, which moves about one value in a million to the next float8 number. That
 # changes gradients by up to an eighth of the error of float8 itself, here measured as a run's distance from fp32.
 SHARE = 0.3
@@ -21,15 +23,29 @@ SHARE = 0.3
 BF16, INDEPENDENT = "trainer.precision=bf16", 2**0.5
 LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
     ("tensorwise, tp2+sp", 2, [TENSORWISE, "trainer.tp=2"], []),
-    ("rowwise, tp2, full recompute", 2, [ROWWISE, "trainer.tp=2", "trainer.sp=false", "trainer.recompute=full"], []),
+    ("rowwise, tp2, full recompute", 2, [ROWWISE, "trainer.tp=2", NO_SP, "trainer.recompute=full"], []),
     ("rowwise, tp2·pp2+sp, tied", 4, [ROWWISE, "trainer.tp=2", "trainer.pp=2"], [TIED]),
     ("tensorwise, pp2·dp2, zero 3", 4, [TENSORWISE, "trainer.pp=2", "trainer.zero=3"], []),
     ("tensorwise, pp2·vpp2", 2, [TENSORWISE, "trainer.pp=2", "trainer.vpp=2"], []),
     ("rowwise, dp2, zero 1", 2, [ROWWISE, "trainer.zero=1"], []),
+    ("rowwise, tp2+sp", 2, [ROWWISE, "trainer.tp=2"], []),
+    ("tensorwise, tp2, full recompute", 2, [TENSORWISE, "trainer.tp=2", NO_SP, "trainer.recompute=full"], []),
+    ("rowwise, pp2·dp2, zero 3", 4, [ROWWISE, "trainer.pp=2", "trainer.zero=3"], []),
+    ("rowwise, pp2·vpp2", 2, [ROWWISE, "trainer.pp=2", "trainer.vpp=2"], []),
+    ("tensorwise, tp2·dp2+sp, zero 2, tied", 4, [TENSORWISE, "trainer.tp=2", "trainer.zero=2"], [TIED]),
+    ("rowwise, cp2", 2, [ROWWISE, "trainer.cp=2"], []),
+    ("tensorwise, cp2·tp2+sp", 4, [TENSORWISE, "trainer.cp=2", "trainer.tp=2"], []),
+    ("tensorwise, cp2, ulysses", 2, [TENSORWISE, "trainer.cp=2", "trainer.cp_comm=ulysses"], []),
     ("rowwise, micro batches of 4", 1, [ROWWISE, "trainer.micro_batch_size=4"], []),
     ("tensorwise, compiled", 1, [TENSORWISE, *COMPILED], WIDE),
     ("rowwise, tp2+sp, compiled", 2, [ROWWISE, "trainer.tp=2", *COMPILED], WIDE),
-    ("tensorwise, tp2+sp, elementwise recompute, compiled", 2, [TENSORWISE, "trainer.tp=2", *COMPILED], WIDE),
+    (
+        "tensorwise, tp2+sp, elementwise recompute, compiled",
+        2,
+        [TENSORWISE, "trainer.tp=2", "trainer.recompute=elementwise", *COMPILED],
+        WIDE,
+    ),
+    ("tensorwise, cp2, compiled", 2, [TENSORWISE, "trainer.cp=2", *COMPILED], WIDE),
 ]
 IN_BF16: dict[str, tuple[int, list[str]]] = {
     "tensorwise, tp2+sp": (2, [TENSORWISE, "trainer.tp=2"]),
@@ -64,10 +80,10 @@ def test_layouts_in_bf16_differ_by_independent_errors(ranks: int, layout: list[s
 def scale_of_own_part(model: ParallelModel) -> None:
     cast = float8._cast
 
-    def alone(*args: object) -> Float8Operand:
-        return cast(*args[:-1], None)  # type: ignore[arg-type]
+    def alone(values: torch.Tensor, dtype: torch.dtype, layer: float8.Layer, dim: int, *_: object) -> Float8Operand:
+        return cast(values, dtype, layer, dim)
 
-    float8._cast = alone  # type: ignore[assignment]
+    float8._cast = alone
     assert dist.get_world_size() == 2
 
 

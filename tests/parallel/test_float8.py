@@ -13,7 +13,7 @@ torchao = pytest.importorskip("torchao.float8", reason="torchao, the oracle, is 
 
 
 def ours(recipe: str) -> Layer:
-    return Layer(RECIPES[recipe], Kernels(), True, None, False)
+    return Layer(RECIPES[recipe], Kernels(), True, None, False, None)
 
 
 def operands(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
