@@ -70,6 +70,8 @@ class Device(ABC):
     """Steps from which on a run compiles by default, because compilation takes a minute or two."""
     compiles_epochs: bool = False
     """Whether a run of ``trainer.epochs``, whose steps are not known yet, compiles by default."""
+    fuses_eager_blocks: bool = False
+    """Whether uncompiled blocks too have operators that the compiler fuses (``Kernels.fuse_rows``)."""
     pins_memory: bool = False
     """Whether the device copies from pinned host memory while it computes. Batches are then built in pinned memory."""
     float8_multiple: int = 1

@@ -21,7 +21,7 @@ SDPA, tiles and the dense mask are in devices/attention.py; the others are in th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,6 +112,23 @@ class Kernels:
         """Add ``part`` to ``total`` in place. ``part`` may be bf16 where ``total`` is fp32."""
         total += part
 
+    # Elementwise operators.
+
+    def fuse(self, function: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
+        """Return ``function``, of elementwise operations, as one kernel. None if this device has no such form.
+
+        The result has the rounding of ``function``: integers are bit-identical.
+        """
+        return None
+
+    def fuse_rows(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Return ``function``, of elementwise operations and sums, as few kernels. None as for ``fuse``.
+
+        Results have the rounding of ``function`` in 16-bit formats. The first dimension of tensors with several may
+        have any size; other sizes need another graph. No gradients are recorded.
+        """
+        return None
+
     # Optimizer.
 
     def norms(self, parts: Iterable[Tensor]) -> list[Tensor]:
@@ -121,13 +138,6 @@ class Kernels:
         the layout.
         """
         return [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32).view(-1) for part in parts]
-
-    def fuse(self, function: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
-        """Return ``function``, of elementwise integer operations, as one kernel. None if this device has no such form.
-
-        The result has the bits of ``function``.
-        """
-        return None
 
     def rows_at_once(self, width: int) -> int:
         """Return the number of rows of ``width`` values that an update casts to fp32 together."""

@@ -90,6 +90,7 @@ class Attention(nn.Module):
         self.num_heads = model.num_attention_heads // tp
         self.num_kv_heads = kv_heads_per_rank(model, tp)
         self.attend = attend
+        self.rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
         # One matrix for q, k and v: one matmul instead of three, and with sequence parallelism one gather.
         self.qkv_proj = _column_parallel("qkv_proj", model, mcore)
         self.o_proj = _row_parallel("o_proj", model, mcore)
@@ -107,7 +108,7 @@ class Attention(nn.Module):
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         q, k, v = qkv.view(*qkv.shape[:2], -1, self.head_dim).split(sizes, dim=2)
         q, k = (self.q_norm(q), self.k_norm(k)) if self.has_qk_norm else (q, k)
-        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        q, k = self.rotate(q, *rotary), self.rotate(k, *rotary)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, heads, s, d]
         return merge_heads(self.attend(q, k, v, visible))
 
@@ -126,13 +127,11 @@ class FeedForward(nn.Module):
         super().__init__()
         self.gate_up_proj = _column_parallel("gate_up_proj", model, mcore)
         self.down_proj = _row_parallel("down_proj", model, mcore)
-        self.activation = swiglu
+        self.activation: Callable[[Tensor], Tensor] = swiglu
 
     def forward(self, x: Tensor) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]."""
-        # Each rank has gate rows, then the up rows of the same units.
-        gate, up = _apply(self.gate_up_proj, x).chunk(2, dim=-1)
-        return _apply(self.down_proj, self.activation(gate, up))
+        return _apply(self.down_proj, self.activation(_apply(self.gate_up_proj, x)))
 
 
 @recomputable
@@ -142,8 +141,9 @@ def silu(x: Tensor) -> Tensor:
 
 
 @recomputable
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up. Each rank has gate rows, then the up rows of the same units."""
+    gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate) * up
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype))
         self.eps = eps
+        self.normalize: Callable[[Tensor, Tensor, float], Tensor] = normalize
 
     @recomputable
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] to [..., h], in x's dtype."""
-        normalized: Tensor = _Normalize.apply(x, self.weight, self.eps)
-        return normalized
+        return self.normalize(x, self.weight, self.eps)
 
 
 class ProjectionNorm(RMSNorm):
@@ -64,23 +65,36 @@ def mean_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return mean / group.size()
 
 
-class _Normalize(torch.autograd.Function):
-    """RMSNorm that saves x and 1 / rms(x) for the backward pass. Autograd would save fp32 copies of x and x / rms(x).
+def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight."""
+    output: Tensor = _Normalize.apply(x, weight, eps)
+    return output
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x / rms(x) * weight, and 1 / rms(x), fp32.
 
     x / rms(x) is rounded to x's dtype before the multiplication by the weight, as in Hugging Face's LlamaRMSNorm.
     ``torch.nn.functional.rms_norm`` rounds once, after the multiplication.
     """
+    x_fp32 = x.float()
+    inverse = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * (x_fp32 * inverse).type_as(x), inverse
+
+
+class _Normalize(torch.autograd.Function):
+    """RMSNorm that saves x and 1 / rms(x). Autograd would save fp32 copies of x and x / rms(x)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x_fp32 = x.float()
-        inverse = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + eps)
+        output, inverse = rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse)
-        return weight * (x_fp32 * inverse).type_as(x)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        return *_gradients(ctx, grad, None), None
+        x, weight, inverse = ctx.saved_tensors
+        return *norm_gradients(grad, x, weight, inverse, ctx.needs_input_grad[1]), None
 
 
 class _NormalizeProjection(torch.autograd.Function):
@@ -94,15 +108,22 @@ class _NormalizeProjection(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        return *_gradients(ctx, grad, ctx.group), None, None
+        x, weight, inverse = ctx.saved_tensors
+        return *norm_gradients(grad, x, weight, inverse, ctx.needs_input_grad[1], ctx.group), None, None
 
 
-def _gradients(ctx: Any, grad: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of x and weight; None for a frozen weight."""
-    x, weight, inverse = ctx.saved_tensors
+def norm_gradients(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    inverse: Tensor,
+    needs_weight: bool,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of x and weight; None for a frozen weight. ``inverse``: 1 / rms(x), fp32 [..., 1]."""
     quotient = x.float() * inverse
     grad_weight = None
-    if ctx.needs_input_grad[1]:
+    if needs_weight:
         by_token = grad * quotient.type_as(x)
         grad_weight = by_token.flatten(0, -2).sum(0, dtype=torch.float32).type_as(weight)
     scaled = (grad * weight).float()

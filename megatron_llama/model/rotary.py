@@ -140,6 +140,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
     bf16 has 8 bits of precision: with bf16 angles, distant positions would coincide.
     """
+    return rotated(x, cos, sin)
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Compute ``rotate``."""
     first, second = x.float().chunk(2, dim=-1)
     rotated_half = torch.cat((-second, first), dim=-1)
     return (x.float() * cos + rotated_half * sin).type_as(x)

@@ -72,6 +72,22 @@ class Graph:
         return {"what": fields.pop("function"), **fields}
 
 
+def enter_folder(plan: Plan, device: Device) -> Path:
+    """Make this process compile into the folder of compiled code; create and return it.
+
+    Raises:
+        ConfigError: another user could change it.
+    """
+    assert plan.config.trainer.compile_cache is not None, "resolve derives it"
+    folder = compile_folder(plan.config)
+    make_private(folder)
+    check_private(device, folder)  # after its creation, which another user could have anticipated in /tmp
+    for variable, value in device.compile_environment(folder).items():
+        os.environ.setdefault(variable, value)
+    confine_inductor()
+    return folder
+
+
 @dataclass
 class Compiler:
     """Compiler of one rank. Records each graph."""
@@ -90,14 +106,7 @@ class Compiler:
         if reason := self.device.compiler_missing():
             problem = Problem("trainer.compile", True, reason, "install it, or write trainer.compile=false")
             raise ConfigError([problem])
-        assert self.plan.config.trainer.compile_cache is not None, "resolve derives it"
-        folder = compile_folder(self.plan.config)
-        make_private(folder)
-        check_private(self.device, folder)  # after its creation, which another user could have anticipated in /tmp
-        for variable, value in self.device.compile_environment(folder).items():
-            os.environ.setdefault(variable, value)
-        confine_inductor()
-        self._notes = folder / "graphs"
+        self._notes = enter_folder(self.plan, self.device) / "graphs"
         self._backends: dict[str, Callable[..., Any]] = {}
         self._compile = torch._dynamo.lookup_backend(self.device.compiler)
         self._overlap = enable_async_overlap(self.device) if self.plan.config.trainer.async_tp else None

@@ -27,7 +27,7 @@ from megatron_llama.arch.names import is_lora
 from megatron_llama.devices import Device
 from megatron_llama.devices.kernels import Kernels
 from megatron_llama.devices.visibility import Documents
-from megatron_llama.model import mlp_chunks, random_ltd, recompute
+from megatron_llama.model import fused, mlp_chunks, random_ltd, recompute
 from megatron_llama.model.init import initial_values, torch_dtype
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import Llama
@@ -35,7 +35,7 @@ from megatron_llama.model.lora import add_lora
 from megatron_llama.model.loss import fused_softmax
 from megatron_llama.model.offload import Offload
 from megatron_llama.parallel import context, max_logits
-from megatron_llama.parallel.compiling import Compiler
+from megatron_llama.parallel.compiling import Compiler, enter_folder
 from megatron_llama.parallel.exact import ExactSums
 from megatron_llama.parallel.float8 import use_float8
 from megatron_llama.parallel.fsdp import ComputeCopies, allocate, data_groups, filled_copies, shard_chunk
@@ -191,6 +191,9 @@ def build_model(
         exchange = data_groups(topology, torch_device.type, plan, groups)
         replicated = ReplicatedGradients(plan, topology, groups)
     exact = ExactSums(plan, topology, groups, exchange, replicated) if trainer.exact else None
+    operators = None if trainer.exact else fused.fused_operators(kernels)
+    if operators is not None:
+        enter_folder(plan, device)
     chunks, shards, compute_copies = list[Llama](), list[Shard](), list[ComputeCopies | None]()
     for stage in topology.chunks():
         with torch.device("meta"):
@@ -209,6 +212,8 @@ def build_model(
             max_logits.attach(chunk, plan, groups)
             if plan.config.finetune.method == "lora":
                 add_lora(chunk, plan.config.finetune, torch_dtype(plan.frozen_dtype), plan.quantized)
+        if operators is not None:
+            fused.attach(chunk, operators)
         _wrap_blocks(chunk, plan, compiler, kernels, groups)
         if compiler is not None and chunk.is_last and kernels.fuses_loss:
             chunk.lm_head.softmax = fused_softmax(compiler.compile)

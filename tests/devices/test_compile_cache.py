@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_llama.config import ConfigError
-from megatron_llama.devices import compile_cache, get_device
+from megatron_llama.devices import compile_cache, device_named, get_device
 from megatron_llama.devices.compile_cache import FOLDER, confine_inductor, open_compile_cache
 from megatron_llama.launch.start import rank_environment
 from megatron_llama.parallel.compiling import Compiler
@@ -48,6 +48,12 @@ def test_a_variable_of_the_user_is_checked_too(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "open"))
     with pytest.raises(ConfigError, match="TORCHINDUCTOR_CACHE_DIR(.|\n)*unset TORCHINDUCTOR_CACHE_DIR"):
         rank_environment(CPU, plan_with(tmp_path / "cache"))
+
+
+def test_uncompiled_runs_compile_fused_operators_into_the_cache(tmp_path: Path) -> None:
+    plan = make_plan(1, "trainer.compile=false", f"trainer.compile_cache={tmp_path}")
+    assert rank_environment(device_named("cuda"), plan)["TORCHINDUCTOR_CACHE_DIR"].startswith(str(tmp_path))
+    assert "TORCHINDUCTOR_CACHE_DIR" not in rank_environment(CPU, plan)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])

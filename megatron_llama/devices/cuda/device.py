@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
 import sys
-import sysconfig
 import warnings
 from contextlib import suppress
 from importlib import metadata
@@ -18,6 +16,7 @@ from megatron_llama.arch.pattern import Pattern, fits_varlen
 from megatron_llama.config import ConfigError
 from megatron_llama.devices.base import INDUCTOR, Device, Peak, async_tp_problem, device_index, float8_problem
 from megatron_llama.devices.cuda import flash_attention_3
+from megatron_llama.devices.cuda.compiler import compiler_missing
 from megatron_llama.devices.cuda.flight_recorder import (
     collectives,
     recorder_environment,
@@ -67,6 +66,7 @@ class Cuda(Device):
     binds_process_group = True
     compile_from_steps = 100  # an eager step takes a third more time
     compiles_epochs = True
+    fuses_eager_blocks = True
     pins_memory = True
     sums_int64 = True
     float8_multiple = 16
@@ -106,15 +106,7 @@ class Cuda(Device):
         return int(_FRAGMENTATION * tensor_bytes) + _CONTEXT_BYTES
 
     def compiler_missing(self) -> str | None:
-        """Check Triton's requirements: it compiles its launchers, modules of Python, with a C compiler."""
-        compiler = os.environ.get("CC")
-        if not any(map(shutil.which, [compiler] if compiler else ["gcc", "clang"])):
-            name = f"{compiler} (CC)" if compiler else "gcc"
-            return f"torch.compile on a GPU needs a C compiler, and {name} is not installed"
-        header = Path(sysconfig.get_paths()["include"], "Python.h")
-        if not header.is_file():
-            return f"torch.compile on a GPU needs Python's header files, and {header} is missing (package python3-dev)"
-        return None
+        return compiler_missing()
 
     def count(self) -> int:
         import torch

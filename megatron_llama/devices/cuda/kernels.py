@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_llama.arch.pattern import Lengths, Pattern, fits_varlen
 from megatron_llama.devices import attention
+from megatron_llama.devices.cuda.compiler import compiler_missing
 from megatron_llama.devices.kernels import Float8Operand, Kernels
 from megatron_llama.devices.visibility import AttentionInputs
 
@@ -90,19 +91,50 @@ def _unflatten(x: Tensor, like: Tensor) -> Tensor:
 attention.KERNELS["varlen"] = attention.DocumentKernel(forward, backward)
 
 
+AS_EAGER: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
+"""Inductor's option that rounds where uncompiled operators do: to 16 bits after each one, no fused multiply-add."""
+
+
 @cache
 def compile_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compile ``function`` with Inductor; all callers share the graphs."""
-    compiled: Callable[..., Tensor] = torch.compile(function, dynamic=True, fullgraph=True)
+    """Compile ``function`` with Inductor for all shapes; all callers share the graphs."""
+    compiled: Callable[..., Tensor] = torch.compile(function, dynamic=True, fullgraph=True, options=AS_EAGER)
     return compiled
+
+
+@cache
+def compile_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile ``function`` with Inductor for tensors whose first dimension varies; all callers share the graphs.
+
+    Constant sizes of the other dimensions make faster kernels. After Dynamo's limit of graphs, ``function`` runs.
+    """
+    compiled = torch.compile(function, dynamic=False, options=AS_EAGER)
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        return compiled(*(_with_rows(x) if isinstance(x, Tensor) else x for x in args))
+
+    return call
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """Return x without its autograd history, so that the graph is the same in training and validation."""
+    x = x.detach()
+    if x.ndim > 1:
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+    return x
 
 
 class CudaKernels(Kernels):
     """``varlen`` for documents and windows, tiles for unsupported patterns, dtypes and heads."""
 
     def fuse(self, function: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
-        """Compile ``function`` for all shapes, in runs that compile at all: others may lack a C compiler."""
-        return compile_once(function) if self.compiled else None
+        """Compile ``function`` for all shapes. None without a C compiler, which only compiled runs require."""
+        return compile_once(function) if self.compiled or compiler_missing() is None else None
+
+    def fuse_rows(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Compile ``function``. None in compiled blocks, whose operators Inductor fuses, and without a C compiler."""
+        return None if self.compiled or compiler_missing() is not None else compile_rows(function)
 
     def norms(self, parts: Iterable[Tensor]) -> list[Tensor]:
         """Return the 2-norm of each part in fp32: a launch for many tensors, not one per tensor.

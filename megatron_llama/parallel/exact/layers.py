@@ -116,8 +116,9 @@ class Units(NamedTuple):
 
 
 @recomputable
-def swiglu(gate: Tensor, up: Tensor, units: Units) -> Tensor:
-    """silu(gate) * up of [s, b, units / t]."""
+def swiglu(gate_up: Tensor, units: Units) -> Tensor:
+    """silu(gate) * up of [s, b, 2 units / t]."""
+    gate, up = gate_up.chunk(2, dim=-1)
     product: Tensor = _SwiGLU.apply(gate, up, units)
     return product
 
