@@ -164,6 +164,8 @@ def test_fine_tuning_of_all_weights_has_a_lower_learning_rate(settings: list[str
 def begun(folder: Path, settings: Config, step: bool = True) -> Path:
     """The folder of a run that has begun, and saved a step."""
     (folder / "checkpoints" / ("step_00000010" if step else "")).mkdir(parents=True)
+    if step:
+        (folder / "checkpoints/step_00000010/checkpoint.json").touch()
     (folder / "config.yaml").write_text(to_yaml(settings), encoding="utf-8")
     return folder
 

@@ -99,7 +99,29 @@ def test_made_up_data_needs_no_file() -> None:
 def test_a_checkpoint_that_is_not_there(resume: str, advice: str, tmp_path: Path) -> None:
     (problem,) = problems_of(make(**{"checkpoint.resume": resume}))
     assert problem.field == "checkpoint.resume" and advice in problem.instead
+    (tmp_path / "checkpoint.json").touch()
     assert problems_of(make(**{"checkpoint.resume": str(tmp_path)})) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "rule", "advice"),
+    [
+        ([], "contains nothing", "Megatron's torch_dist checkpoint"),
+        (["a.pt", "b", "c", "d", "e"], "known format: the folder contains a.pt, b, c, d and 1 more", "torchtitan"),
+        (["model.safetensors", "config.json"], "weights only", "init_from="),
+        (["step_00000002/checkpoint.json", "step_00000001/checkpoint.json"], "checkpoints", "step_00000002"),
+        (["checkpoints/step_00000002/checkpoint.json", "config.yaml"], "contains checkpoints, config.yaml", "one of"),
+        (["common.pt", ".metadata"], None, ""),
+    ],
+    ids=["empty", "unknown", "hugging face", "folder of checkpoints", "run", "torch_dist"],
+)
+def test_a_folder_that_cannot_be_resumed(files: list[str], rule: str | None, advice: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    problems = problems_of(make(**{"checkpoint.resume": str(tmp_path)}))
+    assert [problem.field for problem in problems] == ["checkpoint.resume"] * (rule is not None)
+    assert all(str(rule) in problem.rule and advice in problem.instead for problem in problems)
 
 
 def hugging_face_folder(folder: Path, **changes: object) -> Path:

@@ -8,8 +8,9 @@ import os
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 
-from megatron_llama.arch.checkpoint_formats import is_foreign
+from megatron_llama.arch.checkpoint_formats import HF, LABELS, OURS, is_foreign, recognize
 from megatron_llama.arch.shapes import head_dim, kv_heads
 from megatron_llama.config.data_settings import (
     DISCRETE,
@@ -338,6 +339,26 @@ def _checkpoint(config: Config, exists: Exists) -> Iterator[Problem]:
         advice = closest_match(resume, ("auto", "never")) or "auto, never, or the path of a checkpoint"
         rule = "must be auto, never or the path of a checkpoint"
         yield Problem("checkpoint.resume", resume, rule, f"write checkpoint.resume={advice}")
+    elif resume not in ("auto", "never") and os.path.isdir(resume):
+        yield from _resumed_folder(Path(resume))
+
+
+def _resumed_folder(folder: Path) -> Iterator[Problem]:
+    """Yield the problem of a folder from which no run can resume, with its content."""
+    recognized = recognize(folder)
+    if recognized is None:
+        names = sorted(os.listdir(folder))
+        content = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") or "nothing"
+        rule = f"is no checkpoint of a known format: the folder contains {content}"
+        formats = ", ".join(label for kind, label in LABELS.items() if kind != HF)
+        yield Problem("checkpoint.resume", str(folder), rule, f"name one of these: {formats}")
+    elif recognized.format == HF:
+        rule = f"is {LABELS[HF]}, which has weights only"
+        yield Problem("checkpoint.resume", str(folder), rule, f"write init_from={shlex.quote(str(folder))}")
+    elif recognized.format == OURS and recognized.folder != folder:
+        rule = "is a folder of checkpoints"
+        instead = f"write checkpoint.resume={shlex.quote(str(recognized.folder))}"
+        yield Problem("checkpoint.resume", str(folder), rule, instead)
 
 
 def _quantizer(config: Config) -> Iterator[Problem]:
