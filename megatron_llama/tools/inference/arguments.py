@@ -178,7 +178,7 @@ def _run_rank(opened: OpenedModel, task: InferenceTask, plan: Plan) -> None:
 def open_model(arguments: argparse.Namespace, problems: Problems, *, needs_tokenizer: bool) -> OpenedModel | None:
     """Open the model of the arguments; on errors return None and add to ``problems``."""
     from megatron_llama.devices import get_device
-    from megatron_llama.tools.inference.saved_model import open_saved_model, tokenizer_of
+    from megatron_llama.tools.inference.saved_model import has_tokenizer, open_saved_model, tokenizer_of
 
     device = None
     try:
@@ -192,7 +192,8 @@ def open_model(arguments: argparse.Namespace, problems: Problems, *, needs_token
     if saved is None:
         return None
     tokenizer = None
-    if needs_tokenizer or arguments.tokenizer is not None or saved.tokenizer is not None:
+    is_known = saved.tokenizer is not None and has_tokenizer(saved.tokenizer)
+    if needs_tokenizer or arguments.tokenizer is not None or is_known:
         tokenizer = problems.collect(tokenizer_of, saved, arguments.tokenizer)
     if device is None or min(arguments.tp, arguments.cp) < 1:
         return None

@@ -116,9 +116,34 @@ def continuation_scores(
 
     Args:
         prompts: ids, at least one per prompt.
-        continuations: ids by prompt, at least one per continuation. The longest prompt and the longest continuation
-            together have at most ``context`` + 1 ids.
+        continuations: ids by prompt, at least one per continuation. A prompt and its longest continuation together
+            have at most ``context`` + 1 ids.
     """
+    longest = [max(map(len, row)) for row in continuations]
+    scores: list[list[tuple[float, bool]]] = []
+    for part in fitting_parts([*map(len, prompts)], longest, generator.context + 1):
+        scores += _continuation_scores(generator, prompts[part], continuations[part])
+    return scores
+
+
+def fitting_parts(prompts: Sequence[int], continuations: Sequence[int], most: int) -> Iterator[slice]:
+    """Yield slices of a batch in which the longest prompt and the longest continuation have at most ``most`` ids.
+
+    The cache has a column for each position, so a long prompt and another one's long continuation may exceed it. Each
+    pair of lengths fits alone.
+    """
+    first = 0
+    for end in range(1, len(prompts) + 1):
+        part = slice(first, end + 1)
+        if end == len(prompts) or max(prompts[part]) + max(continuations[part]) > most:
+            yield slice(first, end)
+            first = end
+
+
+def _continuation_scores(
+    generator: Generator, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]]
+) -> list[list[tuple[float, bool]]]:
+    """Return ``continuation_scores`` of rows that fit the cache together."""
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     rounds, longest = max(map(len, continuations)), max(len(ids) for row in continuations for ids in row)
     cache = generator.cache(len(prompts), int(lengths.max()) + longest, at_once=longest)

@@ -155,9 +155,8 @@ def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
         if problems:
             raise ConfigError(problems)
         adapter = open_adapter(folder, whole.model, finetune)
-    has_tokenizer = any((folder / name).is_file() for name in (FAST_JSON, SENTENCEPIECE_MODEL))
     merged = MergedTensors.of(whole.stored, adapter, finetune)
-    return replace(whole, folder=folder, stored=merged, tokenizer=folder if has_tokenizer else whole.tokenizer)
+    return replace(whole, folder=folder, stored=merged, tokenizer=folder if has_tokenizer(folder) else whole.tokenizer)
 
 
 def _open_hf_folder(folder: Path) -> SavedModel:
@@ -191,6 +190,11 @@ def _token_ids(folder: Path) -> dict[str, Any]:
             named = {key: value for key, value in content.items() if key.endswith("_token_id")}
             token_ids |= {key: value for key, value in named.items() if value is not None}
     return token_ids
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Return whether a path is a file, or a folder with a tokenizer's file."""
+    return path.is_file() or any((path / name).is_file() for name in (FAST_JSON, SENTENCEPIECE_MODEL))
 
 
 def tokenizer_of(saved: SavedModel, given: Path | None = None) -> Tokenizer:

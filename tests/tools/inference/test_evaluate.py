@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import sys
 from decimal import Decimal
 from pathlib import Path
@@ -26,6 +27,7 @@ from megatron_llama.tools.inference.evaluation import (
     encode_records,
     final_number,
     find_template,
+    fitting_parts,
     label_scores,
     read_records,
     share,
@@ -185,6 +187,31 @@ def test_labels_are_compared_by_their_likelihoods(folder: Path, labelled: tuple[
     assert results["majority"] == {"label": "not_entailment", "share": 16 / 24}
     assert results["skipped"] == {"unknown label": 1, "unreadable": 1, "lacks a field": 1, "too long": 1}
     assert report(tmp_path, folder, "--labelled", file, "--template", template, "--limit", 7)["accuracy"]["of"] == 7
+
+
+def test_a_long_prompt_and_a_long_label_of_another_record_fit(folder: Path) -> None:
+    """Each record has at most as many ids as the model has positions, 256; the longest parts together have more."""
+    from tests.tools.inference.models import with_generator
+
+    sizes = [(8, 240), (9, 3), (100, 156), (250, 7), (251, 5), (256, 1)]
+    ids = [*range(3, 290)]
+    encoded = [EncodedRecord(ids[:prompt], [ids[:label], ids[1:2]], {}) for prompt, label in sizes]
+    theirs = run_ranks(_their_label_scores, 1, folder, [[(a.prompt, label) for label in a.labels] for a in encoded])[0]
+    ours = with_generator(lambda made: label_scores(made, encoded), folder)[0]
+    torch.testing.assert_close(ours, torch.tensor(theirs, dtype=torch.float64), rtol=1e-5, atol=1e-5)
+    assert [*fitting_parts([8, 9, 100, 250], [240, 3, 156, 7], 257)] == [slice(0, 2), slice(2, 3), slice(3, 4)]
+
+
+def test_a_dataset_needs_no_tokenizer(folder: Path, dataset: tuple[str, np.ndarray], tmp_path: Path) -> None:
+    bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*", "special*"))
+    assert (folder / "tokenizer.json").is_file() and not (bare / "tokenizer.json").exists()
+    results, whole = (report(tmp_path, each, "--dataset", dataset[0]) for each in (bare, folder))
+    assert results["loss"] == whole["loss"] and results["bits_per_byte"] is None
+    assert results["reason"] == "the tokenizer is unknown; write --tokenizer PATH"
+    given = report(tmp_path, bare, "--dataset", dataset[0], "--tokenizer", folder)
+    assert given["bits_per_byte"] == whole["bits_per_byte"]
+    refused = command(evaluate, bare, "--labelled", dataset[0], "--template", "qnli", *CPU)
+    assert refused.status == 2 and "--tokenizer" in refused.err
 
 
 def test_likelihoods_are_theirs(folder: Path, labelled: tuple[Path, Path]) -> None:
