@@ -1,4 +1,6 @@
-"""starts.jsonl: a line at each start of a run, and a line at its end. Process 0 writes it; reports read it.
+"""starts.jsonl: a line at each start of a run, when rank 0 has loaded its checkpoint, and at the end.
+
+Process 0 writes the starts and ends; reports read the file.
 
 A killed process writes no end. The file is replaced, never opened for writing, so that a link or a pipe in its place
 cannot block or redirect a run; a failure is a warning.
@@ -6,28 +8,33 @@ cannot block or redirect a run; a failure is a warning.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_llama.config.problems import shorten
 from megatron_llama.config.stored import stored_steps
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_RESTART, EXIT_USER
-from megatron_llama.system.files import read_whole, write_atomically
-from megatron_llama.train.metrics_file import METRICS_FILE, Broken, read_last_step, stream_records
+from megatron_llama.train.metrics_file import (
+    LOADED,
+    METRICS_FILE,
+    START,
+    STARTS_FILE,
+    Broken,
+    append_start_line,
+    read_last_step,
+    stream_records,
+)
 
-STARTS_FILE = "starts.jsonl"
-MAX_BYTES = 16 << 20
+STARTED = "MEGATRON_LLAMA_STARTED"
+"""Variable with the user's command, for the processes that launch.hosts starts."""
 MOST_REASON = 300
 """Characters of a reason."""
 REASONS = {0: "done", EXIT_USER: "rejected", EXIT_RESTART: "stopped after saving"}
@@ -40,7 +47,8 @@ class Start:
     time: float
     """Seconds since the epoch."""
     step: int | None = None
-    """Step of the newest checkpoint at the start, 0 without one; None if another folder's checkpoint is resumed."""
+    """Step from which the run resumed, 0 without a checkpoint. Before the load it is the newest checkpoint's step; None
+    if another folder's checkpoint is resumed."""
     command: str = ""
     host: str = ""
     pid: int = 0
@@ -73,12 +81,17 @@ def log_start(plan: Plan) -> None:
     resume = plan.config.checkpoint.resume
     saved = [] if resume == "never" else stored_steps(plan.run_dir)
     step = saved[0] if saved else 0 if resume in ("auto", "never") else None
-    words = [os.path.basename(sys.orig_argv[0]), *sys.orig_argv[1:]]
-    line = {"event": "start", "time": round(time.time(), 3), "step": step, "command": shorten(shlex.join(words))}
+    command = os.environ.get(STARTED) or command_of_process()
+    line = {"event": START, "time": round(time.time(), 3), "step": step, "command": shorten(command)}
     try:
-        _append(plan.run_dir, {**line, "host": socket.gethostname(), "pid": os.getpid()})
+        append_start_line(plan.run_dir, {**line, "host": socket.gethostname(), "pid": os.getpid()})
     except OSError as error:
         sys.stderr.write(f"WARNING: {plan.run_dir / STARTS_FILE} was not written: {error.strerror or error}.\n")
+
+
+def command_of_process() -> str:
+    """Return the command of this process, as typed."""
+    return shlex.join([os.path.basename(sys.orig_argv[0]), *sys.orig_argv[1:]])
 
 
 def log_end(folder: Path, status: int, reason: str = "") -> None:
@@ -89,14 +102,7 @@ def log_end(folder: Path, status: int, reason: str = "") -> None:
     line = {"event": "end", "time": round(time.time(), 3), "step": step, "status": status}
     reason = " ".join((reason or REASONS.get(status, f"failed with status {status}")).split())
     with suppress(OSError):
-        _append(folder, {**line, "reason": shorten(reason, MOST_REASON)})
-
-
-def _append(folder: Path, record: Mapping[str, Any]) -> None:
-    path = folder / STARTS_FILE
-    content = read_whole(path, MAX_BYTES) if path.exists() else b""
-    newline = b"\n" if content and not content.endswith(b"\n") else b""
-    write_atomically(path, content + newline + json.dumps(record).encode() + b"\n", private=True)
+        append_start_line(folder, {**line, "reason": shorten(reason, MOST_REASON)})
 
 
 def read_starts(folder: Path) -> tuple[list[Start], int]:
@@ -110,9 +116,11 @@ def read_starts(folder: Path) -> tuple[list[Start], int]:
         seconds, step = record["time"], record.get("step")
         step = step if type(step) is int else None
         event, is_open = record.get("event"), bool(starts) and starts[-1].ended is None
-        if not math.isfinite(seconds) or not (event == "start" or (event == "end" and is_open)):
+        if not math.isfinite(seconds) or not (event == START or (event in (LOADED, "end") and is_open)):
             invalid += 1
-        elif event == "start":
+        elif event == LOADED:
+            starts[-1].step = step
+        elif event == START:
             pid = record.get("pid")
             words = (record.get("command"), record.get("host"))
             command, host = (word if isinstance(word, str) else "" for word in words)

@@ -16,7 +16,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule, difficulties_at
 from megatron_llama.train.console import Progress, Value
 from megatron_llama.train.loss_curve import PICTURE_FILE, draw_run
-from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, read_run_records
+from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, note_loaded_step, read_run_records
 from megatron_llama.train.sinks import open_sinks, write_samples
 from megatron_llama.train.waits import WAIT_METRICS
 
@@ -102,6 +102,7 @@ class MetricsLogger:
         self._exceeded = False
         self._path = plan.run_dir / METRICS_FILE
         self._file = MetricsFile(self._path, start_step)
+        note_loaded_step(plan.run_dir, start_step)
         records = read_run_records(self._path)
         self._throughput_peak = max((record.get("throughput_peak") or 0.0 for record in records), default=0.0)
         self._sinks = open_sinks(plan, start_step, metric_names(plan), records)

@@ -1,4 +1,4 @@
-"""Reads and writes metrics.jsonl, and truncates it to the step that a run resumes from."""
+"""Reads, writes and truncates metrics.jsonl, to the step that a run resumes from; writes lines of starts.jsonl."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,10 @@ from typing import Any
 from megatron_llama.system.errors import MachineError
 from megatron_llama.system.files import open_regular, read_whole, write_atomically
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, STARTS_FILE = "metrics.jsonl", "starts.jsonl"
+START, LOADED = "start", "loaded"
+"""Events of starts.jsonl."""
+MAX_STARTS_BYTES = 16 << 20
 MAX_BYTES = 16 << 30
 TAIL_BYTES = 1 << 16
 REQUIRED_METRICS = ("step", "consumed_tokens", "reduced_train_loss", "lr", "tokens_per_second", "step_time_s", "mfu")
@@ -152,3 +156,22 @@ def _read(path: Path, steps: Sequence[str] = ("step",)) -> tuple[Lines, Broken]:
     """Return all that ``stream_records`` yields, and the invalid lines."""
     broken: Broken = []
     return list(stream_records(path, broken, steps)), broken
+
+
+def append_start_line(folder: Path, record: Mapping[str, Any]) -> None:
+    """Append a line to starts.jsonl by replacing the file (launch/starts.py). Raises OSError."""
+    path = folder / STARTS_FILE
+    content = read_whole(path, MAX_STARTS_BYTES) if path.exists() else b""
+    newline = b"\n" if content and not content.endswith(b"\n") else b""
+    write_atomically(path, content + newline + json.dumps(record).encode() + b"\n", private=True)
+
+
+def note_loaded_step(folder: Path, step: int) -> None:
+    """Append to starts.jsonl the step from which the last start resumed: the newest checkpoint may be damaged.
+
+    Later loads of this start, after a rewind, are not noted. A failure is not reported: ``log_start`` has done it.
+    """
+    with suppress(OSError, ValueError, IndexError, AttributeError):
+        last = read_whole(folder / STARTS_FILE, MAX_STARTS_BYTES).splitlines()[-1]
+        if json.loads(last).get("event") == START:
+            append_start_line(folder, {"event": LOADED, "time": round(time.time(), 3), "step": step})

@@ -16,6 +16,7 @@ from megatron_llama import cli
 from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.config.hostfile import Host, parse_hostfile
 from megatron_llama.launch.ssh import control_line_closed
+from megatron_llama.launch.starts import read_starts
 from megatron_llama.launch.world import find_world
 from tests.launch.fake_train import TINY, script
 from tests.processes import PATIENCE_SECONDS, environment, gone, pids
@@ -82,6 +83,9 @@ def test_ranks_on_two_hosts_meet(tmp_path: Path, ssh: str) -> None:
     assert "Messages carry an HMAC with MEGATRON_LLAMA_SECRET." in out
     secret = next(tmp_path.glob("secret*")).read_text()
     assert len(secret) == 64 and {path.read_text() for path in tmp_path.glob("secret*")} == {secret}
+    (first,), _ = read_starts(folder)
+    assert "launch.hosts=[a,u@b]" in first.command and "run.dir='a run'" in first.command.replace("'\"'\"'", "'")
+    assert "checkpoint.resume" not in first.command, "the user's command, not the hosts'"
     assert secret not in (tmp_path / "command_lines").read_text(), "other users can read command lines"
 
 

@@ -22,6 +22,7 @@ from megatron_llama.launch.rank import Report, run_as_rank
 from megatron_llama.launch.start import run_here
 from megatron_llama.launch.starts import STARTS_FILE, Start, log_end, log_start, read_starts
 from megatron_llama.plan import Plan
+from megatron_llama.train.metrics_file import note_loaded_step
 from tests.processes import MakeLauncher, plan_of, run_train_py, save_and_leave, without_plan
 
 TINY = ("data=mock", "device=cpu", "data.seq_length=16", "trainer.steps=2", "device.peak_tflops=0.01")
@@ -61,6 +62,32 @@ def test_the_step_of_a_first_start(tmp_path: Path, resume: str, step: int | None
     plan.config.checkpoint.resume = resume
     log_start(plan)
     assert only(tmp_path).step == step
+
+
+def test_the_step_is_the_loaded_checkpoints(tmp_path: Path) -> None:
+    """The newest checkpoint may be damaged. A rewind of the same start loads another one later."""
+    for step in (10, 20):
+        (tmp_path / f"checkpoints/step_{step:08d}").mkdir(parents=True)
+    note_loaded_step(tmp_path, 10)
+    assert not (tmp_path / STARTS_FILE).exists(), "a program without starts"
+    log_start(plan_in(tmp_path))
+    assert only(tmp_path).step == 20
+    note_loaded_step(tmp_path, 10)
+    note_loaded_step(tmp_path, 15)
+    log_end(tmp_path, 0)
+    start = only(tmp_path)
+    assert (start.step, start.status) == (10, 0)
+    note_loaded_step(tmp_path, 15)
+    assert only(tmp_path) == start
+
+
+def test_a_resumed_run_notes_the_step_that_it_loaded(tmp_path: Path) -> None:
+    for _ in range(2):
+        status, output = run_train_py(tmp_path / "run", *TINY, "checkpoint.every_steps=1")
+        assert status == 0, output
+        (tmp_path / "run/checkpoints/step_00000002/checkpoint.json").write_text("{")
+    starts, invalid = read_starts(tmp_path / "run")
+    assert [start.step for start in starts] == [0, 1] and not invalid
 
 
 def test_a_killed_process_is_not_running(tmp_path: Path) -> None:
