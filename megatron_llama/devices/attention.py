@@ -334,7 +334,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
 def largest_logits(q: Tensor, k: Tensor, visible: AttentionInputs | None, chunks: Chunks | None = None) -> Tensor:
     """Return the largest scaled score of a visible key of each head, fp32 [heads].
 
-    Products of ``q`` and ``k`` are computed in fp32, by blocks of queries and keys.
+    Scores are computed in fp32, by blocks of queries and keys.
 
     Args:
         q: [b, heads, n, d].

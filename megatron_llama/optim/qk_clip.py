@@ -1,9 +1,9 @@
 """QK-Clip: weights of q and k are scaled down after an update, in heads with a large attention logit.
 
-MuonClip of Kimi K2 (arXiv:2507.20534, section 2.1): with S the largest logit of a head in the step's forward passes and
-gamma = min(1, tau / S), the rows of W_q and W_k, and their biases, are multiplied by sqrt(gamma). The logits of the
-same input are then at most tau. Query heads that share a kv head use the largest S of the group, as Megatron-LM's
-``Attention.clip_qk`` does (megatron/core/transformer/attention.py), so the logits of all of them shrink by gamma.
+This is MuonClip of Kimi K2 (arXiv:2507.20534, section 2.1). Let S be the largest logit of a head in the step's forward
+passes, and gamma = min(1, tau / S). The rows of W_q and W_k and their biases are multiplied by sqrt(gamma), so the
+logits of the same input are at most tau. Query heads that share a kv head use the largest S of the group, as
+Megatron-LM's ``Attention.clip_qk`` does (megatron/core/transformer/attention.py).
 
 ``parallel/max_logits.py`` records S of a rank's heads, layers and samples. One all-reduce over all ranks takes the
 maximum, so the factors do not depend on the layout. The weights are the optimizer's, with any optimizer and sharding.
