@@ -2,12 +2,14 @@
 
     python -m benchmarks.verify.exact > table.md
 
-Takes about half an hour on two cores.
+Takes about half an hour on two cores. Environment variables choose the kernels of an older processor, for example
+ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 
 from benchmarks.help_format import HelpFormatter
@@ -15,23 +17,25 @@ from benchmarks.results import commit, describe_machine
 from megatron_llama.system.errors import run_main
 from megatron_llama.system.tables import markdown_table
 
-STEPS = 20
 PRECISIONS = {"fp32": [], "bf16": ["trainer.precision=bf16"]}
 
 
 def main() -> int:
     """Print the table; return 1 if a bit differs."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--steps", type=int, default=20, help="steps of a run (default 20)")
+    parser.add_argument("--rows", default="", help="only rows whose name contains this text")
+    args = parser.parse_args()
     from tests.layouts.exact_table import EXACT, exact_rows
     from tests.layouts.test_exact import differing
     from tests.oracle import Result, run_layout
 
-    device = "cpu"
-    print(f"{describe_machine(device)}, commit {commit()}, {STEPS} steps, `python -m benchmarks.verify.exact`\n")
+    device, command = "cpu", shlex.join(["python", "-m", "benchmarks.verify.exact", *sys.argv[1:]])
+    print(f"{describe_machine(device)}, commit {commit()}, {args.steps} steps, `{command}`\n")
     print("\n".join(markdown_table(("layout", "ranks", *PRECISIONS), [])))
     expected: dict[tuple[str, ...], Result] = {}
     failed = False
-    for name, ranks, layout, model in exact_rows():
+    for name, ranks, layout, model in (row for row in exact_rows() if args.rows in row[0]):
         cells = []
         for precision in PRECISIONS.values():
             if precision and any(override.startswith("trainer.precision") for override in (*layout, *model)):
@@ -39,8 +43,8 @@ def main() -> int:
                 continue
             key = (*model, *precision)
             if key not in expected:
-                expected[key] = run_layout(1, EXACT, *key, steps=STEPS)
-            others = differing(run_layout(ranks, EXACT, *layout, *key, steps=STEPS), expected[key])
+                expected[key] = run_layout(1, EXACT, *key, steps=args.steps)
+            others = differing(run_layout(ranks, EXACT, *layout, *key, steps=args.steps), expected[key])
             cells.append(f"{len(others)} tensors" if others else "0")
             failed |= bool(others)
             for other in others[:3]:

@@ -64,6 +64,22 @@ class Float8Operand(NamedTuple):
     """fp32: a scalar, [rows, 1] for the left operand of a matmul or [1, columns] for the right one."""
 
 
+class AdamNumbers(NamedTuple):
+    """Factors of one update of Adam."""
+
+    keep: float
+    """1 - learning rate * weight decay if weight decay is decoupled, otherwise 1."""
+    decay: float
+    """Weight decay that is added to the gradient; 0 if it is decoupled."""
+    beta1: float
+    beta2: float
+    eps: float
+    root: Tensor
+    """Square root of the second moment's bias correction, fp32 scalar on the weight's device."""
+    rate: Tensor
+    """Learning rate divided by the first moment's bias correction, fp32 scalar."""
+
+
 class Kernels:
     """Plain torch for every operation.
 
@@ -103,6 +119,16 @@ class Kernels:
     def logits_like(self, hidden: Tensor, tokens: int, rows: int) -> Tensor:
         """Return empty memory for logits [tokens, rows] of ``hidden`` [n, h] in the layout of the fastest matmuls."""
         return hidden.new_empty(tokens, rows)
+
+    def add_to_grid_(self, total: Tensor, values: Tensor, bits: int) -> Tensor:
+        """Add multiples of 2^-bits to ``total`` (int64) in place, and return the largest absolute value, fp32 scalar.
+
+        Args:
+            values: fp32 or bf16, shaped like ``total``. They are truncated to multiples.
+        """
+        least, most = torch.aminmax(values)  # a tenth of the time of a maximum norm on a CPU
+        total += (values.float() * 2.0**bits).to(torch.int64)
+        return torch.maximum(-least, most).float()
 
     def is_one(self, factor: Tensor) -> bool:
         """Whether a scalar is 1. False if the host would have to wait for its value."""
@@ -186,6 +212,24 @@ class Kernels:
         gradient = gradient if factor is None else gradient * factor
         states: tuple[list[Tensor], ...] = ([exp_avg], [exp_avg_sq], [], [step])
         FUSED_ADAM[decoupled]([weight], [gradient], *states, amsgrad=False, maximize=False, **numbers)
+
+    def elementwise_adam_(
+        self, weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamNumbers
+    ) -> None:
+        """Update an fp32 weight and its states in place by IEEE's basic operations, which round one by one.
+
+        The result does not depend on an element's place, as that of the fused kernel does.
+        """
+        # Each product is a separate tensor: a fused product and sum would be rounded once instead of twice.
+        if numbers.keep != 1:
+            weight.mul_(numbers.keep)
+        if numbers.decay:
+            grad = grad + weight * numbers.decay
+        exp_avg.mul_(numbers.beta1).add_(grad * (1 - numbers.beta1))
+        exp_avg_sq.mul_(numbers.beta2).add_(grad * grad * (1 - numbers.beta2))
+        root = exp_avg_sq.double().sqrt().float()  # torch's fp32 square root on a CPU is not always the nearest number
+        denominator = (root / numbers.root).add_(numbers.eps)
+        weight.sub_(exp_avg / denominator * numbers.rate)
 
 
 EAGER = Kernels()

@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from megatron_llama.devices.kernels import Kernels
+from megatron_llama.devices.kernels import AdamNumbers, Kernels
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
 from megatron_llama.optim.low_precision import SINGLE_TENSOR, build_elementwise
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FusedAdam(ShardOptimizer, torch.optim.Adam):
@@ -56,7 +58,7 @@ class Bf16GradientAdam(ShardOptimizer, torch.optim.Adam):
                 state = self.state[weight]
                 if "step" not in state:
                     state["step"] = torch.zeros((), device=weight.device)
-                for kind in ("exp_avg", "exp_avg_sq"):
+                for kind in MOMENTS:
                     if kind not in state:
                         state[kind] = torch.zeros_like(weight)
                 state["step"] += 1
@@ -72,9 +74,9 @@ class ElementwiseAdam(ShardOptimizer, torch.optim.Adam):
 
     counts_on_device = True
 
-    def __init__(self, groups: Sequence[Group], numbers: dict[str, Any], *, decoupled: bool) -> None:
+    def __init__(self, groups: Sequence[Group], numbers: dict[str, Any], *, decoupled: bool, kernels: Kernels) -> None:
         super().__init__(groups, **numbers, decoupled_weight_decay=decoupled)
-        self._decoupled = decoupled
+        self._decoupled, self._kernels = decoupled, kernels
 
     @torch.no_grad()
     def step(self, *, factor: Tensor | None = None, skip: Tensor | None = None) -> None:  # type: ignore[override]
@@ -85,22 +87,20 @@ class ElementwiseAdam(ShardOptimizer, torch.optim.Adam):
                     self._update(weight, weight.grad, group)
 
     def _update(self, weight: Tensor, grad: Tensor, group: Group) -> None:
-        state, (beta1, beta2) = self.state[weight], group["betas"]
+        state, (beta1, beta2), decay = self.state[weight], group["betas"], group["weight_decay"]
         step = state.setdefault("step", torch.zeros((), device=weight.device)).add_(1)
-        mean, square = (
-            state.setdefault(kind, torch.zeros_like(weight, requires_grad=False)) for kind in ("exp_avg", "exp_avg_sq")
-        )
-        # Each product is a separate tensor: a fused product and sum would be rounded once instead of twice.
-        decay = group["weight_decay"]
-        if self._decoupled:
-            weight.mul_(1 - group["lr"] * decay)
-        elif decay:
-            grad = grad + weight * decay
-        mean.mul_(beta1).add_(grad * (1 - beta1))
-        square.mul_(beta2).add_(grad * grad * (1 - beta2))
         corrections = [1 - torch.pow(torch.full_like(step, beta, dtype=torch.float64), step) for beta in (beta1, beta2)]
-        denominator = (square.sqrt() / corrections[1].sqrt().float()).add_(group["eps"])
-        weight.sub_(mean / denominator * (group["lr"] / corrections[0]).float())
+        numbers = AdamNumbers(
+            keep=1 - group["lr"] * decay if self._decoupled else 1.0,
+            decay=0.0 if self._decoupled else decay,
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            root=corrections[1].sqrt().float(),
+            rate=(group["lr"] / corrections[0]).float(),
+        )
+        mean, square = (state.setdefault(kind, torch.zeros_like(weight, requires_grad=False)) for kind in MOMENTS)
+        self._kernels.elementwise_adam_(weight.detach(), grad, mean, square, numbers)
 
 
 def build_adam(inputs: OptimizerInputs) -> ShardOptimizer:
@@ -117,7 +117,7 @@ def _build(inputs: OptimizerInputs, *, decoupled: bool) -> ShardOptimizer:
     if inputs.rounds:
         return build_elementwise(inputs, adamw_update if decoupled else adam_update, **inputs.numbers)
     if inputs.plan.config.trainer.exact:
-        return ElementwiseAdam(inputs.groups, inputs.numbers, decoupled=decoupled)
+        return ElementwiseAdam(inputs.groups, inputs.numbers, decoupled=decoupled, kernels=inputs.kernels)
     if inputs.plan.storage.keeps_bf16_grads:
         return Bf16GradientAdam(inputs.groups, inputs.numbers, decoupled=decoupled, kernels=inputs.kernels)
     return FusedAdam(inputs.groups, inputs.numbers, decoupled=decoupled)

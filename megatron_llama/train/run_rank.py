@@ -27,6 +27,7 @@ def run_rank(plan: Plan) -> None:
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     device.prepare_memory(plan.activation_bytes)
     torch.use_deterministic_algorithms(plan.config.trainer.deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time
 
     topology = plan.topology(int(os.environ["RANK"]))
     phase.enter("meeting the other ranks", phase.PATIENT)

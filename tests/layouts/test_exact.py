@@ -88,11 +88,11 @@ def test_results_equal_the_usual_ones_within_rounding() -> None:
 def other_order_of_blocks(model: ParallelModel) -> None:
     once = Tree.total
 
-    def swapped(self: Tree, nodes: torch.Tensor, *, scatter: bool = False) -> torch.Tensor:
+    def swapped(self: Tree, nodes: list[torch.Tensor], *, scatter: bool = False) -> torch.Tensor:
         # Three blocks and more: the sum of two does not depend on their order.
-        return once(self, nodes.roll(1, 0), scatter=scatter)
+        return once(self, [nodes[-1], *nodes[:-1]], scatter=scatter)
 
-    Tree.nodes = lambda self, leaves: torch.stack([leaf.float() for leaf in leaves])  # type: ignore[method-assign]
+    Tree.nodes = lambda self, leaves: [leaf.float() for leaf in leaves]  # type: ignore[method-assign]
     Tree.total = swapped  # type: ignore[method-assign]
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from megatron_llama.config.precision import STATE_BLOCK
 from megatron_llama.devices import attention
 from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.devices.cpu.matmul import by_amx
-from megatron_llama.devices.kernels import FUSED_ADAM, LEAST_SCALE, Kernels, Levels
+from megatron_llama.devices.kernels import FUSED_ADAM, LEAST_SCALE, AdamNumbers, Kernels, Levels
 from megatron_llama.devices.processor import load_cpp
 from megatron_llama.devices.visibility import AttentionInputs, Documents, first_visible_keys
 
@@ -52,6 +53,17 @@ class CpuKernels(Kernels):
         if self.fuses_loss and by_amx(hidden.dtype) and tokens <= MOST_BY_COLUMNS:
             return hidden.new_empty(rows, tokens).t()
         return super().logits_like(hidden, tokens, rows)
+
+    def add_to_grid_(self, total: Tensor, values: Tensor, bits: int) -> Tensor:
+        if not _is_matrix(total, values) or exact_library() is None:
+            return super().add_to_grid_(total, values, bits)
+        assert total.dtype == torch.int64 and total.shape == values.shape, (total.dtype, values.shape)
+        largest = torch.empty(())
+        strides = [ctypes.c_int64(x.stride(0)) for x in (total, values)]
+        sizes = [ctypes.c_float(2.0**bits), *map(ctypes.c_int64, total.shape), *strides]
+        name = "add_fp32" if values.dtype == torch.float32 else "add_bf16"
+        _run(exact_library(), name, total, values, largest, *sizes)
+        return largest
 
     def is_one(self, factor: Tensor) -> bool:
         return bool(factor == 1)
@@ -122,6 +134,18 @@ class CpuKernels(Kernels):
                 [part], [gradient], [mean], [square], [], [step], amsgrad=False, maximize=False, **numbers
             )
 
+    def elementwise_adam_(
+        self, weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamNumbers
+    ) -> None:
+        tensors = [weight, grad, exp_avg, exp_avg_sq]
+        if not all(type(x) is Tensor and x.is_contiguous() for x in tensors) or exact_library() is None:
+            super().elementwise_adam_(weight, grad, exp_avg, exp_avg_sq, numbers)
+            return
+        betas = numbers.beta1, 1 - numbers.beta1, numbers.beta2, 1 - numbers.beta2
+        factors = numbers.keep, numbers.decay, *betas, float(numbers.root), numbers.eps, float(numbers.rate)
+        numbers_in_c = [*map(ctypes.c_float, factors), ctypes.c_int64(weight.numel())]
+        _run(exact_library(), "elementwise_adam", *tensors, *numbers_in_c)
+
     def _uses_cpp(self, codes: Tensor) -> bool:
         """Whether the C++ kernel is available. Fake tensors have no memory that it could read."""
         return self.compiled and type(codes) is torch.Tensor and library() is not None
@@ -135,7 +159,25 @@ def library() -> ctypes.CDLL | None:
     return load_cpp(source, "8-bit states use torch's operators, because the C++ kernel could not be compiled")
 
 
+@cache
+def exact_library() -> ctypes.CDLL | None:
+    """The compiled loops of exact mode; None, with a warning, if they cannot be compiled."""
+    source = Path(__file__).with_name("exact_cpu.cpp").read_text()
+    return load_cpp(source, "exact mode uses torch's operators, because the C++ kernel could not be compiled")
+
+
+def _is_matrix(*tensors: Tensor) -> bool:
+    """Whether all are matrices in memory, whose rows are contiguous. Fake tensors have no memory."""
+    return all(type(x) is Tensor and x.ndim == 2 and x.stride(1) == 1 for x in tensors)
+
+
 def _call(name: str, *arguments: Tensor | ctypes.c_float, blocks: int) -> None:
-    assert all(a.is_contiguous() and a.device.type == "cpu" for a in arguments if isinstance(a, Tensor))
+    assert all(a.is_contiguous() for a in arguments if isinstance(a, Tensor))
+    _run(library(), name, *arguments, ctypes.c_int64(blocks))
+
+
+def _run(source: ctypes.CDLL | None, name: str, *arguments: Any) -> None:
+    """Call a C++ function with the addresses of tensors, numbers, and the number of threads."""
+    assert all(a.device.type == "cpu" for a in arguments if isinstance(a, Tensor))
     given = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in arguments]
-    getattr(library(), name)(*given, ctypes.c_int64(blocks), ctypes.c_int(torch.get_num_threads()))
+    getattr(source, name)(*given, ctypes.c_int(torch.get_num_threads()))

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_llama.arch.shapes import loss_chunk
-from megatron_llama.parallel.exact.linear import Context, aligned, sequences
+from megatron_llama.parallel.exact.linear import Context, by_node, sequences
+from megatron_llama.parallel.exact.products import aligned
 from megatron_llama.parallel.exact.sums import Total, Tree, add_pairs, from_grid, to_grid
 
 
@@ -48,8 +49,8 @@ class _Chunk(NamedTuple):
     """Sum of exp(logit - largest) [n]."""
     label: Tensor
     """Logit of the label [n]."""
-    is_largest: Tensor
-    """Whether no logit is larger than the label's, nor equal with a smaller number, bool [n]."""
+    is_largest: Tensor | None
+    """Whether no logit is larger than the label's, nor equal with a smaller number, bool [n]. None in training."""
 
 
 def head_forward(
@@ -75,8 +76,9 @@ def head_forward(
     parts = _parts(weight, how)
     for i, sequence in enumerate(sequences(whole)):
         for tokens in _chunks(sequence, how):
-            chunk = _logits(aligned(sequence[tokens]), parts, labels[tokens, i], how)
+            chunk = _logits(aligned(sequence[tokens]), parts, labels[tokens, i], how, counts_correct=True)
             losses[tokens, i] = chunk.total.log() + chunk.largest - chunk.label
+            assert chunk.is_largest is not None
             correct[tokens, i] = chunk.is_largest.float()
     how.sums.append(torch.stack([to_grid(x * loss_weights).sum() for x in (losses, correct)]))
     return from_grid(how.sums[-1])
@@ -112,11 +114,11 @@ class _Loss(torch.autograd.Function):
                 log_sum = chunk.total.log() + chunk.largest
                 losses[tokens, i] = log_sum - chunk.label + how.z_loss * log_sum * log_sum
                 by_chunk.append(how.tree.nodes(_grads(chunk, hidden, parts, labels[tokens, i], weights, log_sum, how)))
-            nodes.append(torch.cat(by_chunk, dim=1))
+            nodes.append([torch.cat(same) if len(same) > 1 else same[0] for same in zip(*by_chunk, strict=True)])
         how.total.end(x.device)
         total = to_grid(losses * loss_weights).sum()
         how.sums.append(total[None])
-        ctx.save_for_backward(how.tree.total(torch.stack(nodes, dim=2), scatter=how.split).to(x.dtype))
+        ctx.save_for_backward(how.tree.total(by_node(nodes), scatter=how.split).to(x.dtype))
         return from_grid(total)
 
     @staticmethod
@@ -130,7 +132,9 @@ def _first_row(parts: list[Tensor], how: HeadSettings) -> int:
     return 0 if how.tree.group is None else how.tree.group.rank() * len(parts) * parts[0].shape[0]
 
 
-def _logits(hidden: Tensor, parts: list[Tensor], labels: Tensor, how: HeadSettings) -> _Chunk:
+def _logits(
+    hidden: Tensor, parts: list[Tensor], labels: Tensor, how: HeadSettings, *, counts_correct: bool = False
+) -> _Chunk:
     """Compute the logits of hidden [n, h] and their statistics. One collective."""
     first, size = _first_row(parts, how), parts[0].shape[0]
     exponentials, maxima_here, labels_here, local = [], [], [], []
@@ -139,20 +143,25 @@ def _logits(hidden: Tensor, parts: list[Tensor], labels: Tensor, how: HeadSettin
         start = first + j * size
         if start + size > how.vocab_size:  # padding must not change the loss
             scores[:, max(0, how.vocab_size - start) :] = torch.finfo(scores.dtype).min
-        largest, index = scores.max(1)
+        largest = scores.amax(1)  # torch's maximum with an index takes several times as long on a CPU
+        is_label = labels == start + scores.argmax(1) if counts_correct else largest
         label, here = _label(scores, labels - start)
         exponentials.append(scores.sub_(largest.unsqueeze(1)).exp_())
         maxima_here.append(largest)
         labels_here.append((label, here))
-        local.append(torch.stack((largest, scores.sum(1), label, ((start + index) == labels).float())))
-    maxima, totals, targets, is_label = how.tree.gather(torch.stack(local)).unbind(1)  # [blocks, n] each
+        local.append(torch.stack((largest, scores.sum(1), label, is_label.float())))
+    maxima, totals, targets, correct_here = how.tree.gather(torch.stack(local)).unbind(1)  # [blocks, n] each
     largest = maxima.amax(0)
     total = add_pairs((totals * torch.exp(maxima - largest)).unbind())
-    # The first block with the largest logit decides, as argmax over the whole vocabulary would.
-    order = torch.arange(len(maxima), 0, -1, device=maxima.device).unsqueeze(1)
-    first_block = ((maxima == largest) * order).argmax(0)
-    correct = is_label.gather(0, first_block.unsqueeze(0)).squeeze(0).bool()
+    correct = _of_first_block(maxima == largest, correct_here) if counts_correct else None
     return _Chunk(exponentials, maxima_here, labels_here, largest, total, targets.sum(0), correct)
+
+
+def _of_first_block(is_largest: Tensor, values: Tensor) -> Tensor:
+    """Return the values of the first block that has the largest logit, as argmax over the vocabulary finds it."""
+    order = torch.arange(len(is_largest), 0, -1, device=is_largest.device).unsqueeze(1)
+    first = (is_largest * order).argmax(0)
+    return values.gather(0, first.unsqueeze(0)).squeeze(0).bool()
 
 
 def _label(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

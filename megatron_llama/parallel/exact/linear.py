@@ -1,7 +1,7 @@
 """Parallel linear layers of exact mode: one matmul per sequence and block.
 
-A column-parallel layer splits its outputs into blocks, a row-parallel layer its inputs. All layouts run the same
-matmuls on contiguous operands. Outputs of a row-parallel layer and gradients of a column-parallel layer's input are
+A column-parallel layer splits its outputs into blocks, a row-parallel layer its inputs. All layouts have the results of
+the same matmuls (products.py). Outputs of a row-parallel layer and gradients of a column-parallel layer's input are
 sums over blocks (``Tree``). Gradients of weights are added sequence by sequence (``Total``).
 
 Context-parallel ranks have spans of a sequence. Long sequences are multiplied span by span in all layouts, except in
@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from megatron_llama.arch.blocks import Rows, span_length
 from megatron_llama.parallel.context import to_natural_order
+from megatron_llama.parallel.exact.products import ALL, aligned, product
 from megatron_llama.parallel.exact.sums import Total, Tree
 from megatron_llama.topology import zigzags
 
 Output = tuple[Tensor, Tensor | None]
 """(output, bias that the caller adds), as megatron-core's layers return."""
-_ALIGNMENT = 64
-"""Bytes. Kernels may take another path for other addresses."""
 
 
 class Context:
@@ -52,9 +51,9 @@ class Context:
         dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=self.group)
         return to_natural_order(parts, zigzags(self.ranks, self.ranks * x.shape[0]))
 
-    def computes(self, number: int) -> bool:
-        """Whether this rank computes the weight's gradient of block ``number``."""
-        return number % self.ranks == self.rank
+    def computed(self, blocks: list[slice]) -> list[list[slice]]:
+        """Return runs of adjacent blocks of which this rank computes the weight's gradient."""
+        return [blocks] if self.group is None else [[block] for block in blocks[self.rank :: self.ranks]]
 
 
 class Column(NamedTuple):
@@ -67,6 +66,11 @@ class Column(NamedTuple):
     gathers: bool
     """Whether the input is split along the sequence (sequence parallelism)."""
 
+    @property
+    def slices(self) -> list[slice]:
+        """Rows of each block."""
+        return [slice(row.first, row.stop) for row in self.rows]
+
 
 class Row(NamedTuple):
     """A row-parallel layer: equal blocks of columns of the weight."""
@@ -78,12 +82,10 @@ class Row(NamedTuple):
     scatters: bool
     """Whether the output is split along the sequence (sequence parallelism)."""
 
-
-def aligned(x: Tensor) -> Tensor:
-    """Return ``x`` in contiguous memory at an aligned address."""
-    x = x.contiguous()
-    is_aligned = type(x) is not Tensor or x.data_ptr() % _ALIGNMENT == 0  # a rehearsal's tensors have no address
-    return x if is_aligned else x.clone()
+    def slices(self, columns: int) -> list[slice]:
+        """Return the blocks of a weight with ``columns`` on this rank."""
+        size = columns // self.blocks
+        return [slice(start, start + size) for start in range(0, columns, size)]
 
 
 def column_forward(layer: nn.Module, how: Column, bias_total: Total | None, x: Tensor) -> Output:
@@ -108,46 +110,49 @@ def sequences(x: Tensor) -> Iterator[Tensor]:
         yield aligned(x[:, i])
 
 
+def together(outputs: list[Tensor]) -> Tensor:
+    """Return the outputs [s, n] of b sequences as [s, b, n]."""
+    return torch.stack(outputs, dim=1) if len(outputs) > 1 else outputs[0].unsqueeze(1)
+
+
+def by_node(nodes: list[list[Tensor]]) -> list[Tensor]:
+    """Return the nodes [s, b, n] of the trees of b sequences, which have nodes [s, n]."""
+    return [together(list(same)) for same in zip(*nodes, strict=True)]
+
+
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, how: Column) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.how = how
         whole = how.tree.gather(x) if how.gathers else x
-        output = x.new_empty(*whole.shape[:2], weight.shape[0])
-        parts = [aligned(weight[row.first : row.stop]) for row in how.rows]
-        for i, sequence in enumerate(sequences(whole)):
-            for span in how.context.spans(len(sequence)):
-                tokens = aligned(sequence[span])
-                for row, part in zip(how.rows, parts, strict=True):
-                    output[span, i, row.first : row.stop] = torch.mm(tokens, part.t())
-        return output
+        blocks, spans = how.slices, how.context.spans(len(whole))
+        return together([product(sequence, weight.t(), spans, blocks) for sequence in sequences(whole)])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, weight = ctx.saved_tensors
         how: Column = ctx.how
-        parts = [aligned(weight[row.first : row.stop]) for row in how.rows]
-        nodes = [how.tree.nodes(_column_leaves(grad[:, i], parts, how)) for i in range(grad.shape[1])]
-        grad_x = how.tree.total(torch.stack(nodes, dim=2), scatter=how.gathers).to(x.dtype)
+        nodes = [how.tree.nodes(_column_leaves(sequence, weight, how)) for sequence in sequences(grad)]
+        grad_x = how.tree.total(by_node(nodes), scatter=how.gathers).to(x.dtype)
         whole, grad = how.context.gather(how.tree.gather(x) if how.gathers else x), how.context.gather(grad)
-        for i, sequence in enumerate(sequences(whole)):
-            for number, row in enumerate(how.rows):
-                if how.context.computes(number):
-                    rows = slice(row.first, row.stop)
-                    how.total.add(torch.mm(aligned(grad[:, i, rows]).t(), sequence), rows)
+        for sequence, tokens in zip(sequences(grad), sequences(whole), strict=True):
+            for rows in how.context.computed(how.slices):
+                blocks = [slice(row.start - rows[0].start, row.stop - rows[0].start) for row in rows]
+                where = slice(rows[0].start, rows[-1].stop)
+                how.total.add(product(sequence[:, where].t(), tokens, blocks, [ALL]), where)
         how.total.end(x.device)
         return grad_x, None, None
 
 
-def _column_leaves(grad: Tensor, parts: list[Tensor], how: Column) -> Iterator[Tensor]:
+def _column_leaves(grad: Tensor, weight: Tensor, how: Column) -> Iterator[Tensor]:
     """Yield each block's part of the gradient of one sequence's input [s, in]. ``grad``: [s, out/t]."""
+    spans = how.context.spans(len(grad))
     for leaf in range(how.tree.local):
         total: Tensor | None = None
-        for row, part in zip(how.rows, parts, strict=True):
+        for row, part in zip(how.rows, how.slices, strict=True):
             if row.leaf == leaf:
-                spans = how.context.spans(len(grad))
-                more = torch.cat([torch.mm(aligned(grad[span, row.first : row.stop]), part) for span in spans])
+                more = product(grad, weight, spans, [ALL], part)
                 total = more.float() if total is None else total + more
         assert total is not None, "each block has queries or intermediate units"
         yield total
@@ -158,37 +163,31 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, how: Row) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.how = how
-        parts = [aligned(part) for part in weight.chunk(how.blocks, dim=1)]
-        nodes = [how.tree.nodes(_row_leaves(x[:, i], parts, how)) for i in range(x.shape[1])]
-        return how.tree.total(torch.stack(nodes, dim=2), scatter=how.scatters).to(x.dtype)
+        nodes = [how.tree.nodes(_row_leaves(sequence, weight, how)) for sequence in sequences(x)]
+        return how.tree.total(by_node(nodes), scatter=how.scatters).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, weight = ctx.saved_tensors
         how: Row = ctx.how
         whole = how.tree.gather(grad) if how.scatters else grad
-        parts = [aligned(part) for part in weight.chunk(how.blocks, dim=1)]
-        columns = [slice(j * parts[0].shape[1], (j + 1) * parts[0].shape[1]) for j in range(len(parts))]
-        grad_x = torch.empty_like(x)
-        for i, sequence in enumerate(sequences(whole)):
-            for span in how.context.spans(len(sequence)):
-                tokens = aligned(sequence[span])
-                for part, block in zip(parts, columns, strict=True):
-                    grad_x[span, i, block] = torch.mm(tokens, part)
+        blocks, spans = how.slices(weight.shape[1]), how.context.spans(len(whole))
+        grad_x = together([product(sequence, weight, spans, blocks) for sequence in sequences(whole)])
         whole, x = how.context.gather(whole), how.context.gather(x)
-        for i, sequence in enumerate(sequences(whole)):
-            for number, block in enumerate(columns):
-                if how.context.computes(number):
-                    how.total.add(torch.mm(sequence.t(), aligned(x[:, i, block])), slice(None), block)
+        for sequence, inputs in zip(sequences(whole), sequences(x), strict=True):
+            for columns in how.context.computed(blocks):
+                parts = [slice(part.start - columns[0].start, part.stop - columns[0].start) for part in columns]
+                where = slice(columns[0].start, columns[-1].stop)
+                how.total.add(product(sequence.t(), inputs[:, where], [ALL], parts), slice(None), where)
         how.total.end(x.device)
         return grad_x, None, None
 
 
-def _row_leaves(x: Tensor, parts: list[Tensor], how: Row) -> Iterator[Tensor]:
+def _row_leaves(x: Tensor, weight: Tensor, how: Row) -> Iterator[Tensor]:
     """Yield each block's part of the output [s, out] of one sequence x [s, in/t]."""
-    for block, part in zip(x.chunk(how.blocks, dim=1), parts, strict=True):
-        spans = how.context.spans(len(x))
-        yield torch.cat([torch.mm(aligned(block[span]), part.t()) for span in spans])
+    spans = how.context.spans(len(x))
+    for block in how.slices(weight.shape[1]):
+        yield product(x, weight.t(), spans, [ALL], block)
 
 
 class _Bias(torch.autograd.Function):

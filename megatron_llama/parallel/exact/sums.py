@@ -18,17 +18,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_llama import devices
+
 BITS = 50
 """Binary digits after the point."""
 LARGEST = 2.0**12
 """Bound of a sum of absolute values; beyond it the gradients become NaN."""
-_AT_ONCE = 2**18
-"""Values that are converted together: they fit a processor's cache."""
 
 
 def to_grid(values: Tensor) -> Tensor:
     """Return floats as multiples of 2^-BITS, int64, truncated."""
     return (values.float() * 2.0**BITS).to(torch.int64)
+
+
+def _largest(values: Tensor) -> Tensor:
+    """Return the largest absolute value, fp32, or NaN."""
+    least, most = torch.aminmax(values)  # a tenth of the time of a maximum norm on a CPU
+    return torch.maximum(-least, most).float()
 
 
 def from_grid(total: Tensor) -> Tensor:
@@ -58,35 +64,39 @@ class Tree:
         self.local = blocks // self.ranks
         self.together = self.local & -self.local  # leaves of a node that this rank completes: a power of two
 
-    def nodes(self, leaves: Iterable[Tensor]) -> Tensor:
-        """Add this rank's leaves, one per block, into the nodes that it completes, [nodes, ...], fp32."""
+    def nodes(self, leaves: Iterable[Tensor]) -> list[Tensor]:
+        """Add this rank's leaves, one per block, into the nodes that it completes, fp32."""
         stack: list[tuple[int, Tensor]] = []
         for leaf in leaves:
             stack.append((1, leaf.float()))
             while len(stack) > 1 and stack[-1][0] == stack[-2][0] < self.together:
                 size, right = stack.pop()
                 stack[-1] = 2 * size, stack[-1][1] + right
-        return torch.stack([node for _, node in stack])
+        return [node for _, node in stack]
 
-    def total(self, nodes: Tensor, *, scatter: bool = False) -> Tensor:
-        """Return the sum over all blocks of ``nodes`` [nodes, n, ...].
+    def total(self, nodes: Sequence[Tensor], *, scatter: bool = False) -> Tensor:
+        """Return the sum over all blocks of ``nodes`` [n, ...] each.
 
         With ``scatter``, return this rank's part of the first dimension, n / ranks; the number of ranks divides n.
         """
         if self.group is None:
-            return add_pairs(nodes.unbind())
-        count, shape = nodes.shape[0], nodes.shape[1:]
-        flat = nodes.reshape(count, -1)
-        size = -(-flat.shape[1] // self.ranks)
-        parts = F.pad(flat, (0, self.ranks * size - flat.shape[1])).view(count, self.ranks, size).transpose(0, 1)
-        received = torch.empty(self.ranks, count, size, dtype=nodes.dtype, device=nodes.device)
-        dist.all_to_all_single(received, parts.contiguous(), group=self.group)
+            return add_pairs(nodes)
+        shape, values = nodes[0].shape, nodes[0].numel()
+        size = -(-values // self.ranks)
+        sent = nodes[0].new_zeros(self.ranks, len(nodes), size)
+        for j, node in enumerate(nodes):
+            flat, whole_parts = node.reshape(-1), values // size
+            sent[:whole_parts, j] = flat[: whole_parts * size].view(whole_parts, size)
+            if whole_parts < self.ranks:
+                sent[whole_parts, j, : values - whole_parts * size] = flat[whole_parts * size :]
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
         part = add_pairs(received.flatten(0, 1).unbind())
         if scatter:
             return part.view(shape[0] // self.ranks, *shape[1:])
         whole = part.new_empty(self.ranks * size)
         dist.all_gather_into_tensor(whole, part, group=self.group)
-        return whole[: flat.shape[1]].view(shape)
+        return whole[:values].view(shape)
 
     def gather(self, part: Tensor) -> Tensor:
         """Gather the ranks' parts of the first dimension [n / ranks, ...] to [n, ...]."""
@@ -141,26 +151,22 @@ class Total:
 
     def add(self, values: Tensor, *where: slice) -> None:
         """Add ``values``, of one sequence or a part of it, to the elements at ``where``."""
-        self._note(values, self.samples)
-        target = self._buffer(values.device)[where]
-        rows = max(1, _AT_ONCE // max(1, values[0].numel()))
-        for part, more in zip(target.split(rows), values.split(rows), strict=True):
-            part += to_grid(more)
+        target, kernels = self._buffer(values.device)[where], devices.of(values.device).kernels(compiled=False)
+        self._note(kernels.add_to_grid_(target, values, BITS), self.samples)
 
     def add_rows(self, rows: Tensor, values: Tensor) -> None:
         """Add ``values`` [n, ...], of n tokens, to the rows at index ``rows`` [n], int64; rows may repeat."""
-        self._note(values, self.tokens)
+        self._note(_largest(values), self.tokens)
         self._buffer(values.device).index_add_(0, rows, to_grid(values))
 
     def add_sum(self, values: Tensor, *where: slice) -> None:
         """Add the sum of ``values`` [n, ...] over n tokens or heads to the elements at ``where``."""
-        self._note(values, self.tokens)
+        self._note(_largest(values), self.tokens)
         self._buffer(values.device)[where] += to_grid(values).sum(0)
 
-    def _note(self, values: Tensor, terms: int) -> None:
-        """Raise the bound of this rank's sum to that of ``terms`` values like these."""
-        least, most = torch.aminmax(values.detach())  # a tenth of the time of a maximum norm on a CPU
-        bound = torch.maximum(-least, most).float() * terms
+    def _note(self, largest: Tensor, terms: int) -> None:
+        """Raise the bound of this rank's sum to that of ``terms`` values of at most ``largest``."""
+        bound = largest * terms
         self._bound = bound if self._bound is None else torch.maximum(self._bound, bound)
 
     def end(self, device: torch.device) -> None:

@@ -1,0 +1,89 @@
+"""Products of exact mode: by blocks, or at once after a trial."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_llama.parallel.exact import products
+from megatron_llama.parallel.exact.products import ALL, product
+
+ROWS = [slice(0, 32), slice(32, 64)]
+COLUMNS = [slice(0, 48), slice(48, 96), slice(96, 144)]
+
+
+@pytest.fixture(autouse=True)
+def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_agree", {})
+
+
+def _operands(k: int = 80) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(64, k, generator=generator), torch.randn(k, 144, generator=generator)
+
+
+def _cases() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    left, right = _operands()
+    yield left, right
+    yield left.t().contiguous().t(), right
+    yield left, right.t().contiguous().t()
+    yield torch.cat([left, left], 1)[:, 1:81], right  # not contiguous, not aligned
+
+
+@pytest.mark.parametrize("inner", [ALL, slice(16, 40)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("left, right", _cases())
+def test_a_product_has_the_bits_of_its_blocks(
+    left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype, inner: slice
+) -> None:
+    """Both in the call that makes the trial and in the next one."""
+    left, right = left.to(dtype), right.to(dtype)
+    expected = products.by_block(left, right, ROWS, COLUMNS, inner)
+    for _ in range(2):
+        assert torch.equal(product(left, right, ROWS, COLUMNS, inner), expected)
+    torch.testing.assert_close(expected, left[:, inner] @ right[inner])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernel_that_adds_in_another_order_is_not_used_at_once(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bf16 results hide most differences of ordinary sums."""
+    left, right = (x.to(dtype) for x in _operands())
+    multiply, sizes = torch.mm, []
+
+    def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        sizes.append(a.shape[0])
+        if a.shape[0] < 64:
+            return multiply(a, b)
+        a, b = a.float(), b.float()
+        return (multiply(a[:, :40], b[:40]) + multiply(a[:, 40:], b[40:])).to(dtype)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    expected = products.by_block(left, right, ROWS, COLUMNS, ALL)
+    product(left, right, ROWS, COLUMNS)  # the trial
+    sizes.clear()
+    assert torch.equal(product(left, right, ROWS, COLUMNS), expected)
+    assert sizes == [32] * 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_products_of_a_trial_are_rounding_errors(dtype: torch.dtype) -> None:
+    left, right = (x.to(dtype) for x in _operands())
+    trial = products._operands(left, right, slice(16, 40))
+    result = trial[0][:, 16:40].double() @ trial[1][16:40].double()
+    terms = trial[0][:, 16:40].double().abs() @ trial[1][16:40].double().abs()
+    assert (result.abs() / terms).max() < 1e-14
+    rounded = trial[0][:, 16:40] @ trial[1][16:40]
+    assert (rounded != 0).float().mean() > 0.5
+
+
+def test_a_trial_is_made_once_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, right = _operands()
+    state = torch.get_rng_state()
+    product(left, right, ROWS, COLUMNS)
+    assert torch.equal(torch.get_rng_state(), state)
+    monkeypatch.setattr(torch, "equal", lambda *_: pytest.fail("a second trial"))
+    product(left, right, ROWS, COLUMNS)
