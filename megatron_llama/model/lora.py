@@ -32,8 +32,9 @@ from torch.distributed._functional_collectives import all_reduce
 from megatron_llama.arch.names import is_saved_module
 from megatron_llama.arch.shapes import FUSED, fused_rows
 from megatron_llama.config import FinetuneConfig, ModelConfig
+from megatron_llama.config.precision import QUANTIZED_BITS
 from megatron_llama.model.llama import Block, Llama, PostNormBlock
-from megatron_llama.model.quantized import quantize_layers
+from megatron_llama.model.quantized import dequantize, quantize_layers
 
 _VALUES_AT_ONCE = 1 << 22
 """Values of a matrix that are in fp32 at once for DoRA's norms."""
@@ -65,6 +66,7 @@ class LoraLinear(nn.Module):
         self.lora_B = nn.Parameter(weight.new_empty(sum(targets), self.rank))
         self.targets = targets
         self.lora_magnitude_vector = nn.Parameter(weight.new_empty(sum(targets))) if finetune.use_dora else None
+        self.quantized = finetune.frozen_dtype if finetune.frozen_dtype in QUANTIZED_BITS else None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[s(/t), b, in(/t)] to (output [s(/t), b, out(/t)], bias [out/t] or None), as megatron-core's layers."""
@@ -101,10 +103,11 @@ class LoraLinear(nn.Module):
 
     def _row_squares(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Return the squared norms of the rows of W + scale · B A, fp32 [rows], some rows at a time."""
-        rows = max(1, _VALUES_AT_ONCE // weight.shape[1])
+        rows = max(1, _VALUES_AT_ONCE // a.shape[1])
         squares = []
         for part, side in zip(weight.split(rows), b.split(rows), strict=True):
-            merged = part.float() + (side.float() @ a.float()) * self.scaling
+            base = part.float() if self.quantized is None else dequantize(part, self.quantized, torch.float32)
+            merged = base + (side.float() @ a.float()) * self.scaling
             squares.append(merged.square().sum(dim=1))
         return torch.cat(squares)
 

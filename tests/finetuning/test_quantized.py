@@ -115,6 +115,30 @@ def test_every_layout_has_the_same_values_and_trains_alike(
     assert all(torch.equal(tensor, unpacked[name]) for name, tensor in ours.frozen.items())  # all bits
 
 
+@pytest.mark.parametrize(
+    ("kind", "ranks", "layout"),
+    [
+        ("nf4", 1, []),
+        ("int8", 2, ["trainer.tp=2"]),
+        pytest.param("nf4", 4, ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=full"], marks=pytest.mark.slow),
+        pytest.param("nf4", 2, ["trainer.pp=2", "trainer.recompute=selective"], marks=pytest.mark.slow),
+    ],
+    ids=["one process", "tp2+sp", "tp2·dp2+sp, zero 3, recompute", "pp2, selective recompute"],
+)
+def test_dora_on_a_quantized_base(
+    kind: str, ranks: int, layout: list[str], quantized: Quantized, tmp_path: Path
+) -> None:
+    """DoRA's norms are of the dequantized rows, as in PEFT."""
+    dora = "finetune.use_dora=true"
+    ours = tune(ranks, tmp_path / "ours", *quantized.lora(kind), dora, *layout, steps=STEPS)
+    oracle = tune(1, tmp_path / "oracle", *quantized.plain(kind), dora, steps=STEPS)
+    assert ours.dtypes[1] == {torch.uint8, torch.float32}
+    assert sum("magnitude" in name for name in ours.trained) == sum("lora_A" in name for name in ours.trained) > 0
+    assert max(worst(ours, oracle).values()) <= TOLERANCE, worst(ours, oracle)
+    if ranks == 1:
+        assert all(torch.equal(ours.trained[name], tensor) for name, tensor in oracle.trained.items())
+
+
 def test_scales_stay_fp32_where_the_rest_is_gathered_in_bf16(quantized: Quantized, tmp_path: Path) -> None:
     chosen = ["trainer.precision=bf16", "trainer.zero=3"]
     ours = tune(2, tmp_path / "ours", *quantized.lora("nf4"), *chosen, steps=1)

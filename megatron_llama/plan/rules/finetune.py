@@ -46,15 +46,11 @@ def optimizer_suits_the_method(config: Config, world_size: int) -> Iterator[Prob
 
 
 @reads("finetune")
-def dora_has_plain_rows(config: Config, world_size: int) -> Iterator[Problem]:
-    """DoRA's norms need frozen matrices that are not quantized, and its factor inputs without dropout."""
+def dora_has_no_dropout(config: Config, world_size: int) -> Iterator[Problem]:
+    """DoRA scales the outputs of the frozen matrices, so that dropout would need a second output."""
     finetune = config.finetune
     if finetune.method != "lora" or not finetune.use_dora:
         return
-    if finetune.frozen_dtype in QUANTIZED_BITS:
-        rule = "conflicts with finetune.use_dora=true, which reads the rows of the frozen matrices at each step"
-        instead = "write finetune.frozen_dtype=bf16, or finetune.use_dora=false"
-        yield Problem("finetune.frozen_dtype", finetune.frozen_dtype, rule, instead)
     if finetune.lora_dropout:
         rule = "conflicts with finetune.use_dora=true: the frozen matrices would multiply a second input"
         instead = "write finetune.lora_dropout=0, or finetune.use_dora=false"

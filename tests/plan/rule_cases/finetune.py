@@ -21,14 +21,7 @@ CASES = [
         "optim.name=adamw, or finetune.method=full",
     ),
     Case(
-        "dora_has_plain_rows",
-        1,
-        {**LORA, "finetune.use_dora": True, "finetune.frozen_dtype": "int8"},
-        {**LORA, "finetune.use_dora": True, "finetune.frozen_dtype": "bf16"},
-        "finetune.frozen_dtype=bf16",
-    ),
-    Case(
-        "dora_has_plain_rows",
+        "dora_has_no_dropout",
         1,
         {**LORA, "finetune.use_dora": True, "finetune.lora_dropout": 0.1},
         {**LORA, "finetune.lora_dropout": 0.1},
