@@ -102,12 +102,15 @@ def _train(task: TrainingTask, trainer: Trainer, ranks: Ranks, first: int, steps
         _synchronize(task)
         seconds.append(time.perf_counter() - start)
     used = _processor_seconds() - before
-    return {
+    result = {
         "step_seconds": seconds,
         "processor_seconds": sum(ranks.gather(used)) / steps,
         "loss": loss,
         "peak_bytes": sum(ranks.gather(_read_peak_memory(task))),
     }
+    if task.device != "cpu":  # the other programs of the benchmark need the memory
+        torch.accelerator.empty_cache()
+    return result
 
 
 def _synchronize(task: TrainingTask) -> None:

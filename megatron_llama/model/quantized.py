@@ -69,7 +69,9 @@ def dequantize(packed: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Ten
         values = F.embedding(codes.int(), _values_of_bytes(packed)).flatten(1)
     # A copy, because a view as fp32 must be aligned.
     scale = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
-    return (values.unflatten(1, (-1, QUANTIZATION_BLOCK)) * scale.unsqueeze(-1)).flatten(1).to(dtype)
+    # In place: a copy in fp32 would be the largest temporary of a step.
+    values.unflatten(1, (-1, QUANTIZATION_BLOCK)).mul_(scale.unsqueeze(-1))
+    return values.to(dtype)
 
 
 def _values_of_bytes(packed: torch.Tensor) -> torch.Tensor:

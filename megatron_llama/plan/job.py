@@ -204,6 +204,8 @@ class Job:
     """Outputs per token of one block, on one rank, that DoRA scales."""
     adapted: frozenset[str] = frozenset()
     """Matmuls whose inputs LoRA's adapters need: qkv, o, gate_up, down."""
+    unpacked_bytes: int = 0
+    """Bytes per value of a quantized matrix while it is dequantized; 0 without quantized weights."""
     document: int | None = None
     """Effective length of attention, tokens, with several documents in a sequence or a sparse pattern."""
     sent_gradient: float | None = None
@@ -310,6 +312,15 @@ def _adapted(targets: Sequence[str]) -> frozenset[str]:
     return frozenset(fused_matrix(target).removesuffix("_proj") for target in targets)
 
 
+def _unpacked_bytes(plan: Plan) -> int:
+    """Return the bytes per value of a dequantized matrix: the matmul's operand and, in eager code, the fp32 values."""
+    if not plan.quantized:
+        return 0
+    compute, fp32 = BYTES[plan.precision.compute_dtype], BYTES["float32"]
+    fused = _program(plan.config.trainer, plan.config.device.name) != "ours"
+    return compute if fused or compute == fp32 else compute + fp32
+
+
 def _state_bytes(plan: Plan) -> float:
     """Return the bytes of an optimizer state per value of a matrix."""
     if plan.config.optim.state_bits == 8:
@@ -352,8 +363,7 @@ def job_of_plan(plan: Plan) -> Job:
         qk_norm=qk_norm(model),
         norms_branches=norms_branches(model),
     )
-    lora = plan.config.finetune.method == "lora"
-    compute = BYTES[precision.compute_dtype]
+    lora, compute = plan.config.finetune.method == "lora", BYTES[precision.compute_dtype]
     return Job(
         shape=shape,
         seq=plan.config.data.length,
@@ -386,6 +396,7 @@ def job_of_plan(plan: Plan) -> Job:
         lora_parameters=lora_parameters(model, plan.config.finetune, 1, trainer.tp) if lora else 0,
         scaled_outputs=_scaled_outputs(plan) if lora else 0.0,
         adapted=_adapted(plan.config.finetune.lora_target_modules) if lora else frozenset(),
+        unpacked_bytes=_unpacked_bytes(plan),
         sent_gradient=_exchanged(trainer.grad_reduce),
         gathered_weight=_exchanged(trainer.param_gather),
         reduce_group=trainer.reduce_group,

@@ -471,7 +471,7 @@ def _gathered(job: Job, stage: int, in_head: bool = False) -> float:
 
 
 def _block(job: Job, stage: int) -> float:
-    """Return the bytes of a block in the backward pass: recomputed tensors and the feed-forward's gradients."""
+    """Return the bytes of a block in the backward pass: recomputed tensors, the feed-forward's gradients, a matrix."""
     saved = layer_activations(job, "none" if job.recompute == "full" else None)
     recomputed = sum(saved.values()) if job.recompute == "full" else 0.0
     if stage == job.pp - 1 and not job.program.chunks_logits:
@@ -483,9 +483,10 @@ def _block(job: Job, stage: int) -> float:
         # The feed-forward's part of the block is freed before attention's backward pass. Offloaded blocks have copies.
         freed = 0 if job.offloads_activations else saved.get("feed-forward", 0) + saved.get("norms", 0) / 2
         inner = max(inner, (divided - freed) / job.inner_bytes)
+    matrix = max(rows * columns for rows, columns in job.shape.layer_matmuls(job.tp))
     if not job.lora_parameters:
-        largest = max(rows * columns for rows, columns in job.shape.layer_matmuls(job.tp))
-    made = (inner + largest) * job.inner_bytes
+        largest = matrix
+    made = (inner + largest) * job.inner_bytes + matrix * job.unpacked_bytes
     if job.mlp_chunks > 1:
         made = max(made, _norm_backward(job))
     return recomputed + made

@@ -16,6 +16,8 @@ from tests.cuda.in_process import RUNTIME
 
 MAKES_METADATA = ("empty_like", "zeros_like", "new_", "record_stream", "set_", "resize_")
 """Operators that read no numbers of their arguments."""
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""Namespaces of operators that compute nothing themselves; compiled blocks use the functional ones."""
 
 
 class Accesses(TorchDispatchMode):
@@ -40,7 +42,7 @@ class Accesses(TorchDispatchMode):
         if isinstance(func, HigherOrderOperator):
             return result
         name = func._schema.name.partition("::")[2]
-        if func.namespace == "c10d" or name.startswith(MAKES_METADATA):
+        if func.namespace in COLLECTIVES or name.startswith(MAKES_METADATA):
             return result
         read, written = list[torch.Tensor](), list[torch.Tensor]()
         arguments = func._schema.arguments

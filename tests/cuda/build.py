@@ -41,6 +41,7 @@ LIBRARIES = (
     Library(f"libcublasLt.so.{CUDA_MAJOR}", ("cublaslt",), r"cublasLt\w+", f"libcublasLt.so.{CUDA_MAJOR}"),
     Library("libnccl.so.2", ("channel", "reduction", "nccl"), r"p?nccl[A-Z]\w*"),
     Library("libcuda.so.1", ("driver", "fork"), r"cu[A-Z](?!ile[A-Z])\w+"),
+    Library(f"libnvrtc.so.{CUDA_MAJOR}", ("nvrtc",), version=f"libnvrtc.so.{CUDA_MAJOR}"),
     Library("libnvidia-ml.so.1", ("nvml",)),
 )
 NOT_PRELOADED = ("libnvidia-ml.so.1",)  # torch loads it by name

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cuda import rows
+from tests.cuda import more_rows, rows
 from tests.cuda.harness import Runtime
 from tests.cuda.in_process import ACCESSES, NO_COPIES
 from tests.cuda.log import differences
@@ -23,6 +23,7 @@ SHAPE = (
 )
 """The small model of the layout table."""
 EIGHT_BITS, MUON = "optim.state_bits=8", "optim.name=muon"
+LOW_PRECISION = ["trainer.precision=bf16_sr", "trainer.precision=bf16_pure"]
 TABLE = [row for row in LAYOUTS if "trainer.async_tp=true" not in row[2]]  # it needs symmetric memory
 
 
@@ -57,20 +58,38 @@ def test_ranks_are_spawned(runtime: Runtime, tmp_path: Path) -> None:
     assert [list(log.steps) for log in run.logs] == [[1, 2, 3]] * 2
 
 
-@pytest.mark.parametrize(("ranks", "layout", "model"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
-def test_layout(runtime: Runtime, tmp_path: Path, ranks: int, layout: list[str], model: list[str]) -> None:
-    """Rows of the layout table run, wait once per step, and order all uses of memory by two streams."""
+def check(runtime: Runtime, folder: Path, ranks: int, settings: list[str], waits: int = WAITS_OF_A_STEP) -> None:
+    """Run three steps. Uses of memory by two streams must have an order, and steps at most ``waits`` waits."""
     variables = {ACCESSES: "1"}
-    if EIGHT_BITS in model or MUON in model or OFFLOAD in layout:
+    if not {EIGHT_BITS, MUON, OFFLOAD, *LOW_PRECISION}.isdisjoint(settings):
         variables[NO_COPIES] = "1"
-    run = runtime.train(tmp_path, *SHAPE, *layout, *model, devices=ranks, **variables).check()
+    run = runtime.train(folder, *SHAPE, *settings, devices=ranks, **variables).check()
     assert len(run.logs) == ranks
     for log in run.logs:
         assert list(log.steps) == [1, 2, 3]
         assert not conflicts(log)
         for step in (2, 3):  # the first step also checks that all gradients exist
-            waits = [call for call in log.steps[step] if call.name == "SYNC"]
-            assert len(waits) <= WAITS_OF_A_STEP + (OFFLOAD in layout), waits
+            calls = [call for call in log.steps[step] if call.name == "SYNC"]
+            assert len(calls) <= waits, calls
+
+
+@pytest.mark.parametrize(("ranks", "layout", "model"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
+def test_layout(runtime: Runtime, tmp_path: Path, ranks: int, layout: list[str], model: list[str]) -> None:
+    """Rows of the layout table run."""
+    check(runtime, tmp_path, ranks, [*layout, *model], WAITS_OF_A_STEP + (OFFLOAD in layout))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"), [row[1:] for row in more_rows.ROWS], ids=[row[0] for row in more_rows.ROWS]
+)
+def test_setting(runtime: Runtime, tmp_path: Path, ranks: int, settings: list[str]) -> None:
+    """Settings without a row in the layout table run."""
+    check(runtime, tmp_path, ranks, settings)
+
+
+def test_copies_are_compared(runtime: Runtime, tmp_path: Path) -> None:
+    """A comparison reads the device outside steps, and finds equal copies."""
+    check(runtime, tmp_path, 4, [*more_rows.COPIES])
 
 
 EXACT = [(1, []), (2, ["trainer.tp=2"]), (2, ["trainer.zero=3"]), (4, ["trainer.tp=2", "trainer.pp=2"])]
@@ -79,8 +98,4 @@ EXACT = [(1, []), (2, ["trainer.tp=2"]), (2, ["trainer.zero=3"]), (4, ["trainer.
 @pytest.mark.parametrize(("ranks", "layout"), EXACT, ids=["one rank", "tp 2, sp", "dp 2, zero 3", "tp 2, pp 2"])
 def test_exact_mode(runtime: Runtime, tmp_path: Path, ranks: int, layout: list[str]) -> None:
     """Exact mode waits twice per step: its optimizer reads on the host whether the step is skipped."""
-    run = runtime.train(tmp_path, *SHAPE, "trainer.exact=true", *layout, devices=ranks, **{ACCESSES: "1"}).check()
-    for log in run.logs:
-        assert list(log.steps) == [1, 2, 3] and not conflicts(log)
-        waits = [call for call in log.steps[3] if call.name == "SYNC"]
-        assert len(waits) <= WAITS_OF_A_STEP + 1, waits
+    check(runtime, tmp_path, ranks, ["trainer.exact=true", *layout], WAITS_OF_A_STEP + 1)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_llama.devices import processor
 from megatron_llama.devices.cpu import DEVICE
@@ -66,3 +69,28 @@ def test_a_cache_serves_machines_with_other_vectors(monkeypatch: pytest.MonkeyPa
         command = [sys.executable, "-c", RUN, str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS / 3)
         assert done.returncode == 0, done.stderr
+
+
+class Products(TorchDispatchMode):
+    """Keeps the operands of matmuls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operands: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.operands += args
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_measured_matmuls_have_random_numbers(dtype: torch.dtype) -> None:
+    """A GPU is faster with constants. The generator of a run keeps its state."""
+    state = torch.get_rng_state()
+    with Products() as products:
+        assert processor.matmul_rate(64, dtype, 0.001) > 0
+    assert products.operands[0].dtype == dtype
+    assert all(len(operand.unique()) > 100 for operand in products.operands)
+    assert not torch.equal(*products.operands[:2])
+    assert torch.equal(torch.get_rng_state(), state)

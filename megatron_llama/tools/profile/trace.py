@@ -28,6 +28,8 @@ from megatron_llama.topology import AXIS_NAMES, Topology
 MODULES, WAITS = "modules", "waits"
 """Row names of the clock in a trace."""
 BEFORE = "allocated before the step"
+GPU_PROCESSES = 1_000_000
+"""Added to the process numbers of GPUs in a trace, once per rank: more than there are ranks."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,18 @@ def step_name(number: int) -> str:
     return f"step {number}"
 
 
+def renumber(events: Sequence[dict[str, Any]], process: int, rank: int) -> None:
+    """Give the events of ``process`` the number of the rank, and events of each GPU another number.
+
+    torch numbers GPUs from 0, as ranks.
+    """
+    for event in events:
+        if event.get("pid") == process:
+            event["pid"] = rank
+        elif isinstance(event.get("pid"), int):
+            event["pid"] += GPU_PROCESSES * (rank + 1)
+
+
 def finish_trace(
     profiler: profile, folder: Path, topology: Topology, moves: Sequence[tuple[float, Zone]], number: int
 ) -> Memory | None:
@@ -67,10 +81,7 @@ def finish_trace(
     shift = step["ts"] - moves[0][0] * 1e6  # converts seconds of the clock to microseconds of the trace
     ends = [begin for begin, _ in moves[1:]]
     spans = [(begin * 1e6 + shift, (end - begin) * 1e6, zone) for (begin, zone), end in zip(moves, ends, strict=False)]
-    process = step["pid"]
-    for event in events:
-        if event.get("pid") == process:
-            event["pid"] = topology.rank
+    renumber(events, step["pid"], topology.rank)
     process_name = f"rank {topology.rank} ({', '.join(f'{axis} {topology.place[axis]}' for axis in AXIS_NAMES)})"
     events.append({"ph": "M", "name": "process_name", "pid": topology.rank, "tid": 0, "args": {"name": process_name}})
     events += [_event(topology.rank, begin, duration, zone) for begin, duration, zone in spans if duration > 0]

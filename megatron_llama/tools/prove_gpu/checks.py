@@ -96,7 +96,7 @@ class PartResult:
 
     @property
     def detail(self) -> str:
-        """The only result; else a count with the largest error, the failures and the checks that did not run."""
+        """The only result; else a count with the largest error, the failures and the number of omitted checks."""
         if len(self.results) == 1:
             return self.results[0].detail
         failed, not_run = self.named(Status.FAILED), self.named(Status.NOT_RUN)
@@ -109,7 +109,8 @@ class PartResult:
             sentences = [f"{len(passed)} checks; {worst.name}: {worst.detail}"]
         sentences += [f"{result.name}: {result.detail}" for result in failed[:2]]
         sentences += [f"{len(failed) - 2} more failed"] * (len(failed) > 2)
-        sentences += [f"not run: {', '.join(result.name for result in not_run)}"] * bool(not_run)
+        # Names have commas. The page has all of them.
+        sentences += [f"not run: {not_run[0].name}" if len(not_run) == 1 else f"{len(not_run)} not run"] * bool(not_run)
         return "; ".join(sentences)
 
 

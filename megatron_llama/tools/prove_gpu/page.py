@@ -45,13 +45,15 @@ def table_lines(part: PartResult | None) -> list[str]:
 
 
 def last_line(results: Sequence[PartResult]) -> str:
-    """Return the summary: the failed parts and the parts that did not run."""
+    """Return the summary: the failed parts and the parts that did not run, or not with all checks."""
     by_status = {status: [part.name for part in results if part.status == status] for status in Status}
     sentences = [f"{len(by_status[Status.PASSED])} of {len(results)} parts passed."]
     if by_status[Status.FAILED]:
         sentences.append(f"Failed: {', '.join(by_status[Status.FAILED])}.")
     if by_status[Status.NOT_RUN]:
         sentences.append(f"Not run: {', '.join(by_status[Status.NOT_RUN])}.")
+    if partly := [part.name for part in results if part.status != Status.NOT_RUN and part.named(Status.NOT_RUN)]:
+        sentences.append(f"Run in part: {', '.join(partly)}.")
     return " ".join(sentences)
 
 

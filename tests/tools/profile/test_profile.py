@@ -15,7 +15,7 @@ import torch
 from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.tools.profile.modules import Profile
-from megatron_llama.tools.profile.trace import BACKWARD, BEFORE, FORWARD, MODULES, WAITS, Zone, memory_of
+from megatron_llama.tools.profile.trace import BACKWARD, BEFORE, FORWARD, MODULES, WAITS, Zone, memory_of, renumber
 from megatron_llama.train.waits import AXES, DATA, WAIT_METRICS
 from tests.oracle import make_plan
 from tests.tools.profile.profiled import merged, profile_layout
@@ -178,6 +178,17 @@ def test_profiling_writes_all_files_and_keeps_the_losses(tmp_path: Path) -> None
     text = (folder / "profile.txt").read_text()
     assert "profile of step 2; step 3 is traced" in text and max(map(len, text.splitlines())) < 96
     assert json.loads((folder / "profile.json").read_text())["modules"][0]["parameters"] == plan.parameters
+
+
+def test_processes_of_ranks_and_gpus_have_different_numbers() -> None:
+    """torch's trace of a rank: its process, and GPU 0 and 1 as processes 0 and 1."""
+    numbers: set[Any] = set()
+    for rank in range(2):
+        events = [{"pid": 4711 + rank}, {"pid": 0}, {"pid": 1}, {"pid": "Spans"}, {"name": "without a process"}]
+        renumber(events, 4711 + rank, rank)
+        assert events[0]["pid"] == rank and events[3] == {"pid": "Spans"} and "pid" not in events[4]
+        numbers |= {event["pid"] for event in events[:3]}
+    assert len(numbers) == 6
 
 
 def test_memory_by_kind_of_a_written_trace() -> None:

@@ -9,7 +9,18 @@ import pytest
 
 from megatron_llama.system.errors import UserError
 from megatron_llama.tools.prove_gpu import cli, page
-from megatron_llama.tools.prove_gpu.checks import Check, CheckFailed, Clock, NotRun, Outcome, Part, Status, run_parts
+from megatron_llama.tools.prove_gpu.checks import (
+    Check,
+    CheckFailed,
+    Clock,
+    NotRun,
+    Outcome,
+    Part,
+    PartResult,
+    Result,
+    Status,
+    run_parts,
+)
 from megatron_llama.tools.prove_gpu.environment import settings_of_environment
 from megatron_llama.tools.prove_gpu.session import Process, Redactor, Session
 
@@ -71,7 +82,7 @@ def test_failures_do_not_stop_the_rest() -> None:
     assert [result.status for result in results[0].results] == ["FAILED", "not run", "FAILED", "passed"]
     assert "wrong number" in results[0].detail and "ZeroDivisionError: division" in results[0].detail
     assert "test_checks.py" in results[0].results[2].values["traceback"]
-    assert page.last_line(results) == "1 of 3 parts passed. Failed: first. Not run: absent."
+    assert page.last_line(results) == "1 of 3 parts passed. Failed: first. Not run: absent. Run in part: first."
 
 
 def test_checks_that_do_not_fit_are_not_run() -> None:
@@ -82,6 +93,16 @@ def test_checks_that_do_not_fit_are_not_run() -> None:
     ran = [[status == Status.PASSED for status in part] for part in statuses]
     assert ran == [[True, False, False, False], [True, True], [True]], "a share each; later parts get unused time"
     assert time.seconds <= 150
+
+
+def test_the_row_of_a_part_counts_the_checks_that_did_not_run() -> None:
+    def row(*statuses: Status) -> str:
+        checks = tuple(Result(f"tp2, zero {number}", status, "as said") for number, status in enumerate(statuses))
+        return PartResult("parity", "", checks).detail
+
+    passed, absent = Status.PASSED, Status.NOT_RUN
+    assert row(passed, passed, absent) == "2 of 3 checks passed; not run: tp2, zero 2"
+    assert row(passed, absent, absent) == "1 of 3 checks passed; 2 not run"
 
 
 def test_no_check_starts_at_the_end_of_the_time() -> None:

@@ -74,8 +74,19 @@ def test_memory_must_be_near_the_forecast(tmp_path: Path) -> None:
     assert training.judge_memory(105, 100).values["error"] == pytest.approx(0.05)
     with pytest.raises(CheckFailed, match=r"\+11.0%: more than 10% apart"):
         training.judge_memory(111, 100)
+    assert training.judge_memory(115, 100, 15).values["error"] == pytest.approx(0.15)
+    for measured in (80, 116):
+        with pytest.raises(CheckFailed):
+            training.judge_memory(measured, 100, 15)
     rows = training.memory(session(tmp_path))
     assert len(rows) == 4 and training.memory(session(tmp_path, is_accelerator=False))
+
+
+def test_losses_must_be_finite_and_not_0() -> None:
+    assert training.require_losses(run_of([2.0, 1.0]), 2) == (2.0, 1.0)
+    for losses, message in (([2.0, float("nan")], "step 2 is nan"), ([0.0, 0.0], "is 0"), ([2.0], "1 of 2 steps")):
+        with pytest.raises(CheckFailed, match=message):
+            training.require_losses(run_of(losses), 2)
 
 
 def test_runs_that_differ_fail() -> None:
