@@ -3,10 +3,11 @@
     ours          checkpoint.json
     hugging face  model.safetensors, or its index, and config.json
     trainer       the same with trainer_state.json: Hugging Face's Trainer
-    torch_dist    .metadata and common.pt: megatron-core's dist_checkpointing (Megatron-LM, Megatron-Bridge, NeMo 2)
+    torch_dist    .metadata with common.pt, or from megatron-core 0.19 on metadata.json: megatron-core's
+                  dist_checkpointing (Megatron-LM, Megatron-Bridge, NeMo 2)
     ranks         mp_rank_00/model_optim_rng.pt: Megatron-LM's older files, one per rank
     fsdp          pytorch_model_fsdp_0/.metadata: accelerate's FSDP folder
-    dcp           .metadata without common.pt: torch.distributed.checkpoint (torchtitan)
+    dcp           .metadata without these files: torch.distributed.checkpoint (torchtitan)
 
 A folder of several checkpoints contains a pointer to the newest one, ``latest_checkpointed_iteration.txt``
 (Megatron-LM, Megatron-Bridge), or numbered folders, ``step-100`` (torchtitan) and ``checkpoint-100`` (Trainer).
@@ -42,7 +43,7 @@ FOREIGN = (TRAINER, TORCH_DIST, RANKS, FSDP, DCP)
 """Formats of other programs that have more than weights, or other names than Hugging Face's."""
 POINTER = "latest_checkpointed_iteration.txt"
 FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
-TRAINER_STATE, METADATA, COMMON = "trainer_state.json", ".metadata", "common.pt"
+TRAINER_STATE, METADATA, COMMON, BACKEND = "trainer_state.json", ".metadata", "common.pt", "metadata.json"
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
 """Folder of a rank: tensor-parallel rank, and pipeline rank if there are stages."""
 RANK_FILE = "model_optim_rng.pt"
@@ -117,7 +118,7 @@ def _format_of(folder: Path) -> str | None:
     if has(f"{FSDP_MODEL}/{METADATA}"):
         return FSDP
     if has(METADATA):
-        return TORCH_DIST if has(COMMON) else DCP
+        return TORCH_DIST if has(COMMON, BACKEND) else DCP
     if has("model.safetensors", "model.safetensors.index.json"):
         return TRAINER if has(TRAINER_STATE) else HF
     try:

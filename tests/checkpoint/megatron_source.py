@@ -11,18 +11,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import TransformerConfig
+from torch.overrides import TorchFunctionMode
 
 from megatron_llama.data.megatron_order import build_megatron
 from megatron_llama.devices.mcore import patch_mcore
@@ -50,6 +53,9 @@ class Source:
     """A plan with the dataset; None: random tokens."""
     files: str = "torch_dist"
     """torch_dist, or ranks: the older files."""
+    dp: int = 1
+    sharding: str | None = None
+    """Layout of the distributed optimizer's states; None: torch's AdamW without it."""
 
 
 @dataclass
@@ -62,7 +68,7 @@ class Trained:
 
 def train_source(source: Source) -> Trained:
     """Train, save, and train on."""
-    results = run_ranks(_rank, source.tp * source.pp, source)
+    results = run_ranks(_rank, source.tp * source.pp * source.dp, source)
     last = [result for result in results if result[1] is not None]
     return Trained(last[0][0], torch.cat([logits for _, logits in last], dim=-1)[..., :VOCAB])
 
@@ -89,6 +95,8 @@ def build_source(source: Source) -> GPTModel:
 
 
 def _rank(rank: int, source: Source) -> tuple[list[float], torch.Tensor | None]:
+    if source.sharding is not None:
+        return distributed_rank(source)
     model = build_source(source)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": DECAY},
@@ -102,6 +110,64 @@ def _rank(rank: int, source: Source) -> tuple[list[float], torch.Tensor | None]:
     _save(model, optimizer, source)
     losses = [_step(model, optimizer, batch_at(source.steps + n, samples)) for n in range(source.further)]
     return losses, logits
+
+
+class _OnHost(TorchFunctionMode):
+    """Stand-in of a GPU: tensors for CUDA are on the host, and host tensors have CUDA's type names."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "cuda" in str(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        if function is torch.Tensor.type and len(args) == 1:
+            return str(function(*args)).replace("torch.", "torch.cuda.", 1)
+        return args[0] if function is torch.Tensor.cuda else function(*args, **kwargs)
+
+
+def distributed_rank(source: Source) -> tuple[list[float], torch.Tensor | None]:
+    """Train with megatron-core's DistributedDataParallel and DistributedOptimizer, save, and train on."""
+    model = build_source(source)
+    stream = SimpleNamespace(wait_stream=lambda *_: None, wait_event=lambda *_: None)
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda *_: stream  # type: ignore[assignment]
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=LR,
+        min_lr=LR,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_eps=EPS,
+        weight_decay=DECAY,
+        clip_grad=0.0,
+        use_distributed_optimizer=True,
+        params_dtype=torch.float32,
+    )
+    samples = None if source.plan is None else build_megatron(source.plan, source.iterations * BATCH, 0)[0]
+    number = parallel_state.get_data_parallel_rank()
+    with _OnHost():
+        settings = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)
+        wrapped = DistributedDataParallel(model.config, settings, model)
+        optimizer = get_megatron_optimizer(config, [wrapped])
+        for group in optimizer.param_groups:  # as Megatron's scheduler does
+            group["weight_decay"] = DECAY * group["wd_mult"]
+
+        def step(at: int) -> float:
+            wrapped.zero_grad_buffer()
+            optimizer.zero_grad()
+            tokens, labels = (part.chunk(source.dp)[number] for part in batch_at(at, samples))
+            outputs: list[torch.Tensor] = []
+            _forward(wrapped, tokens, labels, 4, outputs)
+            wrapped.finish_grad_sync()
+            optimizer.step()
+            loss = torch.stack([output.mean() for output in outputs]).mean()
+            torch.distributed.all_reduce(loss, group=parallel_state.get_data_parallel_group())
+            return float(loss) / source.dp
+
+        for at in range(source.steps):
+            step(at)
+        logits = logits_of(model)
+        _save(model, optimizer, source)
+        losses = [step(source.steps + n) for n in range(source.further)]
+    return losses, logits if number == 0 else None
 
 
 def _model(source: Source) -> GPTModel:
@@ -143,13 +209,13 @@ def _model(source: Source) -> GPTModel:
     )
 
 
-def _forward(model: GPTModel, tokens: torch.Tensor, labels: torch.Tensor | None, count: int, keep: list) -> Any:
+def _forward(model: Any, tokens: torch.Tensor, labels: torch.Tensor | None, count: int, keep: list) -> Any:
     """Run megatron-core's schedule on ``count`` micro batches; ``keep`` gets the outputs of the last stage."""
     parts = iter(zip(tokens.chunk(count), (tokens if labels is None else labels).chunk(count), strict=True))
     positions = torch.arange(LENGTH)[None].expand(len(tokens) // count, LENGTH)
     mask = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
 
-    def forward(data: Iterator, model: GPTModel) -> Any:
+    def forward(data: Iterator, model: Any) -> Any:
         ids, targets = next(data)
         output = model(ids, positions, mask, labels=None if labels is None else targets)
 
@@ -170,7 +236,7 @@ def _forward(model: GPTModel, tokens: torch.Tensor, labels: torch.Tensor | None,
     )
 
 
-def _step(model: GPTModel, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+def _step(model: GPTModel, optimizer: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
     optimizer.zero_grad()
     outputs: list[torch.Tensor] = []
     _forward(model, *batch, 4, outputs)
@@ -186,7 +252,7 @@ def logits_of(model: GPTModel) -> torch.Tensor | None:
     return outputs[0] if outputs else None
 
 
-def _save(model: GPTModel, optimizer: torch.optim.Optimizer, source: Source) -> None:
+def _save(model: GPTModel, optimizer: Any, source: Source) -> None:
     rank_of = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
     arguments = argparse.Namespace(
         hidden_size=32,
@@ -221,11 +287,15 @@ def _save(model: GPTModel, optimizer: torch.optim.Optimizer, source: Source) -> 
         content = {**state, "model": model.state_dict_for_save_checkpoint()}
         torch.save(content, folder / name / "model_optim_rng.pt")
         return
-    wrapped = object.__new__(FP32Optimizer)  # its __init__ allocates on CUDA
-    wrapped.optimizer, wrapped.config, wrapped.is_stub_optimizer = optimizer, OptimizerConfig(), False
     weights = model.sharded_state_dict(prefix="")
+    if source.sharding is None:
+        wrapped: Any = object.__new__(FP32Optimizer)  # its __init__ allocates on CUDA
+        wrapped.optimizer, wrapped.config, wrapped.is_stub_optimizer = optimizer, OptimizerConfig(), False
+        states = wrapped.sharded_state_dict(weights)
+    else:
+        states = optimizer.sharded_state_dict(weights, metadata={"distrib_optim_sharding_type": source.sharding})
     with _manager():
-        whole = {**state, "model": weights, "optimizer": wrapped.sharded_state_dict(weights)}
+        whole = {**state, "model": weights, "optimizer": states}
         dist_checkpointing.save(whole, str(folder), ("torch_dist", 1))
 
 

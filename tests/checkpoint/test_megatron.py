@@ -103,6 +103,33 @@ def test_logits_in_four_layouts(trained: tuple[Path, Trained], tmp_path: Path) -
         assert_same(result.tensors, loaded["one"].tensors)
 
 
+@pytest.mark.parametrize(
+    ("tp", "dp"), [(2, 2), pytest.param(1, 1, marks=pytest.mark.slow)], ids=["tp2 dp2", "tp1"]
+)
+def test_the_distributed_optimizer(tp: int, dp: int, dataset: Path, tmp_path: Path) -> None:
+    """megatron-core's DistributedOptimizer, with moments by tensor: the next five losses are the source's."""
+    folder = tmp_path / "source"
+    plan = _plan(dataset, tmp_path / "plan")
+    source = train_source(Source(tp, 1, folder, plan=plan, dp=dp, sharding="fully_reshardable"))
+    for name in ("one", "tp2 pp2"):
+        world, layout = LAYOUTS[name]
+        settings = (*SETTINGS, *_data(dataset), *layout, f"checkpoint.resume={folder}")
+        ours = run(world, tmp_path / name, *settings, until=8)
+        assert ours.started_at == 3 and ours.updates == 8
+        assert [*ours.losses.values()] == pytest.approx(source.losses, abs=1e-4), name
+
+
+def test_moments_by_buffers_are_rejected(dataset: Path, tmp_path: Path) -> None:
+    """dp_reshardable: the weights load, and the error names the option that stores moments by tensor."""
+    folder = tmp_path / "source"
+    source = train_source(Source(2, 1, folder, further=0, dp=2, sharding="dp_reshardable"))
+    loaded = run(1, tmp_path / "weights", f"init_from={folder}", "trainer.steps=0")
+    (logits,) = run_ranks(_logits, 1, loaded)
+    torch.testing.assert_close(logits, source.logits, rtol=0, atol=1e-5)
+    with raises_with_message(RankFailed, r"by buffers \(dp_reshardable\).*--dist-ckpt-optim-fully-reshardable"):
+        run(1, tmp_path / "resumed", *SETTINGS, f"checkpoint.resume={folder}", until=4)
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trained]:
     """Megatron's older files of four ranks."""

@@ -42,11 +42,14 @@ class DcpFolder:
     objects: Mapping[str, _Place]
     """Pickled values, by name."""
 
-    def value(self, name: str) -> Any:
-        """Return a pickled value or a small tensor; None if the name is missing. Raises CorruptFile."""
+    def value(self, name: str, *, namespace: bool = False) -> Any:
+        """Return a pickled value or a small tensor; None if the name is missing. Raises CorruptFile.
+
+        ``namespace``: as ``load_pickle``.
+        """
         if name in self.objects:
             place = self.objects[name]
-            return load_pickle(_read(place), place.file)
+            return load_pickle(_read(place), place.file, namespace=namespace)
         if name in self.tensors and len(self.tensors[name].chunks) == 1:
             return self.tensors[name].chunks[0].load()
         return None

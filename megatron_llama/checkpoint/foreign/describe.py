@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_llama.arch.checkpoint_formats import (
-    COMMON,
     DCP,
     FSDP,
     FSDP_MODEL,
@@ -25,7 +24,13 @@ from megatron_llama.arch.checkpoint_formats import (
     recognize,
 )
 from megatron_llama.checkpoint.foreign.dcp_files import DcpFolder, open_dcp
-from megatron_llama.checkpoint.foreign.megatron import describe_source, load_dict, read_train_state, weights_of_rank
+from megatron_llama.checkpoint.foreign.megatron import (
+    describe_source,
+    load_dict,
+    read_common,
+    read_train_state,
+    weights_of_rank,
+)
 from megatron_llama.checkpoint.foreign.tensors import MOMENTS, Foreign, ForeignTensors
 from megatron_llama.checkpoint.foreign.torch_folders import OPTIMIZER_FILE, read_trainer_files
 from megatron_llama.checkpoint.foreign.unpickle import load_pickle
@@ -122,7 +127,8 @@ def _trainer(result: Description) -> None:
 
 
 def _torch_dist(result: Description) -> None:
-    dcp, common = open_dcp(result.folder), load_dict(result.folder / COMMON)
+    dcp = open_dcp(result.folder)
+    common = read_common(dcp)
     _dcp_weights(result, dcp)
     weights = _weight_names(dcp.tensors)
     moments = [_has_moments(dcp.tensors, (f"optimizer.state.{{}}.{name}",)) for name in weights]

@@ -18,7 +18,7 @@ import yaml
 from megatron_llama.arch.checkpoint_formats import COMMON, RANKS, TORCH_DIST, rank_folders
 from megatron_llama.arch.foreign_names import MEGATRON_TOP, Names, megatron_names
 from megatron_llama.arch.names import Shape
-from megatron_llama.checkpoint.foreign.dcp_files import open_dcp
+from megatron_llama.checkpoint.foreign.dcp_files import DcpFolder, open_dcp
 from megatron_llama.checkpoint.foreign.tensors import (
     MOMENTS,
     Foreign,
@@ -93,7 +93,8 @@ def open_torch_dist(folder: Path, model: ModelConfig, *, masters: bool = False) 
         ConfigError: The model differs.
         CorruptFile: The folder is damaged or malicious.
     """
-    dcp, common = open_dcp(folder), load_dict(folder / COMMON)
+    dcp = open_dcp(folder)
+    common = read_common(dcp)
     prefix = _prefix(dcp.tensors)
     stacked = any(f"{prefix}decoder.layers.mlp.linear_fc2.weight" == key for key in dcp.tensors)
     names = megatron_names(model, dcp.tensors, prefix, stacked=stacked)
@@ -137,6 +138,21 @@ def _with_masters(
             replaced = {**tensors.sources, **{key: sources[new] for key, new in renamed.items()}}
             return ForeignTensors(tensors.folder, tensors.tensors, replaced)
     return tensors
+
+
+def read_common(dcp: DcpFolder) -> dict[str, Any]:
+    """Return the state that all ranks share: common.pt, or an object among the tensors (megatron-core 0.19).
+
+    Raises:
+        CorruptFile: It is missing, damaged or malicious.
+    """
+    if (dcp.folder / COMMON).exists():
+        return load_dict(dcp.folder / COMMON)
+    names = [name for name in dcp.objects if name.partition("/")[0] == "common_state"]
+    content = dcp.value(names[0], namespace=True) if names else None
+    if not isinstance(content, list) or len(content) != 1 or not isinstance(content[0], dict):
+        raise CorruptFile(f"{dcp.folder}: has neither {COMMON} nor an object common_state")
+    return content[0]
 
 
 def load_dict(path: Path) -> dict[str, Any]:

@@ -107,8 +107,10 @@ def load_pickle(source: Path | bytes, label: Path, *, namespace: bool = False) -
         CorruptFile: The file is damaged, or contains objects that can execute code.
     """
     try:
-        mapped = isinstance(source, Path) and _is_archive(source)
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(_opened(source)) if namespace and mapped else []
+        is_archive = _is_archive(source) if isinstance(source, Path) else source.startswith(b"PK")
+        mapped = is_archive and isinstance(source, Path)
+        reads_names = namespace and is_archive
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(_opened(source)) if reads_names else []
         inert = [name for name in names if name.startswith(_INERT)]
         if rejected := sorted({*names} - {*inert, "argparse.Namespace"}):
             raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {rejected[0]}")
