@@ -218,7 +218,7 @@ class Kernels:
     ) -> None:
         """Update an fp32 weight and its states in place by IEEE's basic operations, which round one by one.
 
-        The result does not depend on an element's place, as that of the fused kernel does.
+        The result does not depend on an element's place; the result of the fused kernel does.
         """
         # Each product is a separate tensor: a fused product and sum would be rounded once instead of twice.
         if numbers.keep != 1:

@@ -1,5 +1,5 @@
 // Elementwise loops of exact mode on a CPU: Kernels.add_to_grid_ and Kernels.elementwise_adam_, each as one loop,
-// bit-identical to torch's operators. Inductor's flags disable fused products and sums, as the bits need, and gcc's
+// bit-identical to torch's operators. Inductor's flags disable fused multiply-adds, as the bits need, and gcc's
 // vectorizer, so the code uses vectors explicitly.
 
 #include <ATen/cpu/vec/functional.h>
@@ -73,7 +73,7 @@ extern "C" void add_bf16(int64_t* total, const c10::BFloat16* values, float* lar
   add_rows(total, values, largest, scale, rows, columns, total_stride, values_stride, threads);
 }
 
-// Adam without fused products and sums. ``keep``: 1 - lr * weight decay, if decoupled; ``decay``: weight decay, if not.
+// Adam without fused multiply-adds. ``keep``: 1 - lr * weight decay, if decoupled; ``decay``: weight decay, if not.
 extern "C" void elementwise_adam(float* weight, const float* grad, float* exp_avg, float* exp_avg_sq, float keep,
                                  float decay, float beta1, float other1, float beta2, float other2, float root,
                                  float eps, float rate, int64_t n, int threads) {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_llama.arch.shapes import loss_chunk
 from megatron_llama.parallel.exact.linear import Context, by_node, sequences
-from megatron_llama.parallel.exact.products import aligned
+from megatron_llama.parallel.exact.matmuls import aligned
 from megatron_llama.parallel.exact.sums import Total, Tree, add_pairs, from_grid, to_grid
 
 

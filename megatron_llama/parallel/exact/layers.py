@@ -20,7 +20,7 @@ from megatron_llama.devices.visibility import AttentionInputs
 from megatron_llama.model.recompute import recomputable
 from megatron_llama.parallel.context import DividedInputs, Ulysses
 from megatron_llama.parallel.exact.linear import Context
-from megatron_llama.parallel.exact.products import aligned
+from megatron_llama.parallel.exact.matmuls import aligned
 from megatron_llama.parallel.exact.sums import Total, Tree, add_pairs
 
 

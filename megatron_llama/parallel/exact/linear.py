@@ -1,7 +1,7 @@
 """Parallel linear layers of exact mode: one matmul per sequence and block.
 
 A column-parallel layer splits its outputs into blocks, a row-parallel layer its inputs. All layouts have the results of
-the same matmuls (products.py). Outputs of a row-parallel layer and gradients of a column-parallel layer's input are
+the same matmuls (matmuls.py). Outputs of a row-parallel layer and gradients of a column-parallel layer's input are
 sums over blocks (``Tree``). Gradients of weights are added sequence by sequence (``Total``).
 
 Context-parallel ranks have spans of a sequence. Long sequences are multiplied span by span in all layouts, except in
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_llama.arch.blocks import Rows, span_length
 from megatron_llama.parallel.context import to_natural_order
-from megatron_llama.parallel.exact.products import ALL, aligned, product
+from megatron_llama.parallel.exact.matmuls import ALL, aligned, product
 from megatron_llama.parallel.exact.sums import Total, Tree
 from megatron_llama.topology import zigzags
 

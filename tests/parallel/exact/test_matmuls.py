@@ -1,4 +1,4 @@
-"""Products of exact mode: by blocks, or at once after a trial."""
+"""Matmuls of exact mode: by blocks, or at once after a trial."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_llama.parallel.exact import products
-from megatron_llama.parallel.exact.products import ALL, product
+from megatron_llama.parallel.exact import matmuls
+from megatron_llama.parallel.exact.matmuls import ALL, product
 
 ROWS = [slice(0, 32), slice(32, 64)]
 COLUMNS = [slice(0, 48), slice(48, 96), slice(96, 144)]
@@ -16,7 +16,7 @@ COLUMNS = [slice(0, 48), slice(48, 96), slice(96, 144)]
 
 @pytest.fixture(autouse=True)
 def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_agree", {})
+    monkeypatch.setattr(matmuls, "_agree", {})
 
 
 def _operands(k: int = 80) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,7 +40,7 @@ def test_a_product_has_the_bits_of_its_blocks(
 ) -> None:
     """Both in the call that makes the trial and in the next one."""
     left, right = left.to(dtype), right.to(dtype)
-    expected = products.by_block(left, right, ROWS, COLUMNS, inner)
+    expected = matmuls.by_block(left, right, ROWS, COLUMNS, inner)
     for _ in range(2):
         assert torch.equal(product(left, right, ROWS, COLUMNS, inner), expected)
     torch.testing.assert_close(expected, left[:, inner] @ right[inner])
@@ -62,7 +62,7 @@ def test_a_kernel_that_adds_in_another_order_is_not_used_at_once(
         return (multiply(a[:, :40], b[:40]) + multiply(a[:, 40:], b[40:])).to(dtype)
 
     monkeypatch.setattr(torch, "mm", mm)
-    expected = products.by_block(left, right, ROWS, COLUMNS, ALL)
+    expected = matmuls.by_block(left, right, ROWS, COLUMNS, ALL)
     product(left, right, ROWS, COLUMNS)  # the trial
     sizes.clear()
     assert torch.equal(product(left, right, ROWS, COLUMNS), expected)
@@ -72,7 +72,7 @@ def test_a_kernel_that_adds_in_another_order_is_not_used_at_once(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_products_of_a_trial_are_rounding_errors(dtype: torch.dtype) -> None:
     left, right = (x.to(dtype) for x in _operands())
-    trial = products._operands(left, right, slice(16, 40))
+    trial = matmuls._operands(left, right, slice(16, 40))
     result = trial[0][:, 16:40].double() @ trial[1][16:40].double()
     terms = trial[0][:, 16:40].double().abs() @ trial[1][16:40].double().abs()
     assert (result.abs() / terms).max() < 1e-14

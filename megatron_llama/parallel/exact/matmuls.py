@@ -1,7 +1,7 @@
-"""Matmuls of exact mode: by block, or at once where a trial shows the same bits.
+"""Matmuls of exact mode: by block, or at once where a trial shows bit-identical results.
 
-The results of exact mode are those of matmuls by sequence, span and block, on contiguous operands: their shapes, and so
-their bits, are the same in all layouts. Many kernels give a row or a column the same bits in a larger matmul, which is
+Matmuls by sequence, span and block, on contiguous operands, define the results of exact mode. Their shapes, and so
+their bits, do not depend on the layout. With many kernels a row or a column of a larger matmul is bit-identical, and
 faster. A kernel chooses the order of a sum by shapes and addresses, not by values. So the first call with certain
 shapes multiplies random operands in both ways. If all bits agree, this and later calls multiply at once.
 """
@@ -18,7 +18,7 @@ ALL = slice(None)
 _ALIGNMENT = 64
 """Bytes. Kernels may take another path for other addresses."""
 _EXPONENTS = 8
-"""Magnitudes of a trial's operands are up to two to this power: sums of products then need rounding in each step."""
+"""Magnitudes of a trial's operands are up to two to this power, so that each addition of a sum needs rounding."""
 _agree: dict[tuple[Any, ...], bool] = {}
 """Results of trials."""
 
