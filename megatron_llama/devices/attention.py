@@ -71,6 +71,15 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs, 
     return _Attention.apply(q, k, v, visible.lengths, visible.cu_seqlens, kernel, visible.pattern)
 
 
+def attend_whole(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
+    """Return the causal attention of whole sequences, by the ``kernel`` of that name, which takes no ``cu_seqlens``."""
+    pattern = Pattern()
+    if torch.compiler.is_compiling():
+        out, _ = _operator(q, k, v, None, None, kernel, [*astuple(pattern)])
+        return out
+    return _Attention.apply(q, k, v, ((q.shape[2],),) * q.shape[0], None, kernel, pattern)
+
+
 class _Document(NamedTuple):
     row: int
     rows: int
@@ -433,9 +442,18 @@ class _Attention(torch.autograd.Function):
 
 @torch.library.custom_op("megatron_llama::attention", mutates_args=())
 def _operator(
-    q: Tensor, k: Tensor, v: Tensor, host_cu_seqlens: Tensor, cu_seqlens: Tensor | None, kernel: str, pattern: list[int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    host_cu_seqlens: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kernel: str,
+    pattern: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Attention inside documents, for compiled blocks. ``pattern`` has the fields of ``Pattern``."""
+    """Attention inside documents, for compiled blocks. ``pattern`` has the fields of ``Pattern``.
+
+    Without ``host_cu_seqlens`` each sequence is one document.
+    """
     return _forward(
         q, k, v, document_lengths(host_cu_seqlens, q.shape[0], q.shape[2]), cu_seqlens, kernel, Pattern(*pattern)
     )
@@ -449,7 +467,7 @@ def _operator_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    host_cu_seqlens: Tensor,
+    host_cu_seqlens: Tensor | None,
     cu_seqlens: Tensor | None,
     kernel: str,
     pattern: list[int],
@@ -464,8 +482,13 @@ def _operator_backward(
     )
 
 
-def document_lengths(cu_seqlens: Tensor, rows: int, length: int) -> Lengths:
-    """Return the documents' lengths in ``rows`` of ``length`` tokens. The last value of ``cu_seqlens`` repeats."""
+def document_lengths(cu_seqlens: Tensor | None, rows: int, length: int) -> Lengths:
+    """Return the documents' lengths in ``rows`` of ``length`` tokens. The last value of ``cu_seqlens`` repeats.
+
+    None: each row is one document.
+    """
+    if cu_seqlens is None:
+        return ((length,),) * rows
     lengths = []
     ends = [end for end in cu_seqlens.unique_consecutive().tolist() if end]
     for row in range(rows):

@@ -162,6 +162,13 @@ class Device(ABC):
         """
         return self.attention
 
+    def attention_packages(self) -> list[str]:
+        """Return the attention of installed packages that replaces torch's, by preference, with its hardware.
+
+        Imports no package.
+        """
+        return []
+
     def request_collectives(self, rank: int) -> bool:
         """Ask the process of ``rank`` on this machine to write its last collectives. False if it cannot answer."""
         return False

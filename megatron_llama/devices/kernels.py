@@ -5,7 +5,7 @@ process share one object per device and mode, so torch.compile reuses the graph 
 takes these paths:
 
     sequences             CPU, compiled     CPU, eager       CUDA             other devices
-    whole                 C++ kernel (1)    chunks (2)       torch's SDPA     torch's SDPA
+    whole                 C++ kernel (1)    chunks (2)       torch's SDPA (4) torch's SDPA
     documents, window     C++ kernel (1)    tiles            varlen (3)       dense mask
     block-sparse          tiles             tiles            tiles            dense mask
     random-LTD subset of  dense mask        dense mask       dense mask       dense mask
@@ -14,6 +14,7 @@ takes these paths:
     (1) fp32 and bf16, heads a multiple of 32, at most 16,384 tokens, and a C++ compiler; else as eager.
     (2) at lengths where it is faster (devices/cpu/attention.py); else torch's SDPA.
     (3) 16-bit formats, heads a multiple of 8 and at most 256; else tiles.
+    (4) with Transformer Engine, cuDNN for whole sequences, documents and windows (cuda/transformer_engine.py).
 
 SDPA, tiles and the dense mask are in devices/attention.py; the others are in the packages of their devices.
 """

@@ -239,6 +239,9 @@ def list_notes(config: Config, plan: Plan) -> Iterator[str]:
             last = pattern.block * pattern.global_blocks
             where += f" in groups of {pattern.group:,} tokens, and to the last {last:,} of each earlier group"
         yield f"attention{where}: {_kernels(plan)}"
+    device = find_device(plan.config.device.name)
+    if device is not None and (packages := device.attention_packages()) and plan.precision.compute_dtype != "float32":
+        yield f"attention by packages of this machine: {', else '.join(packages)}"
     default_batch = Config().trainer.global_batch_size
     if plan.parameters >= LARGE and method == "none" and trainer.global_batch_size == default_batch:
         yield (

@@ -28,7 +28,7 @@ PLAIN = FusedOperators(normalize, rotate, swiglu)
 LENGTHS = (48, 32, 100)
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 256, 4, 2, 64
 LARGEST_SHARE = 0.01
-"""Of bf16 values that may differ by a rounding, as sums over the hidden size have another order."""
+"""Share of bf16 values that may differ by a rounding, as sums over the hidden size have another order."""
 
 
 class Uncompiled(Kernels):

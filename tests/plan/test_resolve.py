@@ -6,6 +6,7 @@ import copy
 import itertools
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -104,6 +105,28 @@ def test_sequence_parallelism_without_tensor_parallelism_is_off_with_a_note() ->
     plan = resolve(make(**{"trainer.sp": True}), 1)
     assert not plan.sp
     assert "trainer.tp=1" in plan.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("installed", "noted"),
+    [
+        (["flash_attn_interface.py"], "FlashAttention 3 on Hopper GPUs"),
+        (["transformer_engine.py"], "cuDNN through Transformer Engine on Hopper and Blackwell GPUs"),
+        (["flash_attn_interface.py", "transformer_engine.py"], "FlashAttention 3 on Hopper GPUs, else cuDNN"),
+        ([], None),
+    ],
+)
+def test_packages_with_attention_are_noted(
+    installed: list[str], noted: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in installed:
+        (tmp_path / name).touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    notes = resolve(make(**{"device.name": "cuda", "trainer.precision": "bf16"}), 1).notes
+    attention = [note for note in notes if "packages of this machine" in note]
+    assert len(attention) == (noted is not None) and all(str(noted) in note for note in attention)
+    in_fp32 = resolve(make(**{"device.name": "cuda", "trainer.precision": "fp32"}), 1).notes
+    assert not any("packages of this machine" in note for note in in_fp32)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import sys
 import warnings
 from contextlib import suppress
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ _FRAGMENTATION = 0.06
 simulated device: 1 % for 8 layers of 7 B on one rank, 6 % for 7 B on 8 ranks."""
 _CONTEXT_BYTES = 2 << 30
 """Estimate of the CUDA context with its kernels, and of NCCL's buffers."""
+_TRANSFORMER_ENGINE = "transformer_engine"
 LEAST_FLOAT8_CAPABILITY = 8, 9
 """Compute capability of the first GPUs with float8 tensor cores (Ada)."""
 _LEAST_DRIVER = {12: 525, 13: 580}
@@ -140,6 +142,8 @@ class Cuda(Device):
             versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         with suppress(metadata.PackageNotFoundError):
             versions["FlashAttention 3"] = metadata.version(flash_attention_3.PACKAGE)
+        with suppress(metadata.PackageNotFoundError):
+            versions["Transformer Engine"] = metadata.version(_TRANSFORMER_ENGINE)
         return versions
 
     def environment(self, config: Config) -> dict[str, str]:
@@ -163,7 +167,10 @@ class Cuda(Device):
 
         index = device_index(self.name, local_rank, torch.cuda.device_count())
         torch.cuda.set_device(index)
-        flash_attention_3.activate()
+        from megatron_llama.devices.cuda import transformer_engine
+
+        if not flash_attention_3.activate():
+            transformer_engine.activate()
         return torch.device("cuda", index)
 
     def kernel_type(self) -> type[Kernels]:
@@ -173,6 +180,13 @@ class Cuda(Device):
 
     def attention_kernel(self, pattern: Pattern, dtype: str, head_dim: int) -> str:
         return "varlen" if fits_varlen(pattern, dtype, head_dim) else "tiles"
+
+    def attention_packages(self) -> list[str]:
+        packages = {
+            flash_attention_3.MODULE: "FlashAttention 3 on Hopper GPUs",
+            _TRANSFORMER_ENGINE: "cuDNN through Transformer Engine on Hopper and Blackwell GPUs",
+        }
+        return [name for module, name in packages.items() if find_spec(module) is not None]
 
     def request_collectives(self, rank: int) -> bool:
         return request_dump(rank)

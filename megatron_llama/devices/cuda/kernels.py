@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_llama.arch.pattern import Lengths, Pattern, fits_varlen
 from megatron_llama.devices import attention
+from megatron_llama.devices.cuda import transformer_engine
 from megatron_llama.devices.cuda.compiler import compiler_missing
 from megatron_llama.devices.kernels import Float8Operand, Kernels
 from megatron_llama.devices.visibility import AttentionInputs
@@ -29,6 +30,8 @@ def forward(
 
     ``cu_seqlens`` [documents + 1 or more], int32, on the device. The pattern has no blocks.
     """
+    if transformer_engine.takes(q):
+        return _cudnn_forward(q, k, v, lengths, cu_seqlens, pattern)
     starts, longest = _starts(lengths, cu_seqlens)
     flat = [_flat(x) for x in (q, k, v)]
     result = aten._flash_attention_forward(
@@ -49,6 +52,8 @@ def backward(
     pattern: Pattern,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, from the output's gradient and the results of ``forward``."""
+    if transformer_engine.takes(q):
+        return _cudnn_backward(grad, q, k, v, out, lse, lengths, cu_seqlens, pattern)
     starts, longest = _starts(lengths, cu_seqlens)
     flat = [_flat(x) for x in (grad, q, k, v, out)]
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
@@ -65,6 +70,44 @@ def backward(
         **_window(pattern.window),
     )
     return _unflatten(result[0], q), _unflatten(result[1], k), _unflatten(result[2], v)
+
+
+def _cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, cu_seqlens: Tensor | None, pattern: Pattern
+) -> tuple[Tensor, Tensor]:
+    """Compute ``forward`` with cuDNN. Without ``cu_seqlens``, each sequence is one document."""
+    if cu_seqlens is None:
+        whole = [x.permute(2, 0, 1, 3).contiguous() for x in (q, k, v)]
+        out, lse = transformer_engine.forward(whole, None, q.shape[2], pattern.window)
+        return out.view(whole[0].shape).permute(1, 2, 0, 3), lse.view(q.shape[:3])
+    starts, longest = _starts(lengths, cu_seqlens)
+    flat = [_flat(x).contiguous() for x in (q, k, v)]
+    out, lse = transformer_engine.forward(flat, starts, longest, pattern.window)
+    return _unflatten(out.view(flat[0].shape), q), lse.view(q.shape[0], q.shape[2], -1).transpose(1, 2).contiguous()
+
+
+def _cudnn_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lengths: Lengths,
+    cu_seqlens: Tensor | None,
+    pattern: Pattern,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``backward`` with cuDNN."""
+    if cu_seqlens is None:
+        whole = [x.permute(2, 0, 1, 3).contiguous() for x in (grad, q, k, v, out)]
+        grads = transformer_engine.backward([*whole, lse.unsqueeze(-1)], None, q.shape[2], pattern.window)
+        dq, dk, dv = (x.permute(1, 2, 0, 3) for x in grads)
+        return dq, dk, dv
+    starts, longest = _starts(lengths, cu_seqlens)
+    flat = [_flat(x).contiguous() for x in (grad, q, k, v, out)]
+    by_token = lse.transpose(1, 2).flatten(0, 1).unsqueeze(-1).contiguous()
+    grads = transformer_engine.backward([*flat, by_token], starts, longest, pattern.window)
+    return _unflatten(grads[0], q), _unflatten(grads[1], k), _unflatten(grads[2], v)
 
 
 def _starts(lengths: Lengths, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:
@@ -164,6 +207,8 @@ class CudaKernels(Kernels):
         return result.to(dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs | None = None) -> Tensor:
+        if visible is None and transformer_engine.takes(q):
+            return attention.attend_whole(q, k, v, "varlen")
         if visible is None or visible.kernel != "varlen":
             return attention.attend(q, k, v, visible)
         dtype = "float32" if q.dtype == torch.float32 else "bfloat16"

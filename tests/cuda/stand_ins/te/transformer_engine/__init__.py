@@ -1,0 +1,1 @@
+"""A stand-in for Transformer Engine: two functions of its attention."""

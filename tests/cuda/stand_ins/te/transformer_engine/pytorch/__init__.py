@@ -1,0 +1,1 @@
+"""See fused_attn.py."""

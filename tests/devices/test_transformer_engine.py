@@ -1,0 +1,122 @@
+"""Transformer Engine's attention, by a stand-in on the CPU: results, and GPUs and versions without it.
+
+tests/cuda has the test that a device takes this path.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_llama.arch.pattern import Pattern
+from megatron_llama.devices.cuda import transformer_engine
+from megatron_llama.devices.cuda.kernels import CudaKernels
+from megatron_llama.devices.visibility import Documents, build_attention_inputs, dense_mask
+from tests.cuda.flash_attention_3 import HEAD_DIM, LENGTH, reference
+from tests.paths import ROOT
+
+STAND_INS = ROOT / "tests" / "cuda" / "stand_ins" / "te"
+BLACKWELL = 10, 0
+BF16_ERROR = 2**-7
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The stand-in is installed, on a machine with a Blackwell GPU."""
+    monkeypatch.syspath_prepend(str(STAND_INS))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: BLACKWELL)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: transformer_engine.LEAST_CUDNN)
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == transformer_engine.PACKAGE]:
+        del sys.modules[name]
+    monkeypatch.undo()
+    transformer_engine.activate()
+
+
+def _calls() -> dict[str, int]:
+    from transformer_engine.pytorch.cpp_extensions import fused_attn  # type: ignore[import-not-found]
+
+    return dict(fused_attn.calls)
+
+
+IDS = (torch.arange(2 * LENGTH).view(2, LENGTH) % 17 == 0).cumsum(1)
+CASES = {
+    "whole": (Pattern(), None, "sbhd"),
+    "documents": (Pattern(), Documents.of(IDS), "thd"),
+    "window": (Pattern(window=9), None, "thd"),
+    "window in documents": (Pattern(window=5), Documents.of(IDS), "thd"),
+}
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("pattern", "documents", "kind"), CASES.values(), ids=CASES)
+def test_results(pattern: Pattern, documents: Documents | None, kind: str, compiled: bool) -> None:
+    """Output and gradients equal a dense mask in fp32, with 2 of 4 heads for keys."""
+    assert transformer_engine.activate()
+    torch.manual_seed(1)
+    q, k, v, grad = (torch.randn(LENGTH, 2, n, HEAD_DIM).bfloat16().permute(1, 2, 0, 3) for n in (4, 2, 2, 4))
+    whole = documents or Documents.whole(2, LENGTH, torch.device("cpu"))
+    expected = reference(q, k, v, grad, dense_mask(whole.positions(), pattern, whole.ids))
+    kernels = CudaKernels(compiled=compiled)
+    visible = build_attention_inputs(torch.zeros(2, LENGTH), documents, pattern, "varlen", compiled)
+    attend = torch.compile(kernels.attend, backend="aot_eager", fullgraph=True) if compiled else kernels.attend
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves, visible)
+    actual: list[Tensor] = [out, *torch.autograd.grad(out, leaves, grad)]
+    for one, other in zip(actual, expected, strict=True):
+        assert ((one.float() - other).norm() / other.norm()).item() < BF16_ERROR
+    assert _calls() == {f"fwd {kind}": 1, f"bwd {kind}": 1}
+
+
+@pytest.mark.usefixtures("package")
+def test_other_formats_and_heads_keep_their_kernels() -> None:
+    assert transformer_engine.activate()
+    heads = (128, torch.bfloat16, True), (128, torch.float32, False), (256, torch.bfloat16, False)
+    for size, dtype, is_taken in heads:
+        assert transformer_engine.takes(torch.empty(1, size, dtype=dtype)) == is_taken
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("capability", [(8, 9), (12, 0)])
+def test_other_gpus_keep_their_kernels(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not transformer_engine.activate()
+
+
+@pytest.mark.usefixtures("package")
+def test_an_old_cudnn_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: transformer_engine.LEAST_CUDNN - 1)
+    with pytest.warns(UserWarning, match="FlashAttention 2 instead of transformer_engine.*cuDNN 90599 is older"):
+        assert not transformer_engine.activate()
+
+
+@pytest.mark.usefixtures("package")
+def test_an_old_version_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 2.15 the functions had no format of the output."""
+    from transformer_engine.pytorch.cpp_extensions import fused_attn
+
+    def fused_attn_fwd(is_training: bool, qkv_layout: str) -> None:
+        """Forward function with fewer arguments."""
+
+    monkeypatch.setattr(fused_attn, "fused_attn_fwd", fused_attn_fwd)
+    with pytest.warns(UserWarning, match="fused_attn_fwd has no argument .*o_format"):
+        assert not transformer_engine.activate()
+
+
+def test_a_package_without_its_parts_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / transformer_engine.PACKAGE).mkdir()
+    (tmp_path / transformer_engine.PACKAGE / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: BLACKWELL)
+    with pytest.warns(UserWarning, match="which does not work here: No module named"):
+        assert not transformer_engine.activate()
+    sys.modules.pop(transformer_engine.PACKAGE, None)
