@@ -137,8 +137,8 @@ class OptimConfig:
     split_heads: bool = False
     """For muon: orthogonalize each head of q, k and v separately."""
     qk_clip: Annotated[float | None, above_zero("100")] = None
-    """QK-Clip: after each update, q and k weights of heads whose largest attention logit in the step exceeded this are
-    scaled down (Kimi K2, arXiv:2507.20534). null: off. docs/guides/methods/muon.md"""
+    """Largest attention logit of a head before QK-Clip scales down its q and k weights after the update. null: off.
+    Source: Kimi K2, arXiv:2507.20534. docs/guides/methods/muon.md"""
     weight_decay: Annotated[float, at_least(0)] = 0.1
     """Decoupled weight decay; norms are exempt."""
     clip: Annotated[float | None, above_zero()] = 1.0

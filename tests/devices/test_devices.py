@@ -17,6 +17,7 @@ from benchmarks.verify.long_step import heap_counters
 from megatron_llama.config import ConfigError
 from megatron_llama.devices import async_tp_missing, device_named, get_device, ignored_devices
 from megatron_llama.devices.cpu import device as cpu
+from megatron_llama.devices.cuda import compiler
 from megatron_llama.devices.cuda import device as cuda
 from megatron_llama.devices.cuda.products import find_product
 from megatron_llama.launch import world
@@ -144,10 +145,10 @@ def test_the_ranks_of_a_machine_share_its_cores(
 
 def test_tritons_missing_requirements_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(cuda.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    monkeypatch.setattr(cuda.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiler.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
     assert "needs a C compiler, and gcc is not installed" in (cuda.DEVICE.compiler_missing() or "")
-    monkeypatch.setattr(cuda.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "clang" else None)
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "clang" else None)
     assert f"{tmp_path / 'Python.h'} is missing" in (cuda.DEVICE.compiler_missing() or "")
     (tmp_path / "Python.h").touch()
     assert cuda.DEVICE.compiler_missing() is None

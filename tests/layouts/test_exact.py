@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_llama.devices import get_device
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.exact import gradients
 from megatron_llama.parallel.exact.sums import Tree
@@ -15,6 +16,13 @@ from tests.rows import rows
 BF16 = "trainer.precision=bf16"
 QUICK_STEPS, STEPS = 3, 20
 KINDS = ("initial", "first_grads", "last_grads", "weights", "states")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def loaded_kernels() -> None:
+    """Load the C++ loops once, instead of in each forked rank."""
+    kernels = get_device("cpu").kernels(compiled=False)
+    kernels.add_to_grid_(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1), 1)
 
 
 def differing(result: Result, expected: Result) -> list[str]:
