@@ -60,7 +60,7 @@ def test_a_missing_event_is_found(runtime: Runtime, tmp_path: Path) -> None:
     sharded = ("trainer.zero=3", "trainer.steps=2")
     correct = runtime.train(tmp_path, *sharded, devices=2, **{ACCESSES: "1"}).check()
     for log in correct.logs:
-        assert len(log.named("ACCESS")) > 1000
+        assert len(log.named("ACCESS")) > 400
         assert not conflicts(log)
     run = runtime.train(tmp_path / "fault", *sharded, devices=2, **{ACCESSES: "1", FAULT: "missing event"}).check()
     for log in run.logs:

@@ -11,6 +11,7 @@ REJECTED = {
     "trainer.grad_reduce": "rounded messages",
     "trainer.param_gather": "rounded messages",
     "trainer.float8": "float8",
+    "optim.qk_clip": "logits by other matmuls",
     "optim.name=onebit_adam": "exchanged signs",
 }
 """Overrides, or their beginnings, that exact mode rejects (plan/rules/exact.py)."""
