@@ -38,6 +38,17 @@ LEAST_SCALE = 1e-12
 """Scale of a block of zeros: the divisor must not be 0."""
 
 
+def to_fixed_point(values: Tensor, bits: int) -> Tensor:
+    """Return floats as multiples of 2^-bits, int64, truncated."""
+    return (values.float() * 2.0**bits).to(torch.int64)
+
+
+def largest_magnitude(values: Tensor) -> Tensor:
+    """Return the largest absolute value, fp32 scalar, or NaN."""
+    least, most = torch.aminmax(values)  # a tenth of the time of a maximum norm on a CPU
+    return torch.maximum(-least, most).float()
+
+
 class Levels(NamedTuple):
     """Values of the 256 codes of an 8-bit state, on a device."""
 
@@ -127,9 +138,8 @@ class Kernels:
         Args:
             values: fp32 or bf16, shaped like ``total``. They are truncated to multiples.
         """
-        least, most = torch.aminmax(values)  # a tenth of the time of a maximum norm on a CPU
-        total += (values.float() * 2.0**bits).to(torch.int64)
-        return torch.maximum(-least, most).float()
+        total += to_fixed_point(values, bits)
+        return largest_magnitude(values)
 
     def is_one(self, factor: Tensor) -> bool:
         """Whether a scalar is 1. False if the host would have to wait for its value."""

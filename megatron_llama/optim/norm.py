@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama import devices
+from megatron_llama.devices.kernels import largest_magnitude
 from megatron_llama.parallel import Shard
 
 _SQUARED_AT_ONCE = 2**18
@@ -80,8 +81,7 @@ def _exact_norm(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor
     largest = torch.zeros((), device=device)
     for part in parts:
         if part.numel():
-            least, most = torch.aminmax(part)
-            largest = torch.maximum(largest, torch.maximum(-least, most).float())
+            largest = torch.maximum(largest, largest_magnitude(part))
     largest = torch.where(largest.isnan(), torch.inf, largest)  # a maximum over ranks may lose NaN
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     exponent = torch.frexp(largest).exponent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,20 +74,24 @@ def _logits(rank: int, run_result: Run) -> torch.Tensor:
         return model(TOKENS).logits
 
 
-def test_a_run_continues_in_megatrons_order(trained: tuple[Path, Trained], dataset: Path, tmp_path: Path) -> None:
-    """The next five losses are the source's: weights, moments, steps and samples are its own."""
-    folder, source = trained
-    first = None
+def _run_on(folder: Path, source: Trained, dataset: Path, tmp_path: Path) -> Any:
+    """Continue for five steps in two layouts, compare with the source's losses, and return the run of one process."""
+    runs = {}
     for name in ("one", "tp2 pp2"):
         world, layout = LAYOUTS[name]
         settings = (*SETTINGS, *_data(dataset), *layout, f"checkpoint.resume={folder}")
-        ours = run(world, tmp_path / name, *settings, until=8)
-        assert ours.started_at == 3 and ours.updates == 8
-        assert [*ours.losses.values()] == pytest.approx(source.losses, abs=1e-4), name
-        first = first or ours
+        runs[name] = run(world, tmp_path / name, *settings, until=8)
+        assert runs[name].started_at == 3 and runs[name].updates == 8
+        assert [*runs[name].losses.values()] == pytest.approx(source.losses, abs=1e-4), name
+    return runs["one"]
+
+
+def test_a_run_continues_in_megatrons_order(trained: tuple[Path, Trained], dataset: Path, tmp_path: Path) -> None:
+    """The next five losses are the source's: weights, moments, steps and samples are its own."""
+    folder, source = trained
+    first = _run_on(folder, source, dataset, tmp_path)
     resumed = run(1, tmp_path / "one", *SETTINGS, *_data(dataset), until=8)
     assert resumed.started_at == 8
-    assert first is not None
     assert_same(resumed.tensors, first.tensors)
 
 
@@ -111,12 +116,7 @@ def test_the_distributed_optimizer(tp: int, dp: int, dataset: Path, tmp_path: Pa
     folder = tmp_path / "source"
     plan = _plan(dataset, tmp_path / "plan")
     source = train_source(Source(tp, 1, folder, plan=plan, dp=dp, sharding="fully_reshardable"))
-    for name in ("one", "tp2 pp2"):
-        world, layout = LAYOUTS[name]
-        settings = (*SETTINGS, *_data(dataset), *layout, f"checkpoint.resume={folder}")
-        ours = run(world, tmp_path / name, *settings, until=8)
-        assert ours.started_at == 3 and ours.updates == 8
-        assert [*ours.losses.values()] == pytest.approx(source.losses, abs=1e-4), name
+    _run_on(folder, source, dataset, tmp_path)
 
 
 def test_moments_by_buffers_are_rejected(dataset: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, wraps
 from typing import Any
 
@@ -53,7 +53,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, from the output's gradient and the results of ``forward``."""
     if transformer_engine.takes(q):
-        return _cudnn_backward(grad, q, k, v, out, lse, lengths, cu_seqlens, pattern)
+        return _cudnn_backward([grad, q, k, v, out], lse, lengths, cu_seqlens, pattern)
     starts, longest = _starts(lengths, cu_seqlens)
     flat = [_flat(x) for x in (grad, q, k, v, out)]
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
@@ -87,24 +87,17 @@ def _cudnn_forward(
 
 
 def _cudnn_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    lengths: Lengths,
-    cu_seqlens: Tensor | None,
-    pattern: Pattern,
+    tensors: Sequence[Tensor], lse: Tensor, lengths: Lengths, cu_seqlens: Tensor | None, pattern: Pattern
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``backward`` with cuDNN."""
+    """Compute ``backward`` with cuDNN. ``tensors``: the output's gradient, q, k, v and the output."""
+    _, q, k, v, _ = tensors
     if cu_seqlens is None:
-        whole = [x.permute(2, 0, 1, 3).contiguous() for x in (grad, q, k, v, out)]
+        whole = [x.permute(2, 0, 1, 3).contiguous() for x in tensors]
         grads = transformer_engine.backward([*whole, lse.unsqueeze(-1)], None, q.shape[2], pattern.window)
         dq, dk, dv = (x.permute(1, 2, 0, 3) for x in grads)
         return dq, dk, dv
     starts, longest = _starts(lengths, cu_seqlens)
-    flat = [_flat(x).contiguous() for x in (grad, q, k, v, out)]
+    flat = [_flat(x).contiguous() for x in tensors]
     by_token = lse.transpose(1, 2).flatten(0, 1).unsqueeze(-1).contiguous()
     grads = transformer_engine.backward([*flat, by_token], starts, longest, pattern.window)
     return _unflatten(grads[0], q), _unflatten(grads[1], k), _unflatten(grads[2], v)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_llama import devices
+from megatron_llama.devices.kernels import largest_magnitude, to_fixed_point
 
 BITS = 50
 """Binary digits after the point."""
@@ -28,13 +29,7 @@ LARGEST = 2.0**12
 
 def to_grid(values: Tensor) -> Tensor:
     """Return floats as multiples of 2^-BITS, int64, truncated."""
-    return (values.float() * 2.0**BITS).to(torch.int64)
-
-
-def _largest(values: Tensor) -> Tensor:
-    """Return the largest absolute value, fp32, or NaN."""
-    least, most = torch.aminmax(values)  # a tenth of the time of a maximum norm on a CPU
-    return torch.maximum(-least, most).float()
+    return to_fixed_point(values, BITS)
 
 
 def from_grid(total: Tensor) -> Tensor:
@@ -156,12 +151,12 @@ class Total:
 
     def add_rows(self, rows: Tensor, values: Tensor) -> None:
         """Add ``values`` [n, ...], of n tokens, to the rows at index ``rows`` [n], int64; rows may repeat."""
-        self._note(_largest(values), self.tokens)
+        self._note(largest_magnitude(values), self.tokens)
         self._buffer(values.device).index_add_(0, rows, to_grid(values))
 
     def add_sum(self, values: Tensor, *where: slice) -> None:
         """Add the sum of ``values`` [n, ...] over n tokens or heads to the elements at ``where``."""
-        self._note(_largest(values), self.tokens)
+        self._note(largest_magnitude(values), self.tokens)
         self._buffer(values.device)[where] += to_grid(values).sum(0)
 
     def _note(self, largest: Tensor, terms: int) -> None:
