@@ -308,7 +308,7 @@ class TrainerConfig:
     """Instead of steps: epochs over the training data; steps are epochs * samples // global_batch_size."""
     seed: Annotated[int, between(0, LARGEST_SEED)] = 1234
     """Seed of initial weights and data order."""
-    precision: Annotated[str | None, one_of(*PRECISIONS, note="; there is no fp8 yet")] = None
+    precision: Annotated[str | None, one_of(*PRECISIONS, note="; for float8 matmuls write trainer.float8=tensorwise")] = None
     """Dtypes of weights, gradients and optimizer states: fp32, bf16, bf16_sr or bf16_pure. With bf16, master weights,
     gradient sums and optimizer states are fp32. With bf16_sr all are bf16, and updates are rounded stochastically; with
     bf16_pure they are rounded to nearest, as a control. The Trainium recipe's names are also valid: bf16SR,

@@ -125,7 +125,9 @@ def roughen_norms(shards: Iterable[Shard]) -> None:
 
 def _noise(rectangle: Rectangle) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(rectangle.name.encode()))
-    whole = 0.3 * torch.randn(rectangle.global_shape, generator=generator)
+    # Large biases would drown the rest of queries and keys: their gradients would be rounding errors.
+    scale = 0.1 if rectangle.name.endswith(".bias") else 0.3
+    whole = scale * torch.randn(rectangle.global_shape, generator=generator)
     return whole[tuple(slice(o, o + n) for o, n in zip(rectangle.offset, rectangle.size, strict=True))]
 
 

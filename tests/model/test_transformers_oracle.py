@@ -59,7 +59,7 @@ MODELS = {
     "olmo2, one kv head, tied, wide heads": (OLMO2, "model.num_key_value_heads=1", TIED, "model.head_dim=32"),
     # Larger weights: next to the biases of ``roughen_norms``, gradients would be rounding errors.
     "olmo2, biases": (OLMO2, BIASES[0], "model.initializer_range=0.5"),
-    "biases": tuple(BIASES),
+    "biases": (*BIASES, "model.initializer_range=0.2"),
     "odd vocabulary, tied, llama3 rope": ("model.vocab_size=61", "model.tie_word_embeddings=true", *LLAMA3_ROPE),
 }
 LAYOUTS = {

@@ -75,7 +75,10 @@ ONE_TO_ONE: Mapping[str, str] = {
     "data.eod_mask_loss": "data.eod_mask_loss",
 }
 
-_CHECKPOINTS = "checkpoints are not converted: export to the Hugging Face format, then write init_from=FOLDER"
+_CHECKPOINTS = (
+    "not part of a config: write init_from=FOLDER for a checkpoint of NeMo 2 or Megatron; export others to the Hugging "
+    "Face format first"
+)
 FROM_A_CHECKPOINT = (
     "export a Llama checkpoint to the Hugging Face format, then run python train.py model=from_hf init_from=FOLDER "
     "finetune=full, or lora (docs/guides/data/finetuning.md); or write model.num_layers=N etc. after the file"
@@ -88,7 +91,7 @@ _MODEL_VALUES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("rotary_interleaved", (False,), "halves of the head are rotated, as in Hugging Face's Llama"),
     ("transformer_block_type", ("pre_ln",), "norms precede attention and feed-forward"),
     ("attention_type", ("multihead",), "other attention is not supported"),
-    ("has_bias bias", (False,), "matrices have no bias"),
+    ("has_bias bias", (False,), "write model.attention_bias=true model.mlp_bias=true instead"),
     ("hidden_dropout attention_dropout ffn_dropout embedding_dropout", (0,), "there is no dropout"),
     (
         "use_scaled_init_method",
@@ -100,14 +103,14 @@ _MODEL_VALUES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("normalize_attention_scores", (True,), "attention scores are always divided by sqrt(head_dim)"),
     ("seq_len_interpolation_factor", (1,), "positions are not interpolated"),
     ("position_abf_factor", (1,), "write model.rope_theta multiplied by this factor"),
-    ("positition_interpolation_factor", (1,), "positions are not interpolated"),
+    ("positition_interpolation_factor", (1,), "write model.rope_scaling={rope_type: linear, factor: N}"),
     ("window_size", (), "write model.sliding_window=N instead, which includes the token itself"),
     ("name", ("", "te_gpt", "megatron_gpt_full_te_layer_autocast", "modelopt"), "layers of another model"),
     ("num_moe_experts moe", (), "there are no experts"),
     ("expert_model_parallel_size", (1,), "there are no experts"),
     ("fp32_residual_connection", (False,), "the residual stream has the compute dtype"),
     ("fp16_lm_cross_entropy", (False,), "the loss is computed in fp32"),
-    ("fp8", (False,), "this converter does not support fp8"),
+    ("fp8", (False,), "write trainer.float8=tensorwise, whose scales come from the current tensor"),
     ("add_position_embedding", (True,), "positions are rotary"),
     ("rampup_batch_size", (), "write trainer.batch_schedule=[[samples, size], ...]"),
     ("hidden_size_per_head", (), "write model.kv_channels instead"),

@@ -233,8 +233,8 @@ def _block(words: Sequence[str]) -> int:
 
 def _reason(output: str) -> str:
     """Return the rules that a refusal names, in one line."""
-    rules = re.findall(r"^ +rule +(.+)$", output, re.MULTILINE)
-    return "; ".join(rules[:2]) or Process(EXIT_USER, output).last_lines(1)
+    rules = re.findall(r"^ +rule +(.+(?:\n {13,}.+)*)$", output, re.MULTILINE)
+    return "; ".join(" ".join(rule.split()) for rule in rules[:2]) or Process(EXIT_USER, output).last_lines(1)
 
 
 def variables() -> dict[str, str]:

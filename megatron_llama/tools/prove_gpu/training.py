@@ -7,7 +7,6 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,7 +190,6 @@ def judge_memory(measured: int, forecast: int, workspaces: int = 0) -> Outcome:
 SPEED_STEPS = 10
 COMPILED_TOLERANCE = 1e-2
 FLOAT8_TOLERANCE = 5e-2
-FLOAT8 = "float8"
 
 
 def _speed_shape(session: Session) -> tuple[str, ...]:
@@ -248,21 +246,17 @@ def compare_runs(
 
 
 def float8(session: Session) -> Sequence[Check[Session]]:
-    """Return a check for each recipe of trainer.float8. Raises NotRun if this version has no such setting."""
-    from megatron_llama.config.settings import TrainerConfig
-
-    if FLOAT8 not in {field.name for field in fields(TrainerConfig)}:
-        raise NotRun("not available in this version")
+    """Return a check for each recipe of trainer.float8."""
     return [Check(recipe, partial(_float8, recipe)) for recipe in ("tensorwise", "rowwise")]
 
 
 def _float8(recipe: str, session: Session) -> Outcome:
     compiled = session.is_accelerator and not session.environment["compiler_missing"]
     words = ("trainer.precision=bf16", f"trainer.compile={str(compiled).lower()}")
-    base = session.shared.get(FLOAT8)
+    base = session.shared.get("float8")
     if base is None:
-        base = session.shared[FLOAT8] = _timed(session, "float8/bf16", *words)
-    run = _timed(session, f"float8/{recipe}", *words, f"trainer.{FLOAT8}={recipe}")
+        base = session.shared["float8"] = _timed(session, "float8/bf16", *words)
+    run = _timed(session, f"float8/{recipe}", *words, f"trainer.float8={recipe}")
     if run.losses == base.losses:
         raise CheckFailed("the losses equal bf16's: float8 has no effect")
     return Outcome(*compare_runs(recipe, run, "bf16", base, FLOAT8_TOLERANCE))

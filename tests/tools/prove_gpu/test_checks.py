@@ -175,8 +175,11 @@ def test_a_process_that_hangs_is_a_failure(tmp_path: Path) -> None:
 
 
 def test_a_refused_run_states_the_rule(tmp_path: Path) -> None:
-    message = "This config can't work\n\n  trainer.async_tp = true\n    rule     needs peer access\n    instead  x\n"
-    with pytest.raises(NotRun, match="refused: needs peer access"):
+    message = (
+        "This config can't work\n\n  trainer.async_tp = true\n    rule     needs peer access,\n"
+        "             on one node\n    rule     needs tp\n    instead  x\n"
+    )
+    with pytest.raises(NotRun, match="refused: needs peer access, on one node; needs tp$"):
         session(tmp_path, lambda *_: Process(2, message)).train("parity/async")
     with pytest.raises(CheckFailed, match="exit status 1: a / b / OutOfMemoryError"):
         session(tmp_path, lambda *_: Process(1, "x\na\nb\n\nOutOfMemoryError")).train("smoke")

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_llama.config import load_config
-from megatron_llama.config.settings import TrainerConfig
 from megatron_llama.devices import get_device
 from megatron_llama.plan import resolve
 from megatron_llama.tools.prove_gpu import attention, benchmark, cli, training
-from megatron_llama.tools.prove_gpu.checks import CheckFailed, Clock, NotRun, Status, run_parts
+from megatron_llama.tools.prove_gpu.checks import CheckFailed, Clock, NotRun, run_parts
 from megatron_llama.tools.prove_gpu.session import Process, Session, TrainingRun
 from tests.paths import CONF
 
@@ -115,23 +113,11 @@ def test_compiled_graphs_must_come_from_the_cache(tmp_path: Path, monkeypatch: p
         check.run(session(tmp_path, compiler_missing="no gcc"))
 
 
-def test_float8_needs_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    @dataclass
-    class Older:
-        precision: str = "bf16"
-
-    @dataclass
-    class Newer(TrainerConfig):
-        float8: str | None = None
-
-    monkeypatch.setattr("megatron_llama.config.settings.TrainerConfig", Older)
-    (result,) = run_parts([part for part in cli.parts() if part.name == "float8"], session(tmp_path), Clock(600))
-    assert result.status == Status.NOT_RUN and result.detail == "not available in this version"
-    monkeypatch.setattr("megatron_llama.config.settings.TrainerConfig", Newer)
-    assert [check.name for check in training.float8(session(tmp_path))] == ["tensorwise", "rowwise"]
+def test_float8_has_an_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "train", lambda *_, **__: run_of([1.0] * 10))
-    with pytest.raises(CheckFailed, match="no effect"):
-        training._float8("rowwise", session(tmp_path))
+    for check in training.float8(session(tmp_path)):
+        with pytest.raises(CheckFailed, match="no effect"):
+            check.run(session(tmp_path))
 
 
 def test_attention_errors_are_judged() -> None:
@@ -192,8 +178,7 @@ def test_runs_have_valid_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     planned = []
 
     def train(self: Session, name: str, *overrides: str, ranks: int = 1, **_: str) -> TrainingRun:
-        words = [word for word in overrides if not word.startswith("trainer.float8=")]
-        planned.append(resolve(load_config(["device=cuda", *words], CONF), ranks))
+        planned.append(resolve(load_config(["device=cuda", *overrides], CONF), ranks))
         raise NotRun("planned only")
 
     monkeypatch.setattr(Session, "train", train)
@@ -203,4 +188,4 @@ def test_runs_have_valid_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (selected,) = [each for each in cli.parts() if each.name == part]
     (result,) = run_parts([selected], one, Clock(600))
     faults = [each.detail for each in result.results if "Error" in each.detail]
-    assert not faults and (planned or result.detail == "not available in this version")
+    assert planned and not faults
