@@ -24,7 +24,7 @@ def main() -> int:
     """Print the table; return 1 if a bit differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="steps of a run (default 20)")
-    parser.add_argument("--rows", default="", help="only rows whose name contains this text")
+    parser.add_argument("--rows", nargs="+", default=[""], metavar="TEXT", help="only rows with one of the texts")
     args = parser.parse_args()
     from tests.layouts.exact_table import EXACT, exact_rows
     from tests.layouts.test_exact import differing
@@ -35,7 +35,7 @@ def main() -> int:
     print("\n".join(markdown_table(("layout", "ranks", *PRECISIONS), [])))
     expected: dict[tuple[str, ...], Result] = {}
     failed = False
-    for name, ranks, layout, model in (row for row in exact_rows() if args.rows in row[0]):
+    for name, ranks, layout, model in (row for row in exact_rows() if any(text in row[0] for text in args.rows)):
         cells = []
         for precision in PRECISIONS.values():
             if precision and any(override.startswith("trainer.precision") for override in (*layout, *model)):
