@@ -167,14 +167,12 @@ def _settings_table(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
 
 
 def _split_description(text: str) -> tuple[str, str]:
-    """Return the first sentence, or the first clause of a long one, and the rest of the description."""
+    """Return the first sentence and the rest of the description. A sentence may begin with a value and a colon."""
     if len(text) <= MAX_CELL:
         return text, ""
-    summary, _, rest = re.sub(r"(?<!\.)\. (?=[A-Z])", "\n", text, count=1).partition("\n")
-    if len(summary) > MAX_CELL:
-        summary, _, rest = text.partition(": ")
+    summary, _, rest = re.sub(r"(?<!\.)\. (?=[A-Z]|\w+: )", "\n", text, count=1).partition("\n")
     assert rest and len(summary) <= MAX_CELL, f"begin with a sentence of at most {MAX_CELL} characters: {text}"
-    return summary.rstrip(".") + ".", rest[0].upper() + rest[1:] if rest[:1].isalpha() and " " in rest else rest
+    return f"{summary}.", rest
 
 
 def _cell(text: str) -> str:

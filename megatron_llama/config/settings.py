@@ -285,14 +285,15 @@ class TrainerConfig:
     accumulates them; bf16: sent in bf16, added in fp32; int8: sent in int8 blocks (ZeRO++ qgZ), added in fp32.
     docs/guides/methods/less_communication.md"""
     reduce_group: Annotated[int | None, at_least(2)] = None
-    """For grad_reduce: number of neighboring data-parallel ranks, such as the ranks of a node, that sum gradients
-    before they exchange the sums with other groups (qgZ's two hops). A divisor of shard_group."""
+    """For grad_reduce, the number of neighboring data-parallel ranks that first sum gradients among themselves. The
+    sums are then exchanged with other groups (qgZ's two hops). Usually the ranks of a node; a divisor of
+    shard_group."""
     param_gather: Annotated[str | None, one_of("int8", note="; null is the precision's compute dtype")] = None
     """Format in which sharded weights are gathered. null: trainer.precision's compute dtype; int8: in blocks (ZeRO++
     qwZ), so that layers compute with rounded weights and updates apply to exact ones. For zero 1 to 3."""
     secondary_group: Annotated[int | None, at_least(2)] = None
-    """For zero=3: number of neighboring data-parallel ranks, such as the ranks of a node, that keep a second copy of
-    the weights for the backward pass, which gathers inside the group (ZeRO++ hpZ). A divisor of shard_group."""
+    """For zero=3, the number of neighboring data-parallel ranks that keep a second copy of the weights (ZeRO++ hpZ). The
+    backward pass gathers weights inside this group. Usually the ranks of a node; a divisor of shard_group."""
     micro_batch_size: Annotated[int, at_least(1)] = 1
     """Sequences in one forward pass of a data-parallel rank."""
     global_batch_size: Annotated[int, at_least(1)] = 8
@@ -339,9 +340,9 @@ class TrainerConfig:
     """Multiply the blocks' matrices in float8, with torchao's recipe of this name; weights stay in ``precision``. For
     GPUs from compute capability 8.9 on; a CPU emulates it slowly. docs/guides/training/float8.md"""
     z_loss: Annotated[float, at_least(0)] = 0.0
-    """Coefficient of z-loss: the training loss of a token has the additional term z_loss * log(sum(exp(logits)))^2,
-    which keeps logits small (Chowdhery et al. 2022, arXiv:2204.02311, section 5, with 1e-4). Losses of validation and
-    evaluation exclude it."""
+    """Coefficient of z-loss, an additional term of a token's training loss. The term is
+    z_loss * log(sum(exp(logits)))^2 and keeps logits small (Chowdhery et al. 2022, arXiv:2204.02311, section 5, with
+    1e-4). Losses of validation and evaluation exclude it."""
     async_tp: bool = False
     """Overlap sequence parallelism's communication with matmuls (torch's asynchronous tensor parallelism). For compiled
     blocks with tp > 1 on GPUs with peer-to-peer access. docs/guides/methods/async_tp.md"""
@@ -368,8 +369,8 @@ class TrainerConfig:
     phase and stacks, and the culprit rank. The limit of starting, loading, compiling, saving and ending is eight times
     as long; null: no limit."""
     profile: Annotated[list[int] | None, first_and_last()] = None
-    """[first, last]: steps to profile. <run.dir>/profile gets times and FLOP/s by module, the waits of each rank, and
-    for the last step a trace and a memory snapshot. docs/guides/tools/profiling.md"""
+    """Steps to profile, as [first, last]. The folder <run.dir>/profile gets times and FLOP/s by module, the waits of
+    each rank, and for the last step a trace and a memory snapshot. docs/guides/tools/profiling.md"""
     max_restarts: Annotated[int, at_least(0)] = 0
     """Number of times that a failed run is restarted on this host, from its newest checkpoint."""
     val_every_steps: Annotated[int | None, at_least(0)] = None
@@ -405,8 +406,8 @@ class FinetuneConfig:
     """Matrices with adapters, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; all-linear means all
     seven."""
     modules_to_save: Annotated[list[str], some_of(SAVED_MODULES)] = field(default_factory=list)
-    """Modules that are also trained in full: embed_tokens, lm_head, norm (all norms, by the ending, as in PEFT),
-    input_layernorm, post_attention_layernorm, post_feedforward_layernorm."""
+    """Modules that are also trained in full. Names are embed_tokens, lm_head, norm (all norms, by the ending, as in
+    PEFT), input_layernorm, post_attention_layernorm and post_feedforward_layernorm."""
     frozen_dtype: Annotated[str | None, one_of("fp32", "bf16", "int8", "nf4", example="bf16")] = None
     """Storage of LoRA's frozen weights: fp32 or bf16; or int8 or nf4 for the blocks' matrices and the compute dtype for
     the rest. Derived: the compute dtype. Matmuls always run in the compute dtype."""
@@ -482,13 +483,14 @@ class CheckpointConfig:
     """auto resumes from the newest complete checkpoint in run.dir; never starts at step 0; a path loads that
     checkpoint. The path may be another program's: docs/guides/data/import_checkpoint.md"""
     allow: Annotated[list[str], some_of(ALLOWED)] = field(default_factory=list)
-    """Settings that may change on resume: data (datasets, blend, split, sequence length, seed), batch (global batch
-    size), optim (learning rate, schedule, weight decay, clipping). See docs/guides/training/resume.md."""
+    """Groups of settings that may change on resume. The groups are data (datasets, blend, split, sequence length, seed),
+    batch (global batch size) and optim (learning rate, schedule, weight decay, clipping). See
+    docs/guides/training/resume.md."""
     save_last: bool = True
     """Save a checkpoint of the last step."""
     export_hf: bool = False
-    """At the end of the run, export the last checkpoint (with keep_best: the best) as a Hugging Face folder to
-    <run.dir>/hf, or hf_step_N after an extension of the run."""
+    """At the end of the run, export the last checkpoint as a Hugging Face folder. With keep_best it is the best
+    checkpoint. The folder is <run.dir>/hf, or hf_step_N after an extension of the run."""
     asynchronous: bool = True
     """Write in the background; training only waits for a copy of weights and optimizer states to host memory."""
 
@@ -529,8 +531,8 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     init_from: str | None = None
-    """Folder with initial weights: Hugging Face's, or a checkpoint of Megatron, NeMo 2, torchtitan, accelerate or the
-    Trainer (docs/guides/data/import_checkpoint.md). Or the hub name of a model in the local cache."""
+    """Folder with initial weights, or the hub name of a model in the local cache. The folder is a Hugging Face model, or
+    a checkpoint of Megatron, NeMo 2, torchtitan, accelerate or the Trainer (docs/guides/data/import_checkpoint.md)."""
     allow_targets: list[str] = field(default_factory=list)
     """Further classes that optim.schedule may have as _target_, in addition to the schedules of torch, NeMo and this
     project. On the command line only: a recipe must not run programs."""

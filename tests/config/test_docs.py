@@ -29,3 +29,10 @@ def test_every_setting_is_explained() -> None:
     for name in settings_by_name():
         (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
         assert len(row.split("|")[-2].strip()) > 10, f"{name} has no description"
+
+
+def test_a_description_is_split_after_its_first_sentence() -> None:
+    start, values = "Format of " + "messages " * 10 + "between ranks.", "null: fp32; int8: blocks (ZeRO++). For zero 3."
+    assert generate._split_description(f"{start} {values}") == (start, values)
+    with pytest.raises(AssertionError, match="begin with a sentence of at most 140 characters"):
+        generate._split_description("Format: " + "text " * 40)
