@@ -133,7 +133,7 @@ def _groups() -> Iterator[tuple[str, ...]]:
     for path in sorted(conf.glob("*/**/*.yaml"), key=place):
         lines = path.read_text(encoding="utf-8").splitlines()
         first = lines[lines[0] == PACKAGE]
-        assert first.startswith("# "), f"{path} needs a first line with a comment that describes it"
+        assert first.startswith("# ") and first[-1] != ":", f"{path} needs a sentence about it in its first line"
         group = path.relative_to(conf).parts[0]
         yield f"`{group}={option_name(path, conf / group)}`", _cell(first[2:])
 
