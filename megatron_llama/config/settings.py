@@ -292,8 +292,8 @@ class TrainerConfig:
     """Format in which sharded weights are gathered. null: trainer.precision's compute dtype; int8: in blocks (ZeRO++
     qwZ), so that layers compute with rounded weights and updates apply to exact ones. For zero 1 to 3."""
     secondary_group: Annotated[int | None, at_least(2)] = None
-    """For zero=3, the number of neighboring data-parallel ranks that keep a second copy of the weights (ZeRO++ hpZ). The
-    backward pass gathers weights inside this group. Usually the ranks of a node; a divisor of shard_group."""
+    """For zero=3, the number of neighboring data-parallel ranks that keep a second copy of the weights (ZeRO++ hpZ).
+    The backward pass gathers weights inside this group. Usually the ranks of a node; a divisor of shard_group."""
     micro_batch_size: Annotated[int, at_least(1)] = 1
     """Sequences in one forward pass of a data-parallel rank."""
     global_batch_size: Annotated[int, at_least(1)] = 8
@@ -309,7 +309,7 @@ class TrainerConfig:
     """Instead of steps: epochs over the training data; steps are epochs * samples // global_batch_size."""
     seed: Annotated[int, between(0, LARGEST_SEED)] = 1234
     """Seed of initial weights and data order."""
-    precision: Annotated[str | None, one_of(*PRECISIONS, note="; for float8 matmuls write trainer.float8=tensorwise")] = None
+    precision: Annotated[str | None, one_of(*PRECISIONS, note="; float8 matmuls: trainer.float8=tensorwise")] = None
     """Dtypes of weights, gradients and optimizer states: fp32, bf16, bf16_sr or bf16_pure. With bf16, master weights,
     gradient sums and optimizer states are fp32. With bf16_sr all are bf16, and updates are rounded stochastically; with
     bf16_pure they are rounded to nearest, as a control. The Trainium recipe's names are also valid: bf16SR,
@@ -483,8 +483,8 @@ class CheckpointConfig:
     """auto resumes from the newest complete checkpoint in run.dir; never starts at step 0; a path loads that
     checkpoint. The path may be another program's: docs/guides/data/import_checkpoint.md"""
     allow: Annotated[list[str], some_of(ALLOWED)] = field(default_factory=list)
-    """Groups of settings that may change on resume. The groups are data (datasets, blend, split, sequence length, seed),
-    batch (global batch size) and optim (learning rate, schedule, weight decay, clipping). See
+    """Groups of settings that may change on resume. The groups are data (datasets, blend, split, sequence length,
+    seed), batch (global batch size) and optim (learning rate, schedule, weight decay, clipping). See
     docs/guides/training/resume.md."""
     save_last: bool = True
     """Save a checkpoint of the last step."""
@@ -531,8 +531,9 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     init_from: str | None = None
-    """Folder with initial weights, or the hub name of a model in the local cache. The folder is a Hugging Face model, or
-    a checkpoint of Megatron, NeMo 2, torchtitan, accelerate or the Trainer (docs/guides/data/import_checkpoint.md)."""
+    """Folder with initial weights, or the hub name of a model in the local cache. The folder is a Hugging Face model,
+    or a checkpoint of Megatron, NeMo 2, torchtitan, accelerate or the Trainer. See
+    docs/guides/data/import_checkpoint.md"""
     allow_targets: list[str] = field(default_factory=list)
     """Further classes that optim.schedule may have as _target_, in addition to the schedules of torch, NeMo and this
     project. On the command line only: a recipe must not run programs."""
