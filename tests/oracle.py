@@ -100,7 +100,7 @@ def run_layout(world_size: int, *overrides: str, steps: int = STEPS, tamper: Tam
     """Train ``steps`` steps on ``world_size`` forked ranks. ``tamper`` may break the model on each rank after it is
     built."""
     plan = make_plan(world_size, *overrides)
-    seconds = SECONDS if plan.config.trainer.compile else 120
+    seconds = SECONDS if plan.config.trainer.compile else max(120, 30 * steps)
     answers = run_ranks(train_rank, world_size, plan, steps, tamper, timeout=seconds)
     result = Result(losses=answers[0][0], norms=answers[0][1], fused=answers[0][2])
     for answer in answers:
