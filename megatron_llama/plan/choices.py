@@ -178,12 +178,15 @@ def _on_an_accelerator(config: Config, fast_bf16: bool) -> Iterator[str]:
     if trainer.compile is None:
         device = find_device(config.device.name) or Device
         is_long = device.compiles_epochs if trainer.epochs is not None else trainer.steps >= device.compile_from_steps
-        trainer.compile = (is_long or bool(trainer.profile)) and trainer.mlp_chunks == 1 and not trainer.exact
+        uncompiled = {
+            "trainer.mlp_chunks": trainer.mlp_chunks > 1,
+            "trainer.exact": trainer.exact,
+            "optim.qk_clip": config.optim.qk_clip is not None,
+        }
+        trainer.compile = (is_long or bool(trainer.profile)) and not any(uncompiled.values())
         reason = f"saves time from {device.compile_from_steps:,} steps on"
-        if trainer.mlp_chunks > 1:
-            reason = "trainer.mlp_chunks runs without the compiler"
-        elif trainer.exact:
-            reason = "trainer.exact runs without the compiler"
+        if any(uncompiled.values()):
+            reason = f"{next(name for name, is_set in uncompiled.items() if is_set)} runs without the compiler"
         elif trainer.compile and not is_long:
             reason = "trainer.profile measures the speed of a long run"
         yield f"trainer.compile={format_value(trainer.compile)}: {reason}"

@@ -71,6 +71,9 @@ def test_defaults_by_model_and_device(model: str, device: str, steps: int) -> No
         ("cuda", ["trainer=measure"], (True, "trainer.profile measures the speed of a long run")),
         ("hpu", ["trainer=measure"], (True, "trainer.profile measures the speed of a long run")),
         ("cpu", ["trainer=measure"], (False, "defaults on a CPU")),
+        ("cuda", ["trainer.steps=1000", "trainer.mlp_chunks=2"], (False, "trainer.mlp_chunks runs without")),
+        ("cuda", ["trainer.steps=1000", "trainer.exact=true"], (False, "trainer.exact runs without")),
+        ("cuda", ["trainer.steps=1000", "optim.qk_clip=100"], (False, "optim.qk_clip runs without the compiler")),
     ],
 )
 def test_runs_without_many_steps_compile_on_a_gpu(
