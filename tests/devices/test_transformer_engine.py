@@ -112,11 +112,17 @@ def test_an_old_version_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not transformer_engine.activate()
 
 
-def test_a_package_without_its_parts_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("code", "message"), [("", "No module named"), ("assert False, 'version mismatch'", "version mismatch")]
+)
+def test_a_package_that_cannot_be_imported_is_reported(
+    code: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package checks the versions of its parts by assertions (transformer_engine/common/__init__.py)."""
     (tmp_path / transformer_engine.PACKAGE).mkdir()
-    (tmp_path / transformer_engine.PACKAGE / "__init__.py").write_text("")
+    (tmp_path / transformer_engine.PACKAGE / "__init__.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: BLACKWELL)
-    with pytest.warns(UserWarning, match="which does not work here: No module named"):
+    with pytest.warns(UserWarning, match=f"which does not work here: {message}"):
         assert not transformer_engine.activate()
     sys.modules.pop(transformer_engine.PACKAGE, None)
