@@ -215,6 +215,10 @@ class Device(ABC):
         """Return the seconds between two recorded events that the device has reached."""
         return float(end - start)
 
+    def compiles_code(self, config: Config) -> bool:
+        """Return whether a run compiles blocks, operators of uncompiled blocks, or loops (trainer.compile_cache)."""
+        return bool(config.trainer.compile) or self.fuses_eager_blocks
+
     def compiler_missing(self) -> str | None:
         """Return None if torch.compile works on this host, else the reason in one sentence."""
         return None

@@ -101,7 +101,7 @@ def rank_environment(device: Device, plan: Plan) -> dict[str, str]:
     """
     check_interface(os.environ, "GLOO_SOCKET_IFNAME")
     variables = QUIET | device.environment(plan.config)
-    if plan.config.trainer.compile or device.fuses_eager_blocks:
+    if device.compiles_code(plan.config):
         variables |= open_compile_cache(
             device, plan.config, is_named=plan.requested.trainer.compile_cache is not None
         )

@@ -192,7 +192,7 @@ def build_model(
         replicated = ReplicatedGradients(plan, topology, groups)
     exact = ExactSums(plan, topology, groups, exchange, replicated) if trainer.exact else None
     operators = None if trainer.exact else fused.fused_operators(kernels)
-    if operators is not None:
+    if compiler is None and device.compiles_code(plan.config):
         enter_folder(plan, device)
     chunks, shards, compute_copies = list[Llama](), list[Shard](), list[ComputeCopies | None]()
     for stage in topology.chunks():

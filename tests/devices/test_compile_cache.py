@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_llama.config import ConfigError
 from megatron_llama.devices import compile_cache, device_named, get_device
 from megatron_llama.devices.compile_cache import FOLDER, confine_inductor, open_compile_cache
 from megatron_llama.launch.start import rank_environment
+from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.parallel.compiling import Compiler
+from megatron_llama.plan import Plan
+from tests.messages import raises_with_message
 from tests.oracle import make_plan
+from tests.ranks import RankFailed, run_ranks
 
 CPU = get_device("cpu")
 
@@ -50,10 +55,31 @@ def test_a_variable_of_the_user_is_checked_too(tmp_path: Path, monkeypatch: pyte
         rank_environment(CPU, plan_with(tmp_path / "cache"))
 
 
-def test_uncompiled_runs_compile_fused_operators_into_the_cache(tmp_path: Path) -> None:
-    plan = make_plan(1, "trainer.compile=false", f"trainer.compile_cache={tmp_path}")
-    assert rank_environment(device_named("cuda"), plan)["TORCHINDUCTOR_CACHE_DIR"].startswith(str(tmp_path))
-    assert "TORCHINDUCTOR_CACHE_DIR" not in rank_environment(CPU, plan)
+@pytest.mark.parametrize(
+    ("device", "exact", "compiles"), [("cuda", False, True), ("cpu", False, False), ("cpu", True, True)]
+)
+def test_uncompiled_runs_compile_operators_and_loops_into_the_cache(
+    device: str, exact: bool, compiles: bool, tmp_path: Path
+) -> None:
+    """In Inductor's default folder, below /tmp, another user could have put code."""
+    plan = make_plan(1, "trainer.compile=false", f"trainer.compile_cache={tmp_path}", f"trainer.exact={exact}")
+    variables = rank_environment(device_named(device), plan)
+    assert variables.get("TORCHINDUCTOR_CACHE_DIR", "").startswith(str(tmp_path)) == compiles
+
+
+def test_a_rank_of_exact_mode_checks_the_cache(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    cache.chmod(0o777)
+    plan = make_plan(1, "trainer.exact=true", f"trainer.compile_cache={cache}")
+    with raises_with_message(RankFailed, "writable by all users"):
+        run_ranks(_build, 1, plan)
+
+
+def _build(rank: int, plan: Plan) -> None:
+    topology, cpu = plan.topology(rank), torch.device("cpu")
+    with process_groups(plan, topology, CPU, cpu):
+        build_model(plan, topology, CPU, cpu)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
