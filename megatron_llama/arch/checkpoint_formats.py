@@ -69,7 +69,7 @@ def recognize(folder: Path) -> Recognized | None:
     candidates = [folder, folder / "weights"]  # NeMo 2 has weights/ and context/
     if (named := _named(folder)) is not None:
         candidates += [named]
-    elif folder.is_dir():
+    elif os.path.isdir(folder):
         try:
             numbered = [(int(match[1]), name) for name in os.listdir(folder) if (match := _NUMBERED.fullmatch(name))]
         except OSError:
@@ -111,7 +111,7 @@ def _named(folder: Path) -> Path | None:
 
 def _format_of(folder: Path) -> str | None:
     def has(*names: str) -> bool:
-        return any((folder / name).is_file() for name in names)
+        return any(os.path.isfile(folder / name) for name in names)  # Path.is_file may raise
 
     if has("checkpoint.json"):
         return OURS

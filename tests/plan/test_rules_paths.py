@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_llama.arch.checkpoint_formats import is_foreign, recognize
 from megatron_llama.config import Config, ConfigError, ModelConfig, RopeScaling, load_config
 from megatron_llama.config.rope import rope_to_hf
 from megatron_llama.plan import resolve
@@ -109,11 +114,12 @@ def test_a_checkpoint_that_is_not_there(resume: str, advice: str, tmp_path: Path
         ([], "contains nothing", "Megatron's torch_dist checkpoint"),
         (["a.pt", "b", "c", "d", "e"], "known format: the folder contains a.pt, b, c, d and 1 more", "torchtitan"),
         (["model.safetensors", "config.json"], "weights only", "init_from="),
-        (["step_00000002/checkpoint.json", "step_00000001/checkpoint.json"], "checkpoints", "step_00000002"),
-        (["checkpoints/step_00000002/checkpoint.json", "config.yaml"], "contains checkpoints, config.yaml", "one of"),
+        (["step_00000002/checkpoint.json", "step_00000001/checkpoint.json"], "of checkpoints", "/step_00000002"),
+        (["checkpoints/step_00000002/checkpoint.json", "config.yaml"], "of checkpoints", "/checkpoints/step_00000002"),
+        (["checkpoints/x", "config.yaml"], "contains checkpoints, config.yaml", "one of"),
         (["common.pt", ".metadata"], None, ""),
     ],
-    ids=["empty", "unknown", "hugging face", "folder of checkpoints", "run", "torch_dist"],
+    ids=["empty", "unknown", "hugging face", "folder of checkpoints", "run", "run without checkpoints", "torch_dist"],
 )
 def test_a_folder_that_cannot_be_resumed(files: list[str], rule: str | None, advice: str, tmp_path: Path) -> None:
     for name in files:
@@ -122,6 +128,25 @@ def test_a_folder_that_cannot_be_resumed(files: list[str], rule: str | None, adv
     problems = problems_of(make(**{"checkpoint.resume": str(tmp_path)}))
     assert [problem.field for problem in problems] == ["checkpoint.resume"] * (rule is not None)
     assert all(str(rule) in problem.rule and advice in problem.instead for problem in problems)
+
+
+def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's checkpoint is private."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+
+    real = {"stat": os.stat, "listdir": os.listdir}
+
+    def denied(name: str, path: Any, **options: Any) -> Any:
+        if folder in Path(path).parents or (name == "listdir" and Path(path) == folder):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real[name](path, **options)
+
+    for name in real:
+        monkeypatch.setattr(os, name, partial(denied, name))
+    (problem,) = problems_of(make(**{"checkpoint.resume": str(folder)}))
+    assert (problem.field, problem.rule) == ("checkpoint.resume", "cannot be read: Permission denied")
+    assert recognize(folder) is None and not is_foreign(folder)
 
 
 def hugging_face_folder(folder: Path, **changes: object) -> Path:

@@ -345,9 +345,17 @@ def _checkpoint(config: Config, exists: Exists) -> Iterator[Problem]:
 
 def _resumed_folder(folder: Path) -> Iterator[Problem]:
     """Yield the problem of a folder from which no run can resume, with its content."""
-    recognized = recognize(folder)
-    if recognized is None:
+    try:
         names = sorted(os.listdir(folder))
+    except OSError as error:
+        rule = f"cannot be read: {error.strerror}"
+        yield Problem("checkpoint.resume", str(folder), rule, "make it readable, or name another checkpoint")
+        return
+    recognized = recognize(folder)
+    in_run = recognize(folder / "checkpoints")
+    if recognized is None and in_run is not None and in_run.format == OURS:
+        recognized = in_run
+    if recognized is None:
         content = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") or "nothing"
         rule = f"is no checkpoint of a known format: the folder contains {content}"
         formats = ", ".join(label for kind, label in LABELS.items() if kind != HF)
@@ -356,7 +364,7 @@ def _resumed_folder(folder: Path) -> Iterator[Problem]:
         rule = f"is {LABELS[HF]}, which has weights only"
         yield Problem("checkpoint.resume", str(folder), rule, f"write init_from={shlex.quote(str(folder))}")
     elif recognized.format == OURS and recognized.folder != folder:
-        rule = "is a folder of checkpoints"
+        rule = "is a folder of checkpoints, not a checkpoint"
         instead = f"write checkpoint.resume={shlex.quote(str(recognized.folder))}"
         yield Problem("checkpoint.resume", str(folder), rule, instead)
 
