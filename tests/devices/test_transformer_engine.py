@@ -31,7 +31,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The stand-in is installed, on a machine with a Blackwell GPU."""
     monkeypatch.syspath_prepend(str(STAND_INS))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: BLACKWELL)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: transformer_engine.LEAST_CUDNN)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: transformer_engine.LEAST_CUDNN[BLACKWELL[0]])
     yield
     for name in [name for name in sys.modules if name.split(".")[0] == transformer_engine.PACKAGE]:
         del sys.modules[name]
@@ -93,10 +93,34 @@ def test_other_gpus_keep_their_kernels(capability: tuple[int, int], monkeypatch:
 
 
 @pytest.mark.usefixtures("package")
-def test_an_old_cudnn_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: transformer_engine.LEAST_CUDNN - 1)
-    with pytest.warns(UserWarning, match="FlashAttention 2 instead of transformer_engine.*cuDNN 90599 is older"):
+@pytest.mark.parametrize(
+    ("major", "version", "message"),
+    [(9, 90599, "is older"), (10, 90600, "is older"), (9, 91000, "a known fault"), (10, 91001, "a known fault")],
+)
+def test_a_cudnn_without_this_attention_is_reported(
+    major: int, version: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformer Engine rejects these versions at the first call."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    with pytest.warns(UserWarning, match=f"FlashAttention 2 instead of transformer_engine.*cuDNN {version}.*{message}"):
         assert not transformer_engine.activate()
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(
+    ("major", "version", "is_taken"), [(9, 90600, True), (10, 91800, False), (10, 91801, True)]
+)
+def test_deterministic_runs_need_a_deterministic_backward_pass(
+    major: int, version: int, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    assert transformer_engine.activate()
+    q = torch.empty(1, 128, dtype=torch.bfloat16)
+    assert transformer_engine.takes(q)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert transformer_engine.takes(q) == is_taken
 
 
 @pytest.mark.usefixtures("package")

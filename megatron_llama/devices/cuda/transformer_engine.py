@@ -17,10 +17,13 @@ import torch
 from torch import Tensor
 
 PACKAGE = "transformer_engine"
-CAPABILITIES = 9, 10
-"""Major compute capabilities. On others, cuDNN's log-sum-exp of documents is padded, or FlashAttention 2 is faster."""
-LEAST_CUDNN = 90600
-"""First version whose log-sum-exp of documents has a row per token."""
+LEAST_CUDNN = {9: 90600, 10: 90700}
+"""First version of cuDNN for a major compute capability, whose log-sum-exp of documents has a row per token. On other
+GPUs the log-sum-exp is padded, or FlashAttention 2 is faster."""
+FAULTY_CUDNN = 91000, 91001
+"""Versions whose attention Transformer Engine rejects. Source of these numbers: ``nvte_get_fused_attn_backend``."""
+LEAST_DETERMINISTIC = {9: 90600, 10: 91801}
+"""First version with a deterministic backward pass."""
 LARGEST_HEAD = 128
 """Largest head with a backward pass on all of these GPUs."""
 _BACKEND = "F16_arbitrary_seqlen"
@@ -30,6 +33,8 @@ class _Operators(NamedTuple):
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     backend: Any
+    has_deterministic: bool
+    """Whether the backward pass has a deterministic form."""
 
 
 _operators: _Operators | None = None
@@ -42,23 +47,26 @@ def activate() -> bool:
     """
     global _operators
     _operators = None
-    if importlib.util.find_spec(PACKAGE) is None or torch.cuda.get_device_capability()[0] not in CAPABILITIES:
+    if importlib.util.find_spec(PACKAGE) is None or (major := torch.cuda.get_device_capability()[0]) not in LEAST_CUDNN:
         return False
     try:
-        _operators = _load()
+        _operators = _load(major)
     except Exception as error:  # the package checks its parts and versions by assertions
         warnings.warn(f"FlashAttention 2 instead of {PACKAGE}, which does not work here: {error}", stacklevel=2)
     return _operators is not None
 
 
-def _load() -> _Operators:
-    """Return the functions of the package. Raises if versions do not fit."""
+def _load(major: int) -> _Operators:
+    """Return the functions of the package for a major compute capability. Raises if versions do not fit."""
     from transformer_engine.pytorch.cpp_extensions import fused_attn  # type: ignore[import-not-found]
 
     version = torch.backends.cudnn.version() or 0
-    if version < LEAST_CUDNN:
-        raise RuntimeError(f"cuDNN {version} is older than {LEAST_CUDNN}")
-    operators = _Operators(fused_attn.fused_attn_fwd, fused_attn.fused_attn_bwd, fused_attn.FusedAttnBackend[_BACKEND])
+    if version < LEAST_CUDNN[major]:
+        raise RuntimeError(f"cuDNN {version} is older than {LEAST_CUDNN[major]}")
+    if version in FAULTY_CUDNN:
+        raise RuntimeError(f"attention of cuDNN {version} has a known fault")
+    backend, has_deterministic = fused_attn.FusedAttnBackend[_BACKEND], version >= LEAST_DETERMINISTIC[major]
+    operators = _Operators(fused_attn.fused_attn_fwd, fused_attn.fused_attn_bwd, backend, has_deterministic)
     for function, names in ((operators.forward, _FORWARD), (operators.backward, _BACKWARD)):
         if missing := sorted(names - inspect.signature(function).parameters.keys()):
             raise RuntimeError(f"{function.__name__} has no argument {', '.join(missing)}; {PACKAGE} 2.15 has")
@@ -67,7 +75,7 @@ def _load() -> _Operators:
 
 _SHARED = {
     *("max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv", "fake_dtype", "fused_attention_backend"),
-    *("qkv_layout", "o_format", "attn_mask_type", "window_size"),
+    *("qkv_layout", "o_format", "attn_mask_type", "window_size", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
 }
 _FORWARD = {"is_training", "q", "k", "v", *_SHARED}
 _BACKWARD = {"q", "k", "v", "o", "d_o", "aux_ctx_tensors", "do_format", "dqkv_layout", "deterministic", *_SHARED}
@@ -75,7 +83,9 @@ _BACKWARD = {"q", "k", "v", "o", "d_o", "aux_ctx_tensors", "do_format", "dqkv_la
 
 def takes(q: Tensor) -> bool:
     """Whether queries [..., d] go to cuDNN in this process."""
-    return _operators is not None and q.dtype.itemsize == 2 and q.shape[-1] <= LARGEST_HEAD and q.shape[-1] % 8 == 0
+    if _operators is None or (torch.are_deterministic_algorithms_enabled() and not _operators.has_deterministic):
+        return False
+    return q.dtype.itemsize == 2 and q.shape[-1] <= LARGEST_HEAD and q.shape[-1] % 8 == 0
 
 
 def forward(qkv: Sequence[Tensor], starts: Tensor | None, longest: int, window: int) -> tuple[Tensor, Tensor]:
@@ -122,6 +132,7 @@ def _arguments(q: Tensor, starts: Tensor | None, longest: int, window: int) -> d
     """Return the arguments that both functions take."""
     assert _operators is not None
     kind, mask = ("sbhd", "causal") if starts is None else ("thd", "padding_causal")
+    places = starts  # of the documents in memory; without them cuDNN reads from address 0
     if starts is None:
         starts = torch.arange(0, (q.shape[1] + 1) * longest, longest, dtype=torch.int32, device=q.device)
     return {
@@ -129,6 +140,8 @@ def _arguments(q: Tensor, starts: Tensor | None, longest: int, window: int) -> d
         "max_seqlen_kv": longest,
         "cu_seqlens_q": starts,
         "cu_seqlens_kv": starts,
+        "cu_seqlens_q_padded": places,
+        "cu_seqlens_kv_padded": places,
         "fake_dtype": q.dtype,
         "fused_attention_backend": _operators.backend,
         "qkv_layout": "_".join([kind] * 3),

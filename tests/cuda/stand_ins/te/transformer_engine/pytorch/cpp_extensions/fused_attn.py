@@ -37,6 +37,12 @@ def _check(q: Tensor, starts: Tensor, longest: int, layout: str, mask: str, wind
     return kind, host if kind == "thd" else None
 
 
+def _check_places(starts: Tensor | None, *places: Tensor | None) -> None:
+    """Check the places of the documents in memory, which cuDNN reads if there are documents."""
+    for given in places:
+        assert starts is None or (given is not None and torch.equal(on_host(given), starts)), "address 0 is read"
+
+
 def _put(values: Tensor, kind: str, like: Tensor) -> Tensor:
     """Return values as a new tensor on the device of ``like``."""
     values = values.transpose(0, 1) if kind == "sbhd" else values
@@ -47,11 +53,13 @@ def _put(values: Tensor, kind: str, like: Tensor) -> Tensor:
 
 def fused_attn_fwd(
     is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, fake_dtype, fused_attention_backend,
-    attn_bias=None, attn_scale=None, dropout=0.0, fast_zero_fill=True, qkv_layout="sbh3d", o_format="sbhd",
+    attn_bias=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, attn_scale=None, dropout=0.0,
+    fast_zero_fill=True, qkv_layout="sbh3d", o_format="sbhd",
     attn_bias_type="no_bias", attn_mask_type="padding", softmax_type="vanilla", window_size=(-1, -1),
 ):  # fmt: skip
     """Return (output, [log-sum-exp, state of the generator])."""
     kind, starts = _check(q, cu_seqlens_q, max_seqlen_q, qkv_layout, attn_mask_type, window_size)
+    _check_places(starts, cu_seqlens_q_padded, cu_seqlens_kv_padded)
     assert is_training and fused_attention_backend in FusedAttnBackend.values() and o_format == kind
     calls[f"fwd {kind}"] += 1
     out, lse, *_ = flash._forward(
@@ -64,12 +72,14 @@ def fused_attn_fwd(
 
 def fused_attn_bwd(
     max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, aux_ctx_tensors,
-    fused_attention_backend, attn_scale=None, dropout=0.0, fast_zero_fill=True, qkv_layout="sbh3d", o_format="sbhd",
+    fused_attention_backend, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, attn_scale=None, dropout=0.0,
+    fast_zero_fill=True, qkv_layout="sbh3d", o_format="sbhd",
     do_format="sbhd", dqkv_layout="sbh3d", attn_bias_type="no_bias", attn_mask_type="padding", softmax_type="vanilla",
     window_size=(-1, -1), deterministic=False,
 ):  # fmt: skip
     """Return [gradient of q, of k, of v]."""
     kind, starts = _check(q, cu_seqlens_q, max_seqlen_q, qkv_layout, attn_mask_type, window_size)
+    _check_places(starts, cu_seqlens_q_padded, cu_seqlens_kv_padded)
     assert o_format == do_format == kind and dqkv_layout == qkv_layout
     calls[f"bwd {kind}"] += 1
     stats, state = aux_ctx_tensors
