@@ -3,7 +3,8 @@
 Matmuls by sequence, span and block, on contiguous operands, define the results of exact mode. Their shapes, and so
 their bits, do not depend on the layout. With many kernels a row or a column of a larger matmul is bit-identical, and
 faster. A kernel chooses the order of a sum by shapes and addresses, not by values. So the first call with certain
-shapes multiplies random operands in both ways. If all bits agree, this and later calls multiply at once.
+shapes multiplies random operands in both ways, small ones several times. If all bits agree, this and later calls
+multiply at once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ _ALIGNMENT = 64
 """Bytes. Kernels may take another path for other addresses."""
 _EXPONENTS = 8
 """Magnitudes of a trial's operands are up to two to this power, so that each addition of a sum needs rounding."""
+_TRIAL_VALUES = 1024
+"""Results that a trial compares, at least. In another order of the sum, half of them may agree by chance."""
 _agree: dict[tuple[Any, ...], bool] = {}
 """Results of trials."""
 
@@ -68,18 +71,21 @@ def _is_at_once(left: Tensor, right: Tensor, rows: Sequence[slice], columns: Seq
     slices = [tuple((part.start, part.stop) for part in parts) for parts in (rows, columns, [inner])]
     key = torch.get_num_threads(), *operands, *slices
     if key not in _agree:
-        a, b = _operands(left, right, inner)
-        _agree[key] = torch.equal(torch.mm(a[:, inner], b[inner]), by_block(a, b, rows, columns, inner))
+        count = -(-_TRIAL_VALUES // max(1, left.shape[0] * right.shape[1]))
+        trials = (_operands(left, right, inner, seed) for seed in range(count))
+        _agree[key] = all(
+            torch.equal(torch.mm(a[:, inner], b[inner]), by_block(a, b, rows, columns, inner)) for a, b in trials
+        )
     return _agree[key]
 
 
-def _operands(left: Tensor, right: Tensor, inner: slice) -> tuple[Tensor, Tensor]:
+def _operands(left: Tensor, right: Tensor, inner: slice, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Return random operands in the memory layout of ``left`` and ``right``, whose product is 0 without rounding.
 
     Each term of a sum has its negative elsewhere. So the product consists of rounding errors, which show the order of
     the sum in 16-bit results too: those would hide the errors of an ordinary sum.
     """
-    generator = torch.Generator(left.device).manual_seed(0)
+    generator = torch.Generator(left.device).manual_seed(seed)
     operands = []
     for x in (left, right):
         values = torch.empty(x.shape, device=x.device).normal_(generator=generator)
