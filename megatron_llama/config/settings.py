@@ -329,8 +329,8 @@ class TrainerConfig:
     For long sequences: tensors of intermediate_size exist for one chunk only. docs/guides/methods/mlp_chunks.md"""
     compile: bool | None = None
     """torch.compile each block; on CPU this needs a C++ compiler. Derived: on a GPU true for 100 steps or more and with
-    trainer.epochs, on other accelerators for 1,000 steps or more, on all of them with trainer.profile; on a CPU
-    false."""
+    trainer.epochs, on other accelerators for 1,000 steps or more, on all of them with trainer.profile; on a CPU false.
+    Also false with trainer.mlp_chunks, trainer.exact and optim.qk_clip."""
     compile_strict: bool = False
     """Treat a graph break, or a graph compiled after the first two batches, as an error."""
     compile_cache: str | None = None

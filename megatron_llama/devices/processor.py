@@ -58,8 +58,8 @@ def matmul_rate(
     import torch
 
     # Random numbers: a GPU needs less power for constants, and is faster. Not from the generator of the run.
-    generator = torch.Generator(device).manual_seed(1)
-    a, b = (torch.randn(size, size, generator=generator, dtype=dtype, device=device) for _ in range(2))
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(size, size, generator=generator, dtype=dtype).to(device) for _ in range(2))
     best, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end:
         start = time.perf_counter()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
+from megatron_llama.checkpoint.foreign import megatron
 from megatron_llama.checkpoint.foreign.describe import describe
 from megatron_llama.checkpoint.foreign.detect import open_foreign
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
@@ -169,6 +170,12 @@ def test_malicious_arguments_are_rejected(ranks: tuple[Path, Trained], tmp_path:
     path.unlink()
     with raises_with_message(CorruptFile, "has no file of tensor-parallel rank 1, stage 1"):
         open_foreign(copy, model)
+
+
+def test_odd_parameter_groups_are_no_groups() -> None:
+    group = {"lr": 0.1}
+    for content in ({"param_groups": 3}, {"param_groups": {"lr": 1}}, [{"param_groups": ["x"]}]):
+        assert list(megatron._parameter_groups([content, {"optimizer": {"param_groups": [group]}}])) == [group]
 
 
 def test_layouts_of_bridge_and_nemo(trained: tuple[Path, Trained], tmp_path: Path) -> None:

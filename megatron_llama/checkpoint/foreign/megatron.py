@@ -253,7 +253,8 @@ def _parameter_groups(value: Any) -> Iterator[dict[str, Any]]:
     """Yield the parameter groups in a nested optimizer state."""
     if isinstance(value, dict):
         groups = value.get("param_groups")
-        yield from (group for group in groups or () if isinstance(group, dict))
+        if isinstance(groups, list):
+            yield from (group for group in groups if isinstance(group, dict))
         for inner in value.values():
             yield from _parameter_groups(inner)
     elif isinstance(value, list):

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_llama.config import Config
 from megatron_llama.config.precision import BYTES
 from megatron_llama.config.settings import KEPT_BY_TIME
-from megatron_llama.devices import get_device
+from megatron_llama.devices import find_device, get_device
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.plan import Plan
 from megatron_llama.plan.memory import optimizer_bytes
@@ -316,7 +316,8 @@ def _size(size: int) -> str:
 def output_folders(config: Config) -> dict[str, Path]:
     """Return the folders that a run writes to, by setting."""
     folders = {RUN: Path(config.run.dir or "runs")}
-    if config.trainer.compile:
+    device = find_device(config.device.name)
+    if device.compiles_code(config) if device else config.trainer.compile:
         folders["trainer.compile_cache"] = Path(config.trainer.compile_cache or user_cache("compile")).expanduser()
     if config.data.cache_dir:
         folders["data.cache_dir"] = Path(config.data.cache_dir).expanduser()

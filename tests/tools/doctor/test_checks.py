@@ -34,6 +34,15 @@ def test_healthy_nodes_have_no_findings(check: str) -> None:
     assert not list(JUDGES[check]([healthy(number) for number in range(4)]))
 
 
+@pytest.mark.parametrize(
+    ("device", "exact", "writes"), [("cpu", False, False), ("cpu", True, True), ("cuda", False, True)]
+)
+def test_the_cache_of_a_run_that_compiles_is_checked(device: str, exact: bool, writes: bool) -> None:
+    """Uncompiled blocks have compiled operators on a GPU, and loops in C++ in exact mode."""
+    settings = {"device.name": device, "trainer.exact": exact, "trainer.compile": False}
+    assert ("trainer.compile_cache" in examination.output_folders(make(**settings))) == writes
+
+
 FAULTS: list[tuple[str, dict[str, Any], str, str]] = [
     (machine.VERSIONS, {"torch": "2.11.0"}, BREAKS, "torch 2.11.0; n1 has 2.13.0+cu130"),
     (machine.VERSIONS, {"torch": None, machine.LACKS: ["torch"]}, BREAKS, "torch is not installed"),
