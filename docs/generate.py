@@ -158,6 +158,9 @@ def _settings_table(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
     summaries, details = [], []
     for name, kind, default, text in rows:
         summary, rest = _split_description(text)
+        if len(kind) > MAX_CELL:
+            kind, _, limit = kind.partition(", ")
+            rest = f"{limit[0].upper()}{limit[1:]}. {rest}"
         summaries.append((name, _cell(kind), default, _cell(summary)))
         details += [f"* {name}: {rest}"] if rest else []
     yield from markdown_table(("setting", "type", "default", "meaning"), summaries)

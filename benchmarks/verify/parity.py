@@ -27,7 +27,8 @@ def exact_results(page: str) -> dict[str, str]:
 
     The cells "own" (the row has its own precision) and "–" (not run) are no results.
     """
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "]
+    lines = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| layout |")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     results = {name: [cell for cell in cells if cell not in ("own", "–")] for name, _, *cells in rows}
     return {name: next((cell for cell in cells if cell != "0"), "0") for name, cells in results.items() if cells}
 

@@ -101,9 +101,9 @@ class ModelConfig:
     name: str = "llama"
     """Name of the preset; shown in plans and used in the default run folder."""
     model_type: Annotated[str, one_of(*MODEL_TYPES)] = "llama"
-    """Hugging Face's name of the architecture. qwen2: q, k and v have biases. qwen3: each head of q and k has an
-    RMSNorm. olmo2: q and k have one RMSNorm over all heads, and a block's norms follow attention and feed-forward. A
-    Mistral is a llama with sliding_window."""
+    """Hugging Face's name of the architecture. With qwen2, q, k and v have biases. With qwen3, each head of q and k has
+    an RMSNorm. With olmo2, q and k have one RMSNorm over all heads, and a block's norms follow attention and
+    feed-forward. A Mistral is a llama with sliding_window."""
     vocab_size: Annotated[int, between(2, MOST_ROWS)] = 4096
     """Tokens in the vocabulary. The embedding is padded to a multiple of tp; the loss masks the padding."""
     hidden_size: Annotated[int, between(1, MOST_WIDTH)] = 192

@@ -178,15 +178,16 @@ def _on_an_accelerator(config: Config, fast_bf16: bool) -> Iterator[str]:
     if trainer.compile is None:
         device = find_device(config.device.name) or Device
         is_long = device.compiles_epochs if trainer.epochs is not None else trainer.steps >= device.compile_from_steps
-        uncompiled = {
+        features = {
             "trainer.mlp_chunks": trainer.mlp_chunks > 1,
             "trainer.exact": trainer.exact,
             "optim.qk_clip": config.optim.qk_clip is not None,
         }
-        trainer.compile = (is_long or bool(trainer.profile)) and not any(uncompiled.values())
+        uncompiled = [name for name, is_set in features.items() if is_set]
+        trainer.compile = (is_long or bool(trainer.profile)) and not uncompiled
         reason = f"saves time from {device.compile_from_steps:,} steps on"
-        if any(uncompiled.values()):
-            reason = f"{next(name for name, is_set in uncompiled.items() if is_set)} runs without the compiler"
+        if uncompiled:
+            reason = f"{uncompiled[0]} runs without the compiler"
         elif trainer.compile and not is_long:
             reason = "trainer.profile measures the speed of a long run"
         yield f"trainer.compile={format_value(trainer.compile)}: {reason}"

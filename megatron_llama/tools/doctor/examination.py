@@ -317,7 +317,8 @@ def output_folders(config: Config) -> dict[str, Path]:
     """Return the folders that a run writes to, by setting."""
     folders = {RUN: Path(config.run.dir or "runs")}
     device = find_device(config.device.name)
-    if device.compiles_code(config) if device else config.trainer.compile:
+    compiles = config.trainer.compile if device is None else device.compiles_code(config)
+    if compiles:
         folders["trainer.compile_cache"] = Path(config.trainer.compile_cache or user_cache("compile")).expanduser()
     if config.data.cache_dir:
         folders["data.cache_dir"] = Path(config.data.cache_dir).expanduser()
