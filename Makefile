@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/.installed
 # The supported versions are in pyproject.toml.
 PYTHON ?= $(shell bash scripts/find_python.sh)
 
-STDLIB := datasets/python_stdlib
+STDLIB := corpora/python_stdlib
 DEMO_RUN := runs/demo
 # Many steps with small batches train this model best in two minutes. Each `make demo` starts from scratch.
 DEMO_ARGS := model=llama_2m device=cpu trainer.tp=2 run.dir=$(DEMO_RUN) \
@@ -62,19 +62,35 @@ $(STDLIB)/python_stdlib_text_document.idx: $(STDLIB)/python_stdlib.jsonl $(STDLI
 .PHONY: demo
 demo: demo-data  ## train a small Llama on two CPU ranks, in three minutes
 	$(TITLE) "4. Training: two ranks share each matrix (trainer.tp=2)"
+	@test ! -d datasets || echo "Move the content of datasets/ to corpora/: it shadows the package datasets."
 	@rm -rf $(DEMO_RUN)
 	@$(PY) train.py $(DEMO_ARGS)
 
-# In the order of tests/conftest.py: by default xdist starts with the files with most tests, which are the fast ones.
-THREE_FILES := -n 3 --dist loadfile --no-loadscope-reorder
+# Forked workers, three for two cores: most tests wait for ranks that wait for one another. A hanging test ends at its
+# limit, all tests after LIMIT seconds, and both are named.
+LIMIT ?= 840
+WORKERS := --workers 3
 
 .PHONY: test
-test: $(INSTALLED)  ## run the tests that need neither a cluster nor minutes
-	@$(PY) -m pytest $(THREE_FILES)
+test: $(INSTALLED)  ## run each invariant's cheapest tests, in minutes
+	@$(PY) -m pytest $(WORKERS) --limit $(LIMIT)
 
 .PHONY: test-slow
-test-slow: $(INSTALLED)  ## run the slow tests: compilers, experiments end to end (SAMPLE=2: a part of them)
-	@$(PY) -m pytest -m slow $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(BUDGET),--budget $(BUDGET)) $(THREE_FILES)
+test-slow: $(INSTALLED)  ## run only what make test omits (SAMPLE=2: a part; BUDGET=300: for so many seconds)
+	@$(PY) -m pytest -m "slow and not slurm" $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(BUDGET),--budget $(BUDGET)) \
+		$(if $(ROTATE),--rotate $(ROTATE)) $(WORKERS)
+
+# The instruction sets of torch's kernels, oneDNN's and MKL's. A set that the host lacks is skipped.
+SETS := default avx2 avx512
+NUMERICAL := tests/layouts tests/model tests/optim tests/parallel tests/finetuning tests/devices tests/tools/inference
+
+.PHONY: test-processors
+test-processors: $(INSTALLED)  ## run the numerical tests with the kernels of other processors
+	@for set in $(SETS); do echo "== $$set"; bash tests/with_instructions.sh $$set \
+		$(PY) -m pytest $(NUMERICAL) $(WORKERS) || exit 1; done
+
+.PHONY: test-all
+test-all: test test-slow test-processors test-slurm fuzz  ## run all tests, in hours
 
 .PHONY: test-slurm
 test-slurm: $(INSTALLED)  ## run SLURM jobs on four virtual nodes (needs root; BUDGET=900: not the long ones)

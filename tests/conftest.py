@@ -7,6 +7,7 @@ import os
 import pickle
 import time
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def compiled_here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Share one compile cache between all test files and workers, which have many equal graphs."""
-    base = tmp_path_factory.getbasetemp()  # the worker's folder, inside the run's folder
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if base.name.startswith("worker") else base) / "compiled"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
 
@@ -97,7 +98,13 @@ def pytest_configure() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds ``--sample`` and ``--budget``."""
+    """Adds the options of ``make test`` and ``.ci/run``."""
+    text = "run whole files of tests in N processes, which are forked after the collection"
+    parser.addoption("--workers", type=int, default=0, metavar="N", help=text)
+    text = "stop a run of --workers after SECONDS and name the tests that were running"
+    parser.addoption("--limit", type=float, default=float("inf"), metavar="SECONDS", help=text)
+    text = "run the files in an order that depends on KEY, for parts of a suite that change with the commit"
+    parser.addoption("--rotate", metavar="KEY", help=text)
     text = "run at most ROWS rows of each slow test, evenly spread, and no long test; for machines with little time"
     parser.addoption("--sample", type=int, metavar="ROWS", help=text)
     text = "skip tests that have not begun after SECONDS"
@@ -113,18 +120,37 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"not begun within --budget {budget:.0f} s")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Gives slow tests more time, takes the sample, and puts the files of LONG_FOLDERS first."""
-    if (rows := config.getoption("sample")) is not None:
-        from tests.sampling import sample  # not before torch's threads are set
+    from tests.sampling import sample  # not before torch's threads are set
+    from tests.tiers import selected_by_tier
 
+    if (rows := config.getoption("sample")) is not None:
         selected = sample(items, rows)
         config.hook.pytest_deselected(items=[item for item in items if item not in selected])
         items[:] = [item for item in items if item in selected]
     for item in items:
+        if not selected_by_tier(item):
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
-    items.sort(key=_rank_of_folder)  # stable: a file's tests stay together and in their order
+    # Stable: a file's tests stay together and in their order.
+    if key := config.getoption("rotate"):
+        items.sort(key=lambda item: sha256(f"{key} {item.path.name}".encode()).digest())
+    else:
+        items.sort(key=_rank_of_folder)
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Runs the tests in forked workers if ``--workers`` is given."""
+    count = session.config.getoption("workers")
+    if not count or session.config.option.collectonly or session.testsfailed:
+        return None
+    from tests.workers import Run  # imports what the tests need, before the first fork
+
+    Run(session, count, session.config.getoption("limit")).loop()
+    return True
 
 
 def _rank_of_folder(item: pytest.Item) -> int:

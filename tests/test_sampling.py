@@ -1,14 +1,9 @@
-"""A sample skips rows and long tests, but no other test; a budget skips tests that begin too late."""
+"""A sample skips rows and long tests, but no other test."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-
 import pytest
 
-from tests.paths import ROOT
 from tests.sampling import sample
 
 TABLE = [f"test_table[{row}]" for row in ("0", "1", "2", "3 compiled", "4", "5", "6")]
@@ -31,10 +26,3 @@ def test_rows_from_the_first_to_the_last(rows: int, expected: str) -> None:
     items = [*others, *(Item(name, "slow") for name in TABLE), Item("test_long", "slow", "long")]
     selected = sample(items, rows)  # type: ignore[arg-type]
     assert selected == {*others, *(item for item in items if item.nodeid in {f"test_table[{row}]" for row in expected})}
-
-
-def test_tests_after_the_budget_are_skipped() -> None:
-    options = ["-q", "-p", "no:cacheprovider", "--budget", "0"]
-    command = [sys.executable, "-m", "pytest", *options, "tests/test_topology.py"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert re.fullmatch(r"\d+ skipped in .*", run.stdout.splitlines()[-1]), run.stdout

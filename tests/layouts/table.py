@@ -40,7 +40,7 @@ SIX_LAYERS = "model.num_hidden_layers=6"
 # larger; each layout accumulates over two micro batches or more.
 MICRO_1, MICRO_4 = "trainer.micro_batch_size=1", "trainer.micro_batch_size=4"
 ONE_MICRO_BATCH = "trainer.micro_batch_size=8"
-# The rows that run with every `make test`: each axis with its hardest case, and all together.
+# The rows that are not slow: each axis with its hardest case, and all together.
 QUICK = {
     "tp2·pp2+sp, shorter sequences",
     "tp2·pp2+sp, window",

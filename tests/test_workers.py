@@ -1,0 +1,80 @@
+"""Forked workers report each test once, name a hanging test with its stacks, and replace a worker that dies."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.processes import run_forked
+from tests.tiers import ROWS, escaped, selected_by_tier
+
+CONFTEST = "from tests.conftest import pytest_addoption, pytest_runtestloop, pytest_runtest_setup\n"
+
+FIRST = """
+import os, time
+import pytest
+
+def inner(): time.sleep(100)
+
+def test_passes(tmp_path): assert tmp_path.exists()
+def test_fails(): print("its output"); assert 1 == 2
+@pytest.mark.timeout(1)
+def test_hangs(): inner()
+def test_dies(): os._exit(3)
+def test_after(): pass
+@pytest.mark.skip(reason="not here")
+def test_skipped(): pass
+"""
+SECOND = "def test_in_another_worker(): pass\n"
+
+
+def _pytest(folder: Path, *options: str) -> tuple[int, str]:
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "pytest.ini").write_text("[pytest]\ntimeout = 60\n")
+    arguments = ["-p", "no:cacheprovider", "--basetemp", str(folder / "base"), "-ra", *options, str(folder)]
+    output = folder / "output.txt"
+    status = run_forked(partial(_main, arguments), output, output, 60)
+    return status, output.read_text()
+
+
+def _main(arguments: list[str]) -> None:
+    raise SystemExit(pytest.main(arguments))
+
+
+def test_each_test_has_one_result(tmp_path: Path) -> None:
+    (tmp_path / "test_first.py").write_text(FIRST)
+    (tmp_path / "test_second.py").write_text(SECOND)
+    status, output = _pytest(tmp_path, "--workers", "2")
+    assert status == 1
+    assert "3 failed, 3 passed, 1 skipped" in output
+    assert re.search(r"test_hangs _+\nno end within 1 s\n(.*\n)+.* in inner\n.* in test_hangs\n", output), output
+    assert "ended during this test, with status 3" in output
+    assert "its output" in output
+
+
+def test_a_limit_names_the_running_tests(tmp_path: Path) -> None:
+    (tmp_path / "test_first.py").write_text("import time\ndef test_long(): time.sleep(100)\ndef test_after(): pass\n")
+    status, output = _pytest(tmp_path, "--workers", "1", "--limit", "0.5")
+    assert status == 2
+    assert "stopped after --limit 0.5 s: 2 tests have not ended" in output
+    assert "1 failed" in output and "in test_long" in output
+
+
+def test_tests_after_the_budget_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / "test_second.py").write_text(SECOND)
+    status, output = _pytest(tmp_path, "--budget", "0")
+    assert status == 0 and "1 skipped" in output
+
+
+def test_listed_rows_exist(request: pytest.FixtureRequest) -> None:
+    collected: dict[str, set[str]] = {}
+    for item in request.session.items:
+        function, _, row = item.nodeid.removeprefix("tests/").partition("[")
+        collected.setdefault(function, set()).add(row.removesuffix("]"))
+    listed = {name: rows for name, rows in ROWS.items() if name in collected and rows}
+    missing = [f"{name}[{row}]" for name, rows in listed.items() for row in rows if escaped(row) not in collected[name]]
+    assert not missing
+    assert all(selected_by_tier(item) or item.get_closest_marker("slow") for item in request.session.items)
