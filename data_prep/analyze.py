@@ -1,9 +1,9 @@
 """Compute the difficulty of each sample of a dataset, for data.curriculum.
 
-    python data_prep/analyze.py datasets/book_text_document \\
+    python data_prep/analyze.py corpora/book_text_document \\
         --metric vocab_rarity --seq-length 2048
-    python data_prep/analyze.py datasets/chat --metric length
-    python data_prep/analyze.py datasets/chat --metric my_module.questions
+    python data_prep/analyze.py corpora/chat --metric length
+    python data_prep/analyze.py corpora/chat --metric my_module.questions
 
 The last line calls questions(ids: np.ndarray) -> float. Writes the folder
 PREFIX_metrics/NAME-2048 (NAME for a fine-tuning set) with the metric of each

@@ -1,6 +1,6 @@
 """Show and verify an indexed dataset.
 
-    python data_prep/inspect.py datasets/book_text_document --document 0
+    python data_prep/inspect.py corpora/book_text_document --document 0
 
 Prints counts, a histogram of sequence lengths and one decoded document. Checks all lengths, pointers, indices, token
 ids and hashes; the exit status is 2 if a check fails.

@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
         "--input", required=True, metavar="FOLDER", help="folder written by download, or with its layout"
     )
     prepare.add_argument(
-        "--output", type=Path, default=Path("datasets/redpajama"), metavar="FOLDER", help="default datasets/redpajama"
+        "--output", type=Path, default=Path("corpora/redpajama"), metavar="FOLDER", help="default corpora/redpajama"
     )
     prepare.add_argument("--tokenizer-model", required=True, metavar="PATH", help=".model file or Hugging Face folder")
     prepare.add_argument("--tokenizer-library", help="sentencepiece, huggingface or tiktoken (default: detected)")

@@ -1,9 +1,9 @@
 """Tokenize conversations, prompt-answer pairs and labelled tables into a fine-tuning dataset with loss masks.
 
     python data_prep/sft.py --input chat.jsonl.gz folder/ --tokenizer-model HF_FOLDER --seq-length 2048 \\
-        --output-prefix datasets/chat/chat
+        --output-prefix corpora/chat/chat
 
-Writes datasets/chat/chat_sft.bin and .idx (tokens, one sequence per example), chat_sft_mask.bin and .idx (1 where a
+Writes corpora/chat/chat_sft.bin and .idx (tokens, one sequence per example), chat_sft_mask.bin and .idx (1 where a
 token has loss), and last the .json manifests. Rerun the same command to resume an interrupted run.
 """
 

@@ -1,8 +1,8 @@
 """Divide a dataset by the length of its documents, to train on long documents more often.
 
-    python data_prep/split_by_length.py datasets/book_text_document --at 4096 32768
+    python data_prep/split_by_length.py corpora/book_text_document --at 4096 32768
 
-Writes one dataset for each range of lengths, here datasets/book_below_4096_text_document,
+Writes one dataset for each range of lengths, here corpora/book_below_4096_text_document,
 book_4096_to_32768_text_document and book_from_32768_text_document, with all documents in their order. Prints the share
 of the tokens in each one. Weights of data.prefixes above these shares upsample long documents.
 """

@@ -9,6 +9,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,22 @@ def test_names_of_commands() -> None:
     assert console.find_command("p") is None and console.find_command("") is None
     assert "type megatron-llama train model=x" in console._unknown(["model=x"])
     assert "; type train;" in console._unknown(["trian"])
+
+
+def test_folders_of_a_checkout_shadow_no_package() -> None:
+    """A folder that programs create in a checkout is a namespace package for programs that start there."""
+    ignored = re.findall(r"^/(\w+)/$", (ROOT / ".gitignore").read_text(), flags=re.MULTILINE)
+    files = "".join(path.read_text() for path in [ROOT / "Makefile", *CONF.rglob("*.yaml")])
+    default = re.findall(r"(?:STDLIB := |--output-prefix |prefixes: \[|tokenizer: |^ +- )(\w+)/", files, re.MULTILINE)
+    assert set(default) >= {"corpora"} and set(default) <= set(ignored)
+    folders = set(ignored) - {"datasets"} | set(default)  # datasets/ is only of older versions
+    spec = PathFinder.find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    probes = (Path(spec.origin).parent / "utils/import_utils.py").read_text(encoding="utf-8")
+    optional = set(re.findall(r'_is_package_available\("(\w+)"', probes))
+    assert "datasets" in optional and not optional & folders
+    path = [folder for folder in sys.path if Path(folder).resolve() != ROOT]
+    assert [name for name in default if PathFinder.find_spec(name, path)] == []
 
 
 def test_versions() -> None:

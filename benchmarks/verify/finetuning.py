@@ -45,22 +45,22 @@ WINDOW = 10  # steps of the moving average in the figure
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Prepare the datasets in datasets/ of the output folder, the paths of data=qnli and data=gsm8k."""
+    """Prepare the datasets in corpora/ of the output folder, the paths of data=qnli and data=gsm8k."""
     common = ("--tokenizer-model", args.model, "--seq-length", 512, "--on-bad-line", "skip", "--output-prefix")
-    if not (args.output / "datasets/qnli/qnli_train_sft.json").exists():
+    if not (args.output / "corpora/qnli/qnli_train_sft.json").exists():
         source = ("--input", args.data / "qnli_dev.tsv", "--template", "qnli", "--split", args.split)
-        run_program("data_prep/sft.py", *source, *common, "datasets/qnli/qnli", folder=args.output)
+        run_program("data_prep/sft.py", *source, *common, "corpora/qnli/qnli", folder=args.output)
     for part in ("train", "test"):
-        if not (args.output / f"datasets/gsm8k/{part}_sft.json").exists():
+        if not (args.output / f"corpora/gsm8k/{part}_sft.json").exists():
             records = args.data / f"gsm8k_{part}.jsonl"
-            run_program("data_prep/sft.py", "--input", records, *common, f"datasets/gsm8k/{part}", folder=args.output)
+            run_program("data_prep/sft.py", "--input", records, *common, f"corpora/gsm8k/{part}", folder=args.output)
 
 
 def evaluate(model: Path, task: str, report: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Return the report of scripts/evaluate.py on held-out lines; evaluate unless the report exists."""
     if not report.exists():
         if task == "qnli":
-            options = ["--labelled", "datasets/qnli/qnli_validation.tsv", "--template", "qnli"]
+            options = ["--labelled", "corpora/qnli/qnli_validation.tsv", "--template", "qnli"]
         else:
             options = ["--generative", args.data / "gsm8k_test.jsonl", "--template", "gsm8k", "--limit", args.questions]
         run_program("scripts/evaluate.py", model, *options, *EVALUATION, "--output", report, folder=args.output)

@@ -279,8 +279,8 @@ def _command(path: str, tokenizer: str, data: DataConfig) -> str:
     words = ["--input", os.path.abspath(path), "--tokenizer-model", tokenizer, "--seq-length", str(data.length)]
     words += ["--chat-template", data.chat_template] if data.chat_template != DataConfig.chat_template else []
     words += ["--template", str(data.template)] if has_columns(path) and data.template else []
-    words += ["--on-bad-line", "skip", "--output-prefix", f"datasets/{name}/{name}"]
-    return f"python data_prep/sft.py {shlex.join(words)}, then write datasets/{name}/{name}_sft"
+    words += ["--on-bad-line", "skip", "--output-prefix", f"corpora/{name}/{name}"]
+    return f"python data_prep/sft.py {shlex.join(words)}, then write corpora/{name}/{name}_sft"
 
 
 def _summary(records: RecordFile, manifest: dict[str, Any]) -> str:

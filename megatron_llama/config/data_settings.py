@@ -32,6 +32,8 @@ TEXT_SUFFIX, SFT_SUFFIX = "_text_document", "_sft"
 """Suffixes that data_prep appends to ``--output-prefix``, for pretraining (with the default key) and fine-tuning."""
 RAW_TEXT_SUFFIXES = (".txt", ".text", ".md", *RAW_DATA_SUFFIXES, *TABLE_SUFFIXES)
 COMPRESSION_SUFFIXES = (".zst", ".zstd", ".gz", ".xz", ".bz2")
+DATA_FOLDER, OLD_DATA_FOLDER = "corpora/", "datasets/"
+"""Folder of prepared data, and its name in older versions, which shadows Hugging Face's package ``datasets``."""
 
 
 def split_weights(prefixes: Sequence[Any]) -> tuple[list[float], list[str]]:
@@ -73,8 +75,9 @@ def raw_data_files(data: DataConfig) -> list[tuple[str, str]]:
 def settle_data_settings(data: Any, given: Set[str]) -> None:
     """Complete, in place, the ``data`` section of a config that is not typed yet.
 
-    Prefixes on the command line set ``data.name`` and clear ``data.prepare``. Hub names become folders of the local
-    cache if it contains them. Folders of raw data then end in a slash, as ``raw_data_files`` expects.
+    Prefixes on the command line set ``data.name`` and clear ``data.prepare``. Data in the old folder are found there.
+    Hub names become folders of the local cache if it contains them. Folders of raw data then end in a slash, as
+    ``raw_data_files`` expects.
 
     Args:
         given: Settings and groups that the command line sets.
@@ -84,14 +87,29 @@ def settle_data_settings(data: Any, given: Set[str]) -> None:
         data.prepare = None
         if not {"data.name", "data", "experiment"} & given:
             data.name = name_dataset(list(data.prefixes)) or data.name
+    if not data.mock:
+        for name in ("prefixes", "validation_prefixes"):
+            data[name] = [item if is_number(item) else find_in_data_folders(str(item)) for item in data[name]]
     if data.tokenizer is not None:
-        data.tokenizer = resolve_hub_name(data.tokenizer)
+        data.tokenizer = resolve_hub_name(find_in_data_folders(data.tokenizer))
     if data.kind == "sft":
         for name in ("prefixes", "validation_prefixes"):
             data[name] = [item if is_number(item) else resolve_raw_data(str(item)) for item in data[name]]
     if not data.mock:
         for name in ("prefixes", "validation_prefixes"):
             data[name] = [item if is_number(item) else complete_prefix(str(item), data.kind) for item in data[name]]
+
+
+def find_in_data_folders(path: str) -> str:
+    """Return ``path``, or its place in the other data folder if only that one has files with this prefix.
+
+    Data of older versions and configs of their runs keep working, also after the user has moved the data.
+    """
+    for here, other in itertools.permutations((DATA_FOLDER, OLD_DATA_FOLDER)):
+        moved = other + path.removeprefix(here)
+        if path.startswith(here) and not glob.glob(glob.escape(path) + "*") and glob.glob(glob.escape(moved) + "*"):
+            return moved
+    return path
 
 
 def complete_prefix(path: str, kind: str) -> str:
@@ -117,7 +135,7 @@ def suggest_for_data(path: str, name: str = "data.prefixes") -> str | None:
     if not plain.endswith(RAW_TEXT_SUFFIXES) and not os.path.isdir(path):
         return None
     stem = os.path.basename(os.path.normpath(plain)).partition(".")[0]
-    prefix = f"datasets/{name_dataset([stem]) or 'mine'}"
+    prefix = f"{DATA_FOLDER}{name_dataset([stem]) or 'mine'}"
     return (
         f"prepare it: python data_prep/preprocess.py --input {shlex.quote(path)} --tokenizer-model TOKENIZER "
         f"--append-eod --output-prefix {prefix}, then write data.prefixes=[{prefix}{TEXT_SUFFIX}]. "

@@ -368,13 +368,13 @@ def unsupported_lora(content: dict[str, Any]) -> list[str]:
 
 MODEL, DATASET = "model", "dataset"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_NAME = re.compile(r"(?!models/|datasets/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_NAME = re.compile(r"(?!models/|corpora/|datasets/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_hub_name(name: str) -> bool:
     """Return whether ``name`` could be a hub name. A relative path of two parts could be one too.
 
-    No hub account is called models or datasets, which are common folder names.
+    No hub account is called models, corpora or datasets, which are common folder names.
     """
     return bool(_NAME.fullmatch(name)) and ".." not in name and "--" not in name
 

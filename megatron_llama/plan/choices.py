@@ -16,11 +16,11 @@ import yaml
 
 from megatron_llama.arch.pattern import Pattern, pattern_of
 from megatron_llama.arch.shapes import head_dim, parameters
-from megatron_llama.config.data_settings import split_weights
+from megatron_llama.config.data_settings import DATA_FOLDER, OLD_DATA_FOLDER, list_paths, split_weights
 from megatron_llama.config.fields import check_limits, get, settings_by_name
 from megatron_llama.config.precision import LEAST_IN_BLOCKS, STATE_BLOCK
 from megatron_llama.config.problems import format_value
-from megatron_llama.config.settings import Config
+from megatron_llama.config.settings import Config, DataConfig
 from megatron_llama.corpus.epochs import samples_per_epoch
 from megatron_llama.devices import NAMES, Device, device_named, find_device
 from megatron_llama.plan.derive import FINETUNING_LR, PRETRAINING_LR, check_split, default_lr
@@ -229,8 +229,7 @@ def list_notes(config: Config, plan: Plan) -> Iterator[str]:
             f"finetune.method={method} without init_from starts from random weights, which is useful for measurements "
             "only"
         )
-    for _, path in plan.raw_data_files:
-        yield f"{shlex.quote(path)} is not prepared yet; a run prepares it first, as data_prep/sft.py does"
+    yield from _data_notes(plan, data)
     if trainer.val_every_steps is not None and trainer.val_every_steps > trainer.steps > 0:
         yield f"no validation: trainer.val_every_steps={trainer.val_every_steps} of {trainer.steps} steps"
     pattern, inside = pattern_of(plan.model), data.pack or data.document_mask
@@ -277,6 +276,18 @@ def list_notes(config: Config, plan: Plan) -> Iterator[str]:
     weights, paths = split_weights(data.prefixes)
     if data.kind == "pretrain" and len(paths) > 1 and not weights:
         yield "data.prefixes has no weights: datasets are weighted by size, so that an epoch reads each sequence once"
+
+
+def _data_notes(plan: Plan, data: DataConfig) -> Iterator[str]:
+    """Yield notes on the places of the data."""
+    used = [] if data.mock else [*(path for _, path in list_paths(data)), data.tokenizer or ""]
+    if any(path.startswith(OLD_DATA_FOLDER) for path in used):
+        yield (
+            f"data is read from {OLD_DATA_FOLDER}, which shadows the package datasets: move its content to "
+            f"{DATA_FOLDER}, where runs find it too"
+        )
+    for _, path in plan.raw_data_files:
+        yield f"{shlex.quote(path)} is not prepared yet; a run prepares it first, as data_prep/sft.py does"
 
 
 def _exposed_communication(plan: Plan) -> Iterator[str]:

@@ -14,7 +14,7 @@ from megatron_llama.checkpoint import manifest
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import State, read_manifest
-from megatron_llama.config import load_config
+from megatron_llama.config import load_config, to_yaml
 from megatron_llama.data.batches import Batches, MockDataset, build_data
 from megatron_llama.data.megatron_order import build_megatron
 from megatron_llama.data.sample_stream import EndlessDataset
@@ -214,6 +214,21 @@ def test_each_dataset_goes_on_where_it_stood(datasets: Path) -> None:
     reads = first + second + third + fourth + fifth
     for name, count in (("a", 16 + 8 + 8 + 4), ("b", 16 + 24 + 8), ("c", 8 + 8 + 4)):
         assert of(name, reads) == list(range(count)), f"{name}: a sample was skipped or read twice"
+
+
+@pytest.mark.parametrize("now", ["datasets", "corpora"])
+def test_a_run_on_the_old_data_folder_resumes(now: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its config.yaml has paths in datasets/; the user may have moved the data."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "datasets").mkdir()
+    write_indexed(tmp_path / "datasets/a", numbered(150, 1))
+    first = reads_of(tmp_path, "data.prefixes=[datasets/a]", until=2)
+    plan = make_plan(1, tmp_path / "run", *ON_FILES, "data.prefixes=[datasets/a]")
+    (tmp_path / "run/config.yaml").write_text(to_yaml(plan.config, plan.requested))
+    (tmp_path / "datasets").rename(tmp_path / now)
+    stored = resolve(load_config([f"run.dir={tmp_path}/run"], CONF, resumes=True), 1)
+    assert stored.config.data.prefixes == [f"{now}/a"]
+    assert of("a", first + run_ranks(_read, 1, stored, 3)[0]) == list(range(24))
 
 
 def _next_texts(rank: int, plan: Plan, count: int) -> tuple[list[list[int]], list[list[int]]]:

@@ -59,6 +59,34 @@ def test_datasets_of_ones_own_are_not_called_by_the_demos_name(overrides: list[s
 
 
 @pytest.mark.parametrize(
+    ("prepared", "typed", "used"),
+    [
+        (["corpora"], "corpora", "corpora"),
+        (["datasets"], "corpora", "datasets"),  # of an older version
+        (["corpora"], "datasets", "corpora"),  # moved
+        (["corpora", "datasets"], "corpora", "corpora"),
+        (["corpora", "datasets"], "datasets", "datasets"),
+        ([], "corpora", "corpora"),
+    ],
+)
+def test_data_in_the_old_folder_is_found(
+    prepared: list[str], typed: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in prepared:
+        (tmp_path / folder).mkdir()
+        for name in ("tokenizer.model", "a_sft.idx", "b_sft.idx"):
+            (tmp_path / folder / name).touch()
+    names = [f"data.prefixes=[{typed}/a]", f"data.validation_prefixes=[{typed}/b_sft]", "data.kind=sft"]
+    config = load_config([*names, f"data.tokenizer={typed}/tokenizer.model"], CONF)
+    paths = [*config.data.prefixes, *config.data.validation_prefixes, config.data.tokenizer]
+    assert paths == [f"{used}/{name}" for name in (("a_sft" if prepared else "a"), "b_sft", "tokenizer.model")]
+    plan = resolve(config, 1, exists=lambda path: True)
+    notes = [note for note in plan.notes if "move its content to corpora/" in note]
+    assert len(notes) == (used == "datasets")
+
+
+@pytest.mark.parametrize(
     ("path", "option"),
     [
         ("model=conf/model/llama7b.yaml", "model=llama7b"),

@@ -299,4 +299,4 @@ def test_the_command_for_a_large_file_can_be_pasted(base: Path, tmp_path: Path, 
     message = str(error.value)
     pasted = message[message.index("python data_prep/sft.py") :].replace("\\\n", " ").partition("\n")[0]
     words = shlex.split(pasted)
-    assert words[words.index("--input") + 1] == str(file) and words[-1] == "datasets/my_own_chats/my_own_chats"
+    assert words[words.index("--input") + 1] == str(file) and words[-1] == "corpora/my_own_chats/my_own_chats"

@@ -56,7 +56,7 @@ def test_long_documents_are_upsampled_in_each_source() -> None:
 
     def shares(name: str) -> dict[str, float]:
         prefixes: list[Any] = yaml.safe_load((CONF_DIR / "data" / f"{name}.yaml").read_text())["prefixes"]
-        names = [str(path).removeprefix("datasets/redpajama/") for path in prefixes[1::2]]
+        names = [str(path).removeprefix("corpora/redpajama/") for path in prefixes[1::2]]
         return dict(zip(names, map(float, prefixes[::2]), strict=True))
 
     whole, parts = shares("redpajama"), shares("redpajama_long")

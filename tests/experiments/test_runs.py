@@ -197,7 +197,7 @@ def test_it_exports(run: tuple[str, Path], workplace: Path) -> None:
 
 def test_the_stage_is_the_users_choice_and_no_loss_knows_it(workplace: Path) -> None:
     """In fp32, where the order of sums is all that can differ."""
-    if not (workplace / "datasets" / "rm_static").exists():
+    if not (workplace / "corpora" / "rm_static").exists():
         prepare(ZERO, workplace)
     more = ("trainer.precision=fp32", "trainer.epochs=1", "optim.lr=1e-2")
     losses = {}

@@ -299,7 +299,7 @@ def test_raw_text_names_the_command_that_prepares_it(name: str, tmp_path: Path) 
         load_config([f"data={path}"], CONF)
     for instead in (problem.instead, caught.value.problems[0].instead):
         assert f"python data_prep/preprocess.py --input {path} --tokenizer-model TOKENIZER" in instead
-        assert "data.prefixes=[datasets/corpus_text_document]" in instead
+        assert "data.prefixes=[corpora/corpus_text_document]" in instead
 
 
 def test_a_schedule_of_a_package_that_is_not_installed() -> None:
