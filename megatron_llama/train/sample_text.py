@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
+from megatron_llama.model.draw import draw
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from megatron_llama.text.tokenizer import read_sentencepiece, tokenizer_file
@@ -39,8 +40,8 @@ def _extend(prompts: list[list[int]], plan: Plan, model: ParallelModel, count: i
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt)
     lengths = torch.tensor([len(prompt) for prompt in prompts])
-    generator = torch.Generator().manual_seed(plan.config.trainer.seed)
     rows = torch.arange(len(prompts))
+    generators = [torch.Generator().manual_seed(plan.config.trainer.seed + row) for row in rows.tolist()]
     for _ in range(count):
         # One position per prompt: the logits of all positions would take gigabytes.
         logits = model.logits(tokens.to(model.device), token_index=(lengths - 1).to(model.device))
@@ -48,8 +49,7 @@ def _extend(prompts: list[list[int]], plan: Plan, model: ParallelModel, count: i
         if logits is not None:  # last pipeline stage; its tensor-parallel ranks sample the same token
             whole = gather_from_tensor_model_parallel_region(logits).cpu()[0]
             whole = whole[:, :vocabulary]  # ids of the tokenizer: models and layouts pad the vocabulary
-            probabilities = torch.softmax(whole.float() / _TEMPERATURE, dim=-1)
-            chosen = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+            chosen = draw(torch.softmax(whole.double() / _TEMPERATURE, dim=-1), generators)
         chosen = chosen.to(model.device)
         dist.all_reduce(chosen, op=dist.ReduceOp.MAX)
         tokens[rows, lengths] = chosen.cpu()

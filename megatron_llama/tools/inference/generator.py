@@ -1,4 +1,5 @@
 """Batched generation with a KV cache."""
+
 from __future__ import annotations
 
 import os
@@ -16,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from megatron_llama.checkpoint.state import weights
 from megatron_llama.config.rope import longest_sequence
 from megatron_llama.devices import get_device
+from megatron_llama.model.draw import draw
 from megatron_llama.model.llama import Llama
 from megatron_llama.parallel import process_groups
 from megatron_llama.parallel.context import Division
@@ -278,20 +280,19 @@ class Sampling:
 def choose(logits: torch.Tensor, sampling: Sampling, generators: list[torch.Generator]) -> torch.Tensor:
     """Return the next id of each row [b], from fp32 logits [b, vocabulary] on the CPU."""
     if sampling.greedy:
-        return logits.argmax(-1)
-    # Inverse transform sampling in fp64: the last bits of the logits, which differ between layouts, then almost never
-    # change the result.
-    probabilities, ids = torch.softmax(logits.double() / sampling.temperature, -1).sort(dim=-1, descending=True)
-    probabilities = nucleus(probabilities, sampling.top_p)
-    sums = probabilities.cumsum(-1)
-    drawn = torch.stack([torch.rand(1, dtype=torch.float64, generator=generator) for generator in generators])
-    positions = torch.searchsorted(sums, drawn * sums[:, -1:], right=True)
-    nonzero = (probabilities > 0).sum(-1, keepdim=True)
-    return ids.gather(-1, positions.minimum(nonzero - 1))[:, 0]
+        return logits.argmax(-1)  # the lowest of equal ones
+    probabilities = torch.softmax(logits.double() / sampling.temperature, -1)
+    return draw(nucleus(probabilities, sampling.top_p), generators)
 
 
 def nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Zero all probabilities [..., vocabulary], in descending order, after the fewest that sum to ``top_p``."""
-    before = probabilities.cumsum(-1) - probabilities
+    """Zero all probabilities [..., vocabulary] except the fewest that sum to ``top_p``. Of equal ones, lower ids stay.
+
+    Rounding changes only whether the last id, or ids as likely as the last one, stay.
+    """
+    if top_p >= 1:
+        return probabilities
+    descending, ids = probabilities.sort(dim=-1, descending=True, stable=True)
+    before = descending.cumsum(-1) - descending
     before[..., 0] = -1  # always keep the likeliest id
-    return torch.where(before < top_p, probabilities, 0.0)
+    return torch.zeros_like(probabilities).scatter(-1, ids, torch.where(before < top_p, descending, 0.0))

@@ -133,6 +133,20 @@ def test_several_ranks_as_one(folder: Path, tp: int, sampling: Sampling) -> None
     assert write(folder, sampling=sampling, tp=tp) == write(folder, sampling=sampling)
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(top_p=0.5)], ids=["greedy", "drawn"])
+def test_equally_likely_ids_on_several_ranks(folder: Path, sampling: Sampling) -> None:
+    """The lowest ids are taken, or are in the nucleus."""
+
+    def without_preference(made: Generator) -> list[list[int]]:
+        made.llama.lm_head.weight.zero_()
+        return [answer.ids for answer in made.generate(PROMPTS, sampling, 12)]
+
+    alone = with_generator(without_preference, folder)[0]
+    assert with_generator(without_preference, folder, tp=2) == [alone, alone]
+    assert {number == 0 for row in alone for number in row} == {sampling.greedy}
+    assert max(number for row in alone for number in row) < 150  # of 290
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_row_does_not_depend_on_its_neighbours(folder: Path, sampling: Sampling) -> None:
     together = write(folder, sampling=sampling)

@@ -36,6 +36,75 @@ def test_shares_are_the_probabilities() -> None:
     assert drawn(Sampling(temperature=0.5), logits).tolist() == pytest.approx(expected, abs=0.03)
 
 
+def test_many_draws_have_the_probabilities() -> None:
+    """Chi-square with 15 degrees of freedom: above 37.7 in one of 1000 seeds."""
+    count, logits = 40000, torch.randn(16, generator=torch.Generator().manual_seed(0))
+    expected = count * torch.softmax(logits.double() / 0.7, -1)
+    ids = choose(logits.expand(count, 16), Sampling(), Sampling().generators(1) * count)
+    assert ((torch.bincount(ids, minlength=16) - expected) ** 2 / expected).sum() < 37.7
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.25, 0.5, 0.8, 0.99])
+def test_the_nucleus_as_a_plain_loop_finds_it(top_p: float) -> None:
+    """Many ids are equally likely, so that ties are at the limit."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        weights = torch.bincount(torch.randint(200, (1024,), generator=generator), minlength=200)
+        probabilities = weights.double() / 1024  # exact sums
+        expected, total = [], 0.0
+        for number in sorted(range(200), key=lambda each: (-int(weights[each]), each)):
+            if total < top_p:
+                expected.append(number)
+                total += float(probabilities[number])
+        result = nucleus(probabilities, top_p)
+        assert result.nonzero()[:, 0].tolist() == sorted(expected)
+        assert torch.equal(result[expected], probabilities[expected])
+
+
+ROUNDING = 3e-7
+"""Difference of logits between layouts and between instruction sets."""
+
+
+@pytest.mark.parametrize("scale", [1e-3, 2.0], ids=["nearly equal logits", "different logits"])
+@pytest.mark.parametrize("noise", [ROUNDING, 0.01], ids=["rounding", "more"])
+def test_noise_changes_only_draws_that_are_ties_within_it(scale: float, noise: float) -> None:
+    rows, size, sampling = 2000, 512, Sampling(temperature=1.0)
+    logits = scale * torch.randn(rows, size, generator=torch.Generator().manual_seed(0))
+    error = noise * (2 * torch.rand(rows, size, generator=torch.Generator().manual_seed(1)) - 1)
+    one, other = (choose(each, sampling, sampling.generators(rows)) for each in (logits, logits + error))
+    changed = (one != other).nonzero()[:, 0].tolist()
+    assert bool(changed) == (noise > ROUNDING) and len(changed) <= rows * noise
+    generators = sampling.generators(rows)
+    for row in changed:
+        uniform = torch.rand(size, dtype=torch.float64, generator=generators[row])
+        scores = logits[row].double() - (-uniform.log()).log()
+        assert scores[one[row]] == scores.max() and scores.max() - scores[other[row]] <= 2 * noise
+
+
+@pytest.mark.parametrize("scale", [1e-3, 2.0], ids=["nearly equal logits", "different logits"])
+def test_rounding_changes_no_draw_from_a_nucleus(scale: float) -> None:
+    sampling, logits = Sampling(top_p=0.9), scale * torch.randn(2000, 512, generator=torch.Generator().manual_seed(0))
+    error = ROUNDING * torch.randn(2000, 512, generator=torch.Generator().manual_seed(1))
+    one, other = (choose(each, sampling, sampling.generators(2000)) for each in (logits, logits + error))
+    assert torch.equal(one, other)
+
+
+DRAWS = [[945, 862], [859, 944], [867, 992], [819, 762]]
+
+
+def test_draws_of_a_seed_on_every_processor() -> None:
+    logits = torch.linspace(-2, 2, 1000).expand(2, -1)
+    generators = Sampling(seed=5).generators(2)
+    assert [choose(logits, Sampling(top_p=0.9), generators).tolist() for _ in range(4)] == DRAWS
+
+
+def test_the_lowest_of_equal_ids() -> None:
+    logits = torch.zeros(2, 100_000).index_fill(-1, torch.tensor([70, 7000, 99_999]), 1.0)
+    assert choose(logits, Sampling(greedy=True), []).tolist() == [70, 70]
+    one = Sampling(top_p=1e-9)
+    assert choose(logits, one, one.generators(2)).tolist() == [70, 70]
+
+
 def test_impossible_ids_are_never_drawn() -> None:
     logits = torch.tensor([[float("-inf"), 0.0, torch.finfo(torch.float32).min, 0.0]])
     shares = drawn(Sampling(temperature=5.0), logits)
