@@ -122,19 +122,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Gives slow tests more time, takes the sample, and puts the files of LONG_FOLDERS first."""
+    """Marks the rows that tests/tiers.py omits as slow, takes the sample, and orders the files."""
     from tests.sampling import sample  # not before torch's threads are set
     from tests.tiers import selected_by_tier
 
+    for item in items:
+        if not selected_by_tier(item):
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.moved)
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
     if (rows := config.getoption("sample")) is not None:
         selected = sample(items, rows)
         config.hook.pytest_deselected(items=[item for item in items if item not in selected])
         items[:] = [item for item in items if item in selected]
-    for item in items:
-        if not selected_by_tier(item):
-            item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
     # Stable: a file's tests stay together and in their order.
     if key := config.getoption("rotate"):
         items.sort(key=lambda item: sha256(f"{key} {item.path.name}".encode()).digest())

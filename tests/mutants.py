@@ -1,0 +1,161 @@
+"""Change one operator, constant or call of the core at a time, and report the test that fails.
+
+Each mutant runs in a copy of the checkout: first the tests of its package, then the others that run it. A mutant
+survives if no test fails. Tiers: ``test`` (make test), ``moved`` (rows that tests/tiers.py omits), ``slow`` (make
+test-slow).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.paths import ROOT
+
+PACKAGES = ("parallel", "optim", "data", "checkpoint", "model", "plan/rules")
+TIERS = {"test": "not slow and not slurm", "moved": "moved", "slow": "slow and not slurm"}
+# Tests that run the core as a whole, after the tests of the mutant's package.
+WHOLE = ("layouts", "checkpoint", "optim", "model", "finetuning", "train", "parallel", "data", "plan")
+SECONDS = 900
+SWAPS: dict[type, type] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of a file."""
+
+    file: str
+    line: int
+    change: str
+    source: str
+    """The whole file after the change."""
+
+
+Place = tuple[Path, int]
+"""A node of a file that a mutant changes: the file, and the node's number in ``ast.walk``."""
+
+
+def places_of(path: Path) -> Iterator[Place]:
+    """Yield all nodes in the bodies of functions that have a mutant."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    inside = {id(node) for function in functions for part in function.body for node in ast.walk(part)}
+    for number, node in enumerate(ast.walk(tree)):
+        if id(node) in inside and _has_mutant(node):
+            yield path, number
+
+
+def _has_mutant(node: ast.AST) -> bool:
+    if isinstance(node, ast.BinOp) and any(isinstance(side, ast.JoinedStr) for side in (node.left, node.right)):
+        return False
+    if isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign):
+        return type(node.op) in SWAPS
+    if isinstance(node, ast.Compare):
+        return type(node.ops[0]) in SWAPS
+    if isinstance(node, ast.Constant):
+        return type(node.value) in (int, bool)
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+
+
+def mutant_at(place: Place) -> Mutant:
+    """Return the mutant of a node."""
+    path, number = place
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    node = list(ast.walk(tree))[number]
+    before = ast.unparse(node)
+    if isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign):
+        node.op = SWAPS[type(node.op)]()
+    elif isinstance(node, ast.Compare):
+        node.ops[0] = SWAPS[type(node.ops[0])]()
+    elif isinstance(node, ast.Constant):
+        node.value = not node.value if isinstance(node.value, bool) else node.value + 1  # type: ignore[operator]
+    elif isinstance(node, ast.Expr):
+        node.value = ast.Constant(None)
+    line: int = node.lineno  # type: ignore[attr-defined]
+    change = f"{before[:60]} -> {ast.unparse(node)[:60]}".replace("\n", " ")
+    return Mutant(str(path.relative_to(ROOT)), line, change, ast.unparse(tree))
+
+
+def draw(count: int, seed: int) -> list[Mutant]:
+    """Return ``count`` mutants, equally many of each package."""
+    generator = random.Random(seed)
+    chosen: list[Mutant] = []
+    for number, package in enumerate(PACKAGES, start=1):
+        paths = sorted((ROOT / "megatron_llama" / package).rglob("*.py"))
+        places = [place for path in paths for place in places_of(path)]
+        share = count * number // len(PACKAGES) - len(chosen)
+        chosen += map(mutant_at, generator.sample(places, min(share, len(places))))
+    return chosen
+
+
+def failing_test(mutant: Mutant, tree: Path, tier: str) -> str | None:
+    """Return the first test of the tier that fails with the mutant in ``tree``, None if it survives."""
+    target = tree / mutant.file
+    original = target.read_bytes()
+    target.write_text(mutant.source, encoding="utf-8")
+    own = Path(mutant.file).parts[1]
+    try:
+        for folders in ([own], [name for name in WHOLE if name != own]):
+            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", TIERS[tier]]
+            command += ["--workers", "2", "--limit", str(SECONDS), *(f"tests/{folder}" for folder in folders)]
+            run = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+            if run.returncode not in (0, 5):  # 5: no test of this tier
+                lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+                return lines[0].split(" - ")[0] if lines else f"status {run.returncode}"
+    finally:
+        target.write_bytes(original)
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("--count", type=int, default=120, help="number of mutants")
+    parser.add_argument("--seed", type=int, default=1, help="choice of mutants")
+    parser.add_argument("--tier", choices=TIERS, default="test", help="tests that run")
+    parser.add_argument("--output", type=Path, required=True, help="JSON lines; mutants that it has are not repeated")
+    options = parser.parse_args()
+    results = options.output.read_text().splitlines() if options.output.exists() else []
+    done = {(r["file"], r["line"], r["change"], r["tier"]) for r in map(json.loads, results)}
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        ignored = shutil.ignore_patterns(".git", ".venv*", "runs", "corpora", "datasets", "build", "__pycache__")
+        shutil.copytree(ROOT, tree, ignore=ignored)
+        for mutant in draw(options.count, options.seed):
+            key = (mutant.file, mutant.line, mutant.change, options.tier)
+            if key in done:
+                continue
+            record = dict(zip(("file", "line", "change", "tier"), key, strict=True))
+            record["test"] = failing_test(mutant, tree, options.tier)
+            with options.output.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            print(f"{mutant.file}:{mutant.line}  {mutant.change}\n    {record['test'] or 'survives'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
