@@ -23,6 +23,7 @@ from megatron_llama.launch import watchdog
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.train.metrics_file import read_metrics
 from tests.paths import TRAIN_PY
+from tests.threads import check_threads
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "SLURM_", "TORCHELASTIC_", "MASTER_", "OMPI_", "PMI", "MPI_")
 
@@ -31,6 +32,7 @@ def host_store() -> tuple[int, int]:
     """Fork a process that hosts a store of torch; return its process id and port. The caller ends the process."""
     from torch.distributed import TCPStore
 
+    check_threads()
     reader, writer = os.pipe()
     if host := os.fork():
         return host, int(os.read(reader, 20))
@@ -111,12 +113,13 @@ def gone(pid: int, limit: float = PATIENCE_SECONDS) -> bool:
     return False
 
 
-def save_and_leave(folder: Path) -> None:
-    """Wait for a signal and exit with status 75, like a rank that has saved."""
+def save_and_leave(folder: Path, ready: Callable[[], None] = lambda: None) -> None:
+    """Wait for a signal and exit with status 75, like a rank that has saved. ``ready`` is called under the handlers."""
     received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
         signal.signal(number, lambda number, frame: received.append(number))
     announce(folder)
+    ready()
     while not received:
         time.sleep(0.01)
     (folder / f"told{rank()}").write_text(signal.Signals(received[0]).name)
@@ -131,6 +134,7 @@ class Launcher:
     """A forked process that runs ``function`` and exits with its result."""
 
     def __init__(self, function: Callable[[], int], folder: Path) -> None:
+        check_threads()
         self.out, self.err = folder / "stdout.txt", folder / "stderr.txt"
         self.pid = os.fork()
         if self.pid == 0:
@@ -233,6 +237,7 @@ def _train_py(arguments: list[str]) -> None:
 
 def run_forked(function: Callable[[], None], stdout: Path, stderr: Path, timeout: float) -> int:
     """Run ``function`` in a fork of this process, which writes to these files; return the exit status."""
+    check_threads()
     worker = multiprocessing.get_context("fork").Process(target=_with_output, args=(function, stdout, stderr))
     worker.start()
     worker.join(timeout)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import tests.warm  # noqa: F401  before the first fork
 from megatron_llama.devices.cpu import DEVICE
 from megatron_llama.devices.cpu.shared_memory import register
+from tests.threads import check_threads
 
 
 class RankFailed(AssertionError):
@@ -33,6 +34,7 @@ class RankFailed(AssertionError):
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 240) -> list[Any]:
     """Run ``function(rank, *args)`` on ``world_size`` gloo ranks; return the results by rank."""
+    check_threads()
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         readers, workers = [], []

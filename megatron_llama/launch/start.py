@@ -102,9 +102,7 @@ def rank_environment(device: Device, plan: Plan) -> dict[str, str]:
     check_interface(os.environ, "GLOO_SOCKET_IFNAME")
     variables = QUIET | device.environment(plan.config)
     if device.compiles_code(plan.config):
-        variables |= open_compile_cache(
-            device, plan.config, is_named=plan.requested.trainer.compile_cache is not None
-        )
+        variables |= open_compile_cache(device, plan.config, is_named=plan.requested.trainer.compile_cache is not None)
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 
@@ -227,8 +225,9 @@ class Rank(Child):
         return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace").strip()
 
     def send(self, number: int) -> None:
-        if not self.ended:
-            os.kill(self.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # a signal handler may interrupt poll after its waitpid
+            if not self.ended:
+                os.kill(self.pid, number)
 
     def poll(self) -> bool:
         if self.ended:

@@ -29,7 +29,7 @@ from megatron_llama.launch.rendezvous import Rendezvous
 from megatron_llama.system.signals import is_stopped
 from tests.launch.places import context, info
 from tests.paths import ROOT
-from tests.processes import PATIENCE_SECONDS, host_store
+from tests.processes import PATIENCE_SECONDS, MakeLauncher, host_store
 
 
 @pytest.fixture(autouse=True)
@@ -285,17 +285,30 @@ def another_program(how: str) -> socket.socket:
 
 
 @pytest.mark.parametrize("how", ["silent", "drips", "nonsense", "does not stop", "hangs up"])
-def test_port_of_another_program_is_reported_in_time(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_port_of_another_program_is_reported_in_time(
+    launcher: MakeLauncher, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     monkeypatch.setattr(rendezvous, "_CONNECT_LIMIT_SECONDS", 1.0)
     monkeypatch.setattr(job_store, "ANSWER_SECONDS", 1.0)
-    with (
-        another_program(how) as listener,
-        pytest.raises(LaunchFailed, match="does not belong to process 0"),
-    ):
-        Rendezvous(context(1, port=listener.getsockname()[1]), limit_seconds=2.0).report(info(1))
+
+    def connect() -> int:
+        with (
+            another_program(how) as listener,
+            pytest.raises(LaunchFailed, match="does not belong to process 0"),
+        ):
+            Rendezvous(context(1, port=listener.getsockname()[1]), limit_seconds=2.0).report(info(1))
+        return 0
+
+    job = launcher(connect)  # torch's client tries to connect for minutes, in a thread
+    assert job.wait() == 0, job.errors
 
 
-def test_stopped_store_host_raises_store_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_store_host_raises_store_lost(launcher: MakeLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = launcher(partial(stop_store_host, monkeypatch))  # calls of a stopped store stay in their threads
+    assert job.wait() == 0, job.errors
+
+
+def stop_store_host(monkeypatch: pytest.MonkeyPatch) -> int:
     host, port = host_store()
     try:
         here = JobStore(lambda: TCPStore("127.0.0.1", port, is_master=False), "job", "", PATIENCE_SECONDS)
@@ -310,6 +323,7 @@ def test_stopped_store_host_raises_store_lost(monkeypatch: pytest.MonkeyPatch) -
         for call in calls:
             with pytest.raises(StoreLost, match="did not answer within"):
                 call()
+        return 0
     finally:
         os.kill(host, signal.SIGKILL)
         os.waitpid(host, 0)

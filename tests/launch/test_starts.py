@@ -8,22 +8,27 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tests.warm  # noqa: F401  before the first fork
 from megatron_llama import cli
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.launch import start as start_module
 from megatron_llama.launch.rank import Report, run_as_rank
 from megatron_llama.launch.start import run_here
 from megatron_llama.launch.starts import STARTS_FILE, Start, log_end, log_start, read_starts
 from megatron_llama.plan import Plan
+from megatron_llama.system.phase import PhaseFile
 from megatron_llama.train.metrics_file import note_loaded_step
 from tests.processes import MakeLauncher, plan_of, run_train_py, save_and_leave, without_plan
+from tests.threads import foreign_threads
 
 TINY = ("data=mock", "device=cpu", "data.seq_length=16", "trainer.steps=2", "device.peak_tflops=0.01")
 
@@ -188,11 +193,55 @@ def test_each_restart_is_a_start(launcher: MakeLauncher, tmp_path: Path) -> None
     assert [start.status for start in starts] == [1, 1, 1]
 
 
+def test_restarts_fork_from_a_process_without_threads(
+    launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store of the previous start has a thread, which ends with it."""
+    start_rank = start_module.Rank.start
+    hosted: list[str] = []
+
+    def host(*args: Any) -> Any:
+        store = host_store(*args)
+        hosted.extend(foreign_threads())
+        return store
+
+    def check(number: int, *args: Any) -> start_module.Rank:
+        (tmp_path / f"start{len(list(tmp_path.glob('start*')))}").write_text(f"{foreign_threads()} {hosted}")
+        return start_rank(number, *args)
+
+    host_store = start_module._host_store
+    monkeypatch.setattr(start_module, "_host_store", host)
+    monkeypatch.setattr(start_module.Rank, "start", check)
+    job = launcher(lambda: run_here(plan_in(tmp_path / "run", restarts=2), partial(without_plan, fail)))
+    assert job.wait() == 1
+    starts = [path.read_text() for path in sorted(tmp_path.glob("start*"))]
+    store = "pt_tcpstore_uv"
+    assert starts == ["[] []", f"[] ['{store}']", f"[] ['{store}', '{store}']"], job.errors
+
+
+def test_a_signal_after_the_wait_for_a_rank_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(3)
+    file = tempfile.TemporaryFile()
+    rank = start_module.Rank(0, pid, file, file, PhaseFile(), None)
+    wait = os.waitpid
+
+    def wait_interrupted(*args: int) -> tuple[int, int]:
+        ended = wait(*args)
+        if ended[0]:
+            rank.send(signal.SIGTERM)  # as the launcher's handler does
+        return ended
+
+    monkeypatch.setattr(os, "waitpid", wait_interrupted)
+    while not rank.poll():
+        pass
+    assert rank.exit_code == 3
+
+
 def test_a_signal_is_named(launcher: MakeLauncher, tmp_path: Path) -> None:
     def work() -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which the start forwards; a training rank saves first
-        os.kill(os.getppid(), signal.SIGTERM)
-        save_and_leave(tmp_path)
+        save_and_leave(tmp_path, ready=lambda: os.kill(os.getppid(), signal.SIGTERM))  # the start forwards it
 
     job = launcher(lambda: run_here(plan_in(tmp_path / "run"), partial(without_plan, work)))
     assert job.wait() == 75, job.errors

@@ -36,6 +36,7 @@ from tests.processes import (
     MakeLauncher,
     announce,
     hasten,
+    host_store,
     pids,
     plan_of,
     rank,
@@ -252,11 +253,13 @@ def test_rank_that_holds_the_gil_writes_its_stacks(
 # Ranks of torchrun or srun: each watches itself and uses a common store.
 
 
-def one_of_three(number: int, port: int, folder: Path, host: bool) -> int:
-    """Run a rank that watches itself; the victim stops itself. With ``host`` rank 0 hosts the store."""
+def one_of_three(number: int, port: int, folder: Path, listener: socket.socket | None) -> int:
+    """Run a rank that watches itself; the victim stops itself. Rank 0 hosts the store on a ``listener``."""
     os.environ["RANK"] = str(number)
-    hosts = host and number == 0
-    connect = partial(dist.TCPStore, "127.0.0.1", port, is_master=hosts, wait_for_workers=False)
+    connect = partial(dist.TCPStore, "127.0.0.1", port, is_master=False)
+    if listener is not None and number == 0:
+        file = os.dup(listener.fileno())
+        connect = partial(connect, is_master=True, wait_for_workers=False, master_listen_fd=file)
     phase.enter("step 7")
     store = JobStore(connect, "job", "secret", PATIENCE_SECONDS)
     the_board = Board(store, number, 3, "rank 0's")
@@ -281,12 +284,12 @@ def test_self_watching_ranks_report_the_stopped_rank(
     monkeypatch.setattr(job_store, "ANSWER_SECONDS", 2.0 if host else PATIENCE_SECONDS)
     monkeypatch.setattr(job_store, "_GATHER_SECONDS", 5.0)
     (tmp_path / "victim").write_text(str(victim))
-    store = None if host else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = free_port() if store is None else store.port
+    listener = socket.create_server(("127.0.0.1", 0)) if host else None
+    store, port = (0, listener.getsockname()[1]) if listener is not None else host_store()
     folders = [tmp_path / str(number) for number in range(3)]
     for folder in folders:
         folder.mkdir()
-    ranks = [Launcher(partial(one_of_three, n, port, tmp_path, host), folders[n]) for n in range(3)]
+    ranks = [Launcher(partial(one_of_three, n, port, tmp_path, listener), folders[n]) for n in range(3)]
     try:
         until_stopped(tmp_path, victim, 3)
         (tmp_path / "hasten").touch()
@@ -302,13 +305,11 @@ def test_self_watching_ranks_report_the_stopped_rank(
     finally:
         for rank in ranks:
             rank.kill()
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+        if listener is not None:
+            listener.close()
+        else:
+            os.kill(store, signal.SIGKILL)
+            os.waitpid(store, 0)
 
 
 def test_new_graphs_come_in_the_first_steps_and_the_first_validations() -> None:
