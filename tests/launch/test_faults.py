@@ -213,11 +213,15 @@ def fail_late_to_say_so(folder: Path) -> None:
     if rank() == 0:
         announce(folder)
         raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
-    (first,) = pids(folder, 1)
-    while Path(f"/proc/{first}").exists():  # until the launcher has seen its end
-        time.sleep(0.01)
-    time.sleep(0.2)
+    wait_for_end(folder)
     raise ValueError("the cause")
+
+
+def wait_for_end(folder: Path) -> None:
+    """Wait until the launcher has seen the end of rank 0."""
+    (first,) = pids(folder, 1)
+    while Path(f"/proc/{first}").exists():
+        time.sleep(0.01)
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
@@ -364,11 +368,13 @@ def test_sigterm_before_ranks_can_save_ends_the_job(launcher: MakeLauncher, tmp_
 
 def fail_while_others_leave(folder: Path) -> None:
     if rank() == 0:
+        announce(folder)
         sys.exit(75)
-    time.sleep(0.2)
+    wait_for_end(folder)
     raise OSError("disk full while saving")
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
 def test_75_needs_all_ranks(launcher: MakeLauncher, tmp_path: Path) -> None:
     job = launcher(run(fail_while_others_leave, tmp_path, ranks=2))
     assert job.wait() == 1
