@@ -18,10 +18,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No pool of Inductor workers per forked rank. Inductor reads this at import.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import torch  # noqa: E402
+import tqdm  # noqa: E402
 
 # Ranks are forked from this process. A pool of threads does not survive a fork, and a child that needs one waits for
 # ever.
 torch.set_num_threads(1)
+# Progress bars of transformers would start a thread that stays.
+tqdm.tqdm.monitor_interval = 0
 SLOW_SECONDS = 900
 # Folders with long files, because their tests start ranks or commands. `make test` gives whole files to three workers
 # in this order, so that no worker begins a long file when the others are idle.

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 _OF_TORCH = ("pt_", "gloo")
-"""Starts of the names of native threads of stores, process groups and autograd. Pools of math libraries have the name of
-the process, and survive a fork."""
+"""Starts of the names of native threads: stores, process groups, autograd. Pools of math libraries have the name of the
+process, and survive a fork."""
 _OF_RUNNERS = ("pytest_timeout", "execnet")
 _END_SECONDS = 10.0
 
