@@ -14,7 +14,16 @@ import pytest
 
 from data_prep.lib.download import LLAMA_SHARES, shares
 from megatron_llama.system.files import try_lock
-from tests.data_prep.helpers import assert_refused, listing, manifest, outputs, reference, run_script, some_texts
+from tests.data_prep.helpers import (
+    assert_refused,
+    listing,
+    manifest,
+    outputs,
+    reference,
+    run_command,
+    run_script,
+    some_texts,
+)
 from tests.paths import CONF
 
 zstandard = pytest.importorskip("zstandard")
@@ -83,7 +92,8 @@ def serve(server: Server) -> str:
 
 
 def download(url: str, folder: Path, *more: object):  # noqa: ANN201
-    return run_script("redpajama.py", "download", "--url-list", url, "--output", folder, *more)
+    # Not a fork: the server is a thread of this process.
+    return run_command("redpajama.py", "download", "--url-list", url, "--output", folder, *more)
 
 
 def tree(folder: Path) -> list[str]:

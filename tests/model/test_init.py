@@ -14,6 +14,7 @@ from megatron_llama.model.init import initial_values
 
 MODEL = ModelConfig(num_hidden_layers=8, initializer_range=0.05)
 NAME = "model.layers.0.self_attn.q_proj.weight"
+# The logarithms and cosines of AVX-512, AVX2 and SSE differ by a few ulp of the standard deviation of 0.05.
 GOLDEN = [0.005458471830934286, 0.07630600780248642]
 
 
@@ -64,4 +65,4 @@ def test_norms_begin_as_ones() -> None:
 
 def test_values_never_change() -> None:
     # A run that is started again from its config alone must begin with the same weights, in this version and the next.
-    assert whole(NAME, (100, 4))[[0, 99], 0].tolist() == pytest.approx(GOLDEN, rel=1e-6)
+    assert whole(NAME, (100, 4))[[0, 99], 0].tolist() == pytest.approx(GOLDEN, rel=1e-6, abs=2e-8)

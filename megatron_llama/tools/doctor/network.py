@@ -331,11 +331,15 @@ class Echo:
         family, both = (socket.AF_INET6, True) if socket.has_dualstack_ipv6() else (socket.AF_INET, False)
         self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=1024)
         self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._serve, name="echo", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="echo", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Accept no further connections."""
+        """Accept no further connections, and end the thread that accepts them."""
+        with suppress(OSError):  # not every system wakes accept() in this way
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self._thread.join(1.0)
 
     def _serve(self) -> None:
         with suppress(OSError):  # closed
