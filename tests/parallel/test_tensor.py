@@ -1,0 +1,217 @@
+"""The loss of a split vocabulary, the parallel linear layers and the sums of replicated gradients, each alone.
+
+The oracle is plain torch on whole tensors, in fp64. tests/layouts compares whole models in all layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
+
+from megatron_llama.arch.names import Rectangle
+from megatron_llama.arch.shapes import padded_vocab_size
+from megatron_llama.devices import HOST, get_device
+from megatron_llama.model import loss
+from megatron_llama.model.llama import _apply, _column_parallel, _row_parallel
+from megatron_llama.model.loss import IN_PLACE, Head, SoftmaxKernels, fused_softmax
+from megatron_llama.parallel import process_groups
+from megatron_llama.parallel.groups import Groups
+from megatron_llama.parallel.parallelize import mcore_config
+from megatron_llama.parallel.shards import Shard
+from megatron_llama.parallel.tensor import ReplicatedGradients, make_traceable
+from megatron_llama.plan import Plan, resolve
+from megatron_llama.topology import Topology
+from tests.config.helpers import make
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+FACTOR = 4
+"""Largest error of a result, as a multiple of the error of the same formula in fp32 torch (at least one rounding)."""
+
+
+def _plan(world_size: int, **settings: Any) -> Plan:
+    return resolve(make(**{"trainer.tp": world_size, "trainer.sp": False} | settings), world_size)
+
+
+def _in_groups(rank: int, check: Callable[..., None], plan: Plan, *args: Any) -> None:
+    topology, device = plan.topology(rank), get_device(HOST)
+    with process_groups(plan, topology, device, CPU) as groups:
+        torch.manual_seed(0)  # all ranks draw the same whole tensors
+        check(plan, topology, groups, *args)
+
+
+def _assert_as_exact_as_fp32(actual: Tensor, fp32: Tensor, exact: Tensor) -> None:
+    rounding = torch.finfo(torch.float32).eps * exact.abs().max()
+    error, allowed = (actual - exact).abs().max(), FACTOR * max((fp32 - exact).abs().max(), rounding)
+    assert error <= allowed, f"error {error:.2g}, allowed {allowed:.2g}"
+
+
+def _softmax_of_parts(rank: int, softmax: SoftmaxKernels) -> None:
+    """Logits of 10 columns per rank. Some labels have a probability near 1, some rows a maximum on one rank only."""
+    torch.manual_seed(0)
+    columns = slice(10 * rank, 10 * rank + 10)
+    labels, weights = torch.randint(10 * dist.get_world_size(), (24,)), torch.rand(24)
+    logits = torch.randn(24, 10 * dist.get_world_size())
+    logits[torch.arange(8), labels[:8]] += 12
+    logits[8:12, :10] += 100
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        whole = logits.to(dtype, copy=True).requires_grad_()
+        losses = cross_entropy(whole, labels, reduction="none") + softmax.z_loss * whole.logsumexp(1).square()
+        (losses * weights).sum().backward()
+        assert whole.grad is not None
+        results.append((losses.detach(), whole.grad[:, columns]))
+    local = logits[:, columns].contiguous()
+    losses = loss._softmax(local, labels - columns.start, weights, dist.group.WORLD, softmax)
+    for actual, fp32, exact in zip((losses, local), *results, strict=True):
+        _assert_as_exact_as_fp32(actual, fp32, exact)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize("fused", [False, True], ids=["in place", "fused"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_softmax_of_a_split_vocabulary(tp: int, fused: bool, z_loss: float) -> None:
+    softmax = fused_softmax(lambda function, name: function) if fused else IN_PLACE
+    run_ranks(_softmax_of_parts, tp, softmax._replace(z_loss=z_loss))
+
+
+def _head(plan: Plan, topology: Topology, groups: Groups, vocabulary: int) -> None:
+    """24 tokens in chunks of 10. A label of -100 and two weights of 0 are ignored."""
+    rank, tp = topology.place["tp"], topology.sizes["tp"]
+    loss.loss_chunk = lambda hidden_size: 10  # in this forked rank only
+    padded = padded_vocab_size(vocabulary, tp)
+    hidden, weight = torch.randn(12, 2, 16), torch.randn(padded, 16)
+    labels, loss_weights = torch.randint(vocabulary, (2, 12)), torch.rand(2, 12)
+    labels[0, 0], labels[1, 11] = vocabulary - 1, -100
+    loss_weights[0, 5] = loss_weights[1, 11] = 0
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        x, w = (whole.to(dtype, copy=True).requires_grad_() for whole in (hidden, weight))
+        logits = linear(x, w[:vocabulary]).transpose(0, 1)
+        losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")  # 0 for the label -100
+        total = (losses * loss_weights.flatten()).sum()
+        total.backward()
+        right = ((logits.argmax(-1) == labels) * loss_weights).sum()
+        assert x.grad is not None and w.grad is not None
+        results.append((total.detach(), right, x.grad, w.grad))
+    rows, part = slice(rank * padded // tp, (rank + 1) * padded // tp), slice(None)
+    if plan.sp:
+        part = slice(rank * 12 // tp, (rank + 1) * 12 // tp)
+    x, w = hidden[part].clone().requires_grad_(), weight[rows].clone().requires_grad_()
+    head = Head(16, padded, vocabulary, mcore_config(plan), tied=True)
+    with torch.no_grad():
+        total, right = head(x, w, labels, loss_weights)
+    trained = head(x, w, labels, loss_weights)
+    trained.backward()
+    assert x.grad is not None and w.grad is not None
+    fp32, exact = results
+    for index, cut, actual in (0, ..., total), (0, ..., trained), (1, ..., right), (2, part, x.grad), (3, rows, w.grad):
+        _assert_as_exact_as_fp32(actual, fp32[index][cut], exact[index][cut])
+
+
+@pytest.mark.parametrize("vocabulary", [40, 37], ids=["even", "padded"])
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_head_of_a_split_vocabulary(tp: int, sp: bool, vocabulary: int) -> None:
+    """Loss, weight of the correct tokens, and gradients of hidden states and of this rank's rows."""
+    run_ranks(_in_groups, tp, _head, _plan(tp, **{"trainer.sp": sp}), vocabulary)
+
+
+def _layer(plan: Plan, topology: Topology, groups: Groups, is_column: bool, frozen: bool) -> None:
+    rank, tp = topology.place["tp"], topology.sizes["tp"]
+    build, name = (_column_parallel, "gate_up_proj") if is_column else (_row_parallel, "down_proj")
+    layer = build(name, plan.model, mcore_config(plan)).double()
+    make_traceable(layer)
+    whole = nn.Linear(layer.input_size, layer.output_size, dtype=torch.float64)
+    x = torch.randn(8, 2, layer.input_size, dtype=torch.float64, requires_grad=True)
+    output = whole(x)
+    grad = torch.randn_like(output)
+    output.backward(grad)
+
+    def part(tensor: Tensor, dim: int, is_split: bool = True) -> Tensor:
+        return tensor.detach().chunk(tp, dim)[rank].clone() if is_split else tensor.detach().clone()
+
+    def of_input(tensor: Tensor) -> Tensor:
+        return part(tensor, 0, plan.sp) if is_column else part(tensor, 2)
+
+    def of_output(tensor: Tensor) -> Tensor:
+        return part(tensor, 2) if is_column else part(tensor, 0, plan.sp)
+
+    assert layer.bias is not None and whole.weight.grad is not None and x.grad is not None
+    layer.weight.data = part(whole.weight, 0 if is_column else 1)
+    layer.bias.data = part(whole.bias, 0, is_column)
+    layer.weight.requires_grad_(not frozen)
+    local = of_input(x).requires_grad_()
+    actual = _apply(layer, local)
+    actual.backward(of_output(grad))
+    torch.testing.assert_close(actual, of_output(output))
+    torch.testing.assert_close(local.grad, of_input(x.grad))
+    if frozen:
+        assert layer.weight.grad is None
+    else:
+        torch.testing.assert_close(layer.weight.grad, part(whole.weight.grad, 0 if is_column else 1))
+    # The bias of a row-parallel layer has the gradient of this rank's tokens: ReplicatedGradients sums it.
+    torch.testing.assert_close(layer.bias.grad, of_output(grad).sum((0, 1)))
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("is_column", [True, False], ids=["column", "row"])
+def test_linear_layers(is_column: bool, sp: bool, frozen: bool) -> None:
+    run_ranks(_in_groups, 2, _layer, _plan(2, **{"trainer.sp": sp, "model.mlp_bias": True}), is_column, frozen)
+
+
+ROWS = {"q_proj": 0, "k_proj": 2, "v_proj": 4}
+"""First row of each Hugging Face module in the gradient of qkv_proj, which has 6 rows; the other gradients too."""
+NEVER = ("layers.0.mlp.down_proj.weight", "layers.0.mlp.gate_up_proj.weight", "layers.0.mlp.gate_up_proj.bias")
+UNDER_SP = (
+    *("norm.weight", "layers.0.input_layernorm.weight", "layers.0.post_attention_layernorm.weight"),
+    *("layers.0.self_attn.o_proj.bias", "layers.0.mlp.down_proj.bias"),
+)
+QK_NORMS = "layers.0.self_attn.q_norm.weight", "layers.0.self_attn.k_norm.weight"
+QKV, TABLES = "layers.0.self_attn.qkv_proj.weight", ("embed_tokens.weight", "lm_head.weight")
+REPLICATED: dict[str, tuple[int, dict[str, Any], dict[str, list[list[int]]]]] = {
+    "no sp": (2, {}, {}),
+    "sp": (2, {"trainer.sp": True}, dict.fromkeys(UNDER_SP, [[0, 1]])),
+    "norms of heads": (2, {"model.model_type": "qwen3"}, dict.fromkeys(QK_NORMS, [[0, 1]])),
+    "shared kv heads": (4, {"model.num_key_value_heads": 2}, {QKV: [[0, 1], [2, 3]]}),
+    "tied": (
+        4,
+        {"trainer.tp": 2, "trainer.pp": 2, "model.tie_word_embeddings": True},
+        dict.fromkeys(TABLES, [[0, 2], [1, 3]]),
+    ),
+}
+"""Ranks, settings, and the groups of ranks that sum each parameter's gradient. Others keep their gradients."""
+
+
+def _replicated(plan: Plan, topology: Topology, groups: Groups, summed: dict[str, list[list[int]]]) -> None:
+    rank = dist.get_rank()
+    names = [*NEVER, *UNDER_SP, *QK_NORMS, QKV, TABLES[topology.place["pp"]]]  # one table on each stage
+    grads = torch.randn(len(names), dist.get_world_size(), 6, 2)
+    shards = []
+    for name, ranks in zip(names, grads, strict=True):
+        modules = ROWS if name == QKV else {}
+        parts = [Rectangle(f"{m}.weight", (6, 2), (0, 0), (row, 0), (2, 2)) for m, row in modules.items()]
+        shards.append(Shard(name, nn.Parameter(torch.zeros(6, 2)), parts, counts=True))
+        shards[-1].parameter.grad = ranks[rank].clone()
+    without = Shard("norm.weight", nn.Parameter(torch.zeros(6, 2)), [], counts=True)
+    ReplicatedGradients(plan, topology, groups).reduce([without, *shards])
+    assert without.grad is None
+    for shard, ranks in zip(shards, grads, strict=True):
+        expected = ranks[rank].clone()
+        first = ROWS["k_proj"] if shard.name == QKV else 0  # each rank has its own query heads
+        for group in summed.get(shard.name, []):
+            if rank in group:
+                expected[first:] = ranks[group, first:].sum(0)
+        assert shard.grad is not None and torch.equal(shard.grad, expected), shard.name
+
+
+@pytest.mark.parametrize("world_size, settings, summed", REPLICATED.values(), ids=REPLICATED)
+def test_replicated_gradients(world_size: int, settings: dict[str, Any], summed: dict[str, list[list[int]]]) -> None:
+    run_ranks(_in_groups, world_size, _replicated, _plan(world_size, **settings), summed)
