@@ -80,8 +80,8 @@ test-slow: $(INSTALLED)  ## run only what make test omits (SAMPLE=2: a part; BUD
 	@$(PY) -m pytest -m "slow and not slurm" $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(BUDGET),--budget $(BUDGET)) \
 		$(if $(ROTATE),--rotate $(ROTATE)) $(WORKERS)
 
-# The instruction sets of torch's kernels, oneDNN's and MKL's. A set that the host lacks is skipped.
-SETS := default avx2 avx512
+# The instruction sets of torch's kernels, oneDNN's and MKL's that the host offers.
+SETS = $(shell bash tests/with_instructions.sh)
 NUMERICAL := tests/layouts tests/model tests/optim tests/parallel tests/finetuning tests/devices tests/tools/inference
 
 .PHONY: test-processors

@@ -132,7 +132,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not selected_by_tier(item):
             item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.moved)
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
     if (rows := config.getoption("sample")) is not None:

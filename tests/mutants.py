@@ -1,8 +1,7 @@
 """Change one operator, constant or call of the core at a time, and report the test that fails.
 
 Each mutant runs in a copy of the checkout: first the tests of its package, then the others that run it. A mutant
-survives if no test fails. Tiers: ``test`` (make test), ``moved`` (rows that tests/tiers.py omits), ``slow`` (make
-test-slow).
+survives if no test fails. Tiers: ``test`` (make test) and ``slow`` (make test-slow).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 from tests.paths import ROOT
 
 PACKAGES = ("parallel", "optim", "data", "checkpoint", "model", "plan/rules")
-TIERS = {"test": "not slow and not slurm", "moved": "moved", "slow": "slow and not slurm"}
+TIERS = {"test": "not slow and not slurm", "slow": "slow and not slurm"}
 # Tests that run the core as a whole, after the tests of the mutant's package.
 WHOLE = ("layouts", "checkpoint", "optim", "model", "finetuning", "train", "parallel", "data", "plan")
 SECONDS = 900
@@ -119,9 +118,9 @@ def failing_test(mutant: Mutant, tree: Path, tier: str) -> str | None:
     target = tree / mutant.file
     original = target.read_bytes()
     target.write_text(mutant.source, encoding="utf-8")
-    own = Path(mutant.file).parts[1]
+    package = Path(mutant.file).parts[1]
     try:
-        for folders in ([own], [name for name in WHOLE if name != own]):
+        for folders in ([package], [name for name in WHOLE if name != package]):
             command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", TIERS[tier]]
             command += ["--workers", "2", "--limit", str(SECONDS), *(f"tests/{folder}" for folder in folders)]
             run = subprocess.run(command, cwd=tree, capture_output=True, text=True)

@@ -104,13 +104,18 @@ def gone(pid: int, limit: float = PATIENCE_SECONDS) -> bool:
     """Return whether the process ends within the limit. A zombie counts as ended."""
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
+        if state(pid) in "ZX":
             return True
         time.sleep(0.02)
     return False
+
+
+def state(pid: int | str) -> str:
+    """Return the kernel's letter for the state of a process, X if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
 
 
 def save_and_leave(folder: Path, ready: Callable[[], None] = lambda: None) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import workers
 from tests.processes import run_forked
 from tests.tiers import ROWS, escaped, selected_by_tier
 
@@ -55,11 +56,14 @@ def test_each_test_has_one_result(tmp_path: Path) -> None:
     assert "its output" in output
 
 
-def test_a_limit_names_the_running_tests(tmp_path: Path) -> None:
-    (tmp_path / "test_first.py").write_text("import time\ndef test_long(): time.sleep(100)\ndef test_after(): pass\n")
-    status, output = _pytest(tmp_path, "--workers", "1", "--limit", "0.5")
+def test_a_limit_names_the_running_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = tmp_path / "running"
+    test = f"def test_long():\n    open({str(running)!r}, 'w').close()\n    time.sleep(100)\n"
+    (tmp_path / "test_first.py").write_text(f"import time\n{test}def test_after(): pass\n")
+    monkeypatch.setattr(workers, "monotonic", lambda: 50.0 * running.exists())
+    status, output = _pytest(tmp_path, "--workers", "1", "--limit", "40")
     assert status == 2
-    assert "stopped after --limit 0.5 s: 2 tests have not ended" in output
+    assert "stopped after --limit 40 s: 2 tests have not ended" in output
     assert "1 failed" in output and "in test_long" in output
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 _OF_TORCH = ("pt_", "gloo")
 """Starts of the names of native threads: stores, process groups, autograd. Pools of math libraries have the name of the
 process, and survive a fork."""
-_OF_RUNNERS = ("pytest_timeout", "execnet")
+_OF_RUNNER = "pytest_timeout"
 _END_SECONDS = 10.0
 
 
@@ -20,7 +20,7 @@ def foreign_threads() -> list[str]:
     current = threading.current_thread()
     others = [thread for thread in threading.enumerate() if thread is not current]
     of_python = {thread.native_id for thread in (*others, current)}
-    names = [thread.name for thread in others if not _is_runners(thread)]
+    names = [thread.name for thread in others if not _is_of_runner(thread)]
     for task in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # the thread has ended
             name = (task / "comm").read_text().strip()
@@ -29,11 +29,11 @@ def foreign_threads() -> list[str]:
     return sorted(names)
 
 
-def _is_runners(thread: threading.Thread) -> bool:
-    """Return whether the thread belongs to pytest-timeout or pytest-xdist."""
+def _is_of_runner(thread: threading.Thread) -> bool:
+    """Return whether the thread belongs to pytest-timeout."""
     target = getattr(thread, "function", None) or getattr(thread, "_target", None)
     names = (thread.name, type(thread).__module__, getattr(target, "__module__", None) or "")
-    return any(name.startswith(_OF_RUNNERS) for name in names)
+    return any(name.startswith(_OF_RUNNER) for name in names)
 
 
 def check_threads(seconds: float = _END_SECONDS) -> None:

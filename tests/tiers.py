@@ -1,8 +1,8 @@
-"""The part of the large tables that ``make test`` runs. ``make test-slow`` runs the other rows.
+"""Rows of parametrized tests that ``make test`` runs; ``make test-slow`` runs the others.
 
-Each invariant has its cheapest honest rows here: together they cover each axis, each option and the hardest
-combinations. A function that is not listed runs whole. A listed function without rows belongs to ``make test-slow``: it
-repeats, in a whole run or a campaign, what smaller tests of ``make test`` check.
+A function that is not listed runs whole. Tables of layouts list their rows next to the table (``rows`` of
+tests/rows.py). A listed function without rows belongs to ``make test-slow``: it repeats, in a whole run or a campaign,
+what smaller tests of ``make test`` check.
 """
 
 from __future__ import annotations
@@ -84,7 +84,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     "devices/test_visibility.py::test_no_gradient_crosses_a_document_boundary": ("none", "full"),
     "experiments/test_extensions.py::test_it_trains_scaled_down": (),
     "experiments/test_recipes.py::test_one_trains": (),
-    "finetuning/test_float8.py::test_layouts_are_near_one_process": ("rowwise, dp2, zero 3",),
     "finetuning/test_float8.py::test_scales_of_a_part_are_seen": (),
     "finetuning/test_lora.py::test_a_resumed_run_is_the_uninterrupted_one": ("one", "zero 3"),
     "finetuning/test_lora.py::test_frozen_weights_in_bf16_under_fp32_lora": ("one", "tp2+sp"),
@@ -117,23 +116,9 @@ ROWS: dict[str, tuple[str, ...]] = {
     "layouts/test_bf16.py::test_an_error_is_larger_than_bf16_allows": (),
     "layouts/test_bf16.py::test_an_error_there_is_larger": ("no_kv_copy_sum",),
     "layouts/test_bf16.py::test_bf16_within_its_precision": ("trainer.tp=2, bf16_sr", "trainer.pp=2, bf16"),
-    "layouts/test_bf16.py::test_paths_of_bf16_alone_within_its_precision": (
-        "one micro batch, full recompute",
-        "tp4+sp, kv heads < tp, one micro batch",
-        "pp2, tied, one micro batch",
-    ),
     "layouts/test_exact.py::test_another_order_of_one_sum_is_detected": (),
     "layouts/test_exact.py::test_bf16": ("pp2·dp2",),
-    "layouts/test_exact.py::test_every_layout_has_the_bits_of_one_process": (
-        "pp2·vpp2·dp2, zero 3",
-        "tp2·pp2+sp, olmo2",
-        "tp2·dp2+sp, muon, zero 3",
-    ),
     "layouts/test_exact.py::test_rounded_sums_of_gradients_are_detected": (),
-    "layouts/test_float8.py::test_layouts_are_near_one_process": (
-        "rowwise, tp2, full recompute",
-        "tensorwise, pp2·dp2, zero 3",
-    ),
     "layouts/test_float8.py::test_layouts_in_bf16_differ_by_independent_errors": (),
     "layouts/test_float8.py::test_scales_of_a_part_are_seen": (),
     "layouts/test_layouts.py::test_chunks_of_the_loss_change_nothing": (
@@ -141,45 +126,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "passes_of_the_compiled_loss-one process",
         "passes_of_the_compiled_loss-tp2+sp, tied, odd vocabulary",
     ),
-    "layouts/test_layouts.py::test_layout_equals_one_process": (
-        "tp2+sp",
-        "tp4+sp, kv heads < tp",
-        "tp4, olmo2, kv heads < tp",
-        "tp4+sp, biases, kv heads < tp",
-        "tp2·dp2+sp, qwen3, zero 3, elementwise recompute",
-        "pp2, tied",
-        "pp2·vpp2, uneven",
-        "pp2·vpp2·dp2, zero 3",
-        "dp2, zero 0",
-        "dp2, zero 1",
-        "dp2, zero 2",
-        "dp4, hybrid, zero 3",
-        "tp2·pp2·dp2+sp, zero 3, tied, odd",
-        "tp2·dp2+sp, zero 3, mlp chunks, full recompute",
-        "selective recompute",
-        "tp2·pp2+sp, window",
-        "pp2·dp2, random-LTD, zero 3",
-        "tp2·pp2+sp, shorter sequences",
-        "tp2·dp2+sp, zero 2, 8-bit states",
-        "cp2·tp2+sp, documents",
-        "cp4, ulysses, kv heads < cp",
-        "micro batches of 8",
-        "tp2·pp2+sp, odd vocabulary, z-loss",
-        "tp2·dp2+sp, muon, QK-Clip, zero 3, full recompute",
-        "deterministic",
-    ),
     "layouts/test_precision.py::test_live_tensors_have_the_dtypes_of_the_table": ("3",),
-    "layouts/test_sensitivity.py::test_oracle_goes_red": (
-        "no_sequence_parallel_sum, trainer.tp=2",
-        "no_kv_copy_sum, trainer.tp=4 trainer.micro_batch_size=4",
-        "no_tied_sum, trainer.pp=2 model.tie_word_embeddings=true",
-        "mean_over_data_parallel_ranks, trainer.zero=1",
-        "norms_count_copies, trainer.zero=0",
-        "no_causal_mask, ",
-        "last_chunk_of_the_head_lost, ",
-        "key_gradients_of_each_rank_alone, trainer.cp=2",
-    ),
-    "layouts/test_train_py.py::test_twenty_steps": (),
     "model/test_fused.py::test_a_step_has_the_same_bits": (
         "tp2+sp, elementwise",
         "full, chunks",
@@ -219,11 +166,6 @@ ROWS: dict[str, tuple[str, ...]] = {
         "tp2·dp2, zero 3-muon, qwen2-fp32",
         "pp2·vpp2·dp2-adamw-fp32",
     ),
-    "parallel/test_exchange.py::test_training_is_off_by_what_is_sent_and_no_more": (
-        "dp2, zero 0, bf16",
-        "dp4, zero 3, second copy",
-    ),
-    "parallel/test_replicas.py::test_flipped_bits_are_found_and_named": ("tp2+sp", "pp2·dp2, zero 0, tied"),
     "parallel/test_working_copies.py::test_to_the_bit": ("1-layout0", "2-layout3"),
     "system/test_clock.py::test_a_clock_before_1970_that_jumps_back": (),
     "tools/compare/test_script.py::test_report_files": ("1.3-1",),
@@ -249,14 +191,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tools/sweep/test_sweep.py::test_a_run_prints_the_path_of_its_plan": (),
     "tools/sweep/test_sweep.py::test_two_real_runs": (),
     "tools/test_planned_run.py::test_all_tools_agree_on_one_command": ("device0", "device2"),
-    "tools/traffic/test_count_steps.py::test_counts_match_the_prediction": (
-        "tp2+sp, odd vocabulary, tied",
-        "pp2·vpp2",
-        "dp4, hybrid, zero 2",
-        "dp4, zero 3, second copy, two hops, both in int8",
-        "cp2·tp2+sp",
-        "cp4, ulysses, kv heads < cp",
-    ),
     "tools/traffic/test_count_steps.py::test_layouts_have_something_to_count": (),
     "tools/tune/test_longest_page.py::test_the_page_is_the_forecast": (),
     "tools/tune/test_tune_script.py::test_context_parallelism_and_recomputation_in_the_table": (),

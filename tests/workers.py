@@ -13,18 +13,19 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
 
 import tests.warm  # noqa: F401  before the first fork
+from tests.processes import state
 
 OMITTED_FRAMES = ("/_pytest/", "/pytest/", "/pluggy/", "<frozen runpy>", "Extension modules:")
 """Parts of lines of a stack that are the same for each test."""
@@ -55,7 +56,7 @@ class Run:
 
     def __init__(self, session: pytest.Session, count: int, limit: float) -> None:
         self.session, self.items, self.limit = session, session.items, limit
-        self.began = time.monotonic()
+        self.began = monotonic()
         files = groupby(range(len(self.items)), key=lambda index: self.items[index].path)
         self.queue = deque(list(indices) for _, indices in files)
         self.base: Path = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
@@ -110,7 +111,7 @@ class Run:
             return
         kind, value = message
         if kind == "start":
-            worker.running, worker.started = value, time.monotonic()
+            worker.running, worker.started = value, monotonic()
         elif kind == "report":
             hook = self.session.config.hook
             report = hook.pytest_report_from_serializable(config=self.session.config, data=value)
@@ -126,7 +127,7 @@ class Run:
         self.workers.remove(worker)
         if worker.running is not None:
             text = f"The worker ended during this test, with status {os.waitstatus_to_exitcode(status)}."
-            self._fail(worker.running, text, time.monotonic() - worker.started)
+            self._fail(worker.running, text, monotonic() - worker.started)
             _remove(worker, worker.running)
         self.queue.extendleft(reversed([indices for indices in worker.files if indices]))
         if self.queue:
@@ -139,7 +140,7 @@ class Run:
         self.session.config.hook.pytest_runtest_logreport(report=report)
 
     def _end_hanging_tests(self) -> None:
-        now = time.monotonic()
+        now = monotonic()
         if now - self.began > self.limit:
             for worker in self.workers:
                 if worker.running is not None:
@@ -235,9 +236,9 @@ def _stacks(worker: Worker) -> str:
         _send(pid, signal.SIGABRT)  # faulthandler, which forked processes inherit, writes the stacks
         _send(pid, signal.SIGCONT)
         for _ in range(20):
-            if _state(pid) in "ZX":
+            if state(pid) in "ZX":
                 break
-            time.sleep(0.1)
+            sleep(0.1)
     _kill_tree(worker.pid)
     lines = worker.stacks.read_text(errors="replace").splitlines()
     return "\n".join(line for line in lines if not any(part in line for part in OMITTED_FRAMES))
@@ -263,14 +264,6 @@ def descendants(pid: int) -> list[int]:
 
 def _stacks_of(folder: Path) -> Path:
     return folder.with_suffix(".stacks")
-
-
-def _state(pid: int) -> str:
-    """Return the kernel's letter for the state of a process, X if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
 
 
 def _command(pid: int) -> str:

@@ -26,6 +26,7 @@ from tests.data_prep.helpers import (
     write_jsonl,
 )
 from tests.paths import ROOT
+from tests.processes import state
 
 # (where, function, which call): every phase of a run
 PHASES = {
@@ -200,17 +201,9 @@ def test_workers_end_with_their_parent(tmp_path: Path, tokenizer: Path) -> None:
     workers = (tmp_path / "pids").read_text().split()
     assert killed.returncode == -signal.SIGKILL and len(workers) == 3
     deadline = time.monotonic() + 60
-    while any(alive(worker) for worker in workers) and time.monotonic() < deadline:
+    while any(state(worker) not in "ZX" for worker in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(alive(worker) for worker in workers)
-
-
-def alive(pid: str) -> bool:
-    """Whether a process runs (one that has ended and waits for its parent does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    assert not any(state(worker) not in "ZX" for worker in workers)
 
 
 def test_a_killed_worker_is_reported_and_nothing_lost(tmp_path: Path, tokenizer: Path) -> None:

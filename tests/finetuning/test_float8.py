@@ -35,7 +35,9 @@ ROWS = {
     for recipe in (TENSORWISE, ROWWISE)
     for name, row in LAYOUTS.items()
 }
-QUICK = {"tensorwise, tp2+sp", "rowwise, dp2, zero 3"}
+QUICK = {
+    "rowwise, dp2, zero 3",
+}
 
 
 def farthest(tuned: Tuned, other: Tuned) -> float:

@@ -19,12 +19,9 @@ REJECTED = {
 LONG = {"data.seq_length": "1024", "trainer.global_batch_size": "4", "model.max_position_embeddings": "256"}
 """Settings of rows with context parallelism; the last one, a quarter of the length, with dynamic RoPE only."""
 QUICK = {
-    "tp4+sp, kv heads < tp",
-    "tp2·pp2+sp, olmo2",
-    "tp2·dp2+sp, zero 3, full recompute",
     "pp2·vpp2·dp2, zero 3",
+    "tp2·pp2+sp, olmo2",
     "tp2·dp2+sp, muon, zero 3",
-    "cp2·tp2+sp, documents",
 }
 
 

@@ -13,7 +13,6 @@ import megatron_llama.train.run_rank  # noqa: F401  imported once, before the fo
 from tests.checkpoint.jobs import final_tensors
 from tests.oracle import SMALL
 from tests.processes import run_train_py
-from tests.rows import rows
 
 TOLERANCE = 1e-4  # relative, over 20 steps
 LAYOUTS = {
@@ -52,11 +51,9 @@ def one_process(folder: Path, *model: str) -> list[float]:
     return losses(folder, *model)
 
 
-# One row with every `make test`; the others, which test_layouts.py has over three steps too, with `make test-slow`.
-QUICK = {"pp2·vpp2"}
-
-
-@pytest.mark.parametrize("layout", rows(((name, [row]) for name, row in LAYOUTS.items()), QUICK))
+# test_layouts.py has these layouts over three steps.
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_twenty_steps(layout: list[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     model = [override for override in layout if override.startswith("model.")]
     expected = one_process(tmp_path_factory.getbasetemp() / f"one_process{len(model)}", *model)

@@ -43,7 +43,7 @@ def _run(node: str, mutation: Mutation | None, folder: Path, output: int) -> Non
             oracle.cache_clear()  # a test of this process may have trained it without the mutation
             if mutation is not None:
                 mutation(patch)
-            options = ["-q", "-m", "slow or not slow", "-p", "no:cacheprovider", "-p", "no:xdist"]
+            options = ["-q", "-m", "slow or not slow", "-p", "no:cacheprovider"]
             status = int(pytest.main([node, *options, f"--basetemp={folder / 'inner'}"]))
     finally:
         with contextlib.suppress(OSError):

@@ -214,18 +214,12 @@ def differences(world_size: int, *overrides: str) -> list[tuple]:
 
 # Each kind of collective on each axis with every `make test`.
 QUICK = {
+    "tp2+sp, odd vocabulary, tied",
+    "pp2·vpp2",
+    "dp4, hybrid, zero 2",
+    "dp4, zero 3, second copy, two hops, both in int8",
     "cp2·tp2+sp",
     "cp4, ulysses, kv heads < cp",
-    "tp2+sp, odd vocabulary, tied",
-    "tp2, full recompute",
-    "pp3, uneven",
-    "pp2·vpp2",
-    "dp2, zero 0",
-    "dp2, zero 3",
-    "dp4, hybrid, zero 2",
-    "tp2·dp2+sp, zero 2, bf16_sr",
-    "muon, tp2·dp2, zero 0, kv heads < tp",
-    "dp4, zero 3, second copy, two hops, both in int8",
 }
 
 
