@@ -80,11 +80,13 @@ def compiled_here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Composes each choice of groups of the project's conf/ once a worker: it takes a tenth of a second of processor
     time, and most tests choose the same groups."""
+    from tests.golden import GoldenFiles
     from tests.paths import CONF
 
+    GoldenFiles.write = config.getoption("write_golden")
     module = importlib.import_module("megatron_llama.config.load_config")  # the package's name is the function's
     compose = module._compose_groups
     composed: dict[tuple, bytes] = {}
@@ -108,6 +110,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--limit", type=float, default=float("inf"), metavar="SECONDS", help=text)
     text = "run the files in an order that depends on KEY, for parts of a suite that change with the commit"
     parser.addoption("--rotate", metavar="KEY", help=text)
+    text = "write the pages of the selected tests to tests/golden instead of comparing them"
+    parser.addoption("--write-golden", action="store_true", help=text)
     text = "run at most ROWS rows of each slow test, evenly spread, and no long test; for machines with little time"
     parser.addoption("--sample", type=int, metavar="ROWS", help=text)
     text = "skip tests that have not begun after SECONDS"
