@@ -20,7 +20,7 @@ from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.adapter import fingerprint, open_adapter
 from megatron_llama.checkpoint.differences import Difference, check_allowed, data_record, find_differences
 from megatron_llama.checkpoint.export import export
-from megatron_llama.checkpoint.folder import find_checkpoint, point_to, resume_candidates
+from megatron_llama.checkpoint.folder import find_checkpoint, move_aside, point_to, resume_candidates
 from megatron_llama.checkpoint.foreign.detect import open_foreign, resumed_state
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_manifest
@@ -89,9 +89,7 @@ class Checkpointer:
             ConfigError: On all ranks, if a checkpoint does not match the config, or if all checkpoints are damaged.
         """
         settings = self.plan.config.checkpoint
-        candidates, moved = broadcast_from_rank_0(lambda: resume_candidates(self.checkpoints, settings))
-        if moved is not None:
-            self._report(f"starting from scratch; moved the earlier checkpoints to {moved}")
+        candidates = broadcast_from_rank_0(lambda: resume_candidates(self.checkpoints, settings))
         if self._lora:
             self._load_base()  # checkpoints do not contain the base model
             init_magnitudes(self.model)
@@ -117,6 +115,10 @@ class Checkpointer:
             self._start_from("finetune.adapter", self.plan.config.finetune.adapter, self._load_adapter)
         elif not self._lora and self.plan.config.init_from is not None:
             self._start_from("init_from", self.plan.config.init_from, self._load_weights)
+        if settings.resume == "never":  # last: a rejected start must not move them
+            moved = broadcast_from_rank_0(lambda: move_aside(self.checkpoints))
+            if moved is not None:
+                self._report(f"starting from scratch; moved the earlier checkpoints to {moved}")
         return self.plan
 
     def after_step(

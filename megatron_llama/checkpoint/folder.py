@@ -60,14 +60,14 @@ def find_checkpoint(path: Path) -> Path:
     raise ConfigError([Problem("CHECKPOINT", str(path), rule, "write RUN_FOLDER/checkpoints/step_... or RUN_FOLDER")])
 
 
-def resume_candidates(checkpoints: Path, settings: CheckpointConfig) -> tuple[list[Path], Path | None]:
-    """Return the checkpoints to resume from, preferred first, and the folder to which resume=never moved old ones.
+def resume_candidates(checkpoints: Path, settings: CheckpointConfig) -> list[Path]:
+    """Return the checkpoints to resume from, preferred first.
 
     Deletes partial files of a killed run. Raises ConfigError.
     """
     clean(checkpoints)
     if settings.resume == "never":
-        return [], move_aside(checkpoints)
+        return []
     if settings.keep_best and checkpoints.is_dir():
         point_to_best(checkpoints)
     try:
@@ -76,13 +76,13 @@ def resume_candidates(checkpoints: Path, settings: CheckpointConfig) -> tuple[li
         problem = Problem("run.dir", str(error), "checkpoints cannot be read", "change its permissions")
         raise ConfigError([problem]) from None
     if settings.resume == "auto":
-        return saved, None
+        return saved
     # A path gives the first start. A restart with the same command resumes from the run's newest checkpoint, unless the
     # path is one of the run's checkpoints: then the run returns to it.
     chosen = Path(os.path.abspath(settings.resume))
     if chosen.name in (POINTER, BEST) and chosen.is_file():
         chosen = find_checkpoint(chosen)
-    return [chosen] if not saved or chosen.parent == Path(os.path.abspath(checkpoints)) else saved, None
+    return [chosen] if not saved or chosen.parent == Path(os.path.abspath(checkpoints)) else saved
 
 
 def clean(checkpoints: Path) -> None:

@@ -20,9 +20,9 @@ from megatron_llama.launch.run_dir import (
     check_shared,
     claim_run_dir,
     default_run_dir,
+    open_plan,
     rank_outputs,
     report_to_batch_script,
-    write_config_and_plan,
 )
 from megatron_llama.launch.ssh import control_line_closed, follow_control_line, read_secret
 from megatron_llama.launch.start import Share, logged_start, rank_environment, start_ranks
@@ -110,7 +110,7 @@ def _join_rendezvous(
         stack.enter_context(claim_run_dir(Path(chosen)))
         report_to_batch_script("running", chosen)
         checked = check_start(plan, Path(chosen)) if entry == TRAIN else ""
-        sys.stdout.write(write_config_and_plan(plan, Path(chosen), prints_plan) + checked + "\n")
+        sys.stdout.write(open_plan(plan, prints_plan) + checked + "\n")
         if context.nodes > 1:
             sys.stdout.write(f"{node_table(nodes, context)}{rendezvous.describe_security()}\n\n")
         sys.stdout.flush()

@@ -12,18 +12,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_llama.checkpoint import BEST, POINTER
-from megatron_llama.config import Config, ConfigError, Problem, to_yaml
-from megatron_llama.plan import Plan, format_plan
+from megatron_llama.config import Config, ConfigError, Problem
+from megatron_llama.config.stored import NAME, has_run
+from megatron_llama.plan import PLAN_FILE, Plan, format_plan, write_config_and_plan
 from megatron_llama.system.exit_status import STATUS_VARIABLE
 from megatron_llama.system.files import DRAFT, try_lock, write_atomically
 from megatron_llama.train.metrics_file import METRICS_FILE
 from megatron_llama.train.sinks import CSV_FILE
 
 LOCK_NAME = ".lock"
-PLAN_FILE = "plan.txt"
 OPENED_FILES = (LOCK_NAME, METRICS_FILE, CSV_FILE)
 """Files that a run opens for writing, which could block on a pipe or follow a link. It replaces other files."""
-WRITTEN_FILES = (*OPENED_FILES, "config.yaml", PLAN_FILE, f"checkpoints/{POINTER}", f"checkpoints/{BEST}")
+WRITTEN_FILES = (*OPENED_FILES, NAME, PLAN_FILE, f"checkpoints/{POINTER}", f"checkpoints/{BEST}")
 WRITTEN_FOLDERS = ("checkpoints", "ranks")
 SHARED_LIMIT_SECONDS = 60.0
 """Network disks show new files of another machine within this time."""
@@ -140,19 +140,15 @@ def report_to_batch_script(status: int | str, folder: str | None = None) -> None
         write_atomically(Path(path), "\n".join([str(status), folder or (previous or [""])[0]]) + "\n")
 
 
-def write_config_and_plan(plan: Plan, folder: Path, prints_plan: bool = True) -> str:
-    """Write ``config.yaml`` and ``plan.txt``, which only the user may read.
+def open_plan(plan: Plan, prints_plan: bool = True) -> str:
+    """Return the text of the plan, or a line with its path if not ``prints_plan``.
 
-    Returns the text of the plan, or a line with its path if not ``prints_plan``.
+    Writes config.yaml and plan.txt of a new run, so that a failed start has them too. The files of an existing run are
+    replaced by rank 0, when the start is accepted.
     """
-    text = format_plan(plan).rstrip() + "\n"
-    try:
-        write_atomically(folder / "config.yaml", to_yaml(plan.config, plan.requested), private=True)
-        write_atomically(folder / PLAN_FILE, text, private=True)
-    except OSError as error:
-        rule, instead = f"cannot write: {error.strerror}", "free disk space, or write another run.dir=PATH"
-        raise ConfigError([Problem("run.dir", str(folder), rule, instead)]) from error
-    return text if prints_plan else f"plan: {folder / PLAN_FILE}\n"
+    if not has_run(plan.run_dir) and not (plan.run_dir / METRICS_FILE).exists():
+        write_config_and_plan(plan)
+    return format_plan(plan) if prints_plan else f"plan: {plan.run_dir / PLAN_FILE}\n"
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from megatron_llama.launch.rank import (
     load_entry,
     run_assignment,
 )
-from megatron_llama.launch.run_dir import claim_run_dir, rank_outputs, write_config_and_plan
+from megatron_llama.launch.run_dir import claim_run_dir, open_plan, rank_outputs
 from megatron_llama.launch.starts import log_end, log_start
 from megatron_llama.launch.supervise import POLL_SECONDS, Child, Grace, Signals, report, supervise, with_restarts
 from megatron_llama.launch.watchdog import Hang, Watchdog, print_report, wait_for_full_report
@@ -62,7 +62,7 @@ def run_here(plan: Plan, entry: Entry = TRAIN, prints_plan: bool = True) -> int:
     folder = Path(str(plan.config.run.dir))
     with claim_run_dir(folder):
         checked = check_start(plan, folder) if entry == TRAIN else ""
-        sys.stdout.write(write_config_and_plan(plan, folder, prints_plan) + checked + "\n")
+        sys.stdout.write(open_plan(plan, prints_plan) + checked + "\n")
         with rank_outputs(folder, range(plan.world_size)) as output_dir:
             hang_seconds = plan.config.trainer.hang_timeout_seconds
             share = Share(plan.world_size, output_dir=output_dir, hang_seconds=hang_seconds)

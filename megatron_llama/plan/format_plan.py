@@ -1,4 +1,4 @@
-"""The plan as text, for ``plan.txt`` and ``--dry-run``."""
+"""The plan as text, for ``plan.txt`` and ``--dry-run``; the files with which a run starts."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from collections.abc import Iterator, Sequence
 from megatron_llama.arch.blocks import num_blocks
 from megatron_llama.arch.flops import with_random_ltd
 from megatron_llama.arch.pattern import pattern_of
+from megatron_llama.config import ConfigError, Problem, to_yaml
 from megatron_llama.config.data_settings import PERCENTILE, VALUE, curriculum_metrics
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, STATE_BLOCK, quantized_bytes, state_bytes_8bit
 from megatron_llama.config.settings import KEPT_BY_TIME, Config, TrainerConfig
+from megatron_llama.config.stored import NAME
 from megatron_llama.devices import find_device
 from megatron_llama.plan.memory import Footprint, stage_footprints
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule, curriculum_lengths
+from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.tables import gib, plural, short_count
 from megatron_llama.system.wrapping import WIDTH, fill, wrap_lines
 from megatron_llama.topology import chunks_of
 
+PLAN_FILE = "plan.txt"
 LABEL = 14
 MOST_ROWS = 16
 MOST_COLUMNS = 4
@@ -41,6 +45,19 @@ def format_plan(plan: Plan) -> str:
         _listed("note", plan.notes),
     )
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines) + "\n"
+
+
+def write_config_and_plan(plan: Plan) -> None:
+    """Write config.yaml and plan.txt of the run, which only the user may read. Raises ConfigError.
+
+    A later start takes its settings from config.yaml, so a rejected start must not replace it.
+    """
+    try:
+        write_atomically(plan.run_dir / NAME, to_yaml(plan.config, plan.requested), private=True)
+        write_atomically(plan.run_dir / PLAN_FILE, format_plan(plan), private=True)
+    except OSError as error:
+        rule, instead = f"cannot write: {error.strerror}", "free disk space, or write another run.dir=PATH"
+        raise ConfigError([Problem("run.dir", str(plan.run_dir), rule, instead)]) from error
 
 
 def _recompute(trainer: TrainerConfig) -> str:

@@ -19,7 +19,8 @@ from megatron_llama.optim import Optimizer
 from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES, may_compile
-from megatron_llama.plan import Plan
+from megatron_llama.parallel.groups import sync_errors
+from megatron_llama.plan import Plan, write_config_and_plan
 from megatron_llama.system import phase
 from megatron_llama.topology import Topology
 from megatron_llama.train.compile_report import report_graphs
@@ -46,8 +47,7 @@ def train(
     """
     trainer = plan.config.trainer
     checkpointer = Checkpointer(plan, topology, model, optimizer, data, finite)
-    phase.enter("loading", phase.PATIENT)
-    plan = checkpointer.resume()
+    plan = load(plan, topology, checkpointer)
     first, consumed_tokens = plan.start.step + 1, plan.start.tokens
     phase.enter("the first measurements", phase.PATIENT)
     checkpointer.compare_copies(first - 1)
@@ -90,6 +90,19 @@ def train(
         labels.finish()
         finish(max(first - 1, trainer.steps), plan, model, checkpointer, logger)
     export(plan, topology, checkpointer)
+
+
+def load(plan: Plan, topology: Topology, checkpointer: Checkpointer) -> Plan:
+    """Load the checkpoint, which accepts or rejects the start, then write config.yaml and plan.txt. A collective.
+
+    Returns the plan with ``start`` set.
+    """
+    phase.enter("loading", phase.PATIENT)
+    loaded = checkpointer.resume()
+    with sync_errors(ConfigError):
+        if topology.is_logger:
+            write_config_and_plan(plan)
+    return loaded
 
 
 def build_profiler(plan: Plan, topology: Topology, device: Device, model: ParallelModel, optimizer: Optimizer) -> Any:

@@ -132,7 +132,7 @@ def _start(plan: Plan) -> int:
     # One rank of each distinct pipeline stage: first, middle, last.
     ranks = [plan.grid.rank(pp=stage) for stage in sorted({0, min(1, pp - 1), pp - 1})]
     with run_dir.claim_run_dir(folder):
-        sys.stdout.write(run_dir.write_config_and_plan(plan, folder) + "\n")
+        sys.stdout.write(run_dir.open_plan(plan) + "\n")
         entry = partial(compile_ahead, representatives=ranks)
         with run_dir.rank_outputs(folder, range(len(ranks))) as output_dir:
             return start_ranks(plan, entry, Share(len(ranks), output_dir=output_dir))
