@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import importlib
 import json
+import math
 import os
 import pickle
 import re
@@ -17,11 +18,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.folder import find_checkpoint, saved_steps
-from megatron_llama.checkpoint.hf_folder import list_tensors, open_hf_folder
-from megatron_llama.checkpoint.manifest import NAME, State, _checksum, parse_manifest, read_manifest
+from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, list_tensors, open_hf_folder
+from megatron_llama.checkpoint.manifest import NAME, State, _checksum, merge, read_manifest
+from megatron_llama.checkpoint.storage import STATES, save_part
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, ModelConfig
 from tests.checkpoint.runner import Run, assert_same, run
@@ -29,7 +32,8 @@ from tests.messages import raises_with_message
 from tests.ranks import RankFailed
 
 SHARD = "rank_00001.safetensors"
-LAYOUT = ["trainer.tp=2"]
+LAYOUT, NO_SAVE = ["trainer.tp=2"], "checkpoint.save_last=false"
+NORM = "model.norm.weight"
 
 
 @pytest.fixture(scope="module")
@@ -79,38 +83,39 @@ def test_the_one_before_a_damaged_one_is_used(
 ) -> None:
     damage, message = DAMAGES[name]
     damage(copy / "checkpoints" / "step_00000002")
-    after = run(2, copy, *LAYOUT, "checkpoint.save_last=false")
+    ranks, layout = (2, LAYOUT) if name == "flipped" else (1, [])  # only rank 1 reads the flipped value
+    after = run(ranks, copy, *layout, NO_SAVE)
     assert after.started_at == 1
     assert_same(after.tensors, trained[1].tensors)
     assert re.search(message, capfd.readouterr().err)
 
 
-def test_a_good_one_takes_the_place_of_a_damaged_one(copy: Path) -> None:
+def test_a_damaged_checkpoint_is_replaced(copy: Path) -> None:
     _truncate(copy / "checkpoints" / "step_00000002")
     assert run(2, copy, *LAYOUT, until=2).started_at == 1
-    assert run(2, copy, *LAYOUT, "checkpoint.save_last=false").started_at == 2
+    assert run(2, copy, *LAYOUT, NO_SAVE).started_at == 2
 
 
-def test_a_damage_that_only_another_layout_reads_is_seen_too(copy: Path) -> None:
+def test_damage_that_only_another_layout_reads(copy: Path) -> None:
     _flip(copy / "checkpoints" / "step_00000002" / SHARD, -6000)  # before the random state, which only two ranks read
-    assert run(1, copy, "checkpoint.save_last=false").started_at == 1
-    assert run(2, copy, "trainer.pp=2", "checkpoint.save_last=false").started_at == 1
+    assert run(1, copy, NO_SAVE).started_at == 1
+    assert run(2, copy, "trainer.pp=2", NO_SAVE).started_at == 1
 
 
-def test_without_a_good_one_a_run_does_not_start_anew(copy: Path) -> None:
+def test_without_an_intact_one_a_run_does_not_start(copy: Path) -> None:
     for step in (1, 2):
         _truncate(copy / "checkpoints" / f"step_{step:08d}")
     with raises_with_message(RankFailed, "ConfigError.*all checkpoints are damaged.*checkpoint.resume=never"):
         run(2, copy, *LAYOUT)
     assert saved_steps(copy / "checkpoints") == [2, 1]
-    assert run(2, copy, *LAYOUT, "checkpoint.resume=never", "checkpoint.save_last=false").started_at == 0
+    assert run(2, copy, *LAYOUT, "checkpoint.resume=never", NO_SAVE).started_at == 0
 
 
-def test_latest_is_mended_after_a_kill_before_it_was_written(copy: Path) -> None:
-    """The run may have nothing more to save, and an export would take the checkpoint before."""
+def test_a_resume_updates_latest(copy: Path) -> None:
+    """After a kill before it was written: the run may have nothing more to save, and an export reads it."""
     latest = copy / "checkpoints" / "latest"
     latest.write_text("step_00000001\n")
-    run(2, copy, *LAYOUT, "checkpoint.save_last=false")
+    run(1, copy, NO_SAVE)
     assert latest.read_text() == "step_00000002\n"
 
 
@@ -125,17 +130,6 @@ def test_verify_reads_every_byte(copy: Path) -> None:
             manifest.stored.verify_file(SHARD)
         _flip(folder / SHARD, position)
     manifest.stored.verify_file(SHARD)
-
-
-@pytest.mark.parametrize(("name", "value"), [("seq_length", None), ("seq_length", "8"), ("tokenizer", 3)])
-def test_settings_of_another_type_are_refused(copy: Path, name: str, value: object) -> None:
-    """The checksum may be right: another program wrote the manifest. Generation reads it before a plan."""
-    folder = copy / "checkpoints" / "step_00000002"
-    body = json.loads((folder / NAME).read_text())
-    parse_manifest(folder, body)
-    body["state"]["settings"]["data"][name] = value
-    with pytest.raises(CorruptFile, match=NAME):
-        parse_manifest(folder, body)
 
 
 def _full_disk_at_step_2(checkpointer: Checkpointer) -> None:
@@ -158,7 +152,7 @@ def test_a_disk_that_is_full_stops_the_run_and_harms_nothing(tmp_path: Path, asy
     # Every rank leaves, and says whose disk it was.
     assert message.count("SaveFailed") >= 2 and "rank 1: File too large" in message and "step_00000002" in message
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_00000001"]
-    assert run(2, tmp_path, *LAYOUT, "checkpoint.save_last=false").started_at == 1
+    assert run(2, tmp_path, *LAYOUT, NO_SAVE).started_at == 1
 
 
 class Bomb:
@@ -171,6 +165,13 @@ class Bomb:
         return (Path.touch, (self.trace,))
 
 
+def _forbid_pickle(_: Checkpointer) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("unpickled")
+
+    torch.load = pickle.load = forbidden
+
+
 def test_a_pickle_is_never_read(copy: Path, tmp_path: Path) -> None:
     folder, trace = copy / "checkpoints" / "step_00000002", tmp_path / "trace"
     bomb = pickle.dumps(Bomb(trace))
@@ -179,10 +180,10 @@ def test_a_pickle_is_never_read(copy: Path, tmp_path: Path) -> None:
     trace.unlink()
     (folder / ".metadata").write_bytes(bomb)  # where torch's own reader would look
     (folder / "__0_0.distcp").write_bytes(bomb)
-    assert run(2, copy, *LAYOUT, "checkpoint.save_last=false").started_at == 2
+    assert run(1, copy, NO_SAVE, tamper=_forbid_pickle).started_at == 2
     (folder / NAME).write_bytes(bomb)
     (folder / SHARD).write_bytes(bomb)
-    assert run(2, copy, *LAYOUT, "checkpoint.save_last=false").started_at == 1
+    assert run(1, copy, NO_SAVE).started_at == 1
     hf = tmp_path / "hf"
     hf.mkdir()
     (hf / "pytorch_model.bin").write_bytes(bomb)
@@ -203,13 +204,17 @@ def test_a_kill_before_the_pointer_leaves_a_checkpoint_to_export(copy: Path) -> 
         find_checkpoint(copy)
 
 
+def _write_body(folder: Path, body: dict[str, Any]) -> None:
+    """Write a manifest with a correct checksum."""
+    body = {key: value for key, value in body.items() if key != "checksum"}
+    (folder / NAME).write_text(json.dumps({**body, "checksum": _checksum(body)}))
+
+
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", 7])
 def test_no_name_leads_out_of_the_folder(copy: Path, tmp_path: Path, name: object) -> None:
     folder = copy / "checkpoints" / "step_00000002"
     text = (folder / NAME).read_text().replace(json.dumps(SHARD), json.dumps(name) if name != 7 else '"7/"')
-    body = json.loads(text)
-    body.pop("checksum")
-    (folder / NAME).write_text(json.dumps({**body, "checksum": _checksum(body)}))
+    _write_body(folder, json.loads(text))
     with pytest.raises(CorruptFile, match="invalid file name"):
         read_manifest(folder)
     hf = tmp_path / "hf"
@@ -222,19 +227,38 @@ def test_no_name_leads_out_of_the_folder(copy: Path, tmp_path: Path, name: objec
         find_checkpoint(copy / "checkpoints" if name != 7 else tmp_path)
 
 
-@pytest.mark.parametrize(
-    "change", [{"shape": []}, {"shape": [], "chunks": [{"offset": [], "size": []}]}, {"dtype": "F8"}]
-)
-def test_a_manifest_that_lies_is_refused(copy: Path, change: dict[str, Any]) -> None:
-    folder = copy / "checkpoints" / "step_00000002"
+def _scalar(body: dict[str, Any]) -> None:
+    tensor = body["tensors"][NORM]
+    tensor.update(shape=[], chunks=[{**tensor["chunks"][0], "offset": [], "size": []}])
+
+
+MANIFESTS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "shape": lambda body: body["tensors"][NORM].update(shape=[]),
+    "scalar": _scalar,
+    "dtype": lambda body: body["tensors"][NORM].update(dtype="F8"),
+    "seq_length null": lambda body: body["state"]["settings"]["data"].update(seq_length=None),
+    "seq_length text": lambda body: body["state"]["settings"]["data"].update(seq_length="8"),
+    "tokenizer": lambda body: body["state"]["settings"]["data"].update(tokenizer=3),
+    "settings null": lambda body: body["state"].update(settings=None),
+    "settings list": lambda body: body["state"].update(settings=[]),
+    "settings text": lambda body: body["state"].update(settings="x"),
+    "data": lambda body: body["state"].update(settings={"data": None}),
+    "model": lambda body: body["state"].update(settings={"model": 1}),
+    "finetune": lambda body: body["state"].update(settings={"finetune": []}),
+}
+
+
+@pytest.mark.parametrize("change", MANIFESTS.values(), ids=MANIFESTS)
+def test_invalid_manifests_are_refused(trained: tuple[Path, Run], tmp_path: Path, change: Callable) -> None:
+    """With a correct checksum: another program wrote the manifest."""
+    folder = trained[0] / "checkpoints" / "step_00000002"
     body = json.loads((folder / NAME).read_text())
-    body.pop("checksum")
-    tensor = body["tensors"]["model.norm.weight"]
-    chunks = [{**tensor["chunks"][0], **chunk} for chunk in change.get("chunks", tensor["chunks"])]
-    tensor |= {**change, "chunks": chunks}
-    (folder / NAME).write_text(json.dumps({**body, "checksum": _checksum(body)}))
+    _write_body(tmp_path, body)
+    read_manifest(tmp_path)
+    change(body)
+    _write_body(tmp_path, body)
     with pytest.raises(CorruptFile, match=NAME):
-        read_manifest(folder)
+        read_manifest(tmp_path)
 
 
 def test_a_planted_link_is_not_followed(copy: Path, tmp_path: Path) -> None:
@@ -296,20 +320,47 @@ def test_dtypes_that_no_llama_has_are_rejected(tmp_path: Path, dtype: str) -> No
 @pytest.mark.parametrize(
     "content", [b"", b"1234567", (1 << 62).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"[]"]
 )
-def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_files_that_are_not_safetensors_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "f.safetensors").write_bytes(content)
     with pytest.raises(CorruptFile, match="f.safetensors"):
         list_tensors(tmp_path / "f.safetensors")
 
 
-def test_nothing_reads_with_torch_load(copy: Path) -> None:
-    def forbid(_: Checkpointer) -> None:
-        def forbidden(*_: object, **__: object) -> None:
-            raise AssertionError("unpickled")
+def _spoiled(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A matrix with one such value, at [5, 1]."""
+    matrix = torch.arange(24.0).reshape(8, 3).to(dtype)
+    matrix[5, 1] = value
+    return matrix
 
-        torch.load = pickle.load = forbidden
 
-    assert run(2, copy, *LAYOUT, until=3, tamper=forbid).started_at == 2
+def _rows(first: int) -> Rectangles:
+    """A target of four rows from ``first`` on."""
+    return Rectangles((8, 3), [((first, 0), torch.empty(4, 3))])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_non_finite_weights_of_a_hugging_face_folder(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({NORM: _spoiled(value, dtype), "b": torch.full((3, 3), math.nan)}, path)
+    stored = SafetensorsFiles(tmp_path, list_tensors(path))
+    with pytest.raises(CorruptFile, match=rf"model.safetensors: {NORM} has {value} at \[5, 1\]"):
+        stored.load_into({NORM: _rows(4)})
+    stored.load_into({NORM: _rows(0)})  # a rank checks only its own rectangle
+    with pytest.raises(CorruptFile, match=r"b has nan at \[0, 0\] and 8 more non-finite values"):
+        stored.rows("b")
+
+
+def test_non_finite_values_of_a_checkpoint(tmp_path: Path) -> None:
+    """An infinite exp_avg_sq, as after a large gradient, does not prevent a resume."""
+    state = f"{STATES}exp_avg_sq.{NORM}"
+    tensors = {NORM: _spoiled(math.nan), state: _spoiled(math.inf)}
+    save_part({name: Rectangles(tuple(t.shape), [((0, 0), t)]) for name, t in tensors.items()}, tmp_path, 0)
+    (tmp_path / NAME).write_text(merge(tmp_path, State(1, 1, "adamw", 1, 1, {})))
+    stored = read_manifest(tmp_path).stored
+    with pytest.raises(CorruptFile, match=rf"rank_00000.safetensors: {NORM} has nan at \[5, 1\]"):
+        stored.load_into({NORM: _rows(2)})
+    assert stored.rows(state)[5, 1] == math.inf
 
 
 @pytest.mark.parametrize("script", ["export_hf", "verify_checkpoint"])

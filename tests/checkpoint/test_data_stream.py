@@ -1,93 +1,305 @@
-"""A run that is made longer, and stops anywhere, has the losses of the run that never stopped, across epochs."""
+"""A run that resumes with other steps, batches or data, and a run that stops anywhere, across epochs."""
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from megatron_llama.checkpoint import manifest
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.checkpoint.manifest import read_manifest
-from megatron_llama.corpus.blend import Blend
-from megatron_llama.plan.schedules import RunPosition
-from tests.checkpoint.runner import assert_same, make_plan, run
+from megatron_llama.checkpoint.folder import find_checkpoint
+from megatron_llama.checkpoint.manifest import State, read_manifest
+from megatron_llama.config import load_config, to_yaml
+from megatron_llama.data.batches import Batches, MockDataset, build_data
+from megatron_llama.data.megatron_order import build_megatron
+from megatron_llama.data.sample_stream import EndlessDataset
+from megatron_llama.devices import get_device
+from megatron_llama.model.inputs import MicroBatch
+from megatron_llama.optim import build_optimizer
+from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.plan import Plan, resolve
+from tests.checkpoint.jobs import Job, losses
+from tests.checkpoint.runner import CPU, SMALL, assert_same, make_plan, run
 from tests.data.files import numbered, write_indexed
 from tests.data.megatron import megatron_record
-from tests.ranks import RankFailed
+from tests.messages import raises_with_message
+from tests.paths import CONF
+from tests.ranks import RankFailed, run_ranks
 
-CONSTANT = ["optim.lr=0.01", "optim=constant", "optim.warmup_steps=2"]  # which does not depend on the steps
-
-
-def data_of(folder: Path, blend: bool) -> list[str]:
-    """Settings of one dataset of 56 training sequences (7 steps), or of a blend in whose 88 samples the smaller set, of
-    14, is gone through three times."""
-    small, large = write_indexed(folder / "small", numbered(13, 1)), write_indexed(folder / "large", numbered(37, 900))
-    prefixes = f"[0.5,{small},0.5,{large}]" if blend else f"[{large}]"
-    return ["data=redpajama", f"data.prefixes={prefixes}", 'data.split="80,20,0"', "model.vocab_size=4000", *CONSTANT]
+ADAM = ["optim.lr=0.01", "optim.warmup_steps=2"]
+NO_SAVE = "checkpoint.save_last=false"
+ON_FILES = ["data=redpajama", 'data.split="80,20,0"', "data.seq_length=16", "model.vocab_size=20000"]
 
 
-@pytest.mark.parametrize(
-    "blend", [pytest.param(False, id="epochs", marks=pytest.mark.slow), pytest.param(True, id="blend")]
-)
-def test_losses_are_those_of_the_run_that_never_stopped(tmp_path: Path, blend: bool) -> None:
-    data = data_of(tmp_path, blend)
-    whole = run(1, tmp_path / "whole", *data, "trainer.steps=11", until=11)
-    epochs = [reading.epochs for reading in make_plan(1, tmp_path, *data, "trainer.steps=11").dataset_usage]
-    assert max(epochs) > (2.7 if blend else 1.5), "no end of an epoch is crossed"
-    losses = {}
+def state_of(run_dir: Path) -> State:
+    """Return the state of the newest checkpoint."""
+    return read_manifest(find_checkpoint(run_dir)).state
+
+
+def cosine(step: int, steps: int) -> float:
+    """The rate of ADAM's schedule at a step, counted from 0: from 0.01 to 0.001 after two steps of warm-up."""
+    return 0.001 + 0.009 * 0.5 * (1 + math.cos(math.pi * (step - 2) / (steps - 2)))
+
+
+def test_more_steps_log_a_jump_of_the_rate(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(1, tmp_path / "run", *ADAM, "trainer.steps=4", until=4)
+    assert state_of(tmp_path / "run").lr == pytest.approx(0.001)  # of a fifth step, after the end of the cosine
+    capfd.readouterr()
+    assert run(1, tmp_path / "run", *ADAM, "trainer.steps=12", until=5).started_at == 4
+    output = capfd.readouterr().err
+    assert "checkpoint: trainer.steps: from 4 to 12\n" in output
+    assert f"the learning rate of step 5 is {cosine(4, 12):g}, not 0.001\n" in output and "schedule:" not in output
+    # A schedule that does not depend on the steps logs nothing; the stream test below compares such runs.
+    constant = [*ADAM, "optim=constant"]
+    run(1, tmp_path / "constant", *constant, "trainer.steps=3", until=3)
+    capfd.readouterr()
+    run(1, tmp_path / "constant", *constant, "trainer.steps=12", NO_SAVE)
+    assert "learning rate" not in capfd.readouterr().err
+
+
+def test_losses_of_an_interrupted_run_across_epochs(tmp_path: Path) -> None:
+    """A blend: in 88 samples, the small set of 14 is read three times."""
+    small = write_indexed(tmp_path / "small", numbered(13, 1))
+    large = write_indexed(tmp_path / "large", numbered(37, 900))
+    settings = [*ON_FILES, f"data.prefixes=[0.5,{small},0.5,{large}]", *ADAM, "optim=constant"]
+    whole = run(1, tmp_path / "whole", *settings, "trainer.steps=11", until=11)
+    usage = make_plan(1, tmp_path, *settings, "trainer.steps=11").dataset_usage
+    assert max(dataset.epochs for dataset in usage) > 2.7, "no end of an epoch is crossed"
+    joined: dict[int, float] = {}
     # Stopped in the first epoch, one step before it ends, and later; each time as if the run ended there.
     for until, other in ((3, []), (6, ["trainer.recompute=full"]), (11, [f"data.cache_dir={tmp_path}/another"])):
-        part = run(1, tmp_path / "parts", *data, f"trainer.steps={until}", *other, until=until)
-        assert list(part.losses) == list(range(part.started_at + 1, until + 1))
-        losses |= part.losses
-    assert losses == whole.losses  # floats, all bits
+        part = run(1, tmp_path / "parts", *settings, f"trainer.steps={until}", *other, until=until)
+        joined |= part.losses
+    assert joined == whole.losses  # floats, all bits
     assert_same(part.tensors, whole.tensors)
-    # Where the layout gives its sums another order, to rounding.
-    layouts = [["trainer.pp=2"], ["trainer.zero=3"]] if blend else [["trainer.tp=2"]]
-    for until, layout in zip((5, 11), [*layouts, *layouts], strict=False):
-        rest = run(2, tmp_path / "layouts", *data, f"trainer.steps={until}", *layout, until=until)
-    assert rest.started_at == 5
-    for step, loss in rest.losses.items():
-        assert loss == pytest.approx(whole.losses[step], rel=1e-5)
 
 
-def _another_batch(checkpointer: object) -> None:
-    at = Blend.at
-    Blend.at = lambda self, number: at(self, number + 8)  # type: ignore[method-assign]
+def _by_hand(rank: int, plan: Plan, sizes: list[int]) -> tuple[list[float], list[int]]:
+    """Train steps of the given sizes in micro batches of one; return losses and consumed samples."""
+    device, topology = get_device("cpu"), plan.topology(rank)
+    with process_groups(plan, topology, device, CPU):
+        model = build_model(plan, topology, device, CPU)
+        optimizer = build_optimizer(plan, model)
+        samples = MockDataset(10**6, 16, 64, plan.config.trainer.seed)
+        results, consumed = [], [0]
+        for size in sizes:
+            batch = []
+            for number in range(consumed[-1], consumed[-1] + size):
+                one = samples[number]
+                tensors = (one[key][None] for key in ("tokens", "labels", "loss_mask"))
+                batch.append(MicroBatch(*tensors, sizes=torch.tensor([16, 16 * 16])))
+            results.append(model.forward_backward(batch).item())
+            optimizer.step(optimizer.gradient_norm())
+            consumed.append(consumed[-1] + size)
+        return results, consumed[1:]
 
 
-def test_another_order_would_be_seen(tmp_path: Path) -> None:
-    data = [*data_of(tmp_path, blend=True), "trainer.steps=4"]
-    whole = run(1, tmp_path / "whole", *data, until=4)
-    run(1, tmp_path / "parts", *data, until=3)
-    assert run(1, tmp_path / "parts", *data, until=4, tamper=_another_batch).losses[4] != whole.losses[4]
+def metrics(run_dir: Path, name: str) -> list[Any]:
+    """A metric of every step."""
+    return [json.loads(line)[name] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def _in_megatrons_order(checkpointer: Checkpointer) -> None:
-    checkpointer.data.resume(megatron_record(checkpointer.plan, 0), RunPosition())
+CONSTANT = [*ADAM, "optim=constant", "trainer.steps=9", "trainer.micro_batch_size=1"]
+RISING = [*CONSTANT, "trainer.global_batch_size=4", "trainer.batch_schedule=[[10,8],[30,2]]"]
+RISING_SIZES = [4, 4, 4, 8, 8, 8, 2, 2, 2]  # 4, 8, 12 (of 10), 20, 28, 36 (of 30), ...
 
 
-def _without_record(checkpointer: Checkpointer) -> None:
-    checkpointer.data.record = lambda consumed: None  # type: ignore[method-assign,assignment,return-value]
+@pytest.fixture(scope="module")
+def by_hand() -> tuple[list[float], list[int]]:
+    """RISING, batch by batch."""
+    return run_ranks(_by_hand, 1, make_plan(1, Path("unused"), *RISING), RISING_SIZES)[0]
 
 
-def test_a_run_in_megatrons_order_resumes_in_that_order(tmp_path: Path) -> None:
-    data = [*data_of(tmp_path, blend=True), "trainer.steps=8"]
-    whole = run(1, tmp_path / "whole", *data, until=6, tamper=_in_megatrons_order)
-    new = run(1, tmp_path / "new", *data, until=2)
-    assert new.losses[1] != whole.losses[1], "the orders are the same here: nothing is shown"
-    run(1, tmp_path / "parts", *data, until=2, tamper=_in_megatrons_order)
-    record = read_manifest(tmp_path / "parts" / "checkpoints" / "step_00000002").state.data
-    assert record is not None and record["order"] == "megatron"
-    second = run(1, tmp_path / "parts", *data, until=4)
-    third = run(1, tmp_path / "parts", *data, until=6)
-    assert second.losses | third.losses == {step: whole.losses[step] for step in (3, 4, 5, 6)}
+def test_a_batch_schedule_trains_on_the_batches_counted_by_hand(
+    tmp_path: Path, by_hand: tuple[list[float], list[int]]
+) -> None:
+    expected, consumed = by_hand
+    folder = tmp_path / "run"
+    for more in (["trainer.tp=2", "checkpoint.every_steps=5", "trainer.steps=5"], ["trainer.dp=2"]):
+        job = Job(folder, *RISING, *more)  # the second run resumes in another layout
+        assert job.wait() == 0, job.output
+    assert [loss for _, loss in losses(folder)] == pytest.approx(expected, rel=1e-5)
+    assert metrics(folder, "consumed_samples") == consumed == [4, 8, 12, 20, 28, 36, 38, 40, 42]
+    assert metrics(folder, "consumed_tokens") == [16 * samples for samples in consumed]
+    assert metrics(folder, "global_batch_size") == RISING_SIZES
+    state = state_of(folder)
+    assert (state.step, state.consumed_samples, state.consumed_tokens) == (9, 42, 16 * 42)
+    job = Job(folder, *RISING, "trainer.dp=2", "optim.lr=0.02", "trainer.seed=7")
+    assert job.wait() == 2, "a mistake of the user's"
+    output = job.output.rpartition("This config can't work, for 2 reasons")[2]
+    assert output.count("checkpoint.allow=[data,optim]") == 2 and "Traceback" not in job.output
 
 
-def test_a_checkpoint_without_a_record_is_refused_in_words(tmp_path: Path) -> None:
-    data = [*data_of(tmp_path, blend=False), "trainer.steps=4"]
-    run(1, tmp_path / "run", *data, until=2, tamper=_without_record)
-    assert read_manifest(tmp_path / "run" / "checkpoints" / "step_00000002").state.data is None
-    rule = r"(?s)the\s+checkpoint\s+of\s+step\s+2\s+has\s+no\s+data\s+record.*init_from=FOLDER"
-    with pytest.raises(RankFailed, match=rule):
-        run(1, tmp_path / "run", *data, until=4)
+def test_another_batch_size_continues_after_the_consumed_samples(
+    tmp_path: Path, by_hand: tuple[list[float], list[int]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    first = run(1, tmp_path, *CONSTANT, "trainer.global_batch_size=4", until=3)
+    eight = "trainer.global_batch_size=8"
+    with raises_with_message(RankFailed, r"trainer.global_batch_size = 8.*checkpoint.allow=\[batch\]"):
+        run(1, tmp_path, *CONSTANT, eight, until=6)
+    capfd.readouterr()
+    second = run(1, tmp_path, *CONSTANT, eight, "checkpoint.allow=[batch]", until=5)
+    assert "checkpoint: trainer.global_batch_size: from 4 to 8, allowed\n" in capfd.readouterr().err
+    assert state_of(tmp_path).consumed_samples == 12 + 2 * 8
+    third = run(1, tmp_path, *CONSTANT, eight, until=6)  # its checkpoint has the new size
+    assert list((first.losses | second.losses | third.losses).values()) == by_hand[0][:6]
+    assert (state_of(tmp_path).consumed_samples, state_of(tmp_path).consumed_tokens) == (36, 36 * 16)
+
+
+Reads = list[tuple[str, int]]
+"""(dataset, which of its samples) in the order of reading."""
+
+
+def reads_of(folder: Path, *overrides: str, until: int) -> Reads:
+    """Return the samples of a run in ``folder`` up to step ``until``, which it saves."""
+    plan = make_plan(1, folder / "run", *ON_FILES, *overrides)
+    return run_ranks(_read, 1, plan, until)[0]
+
+
+def _read(rank: int, plan: Plan, until: int) -> Reads:
+    device, topology = get_device("cpu"), plan.topology(rank)
+    with process_groups(plan, topology, device, CPU):
+        model, data = build_model(plan, topology, device, CPU), build_data(plan, topology, CPU)
+        assert isinstance(data.train, Batches)
+        checkpointer = Checkpointer(plan, topology, model, build_optimizer(plan, model), data)
+        schedule = checkpointer.resume().batches
+        known: dict[tuple[int, ...], tuple[str, int]] = {}
+        for path in data.train.samples.datasets:  # type: ignore[attr-defined]
+            one = EndlessDataset(plan, path, 0)
+            for number in range(200):
+                sample = one.sample(number)
+                text = torch.cat((sample["tokens"], sample["labels"][-1:]))
+                known[tuple(text.tolist())] = (Path(path).name, number)
+        results = []
+        for step in range(schedule.start.step + 1, until + 1):
+            for batch in data.train.at(schedule.after(step - 1).samples):
+                for tokens, labels in zip(batch.tokens, batch.labels, strict=True):
+                    results.append(known[tuple(torch.cat((tokens, labels[-1:])).tolist())])
+            checkpointer.after_step(step)
+        checkpointer.finish(until)
+        return results
+
+
+def of(name: str, reads: Reads) -> list[int]:
+    """The samples of one dataset."""
+    return [number for dataset, number in reads if dataset == name]
+
+
+@pytest.fixture
+def datasets(tmp_path: Path) -> Path:
+    """The datasets a, b and c in a folder."""
+    for name, first_id in (("a", 1), ("b", 6000), ("c", 12000)):
+        write_indexed(tmp_path / name, numbered(150, first_id))
+    return tmp_path
+
+
+def blend(folder: Path, *items: object) -> str:
+    """data.prefixes with these weights and datasets."""
+    return f"data.prefixes=[{','.join(str(folder / item) if isinstance(item, str) else str(item) for item in items)}]"
+
+
+def test_each_dataset_continues_after_its_last_sample(datasets: Path) -> None:
+    allow = "checkpoint.allow=[data]"
+    first = reads_of(datasets, blend(datasets, 0.5, "a", 0.5, "b"), until=4)
+    assert len(of("a", first)) == len(of("b", first)) == 16
+    with pytest.raises(RankFailed, match="data.prefixes"):
+        reads_of(datasets, blend(datasets, 0.25, "a", 0.75, "b"), until=5)
+    second = reads_of(datasets, blend(datasets, 0.25, "a", 0.75, "b"), allow, until=8)
+    assert (len(of("a", second)), len(of("b", second))) == (8, 24)
+    third = reads_of(datasets, blend(datasets, 0.5, "c", 0.5, "b"), allow, until=10)  # a rests, c is new
+    assert (len(of("c", third)), len(of("b", third))) == (8, 8)
+    fourth = reads_of(datasets, blend(datasets, 0.5, "a", 0.5, "c"), allow, until=12)
+    fifth = reads_of(datasets, blend(datasets, 0.5, "a", 0.5, "c"), until=13)  # the same blend: nothing to allow
+    reads = first + second + third + fourth + fifth
+    for name, count in (("a", 16 + 8 + 8 + 4), ("b", 16 + 24 + 8), ("c", 8 + 8 + 4)):
+        assert of(name, reads) == list(range(count)), f"{name}: a sample was skipped or read twice"
+
+
+@pytest.mark.parametrize("now", ["datasets", "corpora"])
+def test_a_run_on_the_old_data_folder_resumes(now: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its config.yaml has paths in datasets/; the user may have moved the data."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "datasets").mkdir()
+    write_indexed(tmp_path / "datasets/a", numbered(150, 1))
+    first = reads_of(tmp_path, "data.prefixes=[datasets/a]", until=2)
+    plan = make_plan(1, tmp_path / "run", *ON_FILES, "data.prefixes=[datasets/a]")
+    (tmp_path / "run/config.yaml").write_text(to_yaml(plan.config, plan.requested))
+    (tmp_path / "datasets").rename(tmp_path / now)
+    stored = resolve(load_config([f"run.dir={tmp_path}/run"], CONF, resumes=True), 1)
+    assert stored.config.data.prefixes == [f"{now}/a"]
+    assert of("a", first + run_ranks(_read, 1, stored, 3)[0]) == list(range(24))
+
+
+def _next_texts(rank: int, plan: Plan, count: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the samples after a resume, and the samples in megatron-core's order."""
+    device, topology = get_device("cpu"), plan.topology(rank)
+    with process_groups(plan, topology, device, CPU):
+        model, data = build_model(plan, topology, device, CPU), build_data(plan, topology, CPU)
+        checkpointer = Checkpointer(plan, topology, model, build_optimizer(plan, model), data)
+        position = checkpointer.resume().start.samples
+        old, _ = build_megatron(plan, 50 * 8, 0)
+        numbers = range(position, position + count)
+        return [data.train.samples[n]["tokens"].tolist() for n in numbers], [old[n]["tokens"].tolist() for n in numbers]
+
+
+def put_in_megatrons_order(run_dir: Path, plan: Plan) -> None:
+    """Makes the newest checkpoint, of a version that had fewer settings, one of a run in megatron-core's order."""
+    path = find_checkpoint(run_dir) / manifest.NAME
+    body = json.loads(path.read_text())
+    body["state"]["data"] = megatron_record(plan, body["state"]["consumed_samples"])
+    for key in ("lr", "consumed_tokens"):
+        del body["state"][key]
+    settings = body["state"]["settings"]
+    del settings["data"]["schedule"], settings["trainer"]["batch_schedule"], body["checksum"]
+    path.write_text(json.dumps({**body, "checksum": manifest._checksum(body)}))
+
+
+def test_a_run_in_megatrons_order_resumes_in_that_order_however_long(datasets: Path) -> None:
+    one = [*ON_FILES, blend(datasets, 1, "a"), "trainer.steps=80"]
+    reads_of(datasets, blend(datasets, 1, "a"), "trainer.steps=50", until=3)  # more than an epoch was planned
+    new, old = run_ranks(_next_texts, 1, make_plan(1, datasets / "run", *one), 8)[0]
+    assert new != old, "the orders are the same, and nothing is compared"
+    put_in_megatrons_order(datasets / "run", make_plan(1, datasets / "run", *one[:-1], "trainer.steps=50"))
+    resumed, old = run_ranks(_next_texts, 1, make_plan(1, datasets / "run", *one), 8)[0]
+    assert resumed == old
+
+
+def test_another_seed_is_another_order_of_what_was_not_read(datasets: Path) -> None:
+    one, seed = blend(datasets, 1, "a"), "trainer.seed=5"
+    reads_of(datasets, one, until=3)
+    with pytest.raises(RankFailed, match="trainer.seed"):
+        reads_of(datasets, one, seed, until=4)
+    # Numbers are of the new seed's order: 24 samples of the epoch were read.
+    assert of("a", reads_of(datasets, one, seed, "checkpoint.allow=[data]", until=4)) == list(range(24, 32))
+
+
+def test_epochs_in_other_batches_log_their_end(datasets: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sizes = (["trainer.global_batch_size=4"], ["trainer.global_batch_size=16", "checkpoint.allow=[batch]"])
+    common = [item for item in SMALL if "trainer.steps" not in item]
+    common += [*ON_FILES, f"data.prefixes=[{datasets}/a]", "trainer.epochs=1", f"run.dir={datasets}/run"]
+    (small, large) = (resolve(load_config([*common, *size], CONF), 1) for size in sizes)
+    run_ranks(_read, 1, small, 2)
+    capfd.readouterr()
+    run_ranks(_read, 1, large, 3)
+    planned = large.config.trainer.steps * 16
+    ends, right = 8 + (large.config.trainer.steps - 2) * 16, 2 + (planned - 8) // 16
+    output = capfd.readouterr().err
+    assert f"{large.config.trainer.steps} steps (trainer.epochs) end at sample {ends}; " in output
+    assert f"for {planned} samples write trainer.steps={right}\n" in output
+
+
+def test_another_sequence_length_continues_at_the_token(datasets: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    one = blend(datasets, 1, "a")
+    assert of("a", reads_of(datasets, one, until=3)) == list(range(24))
+    longer = ["data.seq_length=20", "checkpoint.allow=[data]"]
+    capfd.readouterr()
+    assert of("a", reads_of(datasets, one, *longer, until=4))[0] == math.ceil(24 * 16 / 20)
+    assert "data.seq_length: from 16 to 20, allowed" in capfd.readouterr().err
+    state = state_of(datasets / "run")
+    assert (state.consumed_samples, state.consumed_tokens) == (32, 24 * 16 + 8 * 20)
+    assert of("a", reads_of(datasets, one, *longer, until=5)) == list(range(28, 36))  # no second rounding

@@ -32,8 +32,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.timeout(900),  # more than the limits in jobs.py add up to
 ]
+Work = Callable[[Plan], None]
 TP2 = ["trainer.tp=2"]
-RUN = [*TP2, "trainer.steps=8", "checkpoint.every_steps=1", "checkpoint.keep=3"]
+RUN = [*TP2, "trainer.steps=6", "checkpoint.every_steps=1", "checkpoint.keep=3"]
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +43,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
     job = Job(folder, *RUN)
     assert job.wait() == 0, job.output
-    assert len(losses(folder)) == 8
+    assert len(losses(folder)) == 6
     return folder
 
 
-def assert_as_if_nothing_had_happened(run_dir: Path, whole: Path) -> None:
+def assert_same_run(run_dir: Path, whole: Path) -> None:
+    """Check that an interrupted run equals the whole run."""
     assert losses(run_dir) == losses(whole)  # each step once, all bits
     assert_same(final_tensors(run_dir), final_tensors(whole))
     assert leftovers(run_dir) == []
 
 
-def _with_each_step(act: Callable[[int, Path], None]) -> Callable[[Plan], None]:
+def _with_each_step(act: Callable[[int, Path], None]) -> Work:
     """The work of a rank that calls ``act(step, run_dir)`` before each step."""
 
     def work(plan: Plan) -> None:
@@ -73,7 +75,7 @@ def test_killed_at_any_moment(tmp_path: Path, whole: Path) -> None:
     # Few kills, each in another part of a run; python -m tests.chaos does hundreds.
     folder, chance = tmp_path / "run", random.Random(4)
     reached = 0
-    for held in (3, 6, 8):  # a step that this attempt does not come through, so that it can't end before it is killed
+    for held in (2, 4, 6):  # a step that this attempt does not come through, so that it can't end before it is killed
         job = Job(folder, *RUN, work=_with_each_step(lambda step, _: time.sleep(600 * (step == held))))  # noqa: B023
         job.until(lambda: len(losses(folder)) > reached)  # noqa: B023  called at once
         time.sleep(chance.uniform(0, 0.4))
@@ -82,10 +84,10 @@ def test_killed_at_any_moment(tmp_path: Path, whole: Path) -> None:
     job = Job(folder, *RUN)
     assert job.wait() == 0, job.output
     assert "resuming from" in job.output
-    assert_as_if_nothing_had_happened(folder, whole)
+    assert_same_run(folder, whole)
 
 
-def _fails_while_it_saves(kind: str) -> Callable[[Plan], None]:
+def _fails_while_it_saves(kind: str) -> Work:
     """Rank 1 fails in step 3 while the files of step 2 are written. If it is killed, its own file is complete."""
 
     def act(step: int, run_dir: Path) -> None:
@@ -122,29 +124,6 @@ def test_a_failing_step_finishes_the_save_of_the_previous_step(tmp_path: Path, k
     assert leftovers(folder) == []
 
 
-def test_copies_that_differ_are_not_saved(tmp_path: Path) -> None:
-    """A rerun must not report a run with a wrong state as done."""
-
-    def work(plan: Plan) -> None:
-        update = Optimizer.update
-
-        def drifting(self: Optimizer, *args: Any, **keywords: Any) -> None:
-            update(self, *args, **keywords)
-            if rank() == 1 and self.updates == 3:
-                next(s for s in self.model.shards if s.name.endswith("norm.weight")).local[0] += 1
-
-        Optimizer.update = drifting  # type: ignore[method-assign]
-        run_rank(plan)
-
-    folder = tmp_path / "run"
-    for _ in range(2):  # the second start resumes from step 2, whose copies are equal
-        job = Job(folder, *RUN, work=work)
-        assert job.wait() == 1, job.output
-        copies = "the copies of model.layers.0.input_layernorm.weight (offset [0]"
-        assert f"step 3 is not saved: {copies}" in job.output
-        assert saved_steps(folder / "checkpoints") == [2, 1]
-
-
 @pytest.mark.slow
 def test_adapters_of_a_shared_head_stay_equal_under_1bit_adam(tmp_path: Path) -> None:
     onebit = ["optim.name=onebit_adam", "optim.freeze_step=2", "trainer.zero=0", "trainer.dp=2"]
@@ -159,15 +138,15 @@ def _note_signals(run_dir: Path) -> None:
 
     def noting(self: stop.StopSignals, number: int, frame: FrameType | None) -> None:
         receive(self, number, frame)
-        with (run_dir / f"told{rank()}").open("a") as file:
+        with (run_dir / f"signals{rank()}").open("a") as file:
             file.write("x")
 
     stop.StopSignals._receive = noting  # type: ignore[method-assign]
 
 
-def _have_told(run_dir: Path, count: int) -> bool:
+def _have_received(run_dir: Path, count: int) -> bool:
     """Whether both ranks have received so many signals."""
-    files = [run_dir / f"told{number}" for number in range(2)]
+    files = [run_dir / f"signals{number}" for number in range(2)]
     return all(path.exists() and len(path.read_text()) == count for path in files)
 
 
@@ -182,17 +161,14 @@ def _waits_for_a_signal(plan: Plan) -> None:
     def act(step: int, run_dir: Path) -> None:
         if step == 3:
             (run_dir / f"third{rank()}").touch()
-            while not (run_dir / f"told{rank()}").exists():
+            while not (run_dir / f"signals{rank()}").exists():
                 time.sleep(0.01)
 
     _note_signals(Path(str(plan.config.run.dir)))
     _with_each_step(act)(plan)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGTERM, id="SIGTERM"), pytest.param(signal.SIGUSR1, id="SIGUSR1", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
 def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, whole: Path, number: signal.Signals) -> None:
     folder = tmp_path / "run"
     only_on_signal = [setting for setting in RUN if "every_steps" not in setting]
@@ -204,7 +180,7 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, whole: Path, numbe
     assert [path.name for path in (folder / "checkpoints").glob("step_*")] == ["step_00000003"]
     job = Job(folder, *only_on_signal)
     assert job.wait() == 0, job.output
-    assert_as_if_nothing_had_happened(folder, whole)
+    assert_same_run(folder, whole)
 
 
 class _Clock:
@@ -250,7 +226,7 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
     for count, seconds in enumerate((10.0, 10.9), start=1):  # the second is an echo of the same wish
         _Clock.set(folder, seconds)
         os.kill(job.pid, signal.SIGTERM)
-        job.until(lambda: _have_told(folder, count))  # noqa: B023  called at once
+        job.until(lambda: _have_received(folder, count))  # noqa: B023  called at once
     _Clock.set(folder, 11.1)
     os.kill(job.pid, signal.SIGTERM)
     assert job.wait() == 128 + signal.SIGTERM
@@ -288,7 +264,7 @@ PHASES = [
 ALL_PHASES = [*TP2, "trainer.steps=1", "trainer.val_every_steps=1", "trainer.val_steps=1", "checkpoint.every_steps=1"]
 
 
-def _stops_in(name: str | None) -> Callable[[Plan], None]:
+def _stops_in(name: str | None) -> Work:
     """A rank that writes down its phases; rank 1 stops itself in one of them."""
 
     def work(plan: Plan) -> None:
@@ -330,34 +306,18 @@ def test_a_rank_that_is_stopped_in_any_phase_is_blamed(
     assert last.startswith("Rank 1 of 2 failed: no progress") and f"in {name}; it is stopped" in last
 
 
-def _dies_once(plan: Plan) -> None:
-    """Rank 1 fails in its fifth step, in the first attempt only."""
-    inner, calls = ParallelModel.forward_backward, []
-    marker = Path(str(plan.config.run.dir)) / "failed_once"
-
-    def fails(self: ParallelModel, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == 5 and os.environ["RANK"] == "1" and not marker.exists():
-            marker.touch()
-            raise RuntimeError("a fault of the moment")
-        return inner(self, *arguments, **keywords)
-
-    ParallelModel.forward_backward = fails  # type: ignore[method-assign]
-    run_rank(plan)
-
-
 def test_restarts_from_the_last_checkpoint(tmp_path: Path, whole: Path) -> None:
     folder = tmp_path / "run"
-    job = Job(folder, *RUN, "trainer.max_restarts=1", work=_dies_once)
+
+    def fails_once(step: int, run_dir: Path) -> None:
+        if step == 4 and rank() == 1 and not (run_dir / "failed_once").exists():
+            (run_dir / "failed_once").touch()
+            raise RuntimeError("a fault of the moment")
+
+    job = Job(folder, *RUN, "trainer.max_restarts=1", work=_with_each_step(fails_once))
     assert job.wait() == 0, job.output
     assert "a fault of the moment" in job.output and "Restart 1 of 1" in job.output
-    assert_as_if_nothing_had_happened(folder, whole)
-
-
-def test_without_restarts_a_fault_is_the_end(tmp_path: Path) -> None:
-    job = Job(tmp_path / "run", *RUN, work=_dies_once)
-    assert job.wait() == 1
-    assert "a fault of the moment" in job.output
+    assert_same_run(folder, whole)
 
 
 def _nan_on_rank_1(plan: Plan) -> None:
@@ -367,7 +327,7 @@ def _nan_on_rank_1(plan: Plan) -> None:
     def poisoned(self: ParallelModel, *arguments: Any, **keywords: Any) -> torch.Tensor:
         calls.append(1)
         loss = inner(self, *arguments, **keywords)
-        if len(calls) in (3, 5) and os.environ["RANK"] == "1":
+        if len(calls) in (3, 5) and rank() == 1:
             grad = next(s for s in self.shards if s.name == "layers.2.mlp.down_proj.weight").grad
             assert grad is not None
             grad[0, 0] = torch.nan
@@ -386,12 +346,12 @@ def test_a_nan_gradient_stops_the_run_before_the_weights(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_steps_can_be_left_out(tmp_path: Path) -> None:
+def test_steps_can_be_skipped(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = Job(folder, *RUN, "trainer.skip_nonfinite_steps=2", work=_nan_on_rank_1)
     assert job.wait() == 0, job.output
     assert job.output.count("skipped step") == 2
-    assert [step for step, _ in losses(folder)] == list(range(1, 9))
+    assert [step for step, _ in losses(folder)] == list(range(1, 7))
     job = Job(tmp_path / "other", *RUN, "trainer.skip_nonfinite_steps=1", work=_nan_on_rank_1)
     assert job.wait() == 1 and "step 5" in job.output
 
@@ -403,7 +363,7 @@ def _flipped_on_rank_1(plan: Plan) -> None:
     def flipped(self: Optimizer, *, updated: bool = True) -> None:
         inner(self, updated=updated)
         calls.append(1)
-        if len(calls) == 5 and os.environ["RANK"] == "1":
+        if len(calls) == 5 and rank() == 1:
             state = next(state for kind, s, state in self.states() if (kind, s.name) == ("exp_avg_sq", "norm.weight"))
             assert isinstance(state, torch.Tensor)
             state.view(torch.int32)[7] ^= 1

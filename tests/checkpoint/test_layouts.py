@@ -86,8 +86,8 @@ def test_a_run_resumes_with_other_context_parallel_sizes(tmp_path: Path) -> None
     assert [*resumed.values()] == pytest.approx([*losses.values()], rel=1e-6) and resumed.keys() == losses.keys()
 
 
-def test_the_file_holds_hugging_faces_tensors(saved: Saved) -> None:
-    folder, before = saved("odd vocabulary", "tp2·pp2")
+def test_files_have_hugging_face_names_and_shapes(saved: Saved) -> None:
+    folder, before = saved("odd vocabulary", "tp4, kv heads < tp")
     stored = read_manifest(folder / "checkpoints" / "step_00000002").stored
     assert stored.tensors["lm_head.weight"].shape == (61, 32)  # without the rows that pad it
     for name, tensor in before.tensors.items():
@@ -105,31 +105,12 @@ def test_each_value_is_written_once(saved: Saved) -> None:
         assert sum(manifest.files.values()) - heads - random == 4 * values
 
 
-def _forget_moments(checkpointer: Checkpointer) -> None:
-    list(checkpointer.optimizer.states())[0][2].add_(1)
-    inner = checkpointer.optimizer.restore
-
-    def restore(updates: int, steps: int) -> None:
-        inner(updates, steps)
-        list(checkpointer.optimizer.states())[0][2].zero_()
-
-    checkpointer.optimizer.restore = restore  # type: ignore[method-assign]
-
-
-def test_a_lost_moment_would_be_seen(saved: Saved, tmp_path: Path) -> None:
-    folder, before = saved("odd vocabulary", "one")
-    checkpoint = f"checkpoint.resume={folder}/checkpoints/step_00000002"
-    after = run(1, tmp_path, *MODELS["odd vocabulary"], checkpoint, tamper=_forget_moments)
-    with pytest.raises(AssertionError, match="exp_avg/"):
-        assert_same(after.tensors, before.tensors)
-
-
-def _own_everything(checkpointer: Checkpointer) -> None:
+def _count_everything(checkpointer: Checkpointer) -> None:
     for shard in checkpointer.model.shards:
         shard.counts = True
 
 
 def test_a_value_written_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="has 4096 of 2048 values"):
-        run(2, tmp_path, "trainer.zero=0", until=1, tamper=_own_everything)
+        run(2, tmp_path, "trainer.zero=0", until=1, tamper=_count_everything)
     assert list((tmp_path / "checkpoints").iterdir()) == []

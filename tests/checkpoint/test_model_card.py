@@ -10,7 +10,6 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import State
@@ -56,42 +55,25 @@ def test_the_numbers_are_those_of_the_exported_run(tmp_path: Path) -> None:
     assert str(tmp_path) not in card and "AutoTokenizer" not in card and "--tokenizer TOKENIZER" in card
 
 
-def test_two_exports_to_one_folder(tmp_path: Path) -> None:
+def test_no_file_of_the_user_is_replaced(tmp_path: Path) -> None:
     run(1, tmp_path / "run", until=1)
-    checkpoint = find_checkpoint(tmp_path / "run")
-    with atomic_folder(tmp_path / "hf") as folder:
-        (folder / "config.json").write_text("first")
+    checkpoint, target = find_checkpoint(tmp_path / "run"), tmp_path / "hf"
+    with atomic_folder(target) as folder:
+        (folder / "README.md").write_text("# Mine\n")
         with raises_with_message(ConfigError, "OUT = .* another process is writing this folder"):
-            export(checkpoint, tmp_path / "hf")
+            export(checkpoint, target)
     with raises_with_message(ConfigError, "OUT = .* the folder exists and is not empty"):
-        export(checkpoint, tmp_path / "hf")
-    assert (tmp_path / "hf" / "config.json").read_text() == "first"
-
-
-def test_no_card_of_the_user_is_replaced(tmp_path: Path) -> None:
-    def then_export(checkpointer: Checkpointer) -> None:
-        finish = checkpointer.finish
-
-        def finish_and_export(step: int) -> None:
-            finish(step)
-            checkpointer.export()
-
-        checkpointer.finish = finish_and_export  # type: ignore[method-assign]
-
-    run(1, tmp_path / "run", "checkpoint.export_hf=true", until=1, tamper=then_export)
-    card = tmp_path / "run" / "hf" / "README.md"
-    assert rows(card.read_text())["Training tokens"] == "128 in 1 step"
-    card.write_text("# Mine\n")
-    with raises_with_message(ConfigError, "the folder exists and is not empty"):
-        export(find_checkpoint(tmp_path / "run"), card.parent)
-    assert card.read_text() == "# Mine\n"
+        export(checkpoint, target)
+    assert (target / "README.md").read_text() == "# Mine\n"
     link, empty = tmp_path / "link", tmp_path / "empty"
     empty.mkdir()
-    for target in (empty, tmp_path / "missing", link):
-        link.symlink_to(target)
+    for linked in (empty, tmp_path / "missing", link):
+        link.symlink_to(linked)
         with raises_with_message(ConfigError, f"is a link.*remove {link}"):
-            export(find_checkpoint(tmp_path / "run"), link)
+            export(checkpoint, link)
         link.unlink()
+    export(checkpoint, empty)
+    assert rows((empty / "README.md").read_text())["Training tokens"] == "128 in 1 step"
 
 
 def make_card(state: dict[str, Any], **options: Any) -> str:
@@ -123,20 +105,13 @@ def test_a_local_folder_is_no_model_of_the_hub() -> None:
     assert 'AutoTokenizer.from_pretrained("FOLDER")' in card
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "# Base\n", "---\nlicense: mit\n", "---\nlicense: [a]\n---\n", "---\nlicense: a b\n---\n", "---\n- x\n---\n"],
-)
-def test_a_license_that_is_not_found(text: str, tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text(text)
-    assert base_license(tmp_path) == "unknown"
-
-
-def test_a_base_with_a_harmful_card(tmp_path: Path) -> None:
+def test_unknown_licenses(tmp_path: Path) -> None:
     assert base_license(tmp_path / "missing") == "unknown"
     os.mkfifo(tmp_path / "README.md")
     assert base_license(tmp_path) == "unknown"
     (tmp_path / "README.md").unlink()
-    for content in (b"---\nlicense: \xff\n---\n", b"---\nlicense: " + b"[" * 100_000 + b"\n---\n"):
+    cards = (b"", b"# Base\n", b"---\nlicense: mit\n", b"---\n- x\n---\n")
+    values = (b"[a]", b"a b", b"\xff", b"[" * 100_000)
+    for content in (*cards, *(b"---\nlicense: %b\n---\n" % value for value in values)):
         (tmp_path / "README.md").write_bytes(content)
-        assert base_license(tmp_path) == "unknown"
+        assert base_license(tmp_path) == "unknown", content[:40]

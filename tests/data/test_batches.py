@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 
@@ -44,26 +42,20 @@ def batches_of_all_ranks(layout: dict[str, int]) -> list[Batches]:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("step", [0, 1, 7])
 def test_a_step_is_its_samples_each_once(layout: dict[str, int], step: int) -> None:
-    seen: Counter[int] = Counter()
+    """Tensor- and pipeline-parallel ranks work on the same samples; data-parallel ranks on different ones."""
+    samples: dict[int, list[list[int]]] = {}
     for batches in batches_of_all_ranks(layout):
         local = batches.at(step * GLOBAL_BATCH)
         assert len(local) == GLOBAL_BATCH // (layout["micro"] * layout["dp"])
         for batch in local:
             assert batch.tokens.shape == (layout["micro"], 8)
             assert torch.equal(batch.labels, -batch.tokens)  # tokens and labels of the same sample
-            seen.update(batch.tokens[:, 0].tolist())
-    # Tensor- and pipeline-parallel ranks work on the same samples; data-parallel ones share them out.
-    copies = layout["tp"] * layout["pp"]
-    assert seen == {index: copies for index in range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)}
-
-
-def test_ranks_of_one_data_parallel_place_see_the_same() -> None:
-    everyones = batches_of_all_ranks({"tp": 2, "pp": 2, "dp": 2, "micro": 3})
-    for place in (0, 1):
-        same = [b.at(48) for b in everyones if b.topology.place["dp"] == place]
-        assert len(same) == 4
-        for others in same[1:]:
-            assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(same[0], others, strict=True))
+        numbers = [number for batch in local for number in batch.tokens[:, 0].tolist()]
+        samples.setdefault(batches.topology.place["dp"], []).append(numbers)
+    assert all(len(same) == layout["tp"] * layout["pp"] for same in samples.values())
+    assert all(numbers == same[0] for same in samples.values() for numbers in same)
+    together = sorted(number for same in samples.values() for number in same[0])
+    assert together == [*range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)]
 
 
 def test_consumed_samples_need_not_be_whole_steps() -> None:

@@ -23,7 +23,7 @@ VOCABULARY = 2000
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
     """A dataset that nothing is wrong with."""
-    return write_indexed(tmp_path / "text_document", numbered(60))
+    return write_indexed(tmp_path / "text_document", numbered(COUNT))
 
 
 @pytest.fixture(scope="module")
@@ -52,95 +52,55 @@ def write_manifest(prefix: str, tokenizer: Path) -> None:
 def test_a_good_dataset_has_no_problem(prefix: str, tokenizer: Path) -> None:
     write_manifest(prefix, tokenizer)
     assert check_data(config_of(prefix, tokenizer=tokenizer)) == []
-    assert read_index(prefix).tokens() == sum(len(document) for document in numbered(60))
+    assert read_index(prefix).tokens() == sum(LENGTHS)
+    Path(prefix + ".json").unlink()  # another program's dataset has no manifest
+    assert check_data(config_of(prefix, tokenizer=tokenizer)) == []
 
 
-def cut_index(prefix: str) -> None:
-    index = Path(prefix + ".idx")
-    index.write_bytes(index.read_bytes()[:-8])
+def write(prefix: str, suffix: str, change: Callable[[bytes], bytes]) -> None:
+    path = Path(prefix + suffix)
+    path.write_bytes(change(path.read_bytes()))
 
 
-def cut_index_in_its_header(prefix: str) -> None:
-    Path(prefix + ".idx").write_bytes(MAGIC)
+def packed(content: bytes, offset: int, kind: str, *values: int) -> bytes:
+    """Replace values of an .idx, ``offset`` bytes after its header."""
+    changed = bytearray(content)
+    struct.pack_into(f"<{len(values)}{kind}", changed, 34 + offset, *values)
+    return bytes(changed)
 
 
-def other_magic(prefix: str) -> None:
-    index = Path(prefix + ".idx")
-    index.write_bytes(b"TNTIDX\x00\x00\x00" + index.read_bytes()[9:])  # fairseq's older format
+COUNT = 60
+LENGTHS = [len(document) for document in numbered(COUNT)]
+# A document without tokens is no sequence, but is in the list of documents.
+EMPTY_DOCUMENTS = MAGIC + struct.pack("<QBQQ", 1, 8, 0, 3) + struct.pack("<3q", 0, 0, 0)
+# In an index: the lengths of sequences, their places in the .bin, and the first sequence of each document.
+BROKEN: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
+    "places": (".idx", lambda idx: packed(idx, 4 * COUNT, "q", *[0] * COUNT), "sequence 1 has"),
+    "length": (".idx", lambda idx: packed(idx, 0, "i", sum(LENGTHS[:2]) + 5, -5), "sequence 1 has -5 tokens"),
+    "documents": (".idx", lambda idx: packed(idx, 12 * COUNT + 8, "q", 3, 1), "its document boundaries do not match"),
+    "cut index": (".idx", lambda idx: idx[:-8], "text_document.idx has"),
+    "cut header": (".idx", lambda idx: MAGIC, "text_document.idx is not a Megatron index file"),
+    "fairseq": (".idx", lambda idx: b"TNTIDX\0\0\0" + idx[9:], "text_document.idx is not a Megatron index file"),
+    "dtype": (".idx", lambda idx: idx[:17] + b"\x63" + idx[18:], "text_document.idx has version 1 and dtype code 99"),
+    "cut binary": (".bin", lambda binary: binary[:-2], "text_document.bin has"),
+    "longer binary": (".bin", lambda binary: binary + b"\0\0", "text_document.bin has"),
+}
 
 
-def unknown_dtype(prefix: str) -> None:
-    index = Path(prefix + ".idx")
-    index.write_bytes(index.read_bytes()[:17] + b"\x63" + index.read_bytes()[18:])
-
-
-def cut_binary(prefix: str) -> None:
-    binary = Path(prefix + ".bin")
-    binary.write_bytes(binary.read_bytes()[:-2])
-
-
-def longer_binary(prefix: str) -> None:
-    binary = Path(prefix + ".bin")
-    binary.write_bytes(binary.read_bytes() + b"\x00\x00")
-
-
-def no_binary(prefix: str) -> None:
-    Path(prefix + ".bin").unlink()
-
-
-def empty(prefix: str) -> None:
-    write_indexed(Path(prefix), [])
-
-
-def only_empty_documents(prefix: str) -> None:
-    # A document without tokens is no sequence, but is in the list of documents.
-    Path(prefix + ".idx").write_bytes(MAGIC + struct.pack("<QBQQ", 1, 8, 0, 3) + struct.pack("<3q", 0, 0, 0))
-    Path(prefix + ".bin").write_bytes(b"")
-
-
-def _tamper(prefix: str, offset: int, kind: str, *values: int) -> None:
-    """Overwrites values of the .idx, ``offset`` bytes after its header."""
-    path = Path(prefix + ".idx")
-    content = bytearray(path.read_bytes())
-    struct.pack_into(f"<{len(values)}{kind}", content, 34 + offset, *values)
-    path.write_bytes(content)
-
-
-def pointers_to_the_first_document(prefix: str) -> None:
-    count = len(read_index(prefix))
-    _tamper(prefix, 4 * count, "q", *[0] * count)
-
-
-def negative_length(prefix: str) -> None:
-    first, second = (int(length) for length in read_index(prefix).lengths[:2])
-    _tamper(prefix, 0, "i", first + second + 5, -5)  # the same sum
-
-
-def documents_out_of_order(prefix: str) -> None:
-    _tamper(prefix, 12 * len(read_index(prefix)) + 8, "q", 3, 1)
-
-
-BROKEN = [
-    (pointers_to_the_first_document, "sequence 1 has"),
-    (negative_length, "sequence 1 has -5 tokens"),
-    (documents_out_of_order, "its document boundaries do not match its"),
-    (cut_index, "text_document.idx has"),
-    (cut_index_in_its_header, "text_document.idx is not a Megatron index file"),
-    (other_magic, "text_document.idx is not a Megatron index file"),
-    (unknown_dtype, "text_document.idx has version 1 and dtype code 99"),
-    (cut_binary, "text_document.bin has"),
-    (longer_binary, "text_document.bin has"),
-    (no_binary, "text_document.bin"),
-    (empty, "text_document.bin has no tokens"),
-    (only_empty_documents, "text_document.bin has no tokens"),
-]
-
-
-@pytest.mark.parametrize(("harm", "rule"), BROKEN, ids=[harm.__name__ for harm, _ in BROKEN])
-def test_broken_files_are_named(prefix: str, harm: Callable[[str], None], rule: str) -> None:
-    harm(prefix)
+@pytest.mark.parametrize(("suffix", "change", "rule"), BROKEN.values(), ids=BROKEN)
+def test_broken_files_are_named(prefix: str, suffix: str, change: Callable[[bytes], bytes], rule: str) -> None:
+    write(prefix, suffix, change)
     message = only(check_data(config_of(prefix)))
     assert message.startswith("data.prefixes") and rule in message and "prepare the dataset again" in message
+
+
+def test_missing_and_empty_datasets(prefix: str) -> None:
+    Path(prefix + ".bin").unlink()
+    assert "text_document.bin" in only(check_data(config_of(prefix)))
+    write_indexed(Path(prefix), [])
+    assert "text_document.bin has no tokens" in only(check_data(config_of(prefix)))
+    write(prefix, ".idx", lambda idx: EMPTY_DOCUMENTS)
+    assert "text_document.bin has no tokens" in only(check_data(config_of(prefix)))
 
 
 @pytest.mark.parametrize("kind", ["H", "i"])
@@ -149,6 +109,9 @@ def test_ids_beyond_the_vocabulary(tmp_path: Path, kind: str) -> None:
     message = only(check_data(config_of(prefix)))
     assert prefix in message and f"token id {VOCABULARY}" in message and f"model.vocab_size={VOCABULARY + 1}" in message
     assert check_data(config_of(prefix, vocabulary=VOCABULARY + 1)) == []
+    if kind == "i":
+        negative = write_indexed(tmp_path / "text", [[5, -6], [7, 8]], "i")
+        assert "negative token id -6" in only(check_data(config_of(negative)))
 
 
 def test_advice_for_the_vocabulary_fits_the_tokenizer_too(tmp_path: Path, tokenizer: Path) -> None:
@@ -188,14 +151,10 @@ def test_a_manifest_that_can_not_be_read(prefix: str, tokenizer: Path) -> None:
         assert prefix + ".json cannot be read" in only(check_data(config_of(prefix, tokenizer=tokenizer)))
 
 
-def test_a_dataset_of_another_program_has_no_manifest(prefix: str, tokenizer: Path) -> None:
-    assert check_data(config_of(prefix, tokenizer=tokenizer)) == []
-
-
 def test_all_problems_at_once(tmp_path: Path) -> None:
     prefixes = [write_indexed(tmp_path / name, numbered(20)) for name in ("good", "cut", "magic", "large")]
-    cut_binary(prefixes[1])
-    other_magic(prefixes[2])
+    write(prefixes[1], ".bin", lambda binary: binary[:-2])
+    write(prefixes[2], ".idx", lambda idx: MAGIC)
     write_indexed(Path(prefixes[3]), [[VOCABULARY + 5]])
     problems = check_data(config_of(*prefixes))
     assert len(problems) == 3 and {problem.field for problem in problems} == {"data.prefixes"}
@@ -204,8 +163,3 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
     weighted = config_of()
     weighted.data.prefixes = [0.5, prefixes[1], 0.5, prefixes[2]]
     assert len(check_data(weighted)) == 2
-
-
-def test_negative_ids_are_refused(tmp_path: Path) -> None:
-    prefix = write_indexed(tmp_path / "text", [[5, -6], [7, 8]], "i")
-    assert "negative token id -6" in only(check_data(config_of(prefix)))

@@ -17,6 +17,7 @@ import torch
 from data_prep import analyze
 from megatron_llama.config import ConfigError
 from megatron_llama.corpus.difficulty_index import open_difficulty_index
+from megatron_llama.corpus.epochs import planned_timeline
 from megatron_llama.data.batches import Batches, Data, build_data
 from megatron_llama.data.graded_order import GroupSchedule, cut_sample, group_seed, levels_of
 from megatron_llama.data.record import Record
@@ -38,9 +39,8 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("graded")
     written = write_indexed(folder / "a", numbered(200))
     for name in ("first", "last_digit"):
-        analyze.main(
-            [written, "--metric", f"tests.data.test_graded_order.{name}", "--seq-length", "32", "--workers", "1"]
-        )
+        metric = f"tests.data.test_graded_order.{name}"
+        analyze.main([written, "--metric", metric, "--seq-length", "32", "--workers", "1"])
     return written
 
 
@@ -54,21 +54,10 @@ def last_digit(ids: np.ndarray) -> int:
     return 1 + int(ids[0]) // LENGTH * 7 % 10
 
 
-BY_VALUE = {
-    "metric": "first",
-    "min_difficulty": 100,
-    "max_difficulty": 400,
-    "difficulty_step": 50,
-    "total_curriculum_step": 20,
-}
-BY_SHARE = {
-    "metric": "last_digit",
-    "difficulty_type": "percentile",
-    "schedule_type": "fixed_root",
-    "min_difficulty": 20,
-    "max_difficulty": 100,
-    "total_curriculum_step": 30,
-}
+BY_VALUE: Settings = {"metric": "first", "min_difficulty": 100, "max_difficulty": 400, "difficulty_step": 50}
+BY_VALUE |= {"total_curriculum_step": 20}
+BY_SHARE: Settings = {"metric": "last_digit", "difficulty_type": "percentile", "schedule_type": "fixed_root"}
+BY_SHARE |= {"min_difficulty": 20, "max_difficulty": 100, "total_curriculum_step": 30}
 STEPS = {"trainer.steps": 60}
 
 
@@ -78,8 +67,6 @@ def graded_plan(prefix: str, *metrics: Settings, world: int = 1, **changes: Any)
 
 def stream_of(plan: Plan) -> SampleStream:
     """A plan's training samples, without ranks."""
-    from megatron_llama.corpus.epochs import planned_timeline
-
     timeline, levels = planned_timeline(plan.config.data), levels_of(plan)
     (prefix,) = timeline.segments[0].weights
     firsts = [timeline.before(level.samples)[prefix] for level in levels]
@@ -210,7 +197,7 @@ def _read(rank: int, parts: Sequence[Part]) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft"])
-def test_a_run_that_stops_anywhere_goes_on(prefix: str, kind: str, tmp_path: Path) -> None:
+def test_a_run_resumes_at_any_sample(prefix: str, kind: str, tmp_path: Path) -> None:
     metrics, changes = [BY_VALUE, BY_SHARE], {}
     if kind == "sft":
         examples = [document for document in numbered(200) if 2 <= len(document) <= LENGTH]
@@ -236,7 +223,7 @@ def test_a_run_that_stops_anywhere_goes_on(prefix: str, kind: str, tmp_path: Pat
     assert faster[:8] == whole[96:104], "the current level continues at its position"
 
 
-def test_a_curriculum_that_begins_later_begins_anew(prefix: str) -> None:
+def test_a_curriculum_that_begins_later_begins_at_its_start(prefix: str) -> None:
     plain, graded = data_plan([prefix], **STEPS), graded_plan(prefix, BY_VALUE)
     ((_, _, record),) = read([(plain, None, RunPosition(), 40)])
     record.pop("curriculum")  # a checkpoint of before there was one

@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -87,18 +88,12 @@ def test_gives_what_the_batches_give(positions: list[int]) -> None:
     with Prefetcher(batches, end=40) as prefetcher:
         actual = [numbers(prefetcher.at(position)) for position in positions]
     assert samples.threads == {"prefetch"}, "nothing is built on the training thread"
+    if positions == JOURNEYS["start"]:
+        assert samples.read == list(range(40)), "each sample is read once, and none after the end"
     assert actual == [numbers(batches.at(position)) for position in positions]
 
 
-def test_a_run_reads_each_sample_once_and_none_after_its_end() -> None:
-    samples = Watched()
-    with Prefetcher(batches_of(samples), end=40) as prefetcher:
-        for position in range(0, 40, GLOBAL_BATCH):
-            prefetcher.at(position)
-    assert samples.read == list(range(40))
-
-
-def test_the_next_batches_are_there_before_they_are_asked_for() -> None:
+def test_the_next_batches_are_read_ahead() -> None:
     samples = Watched()
     with Prefetcher(batches_of(samples), end=10**6) as prefetcher:
         prefetcher.at(0)
@@ -110,7 +105,7 @@ def test_the_next_batches_are_there_before_they_are_asked_for() -> None:
     assert len(samples.read) <= (2 + 2 * AHEAD) * GLOBAL_BATCH, "it does not run away"
 
 
-def test_an_error_comes_with_the_batch_it_is_about_and_with_its_own_traceback() -> None:
+def test_an_error_is_raised_with_its_batch_and_traceback() -> None:
     samples = Watched(broken=19)
     with Prefetcher(batches_of(samples), end=10**6) as prefetcher:
         prefetcher.at(0)
@@ -122,16 +117,13 @@ def test_an_error_comes_with_the_batch_it_is_about_and_with_its_own_traceback() 
     assert "__getitem__" in names and "_micro_batch" in names
 
 
-@pytest.mark.parametrize("how", ["end", "fault"])
-def test_the_thread_ends_with_the_run(how: str) -> None:
+@pytest.mark.parametrize("failure", [None, SystemExit(75)], ids=["end", "fault"])
+def test_the_thread_ends_with_the_run(failure: BaseException | None) -> None:
     prefetcher = Prefetcher(batches_of(Watched()), end=10**6)
-    try:
-        with prefetcher:
-            prefetcher.at(0)
-            if how == "fault":
-                raise SystemExit(75)
-    except SystemExit:
-        pass
+    with suppress(SystemExit), prefetcher:
+        prefetcher.at(0)
+        if failure:
+            raise failure
     assert not prefetcher._thread.is_alive()
 
 
@@ -147,7 +139,7 @@ def test_a_read_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPa
     assert not prefetcher._thread.is_alive(), "pending batches are not built"
 
 
-def test_the_watchdog_sees_a_read_that_hangs() -> None:
+def test_the_watchdog_reports_a_read_that_hangs() -> None:
     samples = Watched()
     samples.gate.clear()
     rank = ThisProcess(0)
@@ -163,7 +155,7 @@ def test_the_watchdog_sees_a_read_that_hangs() -> None:
     assert "data/batches.py" in rank.stacks()
 
 
-def test_each_forked_rank_has_a_thread_of_its_own() -> None:
+def test_each_forked_rank_has_a_thread() -> None:
     plan = plan_of(2, tp=1, micro_batch_size=2)
     assert plan.dp == 2
     first, second = run_ranks(_rank, 2, plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import shutil
 from collections.abc import Sequence
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from megatron_llama.config import ConfigError
 from megatron_llama.corpus.indexed_format import read_index
-from megatron_llama.data.batches import Data, build_data
+from megatron_llama.data.batches import build_data
+from megatron_llama.data.megatron_order import build_megatron
 from megatron_llama.data.record import Record, differences, make_record
 from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import RunPosition
@@ -45,7 +48,7 @@ def read(parts: Sequence[Part]) -> list[tuple[list[list[int]], list[list[int]], 
 def _read(rank: int, parts: Sequence[Part]) -> list:
     actual = []
     for plan, record, consumed, has_checkpoint, count in parts:
-        data = _data(plan, rank)
+        data = build_data(plan, plan.topology(rank), CPU)
         if has_checkpoint:
             start = RunPosition(consumed // GLOBAL_BATCH, consumed)
             data.resume(record or megatron_record(plan, consumed), start)
@@ -55,11 +58,7 @@ def _read(rank: int, parts: Sequence[Part]) -> list:
     return actual
 
 
-def _data(plan: Plan, rank: int) -> Data:
-    return build_data(plan, plan.topology(rank), CPU)
-
-
-def test_a_stream_that_stops_anywhere_goes_on(sets: list[str]) -> None:
+def test_a_stream_resumes_at_any_sample(sets: list[str]) -> None:
     chooser = random.Random(3)
     blend: list[Any] = [0.2, sets[0], 0.5, sets[1], 0.3, sets[2]]
     schedule = [{"samples": 100, "prefixes": [sets[2], sets[0]]}]
@@ -75,7 +74,7 @@ def test_a_stream_that_stops_anywhere_goes_on(sets: list[str]) -> None:
     assert stopped == record
 
 
-def test_another_blend_goes_on_where_each_dataset_stood(sets: list[str]) -> None:
+def test_another_blend_continues_each_dataset(sets: list[str]) -> None:
     a, b, c = sets
     plans = [data_plan(blend) for blend in ([0.5, a, 0.5, b], [0.2, c, 0.8, a], [b, a])]
     of_each = read([(data_plan([prefix]), None, 0, False, 200) for prefix in sets])
@@ -127,15 +126,36 @@ def test_a_run_in_megatrons_order_resumes_in_that_order(sets: list[str], tmp_pat
         assert of_this == of_each[number][0][stood[prefix] : stood[prefix] + len(of_this)]
 
 
-def test_a_longer_run_in_megatrons_order_reads_the_same_samples_first(sets: list[str]) -> None:
+def test_a_longer_run_in_megatrons_order_begins_with_the_same_samples(sets: list[str]) -> None:
     plan, longer = (data_plan([0.25, sets[0], 0.75, sets[1]], **{"trainer.steps": steps}) for steps in (20, 50))
-    (resumed, _, _), (same, _, _) = read(
-        [(longer, megatron_record(plan, 90), 90, True, 70), (plan, None, 90, True, 70)]
-    )
+    record, unweighted = megatron_record(plan, 90), data_plan(sets)
+    (resumed, _, _), (same, _, _) = read([(longer, record, 90, True, 70), (plan, None, 90, True, 70)])
     assert resumed == same
-    assert differences(megatron_record(plan, 90), make_record(longer)) == []
-    unweighted = data_plan(sets)
+    assert differences(record, make_record(longer)) == []
     assert differences(megatron_record(unweighted, 8), make_record(unweighted)) == []
+
+
+def test_a_pickle_in_megatrons_index_files_is_rejected(tmp_path: Path) -> None:
+    """The files are next to the dataset, which another user may have written; numpy would read a pickle as an array."""
+    prefixes = [write_indexed(tmp_path / name, [list(range(1, 40))] * 8) for name in ("a", "b")]
+    plan = data_plan(prefixes, **{"data.seq_length": 16, "data.split": "1,0,0"})
+    messages = run_ranks(_build_with_pickles, 1, plan, tmp_path / "index_cache")[0]
+    assert len(messages) == 2 * 3 + 2, "three for each dataset, two for the blend"
+    assert all("pickled" in message for message in messages), messages
+
+
+def _build_with_pickles(rank: int, plan: Plan, cache: Path) -> list[str]:
+    """Return the errors when each of the files is a pickle."""
+    build_megatron(plan, 16, 0)
+    messages = []
+    for file in sorted(cache.glob("*.npy")):
+        content = file.read_bytes()
+        file.write_bytes(pickle.dumps([1, 2]))
+        with pytest.raises(ConfigError) as caught:
+            build_megatron(plan, 16, 0)
+        messages.append(str(caught.value))
+        file.write_bytes(content)
+    return messages
 
 
 def test_a_dataset_that_was_moved_is_the_same(sets: list[str], tmp_path: Path) -> None:
@@ -151,7 +171,7 @@ def test_a_dataset_that_was_moved_is_the_same(sets: list[str], tmp_path: Path) -
     assert rest == whole[60:] and len(record["segments"]) == 1
 
 
-def test_differences_are_told_by_what_they_change(sets: list[str], tmp_path: Path) -> None:
+def test_kinds_of_differences(sets: list[str], tmp_path: Path) -> None:
     a, b, c = sets
     blend: list[Any] = [0.5, a, 0.5, b]
     record = make_record(data_plan(blend))

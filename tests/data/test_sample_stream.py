@@ -13,12 +13,11 @@ import torch
 from megatron_llama.config import ConfigError
 from megatron_llama.corpus.epochs import planned_timeline
 from megatron_llama.corpus.indexed_format import read_index
-from megatron_llama.data.batches import build_data
 from megatron_llama.data.sample_stream import EndlessDataset, SampleStream, build_streams
 from megatron_llama.plan import Plan
 from tests.data.files import data_plan, numbered, write_indexed
 from tests.data.megatron import epoch_texts, run_texts, text
-from tests.model.llamas import CPU
+from tests.messages import unwrap
 from tests.ranks import run_ranks
 
 LENGTH = 32
@@ -186,43 +185,30 @@ def test_a_schedule_changes_the_blend_and_nothing_else(tmp_path: Path) -> None:
     assert validation == samples_of(data_plan([b], **VALIDATE), 0, 150)[0][1]
 
 
-def test_samples_do_not_depend_on_rank_or_layout(tmp_path: Path) -> None:
+def test_samples_do_not_depend_on_rank_layout_or_length(tmp_path: Path) -> None:
     prefix = write_indexed(tmp_path / "text", numbered(200))
     changes: Changes = {"data.cache_dir": str(tmp_path / "alone"), **VALIDATE}
     (alone,) = samples_of(data_plan([prefix], **changes), 300, 10)
+    (long,) = samples_of(data_plan([prefix], **changes, **{"trainer.steps": 3000}), 300, 10)
+    assert long == alone and alone[0][:10] != alone[1]
     layout: Changes = {"trainer.tp": 2, "data.cache_dir": str(tmp_path / "together"), **VALIDATE}
-    for answer in samples_of(data_plan([prefix], world=4, **layout), 300, 10, world=4):
-        assert answer == alone
+    assert samples_of(data_plan([prefix], world=4, **layout), 300, 10, world=4) == [alone] * 4
     (other_seed,) = samples_of(data_plan([prefix], **changes, **{"trainer.seed": 5}), 300, 10)
     assert other_seed[0] != alone[0]
 
 
-def test_a_cache_that_each_machine_has_for_itself(tmp_path: Path) -> None:
-    """Ranks that share no cache: each finds the same samples, and all its files in its own."""
+def test_ranks_without_a_shared_cache(tmp_path: Path) -> None:
+    """Each rank reads the same samples, with all index files in its cache."""
     prefix = write_indexed(tmp_path / "text", numbered(100))
     plans = [data_plan([prefix], world=2, **{"data.cache_dir": str(tmp_path / f"node{rank}")}) for rank in range(2)]
-    one, other = run_ranks(_read_of_own, 2, plans)
+    one, other = run_ranks(_read_with_plan_of_rank, 2, plans)
     assert one == other
     caches = [sorted(path.name for path in (tmp_path / f"node{rank}").iterdir()) for rank in range(2)]
     assert caches[0] == caches[1] and len(caches[0]) == 4, "two epochs, and their locks"
 
 
-def _read_of_own(rank: int, plans: list[Plan]) -> list[Sample]:
+def _read_with_plan_of_rank(rank: int, plans: list[Plan]) -> list[Sample]:
     return _read(rank, plans[rank], 130, 0)[0]
-
-
-def test_validation_is_the_same_whatever_the_length(tmp_path: Path) -> None:
-    prefix = write_indexed(tmp_path / "text", numbered(100))
-    steps = [data_plan([prefix], **{"trainer.steps": count, **VALIDATE}) for count in (3, 3000)]
-    short, long = (run_ranks(_run_data, 1, plan)[0] for plan in steps)
-    assert short == long
-    assert short[0] != short[1]
-
-
-def _run_data(rank: int, plan: Plan) -> tuple[list, list]:
-    data = build_data(plan, plan.topology(rank), CPU)
-    assert data.validation is not None
-    return data.train.at(0)[0].tokens.tolist(), data.validation.at(0)[0].tokens.tolist()
 
 
 @pytest.mark.parametrize(
@@ -239,24 +225,17 @@ def test_a_split_without_a_sequence_is_refused(tmp_path: Path, documents: int, s
     for message in run_ranks(_refusal, 2, data_plan([prefix], world=2, **changes)):
         assert "data.prefixes" in message and rule.replace("PREFIX", prefix) in message, message
         assert "use a larger dataset" in message
+    if split == "969,30,1":  # without validation
+        ((samples, validation),) = samples_of(data_plan([prefix], **{"data.split": split}), 20, 0)
+        assert len(samples) == 20 and not validation
 
 
-def test_a_split_that_is_not_wanted_may_be_empty(tmp_path: Path) -> None:
-    prefix = write_indexed(tmp_path / "text", numbered(10))
-    ((samples, validation),) = samples_of(data_plan([prefix], **{"data.split": "969,30,1"}), 20, 0)
-    assert len(samples) == 20 and not validation
-
-
-def test_a_cache_that_can_not_be_written_is_told_by_every_rank(tmp_path: Path) -> None:
+def test_every_rank_reports_an_unwritable_cache_and_a_damaged_dataset(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     prefix = write_indexed(tmp_path / "text", numbered(20))
     plan = data_plan([prefix], world=2, **{"data.cache_dir": str(tmp_path / "file" / "cache")})
     messages = run_ranks(_refusal, 2, plan)
     assert messages[0] == messages[1] and "NotADirectoryError" in messages[0] and "data.cache_dir" in messages[0]
-
-
-def test_a_broken_dataset_is_refused_on_every_rank(tmp_path: Path) -> None:
-    prefix = write_indexed(tmp_path / "text", numbered(20))
     plan = data_plan([prefix], world=2)
     Path(prefix + ".bin").write_bytes(b"")
     messages = run_ranks(_refusal, 2, plan)
@@ -266,7 +245,7 @@ def test_a_broken_dataset_is_refused_on_every_rank(tmp_path: Path) -> None:
 def _refusal(rank: int, plan: Plan) -> str:
     with pytest.raises(ConfigError) as caught:
         build_streams(plan)
-    return " ".join(str(caught.value).split())  # without the line breaks of the page
+    return unwrap(str(caught.value))
 
 
 @pytest.mark.parametrize("bad", [-7, 20000], ids=["negative", "beyond the vocabulary"])
@@ -279,7 +258,7 @@ def test_an_id_without_a_row_is_named_where_it_is(tmp_path: Path, bad: int) -> N
         try:
             sample = stream[number]
         except ConfigError as error:
-            failures.add(" ".join(str(error).split()))
+            failures.add(unwrap(str(error)))
             continue
         assert bad not in ids([sample])
     (message,) = failures

@@ -22,7 +22,7 @@ from tests.oracle import SHAPE, RaggedSamples, Tensors, distance
 from tests.paths import CONF
 from tests.ranks import run_ranks
 
-STEPS = 20
+STEPS = 8
 SETTINGS = (
     *(setting for setting in SHAPE if "global_batch_size" not in setting),
     "trainer.global_batch_size=4",
@@ -35,6 +35,7 @@ SETTINGS = (
 EVERY_MATRIX = "finetune.lora_target_modules=[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"
 RANK = ("finetune=lora", "finetune.lora_rank=4", "finetune.lora_alpha=12")
 LORA = (*RANK, EVERY_MATRIX)
+TOLERANCE = 1e-5  # fp32; sums in another order
 Tamper = Callable[[ParallelModel], None]
 
 
@@ -49,8 +50,6 @@ class Tuned:
     frozen: Tensors = field(default_factory=dict)
     dtypes: tuple[set[torch.dtype], set[torch.dtype]] = (set(), set())
     """Dtypes of trained and of frozen weights on the first rank."""
-    moments: int = 0
-    """Elements of the optimizer states on the first rank."""
 
 
 def make_plan(world: int, folder: Path, *overrides: str) -> Plan:
@@ -93,7 +92,6 @@ def _tune(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
             grads = grads or _held(model, trained=True, gradients=True)
             optimizer.step(norm)
         checkpointer.finish(max(first, steps))
-        tuned.moments = sum(moment.numel() for _, _, moment in optimizer.states())
         tuned.dtypes = tuple({s.local.dtype for s in model.shards if s.is_trained is t} for t in (True, False))  # type: ignore[assignment]
         return tuned, grads, _held(model, trained=True), _held(model, trained=False)
 
@@ -101,14 +99,11 @@ def _tune(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
 def _held(model: ParallelModel, *, trained: bool, gradients: bool = False) -> list[tuple]:
     """Return (name, global shape, offset, values) of this rank's shards."""
     shards = []
-    for shard in model.shards:
-        if shard.is_trained is trained:
-            tensor = shard.grad if gradients else shard.values
-            assert tensor is not None, f"{shard.name} has no gradient"
-            for rectangle in shard.rectangles:
-                shards.append(
-                    (rectangle.name, rectangle.global_shape, rectangle.offset, tensor[rectangle.local_slices].clone())
-                )
+    for shard in (shard for shard in model.shards if shard.is_trained is trained):
+        tensor = shard.grad if gradients else shard.values
+        assert tensor is not None, f"{shard.name} has no gradient"
+        for part in shard.rectangles:
+            shards.append((part.name, part.global_shape, part.offset, tensor[part.local_slices].clone()))
     return shards
 
 
@@ -236,9 +231,6 @@ class World:
         return [*LORA, f"init_from={self.base}"]
 
 
-TOLERANCE = 1e-5  # fp32; sums in another order
-
-
 def worst(ours: Tuned, theirs: Tuned) -> dict[str, float]:
     """Return the largest relative differences."""
     steps = len(ours.losses)
@@ -248,3 +240,9 @@ def worst(ours: Tuned, theirs: Tuned) -> dict[str, float]:
         for kind in ("losses", "norms")
     }
     return differences | {name: distance(tensor, theirs.trained[name]) for name, tensor in ours.trained.items()}
+
+
+def assert_near(ours: Tuned, theirs: Tuned) -> None:
+    """Check losses, gradient norms and trained weights."""
+    differences = worst(ours, theirs)
+    assert max(differences.values()) <= TOLERANCE, differences

@@ -107,10 +107,8 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(OWN))
-def test_own_templates(name: str) -> None:
-    template = Jinja(TEMPLATES[name], SPECIAL, ["<|im_start|>", "<|im_end|>"], "test")
-    assert shown(template.render_spans(TALK)) == OWN[name]
+def template_of(name: str, added: list[str]) -> Jinja:
+    return Jinja({**TEMPLATES, **REALISTIC}[name], SPECIAL, added, "test")
 
 
 def test_jinja_renders_as_transformers_does(folder: Path) -> None:
@@ -119,7 +117,7 @@ def test_jinja_renders_as_transformers_does(folder: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(str(folder))
     with_system = [Turn("system", " Be brief. "), *TALK[:1], Turn("assistant", "<think>\nWell.</think>\n\nFine.")]
     for name, source in {**TEMPLATES, **REALISTIC}.items():
-        ours = Jinja(source, SPECIAL, [], "test")
+        ours = template_of(name, [])
         cases = [(TALK, False), (TALK[:1], True), (TALK[:2], False), (TALK[:3], True)]
         for turns, ask in [*cases, (with_system, False), (with_system[:2], True)] if name in REALISTIC else cases:
             messages = [{"role": turn.role, "content": turn.text} for turn in turns]
@@ -158,8 +156,7 @@ LEARNED = {
 
 @pytest.mark.parametrize("name", sorted(LEARNED))
 def test_masks_of_realistic_templates(name: str) -> None:
-    text_spans = Jinja(REALISTIC[name], SPECIAL, ["<|im_end|>"], "test").render_spans(TALK[:2])
-    assert shown(text_spans).endswith(LEARNED[name])
+    assert shown(template_of(name, ["<|im_end|>"]).render_spans(TALK[:2])).endswith(LEARNED[name])
 
 
 def test_an_end_that_is_not_flagged_special(folder: Path, tmp_path: Path) -> None:
@@ -195,9 +192,9 @@ def learned(text_spans: list[TextSpan], tokenizer: Tokenizer) -> str:
 
 @pytest.mark.parametrize("name", sorted(OWN))
 def test_masks_of_own_templates(name: str, folder: Path) -> None:
+    assert shown(template_of(name, ["<|im_start|>", "<|im_end|>"]).render_spans(TALK)) == OWN[name]
     tokenizer = HuggingFaceTokenizer(folder)
-    template = Jinja(TEMPLATES[name], SPECIAL, tokenizer.added_tokens, "test")
-    assert learned(template.render_spans(TALK), tokenizer) == OWN[name]
+    assert learned(template_of(name, tokenizer.added_tokens).render_spans(TALK), tokenizer) == OWN[name]
 
 
 def test_a_token_that_would_cross_a_span_boundary_is_cut(folder: Path, tokenizer: Path) -> None:

@@ -9,86 +9,62 @@ import pytest
 from data_prep.lib.records import parse_turns
 from megatron_llama.text.conversation import LABELLED, REASONS, RecordError, Turn, labelled_turns
 
+Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 TWO = [Turn("user", "q"), Turn("assistant", "a")]
 ASKED = [Turn("user", "q", False), Turn("assistant", "a")]
-RECORDS: list[tuple[str, dict[str, Any], list[Turn]]] = [
-    ("messages", {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, TWO),
-    (
-        "messages, parts, developer, weight 0",
+RECORDS: dict[str, tuple[dict[str, Any], list[Turn]]] = {
+    "messages": ({"messages": [Q, A]}, TWO),
+    "messages, parts, developer, weight 0": (
         {
             "messages": [
                 {"role": "developer", "content": "s"},
                 {"role": "user", "content": [{"type": "text", "text": "q"}]},
                 {"role": "assistant", "content": "b", "weight": 0},
-                {"role": "assistant", "content": "a"},
+                A,
             ]
         },
         [Turn("system", "s"), Turn("user", "q"), Turn("assistant", "b", False), Turn("assistant", "a")],
     ),
-    ("sharegpt", {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, TWO),
-    ("prompt and completion", {"prompt": "q", "completion": " a"}, ASKED),
-    (
-        "prompt and completion as messages",
-        {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]},
-        ASKED,
-    ),
-    (
-        "rm-static",
+    "sharegpt": ({"conversations": SHAREGPT}, TWO),
+    "prompt and completion": ({"prompt": "q", "completion": " a"}, ASKED),
+    "prompt and completion as messages": ({"prompt": [Q], "completion": [A]}, ASKED),
+    "rm-static": (
         {
             "prompt": "\n\nHuman: q1\n\nAssistant: a1\n\nHuman: q2\nmore\n\nAssistant:",
             "chosen": " a2",
             "rejected": " never",
         },
-        [
-            Turn("user", "q1", False),
-            Turn("assistant", "a1", False),
-            Turn("user", "q2\nmore", False),
-            Turn("assistant", "a2"),
-        ],
+        [Turn("user", "q1", False), Turn("assistant", "a1", False), Turn("user", "q2\nmore", False)]
+        + [Turn("assistant", "a2")],
     ),
-    (
-        "hh-rlhf",
+    "hh-rlhf": (
         {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: never"},
         ASKED,
     ),
-    (
-        "preference, messages",
-        {"chosen": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "rejected": []},
-        ASKED,
-    ),
-    (
-        "conversations with role and content",
-        {"conversations": [{"role": "User", "content": "q"}, {"role": "Assistant", "content": "a"}]},
+    "preference, messages": ({"chosen": [Q, A], "rejected": []}, ASKED),
+    "conversations with role and content": (
+        {"conversations": [{**Q, "role": "User"}, {**A, "role": "Assistant"}]},
         TWO,
     ),
-    ("LMSYS", {"conversation": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, TWO),
-    (
-        "messages with from and value",
-        {"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-        TWO,
-    ),
-    ("prompt and response", {"prompt": "q", "response": "a", "tools": []}, ASKED),
-    (
-        "system next to the turns",
-        {"system": "s", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-        [Turn("system", "s"), *TWO],
-    ),
-    (
-        "preference beside ShareGPT",
-        {"conversations": [{"from": "human", "value": "q"}], "chosen": {"from": "gpt", "value": "a"}, "rejected": {}},
+    "LMSYS": ({"conversation": [Q, A]}, TWO),
+    "messages with from and value": ({"messages": SHAREGPT}, TWO),
+    "prompt and response": ({"prompt": "q", "response": "a", "tools": []}, ASKED),
+    "system next to the turns": ({"system": "s", "conversations": SHAREGPT}, [Turn("system", "s"), *TWO]),
+    "preference next to ShareGPT": (
+        {"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": {}},
         ASKED,
     ),
-    (
-        "a dialogue's beginning alone",
+    "only the beginning of a dialogue": (
         {"prompt": "Human: q", "completion": "a"},
         [Turn("user", "Human: q", False), TWO[1]],
     ),
-    ("KTO, a good answer", {"prompt": "q", "completion": "a", "label": True}, ASKED),
-    ("gsm8k", {"question": "q", "answer": "1+1\n#### 2"}, [Turn("user", "q"), Turn("assistant", "1+1\n#### 2")]),
-]
+    "KTO, a good answer": ({"prompt": "q", "completion": "a", "label": True}, ASKED),
+    "gsm8k": ({"question": "q", "answer": "1+1\n#### 2"}, [TWO[0], Turn("assistant", "1+1\n#### 2")]),
+}
 
 
-@pytest.mark.parametrize(("record", "turns"), [case[1:] for case in RECORDS], ids=[case[0] for case in RECORDS])
+@pytest.mark.parametrize(("record", "turns"), RECORDS.values(), ids=RECORDS)
 def test_formats(record: dict[str, Any], turns: list[Turn]) -> None:
     assert parse_turns(record, "auto") == (turns, [])
 
@@ -118,7 +94,6 @@ def test_alpaca_with_system_and_history_and_dolly() -> None:
 
 
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
-Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("rejected_answer", {"prompt": "q", "completion": "never", "label": False}),
     ("rejected_answer", {"messages": [Q, A], "kto_tag": False}),
@@ -193,13 +168,6 @@ def test_a_record_in_two_formats_is_ambiguous(other: dict[str, Any]) -> None:
         parse_turns({"messages": [Q, A], "conversations": [Q, A]}, "auto")
 
 
-def test_reasoning_beside_an_answer_is_noted() -> None:
-    assert parse_turns({"messages": [Q, {**A, "reasoning_content": "r"}]}, "auto") == (
-        TWO,
-        ["reasoning beside an answer left out"],
-    )
-
-
 def test_qnli() -> None:
     columns = ["index", "question", "sentence", "label"]
     turns = labelled_turns(columns, ["0", "Who?", "He {did} it.", "not_entailment"], LABELLED["qnli"])
@@ -213,9 +181,9 @@ def test_qnli() -> None:
     ]
 
 
-def test_what_is_left_out_is_noted() -> None:
-    messages = [
-        {"role": r, "content": c} for r, c in (("system", " "), ("user", "q"), ("assistant", "a"), ("user", "x"))
-    ]
+def test_omitted_parts_are_noted() -> None:
+    messages = [{"role": "system", "content": " "}, Q, A, {"role": "user", "content": "x"}]
     turns, notes = parse_turns({"messages": messages}, "auto")
     assert turns == TWO and notes == ["empty system turn left out", "turns after the last answer left out"]
+    reasoning = {"messages": [Q, {**A, "reasoning_content": "r"}]}
+    assert parse_turns(reasoning, "auto") == (TWO, ["reasoning beside an answer left out"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,46 +64,46 @@ def test_fast_encoders_give_sentencepieces_ids(name: str, model: Path | None, to
     assert not control.intersection(id for text in texts for id in encoder.encode(text))
 
 
-def test_a_wrong_fast_encoder_is_found_at_the_start(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that turns "</s>" into the control id, as several do, must lose against sentencepiece, and be named."""
+def encoder_with(
+    monkeypatch: pytest.MonkeyPatch,
+    encode: Callable[[str, encoders.Encode], list[int]] | None,
+    model: Path,
+    **more: Any,
+) -> Any:
+    """Load an encoder while each fast encoder is ``encode(text, reference)``, or is not installed."""
 
     def load(model: object, reference: encoders.Encode) -> encoders.Encode:
-        return lambda text: [2] if text == "</s>" else reference(text)
+        if encode is None:
+            raise ImportError
+        return lambda text: encode(text, reference)
 
     monkeypatch.setattr(encoders, "_FAST_LOADERS", {name: load for name in FAST})
-    encoder = load_encoder("sentencepiece", str(tokenizer))
+    return load_encoder("sentencepiece", str(model), **more)
+
+
+def test_wrong_and_missing_fast_encoders(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that turns "</s>" into the control id, as several do, loses against sentencepiece, and is named."""
+    encoder = encoder_with(monkeypatch, lambda text, encode: [2] if text == "</s>" else encode(text), tokenizer)
     assert encoder.name == "sentencepiece" and not encoder.is_fast
     assert "gigatoken returns other ids than sentencepiece, for example for '</s>'" in encoder.notes[0]
     with pytest.raises(UserError, match="other ids"):
         load_encoder("sentencepiece", str(tokenizer), "kitoken")
+    for sample, is_fast in (("no stripes", True), ("a zebra", False)):  # the user's text is compared too
+        encoder = encoder_with(
+            monkeypatch, lambda text, encode: [] if "zebra" in text else encode(text), tokenizer, sample=[sample]
+        )
+        assert encoder.is_fast == is_fast
+    encoder = encoder_with(monkeypatch, None, tokenizer)
+    assert encoder.name == "sentencepiece" and "pip install gigatoken" in encoder.notes[0]
 
 
-def test_a_wrong_fast_encoder_is_found_in_the_users_text(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(model: object, reference: encoders.Encode) -> encoders.Encode:
-        return lambda text: [] if "zebra" in text else reference(text)
-
-    monkeypatch.setattr(encoders, "_FAST_LOADERS", {name: load for name in FAST})
-    assert load_encoder("sentencepiece", str(tokenizer), sample=["no stripes"]).is_fast
-    assert not load_encoder("sentencepiece", str(tokenizer), sample=["a zebra"]).is_fast
-
-
-def test_a_wrong_fast_encoder_is_found_in_the_middle_of_a_run(tokenizer: Path) -> None:
+def test_a_wrong_fast_encoder_is_noticed_during_a_run(tokenizer: Path) -> None:
     encoder = load_encoder("sentencepiece", str(tokenizer))
     good = np.array(encoder.reference("hello"))
     check_same(encoder, "hello", good)
     for wrong in (good[:-1], good + 1):
         with pytest.raises(encoders.EncoderMismatch, match="--encoder sentencepiece"):
             check_same(encoder, "hello", wrong)
-
-
-def test_without_any_fast_encoder_it_says_so(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(model: object, reference: encoders.Encode) -> encoders.Encode:
-        raise ImportError
-
-    monkeypatch.setattr(encoders, "_FAST_LOADERS", {name: missing for name in FAST})
-    encoder = load_encoder("sentencepiece", str(tokenizer))
-    assert encoder.name == "sentencepiece"
-    assert "pip install gigatoken" in encoder.notes[0]
 
 
 def test_control_texts_stay_text(tmp_path: Path, preprocess: Run, tokenizer: Path) -> None:

@@ -1,0 +1,225 @@
+"""Checkpoints that a run saves, deletes, marks as best, resumes from and exports."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.checkpoint import checkpointer as checkpointer_module
+from megatron_llama.checkpoint import folder
+from megatron_llama.checkpoint.checkpointer import Checkpointer
+from megatron_llama.checkpoint.export import export
+from megatron_llama.checkpoint.folder import best_checkpoint, find_checkpoint, read_pointer, saved_steps
+from megatron_llama.checkpoint.manifest import read_manifest
+from megatron_llama.config.settings import CheckpointConfig
+from megatron_llama.plan import format_plan
+from tests.checkpoint.jobs import Job
+from tests.checkpoint.runner import Tamper, assert_same, make_plan, run
+from tests.messages import unwrap
+from tests.ranks import RankFailed
+
+EVERY = "checkpoint.every_steps=1"
+KEEP = [EVERY, "checkpoint.keep=1", "checkpoint.keep_best=true", "trainer.val_every_steps=1"]
+LOSSES = {1: 5.0, 2: 3.0, 3: 4.0, 4: 3.0, 6: math.nan, 8: 2.0}
+"""By step; the others are not validated."""
+
+
+def validating(losses: Mapping[int, float] = LOSSES, *, exports: bool = False) -> Tamper:
+    """Make a run report these validation losses, and export at its end."""
+
+    def tamper(checkpointer: Checkpointer) -> None:
+        after_step, finish = checkpointer.after_step, checkpointer.finish
+
+        def noted(step: int, stop: bool = False, *_: object) -> bool:
+            return after_step(step, stop, losses.get(step))
+
+        def then_export(step: int) -> None:
+            finish(step)
+            checkpointer.export()
+
+        checkpointer.after_step = noted  # type: ignore[method-assign]
+        if exports:
+            checkpointer.finish = then_export  # type: ignore[method-assign]
+
+    return tamper
+
+
+def best(run_dir: Path) -> str:
+    """The content of the pointer file ``best``."""
+    return (run_dir / "checkpoints" / "best").read_text()
+
+
+def test_the_best_is_never_deleted(tmp_path: Path) -> None:
+    run(2, tmp_path, *KEEP, until=7, tamper=validating())
+    assert saved_steps(tmp_path / "checkpoints") == [7, 2]  # the first of two that are equal
+    assert best(tmp_path) == "step_00000002\n"
+    assert read_manifest(find_checkpoint(tmp_path / "checkpoints" / "best")).state.val_loss == 3.0
+    assert find_checkpoint(tmp_path).name == "step_00000007"
+
+
+def test_a_resumed_run_keeps_the_best_until_a_better_one(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    run(1, tmp_path, *KEEP, until=5, tamper=validating())
+    for marker in ("step_00000077\n", "../../elsewhere\n", "\n", None):  # invalid or missing: mended at the start
+        (checkpoints / "best").unlink() if marker is None else (checkpoints / "best").write_text(marker)
+        folder.resume_candidates(checkpoints, CheckpointConfig(keep_best=True))
+        assert best(tmp_path) == "step_00000002\n"
+    assert run(1, tmp_path, *KEEP, until=7, tamper=validating()).started_at == 5
+    assert saved_steps(checkpoints) == [7, 2]
+    run(1, tmp_path, *KEEP, until=9, tamper=validating())
+    assert saved_steps(checkpoints) == [9, 8]
+    assert best(tmp_path) == "step_00000008\n"
+    back = f"checkpoint.resume={checkpoints}/best"
+    assert run(1, tmp_path, *KEEP, back, until=8, tamper=validating()).started_at == 8
+
+
+def test_without_a_loss_there_is_no_best(tmp_path: Path) -> None:
+    for name, settings, losses in (("unvalidated", KEEP, {}), ("without keep_best", KEEP[:2], LOSSES)):
+        run(1, tmp_path / name, *settings, until=3, tamper=validating(losses))
+        assert saved_steps(tmp_path / name / "checkpoints") == [3]
+        assert not (tmp_path / name / "checkpoints" / "best").exists()
+
+
+@pytest.mark.parametrize(
+    ("losses", "step", "message"),
+    [(LOSSES, 2, "step_00000002 (best validation loss) "), ({}, 3, "step_00000003 (last) ")],
+    ids=["validated", "never"],
+)
+def test_the_best_is_exported(
+    losses: dict[int, float], step: int, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(1, tmp_path, *KEEP, "checkpoint.export_hf=true", until=3, tamper=validating(losses, exports=True))
+    assert f"exported {message}" in capfd.readouterr().err
+    expected = export(tmp_path / "checkpoints" / f"step_{step:08d}", tmp_path / "expected").folder
+    ours = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    assert ours == (expected / "model.safetensors").read_bytes()
+
+
+def test_extended_run_keeps_its_first_export(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    exports = ("checkpoint.export_hf=true", "checkpoint.keep=2")
+    for steps, message in ((2, "exported step_00000002"), (2, "hf exists"), (3, "hf_step_00000003"), (3, "hf exists")):
+        run(1, tmp_path, f"trainer.steps={steps}", *exports, until=steps, tamper=validating({}, exports=True))
+        assert message in capfd.readouterr().err
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("hf", "hf_step_00000003"))
+    assert first != second and len([*tmp_path.glob("hf*")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("function", "marked"), [("point_to_best", "step_00000002\n"), ("prune", "step_00000008\n")], ids=["mark", "prune"]
+)
+def test_killed_between_the_steps_of_a_save(
+    tmp_path: Path, function: str, marked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(1, tmp_path, *KEEP, until=7, tamper=validating())
+
+    def killed(*arguments: object) -> None:
+        raise OSError(5, "killed", "here")
+
+    def kill(checkpointer: Checkpointer) -> None:
+        validating()(checkpointer)
+        resume = checkpointer.resume
+
+        def resume_first() -> object:  # a resume calls point_to_best too
+            plan = resume()
+            monkeypatch.setattr(folder, function, killed)
+            return plan
+
+        checkpointer.resume = resume_first  # type: ignore[assignment,method-assign]
+
+    with pytest.raises(RankFailed, match="killed"):
+        run(1, tmp_path, *KEEP, until=8, tamper=kill)
+    assert (saved_steps(tmp_path / "checkpoints"), best(tmp_path)) == ([8, 7, 2], marked)
+    run(1, tmp_path, *KEEP, until=9, tamper=validating())
+    assert (saved_steps(tmp_path / "checkpoints"), best(tmp_path)) == ([9, 8], "step_00000008\n")
+
+
+def test_the_loop_passes_its_validation_losses(tmp_path: Path) -> None:
+    every = ["trainer.steps=9", "checkpoint.every_steps=2", "checkpoint.keep_best=true", "trainer.val_every_steps=3"]
+    job = Job(tmp_path / "run", *every, "trainer.val_steps=1", "optim.lr=0.05", "trainer.tp=2")
+    assert job.wait() == 0, job.output
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert saved_steps(checkpoints) == [9, 8, 6, 4, 2] and sorted(losses) == [3, 6, 9]
+    for step in saved_steps(checkpoints):
+        assert read_manifest(checkpoints / f"step_{step:08d}").state.val_loss == losses.get(step)
+    lowest = min((losses[step], step) for step in (6, 9))[1]
+    assert read_pointer(checkpoints, "best") == best_checkpoint(checkpoints) == checkpoints / f"step_{lowest:08d}"
+
+
+def ten_minutes_per_reading(checkpointer: Checkpointer) -> None:
+    """Replace the clock: rank 0's advances by 10 minutes at each reading, the others' stand."""
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 600.0 * (checkpointer.topology.rank == 0)
+        return now[0]
+
+    setattr(checkpointer_module, "monotonic", clock)  # noqa: B010  in the process of a rank
+    checkpointer._saved_at = 0.0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        ([], [7, 6]),
+        (["checkpoint.keep=3"], [7, 6, 4]),
+        (["checkpoint.keep_every=2"], [7, 6, 4, 2]),
+        (["checkpoint.every_minutes=15"], [7, 6, 4, 2]),
+        (["checkpoint.every_minutes=0"], [7]),
+        (["checkpoint.every_steps=5"], [7, 5]),
+        ([EVERY, "checkpoint.keep=2", "checkpoint.keep_every=3"], [7, 6, 3]),
+        (["checkpoint=none"], []),
+    ],
+    ids=["default", "keep", "keep_every", "given", "off", "by steps", "by steps, keep", "none"],
+)
+def test_saved_steps(tmp_path: Path, overrides: list[str], steps: list[int]) -> None:
+    run(2, tmp_path, "trainer.steps=7", *overrides, until=7, tamper=ten_minutes_per_reading)
+    assert saved_steps(tmp_path / "checkpoints") == steps
+    assert not list(tmp_path.glob("checkpoints/.*"))
+
+
+def test_the_default_deletes_only_checkpoints_of_the_default(tmp_path: Path) -> None:
+    run(1, tmp_path, EVERY, "trainer.steps=3", until=3)
+    run(1, tmp_path, "trainer.steps=9", until=9, tamper=ten_minutes_per_reading)
+    assert saved_steps(tmp_path / "checkpoints") == [9, 7, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ([], "every 15 minutes, at the end, when stopped by a signal the newest 2 are kept"),
+        (["checkpoint.every_minutes=1"], "every 1 minute, at the end, when stopped by a signal all are kept"),
+        (["checkpoint.every_steps=5", "checkpoint.keep=1"], "every 5 steps, at the end, when stopped by a signal the"),
+        (["checkpoint.every_minutes=0"], "at the end, when stopped by a signal"),
+        (["checkpoint=none"], "when stopped by a signal"),
+    ],
+)
+def test_the_plan_names_the_policy(tmp_path: Path, overrides: list[str], line: str) -> None:
+    page = unwrap(format_plan(make_plan(1, tmp_path, *overrides))).replace("· ", "")  # a line break replaces the dot
+    assert f" checkpoints {line} " in page and f" run folder {tmp_path} " in page
+
+
+def test_which_checkpoint_a_run_resumes_from(tmp_path: Path) -> None:
+    checkpoints, other = tmp_path / "run" / "checkpoints", tmp_path / "other"
+    run(1, tmp_path / "run", "checkpoint.every_steps=2", until=5)
+    assert saved_steps(checkpoints) == [5, 4, 2]
+    assert (checkpoints / "latest").read_text() == "step_00000005\n"
+    assert run(1, tmp_path / "run", until=5).started_at == 5  # the newest
+    back = f"checkpoint.resume={checkpoints}/step_00000002"
+    assert run(1, tmp_path / "run", back, "checkpoint.save_last=false").started_at == 2  # a checkpoint of this run
+    assert run(1, other, back, until=3).started_at == 2  # another run's
+    assert run(1, other, back, until=3).started_at == 3  # a restart resumes from its newest checkpoint
+    assert run(1, tmp_path / "run", "checkpoint.resume=never", until=1).started_at == 0
+    assert saved_steps(checkpoints) == [1]
+    assert saved_steps(tmp_path / "run" / "checkpoints.1") == [5, 4, 2]  # nothing is lost
+
+
+def test_no_steps_saves_the_initial_weights(tmp_path: Path) -> None:
+    start = run(2, tmp_path, "trainer.tp=2", "trainer.steps=0")
+    assert_same(run(1, tmp_path, "trainer.steps=0").tensors, start.tensors)
+    assert saved_steps(tmp_path / "checkpoints") == [0]
