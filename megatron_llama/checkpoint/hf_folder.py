@@ -31,6 +31,8 @@ from megatron_llama.config.hf_config import INDEX, SINGLE, missing_weights
 
 # Old exporters wrote these tensors; the config defines their values.
 _DERIVED = ".rotary_emb.inv_freq"
+EMBEDDING = "model.embed_tokens.weight"
+_BLOCK_VALUES = 1 << 24
 WEIGHT_DTYPES = {name: DTYPES[name] for name in ("F32", "BF16", "F16", "F64")}
 """Dtypes of weights by their names in safetensors files."""
 
@@ -130,6 +132,10 @@ def open_hf_folder(folder: Path, model: ModelConfig) -> SafetensorsFiles:
         problems.append(
             Problem("init_from", str(folder), rule, "write model=from_hf to take the shape from the folder")
         )
+    if ignored & tensors.keys() and not missing and _differ(folder, tensors["lm_head.weight"], tensors[EMBEDDING]):
+        rule = f"its config.json ties the embeddings, but lm_head.weight differs from {EMBEDDING}"
+        instead = "write model.tie_word_embeddings=false, or set it in config.json, to use both as transformers does"
+        problems.append(Problem("init_from", str(folder), rule, instead))
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         rule = f"has the unknown tensor {unknown[0]}{more}"
@@ -139,8 +145,21 @@ def open_hf_folder(folder: Path, model: ModelConfig) -> SafetensorsFiles:
     return SafetensorsFiles(folder, {name: tensors[name] for name in shapes})
 
 
+def _differ(folder: Path, one: NamedTensor, other: NamedTensor) -> bool:
+    if one.shape != other.shape:
+        return True
+    with open_safetensors(folder / one.file) as first, open_safetensors(folder / other.file) as second:
+        slices = first.get_slice(one.key), second.get_slice(other.key)
+        rows = max(1, _BLOCK_VALUES // max(1, one.shape[-1]))
+        blocks = (slice(start, start + rows) for start in range(0, one.shape[0], rows))
+        return any(not torch.equal(*(values[block] for values in slices)) for block in blocks)
+
+
 def all_tensors(folder: Path) -> dict[str, NamedTensor]:
-    """Return all tensors of the folder's safetensors files."""
+    """Return all tensors of the folder's safetensors files. As in transformers, one file has precedence over an index:
+    a folder that was saved twice may have both."""
+    if (folder / SINGLE).exists():
+        return list_tensors(folder / SINGLE)
     if (folder / INDEX).exists():
         index = read_json(folder / INDEX)
         files = index.get("weight_map") if isinstance(index, dict) else None
@@ -155,6 +174,4 @@ def all_tensors(folder: Path) -> dict[str, NamedTensor]:
         if absent:
             raise CorruptFile(f"{folder / files[absent[0]]}: has no {absent[0]}, which {INDEX} lists")
         return {name: by_file[file][name] for name, file in files.items()}
-    if (folder / SINGLE).exists():
-        return list_tensors(folder / SINGLE)
     raise ConfigError([missing_weights(folder)])

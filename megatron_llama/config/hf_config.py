@@ -152,7 +152,7 @@ def _malformed(content: dict[str, Any]) -> Iterator[str]:
 
 def compare_shapes(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Compare a ModelConfig, as a dict with derived values, with a config.json: {name: (ours, theirs)} that differ."""
-    flat = {**theirs, **rope_from_hf(theirs)}
+    flat = {**theirs, **rope_from_hf(theirs, shape_from_hf(theirs)["max_position_embeddings"])}
 
     def same(one: Any, other: Any) -> bool:
         # Equal up to fp32 rounding: GGUF stores fp32 and turns 1e-05 into 9.99999974e-06.
@@ -161,6 +161,8 @@ def compare_shapes(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tu
 
     given = {name: flat[name] for name in _SHAPE if flat.get(name) is not None}
     different = {name: (ours[name], value) for name, value in given.items() if not same(ours[name], value)}
+    if ours["tie_word_embeddings"] is False:
+        different.pop("tie_word_embeddings", None)  # the folder's tensors decide: transformers keeps an lm_head too
     if (kind := _type_from_hf(theirs)) != ours["model_type"]:
         different["model_type"] = (ours["model_type"], kind)
     biases = biases_from_hf(theirs)
@@ -198,7 +200,7 @@ def shape_from_hf(content: dict[str, Any]) -> dict[str, Any]:
     shape |= {name: value for name, value in defaults.items() if name not in content}
     shape |= {"sliding_window": window_from_hf(content), "model_type": _type_from_hf(content)}
     shape |= biases_from_hf(content)
-    rope = rope_from_hf(content)
+    rope = rope_from_hf(content, shape["max_position_embeddings"])
     return {**shape, **rope, "rope_theta": 10000.0 if rope["rope_theta"] is None else rope["rope_theta"]}
 
 

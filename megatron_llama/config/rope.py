@@ -62,30 +62,28 @@ def rope_of_config(content: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def rope_from_hf(content: Mapping[str, Any]) -> dict[str, Any]:
+def rope_from_hf(content: Mapping[str, Any], longest: int) -> dict[str, Any]:
     """Return ModelConfig's ``rope_theta`` (None if missing) and ``rope_scaling`` from a config.json.
 
-    Missing values of the scaling are derived as transformers does: the context before the scaling is
-    ``max_position_embeddings``, and the factor of yarn and longrope is the ratio of the two.
+    Missing values of the scaling are derived as transformers 5 does: the context before the scaling is ``longest``,
+    the model's ``max_position_embeddings``, and the factor of yarn and longrope is the ratio of the two.
     """
     rope = rope_of_config(content)
     kind = rope.get("rope_type", "default")
     scaling = None
     if kind != "default":
         scaling = {"rope_type": kind} | {key: rope[key] for key in KEYS.get(kind, ()) if rope.get(key) is not None}
-        _derive_context(scaling, content)
+        _derive_context(scaling, content, longest)
     return {"rope_theta": rope.get("rope_theta"), "rope_scaling": scaling}
 
 
-def _derive_context(scaling: dict[str, Any], content: Mapping[str, Any]) -> None:
+def _derive_context(scaling: dict[str, Any], content: Mapping[str, Any], longest: int) -> None:
     if _CONTEXT not in KEYS.get(scaling["rope_type"], ()):
         return
-    longest = content.get("max_position_embeddings")
     if content.get(_CONTEXT) is not None:  # Phi 3's place
         scaling[_CONTEXT] = content[_CONTEXT]
-    elif longest is not None and scaling["rope_type"] != "llama3":
-        scaling.setdefault(_CONTEXT, longest)
-    if "factor" not in scaling and longest is not None and scaling.get(_CONTEXT):
+    scaling.setdefault(_CONTEXT, longest)
+    if "factor" not in scaling and scaling[_CONTEXT]:
         scaling["factor"] = longest / scaling[_CONTEXT]
 
 
@@ -117,7 +115,14 @@ def unsupported_rope(content: Mapping[str, Any]) -> list[str]:
     if kind not in ("default", *ROPE_TYPES):
         supported = ", ".join(map(repr, ("default", *ROPE_TYPES)))
         return [f"rope_type is {show_value(kind)}, and only {supported} are supported"]
-    needed = {"linear": ["factor"], "dynamic": ["factor"], "longrope": ["short_factor", "long_factor"]}.get(kind, [])
+    if (part := rope.get("partial_rotary_factor")) not in (None, 1):
+        return [f"partial_rotary_factor is {show_value(part)}, and only 1.0 is supported"]
+    needed = {
+        "linear": ["factor"],
+        "dynamic": ["factor"],
+        "llama3": ["factor", "low_freq_factor", "high_freq_factor"],
+        "longrope": ["short_factor", "long_factor"],
+    }.get(kind, [])
     if kind == "yarn" and rope.get(_CONTEXT) is None:
         needed = ["factor"]
     return [f"its {kind} scaling has no {key}" for key in needed if rope.get(key) is None]

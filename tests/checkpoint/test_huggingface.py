@@ -304,6 +304,37 @@ def test_what_is_no_such_llama_is_refused(tmp_path: Path) -> None:
     assert open_hf_folder(hf, load_config(["model=from_hf", f"init_from={hf}", "data=mock"], CONF).model)
 
 
+def test_a_folder_with_both_layouts_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    """A folder saved twice has shards, their index and one file; transformers reads the one file."""
+    hf = tmp_path / "hf"
+    save_with_transformers(CASES["llama 2, bf16, sharded, old spelling"], tmp_path / "hf")
+    changed = {name: tensor * 2 for name, tensor in tensors_in(hf).items()}
+    safetensors_torch.save_file(changed, hf / "model.safetensors", metadata={"format": "pt"})
+    (theirs,) = run_ranks(_load_with_transformers, 1, hf)
+    ours = our_logits(import_plan(1, hf, tmp_path / "run"))
+    assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tied_folder_with_another_head(tmp_path: Path) -> None:
+    """transformers keeps both tables, and so does model.tie_word_embeddings=false; the default names the conflict."""
+    hf = tmp_path / "hf"
+    save_with_transformers(CASES["llama 3, fp32, sharded, tied"], hf)
+    for file in hf.glob("*.safetensors*"):
+        file.unlink()
+    save_with_transformers(CASES["llama 2, fp32, one file"], tmp_path / "untied")
+    tensors = tensors_in(tmp_path / "untied")
+    narrow = {n: t[:16] if n.endswith(("k_proj.weight", "v_proj.weight")) else t for n, t in tensors.items()}
+    safetensors_torch.save_file({n: t.contiguous() for n, t in narrow.items()}, hf / "model.safetensors")
+    message = _refused(hf, tmp_path / "run")
+    assert "lm_head.weight differs" in message and "model.tie_word_embeddings=false" in message
+    (theirs,) = run_ranks(_load_with_transformers, 1, hf)
+    ours = our_logits(import_plan(1, hf, tmp_path / "run", "model.tie_word_embeddings=false"))
+    assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    narrow["lm_head.weight"] = narrow["model.embed_tokens.weight"].clone()
+    safetensors_torch.save_file(narrow, hf / "model.safetensors")
+    our_logits(import_plan(1, hf, tmp_path / "tied"))
+
+
 def test_from_hf_needs_a_folder_and_a_preset_is_checked(tmp_path: Path) -> None:
     with raises_with_message(ConfigError, "init_from"):
         load_config(["model=from_hf", "data=mock"], CONF)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_llama.config import Config, ModelConfig, RopeScaling, load_config
-from megatron_llama.config.hf_config import hf_config
-from megatron_llama.config.rope import longest_sequence, rope_from_hf
+from megatron_llama.config.hf_config import hf_config, shape_from_hf
+from megatron_llama.config.rope import longest_sequence, unsupported_rope
 from tests.paths import CONF
 
 LLAMA = {
@@ -31,6 +31,7 @@ IN_CONFIG_JSON: list[dict[str, Any]] = [
     {"rope_type": "yarn", "factor": 8.0},
     {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 1024},
     {"rope_type": "yarn", "factor": 8.0, "beta_fast": 16, "beta_slow": 2, "truncate": False, "mscale": 0.7},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     {"rope_type": "longrope", "original_max_position_embeddings": 1024, **FACTORS},
     {"rope_type": "longrope", "factor": 2.0, "attention_factor": 1.2, **FACTORS},
 ]
@@ -72,8 +73,22 @@ def test_a_folders_scaling_is_loaded_and_exported_as_transformers_reads_it(
 def test_the_context_of_phi_3_is_beside_the_scaling() -> None:
     scaling = {"rope_type": "longrope", **FACTORS}
     content = {**LLAMA, "rope_scaling": scaling, "original_max_position_embeddings": 1024}
-    read = rope_from_hf(content)["rope_scaling"]
+    read = shape_from_hf(content)["rope_scaling"]
     assert (read["original_max_position_embeddings"], read["factor"]) == (1024, 4.0)
+    del content["max_position_embeddings"]
+    assert shape_from_hf(content)["rope_scaling"]["factor"] == 2.0, "transformers' default is 2048"
+
+
+@pytest.mark.parametrize(
+    ("rope", "clause"),
+    [
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "its llama3 scaling has no high_freq_factor"),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, "its longrope scaling has no long_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and only 1.0 is supported"),
+    ],
+)
+def test_unsupported_scalings(rope: dict[str, Any], clause: str) -> None:
+    assert unsupported_rope({**LLAMA, "rope_parameters": rope}) == [clause]
 
 
 EXTENDED = "model.rope_scaling={rope_type: yarn, factor: 8}"
