@@ -26,9 +26,11 @@ from megatron_llama.config.hf_config import (
     INDEX,
     NO_HF_BLOCKS,
     SINGLE,
+    changes_of_base,
     hf_config,
     read_hf_config,
 )
+from megatron_llama.config.problems import format_value
 from megatron_llama.system.files import FolderTaken, atomic_folder, check_free, write_synced
 from megatron_llama.text.chat_template import add_stop_token, write_trained_template
 from megatron_llama.text.tokenizer import TokenizerError, read_sentencepiece
@@ -87,7 +89,8 @@ def export(
         progress: Called with the bytes of weights written and their total.
 
     Raises:
-        ConfigError: The options do not match the checkpoint, ``out`` exists, or another process writes it.
+        ConfigError: The options do not match the checkpoint, ``out`` exists, another process writes it, or a weight is
+            too large for ``dtype``.
         CorruptFile: The checkpoint is damaged.
     """
     check_output(out)
@@ -96,6 +99,8 @@ def export(
     model, finetune = model_of(manifest), finetune_of(manifest)
     is_adapter = finetune.method == "lora" and not merge
     check_options(checkpoint, model, finetune, merge, base)
+    if is_adapter:
+        _check_base(checkpoint, model, manifest.state.hf_folder)
     source, shapes = open_source(manifest, is_adapter, merge, base)
     if dtype == "auto":
         dtype = dtype_of(source) if is_adapter else manifest.state.dtype
@@ -165,6 +170,18 @@ def check_options(
         raise ConfigError([Problem("--base", str(base), rule, "omit --base, or add --merge for a LoRA run")])
 
 
+def _check_base(checkpoint: Path, model: ModelConfig, folder: str | None) -> None:
+    """Raise ConfigError if the run changed settings of its base: an adapter has only tensors."""
+    try:
+        changed = {} if folder is None else changes_of_base(model, read_hf_config(folder))
+    except ValueError:  # the base is not on this machine
+        return
+    if changed:
+        settings = " and ".join(f"model.{name}={format_value(value)}" for name, value in changed.items())
+        rule = f"was trained with {settings}, which its base does not have and an adapter cannot store"
+        raise ConfigError([Problem("CHECKPOINT", str(checkpoint), rule, "add --merge to export the whole model")])
+
+
 def _adapter_source(
     manifest: Manifest, model: ModelConfig, finetune: FinetuneConfig
 ) -> tuple[Stored, dict[str, Shape]]:
@@ -228,7 +245,7 @@ def _write_weights(
             for tensor, shape in shapes.items():
                 count = max(1, _BLOCK_BYTES // (math.prod(shape[1:]) * 4))
                 for first in range(0, shape[0], count):
-                    block = source.rows(tensor, first, min(first + count, shape[0])).to(dtype)
+                    block = cast_weights(tensor, source.rows(tensor, first, min(first + count, shape[0])), dtype)
                     file.write(memoryview(block.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
                     written += block.numel() * dtype.itemsize
                     if progress is not None:
@@ -239,6 +256,17 @@ def _write_weights(
         weight_map = {tensor: name for name, shapes in zip(names, files, strict=True) for tensor in shapes}
         _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     return names, size
+
+
+def cast_weights(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weights in another dtype. Raises ConfigError if a finite value becomes infinite in it."""
+    cast = values.to(dtype)
+    if not cast.isfinite().all():
+        most, limit = values.abs().max().item(), torch.finfo(dtype).max
+        others = ", ".join(word for word, other in DTYPES.items() if torch.finfo(other).max >= most)
+        rule = f"{name} has the magnitude {most:g}, and the largest value of this dtype is {limit:g}"
+        raise ConfigError([Problem("--dtype", str(dtype).removeprefix("torch."), rule, f"write one of: {others}")])
+    return cast
 
 
 def _write_companions(manifest: Manifest, folder: Path) -> tuple[dict[str, int], bool]:

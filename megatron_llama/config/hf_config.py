@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,16 @@ def compare_shapes(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tu
     if not extends and not same_scaling(ours["rope_scaling"], flat["rope_scaling"]):
         different["rope_scaling"] = (ours["rope_scaling"], flat["rope_scaling"])
     return different
+
+
+def changes_of_base(model: ModelConfig, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings, beyond its weights, that a fine-tuning run may change in the base model of this config.json,
+    and their values if they differ."""
+    base, ours = shape_from_hf(content), asdict(model)
+    changed = {} if same_scaling(ours["rope_scaling"], base["rope_scaling"]) else {"rope_scaling": rope_to_hf(model)}
+    if ours["sliding_window"] != base["sliding_window"]:
+        changed["sliding_window"] = ours["sliding_window"]
+    return changed
 
 
 def unsupported_architecture(content: dict[str, Any]) -> list[str]:
@@ -342,7 +352,25 @@ def fill_from_adapter(
             rule = f"is set by the adapter in {folder}: {format_value(value)}"
             problems.append(Problem(name, None, rule, f"omit {name}"))
         else:
-            assign(name, sorted(value) if isinstance(value, list) else value)
+            assign(name, sorted(_module_names(value)) if isinstance(value, list) else value)
+
+
+_MODULE = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)|(?:.*\.)?(embed_tokens|lm_head)")
+
+
+def _module_names(names: list[str]) -> list[str]:
+    """Return the projections that full module names stand for, which PEFT writes for ``all-linear`` in small models.
+
+    Names that adapt only some layers are returned unchanged.
+    """
+    layers: dict[str, set[int]] = {}
+    for name in names:
+        if (match := _MODULE.fullmatch(name)) is None:
+            return names
+        layers.setdefault(match[2] or match[3], set()).update([int(match[1])] if match[1] else [])
+    numbers = {frozenset(chosen) for chosen in layers.values() if chosen}
+    whole = all(chosen == set(range(len(chosen))) for chosen in numbers) and len(numbers) <= 1
+    return list(layers) if whole else names
 
 
 def unsupported_lora(content: dict[str, Any]) -> list[str]:

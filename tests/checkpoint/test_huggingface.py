@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint
+from megatron_llama.checkpoint.foreign.write import export_foreign
 from megatron_llama.checkpoint.hf_folder import list_tensors, open_hf_folder
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError, load_config
@@ -323,16 +325,32 @@ def test_a_tied_folder_with_another_head(tmp_path: Path) -> None:
         file.unlink()
     save_with_transformers(CASES["llama 2, fp32, one file"], tmp_path / "untied")
     tensors = tensors_in(tmp_path / "untied")
-    narrow = {n: t[:16] if n.endswith(("k_proj.weight", "v_proj.weight")) else t for n, t in tensors.items()}
-    safetensors_torch.save_file({n: t.contiguous() for n, t in narrow.items()}, hf / "model.safetensors")
+    tied = {n: t[:16] if n.endswith(("k_proj.weight", "v_proj.weight")) else t for n, t in tensors.items()}
+    safetensors_torch.save_file({n: t.contiguous() for n, t in tied.items()}, hf / "model.safetensors")
     message = _refused(hf, tmp_path / "run")
     assert "lm_head.weight differs" in message and "model.tie_word_embeddings=false" in message
     (theirs,) = run_ranks(_load_with_transformers, 1, hf)
     ours = our_logits(import_plan(1, hf, tmp_path / "run", "model.tie_word_embeddings=false"))
     assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
-    narrow["lm_head.weight"] = narrow["model.embed_tokens.weight"].clone()
-    safetensors_torch.save_file(narrow, hf / "model.safetensors")
+    tied["lm_head.weight"] = tied["model.embed_tokens.weight"].clone()
+    safetensors_torch.save_file(tied, hf / "model.safetensors")
     our_logits(import_plan(1, hf, tmp_path / "tied"))
+
+
+def test_an_export_never_writes_infinite_weights(tmp_path: Path) -> None:
+    """A weight above 65,504 does not become inf in float16."""
+    hf = tmp_path / "hf"
+    save_with_transformers(CASES["llama 2, fp32, one file"], hf)
+    tensors = tensors_in(hf)
+    tensors["lm_head.weight"][5, 3] = 1e6
+    safetensors_torch.save_file(tensors, hf / "model.safetensors")
+    our_logits(import_plan(1, hf, tmp_path / "run"))
+    checkpoint = find_checkpoint(tmp_path / "run")
+    for write in (export, partial(export_foreign, kind="dcp"), partial(export_foreign, kind="torch_dist")):
+        with raises_with_message(ConfigError, "lm_head.weight has the magnitude 1e.06"):
+            write(checkpoint, tmp_path / "out", dtype="float16")
+        assert not (tmp_path / "out").exists()
+    assert export(checkpoint, tmp_path / "wide", dtype="bfloat16").dtype == "bfloat16"
 
 
 def test_from_hf_needs_a_folder_and_a_preset_is_checked(tmp_path: Path) -> None:

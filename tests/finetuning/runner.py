@@ -122,9 +122,9 @@ def save_base(plan: Plan, folder: Path) -> None:
 
 def their_base(folder: Path, attention: str = "sdpa") -> Any:
     """The folder's model as transformers has it."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
 
 
 def their_lora(base: Any, plan: Plan) -> Any:

@@ -29,6 +29,8 @@ from tests.model.llamas import whole_batch
 from tests.oracle import distance
 from tests.ranks import RankFailed, run_ranks
 
+EVERY = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+
 
 @pytest.fixture(scope="module")
 def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -178,6 +180,36 @@ def test_adapter_configs(settings: dict[str, Any], message: str | None, world: W
     folder = _with(world.adapter, tmp_path / "other", **settings)
     with raises_with_message(ConfigError, message) if message else nullcontext():
         make_plan(1, tmp_path, *_adapter_start(folder, world.base))
+
+
+def test_full_module_names_are_projections(world: World, tmp_path: Path) -> None:
+    """peft writes full names for all-linear in models of one or two layers."""
+    config = json.loads((world.adapter / "adapter_config.json").read_text())
+    parts = {name: "mlp" if name in ("gate_proj", "up_proj", "down_proj") else "self_attn" for name in EVERY}
+    full = [f"model.layers.{layer}.{part}.{name}" for name, part in parts.items() for layer in (0, 1)]
+    assert sorted(config["target_modules"]) == sorted(EVERY)
+    folder = _with(world.adapter, tmp_path / "full", target_modules=full)
+    chosen = ["finetune=lora", f"finetune.adapter={folder}", f"init_from={world.base}"]
+    assert make_plan(1, tmp_path, *chosen).config.finetune.lora_target_modules == sorted(EVERY)
+    (tmp_path / "some").mkdir()
+    folder = _with(world.adapter, tmp_path / "some" / "adapter", target_modules=full[1:])
+    with raises_with_message(ConfigError, "must be some of q_proj"):
+        make_plan(1, tmp_path, "finetune=lora", f"finetune.adapter={folder}", f"init_from={world.base}")
+
+
+@pytest.mark.parametrize(
+    "change", ["model.rope_scaling={rope_type: linear, factor: 4}", "model.sliding_window=4"], ids=["rope", "window"]
+)
+def test_an_adapter_of_a_changed_base_is_not_exported(change: str, world: World, tmp_path: Path) -> None:
+    """The adapter would be another model on its base; the merged model has the change in its config.json."""
+    changed = make_plan(1, tmp_path / "run", *world.fresh, change)
+    tune(1, tmp_path / "run", *world.fresh, change, steps=1)
+    with raises_with_message(ConfigError, f"was trained with {change.partition('=')[0]}=.*add --merge"):
+        export(find_checkpoint(tmp_path / "run"), tmp_path / "adapter")
+    export(find_checkpoint(tmp_path / "run"), tmp_path / "merged", merge=True)
+    (ours,) = run_ranks(_our_logits, 1, changed)
+    (theirs, _) = run_ranks(_their_logits, 1, world.plan, tmp_path / "merged", None)[0]
+    assert distance(ours, theirs) <= 1e-5
 
 
 def test_an_adapter_sets_rank_and_modules(world: World, tmp_path: Path) -> None:

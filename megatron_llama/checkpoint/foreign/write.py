@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from megatron_llama.arch.checkpoint_formats import COMMON, DCP
@@ -23,6 +24,7 @@ from megatron_llama.checkpoint.adapter import finetune_of
 from megatron_llama.checkpoint.export import (
     DTYPES,
     Exported,
+    cast_weights,
     check_options,
     check_output,
     model_of,
@@ -113,12 +115,15 @@ def _write(
     planner = _Planner(source, names, dtype, size, progress)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(
-            {**tensors, **objects},
-            storage_writer=dcp.FileSystemWriter(folder, thread_count=1, sync_files=True),
-            planner=planner,
-            no_dist=True,
-        )
+        try:
+            dcp.save(
+                {**tensors, **objects},
+                storage_writer=dcp.FileSystemWriter(folder, thread_count=1, sync_files=True),
+                planner=planner,
+                no_dist=True,
+            )
+        except CheckpointException as error:  # of one process: its own error is the reason
+            raise next(iter(error.failures.values()))[0] from None
     return size
 
 
@@ -150,7 +155,8 @@ class _Planner(dcp.DefaultSavePlanner):
         for name, runs in self._names.runs.items():
             for run in runs:
                 if run.key == key:
-                    _place(values, run, self._source.read(name, run.offset, run.size, torch.float32))
+                    part = self._source.read(name, run.offset, run.size, torch.float32)
+                    _place(values, run, cast_weights(name, part, self._dtype))
         self._written += values.nbytes
         if self._progress is not None:
             self._progress(self._written, self._size)
@@ -162,7 +168,7 @@ def _place(values: torch.Tensor, run: Run, part: torch.Tensor) -> None:
     whole = values[run.lead] if run.lead else values
     rows = slice(run.start[0], run.start[0] + run.step * (run.size[0] - 1) + 1, run.step)
     others = tuple(slice(o, o + n) for o, n in zip(run.start[1:], run.size[1:], strict=True))
-    whole[(rows, *others)] = part.to(values.dtype)
+    whole[(rows, *others)] = part
 
 
 def _extra_states(model: ModelConfig) -> dict[str, io.BytesIO]:

@@ -89,9 +89,7 @@ def model_parser(description: str, epilog: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", type=Path, metavar="CHECKPOINT", help="checkpoint, run or Hugging Face folder")
-    parser.add_argument(
-        "--base", type=Path, metavar="FOLDER", help="base model of LoRA, if its folder has moved"
-    )
+    parser.add_argument("--base", type=Path, metavar="FOLDER", help="base model of LoRA, if its folder has moved")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
     parser.add_argument(
         "--cp", type=int, default=1, metavar="N", help="context-parallel ranks, which divide prompts (default: 1)"
@@ -160,7 +158,9 @@ def run_task(
 
 
 def _run_rank(opened: OpenedModel, task: InferenceTask, plan: Plan) -> None:
+    from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.tools.inference.generator import open_generator
+    from megatron_llama.tools.inference.saved_model import ARGUMENT
 
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # for terminals without UTF-8
     try:
@@ -169,6 +169,8 @@ def _run_rank(opened: OpenedModel, task: InferenceTask, plan: Plan) -> None:
         with open_generator(opened.saved, plan, task.stop, missing) as generator:
             task.run(generator, opened, is_first=os.environ["RANK"] == "0")
         sys.stdout.flush()
+    except CorruptFile as error:  # of the weights, which only ranks read
+        raise ConfigError([Problem(ARGUMENT, str(opened.saved.folder), str(error), "copy the files again")]) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discard the buffered output
         rule, instead = "the reader closed the pipe", "let the reader read all output, or write to a file"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import transformers.models.auto.tokenization_auto  # noqa: F401  imported before the fork
+from safetensors.torch import load_file, save_file
 
 import megatron_llama.tools.inference.chat  # noqa: F401  the same
 from tests.checkpoint.jobs import Job
 from tests.cpu import children_cpu_seconds
+from tests.messages import unwrap
 from tests.paths import SCRIPTS
 from tests.tools.inference.commands import CPU, command, generate
 from tests.tools.inference.models import make_folder
@@ -40,6 +44,17 @@ def test_prompts(folder: Path) -> None:
     assert "tokens/s" in one.err
     two = command(generate, *arguments, "--tp", 2)
     assert (two.status, two.out) == (0, one.out), two.err
+
+
+def test_infinite_weights_end_with_their_name(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "hf")
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = torch.inf
+    save_file(tensors, file, {"format": "pt"})
+    done = command(generate, tmp_path / "hf", *CPU, "--prompt", "the cat")
+    assert done.status == 2 and "model.norm.weight has inf at [3]" in unwrap(done.err), done.err
+    assert "Traceback" not in done.err
 
 
 def test_chat(folder: Path) -> None:
