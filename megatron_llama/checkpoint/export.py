@@ -31,15 +31,16 @@ from megatron_llama.config.hf_config import (
     read_hf_config,
 )
 from megatron_llama.config.problems import format_value
-from megatron_llama.system.files import FolderTaken, atomic_folder, check_free, write_synced
+from megatron_llama.system.files import FolderTaken, atomic_folder, check_free, sha256_file, write_synced
 from megatron_llama.text.chat_template import add_stop_token, write_trained_template
-from megatron_llama.text.tokenizer import TokenizerError, read_sentencepiece
+from megatron_llama.text.tokenizer import TokenizerError, open_tokenizer, read_sentencepiece, tokenizer_file
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_SHARD_BYTES = 5 * 10**9
 _BLOCK_BYTES = 64 << 20
-# Tokenizer and generation files. Only these are copied from a folder: data, no code.
-_COMPANIONS = (
+GENERATION = "generation_config.json"
+# Only these files of a tokenizer are copied: data, no code.
+_TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -49,7 +50,6 @@ _COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
-    "generation_config.json",
 )
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -112,7 +112,7 @@ def export(
             _write_json(partial / ADAPTER_CONFIG, adapter_config(finetune, manifest.state.hf_folder))
         else:
             files = split_into_files(shapes, DTYPES[dtype], max_shard_bytes)
-            token_ids, tokenizer = _write_companions(manifest, partial)
+            token_ids, tokenizer = write_companions(manifest, partial)
             _write_json(partial / "config.json", hf_config(model, dtype, token_ids))
         card = model_card(manifest.state, model, finetune, adapter=is_adapter, dtype=dtype, tokenizer=tokenizer)
         write_synced(partial / CARD, card.encode())
@@ -269,34 +269,73 @@ def cast_weights(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.T
     return cast
 
 
-def _write_companions(manifest: Manifest, folder: Path) -> tuple[dict[str, int], bool]:
-    """Write tokenizer and generation config if the run has them.
+def write_companions(manifest: Manifest, folder: Path) -> tuple[dict[str, int], bool]:
+    """Write the run's tokenizer, or its base model's, and the generation config.
 
     Returns the ids of special tokens, and whether the folder has a tokenizer.
     """
-    source = manifest.state.hf_folder
+    base = None if manifest.state.hf_folder is None else Path(manifest.state.hf_folder)
+    named = manifest.locate(manifest.state.settings.get("data", {}).get("tokenizer"))
+    tokenizer = Path(named) if named is not None and Path(named).exists() else base
     token_ids: dict[str, int] = {}
-    if source is not None:
-        for name in _COMPANIONS:
-            if (Path(source) / name).is_file():
-                shutil.copyfile(Path(source) / name, folder / name)
-        try:
-            content = read_hf_config(source)
-        except ValueError:
-            content = {}
-        token_ids = {name: content[name] for name in _TOKEN_IDS if content.get(name) is not None}
-    tokenizer = manifest.locate(manifest.state.settings.get("data", {}).get("tokenizer"))
-    copied = (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").exists()
-    if not (folder / "tokenizer_config.json").exists() and (tokenizer is not None or copied):
-        # Llama's original release has only tokenizer.model, and its prompts begin with BOS.
-        path = Path(tokenizer) if tokenizer is not None else Path(str(source)) / "tokenizer.model"
-        token_ids |= _write_sentencepiece(path, folder, add_bos=tokenizer is None)
+    if tokenizer is not None:
+        token_ids = _write_tokenizer(tokenizer, folder, is_run=tokenizer != base)
+    if base is not None and _has_same_ids(tokenizer, base):
+        token_ids |= _write_base_settings(base, folder)
     end = write_trained_template(manifest.state.settings, folder)
-    if not (folder / "generation_config.json").exists():
-        _write_json(folder / "generation_config.json", {"_from_model_config": True, **token_ids})
+    if not (folder / GENERATION).exists():
+        _write_json(folder / GENERATION, {"_from_model_config": True, **token_ids})
     if end is not None:
-        add_stop_token(folder / "generation_config.json", end)
+        add_stop_token(folder / GENERATION, end)
     return token_ids, (folder / "tokenizer_config.json").exists()
+
+
+def _has_same_ids(tokenizer: Path | None, base: Path) -> bool:
+    if tokenizer is None or tokenizer == base:
+        return True
+    one, other = tokenizer_file(tokenizer), tokenizer_file(base)
+    return other.is_file() and sha256_file(one) == sha256_file(other)
+
+
+def _write_base_settings(base: Path, folder: Path) -> dict[str, int]:
+    """Copy the generation config of the base model; return the token ids of its config.json."""
+    if (base / GENERATION).is_file():
+        shutil.copyfile(base / GENERATION, folder / GENERATION)
+    try:
+        content = read_hf_config(str(base))
+    except ValueError:
+        return {}
+    return {name: content[name] for name in _TOKEN_IDS if content.get(name) is not None}
+
+
+def _write_tokenizer(source: Path, folder: Path, is_run: bool) -> dict[str, int]:
+    """Copy a tokenizer, and write the tokenizer_config.json that transformers needs. Return the token ids.
+
+    Args:
+        source: A Hugging Face folder, its tokenizer.json, or a sentencepiece model.
+        is_run: Whether it is the tokenizer of the run's data, not the one in its base model's folder.
+    """
+    file = tokenizer_file(source)
+    if source.is_dir() or file.suffix == ".json":
+        for name in _TOKENIZER_FILES:
+            if (file.parent / name).is_file():
+                shutil.copyfile(file.parent / name, folder / name)
+    if not file.is_file():
+        return {}
+    has_settings = (folder / "tokenizer_config.json").exists()
+    if file.suffix != ".json":
+        # Llama's original release has only tokenizer.model, and its prompts begin with BOS. Training data has no BOS.
+        return {} if has_settings else _write_sentencepiece(file, folder, add_bos=not is_run)
+    try:
+        tokenizer = open_tokenizer(source)
+    except TokenizerError:
+        return {}
+    ids = {kind: number for kind, number in (("bos", tokenizer.bos), ("eos", tokenizer.end)) if number is not None}
+    if not has_settings:
+        names = {f"{kind}_token": tokenizer.token_name(number) for kind, number in ids.items()}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        _write_json(folder / "tokenizer_config.json", settings | names)
+    return {f"{kind}_token_id": number for kind, number in ids.items()}
 
 
 def _write_sentencepiece(path: Path, folder: Path, add_bos: bool) -> dict[str, int]:

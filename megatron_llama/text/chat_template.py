@@ -293,28 +293,48 @@ def trained_template(settings: Mapping[str, Any]) -> TrainedTemplate | None:
 
 
 def write_trained_template(settings: Mapping[str, Any], folder: Path) -> int | None:
-    """Replace the chat template of the tokenizer in ``folder`` by the named template of the run's training.
+    """Replace the chat template of the tokenizer in ``folder`` by the named template of the run's training, if any.
 
     Returns:
-        The id that ends answers. None, without a change, for other runs and without a readable tokenizer.
+        The id that ends answers in the template of training. None for other runs and without a readable tokenizer.
     """
     trained, settings_file = trained_template(settings), folder / SETTINGS
-    if trained is None or trained.template not in NAMED_TEMPLATES or not settings_file.exists():
+    if trained is None or not settings_file.exists():
         return None
-    named = NAMED_TEMPLATES[trained.template]
+    named = NAMED_TEMPLATES.get(trained.template)
     try:
         content = read_json(settings_file)
         tokenizer = open_tokenizer(folder)
+        template = named or load_own_template(folder, tokenizer.added_tokens)
     except (UserError, OSError, ValueError):
         return None
-    add_bos = tokenizer.adds_bos if trained.add_bos is None else trained.add_bos
-    _rewrite(folder / "chat_template.jinja", named.jinja(tokenizer, add_bos))
-    (folder / "chat_template.json").unlink(missing_ok=True)
-    if content.pop("chat_template", None) is not None:
-        _rewrite(settings_file, json.dumps(content, indent=2) + "\n")
-    answer = named.render_spans([Turn("assistant", "")])
-    ends = [tokenizer.control(span.text) for span in answer if span.control and span.learn]
-    return ends[-1] if ends else None
+    if named is not None:
+        add_bos = tokenizer.adds_bos if trained.add_bos is None else trained.add_bos
+        _rewrite(folder / "chat_template.jinja", named.jinja(tokenizer, add_bos))
+        (folder / "chat_template.json").unlink(missing_ok=True)
+        if content.pop("chat_template", None) is not None:
+            _rewrite(settings_file, json.dumps(content, indent=2) + "\n")
+    return end_of_answer(template, tokenizer)[0]
+
+
+def end_of_answer(template: NamedTemplate | Jinja, tokenizer: Tokenizer) -> tuple[int | None, str]:
+    """Return the id that ends an answer, None if no single token does, and the text between the answer and its end."""
+    try:
+        example = template.render_spans([Turn("user", "question"), Turn("assistant", "answer")])
+    except RecordError:  # the template rejects the example: answers end with the tokenizer's end-of-text id
+        return None, ""
+    learned = [span for span in example if span.learn]
+    if isinstance(template, Jinja):  # its text contains control tokens
+        after = "".join(span.text for span in learned).partition("answer")[2].lstrip()
+        names = [name for name in tokenizer.added_tokens if after.startswith(name)]
+        return (tokenizer.control(max(names, key=len)) if names else None), ""
+    between = ""
+    for span in learned[1:]:
+        ids = encode_spans([span], tokenizer)[0]
+        if span.control and len(ids) == 1:
+            return ids[0], between
+        between += span.text
+    return None, between
 
 
 def add_stop_token(file: Path, end: int) -> None:

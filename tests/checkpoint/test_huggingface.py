@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.checkpoint.export import export
+from megatron_llama.checkpoint.export import export, write_companions
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.foreign.write import export_foreign
 from megatron_llama.checkpoint.hf_folder import list_tensors, open_hf_folder
@@ -27,9 +29,11 @@ from megatron_llama.plan import Plan, resolve
 from tests.checkpoint.runner import CONF, CPU, run
 from tests.messages import raises_with_message, unwrap
 from tests.ranks import run_ranks
+from tests.tools.inference.models import write_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 transformers = pytest.importorskip("transformers", reason="transformers is a dev dependency: the oracle of these tests")
+tokenizers_package = pytest.importorskip("tokenizers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -362,6 +366,82 @@ def test_from_hf_needs_a_folder_and_a_preset_is_checked(tmp_path: Path) -> None:
     assert config.model.rope_scaling is not None and config.model.rope_scaling.original_max_position_embeddings == 16
     with raises_with_message(ConfigError, "another shape than model=llama_2m"):
         resolve(load_config(["model=llama_2m", f"init_from={tmp_path / 'hf'}", "data=mock"], CONF), 1)
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders with tokenizers: ``llama``, ``qwen`` (turns end with another token than eos), ``template`` (qwen with
+    another template), ``bare`` (qwen's tokenizer.json alone)."""
+    root = tmp_path_factory.mktemp("tokenizers")
+    for name in ("llama", "qwen"):
+        write_tokenizer(root / name, template=True)
+    qwen = root / "qwen"
+    tokenizer = tokenizers_package.Tokenizer.from_file(str(qwen / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(qwen / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "chat_template": CHATML}
+    (qwen / "tokenizer_config.json").write_text(json.dumps(settings))
+    shutil.copytree(qwen, root / "template")
+    other = settings | {"chat_template": CHATML.replace("assistant\\n", "assistant: ")}
+    (root / "template" / "tokenizer_config.json").write_text(json.dumps(other))
+    (root / "bare").mkdir()
+    shutil.copy(qwen / "tokenizer.json", root / "bare")
+    for name in ("llama", "qwen", "bare"):
+        eos = tokenizer.token_to_id("<|end|>" if name == "llama" else "<|endoftext|>")
+        (root / name / "config.json").write_text(json.dumps({"eos_token_id": eos}))
+        (root / name / "generation_config.json").write_text(json.dumps({"eos_token_id": eos, "top_p": 0.9}))
+    return root
+
+
+OWN: dict[str, Any] = {"kind": "sft", "prefixes": [], "chat_template": "own"}
+NAMED = OWN | {"chat_template": "chatml"}
+
+
+@pytest.mark.parametrize(
+    ("base", "tokenizer", "data", "source", "ends", "top_p"),
+    [
+        (None, "qwen", {}, "qwen", ["<|endoftext|>"], None),
+        ("llama", "qwen", {}, "qwen", ["<|endoftext|>"], None),
+        ("llama", "qwen", OWN, "qwen", ["<|endoftext|>", "<|im_end|>"], None),
+        ("qwen", None, OWN, "qwen", ["<|endoftext|>", "<|im_end|>"], 0.9),
+        ("qwen", "template", OWN, "template", ["<|endoftext|>", "<|im_end|>"], 0.9),
+        ("bare", None, NAMED, "qwen", ["<|endoftext|>", "<|im_end|>"], 0.9),
+        ("bare", "bare/tokenizer.json", {}, "bare", ["<|endoftext|>"], 0.9),
+    ],
+)
+def test_an_export_has_the_runs_tokenizer(
+    base: str | None,
+    tokenizer: str | None,
+    data: dict[str, Any],
+    source: str,
+    ends: list[str],
+    top_p: float | None,
+    tokenizers: Path,
+    tmp_path: Path,
+) -> None:
+    """Ids, template and stop ids are of the run's data; sampling settings are the base model's if its ids are equal."""
+    settings = {"data": {**data, "tokenizer": tokenizer and str(tokenizers / tokenizer)}}
+    state = SimpleNamespace(hf_folder=base and str(tokenizers / base), settings=settings)
+    manifest: Any = SimpleNamespace(state=state, locate=lambda path: path)
+    token_ids, has_tokenizer = write_companions(manifest, tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    stops = generation["eos_token_id"]
+    assert has_tokenizer and theirs.convert_ids_to_tokens(stops if isinstance(stops, list) else [stops]) == ends
+    assert theirs.convert_ids_to_tokens([token_ids["eos_token_id"]]) == ends[:1] and generation.get("top_p") == top_p
+    assert (tmp_path / "tokenizer.json").read_bytes() == (tokenizers / source / "tokenizer.json").read_bytes()
+    if source != "bare":
+        expected = json.loads((tokenizers / source / "tokenizer_config.json").read_text())["chat_template"]
+        question = [{"role": "user", "content": "Hello"}]
+        shown = theirs.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+        theirs.chat_template = expected
+        assert shown == theirs.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
 
 
 def test_a_sentencepiece_model_becomes_the_tokenizer(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from megatron_llama.text.chat_template import (
     TrainedTemplate,
     control_text,
     encode_spans,
+    end_of_answer,
     load_own_template,
 )
 from megatron_llama.text.conversation import RecordError, Turn
@@ -112,11 +113,10 @@ class PromptBuilder:
             ConfigError: the tokenizer has no template, or is not compatible with it.
         """
         self.tokenizer, self.template, self._add_bos = tokenizer, template, add_bos
-        self._end_text = ""  # text between an answer and its end token
         self._chat: NamedTemplate | Jinja | None = NAMED_TEMPLATES.get(template)
         try:
             if template == OWN:
-                self._chat = load_own_template(tokenizer.path, tokenizer.control_tokens)
+                self._chat = load_own_template(tokenizer.path, tokenizer.added_tokens)
         except UserError as error:
             names = ", ".join(NAMED_TEMPLATES)
             instead = f"write --chat-template {names}; or --tokenizer FOLDER with a chat template"
@@ -125,7 +125,8 @@ class PromptBuilder:
         # The tokenizer's template writes BOS itself.
         bos = isinstance(self._chat, NamedTemplate) and (tokenizer.adds_bos if add_bos is None else add_bos)
         self._bos = [tokenizer.bos] if bos and tokenizer.bos is not None else []
-        self.stop = self._find_end()
+        end, self._end_text = (None, "") if self._chat is None else end_of_answer(self._chat, tokenizer)
+        self.stop = frozenset() if end is None else frozenset([end])
 
     def __reduce__(self) -> Any:  # spawned ranks need pickling, which compiled templates do not support
         return PromptBuilder, (self.tokenizer, self.template, self._add_bos)
@@ -175,26 +176,6 @@ class PromptBuilder:
     def parse_answer(self, ids: Sequence[int]) -> str:
         """Return the text of an answer from its generated ids."""
         return self.tokenizer.decode(ids).removeprefix(self._gap).removesuffix(self._end_text)
-
-    def _find_end(self) -> frozenset[int]:
-        """Return the control token that ends an answer, if it is one id; set ``_end_text``."""
-        if self._chat is None:
-            return frozenset()
-        try:
-            example = self._chat.render_spans([Turn("user", "question"), Turn("assistant", "answer")])
-        except RecordError:  # the template rejects the example: answers end with the tokenizer's end-of-text id
-            return frozenset()
-        learned = [span for span in example if span.learn]
-        if isinstance(self._chat, Jinja):  # its text contains control tokens
-            after = "".join(span.text for span in learned).partition("answer")[2].lstrip()
-            numbers = (self.tokenizer.control(name) for name in self.tokenizer.control_tokens if after.startswith(name))
-            return frozenset(number for number in numbers if number is not None)
-        for span in learned[1:]:
-            ids = encode_spans([span], self.tokenizer)[0]
-            if span.control and len(ids) == 1:
-                return frozenset(ids)
-            self._end_text += span.text
-        return frozenset()
 
 
 def open_prompt_builder(

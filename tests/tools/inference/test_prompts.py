@@ -197,9 +197,16 @@ def test_an_export_says_it_to_others(folders: Path, tmp_path: Path, name: str) -
     assert set([ends] if isinstance(ends, int) else ends) == {0, *prompts.stop}
 
 
-def test_nothing_is_written_for_a_run_with_the_own_template(folders: Path, tmp_path: Path) -> None:
+def test_a_run_with_the_own_template_only_adds_its_end(folders: Path, tmp_path: Path) -> None:
+    """Qwen 2.5's base ends turns with a token other than eos. The end may be an added token that is not special."""
     shutil.copytree(folders / "bos", tmp_path / "hf")
+    settings = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
+    for token in settings["added_tokens"]:
+        token["special"] = token["content"] != "<|end|>"
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(settings))
     before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
-    for data in ({"kind": "sft", "prefixes": [], "chat_template": "own"}, {"kind": "pretrain"}):
-        assert write_trained_template({"data": data}, tmp_path / "hf") is None
+    end = PromptBuilder(HuggingFaceTokenizer(tmp_path / "hf"), "own").stop
+    assert end == {0}
+    for data, written in (({"kind": "sft", "prefixes": [], "chat_template": "own"}, 0), ({"kind": "pretrain"}, None)):
+        assert write_trained_template({"data": data}, tmp_path / "hf") == written
     assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before
