@@ -151,7 +151,7 @@ class Jinja:
 
     def render_spans(self, turns: Sequence[Turn]) -> list[TextSpan]:
         """Return the rendered conversation, with control tokens as part of its text. Raises RecordError."""
-        whole = self.render(turns)
+        whole = self._render_all(turns)
         boundaries = [0]
         for number, turn in enumerate(turns):
             if turn.role == "assistant" and turn.learn:
@@ -164,7 +164,26 @@ class Jinja:
 
     def ask(self, turns: Sequence[Turn]) -> list[TextSpan]:
         """Return the conversation up to the assistant's next answer. Raises RecordError."""
-        return [TextSpan(self.render(turns, ask=True), False)]
+        return [TextSpan(self._render_all(turns, ask=True), False)]
+
+    def _render_all(self, turns: Sequence[Turn], ask: bool = False) -> str:
+        """Return ``render``. Raises RecordError if the template omits the text of a turn.
+
+        Templates may remove white space around a text, and may move the system's text. A prompt may omit parts of
+        earlier answers, as templates of reasoning models do.
+        """
+        whole = self.render(turns, ask)
+        position = 0
+        for number, turn in enumerate(turns, start=1):
+            if ask and turn.role == "assistant":
+                continue
+            text = turn.text.strip()
+            place = whole.find(text, 0 if turn.role == "system" else position)
+            if place < 0:
+                raise RecordError("template_omits", f"the text of turn {number} ({turn.role}) is not in its text")
+            if turn.role != "system":
+                position = place + len(text)
+        return whole
 
     def render(self, turns: Sequence[Turn], ask: bool = False) -> str:
         """Return the text of ``turns``; ``ask`` adds the generation prompt. Raises RecordError."""
@@ -191,6 +210,9 @@ class Jinja:
         end = bare if bare.endswith(self._ends) and len(bare) > len(prompt) else until
         if not (whole.startswith(prompt) and whole.startswith(end)):
             raise RecordError("template_refuses", f"turn {number + 1} changes when more turns follow")
+        answer = turns[number].text.strip()
+        if end.rfind(answer) + len(answer) <= len(prompt):
+            raise RecordError("template_omits", f"the answer in turn {number + 1} is not in its text")
         return [len(prompt), len(end)]
 
 

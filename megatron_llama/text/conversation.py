@@ -26,6 +26,7 @@ REASONS = {
     "unknown_label": "the template has no such label",
     "control_token": "a turn's text contains a control token of the tokenizer",
     "template_refuses": "the chat template rejects the conversation",
+    "template_omits": "the chat template omits the text of a turn",
     "too_long": "the example has more tokens than a sequence",
     "answer_cut_off": "the truncated example has no token of the answer",
 }

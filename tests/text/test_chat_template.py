@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,38 @@ def test_an_answer_is_not_found_in_what_introduces_it(source: str, answer: str) 
     assert shown(Jinja(without_split, SPECIAL, ["<|im_end|>"], "test").render_spans(thought)) == (
         f"<|im_start|><|User|>is it A?<|Assistant|><think>\n«hm {answer}</think>{answer}<|im_end|>»"
     )
+
+
+NO_SYSTEM = COLON.replace("{%- else %}", "{%- elif message.role == 'user' %}")
+LAST_SYSTEM = (  # as Mistral 0.3: the system's text is only in a last user turn
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' }}{% if loop.last and messages[0].role == 'system' %}"
+    "{{ messages[0].content + '\n' }}{% endif %}{{ m.content + '[/INST]' }}{% elif m.role == 'assistant' %}"
+    "{{ m.content + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "turns", "omitted"),
+    [
+        (LAST_SYSTEM, [Turn("system", "Be brief."), *TALK], "turn 1 (system)"),
+        (NO_SYSTEM, [Turn("system", "Be brief."), *TALK[:2]], "turn 1 (system)"),
+        (R1, [TALK[0], Turn("assistant", "<think>hm</think>Fine.")], "turn 2 (assistant)"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content[:3] }}\n{% endfor %}", TALK[:2], "turn 1 (user)"),
+        ("{{ messages[0].content }}A: {{ eos_token }}", [TALK[0], Turn("assistant", "A")], "the answer in turn 2"),
+    ],
+)
+def test_a_turn_that_the_template_omits_is_reported(source: str, turns: list[Turn], omitted: str) -> None:
+    """No text is lost silently: the record is rejected and counted."""
+    with pytest.raises(RecordError, match=re.escape(omitted)) as caught:
+        Jinja(source, SPECIAL, ["<|im_end|>"], "test").render_spans(turns)
+    assert caught.value.reason == "template_omits"
+
+
+def test_a_prompt_omits_reasoning_but_no_question() -> None:
+    turns = [Turn("system", "Be brief."), TALK[0], Turn("assistant", "<think>hm</think>Fine."), TALK[2]]
+    assert "Be brief." in shown(Jinja(R1, SPECIAL, [], "test").ask(turns))
+    with pytest.raises(RecordError, match=re.escape("turn 1 (system)")):
+        Jinja(NO_SYSTEM, SPECIAL, [], "test").ask(turns)
 
 
 LEARNED = {
