@@ -154,8 +154,9 @@ def test_the_own_template_is_found_where_preparation_finds_it(folders: Path, tmp
     with pytest.raises(ConfigError, match=r"rejects\s+this\s+conversation"):
         PromptBuilder(HuggingFaceTokenizer(tmp_path), "own").ids(HELLO)
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ '' }}"}))
-    with pytest.raises(ConfigError, match=r"its\s+text\s+has\s+no\s+token"):
-        PromptBuilder(HuggingFaceTokenizer(tmp_path), "own").ids(HELLO)
+    for content, rule in (("Hello", r"is\s+not\s+in\s+its\s+text"), (" ", r"its\s+text\s+has\s+no\s+token")):
+        with pytest.raises(ConfigError, match=rule):
+            PromptBuilder(HuggingFaceTokenizer(tmp_path), "own").ids([{"role": "user", "content": content}])
 
 
 @pytest.mark.parametrize("name", ["plain", "bos"])
