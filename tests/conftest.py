@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import sys
 import time
 from collections.abc import Iterator
 from hashlib import sha256
@@ -65,6 +66,19 @@ def torchs_own_products() -> Iterator[None]:
     torch.backends.mkldnn.matmul.fp32_precision = "none"  # type: ignore[attr-defined]
 
 
+def shared_folder(factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of this run of the tests that all workers share."""
+    base = factory.getbasetemp()
+    return base.parent if base.name.startswith("worker") else base
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_oracles(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Compute each result of one process once for all test files and workers."""
+    if "tests.oracle" in sys.modules:  # imported by the tests that use it
+        sys.modules["tests.oracle"].SharedResults.folder = shared_folder(tmp_path_factory)
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a file's tests compile: a folder for the graphs of all."""
@@ -74,8 +88,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def compiled_here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Share one compile cache between all test files and workers, which have many equal graphs."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if base.name.startswith("worker") else base) / "compiled"
+    folder = shared_folder(tmp_path_factory) / "compiled"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
 

@@ -3,9 +3,14 @@ names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from hashlib import sha256
+from pathlib import Path
 
 import torch
 
@@ -15,12 +20,15 @@ from megatron_llama.data.graded_order import levels_of
 from megatron_llama.devices import get_device
 from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.parallel import ParallelModel, Shard, build_model, process_groups
+from megatron_llama.parallel.compiling import Compiler
+from megatron_llama.parallel.groups import Groups
 from megatron_llama.plan import Plan, resolve
 from tests.compiled import SECONDS, prepare_rank
 from tests.parallel.symmetric_memory import fused_products
 from tests.paths import CONF
 from tests.ranks import run_ranks
 
+CPU = torch.device("cpu")
 STEPS = 3
 SHAPE = (
     "data=mock",
@@ -93,6 +101,25 @@ def make_plan(world_size: int, *overrides: str) -> Plan:
     return resolve(load_config([*SMALL, *overrides], CONF), world_size)
 
 
+@contextmanager
+def rank_groups(plan: Plan, rank: int) -> Iterator[Groups]:
+    """Create the process groups of a forked rank."""
+    with process_groups(plan, plan.topology(rank), get_device("cpu"), CPU) as groups:
+        yield groups
+
+
+def rank_model(plan: Plan, rank: int, compiler: Compiler | None = None) -> ParallelModel:
+    """Build the model of a rank, inside ``rank_groups``."""
+    return build_model(plan, plan.topology(rank), get_device("cpu"), CPU, compiler)
+
+
+def rank_batches(plan: Plan, rank: int) -> Batches:
+    """Return the batches of ``RaggedSamples`` for a rank."""
+    data = plan.config.data
+    samples = RaggedSamples(data.length, plan.model.vocab_size, documents=data.document_mask)
+    return Batches(samples, plan, plan.topology(rank), CPU, random_ltd=plan.random_ltd, levels=levels_of(plan))
+
+
 Tamper = Callable[[ParallelModel], None]
 
 
@@ -112,26 +139,36 @@ def run_layout(world_size: int, *overrides: str, steps: int = STEPS, tamper: Tam
     return result
 
 
+class SharedResults:
+    """Results of one process that the workers of a run of the tests share."""
+
+    folder: Path | None = None
+    """Set by tests/conftest.py."""
+
+
 @cache
 def oracle(*overrides: str) -> Result:
     """Train in one process."""
-    return run_layout(1, *overrides)
+    if SharedResults.folder is None:
+        return run_layout(1, *overrides)
+    path = SharedResults.folder / f"oracle_{sha256(repr(overrides).encode()).hexdigest()}"
+    if not path.exists():
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_bytes(pickle.dumps(run_layout(1, *overrides)))
+        part.rename(path)
+    result: Result = pickle.loads(path.read_bytes())
+    return result
 
 
 def train_rank(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
-    device = get_device("cpu")
-    topology = plan.topology(rank)
     prepare_rank(plan)
     torch.use_deterministic_algorithms(plan.config.trainer.deterministic)  # fills new memory with NaN
-    with process_groups(plan, topology, device, torch.device("cpu")):
-        model = build_model(plan, topology, device, torch.device("cpu"))
+    with rank_groups(plan, rank):
+        model = rank_model(plan, rank)
         optimizer = build_optimizer(plan, model)
         if tamper is not None:
             tamper(model)
-        data = plan.config.data
-        samples = RaggedSamples(data.length, plan.model.vocab_size, documents=data.document_mask)
-        levels, cpu = levels_of(plan), torch.device("cpu")
-        batches = Batches(samples, plan, topology, cpu, random_ltd=plan.random_ltd, levels=levels)
+        batches = rank_batches(plan, rank)
         initial = rectangles(model, lambda shard: shard.local)
         losses, norms, grads = [], [], []
         for step in range(steps):

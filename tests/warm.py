@@ -16,6 +16,8 @@ import megatron.core.transformer.transformer_block  # noqa: F401
 import megatron_llama.cli
 import megatron_llama.devices.cpu.kernels
 import megatron_llama.launch.start
+import megatron_llama.optim.adam  # factories are imported by name
+import megatron_llama.optim.low_precision
 import megatron_llama.optim.schedules
 import megatron_llama.parallel
 import megatron_llama.train.run_rank  # noqa: F401

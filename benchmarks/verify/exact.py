@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help="steps of a run (default 20)")
     parser.add_argument("--rows", nargs="+", default=[""], metavar="TEXT", help="only rows with one of the texts")
     args = parser.parse_args()
-    from tests.layouts.exact_table import EXACT, exact_rows
+    from tests.layouts.table import EXACT, exact_rows
     from tests.layouts.test_exact import differing
     from tests.oracle import Result, run_layout
 

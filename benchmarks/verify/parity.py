@@ -40,8 +40,7 @@ def main() -> int:
     parser.add_argument("--exact", type=Path, metavar="PAGE", help="adds the column of exact mode from this page")
     args = parser.parse_args()
     from tests.compiled import REASON
-    from tests.layouts.exact_table import rejection
-    from tests.layouts.table import LAYOUTS
+    from tests.layouts.table import LAYOUTS, rejection
     from tests.oracle import TOLERANCE, oracle, run_layout, worst
 
     exact = exact_results(args.exact.read_text(encoding="utf-8")) if args.exact is not None else None

@@ -8,32 +8,29 @@ import pytest
 import torch
 
 from tests.compiled import skip_without_compiler
-from tests.layouts.table import COMPILED, ONE_MICRO_BATCH, TIED, WIDE, WINDOW
-from tests.layouts.tampers import (
-    compiled_gradients_of_one_token_more,
-    last_chunk_of_the_head_lost,
-    local_token_count,
-    mean_over_data_parallel_ranks,
-    no_kv_copy_sum,
-    no_tied_sum,
-    norms_count_copies,
-)
+from tests.layouts import table, tampers
 from tests.oracle import RaggedSamples, Result, Tamper, make_plan, oracle, run_layout, worst
 from tests.rows import rows
 
-BF16 = "trainer.precision=bf16"
+BF16, NARROW, WINDOW = "trainer.precision=bf16", table.ONE_MICRO_BATCH, [*table.WIDE, table.WINDOW]
 # Of one micro batch gradients stay in 16 bits until the update (Storage.keeps_bf16_grads). Compiled blocks have a
-# kernel for attention, with sums in 32 bits. name, ranks, overrides of the layout, overrides of the model.
-NARROW: list[tuple[str, int, list[str], list[str]]] = [
-    ("one micro batch", 1, [ONE_MICRO_BATCH], []),
-    ("one micro batch, full recompute", 1, [ONE_MICRO_BATCH, "trainer.recompute=full"], []),
-    ("tp2+sp, tied, one micro batch", 2, ["trainer.tp=2", ONE_MICRO_BATCH], [TIED]),
-    ("tp4+sp, kv heads < tp, one micro batch", 4, ["trainer.tp=4", ONE_MICRO_BATCH], []),
-    ("pp2, tied, one micro batch", 2, ["trainer.pp=2", ONE_MICRO_BATCH], [TIED]),
-    ("tp2+sp, compiled, window, one micro batch", 2, ["trainer.tp=2", *COMPILED, ONE_MICRO_BATCH], [*WIDE, WINDOW]),
-    ("pp2, compiled, window", 2, ["trainer.pp=2", *COMPILED], [*WIDE, WINDOW]),
-]
+# kernel for attention, with sums in 32 bits. Ranks, overrides of the layout, of the model, and the precision.
+LAYOUTS: dict[str, tuple[int, list[str], list[str], str]] = {
+    f"{layout}, {precision}": (2, [layout], [], f"trainer.precision={precision}")
+    for layout in (table.TP2, table.PP2, table.ZERO1, table.ZERO3, table.CP)
+    for precision in ("bf16", "bf16_sr")
+} | {
+    "one micro batch": (1, [NARROW], [], BF16),
+    "one micro batch, full recompute": (1, [NARROW, table.FULL], [], BF16),
+    "tp2+sp, tied, one micro batch": (2, [table.TP2, NARROW], [table.TIED], BF16),
+    "tp4+sp, kv heads < tp, one micro batch": (4, [table.TP4, NARROW], [], BF16),
+    "pp2, tied, one micro batch": (2, [table.PP2, NARROW], [table.TIED], BF16),
+    "tp2+sp, compiled, window, one micro batch": (2, [table.TP2, *table.COMPILED, NARROW], WINDOW, BF16),
+    "pp2, compiled, window": (2, [table.PP2, *table.COMPILED], WINDOW, BF16),
+}
 QUICK = {
+    "trainer.tp=2, bf16_sr",
+    "trainer.pp=2, bf16",
     "one micro batch, full recompute",
     "tp4+sp, kv heads < tp, one micro batch",
     "pp2, tied, one micro batch",
@@ -70,54 +67,44 @@ def beyond(bounds: dict[str, float], result: Result, expected: Result) -> dict[s
     return {kind: (actual[kind], bound) for kind, bound in bounds.items() if actual[kind] > bound}
 
 
-@pytest.mark.parametrize(
-    ("layout", "precision"),
-    rows(
-        (
-            (f"{layout}, {precision}", ([layout], precision))
-            for layout in ("trainer.tp=2", "trainer.pp=2", "trainer.zero=1", "trainer.zero=3", "trainer.cp=2")
-            for precision in ("bf16", "bf16_sr")
-        ),
-        {"trainer.tp=2, bf16_sr", "trainer.pp=2, bf16", "trainer.zero=3, bf16_sr"},
-    ),
-)
-def test_bf16_within_its_precision(layout: list[str], precision: str) -> None:
-    # The noise of stochastic rounding is the same in all layouts, so it gets no allowance.
-    chosen = f"trainer.precision={precision}"
-    expected, exact = oracle(chosen), oracle()
-    bounds = bf16_bounds(expected, exact)
-    assert bounds["first_grads"] > 1e-4  # bf16 really is at work
-    assert not beyond(bounds, run_layout(2, *layout, chosen), expected)
-
-
-@pytest.mark.parametrize(("ranks", "layout", "model"), rows(((case[0], case[1:]) for case in NARROW), QUICK))
+@pytest.mark.parametrize(("ranks", "layout", "model", "precision"), rows(LAYOUTS.items(), QUICK))
 @pytest.mark.usefixtures("compiled_here")
-def test_paths_of_bf16_alone_within_its_precision(ranks: int, layout: list[str], model: list[str]) -> None:
+def test_layouts_are_within_the_precision(ranks: int, layout: list[str], model: list[str], precision: str) -> None:
+    """The noise of stochastic rounding is the same in all layouts, so it gets no allowance."""
     skip_without_compiler(layout)
-    assert make_plan(ranks, *layout, *model, BF16).storage.keeps_bf16_grads == (ONE_MICRO_BATCH in layout)
-    expected = oracle(*model, BF16)
+    if precision == BF16:
+        assert make_plan(ranks, *layout, *model, BF16).storage.keeps_bf16_grads == (NARROW in layout)
+    expected = oracle(*model, precision)
     bounds = bf16_bounds(expected, oracle(*model), *model)
-    assert not beyond(bounds, run_layout(ranks, *layout, *model, BF16), expected)
+    assert bounds["first_grads"] > 1e-4, "bf16 really is at work"
+    assert not beyond(bounds, run_layout(ranks, *layout, *model, precision), expected)
 
 
-NARROW_BROKEN: list[tuple[Tamper, int, list[str], list[str]]] = [
-    (last_chunk_of_the_head_lost, 1, [ONE_MICRO_BATCH], ["data.seq_length=10"]),  # whose last token counts
-    (no_kv_copy_sum, 4, ["trainer.tp=4", ONE_MICRO_BATCH], []),
-    (no_tied_sum, 2, ["trainer.pp=2", ONE_MICRO_BATCH], [TIED]),
-    (compiled_gradients_of_one_token_more, 1, [*COMPILED, ONE_MICRO_BATCH], [*WIDE, WINDOW]),
+# What is broken, the kind of value that shows it, ranks, overrides of the layout and of the model.
+BROKEN: list[tuple[Tamper, str, int, list[str], list[str]]] = [
+    (
+        tampers.last_chunk_of_the_head_lost,
+        "first_grads",
+        1,
+        [NARROW],
+        ["data.seq_length=10"],
+    ),  # whose last token counts
+    (tampers.no_kv_copy_sum, "first_grads", 4, [table.TP4, NARROW], []),
+    (tampers.no_tied_sum, "first_grads", 2, [table.PP2, NARROW], [table.TIED]),
+    (tampers.compiled_gradients_of_one_token_more, "first_grads", 1, [*table.COMPILED, NARROW], WINDOW),
+    (tampers.local_token_count, "losses", 2, [table.ZERO1], []),
+    (tampers.norms_count_copies, "norms", 2, [table.ZERO0], []),
+    (tampers.mean_over_data_parallel_ranks, "first_grads", 2, [table.ZERO1], []),
 ]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("tamper", "ranks", "layout", "model"),
-    rows(
-        ((case[0].__name__, case) for case in NARROW_BROKEN),
-        {case[0].__name__ for case in NARROW_BROKEN if COMPILED[0] not in case[2]},
-    ),
+    ("tamper", "kind", "ranks", "layout", "model"),
+    rows(((case[0].__name__, case) for case in BROKEN), {"no_kv_copy_sum"}),
 )
 @pytest.mark.usefixtures("compiled_here")
-def test_an_error_there_is_larger(tamper: Tamper, ranks: int, layout: list[str], model: list[str]) -> None:
+def test_an_error_is_larger(tamper: Tamper, kind: str, ranks: int, layout: list[str], model: list[str]) -> None:
     skip_without_compiler(layout)
     expected = oracle(*model, BF16)
     try:
@@ -125,26 +112,7 @@ def test_an_error_there_is_larger(tamper: Tamper, ranks: int, layout: list[str],
     except AssertionError as failure:  # copies that drifted apart
         assert "differ" in str(failure)
         return
-    assert "first_grads" in beyond(bf16_bounds(expected, oracle(*model), *model), result, expected)
-
-
-@pytest.mark.parametrize(
-    ("tamper", "kind", "layout"),
-    [
-        (local_token_count, "losses", "trainer.zero=1"),
-        (norms_count_copies, "norms", "trainer.zero=0"),
-        (mean_over_data_parallel_ranks, "first_grads", "trainer.zero=1"),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_an_error_is_larger_than_bf16_allows(tamper: Tamper, kind: str, layout: str) -> None:
-    expected = oracle(BF16)
-    assert kind in beyond(bf16_bounds(expected, oracle()), run_layout(2, layout, BF16, tamper=tamper), expected)
-
-
-def test_stochastic_rounding_twice_gives_the_same_bits() -> None:
-    chosen = ("trainer.precision=bf16_sr", "trainer.zero=2")
-    assert set(worst(run_layout(2, *chosen), run_layout(2, *chosen)).values()) == {0.0}
+    assert kind in beyond(bf16_bounds(expected, oracle(*model), *model), result, expected)
 
 
 def test_bf16_keeps_fp32_masters() -> None:

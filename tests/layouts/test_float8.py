@@ -9,47 +9,42 @@ import torch.distributed as dist
 from megatron_llama.devices.kernels import Float8Operand
 from megatron_llama.parallel import ParallelModel, float8
 from tests.compiled import skip_without_compiler
-from tests.layouts.table import COMPILED, TIED, WIDE
+from tests.layouts import table
 from tests.oracle import make_plan, oracle, run_layout, worst
 from tests.rows import rows
 
 TENSORWISE, ROWWISE = "trainer.float8=tensorwise", "trainer.float8=rowwise"
-NO_SP = "trainer.sp=false"
 # Sums in another order change a value by 1e-7, which moves about one value in a million to the next float8 number. That
 # changes gradients by up to an eighth of the error of float8 itself, here measured as a run's distance from fp32.
 SHARE = 0.3
 # In bf16 the results of matmuls are rounded before their sum over ranks, so more values move. The runs' float8 errors
 # are then independent. The runs differ by at most sqrt(2) times one of them.
 BF16, INDEPENDENT = "trainer.precision=bf16", 2**0.5
+ELEMENTWISE = [table.TP2, table.ELEMENTWISE]
 LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
-    ("tensorwise, tp2+sp", 2, [TENSORWISE, "trainer.tp=2"], []),
-    ("rowwise, tp2, full recompute", 2, [ROWWISE, "trainer.tp=2", NO_SP, "trainer.recompute=full"], []),
-    ("rowwise, tp2·pp2+sp, tied", 4, [ROWWISE, "trainer.tp=2", "trainer.pp=2"], [TIED]),
-    ("tensorwise, pp2·dp2, zero 3", 4, [TENSORWISE, "trainer.pp=2", "trainer.zero=3"], []),
-    ("tensorwise, pp2·vpp2", 2, [TENSORWISE, "trainer.pp=2", "trainer.vpp=2"], []),
-    ("rowwise, dp2, zero 1", 2, [ROWWISE, "trainer.zero=1"], []),
-    ("rowwise, tp2+sp", 2, [ROWWISE, "trainer.tp=2"], []),
-    ("tensorwise, tp2, full recompute", 2, [TENSORWISE, "trainer.tp=2", NO_SP, "trainer.recompute=full"], []),
-    ("rowwise, pp2·dp2, zero 3", 4, [ROWWISE, "trainer.pp=2", "trainer.zero=3"], []),
-    ("rowwise, pp2·vpp2", 2, [ROWWISE, "trainer.pp=2", "trainer.vpp=2"], []),
-    ("tensorwise, tp2·dp2+sp, zero 2, tied", 4, [TENSORWISE, "trainer.tp=2", "trainer.zero=2"], [TIED]),
-    ("rowwise, cp2", 2, [ROWWISE, "trainer.cp=2"], []),
-    ("tensorwise, cp2·tp2+sp", 4, [TENSORWISE, "trainer.cp=2", "trainer.tp=2"], []),
-    ("tensorwise, cp2, ulysses", 2, [TENSORWISE, "trainer.cp=2", "trainer.cp_comm=ulysses"], []),
+    ("tensorwise, tp2+sp", 2, [TENSORWISE, table.TP2], []),
+    ("rowwise, tp2, full recompute", 2, [ROWWISE, table.TP2, table.NO_SP, table.FULL], []),
+    ("rowwise, tp2·pp2+sp, tied", 4, [ROWWISE, table.TP2, table.PP2], [table.TIED]),
+    ("tensorwise, pp2·dp2, zero 3", 4, [TENSORWISE, table.PP2, table.ZERO3], []),
+    ("tensorwise, pp2·vpp2", 2, [TENSORWISE, table.PP2, table.VPP2], []),
+    ("rowwise, dp2, zero 1", 2, [ROWWISE, table.ZERO1], []),
+    ("rowwise, tp2+sp", 2, [ROWWISE, table.TP2], []),
+    ("tensorwise, tp2, full recompute", 2, [TENSORWISE, table.TP2, table.NO_SP, table.FULL], []),
+    ("rowwise, pp2·dp2, zero 3", 4, [ROWWISE, table.PP2, table.ZERO3], []),
+    ("rowwise, pp2·vpp2", 2, [ROWWISE, table.PP2, table.VPP2], []),
+    ("tensorwise, tp2·dp2+sp, zero 2, tied", 4, [TENSORWISE, table.TP2, table.ZERO2], [table.TIED]),
+    ("rowwise, cp2", 2, [ROWWISE, table.CP], []),
+    ("tensorwise, cp2·tp2+sp", 4, [TENSORWISE, table.CP, table.TP2], []),
+    ("tensorwise, cp2, ulysses", 2, [TENSORWISE, table.CP, table.ULYSSES], []),
     ("rowwise, micro batches of 4", 1, [ROWWISE, "trainer.micro_batch_size=4"], []),
-    ("tensorwise, compiled", 1, [TENSORWISE, *COMPILED], WIDE),
-    ("rowwise, tp2+sp, compiled", 2, [ROWWISE, "trainer.tp=2", *COMPILED], WIDE),
-    (
-        "tensorwise, tp2+sp, elementwise recompute, compiled",
-        2,
-        [TENSORWISE, "trainer.tp=2", "trainer.recompute=elementwise", *COMPILED],
-        WIDE,
-    ),
-    ("tensorwise, cp2, compiled", 2, [TENSORWISE, "trainer.cp=2", *COMPILED], WIDE),
+    ("tensorwise, compiled", 1, [TENSORWISE, *table.COMPILED], table.WIDE),
+    ("rowwise, tp2+sp, compiled", 2, [ROWWISE, table.TP2, *table.COMPILED], table.WIDE),
+    ("tensorwise, tp2+sp, elementwise recompute, compiled", 2, [TENSORWISE, *ELEMENTWISE, *table.COMPILED], table.WIDE),
+    ("tensorwise, cp2, compiled", 2, [TENSORWISE, table.CP, *table.COMPILED], table.WIDE),
 ]
 IN_BF16: dict[str, tuple[int, list[str]]] = {
-    "tensorwise, tp2+sp": (2, [TENSORWISE, "trainer.tp=2"]),
-    "rowwise, pp2·dp2, zero 1": (4, [ROWWISE, "trainer.pp=2", "trainer.zero=1"]),
+    "tensorwise, tp2+sp": (2, [TENSORWISE, table.TP2]),
+    "rowwise, pp2·dp2, zero 1": (4, [ROWWISE, table.PP2, table.ZERO1]),
 }
 QUICK = {
     "rowwise, tp2, full recompute",
@@ -91,7 +86,7 @@ def scale_of_own_part(model: ParallelModel) -> None:
 
 
 def test_scales_of_a_part_are_seen() -> None:
-    distance, error = first_gradients(2, [TENSORWISE, "trainer.tp=2"], [], tamper=scale_of_own_part)
+    distance, error = first_gradients(2, [TENSORWISE, table.TP2], [], tamper=scale_of_own_part)
     assert distance > 2 * SHARE * error
 
 

@@ -2,38 +2,86 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
-from megatron_llama.devices import get_device
-from megatron_llama.parallel import build_model, process_groups
+from benchmarks.verify.parity import exact_results
+from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from tests.compiled import needs_compiler, skip_without_compiler
-from tests.layouts.table import ASYNC_TP, LAYOUTS, QUICK, TIED
+from tests.layouts import table
+from tests.layouts.table import LAYOUTS
 from tests.layouts.tampers import chunks_of_12, passes_of_the_compiled_loss
-from tests.oracle import TOLERANCE, Tamper, Tensors, make_plan, oracle, run_layout, worst
+from tests.oracle import (
+    TOLERANCE,
+    Result,
+    Tamper,
+    Tensors,
+    make_plan,
+    oracle,
+    rank_groups,
+    rank_model,
+    run_layout,
+    worst,
+)
+from tests.paths import ROOT
 from tests.ranks import run_ranks
 from tests.rows import rows
 
-# Layouts whose sums have the same order as the oracle's: bit-identical.
-BITWISE: list[tuple[str, int, list[str], list[str]]] = [
-    ("selective recompute", 1, ["trainer.recompute=selective"], []),
-    ("elementwise recompute", 1, ["trainer.recompute=elementwise"], []),
-    ("full recompute", 1, ["trainer.recompute=full"], []),
-    ("offloaded", 1, ["trainer.offload=[activations,optimizer]"], []),
-]
+BF16 = "trainer.precision=bf16"
+FULL_LENGTH = "trainer.random_ltd={min_value: 16, seq_per_step: 16}"
+# Runs of one process whose sums have the same order as the oracle's: bit-identical. Settings of both, and settings.
+BITWISE: dict[str, tuple[list[str], str]] = {
+    "selective recompute": ([], table.SELECTIVE),
+    "elementwise recompute": ([], table.ELEMENTWISE),
+    "full recompute": ([], table.FULL),
+    "selective recompute, bf16, window": ([BF16, table.WINDOW], table.SELECTIVE),
+    "elementwise recompute, bf16, window": ([BF16, table.WINDOW], table.ELEMENTWISE),
+    "full recompute, bf16, window": ([BF16, table.WINDOW], table.FULL),
+    "selective recompute, random-LTD": ([table.DROPPING], table.SELECTIVE),
+    "elementwise recompute, random-LTD": ([table.DROPPING], table.ELEMENTWISE),
+    "full recompute, random-LTD": ([table.DROPPING], table.FULL),
+    "random-LTD of the full length": ([], FULL_LENGTH),
+    "offloaded": ([], table.OFFLOAD),
+}
 
 
-@pytest.mark.parametrize(("ranks", "layout", "model"), rows(((case[0], case[1:]) for case in LAYOUTS), QUICK))
+@cache
+def trained(ranks: int, *overrides: str) -> Result:
+    """Return the result of a row of the table, which several tests read."""
+    return run_layout(ranks, *overrides)
+
+
+@pytest.mark.parametrize(("ranks", "layout", "model"), rows({row[0]: row[1:] for row in LAYOUTS}.items(), table.QUICK))
 @pytest.mark.usefixtures("compiled_here")
 def test_layout_equals_one_process(ranks: int, layout: list[str], model: list[str]) -> None:
     skip_without_compiler(layout)
-    result, expected = run_layout(ranks, *layout, *model), oracle(*model)
+    result, expected = trained(ranks, *layout, *model), oracle(*model)
     for name, tensor in expected.initial.items():
         assert torch.equal(result.initial[name], tensor), f"initial {name} depends on the layout"
     differences = worst(result, expected)
     assert all(difference <= TOLERANCE for difference in differences.values()), differences
+    if all(override.startswith(("trainer.pp=", "trainer.vpp=", "trainer.pipeline_layers=")) for override in layout):
+        assert result.losses[0] == expected.losses[0], "stages compute as one process does"
     assert (result.fused > 0) == ("trainer.async_tp=true" in layout)
+
+
+@pytest.mark.parametrize(("model", "setting"), BITWISE.values(), ids=BITWISE)
+def test_same_order_of_sums_gives_the_same_bits(model: list[str], setting: str) -> None:
+    assert set(worst(run_layout(1, *model, setting), oracle(*model)).values()) == {0.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [table.ELEMENTWISE, table.SELECTIVE, table.FULL])
+def test_recomputation_on_several_ranks_gives_the_same_bits(kind: str) -> None:
+    layout = (table.TP2, "trainer.zero=3", table.DROPPING)
+    assert set(worst(run_layout(4, *layout, kind), trained(4, *layout)).values()) == {0.0}
+
+
+def test_dropped_tokens_change_the_loss() -> None:
+    assert worst(oracle(table.DROPPING), oracle())["losses"] > 1e-3
 
 
 @pytest.mark.long
@@ -42,17 +90,17 @@ def test_layout_equals_one_process(ranks: int, layout: list[str], model: list[st
 @pytest.mark.usefixtures("compiled_here")
 def test_the_overlapped_row_runs_products_with_collectives_inside() -> None:
     # 8 in a pass through a block, forward and backward; 4 blocks, 4 micro batches.
-    assert run_layout(2, *ASYNC_TP, steps=2).fused == 8 * 4 * 4 * 2
-    assert run_layout(2, *ASYNC_TP, "trainer.async_tp=false", steps=1).fused == 0
+    assert run_layout(2, *table.ASYNC_TP, steps=2).fused == 8 * 4 * 4 * 2
+    assert run_layout(2, *table.ASYNC_TP, "trainer.async_tp=false", steps=1).fused == 0
 
 
 @pytest.mark.parametrize(
     ("ranks", "layout", "model"),
     [
         (1, [], []),
-        (2, ["trainer.tp=2"], [TIED, "model.vocab_size=61"]),
-        (2, ["trainer.tp=2", "trainer.sp=false"], []),
-        (2, ["trainer.pp=2"], [TIED]),
+        (2, [table.TP2], [table.TIED, table.ODD]),
+        (2, [table.TP2, table.NO_SP], []),
+        (2, [table.PP2], [table.TIED]),
     ],
     ids=["one process", "tp2+sp, tied, odd vocabulary", "tp2", "pp2, tied"],
 )
@@ -62,22 +110,10 @@ def test_chunks_of_the_loss_change_nothing(ranks: int, layout: list[str], model:
     assert all(difference <= TOLERANCE for difference in differences.values()), differences
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout", "model"), [case[1:] for case in BITWISE], ids=[case[0] for case in BITWISE]
-)
-def test_same_order_of_sums_gives_the_same_bits(ranks: int, layout: list[str], model: list[str]) -> None:
-    assert set(worst(run_layout(ranks, *layout, *model), oracle(*model)).values()) == {0.0}
-
-
-def test_first_loss_under_pp_is_bitwise_equal() -> None:
-    for layout in (["trainer.pp=2"], ["trainer.pp=4"], ["trainer.pp=2", "trainer.vpp=2"]):
-        assert run_layout(2 if "trainer.pp=2" in layout else 4, *layout, steps=1).losses == oracle().losses[:1]
-
-
 def test_tensor_parallel_ranks_hold_different_shards() -> None:
     # The best-known small 3D trainer gives all tensor-parallel ranks the same random shard and trains a half-width
     # model.
-    one, other = run_ranks(initial_shards, 2, make_plan(2, "trainer.tp=2"))
+    one, other = run_ranks(initial_shards, 2, make_plan(2, table.TP2))
     split = [name for name, values in one.items() if values.dim() == 2]
     assert len(split) == 4 * 7 + 2
     for name in split:
@@ -87,22 +123,51 @@ def test_tensor_parallel_ranks_hold_different_shards() -> None:
 
 def initial_shards(rank: int, plan: Plan) -> Tensors:
     """Return a rank's weights before the first step."""
-    device, cpu = get_device("cpu"), torch.device("cpu")
-    topology = plan.topology(rank)
-    with process_groups(plan, topology, device, cpu):
-        model = build_model(plan, topology, device, cpu)
-        held = [(rectangle, shard) for shard in model.shards for rectangle in shard.rectangles]
-        return {rectangle.name: shard.local[rectangle.local_slices].clone() for rectangle, shard in held}
+    with rank_groups(plan, rank):
+        shards = [(part, shard) for shard in rank_model(plan, rank).shards for part in shard.rectangles]
+        return {part.name: shard.local[part.local_slices].clone() for part, shard in shards}
+
+
+def same_everywhere(model: ParallelModel) -> None:
+    for shard in model.shards:
+        if shard.local.dim() == 2:
+            shard.local.detach().normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
+
+
+def test_same_shard_on_all_ranks_is_detected() -> None:
+    """The defect of that trainer: each rank initialises its shard as if it were alone."""
+    result = run_layout(2, table.TP2, table.MICRO_4, steps=1, tamper=same_everywhere)
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(*result.initial[name].chunk(2, dim=1))
+    assert not torch.equal(result.initial[name], oracle().initial[name])
 
 
 def test_copies_were_compared() -> None:
     # The comparison needs replicas on several ranks: norms with tp, kv heads, ZeRO 0, tied embeddings.
-    assert run_layout(2, "trainer.tp=2", steps=1).copies > 0
-    assert run_layout(2, "trainer.zero=0", steps=1).copies > run_layout(2, "trainer.zero=1", steps=1).copies == 0
+    assert trained(2, table.TP2).copies > 0
+    assert trained(2, "trainer.zero=0").copies > trained(2, "trainer.zero=1").copies == 0
 
 
-def test_every_weight_moves_in_a_step() -> None:
-    for ranks, layout in ((1, ()), (4, ("trainer.tp=2", "trainer.pp=2"))):
-        result = run_layout(ranks, *layout, steps=1)
-        for name, before in result.initial.items():
-            assert not torch.equal(before, result.weights[name]), f"{name} did not move"
+def test_every_weight_moves() -> None:
+    """In one process: the rows of the table equal it."""
+    result = oracle()
+    for name, before in result.initial.items():
+        assert not torch.equal(before, result.weights[name]), f"{name} did not move"
+
+
+def test_the_published_table_has_all_rows() -> None:
+    """A new row of the table needs `python -m benchmarks.verify.parity --exact docs/results/exact.md --rows NAME`."""
+    page = (ROOT / "docs/design/parity.md").read_text(encoding="utf-8")
+    lines = [line for line in page.splitlines() if line.startswith("| ") and line.count("|") == 9]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+    assert [row[0] for row in cells] == [name for name, *_ in LAYOUTS]
+    assert [row[-1] for row in cells] == [table.rejection(layout, model) or "0" for _, _, layout, model in LAYOUTS]
+
+
+def test_exact_mode_has_no_difference_in_any_published_row() -> None:
+    """A new row of the table needs `python -m benchmarks.verify.exact --rows NAME`."""
+    page = (ROOT / "docs/results/exact.md").read_text(encoding="utf-8")
+    assert exact_results(page) == {name: "0" for name, *_ in table.exact_rows()}
+    head = "| layout | ranks | fp32 | bf16 |\n|---|---|---|---|\n"
+    page = f"{head}| a | 2 | 0 | 3 tensors |\n| b | 2 | 0 | own |\n| c | 2 | – | – |\n"
+    assert exact_results(page) == {"a": "3 tensors", "b": "0"}

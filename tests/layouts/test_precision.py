@@ -14,16 +14,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 from megatron_llama.arch.shapes import StageParameters
 from megatron_llama.config import PRECISIONS
-from megatron_llama.data.batches import Batches
-from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from megatron_llama.plan.memory import rank_memory
-from tests.oracle import RaggedSamples, make_plan
+from tests.oracle import make_plan, rank_batches, rank_groups, rank_model
 from tests.ranks import run_ranks
 
-CPU = torch.device("cpu")
 F, B = "float32", "bfloat16"
 
 
@@ -54,7 +51,7 @@ STOCHASTIC = {"bf16_sr", "bf16SR", "fp32_OptStates", "fp32_ZeroOptMaster"}
 
 
 @dataclass
-class Found:
+class Observed:
     """Dtypes, and bytes on this rank."""
 
     working: set[torch.dtype] = field(default_factory=set)
@@ -116,14 +113,13 @@ def test_live_tensors_have_the_dtypes_of_the_table(zero: int) -> None:
         assert (actual.weight_bytes, actual.gradient_bytes, actual.moment_bytes) == actual.planned, name
 
 
-def _look(rank: int, plans: list[Plan]) -> list[Found]:
-    topology, answers = plans[0].topology(rank), []
+def _look(rank: int, plans: list[Plan]) -> list[Observed]:
+    answers = []
     all_reduce, reduce_scatter = dist.all_reduce, DefaultReduceScatter.__call__
-    with process_groups(plans[0], topology, get_device("cpu"), CPU):
+    with rank_groups(plans[0], rank):
         for plan in plans:
-            model, actual = build_model(plan, topology, get_device("cpu"), CPU), Found()
-            optimizer = build_optimizer(plan, model)
-            batches = Batches(RaggedSamples(16, 64), plan, topology, CPU).at(0)
+            model, actual = rank_model(plan, rank), Observed()
+            optimizer, batches = build_optimizer(plan, model), rank_batches(plan, rank).at(0)
             assert len(batches) > 2
             dist.all_reduce = _watched(all_reduce, actual)
             DefaultReduceScatter.__call__ = _watched(reduce_scatter, actual)  # type: ignore[method-assign]
@@ -146,7 +142,7 @@ def _look(rank: int, plans: list[Plan]) -> list[Found]:
     return answers
 
 
-def _watched(reduce: Any, actual: Found) -> Any:
+def _watched(reduce: Any, actual: Observed) -> Any:
     """Wrap a collective to record the dtype of tensors that it sends; the loss and the token count are scalars."""
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -158,7 +154,7 @@ def _watched(reduce: Any, actual: Found) -> Any:
     return watched
 
 
-def _watch_forwards(model: ParallelModel, actual: Found) -> None:
+def _watch_forwards(model: ParallelModel, actual: Observed) -> None:
     """Look at weights, activations and gradients when a block runs in the second micro batch."""
     (chunk,) = model.chunks
     blocks = list(chunk.layers.values())
@@ -185,7 +181,7 @@ def _watch_forwards(model: ParallelModel, actual: Found) -> None:
                 module.register_forward_pre_hook(inside)
 
 
-def _look_at_gradients(chunk: torch.nn.Module, actual: Found) -> None:
+def _look_at_gradients(chunk: torch.nn.Module, actual: Observed) -> None:
     whole: list[torch.Tensor] = []
     sharded: list[torch.Tensor] = []
     states = {module._get_fsdp_state() for module in chunk.modules() if isinstance(module, FSDPModule)}

@@ -11,30 +11,17 @@ import torch
 
 import megatron_llama.train.run_rank  # noqa: F401  imported once, before the forks
 from tests.checkpoint.jobs import final_tensors
-from tests.oracle import SMALL
+from tests.layouts import table
+from tests.oracle import SMALL, make_plan
 from tests.processes import run_train_py
 
 TOLERANCE = 1e-4  # relative, over 20 steps
+NAMES = {f"trainer.{name}" for name in ("tp", "sp", "pp", "vpp", "zero", "shard_group", "pipeline_layers")}
+NAMES |= {"trainer.micro_batch_size", "model.vocab_size"}
 LAYOUTS = {
-    # Larger micro batches where ranks meet at each matrix: they are slow to on two cores.
-    "tp2": ["trainer.tp=2", "trainer.sp=false"],
-    "tp2+sp": ["trainer.tp=2", "trainer.micro_batch_size=4"],
-    "tp4+sp, kv heads < tp": ["trainer.tp=4", "trainer.micro_batch_size=4"],
-    "pp2": ["trainer.pp=2"],
-    "pp2, uneven": ["trainer.pp=2", "trainer.pipeline_layers=[3,1]"],
-    "pp2·vpp2": ["trainer.pp=2", "trainer.vpp=2"],
-    "pp2·vpp2·dp2, zero 3": ["trainer.pp=2", "trainer.vpp=2", "trainer.dp=2", "trainer.zero=3"],
-    "dp2, zero 0": ["trainer.dp=2", "trainer.zero=0"],
-    "dp2, zero 1": ["trainer.dp=2", "trainer.zero=1"],
-    "dp2, zero 2": ["trainer.dp=2", "trainer.zero=2"],
-    "dp2, zero 3": ["trainer.dp=2", "trainer.zero=3"],
-    "dp4, hybrid": ["trainer.dp=4", "trainer.zero=3", "trainer.shard_group=2", "trainer.micro_batch_size=1"],
-    "tp2·pp2": ["trainer.tp=2", "trainer.pp=2"],
-    "tp2·pp2·dp2+sp": ["trainer.tp=2", "trainer.pp=2", "trainer.dp=2"],
-    "selective recompute": ["trainer.recompute=selective"],
-    "full recompute": ["trainer.recompute=full"],
-    "micro batches of 4": ["trainer.micro_batch_size=4"],
-    "tp2+sp, odd vocabulary": ["trainer.tp=2", "model.vocab_size=61"],
+    name: (ranks, layout, model)
+    for name, ranks, layout, model in table.LAYOUTS
+    if {override.split("=")[0] for override in (*layout, *model)} <= NAMES
 }
 
 
@@ -53,11 +40,13 @@ def one_process(folder: Path, *model: str) -> list[float]:
 
 # test_layouts.py has these layouts over three steps.
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_twenty_steps(layout: list[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    model = [override for override in layout if override.startswith("model.")]
+@pytest.mark.parametrize(("ranks", "layout", "model"), LAYOUTS.values(), ids=LAYOUTS)
+def test_twenty_steps(
+    ranks: int, layout: list[str], model: list[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     expected = one_process(tmp_path_factory.getbasetemp() / f"one_process{len(model)}", *model)
-    actual = losses(tmp_path / "run", *layout)
+    dp = make_plan(ranks, *layout, *model).config.trainer.dp
+    actual = losses(tmp_path / "run", *layout, *model, f"trainer.dp={dp}")
     assert len(actual) == len(expected) == 20
     assert max(abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True)) <= TOLERANCE
     assert expected[-1] < expected[0]  # it learns, so there is something to compare

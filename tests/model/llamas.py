@@ -13,20 +13,27 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron_llama.arch.names import Rectangle
 from megatron_llama.config import ModelConfig
 from megatron_llama.config.rope import rope_to_hf
-from megatron_llama.data.batches import Batches
-from megatron_llama.devices import get_device
-from megatron_llama.parallel import Shard, build_model, process_groups
+from megatron_llama.parallel import Shard
 from megatron_llama.plan import Plan
-from megatron_llama.topology import Topology
 from tests.compiled import SECONDS, prepare_rank
-from tests.oracle import RaggedSamples, Tamper, Tensors, assemble, rectangles
+from tests.oracle import (
+    CPU as CPU,
+)
+from tests.oracle import (
+    RaggedSamples,
+    Tamper,
+    Tensors,
+    assemble,
+    rank_batches,
+    rank_groups,
+    rank_model,
+    rectangles,
+)
 from tests.parallel.symmetric_memory import fused_products
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, LlamaForCausalLM
-
-CPU = torch.device("cpu")
 
 
 @dataclass
@@ -132,30 +139,22 @@ def _noise(rectangle: Rectangle) -> torch.Tensor:
 
 
 def _answers(rank: int, plans: list[Plan], tamper: Tamper | None) -> list[tuple]:
-    topology = plans[0].topology(rank)
-    with process_groups(plans[0], topology, get_device("cpu"), CPU):
-        return [_answer(plan, topology, tamper) for plan in plans]
+    with rank_groups(plans[0], rank):
+        return [_answer(rank, plan, tamper) for plan in plans]
 
 
-def _answer(plan: Plan, topology: Topology, tamper: Tamper | None) -> tuple:
+def _answer(rank: int, plan: Plan, tamper: Tamper | None) -> tuple:
     prepare_rank(plan)
     before = fused_products()
-    model = build_model(plan, topology, get_device("cpu"), CPU)
+    model = rank_model(plan, rank)
     if tamper is not None:
         tamper(model)
     roughen_norms(model.shards)
-    samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
-    batches = Batches(samples, plan, topology, CPU).at(0)
+    batches = rank_batches(plan, rank).at(0)
     logits = model.logits(batches[0].tokens)
     if logits is not None:
         logits = gather_from_tensor_model_parallel_region(logits).transpose(0, 1)
     accuracy = model.evaluate(batches)[1].item()
     loss = model.forward_backward(batches).item()
-    return (
-        logits,
-        loss,
-        accuracy,
-        rectangles(model, lambda shard: shard.grad),
-        rectangles(model, lambda shard: shard.local),
-        fused_products() - before,
-    )
+    grads, weights = (rectangles(model, of) for of in (lambda shard: shard.grad, lambda shard: shard.local))
+    return logits, loss, accuracy, grads, weights, fused_products() - before

@@ -7,24 +7,20 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from megatron_llama.arch.pattern import pattern_of
-from megatron_llama.data.batches import Batches, build_data
-from megatron_llama.devices import get_device
+from megatron_llama.data.batches import build_data
 from megatron_llama.devices.kernels import Kernels
 from megatron_llama.devices.visibility import AttentionInputs, Documents, dense_mask
 from megatron_llama.model.random_ltd import Subset, build_subsets, draw_subsets
 from megatron_llama.model.rotary import at_positions, rotary_table
-from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from tests.checkpoint.runner import assert_same, run
-from tests.model.llamas import CPU
-from tests.oracle import RaggedSamples, make_plan, oracle, run_layout, worst
+from tests.layouts.table import DROPPING
+from tests.oracle import CPU, make_plan, rank_batches, rank_groups, rank_model
 from tests.ranks import run_ranks
 
-DROPPING = "trainer.random_ltd={min_value: 4, require_steps: 3, seq_per_step: 4}"  # 4, 8 and 12 tokens of 16
 S, B = 16, 2
 
 
@@ -91,10 +87,10 @@ def test_a_layer_is_one_whose_dropped_keys_nobody_sees() -> None:
 
 
 def _layer_and_reference(rank: int, plans: list[Plan], with_documents: list[bool]) -> list[dict[str, Any]]:
-    topology, actual = plans[0].topology(rank), []
-    with process_groups(plans[0], topology, get_device("cpu"), CPU):
+    actual = []
+    with rank_groups(plans[0], rank):
         for plan, has in zip(plans, with_documents, strict=True):
-            chunk = build_model(plan, topology, get_device("cpu"), CPU).chunks[0]
+            chunk = rank_model(plan, rank).chunks[0]
             block, pattern = chunk.layers["1"], pattern_of(plan.model)
             documents = Documents.of(DOCUMENTS) if has else None
             drawn = draw_subsets(3, range(B), (1,), 8, S)
@@ -132,17 +128,6 @@ def _layer_and_reference(rank: int, plans: list[Plan], with_documents: list[bool
     return actual
 
 
-def test_the_full_length_is_plain_training_to_the_bit() -> None:
-    full = "trainer.random_ltd={min_value: 16, seq_per_step: 16}"
-    assert set(worst(run_layout(1, full), oracle()).values()) == {0.0}
-    assert worst(oracle(DROPPING), oracle())["losses"] > 1e-3, "and with fewer tokens it is not"
-
-
-@pytest.mark.parametrize("recompute", ["full", "elementwise", "selective"])
-def test_recomputing_sees_the_same_tokens(recompute: str) -> None:
-    assert set(worst(run_layout(1, DROPPING, f"trainer.recompute={recompute}"), oracle(DROPPING)).values()) == {0.0}
-
-
 def test_a_resumed_run_sees_the_same_tokens(tmp_path: Path) -> None:
     overrides = (DROPPING.replace("require_steps: 3", "require_steps: 5"), "data.document_mask=true")
     whole = run(1, tmp_path / "whole", *overrides, until=4)
@@ -153,22 +138,24 @@ def test_a_resumed_run_sees_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_validation_and_logits_see_all_tokens() -> None:
-    with_it, without = (run_ranks(_validated, 1, make_plan(1, *overrides))[0] for overrides in ([DROPPING], []))
+    plans = [make_plan(1, *overrides) for overrides in ([DROPPING], [])]
+    with_it, without = run_ranks(_validated, 1, plans)[0]
     assert with_it[0] == without[0] and torch.equal(with_it[1], without[1])
     assert with_it[2:] == (4, None), "subsets in training, and none in the batches of the validation"
 
 
-def _validated(rank: int, plan: Plan) -> tuple[float, torch.Tensor, int | None, int | None]:
-    topology = plan.topology(rank)
-    with process_groups(plan, topology, get_device("cpu"), CPU):
-        model = build_model(plan, topology, get_device("cpu"), CPU)
-        samples = RaggedSamples(S, plan.model.vocab_size)
-        batches = Batches(samples, plan, topology, CPU, random_ltd=plan.random_ltd).at(0)  # training batches
-        loss = model.forward_backward(batches, train=False).item()
-        logits = model.logits(batches[0].tokens)
-        assert logits is not None
-        plan.config.trainer.val_every_steps = 1
-        data = build_data(plan, topology, CPU)
-        assert data.validation is not None
-        lengths = [part.at(0)[0].subsets for part in (data.train, data.validation)]
-        return loss, logits, *(actual.length if actual else None for actual in lengths)
+def _validated(rank: int, plans: list[Plan]) -> list[tuple[float, torch.Tensor, int | None, int | None]]:
+    results = []
+    with rank_groups(plans[0], rank):
+        for plan in plans:
+            model, batches = rank_model(plan, rank), rank_batches(plan, rank).at(0)  # training batches
+            loss = model.forward_backward(batches, train=False).item()
+            logits = model.logits(batches[0].tokens)
+            assert logits is not None
+            plan.config.trainer.val_every_steps = 1
+            data = build_data(plan, plan.topology(rank), CPU)
+            assert data.validation is not None
+            subsets = [part.at(0)[0].subsets for part in (data.train, data.validation)]
+            train, validation = (each.length if each else None for each in subsets)
+            results.append((loss, logits, train, validation))
+    return results

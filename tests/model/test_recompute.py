@@ -1,4 +1,4 @@
-"""Recomputation changes the saved tensors and no gradient. tests/layouts/ covers other layouts."""
+"""Recomputation changes the saved tensors and no gradient (tests/layouts/test_layouts.py)."""
 
 from __future__ import annotations
 
@@ -12,31 +12,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_llama.devices import get_device
 from megatron_llama.model import recompute
 from megatron_llama.model.recompute import attach, recomputable
-from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
-from tests.layouts.table import DROPPING, WINDOW
-from tests.model.llamas import CPU
-from tests.oracle import make_plan, run_layout, worst
+from tests.oracle import make_plan, rank_groups, rank_model, run_layout, worst
 from tests.ranks import run_ranks
-
-KINDS = ("elementwise", "selective", "full")
-SETTINGS = {
-    "fp32": (1, []),
-    "bf16, window": (1, ["trainer.precision=bf16", WINDOW]),
-    "tp2+sp, zero 3, random-LTD": (4, ["trainer.tp=2", "trainer.zero=3", DROPPING]),
-}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_gradients_are_bit_identical(name: str) -> None:
-    ranks, overrides = SETTINGS[name]
-    expected = run_layout(ranks, *overrides, steps=2)
-    for kind in KINDS:
-        differences = worst(run_layout(ranks, *overrides, f"trainer.recompute={kind}", steps=2), expected)
-        assert set(differences.values()) == {0.0}, kind
 
 
 def test_wrong_recomputation_changes_gradients() -> None:
@@ -66,38 +47,39 @@ SAVED = {  # values that a block's graph holds, without its input and its output
 }
 
 
-@pytest.mark.parametrize("kind", SAVED)
-def test_saved_values_of_a_block(kind: str) -> None:
-    saved = run_ranks(_saved_values, 1, make_plan(1, f"trainer.recompute={kind}"), False)[0]
-    assert saved == SAVED[kind]
+CASES: dict[str, tuple[str, bool, int]] = {
+    **{kind: (f"trainer.recompute={kind}", False, values) for kind, values in SAVED.items()},
+    "MLP chunks save the input only": ("trainer.mlp_chunks=2", False, SAVED["none"] - GATE_UP - 2 * S * B * F_),
+    # Merged heads are recomputed where they are a copy.
+    "heads first": ("trainer.recompute=elementwise", True, NORMS + OUT + RESIDUAL + GATE_UP),
+}
+"""Setting, whether attention's output has its heads first, and the saved values."""
 
 
-def test_mlp_chunks_save_the_input_only() -> None:
-    saved = run_ranks(_saved_values, 1, make_plan(1, "trainer.mlp_chunks=2"), False)[0]
-    assert saved == SAVED["none"] - GATE_UP - 2 * S * B * F_
+def test_saved_values_of_a_block() -> None:
+    plans = [(make_plan(1, setting), heads_first) for setting, heads_first, _ in CASES.values()]
+    saved = dict(zip(CASES, run_ranks(_saved_values, 1, plans)[0], strict=True))
+    assert saved == {name: expected for name, (*_, expected) in CASES.items()}
 
 
-def test_merged_heads_are_recomputed_where_they_are_a_copy() -> None:
-    saved = run_ranks(_saved_values, 1, make_plan(1, "trainer.recompute=elementwise"), True)[0]
-    assert saved == NORMS + OUT + RESIDUAL + GATE_UP
-
-
-def _saved_values(rank: int, plan: Plan, heads_first: bool) -> int:
+def _saved_values(rank: int, plans: list[tuple[Plan, bool]]) -> list[int]:
     """Return the number of fp32 values of storages that a block's forward pass allocates and that outlive it.
 
     With ``heads_first`` attention is an operator that saves its output, whose memory is [b, heads, s, d].
     """
-    topology = plan.topology(rank)
-    with process_groups(plan, topology, get_device("cpu"), CPU):
-        chunk = build_model(plan, topology, get_device("cpu"), CPU).chunks[0]
-        inputs = chunk.build_inputs(torch.zeros(B, S, dtype=torch.int64))
-        x = torch.randn(S, B, H, requires_grad=True)
-        if heads_first:
-            chunk.layers["1"].self_attn.attend = lambda q, k, v, visible: q.contiguous().exp()
-        with _Storages() as storages:
-            y = chunk.layers["1"](x, *inputs.of(1))
-        (y * y).sum().backward()  # the graph lives until here
-        return storages.values_at_exit - y.numel()
+    results = []
+    with rank_groups(plans[0][0], rank):
+        for plan, heads_first in plans:
+            chunk = rank_model(plan, rank).chunks[0]
+            inputs = chunk.build_inputs(torch.zeros(B, S, dtype=torch.int64))
+            x = torch.randn(S, B, H, requires_grad=True)
+            if heads_first:
+                chunk.layers["1"].self_attn.attend = lambda q, k, v, visible: q.contiguous().exp()
+            with _Storages() as storages:
+                y = chunk.layers["1"](x, *inputs.of(1))
+            (y * y).sum().backward()  # the graph lives until here
+            results.append(storages.values_at_exit - y.numel())
+    return results
 
 
 class _Storages(TorchDispatchMode):

@@ -17,57 +17,37 @@ from tests.paths import CONF
 transformers = pytest.importorskip("transformers", reason="transformers, the oracle, is a development dependency")
 
 FACTORS: dict[str, Any] = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.0, 2.5, 6.0, 11.0]}
+LLAMA_3 = ModelConfig(head_dim=128, rope_theta=500000.0)
+LONG = dataclasses.replace(LLAMA_3, max_position_embeddings=131072)
+WIDE, NARROW = ModelConfig(head_dim=32), ModelConfig(head_dim=8, max_position_embeddings=256)
+
+
+def scaled(model: ModelConfig, *scaling: Any, context: int | None = None, **more: Any) -> ModelConfig:
+    """Return the model with a RopeScaling, whose original context is given by ``context``."""
+    if context is not None:
+        more["original_max_position_embeddings"] = context
+    return dataclasses.replace(model, rope_scaling=RopeScaling(*scaling, **more))
+
+
+YARN = {"beta_fast": 16.0, "beta_slow": 0.5, "mscale": 0.707, "mscale_all_dim": 0.4, "truncate": False}
 SHAPES = {
     "llama 2": ModelConfig(head_dim=128),
-    "llama 3": ModelConfig(head_dim=128, rope_theta=500000.0),
+    "llama 3": LLAMA_3,
     "narrow": ModelConfig(head_dim=8, rope_theta=100.0),
-    "llama 3.1": ModelConfig(head_dim=128, rope_theta=500000.0, rope_scaling=RopeScaling()),
-    "llama 3.2": ModelConfig(head_dim=64, rope_theta=500000.0, rope_scaling=RopeScaling(factor=32.0)),
-    "other factors": ModelConfig(
-        head_dim=32, rope_scaling=RopeScaling("llama3", 4.0, 2.0, 8.0, original_max_position_embeddings=64)
+    "llama 3.1": scaled(LLAMA_3),
+    "llama 3.2": scaled(ModelConfig(head_dim=64, rope_theta=500000.0), factor=32.0),
+    "other factors": scaled(WIDE, "llama3", 4.0, 2.0, 8.0, context=64),
+    "linear": scaled(WIDE, "linear", 4.0),
+    "dynamic, short": scaled(WIDE, "dynamic", 4.0),
+    "dynamic, long": scaled(dataclasses.replace(WIDE, max_position_embeddings=16), "dynamic", 4.0),
+    "yarn": scaled(LONG, "yarn", 16.0, context=8192),
+    "yarn, all keys": scaled(ModelConfig(head_dim=64), "yarn", 40.0, context=64, **YARN),
+    "yarn, attention factor": scaled(ModelConfig(head_dim=8), "yarn", 2.0, context=32, attention_factor=1.25),
+    "longrope, short": scaled(
+        dataclasses.replace(NARROW, max_position_embeddings=512), "longrope", 8.0, context=64, **FACTORS
     ),
-    "linear": ModelConfig(head_dim=32, rope_scaling=RopeScaling("linear", 4.0)),
-    "dynamic, short": ModelConfig(head_dim=32, rope_scaling=RopeScaling("dynamic", 4.0)),
-    "dynamic, long": ModelConfig(head_dim=32, max_position_embeddings=16, rope_scaling=RopeScaling("dynamic", 4.0)),
-    "yarn": ModelConfig(
-        head_dim=128,
-        max_position_embeddings=131072,
-        rope_theta=500000.0,
-        rope_scaling=RopeScaling("yarn", 16.0, original_max_position_embeddings=8192),
-    ),
-    "yarn, all keys": ModelConfig(
-        head_dim=64,
-        rope_scaling=RopeScaling(
-            "yarn",
-            40.0,
-            original_max_position_embeddings=64,
-            beta_fast=16.0,
-            beta_slow=0.5,
-            mscale=0.707,
-            mscale_all_dim=0.4,
-            truncate=False,
-        ),
-    ),
-    "yarn, attention factor": ModelConfig(
-        head_dim=8, rope_scaling=RopeScaling("yarn", 2.0, original_max_position_embeddings=32, attention_factor=1.25)
-    ),
-    "longrope, short": ModelConfig(
-        head_dim=8,
-        max_position_embeddings=512,
-        rope_scaling=RopeScaling("longrope", 8.0, original_max_position_embeddings=64, **FACTORS),
-    ),
-    "longrope, long": ModelConfig(
-        head_dim=8,
-        max_position_embeddings=256,
-        rope_scaling=RopeScaling("longrope", 8.0, original_max_position_embeddings=32, **FACTORS),
-    ),
-    "longrope, attention factor": ModelConfig(
-        head_dim=8,
-        max_position_embeddings=256,
-        rope_scaling=RopeScaling(
-            "longrope", 8.0, original_max_position_embeddings=32, attention_factor=1.5, **FACTORS
-        ),
-    ),
+    "longrope, long": scaled(NARROW, "longrope", 8.0, context=32, **FACTORS),
+    "longrope, attention factor": scaled(NARROW, "longrope", 8.0, context=32, attention_factor=1.5, **FACTORS),
 }
 LENGTH = 40
 """Longer than the original context of some shapes."""

@@ -13,7 +13,6 @@ import pytest
 
 import tests.warm  # noqa: F401  before the fork
 from tests.museum.mutations import Mutation
-from tests.oracle import oracle
 from tests.paths import ROOT
 
 SECONDS = 240
@@ -40,7 +39,7 @@ def _run(node: str, mutation: Mutation | None, folder: Path, output: int) -> Non
         for variable in [name for name in os.environ if name.startswith("PYTEST_")]:
             del os.environ[variable]
         with pytest.MonkeyPatch.context() as patch:
-            oracle.cache_clear()  # a test of this process may have trained it without the mutation
+            _clear_caches()
             if mutation is not None:
                 mutation(patch)
             options = ["-q", "-m", "slow or not slow", "-p", "no:cacheprovider"]
@@ -49,6 +48,14 @@ def _run(node: str, mutation: Mutation | None, folder: Path, output: int) -> Non
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(status & 0xFF)
+
+
+def _clear_caches() -> None:
+    """Forget what tests of this process have computed without the mutation."""
+    for name in [name for name in sys.modules if name.startswith("tests.")]:
+        for value in vars(sys.modules[name]).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
 
 
 def _wait(pid: int) -> int:

@@ -1,7 +1,8 @@
-"""Optimizer states in 8 bits: torchao's arithmetic, the same blocks in every layout, and checkpoints of them."""
+"""Optimizer states in 8 bits: torchao's arithmetic, and checkpoints. test_layouts.py compares layouts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,12 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.optim.adam import adam_update, adamw_update
 from megatron_llama.optim.blockwise import BlockwiseState, levels_on
 from megatron_llama.optim.low_precision import ElementwiseOptimizer
-from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel import Shard
 from megatron_llama.plan import Plan
 from megatron_llama.plan.memory import rank_memory
 from tests.checkpoint.runner import assert_same, run
 from tests.compiled import needs_compiler, prepare_rank
-from tests.optim.gradients import make_up_gradients
-from tests.oracle import Tensors, assemble, make_plan
+from tests.oracle import make_plan, rank_groups, rank_model
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -34,6 +34,7 @@ LEVELS = {signed: levels_on(CPU, signed=signed) for signed in (True, False)}
 # Two blocks of a row on each of two tensor-parallel ranks; k_proj and v_proj alone would be too small for 8 bits.
 WIDE = ("model.hidden_size=128", "model.intermediate_size=128", "model.num_hidden_layers=2")
 EIGHT = (*WIDE, "optim.state_bits=8")
+LORA = ["finetune=lora", "finetune.lora_rank=32", "finetune.lora_target_modules=all-linear", "init_from=null"]
 ADAM = ("optim.lr=0.01", "optim.warmup_steps=2", "trainer.steps=8")
 
 
@@ -42,6 +43,15 @@ def random(rows: int, columns: int, seed: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-9, 1, (rows, columns), generator=generator)
     return torch.randn(rows, columns, generator=generator) * 10.0**exponents
+
+
+def near_boundaries(signed: bool) -> Iterator[torch.Tensor]:
+    """Blocks whose scale is 1, with a value at a boundary of two levels, or next to it."""
+    near = LEVELS[signed].boundaries[:-1]
+    for part in (torch.nextafter(near, near - 1), near, torch.nextafter(near, near + 1)):
+        rows = torch.ones(len(near), STATE_BLOCK)
+        rows[:, 5] = part
+        yield rows
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -55,10 +65,7 @@ def test_codes_and_scales_are_torchaos(signed: bool) -> None:
     ours[:] = values
     assert torch.equal(ours.codes, theirs.codes) and torch.equal(ours.scales.flatten(), theirs.scale)
     assert torch.equal(ours[:], theirs.dequantize())
-    near = LEVELS[signed].boundaries[:-1]  # in a block whose scale is 1
-    for part in (torch.nextafter(near, near - 1), near, torch.nextafter(near, near + 1)):
-        rows = torch.ones(len(near), STATE_BLOCK)
-        rows[:, 0] = part
+    for rows in near_boundaries(signed):
         theirs = torchao.OptimState8bit.zeros(rows.shape, signed, STATE_BLOCK)
         theirs.copy_(rows)
         ours = BlockwiseState(rows, LEVELS[signed])
@@ -109,10 +116,7 @@ def test_the_kernel_has_the_same_bits(signed: bool) -> None:
     assert finite.sum() == values.numel() - 3 * STATE_BLOCK
     assert torch.equal(kernel.codes[finite], plain.codes[finite]) and torch.equal(kernel[:][finite], plain[:][finite])
     assert not kernel[:][~finite].isfinite().any() and torch.equal(kernel[2:4], kernel[:][2:4])
-    near = LEVELS[signed].boundaries[:-1]  # in a block whose scale is 1
-    for part in (torch.nextafter(near, near - 1), near, torch.nextafter(near, near + 1)):
-        rows = torch.ones(len(near), STATE_BLOCK)
-        rows[:, 5] = part
+    for rows in near_boundaries(signed):
         plain, kernel = (BlockwiseState(rows, LEVELS[signed], kernels) for kernels in (EAGER, COMPILED))
         plain[:] = kernel[:] = rows
         assert torch.equal(plain.codes, kernel.codes)
@@ -126,10 +130,9 @@ def test_compiled_runs_update_by_it_and_others_do_not() -> None:
 
 
 def _by_kernel(rank: int, plan: Plan) -> set[bool]:
-    topology, device = plan.topology(rank), get_device("cpu")
     prepare_rank(plan)
-    with process_groups(plan, topology, device, CPU):
-        states = [state for _, _, state in build_optimizer(plan, build_model(plan, topology, device, CPU)).states()]
+    with rank_groups(plan, rank):
+        states = [state for _, _, state in build_optimizer(plan, rank_model(plan, rank)).states()]
         return {
             isinstance(state.kernels, CpuKernels) and state.kernels._uses_cpp(state.codes)
             for state in states
@@ -171,67 +174,29 @@ def test_updates_are_torchaos(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
             assert (state.codes != reference.state[theirs][moment].codes).float().mean() < 2e-3
 
 
-def test_bytes_are_the_plans_in_every_layout() -> None:
-    lora = ["trainer.pp=2", "finetune=lora", "finetune.lora_rank=32", "finetune.lora_target_modules=all-linear"]
-    for ranks, layout in ((1, []), (2, ["trainer.tp=2"]), (2, ["trainer.zero=2"]), (2, [*lora, "init_from=null"])):
-        for more in ([], ["optim.name=sgd"], ["trainer.precision=bf16_sr"]):
-            plan = make_plan(ranks, *EIGHT, *layout, *more)
-            for rank, counted in enumerate(run_ranks(_bytes, ranks, plan)):
-                stage = plan.topology(rank).place["pp"]
-                assert counted == rank_memory(plan, plan.stages[stage]).optimizer
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(1, []), (2, ["trainer.tp=2"]), (2, ["trainer.zero=2"]), (2, ["trainer.pp=2", *LORA])],
+    ids=["one process", "tp2", "dp2, zero 2", "pp2, LoRA"],
+)
+def test_bytes_are_the_plans(ranks: int, layout: list[str]) -> None:
+    settings = ([], ["optim.name=sgd"], ["trainer.precision=bf16_sr"])
+    plans = [make_plan(ranks, *EIGHT, *layout, *more) for more in settings]
+    for rank, sizes in enumerate(run_ranks(_bytes, ranks, plans)):
+        stage = plans[0].topology(rank).place["pp"]
+        assert sizes == [rank_memory(plan, plan.stages[stage]).optimizer for plan in plans]
 
 
-def _bytes(rank: int, plan: Plan) -> int:
-    topology, device = plan.topology(rank), get_device("cpu")
-    with process_groups(plan, topology, device, CPU):
-        actual = 0
-        for _, _, state in build_optimizer(plan, build_model(plan, topology, device, CPU)).states():
-            parts = (state.codes, state.scales) if isinstance(state, BlockwiseState) else (state,)
-            actual += sum(part.nbytes for part in parts)
-        return actual
+def _bytes(rank: int, plans: list[Plan]) -> list[int]:
+    with rank_groups(plans[0], rank):
+        optimizers = [build_optimizer(plan, rank_model(plan, rank)) for plan in plans]
+        return [sum(map(_state_bytes, optimizer.states())) for optimizer in optimizers]
 
 
-@pytest.fixture(scope="module")
-def one_process() -> Tensors:
-    return updated(1, [])
-
-
-LAYOUTS = [
-    (2, ["trainer.tp=2"]),
-    (2, ["trainer.zero=1"]),
-    (4, ["trainer.tp=2", "trainer.pp=2"]),
-    (4, ["trainer.zero=3", "trainer.shard_group=2"]),
-]
-
-
-@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=[" ".join(layout) for _, layout in LAYOUTS])
-def test_the_same_gradients_give_the_same_bits_in_every_layout(
-    ranks: int, layout: list[str], one_process: Tensors
-) -> None:
-    actual = updated(ranks, layout)
-    assert actual.keys() == one_process.keys() and any("scale" in name for name in actual)
-    for name, tensor in one_process.items():
-        assert torch.equal(actual[name], tensor), name
-
-
-def updated(ranks: int, layout: list[str]) -> Tensors:
-    """Weights, codes and scales after some updates; gradients depend only on name and position."""
-    answers = run_ranks(_update, ranks, make_plan(ranks, *EIGHT, *layout))
-    return assemble(answers)[0]
-
-
-def _update(rank: int, plan: Plan) -> list[tuple]:
-    topology, device = plan.topology(rank), get_device("cpu")
-    with process_groups(plan, topology, device, CPU):
-        model = build_model(plan, topology, device, CPU)
-        optimizer = build_optimizer(plan, model)
-        for step in range(3):
-            make_up_gradients(model, step)
-            optimizer.step(torch.tensor(3.0))
-        held = contents.weights(model.shards) | contents.optimizer_states(optimizer)
-        return [
-            (name, whole.shape, offset, part.float()) for name, whole in held.items() for offset, part in whole.parts
-        ]
+def _state_bytes(entry: tuple[str, Shard, torch.Tensor | BlockwiseState]) -> int:
+    state = entry[2]
+    parts = (state.codes, state.scales) if isinstance(state, BlockwiseState) else (state,)
+    return sum(part.nbytes for part in parts)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:

@@ -1,29 +1,39 @@
-"""The optimizer without master weights: bitwise equal to torch's update, then rounded once, equal in every layout."""
+"""The optimizer without master weights: bitwise equal to torch's update, then rounded once. Stochastic rounding is
+unbiased, exactly; its noise is uniform and independent. test_layouts.py compares layouts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
-import megatron_llama.optim.low_precision as low_precision
 from megatron_llama.arch.names import Rectangle
 from megatron_llama.config.optimizers import OPTIMIZERS
-from megatron_llama.devices import get_device
 from megatron_llama.devices.cpu.kernels import CpuKernels
+from megatron_llama.devices.cuda.kernels import CudaKernels
 from megatron_llama.devices.kernels import EAGER, Kernels
 from megatron_llama.optim import build_optimizer
 from megatron_llama.optim.adam import adam_update, adamw_update
-from megatron_llama.optim.low_precision import ElementwiseOptimizer, noise, round_stochastically, sgd_update, stream
-from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.optim.low_precision import (
+    ElementwiseOptimizer,
+    noise,
+    round_stochastically,
+    round_with_noise,
+    sgd_update,
+    start_of_noise,
+    stream,
+)
 from megatron_llama.plan import Plan
-from tests.optim.gradients import make_up_gradients
-from tests.oracle import Tensors, assemble, make_plan
+from tests.compiled import SECONDS, needs_compiler
+from tests.optim.given import give_gradients
+from tests.oracle import CPU, make_plan, rank_groups, rank_model
 from tests.ranks import run_ranks
 
-CPU = torch.device("cpu")
 SEED, STEPS = 99, 3
 SHAPE = (40, 33)
 GROUP = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9}
@@ -135,49 +145,6 @@ def test_sgd_in_fp32_is_torchs() -> None:
         assert torch.equal(ours.state[weight]["momentum_buffer"], theirs.state[plain]["momentum_buffer"])
 
 
-LAYOUTS = [
-    (2, ["trainer.tp=2"]),
-    (4, ["trainer.tp=4"]),  # ranks share kv heads
-    (2, ["trainer.pp=2"]),
-    *[(2, [f"trainer.zero={stage}"]) for stage in (0, 1, 2, 3)],
-    (4, ["trainer.zero=3", "trainer.shard_group=2"]),
-    (4, ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=2"]),
-]
-PRECISIONS = ("bf16_sr", "fp32_OptStates")
-ODD = "model.vocab_size=61"
-
-
-@pytest.fixture(scope="module")
-def one_process() -> list[tuple[Tensors, Tensors]]:
-    return updated(1, [])
-
-
-@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=[" ".join(layout) for _, layout in LAYOUTS])
-def test_the_same_gradients_give_the_same_bits_in_every_layout(
-    ranks: int, layout: list[str], one_process: list[tuple[Tensors, Tensors]]
-) -> None:
-    for ours, expected in zip(updated(ranks, layout), one_process, strict=True):
-        for actual, want in zip(ours, expected, strict=True):
-            assert actual.keys() == want.keys()
-            for name, tensor in want.items():
-                assert torch.equal(actual[name], tensor), name
-
-
-def test_noise_by_rank_would_be_seen(one_process: list[tuple[Tensors, Tensors]]) -> None:
-    for layout in (["trainer.tp=2"], ["trainer.zero=0"], ["trainer.zero=1"]):
-        try:
-            ours = updated(2, layout, by_rank=True)
-        except AssertionError as failure:
-            assert "differ" in str(failure)  # copies drifted apart
-            continue
-        assert any(not torch.equal(ours[0][0][name], tensor) for name, tensor in one_process[0][0].items())
-
-
-def test_run_twice(one_process: list[tuple[Tensors, Tensors]]) -> None:
-    for ours, expected in zip(updated(1, []), one_process, strict=True):
-        assert all(torch.equal(ours[0][name], tensor) for name, tensor in expected[0].items())
-
-
 def test_the_norm_of_bf16_gradients_is_not_rounded() -> None:
     norm, exact = run_ranks(_norm, 1, make_plan(1, "trainer.precision=bf16_sr"))[0]
     assert norm == pytest.approx(exact, rel=1e-6)
@@ -185,47 +152,180 @@ def test_the_norm_of_bf16_gradients_is_not_rounded() -> None:
 
 
 def _norm(rank: int, plan: Plan) -> tuple[float, float]:
-    topology = plan.topology(rank)
-    with process_groups(plan, topology, get_device("cpu"), CPU):
-        model = build_model(plan, topology, get_device("cpu"), CPU)
-        make_up_gradients(model, 0)
+    with rank_groups(plan, rank):
+        model = rank_model(plan, rank)
+        give_gradients(model, 0)
         assert all(shard.grad is not None and shard.grad.dtype == torch.bfloat16 for shard in model.shards)
         squares = sum(shard.grad.double().square().sum() for shard in model.shards if shard.grad is not None)
         return build_optimizer(plan, model).gradient_norm().item(), float(squares) ** 0.5
 
 
-def updated(ranks: int, layout: list[str], by_rank: bool = False) -> list[tuple[Tensors, Tensors]]:
-    """Weights and optimizer states after some updates, by precision; gradients depend only on name and position."""
-    plans = [make_plan(ranks, *layout, f"trainer.precision={name}", ODD) for name in PRECISIONS]
-    answers = run_ranks(_update, ranks, plans, by_rank)
-    return [
-        (assemble([rank[i][0] for rank in answers])[0], assemble([rank[i][1] for rank in answers])[0])
-        for i in range(len(plans))
-    ]
+ALL = torch.arange(1 << 16, dtype=torch.int32)
+KEYS = stream(1234, "weight", "model.norm.weight")
+NOISE_SHAPE = (512, 384)
+# 255 degrees of freedom; five standard deviations above the mean. The noise is fixed, so this never flickers.
+CHI_SQUARE_255 = 255 + 5 * (2 * 255) ** 0.5
 
 
-def _update(rank: int, plans: list[Plan], by_rank: bool) -> list[tuple[list, list]]:
-    if by_rank:
-        keys = stream
-        low_precision.stream = lambda seed, *what: keys(seed + rank, *what)  # type: ignore[assignment]
-    topology, actual = plans[0].topology(rank), []
-    with process_groups(plans[0], topology, get_device("cpu"), CPU):
-        for plan in plans:
-            model = build_model(plan, topology, get_device("cpu"), CPU)
-            optimizer = build_optimizer(plan, model)
-            for step in range(STEPS):
-                make_up_gradients(model, step)
-                optimizer.step(torch.tensor(3.0))  # the norm of each layout would differ in the last bit
-            entries = [("", shard, shard.local) for shard in model.shards]
-            moments = list(optimizer.states())
-            assert {shard.local.dtype for shard in model.shards} == {torch.bfloat16}
-            actual.append((_named(entries), _named(moments)))
-    return actual
+def bits(number: int) -> float:
+    """The fp32 value with these bits."""
+    return torch.tensor(number, dtype=torch.int64).to(torch.int32).view(torch.float32).item()
 
 
-def _named(entries: list) -> list[tuple]:
-    return [
-        (f"{kind}/{rectangle.name}", rectangle.global_shape, rectangle.offset, tensor[rectangle.local_slices].clone())
-        for kind, shard, tensor in entries
-        for rectangle in shard.rectangles
-    ]
+def made(
+    step: int, keys: tuple[int, int] = KEYS, offset: tuple[int, ...] = (0, 0), size: tuple[int, ...] = NOISE_SHAPE
+):
+    """The noise of a rectangle at a step."""
+    return noise(keys, torch.tensor(step, dtype=torch.int32), offset, size, CPU)
+
+
+def chi_square(cells: torch.Tensor) -> float:
+    """The chi-square statistic of 256 kinds of values against equal frequencies."""
+    counts = torch.bincount(cells.flatten(), minlength=256).double()
+    expected = cells.numel() / 256
+    assert len(counts) == 256
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1.0001, -1.0001, 0.02, 3.14159, 1e-4, -2.5e30, 1.9999, 1e-40, -1e-45, bits(0x3F80FFFF), bits(0x3F7F8001)],
+)
+def test_the_mean_over_all_noises_is_the_value(value: float) -> None:
+    exact = torch.tensor(value)
+    rounded = round_stochastically(exact.expand(1 << 16).contiguous(), ALL)
+    assert rounded.dtype == torch.bfloat16
+    assert rounded.double().mean() == exact.double()  # no tolerance: the sum of so many bf16 values fits float64
+    low, high = rounded.float().min(), rounded.float().max()
+    assert low <= exact <= high and len(rounded.unique()) == 2  # its two neighbours, nothing else
+
+
+def test_what_bf16_holds_stays_and_what_is_no_number_passes() -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).bitwise_left_shift(16).view(torch.float32)  # all of bf16
+    for amount in (0, 1, 65535):
+        rounded = round_stochastically(every, torch.full_like(ALL, amount))
+        same = (rounded.float().view(torch.int32) == every.view(torch.int32)) | (every.isnan() & rounded.isnan())
+        assert same.all()
+    payloads = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, -8388607], dtype=torch.int32).view(torch.float32)  # NaNs
+    assert round_stochastically(payloads, torch.full((4,), 65535, dtype=torch.int32)).isnan().all()
+
+
+def test_small_updates_are_not_lost() -> None:
+    ones = torch.ones(1000)
+    stochastic, nearest, exact = ones.bfloat16(), ones.bfloat16(), ones.clone()
+    for step in range(1000):
+        exact += 1e-3
+        nearest = (nearest.float() + 1e-3).bfloat16()
+        stochastic = round_stochastically(stochastic.float() + 1e-3, made(step, size=(1000,), offset=(0,)))
+    assert nearest.unique().tolist() == [1.0]
+    assert exact[0].item() == pytest.approx(2.0, abs=1e-3)
+    # Each value is a random walk: 1,000 steps of up to 2^-7 with probability 1e-3 * 2^7 each, so a deviation of 0.08.
+    assert stochastic.float().mean().item() == pytest.approx(2.0, abs=5 * 0.08 / 1000**0.5)
+    assert 0.07 < stochastic.float().std().item() < 0.1
+
+
+def test_noise_is_uniform() -> None:
+    for step in (0, 1, 100_000):
+        values = made(step)
+        assert values.dtype == torch.int32 and values.shape == NOISE_SHAPE
+        for cells in (values & 0xFF, values >> 8, (values >> 4) & 0xFF):
+            assert chi_square(cells) < CHI_SQUARE_255
+    assert chi_square(made(3, offset=(0,), size=(200_000,)) & 0xFF) < CHI_SQUARE_255
+
+
+def test_noise_is_independent_of_its_neighbours() -> None:
+    values = made(7)
+    others = {
+        "next row": values.roll(1, 0),
+        "next column": values.roll(1, 1),
+        "row and column exchanged": made(7, size=(384, 512)).T,
+        "next step": made(8),
+        "a power of two of steps later": made(7 + 1024),
+        "another tensor": made(7, stream(1234, "weight", "lm_head.weight")),
+        "another moment": made(7, stream(1234, "exp_avg", "model.norm.weight")),
+        "another seed": made(7, stream(1235, "weight", "model.norm.weight")),
+    }
+    for name, other in others.items():
+        for shift in (0, 12):  # the lowest and the highest four bits of both: all 256 pairs equally often
+            pairs = ((values >> shift) & 15) * 16 + ((other >> shift) & 15)
+            assert chi_square(pairs) < CHI_SQUARE_255, name
+    # Over four corners: hashes of row and column that are only combined by xor would cancel.
+    corners = [values, values.roll(1, 0), values.roll(1, 1), values.roll((1, 1), (0, 1))]
+    assert chi_square((corners[0] ^ corners[1] ^ corners[2] ^ corners[3]) & 0xFF) < CHI_SQUARE_255
+
+
+def test_a_part_has_the_noise_of_the_whole() -> None:
+    whole = made(5)
+    for rows in pairwise((0, 100, 101, 512)):
+        for columns in pairwise((0, 7, 384)):
+            part = made(5, offset=(rows[0], columns[0]), size=(rows[1] - rows[0], columns[1] - columns[0]))
+            assert torch.equal(part, whole[slice(*rows), slice(*columns)])
+    assert torch.equal(made(5, offset=(13,), size=(20,)), made(5, offset=(0,), size=(40,))[13:33])
+
+
+def test_noise_is_what_it_was() -> None:
+    # A resumed run must use the noise of the program that started it. This implementation uses unsigned integers,
+    # as the definition does.
+    assert KEYS == (1760943426, 1998540192)
+
+    def mix(x: int) -> int:
+        x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
+        x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
+        return x ^ x >> 16
+
+    for keys in (KEYS, (-5, -(2**31))):
+        first, second = (mix(key % 2**32 ^ 70_000) for key in keys)
+        rows = [mix((first + row) % 2**32) for row in range(2**31 - 2, 2**31)]
+        columns = [mix((second + column) % 2**32) for column in range(40, 43)]
+        expected = [[mix(row ^ column) & 0xFFFF for column in columns] for row in rows]
+        assert made(70_000, keys, offset=(2**31 - 2, 40), size=(2, 3)).tolist() == expected
+        line = [mix(mix((first + place) % 2**32) ^ mix(second)) & 0xFFFF for place in range(5, 9)]
+        assert made(70_000, keys, offset=(5,), size=(4,)).tolist() == line
+
+
+def test_one_graph_for_all_steps() -> None:
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def rounded(values: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        return round_stochastically(values, noise(KEYS, step, (0, 0), (8, 16), CPU))
+
+    values = torch.rand(8, 16)
+    for step in range(4):
+        number = torch.tensor(step, dtype=torch.int32)
+        assert torch.equal(rounded(values, number), round_stochastically(values, made(step, size=(8, 16))))
+    assert counter.frame_count == 1
+
+
+CASES = [((40, 24), (7, 5)), ((3, 24), (1 << 20, 0)), ((50,), (9,)), ((64, 32), (0, 0))]
+
+
+def _cases() -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Values, the start of their noise, and the rounded values."""
+    generator = torch.Generator().manual_seed(0)
+    for (size, offset), step in itertools.product(CASES, (0, 17, 1 << 24)):
+        values = torch.randn(size, generator=generator)
+        values.view(-1)[:2] = torch.tensor([float("inf"), float("nan")])
+        expected = round_stochastically(values, made(step, offset=offset, size=size))
+        yield values, torch.tensor(start_of_noise(KEYS, step, offset), dtype=torch.int32), expected
+
+
+def _same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(actual.view(torch.int16), expected.view(torch.int16))
+
+
+def test_rounding_in_one_function_has_the_same_bits() -> None:
+    assert all(_same(round_with_noise(values, starts), expected) for values, starts, expected in _cases())
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_compiled_rounding_has_the_same_bits() -> None:
+    """The function that CUDA compiles, here by Inductor's C++."""
+    assert run_ranks(_compiled_is_equal, 1, timeout=SECONDS) == [True]
+
+
+def _compiled_is_equal(_: int) -> bool:
+    fused = CudaKernels(compiled=True).fuse(round_with_noise)
+    assert fused is not None
+    return all(_same(fused(values, starts), expected) for values, starts, expected in _cases())

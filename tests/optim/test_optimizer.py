@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_llama.data.batches import Batches
-from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.optim.optimizer import build_schedule, decays
-from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
-from tests.model.llamas import CPU, hf_config, load, whole_batch
-from tests.oracle import RaggedSamples, Tensors, assemble, distance, make_plan, rectangles
+from tests.model.llamas import hf_config, load, whole_batch
+from tests.oracle import CPU, Tensors, assemble, distance, make_plan, rank_batches, rank_groups, rank_model, rectangles
 from tests.ranks import run_ranks
 from tests.rows import rows
 
@@ -117,13 +114,10 @@ def compare(name: str, training: Training, expected: Training) -> None:
 
 def _train(rank: int, plans: list[Plan]) -> list[Training]:
     actual = []
-    topology = plans[0].topology(rank)
-    with process_groups(plans[0], topology, get_device("cpu"), CPU):
+    with rank_groups(plans[0], rank):
         for plan in plans:
-            model = build_model(plan, topology, get_device("cpu"), CPU)
-            optimizer = build_optimizer(plan, model)
-            samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
-            batches = Batches(samples, plan, topology, CPU)
+            model = rank_model(plan, rank)
+            optimizer, batches = build_optimizer(plan, model), rank_batches(plan, rank)
             training = Training(weights=[rectangles(model, lambda shard: shard.local)])
             for step in range(STEPS):
                 model.forward_backward(batches.at(step * plan.config.trainer.global_batch_size))

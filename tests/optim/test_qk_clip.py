@@ -7,16 +7,29 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from megatron_llama.arch.pattern import Pattern
-from megatron_llama.devices import attention, get_device
+from megatron_llama.devices import attention
 from megatron_llama.devices.visibility import Documents, build_attention_inputs, dense_mask, masked
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.parallel import ParallelModel, max_logits
 from megatron_llama.plan import Plan
-from tests.oracle import RaggedSamples, Tensors, assemble, distance, make_plan, oracle, rectangles
+from tests.oracle import (
+    RaggedSamples,
+    Tensors,
+    assemble,
+    distance,
+    make_plan,
+    oracle,
+    rank_batches,
+    rank_groups,
+    rank_model,
+    rectangles,
+    run_layout,
+)
 from tests.ranks import run_ranks
 
 TAU, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 1.0, 4, 4, 2, 8
@@ -100,24 +113,34 @@ def scaled(weights: Tensors, table: torch.Tensor) -> Tensors:
     return results
 
 
-def one_step(rank: int, plan: Plan, table: torch.Tensor | None, skip: bool = False) -> tuple[Any, ...]:
-    """Run a step; with ``table`` with equal gradients and these logits. Return the weights and the metrics."""
-    device, topology = get_device("cpu"), plan.topology(rank)
-    with process_groups(plan, topology, device, torch.device("cpu")):
-        model = build_model(plan, topology, device, torch.device("cpu"))
-        optimizer = build_optimizer(plan, model)
-        initial = rectangles(model, lambda shard: shard.local)
-        if table is not None:
-            _set_logits(model, table, topology.place["tp"])
-        for shard in model.trained:
-            shard.parameter.grad = torch.zeros_like(shard.parameter)
-        optimizer.update(torch.tensor(1.0), torch.tensor(skip))
-        optimizer.advance(updated=not skip)
-        return initial, rectangles(model, lambda shard: shard.local), optimizer.metrics()
+Steps = list[tuple[torch.Tensor, bool]]
+"""Logits [layers, heads] of each step, and whether the step is skipped."""
 
 
-def _set_logits(model: ParallelModel, table: torch.Tensor, tp_rank: int) -> None:
-    for chunk in model.chunks:
+def run_steps(rank: int, plans: list[Plan], steps: Steps) -> list[tuple[list[list[tuple]], list[dict[str, float]]]]:
+    """Run steps of each plan with zero gradients and given logits; return the weights before and after each step, and
+    the metrics after each."""
+    answers = []
+    with rank_groups(plans[0], rank):
+        for plan in plans:
+            model = rank_model(plan, rank)
+            optimizer, metrics = build_optimizer(plan, model), []
+            weights = [rectangles(model, lambda shard: shard.local)]
+            for table, skip in steps:
+                _set_logits(plan, model, table)
+                for shard in model.trained:
+                    shard.parameter.grad = torch.zeros_like(shard.parameter)
+                optimizer.update(torch.tensor(1.0), torch.tensor(skip))
+                optimizer.advance(updated=not skip)
+                weights.append(rectangles(model, lambda shard: shard.local))
+                metrics.append(optimizer.metrics())
+            answers.append((weights, metrics))
+    return answers
+
+
+def _set_logits(plan: Plan, model: ParallelModel, table: torch.Tensor) -> None:
+    tp_rank = plan.topology(dist.get_rank()).place["tp"]
+    for chunk in model.chunks if plan.config.optim.qk_clip is not None else ():
         for number, block in chunk.layers.items():
             layer: Any = block.self_attn
             layer.max_logits = table[int(number)].chunk(HEADS // layer.num_heads)[tp_rank].clone()
@@ -127,59 +150,51 @@ def test_logits_and_weights_are_those_of_a_plain_reference() -> None:
     table = logits_of_transformers()
     assert (table > TAU).any() and (table < TAU).any()
     assert (table.unflatten(1, (KV_HEADS, -1)).amax(2) < TAU).any(), "some groups keep their weights"
-    from tests.oracle import run_layout
-
     expected = scaled(run_layout(1, steps=1).weights, table)
     result = run_layout(1, CLIP, steps=1).weights
     for name, weight in expected.items():
         assert distance(result[name], weight) < 1e-6, name
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16_sr", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("settings", [[], ["optim.name=muon", "model.model_type=qwen2"]], ids=["adamw", "muon, qwen2"])
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [(4, ["trainer.tp=2", "trainer.zero=3"]), (4, ["trainer.tp=4"]), (4, ["trainer.pp=2", "trainer.vpp=2"])],
-    ids=["tp2·dp2, zero 3", "tp4, kv heads < tp", "pp2·vpp2·dp2"],
-)
-def test_weights_have_the_bits_of_one_process(
-    ranks: int, layout: list[str], settings: list[str], precision: str
-) -> None:
-    table = torch.rand(LAYERS, HEADS, generator=torch.Generator().manual_seed(1)) * 3
-    each = [CLIP, f"trainer.precision={precision}", *settings]
-    (_, one, _), *_ = run_ranks(one_step, 1, make_plan(1, *each), table)
-    answers = run_ranks(one_step, ranks, make_plan(ranks, *each, *layout), table)
-    expected, weights = assemble([one])[0], assemble([answer[1] for answer in answers])[0]
-    assert [name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)] == []
-    assert {answer[2]["max_attention_logit"] for answer in answers} == {table.max().item()}
-    (_, unclipped, _), *_ = run_ranks(one_step, 1, make_plan(1, *each[1:]), None)
-    for name, tensor in scaled(assemble([unclipped])[0], table).items():
-        assert distance(weights[name].float(), tensor.float()) < (1e-6 if precision == "fp32" else 6e-3), name
+LAYOUTS = {
+    "tp2·dp2, zero 3": ["trainer.tp=2", "trainer.zero=3"],
+    "tp4, kv heads < tp": ["trainer.tp=4"],
+    "pp2·vpp2·dp2": ["trainer.pp=2", "trainer.vpp=2"],
+}
+OPTIMIZERS = {
+    (name, precision): (f"trainer.precision={precision}", *settings)
+    for name, settings in (("adamw", ()), ("muon, qwen2", ("optim.name=muon", "model.model_type=qwen2")))
+    for precision in ("fp32", "bf16_sr")
+}
+TABLE = torch.rand(LAYERS, HEADS, generator=torch.Generator().manual_seed(1)) * 3
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
-def test_a_skipped_step_keeps_weights_and_forgets_its_logits(name: str) -> None:
-    plan = make_plan(2, CLIP, "trainer.tp=2", f"optim.name={name}")
-    for initial, weights, metrics in run_ranks(one_step, 2, plan, torch.full((LAYERS, HEADS), 9.0), True):
-        assert all(torch.equal(before[-1], after[-1]) for before, after in zip(initial, weights, strict=True))
-        assert metrics == {"max_attention_logit": 9.0}
-    for metrics in run_ranks(metrics_of_two_steps, 2, plan):
-        assert metrics == [{"max_attention_logit": 9.0}, {"max_attention_logit": 0.5}]
+@cache
+def updates_of_one_process(*clip: str) -> list[Tensors]:
+    plans = [make_plan(1, *settings, *clip) for settings in OPTIMIZERS.values()]
+    return [assemble([weights[-1]])[0] for weights, _ in run_ranks(run_steps, 1, plans, [(TABLE, False)])[0]]
 
 
-def metrics_of_two_steps(rank: int, plan: Plan) -> list[dict[str, float]]:
-    device, topology = get_device("cpu"), plan.topology(rank)
-    with process_groups(plan, topology, device, torch.device("cpu")):
-        model = build_model(plan, topology, device, torch.device("cpu"))
-        optimizer, metrics = build_optimizer(plan, model), []
-        for value in (9.0, 0.5):
-            _set_logits(model, torch.full((LAYERS, HEADS), value), topology.place["tp"])
-            for shard in model.trained:
-                shard.parameter.grad = torch.zeros_like(shard.parameter)
-            optimizer.update(torch.tensor(1.0), torch.tensor(value > 1))
-            optimizer.advance(updated=value < 1)
-            metrics.append(optimizer.metrics())
-        return metrics
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_weights_have_the_bits_of_one_process(layout: list[str]) -> None:
+    plans = [make_plan(4, CLIP, *settings, *layout) for settings in OPTIMIZERS.values()]
+    answers = run_ranks(run_steps, 4, plans, [(TABLE, False)])
+    unclipped = updates_of_one_process()
+    for index, ((name, precision), expected) in enumerate(zip(OPTIMIZERS, updates_of_one_process(CLIP), strict=True)):
+        weights = assemble([answer[index][0][-1] for answer in answers])[0]
+        assert [key for key, tensor in expected.items() if not torch.equal(weights[key], tensor)] == [], name
+        assert all(answer[index][1] == [{"max_attention_logit": TABLE.max().item()}] for answer in answers)
+        for key, tensor in scaled(unclipped[index], TABLE).items():
+            assert distance(weights[key].float(), tensor.float()) < (1e-6 if precision == "fp32" else 6e-3), key
+
+
+def test_a_skipped_step_keeps_weights_and_forgets_its_logits() -> None:
+    plans = [make_plan(2, CLIP, "trainer.tp=2", f"optim.name={name}") for name in ("adamw", "muon", "sgd")]
+    steps = [(torch.full((LAYERS, HEADS), value), value > 1) for value in (9.0, 0.5)]
+    for answers in run_ranks(run_steps, 2, plans, steps):
+        for (initial, skipped, _), metrics in answers:
+            assert all(torch.equal(before[-1], after[-1]) for before, after in zip(initial, skipped, strict=True))
+            assert metrics == [{"max_attention_logit": 9.0}, {"max_attention_logit": 0.5}]
 
 
 def test_validation_and_recomputation_record_nothing() -> None:
@@ -188,16 +203,11 @@ def test_validation_and_recomputation_record_nothing() -> None:
 
 def calls_of_a_step(rank: int, plan: Plan) -> tuple[int, int]:
     """Return the numbers of measurements in a training step with four micro batches, and in a validation."""
-    from megatron_llama.data.batches import Batches
-    from megatron_llama.parallel import max_logits
-
-    device, topology, cpu = get_device("cpu"), plan.topology(rank), torch.device("cpu")
     calls: list[int] = []
     original = max_logits.largest_logits
     max_logits.largest_logits = lambda *inputs: calls.append(1) or original(*inputs)
-    with process_groups(plan, topology, device, cpu):
-        model = build_model(plan, topology, device, cpu)
-        batches = Batches(RaggedSamples(16, 64), plan, topology, cpu).at(0)
+    with rank_groups(plan, rank):
+        model, batches = rank_model(plan, rank), rank_batches(plan, rank).at(0)
         model.forward_backward(batches)
         train = len(calls)
         model.evaluate(batches)

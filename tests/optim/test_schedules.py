@@ -54,14 +54,9 @@ def follow(scheduler: torch.optim.lr_scheduler.LRScheduler, inner: torch.optim.O
 
 
 @pytest.mark.parametrize(("name", "constant"), GOLDEN, ids=str)
-def test_curve(name: str, constant: int) -> None:
+def test_curve_and_no_jumps(name: str, constant: int) -> None:
     rates = rates_of(f"optim={name}", *SHAPE, f"optim.constant_steps={constant}")
     assert {step: rates[step] for step in GOLDEN[name, constant]} == pytest.approx(GOLDEN[name, constant])
-
-
-@pytest.mark.parametrize(("name", "constant"), GOLDEN, ids=str)
-def test_rises_once_then_never_again_and_has_no_jump(name: str, constant: int) -> None:
-    rates = rates_of(f"optim={name}", *SHAPE, f"optim.constant_steps={constant}")
     assert max(rates) == rates[WARMUP] == 1.0
     assert all(a < b for a, b in pairwise(rates[: WARMUP + 1]))
     assert all(a >= b for a, b in pairwise(rates[WARMUP:]))

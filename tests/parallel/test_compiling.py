@@ -1,48 +1,96 @@
-"""torch.compile of blocks: one graph for all of them, compiled once however many ranks need it, then cached;
-late compilations and graph breaks are reported."""
+"""torch.compile of blocks: one graph for all of them, compiled once however many ranks need it, then cached; late
+compilations and graph breaks are reported.
+
+With trainer.async_tp gathers and scatters of a block are fused into matmuls, and the results do not change: Inductor's
+pass transforms the graphs of real gloo ranks, and symmetric_memory.py lists the replacements.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_llama.data.batches import Batches
 from megatron_llama.devices import get_device
-from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES, Compiler, Graph
+from megatron_llama.parallel.tensor import Overlap
 from megatron_llama.plan import Plan
-from tests.compiled import SECONDS, needs_compiler
+from tests.compiled import SECONDS, needs_compiler, prepare_rank
 from tests.finetuning.runner import LORA, tune
 from tests.layouts.table import DROPPING, PIECES
-from tests.oracle import RaggedSamples, distance, make_plan, oracle, run_layout, worst
+from tests.oracle import (
+    CPU,
+    TOLERANCE,
+    RaggedSamples,
+    Tensors,
+    assemble,
+    distance,
+    make_plan,
+    oracle,
+    rank_batches,
+    rank_groups,
+    rank_model,
+    rectangles,
+    run_layout,
+    worst,
+)
+from tests.parallel.symmetric_memory import wrong_pieces
 from tests.ranks import RankFailed, run_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled_here")
 COMPILE = ("trainer.compile=true", "trainer.compile_strict=true")
 
 
-def compiled(cache: Path, *overrides: str, world: int = 4, batches: int = 3) -> list[list[Graph]]:
-    """Each rank's graphs of a few training batches and a validation."""
+class Trained(NamedTuple):
+    """Results of one rank."""
+
+    graphs: list[Graph]
+    losses: list[float]
+    """Losses of the steps and a validation."""
+    gradients: list[Tensors]
+    """This rank's, by step."""
+    first: list[tuple]
+    """The first step's as rectangles of Hugging Face's tensors; none with LoRA."""
+
+
+def trained(cache: Path, *overrides: str, world: int = 4, steps: int = 3, broken: str = "") -> list[Trained]:
+    """Train on each rank. ``broken`` is an argument of wrong_pieces, or "pass": the compiler's."""
     plan = make_plan(world, *COMPILE, f"trainer.compile_cache={cache}", *overrides)
-    return run_ranks(_work, world, plan, batches, timeout=SECONDS)
+    return run_ranks(_train, world, plan, steps, broken, timeout=SECONDS)
 
 
-def _work(rank: int, plan: Plan, batches: int) -> list[Graph]:
-    device, cpu, topology = get_device("cpu"), torch.device("cpu"), plan.topology(rank)
-    with process_groups(plan, topology, device, cpu):
-        model = build_model(plan, topology, device, cpu)
-        samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
-        data = Batches(samples, plan, topology, cpu)
-        for batch in range(batches):
-            model.forward_backward(data.at(8 * batch))
-        model.forward_backward(data.at(0), train=False)
+def _train(rank: int, plan: Plan, steps: int, broken: str) -> Trained:
+    prepare_rank(plan)
+    if broken == "pass":
+        dist.is_nccl_available = lambda: False  # then Inductor's pass matches all and replaces nothing
+    elif broken:
+        wrong_pieces(broken)
+    with rank_groups(plan, rank):
+        model = rank_model(plan, rank)
+        optimizer, batches = build_optimizer(plan, model), rank_batches(plan, rank)
+        losses: list[float] = []
+        gradients: list[Tensors] = []
+        first: list[tuple] = []
+        for step in range(steps):
+            losses.append(model.forward_backward(batches.at(8 * step)).item())
+            gradients.append({shard.name: shard.grad.clone() for shard in model.trained if shard.grad is not None})
+            if step == 0 and plan.config.finetune.method == "none":
+                first = rectangles(model, lambda shard: shard.grad)
+            optimizer.step(optimizer.gradient_norm())
+        losses.append(model.forward_backward(batches.at(0), train=False).item())
         assert model.compiler is not None
-        return model.compiler.graphs
+        return Trained(model.compiler.graphs, losses, gradients, first)
+
+
+def graphs_of(ranks: list[Trained]) -> list[list[Graph]]:
+    return [rank.graphs for rank in ranks]
 
 
 @pytest.mark.long
@@ -53,7 +101,7 @@ def test_one_graph_for_all_blocks_compiled_by_one_rank(cache: Path, monkeypatch:
     last stage two for the loss, which validation has in common."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))  # not the cache that other files share
     layout = ("trainer.tp=2", "trainer.pp=2")
-    first = compiled(cache, *layout)
+    first = graphs_of(trained(cache, *layout))
     loss = [("loss", "training"), ("gradient of the loss", "training")]
     for rank, graphs in enumerate(first):
         expected = [("block", "training"), *(loss if rank >= 2 else []), ("block", "validation")]
@@ -65,7 +113,7 @@ def test_one_graph_for_all_blocks_compiled_by_one_rank(cache: Path, monkeypatch:
     assert sum(not graph.cached for graphs in first for graph in graphs) == 4, "more than one rank compiled a graph"
     new = [graph for graphs in first for graph in graphs if not graph.cached]
     assert all(f"no graph of {graph.function}" in (graph.why or "") for graph in new)
-    second = compiled(cache, *layout)
+    second = graphs_of(trained(cache, *layout))
     assert all(graph.cached for graphs in second for graph in graphs), "not found again"
     assert {graph.key for graphs in second for graph in graphs} == distinct
 
@@ -75,7 +123,7 @@ def test_one_graph_for_all_blocks_compiled_by_one_rank(cache: Path, monkeypatch:
 @needs_compiler
 def test_lora_is_one_graph_too(cache: Path, tmp_path: Path) -> None:
     layout = ("trainer.tp=2", *LORA)
-    first = compiled(cache, *layout, "model.num_hidden_layers=2", world=2)
+    first = graphs_of(trained(cache, *layout, "model.num_hidden_layers=2", world=2))
     assert all(len(graphs) == 4 and not any(g.late or g.failure for g in graphs) for graphs in first)
     # With the embedding frozen, the first block's input would ask for no gradient and be another graph.
     assert len({graph.key for graphs in first for graph in graphs}) == 4
@@ -90,7 +138,7 @@ def test_lora_is_one_graph_too(cache: Path, tmp_path: Path) -> None:
 @needs_compiler
 @pytest.mark.parametrize("recompute", ["elementwise", "selective", "full"])
 def test_blocks_that_recompute_share_a_graph(cache: Path, recompute: str) -> None:
-    (graphs,) = compiled(cache, f"trainer.recompute={recompute}", world=1, batches=1)
+    ((graphs, *_),) = trained(cache, f"trainer.recompute={recompute}", world=1, steps=1)
     loss = [("loss", "training"), ("gradient of the loss", "training")]
     assert [(graph.function, graph.mode) for graph in graphs] == [("block", "training"), *loss, ("block", "validation")]
 
@@ -106,14 +154,12 @@ def test_what_is_new_says_why(tmp_path: Path) -> None:
 
 
 def _misses(rank: int, plan: Plan) -> list[Graph]:
-    device, cpu, topology = get_device("cpu"), torch.device("cpu"), plan.topology(rank)
-    with process_groups(plan, topology, device, cpu):
-        compiler = Compiler(plan, device)
+    with rank_groups(plan, rank):
+        compiler = Compiler(plan, get_device("cpu"))
         compiler._compile = _uncompiled
-        model = build_model(plan, topology, device, cpu, compiler)
-        data = Batches(RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size), plan, topology, cpu)
+        model, batches = rank_model(plan, rank, compiler), rank_batches(plan, rank).at(0)
         for train in (True, False):
-            model.forward_backward(data.at(0), train=train)
+            model.forward_backward(batches, train=train)
         return compiler.graphs
 
 
@@ -173,13 +219,12 @@ def test_a_graph_is_for_any_number_of_threads(tmp_path: Path, monkeypatch: pytes
 
 
 def _late(rank: int, plan: Plan) -> list[Graph]:
-    device, cpu, topology = get_device("cpu"), torch.device("cpu"), plan.topology(rank)
-    longer = replace(plan, config=replace(plan.config, data=replace(plan.config.data, seq_length=12)))
-    with process_groups(plan, topology, device, cpu):
-        model = build_model(plan, topology, device, cpu)
+    shorter = replace(plan, config=replace(plan.config, data=replace(plan.config.data, seq_length=12)))
+    with rank_groups(plan, rank):
+        model, batches = rank_model(plan, rank), rank_batches(plan, rank)
         for batch in range(WARM_UP_BATCHES):
-            model.forward_backward(Batches(RaggedSamples(16, 64), plan, topology, cpu).at(8 * batch))
-        model.forward_backward(Batches(RaggedSamples(12, 64), longer, topology, cpu).at(0))
+            model.forward_backward(batches.at(8 * batch))
+        model.forward_backward(Batches(RaggedSamples(12, 64), shorter, plan.topology(rank), CPU).at(0))
         assert model.compiler is not None
         return model.compiler.graphs
 
@@ -195,16 +240,13 @@ def test_a_graph_after_warm_up_is_told_or_forbidden(cache: Path, capfd: pytest.C
         *(("block", True), ("loss", True), ("gradient of the loss", True)),
     ]
     assert "compiled after warm-up: block, training, for (12, 2, 32) float32" in capfd.readouterr().err
-    with pytest.raises(
-        RankFailed, match="Recompiled: trainer.compile_strict: block was recompiled after 2 batches"
-    ):
+    with pytest.raises(RankFailed, match="Recompiled: trainer.compile_strict: block was recompiled after 2 batches"):
         run_ranks(_late, 1, make_plan(1, *one, "trainer.compile_strict=true"))
 
 
 def _broken(rank: int, plan: Plan) -> None:
-    device, cpu, topology = get_device("cpu"), torch.device("cpu"), plan.topology(rank)
-    with process_groups(plan, topology, device, cpu):
-        model = build_model(plan, topology, device, cpu, Compiler(plan, device))
+    with rank_groups(plan, rank):
+        model = rank_model(plan, rank)
         attention = next(iter(model.chunks[0].layers.values())).self_attn
         whole = attention.forward
 
@@ -213,7 +255,7 @@ def _broken(rank: int, plan: Plan) -> None:
             return whole(x, rotary)
 
         attention.forward = breaks
-        model.forward_backward(Batches(RaggedSamples(16, 64), plan, topology, cpu).at(0))
+        model.forward_backward(rank_batches(plan, rank).at(0))
 
 
 @needs_compiler
@@ -223,12 +265,11 @@ def test_a_graph_break_is_forbidden(cache: Path) -> None:
 
 
 def _failing(rank: int, plan: Plan, keep_going: bool) -> list[Graph]:
-    device, cpu, topology = get_device("cpu"), torch.device("cpu"), plan.topology(rank)
-    with process_groups(plan, topology, device, cpu):
-        compiler = Compiler(plan, device, keep_going)
+    with rank_groups(plan, rank):
+        compiler = Compiler(plan, get_device("cpu"), keep_going)
         compiler._compile = _fails
-        model = build_model(plan, topology, device, cpu, compiler)
-        model.forward_backward(Batches(RaggedSamples(16, 64), plan, topology, cpu).at(0))
+        model = rank_model(plan, rank, compiler)
+        model.forward_backward(rank_batches(plan, rank).at(0))
         return compiler.graphs
 
 
@@ -252,3 +293,120 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     rule = r"needs\s+a\s+C\+\+\s+compiler,\s+and\s+no-such-compiler\s+is\s+not\s+installed"
     with pytest.raises(RankFailed, match=rule):
         run_layout(1, "trainer.compile=true", steps=1)
+
+
+MODEL = "model.num_hidden_layers=3"
+ASYNC_TP = (MODEL, "trainer.tp=2", "trainer.async_tp=true")
+WIDE = ("model.hidden_size=256", "model.intermediate_size=256")  # nf4's blocks are of 64 values of a rank's row
+STEPS = 2
+
+
+def worst_of_ranks(one: list[Trained], other: list[Trained]) -> float:
+    """The largest relative difference of a loss or a gradient, of all ranks."""
+    actual = []
+    for left, right in zip(one, other, strict=True):
+        actual += [abs(a - b) / abs(b) for a, b in zip(left.losses, right.losses, strict=True)]
+        for ours, expected in zip(left.gradients, right.gradients, strict=True):
+            assert ours.keys() == expected.keys() and ours
+            actual += [distance(ours[name], expected[name]) for name in expected]
+    return max(actual)
+
+
+def overlaps(answers: list[Trained]) -> dict[str, set[Overlap | None]]:
+    """By mode, what became of the gathers and scatters of a block's graph."""
+    actual: dict[str, set[Overlap | None]] = {}
+    for graph in (graph for answer in answers for graph in answer.graphs if graph.function == "block"):
+        actual.setdefault(graph.mode, set()).add(graph.overlap)
+    return actual
+
+
+# Gathers and scatters of a block (fused, separate), in training and in validation. A block gathers twice and scatters
+# twice in the forward pass, and again in the backward pass.
+ROWS: dict[str, tuple[list[str], Overlap, Overlap]] = {
+    "plain": ([], Overlap(8, 0), Overlap(4, 0)),
+    # Recomputation repeats all except the last scatter, on which no gradient depends.
+    "full recompute": (["trainer.recompute=full"], Overlap(11, 0), Overlap(4, 0)),
+    "elementwise recompute, bf16, random-LTD": (
+        ["trainer.recompute=elementwise", "trainer.precision=bf16", "trainer.micro_batch_size=1", DROPPING],
+        Overlap(8, 0),
+        Overlap(4, 0),
+    ),
+    # Collectives of LoRA's small matmuls: A's columns and B's rows have no adjacent collective.
+    "LoRA": ([*LORA], Overlap(12, 4), Overlap(6, 2)),
+    "LoRA, 4 bits": ([*LORA, *WIDE, "finetune.frozen_dtype=nf4"], Overlap(12, 4), Overlap(6, 2)),
+    "tp4, copied kv heads": (["trainer.tp=4"], Overlap(8, 0), Overlap(4, 0)),
+}
+
+
+@pytest.mark.long
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROWS)
+def test_collectives_are_inside_products_and_change_nothing(name: str, tmp_path: Path) -> None:
+    # A separate cache: collectives of a cached graph of another row are not counted.
+    cache = tmp_path
+    overrides, training, validation = ROWS[name]
+    world = 4 if "trainer.tp=4" in overrides else 2
+    plain = trained(cache, MODEL, "trainer.tp=2", *overrides, world=world, steps=STEPS)
+    assert overlaps(plain) == {"training": {None}, "validation": {None}}
+    overlapped = trained(cache, *ASYNC_TP, *overrides, world=world, steps=STEPS)
+    assert overlaps(overlapped) == {"training": {training}, "validation": {validation}}
+    if name == "plain":  # later rows are as near to earlier overlapped ones
+        assert {g.why for rank in overlapped for g in rank.graphs if g.why} == {"trainer.async_tp: False → True"}
+    difference = worst_of_ranks(overlapped, plain)
+    # Two ranks: equal matmuls, and sums of two terms.
+    assert difference <= (TOLERANCE if world > 2 else 0.0)
+
+
+@pytest.mark.long
+@needs_compiler
+@pytest.mark.slow
+def test_it_equals_one_process(cache: Path) -> None:
+    ranks, expected = trained(cache, *ASYNC_TP, world=2, steps=STEPS), oracle(MODEL)
+    for rank in ranks:
+        assert rank.losses[:STEPS] == pytest.approx(expected.losses[:STEPS], rel=TOLERANCE)
+    whole, _ = assemble([rank.first for rank in ranks])
+    assert whole.keys() == expected.first_grads.keys()
+    assert max(distance(tensor, expected.first_grads[name]) for name, tensor in whole.items()) <= TOLERANCE
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_graph_out_of_the_cache_says_what_overlaps(cache: Path) -> None:
+    trained(cache, *ASYNC_TP, world=2, steps=STEPS)
+    repeated = trained(cache, *ASYNC_TP, world=2, steps=STEPS)
+    assert all(graph.cached for rank in repeated for graph in rank.graphs)
+    assert overlaps(repeated) == {"training": {Overlap(8, 0)}, "validation": {Overlap(4, 0)}}
+
+
+@pytest.mark.long
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["gather", "scatter"])
+def test_pieces_of_the_wrong_rank_are_seen(broken: str, cache: Path) -> None:
+    expected = oracle(MODEL)
+    actual = trained(cache, *ASYNC_TP, world=2, steps=STEPS, broken=broken)
+    assert abs(actual[0].losses[0] / expected.losses[0] - 1) > 5 * TOLERANCE
+
+
+@pytest.mark.long
+@needs_compiler
+@pytest.mark.slow
+def test_a_compiler_that_recognises_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    for actual in ("compiled", "cached"):
+        with pytest.raises(RankFailed, match="NotOverlapped: trainer.async_tp: .* none of the 8 .* of block, training"):
+            trained(tmp_path, *ASYNC_TP, world=2, steps=STEPS, broken="pass")
+        assert len(list(tmp_path.glob("graphs/*.json"))) == 1, actual
+
+
+def _compiler_of_a_cpu(rank: int, plan: Plan) -> None:
+    with rank_groups(plan, rank):
+        Compiler(plan, get_device("cpu"))
+
+
+@needs_compiler
+def test_a_device_that_can_not_is_refused(cache: Path) -> None:
+    plan = make_plan(2, *COMPILE, *ASYNC_TP, f"trainer.compile_cache={cache}")
+    with pytest.raises(RankFailed, match="device=cpu has no matmuls that overlap with gathers and scatters"):
+        run_ranks(_compiler_of_a_cpu, 2, plan)

@@ -19,9 +19,7 @@ def ours(recipe: str) -> Layer:
 def operands(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """An input [s, b, in] with outliers, a weight [out, in] and the gradient of the output."""
     generator = torch.Generator().manual_seed(1)
-    x, weight, grad = (
-        torch.randn(*shape, generator=generator) for shape in ((12, 2, 48), (32, 48), (12, 2, 32))
-    )
+    x, weight, grad = (torch.randn(*shape, generator=generator) for shape in ((12, 2, 48), (32, 48), (12, 2, 32)))
     x[3, 1] *= 100
     x[:, :, 5] = 0
     return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), grad.to(dtype) * 1e-3

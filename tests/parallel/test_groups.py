@@ -1,8 +1,10 @@
-"""A rank's process groups, against the grid that its plan describes."""
+"""A rank's process groups, against the grid that its plan describes. One rank's error is every rank's error."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -10,25 +12,31 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import get_device
 from megatron_llama.devices.cpu.device import Cpu
-from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.parallel import groups as process_group_module
-from megatron_llama.parallel.groups import axis_of, current_groups, group_defaults
+from megatron_llama.parallel import process_groups
+from megatron_llama.parallel.groups import (
+    axis_of,
+    broadcast_from_rank_0,
+    current_groups,
+    group_defaults,
+    raise_on_all_ranks,
+    sync_errors,
+)
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.topology import AXES
 from tests.config.helpers import make
+from tests.oracle import CPU, rank_groups, rank_model
 from tests.ranks import run_ranks
-
-CPU = torch.device("cpu")
 
 
 def _groups(rank: int, plan: Plan) -> tuple[dict[str, list[int]], dict[str, str | None]]:
     """The ranks of each axis' group, and the axis of each kind of group."""
-    topology, device = plan.topology(rank), get_device("cpu")
-    with process_groups(plan, topology, device, CPU) as groups:
+    with rank_groups(plan, rank) as groups:
         assert groups is current_groups()
-        model = build_model(plan, topology, device, CPU)
+        model = rank_model(plan, rank)
         ranks = {axis.name: dist.get_process_group_ranks(groups[axis.name]) for axis in AXES}
         kinds = {axis.name: axis_of(groups[axis.name]) for axis in AXES}
         kinds["embedding"] = "pp" if groups.embedding is None else axis_of(groups.embedding)
@@ -69,9 +77,8 @@ def test_groups_are_the_grids_and_each_has_its_axis() -> None:
 
 def _timeouts(rank: int, plan: Plan) -> list[timedelta]:
     """The timeout of each process group except the world's, which the test creates."""
-    topology, device = plan.topology(rank), get_device("cpu")
-    with process_groups(plan, topology, device, CPU):
-        build_model(plan, topology, device, CPU)
+    with rank_groups(plan, rank):
+        rank_model(plan, rank)
         groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
         assert len(groups) > 10
         return [group._get_backend(CPU).options._timeout for group in groups]  # type: ignore[attr-defined]
@@ -102,7 +109,7 @@ def _destroyed(rank: int, plan: Plan, ends: list[BaseException | None]) -> list[
     for error in ends:
         with patch.object(dist, "destroy_process_group") as destroy:
             try:
-                with process_groups(plan, plan.topology(rank), get_device("cpu"), CPU):
+                with rank_groups(plan, rank):
                     if error is not None:
                         raise error
             except (Failed, KeyboardInterrupt, SystemExit):
@@ -143,3 +150,58 @@ def test_groups_of_a_bound_world_connect_at_their_first_use(monkeypatch: pytest.
     with group_defaults(make().trainer):
         assert world.bound_device_id is None
     assert world.bound_device_id == torch.device("cuda", 3)
+
+
+def problem(rule: str) -> Problem:
+    return Problem("run.dir", ["a", "list"], rule, "mend it")
+
+
+BOTH = ConfigError([problem("one"), problem("two")])
+ERRORS: dict[str, tuple[list[Exception | list[Problem] | None], Exception | None]] = {
+    "none": ([None, [], None], None),
+    "the lowest rank's": ([None, OSError("first"), ValueError("second")], OSError("first")),
+    "problems of all ranks, each once": (
+        [[problem("one")], ConfigError([problem("two"), problem("one")]), None],
+        BOTH,
+    ),
+    "problems before others": ([OSError("other"), BOTH, None], BOTH),
+}
+"""Errors of three ranks, and the error that all raise."""
+
+
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
+    for results in run_ranks(_raised, 3, [errors for errors, _ in ERRORS.values()]):
+        expected = [None if error is None else (type(error).__name__, str(error)) for _, error in ERRORS.values()]
+        assert results[:-2] == expected
+        assert results[-2:] == [("KeyError", "'name'"), ("ConfigError", str(ConfigError([problem("wrong")])))]
+
+
+def _raised(rank: int, cases: list[list[Exception | list[Problem] | None]]) -> list[tuple[str, str] | None]:
+    """Return the type and text that ``raise_on_all_ranks`` raises in each case, then ``sync_errors`` and rank 0."""
+
+    def block() -> None:
+        with sync_errors(KeyError):
+            if rank == 1:
+                raise KeyError("name")
+
+    def mistake() -> int:
+        raise ConfigError([problem("wrong")])
+
+    calls = [partial(raise_on_all_ranks, errors[rank]) for errors in cases]
+    results = [_error_of(call) for call in (*calls, block, partial(broadcast_from_rank_0, mistake))]
+    dist.barrier()
+    assert broadcast_from_rank_0(lambda: 10 + rank) == 10
+    error = RuntimeError("failed")
+    error.__cause__ = OSError("why")
+    with pytest.raises(RuntimeError, match="failed") as caught:
+        raise_on_all_ranks(error if rank == 1 else None)
+    assert (caught.value.__cause__ is not None) == (rank == 1), "the copy of another rank has no traceback"
+    return results
+
+
+def _error_of(call: Callable[[], object]) -> tuple[str, str] | None:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None

@@ -5,7 +5,8 @@ The oracle is plain torch on whole tensors, in fp64. tests/layouts compares whol
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -16,11 +17,9 @@ from torch.nn.functional import cross_entropy, linear
 
 from megatron_llama.arch.names import Rectangle
 from megatron_llama.arch.shapes import padded_vocab_size
-from megatron_llama.devices import HOST, get_device
 from megatron_llama.model import loss
 from megatron_llama.model.llama import _apply, _column_parallel, _row_parallel
 from megatron_llama.model.loss import IN_PLACE, Head, SoftmaxKernels, fused_softmax
-from megatron_llama.parallel import process_groups
 from megatron_llama.parallel.groups import Groups
 from megatron_llama.parallel.parallelize import mcore_config
 from megatron_llama.parallel.shards import Shard
@@ -28,9 +27,9 @@ from megatron_llama.parallel.tensor import ReplicatedGradients, make_traceable
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.topology import Topology
 from tests.config.helpers import make
+from tests.oracle import rank_groups
 from tests.ranks import run_ranks
 
-CPU = torch.device("cpu")
 FACTOR = 4
 """Largest error of a result, as a multiple of the error of the same formula in fp32 torch (at least one rounding)."""
 
@@ -39,11 +38,11 @@ def _plan(world_size: int, **settings: Any) -> Plan:
     return resolve(make(**{"trainer.tp": world_size, "trainer.sp": False} | settings), world_size)
 
 
-def _in_groups(rank: int, check: Callable[..., None], plan: Plan, *args: Any) -> None:
-    topology, device = plan.topology(rank), get_device(HOST)
-    with process_groups(plan, topology, device, CPU) as groups:
-        torch.manual_seed(0)  # all ranks draw the same whole tensors
-        check(plan, topology, groups, *args)
+def _in_groups(rank: int, check: Callable[..., None], plan: Plan, cases: Iterable[tuple]) -> None:
+    with rank_groups(plan, rank) as groups:
+        for case in cases:
+            torch.manual_seed(0)  # all ranks draw the same whole tensors
+            check(plan, plan.topology(rank), groups, *case)
 
 
 def _assert_as_exact_as_fp32(actual: Tensor, fp32: Tensor, exact: Tensor) -> None:
@@ -52,7 +51,13 @@ def _assert_as_exact_as_fp32(actual: Tensor, fp32: Tensor, exact: Tensor) -> Non
     assert error <= allowed, f"error {error:.2g}, allowed {allowed:.2g}"
 
 
-def _softmax_of_parts(rank: int, softmax: SoftmaxKernels) -> None:
+def _softmax_of_parts(rank: int) -> None:
+    for kernels in (IN_PLACE, fused_softmax(lambda function, name: function)):
+        for z_loss in (0.0, 0.01):
+            _check_softmax(rank, kernels._replace(z_loss=z_loss))
+
+
+def _check_softmax(rank: int, softmax: SoftmaxKernels) -> None:
     """Logits of 10 columns per rank. Some labels have a probability near 1, some rows a maximum on one rank only."""
     torch.manual_seed(0)
     columns = slice(10 * rank, 10 * rank + 10)
@@ -73,12 +78,10 @@ def _softmax_of_parts(rank: int, softmax: SoftmaxKernels) -> None:
         _assert_as_exact_as_fp32(actual, fp32, exact)
 
 
-@pytest.mark.parametrize("z_loss", [0.0, 0.01])
-@pytest.mark.parametrize("fused", [False, True], ids=["in place", "fused"])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_softmax_of_a_split_vocabulary(tp: int, fused: bool, z_loss: float) -> None:
-    softmax = fused_softmax(lambda function, name: function) if fused else IN_PLACE
-    run_ranks(_softmax_of_parts, tp, softmax._replace(z_loss=z_loss))
+def test_softmax_of_a_split_vocabulary(tp: int) -> None:
+    """In place and fused, with a z-loss and without."""
+    run_ranks(_softmax_of_parts, tp)
 
 
 def _head(plan: Plan, topology: Topology, groups: Groups, vocabulary: int) -> None:
@@ -115,12 +118,11 @@ def _head(plan: Plan, topology: Topology, groups: Groups, vocabulary: int) -> No
         _assert_as_exact_as_fp32(actual, fp32[index][cut], exact[index][cut])
 
 
-@pytest.mark.parametrize("vocabulary", [40, 37], ids=["even", "padded"])
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_head_of_a_split_vocabulary(tp: int, sp: bool, vocabulary: int) -> None:
-    """Loss, weight of the correct tokens, and gradients of hidden states and of this rank's rows."""
-    run_ranks(_in_groups, tp, _head, _plan(tp, **{"trainer.sp": sp}), vocabulary)
+def test_head_of_a_split_vocabulary(tp: int, sp: bool) -> None:
+    """Loss, weight of the correct tokens, and gradients of hidden states and of this rank's rows; even and padded."""
+    run_ranks(_in_groups, tp, _head, _plan(tp, **{"trainer.sp": sp}), [(40,), (37,)])
 
 
 def _layer(plan: Plan, topology: Topology, groups: Groups, is_column: bool, frozen: bool) -> None:
@@ -160,11 +162,11 @@ def _layer(plan: Plan, topology: Topology, groups: Groups, is_column: bool, froz
     torch.testing.assert_close(layer.bias.grad, of_output(grad).sum((0, 1)))
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("is_column", [True, False], ids=["column", "row"])
-def test_linear_layers(is_column: bool, sp: bool, frozen: bool) -> None:
-    run_ranks(_in_groups, 2, _layer, _plan(2, **{"trainer.sp": sp, "model.mlp_bias": True}), is_column, frozen)
+def test_linear_layers(sp: bool) -> None:
+    """Column and row parallel, trained and frozen."""
+    cases = [*itertools.product((True, False), (False, True))]
+    run_ranks(_in_groups, 2, _layer, _plan(2, **{"trainer.sp": sp, "model.mlp_bias": True}), cases)
 
 
 ROWS = {"q_proj": 0, "k_proj": 2, "v_proj": 4}
@@ -214,4 +216,4 @@ def _replicated(plan: Plan, topology: Topology, groups: Groups, summed: dict[str
 
 @pytest.mark.parametrize("world_size, settings, summed", REPLICATED.values(), ids=REPLICATED)
 def test_replicated_gradients(world_size: int, settings: dict[str, Any], summed: dict[str, list[list[int]]]) -> None:
-    run_ranks(_in_groups, world_size, _replicated, _plan(world_size, **settings), summed)
+    run_ranks(_in_groups, world_size, _replicated, _plan(world_size, **settings), [(summed,)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,44 +54,37 @@ def test_sums_are_added_where_they_belong() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("scatter", [False, True])
-def test_a_tree_does_not_depend_on_the_ranks(ranks: int, scatter: bool) -> None:
+def test_a_tree_does_not_depend_on_the_ranks(ranks: int) -> None:
     expected = add_pairs([*_leaves()])
-    parts = run_ranks(_tree_sum, ranks, scatter)
-    assert torch.equal(torch.cat(parts) if scatter and ranks > 1 else parts[0], expected)
+    parts = run_ranks(_tree_sums, ranks)
+    assert torch.equal(parts[0][0], expected)
+    scattered = torch.cat([part for _, part in parts]) if ranks > 1 else parts[0][1]
+    assert torch.equal(scattered, expected)
 
 
 def _leaves() -> torch.Tensor:
     return torch.randn(12, 12, 5, generator=torch.Generator().manual_seed(2))
 
 
-def _tree_sum(rank: int, scatter: bool) -> torch.Tensor:
+def _tree_sums(rank: int) -> list[torch.Tensor]:
+    """Return the sum, and this rank's part of a scattered sum."""
     ranks = dist.get_world_size()
     tree = Tree(12, dist.group.WORLD if ranks > 1 else None)
-    local = _leaves().chunk(ranks)[rank]
-    return tree.total(tree.nodes(local.unbind()), scatter=scatter)
+    leaves = _leaves().chunk(ranks)[rank].unbind()
+    return [tree.total(tree.nodes(leaves), scatter=scatter) for scatter in (False, True)]
 
 
-@pytest.mark.parametrize("split", [1, 3])
-def test_the_exact_norm_does_not_depend_on_the_parts(split: int) -> None:
-    whole, norm = run_ranks(_norm, 1, split)[0]
-    assert norm == pytest.approx(whole, rel=1e-7)
-    assert norm == run_ranks(_norm, 1, 1)[0][1]
+def test_the_exact_norm_does_not_depend_on_the_parts() -> None:
+    whole, one, three, infinite, nan = run_ranks(_norms, 1)[0]
+    assert one == three == pytest.approx(whole, rel=1e-7)
+    assert not math.isfinite(infinite) and not math.isfinite(nan)
 
 
-def _norm(_: int, split: int) -> tuple[float, float]:
+def _norms(_: int) -> list[float]:
+    """Return torch's norm, the exact norm with one part and with three, and the norm with inf or nan."""
     values = torch.randn(999, generator=torch.Generator().manual_seed(3)) * torch.logspace(-20, 3, 999)
-    parts = [*values.chunk(split)]
-    return values.double().norm().item(), _exact_norm(parts, torch.device("cpu")).item()
-
-
-@pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_the_norm_of_a_non_finite_gradient_is_not_finite(value: float) -> None:
-    assert not torch.isfinite(torch.tensor(run_ranks(_norm_of, 1, value)[0]))
-
-
-def _norm_of(_: int, value: float) -> float:
-    return _exact_norm([torch.tensor([1.0, value])], torch.device("cpu")).item()
+    parts = [[values], [*values.chunk(3)], *([torch.tensor([1.0, value])] for value in (torch.inf, torch.nan))]
+    return [values.double().norm().item(), *(_exact_norm(part, torch.device("cpu")).item() for part in parts)]
 
 
 @pytest.mark.parametrize(

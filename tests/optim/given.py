@@ -1,0 +1,92 @@
+"""Updates with gradients that depend on names and steps only, so that no layout sums them in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from megatron_llama.checkpoint import state
+from megatron_llama.optim import Optimizer, build_optimizer
+from megatron_llama.parallel import ParallelModel
+from megatron_llama.plan import Plan
+from tests.oracle import Tensors, assemble, make_plan, rank_groups, rank_model
+from tests.ranks import run_ranks
+
+STEPS = 3
+NORM = 4.0
+"""Norm by which gradients are clipped. The norm of each layout would differ in the last bit."""
+
+
+class Updated(NamedTuple):
+    """Tensors before and after updates."""
+
+    initial: Tensors
+    """Weights, and states of zeros."""
+    final: Tensors
+    """Weights and states, as a checkpoint names them: ``optimizer.exp_avg.NAME``; 8-bit codes and scales apart."""
+
+
+def gradient(step: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a whole tensor's gradient."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(10_000 * step + sum(name.encode())))
+
+
+def give_gradients(model: ParallelModel, step: int) -> None:
+    """Set the gradients of a rank's shards."""
+    for shard in model.trained:
+        shard.parameter.grad = torch.zeros_like(shard.parameter)
+        for part in shard.rectangles:
+            where = tuple(slice(o, o + n) for o, n in zip(part.offset, part.size, strict=True))
+            assert shard.grad is not None
+            shard.grad[part.local_slices] = gradient(step, part.name, part.global_shape)[where].to(shard.grad.dtype)
+
+
+def updated(
+    ranks: int, plans: list[Plan], *, skip: bool = False, before: Callable[[int, ParallelModel], None] | None = None
+) -> list[Updated]:
+    """Update the models of plans that share a layout, one after another. ``before`` runs on each rank with each model.
+
+    Checks that copies are bit-identical.
+    """
+    answers = run_ranks(_update, ranks, plans, skip, before)
+    return [Updated(*(assemble([answer[i][j] for answer in answers])[0] for j in (0, 1))) for i in range(len(plans))]
+
+
+@cache
+def updated_alone(*settings: str) -> Updated:
+    """Return the updates of one process."""
+    return updated(1, [make_plan(1, *settings)])[0]
+
+
+def _update(
+    rank: int, plans: list[Plan], skip: bool, before: Callable[[int, ParallelModel], None] | None
+) -> list[tuple[list, list]]:
+    results = []
+    with rank_groups(plans[0], rank):
+        for plan in plans:
+            model = rank_model(plan, rank)
+            optimizer = build_optimizer(plan, model)
+            if before is not None:
+                before(rank, model)
+            initial = _tensors(optimizer)
+            for step in range(STEPS):
+                give_gradients(model, step)
+                if skip:
+                    optimizer.update(torch.tensor(NORM), torch.tensor(True))
+                else:
+                    optimizer.step(torch.tensor(NORM))
+            results.append((initial, _tensors(optimizer)))
+    return results
+
+
+def _tensors(optimizer: Optimizer) -> list[tuple]:
+    """Return (name, global shape, offset, values) of a rank's parts of weights and states."""
+    tensors = state.weights(optimizer.model.shards) | state.optimizer_states(optimizer)
+    return [
+        (name, whole.shape, offset, part.float().clone())
+        for name, whole in tensors.items()
+        for offset, part in whole.parts
+    ]

@@ -1,0 +1,86 @@
+"""Given equal gradients, each optimizer's update has the bits of one process in every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import megatron_llama.optim.low_precision as low_precision
+from megatron_llama.parallel import ParallelModel
+from tests.optim.given import updated, updated_alone
+from tests.oracle import make_plan
+from tests.rows import rows
+
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "tp2": (2, ["trainer.tp=2"]),
+    "tp4, kv heads < tp": (4, ["trainer.tp=4"]),
+    "pp2": (2, ["trainer.pp=2"]),
+    "tp2·pp2": (4, ["trainer.tp=2", "trainer.pp=2"]),
+    "dp2, zero 0": (2, ["trainer.zero=0"]),
+    "dp2, zero 1": (2, ["trainer.zero=1"]),
+    "dp2, zero 2": (2, ["trainer.zero=2"]),
+    "dp2, zero 3": (2, ["trainer.zero=3"]),
+    "dp4, hybrid, zero 3": (4, ["trainer.zero=3", "trainer.shard_group=2", "trainer.micro_batch_size=1"]),
+    "tp2·dp2, zero 2": (4, ["trainer.tp=2", "trainer.zero=2"]),
+    "pp2·vpp2·dp2, zero 1": (4, ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=1"]),
+    "pp2·vpp2·dp2, zero 2": (4, ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=2"]),
+    "cp2·tp2, zero 3": (4, ["trainer.cp=2", "trainer.tp=2", "trainer.zero=3"]),
+}
+QUICK = {
+    "tp2",
+    "tp2·pp2",
+    "dp2, zero 1",
+    "dp2, zero 3",
+    "dp4, hybrid, zero 3",
+    "tp2·dp2, zero 2",
+    "pp2·vpp2·dp2, zero 2",
+}
+ROUNDED = ("trainer.precision=bf16_sr", "model.vocab_size=61")
+OPTIMIZERS = {
+    "bf16_sr": ROUNDED,
+    "fp32_OptStates": ("trainer.precision=fp32_OptStates", "model.vocab_size=61"),
+    # Two blocks of a row on each of two tensor-parallel ranks; k_proj and v_proj alone would be too small for 8 bits.
+    "8 bits": (
+        "optim.state_bits=8",
+        "model.hidden_size=128",
+        "model.intermediate_size=128",
+        "model.num_hidden_layers=4",
+    ),
+    "muon": ("optim.name=muon",),
+    "muon, bf16_sr": ("optim.name=muon", "trainer.precision=bf16_sr"),
+}
+
+
+@pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), QUICK))
+def test_updates_have_the_bits_of_one_process(ranks: int, layout: list[str]) -> None:
+    plans = [make_plan(ranks, *settings, *layout) for settings in OPTIMIZERS.values()]
+    for (name, settings), (_, final) in zip(OPTIMIZERS.items(), updated(ranks, plans), strict=True):
+        expected = updated_alone(*settings).final
+        assert final.keys() == expected.keys(), name
+        assert [key for key, tensor in expected.items() if not torch.equal(final[key], tensor)] == [], name
+
+
+def test_the_states_of_each_optimizer_are_compared() -> None:
+    states = {name: updated_alone(*settings).final for name, settings in OPTIMIZERS.items()}
+    assert all(any(tensor.any() for tensor in final.values()) for final in states.values())
+    assert any(".scale." in name for name in states["8 bits"])
+    momenta = [name for name in states["muon"] if name.startswith("optimizer.momentum_buffer.")]
+    assert len(momenta) == 28, "each matrix has a momentum, and no other weight"
+    weights = [tensor for name, tensor in states["bf16_sr"].items() if not name.startswith("optimizer.")]
+    assert all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights)
+
+
+def noise_by_rank(rank: int, model: ParallelModel) -> None:
+    keys = low_precision.stream
+    low_precision.stream = lambda seed, *names: keys(seed + rank, *names)  # type: ignore[assignment]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["trainer.tp=2", "trainer.zero=0", "trainer.zero=1"])
+def test_noise_by_rank_is_detected(layout: str) -> None:
+    try:
+        ((_, final),) = updated(2, [make_plan(2, *ROUNDED, layout)], before=noise_by_rank)
+    except AssertionError as failure:
+        assert "differ" in str(failure)  # copies drifted apart
+        return
+    assert any(not torch.equal(final[name], tensor) for name, tensor in updated_alone(*ROUNDED).final.items())

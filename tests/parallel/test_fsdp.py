@@ -1,0 +1,123 @@
+"""A rank without data-parallel peers casts its weights itself, and trains as ``fully_shard`` over one rank does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron_llama.data.batches import Batches
+from megatron_llama.devices.cpu import kernels
+from megatron_llama.devices.cpu.device import Cpu
+from megatron_llama.parallel import ParallelModel, fsdp
+from megatron_llama.plan import Plan
+from megatron_llama.plan.storage import COPIES, SHARDS
+from tests.oracle import CPU, make_plan, rank_batches, rank_groups, rank_model, run_layout, worst
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, ["trainer.precision=bf16"]),
+        (1, ["trainer.precision=fp32_ZeroOptMaster"]),  # micro batches are summed in bf16 ...
+        (1, ["trainer.precision=fp32_ZeroOptMaster", "trainer.zero=2"]),  # ... and here in fp32
+        (2, ["trainer.precision=bf16", "trainer.pp=2", "model.tie_word_embeddings=true", "trainer.recompute=full"]),
+    ],
+)
+def test_a_run_is_bit_identical_to_fully_shards(ranks: int, layout: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make_plan(ranks, *layout).storage.kind == COPIES
+    monkeypatch.setattr(kernels, "ADDED_AT_ONCE", 50)  # which divides no weight
+    actual = run_layout(ranks, *layout, steps=2)
+    stored = Plan.storage.fget  # type: ignore[attr-defined]
+    apart = {"keeps_bf16_grads": False, "frees_embedding": False}
+    monkeypatch.setattr(Plan, "storage", property(lambda plan: replace(stored(plan), kind=SHARDS, **apart)))
+    assert set(worst(actual, run_layout(ranks, *layout, steps=2)).values()) == {0.0}
+
+
+def test_the_buffer_of_gradients_is_used_in_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    # fully_shard requests the input in the compute stream and the result in its reduction stream, which reads the
+    # buffer last. The allocator must not reuse the memory before.
+    recorded, stream = [], object()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: recorded.append((self, stream)))
+    for asynchronous in (False, True):
+        monkeypatch.setattr(Cpu, "asynchronous", asynchronous)
+        reduction = fsdp._NoReduction()
+        buffer = reduction.allocate((4,), dtype=torch.float32, device=CPU)
+        assert recorded == []
+        assert reduction.allocate((4,), dtype=torch.float32, device=CPU) is buffer
+        assert [(each is buffer, used) for each, used in recorded] == [(True, stream)] * asynchronous
+        assert reduction.allocate((4,), dtype=torch.float32, device=CPU) is not buffer
+
+
+def test_zero_3_with_one_rank_records_the_buffers_of_each_micro_batch() -> None:
+    plan = make_plan(1, "trainer.zero=3", "trainer.precision=bf16")
+    assert plan.num_microbatches > 1
+    (count,) = run_ranks(_recorded_buffers, 1, plan)
+    assert count == plan.num_microbatches * (plan.model.num_hidden_layers + 2), "embedding, blocks, norm with head"
+
+
+def _recorded_buffers(rank: int, plan: Plan) -> int:
+    """Return the number of recorded buffers in a step, as if the CPU ran asynchronously."""
+    recorded: list[torch.Tensor] = []
+    with rank_groups(plan, rank):
+        model, batches = rank_model(plan, rank), rank_batches(plan, rank).at(0)
+        with (
+            patch.object(Cpu, "asynchronous", True),
+            patch.object(torch.accelerator, "current_stream", lambda: None),
+            patch.object(torch.Tensor, "record_stream", lambda self, stream: recorded.append(self)),
+        ):
+            model.forward_backward(batches)
+    return len(recorded)
+
+
+def test_zero_3_and_fp32_have_none() -> None:
+    for layout in (["trainer.precision=bf16", "trainer.zero=3"], ["trainer.precision=fp32"]):
+        assert make_plan(1, *layout).storage.kind != COPIES
+    assert make_plan(2, "trainer.precision=bf16").storage.kind == SHARDS
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_memory_of_the_copies(tied: bool) -> None:
+    """Copies have memory in a pass only. The embedding's is freed once it has been read, unless something reads it
+    again: the head of tied embeddings, or the next micro batch."""
+    settings = ("trainer.precision=bf16", f"model.tie_word_embeddings={tied}")
+    plans = [make_plan(1, *settings, f"trainer.micro_batch_size={size}") for size in (8, 2)]
+    one, several = run_ranks(_memory, 1, plans)[0]
+    for memory in (one, several):
+        assert memory["before"] == memory["after"] == 0
+        assert memory["embedding, validation"] > 0
+    assert several["inside"] == several["masters"] // 2
+    assert (one["embedding, training"] == 0) == (not tied)
+    assert several["embedding, training"] > 0
+
+
+def _memory(rank: int, plans: list[Plan]) -> list[dict[str, int]]:
+    """Return each model's bytes: all copies before, inside and after a training pass; the masters; the embedding's copy
+    when the first block begins, in training and in a validation with two batches."""
+    with rank_groups(plans[0], rank):
+        return [_memory_of(rank_model(plan, rank), rank_batches(plan, rank)) for plan in plans]
+
+
+def _memory_of(model: ParallelModel, batches: Batches) -> dict[str, int]:
+    (chunk,), (copies,) = model.chunks, model.compute_copies
+    assert copies is not None
+    inside: list[int] = []
+    embedding: list[int] = []
+
+    def size() -> int:
+        return sum(copy.untyped_storage().size() for copy in copies.master_of)
+
+    def at_first_block(*_: object) -> None:
+        inside.append(size())
+        embedding.append(chunk.embed_tokens.weight.untyped_storage().size())
+
+    next(iter(chunk.layers.values())).register_forward_pre_hook(at_first_block)
+    memory = {"before": size(), "masters": sum(master.nbytes for master in copies.master_of.values())}
+    model.forward_backward(batches.at(0))
+    memory |= {"inside": inside[0], "after": size(), "embedding, training": embedding[-1]}
+    model.forward_backward([*batches.at(0), *batches.at(8)], train=False)
+    return memory | {"embedding, validation": embedding[-1]}
