@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data_prep.helpers import (
-    CHATML,
-    SPECIAL,
-    Run,
-    run_script,
-)
+from tests.data_prep.helpers import CHATML, SPECIAL, Run, run_script
 from tests.paths import ROOT
 
 
@@ -60,8 +55,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def preprocess(tokenizer: Path) -> Run:
     """Return a function that runs preprocess.py with the small tokenizer and --append-eod."""
 
-    def run(*args: object, workers: int = 1, **more: object) -> subprocess.CompletedProcess[str]:
+    def run(*args: object, workers: int = 1) -> subprocess.CompletedProcess[str]:
         given = [] if "--tokenizer-model" in args else ["--tokenizer-model", tokenizer]
-        return run_script("preprocess.py", *given, "--append-eod", "--workers", workers, *args, **more)
+        return run_script("preprocess.py", *given, "--append-eod", "--workers", workers, *args)
 
     return run

@@ -2,50 +2,36 @@
 
 from __future__ import annotations
 
+import importlib
+import io
+import itertools
 import json
 import os
+import pkgutil
 import random
-import runpy
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from functools import partial
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import pytest
 import sentencepiece
 
 from data_prep.lib.dataset import read_manifest
 from megatron_llama.corpus.indexed_format import IndexedDataset
+from megatron_llama.system.errors import run_main
 from tests.paths import ROOT
 from tests.processes import run_forked
 
 SHARED = ROOT.parent / "shared" / "data"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
-_KILLER = """
-import os, signal, sys
-sys.path[0] = {root!r}
-from data_prep.lib import dataset, encoding_run, workspace
-import megatron_llama.corpus.indexed_format
-owner, name, count, after = {owner}, {name!r}, {count}, {after}
-original = getattr(owner, name)
-calls = 0
-def killer(*args, **kwargs):
-    global calls
-    calls += 1
-    if calls == count and not after:
-        os.kill(os.getpid(), signal.SIGKILL)
-    result = original(*args, **kwargs)
-    if calls == count:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
-setattr(owner, name, killer)
-from data_prep.{script} import main
-sys.exit(main(sys.argv[1:]))
-"""
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
     "{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
@@ -55,39 +41,69 @@ CHATML = (
 SPECIAL = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 
 
-def killer(owner: str, name: str, count: int, *, after: bool = False, script: str = "preprocess") -> str:
-    """Return Python code that runs a script of data_prep and sends itself SIGKILL at a function call.
+def run_script(name: str, *args: object) -> subprocess.CompletedProcess[str]:
+    """Run a program of data_prep in this process; return its exit status and output."""
+    out, err = io.StringIO(), io.StringIO()
+    on_interrupt, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
+    try:
+        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as left:
+            start(name, *args)
+    finally:
+        signal.signal(signal.SIGINT, on_interrupt)
+        sys.unraisablehook = hook
+    assert isinstance(left.value.code, int)
+    return subprocess.CompletedProcess(command(name, *args), left.value.code, out.getvalue(), err.getvalue())
+
+
+def run_interrupted(
+    name: str, *args: object, at: tuple[str, str, int], after: bool = False, act: Callable[[], None] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program of data_prep in a fork with a separate session, which calls ``act`` at a function call.
 
     Args:
-        owner: Module or class below data_prep/lib.
-        name: Function of ``owner``.
-        count: Kill at this call.
-        after: Kill after the call, not before.
+        name: File of the program.
+        args: Its arguments.
+        at: Module or class below data_prep.lib, its function, and the number of the call.
+        after: Act after the call, not before.
+        act: Default: the process sends itself SIGKILL.
     """
-    return _KILLER.format(script=script, root=str(ROOT), owner=owner, name=name, count=count, after=after)
+    owner, function, count = at
+
+    def program() -> None:
+        os.setsid()
+        calls, original = itertools.count(1), getattr(pkgutil.resolve_name(f"data_prep.lib.{owner}"), function)
+
+        def interrupted(*given: object, **named: object) -> object:
+            is_it = next(calls) == count
+            if is_it and not after:
+                (act or kill_this_process)()
+            result = original(*given, **named)
+            if is_it and after:
+                (act or kill_this_process)()
+            return result
+
+        setattr(pkgutil.resolve_name(f"data_prep.lib.{owner}"), function, interrupted)
+        start(name, *args)
+
+    return run_in_fork(program)
 
 
-def run_script(name: str, *args: object, **more: object) -> subprocess.CompletedProcess[str]:
-    """Run a script of data_prep in a fork of this process, or with ``run_command`` if ``more`` has options."""
-    if more:
-        return run_command(name, *args, **more)
+def run_in_fork(program: Callable[[], None]) -> subprocess.CompletedProcess[str]:
+    """Run a function that may be killed; return its exit status, negative for a signal, and its output."""
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder) / "stdout", Path(folder) / "stderr"
-        status = run_forked(partial(_run_main, command(name, *args)[1:]), *files, timeout=120)
-        stdout, stderr = (file.read_bytes().decode() for file in files)
-    return subprocess.CompletedProcess(command(name, *args), status, stdout, stderr)
+        status = run_forked(program, *files, timeout=120)
+        return subprocess.CompletedProcess([], status, *(file.read_text(encoding="utf-8") for file in files))
 
 
-def _run_main(arguments: list[str]) -> None:
-    os.chdir(ROOT)
-    sys.argv = arguments
-    sys.path[0] = str(Path(arguments[0]).parent)
-    runpy.run_path(arguments[0], run_name="__main__")
+def kill_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_command(name: str, *args: object, **more: object) -> subprocess.CompletedProcess[str]:
-    """Run a script of data_prep in a subprocess."""
-    return subprocess.run(command(name, *args), cwd=ROOT, capture_output=True, text=True, timeout=120, **more)  # type: ignore[call-overload, no-any-return]
+def start(name: str, *args: object) -> None:
+    """Start a program of data_prep as its command line does."""
+    with patch.object(sys, "argv", command(name, *args)[1:]):
+        run_main(importlib.import_module(f"data_prep.{name.removesuffix('.py')}").main)
 
 
 def command(name: str, *args: object) -> list[str]:
@@ -179,6 +195,12 @@ def assert_refused(done: subprocess.CompletedProcess[str], *words: str, status: 
     assert "Traceback" not in done.stderr
     for word in words:
         assert word in done.stderr or word in " ".join(done.stderr.split()), (word, done.stderr)
+
+
+def output_of(done: subprocess.CompletedProcess[str]) -> str:
+    """Assert exit status 0; return stdout."""
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def chat_line(*turns: tuple[str, Any]) -> str:

@@ -134,21 +134,3 @@ def test_overwrite_waits_for_running_parts(prefix: str) -> None:
     (folder / MANIFEST).unlink()
     with locked_folder(folder), pytest.raises(UserError, match="another process"):
         measure(prefix, "length")
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--metric", "nothing.there"], "cannot be imported"),
-        (["--metric", "rarity"], "package.module.function"),
-        (["--metric", "math.pi"], "is not a function"),
-        (["--metric", "length", "--name", "a/b"], "letters, digits"),
-        (["--metric", "length", "--seq-length", "99999"], "fewer than one sequence"),
-        (["--metric", "length", "--part", "3/2"], "K/N"),
-    ],
-)
-def test_invalid_flags_are_rejected(prefix: str, more: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        analyze.main([prefix, "--seq-length", str(LENGTH), *more])
-    with pytest.raises(UserError, match="write --seq-length"):
-        analyze.main([prefix, "--metric", "length"])

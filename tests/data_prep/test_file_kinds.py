@@ -21,7 +21,18 @@ from data_prep.lib.input_files import find_sources
 from data_prep.lib.sources import read_lines
 from megatron_llama.system.errors import UserError
 from tests.data_prep.columns import write_arrow, write_parquet
-from tests.data_prep.helpers import command, listing, manifest, outputs, reference, some_texts, write_jsonl
+from tests.data_prep.helpers import (
+    command,
+    listing,
+    manifest,
+    output_of,
+    outputs,
+    reference,
+    run_interrupted,
+    run_script,
+    some_texts,
+    write_jsonl,
+)
 
 pa = pytest.importorskip("pyarrow", reason="an extra")
 import pyarrow.parquet as pq  # noqa: E402
@@ -34,7 +45,7 @@ RECORDS: Rows = [{"id": number, "text": text} for number, text in enumerate(TEXT
 
 def write_csv(path: Path, records: Rows) -> Path:
     with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["id", "text"])
+        writer = csv.DictWriter(file, records[0])
         writer.writeheader()
         writer.writerows(records)
     return path
@@ -103,17 +114,14 @@ def test_every_block_end_is_a_resume_position(tmp_path: Path, kind: str, monkeyp
                 assert rest == expected[done:], (largest, size, position)
 
 
-def test_large_parquet_is_read_in_parallel_and_resumes(tmp_path: Path, tokenizer: Path) -> None:
-    from tests.data_prep.helpers import killer
-
-    path = write_parquet(tmp_path / "a.parquet", RECORDS)
-    args = ["--input", path, "--output-prefix", tmp_path / "x", "--tokenizer-model", tokenizer, "--append-eod"]
-    args += ["--workers", 2, "--block-mib", 0.01, "--checkpoint-seconds", 0]
-    script = killer("encoding_run.EncodingRun", "_take", 6)
-    killed = subprocess.run([sys.executable, "-c", script, *map(str, args)], capture_output=True, timeout=100)
+def test_parquet_resumes_after_a_kill(tmp_path: Path, make: Make, tokenizer: Path) -> None:
+    args = ["--input", write_parquet(tmp_path / "a.parquet", RECORDS), "--output-prefix", tmp_path / "x"]
+    args += ["--tokenizer-model", tokenizer, "--append-eod", "--workers", 2, "--block-mib", 0.01]
+    killed = run_interrupted(
+        "preprocess.py", *args, "--checkpoint-seconds", 0, at=("encoding_run.EncodingRun", "_take", 6)
+    )
     assert killed.returncode == -9, killed.stderr
-    done = subprocess.run(command("preprocess.py", *args), capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0 and "resuming after" in done.stdout, done.stderr
+    assert "resuming after" in output_of(run_script("preprocess.py", *args))
     assert outputs(tmp_path / "x") == reference(tokenizer, TEXTS)
 
 
@@ -141,63 +149,46 @@ def test_bad_rows_are_reported_with_row_numbers(tmp_path: Path, make: Make, toke
     ]
 
 
-def damaged(path: Path, change: Callable[[bytes], bytes]) -> Path:
-    path.write_bytes(change(path.read_bytes()))
-    return path
-
-
-DAMAGED: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "csv with an open quote": (
-        lambda d: damaged(d / "a.csv", lambda _: b'id,text\n1,fine\n2,"never closed\n3,x\n'),
-        "row 2 .*unexpected end of data",
-    ),
-    "csv with text after a quote": (
-        lambda d: damaged(d / "a.csv", lambda _: b'id,text\n1,"a" b\n2,"c"\n'),
-        r"a\.csv, row 1 .*expected after",
-    ),
-    "csv with semicolons": (lambda d: damaged(d / "a.csv", lambda _: b"id;text\n1;a\n"), "has no comma"),
-    "csv in Latin-1": (lambda d: damaged(d / "a.csv", lambda _: b"id,text\xe9\n1,a\n"), "header is not UTF-8"),
-    "csv in UTF-16": (
-        lambda d: damaged(d / "a.csv", lambda _: "id,text\n1,a\n".encode("utf-16")),
-        "header is not UTF-8",
-    ),
-    "csv with a name twice": (lambda d: damaged(d / "a.csv", lambda _: b"text,text\na,b\n"), "'text' twice"),
-    "parquet cut off": (lambda d: damaged(WRITERS["parquet"](d), lambda b: b[:-200]), r"a\.parquet: damaged parquet"),
-    "parquet without its end": (lambda d: damaged(WRITERS["parquet"](d), lambda b: b[: len(b) // 2]), "damaged"),
+# (file, its content, words): bytes, or a kind of WRITERS and a change of its bytes.
+DAMAGED: dict[str, tuple[str, bytes | tuple[str, Callable[[bytes], bytes]], str]] = {
+    "csv with an open quote": ("a.csv", b'id,text\n1,fine\n2,"never closed\n3,x\n', "row 2 .*unexpected end of data"),
+    "csv with text after a quote": ("a.csv", b'id,text\n1,"a" b\n2,"c"\n', r"a\.csv, row 1 .*expected after"),
+    "csv with semicolons": ("a.csv", b"id;text\n1;a\n", "has no comma"),
+    "csv in Latin-1": ("a.csv", b"id,text\xe9\n1,a\n", "header is not UTF-8"),
+    "csv in UTF-16": ("a.csv", "id,text\n1,a\n".encode("utf-16"), "header is not UTF-8"),
+    "csv with a name twice": ("a.csv", b"text,text\na,b\n", "'text' twice"),
+    "parquet cut off": ("a.parquet", ("parquet", lambda b: b[:-200]), r"a\.parquet: damaged parquet"),
+    "parquet without its end": ("a.parquet", ("parquet", lambda b: b[: len(b) // 2]), "damaged"),
     "parquet with damaged pages": (
-        lambda d: damaged(WRITERS["parquet"](d), lambda b: b[:600] + bytes(3000) + b[3600:]),
+        *("a.parquet", ("parquet", lambda b: b[:600] + bytes(3000) + b[3600:])),
         r"a\.parquet: damaged parquet",
     ),
-    "parquet by name only": (
-        lambda d: damaged(d / "a.parquet", lambda _: b'{"text": "a"}\n'),
-        "truncated or not of this format",
-    ),
-    "parquet in gzip": (lambda d: zipped(WRITERS["parquet"](d)), "compressed as a whole"),
+    "parquet by name only": ("a.parquet", b'{"text": "a"}\n', "truncated or not of this format"),
+    "parquet in gzip": ("a.parquet.gz", ("parquet", gzip.compress), "compressed as a whole"),
     "a pointer of git-lfs": (
-        lambda d: damaged(d / "a.parquet", lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+        *("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
         "git lfs pull",
     ),
-    "arrow stream without its end": (lambda d: damaged(WRITERS["arrow stream"](d), lambda b: b[:-8]), "is truncated"),
+    "arrow stream without its end": ("a.arrow", ("arrow stream", lambda b: b[:-8]), "is truncated"),
     "arrow stream cut in a batch": (
-        lambda d: damaged(WRITERS["arrow stream"](d), lambda b: b[: len(b) // 2] + parquet_csv.STREAM_END),
+        *("a.arrow", ("arrow stream", lambda b: b[: len(b) // 2] + parquet_csv.STREAM_END)),
         "damaged arrow",
     ),
-    "arrow file cut off": (lambda d: damaged(WRITERS["arrow file"](d), lambda b: b[:-9]), "damaged arrow"),
-    "zip": (lambda d: damaged(d / "a.jsonl", lambda _: b"PK\x03\x04 and more"), "a zip archive. Unpack it"),
-    "xz by name only": (
-        lambda d: damaged(d / "a.jsonl.xz", lambda _: b"\x00\x01\x02\x03"),
-        "is not compressed with any of",
-    ),
+    "arrow file cut off": ("a.arrow", ("arrow file", lambda b: b[:-9]), "damaged arrow"),
+    "zip": ("a.jsonl", b"PK\x03\x04 and more", "a zip archive. Unpack it"),
+    "xz by name only": ("a.jsonl.xz", b"\x00\x01\x02\x03", "is not compressed with any of"),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGED)
 def test_damaged_files_are_named(tmp_path: Path, make: Make, kind: str) -> None:
     """Also with --on-bad-line skip, since documents after the damage cannot be counted."""
-    write, words = DAMAGED[kind]
-    for name in ("a.csv", "a.parquet", "a.jsonl", "a.jsonl.xz"):
-        (tmp_path / name).touch()
-    path = write(tmp_path)
+    name, content, words = DAMAGED[kind]
+    path = tmp_path / "in" / name
+    path.parent.mkdir()
+    if isinstance(content, tuple):
+        content = content[1](WRITERS[content[0]](tmp_path).read_bytes())
+    path.write_bytes(content)
     with pytest.raises(UserError, match=words) as refused:
         make(path, "--on-bad-line", "skip")
     assert path.name in str(refused.value) and listing(tmp_path / "out") == []
@@ -230,12 +221,8 @@ def test_every_file_is_used_or_listed_with_a_reason(
     assert outputs(tmp_path / "out/x") == reference(tokenizer, ["first", "second"])
     inputs = manifest(tmp_path / "out/x")
     reasons = {Path(path).name: reason for path, reason in inputs["files_not_taken"].items()}
-    assert set(reasons) == {"d.zip", "e.lz4", "README.md", ".gitattributes", "t.tsv", "readme.txt", ".cache"} | {
-        "pipe.jsonl",
-        "part-00000",
-        "i.json.1",
-        "old.quarantine.jsonl",
-    }
+    in_both = {"d.zip", "e.lz4", "README.md", "readme.txt", "t.tsv", "pipe.jsonl", "old.quarantine.jsonl"}
+    assert set(reasons) == in_both | {".gitattributes", ".cache", "part-00000", "i.json.1"}
     assert reasons["pipe.jsonl"] == "a pipe, socket or device" and reasons[".gitattributes"] == "hidden"
     assert inputs["files_found"] == 13 == inputs["files_taken"] + len(reasons)
     message = capsys.readouterr()
@@ -246,16 +233,7 @@ def test_every_file_is_used_or_listed_with_a_reason(
     inputs = manifest(tmp_path / "out/y")
     assert [Path(one["path"]).name for one in inputs["sources"]] == ["a.jsonl", "i.json.1", "part-00000"]
     reasons = {Path(path).name: reason for path, reason in inputs["files_not_taken"].items()}
-    assert set(reasons) == {
-        "d.zip",
-        "e.lz4",
-        "README.md",
-        "readme.txt",
-        "t.tsv",
-        "pipe.jsonl",
-        "sub",
-        "old.quarantine.jsonl",
-    }
+    assert set(reasons) == in_both | {"sub"}
     assert inputs["files_found"] == 11
     with pytest.raises(UserError, match=r"(?s)has no supported file .*README\.md \(unsupported suffix"):
         make(folder / "*.md")
@@ -278,12 +256,9 @@ def test_pipes(tmp_path: Path, tokenizer: Path, packed: bool, by: str) -> None:
         assert done.returncode == 0, done.stderr
         assert message in done.stdout.decode()
         assert outputs(tmp_path / "x") == reference(tokenizer, TEXTS)
-    if by == "fifo":
-        return
-    empty = subprocess.run(command("preprocess.py", *args[:-1], "-", "--overwrite"), input=b"", capture_output=True)
-    assert empty.returncode == 2 and b"no documents:" in empty.stderr
-    nothing = subprocess.run(command("preprocess.py", *args[:-1], "/dev/null", "--overwrite"), capture_output=True)
-    assert nothing.returncode == 2 and b"a terminal or a device" in nothing.stderr
+    if by == "stdin":
+        empty = subprocess.run(command("preprocess.py", *args, "--overwrite"), input=b"", capture_output=True)
+        assert empty.returncode == 2 and b"no documents:" in empty.stderr
 
 
 def test_labelled_rows_match_tsv_lines(tmp_path: Path, folder: Path) -> None:
@@ -291,10 +266,7 @@ def test_labelled_rows_match_tsv_lines(tmp_path: Path, folder: Path) -> None:
     rows: Rows = [{"index": 1, "sentence": "fine, and good", "label": 1}, {"index": 2, "sentence": "no", "label": 0}]
     (tmp_path / "a.tsv").write_text("sentence\tlabel\n" + "fine, and good\t1\nno\t0\n")
     write_parquet(tmp_path / "a.parquet", rows)
-    with open(tmp_path / "a.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, ["index", "sentence", "label"])
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(tmp_path / "a.csv", rows)
     made = {}
     for name in ("a.tsv", "a.parquet", "a.csv"):
         args = ["--input", tmp_path / name, "--tokenizer-model", folder, "--seq-length", 128, "--template", "sst2"]

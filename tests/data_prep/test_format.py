@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 
+from megatron_llama.corpus import indexed_format
 from megatron_llama.corpus.indexed_format import token_dtype, write_index
-from tests.data_prep.helpers import Run, manifest, outputs, reference, some_texts, write_jsonl
+from tests.data_prep.helpers import Run, manifest, output_of, outputs, reference, run_script, some_texts, write_jsonl
 
 
-def test_output_is_the_reference_byte_by_byte(tmp_path: Path, preprocess: Run, tokenizer: Path) -> None:
+@pytest.mark.parametrize("eod", [True, False])
+def test_output_is_the_reference_byte_by_byte(tmp_path: Path, tokenizer: Path, eod: bool) -> None:
+    """And the manifest has its counts and hashes."""
     texts = some_texts(300)
-    done = preprocess("--input", write_jsonl(tmp_path / "a.jsonl", texts), "--output-prefix", tmp_path / "out/x")
-    assert done.returncode == 0, done.stderr
-    assert outputs(tmp_path / "out/x") == reference(tokenizer, texts)
+    args = ["--input", write_jsonl(tmp_path / "a.jsonl", texts), "--output-prefix", tmp_path / "out/x"]
+    args += ["--tokenizer-model", tokenizer, "--workers", 1, *["--append-eod"] * eod]
+    output_of(run_script("preprocess.py", *args))
+    binary, index = outputs(tmp_path / "out/x")
+    assert (binary, index) == reference(tokenizer, texts, eod)
+    report, empty = manifest(tmp_path / "out/x"), sum(not text for text in texts)
+    assert (report["documents_read"], report["documents_written"]) == (300, 300 - empty)
+    assert (report["documents_empty"], report["documents_skipped"], report["skipped"]) == (empty, 0, {})
+    assert report["tokens"] * 2 == len(binary)
+    assert report["tokenizer_sha256"] == hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+    assert report["sha256"] == {".bin": hashlib.sha256(binary).hexdigest(), ".idx": hashlib.sha256(index).hexdigest()}
 
 
 def test_index_bytes(tmp_path: Path) -> None:
     """Expected bytes of three documents with 3, 0 and 2 tokens."""
     (tmp_path / "lengths").write_bytes(struct.pack("<3i", 3, 0, 2))
-    with open(tmp_path / "x.idx", "wb") as file:
-        assert write_index(file, tmp_path / "lengths", token_dtype(32000)) == (2, 5)
+    file = io.BytesIO()
+    assert write_index(file, tmp_path / "lengths", token_dtype(32000)) == (2, 5)
     expected = bytes.fromhex(
         "4d4d49444944580000"  # MMIDIDX and two zeros
         "0100000000000000"  # version 1
@@ -34,7 +49,7 @@ def test_index_bytes(tmp_path: Path) -> None:
         "00000000000000000600000000000000"  # byte pointers
         "0000000000000000010000000000000001000000000000000200000000000000"  # document indices; the empty one repeats
     )
-    assert (tmp_path / "x.idx").read_bytes() == expected
+    assert file.getvalue() == expected
 
 
 def test_megatron_core_writes_the_same_and_reads_ours(tmp_path: Path, preprocess: Run, tokenizer: Path) -> None:
@@ -42,9 +57,7 @@ def test_megatron_core_writes_the_same_and_reads_ours(tmp_path: Path, preprocess
     from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
     texts = some_texts(200, seed=1)
-    preprocess("--input", write_jsonl(tmp_path / "a.jsonl", texts), "--output-prefix", tmp_path / "x")
-    import sentencepiece
-
+    output_of(preprocess("--input", write_jsonl(tmp_path / "a.jsonl", texts), "--output-prefix", tmp_path / "x"))
     processor = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     builder = IndexedDatasetBuilder(str(tmp_path / "m.bin"), dtype=DType.optimal_dtype(processor.vocab_size()))
     expected = []
@@ -68,15 +81,11 @@ def test_token_type_follows_the_vocabulary(vocabulary: int, dtype: str) -> None:
 
 def test_index_chunks_are_contiguous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pointers and document indices continue across the chunks of a large index."""
-    import io
-
-    from megatron_llama.corpus import indexed_format as indexed
-
     lengths = np.random.default_rng(0).integers(0, 5, 1000).astype("<i4")
     lengths.tofile(tmp_path / "lengths")
     files = []
     for chunk in (7, 1 << 20):
-        monkeypatch.setattr(indexed, "CHUNK", chunk)
+        monkeypatch.setattr(indexed_format, "CHUNK", chunk)
         file = io.BytesIO()
         write_index(file, tmp_path / "lengths", np.dtype("<i4"))
         files.append(file.getvalue())
@@ -86,44 +95,14 @@ def test_index_chunks_are_contiguous(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert pointers[-1] == 4 * (lengths.sum() - lengths[lengths > 0][-1])
 
 
-def test_no_eod_by_default(tmp_path: Path, tokenizer: Path) -> None:
-    from tests.data_prep.helpers import run_script
-
-    texts = some_texts(50)
-    source = write_jsonl(tmp_path / "a.jsonl", texts)
-    done = run_script(
-        "preprocess.py", "--input", source, "--tokenizer-model", tokenizer, "--output-prefix", tmp_path / "x"
-    )
-    assert done.returncode == 0, done.stderr
-    assert outputs(tmp_path / "x") == reference(tokenizer, texts, eod=False)
-
-
 def test_several_keys_make_several_datasets(tmp_path: Path, preprocess: Run, tokenizer: Path) -> None:
-    import json
-
+    """The datasets stay aligned, document by document: one bad key of two skips the whole record."""
     texts, titles = some_texts(60), [f"title {n}" if n % 3 else "" for n in range(60)]
-    with open(tmp_path / "a.jsonl", "w") as file:
-        for text, title in zip(texts, titles, strict=True):
-            file.write(json.dumps({"title": title, "text": text}) + "\n")
-    done = preprocess(
-        "--input", tmp_path / "a.jsonl", "--json-keys", "text", "title", "--output-prefix", tmp_path / "x", workers=2
-    )
-    assert done.returncode == 0, done.stderr
+    records: list[dict[str, object]] = [{"title": a, "text": b} for a, b in zip(titles, texts, strict=True)]
+    records.insert(30, {"title": "3", "text": None})
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    args = ("--input", tmp_path / "a.jsonl", "--json-keys", "text", "title", "--on-bad-line", "skip")
+    output_of(preprocess(*args, "--output-prefix", tmp_path / "x", workers=2))
     assert outputs(tmp_path / "x") == reference(tokenizer, texts)
     assert outputs(tmp_path / "x", "title") == reference(tokenizer, titles)
     assert manifest(tmp_path / "x", "title")["documents_empty"] == 20
-
-
-def test_manifest_counts_and_hashes(tmp_path: Path, preprocess: Run, tokenizer: Path) -> None:
-    import hashlib
-
-    texts = some_texts(100)
-    preprocess("--input", write_jsonl(tmp_path / "a.jsonl", texts), "--output-prefix", tmp_path / "x")
-    report = manifest(tmp_path / "x")
-    binary, index = outputs(tmp_path / "x")
-    empty = sum(not text for text in texts)
-    assert (report["documents_read"], report["documents_written"]) == (100, 100 - empty)
-    assert (report["documents_empty"], report["documents_skipped"], report["skipped"]) == (empty, 0, {})
-    assert report["tokens"] * 2 == len(binary)
-    assert report["tokenizer_sha256"] == hashlib.sha256(tokenizer.read_bytes()).hexdigest()
-    assert report["sha256"] == {".bin": hashlib.sha256(binary).hexdigest(), ".idx": hashlib.sha256(index).hexdigest()}

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -55,12 +56,16 @@ def run(main: Main, *arguments: str) -> None:
     assert main([*arguments, "--workers", "1"]) == 0
 
 
+def run_command_line(monkeypatch: pytest.MonkeyPatch, program: ModuleType, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [Path(str(program.__file__)).name, *arguments])
+    assert program.main() == 0
+
+
 def test_from_text_to_training(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     """train_tokenizer.py names preprocess.py's command, which names train.py's. The folder's name needs quotes."""
     write_jsonl(tmp_path / "my text" / "it's.jsonl", some_texts(200))
-    arguments = ["--input", "my text", "--vocab-size", "320", "--model-prefix", "my sets/a,b/tokenizer"]
-    monkeypatch.setattr(sys, "argv", ["train_tokenizer.py", *arguments])
-    assert data_prep.train_tokenizer.main() == 0
+    arguments = ("--input", "my text", "--vocab-size", "320", "--model-prefix", "my sets/a,b/tokenizer")
+    run_command_line(monkeypatch, data_prep.train_tokenizer, *arguments)
     (words,) = printed(capsys)
     assert words[:2] == ["python", "data_prep/preprocess.py"]
     run(data_prep.preprocess.main, *words[2:])
@@ -96,25 +101,23 @@ def test_one_part_of_two(tokenizer: Path, tmp_path: Path, capsys: pytest.Capture
     assert trains(printed(capsys)[0]).data.prefixes == ["x_text_document"]
 
 
-def test_fine_tuning_begins_with_the_model_of_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fine_tuning(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run begins with the model of the tokenizer, if the tokenizer is in the folder of one."""
     make_folder(tmp_path / "my model")
     (tmp_path / "chat.jsonl").write_text("\n".join(GOOD) + "\n")
-    options = ("--tokenizer-model", "my model", "--chat-template", "plain", "--seq-length", "64")
-    run(data_prep.sft.main, "--input", "chat.jsonl", *options, "--output-prefix", "sets/chat")
-    config = trains(printed(capsys)[0])
+
+    def prepared(*options: str) -> Config:
+        run(data_prep.sft.main, "--input", "chat.jsonl", "--chat-template", "plain", *options)
+        return trains(printed(capsys)[0])
+
+    options = ("--tokenizer-model", "my model", "--seq-length", "64", "--output-prefix")
+    config = prepared(*options, "sets/chat")
     assert config.init_from == "my model" and config.data.prefixes == ["sets/chat_sft"]
     assert config.data.kind == "sft" and config.data.seq_length == 64
-    run(data_prep.sft.main, "--input", "chat.jsonl", *options, "--split", "30,10", "--output-prefix", "sets/two")
-    config = trains(printed(capsys)[0])
+    config = prepared(*options, "sets/two", "--split", "30,10")
     assert config.data.prefixes == ["sets/two_train_sft"]
     assert config.data.validation_prefixes == ["sets/two_validation_sft"]
-
-
-def test_fine_tuning_without_a_model(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "chat.jsonl").write_text("\n".join(GOOD) + "\n")
-    options = ("--tokenizer-model", str(tokenizer), "--chat-template", "plain", "--seq-length", "4096")
-    run(data_prep.sft.main, "--input", "chat.jsonl", *options, "--output-prefix", "chat")
-    config = trains(printed(capsys)[0])
+    config = prepared("--tokenizer-model", str(tokenizer), "--seq-length", "4096", "--output-prefix", "chat")
     assert config.data.tokenizer == str(tokenizer) and config.model.vocab_size == 600 and config.init_from is None
     assert config.data.seq_length == 4096
 
@@ -125,9 +128,8 @@ def test_redpajama(
 ) -> None:
     for name in ("arxiv", "wikipedia"):
         write_jsonl(tmp_path / "rp" / name / "a.jsonl", some_texts(200))
-    arguments = ["prepare", "--input", "rp", "--tokenizer-model", str(tokenizer), "--output", "out", "--conf", conf]
-    monkeypatch.setattr(sys, "argv", ["redpajama.py", *arguments, "--workers", "1"])
-    assert data_prep.redpajama.main() == 0
+    arguments = ("prepare", "--input", "rp", "--tokenizer-model", str(tokenizer), "--output", "out", "--conf", conf)
+    run_command_line(monkeypatch, data_prep.redpajama, *arguments, "--workers", "1")
     (words,) = printed(capsys)
     assert (words[2] == "data=mine") == conf.startswith("conf")
     config = trains(words)
@@ -143,9 +145,8 @@ def test_redpajama_download(
 ) -> None:
     (tmp_path / "urls").write_text("http://localhost/v2/documents/a.jsonl\n")
     monkeypatch.setattr(data_prep.redpajama, "fetch_all", lambda *arguments: None)
-    arguments = ["download", "--url-list", "urls", "--base-url", "http://localhost/", "--output", "data/my rp"]
-    monkeypatch.setattr(sys, "argv", ["redpajama.py", *arguments])
-    assert data_prep.redpajama.main() == 0
+    arguments = ("download", "--url-list", "urls", "--base-url", "http://localhost/", "--output", "data/my rp")
+    run_command_line(monkeypatch, data_prep.redpajama, *arguments)
     tokenizer, prepare = printed(capsys)
     assert tokenizer[1] == "data_prep/train_tokenizer.py" and "raw_content" in tokenizer
     known = data_prep.redpajama.parser().parse_args(prepare[2:])
@@ -165,7 +166,5 @@ def test_the_form_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next_command.next_command("data_prep/sft.py", []) == f"next:\n  {name} data_prep/sft.py"
     monkeypatch.setattr(sys, "argv", ["megatron-llama sft"])
     assert next_command.next_command("train.py", ["x"]) == "next:\n  megatron-llama train x"
-    words = ["--input"]
-    assert next_command.next_command("data_prep/train_tokenizer.py", words[:1]).split() == [
-        *("next:", "megatron-llama", "train-tokenizer", "--input")
-    ]
+    expected = ["next:", "megatron-llama", "train-tokenizer", "--input"]
+    assert next_command.next_command("data_prep/train_tokenizer.py", ["--input"]).split() == expected

@@ -7,6 +7,7 @@ import json
 import lzma
 import os
 import shlex
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -101,10 +102,14 @@ def test_a_table(base: Path, tmp_path: Path) -> None:
     config = config_of(base, table, cache=tmp_path / "cache", template="qnli", chat_template="plain")
     config.data.seq_length = 300
     config.data.validation_prefixes = [str(table)]
-    made = with_prepared(config).data
-    assert made.prefixes == made.validation_prefixes  # the same records, once
+    prepared = with_prepared(config)
+    made = prepared.data
+    assert made.prefixes == made.validation_prefixes != config.data.prefixes  # the same records, once
     options = ("--template", "qnli", "--chat-template", "plain", "--seq-length", "300")
     assert content(made.prefixes[0]) == by_hand(tmp_path, base, table, *options)
+    # A run resolves its config again after preparation; templates are valid for files only.
+    problems = problems_of(prepared)
+    assert not [problem for problem in problems if problem.field.startswith("data.")], problems
 
 
 def test_other_kinds_of_files_and_a_folder(base: Path, chat: Path, tmp_path: Path) -> None:
@@ -137,18 +142,6 @@ def test_other_kinds_of_files_and_a_folder(base: Path, chat: Path, tmp_path: Pat
         with_prepared(config_of(base, tmp_path / "a.parquet", cache=tmp_path / "cache"))
 
 
-def test_prepared_config_has_no_template(base: Path, tmp_path: Path) -> None:
-    """A run resolves its config again after preparation; templates are valid for files only."""
-    table = tmp_path / "few.tsv"
-    table.write_text("question\tsentence\tlabel\n" + "a\tb\tentailment\n" * 20)
-    config = config_of(base, table, cache=tmp_path / "cache", template="qnli", chat_template="plain")
-    config.data.seq_length = 300
-    made = with_prepared(config)
-    problems = problems_of(made)
-    assert made.data.prefixes != config.data.prefixes
-    assert not [problem for problem in problems if problem.field.startswith("data.")], problems
-
-
 def test_folder_name_depends_on_content_and_settings(base: Path, chat: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     first = with_prepared(config_of(base, chat, cache=cache)).data.prefixes
@@ -163,10 +156,9 @@ def test_folder_name_depends_on_content_and_settings(base: Path, chat: Path, tmp
     (prefix,) = with_prepared(changed).data.prefixes
     assert prefix != first[0] and len(IndexedDataset(prefix)) == 17
     settings = json.loads((base / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "x" + settings["chat_template"]
     other = make_folder(tmp_path / "other")
-    (other / "tokenizer_config.json").write_text(
-        json.dumps(settings | {"chat_template": "x" + settings["chat_template"]})
-    )
+    (other / "tokenizer_config.json").write_text(json.dumps(settings))
     assert with_finished(config_of(other, chat, cache=cache)).data.prefixes == [str(chat)]
 
 
@@ -274,19 +266,17 @@ def test_a_run(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_dry_run_reports_a_missing_chat_template(base: Path, chat: Path, tmp_path: Path) -> None:
-    (base_copy := tmp_path / "no template").mkdir()
-    for file in base.iterdir():
-        (base_copy / file.name).write_bytes(file.read_bytes())
-    settings = json.loads((base_copy / "tokenizer_config.json").read_text())
+    shutil.copytree(base, copy := tmp_path / "no template")
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)
-    (base_copy / "tokenizer_config.json").write_text(json.dumps(settings))
-    (base_copy / "chat_template.jinja").unlink(missing_ok=True)
-    config = config_of(base_copy, chat, cache=tmp_path / "cache")
-    with pytest.raises(ConfigError) as dry:
-        with_finished(config)
-    with pytest.raises(ConfigError) as real:
-        with_prepared(config)
-    assert dry.value.problems == real.value.problems and dry.value.problems[0].field == "data.chat_template"
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    (copy / "chat_template.jinja").unlink(missing_ok=True)
+    config, problems = config_of(copy, chat, cache=tmp_path / "cache"), []
+    for take in (with_finished, with_prepared):
+        with pytest.raises(ConfigError) as refused:
+            take(config)
+        problems.append(refused.value.problems)
+    assert problems[0] == problems[1] and problems[0][0].field == "data.chat_template"
 
 
 def test_the_command_for_a_large_file_can_be_pasted(base: Path, tmp_path: Path, monkeypatch) -> None:

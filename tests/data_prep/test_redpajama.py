@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import http.server
 import json
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +19,12 @@ from tests.data_prep.helpers import (
     assert_refused,
     listing,
     manifest,
+    output_of,
     outputs,
     reference,
-    run_command,
     run_script,
     some_texts,
 )
-from tests.paths import CONF
 
 zstandard = pytest.importorskip("zstandard")
 yaml = pytest.importorskip("yaml")
@@ -91,9 +91,8 @@ def serve(server: Server) -> str:
     return base + "urls.txt"
 
 
-def download(url: str, folder: Path, *more: object):  # noqa: ANN201
-    # Not a fork: the server is a thread of this process.
-    return run_command("redpajama.py", "download", "--url-list", url, "--output", folder, *more)
+def download(url: str, folder: Path, *more: object) -> subprocess.CompletedProcess[str]:
+    return run_script("redpajama.py", "download", "--url-list", url, "--output", folder, *more)
 
 
 def tree(folder: Path) -> list[str]:
@@ -104,24 +103,20 @@ def test_download_subsets_sample_and_hashes(tmp_path: Path, server: Server) -> N
     url = serve(server)
     sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {name[8:]}\n" for name, data in server.files.items())
     (tmp_path / "SHA256SUMS").write_text(sums)
-    done = download(
-        url, tmp_path / "d", "--subsets", "c4", "books", "--sample", 2, "--sha256sums", tmp_path / "SHA256SUMS"
-    )
-    assert done.returncode == 0, done.stderr
+    more = ("--subsets", "c4", "books", "--sample", 2)
+    output = output_of(download(url, tmp_path / "d", *more, "--sha256sums", tmp_path / "SHA256SUMS"))
     assert tree(tmp_path / "d") == ["book/book.jsonl", "c4/c4-train.0.jsonl", "c4/c4-train.2.jsonl"]
-    assert "3 of 7 files, 3 with a sha256" in done.stdout and done.stdout.count("sha256 verified") == 3
+    assert "3 of 7 files, 3 with a sha256" in output and output.count("sha256 verified") == 3
     for name in tree(tmp_path / "d"):
         assert (tmp_path / "d" / name).read_bytes() == server.files["/v1.0.0/" + name]
-    second = download(url, tmp_path / "d", "--subsets", "c4", "books", "--sample", 2)
-    assert second.stdout.count("already downloaded") == 3
+    assert output_of(download(url, tmp_path / "d", *more)).count("already downloaded") == 3
 
 
 def test_download_resumes_after_broken_connections(tmp_path: Path, server: Server) -> None:
     url = serve(server)
     name = "/v1.0.0/arxiv/arxiv_0.jsonl"
     server.break_after[name] = [1000, 70_000, 5]
-    done = download(url, tmp_path, "--subsets", "arxiv")
-    assert done.returncode == 0, done.stderr
+    output_of(download(url, tmp_path, "--subsets", "arxiv"))
     assert (tmp_path / "arxiv/arxiv_0.jsonl").read_bytes() == server.files[name]
     assert tree(tmp_path) == ["arxiv/arxiv_0.jsonl"]
     sent = [range_header for path, range_header in server.requests if path == name]
@@ -137,8 +132,7 @@ def test_a_part_of_a_file_that_changed_is_not_continued(tmp_path: Path, server: 
     assert (tmp_path / "arxiv/arxiv_0.jsonl.part").stat().st_size == 1000
     server.break_after.clear()
     server.files[name] = b'{"text": "another"}\n' * 300
-    done = download(url, tmp_path, "--subsets", "arxiv")
-    assert done.returncode == 0, done.stderr
+    output_of(download(url, tmp_path, "--subsets", "arxiv"))
     assert (tmp_path / "arxiv/arxiv_0.jsonl").read_bytes() == server.files[name]
 
 
@@ -154,15 +148,11 @@ def test_missing_files_and_wrong_hashes_are_reported_last(tmp_path: Path, server
     assert tree(tmp_path / "b") == ["arxiv/arxiv_0.jsonl.part.json"] or tree(tmp_path / "b") == []
 
 
-def test_wrong_lists_are_refused(tmp_path: Path, server: Server) -> None:
+def test_unreadable_lists_are_refused(tmp_path: Path, server: Server) -> None:
     url = serve(server)
     assert_refused(download(url, tmp_path / "d", "--subsets", "c5"), "c5", "arxiv, book, c4")
     assert_refused(download(url.replace("urls.txt", "none.txt"), tmp_path / "d"), "none.txt")
     assert_refused(download("http://127.0.0.1:1/urls.txt", tmp_path / "d"), "cannot read")
-    (tmp_path / "list").write_text("ftp://x/y\n")
-    assert_refused(download(str(tmp_path / "list"), tmp_path / "d"), "expected one URL per line")
-    (tmp_path / "list").write_text(url.replace("urls.txt", "../../etc/passwd") + "\n")
-    assert_refused(download(str(tmp_path / "list"), tmp_path / "d"), "has no file path below")
     assert listing(tmp_path / "d") == []
 
 
@@ -173,25 +163,18 @@ def write_1t(folder: Path) -> dict[str, list[str]]:
         "common_crawl": "common_crawl/2019-30/en_head_0000.json.gz.dedup.classifier.jsonl.zst",
         "c4": "c4/c4-train.00000-of-01024.jsonl",
         "github": "github/filtered_0a.sampled.jsonl",
-        "wikipedia": "wikipedia/wiki.jsonl",
-        "book": "book/book.jsonl",
         "arxiv": "arxiv/arxiv_023.jsonl",
-        "stackexchange": "stackexchange/stackexchange.jsonl",
     }
-    for name, place in places.items():
-        records: list[dict] = [{"text": text, "meta": {"url": "x"}} for text in texts[name]]
-        if name == "common_crawl":
-            records = [{"text": text, "pred_label": "__label__cc", "pred_label_prob": 0.6} for text in texts[name]]
-        if name == "book":
-            records = [{"meta": {"short_book_title": "t"}, "text": text} for text in texts[name]]
-        data = "".join(json.dumps(record) + "\n" for record in records).encode()
-        path = folder / place
+    for name, texts_of_subset in texts.items():
+        more = {"pred_label": "__label__cc"} if name == "common_crawl" else {"meta": {"url": "x"}}
+        data = "".join(json.dumps({**more, "text": text}) + "\n" for text in texts_of_subset).encode()
+        path = folder / places.get(name, f"{name}/{name}.jsonl")
         path.parent.mkdir(parents=True)
         path.write_bytes(zstandard.compress(data) if name == "common_crawl" else data)
     return texts
 
 
-def prepare(tmp_path: Path, tokenizer: Path, *more: object):  # noqa: ANN201
+def prepare(tmp_path: Path, tokenizer: Path, *more: object) -> subprocess.CompletedProcess[str]:
     return run_script(
         *("redpajama.py", "prepare", "--input", tmp_path / "rp", "--output", tmp_path / "out", "--workers", 1),
         *("--tokenizer-model", tokenizer, "--conf", tmp_path / "conf/redpajama.yaml", *more),
@@ -200,8 +183,7 @@ def prepare(tmp_path: Path, tokenizer: Path, *more: object):  # noqa: ANN201
 
 def test_prepare_every_subset_and_write_the_blend(tmp_path: Path, tokenizer: Path) -> None:
     texts = write_1t(tmp_path / "rp")
-    done = prepare(tmp_path, tokenizer)
-    assert done.returncode == 0, done.stderr
+    output_of(prepare(tmp_path, tokenizer))
     for name, expected in texts.items():
         assert outputs(tmp_path / "out" / name) == reference(tokenizer, expected), name
     conf = yaml.safe_load((tmp_path / "conf/redpajama.yaml").read_text())
@@ -214,21 +196,10 @@ def test_prepare_every_subset_and_write_the_blend(tmp_path: Path, tokenizer: Pat
 
 def test_prepare_normalizes_shares(tmp_path: Path, tokenizer: Path) -> None:
     write_1t(tmp_path / "rp")
-    done = prepare(tmp_path, tokenizer, "--subsets", "arxiv", "wikipedia")
-    assert done.returncode == 0, done.stderr
+    output_of(prepare(tmp_path, tokenizer, "--subsets", "arxiv", "wikipedia"))
     conf = yaml.safe_load((tmp_path / "conf/redpajama.yaml").read_text())
     assert conf["prefixes"][0::2] == pytest.approx([4.5 / 7, 2.5 / 7], abs=1e-6)
     assert_refused(prepare(tmp_path, tokenizer, "--subsets", "gutenberg"), "gutenberg", "common_crawl")
-    (tmp_path / "empty").mkdir()
-    args = ("redpajama.py", "prepare", "--input", tmp_path / "empty", "--tokenizer-model", tokenizer)
-    assert_refused(run_script(*args), "has no RedPajama subset")
-
-
-def test_the_committed_config_names_all_subsets_with_their_shares() -> None:
-    path = CONF / "data/redpajama.yaml"
-    conf = yaml.safe_load(path.read_text())
-    assert len(conf["prefixes"]) % 2 == 0
-    assert sum(conf["prefixes"][0::2]) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_shares_always_add_up_to_one() -> None:
@@ -275,12 +246,11 @@ def test_v2_with_and_without_quality_rules(tmp_path: Path, tokenizer: Path) -> N
     conf = yaml.safe_load((tmp_path / "conf/redpajama.yaml").read_text())
     assert conf["prefixes"] == [1.0, str(tmp_path / "out/v2_raw_content_document")]
     rules = ("--quality", "rps_doc_word_count>=5", "ccnet_perplexity<130")
-    done = prepare(tmp_path, tokenizer, *rules, "--output", tmp_path / "good")
-    assert done.returncode == 0, done.stderr
+    output = output_of(prepare(tmp_path, tokenizer, *rules, "--output", tmp_path / "good"))
     expected = [text for line, text in enumerate(texts) if len(text.split()) >= 5 and line % 40 < 30]
     assert 0 < len(expected) < len(texts)
     assert outputs(tmp_path / "good/v2", "raw_content") == reference(tokenizer, expected)
-    assert f"80 documents = {len(expected)} kept" in done.stdout
+    assert f"80 documents = {len(expected)} kept" in output
     assert manifest(tmp_path / "good/v2", "raw_content")["documents_read"] == len(expected)
     assert_refused(prepare(tmp_path, tokenizer, "--quality", "x>1", "--output", tmp_path / "good"), "other rules")
 
@@ -308,6 +278,7 @@ def test_a_part_that_another_process_downloads_is_not_written(tmp_path: Path, se
         file.flush()
         assert try_lock(file) is True
         failed = download(url, tmp_path, "--subsets", "arxiv")
-        assert failed.returncode == 1 and "another process is downloading it" in " ".join(failed.stderr.split())
+        assert_refused(failed, "another process is downloading it", status=1)
         assert part.read_bytes() == b"half"
-    assert download(url, tmp_path, "--subsets", "arxiv").returncode == 0 and not part.exists()
+    output_of(download(url, tmp_path, "--subsets", "arxiv"))
+    assert not part.exists()

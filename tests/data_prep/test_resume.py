@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
+import resource
 import signal
-import subprocess
-import sys
+import threading
 import time
+from collections.abc import Iterator
+from multiprocessing import connection
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from data_prep.lib import workspace
+from data_prep.lib.blocks import BlockEncoder, Slots, TextBlock
+from data_prep.lib.job import BlockResult
+from data_prep.lib.pool import Pool
+from megatron_llama.system.errors import MachineError
 from tests.data_prep.helpers import (
+    GOOD,
     Run,
     assert_refused,
-    command,
-    killer,
+    kill_this_process,
     listing,
     manifest,
+    output_of,
     outputs,
     reference,
+    run_in_fork,
+    run_interrupted,
+    run_script,
     some_texts,
+    start,
     write_jsonl,
 )
-from tests.paths import ROOT
 from tests.processes import state
 
 # (where, function, which call): every phase of a run
@@ -45,20 +58,9 @@ PHASES = {
 }
 
 
-def arguments(tmp_path: Path, tokenizer: Path) -> list[str]:
-    more = ["--append-eod", "--workers", "2", "--block-mib", "0.01", "--checkpoint-seconds", "0"]
-    return [
-        *("--input", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl.gz")),
-        *("--output-prefix", str(tmp_path / "out/x"), "--tokenizer-model", str(tokenizer)),
-        *("--on-bad-line", "skip", *more),
-    ]
-
-
 @pytest.fixture
 def documents(tmp_path: Path) -> list[str]:
     """Write two inputs, one compressed, with a bad line each; return the good texts in order."""
-    import gzip
-
     texts = some_texts(120), some_texts(120, seed=1)
     for (name, opener), part in zip({"a.jsonl": open, "b.jsonl.gz": gzip.open}.items(), texts, strict=True):
         lines = [json.dumps({"text": text}) for text in part]
@@ -68,20 +70,20 @@ def documents(tmp_path: Path) -> list[str]:
     return texts[0] + texts[1]
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("after", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_kill_9_in_each_phase(tmp_path: Path, documents: list[str], tokenizer: Path, phase: str, after: bool) -> None:
-    owner, name, count = PHASES[phase]
-    script = killer(owner, name, count, after=after)
-    args = arguments(tmp_path, tokenizer)
-    killed = subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=100)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    # a manifest implies complete files; no partial file has a final name
-    if (tmp_path / "out/x_text_document.json").exists():
-        assert outputs(tmp_path / "out/x") == reference(tokenizer, documents)
-    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    check_complete(tmp_path, documents, tokenizer)
+@pytest.fixture
+def args(tmp_path: Path, tokenizer: Path) -> list[object]:
+    """The arguments of preprocess.py for ``documents``."""
+    return [
+        *("--input", tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz", "--output-prefix", tmp_path / "out/x"),
+        *("--tokenizer-model", tokenizer, "--append-eod", "--on-bad-line", "skip", "--workers", 2),
+        *("--block-mib", 0.01, "--checkpoint-seconds", 0),
+    ]
+
+
+def killed(args: list[object], where: str, function: str, call: int, *, after: bool = False) -> None:
+    """Run preprocess.py until it is killed at a function call."""
+    done = run_interrupted("preprocess.py", *args, at=(where, function, call), after=after)
+    assert done.returncode == -signal.SIGKILL, done.stderr
 
 
 def check_complete(tmp_path: Path, documents: list[str], tokenizer: Path) -> None:
@@ -94,69 +96,66 @@ def check_complete(tmp_path: Path, documents: list[str], tokenizer: Path) -> Non
     assert [(Path(entry["file"]).name, entry["line"]) for entry in quarantined] == [("a.jsonl", 51), ("b.jsonl.gz", 51)]
 
 
-def test_resume_skips_finished_work(tmp_path: Path, documents: list[str], tokenizer: Path) -> None:
-    """The second run must not repeat work of the first."""
-    script = killer("encoding_run.EncodingRun", "_take", 12)
-    args = arguments(tmp_path, tokenizer)
-    subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=100)
-    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=100)
-    words = done.stdout.split("resuming after ")[1].split()
-    assert int(words[0]) > 20, done.stdout
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("after", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_kill_9_in_each_phase(
+    tmp_path: Path, documents: list[str], tokenizer: Path, args: list[object], phase: str, after: bool
+) -> None:
+    killed(args, *PHASES[phase], after=after)
+    # a manifest implies complete files; no partial file has a final name
+    if (tmp_path / "out/x_text_document.json").exists():
+        assert outputs(tmp_path / "out/x") == reference(tokenizer, documents)
+    output_of(run_script("preprocess.py", *args))
     check_complete(tmp_path, documents, tokenizer)
 
 
-# For killer(): the worker processes.
-CHILDREN = """
-def children():
-    from pathlib import Path
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-def killer"""
-# For killer(): a kill some time after the first checkpoint.
-TIMER = """
-import threading
-checkpoint = workspace.Workspace.checkpoint
-def timed(*args, **kwargs):
-    checkpoint(*args, **kwargs)
-    workspace.Workspace.checkpoint = checkpoint
-    threading.Timer({seconds}, os.kill, (os.getpid(), signal.SIGKILL)).start()
-workspace.Workspace.checkpoint = timed
-"""
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_finished_work_is_skipped_unless_damaged(
+    tmp_path: Path, documents: list[str], tokenizer: Path, args: list[object], is_damaged: bool
+) -> None:
+    """If the data differ from the journal, e.g. after a power failure, the run starts over."""
+    killed(args, "encoding_run.EncodingRun", "_take", 12)
+    other = [arg for arg in args if arg != "--append-eod"]
+    assert_refused(run_script("preprocess.py", *other), "append_eod was true and is now false", ".partial")
+    if is_damaged:
+        binary = tmp_path / "out/.x_text_document.partial/x_text_document.bin"
+        data = bytearray(binary.read_bytes())
+        data[100] ^= 1
+        binary.write_bytes(data)
+    output = output_of(run_script("preprocess.py", *args))
+    if is_damaged:
+        assert "starting over" in output
+    else:
+        assert int(output.split("resuming after ")[1].split()[0]) > 20, output
+    check_complete(tmp_path, documents, tokenizer)
 
 
 @pytest.mark.slow
-def test_kills_at_random_times_until_done(tmp_path: Path, tokenizer: Path) -> None:
-    texts = some_texts(2500, seed=7)
-    write_jsonl(tmp_path / "a.jsonl", texts)
+def test_kills_at_random_times_until_done(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timer runs from the first checkpoint of each attempt, so that each one makes progress; none ends alive."""
+    texts, chance, work = some_texts(2500, seed=7), random.Random(7), tmp_path / "out/.x_text_document.partial"
     args = [
-        *("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "out/x", "--tokenizer-model", tokenizer),
-        *("--append-eod", "--workers", 2, "--block-mib", 0.02, "--checkpoint-seconds", 0),
+        *("--input", write_jsonl(tmp_path / "a.jsonl", texts), "--output-prefix", tmp_path / "out/x"),
+        *("--tokenizer-model", tokenizer, "--append-eod", "--workers", 2, "--block-mib", 0.02),
+        *("--checkpoint-seconds", 0),
     ]
-    # Its own clock runs from its first checkpoint on, so that each attempt gets on; and none comes to its end alive.
-    kills_itself = killer("encoding_run", "write_index", 1)
-    chance, work = random.Random(7), tmp_path / "out/.x_text_document.partial"
-    done_before = -1
+    checkpoint, done_before = workspace.Workspace.checkpoint, 1
     for _ in range(12):
-        script = kills_itself.replace(
-            "from data_prep.preprocess", TIMER.format(seconds=chance.uniform(0, 0.1)) + "from data_prep.preprocess"
-        )
-        killed = subprocess.run(
-            [sys.executable, "-c", script, *map(str, args)], cwd=ROOT, capture_output=True, timeout=100
-        )
-        assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+        seconds = chance.uniform(0, 0.1)
+
+        def timed(*given: Any, seconds: float = seconds, **named: Any) -> None:
+            checkpoint(*given, **named)
+            workspace.Workspace.checkpoint = checkpoint  # type: ignore[method-assign]  # in the fork
+            threading.Timer(seconds, kill_this_process).start()
+
+        monkeypatch.setattr(workspace.Workspace, "checkpoint", timed)
+        killed(args, "encoding_run", "write_index", 1)
+        monkeypatch.undo()
         last = json.loads((work / "journal.jsonl").read_bytes().rpartition(b"\n")[0].splitlines()[-1])
-        assert last["ledger"]["documents_read"] >= max(done_before, 1)
+        assert last["ledger"]["documents_read"] >= done_before
         done_before = last["ledger"]["documents_read"]
-    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    output_of(run_script("preprocess.py", *args))
     assert outputs(tmp_path / "out/x") == reference(tokenizer, texts)
-
-
-def as_a_script(killer: str) -> str:
-    """Return killer() code that reports errors as the script does."""
-    return killer.replace(
-        "sys.exit(main(sys.argv[1:]))",
-        "from megatron_llama.system.errors import run_main\nrun_main(lambda: main(sys.argv[1:]))",
-    )
 
 
 @pytest.mark.parametrize(
@@ -164,127 +163,145 @@ def as_a_script(killer: str) -> str:
     [(signal.SIGHUP, "process"), (signal.SIGUSR2, "process"), (signal.SIGINT, "group"), (signal.SIGTERM, "group")],
 )
 def test_signal_exits_with_75_and_run_resumes(
-    tmp_path: Path, documents: list[str], tokenizer: Path, which: signal.Signals, to: str
+    tmp_path: Path, documents: list[str], tokenizer: Path, args: list[object], which: signal.Signals, to: str
 ) -> None:
     """Schedulers and Ctrl-C signal the process group, including the workers."""
-    args = [*arguments(tmp_path, tokenizer)[:-2], "--checkpoint-seconds", "1000"]
+    args = [*args[:-1], 1000]
     if to == "process":
-        script = killer("encoding_run.EncodingRun", "_take", 9, after=True)
+        at, act = ("encoding_run.EncodingRun", "_take", 9), lambda: os.kill(os.getpid(), which)
     else:  # from a worker, so that this process waits
-        script = killer("encoding_run.TextEncoder", "run", 9).replace("os.kill(os.getpid()", "os.killpg(os.getpgrp()")
-    script = script.replace("SIGKILL", which.name)
-    stopped = subprocess.run(
-        [sys.executable, "-c", as_a_script(script), *args],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        start_new_session=True,
-    )
+        at, act = ("encoding_run.TextEncoder", "run", 9), lambda: os.killpg(os.getpgrp(), which)
+    stopped = run_interrupted("preprocess.py", *args, at=at, after=to == "process", act=act)
     assert_refused(stopped, which.name, "rerun the same command", status=75)
-    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert "resuming after" in done.stdout
+    assert "resuming after" in output_of(run_script("preprocess.py", *args))
     check_complete(tmp_path, documents, tokenizer)
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
-def test_workers_end_with_their_parent(tmp_path: Path, tokenizer: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", some_texts(2000, seed=3))
-    args = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--tokenizer-model", tokenizer]
-    args += ["--workers", 3, "--encoder", "sentencepiece", "--block-mib", 0.1]
-    script = killer("encoding_run.EncodingRun", "_take", 3)
-    script = script.replace("os.kill(", "print(*children(), flush=True)\n        os.kill(", 1).replace(
-        "def killer", CHILDREN
-    )
-    with open(tmp_path / "pids", "wb") as file:  # no pipe: it would stay open as long as a worker lives
-        killed = subprocess.run([sys.executable, "-c", script, *map(str, args)], cwd=ROOT, stdout=file, timeout=100)
+@pytest.fixture
+def many_texts(tmp_path: Path, tokenizer: Path) -> tuple[list[str], list[object]]:
+    """Texts, and the arguments that prepare them with three workers."""
+    texts = some_texts(2000, seed=3)
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    args = ["--input", source, "--output-prefix", tmp_path / "x", "--tokenizer-model", tokenizer, "--append-eod"]
+    return texts, [*args, "--workers", 3, "--encoder", "sentencepiece", "--block-mib", 0.1]
+
+
+def worker_pids() -> list[str]:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+
+TAKE_3 = ("encoding_run.EncodingRun", "_take", 3)
+
+
+def test_workers_end_with_their_parent(tmp_path: Path, many_texts: tuple[list[str], list[object]]) -> None:
+    def kill_after_listing() -> None:
+        (tmp_path / "pids").write_text(" ".join(worker_pids()))
+        kill_this_process()
+
+    assert run_interrupted("preprocess.py", *many_texts[1], at=TAKE_3, act=kill_after_listing).returncode == -9
     workers = (tmp_path / "pids").read_text().split()
-    assert killed.returncode == -signal.SIGKILL and len(workers) == 3
+    assert len(workers) == 3
     deadline = time.monotonic() + 60
     while any(state(worker) not in "ZX" for worker in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(state(worker) not in "ZX" for worker in workers)
 
 
-def test_a_killed_worker_is_reported_and_nothing_lost(tmp_path: Path, tokenizer: Path) -> None:
-    texts = some_texts(2000, seed=3)
-    write_jsonl(tmp_path / "a.jsonl", texts)
-    args = [
-        *("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--tokenizer-model", tokenizer),
-        *("--append-eod", "--workers", 2, "--encoder", "sentencepiece", "--block-mib", 0.1),
-    ]
-    script = killer("encoding_run.EncodingRun", "_take", 3)
-    script = script.replace("os.kill(os.getpid()", "os.kill(int(children()[1])", 1).replace(
-        "    if calls == count:\n        os.kill(os.getpid(), signal.SIGKILL)\n", ""
-    )
-    script = script.replace("def killer", CHILDREN)
-    stopped = subprocess.run(
-        [sys.executable, "-c", as_a_script(script), *map(str, args)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+def test_a_killed_worker_is_reported_and_nothing_lost(
+    tmp_path: Path, many_texts: tuple[list[str], list[object]], tokenizer: Path
+) -> None:
+    def kill_a_worker() -> None:
+        os.kill(int(worker_pids()[1]), signal.SIGKILL)
+
+    texts, args = many_texts
+    stopped = run_interrupted("preprocess.py", *args, at=TAKE_3, act=kill_a_worker)
     assert_refused(stopped, "signal 9", "rerun the same command", status=1)
-    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    output_of(run_script("preprocess.py", *args))
     assert outputs(tmp_path / "x") == reference(tokenizer, texts)
+
+
+@pytest.mark.parametrize("limit", [2_000, 60_000, 300_000])
+def test_a_full_disk(tmp_path: Path, tokenizer: Path, limit: int) -> None:
+    """A file size limit emulates a full disk. Without the limit, the run resumes."""
+    texts = some_texts(1200)
+    args = [
+        *("--input", write_jsonl(tmp_path / "a.jsonl", texts), "--output-prefix", tmp_path / "out/x"),
+        *("--tokenizer-model", tokenizer, "--append-eod", "--workers", 1),
+        *("--block-mib", 0.02, "--checkpoint-seconds", 0),
+    ]
+
+    def on_a_small_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        start("preprocess.py", *args)
+
+    full = run_in_fork(on_a_small_disk)
+    assert_refused(full, "cannot write", "rerun the same command", status=1)
+    assert not [name for name in listing(tmp_path / "out") if not name.startswith(".")]
+    assert ("resuming after" in output_of(run_script("preprocess.py", *args))) == (limit >= 60_000)
+    assert outputs(tmp_path / "out/x") == reference(tokenizer, texts)
+
+
+def test_a_fine_tuning_set_resumes_after_kill_9(folder: Path, tmp_path: Path) -> None:
+    """Resume with two outputs of different dtypes."""
+    source = tmp_path / "chat.jsonl"
+    source.write_text("\n".join(GOOD * 60) + "\n")
+    args = ["--input", source, "--tokenizer-model", folder, "--seq-length", 128, "--workers", 1]
+    args += ["--checkpoint-seconds", 0, "--output-prefix"]
+    output_of(run_script("sft.py", *args, tmp_path / "whole"))
+    at = ("workspace.Workspace", "checkpoint", 1)
+    assert run_interrupted("sft.py", *args, tmp_path / "killed", at=at, after=True).returncode == -signal.SIGKILL
+    assert (tmp_path / ".killed_sft+killed_sft_mask.partial" / "journal.jsonl").exists()
+    assert "resuming after" in output_of(run_script("sft.py", *args, tmp_path / "killed"))
+    for suffix in ("_sft.bin", "_sft.idx", "_sft_mask.bin", "_sft_mask.idx"):
+        assert (tmp_path / f"whole{suffix}").read_bytes() == (tmp_path / f"killed{suffix}").read_bytes()
 
 
 def test_finished_is_not_redone_and_other_options_are_refused(tmp_path: Path, preprocess: Run) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", some_texts(50))
     args = ("--input", source, "--output-prefix", tmp_path / "x")
-    preprocess(*args)
+    (tmp_path / "x_text_document.bin").write_bytes(b"precious")
+    assert_refused(preprocess(*args), "x_text_document.bin", "--overwrite")
+    assert (tmp_path / "x_text_document.bin").read_bytes() == b"precious"
+    output_of(preprocess(*args, "--overwrite"))
     before = os.stat(tmp_path / "x_text_document.bin").st_mtime_ns
-    second = preprocess(*args, workers=2)
-    assert second.returncode == 0 and "already complete" in second.stdout
+    assert "already complete" in output_of(preprocess(*args, workers=2))
     assert os.stat(tmp_path / "x_text_document.bin").st_mtime_ns == before
-    assert_refused(
-        preprocess(*args, "--max-line-mib", 5), "max_line_bytes was 67108864 and is now 5242880", "--overwrite"
-    )
+    other = preprocess(*args, "--max-line-mib", 5)
+    assert_refused(other, "max_line_bytes was 67108864 and is now 5242880", "--overwrite")
     write_jsonl(source, some_texts(51))
     assert_refused(preprocess(*args), "the content of the input changed", "--overwrite")
-    done = preprocess(*args, "--overwrite")
-    assert done.returncode == 0, done.stderr
+    output_of(preprocess(*args, "--overwrite"))
     assert manifest(tmp_path / "x")["documents_read"] == 51
 
 
-def test_files_of_another_program_are_not_overwritten(tmp_path: Path, preprocess: Run) -> None:
-    (tmp_path / "x_text_document.bin").write_bytes(b"precious")
-    args = ("--input", write_jsonl(tmp_path / "a.jsonl", ["a"]), "--output-prefix", tmp_path / "x")
-    assert_refused(preprocess(*args), "x_text_document.bin", "--overwrite")
-    assert (tmp_path / "x_text_document.bin").read_bytes() == b"precious"
+class DiesWhileSending:
+    """Encoder whose process is killed on block 3 when half of the result is in the pipe."""
+
+    def __init__(self) -> None:
+        self.slots = Slots(1, 1)
+
+    def run(self, block: TextBlock) -> BlockResult:
+        if block.number == 3:
+            connection.Connection._send = _send_half  # type: ignore[attr-defined]
+        return BlockResult(tokens=[bytes(1000)])
 
 
-def test_an_unfinished_run_with_other_options_is_refused(tmp_path: Path, documents: list[str], tokenizer: Path) -> None:
-    script = killer("encoding_run.EncodingRun", "_take", 9)
-    args = arguments(tmp_path, tokenizer)
-    subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=100)
-    args.remove("--append-eod")
-    other = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert_refused(other, "append_eod was true and is now false", ".partial")
+def _send_half(self: connection.Connection, buffer: bytes) -> None:
+    os.write(self.fileno(), buffer[: len(buffer) // 2])
+    kill_this_process()
 
 
-def test_a_damaged_work_folder_is_noticed(tmp_path: Path, documents: list[str], tokenizer: Path) -> None:
-    """If the data differ from the journal, e.g. after a power failure, the run starts over."""
-    script = killer("encoding_run.EncodingRun", "_take", 12)
-    args = arguments(tmp_path, tokenizer)
-    subprocess.run([sys.executable, "-c", script, *args], cwd=ROOT, capture_output=True, timeout=100)
-    binary = tmp_path / "out/.x_text_document.partial/x_text_document.bin"
-    data = bytearray(binary.read_bytes())
-    data[100] ^= 1
-    binary.write_bytes(data)
-    done = subprocess.run(command("preprocess.py", *args), cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert "starting over" in done.stdout
-    check_complete(tmp_path, documents, tokenizer)
+def _blocks() -> Iterator[TextBlock]:
+    for number in range(100):
+        yield TextBlock(number, [])
 
 
-def test_two_runs_on_one_output_at_a_time_are_refused(tmp_path: Path, preprocess: Run) -> None:
-    import fcntl
-
-    work = tmp_path / ".x_text_document.partial"
-    work.mkdir()
-    with open(work / "lock", "wb") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)
-        source = write_jsonl(tmp_path / "a.jsonl", ["a"])
-        assert_refused(preprocess("--input", source, "--output-prefix", tmp_path / "x"), "another run")
+@pytest.mark.timeout(60)
+def test_a_worker_killed_while_it_sends_a_result_is_reported() -> None:
+    done: list[int] = []
+    with pytest.raises(MachineError, match="a worker ended by signal 9"):
+        with Pool(2, cast(BlockEncoder[Any], DiesWhileSending())) as pool:
+            for block, _ in pool.run(_blocks(), lambda: None):
+                done.append(block.number)
+    assert done == list(range(len(done))) and len(done) < 100  # in order
+    assert not any(process.is_alive() for process in pool.processes)

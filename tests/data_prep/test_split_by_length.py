@@ -64,19 +64,11 @@ def test_a_part_may_have_no_document(prefix: str) -> None:
     assert documents(prefix.replace("book_", "book_from_5000_")) == []
 
 
-def test_refusals(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for at in (["40", "20"], ["0"], ["20", "20"]):
-        with pytest.raises(UserError, match="increasing lengths of at least 1"):
-            split_by_length.main([prefix, "--at", *at])
+def test_existing_parts_need_overwrite(prefix: str) -> None:
     assert split_by_length.main([prefix, "--at", "20"]) == 0
     with pytest.raises(UserError, match="write --overwrite"):
         split_by_length.main([prefix, "--at", "20"])
     assert split_by_length.main([prefix, "--at", "20", "--overwrite"]) == 0
-    with pytest.raises(UserError, match="there is no"):
-        split_by_length.main([str(tmp_path / "missing"), "--at", "20"])
-    write_indexed(tmp_path / "book_text_document_mask", [[1]], "B")
-    with pytest.raises(UserError, match="fine-tuning set"):
-        split_by_length.main([prefix, "--at", "30"])
 
 
 def test_two_processes_divide_one_dataset(prefix: str) -> None:

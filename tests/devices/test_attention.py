@@ -17,6 +17,7 @@ from megatron_llama.arch.pattern import Keys, Pattern
 from megatron_llama.devices import HOST, NAMES, attention, device_named
 from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.devices.visibility import Documents, build_attention_inputs, dense_mask
+from tests.devices.helpers import attention_inputs, dense_attention
 from tests.model.flash import flash_on_cpu
 
 Call = attention._Kernel
@@ -48,11 +49,12 @@ WAYS = {
 
 
 def inputs(seed: int, dtype: torch.dtype, heads: int, kv_heads: int, rows: int = 2) -> tuple[Tensor, ...]:
-    """q, k, v and the output's gradient, [rows, heads, LENGTH, 8], in memory as the layers have them."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = (heads, kv_heads, kv_heads, heads)
-    actual = [torch.randn(LENGTH, rows, n, 8, generator=generator).to(dtype).permute(1, 2, 0, 3) for n in sizes]
-    return (*(x.requires_grad_() for x in actual[:3]), actual[3])
+    return attention_inputs(dtype, heads, kv_heads, LENGTH, rows=rows, seed=seed)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, pattern: Pattern, those: Documents) -> tuple[Tensor, ...]:
+    mask = dense_mask(those.positions(), pattern, those.ids)
+    return dense_attention(q, k, v, grad, mask, torch.float32)
 
 
 def layout(seed: int, rows: int = 2) -> Documents:
@@ -60,16 +62,6 @@ def layout(seed: int, rows: int = 2) -> Documents:
     generator = torch.Generator().manual_seed(seed)
     share = [0.0, 0.02, 0.1, 0.7][seed % 4]
     return Documents.of((torch.rand(rows, LENGTH, generator=generator) < share).cumsum(1))
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
-    """(output, gradients) in fp32, with repeated heads and all scores."""
-    upcast = [x.detach().float().requires_grad_() for x in (q, k, v)]
-    group = q.shape[1] // k.shape[1]
-    keys, values = (x.repeat_interleave(group, dim=1) for x in upcast[1:])
-    scores = (upcast[0] @ keys.mT) * q.shape[-1] ** -0.5
-    out = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values
-    return out.detach(), *torch.autograd.grad(out, upcast, grad.float())
 
 
 def off(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
@@ -102,10 +94,10 @@ def test_output_and_gradients_are_those_of_a_dense_mask(
         dtype = torch.bfloat16 if seed == 3 else torch.float32
         heads, kv_heads = ((4, 2), (6, 1), (3, 3))[seed % 3]
         q, k, v, grad = inputs(seed, dtype, heads, kv_heads)
-        documents, kernel_inputs = layout(seed), PATTERNS[pattern]
-        tokens = torch.zeros(2, LENGTH)
-        expected = reference(q, k, v, grad, dense_mask(documents.positions(), kernel_inputs, documents.ids))
-        out = attend(q, k, v, build_attention_inputs(tokens, documents, kernel_inputs, kernel, compiled))
+        documents = layout(seed)
+        expected = reference(q, k, v, grad, PATTERNS[pattern], documents)
+        visible = build_attention_inputs(torch.zeros(2, LENGTH), documents, PATTERNS[pattern], kernel, compiled)
+        out = attend(q, k, v, visible)
         actual = out, *torch.autograd.grad(out, (q, k, v), grad)
         assert {x.dtype for x in actual} == {dtype}
         assert off(actual, expected) < (2e-2 if dtype == torch.bfloat16 else 1e-6), f"seed {seed}"
@@ -116,7 +108,8 @@ def test_output_and_gradients_are_those_of_a_dense_mask(
 def test_whole_sequences_with_a_pattern(kernel: str) -> None:
     for compiled in (False, True):
         q, k, v, grad = inputs(1, torch.float32, 4, 2)
-        expected = reference(q, k, v, grad, dense_mask(torch.arange(LENGTH).expand(2, -1), WINDOW))
+        mask = dense_mask(torch.arange(LENGTH).expand(2, -1), WINDOW)
+        expected = dense_attention(q, k, v, grad, mask, torch.float32)
         out = attend(q, k, v, build_attention_inputs(torch.zeros(2, LENGTH), None, WINDOW, kernel, compiled))
         assert off((out, *torch.autograd.grad(out, (q, k, v), grad)), expected) < 1e-6
 
@@ -141,7 +134,7 @@ def test_a_wrong_border_is_seen(way: str) -> None:
     kernel, compiled, _ = WAYS[way]
     q, k, v, grad = inputs(0, torch.float32, 4, 2)
     right, wrong = (Documents.of((torch.arange(LENGTH) >= boundary).long().expand(2, -1)) for boundary in (40, 41))
-    expected = reference(q, k, v, grad, dense_mask(right.positions(), PLAIN, right.ids))
+    expected = reference(q, k, v, grad, PLAIN, right)
     for documents, differs in ((right, False), (wrong, True)):
         out = attend(q, k, v, build_attention_inputs(torch.zeros(2, LENGTH), documents, PLAIN, kernel, compiled))
         actual = off((out, *torch.autograd.grad(out, (q, k, v), grad)), expected)
@@ -218,7 +211,7 @@ def test_other_documents_make_no_other_graph() -> None:
     for seed in range(4):
         q, k, v, grad = inputs(seed, torch.float32, 4, 2)
         documents = layout(seed)
-        expected = reference(q, k, v, grad, dense_mask(documents.positions(), WINDOW, documents.ids))
+        expected = reference(q, k, v, grad, WINDOW, documents)
         out = compiled(q, k, v, build_attention_inputs(torch.zeros(2, LENGTH), documents, WINDOW, "tiles", True))
         assert off((out, *torch.autograd.grad(out, (q, k, v), grad)), expected) < 1e-6
     assert len(graphs) == 1
@@ -264,22 +257,8 @@ CHUNKED = cpu_attention.FASTER[20]
 
 
 def chunked_inputs(dtype: torch.dtype, heads: int, kv_heads: int, length: int = CHUNKED) -> tuple[Tensor, ...]:
-    """q, k, v and the output's gradient, [2, heads, length, 8], in memory as the layers have them. The root of 8 is no
-    power of two, so that queries which are scaled are no bf16 numbers any more."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = (heads, kv_heads, kv_heads, heads)
-    actual = [torch.randn(length, 2, n, 8, generator=generator).to(dtype).permute(1, 2, 0, 3) for n in sizes]
-    return (*(x.requires_grad_() for x in actual[:3]), actual[3])
-
-
-def in_fp64(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    """(output, gradients) of causal attention with repeated heads and all scores."""
-    upcast = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in upcast[1:])
-    scores = (upcast[0] @ keys.mT) * q.shape[-1] ** -0.5
-    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
-    out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values
-    return out.detach(), *torch.autograd.grad(out, upcast, grad.double())
+    """The root of 8, the head's size, is no power of two, so that scaled queries are no bf16 numbers."""
+    return attention_inputs(dtype, heads, kv_heads, length)
 
 
 @pytest.mark.parametrize("amx", [False, True])
@@ -291,7 +270,7 @@ def test_chunks_are_as_exact_as_torchs_kernel(
     monkeypatch.setattr(cpu_attention, "SCORES", at_once)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     q, k, v, grad = chunked_inputs(dtype, heads, kv_heads)
-    expected = in_fp64(q, k, v, grad)
+    expected = dense_attention(q, k, v, grad, torch.ones(CHUNKED, CHUNKED, dtype=torch.bool).tril())
 
     def errors(out: Tensor) -> list[float]:
         actual = out, *torch.autograd.grad(out, (q, k, v), grad)

@@ -17,6 +17,7 @@ from megatron_llama.devices import HOST, device_named
 from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.devices.visibility import Documents, dense_mask
 from tests.compiled import needs_compiler
+from tests.devices.helpers import attention_inputs, dense_attention
 
 pytestmark = needs_compiler
 EAGER, COMPILED = (device_named(HOST).kernels(compiled) for compiled in (False, True))
@@ -28,11 +29,7 @@ WINDOW, SPARSE = Pattern(window=50), Pattern(block=4, local_blocks=4, global_blo
 def inputs(
     dtype: torch.dtype = torch.float32, heads: int = 4, kv_heads: int = 2, length: int = LENGTH, d: int = 64
 ) -> tuple[Tensor, ...]:
-    """q, k, v and the output's gradient, [2, heads, length, d], in memory as the layers have them."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = (heads, kv_heads, kv_heads, heads)
-    actual = [torch.randn(length, 2, n, d, generator=generator).to(dtype).permute(1, 2, 0, 3) for n in sizes]
-    return (*(x.requires_grad_() for x in actual[:3]), actual[3])
+    return attention_inputs(dtype, heads, kv_heads, length, d=d)
 
 
 def documents(length: int = LENGTH) -> Documents:
@@ -44,14 +41,6 @@ def documents(length: int = LENGTH) -> Documents:
 def first_visible(pattern: Pattern, those: Documents | None, length: int) -> Tensor | None:
     visible = COMPILED.visible(torch.zeros(2, length, dtype=torch.int64), those, pattern)
     return None if visible is None else visible.first_visible_key
-
-
-def in_fp64(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
-    """(output, gradients) with repeated heads, of the scores that ``mask`` [b, 1, s, s] says."""
-    upcast = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in upcast[1:])
-    out = ((upcast[0] @ keys.mT) * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ values
-    return out.detach(), *torch.autograd.grad(out, upcast, grad.double())
 
 
 def dense(pattern: Pattern, those: Documents | None, length: int) -> Tensor:
@@ -75,7 +64,7 @@ def of_ours(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, first: Tensor | None 
 @pytest.mark.parametrize("length", [1, 31, 64, 129, LENGTH])
 def test_is_as_exact_as_torchs_kernel(dtype: torch.dtype, heads: int, kv_heads: int, d: int, length: int) -> None:
     q, k, v, grad = inputs(dtype, heads, kv_heads, length, d)
-    expected = in_fp64(q, k, v, grad, dense(Pattern(), None, length))
+    expected = dense_attention(q, k, v, grad, dense(Pattern(), None, length))
     actual = of_ours(q, k, v, grad)
     assert {x.dtype for x in actual} == {dtype}
     assert [x.stride() for x in actual] == [x.stride() for x in (q, q, k, v)], "strides that the layers expect"
@@ -100,7 +89,7 @@ def test_sees_documents_and_windows(dtype: torch.dtype, pattern: Pattern, packed
     those = documents() if packed else None
     ours = errors(
         of_ours(q, k, v, grad, first_visible(pattern, those, LENGTH)),
-        in_fp64(q, k, v, grad, dense(pattern, those, LENGTH)),
+        dense_attention(q, k, v, grad, dense(pattern, those, LENGTH)),
     )
     if pattern.window == 1:  # a token attends only to itself: gradients of q and k are rounding errors of 0
         ours = [ours[0], ours[3]]
@@ -120,7 +109,7 @@ def test_large_scores_do_not_overflow() -> None:
     q = (q.detach() * 1000).requires_grad_()
     actual = of_ours(q, k, v, grad)
     assert all(x.isfinite().all() for x in actual)
-    assert errors(actual, in_fp64(q, k, v, grad, dense(Pattern(), None, LENGTH)))[0] < 1e-3
+    assert errors(actual, dense_attention(q, k, v, grad, dense(Pattern(), None, LENGTH)))[0] < 1e-3
 
 
 def test_what_is_not_a_number_is_seen() -> None:
@@ -178,7 +167,7 @@ def test_bf16_goes_in_fp32_where_nothing_multiplies_it(monkeypatch: pytest.Monke
     actual = of_ours(q, k, v, grad)
     assert {x.dtype for x in actual} == {torch.bfloat16}
     # Rounded once, at the end.
-    assert max(errors(actual, in_fp64(q, k, v, grad, dense(Pattern(), None, LENGTH)))) < 2e-3
+    assert max(errors(actual, dense_attention(q, k, v, grad, dense(Pattern(), None, LENGTH)))) < 2e-3
 
 
 def test_refuses_what_it_would_misread() -> None:

@@ -105,11 +105,13 @@ def test_gradients_take_the_same_products() -> None:
 
 
 def test_other_dtypes_are_torchs_to_the_bit() -> None:
-    fp32 = [ONE.float(), OTHER.float(), SUM.float()]
-    before = [fp32[0] @ fp32[1], torch.addmm(fp32[2], fp32[0], fp32[1], alpha=0.5), ONE.double() @ OTHER.double()]
+    def products() -> list[Tensor]:
+        one, other, base = ONE.float(), OTHER.float(), SUM.float()
+        return [one @ other, torch.addmm(base, one, other, alpha=0.5), ONE.double() @ OTHER.double()]
+
+    before = products()
     matmul.multiply_in_fp32()
-    after = [fp32[0] @ fp32[1], torch.addmm(fp32[2], fp32[0], fp32[1], alpha=0.5), ONE.double() @ OTHER.double()]
-    assert all(map(torch.equal, after, before))
+    assert all(map(torch.equal, products(), before))
 
 
 def test_an_output_of_another_shape_is_resized() -> None:
@@ -119,7 +121,7 @@ def test_an_output_of_another_shape_is_resized() -> None:
     assert torch.equal(out, ONE @ OTHER)
 
 
-def test_torchs_own_come_back() -> None:
+def test_torchs_operators_are_restored(recwarn: pytest.WarningsRecorder) -> None:
     one, other = numbers(200, 300), numbers(300, 100)
     before = one @ other
     library = matmul.multiply_in_fp32()
@@ -127,10 +129,6 @@ def test_torchs_own_come_back() -> None:
     library._destroy()
     matmul.multiply_in_fp32.cache_clear()
     assert torch.equal(one @ other, before)
-
-
-def test_replacing_them_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
-    matmul.multiply_in_fp32()
     assert not recwarn.list
 
 

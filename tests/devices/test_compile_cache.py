@@ -35,24 +35,28 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_the_launcher_and_the_ranks_reject_a_cache_that_others_can_write(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    cache.chmod(0o777)
-    for check in (lambda: rank_environment(CPU, plan_with(cache)), lambda: Compiler(plan_with(cache), CPU)):
+@pytest.fixture
+def open_folder(tmp_path: Path) -> Path:
+    """A folder that all users can write."""
+    (folder := tmp_path / "cache").mkdir()
+    folder.chmod(0o777)
+    return folder
+
+
+def test_the_launcher_and_the_ranks_reject_a_cache_that_others_can_write(open_folder: Path) -> None:
+    plan = plan_with(open_folder)
+    for check in (lambda: rank_environment(CPU, plan), lambda: Compiler(plan, CPU)):
         with pytest.raises(ConfigError) as caught:
             check()
         (problem,) = caught.value.problems
         assert problem.field == "trainer.compile_cache"
-        assert "writable by all users" in problem.rule and f"chmod -R go-w {cache}" in problem.instead
+        assert "writable by all users" in problem.rule and f"chmod -R go-w {open_folder}" in problem.instead
 
 
-def test_a_variable_of_the_user_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "open"))
+def test_a_variable_of_the_user_is_checked_too(open_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(open_folder))
     with pytest.raises(ConfigError, match="TORCHINDUCTOR_CACHE_DIR(.|\n)*unset TORCHINDUCTOR_CACHE_DIR"):
-        rank_environment(CPU, plan_with(tmp_path / "cache"))
+        rank_environment(CPU, plan_with(open_folder.with_name("other")))
 
 
 @pytest.mark.parametrize(
@@ -67,11 +71,8 @@ def test_uncompiled_runs_compile_operators_and_loops_into_the_cache(
     assert variables.get("TORCHINDUCTOR_CACHE_DIR", "").startswith(str(tmp_path)) == compiles
 
 
-def test_a_rank_of_exact_mode_checks_the_cache(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    cache.chmod(0o777)
-    plan = make_plan(1, "trainer.exact=true", f"trainer.compile_cache={cache}")
+def test_a_rank_of_exact_mode_checks_the_cache(open_folder: Path) -> None:
+    plan = make_plan(1, "trainer.exact=true", f"trainer.compile_cache={open_folder}")
     with raises_with_message(RankFailed, "writable by all users"):
         run_ranks(_build, 1, plan)
 

@@ -59,25 +59,22 @@ def test_auto_reports_a_driver_that_torch_cannot_use(
 
 
 @pytest.mark.parametrize(("version", "reason"), [(None, "was built without CUDA"), ("13.0", "finds no NVIDIA GPU")])
-def test_a_device_that_is_not_there_says_why(version: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_device_is_reported(version: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_driver_present", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=f"device=cuda is unavailable on this host: .*{reason}"):
         get_device("cuda")
     assert get_device("auto").name == "cpu"
-
-
-def test_without_a_driver_torch_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_DRIVER_FILES", ("/no/such/file",))
-    monkeypatch.setattr(cuda.sys, "platform", "linux")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("torch was asked"))
-    assert get_device("auto").name == "cpu"
-
-
-def test_auto_prefers_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda.DEVICE.__class__, "probe", lambda self: None)
     assert get_device("auto").name == "cuda" and get_device("cpu").name == "cpu"
+
+
+def test_without_a_driver_torch_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_DRIVER_FILES", ("/no/such/file",))
+    monkeypatch.setattr(cuda.sys, "platform", "linux")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("torch was called"))
+    assert get_device("auto").name == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -143,50 +140,51 @@ def test_the_ranks_of_a_machine_share_its_cores(
     assert threads == expected, "what the user sets wins"
 
 
-def test_tritons_missing_requirements_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    installed: set[str] = set()
+    for module in (compiler, cpu):
+        monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}" if name in installed else None)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(compiler.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
     assert "needs a C compiler, and gcc is not installed" in (cuda.DEVICE.compiler_missing() or "")
-    monkeypatch.setattr(compiler.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "clang" else None)
+    installed.add("clang")
     assert f"{tmp_path / 'Python.h'} is missing" in (cuda.DEVICE.compiler_missing() or "")
     (tmp_path / "Python.h").touch()
     assert cuda.DEVICE.compiler_missing() is None
-    monkeypatch.setenv("CC", "my-compiler")
+    for name in ("CC", "CXX"):
+        monkeypatch.setenv(name, "my-compiler")
     assert "my-compiler (CC) is not installed" in (cuda.DEVICE.compiler_missing() or "")
+    assert "my-compiler is not installed" in (cpu.DEVICE.compiler_missing() or "")
+    installed.add("my-compiler")
+    assert cpu.DEVICE.compiler_missing() is None
 
 
-def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
-    monkeypatch.setenv("CXX", "my-compiler")
-    assert "my-compiler is not installed" in (get_device("cpu").compiler_missing() or "")
-    monkeypatch.setattr(cpu.shutil, "which", lambda name: "/usr/bin/" + name)
-    assert get_device("cpu").compiler_missing() is None
+PEAKS = {
+    "H100 80GB HBM3": (989, 67),
+    "H100 PCIe": (756, 51),
+    "H100 NVL": (835, 60),
+    "H200": (989, 67),
+    "H200 NVL": (835, 60),
+    "GH200 480GB": (989, 67),
+    "H20": (148, 44),
+    "H20-3e": (148, 44),
+    "B300 SXM6 AC": (2250, 75),
+    "GB300": (2500, 80),
+    "GB200": (2500, 80),
+    "B200": (2250, 75),
+    "A100-SXM4-80GB": (312, 19.5),
+}
+"""Dense TFLOP/s in bf16 and fp32."""
 
 
-@pytest.mark.parametrize(
-    ("model", "bf16", "fp32"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989, 67),
-        ("NVIDIA H100 PCIe", 756, 51),
-        ("NVIDIA H100 NVL", 835, 60),
-        ("NVIDIA H200", 989, 67),
-        ("NVIDIA H200 NVL", 835, 60),
-        ("NVIDIA GH200 480GB", 989, 67),
-        ("NVIDIA H20", 148, 44),
-        ("NVIDIA H20-3e", 148, 44),
-        ("NVIDIA B300 SXM6 AC", 2250, 75),
-        ("NVIDIA GB300", 2500, 80),
-        ("NVIDIA GB200", 2500, 80),
-        ("NVIDIA B200", 2250, 75),
-        ("NVIDIA A100-SXM4-80GB", 312, 19.5),
-    ],
-)
-def test_peaks_by_name(model: str, bf16: float, fp32: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: model)
-    assert cuda.DEVICE.peak_flops("bf16")[0] == bf16 * 1e12
-    assert cuda.DEVICE.peak_flops("fp32")[0] == fp32 * 1e12
-    assert "data sheet" in cuda.DEVICE.peak_flops("bf16")[1]
+def test_peaks_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for model, (bf16, fp32) in PEAKS.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda model=model: f"NVIDIA {model}")
+        flops, source = cuda.DEVICE.peak_flops("bf16")
+        assert (flops, cuda.DEVICE.peak_flops("fp32")[0]) == (bf16 * 1e12, fp32 * 1e12), model
+        assert "data sheet" in source
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA T4")
+    assert cuda.DEVICE.peak_flops("bf16") == (0.0, "unknown for NVIDIA T4: set device.peak_tflops to see MFU")
 
 
 def test_the_forecasts_hardware_has_the_same_peaks() -> None:
@@ -197,11 +195,6 @@ def test_the_forecasts_hardware_has_the_same_peaks() -> None:
         product = find_product(f"NVIDIA {names.get(name, name.upper())}")
         assert product is not None, name
         assert (spec.peak("bf16"), spec.peak("fp32")) == (product.bf16 * 1e12, product.fp32 * 1e12), name
-
-
-def test_an_unknown_gpu_has_no_peak_but_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA T4")
-    assert cuda.DEVICE.peak_flops("bf16") == (0.0, "unknown for NVIDIA T4: set device.peak_tflops to see MFU")
 
 
 @pytest.mark.parametrize(("local_rank", "visible", "index"), [(3, 4, 3), (3, 1, 0), (0, 1, 0)])
@@ -240,18 +233,18 @@ def test_the_seed_reaches_torch() -> None:
 
 
 def test_variables_of_a_gpu_follow_from_the_layout() -> None:
-    plain = cuda.DEVICE.environment(resolve(make(), 1).config)
+    def variables(ranks: int, **settings: object) -> dict[str, str]:
+        config = resolve(make(**{f"trainer.{name}": value for name, value in settings.items()}), ranks).config
+        return cuda.DEVICE.environment(config)
+
+    plain = variables(1)
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in plain and "CUBLAS_WORKSPACE_CONFIG" not in plain
-    full = cuda.DEVICE.environment(resolve(make(**{"trainer.tp": 2, "trainer.deterministic": True}), 2).config)
+    # With 1 torch aborts communicators while the flight recorder writes its dump.
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in plain
+    full = variables(2, tp=2, deterministic=True)
     assert full["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and full["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     # fully_shard's collectives would wait in the single queue for matmuls that they should overlap.
-    sharded = cuda.DEVICE.environment(resolve(make(**{"trainer.tp": 2}), 4).config)
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in sharded
-
-
-def test_errors_of_nccl_have_torchs_default() -> None:
-    # With 1 torch aborts communicators while the flight recorder writes its dump.
-    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in cuda.DEVICE.environment(resolve(make(), 1).config)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in variables(4, tp=2)
 
 
 def test_the_allocator_has_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,23 +33,14 @@ def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Modules that our runs call, in addition to the modules that route() patches.
-ENTERED = (
-    "megatron.core.model_parallel_config",
-    "megatron.core.parallel_state",
-    "megatron.core.pipeline_parallel.utils",
-    "megatron.core.process_groups_config",
-    "megatron.core.tensor_parallel.cross_entropy",
-    "megatron.core.tensor_parallel.random",
-    "megatron.core.transformer.transformer_config",
-    "megatron.core.transformer.utils",
-    "megatron.core.datasets.blended_dataset",
-    "megatron.core.datasets.blended_megatron_dataset_builder",
-    "megatron.core.datasets.blended_megatron_dataset_config",
-    "megatron.core.datasets.gpt_dataset",
-    "megatron.core.datasets.helpers",
-    "megatron.core.datasets.indexed_dataset",
-    "megatron.core.datasets.megatron_dataset",
-    "megatron.core.datasets.utils",
+ENTERED = tuple(
+    f"megatron.core.{name}"
+    for name in (
+        "model_parallel_config parallel_state pipeline_parallel.utils process_groups_config "
+        "tensor_parallel.cross_entropy tensor_parallel.random transformer.transformer_config transformer.utils "
+        "datasets.blended_dataset datasets.blended_megatron_dataset_builder datasets.blended_megatron_dataset_config "
+        "datasets.gpt_dataset datasets.helpers datasets.indexed_dataset datasets.megatron_dataset datasets.utils"
+    ).split()
 )
 # Names that route() replaces in the patched modules.
 REPLACED = ("torch.cuda.current_device", "torch.cuda.synchronize", 'torch.zeros(device="cuda")')
@@ -162,36 +153,24 @@ def installed_calls() -> Iterator[Call]:
 
 
 def test_every_cuda_call_is_accounted_for() -> None:
-    unknown = sorted({str(call) for call in installed_calls() if not call.is_accounted()})
+    calls = set(installed_calls())
+    unknown = sorted({str(call) for call in calls if not call.is_accounted()})
     assert not unknown, "route them in devices/mcore.py, or say in ACCOUNTED why they never run:\n" + "\n".join(unknown)
-
-
-def test_what_is_routed_is_there() -> None:
-    # Were the calls gone, or spelled in a way that the finder does not see, the test above would say nothing.
-    actual = set(installed_calls())
+    # The calls that are routed are there; else the finder would miss their new spelling.
     for module in ("tensor_parallel.mappings", "pipeline_parallel.p2p_communication", "utils"):
-        assert any(c.module == module and c.attribute == "torch.cuda.current_device" for c in actual), module
+        assert any(c.module == module and c.attribute == "torch.cuda.current_device" for c in calls), module
     zeros = 'torch.zeros(device="cuda")'
-    assert any(c.module == "pipeline_parallel.schedules" and c.attribute == zeros for c in actual)
+    assert any(c.module == "pipeline_parallel.schedules" and c.attribute == zeros for c in calls)
 
 
 @pytest.mark.parametrize(
     "line",
-    [
-        "x = torch.cuda.Stream()",
-        "x = y.cuda()",
-        "x = torch.ones(1, device='cuda')",
-        "x = torch.device('cuda:0')",
-        "torch.zeros(1).to('cuda')",
-        "from torch.cuda import nvtx",
-        "from torch import cuda",
-        "torch.cuda.memory.reset()",
-    ],
+    ["x = torch.cuda.Stream()", "x = y.cuda()", "x = torch.ones(1, device='cuda')", "torch.zeros(1).to('cuda:0')"]
+    + ["from torch.cuda import nvtx", "from torch import cuda", "torch.cuda.memory.reset()"],
 )
-def test_a_new_call_would_be_seen(line: str) -> None:
+def test_a_new_call_is_detected(line: str) -> None:
     for module in ("pipeline_parallel.schedules", "parallel_state"):
-        source = f"def new_function():\n    {line}\n"
-        calls = calls_in(source, module)
+        calls = calls_in(f"def new_function():\n    {line}\n", module)
         assert calls and not any(call.is_accounted() for call in calls)
 
 
@@ -214,21 +193,17 @@ def _routed(rank: int) -> None:
         assert routed.nn is torch.nn and routed.Tensor is torch.Tensor
 
 
-LAYOUTS = {
-    "sequence parallel": ["trainer.tp=2"],
-    "pipeline": ["trainer.pp=2"],
-    "interleaved pipeline": ["trainer.pp=2", "trainer.vpp=2"],
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_nothing_but_the_route_makes_it_work(layout: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("with CUDA at hand megatron-core's own calls go through")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA megatron-core's calls work")
+@pytest.mark.parametrize(
+    "layout",
+    [["trainer.tp=2"], ["trainer.pp=2"], ["trainer.pp=2", "trainer.vpp=2"]],
+    ids=["sequence parallel", "pipeline", "interleaved pipeline"],
+)
+def test_without_the_route_it_fails(layout: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/layouts shows that it works with the route."""
     monkeypatch.setattr(groups, "patch_mcore", lambda device: None)
     with pytest.raises(RankFailed, match="(?i)cuda|nvidia"):
         run_layout(2, *layout, steps=1)
-    # That it works with the route is what tests/layouts shows.
 
 
 def test_importing_the_training_loads_no_compiler_and_starts_no_threads_of_torch() -> None:

@@ -1,4 +1,4 @@
-"""The processor that graphs are compiled for; graphs of another processor are not loaded."""
+"""The processor: its units and instruction sets, and the library and cache that follow from them."""
 
 from __future__ import annotations
 
@@ -12,38 +12,26 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_llama.devices import processor
-from megatron_llama.devices.cpu import DEVICE
-from megatron_llama.devices.processor import instruction_set
+from megatron_llama.devices.cpu import device as cpu
 from tests.compiled import SECONDS, needs_compiler
 
 AVX2, AVX512 = {"flags": "fpu avx2 fma"}, {"flags": "fpu avx2 fma avx512f"}
+ZEN_5 = {"vendor_id": "AuthenticAMD", "cpu family": "26", "flags": "fpu avx2 avx512f avx512_bf16"}
 
 
-def test_it_changes_with_the_extensions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_of_each_instruction_set_have_a_separate_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The name of the cache depends on the extensions alone."""
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
-    names = []
-    for actual in (
-        AVX2,
-        AVX512,
-        {**AVX2, "model name": "another"},
-        {"flags": "fma avx2 fpu"},
-        {"Features": "fp asimd"},
-        {},
-    ):
-        monkeypatch.setattr(processor, "processor", lambda actual=actual: actual)
-        names.append(instruction_set())
-    assert names[0] == names[2] == names[3]
-    assert len(set(names)) == 4
+
+    def folder(actual: dict[str, str]) -> str:
+        monkeypatch.setattr(processor, "processor", lambda: actual)
+        return cpu.DEVICE.compile_environment(tmp_path)["TORCHINDUCTOR_CACHE_DIR"]
+
+    assert folder(AVX2) == folder({**AVX2, "model name": "another"}) == folder({"flags": "fma avx2 fpu"})
+    folders = {folder(actual) for actual in (AVX2, AVX512, {"Features": "fp asimd"}, {})}
+    assert len(folders) == 4
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
-    assert instruction_set() not in names
-
-
-def test_each_kind_of_processor_has_a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folders = []
-    for actual in (AVX2, AVX512):
-        monkeypatch.setattr(processor, "processor", lambda actual=actual: actual)
-        folders.append(DEVICE.compile_environment(tmp_path)["TORCHINDUCTOR_CACHE_DIR"])
-    assert len(set(folders)) == 2
+    assert folder({}) not in folders
 
 
 RUN = """
@@ -72,7 +60,7 @@ def test_a_cache_serves_machines_with_other_vectors(monkeypatch: pytest.MonkeyPa
 
 
 class Products(TorchDispatchMode):
-    """Keeps the operands of matmuls."""
+    """Record the operands of matmuls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,3 +82,55 @@ def test_measured_matmuls_have_random_numbers(dtype: torch.dtype) -> None:
     assert all(len(operand.unique()) > 100 for operand in products.operands)
     assert not torch.equal(*products.operands[:2])
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def library() -> str:
+    """Return the setting of the library that multiplies fp32 matrices."""
+    return str(torch.backends.mkldnn.matmul.fp32_precision)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("other", "has_units", "may_choose"),
+    [
+        pytest.param({}, True, True, id="Zen 5"),
+        pytest.param({"cpu family": "27"}, True, True, id="newer"),
+        pytest.param({"cpu family": "25"}, False, True, id="Zen 4"),
+        pytest.param({"cpu family": "unknown"}, False, True, id="no number"),
+        pytest.param({"vendor_id": "GenuineIntel"}, False, False, id="Intel"),
+        pytest.param({"flags": "fpu avx2"}, False, False, id="AVX-512 switched off"),
+        pytest.param({"flags": "avx512f amx_bf16"}, True, False, id="AMX, which rounds"),
+    ],
+)
+def test_units_of_512_bits_and_processors_that_keep_torchs_library(
+    other: dict[str, str], has_units: bool, may_choose: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = library()
+    for module in (processor, cpu):
+        monkeypatch.setattr(module, "processor", lambda: ZEN_5 | other)
+    assert processor.has_512_bit_units() == has_units
+    if not may_choose:
+        assert not cpu.prefer_onednn() and library() == before
+
+
+def test_a_system_without_a_description_keeps_torchs_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(processor, "Path", lambda path: tmp_path / path.lstrip("/"))
+    assert processor.processor() == {} and not cpu.prefer_onednn()
+
+
+def test_matmuls_stay_in_fp32_with_any_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On hardware that would round, a processor with AMX that calls itself Zen 5, the choice is reverted."""
+    before = library()
+    monkeypatch.setattr(cpu, "processor", lambda: ZEN_5)
+    assert library() == ("bf16" if cpu.prefer_onednn() else before)
+    torch.manual_seed(0)
+    for rows, inner, columns in ((2048, 512, 512), (64, 4096, 256), (7, 33, 129)):
+        a, b = torch.randn(rows, inner), torch.randn(inner, columns)
+        error = ((a @ b).double() - a.double() @ b.double()).abs().max()
+        assert error < 2e-6 * inner**0.5 * 8, "bf16 would be off by 4e-3 of sqrt(inner)"
+
+
+def test_a_choice_that_rounds_is_reverted(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, eye = library(), torch.eye
+    monkeypatch.setattr(cpu, "processor", lambda: ZEN_5)
+    monkeypatch.setattr(torch, "eye", lambda size: eye(size) * (1 - 2**-9))
+    assert not cpu.prefer_onednn() and library() == before

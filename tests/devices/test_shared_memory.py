@@ -67,7 +67,8 @@ def test_every_collective(world: int) -> None:
         run_ranks(_every_collective, world, world)
 
 
-def _by_compiled_blocks(rank: int) -> None:
+def _compiled_blocks(rank: int) -> None:
+    """torch hands each gather and scatter of a graph to the collectives for several tensors."""
     group, alone = dist.group.WORLD, torch.arange(6.0).view(2, 3)
     local = alone + rank
     with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -82,11 +83,6 @@ def _by_compiled_blocks(rank: int) -> None:
     names = Counter(event.name for event in seen.events())
     assert not any("gloo" in name for name in names), names
     assert [names[f"shared_memory::{name}_"] for name in ("all_reduce", "all_gather", "reduce_scatter")] == [1, 3, 1]
-
-
-def test_what_compiled_blocks_call() -> None:
-    """torch hands each gather and scatter of a graph to the collectives for several tensors."""
-    run_ranks(_by_compiled_blocks, 2)
 
 
 def _same_bits(rank: int, world: int) -> None:
@@ -109,7 +105,7 @@ def test_sums_are_gloos_to_the_bit(world: int) -> None:
     run_ranks(_same_bits, world, world)
 
 
-def _by_gloo(rank: int) -> None:
+def _other_collectives_by_gloo(rank: int) -> None:
     product = torch.tensor([rank + 2.0])
     dist.all_reduce(product, op=dist.ReduceOp.PRODUCT)
     assert product.item() == 6
@@ -126,24 +122,20 @@ def _by_gloo(rank: int) -> None:
     assert getattr(dist.group.WORLD, "_channel", None) is None
 
 
-def test_the_rest_is_gloo() -> None:
-    run_ranks(_by_gloo, 2)
-
-
-def _out_of_reach(rank: int) -> None:
+def _memory_out_of_reach(rank: int) -> None:
     def refused(*_: int) -> FileIO:
         raise PermissionError
 
     _sums_by_gloo(rank, refused)
 
 
-def _a_stranger(rank: int) -> None:
+def _memory_of_a_stranger(rank: int) -> None:
     """The address of rank 0 has another run's memory, as on another machine."""
     _sums_by_gloo(rank, lambda *_: FileIO("/dev/zero", "r+"))
 
 
-def _not_memory(rank: int) -> None:
-    """There is a stranger's file: it is not even opened."""
+def _file_of_a_stranger(rank: int) -> None:
+    """A file that is no memory is not even opened."""
 
     def opened(*_: int) -> FileIO:
         raise AssertionError
@@ -160,12 +152,8 @@ def _sums_by_gloo(rank: int, reopen: Callable[..., FileIO]) -> None:
     assert dist.group.WORLD._channel is None  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("how", [_out_of_reach, _a_stranger, _not_memory])
-def test_ranks_that_cannot_share_memory_use_gloo(how: Any) -> None:
-    run_ranks(how, 2)
-
-
 def _slow_reader(rank: int) -> None:
+    """A message waits for its readers."""
     dist.all_reduce(torch.ones(1))
     channel = dist.group.WORLD._channel  # type: ignore[union-attr]
     barrier = channel.barrier
@@ -181,40 +169,32 @@ def _slow_reader(rank: int) -> None:
     assert actual.tolist() == [[0, 0], [1, 1], [2, 2]]
 
 
-def test_a_message_waits_for_its_readers() -> None:
-    run_ranks(_slow_reader, 2)
-
-
 def _dies(rank: int) -> None:
     dist.all_reduce(torch.ones(1))
+    begun = time.monotonic()
     if rank == 1:
         os._exit(9)
     try:
         dist.all_reduce(torch.ones(1))
     except RuntimeError as error:
         assert _PEER_LOST.search(str(error)), error
-        assert "rank 1 of a group of 2 has ended" in str(error)
+        assert time.monotonic() - begun < 50
         raise
 
 
 def test_a_rank_that_died_is_reported_at_once() -> None:
-    begun = time.monotonic()
     with pytest.raises(RankFailed, match="rank 1 of a group of 2 has ended"):
         run_ranks(_dies, 2, timeout=60)
-    assert time.monotonic() - begun < 50
 
 
-def _leaves(rank: int) -> None:
+def _end_after_the_last_collective(rank: int) -> None:
     dist.all_reduce(torch.ones(1))  # the last message is not lost
     if rank == 0:
         time.sleep(0.2)
 
 
-def test_a_rank_may_end_after_its_last_collective() -> None:
-    run_ranks(_leaves, 2)
-
-
-def _traced(rank: int) -> None:
+def _traced_by_dynamo(rank: int) -> None:
+    """One graph has all collectives: Dynamo traces methods of torch's groups and Python methods of other groups."""
     group = dist.group.WORLD
 
     @torch.compile(backend="eager", fullgraph=True)
@@ -226,12 +206,7 @@ def _traced(rank: int) -> None:
     assert all_of(torch.full((1,), float(rank))).tolist() == [-rank, 1 - rank]
 
 
-def test_a_compiler_reads_what_megatron_core_asks_of_a_group() -> None:
-    """One graph has all collectives: Dynamo traces methods of torch's groups and Python methods of other groups."""
-    run_ranks(_traced, 2)
-
-
-def _waits(rank: int) -> None:
+def _wait_for_a_rank(rank: int) -> None:
     dist.all_reduce(torch.ones(1))
     channel = dist.group.WORLD._channel  # type: ignore[union-attr]
     if rank == 0:
@@ -241,15 +216,20 @@ def _waits(rank: int) -> None:
     dist.barrier()  # gloo's: the other rank lives as long
 
 
-def test_a_rank_that_does_not_come() -> None:
-    run_ranks(_waits, 2)
-
-
 def _many_by_gloo(_: int) -> None:
+    """Gloo and the interpreter do not wait for each other."""
     for number in range(1000):
         shared: list[Any] = [number]
         dist.broadcast_object_list(shared, 0)
 
 
-def test_gloo_and_the_interpreter_do_not_wait_for_each_other() -> None:
-    run_ranks(_many_by_gloo, 2, timeout=60)
+@pytest.mark.parametrize(
+    "work",
+    [
+        *(_compiled_blocks, _other_collectives_by_gloo, _memory_out_of_reach, _memory_of_a_stranger),
+        *(_file_of_a_stranger, _slow_reader, _end_after_the_last_collective, _traced_by_dynamo, _wait_for_a_rank),
+        _many_by_gloo,
+    ],
+)
+def test_two_ranks(work: Callable[[int], None]) -> None:
+    run_ranks(work, 2, timeout=60)

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,36 +42,16 @@ def run(script: str, folder: Path, root: Path, *overrides: str, **variables: str
         "OMP_NUM_THREADS": "1",
         **variables,
     }
-    arguments = [
-        *SMALL,
-        f"trainer.steps={STEPS}",
-        "checkpoint.save_last=false",
-        "trainer.precision=fp32",  # what accelerators do by default differs
-        f"run.dir={folder / 'run'}",
-        *overrides,
-    ]
-    done = subprocess.run(
-        [sys.executable, ROOT / script, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    precision = "trainer.precision=fp32"  # accelerators have another default
+    arguments = [*SMALL, f"trainer.steps={STEPS}", "checkpoint.save_last=false", precision, f"run.dir={folder / 'run'}"]
+    words = [sys.executable, str(ROOT / script), *arguments, *overrides]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, read(log)
 
 
 def read(log: Path) -> Events:
     return [json.loads(line) for line in log.read_text().splitlines()]
-
-
-@cache
-def on_the_cpu(folder: Path) -> list[float]:
-    """The losses of the same run on the CPU, eager."""
-    losses, events = train(folder, folder, "trainer.pp=2", OMP_NUM_THREADS="1")
-    assert len(set(losses)) == STEPS
-    assert len(named(events, "import torch")) == 1, "once, in the parent that is forked"
-    return losses
 
 
 def named(events: Events, name: str) -> Events:
@@ -86,7 +65,12 @@ def agree(losses: list[float], expected: list[float]) -> bool:
 
 @pytest.fixture(scope="module")
 def cpu_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return on_the_cpu(tmp_path_factory.mktemp("cpu"))
+    """The losses of the same run on the CPU, eager."""
+    folder = tmp_path_factory.mktemp("cpu")
+    losses, events = train(folder, folder, "trainer.pp=2", OMP_NUM_THREADS="1")
+    assert len(set(losses)) == STEPS
+    assert len(named(events, "import torch")) == 1, "once, in the parent that is forked"
+    return losses
 
 
 @pytest.mark.slow
@@ -152,14 +136,8 @@ def test_gaudi_under_a_starter_that_shows_each_task_its_card(tmp_path: Path, cpu
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     recipes = tmp_path / "recipes"
-    losses, events = train(
-        tmp_path / "run",
-        root,
-        "device=hpu",
-        "trainer.compile=true",
-        PT_HPU_RECIPE_CACHE_CONFIG=f"{recipes},false,1024,false",
-        **place,
-    )
+    place["PT_HPU_RECIPE_CACHE_CONFIG"] = f"{recipes},false,1024,false"
+    losses, events = train(tmp_path / "run", root, "device=hpu", "trainer.compile=true", **place)
     assert agree(losses, cpu_losses)
     assert len(named(events, "compiled")) == len(list(recipes.rglob("*.recipe"))) == 2
     (imported,) = named(events, "import torch")

@@ -23,19 +23,19 @@ LENGTH = 16
 # Two sequences of examples, the second with padding at its end.
 PACKED = ((5, 1, 7, 3), (9, 4))
 # Names, ranks, overrides. Two sequences make one micro batch, so the mask is one of several rows.
-PATHS = [
-    ("plain", 1, []),
-    ("recompute selective", 1, ["trainer.recompute=selective"]),
-    ("recompute full", 1, ["trainer.recompute=full"]),
-    ("tp2+sp", 2, ["trainer.tp=2"]),
-    ("window, pp2", 2, ["trainer.pp=2", "model.sliding_window=3"]),
-    ("blocks, tp2+sp", 2, ["trainer.tp=2", "model.sparse_attention={block: 1, num_local_blocks: 2}"]),
-    ("tp4, copied kv heads", 4, ["trainer.tp=4", "trainer.sp=false"]),
-    ("pp2", 2, ["trainer.pp=2"]),
-    ("pp2 vpp2", 2, ["trainer.pp=2", "trainer.vpp=2"]),
-    ("tp2+sp pp2 recompute full", 4, ["trainer.tp=2", "trainer.pp=2", "trainer.recompute=full"]),
-    ("zero 3, dp2", 2, ["trainer.zero=3"]),
-]
+PATHS = {
+    "plain": (1, []),
+    "recompute selective": (1, ["trainer.recompute=selective"]),
+    "recompute full": (1, ["trainer.recompute=full"]),
+    "tp2+sp": (2, ["trainer.tp=2"]),
+    "window, pp2": (2, ["trainer.pp=2", "model.sliding_window=3"]),
+    "blocks, tp2+sp": (2, ["trainer.tp=2", "model.sparse_attention={block: 1, num_local_blocks: 2}"]),
+    "tp4, copied kv heads": (4, ["trainer.tp=4", "trainer.sp=false"]),
+    "pp2": (2, ["trainer.pp=2"]),
+    "pp2 vpp2": (2, ["trainer.pp=2", "trainer.vpp=2"]),
+    "tp2+sp pp2 recompute full": (4, ["trainer.tp=2", "trainer.pp=2", "trainer.recompute=full"]),
+    "zero 3, dp2": (2, ["trainer.zero=3"]),
+}
 
 
 def packed() -> tuple[torch.Tensor, Documents]:
@@ -49,13 +49,10 @@ def packed() -> tuple[torch.Tensor, Documents]:
 
 def examples() -> list[tuple[int, slice]]:
     """(sequence, its positions) of each example."""
-    actual = []
-    for row, lengths in enumerate(PACKED):
-        start = 0
-        for length in lengths:
-            actual.append((row, slice(start, start + length)))
-            start += length
-    return actual
+    ends = [
+        (row, sum(lengths[: n + 1]), length) for row, lengths in enumerate(PACKED) for n, length in enumerate(lengths)
+    ]
+    return [(row, slice(end - length, end)) for row, end, length in ends]
 
 
 def test_positions_and_borders_by_hand() -> None:
@@ -66,7 +63,7 @@ def test_positions_and_borders_by_hand() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["tiles", "mask"])
-@pytest.mark.parametrize(("ranks", "layout"), [path[1:] for path in PATHS], ids=[path[0] for path in PATHS])
+@pytest.mark.parametrize(("ranks", "layout"), PATHS.values(), ids=PATHS)
 def test_logits_of_each_example_are_those_of_it_alone(ranks: int, layout: list[str], kernel: str) -> None:
     plan = make_plan(ranks, "trainer.micro_batch_size=2", *layout)
     together, alone = run_ranks(_logits, ranks, plan, kernel)[-1]

@@ -47,36 +47,30 @@ def test_each_experiment_is_known_here() -> None:
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_a_dry_run_needs_neither_devices_nor_files(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Unlike a run."""
     assert main([f"+experiment={name}", "--dry-run"]) == 0
     page = capsys.readouterr().out
     assert f" · {WORLDS[name]} ranks " in page and "data_prep/sft.py" in page and "init_from=models/Llama-2-" in page
     assert main([f"experiment={name}", "--dry-run"]) == 0
     assert capsys.readouterr().out == page, "with and without the plus is one"
-
-
-@pytest.mark.parametrize("name", WORLDS)
-def test_a_run_without_them_is_refused(name: str) -> None:
-    config = load_config([f"+experiment={name}"], CONF_DIR)
     with pytest.raises(ConfigError) as caught:
-        resolve(config, WORLDS[name])
+        resolve(load_config([f"+experiment={name}"], CONF_DIR), WORLDS[name])
     fields = {problem.field for problem in caught.value.problems}
     assert fields - {"data.validation_prefixes"} == {"data.prefixes", "init_from"}
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [["data=mock", "trainer.steps=4"], [*MOCK_RUN, "trainer.compile=true"], [*MOCK_RUN, "checkpoint.every_steps=null"]],
+    ids=["user", "compile", "traffic"],
+)
 @pytest.mark.parametrize("name", WORLDS)
-def test_mock_data_can_be_used_to_compile_and_measure(name: str) -> None:
-    plan = dry_run(name, "data=mock", "trainer.steps=4")
-    assert plan.config.data.mock and plan.config.trainer.steps == 4
-    assert plan.tokens_per_step == dry_run(name).tokens_per_step
-
-
-@pytest.mark.parametrize("setting", ["trainer.compile=true", "checkpoint.every_steps=null"], ids=["compile", "traffic"])
-@pytest.mark.parametrize("name", WORLDS)
-def test_the_tools_that_run_on_mock_data_take_it(name: str, setting: str) -> None:
-    """Mock data keeps the settings that determine graphs and work."""
-    plan, run = dry_run(name, *MOCK_RUN, setting), dry_run(name)
-    assert plan.config.data.mock and plan.config.data.pack == run.config.data.pack
-    assert plan.config.trainer.steps == run.config.trainer.steps and plan.tokens_per_step == run.tokens_per_step
+def test_mock_data_keeps_the_settings_of_graphs_and_work(name: str, overrides: list[str]) -> None:
+    """A user's choice of mock data, and the choices of tools that run on it."""
+    plan, run = dry_run(name, *overrides), dry_run(name)
+    assert plan.config.data.mock and plan.tokens_per_step == run.tokens_per_step
+    assert plan.config.trainer.steps == (4 if "trainer.steps=4" in overrides else run.config.trainer.steps)
+    assert "data=mock" in overrides or plan.config.data.pack == run.config.data.pack
 
 
 def test_starting_weights_of_another_shape_stop_a_dry_run_too(tmp_path: Path) -> None:

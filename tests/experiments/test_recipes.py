@@ -1,8 +1,7 @@
-"""Pretraining recipes: published numbers, memory, and a short training run."""
+"""Recipes that pretrain or extend the context: published numbers, data, memory, and short training runs."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.memory import USABLE, stage_footprints
 from megatron_llama.system.tables import GIB
-from tests.processes import run_train_py
+from tests.processes import losses, run_train_py
 
 
 class Published(NamedTuple):
@@ -43,7 +42,14 @@ PUBLISHED = {
     "pretrain_llama3_70b": Published(15e12, 8192, 8e6, 1.5e-4, 1.5e-5, 2000, 70.6e9, LLAMA_3),
     "pretrain_llama3_405b": Published(15.6e12, 8192, 16e6, 8e-5, 8e-7, 8000, 405e9, LLAMA_3),
 }
+EXTEND = "extend_llama3_8b_128k"
 SCALED = CONF_DIR / "scaled" / "laptop.yaml"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run in a folder without datasets and weights."""
+    monkeypatch.chdir(tmp_path)
 
 
 def plan_of(name: str, *overrides: str) -> Plan:
@@ -52,6 +58,7 @@ def plan_of(name: str, *overrides: str) -> Plan:
 
 def test_each_recipe_is_known_here_and_to_those_who_ask_for_help() -> None:
     assert {path.stem for path in (CONF_DIR / "experiment").glob("pretrain_*.yaml")} == set(PUBLISHED)
+    assert [path.stem for path in (CONF_DIR / "experiment").glob("extend_*.yaml")] == [EXTEND]
     lines = usage().splitlines()
     for name in PUBLISHED:
         assert any(line.split()[:1] == [name] and "from random weights" in line for line in lines)
@@ -77,7 +84,41 @@ def test_the_numbers_are_the_published_ones(name: str) -> None:
     assert weights == shares and sum(weights) == pytest.approx(1)
 
 
-def test_a_dry_run_without_the_data_has_each_command_once() -> None:
+def test_the_numbers_of_the_extension_are_the_published_ones() -> None:
+    """Fu et al. 2024, sections 3 and 4; YaRN, section 4.1; the context of Llama 3."""
+    text = (CONF_DIR / "experiment" / f"{EXTEND}.yaml").read_text(encoding="utf-8")
+    assert all(source in text for source in ("arXiv:2402.10171", "arXiv:2309.00071", "arXiv:2407.21783"))
+    plan = plan_of(EXTEND)
+    trainer, optim, scaling = plan.config.trainer, plan.config.optim, plan.model.rope_scaling
+    assert plan.config.data.seq_length == plan.model.max_position_embeddings == 131_072
+    assert scaling is not None and (scaling.rope_type, scaling.factor) == ("yarn", 131_072 / 8_192)
+    assert plan.tokens_per_step == pytest.approx(4e6, rel=0.05)
+    assert abs(trainer.steps * plan.tokens_per_step - 5e9) < plan.tokens_per_step
+    assert (optim.lr, optim.min_lr, optim.warmup_steps) == (2e-5, 2e-5, 20)
+    assert (optim.betas, optim.weight_decay, optim.clip) == ([0.9, 0.95], 0.0, 1.0)
+    assert str(optim.schedule["_target_"]).endswith("Constant")
+    assert not plan.config.data.document_mask and plan.precision.name == "bf16"
+    assert plan.chosen == (), "a recipe leaves nothing open"
+
+
+def test_long_documents_are_upsampled_in_each_source() -> None:
+    """A source keeps its share of the pretraining; documents of 4,096 tokens or more are 70 % of it."""
+
+    def shares(name: str) -> dict[str, float]:
+        prefixes: list[Any] = yaml.safe_load((CONF_DIR / "data" / f"{name}.yaml").read_text())["prefixes"]
+        names = [str(path).removeprefix("corpora/redpajama/") for path in prefixes[1::2]]
+        return dict(zip(names, map(float, prefixes[::2]), strict=True))
+
+    whole, parts = shares("redpajama"), shares("redpajama_long")
+    assert sum(whole.values()) == pytest.approx(1.0, abs=1e-5)
+    for name, share in whole.items():
+        source = name.removesuffix("_text_document")
+        short, long = (parts.pop(f"{source}_{part}_4096_text_document") for part in ("below", "from"))
+        assert short + long == pytest.approx(share, abs=2e-4) and long / share == pytest.approx(0.7, abs=5e-3)
+    assert not parts
+
+
+def test_a_dry_run_without_the_data_has_each_command_once(capsys: pytest.CaptureFixture[str]) -> None:
     config = load_config(["+experiment=pretrain_llama7b", "dry_run=true"], CONF_DIR)
     plan = resolve(config, 128, exists=lambda _: False)
     (note,) = [note for note in plan.notes if "on this host would be rejected" in note]
@@ -86,9 +127,13 @@ def test_a_dry_run_without_the_data_has_each_command_once() -> None:
     weights = next(note for note in resolve(config, 8, exists=lambda _: False).notes if "init_from" in note)
     assert "hf download OWNER/NAME --local-dir models/Llama-2-70b-hf" in weights
     assert "hf download models/" not in weights, "models/ is a folder, not an owner on the Hub"
+    assert main([f"+experiment={EXTEND}", "--dry-run"]) == 0
+    page = capsys.readouterr().out
+    assert " 32 ranks " in page and "data_prep/split_by_length.py" in page and "redpajama.py prepare" in page
+    assert "init_from=models/Meta-Llama-3-8B" in page and "yarn x 16" in page
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [*PUBLISHED, EXTEND])
 def test_it_fits_its_cluster(name: str) -> None:
     """Memory fits an H100 (79.1 GiB, of which tensors can use a share); the summary names the number of machines."""
     plan = plan_of(name, "device.memory_gib=79.1")
@@ -116,16 +161,30 @@ def test_scaled_down_all_but_size_is_the_recipes(name: str, order: int) -> None:
     assert all(get(small, setting) == value for setting, value in rule.items())
 
 
+CHEAP = (
+    *("trainer.val_every_steps=null", "logging.tensorboard=false", "checkpoint=none", "checkpoint.every_steps=null"),
+    *("optim.warmup_steps=1", "trainer.dp=1"),
+)
+
+
 def test_one_trains(tmp_path: Path) -> None:
     """Mock data and one rank, for speed; `python -m benchmarks.verify.recipes` trains all recipes on text."""
-    cheap = ("data.mock=true", "data.tokenizer=null", "trainer.tp=1", "trainer.dp=1", "trainer.steps=6")
-    more = ("optim.warmup_steps=1", "trainer.val_every_steps=null", "logging.tensorboard=false", "checkpoint=none")
-    words = ["+experiment=pretrain_llama3_8b", "+scaled=laptop", *cheap, *more, "checkpoint.every_steps=null"]
-    status, output = run_train_py(tmp_path / "run", *words)
+    words = ("+experiment=pretrain_llama3_8b", "+scaled=laptop", "data.mock=true", "data.tokenizer=null")
+    status, output = run_train_py(tmp_path / "run", *words, *CHEAP, "trainer.tp=1", "trainer.steps=6")
     assert status == 0, output
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    losses = [json.loads(line)["reduced_train_loss"] for line in lines]
-    assert len(losses) == 6 and losses[-1] < losses[0] - 0.1
+    trained = losses(tmp_path / "run")
+    assert len(trained) == 6 and trained[-1] < trained[0] - 0.1
+
+
+def test_the_extension_trains_scaled_down(tmp_path: Path) -> None:
+    """Two context-parallel ranks, mock data and random weights of a small model."""
+    model = "model=llama_2m model.max_position_embeddings=512 init_from=null finetune=none data=mock"
+    trainer = "device=cpu trainer.cp=2 trainer.global_batch_size=2 trainer.steps=2 trainer.compile=false"
+    more = "data.seq_length=512 trainer.precision=fp32 checkpoint.export_hf=false"
+    words = f"{model} {trainer} {more}".split()
+    status, output = run_train_py(tmp_path / "run", f"+experiment={EXTEND}", *words, *CHEAP)
+    assert status == 0, output
+    assert "yarn x 16" in output
 
 
 def test_a_misspelt_recipe_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

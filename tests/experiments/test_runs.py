@@ -45,16 +45,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     raw.mkdir()
     for name, lines in _raw().items():
         (raw / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    _python(
-        "data_prep/train_tokenizer.py",
-        "--input",
-        raw / "text.jsonl",
-        "--vocab-size",
-        384,
-        "--model-prefix",
-        "tok",
-        cwd=folder,
-    )
+    words = ("--input", raw / "text.jsonl", "--vocab-size", 384, "--model-prefix", "tok")
+    _python("data_prep/train_tokenizer.py", *words, cwd=folder)
     base = ("model=llama_2m", "data=mock", "device=cpu", "trainer.steps=0", "checkpoint.export_hf=true")
     status, output = run_train_py(folder / "base", *base, "logging.tensorboard=false")
     assert status == 0, output
@@ -71,15 +63,12 @@ def _raw() -> dict[str, list[str]]:
         return f"What is {n} and one?", f"It is {n + 1}, of course."
 
     def conversation(n: int) -> str:
-        question, answer = exchange(n)
-        return json.dumps(
-            {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-        )
+        turns = zip(("user", "assistant"), exchange(n), strict=True)
+        return json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
 
     def alpaca(n: int) -> str:
-        return json.dumps(
-            {"instruction": exchange(n)[0], "input": "" if n % 2 else f"n = {n}", "output": exchange(n)[1]}
-        )
+        question, answer = exchange(n)
+        return json.dumps({"instruction": question, "input": "" if n % 2 else f"n = {n}", "output": answer})
 
     def preferred(n: int) -> str:
         question, answer = exchange(n)

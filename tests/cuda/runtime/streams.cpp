@@ -39,6 +39,12 @@ std::vector<Stream*>& streams = *new std::vector<Stream*>{new Stream(0)};
 std::atomic<long> next_event{1};
 std::atomic<double> set_clock{-1.0};
 
+// Completions of the task that a stream's thread runs. They are published when the stream is no longer busy with it.
+// Else a host that waited for an event could record the next one while the stream seems busy: it would be queued, and
+// complete at a later time.
+thread_local bool is_stream_thread = false;
+thread_local std::vector<std::shared_ptr<Completion>> finished;
+
 bool is_default(cudaStream_t stream) {
   return stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread;
 }
@@ -46,6 +52,7 @@ bool is_default(cudaStream_t stream) {
 Stream* find(cudaStream_t stream) { return is_default(stream) ? streams.front() : reinterpret_cast<Stream*>(stream); }
 
 void work(Stream* stream) {
+  is_stream_thread = true;
   std::unique_lock<std::mutex> lock(mutex);
   for (;;) {
     changed.wait(lock, [&] { return !stream->queue.empty(); });
@@ -55,6 +62,8 @@ void work(Stream* stream) {
     task();
     lock.lock();
     stream->pending--;
+    for (auto& completion : finished) completion->done = true;
+    finished.clear();
     changed.notify_all();
   }
 }
@@ -80,11 +89,12 @@ Event* as_event(cudaEvent_t event) { return reinterpret_cast<Event*>(event); }
 
 bool is_done(const Event* event) { return !event->last || event->last->done; }
 
-void complete(Completion& completion) {
+void complete(const std::shared_ptr<Completion>& completion) {
   double clock = set_clock;
-  completion.seconds = clock >= 0.0 ? clock : host_cuda_seconds();
+  completion->seconds = clock >= 0.0 ? clock : host_cuda_seconds();
+  if (is_stream_thread) return finished.push_back(completion);
   std::lock_guard<std::mutex> lock(mutex);
-  completion.done = true;
+  completion->done = true;
   changed.notify_all();
 }
 
@@ -196,7 +206,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   host_cuda_record("RECORD event=%ld stream=%ld", as_event(event)->number, host_cuda_stream_number(stream));
   auto completion = std::make_shared<Completion>();
   as_event(event)->last = completion;
-  host_cuda_run(stream, [completion] { complete(*completion); });
+  host_cuda_run(stream, [completion] { complete(completion); });
   return cudaSuccess;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {

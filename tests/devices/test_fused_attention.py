@@ -1,6 +1,6 @@
-"""Transformer Engine's attention, by a stand-in on the CPU: results, and GPUs and versions without it.
+"""Transformer Engine's attention, by a stand-in on the CPU; GPUs and versions without it and FlashAttention 3.
 
-tests/cuda has the test that a device takes this path.
+tests/cuda has the test that a device takes these paths.
 """
 
 from __future__ import annotations
@@ -9,32 +9,35 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_llama.arch.pattern import Pattern
-from megatron_llama.devices.cuda import transformer_engine
+from megatron_llama.devices.cuda import flash_attention_3, transformer_engine
 from megatron_llama.devices.cuda.kernels import CudaKernels
 from megatron_llama.devices.visibility import Documents, build_attention_inputs, dense_mask
-from tests.cuda.flash_attention_3 import HEAD_DIM, LENGTH, reference
-from tests.paths import ROOT
+from tests.cuda.fused_attention import BLACKWELL, HEAD_DIM, IDS, LENGTH, STAND_INS
+from tests.devices.helpers import attention_inputs, dense_attention
 
-STAND_INS = ROOT / "tests" / "cuda" / "stand_ins" / "te"
-BLACKWELL = 10, 0
 BF16_ERROR = 2**-7
 
 
 @pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The stand-in is installed, on a machine with a Blackwell GPU."""
-    monkeypatch.syspath_prepend(str(STAND_INS))
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The stand-in is installed, and a FlashAttention 3 without kernels, as after a build for another version of torch,
+    on a machine with a Blackwell GPU."""
+    (tmp_path / f"{flash_attention_3.MODULE}.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(STAND_INS / "te"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: BLACKWELL)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: transformer_engine.LEAST_CUDNN[BLACKWELL[0]])
     yield
     for name in [name for name in sys.modules if name.split(".")[0] == transformer_engine.PACKAGE]:
         del sys.modules[name]
+    sys.modules.pop(flash_attention_3.MODULE, None)
     monkeypatch.undo()
     transformer_engine.activate()
 
@@ -45,7 +48,6 @@ def _calls() -> dict[str, int]:
     return dict(fused_attn.calls)
 
 
-IDS = (torch.arange(2 * LENGTH).view(2, LENGTH) % 17 == 0).cumsum(1)
 CASES = {
     "whole": (Pattern(), None, "sbhd"),
     "documents": (Pattern(), Documents.of(IDS), "thd"),
@@ -60,10 +62,9 @@ CASES = {
 def test_results(pattern: Pattern, documents: Documents | None, kind: str, compiled: bool) -> None:
     """Output and gradients equal a dense mask in fp32, with 2 of 4 heads for keys."""
     assert transformer_engine.activate()
-    torch.manual_seed(1)
-    q, k, v, grad = (torch.randn(LENGTH, 2, n, HEAD_DIM).bfloat16().permute(1, 2, 0, 3) for n in (4, 2, 2, 4))
+    q, k, v, grad = attention_inputs(torch.bfloat16, 4, 2, LENGTH, d=HEAD_DIM, seed=1)
     whole = documents or Documents.whole(2, LENGTH, torch.device("cpu"))
-    expected = reference(q, k, v, grad, dense_mask(whole.positions(), pattern, whole.ids))
+    expected = dense_attention(q, k, v, grad, dense_mask(whole.positions(), pattern, whole.ids), torch.float32)
     kernels = CudaKernels(compiled=compiled)
     visible = build_attention_inputs(torch.zeros(2, LENGTH), documents, pattern, "varlen", compiled)
     attend = torch.compile(kernels.attend, backend="aot_eager", fullgraph=True) if compiled else kernels.attend
@@ -84,12 +85,32 @@ def test_other_formats_and_heads_keep_their_kernels() -> None:
 
 
 @pytest.mark.usefixtures("package")
-@pytest.mark.parametrize("capability", [(8, 9), (12, 0)])
-def test_other_gpus_keep_their_kernels(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "capability"),
+    [(transformer_engine, (8, 9)), (transformer_engine, (12, 0))]
+    + [(flash_attention_3, (8, 9)), (flash_attention_3, (10, 0))],
+)
+def test_other_gpus_keep_their_kernels(
+    module: ModuleType, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not transformer_engine.activate()
+        assert not module.activate()
+
+
+@pytest.mark.parametrize("module", [transformer_engine, flash_attention_3])
+def test_without_the_package_nothing_changes(module: ModuleType) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not module.activate()
+
+
+@pytest.mark.usefixtures("package")
+def test_a_flash_attention_without_kernels_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    with pytest.warns(UserWarning, match="FlashAttention 2 instead of flash_attn_3, which does not work here"):
+        assert not flash_attention_3.activate()
 
 
 @pytest.mark.usefixtures("package")
@@ -108,9 +129,7 @@ def test_a_cudnn_without_this_attention_is_reported(
 
 
 @pytest.mark.usefixtures("package")
-@pytest.mark.parametrize(
-    ("major", "version", "is_taken"), [(9, 90600, True), (10, 91800, False), (10, 91801, True)]
-)
+@pytest.mark.parametrize(("major", "version", "is_taken"), [(9, 90600, True), (10, 91800, False), (10, 91801, True)])
 def test_deterministic_runs_need_a_deterministic_backward_pass(
     major: int, version: int, is_taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

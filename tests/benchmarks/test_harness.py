@@ -1,0 +1,267 @@
+"""The harness of the training benchmarks: arguments, starts, turns, layouts, and programs that do different work."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import runpy
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command_line
+from benchmarks import results as page_parts
+from benchmarks.harness import comparison, runner, worker
+from benchmarks.harness.arguments import RunMatrix, build_tasks, install_peers, parse_layout
+from benchmarks.harness.comparison import ComparisonCell, Spread
+from benchmarks.harness.environments import OURS, PEERS, NotInstalled, Peer, interpreter
+from benchmarks.harness.runner import RoundSettings, StartupTime, find_mismatches, run_rounds
+from benchmarks.harness.task import Layout, TrainingTask, checksum
+from benchmarks.peers import train_ours
+from benchmarks.train import page
+from megatron_llama import cli
+from megatron_llama.config import ConfigError
+from tests.benchmarks.recorded import FACTS, FIRST_LOSS, TASK, cell, result
+from tests.golden import GoldenFiles
+from tests.paths import ROOT
+
+
+def test_layouts_are_parsed() -> None:
+    assert [parse_layout(name) for name in ("one", "tp2", "tp2pp4")] == [Layout(), Layout(tp=2), Layout(tp=2, pp=4)]
+    for name in ("two", "tp", "2tp", "sp2", "pp2tp", ""):
+        with pytest.raises(ConfigError, match="a layout is one, or axes"):
+            parse_layout(name)
+
+
+def test_all_argument_errors_are_reported_before_installation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--models llama_57m,llama_2m,[a] --precision bf61 --peers our,litgpt --layouts pt2,tp0 --batch 0".split()
+    words += "--recompute none,nothing --modes eager,eager --zero 1,7 --state-bits 16 --threads 0 --modes".split()
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "train", *words, ""])
+    assert command_line.main() == 2
+    printed = capsys.readouterr()
+    assert not printed.out and "environment" not in printed.err
+    GoldenFiles.check(
+        "benchmarks/argument_errors.txt", printed.err, {r"one of from_hf(.|\n)*?(?=\n\n)": "one of MODELS"}
+    )
+
+
+def test_machine_description(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cpu, description in (
+        ({"model name": "A 9", "flags": "fpu avx512_bf16 amx_bf16"}, "A 9, bf16 units (amx_bf16, avx512_bf16)"),
+        ({"model name": "A 9", "flags": "fpu no_avx512_bf16"}, "A 9, no bf16 units"),
+        ({}, "an unknown processor, no bf16 units"),
+    ):
+        monkeypatch.setattr(page_parts, "processor", lambda cpu=cpu: cpu)
+        assert page_parts.describe_machine("cpu") == f"{os.cpu_count()} cores of {description}"
+
+
+def test_failed_installation_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(NotInstalled, match="ended with status"):
+        interpreter(Peer("missing", ("no such package",), "nothing"), tmp_path)
+    assert not (tmp_path / "missing" / "installed.txt").exists()
+
+
+def test_turns_begin_with_an_untimed_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each program trains two warm-up steps, then turns of one untimed and three timed steps. 0 rounds train none."""
+    trained: list[tuple[str, int]] = []
+
+    class Recorded:
+        facts, first_loss, start = None, 0.0, StartupTime(1.0, {}, 0)
+
+        def __init__(self, peer: Peer, python: Path, task: TrainingTask) -> None:
+            self.name, self.task = peer.name, task
+
+        def __enter__(self) -> Recorded:
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            pass
+
+        def train(self, steps: int) -> dict[str, Any]:
+            trained.append((self.name, steps))
+            return {"step_seconds": [1.0] * steps, "processor_seconds": 1.0, "loss": 0.0, "peak_bytes": 1}
+
+        def live_bytes(self) -> int:
+            return 1
+
+    monkeypatch.setattr(runner, "RunningProgram", Recorded)
+    monkeypatch.setattr(runner, "find_mismatches", lambda *_: [])
+    matrix = RunMatrix([OURS], ["eager"], ["one"], ["none"], [1], "cpu", 1, 1, 32, None)
+    ((_, task),) = build_tasks(matrix, "llama_2m", "fp32")
+    assert task.optimizer["lr"] == 3e-4, "peers get the derived learning rate"
+    entries = [(Peer(name, (), "nothing"), Path(sys.executable), task) for name in ("one", "other")]
+
+    def settings(rounds: int) -> RoundSettings:
+        return RoundSettings(rounds, 3, False, lambda: 1e9, lambda _: None, {})
+
+    assert not any(result.turns for result in run_rounds(entries, settings(0))) and not trained
+    results = run_rounds(entries, settings(2))
+    one_round = [("one", 1), ("one", 3), ("other", 1), ("other", 3)]
+    assert trained == [("one", 2), ("other", 2), *one_round, *one_round]
+    assert [len(turn.step_seconds) for result in results for turn in result.turns] == [3, 3, 3, 3]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_layouts_and_recompute_train_equally(tmp_path: Path) -> None:
+    matrix = RunMatrix([OURS], ["eager"], ["one", "tp2", "pp2"], ["none", "full"], [1, 3], "cpu", 2, 2, 32, None)
+    tasks = [replace(task, cache=str(tmp_path)) for _, task in build_tasks(matrix, "llama_2m", "fp32")]
+    chosen = (task for task in tasks if (task.zero == 3) == (task.recompute == "full"))
+    tasks = [task for task in chosen if task.layout.ranks == 1 or task.zero == 1]
+    ours, python = PEERS[OURS], Path(sys.executable)
+    tasks.insert(1, replace(tasks[0], state_bits=8))
+    entries = [(ours, python, task) for task in tasks]
+    entries.append((ours, python, replace(tasks[0], parameters=tasks[0].parameters + 1)))
+    entries.append((Peer("broken", (), "no.such.module"), python, tasks[0]))
+    excluded: dict[str, str] = {}
+    progress: list[str] = []
+    settings = RoundSettings(2, 1, False, lambda: 1e9, progress.append, excluded)
+    one, eight, recomputed, tp, pp = run_rounds(entries, settings)
+    assert "parameters: 1771200, not 1771201" in excluded[OURS]
+    assert "No module named 'no'" in excluded["broken"]
+    assert [one.name, eight.name, recomputed.name] == ["ours", "ours state_bits=8", "ours zero=3 recompute=full"]
+    assert [tp.name, pp.name] == ["ours tp2", "ours pp2"]
+    assert "optim.state_bits=8" in train_ours.overrides(eight.task, "run") and "8-bit" in eight.facts.optimizer
+    assert one.live_bytes - eight.live_bytes > 2 * 1_771_200  # 6 bytes per weight, minus temporary fp32 buffers
+    assert {"trainer.recompute=full", "trainer.zero=3"} < {*train_ours.overrides(recomputed.task, "run")}
+    assert recomputed.turns[1].loss == one.turns[1].loss
+    assert recomputed.live_bytes <= one.live_bytes  # with this small batch the peak is in the update
+    for each in (one, recomputed, tp, pp):
+        assert len(each.turns) == 2 and each.facts.parameters == 1_771_200
+        assert each.live_bytes > 4 * 4 * 1_771_200 * 0.9  # weights, gradients and two moments in fp32
+        assert each.turns[0].peak_bytes > each.live_bytes
+        assert each.turns[1].loss == pytest.approx(one.turns[1].loss, rel=1e-5)  # layouts do equal work
+    assert progress[-1] == "ours pp2, memory"
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_command_writes_page_and_record(tmp_path: Path) -> None:
+    split_words = "train --models llama_2m --precision fp32 --peers ours --modes eager --rounds 1 --steps 1".split()
+    split_words += ["--layouts", "one,tp3"]  # four heads do not divide by 3
+    command = [sys.executable, "-m", "benchmarks", *split_words, "--seq-length", "32", "--output"]
+    done = subprocess.run([*command, str(tmp_path / "out")], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 1, done.stderr
+    broken = "llama_2m fp32 ours tp3: ours tp3 ended with status 2"
+    assert f"excluded: {broken}" in done.stderr
+    record = json.loads((tmp_path / "out.json").read_text())
+    page = (tmp_path / "out.md").read_text()
+    assert record["cells"][0]["results"][0]["facts"]["parameters"] == 1_771_200
+    assert record["machine"] in page and "| ours |" in page and f"* {broken}" in page
+
+
+def test_installed_peers_need_no_installation() -> None:
+    excluded: dict[str, str] = {}
+    args = Namespace(peers=[OURS, "transformers", "litgpt"], device="cpu", installed=True)
+    pythons = dict(install_peers(args, excluded))
+    assert pythons == {OURS: Path(sys.executable), "transformers": Path(sys.executable)}
+    assert excluded == {"litgpt": "not installed in this environment"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "first_loss", "messages"),
+    [
+        ({}, FIRST_LOSS, []),
+        ({"parameters": 4999}, FIRST_LOSS, ["parameters: 4999, not 5000"]),
+        ({"weight_dtype": "bfloat16"}, FIRST_LOSS, ["weight dtype: bfloat16, not float32"]),
+        ({"compute_dtype": "bfloat16"}, FIRST_LOSS, ["matmul dtype: bfloat16, not float32"]),
+        ({"tokens_per_step": 20}, FIRST_LOSS, ["tokens per step: 20, not 40"]),
+        ({"tokens_checksum": checksum(TASK.text(2)[:, :-1])}, FIRST_LOSS, ["checksum of the first tokens"]),
+        ({"clip": None}, FIRST_LOSS, ["gradient clipping: None, not 1.0"]),
+        ({"versions": {"torch": "2.12.0"}}, FIRST_LOSS, ["torch: 2.12.0, not 2.13.0"]),
+        ({}, FIRST_LOSS * 4, ["first loss: 27.8000, not within 10% of 6.9078"]),  # of another normalization
+    ],
+)
+def test_different_work_is_reported(changed: dict[str, Any], first_loss: float, messages: list[str]) -> None:
+    mismatches = find_mismatches(TASK, replace(FACTS, **changed), first_loss, "2.13.0")
+    assert len(mismatches) == len(messages)
+    assert all(map(str.startswith, mismatches, messages)), mismatches
+
+
+def test_bf16_requires_bf16_matmuls() -> None:
+    mismatches = find_mismatches(replace(TASK, precision="bf16"), FACTS, FIRST_LOSS, "2.13.0")
+    assert mismatches == ["matmul dtype: float32, not bfloat16"]
+
+
+def test_tokens_are_deterministic_and_differ_between_steps() -> None:
+    assert checksum(TASK.text(1)) == checksum(TASK.text(1)) != checksum(TASK.text(2))
+
+
+def test_statistics_of_a_recorded_cell() -> None:
+    recorded = cell()
+    ours, fast = recorded.results[:2]
+    assert recorded.speeds(ours) == [40.0, 20.0, 40.0]  # 40 tokens per step
+    # 10 FLOPs per token; the peak is 1000 FLOP/s in the first round and 2000 afterwards
+    assert recorded.peak_shares(ours) == pytest.approx([0.4, 0.1, 0.2])
+    assert recorded.ratio(ours, fast) == Spread(2.0, 1.0, 4.0), "computed by round"
+    # 4 micro batches keep 2 stages busy in 4 of 5 slots.
+    assert list(comparison.layout_rows(recorded)) == [
+        ["ours pp2", "0.50 (0.50 to 1.00)", "0.80", "62.5%"],
+        ["ours dp2", "0.50 (0.50 to 1.00)", "1.00", "50.0%"],
+    ]
+    rows = list(comparison.speed_rows(recorded))
+    assert [row[0] for row in rows] == ["ours", "fast compiled", "ours pp2", "ours dp2", "lean"], "by speed"
+    assert rows[0] == ["ours", "40", "0.0", "20.0%", "2.00", "600", "60", "30.0 s", "8.0 s"]
+    recorded.results.append(result("ours", [4.0, 4.0, 4.0], 30 << 20, recompute="full"))
+    assert list(comparison.summary_lines(recorded)) == [
+        "* ours is 2.00 (1.00 to 4.00) times as fast as the fastest peer, fast compiled.",
+        "* ours is 10.00 (5.00 to 10.00) times as fast as lean.",
+        "* ours: peak resident memory is 60% of lean, the smallest peer.",
+        "* ours: peak live memory is 60% of lean, the smallest peer.",
+        "* ours recompute=full is 0.50 (0.50 to 1.00) times as fast as the fastest peer, fast compiled.",
+        "* ours recompute=full: peak resident memory is 30% of lean, the smallest peer.",
+        "* ours recompute=full: peak live memory is 30% of lean, the smallest peer.",
+    ]
+
+
+def test_recorded_cell_round_trips_through_json() -> None:
+    read_back = ComparisonCell.from_json(json.loads(json.dumps(asdict(cell()))))
+    assert read_back == cell()
+
+
+def test_published_record_reproduces_its_page() -> None:
+    published = ROOT / "docs/results/train-amx.json"
+    text = "\n".join(page(json.loads(published.read_text())))
+    assert published.with_suffix(".md").read_text().startswith(text + "\n")
+
+
+def test_spawned_ranks_can_import_their_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = TrainingTask("llama_2m", {}, 1, 8, 1, 1, "fp32", "eager", Layout(), "cuda", 1, {}, 0)
+    entries: list[Any] = []
+    monkeypatch.setattr(cli, "main", lambda overrides, entry: entries.append(entry) or 0)
+    monkeypatch.setattr(sys, "argv", ["train_ours.py", task.to_json()])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(train_ours.__file__), run_name="__main__")
+    assert ended.value.code == 0
+    # A rank of CUDA is a new process, in which __main__ is another module.
+    assert entries[0].func is train_ours.train_rank
+    assert pickle.loads(pickle.dumps(entries[0])).args[0] == task
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", ["empty", "step", "step", "empty"]), ("cpu", ["step"] * 2)])
+def test_cached_memory_is_freed_after_a_turn(device: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: calls.append("empty"))
+    for name in ("synchronize", "reset_peak_memory_stats", "max_memory_allocated"):
+        monkeypatch.setattr(torch.accelerator, name, lambda: 1)
+
+    def step(number: int) -> float:
+        calls.append("step")
+        return 2.0
+
+    task, trainer = SimpleNamespace(device=device), SimpleNamespace(step=step)
+    result = worker._train(cast(Any, task), cast(Any, trainer), worker.Ranks(), 2, 2)
+    assert calls == expected
+    assert result["loss"] == 2.0 and len(result["step_seconds"]) == 2
