@@ -85,27 +85,31 @@ MAX_WHOLE_BYTES = 1 << 30
 """Size limit of a file that is read at once: more than any tokenizer or manifest has, less than a host's memory."""
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raises OSError, also for pipes and devices, which could block forever."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
+    """Open a regular file for reading. Raises OSError, also for pipes and devices, which could block forever, and
+    without ``follow`` for links."""
+    if not follow and path.is_symlink():
+        raise OSError(errno.ELOOP, "is a link", str(path))
+    more = os.O_NONBLOCK if follow else os.O_NONBLOCK | os.O_NOFOLLOW
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | more))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
     return file
 
 
-def read_whole(path: Path, most: int = MAX_WHOLE_BYTES) -> bytes:
-    """Return the content of a regular file of at most ``most`` bytes. Raises OSError."""
-    with open_regular(path) as file:
+def read_whole(path: Path, most: int = MAX_WHOLE_BYTES, *, follow: bool = True) -> bytes:
+    """Return the content of a regular file of at most ``most`` bytes. Raises OSError, without ``follow`` for links."""
+    with open_regular(path, follow=follow) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
             raise OSError(errno.EFBIG, f"has {size:,} bytes; the limit is {most:,}", str(path))
         return file.read(size)
 
 
-def read_json(path: Path, most: int = MAX_WHOLE_BYTES) -> Any:
+def read_json(path: Path, most: int = MAX_WHOLE_BYTES, *, follow: bool = True) -> Any:
     """Return the value in a JSON file. Raises OSError, and ValueError if it is not JSON or nested too deeply."""
     try:
-        return json.loads(read_whole(path, most))
+        return json.loads(read_whole(path, most, follow=follow))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

@@ -261,8 +261,9 @@ def _grid(run: Run, grid: Grid) -> dict[str, Any]:
     layers, vpp = run.settings.get("trainer.pipeline_layers"), run.settings.get("trainer.vpp")
     rows = []
     groups_of_a_stage = grid.sizes["dp"]
-    per_stage = max(1, MOST_RANKS // grid.sizes["pp"])
-    for stage in range(grid.sizes["pp"]):
+    stages = grid.sizes["pp"]
+    per_stage = max(1, MOST_RANKS // stages)
+    for stage in range(min(stages, MOST_RANKS)):
         groups: list[tuple[str, list[str]]] = []
         ranks = 0
         for replica in range(groups_of_a_stage):
@@ -272,8 +273,10 @@ def _grid(run: Run, grid: Grid) -> dict[str, Any]:
             groups.append((f"dp {replica}", [str(number) for number in numbers]))
             ranks += len(numbers)
         count = layers[stage] if isinstance(layers, list) and vpp == 1 and stage < len(layers) else None
-        label = f"pp {stage}" + (f", {count} layers" if count is not None and grid.sizes["pp"] > 1 else "")
+        label = f"pp {stage}" + (f", {count} layers" if count is not None and stages > 1 else "")
         rows.append((label, groups, groups_of_a_stage - len(groups)))
+    if stages > MOST_RANKS:
+        rows.append((f"and {stages - MOST_RANKS:,} more stages", [], 0))
     layout = " × ".join(f"{name} {grid.sizes[name]}" for name in reversed(grid.listed))
     inside = " and ".join(name for name in ("cp", "tp") if grid.sizes[name] > 1)
     return {"layout": f"{layout} = {grid.world_size}", "rows": rows, "inside": inside}

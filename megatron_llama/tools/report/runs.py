@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from megatron_llama.train.sinks import SAMPLES_FILE
 
 MOST_PLAN_BYTES = 1 << 18
 MOST_TEXT_BYTES = 1 << 20
+MOST_WORLD = 1 << 20
+"""Most ranks of a layout that the page shows."""
 KILLED = "ended without a message (killed?)"
 
 
@@ -92,10 +95,12 @@ class Run:
 
     @property
     def grid(self) -> Grid | None:
-        """Ranks of the run; None without settings."""
+        """Ranks of the run; None without valid settings."""
         names = ("tp", "cp", "dp", "pp")
         sizes = {name: self.settings.get(f"trainer.{name}") for name in names}
         if not all(size is None or (type(size) is int and size > 0) for size in sizes.values()) or not self.settings:
+            return None
+        if math.prod(filter(None, sizes.values())) > MOST_WORLD:
             return None
         return Grid.of(SimpleNamespace(**sizes))
 
@@ -118,7 +123,7 @@ def read_run(folder: Path, name: str) -> Run:
     except ConfigError as error:
         run.notes += [f"no settings: {problem.rule}" for problem in error.problems]
     try:
-        run.plan = read_whole(folder / PLAN_FILE, MOST_PLAN_BYTES).decode(errors="replace").rstrip()
+        run.plan = read_whole(folder / PLAN_FILE, MOST_PLAN_BYTES, follow=False).decode(errors="replace").rstrip()
     except OSError as error:
         run.notes.append(f"no plan: {PLAN_FILE}: {error.strerror}")
     try:
@@ -137,11 +142,11 @@ def _read_samples(run: Run) -> Samples | None:
     if not os.path.lexists(path):
         return None
     try:
-        content = read_json(path, MOST_TEXT_BYTES)
+        content = read_json(path, MOST_TEXT_BYTES, follow=False)
         step = content["step"]
         texts = [(str(one["prompt"]), str(one["text"])) for one in content["samples"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        run.notes.append(f"no samples: {SAMPLES_FILE}: {getattr(error, 'strerror', None) or error!r}")
+        run.notes.append(f"no samples: {SAMPLES_FILE}: {getattr(error, 'strerror', None) or repr(error)}")
         return None
     return Samples(step if type(step) is int else None, texts)
 
@@ -218,6 +223,9 @@ def pipeline_svg(run: Run) -> str | None:
     """Return the picture of a run's pipeline; None with one stage. A failure becomes a note: a picture is optional."""
     stages = run.settings.get("trainer.pp")
     if type(stages) is not int or stages < 2:
+        return None
+    if run.grid is None:
+        run.notes.append(f"no picture of ranks and pipeline: no valid layout of at most {MOST_WORLD:,} ranks")
         return None
     from megatron_llama.tools.pipeline.cli import plan_svg
 

@@ -14,6 +14,7 @@ from megatron_llama.launch.starts import Start
 from megatron_llama.tools.report.page import render
 from megatron_llama.tools.report.runs import (
     KILLED,
+    SAMPLES_FILE,
     Run,
     describe_end,
     differing_settings,
@@ -117,6 +118,23 @@ def test_a_huge_grid_is_shortened(tmp_path: Path) -> None:
     run.settings |= {"trainer.tp": 8, "trainer.pp": 1, "trainer.dp": 1000}
     page = render([run])
     assert page.count('<span class="rank">') == 512 and "and 936 more replicas" in page
+    run.settings |= {"trainer.tp": 1, "trainer.pp": 100_000, "trainer.dp": 1}
+    page = render([run])
+    assert page.count('<span class="rank">') == 512 and "and 99,488 more stages" in page
+    run.settings |= {"trainer.tp": 10**9}
+    assert "no picture of ranks and pipeline" in render([run])
+
+
+def test_a_link_is_not_copied_into_the_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", 3)
+    (tmp_path / "secret").write_text("{'key': 's3cret'}")
+    for name in ("plan.txt", SAMPLES_FILE):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(tmp_path / "secret")
+    page = render([read_run(folder, "run")])
+    assert "s3cret" not in page
+    assert "plan.txt: is a link" in page
+    assert f"{SAMPLES_FILE}: is a link" in page
 
 
 def test_many_runs_repeat_the_colors_with_dashes(tmp_path: Path) -> None:
