@@ -53,13 +53,13 @@ def part_lines(path: str, kind: str, start: int, end: int) -> Iterator[bytes]:
                 group = file.metadata.row_group(number)
                 rows = max(1, min(1 << 16, BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)))
                 for batch in file.iter_batches(rows, row_groups=[number], use_threads=False):
-                    yield from _lines(batch)
+                    yield from _lines(path, batch)
         else:
             for number, batch in enumerate(_batches(file)):
                 if number >= end:
                     break
                 if number >= start:
-                    yield from _lines(batch)
+                    yield from _lines(path, batch)
 
 
 @contextlib.contextmanager
@@ -108,16 +108,49 @@ def _batches(reader: Any) -> Iterator[Any]:
     return iter(reader)
 
 
-def _lines(batch: Any) -> Iterator[bytes]:
+def _lines(path: str, batch: Any) -> Iterator[bytes]:
     rows = max(1, BATCH_BYTES * batch.num_rows // max(1, batch.nbytes))
     for start in range(0, batch.num_rows, rows):
         some = batch.slice(start, rows)
         try:
             records = some.to_pylist()
-        except UnicodeDecodeError:
+        except (OverflowError, ValueError) as error:
+            if not isinstance(error, UnicodeDecodeError):
+                some = _without_dates(path, some)
             yield from (_careful_line(some.slice(number, 1)) for number in range(some.num_rows))
             continue
         yield from map(_line, records)
+
+
+def _without_dates(path: str, batch: Any) -> Any:
+    """Return the batch with text in place of dates and times that Python cannot represent. Raises UserError."""
+    import pyarrow
+
+    columns = []
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            column.to_pylist()
+        except UnicodeDecodeError:
+            pass
+        except (OverflowError, ValueError) as error:
+            column = _as_text(column)
+            if column is None:
+                raise UserError(f"{path}: column {name!r} has a value that cannot be read: {error}") from None
+        columns.append(column)
+    return pyarrow.record_batch(columns, batch.schema.names)
+
+
+def _as_text(column: Any) -> Any:
+    """Return a column as text, durations as their numbers; None for types that have no text, such as lists."""
+    import pyarrow
+
+    for kinds in ((pyarrow.string(),), (pyarrow.int64(), pyarrow.string())):
+        with contextlib.suppress(pyarrow.ArrowException):
+            text = column
+            for kind in kinds:
+                text = text.cast(kind)
+            return text
+    return None
 
 
 def _line(record: dict[str, Any]) -> bytes:

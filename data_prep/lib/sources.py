@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import importlib
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -227,9 +228,10 @@ def check_unchanged(source: Source) -> None:
 # Small, so that a chunk of a highly compressed file does not unpack to hundreds of MB.
 READ_BYTES = 1 << 17
 # Memory limits for files with long windows (zstd --long, large xz dictionaries).
-ZSTD_MAX_WINDOW = 1 << 27
+ZSTD_MAX_WINDOW = 1 << 31  # zstd's largest, --long=31; pages that a frame does not fill take no memory
 XZ_MAX_MEMORY = 1 << 28
 _MAGIC = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd", "xz": b"\xfd7zXZ\x00"}
+_ZSTD_SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # pzstd and seekable files begin with such a frame
 _BZ2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")  # the first block, or the end of an empty stream
 
 
@@ -237,6 +239,8 @@ def compression_of(head: bytes) -> str:
     """Return ``gzip``, ``zstd``, ``xz``, ``bz2`` or an empty string by a file's first 10 bytes."""
     if head[:3] == b"BZh" and head[4:10] in _BZ2_BLOCKS:
         return "bz2"
+    if _ZSTD_SKIPPABLE.match(head):
+        return "zstd"
     return next((kind for kind, magic in _MAGIC.items() if head.startswith(magic)), "")
 
 

@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -123,6 +124,33 @@ def test_parquet_resumes_after_a_kill(tmp_path: Path, make: Make, tokenizer: Pat
     assert killed.returncode == -9, killed.stderr
     assert "resuming after" in output_of(run_script("preprocess.py", *args))
     assert outputs(tmp_path / "x") == reference(tokenizer, TEXTS)
+
+
+def test_dates_that_python_lacks(tmp_path: Path, make: Make, tokenizer: Path) -> None:
+    """Columns besides the text are read too: dates after the year 9999 become text, and lists of them are an error."""
+    far = pa.array([1 << 62, None]).cast(pa.timestamp("ms"))
+    columns = {"text": ["a cat", "a dog"], "at": far, "day": pa.array([2**31 - 1, 0], pa.int32()).cast(pa.date32())}
+    pq.write_table(pa.table({**columns, "for": far.cast(pa.int64()).cast(pa.duration("ms"))}), tmp_path / "a.parquet")
+    assert make(tmp_path / "a.parquet") == 0
+    assert outputs(tmp_path / "out/x") == reference(tokenizer, ["a cat", "a dog"])
+    lists = pa.array([[1 << 62], []]).cast(pa.list_(pa.timestamp("ms")))
+    pq.write_table(pa.table({**columns, "all": lists}), tmp_path / "b.parquet")
+    with pytest.raises(UserError, match=r"b\.parquet: column 'all' has a value that cannot be read"):
+        make(tmp_path / "b.parquet")
+
+
+def test_zstd_with_long_windows_and_skippable_frames(tmp_path: Path, make: Make, tokenizer: Path) -> None:
+    """zstd --long=31, and the frames of pzstd, which begin with a skippable one."""
+    zstandard = pytest.importorskip("zstandard")
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+    long = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True)
+    frame = zstandard.ZstdCompressor().compress(lines[: len(lines) // 2])
+    stream = zstandard.ZstdCompressor(compression_params=long).compressobj()
+    skippable = struct.pack("<III", 0x184D2A50, 4, len(frame))
+    content = skippable + frame + stream.compress(lines[len(lines) // 2 :]) + stream.flush()
+    (tmp_path / "a.jsonl.zst").write_bytes(content)
+    assert make(tmp_path / "a.jsonl.zst") == 0
+    assert outputs(tmp_path / "out/x") == reference(tokenizer, TEXTS)
 
 
 def test_bad_rows_are_reported_with_row_numbers(tmp_path: Path, make: Make, tokenizer: Path) -> None:

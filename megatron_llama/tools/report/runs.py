@@ -27,7 +27,7 @@ from megatron_llama.train.sinks import SAMPLES_FILE
 MOST_PLAN_BYTES = 1 << 18
 MOST_TEXT_BYTES = 1 << 20
 MOST_WORLD = 1 << 20
-"""Most ranks of a layout that the page shows."""
+"""Maximum number of ranks of a layout on the page."""
 KILLED = "ended without a message (killed?)"
 
 
