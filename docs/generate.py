@@ -244,9 +244,9 @@ def recipes_page(text: str) -> str:
 
 def resume_table(folder: Path) -> str:
     """Return the table. Each line is tried out on the datasets in ``folder``."""
-    from tests.checkpoint.changes import CHANGES, found_by, outcome
+    from tests.checkpoint.changes import CHANGES, differences_of, outcome
 
-    tried = ((name, change.now, outcome(found_by(name, folder))) for name, change in CHANGES.items())
+    tried = ((name, change.now, outcome(differences_of(name, folder))) for name, change in CHANGES.items())
     rows = ((f"`{name}`", f"`{format_value(value)}`", OUTCOMES[effect]) for name, value, effect in tried)
     return "\n".join(markdown_table(("setting", "changed to", "effect"), rows)) + "\n"
 

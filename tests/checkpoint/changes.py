@@ -264,7 +264,7 @@ def checkpoint_of(plan: Plan, step: int = STEP) -> State:
 
 
 @cache
-def found_by(name: str, folder: Path, step: int = STEP) -> list[Difference]:
+def differences_of(name: str, folder: Path, step: int = STEP) -> list[Difference]:
     """Return all differences of a resumed run with the changed setting."""
     change = CHANGES[name]
     before = plan_in(folder, change.world_before, change.base)

@@ -93,7 +93,7 @@ def test_the_one_before_a_damaged_one_is_used(
 def test_a_damaged_checkpoint_is_replaced(copy: Path) -> None:
     _truncate(copy / "checkpoints" / "step_00000002")
     assert run(2, copy, *LAYOUT, until=2).started_at == 1
-    assert run(2, copy, *LAYOUT, NO_SAVE).started_at == 2
+    assert run(1, copy, NO_SAVE).started_at == 2
 
 
 def test_damage_that_only_another_layout_reads(copy: Path) -> None:
@@ -109,14 +109,6 @@ def test_without_an_intact_one_a_run_does_not_start(copy: Path) -> None:
         run(2, copy, *LAYOUT)
     assert saved_steps(copy / "checkpoints") == [2, 1]
     assert run(2, copy, *LAYOUT, "checkpoint.resume=never", NO_SAVE).started_at == 0
-
-
-def test_a_resume_updates_latest(copy: Path) -> None:
-    """After a kill before it was written: the run may have nothing more to save, and an export reads it."""
-    latest = copy / "checkpoints" / "latest"
-    latest.write_text("step_00000001\n")
-    run(1, copy, NO_SAVE)
-    assert latest.read_text() == "step_00000002\n"
 
 
 def test_verify_reads_every_byte(copy: Path) -> None:
@@ -165,13 +157,6 @@ class Bomb:
         return (Path.touch, (self.trace,))
 
 
-def _forbid_pickle(_: Checkpointer) -> None:
-    def forbidden(*_: object, **__: object) -> None:
-        raise AssertionError("unpickled")
-
-    torch.load = pickle.load = forbidden
-
-
 def test_a_pickle_is_never_read(copy: Path, tmp_path: Path) -> None:
     folder, trace = copy / "checkpoints" / "step_00000002", tmp_path / "trace"
     bomb = pickle.dumps(Bomb(trace))
@@ -180,7 +165,7 @@ def test_a_pickle_is_never_read(copy: Path, tmp_path: Path) -> None:
     trace.unlink()
     (folder / ".metadata").write_bytes(bomb)  # where torch's own reader would look
     (folder / "__0_0.distcp").write_bytes(bomb)
-    assert run(1, copy, NO_SAVE, tamper=_forbid_pickle).started_at == 2
+    assert run(1, copy, NO_SAVE).started_at == 2
     (folder / NAME).write_bytes(bomb)
     (folder / SHARD).write_bytes(bomb)
     assert run(1, copy, NO_SAVE).started_at == 1
@@ -195,10 +180,14 @@ def test_a_pickle_is_never_read(copy: Path, tmp_path: Path) -> None:
     assert not trace.exists()
 
 
-def test_a_kill_before_the_pointer_leaves_a_checkpoint_to_export(copy: Path) -> None:
-    newest = find_checkpoint(copy)
-    (copy / "checkpoints" / "latest").unlink()
+def test_a_kill_before_the_pointer_was_written(copy: Path) -> None:
+    """Exports find the newest checkpoint; a resume writes ``latest``, as the run may have nothing more to save."""
+    latest, newest = copy / "checkpoints" / "latest", copy / "checkpoints" / "step_00000002"
+    latest.unlink()
     assert find_checkpoint(copy) == find_checkpoint(copy / "checkpoints") == newest
+    latest.write_text("step_00000001\n")
+    run(1, copy, NO_SAVE)
+    assert find_checkpoint(copy) == newest
     shutil.rmtree(copy / "checkpoints")
     with raises_with_message(ConfigError, "is not a checkpoint"):
         find_checkpoint(copy)
@@ -273,57 +262,50 @@ def test_a_planted_link_is_not_followed(copy: Path, tmp_path: Path) -> None:
     assert [path.name for path in outside.iterdir()] == ["precious"]
 
 
+def _safetensors(path: Path, head: bytes, values: int = 24) -> Path:
+    path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(values))
+    return path
+
+
 def _entry(**changes: object) -> dict[str, object]:
     return {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24], **changes}
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        _entry(data_offsets=[0, 2400]),
-        _entry(data_offsets=[-24, 0]),
-        _entry(data_offsets=[24, 48]),
-        _entry(shape=[2, -3]),
-        _entry(shape=[2, 3.5]),
-        _entry(shape="23"),
-        _entry(dtype=["F32"]),
-        {"dtype": "F32"},
-        [],
-    ],
-    ids=str,
-)
-def test_a_header_that_lies_is_refused(tmp_path: Path, entry: object) -> None:
-    def write(content: object) -> None:
-        head = json.dumps({"x": content}).encode()
-        (tmp_path / "f.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(24))
+ENTRIES: list[object] = [
+    _entry(data_offsets=[0, 2400]),
+    _entry(data_offsets=[-24, 0]),
+    _entry(data_offsets=[24, 48]),
+    _entry(shape=[2, -3]),
+    _entry(shape=[2, 3.5]),
+    _entry(shape="23"),
+    _entry(dtype=["F32"]),
+    {"dtype": "F32"},
+    [],
+]
+NOT_SAFETENSORS = [b"", b"1234567", (1 << 62).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"[]"]
 
-    write(_entry())
-    assert list_tensors(tmp_path / "f.safetensors")["x"].shape == (2, 3)
-    write(entry)
-    with pytest.raises(CorruptFile, match="f.safetensors"):
-        list_tensors(tmp_path / "f.safetensors")
+
+def test_invalid_safetensors_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "f.safetensors"
+    assert list_tensors(_safetensors(path, json.dumps({"x": _entry()}).encode()))["x"].shape == (2, 3)
+    for entry in ENTRIES:
+        _safetensors(path, json.dumps({"x": entry}).encode())
+        with pytest.raises(CorruptFile, match="f.safetensors"):
+            list_tensors(path)
+    for content in NOT_SAFETENSORS:
+        path.write_bytes(content)
+        with pytest.raises(CorruptFile, match="f.safetensors"):
+            list_tensors(path)
 
 
 @pytest.mark.parametrize("dtype", ["I64", "I32", "I16", "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"])
 def test_dtypes_that_no_llama_has_are_rejected(tmp_path: Path, dtype: str) -> None:
-    path = tmp_path / "f.safetensors"
     count = {"I64": 3, "I32": 6, "I16": 12}.get(dtype, 24)
     entry = {"dtype": dtype, "shape": [count], "data_offsets": [0, 24]}
     head = json.dumps({"q.weight": entry, "k.weight": {**entry, "data_offsets": [24, 48]}}).encode()
-    path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(48))
-    with pytest.raises(ConfigError) as rejected:
+    path = _safetensors(tmp_path / "f.safetensors", head, 48)
+    with raises_with_message(ConfigError, rf"{path}.*weight has dtype {dtype}.*and 1 more"):
         list_tensors(path)
-    message = str(rejected.value)
-    assert f"weight has dtype {dtype}" in message and "and 1 more" in message and str(path) in message
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"1234567", (1 << 62).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"[]"]
-)
-def test_files_that_are_not_safetensors_are_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "f.safetensors").write_bytes(content)
-    with pytest.raises(CorruptFile, match="f.safetensors"):
-        list_tensors(tmp_path / "f.safetensors")
 
 
 def _spoiled(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -17,7 +17,7 @@ from megatron_llama.config.fields import settings_by_name
 from megatron_llama.config.settings import ALLOWED
 from megatron_llama.data.record import make_record
 from megatron_llama.plan import Plan
-from tests.checkpoint.changes import CHANGES, checkpoint_of, found_by, outcome, plan_in, write_datasets
+from tests.checkpoint.changes import CHANGES, checkpoint_of, differences_of, outcome, plan_in, write_datasets
 from tests.config.helpers import as_typed
 from tests.data.files import numbered, write_indexed
 from tests.messages import raises_with_message
@@ -52,7 +52,7 @@ def test_every_setting_has_a_kind_and_a_change() -> None:
 @pytest.mark.parametrize("name", CHANGES)
 def test_one_change(name: str, folder: Path) -> None:
     kind = differences.kinds()[name]
-    changed = found_by(name, folder)
+    changed = differences_of(name, folder)
     where = ELSEWHERE.get(name, name)
     if name == "trainer.epochs":
         kind = "logged"
@@ -65,7 +65,7 @@ def test_one_change(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name, kind in differences.kinds().items() if kind in ALLOWED])
 def test_before_the_first_step_data_batch_and_optimizer_may_be_any(name: str, folder: Path) -> None:
-    changed = found_by(name, folder, step=0)
+    changed = differences_of(name, folder, step=0)
     assert outcome(changed) == "free"
 
 
@@ -113,7 +113,7 @@ def test_all_differences_are_reported_with_one_setting_that_allows_them(folder: 
 
 @pytest.mark.parametrize("name", [name for name, kind in differences.kinds().items() if kind not in ("free", "logged")])
 def test_the_suggestion_to_keep_the_saved_value_can_be_typed(name: str, folder: Path) -> None:
-    changed = found_by(name, folder)
+    changed = differences_of(name, folder)
     with pytest.raises(ConfigError) as caught:
         check_allowed(changed, [], Path("folder"))
     refused = [difference for difference in changed if difference.kind != "logged"]

@@ -1,4 +1,4 @@
-"""Signals, kills, faults, hangs and restarts of whole runs."""
+"""Kills, faults, hangs and restarts of whole runs; tests/launch/test_signals.py has the signals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from megatron_llama.system.signals import is_stopped
 from megatron_llama.train import loop, stop
 from megatron_llama.train.run_rank import run_rank
 from tests.checkpoint.jobs import Job, final_tensors, leftovers, losses
-from tests.checkpoint.runner import assert_same
+from tests.checkpoint.runner import assert_same, make_plan
 from tests.processes import announce, hasten, rank
 
 pytestmark = [
@@ -35,23 +35,6 @@ pytestmark = [
 Work = Callable[[Plan], None]
 TP2 = ["trainer.tp=2"]
 RUN = [*TP2, "trainer.steps=6", "checkpoint.every_steps=1", "checkpoint.keep=3"]
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run the same job without interruption."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    job = Job(folder, *RUN)
-    assert job.wait() == 0, job.output
-    assert len(losses(folder)) == 6
-    return folder
-
-
-def assert_same_run(run_dir: Path, whole: Path) -> None:
-    """Check that an interrupted run equals the whole run."""
-    assert losses(run_dir) == losses(whole)  # each step once, all bits
-    assert_same(final_tensors(run_dir), final_tensors(whole))
-    assert leftovers(run_dir) == []
 
 
 def _with_each_step(act: Callable[[int, Path], None]) -> Work:
@@ -71,9 +54,9 @@ def _with_each_step(act: Callable[[int, Path], None]) -> Work:
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment(tmp_path: Path, whole: Path) -> None:
+def test_killed_at_any_moment(tmp_path: Path) -> None:
     # Few kills, each in another part of a run; python -m tests.chaos does hundreds.
-    folder, chance = tmp_path / "run", random.Random(4)
+    whole, folder, chance = tmp_path / "whole", tmp_path / "run", random.Random(4)
     reached = 0
     for held in (2, 4, 6):  # a step that this attempt does not come through, so that it can't end before it is killed
         job = Job(folder, *RUN, work=_with_each_step(lambda step, _: time.sleep(600 * (step == held))))  # noqa: B023
@@ -81,10 +64,13 @@ def test_killed_at_any_moment(tmp_path: Path, whole: Path) -> None:
         time.sleep(chance.uniform(0, 0.4))
         job.kill()
         reached = max(reached, len(losses(folder)))
-    job = Job(folder, *RUN)
-    assert job.wait() == 0, job.output
-    assert "resuming from" in job.output
-    assert_same_run(folder, whole)
+    for run_dir in (folder, whole):
+        job = Job(run_dir, *RUN)
+        assert job.wait() == 0, job.output
+        assert ("resuming from" in job.output) == (run_dir == folder)
+    assert losses(folder) == losses(whole) and len(losses(whole)) == 6  # each step once, all bits
+    assert_same(final_tensors(folder), final_tensors(whole))
+    assert leftovers(folder) == []
 
 
 def _fails_while_it_saves(kind: str) -> Work:
@@ -132,111 +118,36 @@ def test_adapters_of_a_shared_head_stay_equal_under_1bit_adam(tmp_path: Path) ->
     assert job.wait() == 0, job.output
 
 
-def _note_signals(run_dir: Path) -> None:
-    """Make this rank record each signal that it survives."""
-    receive = stop.StopSignals._receive
-
-    def noting(self: stop.StopSignals, number: int, frame: FrameType | None) -> None:
-        receive(self, number, frame)
-        with (run_dir / f"signals{rank()}").open("a") as file:
-            file.write("x")
-
-    stop.StopSignals._receive = noting  # type: ignore[method-assign]
-
-
-def _have_received(run_dir: Path, count: int) -> bool:
-    """Whether both ranks have received so many signals."""
-    files = [run_dir / f"signals{number}" for number in range(2)]
-    return all(path.exists() and len(path.read_text()) == count for path in files)
-
-
-def _in_the_third_step(run_dir: Path) -> bool:
-    """Whether both ranks are in it, or further."""
-    return all((run_dir / f"third{number}").exists() for number in range(2))
+def test_an_echo_of_a_signal_is_ignored_and_a_second_one_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter((10.0, 10.9, 11.1))
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    plan = make_plan(1, tmp_path)
+    child = os.fork()
+    if child == 0:
+        with stop.StopSignals(plan, reports=False):
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            (tmp_path / "after the echo").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert (tmp_path / "after the echo").exists()
 
 
-def _waits_for_a_signal(plan: Plan) -> None:
-    """A rank whose third step lasts until a signal comes."""
-
-    def act(step: int, run_dir: Path) -> None:
-        if step == 3:
-            (run_dir / f"third{rank()}").touch()
-            while not (run_dir / f"signals{rank()}").exists():
-                time.sleep(0.01)
-
-    _note_signals(Path(str(plan.config.run.dir)))
-    _with_each_step(act)(plan)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
-def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, whole: Path, number: signal.Signals) -> None:
-    folder = tmp_path / "run"
-    only_on_signal = [setting for setting in RUN if "every_steps" not in setting]
-    job = Job(folder, *only_on_signal, work=_waits_for_a_signal)
-    job.until(lambda: _in_the_third_step(folder))
-    os.kill(job.pid, number)
-    assert job.wait() == 75, job.output
-    assert losses(folder)[-1][0] == 3
-    assert [path.name for path in (folder / "checkpoints").glob("step_*")] == ["step_00000003"]
-    job = Job(folder, *only_on_signal)
-    assert job.wait() == 0, job.output
-    assert_same_run(folder, whole)
-
-
-class _Clock:
-    """Takes the place of a module's ``time``: it shows what the test sets."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-
-    def monotonic(self) -> float:
-        """The seconds of the test's clock, 0 before it is set."""
-        file = self.run_dir / "clock"
-        return float(file.read_text()) if file.exists() else 0.0
-
-    perf_counter = staticmethod(time.perf_counter)
-
-    @staticmethod
-    def set(run_dir: Path, seconds: float) -> None:
-        """For the test: turns the hands."""
-        part = run_dir / "clock.part"
-        part.write_text(str(seconds))
-        part.rename(run_dir / "clock")
-
-
-def _stuck(plan: Plan) -> None:
-    """A rank that needs long for its third step, and goes by the test's clock."""
+def test_a_hang_prints_every_ranks_stacks_and_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
 
     def stuck_in_the_third_step(step: int, run_dir: Path) -> None:
         if step == 3:
             (run_dir / f"third{rank()}").touch()
-            if rank() == 1 or "all" in plan.config.data.name:
-                time.sleep(600)
+            time.sleep(600 * rank())
 
-    run_dir = Path(str(plan.config.run.dir))
-    stop.time = _Clock(run_dir)  # type: ignore[assignment]
-    _note_signals(run_dir)
-    _with_each_step(stuck_in_the_third_step)(plan)
-
-
-def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    job = Job(folder, *TP2, "data.name=all", work=_stuck)
-    job.until(lambda: _in_the_third_step(folder))
-    for count, seconds in enumerate((10.0, 10.9), start=1):  # the second is an echo of the same wish
-        _Clock.set(folder, seconds)
-        os.kill(job.pid, signal.SIGTERM)
-        job.until(lambda: _have_received(folder, count))  # noqa: B023  called at once
-    _Clock.set(folder, 11.1)
-    os.kill(job.pid, signal.SIGTERM)
-    assert job.wait() == 128 + signal.SIGTERM
-    assert losses(folder)[-1][0] == 2, "not even the step was finished"
-
-
-def test_a_hang_prints_every_ranks_stacks_and_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hasten(monkeypatch, tmp_path / "hasten")
-    job = Job(tmp_path / "run", *TP2, work=_stuck)
-    job.until(lambda: _in_the_third_step(tmp_path / "run"))
+    job = Job(run_dir, *TP2, work=_with_each_step(stuck_in_the_third_step))
+    job.until(lambda: (run_dir / "third0").exists() and (run_dir / "third1").exists())
     (tmp_path / "hasten").touch()
     assert job.wait() == 1
     assert "stuck_in_the_third_step" in job.output and "in training_step" in job.output
@@ -306,7 +217,7 @@ def test_a_rank_that_is_stopped_in_any_phase_is_blamed(
     assert last.startswith("Rank 1 of 2 failed: no progress") and f"in {name}; it is stopped" in last
 
 
-def test_restarts_from_the_last_checkpoint(tmp_path: Path, whole: Path) -> None:
+def test_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run"
 
     def fails_once(step: int, run_dir: Path) -> None:
@@ -317,7 +228,7 @@ def test_restarts_from_the_last_checkpoint(tmp_path: Path, whole: Path) -> None:
     job = Job(folder, *RUN, "trainer.max_restarts=1", work=_with_each_step(fails_once))
     assert job.wait() == 0, job.output
     assert "a fault of the moment" in job.output and "Restart 1 of 1" in job.output
-    assert_same_run(folder, whole)
+    assert [step for step, _ in losses(folder)] == [1, 2, 3, 4, 5, 6] and leftovers(folder) == []
 
 
 def _nan_on_rank_1(plan: Plan) -> None:
@@ -384,29 +295,8 @@ def test_a_flipped_bit_stops_the_run_before_a_checkpoint_has_it(tmp_path: Path, 
     assert "on rank 0 and rank 1 differ" in job.output
     assert saved_steps(folder / "checkpoints") == [4, 2]
     assert len(losses(folder)) == last, "the step itself is logged"
-    job = Job(folder, *command)
-    assert job.wait() == 0, job.output
     if every == 1:
-        job = Job(tmp_path / "undisturbed", *command)
-        assert job.wait() == 0, job.output
+        for run_dir in (folder, tmp_path / "undisturbed"):
+            job = Job(run_dir, *command)
+            assert job.wait() == 0, job.output
         assert_same(final_tensors(folder), final_tensors(tmp_path / "undisturbed"))
-
-
-def test_a_rejected_start_changes_nothing(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert Job(run, "trainer.steps=1", "checkpoint.export_hf=true").wait() == 0
-    weights = run / "hf/model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-4])
-
-    def content() -> dict[Path, bytes]:
-        names = (path for path in run.rglob("*") if path.is_file() and path.name not in (".lock", "starts.jsonl"))
-        return {path: path.read_bytes() for path in names}
-
-    before = content()
-    damaged = ("checkpoint.resume=never", f"init_from={run}/hf")
-    for overrides in (("trainer.steps=2", "optim.lr=0.5", "trainer.global_batch_size=2", "optim.beta1=0.5"), damaged):
-        job = Job(run, *overrides)
-        assert job.wait() == 2, job.output
-        assert content() == before
-    assert Job(run, "trainer.steps=2").wait() == 0
-    assert "steps: 2" in (run / "config.yaml").read_text()

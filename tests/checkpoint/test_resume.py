@@ -44,8 +44,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"),
-    rows(LAYOUTS.items(), {"dp2zero3", "1-bit Adam, signs", "fp32_OptStates", "bf16_sr, sgd"}),
+    ("ranks", "layout"), rows(LAYOUTS.items(), {"dp2zero3", "1-bit Adam, signs", "fp32_OptStates"})
 )
 def test_losses_after_a_resume_are_the_uninterrupted_runs(ranks: int, layout: list[str], tmp_path: Path) -> None:
     whole = run(ranks, tmp_path / "whole", *ADAM, *layout, until=5, tamper=_seed)
@@ -67,7 +66,7 @@ def test_errors_of_signs_begin_at_zero_in_another_layout(tmp_path: Path, capfd: 
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_another_layout_goes_on_within_the_layout_tolerance(optimizer: str, tmp_path: Path) -> None:
+def test_another_layout_resumes_within_the_layout_tolerance(optimizer: str, tmp_path: Path) -> None:
     settings = [*ADAM, f"optim.name={optimizer}"]
     whole = run(1, tmp_path / "whole", *settings, until=4)
     run(1, tmp_path / "halves", *settings, until=2)
@@ -96,7 +95,9 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
 
 NEWER = {
     "model": ["model_type"],
-    "trainer": ["cp", "cp_comm", "float8", "z_loss"],
+    "data": ["schedule"],
+    "trainer": ["cp", "cp_comm", "float8", "z_loss", "batch_schedule"],
+    "checkpoint": ["allow"],
     "optim": ["momentum", "matrix_lr", "adjust_lr", "split_heads", "qk_clip"],
     "finetune": ["use_rslora", "use_dora"],
 }
@@ -108,7 +109,7 @@ def test_a_checkpoint_without_newer_settings_is_read(tmp_path: Path) -> None:
     run(1, tmp_path / "old", *ADAM, until=2)
     folder = find_checkpoint(tmp_path / "old")
     body = json.loads((folder / NAME).read_text())
-    del body["checksum"]
+    del body["checksum"], body["state"]["lr"], body["state"]["consumed_tokens"]
     for section, names in NEWER.items():
         for name in names:
             del body["state"]["settings"][section][name]

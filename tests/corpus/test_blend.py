@@ -47,7 +47,7 @@ def test_a_blend_is_its_datasets_in_their_shares(weights: list[float]) -> None:
             assert blend.counts(number + 1) == counts
 
 
-def test_any_sample_is_found_without_those_before_it() -> None:
+def test_any_sample_is_computed_directly() -> None:
     blend = Blend([0.3, 0.1234, 0.6])
     start = time.process_time()
     for number in (250_000_000, 5, 10**12, 123_456_789):
@@ -80,7 +80,7 @@ def random_timeline(chooser: random.Random) -> tuple[BlendTimeline, list[tuple[i
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_every_dataset_goes_on_where_it_stood(seed: int) -> None:
+def test_every_dataset_continues_at_its_position(seed: int) -> None:
     timeline, changes = random_timeline(random.Random(seed))
     read: dict[str, int] = {}
     for number in range(changes[-1][0] + 300):
@@ -93,7 +93,7 @@ def test_every_dataset_goes_on_where_it_stood(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_stream_that_is_stored_anywhere_goes_on(seed: int) -> None:
+def test_a_stored_stream_resumes(seed: int) -> None:
     chooser = random.Random(100 + seed)
     timeline, changes = random_timeline(chooser)
     for stopped in chooser.sample(range(changes[-1][0] + 300), 5):
@@ -116,7 +116,7 @@ def test_a_blend_that_was_never_read_leaves_no_trace() -> None:
     assert timeline.up_to(51).segments == timeline.segments
 
 
-def test_shares_are_what_makes_a_blend() -> None:
+def test_equal_shares_are_the_same_blend() -> None:
     assert same_shares({"a": 3, "b": 7}, {"b": 0.7, "a": 0.3})
     assert not same_shares({"a": 3, "b": 7}, {"a": 7, "b": 3})
     assert not same_shares({"a": 3}, {"a": 3, "b": 1e-9})

@@ -50,7 +50,7 @@ def test_a_blend(sets: tuple[str, str]) -> None:
     assert first[1:] == ["37", "1.184 k", "15.6 %", "75", "2.4 k", "2.03"]
 
 
-def test_without_weights_it_is_said_what_counts(sets: tuple[str, str]) -> None:
+def test_without_weights_a_note_states_the_weights(sets: tuple[str, str]) -> None:
     plan = data_plan(list(sets))
     assert [note for note in plan.notes if "no weights" in note] == [
         "data.prefixes has no weights: datasets are weighted by size, so that an epoch reads each sequence once"

@@ -48,7 +48,7 @@ def some_lengths(count: int = 300) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", [0, 1])
-def test_every_epoch_has_each_example_once_in_its_own_order(kind: int) -> None:
+def test_every_epoch_has_each_example_once_in_another_order(kind: int) -> None:
     lengths = some_lengths()
     order = orders(lengths)[kind]
     epochs = [[order.examples(epoch * len(order) + place) for place in range(len(order))] for epoch in range(3)]

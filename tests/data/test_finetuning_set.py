@@ -115,7 +115,7 @@ def test_an_epoch_is_every_example_once(tmp_path: Path, pack: bool) -> None:
     assert ("documents" in actual[0]) == pack
 
 
-def test_a_set_of_its_own_or_a_share_for_validation(tmp_path: Path) -> None:
+def test_validation_on_a_separate_set_or_a_share(tmp_path: Path) -> None:
     one, two = some_examples(40), some_examples(10, first=5000)
     prefixes = [write_set(tmp_path / name, examples) for name, examples in (("one", one), ("two", two))]
     train, validation = items(plan_of(prefixes[:1], **{"data.validation_prefixes": prefixes[1:], **VALIDATING}), 0)
@@ -202,7 +202,7 @@ def test_epochs_are_steps(tmp_path: Path) -> None:
         plan_of([prefix], **{"trainer.epochs": 1, "trainer.global_batch_size": 46})
 
 
-def test_what_is_typed_goes_before_what_a_group_says(tmp_path: Path) -> None:
+def test_typed_settings_override_groups(tmp_path: Path) -> None:
     conf = tmp_path / "conf"
     shutil.copytree(CONF, conf)
     (conf / "trainer" / "long.yaml").write_text("epochs: 3\n")
@@ -283,7 +283,7 @@ def _val_loss(rank: int, plan: Plan) -> tuple[float, float]:
         return validate(plan, model, validation)["val_loss"], total / max(count, 1)
 
 
-def test_the_plan_says_how_much_each_validation_sees(tmp_path: Path) -> None:
+def test_the_plan_states_the_examples_of_each_validation(tmp_path: Path) -> None:
     prefix = write_set(tmp_path / "set", some_examples(50))
     settings = {"data.split": "30,20,0", "trainer.val_every_steps": 5, "trainer.global_batch_size": 8}
     for steps, message in {

@@ -160,12 +160,8 @@ def test_batches_are_the_same_in_every_layout(prefix: str) -> None:
             assert seen.setdefault(step, sorted(rows)) == sorted(rows)
 
 
-def test_what_is_cut() -> None:
-    sample = {
-        "tokens": torch.arange(10),
-        "documents": torch.tensor([0] * 7 + [-1] * 3),
-        "num_tokens": torch.tensor(7),
-    }
+def test_cut_samples() -> None:
+    sample = {"tokens": torch.arange(10), "documents": torch.tensor([0] * 7 + [-1] * 3), "num_tokens": torch.tensor(7)}
     (short,) = cut_sample(sample, SequenceCut(8, 1))
     assert short["tokens"].tolist() == [*range(8)] and short["num_tokens"] == 7
     chunks = cut_sample(sample, SequenceCut(4, 2))

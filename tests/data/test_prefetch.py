@@ -82,7 +82,7 @@ JOURNEYS = {
 
 
 @pytest.mark.parametrize("positions", JOURNEYS.values(), ids=JOURNEYS)
-def test_gives_what_the_batches_give(positions: list[int]) -> None:
+def test_returns_the_batches(positions: list[int]) -> None:
     samples = Watched()
     batches = batches_of(samples)
     with Prefetcher(batches, end=40) as prefetcher:

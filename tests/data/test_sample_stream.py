@@ -127,7 +127,7 @@ def test_sample_n_is_the_same_in_a_run_of_any_length_that_stops_anywhere(seed: i
         assert text(stream[number]) == expected[number]
 
 
-def test_a_run_within_an_epoch_reads_what_it_read_before(tmp_path: Path) -> None:
+def test_a_run_within_an_epoch_has_megatrons_order(tmp_path: Path) -> None:
     """The old order is a run's that does not go through its dataset twice, in training and in validation."""
     plan = data_plan([write_indexed(tmp_path / "text", numbered(200))], **VALIDATE)
     training, validation = run_texts(plan, None, 140, 30, tmp_path / "theirs")

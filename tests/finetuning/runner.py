@@ -163,10 +163,9 @@ def train_theirs(model: Any, plan: Plan, steps: int = STEPS) -> Tuned:
     optim = plan.config.optim
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     # The groups of transformers' Trainer: weight decay for all weights except norms.
-    norms = [name for name in named if "norm" in name]
     groups = [
-        {"params": [p for name, p in named.items() if name not in norms], "weight_decay": optim.weight_decay},
-        {"params": [named[name] for name in norms], "weight_decay": 0.0},
+        {"params": [p for name, p in named.items() if "norm" not in name], "weight_decay": optim.weight_decay},
+        {"params": [p for name, p in named.items() if "norm" in name], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)  # type: ignore[arg-type]
     tuned = Tuned()

@@ -66,7 +66,6 @@ def test_dropout(world: World, tmp_path: Path) -> None:
         recomputed = tune(1, tmp_path / recompute, *chosen, f"trainer.recompute={recompute}", steps=2)
         assert drops.losses == recomputed.losses
     assert all(torch.equal(tensor, recomputed.trained[name]) for name, tensor in drops.trained.items())
-    assert drops.losses[1:] != tune(1, tmp_path / "none", *world.fresh, steps=2).losses[1:]
     for name, layout in {"sp": SP, "tp": [*SP, "trainer.sp=false"]}.items():
         tune(2, tmp_path / name, *chosen, *layout, steps=2)  # copies are compared
     still = run_ranks(_gradients_of_one_batch, 1, make_plan(1, tmp_path, *LORA, "finetune.lora_dropout=0.3"))[0]
@@ -203,14 +202,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks: int, layout: list[str], w
     assert all(torch.equal(tensor, whole.trained[name]) for name, tensor in second.trained.items())
 
 
-def test_checkpoints_hold_what_is_trained_and_go_to_any_layout(world: World, tmp_path: Path) -> None:
-    tune(2, tmp_path, *world.lora, *SP, steps=2)
+def test_checkpoints_have_trained_weights_and_load_in_any_layout(world: World, tmp_path: Path) -> None:
+    tune(2, tmp_path, *world.lora, *SP, steps=1)
     names = {name.rpartition("exp_avg.")[2] for name in read_manifest(find_checkpoint(tmp_path)).stored.tensors}
     names = {name.rpartition("exp_avg_sq.")[2] for name in names if "random" not in name}
     assert names == lora_shapes(world.plan.model, world.plan.config.finetune).keys()
-    whole = tune(1, tmp_path / "whole", *world.lora, steps=4)
-    other = tune(2, tmp_path, *world.lora, "trainer.pp=2", steps=4)
-    assert other.losses == pytest.approx(whole.losses[2:], rel=1e-5)
+    whole = tune(1, tmp_path / "whole", *world.lora, steps=3)
+    other = tune(2, tmp_path, *world.lora, "trainer.pp=2", steps=3)
+    assert other.losses == pytest.approx(whole.losses[1:], rel=1e-5)
 
 
 def test_another_runs_checkpoint_is_refused(world: World, tmp_path: Path) -> None:

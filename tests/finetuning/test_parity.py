@@ -152,3 +152,30 @@ def test_dora_starts_at_the_norms_of_the_base(layout: list[str], world: World, t
         assert distance(tensor, weight.norm(dim=1)) <= TOLERANCE
     plain = tune(1, tmp_path / "plain", *world.fresh, steps=1)
     assert started.losses[0] == pytest.approx(plain.losses[0], rel=TOLERANCE), "the first output is the base model's"
+
+
+# Sums in another order move about one value in a million to the next float8 number, as in tests/layouts/test_float8.py.
+FLOAT8_SHARE = 0.3
+LEAST_ERROR = 0.02
+"""Float8 rounds, so its error is not smaller."""
+FLOAT8_LAYOUTS = {
+    **{name: LAYOUTS[name] for name in ("tp2", "tp2+sp", "zero 3", "pp2")},
+    "tp2·dp2+sp, zero 3, full recompute": (4, [*TP2, "trainer.zero=3", "trainer.recompute=full", MICRO_1]),
+}
+FLOAT8 = {
+    f"{recipe}, {name}": (f"trainer.float8={recipe}", *row)
+    for recipe in ("tensorwise", "rowwise")
+    for name, row in FLOAT8_LAYOUTS.items()
+}
+
+
+@pytest.mark.parametrize(("recipe", "ranks", "layout"), rows(FLOAT8.items(), {"rowwise, zero 3"}))
+def test_float8_is_near_one_process(recipe: str, ranks: int, layout: list[str], world: World, tmp_path: Path) -> None:
+    """Distances are shares of the error of float8 itself: the distance of one process from fp32."""
+    alone = [setting for setting in layout if "batch" in setting]
+    ours = tune(ranks, tmp_path / "ours", *world.lora, recipe, *layout, steps=1).first_grads
+    one = tune(1, tmp_path / "one", *world.lora, recipe, *alone, steps=1).first_grads
+    exact = tune(1, tmp_path / "exact", *world.lora, *alone, steps=1).first_grads
+    error = max(distance(one[name], grad) for name, grad in exact.items())
+    assert error > LEAST_ERROR
+    assert max(distance(ours[name], grad) for name, grad in one.items()) < FLOAT8_SHARE * error

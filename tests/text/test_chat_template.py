@@ -135,7 +135,7 @@ def test_jinja_renders_as_transformers_does(folder: Path) -> None:
 
 @pytest.mark.parametrize("answer", ["A", "s", "a", "art", "is", ">", "<", "<thin", "think", "Assistant"])
 @pytest.mark.parametrize("source", [R1, R1.replace("{{ '<|Assistant|>' + text", "{{ '<|Assistant|>' + text | trim")])
-def test_an_answer_is_not_found_in_what_introduces_it(source: str, answer: str) -> None:
+def test_an_answer_is_not_matched_in_its_prompt(source: str, answer: str) -> None:
     """A model of thoughts is asked with `<think>`, and the set's answers are given without."""
     turns = [Turn("user", "is it A?"), Turn("assistant", answer), Turn("user", "a"), Turn("assistant", answer)]
     template = Jinja(source, SPECIAL, ["<|im_end|>"], "test")

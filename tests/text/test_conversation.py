@@ -38,10 +38,7 @@ RECORDS: dict[str, tuple[dict[str, Any], list[Turn]]] = {
         [Turn("user", "q1", False), Turn("assistant", "a1", False), Turn("user", "q2\nmore", False)]
         + [Turn("assistant", "a2")],
     ),
-    "hh-rlhf": (
-        {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: never"},
-        ASKED,
-    ),
+    "hh-rlhf": ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: never"}, ASKED),
     "preference, messages": ({"chosen": [Q, A], "rejected": []}, ASKED),
     "conversations with role and content": (
         {"conversations": [{**Q, "role": "User"}, {**A, "role": "Assistant"}]},
@@ -51,10 +48,7 @@ RECORDS: dict[str, tuple[dict[str, Any], list[Turn]]] = {
     "messages with from and value": ({"messages": SHAREGPT}, TWO),
     "prompt and response": ({"prompt": "q", "response": "a", "tools": []}, ASKED),
     "system next to the turns": ({"system": "s", "conversations": SHAREGPT}, [Turn("system", "s"), *TWO]),
-    "preference next to ShareGPT": (
-        {"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": {}},
-        ASKED,
-    ),
+    "preference next to ShareGPT": ({"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": {}}, ASKED),
     "only the beginning of a dialogue": (
         {"prompt": "Human: q", "completion": "a"},
         [Turn("user", "Human: q", False), TWO[1]],
@@ -108,7 +102,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("reason", "record"), BAD)
-def test_what_would_change_what_is_learned_is_refused(reason: str, record: dict[str, Any]) -> None:
+def test_ambiguous_records_are_refused(reason: str, record: dict[str, Any]) -> None:
     with pytest.raises(RecordError) as refused:
         parse_turns(record, "auto")
     assert refused.value.reason == reason and reason in REASONS

@@ -107,7 +107,7 @@ def test_equal_tuples_that_stand_for_much_are_not_compared() -> None:
         ("{{ 'a' | urlize }}", "No filter"),
     ],
 )
-def test_what_does_not_compile(source: str, words: str) -> None:
+def test_templates_that_do_not_compile(source: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         Jinja(source, {}, [], "there")
 
@@ -125,6 +125,6 @@ def test_large_conversations_are_rendered() -> None:
     assert text.count("yy" * 200_000) == 10 and text.count("a, assistant") == 10
 
 
-def test_each_rendering_begins_anew() -> None:
+def test_limits_count_each_rendering() -> None:
     template = Jinja("{% for i in range(60000) %}x{% endfor %}", {}, [], "there")
     assert {template.render(TURNS) for _ in range(30)} == {"x" * 60000}
