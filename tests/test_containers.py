@@ -1,18 +1,212 @@
-"""Container recipes against pyproject.toml, the Makefile and their page; no container engine is needed."""
+"""Container recipes, and the files for JobSet and SkyPilot, against the project and their pages; no engine is needed.
+
+``JOBSET`` and ``SKYPILOT`` have the fields that the files use, from JobSet's CRD v1alpha2
+(github.com/kubernetes-sigs/jobset, charts/jobset/crds) and SkyPilot's sky/utils/schemas.py.
+"""
 
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
+from megatron_llama.config import load_config
+from megatron_llama.launch.environment import ProcessContext, process_context
+from megatron_llama.system.exit_status import EXIT_RESTART, EXIT_USER
+from tests.paths import CONF, ROOT
+
+JOB = yaml.safe_load((ROOT / "containers/jobset.yaml").read_text())
+TASK = yaml.safe_load((ROOT / "containers/skypilot.yaml").read_text())
+PAGE = (ROOT / "docs/getting-started/kubernetes.md").read_text()
 DOCKERFILE = (ROOT / "containers" / "Dockerfile").read_text()
 APPTAINER = (ROOT / "containers" / "Apptainer.def").read_text()
-PAGE = (ROOT / "docs/getting-started/containers.md").read_text()
+CONTAINERS = (ROOT / "docs/getting-started/containers.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+# Fields of an object by its path; "[]" is an item of a list, "*" any key.
+JOBSET = {
+    "": "apiVersion kind metadata spec",
+    "metadata": "name namespace labels annotations",
+    "spec": "network failurePolicy successPolicy startupPolicy replicatedJobs suspend ttlSecondsAfterFinished",
+    "spec.network": "enableDNSHostnames publishNotReadyAddresses subdomain",
+    "spec.failurePolicy": "maxRestarts restartStrategy rules",
+    "spec.failurePolicy.rules[]": "name action onJobFailureReasons onJobFailureMessagePatterns targetReplicatedJobs",
+    "spec.replicatedJobs[]": "name replicas template groupName dependsOn",
+}
+JOB_TEMPLATE = "spec.replicatedJobs[].template"
+POD_TEMPLATE = f"{JOB_TEMPLATE}.spec.template"
+CONTAINER = f"{POD_TEMPLATE}.spec.containers[]"
+JOBSET |= {
+    JOB_TEMPLATE: "metadata spec",
+    f"{JOB_TEMPLATE}.spec": "parallelism completions completionMode backoffLimit podFailurePolicy template",
+    f"{JOB_TEMPLATE}.spec.podFailurePolicy": "rules",
+    f"{JOB_TEMPLATE}.spec.podFailurePolicy.rules[]": "action onExitCodes onPodConditions",
+    f"{JOB_TEMPLATE}.spec.podFailurePolicy.rules[].onExitCodes": "containerName operator values",
+    POD_TEMPLATE: "metadata spec",
+    f"{POD_TEMPLATE}.spec": "restartPolicy subdomain terminationGracePeriodSeconds securityContext containers volumes",
+    f"{POD_TEMPLATE}.spec.securityContext": "runAsUser runAsGroup fsGroup",
+    f"{POD_TEMPLATE}.spec.volumes[]": "name persistentVolumeClaim emptyDir",
+    f"{POD_TEMPLATE}.spec.volumes[].persistentVolumeClaim": "claimName readOnly",
+    f"{POD_TEMPLATE}.spec.volumes[].emptyDir": "medium sizeLimit",
+    CONTAINER: "name image command args ports env resources volumeMounts",
+    f"{CONTAINER}.ports[]": "containerPort name protocol",
+    f"{CONTAINER}.env[]": "name value valueFrom",
+    f"{CONTAINER}.env[].valueFrom": "fieldRef secretKeyRef",
+    f"{CONTAINER}.env[].valueFrom.fieldRef": "fieldPath apiVersion",
+    f"{CONTAINER}.env[].valueFrom.secretKeyRef": "name key optional",
+    f"{CONTAINER}.resources": "limits requests",
+    f"{CONTAINER}.resources.limits": "*",
+    f"{CONTAINER}.volumeMounts[]": "name mountPath readOnly",
+}
+SKYPILOT = {
+    "": "name workdir num_nodes resources file_mounts setup run envs secrets volumes config service",
+    "resources": "infra accelerators use_spot job_recovery image_id cpus memory disk_size any_of ordered",
+    "resources.job_recovery": "strategy max_restarts_on_errors recover_on_exit_codes",
+    "envs": "*",
+    "secrets": "*",
+    "volumes": "*",
+}
+ACTIONS = {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"}
+
+
+def unknown_fields(node: Any, table: dict[str, str], path: str = "") -> Iterator[str]:
+    """Yield the path of each field that the table lacks."""
+    if isinstance(node, list):
+        for item in node:
+            yield from unknown_fields(item, table, f"{path}[]")
+    elif isinstance(node, dict):
+        known = table.get(path, "").split()
+        for key, value in node.items():
+            name = f"{path}.{key}".lstrip(".")
+            if key not in known and known != ["*"]:
+                yield name
+            yield from unknown_fields(value, table, name)
+
+
+@pytest.mark.parametrize(("document", "table"), [(JOB, JOBSET), (TASK, SKYPILOT)], ids=["JobSet", "SkyPilot"])
+def test_fields_are_those_of_the_schema(document: dict[str, Any], table: dict[str, str]) -> None:
+    assert not [*unknown_fields(document, table)]
+    assert [*unknown_fields({**document, "num_node": 2}, table)] == ["num_node"], "an unknown field is reported"
+
+
+def pod() -> dict[str, Any]:
+    return job()["template"]["spec"]
+
+
+def job() -> dict[str, Any]:
+    (replicated,) = JOB["spec"]["replicatedJobs"]
+    assert replicated["replicas"] == 1
+    return replicated["template"]["spec"]
+
+
+def container() -> dict[str, Any]:
+    (only,) = pod()["containers"]
+    return only
+
+
+def pod_context(index: int) -> ProcessContext | None:
+    """Return train.py's reading of the variables of pod ``index``."""
+    environ = {}
+    for entry in container()["env"]:
+        field = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
+        environ[entry["name"]] = str(index) if "job-completion-index" in field else entry.get("value", "secret")
+    return process_context(environ)
+
+
+def assert_nodes(contexts: list[ProcessContext | None]) -> None:
+    """Check that the processes are the nodes of one run, each of which starts its ranks."""
+    for index, context in enumerate(contexts):
+        assert context is not None and context.one_per_node
+        assert (context.node, context.nodes, context.ranks_of_nodes(8 * len(contexts))[index]) == (
+            *(index, len(contexts)),
+            8,
+        )
+        assert contexts[0] is not None
+        assert (context.master_addr, context.master_port) == (contexts[0].master_addr, 29500)
+
+
+def test_pods_are_the_nodes_of_one_run() -> None:
+    nodes = job()["completions"]
+    assert (JOB["apiVersion"], JOB["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert job()["parallelism"] == nodes and job()["completionMode"] == "Indexed"
+    assert_nodes([pod_context(index) for index in range(nodes)])
+    name, replicated = JOB["metadata"]["name"], JOB["spec"]["replicatedJobs"][0]["name"]
+    context = pod_context(1)
+    assert context is not None and context.master_addr == f"{name}-{replicated}-0-0.{pod()['subdomain']}"
+    assert {"containerPort": context.master_port} in container()["ports"]
+    assert "MEGATRON_LLAMA_SECRET" in {entry["name"] for entry in container()["env"]}
+
+
+def test_skypilots_nodes_are_the_nodes_of_one_run() -> None:
+    contexts = []
+    for index in range(TASK["num_nodes"]):
+        variables = {
+            **TASK["envs"],
+            "SKYPILOT_NODE_RANK": str(index),
+            "SKYPILOT_NUM_NODES": str(TASK["num_nodes"]),
+            "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+            "PATH": "/usr/bin:/bin",
+        }
+        script = TASK["run"].replace("exec ", "env; : ")
+        done = subprocess.run(["bash", "-ec", script], env=variables, capture_output=True, text=True, check=True)
+        contexts.append(process_context(dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)))
+    assert_nodes(contexts)
+    assert contexts[1] is not None and contexts[1].master_addr == "10.0.0.1"
+
+
+@pytest.mark.parametrize("text", [container()["args"][0], TASK["run"]], ids=["JobSet", "SkyPilot"])
+def test_the_command_receives_signals_and_has_valid_settings(text: str) -> None:
+    command = text.strip().splitlines()[-1].replace("$RUN", str(TASK["envs"]["RUN"]))
+    words = shlex.split(command)
+    assert words[0] == "exec", "a shell in between would not pass SIGTERM on"
+    config = load_config(words[3:], CONF)
+    assert str(config.run.dir).startswith("/runs/") and config.checkpoint.every_minutes
+
+
+def test_restarts_follow_the_exit_status() -> None:
+    policy = JOB["spec"]["failurePolicy"]
+    assert {rule["action"] for rule in policy["rules"]} <= ACTIONS
+    (named,) = [rule["onExitCodes"] for rule in job()["podFailurePolicy"]["rules"]]
+    assert named["containerName"] == container()["name"] and {EXIT_RESTART, EXIT_USER} <= set(named["values"])
+    assert pod()["restartPolicy"] == "Never" and job()["backoffLimit"] == 0
+
+    def action(status: int) -> str:  # Kubernetes' message of a failed Job
+        message = f"Container trainer for pod default/a failed with exit code {status} matching FailJob rule at index 0"
+        matching = (
+            rule["action"]
+            for rule in policy["rules"]
+            if any(re.search(pattern, message) for pattern in rule["onJobFailureMessagePatterns"])
+        )
+        return next(matching, "RestartJobSet")
+
+    assert action(EXIT_RESTART) == "RestartJobSetAndIgnoreMaxRestarts" and action(EXIT_USER) == "FailJobSet"
+    assert action(1) == "RestartJobSet" and policy["maxRestarts"] > 0
+    recovery = TASK["resources"]["job_recovery"]
+    assert recovery["recover_on_exit_codes"] == [EXIT_RESTART] and recovery["max_restarts_on_errors"] > 0
+
+
+def test_the_grace_period_allows_a_save() -> None:
+    slurm = re.search(r"--signal=B:USR1@(\d+)", Path(ROOT / "run.slurm").read_text())
+    assert slurm is not None and pod()["terminationGracePeriodSeconds"] >= int(slurm[1])
+
+
+def test_memory_and_volumes_are_mounted() -> None:
+    volumes = {volume["name"]: volume for volume in pod()["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container()["volumeMounts"]}
+    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory" and "persistentVolumeClaim" in mounts["/runs"]
+    assert str(pod()["terminationGracePeriodSeconds"]) in PAGE
+    for path in re.findall(r"containers/\S+\.yaml", PAGE):
+        assert (ROOT / path).is_file()
+
+
+# Images
 
 
 def test_python_is_one_that_the_project_supports() -> None:
@@ -30,7 +224,7 @@ def test_torch_is_in_the_tested_range() -> None:
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_targets(target: str) -> None:
     assert f"FROM base AS {target}\n" in DOCKERFILE
-    assert f"--target {target} -t megatron_llama:{target} ." in PAGE
+    assert f"--target {target} -t megatron_llama:{target} ." in CONTAINERS
 
 
 def test_both_install_the_same_packages_of_the_system() -> None:
@@ -47,9 +241,9 @@ def test_runs_are_not_started_by_root() -> None:
 
 def test_every_command_of_the_page_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    for text in (DOCKERFILE, APPTAINER, PAGE):
+    for text in (DOCKERFILE, APPTAINER, CONTAINERS):
         assert set(re.findall(r"(?<!g\+\+ )\bmake ([a-z-]+)", text)) <= targets
-    for path in re.findall(r"(?:-f |build \S+ )(containers/\S+)", PAGE + DOCKERFILE + APPTAINER):
+    for path in re.findall(r"(?:-f |build \S+ )(containers/\S+)", CONTAINERS + DOCKERFILE + APPTAINER):
         assert (ROOT / path).is_file(), path
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from docs import generate
+from megatron_llama.cli import main
+from megatron_llama.config.fields import settings_by_name
 from tests.pages import commands_of
-from tests.paths import ROOT, TRAIN_PY
+from tests.paths import ROOT
 
 # docs/design/log and the results describe files of their time.
 N = len(ROOT.parts)
@@ -69,12 +69,6 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
     assert not broken_links(page), f"{page.name} links to files or headings that do not exist"
 
 
-def test_broken_links_are_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# Two `words`\n\n[a](page.md#two-words) [b](#two-words) [c](#3) [d](none.md) [e](page.md#none)\n")
-    assert broken_links(page) == ["#3", "none.md", "page.md#none"]
-
-
 def test_each_page_is_in_the_index() -> None:
     """docs/conf.py makes the toctrees of the site from the links of docs/index.md."""
     index = ROOT / "docs/index.md"
@@ -93,32 +87,60 @@ def test_each_file_of_results_is_used() -> None:
         assert set(used) - {file}, f"no page links to {file.name}"
 
 
-def train(command: str) -> subprocess.CompletedProcess[str]:
-    """Run a ``python train.py`` command from an empty environment of ranks, 80 columns wide."""
-    words = [sys.executable, str(TRAIN_PY), *shlex.split(command)[2:]]
-    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "COLUMNS": "80"})
+def train(command: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Return the status and the output of a ``python train.py`` command."""
+    status = main(shlex.split(command)[2:])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
 
 
-def test_readme_shows_a_real_error() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_readme_shows_a_real_error(capsys: pytest.CaptureFixture[str]) -> None:
     (command,) = [line for line in commands_of(ROOT / "README.md") if "optim.lrr=1" in line]
-    done = train(command)
-    assert done.returncode == 2
-    shown = "".join(f"    {line}".rstrip() + "\n" for line in done.stderr.strip().splitlines())
-    assert f"    $ {command}\n{shown}" in text
+    status, output = train(command, capsys)
+    shown = "".join(f"    {line}".rstrip() + "\n" for line in output.strip().splitlines())
+    assert status == 2 and f"    $ {command}\n{shown}" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_readme_plans_64_gpus() -> None:
-    (command,) = [line for line in commands_of(ROOT / "README.md") if "--dry-run" in line]
-    done = train(command)
-    assert done.returncode == 0 and "64 ranks" in done.stdout, done.stderr
+PLANS = [line for line in commands_of(ROOT / "README.md") if "--dry-run" in line]
+RUNS = [line for line in commands_of(ROOT / "README.md") if "trainer.tp=8 DATA" in line]
 
 
-RUN_COMMANDS = [line for line in commands_of(ROOT / "README.md") if "trainer.tp=8 DATA" in line]
+def test_readme_commands_make_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(PLANS) == 1 and RUNS
+    status, output = train(PLANS[0], capsys)
+    assert status == 0 and "64 ranks" in output
+    for command in RUNS:
+        settings = [word for word in command.replace("DATA", "data=mock").split() if "=" in word]
+        status, output = train(" ".join(["python train.py --dry-run device=cuda", *settings]), capsys)
+        assert status == 0, output
 
 
-@pytest.mark.parametrize("command", RUN_COMMANDS)
-def test_readme_commands_have_valid_settings(command: str) -> None:
-    settings = [word for word in command.replace("DATA", "data=mock").split() if "=" in word]
-    done = train(" ".join(["python train.py --dry-run device=cuda", *settings]))
-    assert done.returncode == 0, done.stderr
+# Generated pages
+
+
+def test_the_page_of_settings_is_current() -> None:
+    assert generate.main(["--check", "config"]) == 0
+
+
+def test_a_stale_page_is_reported_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "docs/reference/config.md"
+    (tmp_path / "conf").symlink_to(generate.ROOT / "conf")
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    assert generate.main(["--check", "config"]) == 1
+    assert generate.main(["config"]) == 0 and generate.main(["--check", "config"]) == 0
+    page.write_text(page.read_text(encoding="utf-8").replace("Tensor-parallel size", "Size"), encoding="utf-8")
+    assert generate.main(["--check", "config"]) == 1
+
+
+def test_every_setting_is_explained() -> None:
+    page = generate.config_page()
+    for name in settings_by_name():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+        assert len(row.split("|")[-2].strip()) > 10, f"{name} has no description"
+
+
+def test_a_description_is_split_after_its_first_sentence() -> None:
+    start, values = "Format of " + "messages " * 10 + "between ranks.", "null: fp32; int8: blocks (ZeRO++). For zero 3."
+    assert generate._split_description(f"{start} {values}") == (start, values)
+    with pytest.raises(AssertionError, match="begin with a sentence of at most 140 characters"):
+        generate._split_description("Format: " + "text " * 40)

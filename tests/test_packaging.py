@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 
 from megatron_llama import __main__ as console
-from megatron_llama.cli import usage
-from megatron_llama.config import ConfigError, load_config
 from megatron_llama.system import programs
 from tests.paths import CONF, ROOT
 from tests.processes import environment
@@ -99,6 +97,8 @@ def test_run_without_a_checkout(installed: Path) -> None:
     assert (installed / "work/run/checkpoints/step_00000002").is_dir()
     verified = run_wheel(installed, "verify", "run")
     assert verified.returncode == 0 and "every hash is right" in verified.stdout
+    wrong = run_wheel(installed, "plan", "model=llama_2m", "tune.steps=3")
+    assert wrong.returncode == 2 and "megatron-llama tune" in wrong.stderr and ".py" not in wrong.stderr
 
 
 def test_data_preparation_without_a_checkout(installed: Path) -> None:
@@ -111,11 +111,6 @@ def test_data_preparation_without_a_checkout(installed: Path) -> None:
     done = run_wheel(installed, "preprocess", *words)
     assert done.returncode == 0, done.stderr
     assert (installed / "work/set_text_document.bin").exists()
-
-
-def test_messages_name_commands_that_exist(installed: Path) -> None:
-    done = run_wheel(installed, "plan", "model=llama_2m", "tune.steps=3")
-    assert done.returncode == 2 and "megatron-llama tune" in done.stderr and ".py" not in done.stderr
 
 
 def test_every_program_has_a_command() -> None:
@@ -159,12 +154,9 @@ def test_versions() -> None:
     assert lines[0][1] == version
 
 
-@pytest.fixture
-def as_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_name_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert programs.name_commands("python scripts/plan.py") == "python scripts/plan.py", "in a checkout"
     monkeypatch.setattr(sys, "argv", ["megatron-llama plan", "data=mock"])
-
-
-def test_texts_name_commands(as_command: None) -> None:
     named = programs.name_commands
     assert named("usage: python scripts/plan.py [--json]\n                              [x]") == (
         "usage: megatron-llama plan [--json]\n                           [x]"
@@ -179,10 +171,6 @@ def test_texts_name_commands(as_command: None) -> None:
         assert named(text) == text
     words = "word " * 12
     assert named(f"{words}python train.py\nends.") == f"{words.strip()}\nmegatron-llama train ends.", "79 columns"
-
-
-def test_texts_name_files_in_a_checkout() -> None:
-    assert programs.name_commands("python scripts/plan.py") == "python scripts/plan.py"
 
 
 HELP = """
@@ -209,28 +197,3 @@ def test_help_names_commands() -> None:
         assert f"megatron-llama {name} " in text
         assert not re.search(r"(python |scripts/|data_prep/|\btrain\.py)", text), name
         assert [line for line in text.splitlines() if len(line) > 79 and "{" not in line] == [], name
-
-
-def test_own_groups_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files in ``conf/`` of the current folder are options, alone and in recipes."""
-    folder = tmp_path / "a project"
-    for name, text in {
-        "model/mine.yaml": "defaults: [llama_2m]\nnum_hidden_layers: 3\n",
-        "experiment/short.yaml": "# @package _global_\ndefaults: [{override /model: mine}]\ntrainer: {steps: 7}\n",
-        "optim/wsd.yaml": "lr: 1.0\n",
-    }.items():
-        (folder / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "conf" / name).write_text(text)
-    monkeypatch.chdir(folder)
-    assert load_config(["model=mine", "data=mock"], CONF).model.num_hidden_layers == 3
-    assert load_config(["model=conf/model/mine.yaml", "data=mock"], CONF).model.num_hidden_layers == 3
-    config = load_config(["experiment=short", "data=mock"], CONF)
-    assert (config.model.num_hidden_layers, config.trainer.steps) == (3, 7)
-    with pytest.raises(ConfigError, match="rename conf/optim/wsd.yaml"):
-        load_config(["optim=wsd", "data=mock"], CONF)
-    with pytest.raises(ConfigError, match="mine"):
-        load_config(["model=mime", "data=mock"], CONF)
-    assert "| mine" in usage() and "short" in usage()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="there is no model of that name"):
-        load_config(["model=mine", "data=mock"], CONF)

@@ -1,15 +1,19 @@
-"""Forked workers report each test once, name a hanging test with its stacks, and replace a worker that dies."""
+"""The runner of the tests: forked workers, samples of slow tests, and threads that would disturb a fork."""
 
 from __future__ import annotations
 
 import re
+import threading
 from functools import partial
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
-from tests import workers
-from tests.processes import run_forked
+from tests import threads, workers
+from tests.processes import Launcher, host_store, run_forked
+from tests.ranks import run_ranks
+from tests.sampling import sample
 from tests.tiers import ROWS, escaped, selected_by_tier
 
 CONFTEST = "from tests.conftest import pytest_addoption, pytest_runtestloop, pytest_runtest_setup\n"
@@ -82,3 +86,61 @@ def test_listed_rows_exist(request: pytest.FixtureRequest) -> None:
     missing = [f"{name}[{row}]" for name, rows in listed.items() for row in rows if escaped(row) not in collected[name]]
     assert not missing
     assert all(selected_by_tier(item) or item.get_closest_marker("slow") for item in request.session.items)
+
+
+TABLE = [f"test_table[{row}]" for row in ("0", "1", "2", "3 compiled", "4", "5", "6")]
+
+
+class Item:
+    """A collected test."""
+
+    def __init__(self, nodeid: str, *markers: str) -> None:
+        self.nodeid = nodeid
+        self.markers = markers
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.markers else None
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, "0"), (3, "026"), (6, "012456"), (9, "012456")])
+def test_rows_from_the_first_to_the_last(rows: int, expected: str) -> None:
+    others = [Item("test_fast[0]"), Item("test_fast[compiled]"), Item("test_slow", "slow")]
+    items = [*others, *(Item(name, "slow") for name in TABLE), Item("test_long", "slow", "long")]
+    selected = sample(items, rows)  # type: ignore[arg-type]
+    assert selected == {*others, *(item for item in items if item.nodeid in {f"test_table[{row}]" for row in expected})}
+
+
+FORKS = {
+    "ranks": lambda folder: run_ranks(int, 1),
+    "launcher": lambda folder: Launcher(lambda: 0, folder),
+    "forked": lambda folder: run_forked(lambda: None, folder / "out", folder / "err", 60),
+    "store": lambda folder: host_store(),
+}
+
+
+@pytest.mark.parametrize("kind", FORKS)
+def test_a_thread_is_named_before_a_fork(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads.check_threads()
+    monkeypatch.setattr(threads.check_threads, "__defaults__", (0.0,))
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait, name="left by a test", daemon=True)
+    thread.start()
+    try:
+        with pytest.raises(AssertionError, match="left by a test"):
+            FORKS[kind](tmp_path)
+        thread.name = "pytest_timeout tests/test_x.py"  # of the test runner
+        threads.check_threads()
+    finally:
+        end.set()
+        thread.join()
+    threads.check_threads()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_a_native_thread_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads.check_threads, "__defaults__", (0.0,))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(AssertionError, match="pt_tcpstore"):
+        Launcher(lambda: 0, tmp_path)
+    del store
+    threads.check_threads(10.0)

@@ -1,4 +1,4 @@
-"""The picture of the loss is drawn, with or without validation."""
+"""The picture of the loss, with or without validation, and its smoothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from matplotlib import pyplot
 
 from megatron_llama.plan import parameters
-from megatron_llama.train.loss_curve import SMOOTHING, describe, draw, draw_run
+from megatron_llama.train.loss_curve import SMOOTHING, describe, draw, draw_run, moving_average
 from tests.train.steps import log_steps, plan_of
 
 HEAD = struct.Struct(">8s4s4sII")
@@ -87,3 +87,26 @@ def test_the_subtitle_names_model_layout_and_device(tmp_path: Path) -> None:
     line = describe(plan)
     for word in (f"{parameters(plan.model) / 1e6:.1f} M parameters", "tp2", "fp32", "2 × cpu", "mock"):
         assert word in line
+
+
+def test_straight_lines_and_levels_are_kept() -> None:
+    steps = np.arange(1.0, 31.0)
+    line = 3.0 - 0.1 * steps
+    middles = moving_average(steps, 5)
+    assert middles.tolist() == list(range(3, 29))
+    assert moving_average(line, 5) == pytest.approx(3.0 - 0.1 * middles), "a mean that only looks back would lag"
+    wave = [1.0 + (-1) ** step for step in range(100)]
+    assert moving_average(wave, 20) == pytest.approx(1.0)
+
+
+def test_only_whole_windows_count() -> None:
+    assert moving_average([], 1).shape == (0,)
+    assert moving_average([2.0, 4.0], 1).tolist() == [2.0, 4.0]
+    assert moving_average([2.0, 4.0], 2).tolist() == [3.0]
+    assert moving_average(np.ones((3, 10)), 4).shape == (3, 7)
+
+
+def test_non_finite_values_are_left_out() -> None:
+    smooth = moving_average([1.0, math.nan, 3.0, math.inf, math.nan, 5.0], 2)
+    assert smooth[[0, 1, 2, 4]].tolist() == [1.0, 3.0, 3.0, 5.0]
+    assert math.isnan(smooth[3]), "no finite value in the window"

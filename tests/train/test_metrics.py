@@ -21,6 +21,7 @@ from megatron_llama.train.console import Progress, duration
 from megatron_llama.train.loss_curve import draw_run
 from megatron_llama.train.metrics import EVERY_STEP, SOME_STEPS, MetricsLogger
 from megatron_llama.train.metrics_file import MetricsFile, read_metrics, read_run_records, truncate_after
+from tests.golden import GoldenFiles
 from tests.paths import ROOT
 from tests.train.steps import PEAK, STEPS, log_steps, measured, plan_of
 
@@ -52,19 +53,6 @@ def test_the_documentation_lists_every_metric_in_its_order() -> None:
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*EVERY_STEP, *SOME_STEPS]
 
 
-@pytest.mark.parametrize(("data_time_s", "is_shown"), [(0.001, False), (0.2, True), (None, False)])
-def test_the_summary_says_when_training_waited_for_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], data_time_s: float | None, is_shown: bool
-) -> None:
-    with MetricsLogger(plan_of(tmp_path), PEAK) as logger:
-        for step in range(1, 5):
-            logger.log_step(measured(step, step_time_s=1.0, data_time_s=100.0 if step == 1 else data_time_s))
-        logger.finish()
-    text = capsys.readouterr().out
-    assert ("15% of the time: waiting for data" in text) == is_shown, "0.6 s of 4, without the first step"
-    assert ("waiting for data" in text) == is_shown
-
-
 def test_speeds_and_utilisation(tmp_path: Path) -> None:
     plan = plan_of(tmp_path)
     log_steps(plan)
@@ -78,6 +66,31 @@ def test_speeds_and_utilisation(tmp_path: Path) -> None:
     assert third["throughput"] == pytest.approx(3 * 8 / (0.5 + 1.0 + 1.5)), "over the steps so far"
     last_ten = sum(0.5 * step for step in range(3, 13))
     assert records[-1]["throughput"] == pytest.approx(10 * 8 / last_ten), "over the last ten steps"
+
+
+def test_metric_names_of_nemo_and_transformers(tmp_path: Path) -> None:
+    with MetricsLogger(plan_of(tmp_path), PEAK) as logger:
+        for step, seconds in enumerate((8.0, 1.0, 1.0, 2.0, 4.0, 2.0), start=1):
+            logger.log_step(measured(step, step_time_s=seconds))
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record["global_step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert [record["train_step_timing"] for record in records] == [8.0, 1.0, 1.0, 2.0, 4.0, 2.0]
+    throughput = [8 / 8, 16 / 9, 24 / 10, 32 / 12, 40 / 16, 48 / 18]
+    assert [record["throughput"] for record in records] == pytest.approx(throughput)
+    peaks = [max(throughput[: step + 1]) for step in range(6)]
+    assert [record["throughput_peak"] for record in records] == pytest.approx(peaks)
+    assert ["train_samples_per_second" in record for record in records] == [False] * 3 + [True] * 3
+    after_warm_up = [record["train_samples_per_second"] for record in records[3:]]
+    assert after_warm_up == pytest.approx([8 / 2, 16 / 6, 24 / 8])
+
+
+def test_resume_keeps_the_throughput_peak_and_restarts_warm_up(tmp_path: Path) -> None:
+    log_steps(plan_of(tmp_path), last=6)  # each step is slower: the first has the peak
+    log_steps(plan_of(tmp_path), first=6)
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert {record["throughput_peak"] for record in records} == {16.0}
+    has = [record["step"] for record in records if "train_samples_per_second" in record]
+    assert has == [4, 5, 9, 10, 11, 12], "the first three steps of each start warm up"
 
 
 def test_no_number_is_null_and_no_point(tmp_path: Path) -> None:
@@ -193,15 +206,6 @@ def test_the_bar_fits_79_columns() -> None:
     assert "10d 10:00 left" in lines[-1] and "tokens/s" in lines[-1]
 
 
-def test_a_log_line_is_whole_without_a_terminal() -> None:
-    """One line per step, so that tools can read it, however narrow the console is."""
-    file = io.StringIO()
-    progress = Progress(500_000, 0, 1, Console(file=file, force_terminal=False, width=40))
-    progress.step(measured(400_000, tokens_per_second=1_234_567.0, mfu=0.345, val_loss=2.5), seconds_per_step=9.0)
-    (line,) = file.getvalue().splitlines()
-    assert line.startswith("step 400000/500000") and line.endswith("10d 10:00 left")
-
-
 @pytest.mark.parametrize("columns", ["0", "00", "10", "junk"])
 def test_no_size_of_a_terminal_hides_the_lines(
     columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -213,52 +217,48 @@ def test_no_size_of_a_terminal_hides_the_lines(
     assert capsys.readouterr().out.startswith("step 1/12  loss ")
 
 
-def test_a_log_file_gets_plain_lines() -> None:
-    lines = shown(terminal=False, every=5).splitlines()
-    assert [line.split()[1] for line in lines] == ["5/12", "7/12", "10/12", "12/12"]
-    assert lines[0] == ("step 5/12  loss 1.6000  lr 5.00e-04  grad norm 2.667  1,234 tokens/s  MFU 34.5%  0:14 left")
-    assert "val loss 0.2500" in lines[1]
-    assert not any("\x1b" in line or "\r" in line for line in lines)
+def test_lines_of_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step is a line, however narrow the console is. Steps that may compile are not in the time left."""
+    page = f"every 5 steps\n{shown(terminal=False, every=5)}"
+    file = io.StringIO()
+    progress = Progress(500_000, 0, 1, Console(file=file, force_terminal=False, width=40))
+    progress.step(measured(400_000, tokens_per_second=1_234_567.0, mfu=0.345, val_loss=2.5), seconds_per_step=9.0)
+    page += f"a narrow console\n{file.getvalue()}"
+    for name, slow, setting in (
+        ("resumed", 5, "trainer.zero=1"),
+        ("compiled", WARM_UP_BATCHES, "trainer.compile=true"),
+    ):
+        first = 5 if name == "resumed" else 1
+        with MetricsLogger(plan_of(tmp_path, setting), PEAK, start_step=first - 1) as logger:
+            for step in range(first, first + 5):
+                logger.log_step(measured(step, step_time_s=3600.0 if step <= slow else 2.0))
+        page += f"{name}\n{capsys.readouterr().out}"
+    assert "\x1b" not in page and "\r" not in page
+    GoldenFiles.check("train/log.txt", page)
 
 
-def test_the_time_left_excludes_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = plan_of(tmp_path)
-    with MetricsLogger(plan, PEAK, start_step=4) as logger:
-        for step in range(5, STEPS + 1):
-            logger.log_step(measured(step, step_time_s=3600.0 if step == 5 else 2.0))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("step 5/12") and "left" not in lines[0], "this step may compile"
-    assert [line.rpartition("  ")[2] for line in lines[1:4]] == ["0:12 left", "0:10 left", "0:08 left"]
+SOURCE = "measured, 1024 x 1024 float32 matmul, 4 threads on 2 cores"
+RUNS = {
+    "one step": ([{}], Peak(100e9, SOURCE)),
+    "waiting for data": ([{"data_time_s": 100.0}, *[{"step_time_s": 1.0, "data_time_s": 0.2}] * 3], PEAK),
+    "no data time": ([{"data_time_s": 100.0}, *[{"step_time_s": 1.0, "data_time_s": None}] * 3], PEAK),
+    "padding": ([{"step_time_s": 0.5, "tokens": 1000, "attended": 100_000}], PEAK),
+    "above the peak": ([{}] * 3, Peak(1e6, "measured")),
+}
 
 
-def test_steps_that_compile_are_not_in_the_time_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with MetricsLogger(plan_of(tmp_path, "trainer.compile=true"), PEAK) as logger:
-        for step in range(1, 5):
-            logger.log_step(measured(step, step_time_s=600.0 if step <= WARM_UP_BATCHES else 2.0))
-    lines = capsys.readouterr().out.splitlines()
-    assert ["left" in line for line in lines] == [False, False, True, True]
-    assert lines[2].endswith("0:18 left")
-
-
-def test_a_step_above_the_peak_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with MetricsLogger(plan_of(tmp_path), Peak(1e6, "measured")) as logger:
-        for step in range(1, 4):
-            logger.log_step(measured(step))
-        logger.finish()
-    text = capsys.readouterr().out
-    assert text.count("MFU above 100 %") == 1 and "device.peak_tflops=N" in text
-    assert "MFU is unreliable" in text
-
-
-def test_the_summary_names_the_memory_that_it_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = "measured, 1024 x 1024 float32 matmul, 4 threads on 2 cores"
-    with MetricsLogger(plan_of(tmp_path), Peak(100e9, source)) as logger:
-        logger.log_step(measured(1))
-        logger.finish()
-    summary = capsys.readouterr().out.partition("\n\n")[2]
-    assert "peak memory 118 MiB on rank 0 (its process, with Python and libraries)\n" in summary
-    assert f"\n    ({source})" in summary
-    assert max(map(len, summary.partition("\n\n")[0].splitlines())) <= 79
+def test_summaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    page = ""
+    for name, (steps, peak) in RUNS.items():
+        with MetricsLogger(plan_of(Path("run")), peak) as logger:
+            for step, values in enumerate(steps, start=1):
+                logger.log_step(measured(step, **values))
+            logger.finish()
+        page += f"{name}\n\n{capsys.readouterr().out}\n"
+    assert max(map(len, page.splitlines())) <= 120
+    GoldenFiles.check("train/summaries.txt", page)
 
 
 @pytest.mark.timeout(60)

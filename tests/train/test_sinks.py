@@ -1,65 +1,89 @@
-"""metrics.csv and Weights & Biases match metrics.jsonl; their errors do not stop a run."""
+"""metrics.csv, samples.json, Weights & Biases, trackio and MLflow match metrics.jsonl; their errors stop no run."""
 
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
+import os
+import resource
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from threading import Event
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_llama.system.errors import MachineError
+from megatron_llama.train import sinks
 from megatron_llama.train.metrics import EVERY_STEP, SOME_STEPS, MetricsLogger
-from megatron_llama.train.metrics_file import read_metrics
-from megatron_llama.train.sinks import CsvFile, WandbRun, write_samples
+from megatron_llama.train.metrics_file import MetricsFile, read_metrics
+from megatron_llama.train.sinks import CsvFile, TensorBoardFile, WandbRun, write_samples
 from tests.config.helpers import make, problems_of
-from tests.train.full_disk import on_a_full_disk
-from tests.train.steps import PEAK, STEPS, log_steps, measured, plan_of
+from tests.train.steps import PEAK, STEPS, log_steps, plan_of
+
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 
 
-def rows(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+def log_twice(folder: Path, *settings: str) -> list[dict[str, Any]]:
+    """Log steps 1 to 9, then resume after step 5; return metrics.jsonl."""
+    log_steps(plan_of(folder, *settings), last=9)
+    log_steps(plan_of(folder, *settings), first=6)
+    return read_metrics(folder / "metrics.jsonl")
 
 
-def as_cells(records: list[dict[str, Any]]) -> list[dict[str, str]]:
-    return [{name: str(record.get(name, "")) for name in (*EVERY_STEP, *SOME_STEPS)} for record in records]
+def logged_values(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if value is not None}
+
+
+# Files
+
+
+def on_a_full_disk(work: Callable[[], None], errors: Path, size: int) -> str:
+    """Run ``work`` with files limited to ``size`` bytes; return stderr. The exit status must be 0."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+            sys.stderr = open(2, "w", buffering=1, closefd=False)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0, errors.read_text()
+    return errors.read_text()
 
 
 def test_csv_equals_metrics_jsonl_after_a_resume(tmp_path: Path) -> None:
-    log_steps(plan_of(tmp_path, "logging.csv=true"), last=9)
-    log_steps(plan_of(tmp_path, "logging.csv=true"), first=6)
-    records = read_metrics(tmp_path / "metrics.jsonl")
-    assert [row["step"] for row in rows(tmp_path)] == [str(step) for step in range(1, STEPS + 1)]
-    assert rows(tmp_path) == as_cells(records)
-    assert rows(tmp_path)[0]["val_loss"] == "" and rows(tmp_path)[3]["val_loss"] == "2.25"
+    records = log_twice(tmp_path, "logging.csv=true")
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == [str(step) for step in range(1, STEPS + 1)]
+    assert rows == [{name: str(record.get(name, "")) for name in (*EVERY_STEP, *SOME_STEPS)} for record in records]
+    assert rows[0]["val_loss"] == "" and rows[3]["val_loss"] == "2.25"
 
 
-def test_csv_stops_on_a_full_disk(tmp_path: Path) -> None:
-    def work() -> None:
-        file = CsvFile(tmp_path / "metrics.csv", ["step", "loss"], [])
-        for step in range(100):
-            file.append({"step": step, "loss": 2.0})
-        file.close()
-
-    errors = on_a_full_disk(work, tmp_path / "errors", 200)
-    assert errors == f"{tmp_path}/metrics.csv: stopped writing: File too large\n"
+def test_csv_path_is_a_folder(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "metrics.csv").mkdir()
+    log_steps(plan_of(tmp_path, "logging.csv=true"))
+    assert f"{tmp_path}/metrics.csv: stopped writing: Is a directory\n" in capsys.readouterr().err
 
 
-def test_samples_are_written_and_a_failure_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prompts = ["a", "1 é <"]
+def test_samples_are_written_and_a_failure_is_a_warning(tmp_path: Path, capsys: Capture) -> None:
     plan = plan_of(tmp_path)
-    plan.config.logging.sample_prompts = prompts
+    plan.config.logging.sample_prompts = ["a", "1 é <"]
     with MetricsLogger(plan, PEAK) as logger:
         logger.finish(["a b", "1 é < 2"])
     stored = json.loads((tmp_path / "samples.json").read_text(encoding="utf-8"))
-    texts = [{"prompt": prompts[0], "text": "a b"}, {"prompt": prompts[1], "text": "1 é < 2"}]
+    texts = [{"prompt": "a", "text": "a b"}, {"prompt": "1 é <", "text": "1 é < 2"}]
     assert stored == {"step": plan.config.trainer.steps, "samples": texts}
     (tmp_path / "samples.json").unlink()
     (tmp_path / "samples.json").mkdir()
@@ -68,103 +92,258 @@ def test_samples_are_written_and_a_failure_is_a_warning(tmp_path: Path, capsys: 
     assert capsys.readouterr().err == f"WARNING: {tmp_path}/samples.json was not written: Is a directory.\n"
 
 
-def test_csv_path_is_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "metrics.csv").mkdir()
-    log_steps(plan_of(tmp_path, "logging.csv=true"))
-    assert f"{tmp_path}/metrics.csv: stopped writing: Is a directory\n" in capsys.readouterr().err
+def test_metrics_that_cannot_be_written_end_the_run(tmp_path: Path) -> None:
+    def work() -> None:
+        file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+        with pytest.raises(MachineError, match=r"metrics\.jsonl: File too large\.\nthe same command resumes"):
+            for step in range(100):
+                file.append({"step": step})
+        file.close()
+
+    assert on_a_full_disk(work, tmp_path / "errors", 200) == ""
+    assert (tmp_path / "metrics.jsonl").stat().st_size == 200
 
 
-def test_metric_names_of_nemo_and_transformers(tmp_path: Path) -> None:
-    with MetricsLogger(plan_of(tmp_path), PEAK) as logger:
-        for step, seconds in enumerate((8.0, 1.0, 1.0, 2.0, 4.0, 2.0), start=1):
-            logger.log_step(measured(step, step_time_s=seconds))
-    records = read_metrics(tmp_path / "metrics.jsonl")
-    assert [record["global_step"] for record in records] == [1, 2, 3, 4, 5, 6]
-    assert [record["train_step_timing"] for record in records] == [8.0, 1.0, 1.0, 2.0, 4.0, 2.0]
-    throughput = [8 / 8, 16 / 9, 24 / 10, 32 / 12, 40 / 16, 48 / 18]
-    assert [record["throughput"] for record in records] == pytest.approx(throughput)
-    peaks = [max(throughput[: step + 1]) for step in range(6)]
-    assert [record["throughput_peak"] for record in records] == pytest.approx(peaks)
-    assert ["train_samples_per_second" in record for record in records] == [False] * 3 + [True] * 3
-    after_warm_up = [record["train_samples_per_second"] for record in records[3:]]
-    assert after_warm_up == pytest.approx([8 / 2, 16 / 6, 24 / 8])
+def test_csv_and_tensorboard_stop_on_a_full_disk(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(sinks, "FLUSH_SECONDS", 0.01)
+
+    def work() -> None:
+        board = TensorBoardFile(tmp_path / "tensorboard", 0)
+        deadline = time.monotonic() + 60
+        while board.writes and time.monotonic() < deadline:
+            board.append({"step": 1, "loss": 2.0})
+        board.append({"step": 2, "loss": 2.0})
+        board.close()
+        file = CsvFile(tmp_path / "metrics.csv", ["step", "loss"], [])
+        for step in range(500):
+            file.append({"step": step, "loss": 2.0})
+        file.close()
+
+    names = ("tensorboard", "metrics.csv")
+    expected = [f"{tmp_path}/{name}: stopped writing: File too large" for name in names]
+    assert on_a_full_disk(work, tmp_path / "errors", 1000).splitlines() == expected
 
 
-def test_resume_keeps_the_throughput_peak_and_restarts_warm_up(tmp_path: Path) -> None:
-    log_steps(plan_of(tmp_path), last=6)  # each step is slower: the first has the peak
-    log_steps(plan_of(tmp_path), first=6)
-    records = read_metrics(tmp_path / "metrics.jsonl")
-    assert {record["throughput_peak"] for record in records} == {16.0}
-    has = [record["step"] for record in records if "train_samples_per_second" in record]
-    assert has == [4, 5, 9, 10, 11, 12], "the first three steps of each start warm up"
+# Services, replaced by modules with the functions and arguments that are used (wandb 0.31, trackio 0.43, mlflow 3.17)
 
 
-class FakeWandb:
-    """The wandb functions that are used, with their signatures (wandb 0.31)."""
+class Service(ModuleType):
+    """A module that fails at its start, if ``fail_at`` is 0, or after ``fail_at`` records."""
 
-    def __init__(self, fail_at: int | None = None) -> None:
+    def __init__(self, name: str, fail_at: int | None = None) -> None:
+        super().__init__(name)
         self.inits: list[dict[str, Any]] = []
         self.logged: list[dict[str, Any]] = []
         self.finished, self.fail_at = 0, fail_at
 
+    def start(self, arguments: dict[str, Any]) -> None:
+        if self.fail_at == 0:
+            raise RuntimeError("no account\nmore")
+        self.inits.append(arguments)
+
+    def add(self, record: dict[str, Any]) -> None:
+        if len(self.logged) == self.fail_at:
+            raise OSError(28, "No space left on device")
+        self.logged.append(record)
+
+    def finish(self) -> None:
+        self.finished += 1
+
+    def install(self, monkeypatch: Patch) -> None:
+        monkeypatch.setitem(sys.modules, self.__name__, self)
+
+
+class FakeWandb(Service):
     Settings = SimpleNamespace
     __spec__ = ModuleSpec("wandb", None)
 
     def init(self, **arguments: Any) -> FakeWandb:
-        if self.fail_at == 0:
-            raise RuntimeError("api_key not configured (no-tty)\nmore")
-        self.inits.append(arguments)
+        self.start(arguments)
         return self
 
     def define_metric(self, name: str, *, step_metric: str) -> None:
         assert (name, step_metric) == ("*", "step")
 
     def log(self, data: dict[str, Any]) -> None:
-        if len(self.logged) == self.fail_at:
-            raise OSError(28, "No space left on device")
-        self.logged.append(data)
+        self.add(data)
 
-    def finish(self) -> None:
+
+class FakeTrackio(Service):
+    def init(self, project: str, name: str, config: dict[str, Any], resume: str, **more: bool) -> FakeTrackio:
+        print("* Trackio project initialized")
+        assert more == {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        self.start({"project": project, "name": name, "config": config, "resume": resume})
+        return self
+
+    def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        assert step is not None and "step" not in metrics, "a reserved key"
+        self.add({"step": step, **metrics})
+
+
+class FakeMlflow(Service):
+    """A server with the methods of MlflowClient."""
+
+    def __init__(self, name: str, fail_at: int | None = None) -> None:
+        super().__init__(name, fail_at)
+        self.experiments: dict[str, str] = {}
+        self.runs: list[SimpleNamespace] = []
+        self.answers = Event()
+        self.answers.set()
+
+    def install(self, monkeypatch: Patch) -> None:
+        monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        entities = ModuleType("mlflow.entities")
+        entities.Metric = self.metric  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+        super().install(monkeypatch)
+
+    def MlflowClient(self, tracking_uri: str) -> FakeMlflow:  # noqa: N802
+        self.start({"uri": tracking_uri})
+        return self
+
+    @staticmethod
+    def metric(key: str, value: float, timestamp: int, step: int) -> tuple[str, float, int]:
+        assert type(value) is float and type(timestamp) is int
+        return key, value, step
+
+    def get_experiment_by_name(self, name: str) -> SimpleNamespace | None:
+        return SimpleNamespace(experiment_id=self.experiments[name]) if name in self.experiments else None
+
+    def create_experiment(self, name: str) -> str:
+        assert name not in self.experiments
+        return self.experiments.setdefault(name, str(len(self.experiments)))
+
+    def create_run(self, experiment_id: str, *, tags: dict[str, str], run_name: str) -> SimpleNamespace:
+        info = SimpleNamespace(run_id=f"id{len(self.runs)}", status="RUNNING", run_name=run_name)
+        self.runs.append(SimpleNamespace(info=info, experiment=experiment_id, tags=tags, metrics=[], files={}))
+        return self.runs[-1]
+
+    def search_runs(
+        self, experiment_ids: list[str], filter_string: str, max_results: int, order_by: list[str]
+    ) -> list[SimpleNamespace]:
+        assert order_by == ["attributes.start_time DESC"]
+        name, _, value = filter_string.removeprefix("tags.").partition(" = ")
+        matches = [run for run in self.runs if run.tags.get(name.strip("`")) == value.strip("'")]
+        return [run for run in reversed(matches) if run.experiment in experiment_ids][:max_results]
+
+    def run(self, run_id: str) -> SimpleNamespace:
+        return next(run for run in self.runs if run.info.run_id == run_id)
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.run(run_id).info.status = status
+
+    def set_terminated(self, run_id: str) -> None:
         self.finished += 1
+        self.update_run(run_id, "FINISHED")
+
+    def log_dict(self, run_id: str, dictionary: dict[str, Any], artifact_file: str) -> None:
+        self.run(run_id).files[artifact_file] = dictionary
+
+    def log_batch(self, run_id: str, metrics: list[tuple[str, float, int]]) -> None:
+        self.answers.wait()
+        self.add({name: value for name, value, _ in metrics})
+        assert {step for *_, step in metrics} == {self.logged[-1]["step"]}
+        self.run(run_id).metrics.append(metrics)
 
 
-def test_wandb_logs_all_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    settings = ("logging.wandb=online", "logging.wandb_project=mine")
-    log_steps(plan_of(tmp_path, *settings), last=9)
-    log_steps(plan_of(tmp_path, *settings), first=6)
-    first, second = fake.inits
-    assert first["project"] == "mine" and first["mode"] == "online" and first["dir"] == str(tmp_path)
-    assert first["config"]["trainer"]["tp"] == 2
-    assert (tmp_path / "wandb").stat().st_mode & 0o777 == 0o700, "its files have the settings"
-    assert first["group"] == second["group"] and first["name"] != second["name"], "a start is a run of its group"
-    assert fake.finished == 2
-    records = read_metrics(tmp_path / "metrics.jsonl")
-    assert fake.logged[9:] == [{k: v for k, v in record.items() if v is not None} for record in records[5:]]
+SERVICES = {
+    "wandb": (FakeWandb, ("logging.wandb=online", "logging.wandb_project=mine"), "Weights & Biases"),
+    "trackio": (FakeTrackio, ("logging.trackio=mine",), "trackio"),
+    "mlflow": (FakeMlflow, ("logging.mlflow=mine",), "MLflow"),
+}
 
 
-@pytest.mark.parametrize(
-    ("fail_at", "message"),
-    [(0, "api_key not configured (no-tty)"), (3, "No space left on device")],
-    ids=["no account", "full disk"],
-)
-def test_wandb_never_stops_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fail_at: int, message: str
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: Patch) -> None:
+    """The packages pass the plan's check."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in SERVICES else find_spec(name))
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_has_all_metrics_of_a_resumed_run(
+    name: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
-    fake = FakeWandb(fail_at)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    log_steps(plan_of(tmp_path, "logging.wandb=online"))
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == STEPS
-    assert capsys.readouterr().err == f"Weights & Biases: stopped writing: {message}\n"
-    assert len(fake.logged) == fail_at
+    kind, settings, _ = SERVICES[name]
+    fake = kind(name)
+    fake.install(monkeypatch)
+    records = log_twice(tmp_path, *settings)
+    assert fake.logged[9:] == [*map(logged_values, records[5:])] and fake.finished == 2
+    first, second = fake.inits
+    if name == "wandb":
+        assert first["project"] == "mine" and first["mode"] == "online" and first["dir"] == str(tmp_path)
+        assert (tmp_path / "wandb").stat().st_mode & 0o777 == 0o700, "its files have the settings"
+        assert first["group"] == second["group"] and first["name"] != second["name"], "a start is a run of its group"
+    elif name == "trackio":
+        assert (first["project"], first["resume"], second["resume"]) == ("mine", "never", "allow")
+        assert first["name"] == second["name"] and first["name"].startswith(tmp_path.name)
+        assert "*" not in capsys.readouterr().out
+    if isinstance(fake, FakeMlflow):
+        (run,) = fake.runs
+        assert fake.experiments == {"mine": "0"} and first == second == {"uri": f"sqlite:///{tmp_path}/mlflow.db"}
+        assert (run.info.run_name, run.info.status) == (tmp_path.name, "FINISHED")
+        first["config"] = run.files["config.json"]
+    assert first["config"]["trainer"]["tp"] == 2
 
 
-def test_missing_wandb_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else object())
-    (problem,) = problems_of(make(**{"logging.wandb": "offline"}), 1)
-    assert problem.field == "logging.wandb" and "pip install" in problem.instead and ".[wandb]" in problem.instead
+@pytest.mark.parametrize(("fail_at", "message"), [(0, "no account"), (3, "No space left on device")])
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_never_stops_a_run(
+    name: str, fail_at: int, message: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    kind, settings, title = SERVICES[name]
+    fake = kind(name, fail_at)
+    fake.install(monkeypatch)
+    log_steps(plan_of(tmp_path, *settings))
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == STEPS and len(fake.logged) == fail_at
+    assert capsys.readouterr().err == f"{title}: stopped writing: {message}\n"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_missing_package_is_rejected(monkeypatch: Patch, name: str) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None if package == name else object())
+    value = "offline" if name == "wandb" else "mine"
+    (problem,) = problems_of(make(**{f"logging.{name}": value}), 1)
+    assert problem.field == f"logging.{name}" and "pip install" in problem.instead and f"[{name}]" in problem.instead
     assert problems_of(make(), 1) == []
+
+
+def test_no_sink_without_its_package(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    """wandb is installed where the plan was made, but not on this rank's machine."""
+    plan = plan_of(tmp_path, "logging.wandb=offline")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run = WandbRun(plan, 0)
+    run.append({"step": 1})
+    run.close()
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_mlflow_makes_a_run_per_start_from_step_0_and_folder(tmp_path: Path, monkeypatch: Patch) -> None:
+    fake = FakeMlflow("mlflow")
+    fake.install(monkeypatch)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host")
+    for name in ("one", "one", "two"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        log_steps(plan_of(tmp_path / name, "logging.mlflow=mine"))
+    log_steps(plan_of(tmp_path / "one", "logging.mlflow=mine"), first=STEPS)
+    assert [len(run.metrics) for run in fake.runs] == [STEPS, STEPS + 1, STEPS]
+    assert {each["uri"] for each in fake.inits} == {"http://host"}
+
+
+def test_a_silent_mlflow_server_delays_the_end_by_its_limit_only(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    fake = FakeMlflow("mlflow")
+    fake.answers.clear()
+    fake.install(monkeypatch)
+    monkeypatch.setattr(sinks, "MLFLOW_CLOSE_SECONDS", 0.1)
+    log_steps(plan_of(tmp_path, "logging.mlflow=mine"))
+    fake.answers.set()
+    assert capsys.readouterr().err == "MLflow: stopped writing: no answer in 0.1 s\n"
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == STEPS
+
+
+# The real packages, if they are installed
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
@@ -191,7 +370,7 @@ WANDB_SECONDS = 60
 
 
 @pytest.mark.slow
-def test_an_offline_run_of_the_real_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offline_run_of_the_real_package(tmp_path: Path, monkeypatch: Patch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR"):
@@ -213,13 +392,31 @@ def test_an_offline_run_of_the_real_package(tmp_path: Path, monkeypatch: pytest.
     assert losses == logged
 
 
-def test_no_sink_without_its_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """wandb is installed where the plan was made, but not on this rank's machine."""
-    plan = plan_of(tmp_path, "logging.wandb=offline")
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    run = WandbRun(plan, 0)
-    run.append({"step": 1})
-    run.close()
-    assert capsys.readouterr().err.count("\n") == 1
+@pytest.mark.slow
+def test_a_run_of_the_real_trackio(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio", reason="trackio, an extra, is not installed")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    records = log_twice(tmp_path, "logging.trackio=mine")
+    (name,) = SQLiteStorage.get_runs("mine")
+    logged = SQLiteStorage.get_logs("mine", name)
+    by_step = {entry["step"]: entry["reduced_train_loss"] for entry in logged}
+    assert by_step == {record["step"]: record["reduced_train_loss"] for record in records}
+    assert [entry["step"] for entry in logged].count(7) == 2, "steps after the checkpoint are logged twice"
+
+
+@pytest.mark.slow
+def test_a_run_of_the_real_mlflow(tmp_path: Path, monkeypatch: Patch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow, an extra, is not installed")
+    pytest.importorskip("sqlalchemy", reason="mlflow-skinny has no store")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sinks, "MLFLOW_CLOSE_SECONDS", 120.0)  # the first start makes the database
+    records = log_twice(tmp_path, "logging.mlflow=mine")
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "reduced_train_loss")
+    by_step = {entry.step: entry.value for entry in history}
+    assert by_step == {record["step"]: record["reduced_train_loss"] for record in records}
+    assert run.info.status == "FINISHED" and run.info.run_name == tmp_path.name

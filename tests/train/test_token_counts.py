@@ -101,13 +101,6 @@ def test_speed_and_utilisation_without_padding(tmp_path: Path) -> None:
     assert full["mfu"] == pytest.approx(flops_per_token(plan.model, 256).causal * 4096 / (2 * 100e9))
 
 
-def test_the_summary_says_both_speeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with MetricsLogger(plan_of(tmp_path), PEAK) as logger:
-        logger.log_step(measured(1, step_time_s=0.5, tokens=1000, attended=100_000))
-        logger.finish()
-    assert "2,000 tokens/s, 4,096 with padding (median step)" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])
 def test_consumed_tokens_are_exact_over_a_resume_in_another_layout(tmp_path: Path, pack: bool) -> None:
     lengths = [2 + (5 * number) % LENGTH for number in range(24)]
