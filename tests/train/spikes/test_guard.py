@@ -241,9 +241,7 @@ def test_resume_keeps_the_means_and_the_skipped_data(
 
 
 @pytest.mark.slow
-def test_a_rewound_run_resumes_in_another_layout(
-    tmp_path: Path, one_process: dict[str, list[dict[str, Any]]]
-) -> None:
+def test_a_rewound_run_resumes_in_another_layout(tmp_path: Path, one_process: dict[str, list[dict[str, Any]]]) -> None:
     run(2, tmp_path / "run", "trainer.tp=2", "trainer.spike_guard=rewind", "trainer.steps=13")
     records = run(2, tmp_path / "run", "trainer.dp=2", "trainer.spike_guard=rewind")
     losses = column(one_process["rewind"], "reduced_train_loss")
