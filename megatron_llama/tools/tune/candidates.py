@@ -16,7 +16,7 @@ from megatron_llama.config.fields import get
 from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings import RECOMPUTE, Config
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.plan.derive import derive_optimizer
+from megatron_llama.plan.derive import derive_optimizer, split_evenly
 from megatron_llama.plan.memory import SURE, stage_footprints
 from megatron_llama.plan.resolve import change_settings
 from megatron_llama.tools.tune.target import Target
@@ -26,6 +26,13 @@ WORTH_TRYING = ("none", "elementwise", "full")
 """Candidates of trainer.recompute. With fused attention, selective saves no less memory than elementwise."""
 LARGEST_MICRO_BATCH = 64
 MOST_VIRTUAL = 8
+SHORTEST_PART = 1024
+"""Tokens of a sequence on a rank, below which context parallelism is not tried for the throughput."""
+NOT_TRIED = (
+    f"tp x cp across nodes, cp below {SHORTEST_PART:,} tokens per rank, vpp above {MOST_VIRTUAL} or with unbalanced "
+    f"stages, micro_batch_size above {LARGEST_MICRO_BATCH}, recompute=selective, pipeline_layers"
+)
+"""Valid settings that no search tries, for the output."""
 TUNED = (
     "trainer.tp",
     "trainer.cp",
@@ -114,7 +121,8 @@ class Tuner:
             fixed: values of tuned settings that the user has set.
             target: devices of the run.
             extra: values of other settings, added to each candidate.
-            context: whether to try all sizes of context parallelism. Otherwise the config's.
+            context: whether to try all sizes of context parallelism. Otherwise the config's, and sizes with
+                at least ``SHORTEST_PART`` tokens of a sequence on each rank.
         """
         self.config, self.fixed, self.target, self.extra = config, fixed, target, dict(extra or {})
         self.context = context
@@ -164,7 +172,7 @@ class Tuner:
         self, space: CandidateSpace, layout: Mapping[str, Any], ranks: int, memory_factor: float
     ) -> None:
         """Add a layout with each micro batch size up to the first that does not fit."""
-        sizes = self._options("trainer.micro_batch_size", self._micro_batches(layout["trainer.dp"]))
+        sizes = self._options("trainer.micro_batch_size", self._micro_batches(layout))
         for number, size in enumerate(sizes):
             try:
                 each = self.candidate({**layout, "trainer.micro_batch_size": size, **self.extra}, ranks)
@@ -199,17 +207,17 @@ class Tuner:
 
     def _contexts(self, ranks: int, inside: int) -> Iterable[int]:
         """Return the sizes of context parallelism to try, within a node."""
-        if not self.context:
-            return [self.config.trainer.cp]
-        return [size for size in _divisors(ranks) if size <= max(1, inside)]
+        sizes = [size for size in _divisors(ranks) if size <= max(1, inside)]
+        if self.context:
+            return sizes
+        return [n for n in sizes if n == self.config.trainer.cp or self.config.data.seq_length >= n * SHORTEST_PART]
 
     def _cuts(self, tp: int) -> bool:
         return can_cut(self.config.model, tp)
 
     def _with_schedules(self, tp: int, cp: int, pp: int, dp: int) -> Iterator[dict[str, Any]]:
         """Yield a grid with each choice of virtual stages, ZeRO stage, shard group and recomputation."""
-        layers = self.config.model.num_hidden_layers
-        virtual = [v for v in range(1, MOST_VIRTUAL + 1) if v == 1 or (pp > 1 and layers % (pp * v) == 0)]
+        virtual = [v for v in range(1, MOST_VIRTUAL + 1) if v == 1 or (pp > 1 and self._is_balanced(pp, v))]
         zero = [0, 1, 2, 3] if dp * cp > 1 else [self.config.trainer.zero]
         for vpp in self._options("trainer.vpp", virtual):
             for stage in self._options("trainer.zero", zero):
@@ -219,6 +227,14 @@ class Tuner:
                         names = (name for name in TUNED if name != "trainer.micro_batch_size")
                         yield dict(zip(names, values, strict=True))
 
+    def _is_balanced(self, pp: int, vpp: int) -> bool:
+        """Return whether no stage gets more layers in ``vpp`` chunks than in one."""
+        layers = self.config.model.num_hidden_layers
+        if layers < pp * vpp:
+            return False
+        chunks = split_evenly(layers, pp * vpp)
+        return max(sum(chunks[stage::pp]) for stage in range(pp)) <= -(-layers // pp)
+
     def _groups(self, tp: int, replicas: int, zero: int) -> Iterator[int | None]:
         """Yield the shard groups: all ranks with the same weights (None), or the ranks of one node."""
         yield None
@@ -226,11 +242,15 @@ class Tuner:
         if zero and 1 < inside < replicas and replicas % inside == 0 and self.target.nodes > 1:
             yield inside
 
-    def _micro_batches(self, dp: int) -> Iterator[int]:
-        share = self.config.trainer.global_batch_size // dp
+    def _micro_batches(self, layout: Mapping[str, Any]) -> Iterator[int]:
+        dp = layout["trainer.dp"]
+        # Virtual stages need whole rounds of pp micro batches. A fixed number of them is checked by the rules.
+        is_interleaved = layout["trainer.vpp"] > 1 and "trainer.vpp" not in self.fixed
+        unit = dp * layout["trainer.pp"] if is_interleaved else dp
+        share = self.config.trainer.global_batch_size // unit
         sizes = [self.config.trainer.global_batch_size, *(size for _, size in self.config.trainer.batch_schedule)]
         for size in range(1, min(share, LARGEST_MICRO_BATCH) + 1):
-            if all(each % (size * dp) == 0 for each in sizes):
+            if all(each % (size * unit) == 0 for each in sizes):
                 yield size
 
 

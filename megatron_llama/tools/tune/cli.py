@@ -18,7 +18,7 @@ python scripts/tune.py [--output FILE.yaml] [objective=...] [group=choice ...]
                        [section.setting=value ...] [cluster.setting=value ...]
                        [tune.setting=value ...]
 
-Find tp, pp, vpp, dp, zero, shard_group, micro_batch_size and recompute for a
+Find tp, cp, pp, vpp, dp, zero, shard_group, micro_batch_size, recompute for a
 run of `python train.py` with the same settings. The search forecasts memory
 and time of all valid settings, runs the fastest ones for some steps, and
 prints the best. Settings on the command line stay fixed. Model, global batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from megatron_llama.tools.common import NO_FILES, progress_bar
 from megatron_llama.tools.plan.forecast_run import MOST_DEVICES, forecast_plan
 from megatron_llama.tools.planned_run import batch_problems
 from megatron_llama.tools.settings import TuneConfig, load_cluster, load_tuning
-from megatron_llama.tools.tune.candidates import TUNED, Candidate, CandidateSpace, Tuner, fixed_settings
+from megatron_llama.tools.tune.candidates import NOT_TRIED, TUNED, Candidate, CandidateSpace, Tuner, fixed_settings
 from megatron_llama.tools.tune.longest import (
     LENGTH,
     STEP,
@@ -356,13 +357,15 @@ def _measured(result: SearchResult, candidate: Candidate, tokens: int) -> list[s
 
 def rejection_lines(result: SearchResult) -> Iterator[str]:
     """Yield the number of settings considered, and of rejected ones by reason."""
-    yield f"{result.space.total:,} {plural(result.space.total, 'set')} of settings considered; rejected:"
     rejected = dict(result.space.rejected.most_common())
     history = result.history
     after = sum(each.key not in history.tried and not history.can_fit(each) for each in result.space.candidates)
     if after:
         rejected["does not fit, by the corrected forecast"] = after
+    end = "; rejected:" if rejected else ", none rejected"
+    yield f"{result.space.total:,} {plural(result.space.total, 'set')} of settings considered{end}"
     yield from (f"  {count:>7,}  {reason}" for reason, count in rejected.items())
+    yield from textwrap.wrap(f"not tried: {NOT_TRIED}", initial_indent="  ", subsequent_indent="    ", width=80)
     if history.tried:
         yield f"  correction of the activation forecast from trials: x {history.memory_scale:.2f}"
 

@@ -8,10 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from megatron_llama.cli import parse_overrides
 from megatron_llama.config import ConfigError
-from megatron_llama.tools.tune.candidates import Candidate
+from megatron_llama.config.fields import get
+from megatron_llama.tools.common import NO_FILES
+from megatron_llama.tools.settings import ClusterConfig
+from megatron_llama.tools.tune.candidates import TUNED, Candidate, Tuner
 from megatron_llama.tools.tune.search import TrialHistory, search
+from megatron_llama.tools.tune.target import find_target
 from megatron_llama.tools.tune.trial import DONE, MEMORY, TRIALS_FILE, Journal, TrialOutcome
+from megatron_llama.topology import Grid
+from tests.paths import CONF
 from tests.tools.tune.searches import SimulatedMachine, exhaustive_best, search_on, space_of, tuned
 
 FACTORS = {
@@ -157,3 +164,21 @@ def test_trials_correct_the_forecast_of_other_candidates() -> None:
     slow = [ratio for ratio, each in zip(ratios, others, strict=True) if each.settings["trainer.tp"] == 2]
     fast = [ratio for ratio, each in zip(ratios, others, strict=True) if each.settings["trainer.tp"] == 1]
     assert min(slow) > 1.7 * max(fast), "no trial of these candidates"
+
+
+CHIPS = {"llama2_7b_qnli_trainium": "trn1", "llama2_70b_lora_gaudi": "gaudi2"}
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (CONF / "experiment").glob("*.yaml")))
+def test_shipped_recipes_are_candidates(recipe: str) -> None:
+    """So the best candidate is not slower than the recipe in the same forecast."""
+    config = parse_overrides([f"experiment={recipe}", "data=mock", "dry_run=true", *NO_FILES])
+    ranks = Grid.of(config.trainer).world_size
+    cluster = ClusterConfig(device=CHIPS.get(recipe, "h100"), nodes=max(1, ranks // 8))
+    target, problems = find_target(config, cluster, ())
+    assert target is not None and not problems
+    tuner = Tuner(config, {}, target)
+    settings = {name: value for name in TUNED if (value := get(config, name)) is not None}
+    size = settings.pop("trainer.micro_batch_size")
+    layouts = [layout for layout in tuner.layouts(ranks) if settings.items() <= layout.items()]
+    assert any(size in tuner._micro_batches(layout) for layout in layouts)
