@@ -210,7 +210,8 @@ class Tuner:
         sizes = [size for size in _divisors(ranks) if size <= max(1, inside)]
         if self.context:
             return sizes
-        return [n for n in sizes if n == self.config.trainer.cp or self.config.data.seq_length >= n * SHORTEST_PART]
+        given, length = self.config.trainer.cp, self.config.data.seq_length or 0
+        return [size for size in sizes if size == given or length >= size * SHORTEST_PART]
 
     def _cuts(self, tp: int) -> bool:
         return can_cut(self.config.model, tp)
