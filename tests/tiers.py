@@ -119,7 +119,6 @@ ROWS: dict[str, tuple[str, ...]] = {
         "2-layout1",
         "2-layout3",
     ),
-    "optim/test_blockwise.py::test_a_resumed_run_is_the_uninterrupted_one": (),
     "optim/test_muon.py::test_update_is_torch_muons": ("match_rms_adamw",),
     "optim/test_new_optimizer.py::test_a_layout_trains_as_one_process_does": (),
     "optim/test_new_optimizer.py::test_it_trains_and_resumes_bit_identically": ("fp32",),

@@ -19,6 +19,7 @@ from tests.ranks import RankFailed, run_ranks
 from tests.rows import rows
 
 ONE_BIT = ["optim.name=onebit_adam", "trainer.zero=0", "optim.freeze_step=2"]
+DROPPING = "trainer.random_ltd={min_value: 4, require_steps: 5, seq_per_step: 4}"
 ADAM = ["optim.lr=0.01", "optim.warmup_steps=2", "trainer.steps=8"]
 SR, FP32, NO_SAVE = "trainer.precision=bf16_sr", "trainer.precision=fp32", "checkpoint.save_last=false"
 
@@ -40,11 +41,15 @@ LAYOUTS = {
     "bf16_sr, sgd": (1, [SR, "optim.name=sgd"]),  # its update count is only used for the noise
     "fp32_OptStates": (1, ["trainer.precision=fp32_OptStates"]),
     "fp32_ZeroOptMaster": (1, ["trainer.precision=fp32_ZeroOptMaster"]),
+    "8-bit states": (2, ["optim.state_bits=8", "model.hidden_size=64", "trainer.tp=2"]),
+    # Lengths of 4 to 16 tokens.
+    "random-LTD, documents": (1, [DROPPING, "data.document_mask=true"]),
 }
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"), rows(LAYOUTS.items(), {"dp2zero3", "1-bit Adam, signs", "fp32_OptStates"})
+    ("ranks", "layout"),
+    rows(LAYOUTS.items(), {"dp2zero3", "1-bit Adam, signs", "fp32_OptStates", "random-LTD, documents"}),
 )
 def test_losses_after_a_resume_are_the_uninterrupted_runs(ranks: int, layout: list[str], tmp_path: Path) -> None:
     whole = run(ranks, tmp_path / "whole", *ADAM, *layout, until=5, tamper=_seed)

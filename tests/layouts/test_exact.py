@@ -14,7 +14,7 @@ from tests.oracle import TOLERANCE, Result, oracle, run_layout, worst
 from tests.rows import rows
 
 BF16 = "trainer.precision=bf16"
-STEPS = 20
+ROWS, STEPS = exact_rows(), 20
 KINDS = ("initial", "first_grads", "last_grads", "weights", "states")
 
 
@@ -35,7 +35,7 @@ def differing(result: Result, expected: Result) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize(("ranks", "layout", "model"), rows(((row[0], row[1:]) for row in exact_rows()), EXACT_QUICK))
+@pytest.mark.parametrize(("ranks", "layout", "model"), rows(((row[0], row[1:]) for row in ROWS), EXACT_QUICK))
 def test_every_layout_has_the_bits_of_one_process(ranks: int, layout: list[str], model: list[str]) -> None:
     expected = oracle(EXACT, *model)
     assert expected.states, "states were compared"
@@ -44,9 +44,7 @@ def test_every_layout_has_the_bits_of_one_process(ranks: int, layout: list[str],
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", [[], [BF16]], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("ranks", "layout", "model"), [row[1:] for row in exact_rows()], ids=[row[0] for row in exact_rows()]
-)
+@pytest.mark.parametrize(("ranks", "layout", "model"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
 def test_twenty_steps(ranks: int, layout: list[str], model: list[str], precision: list[str]) -> None:
     if precision and any(override.startswith("trainer.precision") for override in (*layout, *model)):
         pytest.skip("the row has its own precision")

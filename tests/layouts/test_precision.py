@@ -3,6 +3,7 @@ batches."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,29 +53,17 @@ STOCHASTIC = {"bf16_sr", "bf16SR", "fp32_OptStates", "fp32_ZeroOptMaster"}
 
 @dataclass
 class Observed:
-    """Dtypes, and bytes on this rank."""
+    """Dtypes by kind, and bytes on this rank."""
 
-    working: set[torch.dtype] = field(default_factory=set)
-    """Weights that the layers multiply with."""
-    activations: set[torch.dtype] = field(default_factory=set)
-    whole_sums: set[torch.dtype] = field(default_factory=set)
-    """Gradients between two micro batches, where they are kept whole."""
-    sharded_sums: set[torch.dtype] = field(default_factory=set)
-    """And where they are not."""
-    sent: set[torch.dtype] = field(default_factory=set)
-    """Gradients on their way between ranks."""
-    stored: set[torch.dtype] = field(default_factory=set)
-    moments: set[torch.dtype] = field(default_factory=set)
-    handed: set[torch.dtype] = field(default_factory=set)
-    """Gradients as the optimizer gets them."""
+    dtypes: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     weight_bytes: int = 0
     gradient_bytes: int = 0
     moment_bytes: int = 0
     planned: tuple[int, int, int] = (0, 0, 0)
 
-
-def names(dtypes: set[torch.dtype]) -> set[str]:
-    return {str(dtype).removeprefix("torch.") for dtype in dtypes}
+    def add(self, kind: str, *tensors: torch.Tensor) -> None:
+        """Record the dtypes of tensors."""
+        self.dtypes[kind] |= {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
 
 
 def test_the_table_has_every_name() -> None:
@@ -98,18 +87,17 @@ def test_live_tensors_have_the_dtypes_of_the_table(zero: int) -> None:
     for name, actual in zip(chosen, first, strict=True):
         expected = TABLE[name]
         stored = expected.master or expected.products
-        assert names(actual.working) == {expected.products}, name
-        assert names(actual.activations) == {expected.products}, name
-        assert names(actual.sent) - {"int64"} == {expected.sums}, name  # int64: the counts of tokens
-        assert names(actual.stored) == {stored}, name
-        assert names(actual.moments) == {expected.moments}, name
-        if zero < 2:
-            assert (names(actual.whole_sums), actual.sharded_sums) == ({expected.sums}, set()), name
-        else:
-            # fully_shard casts reduced gradients to the parameter's dtype and adds the next micro batch to them:
-            # with fp32 masters these sums are fp32, even if the precision requests bf16.
-            assert (actual.whole_sums, names(actual.sharded_sums)) == (set(), {stored}), name
-        assert names(actual.handed) == {stored}, name
+        # fully_shard casts reduced gradients to the parameter's dtype and adds the next micro batch to them: with fp32
+        # masters these sums are fp32, even if the precision requests bf16.
+        sums = {"whole sums": {expected.sums}} if zero < 2 else {"sharded sums": {stored}}
+        assert actual.dtypes == sums | {
+            "weights of the layers": {expected.products},
+            "activations": {expected.products},
+            "sent": {expected.sums},
+            "stored": {stored},
+            "moments": {expected.moments},
+            "gradients for the optimizer": {stored},
+        }, name
         assert (actual.weight_bytes, actual.gradient_bytes, actual.moment_bytes) == actual.planned, name
 
 
@@ -128,13 +116,14 @@ def _look(rank: int, plans: list[Plan]) -> list[Observed]:
             dist.all_reduce = all_reduce
             grads = [shard.grad for shard in model.shards if shard.grad is not None]
             assert len(grads) == len(model.shards)
-            actual.handed = {grad.dtype for grad in grads}
+            actual.add("gradients for the optimizer", *grads)
             actual.gradient_bytes = max(actual.gradient_bytes, sum(grad.nbytes for grad in grads))
             optimizer.step(optimizer.gradient_norm())
-            actual.stored = {shard.local.dtype for shard in model.shards}
+            actual.add("stored", *(shard.local for shard in model.shards))
             actual.weight_bytes += sum(shard.local.nbytes for shard in model.shards)
             moments = [moment for _, _, moment in optimizer.states()]
-            actual.moments, actual.moment_bytes = {m.dtype for m in moments}, sum(m.nbytes for m in moments)
+            actual.add("moments", *moments)
+            actual.moment_bytes = sum(moment.nbytes for moment in moments)
             held = sum(shard.parameter.numel() for shard in model.shards)
             memory = rank_memory(plan, StageParameters(held, held, 0))
             actual.planned = (memory.weights, memory.gradients, memory.optimizer)
@@ -143,12 +132,12 @@ def _look(rank: int, plans: list[Plan]) -> list[Observed]:
 
 
 def _watched(reduce: Any, actual: Observed) -> Any:
-    """Wrap a collective to record the dtype of tensors that it sends; the loss and the token count are scalars."""
+    """Wrap a collective to record the dtypes that it sends. Scalars and int64 tensors are the loss and token counts."""
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         tensor = kwargs["input_tensor"] if "input_tensor" in kwargs else args[0]
-        if tensor.dim() and dist.get_world_size(kwargs.get("group")) > 1:
-            actual.sent.add(tensor.dtype)
+        if tensor.dim() and tensor.dtype != torch.int64 and dist.get_world_size(kwargs.get("group")) > 1:
+            actual.add("sent", tensor)
         return reduce(*args, **kwargs)
 
     return watched
@@ -167,11 +156,11 @@ def _watch_forwards(model: ParallelModel, actual: Observed) -> None:
 
     def after_block(block: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
         if calls["chunk"] == 2:
-            actual.activations.add(output.dtype)
+            actual.add("activations", output)
 
     def inside(module: torch.nn.Module, inputs: tuple) -> None:
         if calls["chunk"] == 2 and isinstance(getattr(module, "weight", None), torch.Tensor):
-            actual.working.add(module.weight.dtype)  # type: ignore[arg-type, union-attr]
+            actual.add("weights of the layers", module.weight)  # type: ignore[arg-type]
 
     chunk.register_forward_pre_hook(before_chunk, prepend=True)
     for block in blocks:
@@ -195,5 +184,7 @@ def _look_at_gradients(chunk: torch.nn.Module, actual: Observed) -> None:
             sharded.append(param.sharded_param.grad.to_local())
         gathered = [t for t in param.all_gather_outputs if t.untyped_storage().size()]
         actual.weight_bytes += sum(t.nbytes for t in gathered)
-    actual.whole_sums, actual.sharded_sums = {t.dtype for t in whole}, {t.dtype for t in sharded}
+    for kind, grads in (("whole sums", whole), ("sharded sums", sharded)):
+        if grads:
+            actual.add(kind, *grads)
     actual.gradient_bytes = sum(t.nbytes for t in [*whole, *sharded])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from megatron_llama.devices.visibility import AttentionInputs, Documents, dense_
 from megatron_llama.model.random_ltd import Subset, build_subsets, draw_subsets
 from megatron_llama.model.rotary import at_positions, rotary_table
 from megatron_llama.plan import Plan
-from tests.checkpoint.runner import assert_same, run
 from tests.layouts.table import DROPPING
 from tests.oracle import CPU, make_plan, rank_batches, rank_groups, rank_model
 from tests.ranks import run_ranks
@@ -126,15 +124,6 @@ def _layer_and_reference(rank: int, plans: list[Plan], with_documents: list[bool
             expected = with_gradient(reference)
             actual.append({kernel: (with_gradient(ours, kernel), expected, x, dropped) for kernel in ("tiles", "mask")})
     return actual
-
-
-def test_a_resumed_run_sees_the_same_tokens(tmp_path: Path) -> None:
-    overrides = (DROPPING.replace("require_steps: 3", "require_steps: 5"), "data.document_mask=true")
-    whole = run(1, tmp_path / "whole", *overrides, until=4)
-    first = run(1, tmp_path / "halves", *overrides, until=2)
-    second = run(1, tmp_path / "halves", *overrides, until=4)
-    assert second.started_at == 2 and first.losses | second.losses == whole.losses
-    assert_same(second.tensors, whole.tensors)
 
 
 def test_validation_and_logits_see_all_tokens() -> None:

@@ -35,7 +35,6 @@ LEVELS = {signed: levels_on(CPU, signed=signed) for signed in (True, False)}
 WIDE = ("model.hidden_size=128", "model.intermediate_size=128", "model.num_hidden_layers=2")
 EIGHT = (*WIDE, "optim.state_bits=8")
 LORA = ["finetune=lora", "finetune.lora_rank=32", "finetune.lora_target_modules=all-linear", "init_from=null"]
-ADAM = ("optim.lr=0.01", "optim.warmup_steps=2", "trainer.steps=8")
 
 
 def random(rows: int, columns: int, seed: int = 1) -> torch.Tensor:
@@ -197,15 +196,6 @@ def _state_bytes(entry: tuple[str, Shard, torch.Tensor | BlockwiseState]) -> int
     state = entry[2]
     parts = (state.codes, state.scales) if isinstance(state, BlockwiseState) else (state,)
     return sum(part.nbytes for part in parts)
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    layout = ("trainer.tp=2", "trainer.zero=2")
-    whole = run(2, tmp_path / "whole", *ADAM, *EIGHT, *layout, until=4)
-    run(2, tmp_path / "halves", *ADAM, *EIGHT, *layout, until=2)
-    second = run(2, tmp_path / "halves", *ADAM, *EIGHT, *layout, until=4)
-    assert second.started_at == 2 and second.losses == {step: whole.losses[step] for step in (3, 4)}
-    assert_same(second.tensors, whole.tensors)
 
 
 def test_any_layout_reads_the_same_codes_and_32_bits_their_values(

@@ -28,8 +28,6 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 }
 QUICK = {
     "tp2",
-    "tp2·pp2",
-    "dp2, zero 1",
     "dp2, zero 3",
     "dp4, hybrid, zero 3",
     "tp2·dp2, zero 2",
