@@ -83,18 +83,3 @@ def test_a_run_of_one_micro_batch_keeps_them_narrow_and_trains_the_same(
     monkeypatch.setattr(Plan, "storage", property(lambda plan: replace(stored(plan), keeps_bf16_grads=False)))
     # Norms are summed in another order: a bf16 gradient that is rounded once more would be 1e-3 off.
     assert max(worst(actual, run_layout(ranks, *layout, steps=3)).values()) < 1e-6
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        "trainer.micro_batch_size=4",  # which are summed
-        "trainer.precision=fp32",
-        "trainer.precision=bf16_sr",
-        "trainer.zero=3",
-        "trainer.offload=[optimizer]",
-        "device.name=cuda",
-    ],
-)
-def test_elsewhere_they_have_the_weights_dtype(other: str) -> None:
-    assert not make_plan(1, *ONE, other).storage.keeps_bf16_grads

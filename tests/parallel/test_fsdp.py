@@ -74,12 +74,6 @@ def _recorded_buffers(rank: int, plan: Plan) -> int:
     return len(recorded)
 
 
-def test_zero_3_and_fp32_have_none() -> None:
-    for layout in (["trainer.precision=bf16", "trainer.zero=3"], ["trainer.precision=fp32"]):
-        assert make_plan(1, *layout).storage.kind != COPIES
-    assert make_plan(2, "trainer.precision=bf16").storage.kind == SHARDS
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_memory_of_the_copies(tied: bool) -> None:
     """Copies have memory in a pass only. The embedding's is freed once it has been read, unless something reads it

@@ -30,7 +30,8 @@ def test_kinds(ranks: int, settings: list[str], kind: str) -> None:
 def test_bf16_gradients_and_the_freed_embedding_need_copies_and_one_micro_batch() -> None:
     one = make_plan(1, "trainer.precision=bf16", ONE_MICRO_BATCH).storage
     assert one.one_micro_batch and one.keeps_bf16_grads and one.frees_embedding
-    for other in ("trainer.micro_batch_size=4", "trainer.zero=3", "trainer.precision=fp32"):
+    others = ("trainer.micro_batch_size=4", "trainer.zero=3", "trainer.precision=fp32", "trainer.precision=bf16_sr")
+    for other in others:
         storage = make_plan(1, "trainer.precision=bf16", ONE_MICRO_BATCH, other).storage
         assert not storage.keeps_bf16_grads and not storage.frees_embedding, other
     for other in ("device.name=cuda", "trainer.offload=[optimizer]"):
