@@ -90,6 +90,7 @@ def test_scales_of_a_part_are_seen() -> None:
     assert distance > 2 * SHARE * error
 
 
+@pytest.mark.slow
 def test_shared_kv_heads_round_parts_of_their_gradient() -> None:
     """tp above the number of kv heads: each rank rounds the gradient from its query heads, before their sum."""
     layout = [ROWWISE, "trainer.tp=4", "trainer.micro_batch_size=4"]
