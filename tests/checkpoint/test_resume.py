@@ -42,7 +42,6 @@ LAYOUTS = {
     "fp32_OptStates": (1, ["trainer.precision=fp32_OptStates"]),
     "fp32_ZeroOptMaster": (1, ["trainer.precision=fp32_ZeroOptMaster"]),
     "8-bit states": (2, ["optim.state_bits=8", "model.hidden_size=64", "trainer.tp=2"]),
-    # Lengths of 4 to 16 tokens.
     "random-LTD, documents": (1, [DROPPING, "data.document_mask=true"]),
 }
 
