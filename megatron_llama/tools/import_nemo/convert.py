@@ -78,6 +78,7 @@ class _Conversion:
         self.recompute()
         self.precision()
         self.checkpoints()
+        self.loggers()
         self.devices()
         if self.problems:
             raise ConfigError(self.problems)
@@ -395,6 +396,12 @@ class _Conversion:
         if self.get(key) is not None:
             self.convert_key(key, "checkpoint.resume", "auto" if self.values[key] else "never")
 
+    def loggers(self) -> None:
+        key = "exp_manager.create_wandb_logger"
+        if self.get(key) is not None:
+            is_offline = self.get("exp_manager.wandb_logger_kwargs.offline", False)
+            self.convert_key(key, "logging.wandb", ("offline" if is_offline else "online") if self.values[key] else "off")
+
     def _checkpoint_interval(self) -> None:
         """Convert the checkpoint interval; without one NeMo saves at each validation, the Trainium programs never."""
         at = "exp_manager.checkpoint_callback_params."
@@ -424,7 +431,3 @@ class _Conversion:
             devices = len(devices)
         if _is_count(devices) and _is_count(nodes) and devices > 0:  # -1 and auto: all devices of the machine
             self.result.world_size = devices * nodes
-        for section in ("model.", keys.LAYOUT):
-            if self.get(key := f"{section}context_parallel_size", 1) != 1:
-                why = "the result is the same; write trainer.cp=N to divide sequences over ranks"
-                self.record(key, SAME_TRAINING, why=why)

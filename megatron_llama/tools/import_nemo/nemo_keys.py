@@ -27,6 +27,7 @@ ONE_TO_ONE: Mapping[str, str] = {
             "tensor_model_parallel_size": "trainer.tp",
             "pipeline_model_parallel_size": "trainer.pp",
             "virtual_pipeline_model_parallel_size": "trainer.vpp",
+            "context_parallel_size": "trainer.cp",
             "sequence_parallel": "trainer.sp",
         }.items()
     },
@@ -63,6 +64,7 @@ ONE_TO_ONE: Mapping[str, str] = {
     "model.optim.sched.warmup_steps": "optim.warmup_steps",
     "model.optim.sched.constant_steps": "optim.constant_steps",
     "exp_manager.create_tensorboard_logger": "logging.tensorboard",
+    "exp_manager.wandb_logger_kwargs.project": "logging.wandb_project",
     "exp_manager.log_parameter_norm": "logging.parameter_norm",
     "model.log_parameter_norm": "logging.parameter_norm",
     "exp_manager.explicit_log_dir": "run.dir",
@@ -115,14 +117,12 @@ _MODEL_VALUES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("rampup_batch_size", (), "write trainer.batch_schedule=[[samples, size], ...]"),
     ("hidden_size_per_head", (), "write model.kv_channels instead"),
     ("flexible_pipeline_parallel_stages", (), "write trainer.pipeline_layers=[...], the layers of each stage"),
-    ("context_parallel_size", (1,), "write trainer.cp=N to divide sequences over ranks"),
     ("fsdp_grad_reduce_dtype", (32, "32", "fp32"), "gradients are summed in fp32"),
     ("optim.grad_sync_dtype", ("fp32",), "gradients are summed in fp32"),
     ("resume_from_checkpoint restore_from_path restore_from_ckpt", (), _CHECKPOINTS),
     ("peft.peft_scheme", ("none",), "adapters are not converted: write finetune=lora (docs/guides/data/finetuning.md)"),
 )
 _OTHER_VALUES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    (f"{LAYOUT}context_parallel_size", (1,), "write trainer.cp=N to divide sequences over ranks"),
     (f"{LAYOUT}expert_model_parallel_size", (1,), "there are no experts"),
     ("trainer.accumulate_grad_batches", (1,), "include it in global_batch_size"),
     ("trainer.gradient_clip_algorithm", ("norm",), "gradients are clipped by their norm"),

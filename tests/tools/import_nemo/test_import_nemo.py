@@ -13,7 +13,7 @@ from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.plan import resolve
 from megatron_llama.tools.import_nemo.cli import as_yaml, command_line, format_listing
 from megatron_llama.tools.import_nemo.nemo_keys import PRESETS
-from megatron_llama.tools.import_nemo.read_yaml import MEANINGLESS, RENAMED, SAME_TRAINING, TAKEN, UNSUPPORTED
+from megatron_llama.tools.import_nemo.read_yaml import MEANINGLESS, RENAMED, TAKEN, UNSUPPORTED
 from tests.paths import CONF
 from tests.tools.import_nemo.nemo_files import (
     LAUNCHER,
@@ -400,14 +400,18 @@ def test_newer_keys_without_effect(tmp_path: Path) -> None:
     assert result.settings["checkpoint.asynchronous"] is False and "checkpoint.save_last" not in result.settings
 
 
-def test_context_parallelism_does_not_change_training(tmp_path: Path) -> None:
-    for content, key in (
-        (NEMO, "model.context_parallel_size"),
-        (NXDT, "distributed_strategy.context_parallel_size"),
-    ):
-        result = import_dict(tmp_path, content, f"+{key}=2")
-        assert kinds(result)[key] == SAME_TRAINING and not result.unsupported
-        assert kinds(import_dict(tmp_path, content, f"+{key}=1"))[key] == MEANINGLESS
+@pytest.mark.parametrize(
+    ("key", "value", "setting", "converted"),
+    [
+        ("model.context_parallel_size", "2", "trainer.cp", 2),
+        ("distributed_strategy.context_parallel_size", "2", "trainer.cp", 2),
+        ("exp_manager.create_wandb_logger", "true", "logging.wandb", "online"),
+        ("exp_manager.wandb_logger_kwargs.project", "ours", "logging.wandb_project", "ours"),
+    ],
+)
+def test_keys_of_features_that_exist(key: str, value: str, setting: str, converted: Any, tmp_path: Path) -> None:
+    result = import_dict(tmp_path, NXDT if key.startswith("distributed") else NEMO, f"++{key}={value}")
+    assert result.settings[setting] == converted and not result.unsupported
 
 
 def test_sliding_window_keys(tmp_path: Path) -> None:
