@@ -400,7 +400,8 @@ class _Conversion:
         key = "exp_manager.create_wandb_logger"
         if self.get(key) is not None:
             is_offline = self.get("exp_manager.wandb_logger_kwargs.offline", False)
-            self.convert_key(key, "logging.wandb", ("offline" if is_offline else "online") if self.values[key] else "off")
+            mode = "offline" if is_offline else "online"
+            self.convert_key(key, "logging.wandb", mode if self.values[key] else "off")
 
     def _checkpoint_interval(self) -> None:
         """Convert the checkpoint interval; without one NeMo saves at each validation, the Trainium programs never."""
