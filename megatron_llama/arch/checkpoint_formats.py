@@ -20,6 +20,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_llama.system.files import read_whole
+
 OURS, HF, TRAINER, TORCH_DIST, RANKS, FSDP, DCP = (
     "megatron_llama",
     "hugging face",
@@ -42,6 +44,7 @@ LABELS = {
 FOREIGN = (TRAINER, TORCH_DIST, RANKS, FSDP, DCP)
 """Formats of other programs that have more than weights, or other names than Hugging Face's."""
 POINTER = "latest_checkpointed_iteration.txt"
+_MOST_POINTER_BYTES = 1024
 FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 TRAINER_STATE, METADATA, COMMON, BACKEND = "trainer_state.json", ".metadata", "common.pt", "metadata.json"
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
@@ -101,7 +104,7 @@ def rank_folders(folder: Path) -> dict[tuple[int, int], Path]:
 def _named(folder: Path) -> Path | None:
     """Return the folder that Megatron's pointer names."""
     try:
-        text = (folder / POINTER).read_text(encoding="ascii").strip()
+        text = read_whole(folder / POINTER, _MOST_POINTER_BYTES).decode("ascii").strip()
     except (OSError, UnicodeDecodeError):
         return None
     if text == "release":

@@ -22,11 +22,13 @@ from megatron_llama.checkpoint.differences import Difference, check_allowed, dat
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint, move_aside, point_to, resume_candidates
 from megatron_llama.checkpoint.foreign.detect import open_foreign, resumed_state
+from megatron_llama.checkpoint.foreign.tensors import NO_SETTINGS
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_manifest
 from megatron_llama.checkpoint.saving import Saver
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.problems import escape_controls
 from megatron_llama.config.settings import ALLOWED
 from megatron_llama.data.batches import Data
 from megatron_llama.optim import Optimizer
@@ -224,7 +226,10 @@ class Checkpointer:
     def _load_weights(self, folder: Path) -> None:
         has_config = _is_hf_folder(folder)
         model = self.plan.model
-        stored = open_hf_folder(folder, model) if has_config else open_foreign(folder, model).tensors
+        foreign = None if has_config else open_foreign(folder, model)
+        stored = open_hf_folder(folder, model) if foreign is None else foreign.tensors
+        if foreign is not None and not foreign.has_settings:
+            self._report(f"{folder} lacks {NO_SETTINGS}")
         base = [shard for shard in self.model.shards if not is_lora(shard.name)]
         self.bytes_read = stored.load_into(contents.weights(shard for shard in base if shard.quantized is None))
         self.bytes_read += contents.load_quantized(base, stored)
@@ -283,7 +288,7 @@ class Checkpointer:
         if self.plan.requested.trainer.epochs is not None and ends.samples != planned:
             instead = f"for {planned:,} samples write trainer.steps={batches.last_step_within(planned)}"
             self._report(f"{steps} steps (trainer.epochs) end at sample {ends.samples:,}; {instead}")
-        if state.lr is not None and state.lr != self.optimizer.lr:
+        if state.lr is not None and not math.isclose(state.lr, self.optimizer.lr, rel_tol=1e-6):
             self._report(f"the learning rate of step {state.step + 1} is {self.optimizer.lr:g}, not {state.lr:g}")
 
     def _fill(self, manifest: Manifest) -> None:
@@ -354,7 +359,7 @@ class Checkpointer:
     def _report(self, text: str) -> None:
         """Write a line to stderr on rank 0; stdout has the progress line."""
         if self.topology.rank == 0:
-            sys.stderr.write(f"checkpoint: {text}\n")
+            sys.stderr.write(f"checkpoint: {escape_controls(text)}\n")
 
 
 def _is_foreign(folder: Path) -> bool:

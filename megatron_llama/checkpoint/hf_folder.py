@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_llama.arch.names import hf_shapes
 from megatron_llama.checkpoint.stored_tensors import (
-    DTYPES,
+    WEIGHT_DTYPES,
     CorruptFile,
     Rectangles,
     Stored,
@@ -33,8 +33,6 @@ from megatron_llama.config.hf_config import INDEX, SINGLE, missing_weights
 _DERIVED = ".rotary_emb.inv_freq"
 EMBEDDING = "model.embed_tokens.weight"
 _BLOCK_VALUES = 1 << 24
-WEIGHT_DTYPES = {name: DTYPES[name] for name in ("F32", "BF16", "F16", "F64")}
-"""Dtypes of weights by their names in safetensors files."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ DTYPES = {
     "U8": torch.uint8,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+WEIGHT_DTYPES = {name: DTYPES[name] for name in ("F32", "BF16", "F16", "F64")}
+"""Dtypes of weights and moments by their names in safetensors files."""
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 
 
@@ -92,20 +94,25 @@ class Stored(ABC):
         return self.read(name, (first, *(0 for _ in columns)), (last - first, *columns))
 
 
-def check_finite(where: Path | str, name: str, values: torch.Tensor, offset: Shape) -> None:
-    """Raise CorruptFile if ``values``, a rectangle of a weight at ``offset``, has NaN or Inf.
+def check_finite(where: Path | str, name: str, values: torch.Tensor, offset: Shape, *, negative: bool = True) -> None:
+    """Raise CorruptFile if ``values``, a rectangle of a tensor at ``offset``, has NaN, Inf or a rejected sign.
 
     A single non-finite weight makes every loss NaN.
+
+    Args:
+        negative: Whether negative values are valid; they are not in Adam's averages of squares.
     """
     if not values.is_floating_point() or not values.numel():
         return
     ends = torch.stack(torch.aminmax(values))  # NaN if any value is NaN
-    if ends.isfinite().all():
+    if ends.isfinite().all() and (negative or ends[0] >= 0):
         return
-    wrong = (~values.isfinite()).nonzero()
+    invalid = ~values.isfinite() if negative else ~values.isfinite() | (values < 0)
+    wrong = invalid.nonzero()
     place = [int(o + n) for o, n in zip(offset, wrong[0], strict=True)]
     value = values[tuple(wrong[0])].item()
-    others = f" and {len(wrong) - 1:,} more non-finite values" if len(wrong) > 1 else ""
+    kind = "non-finite" if negative else "invalid"
+    others = f" and {len(wrong) - 1:,} more {kind} values" if len(wrong) > 1 else ""
     raise CorruptFile(f"{where}: {name} has {value} at {place}{others}")
 
 

@@ -1,7 +1,7 @@
 """Folders of torch.distributed.checkpoint (DCP): ``.metadata``, and tensors in ``__RANK_NUMBER.distcp`` files.
 
-DCP's own reader unpickles ``.metadata`` without restriction. This reader loads only DCP's classes, then reads single
-chunks by ``torch.load(weights_only=True)``. Source of the layout: torch.distributed.checkpoint.filesystem.
+DCP's own reader unpickles ``.metadata`` without restriction. This reader loads no class, then reads single chunks by
+``torch.load(weights_only=True)``. Source of the layout: torch.distributed.checkpoint.filesystem.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from megatron_llama.arch.checkpoint_formats import METADATA
 from megatron_llama.arch.names import Shape
-from megatron_llama.checkpoint.foreign.tensors import SourceChunk, SourceTensor
-from megatron_llama.checkpoint.foreign.unpickle import load_metadata, load_pickle
+from megatron_llama.checkpoint.foreign.tensors import SourceChunk, SourceTensor, check_cover
+from megatron_llama.checkpoint.foreign.unpickle import check_stored, load_metadata, load_pickle
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, check_file_name
 from megatron_llama.system.files import open_regular
 
@@ -50,7 +49,7 @@ class DcpFolder:
         if name in self.objects:
             place = self.objects[name]
             return load_pickle(_read(place), place.file, namespace=namespace)
-        if name in self.tensors and len(self.tensors[name].chunks) == 1:
+        if name in self.tensors and math.prod(self.tensors[name].shape) == 1:
             return self.tensors[name].chunks[0].load()
         return None
 
@@ -58,9 +57,8 @@ class DcpFolder:
         """Return the first of the values that is a number."""
         for name in names:
             value = self.value(name)
-            if isinstance(value, torch.Tensor) and value.numel() == 1:
-                value = value.item()
-            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63:
                 return value
         return None
 
@@ -73,43 +71,60 @@ def open_dcp(folder: Path) -> DcpFolder:
     """
     path = folder / METADATA
     metadata = load_metadata(path)
-    places, sizes = dict[Any, _Place](), dict[Path, int]()
+    places = dict[Any, _Place]()
     try:
         for index, info in metadata.storage_data.items():
             if getattr(info, "transform_descriptors", None):
                 raise CorruptFile(f"{path}: {index.fqn} is compressed; save without extensions")
             place = _Place(folder / check_file_name(info.relative_path), int(info.offset), int(info.length))
-            offset = None if index.offset is None else tuple(map(int, index.offset))
+            offset = getattr(index, "offset", None)  # a class attribute if it is None
+            offset = None if offset is None else tuple(map(int, offset))
             places[index.fqn, offset] = place
-            sizes[place.file] = max(sizes.get(place.file, 0), place.start + place.length)
-        tensors, objects = dict[str, SourceTensor](), dict[str, _Place]()
+        tensors, objects, used = dict[str, SourceTensor](), dict[str, _Place](), list[_Place]()
         for name, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata):
-                tensors[name] = _tensor(folder, name, entry, places)
-            elif isinstance(entry, BytesStorageMetadata) and (name, None) in places:
-                objects[name] = places[name, None]
-    except (AttributeError, TypeError, ValueError, KeyError) as error:
+            if type(entry).__name__ == "TensorStorageMetadata":
+                tensors[name] = _tensor(path, str(name), entry, places, used)
+            elif (name, None) in places:
+                objects[str(name)] = places[name, None]
+                used.append(places[name, None])
+    except (AttributeError, TypeError, ValueError, LookupError, OverflowError) as error:
         raise CorruptFile(f"{path}: a value is missing or has the wrong type ({error!r})"[:300]) from error
-    for file, size in sizes.items():
-        if not file.is_file():
-            raise CorruptFile(f"{file}: is missing")
-        if file.stat().st_size < size:
-            raise CorruptFile(f"{file}: has {file.stat().st_size} of {size} bytes")
+    _check_places(path, used)
     return DcpFolder(folder, tensors, objects)
 
 
-def _tensor(folder: Path, name: str, entry: TensorStorageMetadata, places: Mapping[Any, _Place]) -> SourceTensor:
-    dtype, shape, chunks = entry.properties.dtype, tuple(map(int, entry.size)), []
+def _tensor(path: Path, name: str, entry: Any, places: Mapping[Any, _Place], used: list[_Place]) -> SourceTensor:
+    """Return a tensor of the metadata. Appends the places of its chunks to ``used``."""
+    properties = entry.properties.state
+    dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name} has no dtype")
+    shape, chunks = tuple(map(int, entry.size)), []
     for chunk in entry.chunks:
         offset, size = tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))
         place = places.get((name, offset)) or places.get((name, None))
         if place is None:
-            raise CorruptFile(f"{folder / METADATA}: has no file for {name} at {list(offset)}")
-        inside = all(o >= 0 and n >= 0 and o + n <= m for o, n, m in zip(offset, size, shape, strict=True))
-        if not inside or place.start < 0 or place.length < 0:
-            raise CorruptFile(f"{folder / METADATA}: a chunk of {name} exceeds the tensor")
+            raise CorruptFile(f"{path}: has no file for {name} at {list(offset)}")
+        used.append(place)
         chunks.append(SourceChunk(offset, size, place.file, partial(_load, place, name, dtype, size)))
+    check_cover(path, name, shape, chunks)
     return SourceTensor(dtype, shape, chunks)
+
+
+def _check_places(path: Path, places: list[_Place]) -> None:
+    """Raise CorruptFile if bytes are missing, or are used twice."""
+    sizes = dict[Path, int]()
+    places = sorted(places, key=lambda place: (str(place.file), place.start))
+    for before, place in zip([None, *places], places, strict=False):
+        if place.file not in sizes:
+            if not place.file.is_file():
+                raise CorruptFile(f"{place.file}: is missing")
+            sizes[place.file] = place.file.stat().st_size
+        end = place.start + place.length
+        if place.start < 0 or place.length < 0 or end > sizes[place.file]:
+            raise CorruptFile(f"{place.file}: has {sizes[place.file]} of {end} bytes")
+        if before is not None and before.file == place.file and place.start < before.start + before.length:
+            raise CorruptFile(f"{path}: uses byte {place.start} of {place.file.name} twice")
 
 
 def _load(place: _Place, name: str, dtype: torch.dtype, size: Shape) -> torch.Tensor:
@@ -118,6 +133,7 @@ def _load(place: _Place, name: str, dtype: torch.dtype, size: Shape) -> torch.Te
     if not isinstance(values, torch.Tensor) or tuple(values.shape) != size or values.dtype != dtype:
         actual = f"{values.dtype} of shape {list(values.shape)}" if isinstance(values, torch.Tensor) else "no tensor"
         raise CorruptFile(f"{place.file}: {name} is {actual}; the metadata states {dtype} of shape {list(size)}")
+    check_stored(place.file, {name: values})
     return values
 
 

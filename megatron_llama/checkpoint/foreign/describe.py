@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_llama.arch.checkpoint_formats import (
     DCP,
@@ -31,7 +32,8 @@ from megatron_llama.checkpoint.foreign.megatron import (
     read_train_state,
     weights_of_rank,
 )
-from megatron_llama.checkpoint.foreign.tensors import MOMENTS, Foreign, ForeignTensors
+from megatron_llama.checkpoint.foreign.source_settings import read_config_json
+from megatron_llama.checkpoint.foreign.tensors import MOMENTS, NO_SETTINGS, Foreign, ForeignTensors, weight_names
 from megatron_llama.checkpoint.foreign.torch_folders import OPTIMIZER_FILE, read_trainer_files
 from megatron_llama.checkpoint.foreign.unpickle import load_pickle
 from megatron_llama.checkpoint.hf_folder import all_tensors
@@ -42,8 +44,7 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.hf_config import read_hf_config
 from megatron_llama.config.problems import format_value
 
-_OTHERS = ("optimizer.", "lr_scheduler", "train_state", "dataloader", "rng_state", "rerun_state", "chained_")
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
@@ -116,9 +117,11 @@ def _hf(result: Description) -> None:
 def _trainer(result: Description) -> None:
     _hf(result)
     source = _source(result, TRAINER)
+    read_config_json(source, result.folder)
     path = result.folder / OPTIMIZER_FILE
     content = load_pickle(path, path) if path.is_file() else {}
-    states = content.get("state", {}) if isinstance(content, dict) else {}
+    states = content.get("state") if isinstance(content, dict) else None
+    states = states if isinstance(states, dict) else {}
     complete = sum(1 for state in states.values() if isinstance(state, dict) and set(MOMENTS) <= state.keys())
     _moments(result, complete, len(states))
     read_trainer_files(source, result.folder)
@@ -130,13 +133,13 @@ def _torch_dist(result: Description) -> None:
     dcp = open_dcp(result.folder)
     common = read_common(dcp)
     _dcp_weights(result, dcp)
-    weights = _weight_names(dcp.tensors)
+    weights = weight_names(dcp.tensors)
     moments = [_has_moments(dcp.tensors, (f"optimizer.state.{{}}.{name}",)) for name in weights]
     if not any(moments):  # NeMo 2 may omit the prefix of the weights
         moments = [_has_moments(dcp.tensors, (f"optimizer.state.{{}}.{n.removeprefix('module.')}",)) for n in weights]
     _moments(result, sum(moments), len(weights))
     source = _source(result, TORCH_DIST)
-    describe_source(source, common, result.folder)
+    _settings(result, source, common)
     read_train_state(source, result.folder)
     _progress(result, source)
     result.missing += source.missing
@@ -150,7 +153,7 @@ def _ranks(result: Description) -> None:
     values = sum(t.numel() for r, c in contents.items() for t in weights_of_rank(c, files[r]).values())
     result.rows.append(("weights", f"{values:,} values, including copies of norms"))
     source = _source(result, RANKS)
-    describe_source(source, contents[min(contents)], result.folder)
+    _settings(result, source, contents[min(contents)])
     _progress(result, source)
     result.missing += source.missing
     if len(files) < tensor_ranks * stages:
@@ -165,6 +168,7 @@ def _fsdp(result: Description) -> None:
     names = {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in dcp.tensors if ".state." in key}
     _moments(result, sum(_has_moments(dcp.tensors, (f"optimizer.state.{name}.{{}}",)) for name in names), len(names))
     source = _source(result, FSDP)
+    read_config_json(source, result.folder)
     read_trainer_files(source, result.folder)
     _progress(result, source)
     result.missing += source.missing + ["the position in the data, which the format does not store"]
@@ -173,23 +177,28 @@ def _fsdp(result: Description) -> None:
 def _dcp(result: Description) -> None:
     dcp = open_dcp(result.folder)
     _dcp_weights(result, dcp)
-    weights = _weight_names(dcp.tensors)
+    weights = weight_names(dcp.tensors)
     patterns = ("optimizer.state.{0}.{{}}",)
     moments = [_has_moments(dcp.tensors, [pattern.format(name) for pattern in patterns]) for name in weights]
     _moments(result, sum(moments), len(weights))
     source = _source(result, DCP)
+    read_config_json(source, result.folder)
     step = dcp.number("train_state.step", "step")
     source.step = None if step is None else int(step)
     _progress(result, source)
     result.missing.append("the position in the data (torchtitan's dataloader is not read)")
 
 
+def _settings(result: Description, source: Foreign, content: Mapping[str, Any]) -> None:
+    """Read Megatron's settings. A model that is not supported is a missing part."""
+    try:
+        describe_source(source, content, result.folder)
+    except ConfigError as error:
+        result.missing.append(error.problems[0].rule)
+
+
 def _source(result: Description, kind: str) -> Foreign:
     return Foreign(kind, ForeignTensors(result.folder, {}, {}))
-
-
-def _weight_names(keys: Collection[str]) -> list[str]:
-    return [key for key in keys if not key.startswith(_OTHERS) and "_extra_state" not in key]
 
 
 def _has_moments(keys: Collection[str], patterns: Iterable[str]) -> bool:
@@ -197,14 +206,9 @@ def _has_moments(keys: Collection[str], patterns: Iterable[str]) -> bool:
 
 
 def _dcp_weights(result: Description, dcp: DcpFolder) -> None:
-    names = _weight_names(dcp.tensors)
+    names = weight_names(dcp.tensors)
     files = {chunk.file for name in names for chunk in dcp.tensors[name].chunks}
     _weights(result, {name: dcp.tensors[name] for name in names}, len(files))
-    for name in names:
-        tensor = dcp.tensors[name]
-        stored = sum(math.prod(chunk.size) for chunk in tensor.chunks)
-        if stored != math.prod(tensor.shape):
-            result.missing.append(f"{math.prod(tensor.shape) - stored:,} values of {name}")
 
 
 def _weights(result: Description, tensors: Mapping[str, StoredTensor], files: int) -> None:
@@ -218,8 +222,9 @@ def _weights(result: Description, tensors: Mapping[str, StoredTensor], files: in
     layers = stacked[0] if stacked else len(numbers)
     result.rows.append(("layers", str(layers)))
     if numbers and max(numbers) + 1 != layers:
-        absent = sorted(set(range(max(numbers))) - numbers)
-        result.missing.append(f"layers {', '.join(map(str, absent))}")
+        absent = [number for number in range(max(numbers)) if number not in numbers]
+        more = f" and {len(absent) - 8} more" if len(absent) > 8 else ""
+        result.missing.append(f"layers {', '.join(map(str, absent[:8]))}{more}")
 
 
 def _moments(result: Description, complete: int, expected: int) -> None:
@@ -234,6 +239,8 @@ def _progress(result: Description, source: Foreign) -> None:
             result.rows.append((label, f"{value:,}" if isinstance(value, int) else f"{value:g}"))
     if source.step is None:
         result.missing.append("the step")
+    if not source.has_settings:
+        result.missing.append(NO_SETTINGS)
     if source.facts:
         result.rows.append(("settings", " ".join(f"{name}={_setting(value)}" for name, value in source.facts.items())))
 

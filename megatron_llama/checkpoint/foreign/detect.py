@@ -6,16 +6,14 @@ state that our checkpoints have, and reports the settings that differ from the s
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from megatron_llama.arch.checkpoint_formats import DCP, FSDP, LABELS, RANKS, TORCH_DIST, TRAINER, recognize
-from megatron_llama.checkpoint.differences import Difference, check_allowed, kinds
+from megatron_llama.checkpoint.differences import LOGGED, Difference, check_allowed, kinds
 from megatron_llama.checkpoint.foreign.megatron import open_ranks, open_torch_dist
-from megatron_llama.checkpoint.foreign.tensors import MOMENTS, Foreign
+from megatron_llama.checkpoint.foreign.source_settings import MODEL, check_model, equal_values
+from megatron_llama.checkpoint.foreign.tensors import MOMENTS, NO_SETTINGS, Foreign
 from megatron_llama.checkpoint.foreign.torch_folders import open_dcp_folder, open_fsdp, open_trainer
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import ConfigError, ModelConfig, Problem
@@ -24,7 +22,6 @@ from megatron_llama.corpus.blend import MEGATRON
 from megatron_llama.data.record import Record
 from megatron_llama.plan import Plan
 
-_MODEL = "model."
 _ORDER = ("trainer.seed", "data.seq_length", "data.split")
 """Settings that determine Megatron's order of samples."""
 
@@ -50,24 +47,9 @@ def open_foreign(folder: Path, model: ModelConfig, *, resumes: bool = False) -> 
     else:
         readers = {RANKS: open_ranks, FSDP: open_fsdp, TRAINER: open_trainer, DCP: open_dcp_folder}
         foreign = readers[kind](where, model)
-    _check_model(where, model, foreign.facts)
+    foreign.missing += [] if foreign.has_settings else [NO_SETTINGS]
+    check_model(where, model, foreign.facts, resumes=resumes)
     return foreign
-
-
-def _check_model(folder: Path, model: ModelConfig, facts: dict[str, Any]) -> None:
-    """Raise ConfigError for each setting of the model that differs from the source's."""
-    problems = []
-    for name, theirs in facts.items():
-        if not name.startswith(_MODEL):
-            continue
-        ours = getattr(model, name.removeprefix(_MODEL))
-        if name == "model.num_key_value_heads" and ours is None:
-            ours = model.num_attention_heads
-        if ours != theirs and not (isinstance(theirs, float) and math.isclose(ours, theirs, rel_tol=1e-6)):
-            rule = f"the checkpoint {folder} was trained with {theirs}"
-            problems.append(Problem(name, ours, rule, f"write {name}={theirs}"))
-    if problems:
-        raise ConfigError(problems)
 
 
 def resumed_state(plan: Plan, foreign: Foreign, record: Record) -> tuple[State, list[Difference]]:
@@ -83,9 +65,9 @@ def resumed_state(plan: Plan, foreign: Foreign, record: Record) -> tuple[State, 
         ConfigError: Moments or step are missing, or settings differ that ``checkpoint.allow`` does not list.
     """
     folder = foreign.tensors.folder
-    if not foreign.has_moments or foreign.step is None:
-        parts = "; ".join(foreign.missing)
-        rule = f"cannot be resumed: it lacks {parts}"
+    lacks = [f"it lacks {'; '.join(foreign.missing)}"] if not foreign.has_moments or foreign.step is None else []
+    if lacks or foreign.unresumable or foreign.step is None:
+        rule = f"cannot be resumed: {'; '.join([*lacks, *foreign.unresumable])}"
         instead = f"write init_from={folder} to start from its weights"
         raise ConfigError([Problem("checkpoint.resume", str(folder), rule, instead)])
     row = plan.config.optim.row
@@ -96,7 +78,7 @@ def resumed_state(plan: Plan, foreign: Foreign, record: Record) -> tuple[State, 
         rule = f"trains adapters, and the checkpoint {folder} has no adapter"
         instead = "export the weights (scripts/export_hf.py), and start from the exported folder"
         raise ConfigError([Problem("finetune.method", "lora", rule, instead)])
-    differences = _differences(plan, foreign.facts)
+    differences = _differences(plan, foreign)
     check_allowed(differences, plan.config.checkpoint.allow, folder)
     differing = {difference.name for difference in differences}
     samples = 0 if foreign.samples is None else foreign.samples
@@ -112,27 +94,19 @@ def resumed_state(plan: Plan, foreign: Foreign, record: Record) -> tuple[State, 
         updates=foreign.step if foreign.updates is None else foreign.updates,
         world_size=0,
         settings=asdict(plan.config),
-        lr=None,
+        lr=foreign.lr,
         data={**record, "consumed_samples": samples},
     )
     return state, differences
 
 
-def _differences(plan: Plan, facts: dict[str, Any]) -> list[Difference]:
+def _differences(plan: Plan, foreign: Foreign) -> list[Difference]:
     """Return the settings of optimizer, batch and data that differ from the source's."""
-    differences = []
-    for name, theirs in facts.items():
-        if name.startswith(_MODEL) or (name == "data.split" and plan.config.data.mock):
+    differences = [Difference(name, theirs, ours, LOGGED) for name, theirs, ours in foreign.changes]
+    for name, theirs in foreign.facts.items():
+        if name.startswith(MODEL) or (name.startswith("data.") and name != "data.seq_length" and plan.config.data.mock):
             continue
         ours = get(plan.config, name)
-        if not _equal(ours, theirs):
+        if not equal_values(ours, theirs):
             differences.append(Difference(name, theirs, ours, kinds()[name]))
     return differences
-
-
-def _equal(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, Sequence) and not isinstance(ours, str) and isinstance(theirs, Sequence):
-        return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
-    if isinstance(ours, int | float) and isinstance(theirs, int | float):
-        return math.isclose(ours, theirs, rel_tol=1e-6)
-    return bool(ours == theirs)

@@ -7,67 +7,36 @@ source write the same tensors. Megatron-Bridge adds ``train_state.pt``, and NeMo
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from megatron_llama.arch.checkpoint_formats import COMMON, RANKS, TORCH_DIST, rank_folders
 from megatron_llama.arch.foreign_names import MEGATRON_TOP, Names, megatron_names
 from megatron_llama.arch.names import Shape
 from megatron_llama.checkpoint.foreign.dcp_files import DcpFolder, open_dcp
+from megatron_llama.checkpoint.foreign.source_settings import read_arguments, read_group, read_run_config
 from megatron_llama.checkpoint.foreign.tensors import (
     MOMENTS,
     Foreign,
     ForeignTensors,
     SourceChunk,
     SourceTensor,
+    check_dtypes,
     map_tensors,
 )
-from megatron_llama.checkpoint.foreign.unpickle import load_pickle
+from megatron_llama.checkpoint.foreign.unpickle import check_stored, load_pickle
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError, ModelConfig, Problem
-from megatron_llama.system.files import check_yaml, read_whole
 
 MASTERS = ("fp32_param", "param")
 """Names of fp32 copies of bf16 weights in the optimizer's state."""
 _STATE = "optimizer.state."
-_ARGUMENTS = {
-    "hidden_size": "model.hidden_size",
-    "num_layers": "model.num_hidden_layers",
-    "ffn_hidden_size": "model.intermediate_size",
-    "num_attention_heads": "model.num_attention_heads",
-    "rotary_base": "model.rope_theta",
-    "norm_epsilon": "model.rms_norm_eps",
-    "layernorm_epsilon": "model.rms_norm_eps",
-    "seed": "trainer.seed",
-    "global_batch_size": "trainer.global_batch_size",
-    "seq_length": "data.seq_length",
-    "split": "data.split",
-    "adam_eps": "optim.eps",
-    "weight_decay": "optim.weight_decay",
-    "clip_grad": "optim.clip",
-}
-"""Megatron's arguments that a resume compares, and our settings."""
-RUN_CONFIG = "run_config.yaml"
-_RUN_CONFIG_SECTIONS = ("optimizer", "train", "dataset", "model")
-_RENAMED = {
-    ("dataset", "random_seed"): "seed",
-    ("dataset", "sequence_length"): "seq_length",
-    ("model", "gated_linear_unit"): "swiglu",
-}
-"""Names in run_config.yaml that differ from Megatron-LM's arguments."""
-_UNSUPPORTED = {
-    "rotary_interleaved": (True, "rotates neighboring elements of a head"),
-    "add_bias_linear": (True, "has biases in all matrices"),
-    "swiglu": (False, "has no SwiGLU"),
-    "normalization": ("LayerNorm", "has LayerNorm instead of RMSNorm"),
-    "position_embedding_type": ("learned_absolute", "has learned positions instead of a rotation"),
-}
-"""Arguments with a value that no Llama has."""
+_LAYER = re.compile(r"^decoder\.layers\.(\d{1,6})\.")
 # Names in the files of Megatron-LM's legacy model classes, before megatron-core.
 _LEGACY = (
     ("language_model.embedding.", "embedding."),
@@ -95,16 +64,16 @@ def open_torch_dist(folder: Path, model: ModelConfig, *, masters: bool = False) 
     """
     dcp = open_dcp(folder)
     common = read_common(dcp)
+    result = Foreign(TORCH_DIST, ForeignTensors(folder, {}, {}))
+    arguments = describe_source(result, common, folder)
+    _check_vocabulary(arguments, model, folder)
     prefix = _prefix(dcp.tensors)
     stacked = any(f"{prefix}decoder.layers.mlp.linear_fc2.weight" == key for key in dcp.tensors)
     names = megatron_names(model, dcp.tensors, prefix, stacked=stacked)
     moments = {kind: partial(_moment, kind, dcp.tensors, prefix) for kind in MOMENTS}
-    tensors = map_tensors(folder, dcp.tensors, names, moments)
-    result = Foreign(TORCH_DIST, tensors)
-    describe_source(result, common, folder)
+    tensors = map_tensors(folder, dcp.tensors, names, moments, vocab_multiple=_vocab_multiple(arguments))
+    result.tensors = _with_masters(tensors, dcp.tensors, names, prefix) if masters else tensors
     read_train_state(result, folder)
-    if masters:
-        result.tensors = _with_masters(tensors, dcp.tensors, names, prefix)
     if not result.has_moments:
         kind = _sharding_type(common)
         if kind and any(".gbuf" in key or "bucket" in key or "dp_group_idx" in key for key in dcp.tensors):
@@ -136,6 +105,7 @@ def _with_masters(
         renamed = {key: _moment(kind, sources, prefix, key) for key in names.shapes}
         if all(new in sources and sources[new].shape == sources[key].shape for key, new in renamed.items()):
             replaced = {**tensors.sources, **{key: sources[new] for key, new in renamed.items()}}
+            check_dtypes(tensors.folder, replaced)
             return ForeignTensors(tensors.folder, tensors.tensors, replaced)
     return tensors
 
@@ -162,40 +132,48 @@ def load_dict(path: Path) -> dict[str, Any]:
     return content
 
 
-def describe_source(result: Foreign, content: Mapping[str, Any], folder: Path) -> None:
-    """Set step, position, learning rate and facts from common.pt or from a rank's file. Raises ConfigError."""
+def describe_source(result: Foreign, content: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """Set step, position, learning rate and facts from common.pt or from a rank's file; return Megatron's arguments.
+
+    Raises:
+        ConfigError: The arguments describe another model than a Llama.
+        CorruptFile: A file with settings cannot be read.
+    """
     has_arguments = isinstance(content.get("args"), argparse.Namespace)
-    arguments = vars(content["args"]) if has_arguments else _read_run_config(folder)
-    for name, (value, rule) in _UNSUPPORTED.items():
-        if arguments.get(name) == value:
-            rule = f"the source's model {rule}"
-            raise ConfigError([Problem("model", str(folder), rule, "name a Llama's checkpoint")])
-    for name, setting in _ARGUMENTS.items():
-        if isinstance(arguments.get(name), int | float | str):
-            result.facts[setting] = arguments[name]
-    if result.facts.get("optim.clip") == 0:
-        result.facts["optim.clip"] = None  # no clipping
-    groups = arguments.get("num_query_groups") if arguments.get("group_query_attention", True) else None
-    if isinstance(groups, int):
-        result.facts["model.num_key_value_heads"] = groups
-    betas = [arguments.get(f"adam_beta{number}") for number in (1, 2)]
-    if None not in betas:
-        result.facts["optim.betas"] = betas
+    arguments = vars(content["args"]) if has_arguments else read_run_config(folder)
+    read_arguments(result, arguments, folder)
     result.step = _integer(content.get("iteration"), content.get("global_step"))
     result.samples = _integer(arguments.get("consumed_train_samples"), *_data_module_samples(content))
-    batch, iterations = arguments.get("global_batch_size"), arguments.get("train_iters")
+    batch, iterations = _integer(arguments.get("global_batch_size")), _integer(arguments.get("train_iters"))
     result.shuffled = _integer(arguments.get("train_samples"))
-    if result.shuffled is None and isinstance(batch, int) and isinstance(iterations, int):
+    if result.shuffled is None and batch is not None and iterations is not None:
         result.shuffled = batch * iterations
-    group = next(_parameter_groups(content.get("optimizer")), {})
-    if isinstance(group.get("lr"), int | float):
-        result.lr = float(group["lr"])
-    state = _find(content.get("optimizer"), "common_step")
-    result.updates = _integer(group.get("step"), state, result.step)
-    if not arguments:
-        result.missing.append("Megatron's arguments (args)")
+    groups = list(_parameter_groups(content.get("optimizer")))
+    for group in sorted(groups, key=_decays, reverse=True):  # norms have a group without decay
+        read_group(result, group)
+    step = groups[0].get("step") if groups else None
+    result.updates = _integer(step, _find(content.get("optimizer"), "common_step"), result.step)
     if result.samples is None:
         result.missing.append("consumed samples")
+    return arguments
+
+
+def _decays(group: Mapping[str, Any]) -> bool:
+    return _integer(group.get("wd_mult")) != 0 and _integer(group.get("weight_decay")) != 0
+
+
+def _vocab_multiple(arguments: Mapping[str, Any], tensor_ranks: int | None = None) -> int:
+    """Return the number whose multiples Megatron pads the vocabulary to."""
+    ranks = _integer(tensor_ranks, arguments.get("tensor_model_parallel_size")) or 1
+    return (_integer(arguments.get("make_vocab_size_divisible_by")) or 128) * ranks
+
+
+def _check_vocabulary(arguments: Mapping[str, Any], model: ModelConfig, folder: Path) -> None:
+    """Raise ConfigError if the source states a larger vocabulary: padding cannot be distinguished from tokens."""
+    size = _integer(arguments.get("vocab_size"))
+    if size is not None and size > model.vocab_size:
+        rule = f"the checkpoint {folder} was trained with {size}"
+        raise ConfigError([Problem("model.vocab_size", model.vocab_size, rule, f"write model.vocab_size={size}")])
 
 
 def _data_module_samples(content: Mapping[str, Any]) -> Iterator[Any]:
@@ -203,24 +181,6 @@ def _data_module_samples(content: Mapping[str, Any]) -> Iterator[Any]:
     for value in content.values():
         if isinstance(value, dict) and "consumed_samples" in value:
             yield value["consumed_samples"]
-
-
-def _read_run_config(folder: Path) -> dict[str, Any]:
-    """Return the settings in Megatron-Bridge's run_config.yaml, by the names of Megatron-LM's arguments."""
-    path = folder / RUN_CONFIG
-    if not path.is_file():
-        return {}
-    try:
-        check_yaml(path)
-        content = yaml.safe_load(read_whole(path).decode())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise CorruptFile(f"{path}: cannot be read: {str(error)[:200]}") from error
-    arguments: dict[str, Any] = {}
-    for section in _RUN_CONFIG_SECTIONS:
-        values = content.get(section) if isinstance(content, dict) else None
-        for name, value in values.items() if isinstance(values, dict) else ():
-            arguments[_RENAMED.get((section, str(name)), str(name))] = value
-    return arguments
 
 
 def read_train_state(result: Foreign, folder: Path) -> None:
@@ -240,11 +200,11 @@ def read_train_state(result: Foreign, folder: Path) -> None:
 def _integer(*values: Any) -> int | None:
     """Return the first value that is an integer of at least 0, or a tensor of one."""
     for value in values:
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
             value = value.item()
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53:
             return value
     return None
 
@@ -292,17 +252,20 @@ def open_ranks(folder: Path, model: ModelConfig) -> Foreign:
     sources, first = dict[str, SourceTensor](), 0
     for stage in range(stages):
         shards = [weights_of_rank(contents[rank, stage], files[rank, stage]) for rank in range(tensor_ranks)]
-        layers = {int(key.split(".")[2]) for key in shards[0] if key.startswith("decoder.layers.")}
+        layers = {match[1] for key in shards[0] if (match := _LAYER.match(key))}
         for key in shards[0]:
-            if any(key not in shard for shard in shards):
-                raise CorruptFile(f"{folder}: a tensor-parallel rank of stage {stage} has no {key}")
+            if any(key not in shard or shard[key].shape != shards[0][key].shape for shard in shards):
+                rule = f"a tensor-parallel rank of stage {stage} has no {key}, or one of another shape"
+                raise CorruptFile(f"{folder}: {rule}")
             name = _global_layer(key, first)
             paths = [files[rank, stage] for rank in range(tensor_ranks)]
             sources.setdefault(name, _joined(name, [shard[key] for shard in shards], paths))
         first += len(layers)
+    result = Foreign(RANKS, ForeignTensors(folder, {}, {}))
+    arguments = describe_source(result, contents[0, 0], folder)
+    _check_vocabulary(arguments, model, folder)
     names = megatron_names(model, sources, stacked=False)
-    result = Foreign(RANKS, map_tensors(folder, sources, names, {}))
-    describe_source(result, contents[0, 0], folder)
+    result.tensors = map_tensors(folder, sources, names, {}, vocab_multiple=_vocab_multiple(arguments, tensor_ranks))
     result.missing.append("Adam's moments (this format is read for its weights only)")
     return result
 
@@ -321,6 +284,7 @@ def weights_of_rank(content: Mapping[str, Any], path: Path) -> dict[str, torch.T
                 collect(item, f"{prefix}{name}.")
 
     collect(content.get("model"), "")
+    check_stored(path, flat)
     renamed = {}
     for name, tensor in flat.items():
         for old, new in _LEGACY:
@@ -333,20 +297,19 @@ def weights_of_rank(content: Mapping[str, Any], path: Path) -> dict[str, torch.T
 
 
 def _global_layer(key: str, first: int) -> str:
-    if not key.startswith("decoder.layers."):
-        return key
-    _, _, number, rest = key.split(".", 3)
-    return f"decoder.layers.{first + int(number)}.{rest}"
+    return _LAYER.sub(lambda match: f"decoder.layers.{first + int(match[1])}.", key)
 
 
 def _joined(name: str, shards: list[torch.Tensor], files: list[Path]) -> SourceTensor:
     """Return the tensor whose shards the tensor-parallel ranks hold."""
     whole, count = shards[0], len(shards)
+    if whole.dim() not in (1, 2):
+        raise CorruptFile(f"{files[0]}: {name} has {whole.dim()} dimensions")
     parts: list[tuple[Shape, torch.Tensor]]
-    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+    if whole.dim() == 2 and name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         parts = [((0, rank * whole.shape[1]), shard) for rank, shard in enumerate(shards)]
         return _of_parts((whole.shape[0], whole.shape[1] * count), parts, files)
-    if name.endswith("linear_fc1.weight"):  # each shard has its rows of gate, then of up
+    if whole.dim() == 2 and name.endswith("linear_fc1.weight"):  # each shard has its rows of gate, then of up
         half = whole.shape[0] // 2
         parts = [((rank * half, 0), shard[:half]) for rank, shard in enumerate(shards)]
         parts += [(((count + rank) * half, 0), shard[half:]) for rank, shard in enumerate(shards)]
@@ -368,5 +331,3 @@ def _of_parts(shape: Shape, parts: list[tuple[Shape, torch.Tensor]], files: list
 
 def _same(values: torch.Tensor) -> torch.Tensor:
     return values
-
-

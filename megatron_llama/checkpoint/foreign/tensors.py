@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,23 @@ import torch
 from megatron_llama.arch.foreign_names import VOCAB_ENDS, Names, Run
 from megatron_llama.arch.names import Shape
 from megatron_llama.checkpoint.storage import STATES
-from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles, Stored, StoredTensor, check_finite
+from megatron_llama.checkpoint.stored_tensors import (
+    WEIGHT_DTYPES,
+    CorruptFile,
+    Rectangles,
+    Stored,
+    StoredTensor,
+    check_finite,
+)
 from megatron_llama.config import ConfigError, Problem
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's states, by torch's names."""
+NO_SETTINGS = "settings of its model: rope_theta, rms_norm_eps and others are not compared"
+_SQUARES = f"{STATES}{MOMENTS[1]}."
+_OTHERS = ("optimizer.", "lr_scheduler", "train_state", "dataloader", "rng_state", "rerun_state", "chained_")
+_DERIVED = ("_extra_state", "inv_freq", "freqs_cis")
+"""Parts of names of tensors that are no weights."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +85,7 @@ class ForeignTensors(Stored):
             read += values_there.nbytes
             for name, place, here, there in parts:
                 part = values_there[there]
-                if not name.startswith(STATES):
-                    check_finite(chunk.file, name, part, place)
+                check_finite(chunk.file, name, part, place, negative=not name.startswith(_SQUARES))
                 here.copy_(part)
         return read
 
@@ -84,9 +95,7 @@ class ForeignTensors(Stored):
         """Yield (chunk, offset of the overlap, its part of ``target``, its index in the chunk)."""
         for run in runs:
             low = [max(o, r) for o, r in zip(offset, run.offset, strict=True)]
-            high = [
-                min(o + n, r + m) for o, n, r, m in zip(offset, target.shape, run.offset, run.size, strict=True)
-            ]
+            high = [min(o + n, r + m) for o, n, r, m in zip(offset, target.shape, run.offset, run.size, strict=True)]
             if all(a < b for a, b in zip(low, high, strict=True)):
                 for chunk in self.sources[run.key].chunks:
                     yield from _overlap(run, chunk, low, high, offset, target)
@@ -133,6 +142,12 @@ class Foreign:
     """Learning rate of the last step."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Settings of the source that the checkpoint contains, by our names."""
+    has_settings: bool = False
+    """Whether the checkpoint contains settings of its model."""
+    changes: list[tuple[str, Any, Any]] = field(default_factory=list)
+    """(name in the source, value, value here) of settings that exist only in the source."""
+    unresumable: list[str] = field(default_factory=list)
+    """Reasons for which no run can resume from the optimizer's state, in words."""
     missing: list[str] = field(default_factory=list)
     """Parts that the checkpoint lacks, in words."""
     shuffled: int | None = None
@@ -146,18 +161,24 @@ class Foreign:
 
 
 def map_tensors(
-    folder: Path, sources: Mapping[str, SourceTensor], names: Names, moments: Mapping[str, Callable[[str], str]]
+    folder: Path,
+    sources: Mapping[str, SourceTensor],
+    names: Names,
+    moments: Mapping[str, Callable[[str], str]],
+    *,
+    vocab_multiple: int = 1,
 ) -> ForeignTensors:
     """Return the weights, and the moments that exist.
 
     Args:
         names: The source's names of the weights.
         moments: For each of MOMENTS, the name of a weight's moment by the name of the weight.
+        vocab_multiple: The source pads the vocabulary to a multiple of this.
 
     Raises:
-        ConfigError: Weights are missing or have other shapes.
+        ConfigError: The folder has missing, additional or differently shaped weights, or other dtypes than floats.
     """
-    _check_shapes(folder, sources, names)
+    _check_tensors(folder, sources, names, vocab_multiple)
     tensors = {name: _mapped(runs, sources) for name, runs in names.runs.items()}
     used = {key: sources[key] for key in names.shapes}
     for kind, rename in moments.items():
@@ -167,7 +188,23 @@ def map_tensors(
                 moved = [Run(keys[r.key], r.offset, r.size, r.lead, r.start, r.step) for r in runs]
                 tensors[f"{STATES}{kind}.{name}"] = _mapped(moved, sources)
                 used |= {new: sources[new] for new in keys.values()}
+    check_dtypes(folder, used)
     return ForeignTensors(folder, tensors, used)
+
+
+def check_dtypes(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise ConfigError if tensors have a dtype that is no weight's, such as integers of quantized weights."""
+    others = [name for name, tensor in tensors.items() if tensor.dtype not in WEIGHT_DTYPES.values()]
+    if others:
+        dtype = str(tensors[others[0]].dtype).removeprefix("torch.")
+        more = f", and {len(others) - 1} more tensors have such dtypes" if len(others) > 1 else ""
+        rule = f"{others[0]} has dtype {dtype}{more}; weights are {', '.join(WEIGHT_DTYPES)}"
+        raise ConfigError([Problem("model", str(folder), rule, "name a checkpoint that is not quantized")])
+
+
+def weight_names(keys: Iterable[str]) -> list[str]:
+    """Return the names that are weights: no states of the optimizer, and no values that settings define."""
+    return [key for key in keys if not key.startswith(_OTHERS) and not any(part in key for part in _DERIVED)]
 
 
 def _mapped(runs: Sequence[Run], sources: Mapping[str, SourceTensor]) -> MappedTensor:
@@ -176,27 +213,54 @@ def _mapped(runs: Sequence[Run], sources: Mapping[str, SourceTensor]) -> MappedT
     return MappedTensor(sources[runs[0].key].dtype, shape, runs)
 
 
-def _check_shapes(folder: Path, sources: Mapping[str, SourceTensor], names: Names) -> None:
+def _check_tensors(folder: Path, sources: Mapping[str, SourceTensor], names: Names, vocab_multiple: int) -> None:
     missing = [key for key in names.shapes if key not in sources]
+    unknown = [key for key in weight_names(sources) if key not in names.shapes and not key.startswith(MOMENTS)]
     problems = []
     if missing:
         rule = f"has no {missing[0]} ({len(missing)} of {len(names.shapes)} tensors are missing)"
         tied = all(key.endswith(VOCAB_ENDS) for key in missing) and len(missing) == 1
         instead = "write model.tie_word_embeddings=true" if tied else "name a checkpoint of this model"
         problems.append(Problem("model", str(folder), rule, instead))
+    elif unknown and not all(key.endswith("lm_head.weight") for key in unknown):  # a tied head may be saved twice
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        rule = f"has the tensor {unknown[0]}{more}, which this model lacks"
+        problems.append(Problem("model", str(folder), rule, "write the model's settings as in the source's run"))
     for key, shape in names.shapes.items():
-        if key in sources and not _fits(key, sources[key].shape, shape):
-            rule = f"{key} has shape {list(sources[key].shape)}; this model has {list(shape)}"
-            problems.append(Problem("model", str(folder), rule, "write the model's settings as in the source's run"))
-            break
+        if key not in sources or (actual := sources[key].shape) == shape:
+            continue
+        instead = "write the model's settings as in the source's run"
+        if key.endswith(VOCAB_ENDS) and len(actual) == len(shape) and actual[1:] == shape[1:] and actual[0] > shape[0]:
+            if math.ceil(shape[0] / vocab_multiple) * vocab_multiple == actual[0]:
+                continue  # padding
+            instead = f"write model.vocab_size={actual[0]}"
+        rule = f"{key} has shape {list(actual)}; this model has {list(shape)}"
+        problems.append(Problem("model", str(folder), rule, instead))
+        break
     if problems:
         raise ConfigError(problems)
 
 
-def _fits(key: str, actual: Shape, expected: Shape) -> bool:
-    if key.endswith(VOCAB_ENDS):
-        return actual[1:] == expected[1:] and actual[:1] >= expected[:1]
-    return actual == expected
+def check_cover(where: Path, name: str, shape: Shape, chunks: Sequence[SourceChunk]) -> None:
+    """Raise CorruptFile unless the chunks of a tensor cover each of its values exactly once."""
+    filled = [chunk for chunk in chunks if math.prod(chunk.size)]
+    for chunk in filled:
+        ends = zip(chunk.offset, chunk.size, shape, strict=True)
+        if len(chunk.offset) != len(shape) or any(o < 0 or n < 0 or o + n > m for o, n, m in ends):
+            raise CorruptFile(f"{where}: a chunk of {name} at {list(chunk.offset)} exceeds the tensor")
+    # Sweep along the axis with the most boundaries, so that few chunks are active at a time.
+    axis = max(range(len(shape)), key=lambda axis: len({chunk.offset[axis] for chunk in filled}), default=0)
+    active: list[SourceChunk] = []
+    for chunk in sorted(filled, key=lambda chunk: chunk.offset[axis : axis + 1]):
+        active = [a for a in active if a.offset[axis] + a.size[axis] > chunk.offset[axis]] if shape else active
+        for other in active:
+            sides = zip(chunk.offset, chunk.size, other.offset, other.size, strict=True)
+            if all(o < p + m and p < o + n for o, n, p, m in sides):
+                raise CorruptFile(f"{where}: has values of {name} at {list(chunk.offset)} twice")
+        active.append(chunk)
+    values = sum(math.prod(chunk.size) for chunk in filled)
+    if values != math.prod(shape):
+        raise CorruptFile(f"{where}: has {values} of {math.prod(shape)} values of {name}")
 
 
 def total_bytes(sources: Mapping[str, SourceTensor]) -> int:

@@ -20,8 +20,9 @@ from megatron_llama.arch.checkpoint_formats import (
 )
 from megatron_llama.arch.foreign_names import Names, plain_names, torchtitan_names
 from megatron_llama.checkpoint.foreign.dcp_files import DcpFolder, open_dcp
+from megatron_llama.checkpoint.foreign.source_settings import read_config_json, read_group
 from megatron_llama.checkpoint.foreign.tensors import MOMENTS, Foreign, SourceChunk, SourceTensor, map_tensors
-from megatron_llama.checkpoint.foreign.unpickle import load_pickle
+from megatron_llama.checkpoint.foreign.unpickle import check_stored, load_pickle
 from megatron_llama.checkpoint.hf_folder import NamedTensor, SafetensorsFiles, open_hf_folder
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, read_json
 from megatron_llama.config import ConfigError, ModelConfig, Problem
@@ -41,7 +42,8 @@ def open_dcp_folder(folder: Path, model: ModelConfig) -> Foreign:
     """
     dcp = open_dcp(folder)
     names = _names(folder, model, dcp.tensors)
-    result = Foreign(DCP, map_tensors(folder, dcp.tensors, names, _moments(dcp, names, dcp)))
+    result = Foreign(DCP, map_tensors(folder, dcp.tensors, names, _moments(dcp, names)))
+    read_config_json(result, folder)
     step = dcp.number("train_state.step", "step")
     result.step = None if step is None else int(step)
     _describe_optimizer(result, dcp, names)
@@ -62,8 +64,9 @@ def open_fsdp(folder: Path, model: ModelConfig) -> Foreign:
     names = _names(folder, model, dcp.tensors)
     has_optimizer = (folder / FSDP_OPTIMIZER / METADATA).is_file()
     states = open_dcp(folder / FSDP_OPTIMIZER) if has_optimizer else DcpFolder(folder, {}, {})
-    tensors = map_tensors(folder, {**states.tensors, **dcp.tensors}, names, _moments(states, names, dcp))
+    tensors = map_tensors(folder, {**states.tensors, **dcp.tensors}, names, _moments(states, names))
     result = Foreign(FSDP, tensors)
+    read_config_json(result, folder)
     _describe_optimizer(result, states, names)
     read_trainer_files(result, folder)
     if result.step is None:
@@ -87,7 +90,9 @@ def open_trainer(folder: Path, model: ModelConfig) -> Foreign:
     states, group, step = _read_optimizer(folder, files)
     moments = {kind: _prefixed(f"{kind}.") for kind in MOMENTS}
     result = Foreign(TRAINER, map_tensors(folder, {**sources, **states}, names, moments))
-    result.updates, result.lr = step, group.get("lr")
+    result.updates = step
+    read_group(result, group)
+    read_config_json(result, folder)
     read_trainer_files(result, folder)
     if not result.has_moments:
         result.missing.append(f"Adam's moments ({OPTIMIZER_FILE})")
@@ -120,9 +125,8 @@ def _all_start(names: Names, prefix: str) -> bool:
     return all(key.startswith(prefix) for key in names.shapes)
 
 
-def _moments(states: DcpFolder, names: Names, weights: DcpFolder) -> dict[str, Callable[[str], str]]:
+def _moments(states: DcpFolder, names: Names) -> dict[str, Callable[[str], str]]:
     """Return the names of the moments; the optimizer's names may lack a prefix of the weights' names."""
-    del weights
     prefix = _model_prefix(names)
     return {kind: partial(_moment, states.tensors, prefix, kind) for kind in MOMENTS}
 
@@ -133,20 +137,33 @@ def _moment(keys: Collection[str], prefix: str, kind: str, key: str) -> str:
 
 
 def _describe_optimizer(result: Foreign, states: DcpFolder, names: Names) -> None:
-    """Set updates and learning rate from the optimizer's values."""
-    key = next(iter(names.shapes))
-    short = key.removeprefix(_model_prefix(names))
-    step = states.number(*(f"{_OPTIMIZER}state.{name}.step" for name in (key, short)))
+    """Set updates, learning rate and facts from the optimizer's values."""
+    prefix = _model_prefix(names)
+    key = next(iter(names.shapes))  # the embedding
+    step = states.number(*(f"{_OPTIMIZER}state.{name}.step" for name in (key, key.removeprefix(prefix))))
     result.updates = None if step is None else int(step)
     groups = states.value(f"{_OPTIMIZER}param_groups")
-    if isinstance(groups, list) and groups and isinstance(groups[0], dict):
-        lr = groups[0].get("lr")
-        result.lr = float(lr) if isinstance(lr, int | float) else None
-    if result.lr is None:
-        names_of_lr = (f"{_OPTIMIZER}param_groups.{name}.lr" for name in (key, short, "0"))
-        result.lr = states.number(*names_of_lr)
+    listed = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    for group in listed or [_flat_group(states, {key, key.removeprefix(prefix), "0"})]:
+        read_group(result, group)
+    norm = next((name for name, shape in names.shapes.items() if len(shape) == 1), key)
+    decay = _flat_group(states, {norm, norm.removeprefix(prefix)}).get("weight_decay")
+    if decay and norm != key:
+        result.changes.append(("weight_decay of norms", decay, 0))
     if not result.has_moments:
         result.missing.append("Adam's moments")
+
+
+def _flat_group(states: DcpFolder, names: Collection[str]) -> dict[str, Any]:
+    """Return the parameter group of a tensor, whose values torch stores under separate names."""
+    group = {}
+    for whole in (*states.objects, *states.tensors):
+        name, _, value = whole.removeprefix(f"{_OPTIMIZER}param_groups.").rpartition(".")
+        if name in names and whole.startswith(f"{_OPTIMIZER}param_groups."):
+            stored = states.value(whole)
+            is_number = isinstance(stored, torch.Tensor) and stored.numel() == 1
+            group[value] = stored.item() if is_number else stored
+    return group
 
 
 def read_trainer_files(result: Foreign, folder: Path) -> None:
@@ -154,7 +171,7 @@ def read_trainer_files(result: Foreign, folder: Path) -> None:
     if (folder / TRAINER_STATE).is_file():
         content = read_json(folder / TRAINER_STATE)
         step = content.get("global_step") if isinstance(content, dict) else None
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53:
             raise CorruptFile(f"{folder / TRAINER_STATE}: has no global_step")
         result.step = step
     for name in SCHEDULER_FILES:
@@ -162,10 +179,10 @@ def read_trainer_files(result: Foreign, folder: Path) -> None:
             content = load_pickle(folder / name, folder / name)
             last = content.get("last_epoch") if isinstance(content, dict) else None
             rates = content.get("_last_lr") if isinstance(content, dict) else None
-            if result.step is None and isinstance(last, int) and last >= 0:
+            if result.step is None and isinstance(last, int) and 0 <= last < 2**53:
                 result.step = last
-            if isinstance(rates, list) and rates and isinstance(rates[0], int | float):
-                result.lr = float(rates[0])
+            if isinstance(rates, list):
+                read_group(result, {"lr": next(iter(rates), None)})
             return
     result.missing.append("the scheduler (scheduler.pt)")
 
@@ -197,13 +214,16 @@ def _read_optimizer(
     states = content.get("state") if isinstance(content, dict) else None
     if not isinstance(groups, list) or not isinstance(states, dict) or not all(isinstance(g, dict) for g in groups):
         raise CorruptFile(f"{path}: is no state of a torch optimizer")
-    numbers = [number for group in groups for number in group.get("params", ())]
+    listed = [group.get("params") for group in groups]
+    numbers = [number for group in listed if isinstance(group, list) for number in group]
+    if not all(isinstance(states.get(number, {}), dict) for number in numbers if isinstance(number, int)):
+        raise CorruptFile(f"{path}: is no state of a torch optimizer")
     names = sorted(files.tensors, key=lambda name: len(files.tensors[name].shape) != 2)  # stable
     if len(numbers) != len(names):
         raise CorruptFile(f"{path}: has {len(numbers)} parameters; the model has {len(names)}")
-    sources, steps = dict[str, SourceTensor](), set[int]()
+    sources, stored, steps = dict[str, SourceTensor](), dict[str, torch.Tensor](), set[int]()
     for number, name in zip(numbers, names, strict=True):
-        state = states.get(number, {})
+        state = states.get(number, {}) if isinstance(number, int) else {}
         for kind in MOMENTS:
             values = state.get(kind)
             if values is None:
@@ -211,12 +231,16 @@ def _read_optimizer(
             if not isinstance(values, torch.Tensor) or tuple(values.shape) != files.tensors[name].shape:
                 rule = f"{kind} of parameter {number} has not the shape of {name}"
                 raise CorruptFile(f"{path}: {rule}; the order of its parameters is not the Trainer's")
+            stored[f"{kind}.{name}"] = values
             offset = (0,) * values.dim()
             chunk = SourceChunk(offset, tuple(values.shape), path, partial(_same, values))
             sources[f"{kind}.{name}"] = SourceTensor(values.dtype, tuple(values.shape), [chunk])
-        if "step" in state:
-            steps.add(int(state["step"]))
-    return sources, groups[0], max(steps, default=None)
+        if isinstance(step := state.get("step"), torch.Tensor) and step.numel() == 1:
+            step = step.item()
+        if isinstance(step, int | float) and 0 <= step < 2**53:
+            steps.add(int(step))
+    check_stored(path, stored)
+    return sources, next(iter(groups), {}), max(steps, default=None)
 
 
 def _same(values: torch.Tensor) -> torch.Tensor:

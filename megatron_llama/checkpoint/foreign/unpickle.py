@@ -1,19 +1,22 @@
-"""Pickles of other programs, loaded without executing code.
+"""Reader of untrusted pickles: nothing in them is executed, and their cost is bounded before anything is built.
 
-torch's ``weights_only`` unpickler loads tensors and plain values. Two kinds of files contain classes also: DCP's
-``.metadata`` and Megatron's arguments. Classes on the lists below are loaded; enums and settings of Megatron become
-``Inert`` objects, which only store their arguments. Any other class or function is rejected, with its name.
+``_Scanner`` is Python's own unpickler with limits: classes become ``Inert`` objects, which only store their arguments,
+and unknown names are rejected. DCP's ``.metadata`` is read by it alone. Files of torch.save are scanned by it, and only
+then loaded by torch's ``weights_only`` unpickler, which has no limits.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import io
 import pickle
 import re
+import zipfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -21,74 +24,245 @@ from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.devices import HOST
 from megatron_llama.system.files import open_regular
 
-_METADATA = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "_MEM_FORMAT_ENCODING",
-        "ChunkStorageMetadata",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
-    "torch": {"Size", "device", "strided"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict", "defaultdict"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-}
-"""Classes in a ``.metadata`` file, by module. None of them executes code when it is built."""
+MOST_OPERATIONS = 50_000_000
+"""Opcodes of a pickle. A chunk of a tensor takes about 60 of them in ``.metadata``."""
+MOST_DEPTH = 64
+"""Nested containers."""
+MOST_SHARING = 100
+"""Values of a pickle per container, if shared containers are counted at each use. Readers visit each use."""
+
 _DTYPES = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
-_INERT = ("megatron.", "signal.", "nemo.", "lightning.", "torch.distributed.checkpoint.planner.")
-"""Modules whose classes are replaced by ``Inert``: enums and settings that the import does not use."""
+_METADATA = re.compile(
+    r"torch\.distributed\.checkpoint\.metadata\.(\w+Metadata|MetadataIndex|StorageMeta|TensorProperties|_MEM_\w+)"
+    r"|torch\.distributed\.checkpoint\.filesystem\._StorageInfo|torch\.serialization\._get_layout|torch\.(device|strided)"
+    r"|torch\.distributed\.checkpoint\.metadata\.Metadata|torch\.distributed\.checkpoint\.planner\..*"
+    r"|torch\.distributed\._shard\.sharded_tensor\.metadata\.(TensorProperties|MEM_FORMAT_ENCODING)"
+    r"|pathlib\.(Path|PosixPath|PurePosixPath)|pathlib\._local\.PosixPath"
+)
+_TORCH = re.compile(
+    r"torch\.(\w+Storage|storage\.\w+Storage|device|_utils\._rebuild_(tensor|tensor_v2|parameter)|nn\.parameter\.Parameter)"
+)
+_SETTINGS = re.compile(r"(megatron|signal|nemo|lightning|numpy|torch\.distributed\.checkpoint\.planner)\..*")
+"""Classes in ``.metadata``; in files of torch.save; enums, settings and random states of other programs."""
+_NAMESPACE = re.compile(r"argparse\.Namespace")
+_ITEM_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2, "ComplexFloat": 8}
+"""Bytes per value of torch's storages; one for the others."""
 
 
 class Inert:
-    """A value of a class that is not loaded. Stores the arguments of the class."""
+    """A value of a class that is not loaded. Stores the arguments and the state of the class."""
+
+    state: Any = None
+
+    def __new__(cls, *values: Any, **named: Any) -> Inert:
+        """Store the arguments."""
+        self = super().__new__(cls)
+        self.__dict__.update(values=values, named=named)
+        return self
 
     def __init__(self, *values: Any, **named: Any) -> None:
-        self.values, self.named = values, named
+        pass
 
     def __setstate__(self, state: Any) -> None:
-        self.values = (state,)
+        self.__dict__["state"] = state
 
-    def __hash__(self) -> int:
-        return id(self)
+    def __getattr__(self, name: str) -> Any:
+        state = self.__dict__.get("state")
+        if isinstance(state, dict) and name in state:
+            return state[name]
+        raise AttributeError(name)
 
 
-class _Restricted(pickle.Unpickler):
-    """An unpickler that finds only the classes of ``_METADATA``."""
+class _Mapping(dict):
+    """OrderedDict or defaultdict, whose items follow as separate opcodes."""
+
+    def __init__(self, *values: Any) -> None:
+        if any(isinstance(value, list | tuple | dict) for value in values):
+            raise pickle.UnpicklingError("it builds a dictionary from a list")
+        super().__init__()
+
+
+def _new_set(values: list[Any]) -> set[Any]:
+    return set(filter(_check_key, values))
+
+
+def _check_key(key: Any) -> bool:
+    """Reject nested tuples as keys: their hashes take exponential time if parts are shared."""
+    items = key if isinstance(key, tuple) else (key,)
+    if len(items) > MOST_DEPTH or any(isinstance(item, tuple | _Mapping) for item in items):
+        raise pickle.UnpicklingError("it has a nested key")
+    return True
+
+
+_PLAIN: dict[str, Any] = {
+    "torch.Size": tuple,
+    "collections.OrderedDict": _Mapping,
+    "collections.defaultdict": _Mapping,
+    "builtins.set": _new_set,
+    "__builtin__.set": _new_set,
+    "_codecs.encode": Inert,
+}
+"""Names of plain values."""
+
+
+class _Scanner(pickle._Unpickler):  # type: ignore[name-defined, misc]
+    """An unpickler with a limit of opcodes that builds plain values, and ``Inert`` objects of permitted classes."""
+
+    stack: list[Any]
+
+    def __init__(self, file: BinaryIO, permitted: tuple[re.Pattern[str], ...]) -> None:
+        super().__init__(file, encoding="utf-8")
+        self.permitted, self.operations = permitted, 0
+        self.classes: dict[str, type[Inert]] = {}
+        self.storages: dict[str, int] = {}
+        """Bytes of each storage."""
+
+    def count(self) -> None:
+        """Count an opcode."""
+        self.operations += 1
+        if self.operations > MOST_OPERATIONS:
+            raise pickle.UnpicklingError(f"it has more than {MOST_OPERATIONS:,} operations")
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed class, or ``Inert``. Raises UnpicklingError for any other name."""
-        if name in _METADATA.get(module, ()) or (module == "torch" and name in _DTYPES):
-            return getattr(importlib.import_module(module), name)
-        if f"{module}.".startswith(_INERT) and "." not in name:
-            return Inert
-        raise pickle.UnpicklingError(f"it contains {module}.{name}, which can execute code")
+        """Return a builder of plain values, or a subclass of ``Inert``. Raises UnpicklingError for unknown names."""
+        full = f"{module}.{name}"
+        if module == "torch" and name in _DTYPES:
+            return getattr(torch, name)
+        plain: dict[str, Any] = {
+            "torch.Size": tuple,
+            "collections.OrderedDict": _Mapping,
+            "collections.defaultdict": _Mapping,
+        }
+        plain |= {"builtins.set": _new_set, "__builtin__.set": _new_set, "_codecs.encode": Inert}
+        if full in plain:
+            return plain[full]
+        if any(pattern.fullmatch(full) for pattern in self.permitted):
+            return self.classes.setdefault(full, type(name, (Inert,), {}))
+        raise pickle.UnpicklingError(f"it contains {full}, which can execute code")
 
     def persistent_load(self, pid: Any) -> Any:
-        """Reject references to other objects."""
-        raise pickle.UnpicklingError(f"it refers to the object {pid!r}"[:200])
+        """Record the size of a storage. Raises UnpicklingError for other references."""
+        try:
+            kind, storage, key, _, count = pid[:5]
+            name = storage.__name__.removesuffix("Storage")
+        except (TypeError, ValueError, AttributeError):
+            kind, name = None, ""
+        if kind != "storage" or not isinstance(key, str) or type(count) is not int or count < 0:
+            raise pickle.UnpicklingError("it refers to an unknown object")
+        self.storages[key] = max(
+            self.storages.get(key, 0), count * _ITEM_BYTES.get(name, 16 if "Complex" in name else 1)
+        )
+        return Inert(key)
+
+
+def _counted(opcode: Any) -> Any:
+    def count_and_run(reader: _Scanner) -> None:
+        reader.count()
+        opcode(reader)
+
+    return count_and_run
+
+
+def _set_items(reader: _Scanner) -> None:
+    for key in reader.stack[::2]:
+        _check_key(key)
+    pickle._Unpickler.load_setitems(reader)  # type: ignore[attr-defined]
+
+
+def _set_item(reader: _Scanner) -> None:
+    _check_key(reader.stack[-2])
+    pickle._Unpickler.load_setitem(reader)  # type: ignore[attr-defined]
+
+
+def _dispatch() -> dict[int, Any]:
+    """Return the opcodes that are read. Omitted ones allocate by a stated size, or build sets, buffers or classes."""
+    omitted = {"BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4", "PERSID", "INST", "OBJ", "LONG4"}
+    omitted |= {"EMPTY_SET", "ADDITEMS", "FROZENSET", "DICT"}
+    opcodes: dict[int, Any] = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+    for name in omitted:
+        opcodes.pop(getattr(pickle, name)[0], None)
+    opcodes |= {pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items}
+    return {code: opcode if code == pickle.STOP[0] else _counted(opcode) for code, opcode in opcodes.items()}
+
+
+_Scanner.dispatch = _dispatch()
+
+
+def _check_size(root: Any) -> None:
+    """Raise UnpicklingError if values are nested too deeply, contain themselves or are shared too often."""
+    known: dict[int, tuple[int, int] | None] = {}
+    stored = 0
+
+    def measure(value: Any, depth: int) -> tuple[int, int]:
+        """Return (values, height) of a value, each shared container counted at each use."""
+        nonlocal stored
+        parts = _parts(value)
+        if parts is None:
+            return 1, 0
+        if id(value) in known:
+            if (size := known[id(value)]) is None:
+                raise pickle.UnpicklingError("it contains itself")
+            return size
+        known[id(value)] = None
+        sizes = [measure(part, depth - 1) for part in parts] if depth else []
+        height = 1 + max((size[1] for size in sizes), default=0)
+        if height > MOST_DEPTH or not depth:
+            raise pickle.UnpicklingError(f"it has more than {MOST_DEPTH} nested values")
+        stored += len(parts)
+        size = known[id(value)] = 1 + sum(size[0] for size in sizes), height
+        return size
+
+    values, _ = measure(root, MOST_DEPTH)
+    if values > MOST_SHARING * (stored + MOST_DEPTH):
+        raise pickle.UnpicklingError(f"it stands for {values:,} values")
+
+
+def _parts(value: Any) -> list[Any] | None:
+    """Return the values in a container; None for other values."""
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple | set):
+        return list(value)
+    return [*value.values, *value.named.values(), value.state] if isinstance(value, Inert) else None
+
+
+def _scan(file: BinaryIO, *permitted: re.Pattern[str]) -> tuple[Any, _Scanner]:
+    """Return the plain content of a pickle, and its scanner. Raises UnpicklingError for hostile or damaged ones."""
+    scanner = _Scanner(file, permitted)
+    try:
+        content = scanner.load()
+        _check_size(content)
+    except (pickle.UnpicklingError, OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle raises anything
+        raise ValueError(f"{type(error).__name__}: {str(error)[:200]}") from error
+    return content, scanner
+
+
+@contextmanager
+def _named(label: Path) -> Iterator[None]:
+    """Turn the errors of a reader into CorruptFile, which names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise CorruptFile(f"{label}: {error.strerror or error}") from error
+    except pickle.UnpicklingError as error:
+        # torch's message ends with the advice to allow the object, which would execute it.
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        reason = f"it contains {named[1]}, which can execute code" if named else str(error)[:200]
+        raise CorruptFile(f"{label}: is rejected: {reason}") from error
+    except Exception as error:  # a damaged file raises anything
+        raise CorruptFile(f"{label}: is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def load_metadata(path: Path) -> Any:
-    """Return the Metadata of a DCP folder's ``.metadata``.
+    """Return the Metadata of a DCP folder's ``.metadata``, as ``Inert`` objects.
 
     Raises:
-        CorruptFile: The file is damaged, or contains other classes than DCP's.
+        CorruptFile: The file is damaged or hostile, or contains other classes than DCP's.
     """
-    try:
-        with open_regular(path) as file:
-            metadata = _Restricted(file).load()
-    except OSError as error:
-        raise CorruptFile(f"{path}: {error.strerror}") from error
-    except pickle.UnpicklingError as error:
-        raise CorruptFile(f"{path}: is rejected: {error}") from error
-    except Exception as error:  # a damaged pickle raises anything
-        raise CorruptFile(f"{path}: is damaged: {type(error).__name__}: {error}") from error
+    with _named(path), open_regular(path) as file:
+        metadata, _ = _scan(file, _METADATA)
     for name in ("state_dict_metadata", "storage_data"):
         if not isinstance(getattr(metadata, name, None), dict):
             raise CorruptFile(f"{path}: is not the metadata of torch.distributed.checkpoint: it has no {name}")
@@ -101,42 +275,83 @@ def load_pickle(source: Path | bytes, label: Path, *, namespace: bool = False) -
     Args:
         source: A file, or its content.
         label: File name for messages.
-        namespace: Whether argparse.Namespace and Megatron's enums may be in the file; enums become ``Inert``.
+        namespace: Whether argparse.Namespace and other programs' classes may be in the file; these become ``Inert``.
 
     Raises:
-        CorruptFile: The file is damaged, or contains objects that can execute code.
+        CorruptFile: The file is damaged or hostile, or contains objects that can execute code.
     """
-    try:
-        is_archive = _is_archive(source) if isinstance(source, Path) else source.startswith(b"PK")
+    with _named(label), open_regular(source) if isinstance(source, Path) else io.BytesIO(source) as file:
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        is_archive = file.read(2) == b"PK"
+        file.seek(0)
+        permitted = (_TORCH, _SETTINGS, _NAMESPACE) if namespace else (_TORCH,)
+        classes = _scan_archive(file, size, permitted) if is_archive else _scan_legacy(file, size, permitted)
+        allowed: list[Any] = [(Inert, name) for name in classes if _SETTINGS.fullmatch(name)]
+        allowed += [argparse.Namespace] if namespace else []
+        file.seek(0)
         mapped = is_archive and isinstance(source, Path)
-        reads_names = namespace and is_archive
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(_opened(source)) if reads_names else []
-        inert = [name for name in names if name.startswith(_INERT)]
-        if rejected := sorted({*names} - {*inert, "argparse.Namespace"}):
-            raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {rejected[0]}")
-        allowed: list[Any] = [argparse.Namespace, *((Inert, name) for name in inert)] if namespace else []
-        with torch.serialization.safe_globals(allowed):
-            return torch.load(_opened(source), map_location=HOST, weights_only=True, mmap=mapped)
-    except OSError as error:
-        raise CorruptFile(f"{label}: {error.strerror or error}") from error
-    except pickle.UnpicklingError as error:
-        # torch's message ends with the advice to allow the object, which would execute it.
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        content = f"{named[1]}, which can execute code" if named else "other objects than tensors and plain values"
-        raise CorruptFile(f"{label}: is rejected: it contains {content}") from error
-    except Exception as error:  # a damaged file raises anything
-        raise CorruptFile(f"{label}: is damaged: {type(error).__name__}: {str(error)[:200]}") from error
+        with _only(allowed):
+            return torch.load(str(source) if mapped else file, map_location=HOST, weights_only=True, mmap=mapped)
 
 
-def _opened(source: Path | bytes) -> Any:
-    if isinstance(source, bytes):
-        return io.BytesIO(source)
-    if not source.is_file():
-        raise FileNotFoundError(2, "No such file" if not source.exists() else "is not a regular file")
-    return str(source)
+@contextmanager
+def _only(allowed: list[Any]) -> Iterator[None]:
+    """Let torch load only these classes, not the ones that other packages, such as megatron-core, allow."""
+    before = list(torch.serialization.get_safe_globals())
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(allowed)
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
 
 
-def _is_archive(path: Path) -> bool:
-    """Return whether a file has torch's zip format, which can be mapped."""
-    with open_regular(path) as file:
-        return file.read(2) == b"PK"
+def _scan_archive(file: BinaryIO, size: int, permitted: tuple[re.Pattern[str], ...]) -> Collection[str]:
+    """Check torch's zip archive; return the names of its classes. Raises UnpicklingError or another exception."""
+    with zipfile.ZipFile(file) as archive:
+        entries = {entry.filename: entry for entry in archive.infolist()}
+        if len({name.lower() for name in entries}) != len(archive.infolist()):
+            raise pickle.UnpicklingError("it has two entries of one name")
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
+            raise pickle.UnpicklingError("it is compressed, which torch.save never does")
+        if sum(entry.file_size for entry in entries.values()) > size:
+            raise pickle.UnpicklingError("its entries overlap")
+        (name,) = [name for name in entries if name.partition("/")[2] == "data.pkl"]
+        with archive.open(name) as content:
+            _, scanner = _scan(content, *permitted)  # type: ignore[arg-type]
+    folder = name.removesuffix("data.pkl")
+    for key, length in scanner.storages.items():
+        if entries[f"{folder}data/{key}"].file_size < length:
+            raise pickle.UnpicklingError(f"its storage {key!r:.40} has fewer than {length} bytes")
+    return scanner.classes
+
+
+def _scan_legacy(file: BinaryIO, size: int, permitted: tuple[re.Pattern[str], ...]) -> Collection[str]:
+    """Check a file of torch before 1.6, five pickles and the storages; return the names of its classes."""
+    magic, protocol, system, (_, scanner), _ = (_scan(file, *permitted) for _ in range(5))
+    del magic, protocol, system
+    if sum(scanner.storages.values()) > size:
+        raise pickle.UnpicklingError("its storages exceed the file")
+    return scanner.classes
+
+
+def check_stored(where: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise CorruptFile if tensors of a file have more values than bytes, or share bytes."""
+    spans = []
+    for name, values in tensors.items():
+        if values.layout != torch.strided or values.is_meta or values.is_quantized:
+            raise CorruptFile(f"{where}: {name} is no plain tensor")
+        dense = 1
+        for stride, count in sorted(zip(values.stride(), values.shape, strict=True)):
+            if count > 1 and stride < dense:
+                raise CorruptFile(f"{where}: {name} has several values in the same bytes")
+            dense = stride * count if count > 1 else dense
+        if values.numel():
+            start = values.data_ptr()
+            spans.append((start, start + values.nbytes, name))
+    spans.sort()
+    for (_, end, name), (start, _, other) in pairwise(spans):
+        if start < end:
+            raise CorruptFile(f"{where}: {name} and {other} are in the same bytes")

@@ -1,0 +1,381 @@
+"""Settings in other programs' checkpoints: each key is compared, required to have one value, or has no effect here.
+
+Tensors show the shape of a model only. The rotation, the epsilon of its norms and the form of its activation are in
+Megatron-LM's ``args``, in Megatron-Bridge's ``run_config.yaml``, in NeMo 2's ``context/model.yaml``, or in Hugging
+Face's ``config.json``. A key that is in no table below may change the model, so a value other than "off" is rejected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from megatron_llama.arch.shapes import head_dim, kv_heads
+from megatron_llama.checkpoint.foreign.tensors import Foreign
+from megatron_llama.checkpoint.stored_tensors import CorruptFile
+from megatron_llama.config import ConfigError, ModelConfig, Problem
+from megatron_llama.config.hf_config import CONFIG, read_hf_config, shape_from_hf, unsupported_architecture
+from megatron_llama.config.problems import format_value, shorten, show_value
+from megatron_llama.config.rope import EXTENSIONS, LLAMA3_CONTEXT, original_context, same_scaling
+from megatron_llama.system.files import check_yaml, read_whole
+
+MODEL = "model."
+_COMPARED = {
+    "hidden_size": "model.hidden_size",
+    "num_layers": "model.num_hidden_layers",
+    "ffn_hidden_size": "model.intermediate_size",
+    "num_attention_heads": "model.num_attention_heads",
+    "kv_channels": "model.head_dim",
+    "rotary_base": "model.rope_theta",
+    "norm_epsilon": "model.rms_norm_eps",
+    "layernorm_epsilon": "model.rms_norm_eps",
+    "share_embeddings_and_output_weights": "model.tie_word_embeddings",
+    "seed": "trainer.seed",
+    "global_batch_size": "trainer.global_batch_size",
+    "train_iters": "trainer.steps",
+    "seq_length": "data.seq_length",
+    "split": "data.split",
+    "eod_mask_loss": "data.eod_mask_loss",
+    "lr": "optim.lr",
+    "min_lr": "optim.min_lr",
+    "adam_eps": "optim.eps",
+    "weight_decay": "optim.weight_decay",
+    "clip_grad": "optim.clip",
+}
+"""Megatron's names of settings that exist here."""
+_CONVERTED = """
+num_query_groups group_query_attention untie_embeddings_and_output_weights use_rope_scaling rope_scaling
+rope_scaling_factor scale_factor low_freq_factor high_freq_factor old_context_len
+rotary_seq_len_interpolation_factor seq_len_interpolation_factor window_size add_qkv_bias qk_layernorm adam_beta1
+adam_beta2 reset_position_ids reset_attention_mask use_rotary_position_embeddings
+""".split()
+"""Keys that ``_model_facts`` and ``_training_facts`` turn into settings, together with other keys."""
+_REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "position_embedding_type": (("rope",), "positions are rotary here"),
+    "rotary_percent": ((1,), "all dimensions of a head are rotated here"),
+    "rotary_interleaved": ((False,), "halves of a head are rotated here"),
+    "no_rope_freq": ((), "all layers rotate here"),
+    "mrope_section": ((), "a token has one position here"),
+    "normalization": (("RMSNorm",), "norms are RMSNorm here"),
+    "apply_layernorm_1p": ((False,), "norms multiply by their weight here, not by 1 + weight"),
+    "layernorm_zero_centered_gamma": ((False,), "norms multiply by their weight here, not by 1 + weight"),
+    "apply_residual_connection_post_layernorm": ((False,), "the residual stream has no norm here"),
+    "add_bias_linear": ((False,), "Megatron's biases are not read"),
+    "swiglu": ((True,), "the feed-forward is SwiGLU here"),
+    "gated_linear_unit": ((True,), "the feed-forward is SwiGLU here"),
+    "activation_func": (("silu",), "the feed-forward is SwiGLU here"),
+    **{
+        name: ((False,), "the feed-forward is SwiGLU here")
+        for name in ("squared_relu", "openai_gelu", "onnx_safe", "quick_geglu")
+    },
+    "glu_linear_offset": ((0,), "the feed-forward is SwiGLU here"),
+    "activation_func_clamp_value": ((), "the feed-forward is SwiGLU here"),
+    "softmax_scale": ((), "scores are divided by sqrt(head_dim) here"),
+    "softmax_type": (("vanilla",), "attention has no sink here"),
+    "attention_output_gate": ((False,), "attention has no gate here"),
+    "qk_l2_norm": ((False,), "q and k have no such norm here"),
+    "window_attn_skip_freq": ((), "all layers have the same window here"),
+    "num_experts": ((), "there are no experts here"),
+    "num_moe_experts": ((), "there are no experts here"),
+    "multi_latent_attention": ((False,), "attention has no latents here"),
+    "experimental_attention_variant": ((), "attention is softmax attention here"),
+    "linear_attention_freq": ((), "attention is softmax attention here"),
+    "mtp_num_layers": ((0,), "one token is predicted here"),
+    "mtp_enabled": ((False,), "one token is predicted here"),
+    "peft": ((), "export the merged model"),
+    **{name: ((1,), "outputs have no multiplier here") for name in ("mup_embedding_mult", "mup_output_mult")},
+    **{name: ((1, 0), "outputs have no multiplier here") for name in ("mup_width_mult", "mup_attn_scale_power")},
+}
+"""Keys with the values that this model has. None always is one of them."""
+_TRAINING: dict[str, Any] = {
+    "hidden_dropout": 0,
+    "attention_dropout": 0,
+    "optimizer": "adam",
+    "decoupled_weight_decay": True,
+    "apply_wd_to_qk_layernorm": False,
+    "weight_decay_incr_style": "constant",
+    "decoupled_lr": None,
+    "rampup_batch_size": None,
+    "step_batch_size_schedule": None,
+    "init_method_xavier_uniform": False,
+    "freeze_all_layers": False,
+    "calculate_per_token_loss": False,
+    "sft": False,
+    "fim_data": False,
+    "qk_clip": False,
+    "phase_transition_iterations": None,
+    "dataloader_inter_document_masking": False,
+}
+"""Keys that change the training, not the model, with their value here. Other values are reported, unless off."""
+_NO_EFFECT = """
+*_bf16 *_dir *_fp32* *_ft_* *_func *_fused_* *_hook *_layer_spec *_loss_scale* *_memory* *_p2p_* *_path *_samples
+*_save* *_stream* *_weight_decay *allow_ambiguous* *autoresume* *biencoder* *checkpoint* *ckpt* *cuda_graph* *ddp*
+*deterministic* *distributed_* *dtype* *eval* *expert* *fsdp* *fusion* *gloo* *grouped_gemm* *indexer_* *inference*
+*init_method* *inject* *interval* *jit* *large_grads* *layer_wise* *load* *log_* *lora_rank *mcore_models*
+*micro_batch* *microbatch* *mla* *modelopt* *msc* *nan* *nccl_ub *one_logger* *otel* *overlap* *parallel*
+*persist_* *pipeline* *precision* *profil* *reduce* *retriever* *rng* *shard* *spiky* *straggler*
+*symmetric_registration *tensorboard* *tiktoken* *timeout* *tokenizer* *tp_comm* *tp_pp_dp* *transformer_engine*
+*valid* *vocab_size* *warn* *wgrad* *workers* *wsd* DDP_impl _* activation_func_fp8* add_position_embedding align_*
+app_tag* apply_query_key_layer_scaling async_* attention_backend barrier* batch_invariant_* batch_size bert_*
+beta_* bf16* chat_template classes_* clone_scatter* consumed_* cp_comm_type create_all_* create_attention_mask_*
+data_* decoder_* decoupled_min_lr decrease_batch* dino_* disable_parameter_* dsa_* dump_* enable_autocast
+enable_chunked_* enable_experimental encoder_* exit_* fake_process* fim_* finetune flash_attention_version
+flash_decode flight_* fp16* fp32_residual* fp4* fp8* ft_* fused_* gdp_* generation_config grpo_* gtp_* head_lr_*
+heterogeneous_block_specs hf_model_id hf_model_revision hysteresis ict_* img_* init_model_with_meta_device
+inprocess_* iter_per_* iterations_to_skip keep_* kitchen_* langrl_* lazy_mpu_init linear_* lion_* local_rank
+logger* logging* loss_scale* lr_* mamba_* manual_gc* mask_* max_position_embeddings max_seqlen_per*
+max_tokens_to_oom memory_* merge_file mhc_* mid_level* mlp_chunks_* mmap_* mock_data model_type modules_* moe_*
+most_recent_k mscale* mtp_* muon_* mup_* no_query_key* no_weight_decay* nsys* num_channels num_classes num_dataset*
+num_speculative* nvtx* offset_sampling* one_logger* original_max_position* output_bert* override_* patch_*
+perform_init* pin_* qk_clip_* qk_head_dim qk_pos_emb* quant_recipe query_in_* rank recompute_* record_shapes
+refit_* relative_attention_* replication* rerun_* result_rejected* reuse_* rl_* rope_type rotary_scaling_factor
+runtime_* sample_rate save* set_level* sgd_* sharp_* short_seq_* should_pad* skip_* spec special_tokens
+standalone_* suggested_* swin_* symmetric_ar_type test_mode throughput_* timers tp_only_* transformer_impl
+trust_remote_code use_arbitrary_* use_cpu_init* use_flash_* use_kitchen* use_legacy_* use_one_sent* use_ring*
+use_sharp* v_head_dim variable_seq_lengths verify_integrity vision_* vocab* wandb* warmup wd_incr* world_size
+yaml_cfg yarn_*
+""".split()
+"""Keys without effect on the model here, as patterns: placement, speed, precision, output, data, the schedule, and the
+details of features that another key switches on."""
+_RUN_CONFIG = "run_config.yaml"
+_SECTIONS: dict[str, dict[str, str]] = {
+    "model": {},
+    "optimizer": {},
+    "train": {},
+    "scheduler": {},
+    "dataset": {"random_seed": "seed", "sequence_length": "seq_length"},
+}
+"""Sections of run_config.yaml that are read, with keys that Megatron-LM names differently."""
+_READ = {*_COMPARED, *_TRAINING, *_CONVERTED, "train_samples", "consumed_train_samples", "lr_decay_style"}
+"""Keys that are read from all of these sections; every key of ``model`` is read."""
+_GROUP_ONLY = {"amsgrad": False, "maximize": False, "bias_correction": True, "adam_w_mode": True}
+"""Keys of a parameter group, with their value here."""
+_GROUP_NO_EFFECT = (
+    "params param_names lr initial_lr max_lr min_lr betas eps weight_decay decoupled_weight_decay step foreach fused "
+    "capturable differentiable *_mult is_* default_config start_wd end_wd swap* master_weights"
+).split()
+
+
+def read_arguments(result: Foreign, arguments: Mapping[str, Any], folder: Path) -> None:
+    """Set the facts of Megatron's settings. Raises ConfigError if they describe another model than a Llama."""
+    problems = []
+    arguments = {str(name): _plain(value) for name, value in arguments.items()}
+    result.has_settings = result.has_settings or bool(arguments)
+    for name, value in arguments.items():
+        if name in _REQUIRED:
+            allowed, rule = _REQUIRED[name]
+            given = _function_name(value) if name == "activation_func" else value
+            if not (
+                given is None or any(equal_values(given, item) for item in allowed) or (not allowed and _is_off(given))
+            ):
+                problems.append(f"{name} is {show_value(given)}, and {rule}")
+        elif name in _TRAINING:
+            if not equal_values(value, _TRAINING[name]) and not _is_off(value):
+                result.changes.append((name, value, _TRAINING[name]))
+        elif name not in _COMPARED and name not in _CONVERTED and not _is_off(value) and not _matches(name):
+            problems.append(f"the setting {name}={show_value(value)} is unknown here and may change the model")
+    if problems:
+        instead = "name a Llama's checkpoint, or convert it to the Hugging Face format by its program"
+        rule = f"the source's model is not supported: {'; '.join(problems[:5])}"
+        rule += f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ConfigError([Problem("model", str(folder), rule, instead)])
+    for name, setting in _COMPARED.items():
+        value = arguments.get(name)
+        if isinstance(value, int | float | str):
+            result.facts[setting] = value
+    if arguments.get("lr_decay_style") == "constant":
+        result.facts.pop("optim.min_lr", None)  # unused
+    _model_facts(result, arguments)
+    _training_facts(result, arguments)
+
+
+def _matches(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in _NO_EFFECT)
+
+
+def _is_off(value: Any) -> bool:
+    """Return whether a value means that a feature is unused."""
+    return isinstance(value, None | bool | int | float | str | list | tuple | dict) and not value
+
+
+def _plain(value: Any) -> Any:
+    """Return a number, text or container; a tensor of one value as a number, and other objects as text."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+        value = value.item()
+    return value if isinstance(value, None | bool | int | float | str | list | tuple | dict) else show_value(value)
+
+
+def _function_name(value: Any) -> Any:
+    """Return the last part of a function's name: ``{_target_: torch.nn.functional.silu}`` is silu."""
+    target = value.get("_target_") if isinstance(value, dict) else value
+    return target.rpartition(".")[2] if isinstance(target, str) else value
+
+
+def _model_facts(result: Foreign, arguments: Mapping[str, Any]) -> None:
+    facts, get = result.facts, arguments.get
+    if isinstance(untied := get("untie_embeddings_and_output_weights"), bool):
+        facts["model.tie_word_embeddings"] = not untied
+    groups = get("num_query_groups") if get("group_query_attention", True) else None
+    heads = get("num_attention_heads")
+    if isinstance(groups, int) or (groups is None and isinstance(heads, int) and "num_query_groups" in arguments):
+        facts["model.num_key_value_heads"] = heads if groups is None else groups
+    if "window_size" in arguments:
+        window = get("window_size")
+        left: Any = window[0] if isinstance(window, list | tuple) and window else window
+        facts["model.sliding_window"] = left + 1 if _is_number(left) and left >= 0 else None
+    if "qk_layernorm" in arguments and "add_qkv_bias" in arguments:
+        facts["model.model_type"] = "qwen3" if get("qk_layernorm") else "qwen2" if get("add_qkv_bias") else "llama"
+    scaling: dict[str, Any] | None = None
+    stretch = get("rotary_seq_len_interpolation_factor") or get("seq_len_interpolation_factor")
+    if get("use_rope_scaling") or get("rope_scaling") or get("scale_factor"):
+        factor = get("scale_factor") or get("rope_scaling_factor") or 8.0
+        low, high = get("low_freq_factor") or 1.0, get("high_freq_factor") or 4.0
+        scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+        scaling["original_max_position_embeddings"] = get("old_context_len") or LLAMA3_CONTEXT
+    elif stretch and stretch != 1:
+        scaling = {"rope_type": "linear", "factor": stretch}
+    if "rotary_base" in arguments or scaling:
+        facts["model.rope_scaling"] = scaling
+
+
+def _training_facts(result: Foreign, arguments: Mapping[str, Any]) -> None:
+    facts = result.facts
+    if facts.get("optim.clip") == 0:
+        facts["optim.clip"] = None  # no clipping
+    betas = [arguments.get(f"adam_beta{number}") for number in (1, 2)]
+    if all(map(_is_number, betas)):
+        facts["optim.betas"] = betas
+    resets = [arguments.get(name) for name in ("reset_position_ids", "reset_attention_mask")]
+    if resets in ([True, True], [False, False]):
+        facts["data.document_mask"] = resets[0]
+    elif any(resets):
+        result.changes.append(("reset_position_ids", resets[0], False))
+        result.changes.append(("reset_attention_mask", resets[1], False))
+
+
+def read_group(result: Foreign, group: Mapping[str, Any]) -> None:
+    """Set the learning rate, and the facts that the arguments lack, from a parameter group of Adam."""
+    facts = result.facts
+    group = {str(name): _plain(value) for name, value in group.items()}
+    if result.lr is None and _is_number(group.get("lr")):
+        result.lr = float(group["lr"])
+    betas = group.get("betas")
+    if isinstance(betas, list | tuple) and len(betas) == 2 and all(map(_is_number, betas)):
+        facts.setdefault("optim.betas", list(betas))
+    for name in ("eps", "weight_decay"):
+        if _is_number(group.get(name)):
+            facts.setdefault(f"optim.{name}", group[name])
+    if isinstance(decoupled := group.get("decoupled_weight_decay"), bool) and facts.get("optim.weight_decay"):
+        facts["optim.name"] = "adamw" if decoupled else "adam"
+    for name, value in group.items():
+        known = name in _GROUP_ONLY or any(fnmatchcase(name, pattern) for pattern in _GROUP_NO_EFFECT)
+        if (not known and not _is_off(value)) or (
+            name in _GROUP_ONLY and value is not None and value != _GROUP_ONLY[name]
+        ):
+            result.unresumable.append(f"its optimizer has {name}={show_value(value)}")
+
+
+def read_config_json(result: Foreign, folder: Path) -> None:
+    """Set the model's facts from Hugging Face's config.json, if there is one.
+
+    Raises:
+        ConfigError: The model is not supported.
+        CorruptFile: The file cannot be read.
+    """
+    if not (folder / CONFIG).exists():
+        return
+    try:
+        content = read_hf_config(str(folder))
+        clauses = unsupported_architecture(content)
+    except ValueError as error:
+        raise CorruptFile(str(error)) from error
+    if clauses:
+        raise ConfigError([Problem("model", str(folder), f"is not supported: {'; '.join(clauses)}", "name a Llama's")])
+    shape = shape_from_hf(content)
+    for name in ("name", "max_position_embeddings", "initializer_range"):
+        shape.pop(name, None)
+    for name in ("head_dim", "num_key_value_heads"):
+        if shape.get(name) is None:
+            del shape[name]
+    result.facts |= {f"{MODEL}{name}": value for name, value in shape.items()}
+    result.has_settings = True
+
+
+def read_run_config(folder: Path) -> dict[str, Any]:
+    """Return Megatron-Bridge's run_config.yaml or NeMo 2's context/model.yaml, by Megatron-LM's names; {}: neither.
+
+    Raises:
+        CorruptFile: The file cannot be read.
+    """
+    if (folder / _RUN_CONFIG).exists():
+        content, sections = _read_yaml(folder / _RUN_CONFIG), _SECTIONS
+        arguments = {"peft": content.get("peft")}
+    elif (path := folder.parent / "context" / "model.yaml").exists():
+        content, sections, arguments = _read_yaml(path), {"config": {}}, {}
+    else:
+        return {}
+    for section, renamed in sections.items():
+        values = content.get(section)
+        for name, value in values.items() if isinstance(values, dict) else ():
+            name = renamed.get(str(name), str(name))
+            if section in ("model", "config") or name in _READ:
+                arguments.setdefault(name, value)
+    return arguments
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        check_yaml(path)
+        content = yaml.safe_load(read_whole(path).decode())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise CorruptFile(f"{path}: cannot be read: {str(error)[:200]}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def check_model(folder: Path, model: ModelConfig, facts: Mapping[str, Any], *, resumes: bool) -> None:
+    """Raise ConfigError for each setting of the model that differs from the source's.
+
+    Args:
+        resumes: Whether the run continues. A new run may extend the context by ``model.rope_scaling``.
+    """
+    derived = {"num_key_value_heads": kv_heads(model), "head_dim": head_dim(model)}
+    ours = {**asdict(model), **derived}
+    if (scaling := ours["rope_scaling"]) and scaling["original_max_position_embeddings"] is None:
+        scaling["original_max_position_embeddings"] = original_context(model)
+    problems = []
+    for setting, theirs in facts.items():
+        if not setting.startswith(MODEL):
+            continue
+        name = setting.removeprefix(MODEL)
+        if name == "rope_scaling":
+            extends = not resumes and not theirs and scaling and scaling["rope_type"] in EXTENSIONS
+            same = extends or same_scaling(scaling, theirs)
+        else:
+            same = equal_values(ours[name], theirs)
+        if not same:
+            written = shorten(format_value(theirs), 300)
+            override = f"'{setting}={written}'" if " " in written else f"{setting}={written}"
+            rule = f"the checkpoint {folder} was trained with {written}"
+            problems.append(Problem(setting, ours[name], rule, f"write {override}"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def equal_values(ours: Any, theirs: Any) -> bool:
+    """Return whether two values are equal; numbers up to fp32's precision."""
+    if isinstance(ours, Sequence) and isinstance(theirs, Sequence) and not isinstance(ours, str):
+        return len(ours) == len(theirs) and all(map(equal_values, ours, theirs))
+    if _is_number(ours) and _is_number(theirs):
+        return math.isclose(ours, theirs, rel_tol=1e-6)
+    return type(ours) is type(theirs) and bool(ours == theirs)

@@ -1,0 +1,242 @@
+"""Settings in other programs' checkpoints: each key is converted, compared, without effect here, or rejected."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+from megatron.core.transformer import TransformerConfig
+from safetensors.torch import save_file
+
+from megatron_llama.arch.foreign_names import megatron_names, torchtitan_names
+from megatron_llama.arch.names import hf_shapes
+from megatron_llama.checkpoint.foreign.detect import open_foreign, resumed_state
+from megatron_llama.checkpoint.foreign.source_settings import read_arguments
+from megatron_llama.checkpoint.foreign.tensors import Foreign, ForeignTensors
+from megatron_llama.config import ConfigError
+from tests.checkpoint.runner import make_plan, run
+from tests.checkpoint.source_settings import BETAS, DECAY, EPS, LR, SETTINGS
+from tests.messages import unwrap
+
+UNTIED = "model.tie_word_embeddings=false"
+LLAMA3 = "model.rope_scaling={rope_type: llama3, factor: 8.0}"
+LINEAR = "model.rope_scaling={rope_type: linear, factor: 4.0}"
+PLAIN = {"rotary_base": 10000, "norm_epsilon": 1e-5, "swiglu": True, "normalization": "RMSNorm", "num_layers": 4}
+"""Arguments of the model of ``make_plan``."""
+
+
+def megatron_folder(
+    folder: Path, settings: tuple[str, ...], arguments: Mapping[str, Any] | None, **common: Any
+) -> Path:
+    """Write a torch_dist folder of random weights."""
+    shapes = megatron_names(make_plan(1, folder / "plan", UNTIED, *settings).model, stacked=True).shapes
+    generator = torch.Generator().manual_seed(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    content = {"iteration": 3, **common}
+    if arguments is not None:
+        content["args"] = argparse.Namespace(**arguments)
+    torch.save(content, folder / "common.pt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return megatron_folder(tmp_path_factory.mktemp("source") / "weights", (), None)
+
+
+def _write(folder: Path, form: str, arguments: Mapping[str, Any]) -> None:
+    """Write Megatron's arguments as Megatron-LM, Megatron-Bridge or NeMo 2."""
+    for path in (folder / "run_config.yaml", folder.parent / "context/model.yaml"):
+        path.unlink(missing_ok=True)
+    content = {"iteration": 3, **({"args": argparse.Namespace(**arguments)} if form == "args" else {})}
+    torch.save(content, folder / "common.pt")
+    if form == "bridge":
+        (folder / "run_config.yaml").write_text(yaml.safe_dump({"model": dict(arguments)}))
+    elif form == "nemo":
+        (folder.parent / "context").mkdir(exist_ok=True)
+        (folder.parent / "context/model.yaml").write_text(yaml.safe_dump({"config": dict(arguments)}))
+
+
+def _answer(folder: Path, run_dir: Path, *settings: str, resumes: bool = False) -> str:
+    """Open a folder; return the message of its rejection, or an empty string."""
+    model = make_plan(1, run_dir, UNTIED, *settings).model
+    try:
+        open_foreign(folder, model, resumes=resumes)
+    except ConfigError as error:
+        return unwrap(str(error))
+    return ""
+
+
+ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
+    "plain": ({}, (), ""),
+    "1 + weight": ({"apply_layernorm_1p": True}, (), "apply_layernorm_1p is True"),
+    "1 + weight, core": ({"layernorm_zero_centered_gamma": True}, (), "layernorm_zero_centered_gamma is True"),
+    "rotary_percent": ({"rotary_percent": 0.5}, (), "rotary_percent is 0.5"),
+    "no positions": ({"position_embedding_type": "none"}, (), "position_embedding_type is 'none'"),
+    "yarn": ({"position_embedding_type": "yarn"}, (), "position_embedding_type is 'yarn'"),
+    "relu": ({"squared_relu": True}, (), "squared_relu is True"),
+    "gelu": ({"activation_func": {"_target_": "torch.nn.functional.gelu"}}, (), "activation_func is 'gelu'"),
+    "silu": ({"activation_func": {"_target_": "torch.nn.functional.silu"}}, (), ""),
+    "experts": ({"num_experts": 8}, (), "num_experts is 8"),
+    "unknown": ({"my_gate": 1.5}, (), "my_gate=1.5 is unknown here"),
+    "unknown, off": ({"my_gate": False}, (), ""),
+    "no effect": ({"tp_comm_overlap": True, "bf16": True, "wandb_project": "x", "moe_router_topk": 2}, (), ""),
+    "theta": ({"rotary_base": 500000}, (), "model.rope_theta"),
+    "eps": ({"norm_epsilon": 1e-3}, (), "model.rms_norm_eps"),
+    "heads": ({"num_attention_heads": 8, "num_query_groups": 2}, (), "model.num_attention_heads"),
+    "head_dim": ({"kv_channels": 16}, (), "model.head_dim"),
+    "window": ({"window_size": (7, 0)}, (), "model.sliding_window"),
+    "same window": ({"window_size": [7, 0]}, ("model.sliding_window=8",), ""),
+    "biases": ({"add_qkv_bias": True, "qk_layernorm": False}, (), "model.model_type"),
+    "llama3": ({"use_rope_scaling": True, "rope_scaling_factor": 8.0}, (), "model.rope_scaling"),
+    "same llama3": ({"use_rope_scaling": True, "rope_scaling_factor": 8.0}, (LLAMA3,), ""),
+    "other factor": ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, (LLAMA3,), "model.rope_scaling"),
+    "nemo's llama3": ({"scale_factor": 8, "old_context_len": 4096}, (LLAMA3,), "model.rope_scaling"),
+    "interpolation": ({"rotary_seq_len_interpolation_factor": 4}, (), "model.rope_scaling"),
+    "same interpolation": ({"rotary_seq_len_interpolation_factor": 4}, (LINEAR,), ""),
+    "larger vocabulary": ({"vocab_size": 66}, (), "model.vocab_size"),
+}
+
+
+@pytest.mark.parametrize("form", ["args", "bridge", "nemo"])
+def test_settings_that_change_the_model(plain: Path, form: str, tmp_path: Path) -> None:
+    wrong = {}
+    for name, (changes, settings, words) in ROWS.items():
+        if form != "args":
+            changes = {key: list(value) if isinstance(value, tuple) else value for key, value in changes.items()}
+        _write(plain, form, PLAIN | changes)
+        answer = _answer(plain, tmp_path, *settings)
+        if words not in answer or bool(answer) != bool(words):
+            wrong[name] = answer
+    assert not wrong
+
+
+def test_a_context_may_be_extended_by_a_new_run_only(plain: Path, tmp_path: Path) -> None:
+    _write(plain, "args", PLAIN)
+    assert not _answer(plain, tmp_path, LINEAR)
+    assert "model.rope_scaling" in _answer(plain, tmp_path, LINEAR, resumes=True)
+
+
+def test_each_key_of_megatron_core_is_listed() -> None:
+    """Switches of other models are not listed: they are rejected when they are on."""
+    unlisted = []
+    for field in fields(TransformerConfig):
+        try:
+            read_arguments(Foreign("", ForeignTensors(Path(), {}, {})), {field.name: "on"}, Path())
+        except ConfigError as error:
+            unlisted += [field.name] if "is unknown here" in str(error) else []
+    assert unlisted == ["is_hybrid_model"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "arguments", "words"),
+    [
+        (64, 64, {}, ""),
+        (64, 60, {}, "has shape [64, 32]; this model has [60, 32]"),
+        (128, 60, {}, ""),
+        (128, 60, {"vocab_size": 64}, "model.vocab_size"),
+        (256, 60, {}, "has shape [256, 32]"),
+        (256, 60, {"tensor_model_parallel_size": 2}, ""),
+        (60, 64, {}, "has shape [60, 32]"),
+    ],
+)
+def test_only_padding_of_the_vocabulary_is_omitted(
+    rows: int, size: int, arguments: dict[str, int], words: str, tmp_path: Path
+) -> None:
+    folder = megatron_folder(tmp_path / "source", (f"model.vocab_size={rows}",), PLAIN | arguments)
+    answer = _answer(folder, tmp_path / "run", f"model.vocab_size={size}")
+    assert words in answer and bool(answer) == bool(words)
+
+
+def test_tensors_that_the_model_lacks_are_rejected(tmp_path: Path) -> None:
+    folder = megatron_folder(tmp_path / "source", ("model.model_type=qwen2",), PLAIN)
+    assert "linear_qkv.bias, which this model lacks" in _answer(folder, tmp_path / "run")
+
+
+def _torch_folder(kind: str, folder: Path, settings: tuple[str, ...] = (), **group: Any) -> Path:
+    """Write torchtitan's or the Trainer's folder of random weights and moments of one."""
+    model = make_plan(1, folder / "plan", UNTIED, *settings).model
+    shapes = torchtitan_names(model).shapes if kind == "torchtitan" else hf_shapes(model)
+    weights = {name: torch.randn(shape) for name, shape in shapes.items()}
+    names = sorted(weights, key=lambda name: weights[name].dim() != 2)
+    state: dict[str, Any] = {"step": torch.tensor(3.0), "exp_avg": 1.0, "exp_avg_sq": 1.0}
+    states = {n: {k: torch.full_like(weights[n], v) if k != "step" else v for k, v in state.items()} for n in names}
+    group = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "amsgrad": False, **group}
+    folder.mkdir(parents=True, exist_ok=True)
+    if kind == "torchtitan":
+        flat: dict[str, Any] = {f"state.{name}.{key}": v for name in names for key, v in states[name].items()}
+        decays = {name: group["weight_decay"] if weights[name].dim() == 2 else 0.0 for name in names}
+        flat |= {f"param_groups.{n}.{k}": v for n in names for k, v in (group | {"weight_decay": decays[n]}).items()}
+        saved = {**weights, "optimizer": flat, "train_state": {"step": torch.tensor(3)}}
+        dcp.save(saved, checkpoint_id=folder, no_dist=True)
+        return folder
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "trainer_state.json").write_text('{"global_step": 3}')
+    numbered = {number: states[name] for number, name in enumerate(names)}
+    torch.save({"state": numbered, "param_groups": [{"params": [*numbered], **group}]}, folder / "optimizer.pt")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["torchtitan", "trainer"])
+def test_config_json_is_compared(kind: str, tmp_path: Path) -> None:
+    """checkpoint.resume compares it as init_from does."""
+    folder = _torch_folder(kind, tmp_path / "source")
+    model = make_plan(1, tmp_path / "plan", UNTIED).model
+    names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads rms_norm_eps rope_theta"
+    content = {name: getattr(model, name) for name in [*names.split(), "num_key_value_heads"]}
+    for changes, words in (
+        ({}, ""),
+        ({"rope_theta": 500000.0}, "model.rope_theta"),
+        ({"rms_norm_eps": 1e-3}, "model.rms_norm_eps"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "model.rope_scaling"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ):
+        (folder / "config.json").write_text(json.dumps(content | changes))
+        answer = _answer(folder, tmp_path / "run", resumes=True)
+        assert words in answer and bool(answer) == bool(words), (changes, answer)
+
+
+@pytest.mark.parametrize("kind", ["torchtitan", "trainer"])
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ({}, ""),
+        ({"betas": (0.9, 0.99)}, "optim.betas"),
+        ({"eps": 1e-7}, "optim.eps"),
+        ({"weight_decay": 0.2}, "optim.weight_decay"),
+        ({"amsgrad": True}, "its optimizer has amsgrad=True"),
+        ({"decoupled_weight_decay": False}, "optim.name"),
+        ({"sign": 1}, "its optimizer has sign=1"),
+    ],
+    ids=lambda value: next(iter(value), "plain") if isinstance(value, dict) else "",
+)
+def test_hyperparameters_of_the_optimizer_are_compared(
+    kind: str, group: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    folder = _torch_folder(kind, tmp_path / "source", **group)
+    plan = make_plan(1, tmp_path / "run", UNTIED, *SETTINGS, f"optim.betas=[{BETAS[0]},{BETAS[1]}]")
+    foreign = open_foreign(folder, plan.model, resumes=True)
+    assert foreign.lr == pytest.approx(LR)
+    try:
+        resumed_state(plan, foreign, {"segments": []})
+        answer = ""
+    except ConfigError as error:
+        answer = unwrap(str(error))
+    assert words in answer and bool(answer) == bool(words)
+
+
+def test_another_learning_rate_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By the sentence that resumes of this program's checkpoints print."""
+    folder = _torch_folder("torchtitan", tmp_path / "source", lr=0.001)
+    run(1, tmp_path / "run", UNTIED, *SETTINGS, f"checkpoint.resume={folder}", until=4)
+    assert f"the learning rate of step 4 is {LR}, not 0.001\n" in capfd.readouterr().err
