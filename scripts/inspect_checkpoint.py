@@ -27,6 +27,7 @@ def main() -> int:
     from megatron_llama.checkpoint.foreign.describe import describe
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.config import ConfigError
+    from megatron_llama.config.problems import escape_controls
     from megatron_llama.system.wrapping import wrap_lines
     from megatron_llama.tools.compare.logs import first_common_loss
 
@@ -39,7 +40,7 @@ def main() -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     except CorruptFile as error:
-        sys.stderr.write("\n".join(wrap_lines(f"damaged: {error}")) + "\n")
+        sys.stderr.write("\n".join(wrap_lines(escape_controls(f"damaged: {error}"))) + "\n")
         return 1
     rows = [("folder", str(description.folder)), ("format", description.label), *description.rows]
     rows += [("missing", part) for part in description.missing] or [("missing", "nothing")]
@@ -50,7 +51,7 @@ def main() -> int:
         rows.append(("first batch", "the run and the source's log have no step in common"))
     width = max(len(label) for label, _ in rows) + 2
     for label, value in rows:
-        sys.stdout.write("\n".join(wrap_lines(value, label.ljust(width), " " * width)) + "\n")
+        sys.stdout.write("\n".join(wrap_lines(escape_controls(value), label.ljust(width), " " * width)) + "\n")
     return 0
 
 

@@ -14,8 +14,8 @@ from megatron_llama.system.wrapping import WIDTH, fill
 if TYPE_CHECKING:
     from megatron_llama.config.settings import Config
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Characters, other than tab and newline, that a terminal obeys or cannot show."""
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters, other than tab and newline, that a terminal obeys or cannot show, or that reverse the text after them."""
 
 MOST_SHOWN = 100
 """Size limit of one value of a file in a message."""

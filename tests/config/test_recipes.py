@@ -29,6 +29,7 @@ REFUSED = {
     "a recipe that allows itself": PROGRAM % "os.system" + "\nallow_targets: [os.system]",
     "another class": "optim: {schedule: {_target_: mine.Schedule}}",
     "control character": r'model: {name: "a\e[2Jb"}',
+    "reversal": r'run: {dir: "a\u202eb"}',
     "zero byte": r'run: {dir: "a\0b"}',
     "carriage return": r'data: {mock: false, prefixes: [1, "a\rb"]}',
     "C1 character": r'optim: {schedule: {_target_: "a\x9bb"}}',

@@ -19,7 +19,7 @@ from megatron_llama.config.conf_folders import EXPERIMENT
 from megatron_llama.config.fields import get, sections
 from megatron_llama.config.hf_config import FROM_HF
 from megatron_llama.config.load_config import load_config
-from megatron_llama.config.problems import ConfigError, Problem, format_value
+from megatron_llama.config.problems import ConfigError, Problem, escape_controls, format_value
 from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.plan.resolve import resolve
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
@@ -69,7 +69,8 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_USER
     problems = check(out, CONF_DIR, converted.world_size)
     needs_data = bool(problems) and all(problem.field == "data.prefixes" for problem in problems)
-    sys.stdout.write(format_listing(converted, str(source)) + format_next(converted, out, CONF_DIR, needs_data))
+    text = format_listing(converted, str(source)) + format_next(converted, out, CONF_DIR, needs_data)
+    sys.stdout.write(escape_controls(text))
     if problems and not needs_data:
         sys.stdout.write("\n" + format_problems(problems, "The written config") + "\n")
         return EXIT_FAILED
@@ -124,7 +125,7 @@ def write(out: Path, text: str) -> None:
 
 
 def _comment(text: str) -> list[str]:
-    return wrap_lines(text, "# ", "#   ", width=118)
+    return wrap_lines(escape_controls(text), "# ", "#   ", width=118)
 
 
 def command_line(converted: ConvertedConfig, conf_dir: Path) -> list[str]:

@@ -242,3 +242,11 @@ def test_the_script_rejects_bad_paths(tmp_path: Path) -> None:
     gone = run("gone.yaml", "-o", "x.yaml", where=tmp_path)
     assert gone.returncode == 2 and "No such file" in gone.stderr and "Traceback" not in gone.stderr
     assert not (tmp_path / "x.yaml").exists()
+
+
+def test_text_of_a_config_does_not_reach_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither the listing nor the written comments have the control characters of the source."""
+    source = write_source(tmp_path, with_changes(NEMO, model__unknown="\x1b[2J\u202e"))
+    main([str(source), "-o", str(tmp_path / "ours.yaml")])
+    written = capsys.readouterr().out + (tmp_path / "ours.yaml").read_text(encoding="utf-8")
+    assert written.count("\\x1b[2J\\u202e") == 2 and not set("\x1b\u202e") & set(written)
