@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
+import io
 import json
 import struct
 import tempfile
@@ -11,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 import yaml
 from hypothesis import strategies as st
 from safetensors.torch import save as save_safetensors
 
+from megatron_llama.arch.foreign_names import megatron_names
 from megatron_llama.arch.names import hf_shapes
 from megatron_llama.checkpoint.manifest import NAME, State, merge
 from megatron_llama.checkpoint.manifest import _checksum as checksum_of
@@ -173,6 +177,81 @@ JSONL_CASES = st.one_of(
         lambda magic: st.binary(max_size=60).map(lambda rest: {"a.jsonl": magic + rest + magic})
     ),
 )
+
+
+# Checkpoints of other programs.
+
+
+def _torch_file(content: Any) -> bytes:
+    stored = io.BytesIO()
+    torch.save(content, stored)
+    return stored.getvalue()
+
+
+def _dcp_files() -> dict[str, bytes]:
+    """The files of a torch_dist folder with moments, except common.pt."""
+    shapes = megatron_names(MODEL).shapes
+    state = {name: torch.full(shape, 0.5) for name, shape in shapes.items()}
+    state |= {f"optimizer.state.{kind}.{name}": state[name] for kind in ("exp_avg", "exp_avg_sq") for name in shapes}
+    with tempfile.TemporaryDirectory() as folder:
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+DCP_FILES = _dcp_files()
+MEGATRON_ARGUMENTS = {
+    "num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "num_query_groups": 1, "group_query_attention": True,
+    "rotary_base": 10000, "norm_epsilon": 1e-6, "swiglu": True, "window_size": [7, 0], "vocab_size": 32, "lr": 0.1,
+    "split": "9,1,0", "global_batch_size": 8, "train_iters": 9, "consumed_train_samples": 24, "adam_beta1": 0.9,
+    "use_rope_scaling": False, "hidden_dropout": 0.0, "position_embedding_type": "rope", "clip_grad": 0.0,
+}  # fmt: skip
+COMMON = {
+    "iteration": 3, "args": MEGATRON_ARGUMENTS, "sampler": {"consumed_samples": 24},
+    "optimizer": {"param_groups": [{"lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "step": 3}]},
+}  # fmt: skip
+
+
+def _common(content: Any) -> bytes:
+    if isinstance(content, dict) and isinstance(content.get("args"), dict):
+        content = {**content, "args": argparse.Namespace(**{str(k): v for k, v in content["args"].items()})}
+    return _torch_file(content)
+
+
+MEGATRON_COMMON = _common(COMMON)
+TORCH_GROUP = {"lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "params": list(range(len(TENSORS)))}
+TRAINER_OPTIMIZER = {
+    "param_groups": [TORCH_GROUP],
+    "state": {
+        number: {"step": torch.tensor(3.0), "exp_avg": values, "exp_avg_sq": values}
+        for number, values in enumerate(sorted(TENSORS.values(), key=lambda values: values.dim() != 2))
+    },
+}
+RANK = {"iteration": 3, "args": MEGATRON_ARGUMENTS, "model": {"language_model": {"encoder": {"x": torch.zeros(4)}}}}
+HOSTILE_PICKLES = [
+    b"\x80\x02}(" + b")" + b"2\x86" * 60 + b"Nu.",
+    b"\x80\x02Nr\xff\xff\xff\x3f0N.",
+    b"\x80\x02" + b"]" * 100_000 + b".",
+    b"\x80\x05\x96" + b"\xff" * 8,
+    b"\x80\x02cos\nsystem\nX\x02\0\0\0id\x85R.",
+]
+DCP_CASES = st.one_of(
+    damaged(st.just(DCP_FILES[".metadata"])).map(lambda content: {".metadata": content}),
+    st.sampled_from(HOSTILE_PICKLES).map(lambda content: {".metadata": content}),
+    damaged(edited(COMMON).map(_common)).map(lambda content: {"common.pt": content}),
+    edited(
+        {"model": MEGATRON_ARGUMENTS, "train": {"train_iters": 9}, "dataset": {"random_seed": 5}}, ["silu", [7, 0]]
+    ).map(lambda content: {"run_config.yaml": yaml.safe_dump(content).encode("utf-8", "replace")}),
+    damaged(st.just(DCP_FILES["__0_0.distcp"])).map(lambda content: {"__0_0.distcp": content}),
+)
+TRAINER_CASES = st.one_of(
+    damaged(edited(TRAINER_OPTIMIZER).map(_torch_file)).map(lambda content: {"optimizer.pt": content}),
+    json_files("trainer_state.json", {"global_step": 3}),
+    json_files("config.json", HF_CONFIG),
+    damaged(edited({"last_epoch": 3, "_last_lr": [0.1]}).map(_torch_file)).map(
+        lambda content: {"scheduler.pt": content}
+    ),
+)
+RANK_CASES = damaged(edited(RANK).map(_common)).map(lambda content: {"model_optim_rng.pt": content})
 
 
 # Recipes, and the command line.

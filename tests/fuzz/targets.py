@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,11 @@ from data_prep.lib.input_files import find_sources
 from data_prep.lib.job import ChatFormat, PrepareJob
 from data_prep.lib.sources import with_array
 from megatron_llama.checkpoint.folder import find_checkpoint
+from megatron_llama.checkpoint.foreign.describe import describe
+from megatron_llama.checkpoint.foreign.detect import open_foreign
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.manifest import read_manifest
+from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.config.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX
 from megatron_llama.corpus.indexed_format import IndexedDataset
@@ -35,6 +39,8 @@ from tests.fuzz.good_files import (
     ADAPTER,
     CHECKPOINT_CASES,
     COMMAND_CASES,
+    DCP_CASES,
+    DCP_FILES,
     EVENT_CASES,
     HF_CONFIG,
     HF_FILES,
@@ -42,13 +48,16 @@ from tests.fuzz.good_files import (
     INDEX_CASES,
     JSONL_CASES,
     MANIFEST_CASES,
+    MEGATRON_COMMON,
     METRICS_CASES,
     MODEL,
     NEMO_CASES,
+    RANK_CASES,
     RECIPE_CASES,
     TEMPLATE_CASES,
     TOKENIZER,
     TOKENIZER_CASES,
+    TRAINER_CASES,
     TRAINER_STATE,
     WEIGHT_CASES,
 )
@@ -98,6 +107,35 @@ def read_checkpoint(case: Path) -> None:
     saved = open_saved_model(case)
     for name in saved.stored.tensors:
         saved.stored.rows(name)
+
+
+def read_foreign(case: Path) -> None:
+    """Describe a checkpoint of another program, open it, and read its tensors."""
+    with suppress(ConfigError, CorruptFile):
+        describe(case)
+    tensors = open_foreign(case, MODEL, resumes=True).tensors
+    for name in tensors.tensors:
+        tensors.rows(name)
+
+
+def read_megatron(case: Path) -> None:
+    for name, content in {**DCP_FILES, "common.pt": MEGATRON_COMMON}.items():
+        if not (case / name).exists():
+            (case / name).write_bytes(content)
+    read_foreign(case)
+
+
+def read_trainer(case: Path) -> None:
+    for name, content in {**HF_FILES, "trainer_state.json": b'{"global_step": 3}'}.items():
+        if not (case / name).exists():
+            (case / name).write_bytes(content)
+    read_foreign(case)
+
+
+def read_rank(case: Path) -> None:
+    (case / "mp_rank_00").mkdir()
+    (case / "model_optim_rng.pt").rename(case / "mp_rank_00" / "model_optim_rng.pt")
+    read_foreign(case)
 
 
 def read_dataset(case: Path) -> None:
@@ -194,6 +232,9 @@ TARGETS = (
     Target("safetensors", WEIGHT_CASES, read_weights),
     Target("safetensors index", INDEX_CASES, read_weights),
     Target("adapter_config.json", json_files(ADAPTER_CONFIG, ADAPTER, [["q_proj"], "all-linear"]), read_adapter),
+    Target("torch_dist", DCP_CASES, read_megatron),
+    Target("Trainer's checkpoint", TRAINER_CASES, read_trainer),
+    Target("file of a Megatron rank", RANK_CASES, read_rank),
     Target("checkpoint.json", CHECKPOINT_CASES, read_checkpoint),
     Target("idx", IDX_CASES, read_dataset),
     Target("dataset manifest", MANIFEST_CASES, read_dataset),
