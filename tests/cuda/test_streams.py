@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.cuda.harness import Runtime
-from tests.cuda.in_process import ACCESSES, FAULT
+from tests.cuda.in_process import ACCESSES, FAULT, SANITIZER
 from tests.cuda.log import Call, ProcessLog
 from tests.cuda.streams import conflicts
 
+ZERO_3 = ("trainer.zero=3",)
 WRITE = "FILL bytes=8 written=0x1000 stream=1"
 READ = "COPY from=device to=device bytes=8 read=0x1000 written=0x9000 stream=2"
 RECORD, WAIT = "RECORD event=5 stream=1", "WAIT event=5 stream=2"
@@ -57,7 +58,7 @@ def test_a_thread_that_only_watches_orders_nothing() -> None:
 
 @pytest.mark.slow
 def test_a_missing_event_is_found(runtime: Runtime, tmp_path: Path) -> None:
-    sharded = ("trainer.zero=3", "trainer.steps=2")
+    sharded = (*ZERO_3, "trainer.steps=2")
     correct = runtime.train(tmp_path, *sharded, devices=2, **{ACCESSES: "1"}).check()
     for log in correct.logs:
         assert len(log.named("ACCESS")) > 400
@@ -70,7 +71,7 @@ def test_a_missing_event_is_found(runtime: Runtime, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_memory_that_is_reused_too_early_is_found(runtime: Runtime, tmp_path: Path) -> None:
     """One rank with ZeRO 3 adds gradients on a second stream, and records the buffer in it (parallel/fsdp.py)."""
-    sharded = ("trainer.zero=3", "trainer.steps=2")
+    sharded = (*ZERO_3, "trainer.steps=2")
     correct = runtime.train(tmp_path, *sharded, **{ACCESSES: "1"}).check()
     assert not conflicts(correct.logs[0])
     run = runtime.train(tmp_path / "fault", *sharded, **{ACCESSES: "1", FAULT: "early reuse"}).check()
@@ -102,3 +103,30 @@ def test_another_size_of_a_collective_is_found(runtime: Runtime, tmp_path: Path)
     run = runtime.train(tmp_path, "trainer.steps=1", "trainer.tp=2", devices=2, **{FAULT: "other size"})
     assert run.status
     assert "rank 0 calls all_reduce of 4 numbers" in run.output and "rank 1 calls all_reduce of 5 n" in run.output
+
+
+REPORT = "CSAN detected a possible data race on tensor"
+SANITIZED: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one rank": (1, ()),
+    "offloaded activations": (1, ("trainer.offload=[activations]",)),
+    "offloaded optimizer": (1, ("trainer.offload=[optimizer]",)),
+    "dp 2, zero 3": (2, ZERO_3),
+    "tp 2, pp 2": (4, ("trainer.tp=2", "trainer.pp=2")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "overrides"), SANITIZED.values(), ids=SANITIZED)
+def test_no_report_of_the_sanitizer(runtime: Runtime, tmp_path: Path, ranks: int, overrides: tuple[str, ...]) -> None:
+    """torch's stream sanitizer compares addresses at which tensors begin, in eager operators. It forgets memory that is
+    freed, so it does not report a use after a free; ``streams.conflicts`` does."""
+    run = runtime.train(tmp_path, *overrides, devices=ranks, **{SANITIZER: "1"}).check()
+    assert [list(log.steps) for log in run.logs] == [[1, 2, 3]] * ranks
+    assert "CSAN" not in run.output
+
+
+@pytest.mark.slow
+def test_a_missing_wait_is_reported(runtime: Runtime, tmp_path: Path) -> None:
+    run = runtime.train(tmp_path, *ZERO_3, devices=2, **{SANITIZER: "1", FAULT: "missing event"})
+    assert run.status and REPORT in run.output, run.output[-2000:]
+    assert "CUDASanitizerErrors: detected" in run.output.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Parquet, Arrow, CSV and pipes give the dataset of the same records in JSONL; damaged files are rejected."""
+"""Parquet, Arrow, CSV and pipes give the dataset of their records; folders, and datasets of Hugging Face."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import pytest
 
 from data_prep import preprocess, sft
 from data_prep.lib import parquet_csv, sources
-from data_prep.lib.input_files import find_sources
+from data_prep.lib.encoding_run import split_input
+from data_prep.lib.input_files import InputFiles, find_sources
 from data_prep.lib.sources import read_lines
 from megatron_llama.system.errors import UserError
-from tests.data_prep.columns import write_arrow, write_parquet
 from tests.data_prep.helpers import (
     command,
     listing,
@@ -42,6 +42,21 @@ Rows = list[dict[str, Any]]
 Make = Callable[..., int]
 TEXTS = [text.replace("\r", "") for text in some_texts(120)] + ["long " * 3000, 'a "quoted", one\nof two lines', ""]
 RECORDS: Rows = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
+
+
+def write_parquet(path: Path, records: Rows, rows: int = 10) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(records), path, row_group_size=rows)
+    return path
+
+
+def write_arrow(path: Path, records: Rows, rows: int = 10, stream: bool = True) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.Table.from_pylist(records)
+    new = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with new(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows)
+    return path
 
 
 def write_csv(path: Path, records: Rows) -> Path:
@@ -305,3 +320,122 @@ def test_labelled_rows_match_tsv_lines(tmp_path: Path, folder: Path) -> None:
     args = ["--input", tmp_path / "b.parquet", "--tokenizer-model", folder, "--seq-length", 128, "--template", "sst2"]
     with pytest.raises(UserError, match=r"row 3: unknown_label"):
         sft.main([*map(str, [*args, "--output-prefix", tmp_path / "b/x", "--workers", 1])])
+
+
+def test_parts_are_cut_between_row_groups(tmp_path: Path, make: Make) -> None:
+    records: Rows = [{"text": text} for text in some_texts(200)]
+    files = [write_parquet(tmp_path / "in/a.parquet", records), write_arrow(tmp_path / "in/b.arrow", records)]
+    cuts = split_input(find_sources([str(tmp_path / "in")]).sources, 6)
+    assert sum(cut.begin.offset > 0 for cut in cuts) >= 4, "both files are shared"
+    make(*files, prefix="one/x")
+    for number in range(6, 0, -1):
+        make(*files, "--part", f"{number}/6", prefix="parts/x")
+    for end in ("bin", "idx", "json"):
+        whole, joined = ((tmp_path / f"{name}/x_text_document.{end}").read_bytes() for name in ("one", "parts"))
+        assert joined == whole, end
+
+
+# Downloaded Hugging Face datasets: files of the selected split, and reasons for the others.
+TRAIN = ["one", "two"], ["three"]
+
+
+def texts(inputs: InputFiles) -> list[str]:
+    return [json.loads(line)["text"] for source in inputs.sources for line in read_lines(source)]
+
+
+def reasons(inputs: InputFiles) -> dict[str, str]:
+    return {Path(path).name: reason for path, reason in inputs.not_taken.items()}
+
+
+def records(names: list[str]) -> list[dict[str, str]]:
+    return [{"text": name} for name in names]
+
+
+def saved(folder: Path, shards: tuple[list[str], ...]) -> None:
+    """Write a split in the layout of datasets.save_to_disk."""
+    names = [f"data-{number:05}-of-{len(shards):05}.arrow" for number in range(len(shards))]
+    for name, part in zip(names, shards, strict=True):
+        write_arrow(folder / name, records(part))
+    state = {"_data_files": [{"filename": name} for name in names], "_format_type": None, "_split": folder.name}
+    (folder / "state.json").write_text(json.dumps(state, indent=2))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": {}}))
+
+
+def test_save_to_disk_layout(tmp_path: Path) -> None:
+    saved(tmp_path / "one", TRAIN)
+    write_arrow(tmp_path / "one/cache-0123456789abcdef.arrow", records(["of a map"]))
+    inputs = find_sources([str(tmp_path / "one")])
+    assert texts(inputs) == ["one", "two", "three"]
+    assert reasons(inputs) == {
+        "cache-0123456789abcdef.arrow": "not listed in state.json",
+        "dataset_info.json": "dataset description",
+        "state.json": "dataset description",
+    }
+    saved(tmp_path / "all/train", TRAIN)
+    saved(tmp_path / "all/test", (["held out"],))
+    (tmp_path / "all/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    inputs = find_sources([str(tmp_path / "all")])
+    assert texts(inputs) == ["one", "two", "three"]
+    assert reasons(inputs)["data-00000-of-00001.arrow"] == "split test; only the split train is used"
+    assert texts(find_sources([str(tmp_path / "all/test")])) == ["held out"], "what is named is taken"
+    (tmp_path / "one/data-00001-of-00002.arrow").unlink()
+    with pytest.raises(UserError, match="lists data-00001-of-00002.arrow, which does not exist"):
+        find_sources([str(tmp_path / "one")])
+
+
+def hub(folder: Path, **files: list[str]) -> Path:
+    """Write a repository in the layout of the hub cache, with links into blobs."""
+    for number, (name, part) in enumerate(files.items()):
+        path = folder / "snapshots/0a1b" / name.replace("__", "/")
+        blob = write_parquet(folder / "blobs" / f"b{number}", records(part))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_name(path.name + ".parquet").symlink_to(blob)
+    (folder / "snapshots/0a1b/.gitattributes").write_text("*.parquet filter=lfs")
+    return folder / "snapshots/0a1b"
+
+
+SHARDS = {f"data__train-{n:05}-of-00002": part for n, part in enumerate(TRAIN)} | {"data__test-00000-of-00001": ["t"]}
+
+
+def test_shards_by_name(tmp_path: Path) -> None:
+    inputs = find_sources([str(hub(tmp_path, **SHARDS))])
+    assert texts(inputs) == ["one", "two", "three"]
+    assert reasons(inputs) == {
+        ".gitattributes": "hidden",
+        "test-00000-of-00001.parquet": "split test; only the split train is used",
+    }
+
+
+def test_configs_of_the_readme(tmp_path: Path) -> None:
+    folder = hub(tmp_path, **SHARDS, more__x=["more"], more__y=["validation"], z=["unknown"])
+    config = """---
+license: mit
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: data/train-*
+  - split: test
+    path: data/test-*
+- config_name: more
+  %s
+  data_files: {train: more/x.parquet, validation: [more/y.parquet]}
+---
+# Dataset
+"""
+    (folder / "README.md").write_text(config % "")
+    with pytest.raises(UserError, match=r"several configs \(main, more\) and no default"):
+        find_sources([str(folder)])
+    (folder / "README.md").write_text(config % "default: true")
+    inputs = find_sources([str(folder)])
+    assert texts(inputs) == ["more"]
+    assert reasons(inputs) == {
+        ".gitattributes": "hidden",
+        "README.md": "unsupported suffix",
+        "test-00000-of-00001.parquet": "config main; only more is used",
+        "train-00000-of-00002.parquet": "config main; only more is used",
+        "train-00001-of-00002.parquet": "config main; only more is used",
+        "y.parquet": "split validation; only the split train is used",
+        "z.parquet": "not a data file in README.md",
+    }
+    assert texts(find_sources([f"{folder}/data/train-*"])) == ["one", "two", "three"], "a pattern names the file itself"

@@ -93,20 +93,6 @@ def test_each_line_is_in_exactly_one_part(tmp_path: Path) -> None:
         assert lines == 3 * data.split(b"\n"), count
 
 
-def test_parquet_is_cut_between_its_row_groups(tmp_path: Path, tokenizer: Path) -> None:
-    columns = pytest.importorskip("tests.data_prep.columns")
-    records = [{"text": text} for text in some_texts(200)]
-    files = [columns.write_parquet(tmp_path / "in/a.parquet", records)]
-    files += [columns.write_arrow(tmp_path / "in/b.arrow", records)]
-    cuts = split_input(find_sources([str(tmp_path / "in")]).sources, 6)
-    assert sum(cut.begin.offset > 0 for cut in cuts) >= 4, "both files are shared"
-    for prefix, parts in (("one", [[]]), ("parts", [["--part", f"{number}/6"] for number in range(6, 0, -1)])):
-        for part in parts:
-            args = ["--input", *files, "--output-prefix", tmp_path / prefix / "x", "--tokenizer-model", tokenizer]
-            assert preprocess.main([*map(str, [*args, "--workers", 1, "--block-mib", 0.01]), *part]) == 0
-    assert made(tmp_path / "parts/x", SUFFIXES[:3]) == made(tmp_path / "one/x", SUFFIXES[:3])
-
-
 def test_a_fine_tuning_set_in_parts(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").write_text("\n".join(GOOD * 5))
     for prefix, parts in (("one", [[]]), ("parts", [["--part", "1/2"], ["--part", "2/2"]])):

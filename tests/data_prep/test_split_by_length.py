@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from data_prep import preprocess, split_by_length
@@ -89,8 +88,3 @@ def test_a_failure_leaves_nothing(prefix: str, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(OSError, match="disk full"):
         split_by_length.main([prefix, "--at", "20"])
     assert sorted(path.name for path in Path(prefix).parent.iterdir()) == before
-
-
-def test_runs_of_documents() -> None:
-    assert list(split_by_length._runs(np.array([True, True, False, True]))) == [(0, 1), (3, 3)]
-    assert list(split_by_length._runs(np.zeros(3, bool))) == []

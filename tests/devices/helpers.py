@@ -15,12 +15,12 @@ def write(path: Path, text: str = "") -> None:
     path.write_text(text)
 
 
-def trainium(root: Path, chips: int = 1, name: str = "Trainium2") -> Path:
-    """A machine with chips of eight cores."""
+def trainium(root: Path, chips: int = 1, name: str = "Trainium2", cores: int = 8) -> Path:
+    """A machine with chips of some cores."""
     for chip in range(chips):
         write(root / f"dev/neuron{chip}")
         folder = root / f"sys/devices/virtual/neuron_device/neuron{chip}"
-        write(folder / "core_count", "8\n")
+        write(folder / "core_count", f"{cores}\n")
         write(folder / "info/architecture/device_name", f"{name}\n")
     return root
 

@@ -99,6 +99,12 @@ def test_cores(variables: dict[str, str], cores: int, machine: Path, monkeypatch
     assert TRAINIUM.count() == cores
 
 
+def test_cores_of_a_smaller_chip(machine: Path) -> None:
+    assert TRAINIUM.count() == 0
+    trainium(machine, cores=4)
+    assert TRAINIUM.count() == 2
+
+
 @pytest.mark.parametrize("variable", [*VARIABLES[:3], "HABANA_VISIBLE_MODULES"])
 @pytest.mark.parametrize("text", ["all", "-1", "0-"])
 def test_a_variable_that_is_not_a_number_is_rejected(

@@ -1,6 +1,6 @@
 """Fused operators of uncompiled blocks: same numbers as the plain ones, few graphs.
 
-tests/cuda/test_fused.py counts their launches on a device.
+tests/cuda/test_work.py counts their launches on a device.
 """
 
 from __future__ import annotations

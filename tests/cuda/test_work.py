@@ -1,4 +1,4 @@
-"""Uncompiled blocks launch few kernels, because norms, rotations and SwiGLU are fused."""
+"""Work and memory of a step on the runtime: launches of a block, and the plan's memory against torch's allocator."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda.harness import Runtime
+from megatron_llama.config import load_config
+from megatron_llama.plan import resolve
+from megatron_llama.plan.memory import stage_footprints
+from megatron_llama.train.metrics_file import read_metrics
+from tests.cuda.harness import Runtime, train_words
 from tests.cuda.log import kernel_class
 from tests.cuda.rows import MEASURED_STEP
+from tests.paths import CONF
 
 pytestmark = pytest.mark.slow
 OPERATORS = {"norms": 2 * 3, "rotations of q and k": 2 * 2, "SwiGLU": 2}
@@ -36,3 +41,23 @@ def test_launches_of_a_block(runtime: Runtime, tmp_path: Path) -> None:
     assert 0 < fused["Triton"] <= sum(OPERATORS.values()) + 2  # and the sums of the norms' weight gradients
     assert plain["Triton"] == 0
     assert plain.total() - fused.total() >= PLAIN, (plain, fused)
+
+
+TOLERANCE = 0.1  # as the plan states
+WORKSPACES = 64 << 20  # of cuBLAS on Hopper, which the plan does not count
+QLORA = (
+    *("finetune=lora", "trainer.precision=bf16", "trainer.micro_batch_size=1", "trainer.global_batch_size=1"),
+    *("model.hidden_size=4096", "model.intermediate_size=11008", "model.num_hidden_layers=1", "trainer.steps=2"),
+    *("model.num_attention_heads=32", "model.num_key_value_heads=32", "model.vocab_size=1024", "trainer.compile=false"),
+)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_quantized_weights(runtime: Runtime, tmp_path: Path, kind: str, recompute: str) -> None:
+    settings = (*QLORA, f"finetune.frozen_dtype={kind}", f"trainer.recompute={recompute}")
+    runtime.train(tmp_path, *settings).check()
+    peak = max(row["peak_memory_bytes"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    plan = resolve(load_config(train_words(tmp_path, settings)[1:], CONF), 1)
+    forecast = stage_footprints(plan)[0].total
+    assert (1 - TOLERANCE) * forecast < peak < (1 + TOLERANCE) * forecast + WORKSPACES
