@@ -75,7 +75,7 @@ def write_report(folders: Sequence[Path], output: Path) -> int:
         runs.append(run)
     if problems:
         raise ConfigError(problems)
-    page = render(runs).encode()
+    page = render(runs).encode(errors="backslashreplace")  # names may have lone surrogates
     try:
         write_atomically(output, page, private=True)
     except OSError as error:

@@ -105,7 +105,8 @@ def test_the_last_line_of_a_run_in_progress_is_no_fault(tmp_path: Path) -> None:
 
 def test_strange_values(tmp_path: Path) -> None:
     strange = {"step": 1e400, "a": math.nan, "b": math.inf, "c": True, "d": "x", "e": [1], "f": 10**400}
-    metrics = read(tmp_path, json.dumps(strange) + "\n" + json.dumps(strange | {"step": 2, "lr": 1.0}) + "\n")
+    huge = json.dumps(strange | {"step": 10**400})
+    metrics = read(tmp_path, json.dumps(strange) + f"\n{huge}\n" + json.dumps(strange | {"step": 2, "lr": 1.0}) + "\n")
     assert metrics.steps.names == ["lr"] and metrics.count == 2
     many = {"step": 1} | {f"m{number}": 1.0 for number in range(200)}
     assert len(read(tmp_path, json.dumps(many) + "\n").steps.names) == MOST_METRICS

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_llama.corpus.blend import BlendTimeline
 from megatron_llama.launch.starts import Start
+from megatron_llama.tools.report.cli import write_report
 from megatron_llama.tools.report.page import render
 from megatron_llama.tools.report.runs import (
     KILLED,
@@ -89,6 +90,15 @@ def test_starts_are_listed_and_marked(tmp_path: Path) -> None:
     page = render([run])
     assert KILLED in page and "unknown time" in page and '"starts":[20]' in page
     assert "starts.jsonl has 1 invalid line, omitted here" in page
+
+
+def test_strange_values_of_starts_are_written(tmp_path: Path) -> None:
+    """Times of 400 digits, and names with a lone surrogate, which UTF-8 does not have."""
+    strange = start_line(10**400, 0) + start_line(1.7e9, 0).replace('"command": "', '"command": "\\ud800')
+    folder = write_run(tmp_path / "run", 3, starts=strange)
+    write_report([folder], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "\\ud800" in page and "starts.jsonl has 1 invalid line" in page
 
 
 def test_the_grid_has_all_ranks_in_their_groups(tmp_path: Path) -> None:
