@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import os
+import secrets
 import sys
 import threading
 import time
@@ -130,8 +131,8 @@ class _PackageRun:
 class WandbRun(_PackageRun):
     """A run of Weights & Biases (package wandb), offline or with an account.
 
-    Each start is one wandb run, in a group per run folder: wandb cannot delete the steps after the checkpoint from
-    which a run resumes.
+    A resumed run continues the same run, whose id is in ``wandb/run_id``. Steps after the checkpoint from which a run
+    resumes are not written twice: wandb drops steps that it has.
     """
 
     TITLE = "Weights & Biases"
@@ -139,12 +140,16 @@ class WandbRun(_PackageRun):
     def _start(self, plan: Plan, start_step: int) -> Any:
         import wandb
 
-        name, key = plan.run_dir.name, _key_of(plan)
-        (plan.run_dir / "wandb").mkdir(mode=0o700, exist_ok=True)  # has the settings
+        folder = plan.run_dir / "wandb"
+        folder.mkdir(mode=0o700, exist_ok=True)  # has the settings
+        file = folder / "run_id"
+        if not (start_step and file.is_file()):
+            write_atomically(file, f"{_key_of(plan)}-{secrets.token_hex(4)}\n")
         run = wandb.init(
             project=plan.config.logging.wandb_project,
-            group=f"{name}-{key}",
-            name=f"{name} from step {start_step}" if start_step else name,
+            id=file.read_text(encoding="utf-8").strip(),
+            resume="allow",
+            name=plan.run_dir.name,
             dir=str(plan.run_dir),
             mode=cast(Any, os.environ.get("WANDB_MODE") or plan.config.logging.wandb),
             config=asdict(plan.config),
@@ -152,6 +157,9 @@ class WandbRun(_PackageRun):
         )
         run.define_metric("*", step_metric="step")
         return run
+
+    def _log(self, values: Metrics) -> None:
+        self._run.log(values, step=values["step"])
 
 
 def write_samples(plan: Plan, samples: Sequence[str]) -> None:
@@ -228,13 +236,21 @@ class MLflowRun:
             uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self._plan.run_dir.resolve()}/mlflow.db"
             client = MlflowClient(tracking_uri=uri)
             run = self._open(client)
+            logged = self._last_step(client, run)
             while (metrics := self._waiting.get()) is not None:
                 now, step = int(1000 * time.time()), metrics["step"]
+                if step <= logged:
+                    continue
                 values = [Metric(name, float(value), now, step) for name, value in metrics.items() if value is not None]
                 client.log_batch(run, metrics=values)
             client.set_terminated(run)
         except Exception as error:  # account, network, or errors of the package
             _report_lost("MLflow", error)
+
+    def _last_step(self, client: Any, run: str) -> int:
+        """Return the last step that the run has: steps after the checkpoint of a resume are not written twice."""
+        history = client.get_metric_history(run, "step") if self._start_step else []
+        return max((metric.step for metric in history), default=0)
 
     def _open(self, client: Any) -> str:
         """Return the id of the run: of the run to continue, or of a new one."""
