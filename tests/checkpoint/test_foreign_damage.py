@@ -11,6 +11,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from megatron_llama.checkpoint.foreign.detect import open_foreign
 from megatron_llama.checkpoint.foreign.tensors import SourceChunk, check_cover
 from megatron_llama.checkpoint.foreign.unpickle import load_metadata, load_pickle
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
-from megatron_llama.config import ConfigError
+from megatron_llama.config import ConfigError, ModelConfig
 from tests.checkpoint.runner import make_plan
 from tests.messages import raises_with_message, unwrap
 from tests.paths import ROOT
@@ -170,13 +171,18 @@ def test_a_scalar_has_one_chunk() -> None:
         check_cover(Path("f"), "step", (), [chunk, chunk])
 
 
+@cache
+def _model() -> ModelConfig:
+    return make_plan(1, Path("unused"), UNTIED).model
+
+
 NORM = "decoder.final_layernorm.weight"
 SQUARES = f"optimizer.state.exp_avg_sq.{NORM}"
 
 
 def _source(folder: Path, **changes: Any) -> Path:
     """Write a torch_dist folder with moments; ``changes`` replaces tensors by name."""
-    shapes = megatron_names(make_plan(1, folder / "plan", UNTIED).model, stacked=True).shapes
+    shapes = megatron_names(_model(), stacked=True).shapes
     state = {name: torch.ones(shape) for name, shape in shapes.items()}
     kinds = ("exp_avg", "exp_avg_sq")
     state |= {f"optimizer.state.{kind}.{name}": torch.ones(shape) for kind in kinds for name, shape in shapes.items()}
@@ -185,10 +191,10 @@ def _source(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def _read(folder: Path, run_dir: Path) -> str:
+def _read(folder: Path) -> str:
     """Open a folder and read all tensors; return the error's message, or an empty string."""
     try:
-        tensors = open_foreign(folder, make_plan(1, run_dir, UNTIED).model, resumes=True).tensors
+        tensors = open_foreign(folder, _model(), resumes=True).tensors
         for name in tensors.tensors:
             tensors.rows(name)
     except (ConfigError, CorruptFile) as error:
@@ -218,7 +224,7 @@ def _one_wrong(value: float) -> torch.Tensor:
     ],
 )
 def test_dtypes_and_values(name: str, values: torch.Tensor, words: str, tmp_path: Path) -> None:
-    answer = _read(_source(tmp_path / "source", **{name: values}), tmp_path / "run")
+    answer = _read(_source(tmp_path / "source", **{name: values}))
     assert words in answer and bool(answer) == bool(words)
 
 
@@ -271,9 +277,9 @@ def _overlap(metadata: Any) -> None:
 )
 def test_metadata_of_a_folder_is_checked(edit: Callable[[Any], None], words: str, tmp_path: Path) -> None:
     folder = _source(tmp_path / "source")
-    assert not _read(folder, tmp_path / "run")
+    assert not _read(folder)
     _edit(folder, edit)
-    assert words in _read(folder, tmp_path / "run")
+    assert words in _read(folder)
 
 
 def test_an_expanded_chunk_is_rejected(tmp_path: Path) -> None:
@@ -288,7 +294,7 @@ def test_an_expanded_chunk_is_rejected(tmp_path: Path) -> None:
         info.relative_path, info.offset, info.length = "one.distcp", 0, len(stored.getvalue())
 
     _edit(folder, point_to_it)
-    assert "several values in the same bytes" in _read(folder, tmp_path / "run")
+    assert "several values in the same bytes" in _read(folder)
 
 
 def _ranks(folder: Path, **model: Any) -> Path:
@@ -355,7 +361,6 @@ ODD: tuple[Any, ...] = (
 def test_odd_values_in_files_of_megatron(tmp_path: Path) -> None:
     """Values of any type in the place of numbers, groups and names: an answer or one message."""
     folder = _source(tmp_path / "source")
-    model = make_plan(1, tmp_path / "run", UNTIED).model
     places: list[Callable[[Any], dict[str, Any]]] = [
         lambda odd: {"iteration": odd, "consumed": {"consumed_samples": odd}},
         lambda odd: {"optimizer": odd},
@@ -369,7 +374,7 @@ def test_odd_values_in_files_of_megatron(tmp_path: Path) -> None:
     for place in places:
         for odd in ODD:
             torch.save({"iteration": 3, **place(odd)}, folder / "common.pt")
-            for read in (lambda: describe(folder), lambda: open_foreign(folder, model, resumes=True)):
+            for read in (lambda: describe(folder), lambda: open_foreign(folder, _model(), resumes=True)):
                 try:
                     read()
                 except (ConfigError, CorruptFile) as error:

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megatron_llama.arch.names import hf_shapes
 from megatron_llama.checkpoint.foreign.detect import open_foreign, resumed_state
 from megatron_llama.checkpoint.foreign.source_settings import read_arguments
 from megatron_llama.checkpoint.foreign.tensors import Foreign, ForeignTensors
-from megatron_llama.config import ConfigError
+from megatron_llama.config import ConfigError, ModelConfig
 from tests.checkpoint.runner import make_plan, run
 from tests.checkpoint.source_settings import BETAS, DECAY, EPS, LR, SETTINGS
 from tests.messages import unwrap
@@ -33,11 +34,16 @@ PLAIN = {"rotary_base": 10000, "norm_epsilon": 1e-5, "swiglu": True, "normalizat
 """Arguments of the model of ``make_plan``."""
 
 
+@cache
+def _model(*settings: str) -> ModelConfig:
+    return make_plan(1, Path("unused"), UNTIED, *settings).model
+
+
 def megatron_folder(
     folder: Path, settings: tuple[str, ...], arguments: Mapping[str, Any] | None, **common: Any
 ) -> Path:
     """Write a torch_dist folder of random weights."""
-    shapes = megatron_names(make_plan(1, folder / "plan", UNTIED, *settings).model, stacked=True).shapes
+    shapes = megatron_names(_model(*settings), stacked=True).shapes
     generator = torch.Generator().manual_seed(0)
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -67,9 +73,9 @@ def _write(folder: Path, form: str, arguments: Mapping[str, Any]) -> None:
         (folder.parent / "context/model.yaml").write_text(yaml.safe_dump({"config": dict(arguments)}))
 
 
-def _answer(folder: Path, run_dir: Path, *settings: str, resumes: bool = False) -> str:
+def _answer(folder: Path, *settings: str, resumes: bool = False) -> str:
     """Open a folder; return the message of its rejection, or an empty string."""
-    model = make_plan(1, run_dir, UNTIED, *settings).model
+    model = _model(*settings)
     try:
         open_foreign(folder, model, resumes=resumes)
     except ConfigError as error:
@@ -109,22 +115,22 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("form", ["args", "bridge", "nemo"])
-def test_settings_that_change_the_model(plain: Path, form: str, tmp_path: Path) -> None:
+def test_settings_that_change_the_model(plain: Path, form: str) -> None:
     wrong = {}
     for name, (changes, settings, words) in ROWS.items():
         if form != "args":
             changes = {key: list(value) if isinstance(value, tuple) else value for key, value in changes.items()}
         _write(plain, form, PLAIN | changes)
-        answer = _answer(plain, tmp_path, *settings)
+        answer = _answer(plain, *settings)
         if words not in answer or bool(answer) != bool(words):
             wrong[name] = answer
     assert not wrong
 
 
-def test_a_context_may_be_extended_by_a_new_run_only(plain: Path, tmp_path: Path) -> None:
+def test_a_context_may_be_extended_by_a_new_run_only(plain: Path) -> None:
     _write(plain, "args", PLAIN)
-    assert not _answer(plain, tmp_path, LINEAR)
-    assert "model.rope_scaling" in _answer(plain, tmp_path, LINEAR, resumes=True)
+    assert not _answer(plain, LINEAR)
+    assert "model.rope_scaling" in _answer(plain, LINEAR, resumes=True)
 
 
 def test_each_key_of_megatron_core_is_listed() -> None:
@@ -154,18 +160,18 @@ def test_only_padding_of_the_vocabulary_is_omitted(
     rows: int, size: int, arguments: dict[str, int], words: str, tmp_path: Path
 ) -> None:
     folder = megatron_folder(tmp_path / "source", (f"model.vocab_size={rows}",), PLAIN | arguments)
-    answer = _answer(folder, tmp_path / "run", f"model.vocab_size={size}")
+    answer = _answer(folder, f"model.vocab_size={size}")
     assert words in answer and bool(answer) == bool(words)
 
 
 def test_tensors_that_the_model_lacks_are_rejected(tmp_path: Path) -> None:
     folder = megatron_folder(tmp_path / "source", ("model.model_type=qwen2",), PLAIN)
-    assert "linear_qkv.bias, which this model lacks" in _answer(folder, tmp_path / "run")
+    assert "linear_qkv.bias, which this model lacks" in _answer(folder)
 
 
 def _torch_folder(kind: str, folder: Path, settings: tuple[str, ...] = (), **group: Any) -> Path:
     """Write torchtitan's or the Trainer's folder of random weights and moments of one."""
-    model = make_plan(1, folder / "plan", UNTIED, *settings).model
+    model = _model(*settings)
     shapes = torchtitan_names(model).shapes if kind == "torchtitan" else hf_shapes(model)
     weights = {name: torch.randn(shape) for name, shape in shapes.items()}
     names = sorted(weights, key=lambda name: weights[name].dim() != 2)
@@ -191,7 +197,7 @@ def _torch_folder(kind: str, folder: Path, settings: tuple[str, ...] = (), **gro
 def test_config_json_is_compared(kind: str, tmp_path: Path) -> None:
     """checkpoint.resume compares it as init_from does."""
     folder = _torch_folder(kind, tmp_path / "source")
-    model = make_plan(1, tmp_path / "plan", UNTIED).model
+    model = _model()
     names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads rms_norm_eps rope_theta"
     content = {name: getattr(model, name) for name in [*names.split(), "num_key_value_heads"]}
     for changes, words in (
@@ -202,7 +208,7 @@ def test_config_json_is_compared(kind: str, tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ):
         (folder / "config.json").write_text(json.dumps(content | changes))
-        answer = _answer(folder, tmp_path / "run", resumes=True)
+        answer = _answer(folder, resumes=True)
         assert words in answer and bool(answer) == bool(words), (changes, answer)
 
 
