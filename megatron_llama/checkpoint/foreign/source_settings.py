@@ -60,58 +60,41 @@ adam_beta2 reset_position_ids reset_attention_mask use_rotary_position_embedding
 _REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
     "position_embedding_type": (("rope",), "positions are rotary here"),
     "rotary_percent": ((1,), "all dimensions of a head are rotated here"),
-    "rotary_interleaved": ((False,), "halves of a head are rotated here"),
-    "no_rope_freq": ((), "all layers rotate here"),
-    "mrope_section": ((), "a token has one position here"),
     "normalization": (("RMSNorm",), "norms are RMSNorm here"),
-    "apply_layernorm_1p": ((False,), "norms multiply by their weight here, not by 1 + weight"),
-    "layernorm_zero_centered_gamma": ((False,), "norms multiply by their weight here, not by 1 + weight"),
-    "apply_residual_connection_post_layernorm": ((False,), "the residual stream has no norm here"),
-    "add_bias_linear": ((False,), "Megatron's biases are not read"),
     "swiglu": ((True,), "the feed-forward is SwiGLU here"),
     "gated_linear_unit": ((True,), "the feed-forward is SwiGLU here"),
     "activation_func": (("silu",), "the feed-forward is SwiGLU here"),
-    **{
-        name: ((False,), "the feed-forward is SwiGLU here")
-        for name in ("squared_relu", "openai_gelu", "onnx_safe", "quick_geglu")
-    },
-    "glu_linear_offset": ((0,), "the feed-forward is SwiGLU here"),
-    "activation_func_clamp_value": ((), "the feed-forward is SwiGLU here"),
-    "softmax_scale": ((), "scores are divided by sqrt(head_dim) here"),
     "softmax_type": (("vanilla",), "attention has no sink here"),
-    "attention_output_gate": ((False,), "attention has no gate here"),
-    "qk_l2_norm": ((False,), "q and k have no such norm here"),
-    "window_attn_skip_freq": ((), "all layers have the same window here"),
-    "num_experts": ((), "there are no experts here"),
-    "num_moe_experts": ((), "there are no experts here"),
-    "multi_latent_attention": ((False,), "attention has no latents here"),
-    "experimental_attention_variant": ((), "attention is softmax attention here"),
-    "linear_attention_freq": ((), "attention is softmax attention here"),
-    "mtp_num_layers": ((0,), "one token is predicted here"),
-    "mtp_enabled": ((False,), "one token is predicted here"),
-    "peft": ((), "export the merged model"),
-    **{name: ((1,), "outputs have no multiplier here") for name in ("mup_embedding_mult", "mup_output_mult")},
-    **{name: ((1, 0), "outputs have no multiplier here") for name in ("mup_width_mult", "mup_attn_scale_power")},
 }
-"""Keys with the values that this model has. None always is one of them."""
+"""Keys with the values that this model has, and the reason. None always is one of them."""
+_SWITCHES = {
+    "rotary_interleaved no_rope_freq mrope_section": "all layers rotate the halves of a head here",
+    "apply_layernorm_1p layernorm_zero_centered_gamma": "norms multiply by their weight here, not by 1 + weight",
+    "apply_residual_connection_post_layernorm": "the residual stream has no norm here",
+    "add_bias_linear": "Megatron's biases are not read",
+    "squared_relu openai_gelu onnx_safe quick_geglu": "the feed-forward is SwiGLU here",
+    "glu_linear_offset activation_func_clamp_value": "the feed-forward is SwiGLU here",
+    "softmax_scale": "scores are divided by sqrt(head_dim) here",
+    "attention_output_gate qk_l2_norm multi_latent_attention": "such attention does not exist here",
+    "experimental_attention_variant linear_attention_freq": "such attention does not exist here",
+    "window_attn_skip_freq": "all layers have the same window here",
+    "num_experts num_moe_experts": "there are no experts here",
+    "mtp_num_layers mtp_enabled": "one token is predicted here",
+    "peft": "export the merged model",
+}
+"""Keys of the source that must be off, and the reason."""
+_REQUIRED |= {name: ((), rule) for names, rule in _SWITCHES.items() for name in names.split()}
+_TRAINING_SWITCHES = """
+apply_wd_to_qk_layernorm calculate_per_token_loss dataloader_inter_document_masking decoupled_lr fim_data
+freeze_all_layers init_method_xavier_uniform phase_transition_iterations qk_clip rampup_batch_size sft
+step_batch_size_schedule
+""".split()
 _TRAINING: dict[str, Any] = {
-    "hidden_dropout": 0,
-    "attention_dropout": 0,
     "optimizer": "adam",
     "decoupled_weight_decay": True,
-    "apply_wd_to_qk_layernorm": False,
     "weight_decay_incr_style": "constant",
-    "decoupled_lr": None,
-    "rampup_batch_size": None,
-    "step_batch_size_schedule": None,
-    "init_method_xavier_uniform": False,
-    "freeze_all_layers": False,
-    "calculate_per_token_loss": False,
-    "sft": False,
-    "fim_data": False,
-    "qk_clip": False,
-    "phase_transition_iterations": None,
-    "dataloader_inter_document_masking": False,
+    **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0),
+    **dict.fromkeys(_TRAINING_SWITCHES),
 }
 """Keys that change the training, not the model, with their value here. Other values are reported, unless off."""
 _NO_EFFECT = """
