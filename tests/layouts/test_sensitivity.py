@@ -10,7 +10,6 @@ import pytest
 from tests.compiled import skip_without_compiler
 from tests.layouts import table, tampers
 from tests.oracle import TOLERANCE, Tamper, oracle, run_layout, worst
-from tests.ranks import RankFailed
 from tests.rows import rows
 
 BROKEN: list[tuple[Tamper, int, list[str], list[str]]] = [
@@ -75,10 +74,7 @@ def test_oracle_goes_red(tamper: Tamper, ranks: int, layout: list[str], model: l
     expected = oracle(*model)
     try:
         result = run_layout(ranks, *layout, *model, tamper=tamper)
-    except RankFailed as failure:
-        assert "differ" in str(failure)
-        return
-    except AssertionError as failure:  # copies that drifted apart
+    except AssertionError as failure:  # of a rank, or of copies that drifted apart
         assert "differ" in str(failure) or "disagree" in str(failure)
         return
     assert max(worst(result, expected).values()) > 5 * TOLERANCE

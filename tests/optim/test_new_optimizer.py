@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -98,8 +99,6 @@ def test_settings_that_a_row_refuses_are_refused_with_its_reason(monkeypatch: py
 
 
 def test_every_row_names_a_factory_and_the_states_that_it_builds() -> None:
-    from importlib import import_module
-
     for row in OPTIMIZERS.values():
         module, _, function = row.factory.rpartition(".")
         assert callable(getattr(import_module(module), function))
