@@ -108,12 +108,12 @@ def open_epoch(
         count, start = span[1] - span[0], time.monotonic()
         if count >= LOGGED_DOCUMENTS:
             sys.stderr.write(f"data: shuffling epoch {epoch} of {dataset.prefix}, {count:,} documents\n")
-        _publish(make_epoch(dataset.index.lengths, *span, seq_length, seed, epoch), folder)
+        made = make_epoch(dataset.index.lengths, *span, seq_length, seed, epoch)
+        _publish(made, folder)
         if count >= LOGGED_DOCUMENTS:
             sys.stderr.write(f"data: shuffled in {time.monotonic() - start:.1f} s\n")
     loaded = _load(folder)
-    assert loaded is not None, f"{folder} has disappeared"
-    return loaded
+    return made if loaded is None else loaded  # without locks another process may be replacing incomplete files
 
 
 def _load(folder: Path) -> Epoch | None:
@@ -135,12 +135,12 @@ def _publish(epoch: Epoch, folder: Path) -> None:
                 np.save(file, getattr(epoch, field.name))
                 file.flush()
                 os.fsync(file.fileno())
-        shutil.rmtree(folder, ignore_errors=True)  # incomplete files
         try:
             draft.rename(folder)
-        except OSError:  # without locks another process may have created the same files
+        except OSError:  # incomplete files, or without locks the same files of another process
             if _load(folder) is None:
-                raise
+                shutil.rmtree(folder, ignore_errors=True)
+                draft.rename(folder)
         sync_folder(folder.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)

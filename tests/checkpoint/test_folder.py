@@ -200,15 +200,22 @@ def test_the_plan_names_the_policy(tmp_path: Path, overrides: list[str], line: s
 
 
 def test_which_checkpoint_a_run_resumes_from(tmp_path: Path) -> None:
-    checkpoints, other = tmp_path / "run" / "checkpoints", tmp_path / "other"
+    checkpoints, other = tmp_path / "run" / "checkpoints", tmp_path / "other" / "checkpoints"
+
+    def candidates(run_checkpoints: Path, resume: object) -> list[str]:
+        paths = folder.resume_candidates(run_checkpoints, CheckpointConfig(resume=str(resume)))
+        return [str(path.relative_to(tmp_path)) for path in paths]
+
     run(1, tmp_path / "run", "checkpoint.every_steps=2", until=5)
-    assert saved_steps(checkpoints) == [5, 4, 2]
     assert (checkpoints / "latest").read_text() == "step_00000005\n"
-    assert run(1, tmp_path / "run", until=5).started_at == 5  # the newest
-    back = f"checkpoint.resume={checkpoints}/step_00000002"
-    assert run(1, tmp_path / "run", back, "checkpoint.save_last=false").started_at == 2  # a checkpoint of this run
-    assert run(1, other, back, until=3).started_at == 2  # another run's
-    assert run(1, other, back, until=3).started_at == 3  # a restart resumes from its newest checkpoint
+    newest_first = [f"run/checkpoints/step_0000000{step}" for step in (5, 4, 2)]
+    assert candidates(checkpoints, "auto") == newest_first
+    second = checkpoints / "step_00000002"
+    assert candidates(checkpoints, second) == candidates(other, second) == newest_first[2:]
+    assert run(1, tmp_path / "other", f"checkpoint.resume={second}", until=3).started_at == 2
+    # A restart with the same command resumes from the newest checkpoint of its run.
+    assert candidates(other, second) == ["other/checkpoints/step_00000003"]
+    assert candidates(checkpoints, "never") == []
     assert run(1, tmp_path / "run", "checkpoint.resume=never", until=1).started_at == 0
     assert saved_steps(checkpoints) == [1]
     assert saved_steps(tmp_path / "run" / "checkpoints.1") == [5, 4, 2]  # nothing is lost

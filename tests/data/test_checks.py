@@ -8,12 +8,13 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_llama.config import Config, Problem
 from megatron_llama.config.problems import merge_problems
 from megatron_llama.corpus.indexed_format import read_index
-from megatron_llama.data.checks import check_data
+from megatron_llama.data.checks import check_data, check_ids
 from tests.config.helpers import make
 from tests.data.files import MAGIC, numbered, train_tokenizer, write_indexed
 
@@ -114,7 +115,11 @@ def test_ids_beyond_the_vocabulary(tmp_path: Path, kind: str) -> None:
         assert "negative token id -6" in only(check_data(config_of(negative)))
 
 
-def test_advice_for_the_vocabulary_fits_the_tokenizer_too(tmp_path: Path, tokenizer: Path) -> None:
+def test_the_first_and_the_last_id_are_valid() -> None:
+    check_ids(np.array([0, VOCABULARY - 1]), VOCABULARY, pytest.fail)
+
+
+def test_the_suggested_vocabulary_fits_the_tokenizer_too(tmp_path: Path, tokenizer: Path) -> None:
     prefix = write_indexed(tmp_path / "text", [[1, 20]])
     for problem in check_data(config_of(prefix, tokenizer=tokenizer, vocabulary=10)):
         size = int(problem.instead.split("model.vocab_size=")[1].split(",")[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
-import threading
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -88,48 +88,58 @@ def test_a_failure_leaves_nothing(dataset: IndexedDataset, tmp_path: Path, monke
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
+def refuse_lock(file: object) -> None:
+    raise OSError(37, "No locks available")
+
+
+def test_without_locks_files_of_another_process_stay(dataset: IndexedDataset, tmp_path: Path, monkeypatch: Any) -> None:
+    """The other process publishes its files while this one shuffles."""
+    before, arguments = set[int](), (dataset, (0, 160), 32, 7, 0, tmp_path / "cache")
+
+    def inodes() -> set[int]:
+        return {path.stat().st_ino for path in tmp_path.glob("cache/text-epoch0-*/*.npy")}
+
+    def make_after_another(*args: Any) -> epoch_index.Epoch:
+        monkeypatch.setattr(epoch_index, "make_epoch", make_epoch)
+        open_epoch(*arguments)
+        before.update(inodes())
+        return make_epoch(*args)
+
+    monkeypatch.setattr(epoch_index, "wait_for_lock", refuse_lock)
+    monkeypatch.setattr(epoch_index, "make_epoch", make_after_another)
+    open_epoch(*arguments)
+    assert len(before) == 3 and inodes() == before
+
+
 @pytest.mark.parametrize("locks", [True, False])
-def test_many_processes_and_threads_make_it_together(
+def test_processes_and_threads_open_an_epoch_together(
     dataset: IndexedDataset, tmp_path: Path, locks: bool, monkeypatch: Any
 ) -> None:
     """Each of them reads whole files; with locks, one has made them."""
-    if not locks:
-
-        def refused(file: object) -> None:
-            raise OSError(37, "No locks available")
-
-        monkeypatch.setattr(epoch_index, "wait_for_lock", refused)
-    made = multiprocessing.get_context("fork").Value("i", 0)
-    make = epoch_index.make_epoch
 
     def counted(*args: Any) -> epoch_index.Epoch:
-        with made.get_lock():
-            made.value += 1
-        return make(*args)
+        with (tmp_path / "made").open("a") as file:
+            file.write("x")
+        return make_epoch(*args)
 
+    if not locks:
+        monkeypatch.setattr(epoch_index, "wait_for_lock", refuse_lock)
     monkeypatch.setattr(epoch_index, "make_epoch", counted)
-    expected = make(dataset.index.lengths, 0, 160, 32, 7, 0)
-    cache, wrong = tmp_path / "cache", multiprocessing.get_context("fork").Value("i", 0)
+    with ProcessPoolExecutor(3, multiprocessing.get_context("fork")) as processes:
+        opened = processes.map(_open_in_threads, [str(tmp_path / "text")] * 3, [tmp_path / "cache"] * 3)
+    expected = make_epoch(dataset.index.lengths, 0, 160, 32, 7, 0)
+    for epoch in (epoch for epochs in opened for epoch in epochs):
+        assert all(map(np.array_equal, astuple(epoch), astuple(expected)))
+    made = len((tmp_path / "made").read_text())
+    assert made == 4 if locks else made >= 4
+    assert not list(tmp_path.glob("cache/*.draft")) and not list(tmp_path.glob("cache/.*.draft"))
 
-    def read() -> None:
-        for seed in (7, 8, 9, 10):
-            opened = open_epoch(dataset, (0, 160), 32, seed, 0, cache)
-            if seed == 7 and not all(map(np.array_equal, astuple(opened), astuple(expected))):
-                wrong.value += 1
 
-    def process() -> None:
-        threads = [threading.Thread(target=read) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        os._exit(wrong.value)
+def _open_in_threads(prefix: str, cache: Path) -> list[epoch_index.Epoch]:
+    """Open the epoch of four seeds in each of three threads; return the epochs of seed 7."""
 
-    processes = [multiprocessing.get_context("fork").Process(target=process) for _ in range(3)]
-    for one in processes:
-        one.start()
-    for one in processes:
-        one.join(60)
-    assert [one.exitcode for one in processes] == [0] * 3
-    assert made.value == 4 if locks else made.value >= 4
-    assert not list(cache.glob("*.draft")) and not list(cache.glob(".*.draft"))
+    def read(seed: int) -> epoch_index.Epoch:
+        return open_epoch(IndexedDataset(prefix), (0, 160), 32, seed, 0, cache)
+
+    with ThreadPoolExecutor(3) as threads:
+        return list(threads.map(read, [7, 8, 9, 10] * 3))[::4]
