@@ -35,7 +35,7 @@ def next_training(prefixes: Sequence[str], tokenizer: str, seq_length: int | Non
     if not manifests or not all(manifest.get("tokens") for manifest in manifests):
         return None
     words = [] if seq_length is None else ["data=chat"]
-    words.append(_list_override("data.prefixes", prefixes))
+    words.append(write_override("data.prefixes", prefixes))
     if seq_length is not None:
         words.append(f"data.seq_length={seq_length}")
         if (model := _model_of(tokenizer)) is not None:
@@ -47,7 +47,7 @@ def next_training(prefixes: Sequence[str], tokenizer: str, seq_length: int | Non
 
 def blend_words(blend: Sequence[Any], split: str) -> list[str]:
     """Return the settings of a blend: weight, path, weight, path, ..."""
-    return [_list_override("data.prefixes", blend), write_override("data.split", split)]
+    return [write_override("data.prefixes", blend), write_override("data.split", split)]
 
 
 def new_model_words(tokenizer: str, tokens: int) -> list[str]:
@@ -65,12 +65,6 @@ def _program_words(program: str) -> list[str]:
     if os.path.isabs(python) and shutil.which(os.path.basename(python)) == python:
         python = os.path.basename(python)
     return [python, str(started.parent.parent / program)]
-
-
-def _list_override(name: str, items: Sequence[Any]) -> str:
-    """Return an override of a list, with the quotes of Hydra's grammar."""
-    quoted = (write_override("", item).removeprefix("=") for item in items)
-    return f"{name}=[{','.join(quoted)}]"
 
 
 def _model_of(tokenizer: str) -> str | None:

@@ -212,8 +212,7 @@ def _describe_dataset(datasets: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _format_override(name: str, value: Any) -> str:
     """Format a setting as a shell argument."""
-    text = f"{name}={quote_value(value)}"
-    return f"'{text}'" if isinstance(value, (dict, list)) and " " in text else text
+    return f"{name}={quote_value(value)}"
 
 
 def _remaining_sizes(trainer: Mapping[str, Any], state: State) -> list[tuple[int, int]]:

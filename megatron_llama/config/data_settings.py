@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from megatron_llama.config.fields import settings_of
 from megatron_llama.config.hf_config import DATASET, resolve_hub_name
 from megatron_llama.config.limits import at_least, is_number, one_of
-from megatron_llama.config.problems import Problem, closest_match, format_value
+from megatron_llama.config.problems import Problem, closest_match, format_value, quote_value
 from megatron_llama.config.settings import Config, DataConfig
 
 CSV_SUFFIXES, COLUMNAR_SUFFIXES, TABLE_SUFFIXES = (".csv",), (".parquet", ".arrow"), (".tsv",)
@@ -127,7 +127,7 @@ def datasets_named(prefix: str) -> list[str]:
 def suggest_for_data(path: str, name: str = "data.prefixes") -> str | None:
     """Return the text to write for the path of a dataset or of raw text, given where it does not work; else None."""
     if os.path.exists(path + ".idx"):
-        return f"write data.prefixes=[{path}]"
+        return f"write data.prefixes={quote_value([path])}"
     if names := datasets_named(path):
         alternatives = " or ".join(f"[{each}]" for each in names[:3])
         return f"write {alternatives[1:-1]} in its entry" if name == "data.schedule" else f"write {name}={alternatives}"

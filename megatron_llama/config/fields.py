@@ -57,7 +57,7 @@ class Setting:
         if self.kind is int and isinstance(value, float) and value.is_integer():
             return f"write {self.name}={int(value)}"
         if self.kind is list and not isinstance(value, (list, dict)):
-            return f"write {self.name}=[{format_value(value)}]"
+            return f"write {self.name}={quote_value([value])}"
         by_kind = self.limit.example if self.limit and self.kind is float else EXAMPLES[self.kind]
         example = by_kind if self.default in (None, [], {}) else format_value(self.default)
         return f"write {self.type_name}, such as {self.name}={example}"
@@ -222,7 +222,7 @@ def unknown_setting_problem(name: str, value: Any) -> Problem:
     """Return the problem of an unknown setting, with the most similar known one."""
     instead = SUGGESTIONS.get(name.rpartition(".")[2].lower()) or SUGGESTIONS.get(name.partition(".")[0])
     if instead is None and (guess := suggest(name)):
-        instead = f"write {guess}={format_value(value)}"
+        instead = f"write {guess}={quote_value(value)}"
     if instead is None:
         section = name.rpartition(".")[0]
         known_names = (_settings_in(section) if section else []) or [f"{known}.*" for known in sections()]

@@ -161,7 +161,7 @@ def is_number(item: object) -> bool:
         float(str(item))
     except ValueError:
         return False
-    return True
+    return "_" not in str(item)  # 2026_11_27 is a path
 
 
 def _are_counts(items: Sequence[Any]) -> bool:

@@ -46,7 +46,8 @@ from megatron_llama.config.fields import (
     unknown_setting_problem,
 )
 from megatron_llama.config.hf_config import fill_from_folders
-from megatron_llama.config.problems import ConfigError, Problem, duplicate_length
+from megatron_llama.config.limits import is_number
+from megatron_llama.config.problems import NOT_TEXT, ConfigError, Problem, duplicate_length, quote_value
 from megatron_llama.config.rope import settle_context
 from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
 from megatron_llama.config.stored import has_run, is_decided, is_known, read_settings, settings_of_groups
@@ -61,6 +62,8 @@ USER_FILE = "file_of_the_user"
 SCALED = "scaled"
 MOST_BRACKETS = 16
 """Maximum nesting of brackets in an override: Hydra's grammar and OmegaConf recurse into each level."""
+_ITEM = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\\.|[^][,'"\\])+""")
+"""A text in quotes, or an item of a list."""
 _BRACKETS = dict.fromkeys("[{(", 1) | dict.fromkeys("]})", -1)
 # Other exceptions that Hydra raises, e.g. for a file whose defaults are not a list of names.
 _HYDRAS_OWN = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError)
@@ -194,6 +197,8 @@ def _split_overrides(
         if group not in groups or isinstance(choice, dict):
             values.append(override)
             continue
+        if isinstance(choice, (int, float)):  # a name such as 2026_11_27
+            choice = str(override.input_line).partition("=")[2]
         options = options_of(group, conf_dir)
         option = option_of_path(group, str(choice), conf_dir)
         if not override.is_delete() and (option in options or is_file(group, option)):
@@ -230,7 +235,7 @@ def _parse(overrides: Sequence[str], problems: list[Problem]) -> Iterator[Overri
             problems.append(Problem("override", f"{text[:40]} ...", rule, instead))
             continue
         try:
-            override = parser.parse_override(text)
+            override = parser.parse_override(_quote_numbers(text))
         except HydraException:
             override = None
         if override is None or not override.key_or_group:
@@ -239,6 +244,25 @@ def _parse(overrides: Sequence[str], problems: list[Problem]) -> Iterator[Overri
             problems.append(_sweep_problem(override.key_or_group, text.partition("=")[2]))
         else:
             yield override
+
+
+def _quote_numbers(text: str) -> str:
+    """Quote the numbers and booleans in an override of a text setting, so that Hydra keeps them as typed.
+
+    data.prefixes has numbers too, its weights, but none with an underscore.
+    """
+    name, equals, value = text.partition("=")
+    setting = settings_by_name().get(name.lstrip("+"))
+    is_text = setting is not None and str in (setting.kind, setting.item_kind)
+    if not is_text and name.lstrip("+") != "data.prefixes":
+        return text
+
+    def quote(item: re.Match[str]) -> str:
+        bare = item.group().strip()
+        is_number = NOT_TEXT.fullmatch(bare) and bare.lower() != "null" and (is_text or "_" in bare)
+        return item.group().replace(bare, f'"{bare}"') if is_number else item.group()
+
+    return name + equals + _ITEM.sub(quote, value)
 
 
 def _join_split_values(overrides: Sequence[str], problems: list[Problem]) -> Iterator[str]:
@@ -273,9 +297,9 @@ def _sweep_problem(name: str, values: str) -> Problem:
     """Return the problem of an override that is a sweep, Hydra's syntax for several runs."""
     setting = settings_by_name().get(name)
     if setting is not None and setting.kind is list:
-        instead = f"write {name}=[{values}]"
+        instead = f"write {name}={_quote_list(values)}"
     elif setting is not None and setting.kind is str:
-        instead = f"put the text in quotes inside quotes: {name}='\"{values}\"'"
+        instead = f"put the text in quotes inside quotes: {name}={quote_value(values)}"
     else:
         instead = f"write one value, {name}={values.split(',')[0]}, or add -m, which starts a run for each value"
     return Problem(name, values, "is a sweep; a run has one value for each setting", instead)
@@ -289,15 +313,21 @@ def _syntax_problem(text: str) -> Problem:
         rule, instead = "has bytes that are not UTF-8", "write it in UTF-8; rename a file or folder with such a name"
     elif text.startswith("-"):
         instead = "omit the dashes: name=value, such as trainer.tp=2"
-    elif equals and _open_brackets(value) > 0:
+    elif equals and value.startswith(("[", "{")) and not value.endswith(("]", "}")) and _open_brackets(value) > 0:
         rule, instead = "has an open bracket", f"close it; a list with spaces needs quotes: '{name}=[1, 2]'"
     elif value.startswith("="):
         instead = f"write {name}={value.lstrip('=')}"
     elif equals and name:
-        instead = f"put the value in quotes inside quotes: {name}='\"{value}\"'"
+        quoted = _quote_list(value[1:-1]) if value[0] + value[-1] == "[]" else quote_value(value)
+        instead = f"put the value in quotes inside quotes: {name}={quoted}"
     else:
         instead = "write name=value, such as trainer.tp=2; quote a value with spaces: 'run.dir=my run'"
     return Problem("override", text, rule, instead)
+
+
+def _quote_list(items: str) -> str:
+    """Return a list for the shell and Hydra's grammar, from items with commas between them."""
+    return quote_value([float(item) if is_number(item) else item for item in map(str.strip, items.split(","))])
 
 
 def _value(override: Override) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,13 @@ if TYPE_CHECKING:
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters, other than tab and newline, that a terminal obeys or cannot show, or that reverse the text after them."""
+
+NOT_TEXT = re.compile(r"[+-]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:e[+-]?[\d_]+)?|[+-]?(?:inf|nan)|true|false|null", re.I)
+"""Values without quotes that Hydra's grammar reads as a number, a boolean or null."""
+_PLAIN = re.compile(r"[A-Za-z0-9_./:@+-]+")
+"""Texts without quotes that Hydra's grammar does not change."""
+_SHELL = re.compile(r"[\w./:@%+,=\[\]-]+")
+"""Values that need no quotes in a shell."""
 
 MOST_SHOWN = 100
 """Size limit of one value of a file in a message."""
@@ -76,18 +84,25 @@ def format_value(value: Any) -> str:
 
 
 def quote_value(value: Any) -> str:
-    """Format a value for the shell and for Hydra's grammar, where a comma outside brackets means a sweep."""
-    return f"'\"{value}\"'" if isinstance(value, str) and "," in value else format_value(value)
+    """Format a value for Hydra's grammar and for the shell."""
+    text = _quote_texts(value)
+    return text if _SHELL.fullmatch(text) else shlex.quote(text)
 
 
 def write_override(name: str, value: Any) -> str:
-    """Format an override for Hydra's grammar, with its quotes where they are needed."""
+    """Format an override for Hydra's grammar."""
+    return f"{name}={_quote_texts(value)}"
+
+
+def _quote_texts(value: Any) -> str:
+    """Format a value; put texts in quotes if Hydra's grammar rejects them or reads another value."""
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_quote_texts, value)) + "]"
     text = format_value(value)
-    plain = re.fullmatch(r"[\w./:@+-]*[A-Za-z/][\w./:@+-]*", text) and text.lower() not in ("null", "true", "false")
-    if not isinstance(value, str) or plain:
-        return f"{name}={text}"
-    escaped = re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", "\\'")
-    return f"{name}='{escaped}'"
+    if not isinstance(value, str) or (_PLAIN.fullmatch(text) and not NOT_TEXT.fullmatch(text)):
+        return text
+    escaped = re.sub(r'(\\+)(?="|$)', r"\1\1", text).replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def escape_controls(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from megatron_llama.config import (
     load_config,
     to_yaml,
 )
-from megatron_llama.config.problems import group_by_suggestion, merge_problems
+from megatron_llama.config.problems import group_by_suggestion, merge_problems, write_override
 from megatron_llama.plan import resolve
 from tests.golden import GoldenFiles
 from tests.paths import CONF, ROOT
@@ -175,6 +176,29 @@ def test_one_mistake_is_one_problem() -> None:
         (problem,) = refused(override)
         page += [override, *format_problems([problem]).splitlines()[2:], ""]
     GoldenFiles.check("config/mistakes.txt", "\n".join(page))
+
+
+@pytest.mark.parametrize("text", ["2026_11_27", "3.10", "1e3", "007", "true", "-1_0", "inf", "a, 1e3"])
+def test_text_settings_keep_the_text_as_typed(text: str) -> None:
+    quoted = f'"{text}"' if "," in text else text
+    config = load_config([f"run.dir={quoted}", f"logging.sample_prompts=[a,{quoted}, {quoted}]"], CONF)
+    assert (config.run.dir, config.logging.sample_prompts) == (text, ["a", text, text])
+    assert load_config([write_override("run.dir", text)], CONF).run.dir == text
+
+
+def test_prefixes_are_texts_and_their_weights_numbers() -> None:
+    assert load_config(["data.prefixes=[0.5,2026_11_27,1e3,b]"], CONF).data.prefixes == [0.5, "2026_11_27", 1000.0, "b"]
+
+
+@pytest.mark.parametrize(
+    "text", ["a=b", "~/x", "it's", 'a"b', "a#b", "a&b;c", "a(b", "a*b c=", "a=\\", "é", "`a`", "x/`'\"\\"]
+)
+def test_suggestions_are_valid_in_a_shell(text: str) -> None:
+    for name, written in (("run.dir", text), ("data.prefixes", f"[{text}]")):
+        (problem,) = refused(f"{name}={written}")
+        (override,) = shlex.split(problem.instead.partition(": ")[2])
+        config = load_config([override], CONF)
+        assert text in (config.run.dir, *config.data.prefixes)
 
 
 @pytest.mark.parametrize(

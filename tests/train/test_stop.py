@@ -77,7 +77,7 @@ def test_the_command_to_resume(
     plan = plan_of(1)
     plan.config.run.dir = "my runs/one"
     text = stop.describe_stop(plan, 36, signal.SIGTERM)
-    quoted = shlex.quote("run.dir='my runs/one'")
+    quoted = shlex.quote('run.dir="my runs/one"')
     assert text.startswith("Stopped by SIGTERM at step 36, saved my runs/one/checkpoints/step_00000036;\n")
     assert text.replace("\n  ", " ").endswith(ending.format(quoted)) and max(map(len, text.splitlines())) <= 79
     text = stop.describe_finished(replace(plan, start=replace(plan.start, step=40)))
