@@ -17,7 +17,7 @@ from megatron_llama.system.command import note_command
 from megatron_llama.system.errors import LaunchFailed, Stopped, machine_fault
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.installed import require_packages
-from megatron_llama.system.limits import check_run
+from megatron_llama.system.limits import check_run, raise_file_limit
 from megatron_llama.system.output import set_spill_folder, stdout_loss
 from megatron_llama.system.programs import CONF_DIR, conf_folders, name_commands, option_name
 from megatron_llama.system.signals import ignore_signals
@@ -214,6 +214,7 @@ def _run(
     """
     if not config.dry_run:
         require_packages()
+        raise_file_limit()
         if too_small := check_run():
             raise LaunchFailed(too_small)
     from megatron_llama.config import ConfigError

@@ -8,6 +8,9 @@ trap 'stop_requested=1; [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null' USR1 T
 
 default() { [ -n "${!1+set}" ] || export "$1=$2"; }
 
+# srun takes over `sbatch --export=NONE`, but the ranks need the variables below.
+export SLURM_EXPORT_ENV=ALL
+
 # --- The environment ------------------------------------------------------------------------------------------------
 default PYTHON "$([ -x .venv/bin/python ] && echo "$PWD/.venv/bin/python" || echo python3)"
 command -v "$PYTHON" >/dev/null || {    # srun's status would be 2, and the job would be requeued

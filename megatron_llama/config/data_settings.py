@@ -13,7 +13,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Any
@@ -96,8 +96,14 @@ def settle_data_settings(data: Any, given: Set[str]) -> None:
         for name in ("prefixes", "validation_prefixes"):
             data[name] = [item if is_number(item) else resolve_raw_data(str(item)) for item in data[name]]
     if not data.mock:
+        first: dict[tuple[int, int], str] = {}
         for name in ("prefixes", "validation_prefixes"):
-            data[name] = [item if is_number(item) else complete_prefix(str(item), data.kind) for item in data[name]]
+            paths = data[name] if any(map(is_number, data[name])) else expand_patterns(map(str, data[name]))
+            paths = [item if is_number(item) else complete_prefix(str(item), data.kind) for item in paths]
+            data[name] = same_names(paths, first)
+        for entry in data.schedule:
+            if isinstance(entry, Mapping) and isinstance(entry.get("prefixes"), Sequence):
+                entry["prefixes"] = same_names(entry["prefixes"], first)
 
 
 def find_in_data_folders(path: str) -> str:
@@ -110,6 +116,33 @@ def find_in_data_folders(path: str) -> str:
         if path.startswith(here) and not glob.glob(glob.escape(path) + "*") and glob.glob(glob.escape(moved) + "*"):
             return moved
     return path
+
+
+def expand_patterns(paths: Iterable[str]) -> list[str]:
+    """Replace each pattern, such as ``corpus/*_text_document``, by the prefixes of the datasets that match it."""
+    expanded: list[str] = []
+    for path in paths:
+        matches = sorted(glob.glob(path + ".idx")) if glob.has_magic(path) and not os.path.exists(path + ".idx") else []
+        names = [match.removesuffix(".idx") for match in matches]
+        expanded += [name for name in names if not name.endswith(MASK_SUFFIX)] or [path]
+    return expanded
+
+
+def same_names(paths: Sequence[Any], first: dict[tuple[int, int], str]) -> list[Any]:
+    """Give all paths of one dataset, such as links to it, the same name: the first one, which is added to ``first``.
+
+    Under several names a run would read each sample several times in a row. Under one name a dataset that is listed
+    twice is read for twice the epochs, each in a different order.
+    """
+
+    def name(path: str) -> str:
+        try:
+            status = os.stat(path + ".bin")
+        except (OSError, ValueError):  # missing: a rule reports it
+            return path
+        return first.setdefault((status.st_dev, status.st_ino), path)
+
+    return [item if is_number(item) else name(str(item)) for item in paths]
 
 
 def complete_prefix(path: str, kind: str) -> str:

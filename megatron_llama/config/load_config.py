@@ -238,6 +238,10 @@ def _parse(overrides: Sequence[str], problems: list[Problem]) -> Iterator[Overri
             override = parser.parse_override(_quote_numbers(text))
         except HydraException:
             override = None
+        except ValueError:  # Python limits the digits of a number
+            rule, instead = "has a number of too many digits", "write a smaller number"
+            problems.append(Problem(text.partition("=")[0], f"{text.partition('=')[2][:40]} ...", rule, instead))
+            continue
         if override is None or not override.key_or_group:
             problems.append(_syntax_problem(text))
         elif override.is_sweep_override():

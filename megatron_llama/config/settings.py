@@ -64,7 +64,7 @@ class RopeScaling:
     """yarn, longrope: factor of cosines and sines. Derived: from factor, as the papers suggest."""
     beta_fast: Annotated[float | None, above_zero("32")] = None
     """yarn: dimensions with more rotations than this over the original context are not scaled. Derived: 32."""
-    beta_slow: Annotated[float | None, above_zero("1")] = None
+    beta_slow: Annotated[float | None, at_least(0)] = None
     """yarn: dimensions with fewer rotations than this are scaled fully. Derived: 1."""
     mscale: Annotated[float | None, at_least(0)] = None
     """yarn: with mscale_all_dim, factor of log(factor) in the numerator of attention_factor."""
@@ -198,8 +198,8 @@ class DataConfig:
     """Random tokens of the model's vocabulary instead of files."""
     prefixes: Annotated[list[Any], blend()] = field(default_factory=list)
     """Indexed datasets: paths without .bin/.idx, or weight, path, weight, path, ... for a blend, with weights as shares
-    of the samples. For sft also raw data files and folders (.jsonl, .parquet, .csv, .tsv, ...) and datasets of the
-    Hugging Face hub, which the run prepares at its start."""
+    of the samples. Without weights also patterns, e.g. corpora/*_text_document. For sft also raw data files and folders
+    (.jsonl, .parquet, .csv, .tsv, ...) and datasets of the Hugging Face hub, which the run prepares at its start."""
     schedule: Annotated[list[Any], blend_schedule()] = field(default_factory=list)
     """Later blends: [{samples: 100000, prefixes: [0.3, one, 0.7, two]}, ...], each from that consumed sample on, with
     ascending samples. Each dataset continues at its position. Validation uses the first blend. For pretraining."""

@@ -49,7 +49,7 @@ def to_yaml(config: Config, requested: Config | None = None) -> str:
 
 def has_run(folder: Path) -> bool:
     """Return whether a folder has settings and a checkpoint to resume from."""
-    return (folder / NAME).is_file() and bool(stored_steps(folder))
+    return os.path.isfile(folder / NAME) and bool(stored_steps(folder))
 
 
 def stored_steps(folder: Path) -> list[int]:

@@ -86,10 +86,10 @@ def read_index(prefix: str) -> Index:
     if size != expected:
         raise UserError(f"{path} has {size:,} bytes, but its header gives {expected:,}")
 
+    content = np.memmap(path, np.uint8, "r")  # one map for all sections: each map keeps a file descriptor
+
     def section(dtype: str, count: int, offset: int) -> np.ndarray:
-        if not count:  # an empty file cannot be mapped
-            return np.zeros(0, dtype)
-        return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
+        return content[offset : offset + count * np.dtype(dtype).itemsize].view(dtype)
 
     return Index(
         dtype=np.dtype(DTYPES[code]),

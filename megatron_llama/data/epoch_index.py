@@ -117,10 +117,10 @@ def open_epoch(
 
 
 def _load(folder: Path) -> Epoch | None:
-    """Map the files of an epoch. Returns None if they are missing or incomplete."""
+    """Map the files of an epoch. Returns None if they are missing or incomplete. Raises OSError."""
     try:
         epoch = Epoch(*(np.load(folder / f"{_FILES[field.name]}.npy", mmap_mode="r") for field in fields(Epoch)))
-    except (OSError, ValueError, EOFError):
+    except (FileNotFoundError, ValueError, EOFError):
         return None
     return epoch if len(epoch.boundaries) == len(epoch.order) + 1 else None
 

@@ -35,6 +35,7 @@ from megatron_llama.data.record import Record, changes_reading, make_record, mov
 from megatron_llama.parallel.groups import raise_on_all_ranks, sync_errors
 from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import indexed_metrics
+from megatron_llama.system.errors import machine_fault
 
 CACHED_EPOCHS = 2  # a global batch may extend into the next epoch
 
@@ -142,6 +143,7 @@ def build_streams(plan: Plan) -> tuple[SampleStream, SampleStream | None]:
             splits[number] = SampleStream(timeline, datasets)
     except (OSError, ValueError) as error:  # rank 0 has checked them, so this is another machine
         rule, fix = f"cannot be read on {os.uname().nodename}: {error}", "use a folder that all machines share"
+        fix = machine_fault(error) or fix
         problems.append(Problem("data.prefixes", plan.config.data.prefixes, rule, fix))
     raise_on_all_ranks(problems)
     training, validation = splits

@@ -6,6 +6,7 @@ import glob
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,9 +15,11 @@ from pathlib import Path
 from megatron_llama.checkpoint import BEST, POINTER
 from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.stored import NAME, has_run
+from megatron_llama.launch.starts import Start
 from megatron_llama.plan import PLAN_FILE, Plan, format_plan, write_config_and_plan
 from megatron_llama.system.exit_status import STATUS_VARIABLE
 from megatron_llama.system.files import DRAFT, try_lock, write_atomically
+from megatron_llama.system.wrapping import wrap
 from megatron_llama.train.metrics_file import METRICS_FILE
 from megatron_llama.train.sinks import CSV_FILE
 
@@ -89,18 +92,31 @@ def claim_run_dir(folder: Path) -> Iterator[None]:
         raise ConfigError([Problem("run.dir", str(folder), rule, instead)]) from error
     with lock:
         locked = try_lock(lock)
-        if locked is False:
-            lock.seek(0)
-            owner = lock.read().strip()
+        lock.seek(0)
+        owner = lock.read().strip()
+        if locked is False or (locked is None and _is_running(owner)):
             rule = f"is locked by another run{f' ({owner})' if owner else ''}"
             instead = "wait until it ends, or write another run.dir=PATH"
             raise ConfigError([Problem("run.dir", str(folder), rule, instead)])
+        if locked is None:
+            text = f"WARNING: the disk of {folder} has no locks: a run of another host in that folder is not detected"
+            text += f"; the last one there was {owner}." if owner else "."
+            sys.stderr.write(wrap(text) + "\n")
         with suppress(OSError):  # on a full disk the lock works without its owner's name
             lock.truncate(0)
             os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
         for draft in folder.glob(f".*{DRAFT}") if locked else ():  # left by a killed process
             draft.unlink(missing_ok=True)
         yield
+        if locked is None:
+            with suppress(OSError):
+                lock.truncate(0)
+
+
+def _is_running(owner: str) -> bool:
+    """Return whether the owner of a lock file, "process PID on HOST", runs on this host."""
+    match = re.fullmatch(r"process (\d+) on (.*)", owner)
+    return match is not None and Start(0.0, host=match[2], pid=int(match[1])).is_running
 
 
 def check_shared(run_dir: str) -> Problem | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,9 @@ def list_notes(config: Config, plan: Plan) -> Iterator[str]:
     except (OSError, ValueError):  # the checks of files report missing and broken datasets
         return
     weights, paths = split_weights(data.prefixes)
+    for path, count in Counter(paths).items():
+        if count > 1:
+            yield f"{path} is in data.prefixes {count} times: its weights add up, and each epoch has another order"
     if data.kind == "pretrain" and len(paths) > 1 and not weights:
         yield "data.prefixes has no weights: datasets are weighted by size, so that an epoch reads each sequence once"
 

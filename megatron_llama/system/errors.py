@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.interrupts import raise_interrupts, settle_status
-from megatron_llama.system.limits import explain_limit
+from megatron_llama.system.limits import MOST_FILES, explain_limit
 from megatron_llama.system.programs import name_commands, running_command
 from megatron_llama.system.wrapping import wrap
 
@@ -54,11 +54,13 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
 def machine_fault(error: BaseException) -> str | None:
-    """Return the message for a full, read-only or broken disk, a killed worker or a limit; None for other errors."""
+    """Return the message for a full, read-only or broken disk, a killed worker or a limit; else None."""
     if isinstance(error, MachineError) and isinstance(error.__cause__, OSError | None):
         return str(error)
     if isinstance(error, OSError) and error.errno in _DISK and error.filename:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        return f"too many open files: run `ulimit -n {MOST_FILES}` before this command, or ask the administrator"
     return explain_limit(error)
 
 

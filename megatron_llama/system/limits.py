@@ -9,7 +9,10 @@ import os
 import re
 import resource
 from collections.abc import Iterable
+from contextlib import suppress
 
+MOST_FILES = 65536
+"""Open files that a run allows itself."""
 _LEAST_STACK_BYTES = 1 << 20
 """Smaller stacks explain a crash. The usual limit is 8 MiB. Python itself crashes below about 100 KiB."""
 _LEAST_RUN = {"-v": 1 << 30, "-d": 400 << 20}
@@ -33,6 +36,15 @@ def usable_cores() -> list[int]:
     """Return the numbers of the CPU cores that this process may use; of all cores, if the system does not report it."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux
     return list(range(os.cpu_count() or 1)) if affinity is None else sorted(affinity(0))
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files to MOST_FILES, or to the hard limit. Each dataset needs a few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def check_run() -> str | None:

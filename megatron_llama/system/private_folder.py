@@ -63,7 +63,11 @@ def _exposed_content(folder: Path) -> tuple[str, str] | None:
                 continue
             if not _is_trusted(status.st_uid):
                 return _of_another_user(path, status.st_uid)
-            if not closed and not stat.S_ISLNK(status.st_mode) and _others_can_write(status):
+            if stat.S_ISLNK(status.st_mode):  # a copy may have links to files of its source
+                target = Path(os.path.normpath(path.parent / os.readlink(path)))
+                if not all(each.is_relative_to(folder) for each in (target, path.resolve())):
+                    return f"{path} is a link to a file outside of the folder", "delete it, or copy with cp -rL"
+            elif not closed and _others_can_write(status):
                 reason, _ = _writable(path, status)
                 return reason, f"delete it, or if you trust its content: chmod 700 {folder}"
     return None
@@ -74,7 +78,7 @@ def _of_another_user(path: Path, uid: int, *, is_parent: bool = False) -> tuple[
         name = pwd.getpwuid(uid).pw_name
     except KeyError:
         name = f"uid {uid}"
-    command = f"chown -R 0 {path}" if os.geteuid() == ROOT else f"use a copy: cp -r {path} COPY"
+    command = f"chown -R 0 {path}" if os.geteuid() == ROOT else f"use a copy: cp -rL {path} COPY"
     remedy = f"delete it, or if you trust its content: {command}"
     return f"{path} belongs to another user ({name})", "" if is_parent else remedy
 

@@ -56,7 +56,7 @@ def train(
     profiler = build_profiler(plan, topology, device, model, optimizer)
     stragglers = StragglerWatch(plan, device, model)
     metrics_logger = MetricsLogger(plan, peak, first - 1) if topology.is_logger else nullcontext()
-    prefetcher = Prefetcher(data.train, plan.batches.after(trainer.steps).samples)
+    prefetcher = Prefetcher(data.train, plan.batches.after(max(first - 1, trainer.steps)).samples)
     with (
         StopSignals(plan, reports=topology.is_logger) as signals,
         checkpointer.saver.finishing(),

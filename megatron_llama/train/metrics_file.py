@@ -32,6 +32,7 @@ class MetricsFile:
         """Truncate the file. If lines are invalid, save a copy of the file and report it on stderr."""
         if warning := truncate_after(path, start_step):
             sys.stderr.write(warning + "\n")
+        self._path, self._folder = path, os.stat(path.parent)
         self._file = open(path, "a", encoding="utf-8")
 
     def close(self) -> None:
@@ -43,11 +44,31 @@ class MetricsFile:
         """Append a step's metrics. Raises MachineError."""
         # One write per line: after a kill only the last line may be incomplete.
         try:
+            self._reopen_if_replaced()
             self._file.write(json.dumps(metrics) + "\n")
             self._file.flush()
         except OSError as error:
             remedy = "the same command resumes from the newest checkpoint; if the disk is full, free space before"
             raise MachineError(f"cannot write {self._file.name}: {error.strerror}.\n{remedy}") from error
+
+    def _reopen_if_replaced(self) -> None:
+        """Replace the file if it was deleted. Raises OSError, and MachineError if its folder was."""
+        if _is_at(self._path, os.fstat(self._file.fileno())):
+            return
+        if not _is_at(self._path.parent, self._folder):
+            raise MachineError(f"{self._path.parent} was deleted, renamed or replaced during the run.")
+        sys.stderr.write(f"WARNING: {self._path} was deleted or replaced during the run; its earlier steps are lost.\n")
+        self._path.unlink(missing_ok=True)  # a link or a pipe
+        self.close()
+        self._file = open(self._path, "a", encoding="utf-8")
+
+
+def _is_at(path: Path, status: os.stat_result) -> bool:
+    """Return whether ``path`` is the file or folder with this status."""
+    try:
+        return os.path.samestat(os.lstat(path), status)
+    except FileNotFoundError:
+        return False
 
 
 def read_metrics(path: Path, steps: Sequence[str] = ("step",)) -> list[dict[str, Any]]:

@@ -300,3 +300,26 @@ def test_a_flipped_bit_stops_the_run_before_a_checkpoint_has_it(tmp_path: Path, 
             job = Job(run_dir, *command)
             assert job.wait() == 0, job.output
         assert_same(final_tensors(folder), final_tensors(tmp_path / "undisturbed"))
+
+
+def test_a_rejected_start_changes_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert Job(run, "trainer.steps=1", "checkpoint.export_hf=true").wait() == 0
+    weights = run / "hf/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+
+    def content() -> dict[Path, bytes]:
+        names = (path for path in run.rglob("*") if path.is_file() and path.name not in (".lock", "starts.jsonl"))
+        return {path: path.read_bytes() for path in names}
+
+    before = content()
+    damaged = ("checkpoint.resume=never", f"init_from={run}/hf")
+    for overrides in (("trainer.steps=2", "optim.lr=0.5", "trainer.global_batch_size=2", "optim.beta1=0.5"), damaged):
+        job = Job(run, *overrides)
+        assert job.wait() == 2, job.output
+        assert content() == before
+    assert Job(run, "trainer.steps=2").wait() == 0
+    fewer = Job(run, "trainer.steps=1")
+    assert fewer.wait() == 0 and "is finished at step 2" in fewer.output, fewer.output
+    assert Job(run, "trainer.steps=2").wait() == 0
+    assert "steps: 2" in (run / "config.yaml").read_text()

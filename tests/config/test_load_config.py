@@ -26,6 +26,7 @@ from megatron_llama.config import (
 )
 from megatron_llama.config.problems import group_by_suggestion, merge_problems, write_override
 from megatron_llama.plan import resolve
+from tests.data.files import numbered, write_indexed
 from tests.golden import GoldenFiles
 from tests.paths import CONF, ROOT
 from tests.processes import environment
@@ -199,6 +200,27 @@ def test_suggestions_are_valid_in_a_shell(text: str) -> None:
         (override,) = shlex.split(problem.instead.partition(": ")[2])
         config = load_config([override], CONF)
         assert text in (config.run.dir, *config.data.prefixes)
+
+
+def test_paths_of_one_dataset_have_one_name(tmp_path: Path) -> None:
+    for name in ("a_text_document", "b_text_document"):
+        write_indexed(tmp_path / name, numbered(9))
+    (tmp_path / "c_text_document.idx").symlink_to("a_text_document.idx")
+    (tmp_path / "c_text_document.bin").symlink_to("a_text_document.bin")
+    a, b, c, other = (f"{tmp_path}/{name}" for name in ("a_text_document", "b_text_document", "c", "x/../a"))
+    (tmp_path / "x").mkdir()
+    later = f"data.schedule=[{{samples: 8, prefixes: [{c}_text_document,{b}]}}]"
+    overrides = [f"data.prefixes=[1,{a},1,{c},1,{other}]", later, "data.tokenizer=null", "model.vocab_size=900"]
+    config = load_config(overrides, CONF)
+    assert config.data.prefixes == [1, a, 1, a, 1, a] and config.data.schedule[0]["prefixes"] == [a, b]
+    assert any(f"{a} is in data.prefixes 3 times" in note for note in resolve(config, 1).notes)
+
+
+def test_a_pattern_stands_for_the_datasets_that_match(tmp_path: Path) -> None:
+    for name in ("b_sft", "a_sft", "a_sft_mask", "c"):
+        write_indexed(tmp_path / name, numbered(9))
+    prefixes = load_config([f"data.prefixes=[{tmp_path}/c,{tmp_path}/*_sft*,{tmp_path}/none*]"], CONF).data.prefixes
+    assert prefixes == [f"{tmp_path}/{name}" for name in ("c", "a_sft", "b_sft", "none*")]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ IN_CONFIG_JSON: list[dict[str, Any]] = [
     {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 1024},
     {"rope_type": "yarn", "factor": 8.0, "beta_fast": 16, "beta_slow": 2, "truncate": False, "mscale": 0.7},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_type": "yarn", "factor": 8.0, "beta_slow": 0},
     {"rope_type": "longrope", "original_max_position_embeddings": 1024, **FACTORS},
     {"rope_type": "longrope", "factor": 2.0, "attention_factor": 1.2, **FACTORS},
 ]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.config import Config, ConfigError, load_config, to_yaml
+from megatron_llama.config.stored import has_run
 from megatron_llama.plan import Plan, resolve
 from tests.paths import CONF
 
@@ -104,3 +105,14 @@ def test_an_invalid_file(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         load(tmp_path / "run")
     assert message in str(error.value).replace("\n             ", " ")
+
+
+def test_a_folder_name_longer_than_the_file_system_takes_has_no_run() -> None:
+    assert not has_run(Path("a" * 256))
+    with pytest.raises(ConfigError, match="longer than a path can be"):
+        load_config([f"run.dir={'a' * 256}"], CONF, resumes=True)
+
+
+def test_a_number_of_more_digits_than_python_reads() -> None:
+    with pytest.raises(ConfigError, match="has a number of too many digits"):
+        load_config([f"trainer.steps={'9' * 5000}"], CONF)

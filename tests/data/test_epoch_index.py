@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import random
+import sys
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import astuple
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.data import epoch_index
 from megatron_llama.data.epoch_index import make_epoch, open_epoch
+from megatron_llama.system.errors import machine_fault
 from tests.data.files import numbered, write_indexed
 from tests.data.megatron import epoch_texts
 
@@ -143,3 +146,20 @@ def _open_in_threads(prefix: str, cache: Path) -> list[epoch_index.Epoch]:
 
     with ThreadPoolExecutor(3) as threads:
         return list(threads.map(read, [7, 8, 9, 10] * 3))[::4]
+
+
+def test_only_missing_files_are_made(dataset: IndexedDataset, tmp_path: Path, monkeypatch: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(np, "load", fail)
+    with pytest.raises(OSError, match="Too many open files") as raised:
+        open_epoch(dataset, (0, 10), 8, 1, 0, tmp_path)
+    assert "ulimit -n" in str(machine_fault(raised.value))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_dataset_keeps_two_descriptors(dataset: IndexedDataset) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    datasets = [IndexedDataset(dataset.prefix) for _ in range(10)]
+    assert len(os.listdir("/proc/self/fd")) == before + 2 * len(datasets)

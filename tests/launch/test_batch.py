@@ -18,7 +18,9 @@ from tests.processes import environment
 # Writes the status of the first rank and its arguments, and exits with $ENDS.
 SRUN = """#!/bin/bash
 [[ " $* " != *" scripts/doctor.py "* ]] || { printf '%s\\n' "$@" >"$FOLDER/examined"; exit "${FINDS:-0}"; }
+[ "${SLURM_EXPORT_ENV:-ALL}" != NONE ] || unset MEGATRON_LLAMA_SECRET NCCL_DEBUG
 printf '%s\\n' "$@" >"$FOLDER/arguments"
+[ -n "$MEGATRON_LLAMA_SECRET$NCCL_DEBUG" ] || exit 1
 [ -z "$SAID" ] || printf '%s\\n%s\\n' "$SAID" "$FOLDER/run" >"$MEGATRON_LLAMA_STATUS"
 [ -z "$SECOND" ] || printf '%s\\n' "$SECOND" >"${MEGATRON_LLAMA_STATUS%/*}/task_1.txt"
 [ -z "$CHECKPOINT" ] || mkdir -p "$FOLDER/run/checkpoints/$CHECKPOINT"
@@ -184,6 +186,11 @@ def test_a_signal_before_the_step_starts_nothing_and_the_job_comes_back(job: Job
     assert not (job.folder / "arguments").exists(), "srun was started"
     assert (end.status, end.requeued) == (75, True)
     assert "stopped before it could save" in end.printed
+
+
+def test_variables_reach_the_ranks_without_the_users_environment(job: Job) -> None:
+    end = job.run(0, "0", SLURM_EXPORT_ENV="NONE")  # of sbatch --export=NONE
+    assert end.status == 0, end.printed
 
 
 def test_arguments_arrive_untouched(job: Job) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
 import resource
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -275,6 +278,25 @@ def test_one_folder_has_one_run(
         except ConfigError:
             time.sleep(0.05)
     raise AssertionError("the lock was not released")
+
+
+def test_a_disk_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    lock, host = tmp_path / run_dir.LOCK_NAME, socket.gethostname()
+    lock.write_text(f"process {os.getppid()} on {host}")
+    with pytest.raises(ConfigError, match="is locked by another run"), run_dir.claim_run_dir(tmp_path):
+        pass
+    lock.write_text(f"process {os.getppid()} on another-{host}")
+    with run_dir.claim_run_dir(tmp_path):
+        assert lock.read_text() == f"process {os.getpid()} on {host}"
+    warning = " ".join(capsys.readouterr().err.split())
+    assert "has no locks" in warning and f"another-{host}" in warning
+    assert not lock.read_text(), "a later start does not take a run that has ended for a running one"
 
 
 def test_a_folder_that_cannot_be_made_is_the_users_mistake(

@@ -114,6 +114,19 @@ def test_another_users_folder_link_or_file(folder: Path, monkeypatch: pytest.Mon
     assert exposure(link) is not None
 
 
+@pytest.mark.parametrize("target", ["../code.so", "{}/code.so", "inside", "sub/../../code.so"])
+def test_links_out_of_the_folder(folder: Path, target: str) -> None:
+    for path in (folder.parent / "code.so", folder / "code.so"):
+        path.touch()
+    (folder / "inside").symlink_to(folder / "code.so")
+    (folder / "sub").symlink_to(".")
+    assert exposure(folder, contents=True) is None
+    (folder / "link").symlink_to(target.format(folder.parent))
+    problem = exposure(folder, contents=True)
+    assert (problem is None) == (target == "inside")
+    assert problem is None or problem[0] == f"{folder}/link is a link to a file outside of the folder"
+
+
 def _remedy(path: Path) -> str:
-    command = f"chown -R 0 {path}" if os.geteuid() == 0 else f"use a copy: cp -r {path} COPY"
+    command = f"chown -R 0 {path}" if os.geteuid() == 0 else f"use a copy: cp -rL {path} COPY"
     return f"delete it, or if you trust its content: {command}"

@@ -7,7 +7,9 @@ import json
 import math
 import os
 import re
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.devices import Peak
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES
+from megatron_llama.system.errors import MachineError
 from megatron_llama.train.console import Progress, duration
 from megatron_llama.train.loss_curve import draw_run
 from megatron_llama.train.metrics import EVERY_STEP, SOME_STEPS, MetricsLogger
@@ -179,6 +182,40 @@ def test_a_pipe_is_no_file_of_metrics(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(OSError, match="not a regular file"):
         MetricsFile(tmp_path / "metrics.jsonl", 2)
+
+
+def replace_folder(folder: Path) -> None:
+    """Replace a folder by a new one."""
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("harm", "reported"),
+    [
+        (lambda folder: (folder / "metrics.jsonl").unlink(), None),
+        (lambda folder: (folder / "metrics.jsonl").rename(folder / "old.jsonl"), None),
+        (shutil.rmtree, "was deleted"),
+        (lambda folder: folder.rename(folder.with_name("other")), "renamed"),
+        (replace_folder, "replaced"),
+    ],
+    ids=["file deleted", "file renamed", "folder deleted", "folder renamed", "folder replaced"],
+)
+def test_files_that_are_deleted_during_a_run(
+    harm: Callable[[Path], object], reported: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    file = MetricsFile(folder / "metrics.jsonl", 0)
+    file.append({"step": 1})
+    harm(folder)
+    if reported is None:
+        file.append({"step": 2})
+        assert read_metrics(folder / "metrics.jsonl") == [{"step": 2}]
+        assert "metrics.jsonl was deleted or replaced during the run" in capsys.readouterr().err
+    else:
+        with pytest.raises(MachineError, match=f"{folder} was .*{reported.removeprefix('was ')}"):
+            file.append({"step": 2})
 
 
 def shown(terminal: bool, every: int) -> str:
