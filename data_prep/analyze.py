@@ -45,6 +45,7 @@ from data_prep.lib.job import ProgressBar, RunOptions, cores
 from megatron_llama.config.data_settings import MASK_SUFFIX
 from megatron_llama.corpus.difficulty_index import MANIFEST, documents_of, index_folder, read_unit, unit_count
 from megatron_llama.corpus.indexed_format import IndexedDataset, dataset_facts, same_dataset
+from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import MachineError, Stopped, UserError, run_main
 from megatron_llama.system.files import (
     FolderTaken,
@@ -319,7 +320,7 @@ def _stop(number: int, frame: object) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=name_commands(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="docs/guides/methods/curriculum.md",

@@ -14,10 +14,10 @@ if __package__ in (None, ""):  # run as a script: keep inspect.py in this folder
 
     import megatron_llama  # noqa: F401  (ends the program at Ctrl-C while it imports the rest)
 
-import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import UserError, run_main
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def decoded(
 
 def main() -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser = ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("prefix", help="dataset path, with or without .bin or .idx")
     parser.add_argument(
         "--document", type=int, default=0, metavar="N", help="document to decode, counted from 0 (default 0)"

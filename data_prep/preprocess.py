@@ -24,6 +24,7 @@ from data_prep.lib.input_files import TEXT_SUFFIXES
 from data_prep.lib.job import RunOptions, add_run_flags, collect, reject
 from data_prep.lib.next_command import next_training
 from data_prep.lib.sets import TextOptions, make_text_set
+from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import run_main
 
 UNSUPPORTED = {
@@ -36,7 +37,7 @@ UNSUPPORTED = {
 
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
-    result = argparse.ArgumentParser(
+    result = ArgumentParser(
         description=(__doc__ or "").partition("\n\n")[0],
         epilog="Formats, bad lines and failures: docs/guides/data/data.md",
     )

@@ -15,7 +15,6 @@ if __package__ in (None, ""):  # run as a script: keep inspect.py in this folder
 
     import megatron_llama  # noqa: F401  (ends the program at Ctrl-C while it imports the rest)
 
-import argparse
 import hashlib
 import importlib
 import json
@@ -26,6 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import atomic_open
 from megatron_llama.system.programs import name_commands
@@ -130,7 +130,7 @@ def write_records(output: Path, max_bytes: int) -> tuple[int, int]:
 
 def main() -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=(__doc__ or "").partition("\n\n")[0],
         epilog=name_commands("Then: data_prep/train_tokenizer.py, data_prep/preprocess.py"),
     )

@@ -44,6 +44,7 @@ from data_prep.lib.next_command import blend_words, new_model_words, next_comman
 from data_prep.lib.sets import TextOptions, make_text_set
 from megatron_llama.config.data_settings import strip_compression
 from megatron_llama.config.hf_config import resolve_hub_name
+from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import CONF_DIR, OWN_CONF, conf_folders
@@ -53,7 +54,7 @@ DEFAULT_CONF = OWN_CONF / "data" / "redpajama.yaml"
 
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
-    result = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    result = ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     commands = result.add_subparsers(dest="command", required=True)
     download = commands.add_parser("download", help="download the files of a URL list")
     download.add_argument(

@@ -26,12 +26,13 @@ from data_prep.lib.records import FORMATS
 from data_prep.lib.sets import ExampleOptions, find_record_files, make_sft_set
 from data_prep.lib.sources import PARTS, split_lines
 from megatron_llama.config.settings import CHAT_TEMPLATES, LABEL_TEMPLATES
+from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import UserError, run_main
 
 
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
-    result = argparse.ArgumentParser(
+    result = ArgumentParser(
         description=(__doc__ or "").partition("\n\n")[0],
         epilog="Formats, templates and bad records: docs/guides/data/sft_data.md",
     )

@@ -31,6 +31,7 @@ from data_prep.lib.encoding_run import publish
 from data_prep.lib.next_command import blend_words, next_command
 from megatron_llama.config.data_settings import MASK_SUFFIX, TEXT_SUFFIX
 from megatron_llama.corpus.indexed_format import IndexedDataset, write_index
+from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import FolderTaken, scratch_folder, sha256_file, write_atomically
 from megatron_llama.system.tables import text_table
@@ -38,7 +39,7 @@ from megatron_llama.system.tables import text_table
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser = ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("prefix", help="dataset path, with or without .bin or .idx")
     parser.add_argument(
         "--at",

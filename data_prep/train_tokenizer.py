@@ -25,6 +25,7 @@ from pathlib import Path
 from data_prep.lib.input_files import find_sources
 from data_prep.lib.next_command import next_command
 from data_prep.lib.sources import Source, read_lines
+from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import write_atomically
 
@@ -150,7 +151,7 @@ def _preprocess_words(args: argparse.Namespace) -> list[str]:
 
 def main() -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser = ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="PATH", help="files, folders or glob patterns, as in preprocess.py"
     )

@@ -6,7 +6,6 @@ torch_dist write the weights for torchtitan and Megatron. Needs no GPU and strea
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def main() -> int:
     """Run the command; return 0 on success, 1 for a damaged checkpoint, 2 for invalid arguments."""
+    from megatron_llama.system.command import ArgumentParser
     from megatron_llama.system.programs import name_commands
 
-    parser = argparse.ArgumentParser(description=name_commands(__doc__.splitlines()[0]))
+    parser = ArgumentParser(description=name_commands(__doc__.splitlines()[0]))
     parser.add_argument("checkpoint", type=Path, help="checkpoint folder, or run folder (its newest checkpoint)")
     parser.add_argument("out", type=Path, help="output folder; must not exist")
     parser.add_argument("--merge", action="store_true", help="LoRA only: write the full model, not the adapter")

@@ -5,7 +5,6 @@ Reads checkpoints of this project, Megatron-LM, Megatron-Bridge, NeMo 2, torchti
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -14,9 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def main() -> int:
     """Run the command; return 0 for a readable checkpoint, 1 for a damaged one, 2 if PATH is no checkpoint."""
+    from megatron_llama.system.command import ArgumentParser
     from megatron_llama.system.programs import name_commands
 
-    parser = argparse.ArgumentParser(description=name_commands(__doc__.splitlines()[0]))
+    parser = ArgumentParser(description=name_commands(__doc__.splitlines()[0]))
     parser.add_argument("path", type=Path, metavar="PATH", help="checkpoint, or a folder with several (its newest)")
     parser.add_argument("--run", type=Path, help="run that continues the checkpoint: compare its first loss with --log")
     parser.add_argument("--log", type=Path, help="the source's log: TensorBoard folder, JSON lines, trainer_state.json")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -11,9 +10,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def main() -> int:
     """Run the command; return 0 if all hashes match, 1 for a corrupt file, 2 if the argument is not a checkpoint."""
+    from megatron_llama.system.command import ArgumentParser
     from megatron_llama.system.programs import name_commands
 
-    parser = argparse.ArgumentParser(description=name_commands(__doc__))
+    parser = ArgumentParser(description=name_commands(__doc__))
     parser.add_argument("checkpoint", type=Path, help="checkpoint folder, or run folder (its newest checkpoint)")
     arguments = parser.parse_args()
     # Imported here: --help needs no torch.

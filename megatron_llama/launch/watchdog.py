@@ -10,6 +10,7 @@ import faulthandler
 import json
 import os
 import socket
+import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from megatron_llama.system.tables import text_table
 
 # Maximum time counted between two polls: a suspended job (Ctrl-Z, VM migration) also suspends its watchdog.
 _MAX_POLL_SECONDS = 5.0
+_SHOWN_SECONDS = 10.0
 _ANSWER_SECONDS = 5.0
 _STOPPED = "it is stopped (by SIGSTOP or a debugger)"
 _SILENT = "it does not answer"
@@ -102,20 +104,35 @@ class Watchdog:
         self.ranks, self.world_size, self.limit, self.board = ranks, world_size, limit_seconds, board
         self._clock, self._last, self._next_post = 0.0, monotonic(), 0.0
         self._entered: dict[int, tuple[int, float]] = {}
+        self._trains, self._first_step, self._shown = False, "", -1
 
     def wait(self, seconds: float) -> None:
         """Sleep, then check the ranks. Raises Hang."""
         sleep(seconds)
-        if self.limit is None:
-            return
         now = monotonic()
         self._clock += min(now - self._last, _MAX_POLL_SECONDS)
         self._last = now
         running = [rank for rank in self.ranks if not rank.ended]
+        self._show_start(running)
+        if self.limit is None:
+            return
         # Check all ranks: _seconds also records new phases.
         late = [rank for rank in running if self._seconds(rank) > self.limit * rank.phase.patience]
         if late or self._is_alarm_raised(running):
             self._raise_hang(running)
+
+    def _show_start(self, running: Sequence[WatchedRank]) -> None:
+        """Show rank 0's phase once if it takes long and the first step has not ended, which would print a line."""
+        first = next((rank for rank in running if rank.number == 0), None)
+        if first is None or self._trains:
+            return
+        current, seconds = first.phase, self._seconds(first)
+        if current.name.startswith("step "):
+            self._trains, self._first_step = self._first_step not in ("", current.name), current.name
+        if seconds >= _SHOWN_SECONDS and current.number > self._shown and not self._trains:
+            self._shown = current.number
+            sys.stderr.write(f"rank 0: {current.name}, {seconds:.0f} s so far\n")
+            sys.stderr.flush()
 
     def _seconds(self, rank: WatchedRank) -> float:
         """Return the seconds of the rank in its phase."""

@@ -1,12 +1,14 @@
-"""The command that started this run, as a user types it again to resume the run."""
+"""The command that started this run, as a user types it again to resume the run; the parser of other commands."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 COMMAND = "MEGATRON_LLAMA_COMMAND"
 """Variable with the command's words before the settings; ranks and other hosts inherit it."""
@@ -65,3 +67,30 @@ def _read_parent() -> list[str] | None:
             return [os.fsdecode(word) for word in file.read().split(b"\0")[:-1]]
     except OSError:
         return None
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """A parser that reports an option which is given twice."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name in (None, "store"):
+            self.register("action", name, _Store)
+
+
+class _Store(argparse.Action):
+    """Store a value, as argparse does, and report an earlier one."""
+
+    _namespace: argparse.Namespace | None = None
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if option_string is not None and self._namespace is namespace:
+            sys.stderr.write(f"{parser.prog}: {option_string} is given more than once; the last value is used\n")
+        self._namespace = namespace
+        setattr(namespace, self.dest, values)

@@ -105,6 +105,19 @@ def test_limit_of_phases_and_patient_phases(clock: Clock) -> None:
     assert not report_of(Watchdog([one], 1, None), 100_000), "None: no limit"
 
 
+def test_long_phases_before_the_second_step_are_shown(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    one = Simulated(0)
+    watch = Watchdog([Simulated(1), one], 2, None)
+    for name in ("building the model", "loading", "step 1", "step 2"):
+        one.enter(name)
+        watch.wait(1.0)
+        watch.wait(8.0 if name == "loading" else 30.0)
+        watch.wait(4.0)
+        watch.wait(60.0)
+    shown = [line.rpartition(", ")[0] for line in capsys.readouterr().err.splitlines()]
+    assert shown == ["rank 0: building the model", "rank 0: loading", "rank 0: step 1"]
+
+
 def test_suspended_job_is_no_hang(clock: Clock) -> None:
     watch = Watchdog([Simulated(0)], 1, 60.0)
     assert not report_of(watch, 2)

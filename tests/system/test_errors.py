@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_llama.system.command import ArgumentParser
 from tests.paths import ROOT
 
 PROGRAM = """
@@ -72,3 +73,14 @@ def test_scripts_end_quietly_with_their_reader(script: str, tmp_path: Path) -> N
     line = f"set -o pipefail; {sys.executable} {ROOT}/scripts/{script} --help | (exec <&-)"
     done = subprocess.run(["bash", "-c", line], capture_output=True, timeout=100)
     assert done.returncode in (0, 141) and done.stderr == b"", done.stderr.decode()  # argparse swallows some errors
+
+
+def test_an_option_that_is_given_twice_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = ArgumentParser(prog="x")
+    parser.add_argument("files", nargs="*")
+    for name, more in (("--one", {}), ("--several", {"action": "append"}), ("--flag", {"action": "store_true"})):
+        parser.add_argument(name, **more)
+    given = parser.parse_args(["--one", "1", "--several", "1", "--several", "2", "--flag", "--flag"])
+    assert (given.one, given.several, given.flag) == ("1", ["1", "2"], True) and not capsys.readouterr().err
+    assert parser.parse_args(["--one", "1", "a", "--one=2"]).one == "2"
+    assert capsys.readouterr().err == "x: --one is given more than once; the last value is used\n"

@@ -12,6 +12,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from megatron_llama.config import ConfigError, Problem, format_problems
+from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.tools.compare.logs import FILES_OF_A_RUN, ROLES
 
@@ -62,7 +63,7 @@ def _write_report(comparison: Comparison, prefix: str) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser of scripts/compare.py."""
-    result = argparse.ArgumentParser(description=__doc__, epilog=STATUS)
+    result = ArgumentParser(description=__doc__, epilog=STATUS)
     add = result.add_argument
     add("reference", metavar="RUN_A", help="reference run")
     add("others", metavar="RUN_B", nargs="+", help="runs to compare with RUN_A")

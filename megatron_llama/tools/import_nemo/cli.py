@@ -4,7 +4,6 @@ original training script, so it can replace that script in a shell script. See d
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -22,6 +21,7 @@ from megatron_llama.config.load_config import load_config
 from megatron_llama.config.problems import ConfigError, Problem, escape_controls, format_value
 from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.plan.resolve import resolve
+from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import name_commands, option_name
@@ -37,7 +37,7 @@ STATUS = (
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/import_config.py`` with ``argv``; return the exit status."""
-    parser = argparse.ArgumentParser(description=name_commands(__doc__ or ""), epilog=STATUS)
+    parser = ArgumentParser(description=name_commands(__doc__ or ""), epilog=STATUS)
     parser.add_argument("source", nargs="?", metavar="YAML", help="config to convert")
     about = "overrides of the original command line: model.num_layers=32, +KEY=VALUE, ~KEY (also model.vocab_size=N)"
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=about)

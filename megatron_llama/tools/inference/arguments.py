@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from megatron_llama.config import Config, ConfigError, DataConfig, DeviceConfig, ModelConfig, Problem, TrainerConfig
+from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.programs import name_commands
 
@@ -83,7 +84,7 @@ class Problems:
 
 def model_parser(description: str, epilog: str) -> argparse.ArgumentParser:
     """Return a parser with the arguments that name and load a model."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=name_commands(f"{description}\n{CHECKPOINT}"),
         epilog=f"Exit status: 0 success, 2 invalid arguments, other values: failure.\n{epilog}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "Generate text: python scripts/generate.py CHECKPOINT --prompt TEXT, or --chat\n"
 EPILOG = "Text is written to stdout, tokens/s to stderr."
+LEAST_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,11 @@ def _check(arguments: argparse.Namespace, problems: Problems) -> None:
     for name, value in _drawing(arguments).items() if arguments.greedy else ():
         flag = f"--{name.replace('_', '-')}"
         problems.add(flag, value, "has no effect with --greedy", f"remove --greedy or {flag}")
-    if arguments.temperature is not None and not arguments.temperature > 0:
-        problems.add("--temperature", arguments.temperature, "must be above 0", "write --greedy for the likeliest id")
+    if arguments.temperature is not None and not arguments.temperature >= LEAST_TEMPERATURE:
+        rule = f"must be at least {LEAST_TEMPERATURE:g}"  # logits / temperature must not overflow
+        problems.add("--temperature", arguments.temperature, rule, "write --greedy for the likeliest id")
+    if arguments.seed is not None and not -(2**63) <= arguments.seed < 2**64:
+        problems.add("--seed", arguments.seed, "must have at most 64 bits", "write --seed 1234")
     if arguments.top_p is not None and not 0 < arguments.top_p <= 1:
         problems.add("--top-p", arguments.top_p, "must be above 0 and at most 1", "write --top-p 0.9")
 

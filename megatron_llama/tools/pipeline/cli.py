@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_llama import cli
 from megatron_llama.devices import find_device
+from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.tables import text_table
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     # Imported late to keep --help fast.
     from megatron_llama.config import ConfigError, format_problems
 
-    parser = argparse.ArgumentParser(usage=name_commands(USAGE), add_help=False, allow_abbrev=False)
+    parser = ArgumentParser(usage=name_commands(USAGE), add_help=False, allow_abbrev=False)
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments, overrides = parser.parse_known_args(argv)

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.wrapping import fill, wrap
@@ -93,7 +94,7 @@ def _read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Part[
     from megatron_llama.config.settings import DEVICES
     from megatron_llama.system.errors import UserError
 
-    parser = argparse.ArgumentParser(usage=name_commands(USAGE), add_help=False, allow_abbrev=False)
+    parser = ArgumentParser(usage=name_commands(USAGE), add_help=False, allow_abbrev=False)
     add = parser.add_argument
     add("--minutes", type=float, default=MINUTES)
     add("--parts")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.tables import GIB
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     # Imported late to keep --help fast.
     from megatron_llama.config import ConfigError, format_problems
 
-    parser = argparse.ArgumentParser(usage=name_commands(USAGE), add_help=False, allow_abbrev=False)
+    parser = ArgumentParser(usage=name_commands(USAGE), add_help=False, allow_abbrev=False)
     parser.add_argument("--ranks")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--pictures", type=Path, default=Path("runs/rehearsal"))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama.hooks import REPORT_FILE
+from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.system.programs import name_commands
 from megatron_llama.tools.compare.cli import labels
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser of scripts/report.py."""
-    result = argparse.ArgumentParser(description=name_commands(ABOUT), epilog=STATUS)
+    result = ArgumentParser(description=name_commands(ABOUT), epilog=STATUS)
     result.add_argument("runs", metavar="RUN", nargs="+", help="run folder; several runs are drawn in the same charts")
     text = f"the page (default: {REPORT_FILE} in the run folder; of several runs, in the current folder)"
     result.add_argument("--output", type=Path, metavar="FILE", help=text)
