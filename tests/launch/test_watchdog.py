@@ -350,7 +350,10 @@ def test_reading_stacks_does_not_disturb_the_writer() -> None:
 def test_recorder_has_the_names_of_torch() -> None:
     # Older names make torch warn on each rank.
     names = {"TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"}
-    assert set(flight_recorder.recorder_environment()) == names
+    variables = flight_recorder.recorder_environment()
+    assert set(variables) == names and variables == flight_recorder.recorder_environment()
+    folder = Path(variables["TORCH_FR_DUMP_TEMP_FILE"]).parent
+    assert folder.stat().st_mode & 0o777 == 0o700, "other users cannot read or replace the dumps"
 
 
 class FakeRecorder(threading.Thread):

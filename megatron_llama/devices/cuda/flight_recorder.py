@@ -11,7 +11,9 @@ import atexit
 import io
 import os
 import pickle
+import shutil
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,6 @@ MOST_LINES = 12
 def recorder_environment() -> dict[str, str]:
     """Return the variables of ranks that this process watches: the launcher's ranks, or the rank itself."""
     prefix = str(_prefix())
-    atexit.register(_remove_pipes, _prefix())  # PyTorch does not remove them
     return {
         # Names since torch 2.9. Later versions warn about the older names, TORCH_NCCL_TRACE_BUFFER_SIZE and
         # TORCH_NCCL_DEBUG_INFO_TEMP_FILE.
@@ -81,10 +82,18 @@ def _line(entry: dict[str, Any]) -> str:
     return f"{entry['profiling_name']} {number} in group {group}, of {entry['input_sizes']}: {entry['state']}"
 
 
-def _remove_pipes(prefix: Path) -> None:
-    for path in prefix.parent.glob(f"{prefix.name}*.pipe"):
-        path.unlink(missing_ok=True)
-
-
 def _prefix() -> Path:
-    return Path(tempfile.gettempdir()) / f"megatron_llama-{os.getuid()}-{os.getpid()}-collectives-"
+    return _folder(os.getpid()) / "collectives-"
+
+
+@cache
+def _folder(pid: int) -> Path:
+    """Create the folder of this process, which only its user can read, for files that PyTorch does not remove."""
+    folder = Path(tempfile.mkdtemp(prefix="megatron_llama-"))
+
+    def remove() -> None:
+        if os.getpid() == pid:  # not in a forked rank
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
