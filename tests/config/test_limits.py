@@ -31,7 +31,7 @@ COUNTS_FROM_0 = """
 POSITIVE = """
     model.rms_norm_eps model.rope_theta model.initializer_range model.rope_scaling.low_freq_factor
     model.rope_scaling.high_freq_factor model.rope_scaling.attention_factor model.rope_scaling.beta_fast
-    model.rope_scaling.beta_slow trainer.spike_factor trainer.hang_timeout_seconds optim.lr optim.eps
+    trainer.spike_factor trainer.hang_timeout_seconds optim.lr optim.eps
     optim.matrix_lr optim.qk_clip optim.clip finetune.lora_alpha device.peak_tflops device.memory_gib
 """
 FACTORS = [[0.0], [1.0, -1.0], [float("inf")], [float("nan")], [1.0] * 8193]
@@ -53,6 +53,7 @@ BOUNDS: dict[str, Bounds] = {
     "trainer.float8": (["fp8", ""], ["tensorwise", "rowwise"]),
     "model.rope_scaling.rope_type": (["proportional", "su"], ["llama3", "linear", "dynamic", "yarn", "longrope"]),
     "model.rope_scaling.factor": ([0.99, 0.0], [1.0, 1.01]),
+    "model.rope_scaling.beta_slow": ([-1e-9], [0.0, 1.0]),
     "model.rope_scaling.mscale": ([-1e-9], [0.0, 0.707]),
     "model.rope_scaling.mscale_all_dim": ([-1e-9], [0.0, 1.0]),
     "model.rope_scaling.short_factor": (FACTORS, [[1.0], [1e-9, 2.0], [1.0] * 8192]),

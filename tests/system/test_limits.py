@@ -70,6 +70,6 @@ def test_a_crash_names_small_limits(limited: dict[int, int]) -> None:
 
 def test_a_run_may_open_many_files() -> None:
     program = "import resource; from megatron_llama.system.limits import raise_file_limit; raise_file_limit()"
-    line = f"ulimit -Hn 999; ulimit -Sn 99; {sys.executable} -c '{program}; print(resource.getrlimit(7))'"
+    line = f"ulimit -Sn 99; ulimit -Hn 999; {sys.executable} -c '{program}; print(resource.getrlimit(7))'"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "(999, 999)\n" and resource.RLIMIT_NOFILE == 7

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from megatron_llama.config import Config, ConfigError, DataConfig, DeviceConfig, ModelConfig, Problem, TrainerConfig
 from megatron_llama.system.command import ArgumentParser
+from megatron_llama.system.errors import MachineError
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.programs import name_commands
 
@@ -161,7 +162,6 @@ def run_task(
 def _run_rank(opened: OpenedModel, task: InferenceTask, plan: Plan) -> None:
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.tools.inference.generator import open_generator
-    from megatron_llama.tools.inference.saved_model import ARGUMENT
 
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # for terminals without UTF-8
     try:
@@ -171,7 +171,7 @@ def _run_rank(opened: OpenedModel, task: InferenceTask, plan: Plan) -> None:
             task.run(generator, opened, is_first=os.environ["RANK"] == "0")
         sys.stdout.flush()
     except CorruptFile as error:  # of the weights, which only ranks read
-        raise ConfigError([Problem(ARGUMENT, str(opened.saved.folder), str(error), "copy the files again")]) from None
+        raise MachineError(f"damaged: {error}") from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discard the buffered output
         rule, instead = "the reader closed the pipe", "let the reader read all output, or write to a file"
