@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_llama.tools.compare.report import as_text, notes, rows, verdict
 from megatron_llama.tools.compare.verdict import degrees_of_freedom, persistence, student_t
 from tests.tools.compare.helpers import BATCH, STEPS, compared, falling, noisy, problems, write_metrics
 
 SAMPLES = STEPS * BATCH
+Write = Callable[..., str]
 
 
-def test_equal_curves_agree(tmp_path: Path) -> None:
-    a, b = write_metrics(tmp_path / "a", falling()), write_metrics(tmp_path / "b", falling(), seconds=0.25)
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write a run of the test's folder."""
+    return lambda name, losses, **options: write_metrics(tmp_path / name, losses, **options)
+
+
+def test_equal_curves_agree(write: Write) -> None:
+    a, b = write("a", falling()), write("b", falling(), seconds=0.25)
     result = compared(a, b, tolerance=0.0)
     one = result.compared[0]
     assert result.agree and one.divergence is None
@@ -24,9 +33,9 @@ def test_equal_curves_agree(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("gap", "agree"), [(0.0099, True), (0.0101, False), (-0.0099, True), (-0.0101, False)])
 @pytest.mark.parametrize("steps", [16, 20, STEPS])
-def test_a_constant_gap_is_measured_and_judged(tmp_path: Path, gap: float, agree: bool, steps: int) -> None:
-    a = write_metrics(tmp_path / "a", falling(steps))
-    b = write_metrics(tmp_path / "b", falling(steps) * (1 + gap))
+def test_a_constant_gap_is_measured_and_judged(write: Write, gap: float, agree: bool, steps: int) -> None:
+    a = write("a", falling(steps))
+    b = write("b", falling(steps) * (1 + gap))
     result = compared(a, b, tolerance=0.01)
     one = result.compared[0]
     assert result.agree is agree
@@ -37,65 +46,64 @@ def test_a_constant_gap_is_measured_and_judged(tmp_path: Path, gap: float, agree
         assert one.divergence.start == pytest.approx(result.grid.window * BATCH / 2), "the first window"
 
 
-def test_the_smoothed_curve_is_the_mean_of_its_window(tmp_path: Path) -> None:
+def test_the_smoothed_curve_is_the_mean_of_its_window(write: Write) -> None:
     losses = np.random.default_rng(0).uniform(1, 2, STEPS)
-    result = compared(
-        write_metrics(tmp_path / "a", losses), write_metrics(tmp_path / "b", falling()), window=10 * BATCH
-    )
+    result = compared(write("a", losses), write("b", falling()), window=10 * BATCH)
     assert result.grid.window == 10
     assert result.reference_curve == pytest.approx([losses[i : i + 10].mean() for i in range(STEPS - 9)])
     assert result.grid.centers[0] == 5 * BATCH and result.grid.centers[-1] == SAMPLES - 5 * BATCH
 
 
-def test_a_slow_divergence_starts_where_it_leaves_the_band(tmp_path: Path) -> None:
+def test_a_slow_divergence_starts_where_it_leaves_the_band(write: Write) -> None:
     start = STEPS // 2
     growth = 1 + 0.0005 * np.clip(np.arange(1, STEPS + 1) - start, 0, None)
-    a, b = write_metrics(tmp_path / "a", np.full(STEPS, 3.0)), write_metrics(tmp_path / "b", 3.0 * growth)
+    a, b = write("a", np.full(STEPS, 3.0)), write("b", 3.0 * growth)
     divergence = compared(a, b, tolerance=0.01).compared[0].divergence
     # The gap reaches 1 % after 20 steps; the mean of a line over a window is its center.
     assert divergence is not None and divergence.start == pytest.approx((start + 20) * BATCH, abs=2 * BATCH)
     assert divergence.end is None
 
 
-def test_a_temporary_divergence_has_an_end(tmp_path: Path) -> None:
-    losses = falling()
-    losses[100:200] *= 1.05
-    divergence = (
-        compared(write_metrics(tmp_path / "a", falling()), write_metrics(tmp_path / "b", losses)).compared[0].divergence
-    )
-    assert divergence is not None and divergence.end is not None
-    assert 90 * BATCH < divergence.start < 105 * BATCH and 195 * BATCH < divergence.end < 210 * BATCH
-
-
 @pytest.mark.parametrize("where", [5, STEPS // 2, STEPS - 4])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_a_spike_is_not_a_divergence(tmp_path: Path, where: int, steps: int) -> None:
+def test_a_spike_is_not_a_divergence(write: Write, where: int, steps: int) -> None:
     losses = falling()
     losses[where : where + steps] = 50.0
-    one = compared(write_metrics(tmp_path / "a", falling()), write_metrics(tmp_path / "b", losses)).compared[0]
+    one = compared(write("a", falling()), write("b", losses)).compared[0]
     assert one.agrees and one.largest > 0.3, "the gap is reported, but is not a divergence"
 
 
-def test_a_curve_outside_at_the_end_has_diverged(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "last", "factor", "starts", "ends"),
+    [
+        (100, 200, 1.05, (90, 105), (195, 210)),
+        (STEPS - 8, STEPS, 1.5, (0.9 * STEPS, STEPS), None),  # two fifths of a window
+        (200, 212, np.nan, (195, 206), (200, 230)),  # more than half of a window
+    ],
+)
+def test_divergences(
+    write: Write, first: int, last: int, factor: float, starts: tuple[float, float], ends: tuple[float, float] | None
+) -> None:
     losses = falling()
-    losses[-8:] *= 1.5  # two fifths of a window
-    divergence = (
-        compared(write_metrics(tmp_path / "a", falling()), write_metrics(tmp_path / "b", losses)).compared[0].divergence
-    )
-    assert divergence is not None and divergence.start > 0.9 * SAMPLES
+    losses[first:last] *= factor
+    divergence = compared(write("a", falling()), write("b", losses)).compared[0].divergence
+    assert divergence is not None and starts[0] * BATCH < divergence.start < starts[1] * BATCH
+    assert (divergence.end is None) == (ends is None)
+    assert divergence.end is None or ends is None or ends[0] * BATCH < divergence.end < ends[1] * BATCH
+    assert ("not finite" in divergence.reason) == bool(np.isnan(factor))
 
 
-def test_one_differing_run_decides(tmp_path: Path) -> None:
-    runs = [write_metrics(tmp_path / str(index), falling() * gap) for index, gap in enumerate((1, 1.001, 1.2))]
+def test_one_differing_run_decides(write: Write) -> None:
+    runs = [write(str(index), falling() * gap) for index, gap in enumerate((1, 1.001, 1.2))]
     result = compared(*runs)
     assert [one.agrees for one in result.compared] == [True, False] and not result.agree
 
 
-def test_noise_within_the_spread_of_seeds_agrees(tmp_path: Path) -> None:
+def test_noise_within_the_spread_of_seeds_agrees(write: Write) -> None:
     """2 % noise causes smoothed gaps of 1 %, which the seeds allow; a shift of 4 % is rejected."""
-    drawn = [write_metrics(tmp_path / f"seed{seed}", noisy(falling(), seed)) for seed in range(4)]
-    honest = [write_metrics(tmp_path / f"b{seed}", noisy(falling(), seed)) for seed in range(10, 30)]
-    shifted = write_metrics(tmp_path / "shifted", noisy(falling(), 99) * 1.04)
+    drawn = [write(f"seed{seed}", noisy(falling(), seed)) for seed in range(4)]
+    honest = [write(f"b{seed}", noisy(falling(), seed)) for seed in range(10, 30)]
+    shifted = write("shifted", noisy(falling(), 99) * 1.04)
     result = compared(drawn[0], *honest, shifted, seeds=drawn[1:], tolerance=0.001)
     assert [one.agrees for one in result.compared] == [True] * 20 + [False]
     blind = compared(drawn[0], *honest, tolerance=0.001)
@@ -103,18 +111,18 @@ def test_noise_within_the_spread_of_seeds_agrees(tmp_path: Path) -> None:
     assert 0.001 < float(result.band.mean()) < 0.03
 
 
-def test_seeds_average_the_reference_and_extend_the_band(tmp_path: Path) -> None:
-    seeds = [write_metrics(tmp_path / f"seed{i}", falling() * (1 + shift)) for i, shift in enumerate((-0.02, 0.02))]
-    middle = write_metrics(tmp_path / "middle", falling())
+def test_seeds_average_the_reference_and_extend_the_band(write: Write) -> None:
+    seeds = [write(f"seed{i}", falling() * (1 + shift)) for i, shift in enumerate((-0.02, 0.02))]
+    middle = write("middle", falling())
     result = compared(seeds[0], middle, seeds=seeds[1:], tolerance=0.01)
     assert abs(result.compared[0].largest) < 1e-12 and result.reference_final == pytest.approx(falling()[-20:].mean())
     without = compared(seeds[0], middle, seeds=seeds[1:], tolerance=0.0)
     assert result.band == pytest.approx(without.band + 0.01)
 
 
-def test_separate_seeds_extend_the_band(tmp_path: Path) -> None:
+def test_separate_seeds_extend_the_band(write: Write) -> None:
     """Four runs at constant distances are four samples, independent of the number of steps."""
-    loose = [write_metrics(tmp_path / f"k{i}", falling() * (1 + 0.002 * i)) for i in range(4)]
+    loose = [write(f"k{i}", falling() * (1 + 0.002 * i)) for i in range(4)]
     spread = 0.002 * np.std([0, 1, 2, 3], ddof=1) / 1.003
     result = compared(loose[0], loose[0], seeds=loose[1:], tolerance=0.0)
     assert result.band == pytest.approx(student_t(0.995, 3) * spread * np.sqrt(1.25), rel=1e-3)
@@ -133,8 +141,8 @@ def test_students_t_and_its_degrees_of_freedom() -> None:
     )
 
 
-def test_duplicate_seeds_are_rejected(tmp_path: Path) -> None:
-    a, twin, b = (write_metrics(tmp_path / name, falling()) for name in ("a", "twin", "b"))
+def test_duplicate_seeds_are_rejected(write: Write) -> None:
+    a, twin, b = (write(name, falling()) for name in ("a", "twin", "b"))
     (problem,) = problems(a, b, seeds=[twin])
     assert problem.field == "--seeds" and "has exactly the losses of" in problem.rule
     for twice in ([a], [b], [twin, twin]):
@@ -142,22 +150,20 @@ def test_duplicate_seeds_are_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batch", [2, 16, 24])
-def test_different_steps_are_aligned_on_samples(tmp_path: Path, batch: int) -> None:
+def test_different_steps_are_aligned_on_samples(write: Write, batch: int) -> None:
     """Equal losses per sample in batches of different sizes, where a step has the mean over its samples."""
     fine = np.repeat(np.random.default_rng(3).uniform(1, 4, SAMPLES // 48), 48)  # a loss for each sample
     per_step = [fine.reshape(-1, size).mean(axis=1) for size in (BATCH, batch)]
-    a = write_metrics(tmp_path / "a", per_step[0])
-    b = write_metrics(tmp_path / "b", per_step[1], batch=batch)
+    a = write("a", per_step[0])
+    b = write("b", per_step[1], batch=batch)
     result = compared(a, b, tolerance=1e-9)
     assert result.grid.width == max(batch, BATCH)
     assert result.agree and result.compared[0].area < 1e-12
 
 
-def test_a_short_run_is_compared_over_its_samples(tmp_path: Path) -> None:
-    from megatron_llama.tools.compare.report import notes, rows, verdict
-
+def test_a_short_run_is_compared_over_its_samples(write: Write) -> None:
     losses = falling()
-    a, b = write_metrics(tmp_path / "a", losses), write_metrics(tmp_path / "b", losses[: STEPS // 4])
+    a, b = write("a", losses), write("b", losses[: STEPS // 4])
     result = compared(a, b, min_overlap=0.25)
     assert result.agree and result.grid.end == SAMPLES / 4
     assert any("ends after 25%" in note for note in notes(result))
@@ -169,17 +175,15 @@ def test_a_short_run_is_compared_over_its_samples(tmp_path: Path) -> None:
     assert [problem.field for problem in problems(a, b, min_overlap=90)] == ["--min-overlap"]
     apart = falling()
     apart[STEPS // 2 :] *= 2  # after the end of the other run
-    assert compared(write_metrics(tmp_path / "c", apart), b, min_overlap=0.25).agree
+    assert compared(write("c", apart), b, min_overlap=0.25).agree
 
 
 @pytest.mark.parametrize(("steps", "window"), [(2, None), (4, None), (15, None), (40, 24.0 * BATCH)])
 @pytest.mark.parametrize("gap", [0.0, 0.1])
-def test_short_curves_have_no_verdict(tmp_path: Path, steps: int, window: float | None, gap: float) -> None:
+def test_short_curves_have_no_verdict(write: Write, steps: int, window: float | None, gap: float) -> None:
     """A final loss that is the mean of most of the run shows nothing, whether it differs or not."""
-    from megatron_llama.tools.compare.report import as_text, rows
-
-    a = write_metrics(tmp_path / "a", falling(steps))
-    b = write_metrics(tmp_path / "b", falling(steps) * (1 + gap))
+    a = write("a", falling(steps))
+    b = write("b", falling(steps) * (1 + gap))
     result = compared(a, b, **({} if window is None else {"window": window}))
     assert not result.agree and not result.differ and not result.is_long_enough
     assert rows(result)[-1][-1] == "too short to tell"
@@ -189,69 +193,53 @@ def test_short_curves_have_no_verdict(tmp_path: Path, steps: int, window: float 
     assert f"Train at least {needed} steps" in text
 
 
-def test_a_short_run_against_a_long_one_has_no_verdict(tmp_path: Path) -> None:
-    a, b = write_metrics(tmp_path / "a", falling()), write_metrics(tmp_path / "b", falling(4))
+def test_a_short_run_against_a_long_one_has_no_verdict(write: Write) -> None:
+    a, b = write("a", falling()), write("b", falling(4))
     for pair in ((a, b), (b, a)):
         result = compared(*pair)
         assert not result.agree and not result.differ, "in both orders"
 
 
-def test_a_run_that_logs_rarely_has_no_verdict(tmp_path: Path) -> None:
+def test_a_run_that_logs_rarely_has_no_verdict(write: Write) -> None:
     """200 steps that are logged every 50 are 4 points."""
-    from megatron_llama.tools.compare.report import verdict
-
-    a = write_metrics(tmp_path / "a", falling(200))
-    rare = write_metrics(tmp_path / "rare", falling(4, 50 * BATCH), batch=50 * BATCH)
+    a = write("a", falling(200))
+    rare = write("rare", falling(4, 50 * BATCH), batch=50 * BATCH)
     assert "log rare more often" in verdict(compared(a, rare))
 
 
-def test_a_short_run_that_ends_in_nan_differs(tmp_path: Path) -> None:
+def test_a_short_run_that_ends_in_nan_differs(write: Write) -> None:
     losses = falling(4)
     losses[-1] = np.nan
-    result = compared(write_metrics(tmp_path / "a", falling(4)), write_metrics(tmp_path / "b", losses))
+    result = compared(write("a", falling(4)), write("b", losses))
     assert result.differ and not result.agree
 
 
-def test_the_text_of_many_runs_fits_79_columns(tmp_path: Path) -> None:
-    from megatron_llama.tools.compare.report import as_text
-
-    paths = [write_metrics(tmp_path / f"run_{number}", falling(40)) for number in range(6)]
+def test_the_text_of_many_runs_fits_79_columns(write: Write) -> None:
+    paths = [write(f"run_{number}", falling(40)) for number in range(6)]
     lines = as_text(compared(*paths)).splitlines()
     assert max(map(len, lines)) <= 79, max(lines, key=len)
     assert sum(line.split().count(f"run_{number}") for line in lines for number in range(1, 6)) == 5
 
 
-def test_no_samples_in_common(tmp_path: Path) -> None:
-    late = tmp_path / "late"
-    a = write_metrics(tmp_path / "a", falling(20))
-    write_metrics(late, falling(60))
-    lines = (late / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (late / "metrics.jsonl").write_text("".join(lines[30:]))
-    (problem,) = problems(a, str(late))
+def test_no_samples_in_common(write: Write) -> None:
+    a, late = write("a", falling(20)), write("late", falling(60))
+    metrics = Path(late, "metrics.jsonl")
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[30:]))
+    (problem,) = problems(a, late)
     assert (
         "no consumed samples in common" in problem.rule and "8 to 160" in problem.rule and "248 to 480" in problem.rule
     )
 
 
 @pytest.mark.parametrize("run", [0, 1])
-def test_a_run_that_ends_in_non_finite_losses_has_diverged(tmp_path: Path, run: int) -> None:
+def test_a_run_that_ends_in_non_finite_losses_has_diverged(write: Write, run: int) -> None:
     """A single non-finite loss is a skipped step; a run that ends with non-finite losses has failed."""
     losses = falling()
     losses[50] = np.nan
-    skipped = write_metrics(tmp_path / "skipped", losses)
-    one = compared(write_metrics(tmp_path / "a", falling()), skipped).compared[0]
+    skipped = write("skipped", losses)
+    one = compared(write("a", falling()), skipped).compared[0]
     assert one.agrees and "1 of 400 losses are not finite" in one.run.notes[0]
     losses[-2:] = np.inf
-    both = [write_metrics(tmp_path / "b", falling()), write_metrics(tmp_path / "ended", losses)]
+    both = [write("b", falling()), write("ended", losses)]
     divergence = compared(*(both if run else reversed(both))).compared[0].divergence
     assert divergence is not None and divergence.start == SAMPLES - BATCH and "ended" in divergence.reason
-
-
-def test_a_gap_of_non_finite_losses_is_a_divergence(tmp_path: Path) -> None:
-    losses = falling()
-    losses[200:212] = np.nan  # more than half of a window of 20
-    divergence = (
-        compared(write_metrics(tmp_path / "a", falling()), write_metrics(tmp_path / "b", losses)).compared[0].divergence
-    )
-    assert divergence is not None and "not finite" in divergence.reason
-    assert 195 * BATCH < divergence.start < 206 * BATCH

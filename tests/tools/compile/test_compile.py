@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from megatron_llama.tools.compile import cli as ahead
 from megatron_llama.tools.compile import compile_rank
 from tests.compiled import needs_compiler
 from tests.oracle import SMALL
-from tests.paths import SCRIPTS
 from tests.processes import Launcher
+from tests.processes import losses as losses_of
 
 pytestmark = needs_compiler
 LAYOUT = (*SMALL, "trainer.tp=2", "trainer.pp=2", "trainer.global_batch_size=4", "trainer.val_every_steps=2")
@@ -48,11 +47,8 @@ class Job:
         launcher = Launcher(work, folder)
         status = launcher.wait(300)
         report = folder / "run" / ("" if main is cli.main else "compile") / "compile.json"
-        return (
-            status,
-            launcher.out.read_text() + launcher.errors,
-            json.loads(report.read_text()) if report.exists() else {},
-        )
+        content = json.loads(report.read_text()) if report.exists() else {}
+        return status, launcher.out.read_text() + launcher.errors, content
 
 
 @pytest.fixture
@@ -79,13 +75,9 @@ def test_one_per_stage_compiles_every_graph_of_a_run(job: Job) -> None:
     assert status == 0, output
     assert "compiled 4 graphs on 4 ranks: cache hits 12, misses 0" in output
     assert (report["cache_hits"], report["cache_misses"]) == (12, 0)
-    losses = [json.loads(line)["reduced_train_loss"] for line in open(job.folder / "train" / "run" / "metrics.jsonl")]
-    status, output, _ = job.run(
-        "train eagerly", *LAYOUT, "trainer.tp=1", "trainer.pp=1", "trainer.steps=4", "checkpoint.save_last=false"
-    )
-    eager = [
-        json.loads(line)["reduced_train_loss"] for line in open(job.folder / "train eagerly" / "run" / "metrics.jsonl")
-    ]
+    one = ("trainer.tp=1", "trainer.pp=1", "trainer.steps=4", "checkpoint.save_last=false")
+    status, output, _ = job.run("train eagerly", *LAYOUT, *one)
+    losses, eager = (losses_of(job.folder / name / "run") for name in ("train", "train eagerly"))
     assert losses == pytest.approx(eager, rel=1e-5) and len(losses) == 4
 
 
@@ -106,25 +98,6 @@ def test_config_errors_exit_with_2(job: Job) -> None:
         status, output, _ = job.run(f"ahead {len(argument)}", *argument, *SMALL, *invalid)
         assert status == 2 and "Traceback" not in output
         assert all(name in output for name in ("trainer.tp", "trainer.seed", "trainer.stepss"))
-
-
-def test_help_needs_no_torch() -> None:
-    import subprocess
-
-    script = SCRIPTS / "compile.py"
-    code = (
-        "import sys, runpy; sys.argv = ['compile.py', '--help']\n"
-        f"try: runpy.run_path({str(script)!r}, run_name='__main__')\n"
-        "finally: assert 'torch' not in sys.modules"
-    )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert answer.returncode == 0 and "--one-per-stage" in answer.stdout, answer.stderr
-
-
-def test_one_per_stage_rejects_async_tp(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ahead.main(["--one-per-stage", *LAYOUT, "trainer.async_tp=true"]) == 2
-    errors = capsys.readouterr().err
-    assert "trainer.async_tp = true" in errors and "omit --one-per-stage" in errors
 
 
 def test_a_rank_waits_for_slower_compilations(monkeypatch: pytest.MonkeyPatch) -> None:

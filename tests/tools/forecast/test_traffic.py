@@ -10,24 +10,20 @@ from megatron_llama.tools.forecast.traffic import Amount, TrafficKey, between_no
 from megatron_llama.tools.traffic.cli import format_ranks, groups_of_ranks, operations_of_rank
 from tests.oracle import make_plan
 from tests.paths import CONF
+from tests.rows import overrides as words
 
 # 7 billion parameters, tp8, sequence 4096, micro batch 1, bf16: s b h in bytes.
 ACTIVATIONS = 4096 * 4096 * 2
 SOFTMAX = 16 * 8 * 3 * 4096 * 4
-RECIPE = (
-    "model=llama7b",
-    "data=mock",
-    "data.seq_length=4096",
-    "trainer.tp=8",
-    "trainer.precision=bf16",
-    "trainer.recompute=full",
-)
+RECIPE = "model=llama7b data=mock data.seq_length=4096 tp=8 precision=bf16 recompute=full"
+HELD = (6_738_415_616 - 65 * 4096) // 8 + 65 * 4096
+"""Parameters of a tensor-parallel rank: its share of 6,738,415,616, and the replicated norms."""
 
 
 def recipe(nodes: int, *overrides: str) -> Plan:
     """Return the plan of the Trainium recipe's 7B on ``nodes`` nodes of 32 devices, 64 sequences per node."""
-    work = [f"trainer.dp={4 * nodes}", f"trainer.global_batch_size={64 * nodes}"]
-    return resolve(load_config([*RECIPE, *work, *overrides], CONF), 32 * nodes)
+    work = words(f"{RECIPE} dp={4 * nodes} global_batch_size={64 * nodes}")
+    return resolve(load_config([*work, *overrides], CONF), 32 * nodes)
 
 
 def of_axis(plan: Plan, axis: str, rank: int = 0) -> dict[TrafficKey, Amount]:
@@ -43,12 +39,9 @@ def test_llama7b_by_hand() -> None:
     assert traffic[TrafficKey("tp", "reduce_scatter", 8)] == (16 * (5 * 32 + 2), 16 * (5 * 32 + 2) * ACTIVATIONS)
     # One all-reduce of 65 norms' shards of 4096 / 4 values.
     assert traffic[TrafficKey("tp", "all_reduce", 8)] == (1, 65 * 4096 // 4 * 4)
-    # Parameters of a tensor-parallel rank: its share of 6,738,415,616, and the replicated norms.
-    norms = 65 * 4096
-    held = (6_738_415_616 - norms) // 8 + norms
     # 32 blocks, the embedding, norm and head.
-    assert traffic[TrafficKey("dp", "all_gather", 4)] == (34, 2 * held)
-    assert traffic[TrafficKey("dp", "reduce_scatter", 4)] == (34, 4 * held)
+    assert traffic[TrafficKey("dp", "all_gather", 4)] == (34, 2 * HELD)
+    assert traffic[TrafficKey("dp", "reduce_scatter", 4)] == (34, 4 * HELD)
     assert traffic[TrafficKey("world", "all_reduce", 32)] == (4, 24 + 4 + 4 + 16)
     assert len(traffic) == 6
 
@@ -71,64 +64,54 @@ def test_tensor_parallel_without_sp_has_4_all_reduces_per_layer() -> None:
 def test_zero_stages(zero: int, reduced: int) -> None:
     # Parameters in bf16, gradients in fp32: once per step, or at each of 16 micro batches. Stage 3 gathers each block
     # for forward and backward, except the last block, the embedding, norm and head, which it gathers once.
-    held = (6_738_415_616 - 65 * 4096) // 8 + 65 * 4096
     embedding = 32000 * 4096 // 8
-    block = (held - 2 * embedding - 4096) // 32
+    block = (HELD - 2 * embedding - 4096) // 32
     gathers, gathered = (
-        (34, held) if zero < 3 else (16 * (32 + 31 + 2), 16 * (2 * 31 * block + block + held - 32 * block))
+        (34, HELD) if zero < 3 else (16 * (32 + 31 + 2), 16 * (2 * 31 * block + block + HELD - 32 * block))
     )
     assert of_axis(recipe(1, f"trainer.zero={zero}"), "dp") == {
         TrafficKey("dp", "all_gather", 4): (gathers, 2 * gathered),
-        TrafficKey("dp", "reduce_scatter", 4): (34 * reduced, reduced * 4 * held),
+        TrafficKey("dp", "reduce_scatter", 4): (34 * reduced, reduced * 4 * HELD),
     }
 
 
 def test_zero_0_all_reduces_gradients() -> None:
-    held = (6_738_415_616 - 65 * 4096) // 8 + 65 * 4096
-    assert of_axis(recipe(1, "trainer.zero=0"), "dp") == {TrafficKey("dp", "all_reduce", 4): (34, 4 * held)}
+    assert of_axis(recipe(1, "trainer.zero=0"), "dp") == {TrafficKey("dp", "all_reduce", 4): (34, 4 * HELD)}
 
 
 def test_hybrid_scatters_within_and_reduces_across_groups() -> None:
-    held = (6_738_415_616 - 65 * 4096) // 8 + 65 * 4096
     assert of_axis(recipe(4, "trainer.shard_group=4"), "dp") == {
-        TrafficKey("dp", "all_gather", 4): (34, 2 * held),
-        TrafficKey("dp", "reduce_scatter", 4): (34, 4 * held),
-        TrafficKey("dp", "all_reduce", 4): (34, held),
+        TrafficKey("dp", "all_gather", 4): (34, 2 * HELD),
+        TrafficKey("dp", "reduce_scatter", 4): (34, 4 * HELD),
+        TrafficKey("dp", "all_reduce", 4): (34, HELD),
     }
 
 
 # 7 billion parameters on 4 nodes of 8 ranks, one micro batch. Bytes per parameter and rank that leave a node: in a ring
 # one rank of 8 sends 31/32 of the payload, in an all_to_all each rank sends 3/4 of it.
-ZERO3 = (
-    "model=llama7b",
-    "data=mock",
-    "data.seq_length=4096",
-    "trainer.dp=32",
-    "trainer.zero=3",
-    "trainer.precision=bf16",
-)
+ZERO3 = "model=llama7b data=mock data.seq_length=4096 dp=32 zero=3 precision=bf16 global_batch_size=32"
 RING, ALL_TO_ALL = 31 / 32 / 8, 3 / 4
 
 
 @pytest.mark.parametrize(
     ("overrides", "kind", "bytes_per_parameter"),
     [
-        ([], "all_gather", RING * (2 + 2)),  # forward and backward
-        ([], "reduce_scatter", RING * 4),
-        (["trainer.secondary_group=8"], "all_gather", RING * 2),  # the backward pass sends nothing
-        (["trainer.secondary_group=8", "trainer.param_gather=int8"], "all_gather", RING * 260 / 256),
-        (["trainer.grad_reduce=bf16"], "all_to_all", ALL_TO_ALL * 2),
-        (["trainer.grad_reduce=int8"], "all_to_all", ALL_TO_ALL * 260 / 256),
-        (["trainer.grad_reduce=int8"], "reduce_scatter", 0),
-        (["trainer.grad_reduce=int8", "trainer.reduce_group=8"], "all_to_all", ALL_TO_ALL * 260 / 256 / 8),
-        (["trainer.shard_group=8"], "all_gather", 0),
-        (["trainer.shard_group=8"], "all_reduce", 3 / 4 * 2 * 4 / 8),
-        (["trainer.shard_group=8", "trainer.grad_reduce=int8"], "all_to_all", ALL_TO_ALL * 260 / 256 / 8),
+        ("", "all_gather", RING * (2 + 2)),  # forward and backward
+        ("", "reduce_scatter", RING * 4),
+        ("secondary_group=8", "all_gather", RING * 2),  # the backward pass sends nothing
+        ("secondary_group=8 param_gather=int8", "all_gather", RING * 260 / 256),
+        ("grad_reduce=bf16", "all_to_all", ALL_TO_ALL * 2),
+        ("grad_reduce=int8", "all_to_all", ALL_TO_ALL * 260 / 256),
+        ("grad_reduce=int8", "reduce_scatter", 0),
+        ("grad_reduce=int8 reduce_group=8", "all_to_all", ALL_TO_ALL * 260 / 256 / 8),
+        ("shard_group=8", "all_gather", 0),
+        ("shard_group=8", "all_reduce", 3 / 4 * 2 * 4 / 8),
+        ("shard_group=8 grad_reduce=int8", "all_to_all", ALL_TO_ALL * 260 / 256 / 8),
     ],
 )
-def test_bytes_leaving_a_node(overrides: list[str], kind: str, bytes_per_parameter: float) -> None:
+def test_bytes_leaving_a_node(overrides: str, kind: str, bytes_per_parameter: float) -> None:
     """Check the mean over a node's ranks."""
-    plan = resolve(load_config([*ZERO3, "trainer.global_batch_size=32", *overrides], CONF), 32)
+    plan = resolve(load_config(words(f"{ZERO3} {overrides}"), CONF), 32)
     of_node = [between_nodes(operations_of_rank(plan, rank), rank, 32, per_node=8) for rank in range(8, 16)]
     left = sum(amount.payload for rank in of_node for key, amount in rank.items() if key[:2] == ("dp", kind))
     # The last block, the embedding and the head are gathered once.
@@ -168,11 +151,10 @@ def test_weak_scaling(layout: list[str]) -> None:
 
 def test_ranks_are_grouped_by_operations() -> None:
     # 61 rows over 3 ranks: the shards of 21, 21 and 19 rows matter only for tied embeddings.
-    plan = make_plan(6, "trainer.pp=2", "trainer.global_batch_size=12", "model.vocab_size=61")
+    layout = ("trainer.pp=2", "trainer.global_batch_size=12", "model.vocab_size=61")
+    plan = make_plan(6, *layout)
     assert [ranks for ranks, _ in groups_of_ranks(plan)] == [[0, 1, 2], [3, 4, 5]]
-    tied = make_plan(
-        6, "trainer.pp=2", "trainer.global_batch_size=12", "model.vocab_size=61", "model.tie_word_embeddings=true"
-    )
+    tied = make_plan(6, *layout, "model.tie_word_embeddings=true")
     assert [ranks for ranks, _ in groups_of_ranks(tied)] == [[0, 1], [2], [3, 4], [5]]
     for ranks, operations in groups_of_ranks(tied):
         assert all(operations_of_rank(tied, rank) == operations for rank in ranks)

@@ -1,459 +1,284 @@
-"""Converted configs of NeMo, neuronx-nemo-megatron and NxDT: all keys are listed and plans are equivalent."""
+"""scripts/import_config.py: configs of NeMo, neuronx-nemo-megatron and NxDT."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_llama.config import ConfigError, load_config
+from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.config.precision import PRECISIONS
+from megatron_llama.config.problems import format_value
 from megatron_llama.plan import resolve
-from megatron_llama.tools.import_nemo.cli import as_yaml, command_line, format_listing
+from megatron_llama.tools.import_nemo.cli import as_yaml, check, command_line, format_listing, main
+from megatron_llama.tools.import_nemo.convert import convert
 from megatron_llama.tools.import_nemo.nemo_keys import PRESETS
-from megatron_llama.tools.import_nemo.read_yaml import MEANINGLESS, RENAMED, TAKEN, UNSUPPORTED
+from megatron_llama.tools.import_nemo.read_yaml import ConvertedConfig
+from tests.golden import GoldenFiles
 from tests.paths import CONF
-from tests.tools.import_nemo.nemo_files import (
-    LAUNCHER,
-    NEMO,
-    NXDT,
-    import_dict,
-    kinds,
-    load_converted,
-    with_changes,
-)
+
+FOLDER = Path(__file__).parent
+NEMO, NXDT, LAUNCHER = (FOLDER / f"{name}.yaml" for name in ("nemo_7b", "nxdt_70b", "launcher_8b"))
 
 
-def test_seven_billion_of_nemo(tmp_path: Path) -> None:
-    result = import_dict(tmp_path, NEMO)
-    plan = resolve(load_converted(tmp_path, result), result.world_size or 0, exists=lambda _: True)
-    model, trainer, optim, data = plan.model, plan.config.trainer, plan.config.optim, plan.config.data
-    assert plan.world_size == 32 and plan.dp == 4 and plan.num_microbatches == 64
-    assert (trainer.tp, trainer.pp, trainer.vpp, trainer.sp, trainer.zero) == (8, 1, 1, True, 1)
-    assert (trainer.micro_batch_size, trainer.global_batch_size, trainer.steps, trainer.seed) == (1, 256, 10000, 7)
-    assert (trainer.recompute, trainer.precision) == ("full", "fp32")
-    assert (trainer.val_every_steps, trainer.val_steps) == (500, 2)
-    assert (model.num_hidden_layers, model.hidden_size, model.intermediate_size) == (32, 4096, 11008)
-    assert (model.num_attention_heads, model.num_key_value_heads, model.head_dim) == (32, 32, 128)
-    assert (model.vocab_size, model.max_position_embeddings, model.tie_word_embeddings) == (32000, 4096, False)
-    assert (model.rope_theta, model.rms_norm_eps, model.initializer_range) == (10000.0, 1e-5, 0.021)
-    assert (optim.name, optim.lr, optim.min_lr, optim.betas) == ("adamw", 3e-4, 3e-5, [0.9, 0.95])
-    assert (optim.weight_decay, optim.clip, optim.warmup_steps, optim.constant_steps) == (0.1, 1.0, 2000, 100)
-    assert optim.schedule["_target_"].endswith(".CosineAnnealing") and optim.schedule["constant_steps"] == 100
-    assert (data.prefixes, data.seq_length) == ([1.0, "/data/book_text_document"], 4096)
-    assert (data.split, data.tokenizer) == ("980,10,10", "/elsewhere/tokenizer.model")
-    assert (plan.config.checkpoint.keep, plan.config.checkpoint.every_steps) == (3, 200)
-    assert plan.config.logging.every_steps == 5
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XLA_USE_BF16", raising=False)
 
 
-def test_seventy_billion_of_nxdt(tmp_path: Path) -> None:
-    result = import_dict(tmp_path, NXDT)
-    plan = resolve(load_converted(tmp_path, result), result.world_size or 0, exists=lambda _: True)
-    model, trainer, optim = plan.model, plan.config.trainer, plan.config.optim
-    assert plan.world_size == 256 and plan.dp == 2 and plan.num_microbatches == 256
-    assert (trainer.tp, trainer.pp, trainer.sp, trainer.zero, trainer.precision) == (8, 16, True, 1, "bf16")
-    assert (trainer.global_batch_size, trainer.recompute, trainer.val_every_steps) == (512, "selective", None)
-    assert (model.num_key_value_heads, model.num_attention_heads, model.rope_theta) == (8, 64, 500000.0)
-    assert len(plan.stage_layers) == 16 and plan.stage_layers[0] == (0, 1, 2, 3, 4)
-    assert optim.schedule["_target_"].endswith(".LinearDecay")
-    assert (optim.warmup_steps, optim.min_lr, optim.constant_steps) == (100, 0.0, 0), "the schedule there ends at zero"
-    assert plan.config.data.prefixes == ["/data/all_text_document"]
+def convert_with(source: Path, overrides: str = "") -> ConvertedConfig:
+    return convert(source, overrides.split())
 
 
-@pytest.mark.parametrize("content", [NEMO, NXDT], ids=["nemo", "nxdt"])
-def test_every_key_is_accounted_for_once(tmp_path: Path, content: dict[str, Any]) -> None:
-    def leaves(section: dict[str, Any], prefix: str = "") -> list[str]:
-        return [
-            key
-            for name, value in section.items()
-            for key in (leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"])
-        ]
-
-    result = import_dict(tmp_path, content)
-    assert sorted(item.key for item in result.conversions) == sorted(leaves(content))
-    assert not result.unsupported
-    text = format_listing(result, "theirs.yaml")
-    assert all(f"  {key}=" in text for key in leaves(content))
+def load_converted(result: ConvertedConfig, *overrides: str) -> Config:
+    """Load the written config as train.py does."""
+    Path("ours.yaml").write_text(as_yaml(result, "theirs.yaml"))
+    return load_config(["experiment=ours.yaml", *overrides], CONF)
 
 
-def test_kinds_of_keys(tmp_path: Path) -> None:
-    kind_of_key = kinds(import_dict(tmp_path, NEMO))
-    assert (
-        kind_of_key["model.hidden_size"]
-        == kind_of_key["model.optim.lr"]
-        == kind_of_key["model.micro_batch_size"]
-        == TAKEN
-    )
-    assert kind_of_key["model.num_layers"] == kind_of_key["model.tensor_model_parallel_size"] == RENAMED
-    assert kind_of_key["model.data.splits_string"] == kind_of_key["trainer.max_steps"] == RENAMED
-    assert (
-        kind_of_key["model.masked_softmax_fusion"]
-        == kind_of_key["trainer.devices"]
-        == kind_of_key["model.activation"]
-        == MEANINGLESS
-    )
-    assert kind_of_key["model.data.train_ds.shuffle"] == MEANINGLESS
+def problems_of(source: Path, overrides: str = "") -> dict[str, str]:
+    with pytest.raises(ConfigError) as error:
+        convert_with(source, overrides)
+    return {problem.field: f"{problem.rule} {problem.instead}" for problem in error.value.problems}
 
 
-@pytest.mark.parametrize("content", [NEMO, NXDT], ids=["nemo", "nxdt"])
-def test_the_command_line_equals_the_file(tmp_path: Path, content: dict[str, Any]) -> None:
-    result = import_dict(
-        tmp_path, content, 'model.tokenizer.model="/a b/t,k.model"', "model.tokenizer.library=sentencepiece"
-    )
-    line = command_line(result, CONF)
-    assert line[:2] == ["python", "train.py"]
-    by_line, by_file = load_config(line[2:], CONF), load_converted(tmp_path, result)
+@pytest.mark.parametrize("source", [NEMO, NXDT, LAUNCHER], ids=lambda path: path.stem)
+def test_listing_config_and_command(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every key is listed once, and the printed commands load."""
+    shutil.copy(source, ".")
+    assert main([source.name, "-o", "out/ours.yaml"]) == 0
+    printed = capsys.readouterr().out
+    GoldenFiles.check(f"tools/import_nemo/{source.stem}.txt", printed + "\n" + Path("out/ours.yaml").read_text())
+    commands = re.findall(r"python train\.py ((?:.*\\\n)*.*)", printed)
+    short, equivalent = (load_config(shlex.split(text.replace("\\\n", " ")), CONF) for text in commands)
+    equivalent.model.name, equivalent.data.name = short.model.name, short.data.name  # labels
+    assert short == equivalent
+
+
+@pytest.mark.parametrize("source", [NEMO, NXDT], ids=lambda path: path.stem)
+def test_command_line_equals_the_file(source: Path) -> None:
+    result = convert(source, ['model.tokenizer.model="/a b/t,k.model"', "model.tokenizer.library=sentencepiece"])
+    by_line, by_file = load_config(command_line(result, CONF)[2:], CONF), load_converted(result)
     assert by_file.data.tokenizer == "/a b/t,k.model"
-    by_line.model.name, by_line.data.name = by_file.model.name, by_file.data.name  # labels
+    by_line.model.name, by_line.data.name = by_file.model.name, by_file.data.name
     assert by_line == by_file
 
 
-def test_the_nearest_preset_shortens_the_command(tmp_path: Path) -> None:
-    assert "model=llama7b" in command_line(import_dict(tmp_path, NEMO), CONF)
-    assert "num_attention_heads" not in command_line(import_dict(tmp_path, NEMO), CONF)
-    assert "model=llama70b" in command_line(import_dict(tmp_path, NXDT), CONF)
+def differences(base: ConvertedConfig, result: ConvertedConfig) -> Iterator[str]:
+    """Yield the lines of settings, keys and assumptions that differ from the file without overrides."""
+    for name in {**base.settings, **result.settings}:
+        old, new = (format_value(each.settings.get(name, "missing")) for each in (base, result))
+        if old != new:
+            yield f"{name}: {old} → {new}"
+    for item in result.conversions:
+        if item not in base.conversions:
+            yield f"{item.kind}: {item.key}={format_value(item.value)} {item.setting} {item.why}"
+    for sign, one, other in (("-", base, result), ("+", result, base)):
+        yield from (f"{sign} assumed: {text}" for text in one.assumed if text not in other.assumed)
+    for name in ("schedule", "world_size"):
+        if getattr(result, name) != getattr(base, name):
+            yield f"{name}: {getattr(base, name)} → {getattr(result, name)}"
 
 
-def test_dependent_keys(tmp_path: Path) -> None:
-    def settings(content: dict[str, Any], *overrides: str) -> dict[str, Any]:
-        return import_dict(tmp_path, content, *overrides).settings
-
-    assert settings(with_changes(NXDT, distributed_strategy__zero1=...))["trainer.zero"] == 1, "NxDT's default"
-    assert settings(NXDT, "distributed_strategy.zero1=False", "precision.type=fp32")["trainer.zero"] == 0
-    assert settings(NEMO, "model.data.seq_length=1024")["data.seq_length"] == 1024, "the length of samples"
-    for override in (
-        "trainer.limit_val_batches=0",
-        "trainer.limit_val_batches=0.0",
-        "trainer.val_check_interval=1.0",
-        "trainer.val_check_interval=0.5",
-        "trainer.val_check_interval=10001",
-        "trainer.max_steps=''",
-    ):
-        assert settings(NEMO, override)["trainer.val_every_steps"] is None
-    assert settings(NEMO, "exp_manager.checkpoint_callback_params.save_top_k=-1")["checkpoint.keep"] is None
-    none = settings(NEMO, "exp_manager.checkpoint_callback_params.save_top_k=0")
-    assert none["checkpoint.every_minutes"] == 0 and "checkpoint.every_steps" not in none, "only the last one"
-    assert settings(NEMO, "trainer.gradient_clip_val=0")["optim.clip"] is None
-    assert settings(NEMO, "model.optim.name=fused_adam")["optim.name"] == "adamw"
-    scheduled = settings(NEMO, "+model.optim.sched.max_steps=5000")
-    assert scheduled["optim.schedule.max_steps"] == 5000 and scheduled["trainer.steps"] == 10000
-    ratio = settings(with_changes(NEMO, model__optim__sched__warmup_steps=...), "+model.optim.sched.warmup_ratio=0.01")
-    assert ratio["optim.warmup_steps"] == 100
+def test_overrides() -> None:
+    bases = {source.stem: (source, convert(source)) for source in (NEMO, NXDT, LAUNCHER)}
+    page = list[str]()
+    for line in FOLDER.joinpath("overrides.txt").read_text().splitlines():
+        if line.startswith("#") or not line:
+            continue
+        name, *overrides = line.split()
+        source, base = bases[name]
+        page += ["", line, *(f"    {text}" for text in differences(base, convert(source, overrides)))]
+    GoldenFiles.check("tools/import_nemo/overrides.txt", "\n".join(page[1:]))
 
 
-@pytest.mark.parametrize(
-    ("interval", "limit", "expected"),
-    [
-        (100, 2, (100, 2)),
-        (100, 1, (100, 1)),  # one batch
-        (100, 1.0, (100, None)),  # the whole set
-        (100, 0.5, (100, None)),
-        (1, 1, (1, 1)),  # after every step
-        (1.0, 1, (None, None)),  # once in an epoch
-        (0.25, 2, (None, None)),
-        (100, 0, (None, None)),
-        (100, None, (100, None)),
-    ],
-)
-def test_integers_are_steps_and_floats_are_shares(
-    tmp_path: Path, interval: Any, limit: Any, expected: tuple[int | None, int | None]
-) -> None:
-    result = import_dict(
-        tmp_path, with_changes(NEMO, trainer__val_check_interval=interval, trainer__limit_val_batches=limit)
-    )
-    settings = result.settings
-    assert (settings.get("trainer.val_every_steps"), settings.get("trainer.val_steps")) == expected
-    assert ("share of" in "\n".join(result.assumed)) == (
-        isinstance(interval, float) or (limit != 0 and expected[1] is None)
-    )
+def test_unsupported_keys_are_in_the_file() -> None:
+    result = convert_with(NEMO, "model.activation=gelu")
+    assert "NOT SUPPORTED model.activation=gelu" in as_yaml(result, "theirs.yaml")
+    assert load_converted(result).model.hidden_size == 4096 and set(PRESETS) <= set(PRECISIONS)
 
 
-@pytest.mark.parametrize(
-    ("devices", "world_size"), [(8, 8), ("8", 8), ([0, 2, 5], 3), ("0,2", 2), (-1, None), ("auto", None), (True, None)]
-)
-def test_devices_of_all_kinds(tmp_path: Path, devices: Any, world_size: int | None) -> None:
-    content = with_changes(NEMO, trainer__devices=devices, trainer__num_nodes=1)
-    assert import_dict(tmp_path, content).world_size == world_size
-
-
-def test_keys_of_lightning_that_change_the_training(tmp_path: Path) -> None:
-    for key, same, other in (
-        ("gradient_clip_algorithm", "norm", "value"),
-        ("limit_train_batches", 1.0, 1),
-        ("overfit_batches", 0.0, 10),
-        ("fast_dev_run", False, 5),
-        ("accumulate_grad_batches", 1, 4),
-    ):
-        assert kinds(import_dict(tmp_path, NEMO, f"+trainer.{key}={same}"))[f"trainer.{key}"] == MEANINGLESS
-        assert kinds(import_dict(tmp_path, NEMO, f"+trainer.{key}={other}"))[f"trainer.{key}"] == UNSUPPORTED
-    with pytest.raises(ConfigError, match="is unlimited in Lightning"):
-        import_dict(tmp_path, NEMO, "trainer.max_steps=-1")
-    assert "logging.every_steps" not in import_dict(tmp_path, NEMO, "++trainer.log_every_n_steps=0").settings
-    assert import_dict(tmp_path, LAUNCHER, "++trainer.precision=null").settings["trainer.precision"] == "fp32"
-
-
-def test_a_schedule_of_another_length(tmp_path: Path) -> None:
-    config = load_converted(tmp_path, import_dict(tmp_path, NEMO, "+model.optim.sched.max_steps=5000"))
-    plan = resolve(config, 8, exists=lambda _: True)
+def test_a_schedule_shorter_than_the_run() -> None:
+    plan = resolve(load_converted(convert_with(NEMO, "model.optim.sched.max_steps=5000")), 8, exists=lambda _: True)
     assert plan.config.optim.schedule["max_steps"] == 5000 and plan.config.optim.schedule["warmup_steps"] == 2000
 
 
-def test_the_default_preset_is_not_used(tmp_path: Path) -> None:
-    """llama_2m has two kv heads and an initializer range of 0.05, which must not be used."""
-    silent = with_changes(NEMO, model__init_method_std=..., model__layernorm_epsilon=...)
-    model = load_converted(tmp_path, import_dict(tmp_path, silent)).model
-    assert (model.num_key_value_heads, model.initializer_range, model.rms_norm_eps) == (None, 0.02, 1e-5)
-
-
-def test_overrides_have_precedence_over_the_file(tmp_path: Path) -> None:
-    config = load_converted(tmp_path, import_dict(tmp_path, NEMO), "trainer.steps=3", "optim=linear", "data=mock")
-    assert config.trainer.steps == 3 and config.optim.schedule["_target_"].endswith(".LinearDecay")
-    assert config.data.mock and config.trainer.global_batch_size == 256
-
-
-def test_overrides_of_the_source_are_applied(tmp_path: Path) -> None:
-    overrides = ["model.num_layers=40", "+model.use_flash_attention=False", "model.data.data_prefix=[0.5,/a,0.5,/b]"]
-    result = import_dict(tmp_path, NEMO, *overrides, "model.vocab_size=50000", "model.encoder_seq_length=2048")
-    config = load_converted(tmp_path, result)
-    assert (config.model.num_hidden_layers, config.model.vocab_size, config.data.seq_length) == (40, 50000, 2048)
-    assert config.model.max_position_embeddings == 2048, "${.encoder_seq_length} follows"
-    assert config.data.prefixes == [0.5, "/a", 0.5, "/b"] and not any("vocab" in text for text in result.assumed)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("model__activation", "gelu"),
-        ("model__normalization", "layernorm"),
-        ("model__position_embedding_type", "learned_absolute"),
-        ("model__rotary_percentage", 0.5),
-        ("model__has_bias", True),
-        ("model__hidden_dropout", 0.1),
-        ("model__use_scaled_init_method", False),
-        ("model__do_layer_norm_weight_decay", True),
-        ("model__fp8", True),
-        ("model__data__reset_attention_mask", True),
-        ("model__data__dataloader_type", "cyclic"),
-        ("model__data__fine_tuning", True),
-        ("model__optim__name", "lion"),
-        ("model__optim__sched__name", "SquareAnnealing"),
-        ("model__resume_from_checkpoint", "/x.ckpt"),
-        ("model__something_new", 3),
-        ("trainer__precision", "16-mixed"),
-        ("model__data__data_prefix", {"train": ["/a"], "validation": ["/b"]}),
-        ("model__rampup_batch_size", [32, 32, 1000]),
-        ("model__name", "megatron_gemma2"),
-        ("model__restore_from_path", "/x.nemo"),
-        ("model__peft", {"peft_scheme": "lora", "lora_tuning": {"adapter_dim": 32}}),
-        ("model__kd_teacher_restore_from_path", None),
-        ("model__data__mock_dataset", True),
-        ("exp_manager__create_early_stopping_callback", True),
-    ],
-)
-def test_unsupported_values_are_reported(tmp_path: Path, key: str, value: Any) -> None:
-    content = with_changes(NEMO, **{key: value, "trainer__accelerator": "gpu"}, model__wrap_with_zero=...)
-    result = import_dict(tmp_path, content)
-    name = key.replace("__", ".") + (".peft_scheme" if key.endswith("peft") else "")
-    others = [item.key for item in result.unsupported if item.key not in (name, "model.data.train_ds.file_names")]
-    assert name in [item.key for item in result.unsupported] and not others, "no other unsupported keys"
-    assert f"NOT SUPPORTED {name}=" in as_yaml(result, "theirs.yaml")
-    assert load_converted(tmp_path, result).model.hidden_size == 4096, "the rest is written"
-
-
-@pytest.mark.parametrize(
-    ("changes", "precision"),
-    [
-        ({}, "fp32"),
-        ({"model__zero_use_master_weight": True}, "fp32_ZeroOptMaster"),
-        ({"model__zero_use_master_weight": True, "model__zero_use_fp32_grad_accum": True}, "fp32_ZeroOptMasterGradAcc"),
-        ({"model__megatron_amp_O2": True, "model__wrap_with_zero": False}, "megatron_amp_O2"),
-        ({"model__optim__name": "adamw_fp32OptState", "model__wrap_with_zero": False}, "fp32_OptStates"),
-        ({"trainer__precision": "bf16SR"}, "bf16SR"),
-        ({"trainer__accelerator": "gpu", "model__wrap_with_zero": None}, "fp32"),
-        ({"trainer__accelerator": "gpu", "model__wrap_with_zero": None, "trainer__precision": "bf16-mixed"}, "bf16"),
-        (
-            {
-                "trainer__accelerator": "gpu",
-                "model__wrap_with_zero": None,
-                "trainer__precision": "bf16",
-                "model__megatron_amp_O2": True,
-            },
-            "megatron_amp_O2",
-        ),
-    ],
-)
-def test_precisions_of_nemo_and_neuron(tmp_path: Path, changes: dict[str, Any], precision: str) -> None:
-    result = import_dict(tmp_path, with_changes(NEMO, **changes))
-    assert result.settings["trainer.precision"] == precision and not result.unsupported
-
-
-@pytest.mark.parametrize(
-    ("changes", "precision"),
-    [
-        ({"type": "bf16SR"}, "bf16SR"),
-        ({"type": "fp32"}, "fp32"),
-        ({"type": "autocast"}, "bf16"),
-        ({"type": "mixed_precision"}, "fp32_ZeroOptMasterGradAcc"),
-        ({"type": "mixed_precisionSR"}, "fp32_ZeroOptMasterGradAcc"),
-        ({"type": "manual", "xla_use_bf16": "1", "neuron_rt_stochastic_rounding_en": "1"}, "bf16SR"),
-        ({"type": "manual", "xla_downcast_bf16": "1", "master_weights": True}, "fp32_ZeroOptMaster"),
-        ({"type": "manual"}, "fp32"),
-    ],
-)
-def test_precisions_of_nxdt(tmp_path: Path, changes: dict[str, Any], precision: str) -> None:
-    content = with_changes(NXDT, **{f"precision__{key}": value for key, value in changes.items()})
-    result = import_dict(tmp_path, content)
-    assert result.settings["trainer.precision"] == precision and not result.unsupported
-    lost = import_dict(
-        tmp_path, with_changes(content, precision__type="mixed_precision", distributed_strategy__zero1=False)
-    )
-    assert [item.key for item in lost.unsupported] == ["precision.type"] and lost.settings["trainer.zero"] == 0
-
-
-def test_all_presets_exist() -> None:
-    assert set(PRESETS) <= set(PRECISIONS)
-
-
-def test_launcher_configs_with_open_references(tmp_path: Path) -> None:
-    result = import_dict(tmp_path, LAUNCHER)
-    assert not result.unsupported
-    assert result.settings["model.intermediate_size"] == 16384, "NeMo's multiply"
-    assert result.settings["data.prefixes"] == [] and "run.dir" not in result.settings
-    omitted = [text for text in result.assumed if "is omitted" in text]
-    assert len(omitted) == 2 and "${data_dir}/my-llama_00_text_document" in omitted[1], omitted
-    assert "data_dir=PATH" in omitted[1] and "exp_manager.explicit_log_dir" in omitted[0]
-    assert "${data_dir}" in format_listing(result, "theirs.yaml"), "the listing has the original text"
-    complete = import_dict(tmp_path, LAUNCHER, "data_dir=/data")
-    assert complete.settings["data.prefixes"][1] == "/data/my-llama_00_text_document" and not complete.unsupported
-    assert complete.settings["data.document_mask"] is True and complete.settings["data.eod_mask_loss"] is False
-    plan = resolve(load_converted(tmp_path, complete), 8, exists=lambda _: True)
-    assert plan.config.data.prefixes[3] == "/data/my-llama_01_text_document"
-
-
-def test_secrets_stay_unresolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_stay_unresolved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     monkeypatch.setenv("SCRATCH", "/scratch")
     for name, shown in (("WANDB_API_KEY", "${oc.env:WANDB_API_KEY}"), ("SCRATCH", "/scratch/runs")):
-        folder = f"${{oc.env:{name}}}/runs"
-        result = import_dict(tmp_path, with_changes(NEMO, exp_manager__explicit_log_dir=folder))
+        result = convert_with(NEMO, f"exp_manager.explicit_log_dir=${{oc.env:{name}}}/runs")
         written = format_listing(result, "theirs.yaml") + as_yaml(result, "theirs.yaml") + str(result)
         assert shown in written and "hunter2" not in written
 
 
-def test_missing_keys_are_assumed_and_reported(tmp_path: Path) -> None:
-    def assumed(content: dict[str, Any], *overrides: str) -> tuple[dict[str, Any], str]:
-        result = import_dict(tmp_path, content, *overrides)
-        return result.settings, "\n".join(result.assumed)
-
-    settings, text = assumed(LAUNCHER)
-    assert "model.position_embedding_type as in Llama" in text and "NeMo's default is learned_absolute" in text
-    assert "model.bias as" in text and "model.activation as" not in text
-    assert settings["model.tie_word_embeddings"] is True and "tie_word_embeddings=true, NeMo's default" in text
-    assert settings["model.vocab_size"] == 128256 and "llama3" in text
-    assert settings["checkpoint.every_steps"] == 2000 and "saves at each validation" in text
-    untied, text = assumed(LAUNCHER, "+model.share_embeddings_and_output_weights=false")
-    assert untied["model.tie_word_embeddings"] is False and "tie_word" not in text
-    for override in ("trainer.limit_val_batches=0", "trainer.accelerator=tpu"):
-        assert "checkpoint.every_steps" not in assumed(LAUNCHER, override)[0], "no checkpoints there"
-    stepped, text = assumed(LAUNCHER, "+exp_manager.checkpoint_callback_params.every_n_train_steps=50")
-    assert stepped["checkpoint.every_steps"] == 50 and "each validation" not in text
-    timed = import_dict(tmp_path, LAUNCHER, "+exp_manager.checkpoint_callback_params.train_time_interval=600")
-    assert kinds(timed)["exp_manager.checkpoint_callback_params.train_time_interval"] == RENAMED
-    assert timed.settings["checkpoint.every_minutes"] == 10 and "checkpoint.every_steps" not in timed.settings
-
-
-def test_initial_weights_of_nxdts_hugging_face_models_differ(tmp_path: Path) -> None:
-    shape = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 2, "intermediate_size": 128, "vocab_size": 32, "rms_norm_eps": 1e-5}
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    content = with_changes(NXDT, model_source="hf", model__model_config=str(tmp_path / "config.json"))
-    (differs,) = import_dict(tmp_path, content).unsupported
-    assert differs.key == "model_source" and "o_proj and down_proj" in differs.why
-    assert kinds(import_dict(tmp_path, NXDT))["model_source"] == MEANINGLESS
-
-
-def test_document_mask_needs_both_keys(tmp_path: Path) -> None:
-    half = kinds(import_dict(tmp_path, LAUNCHER, "model.data.reset_position_ids=false"))
-    assert half["model.data.reset_attention_mask"] == UNSUPPORTED
-
-
-def test_newer_keys_without_effect(tmp_path: Path) -> None:
-    newer = with_changes(
-        LAUNCHER,
-        model__name="te_gpt",
-        model__drop_layers=[],
-        model__optim__sched__monitor="val_loss",
-        model__reset_lr=False,
-        model__cpu_offloading_num_layers="${sum:${.num_layers},-1}",
-        model__sharp=True,
-        model__enable_megatron_timers=True,
-        model__nccl_communicator_config_path="/x.yaml",
-        model__data__num_dataset_builder_threads=4,
-        exp_manager__checkpoint_callback_params__save_last=False,
-        exp_manager__checkpoint_callback_params__async_save=False,
-        exp_manager__early_stopping_callback_params={"patience": 10},
+def test_separate_validation_documents_are_unsupported() -> None:
+    Path("theirs.yaml").write_text(
+        NEMO.read_text().replace(
+            "    data_prefix:\n    - 1.0\n    - /data/book_text_document\n",
+            "    data_prefix: {train: [/a], validation: [/b]}\n",
+        )
     )
-    result = import_dict(tmp_path, newer, "data_dir=/data")
-    assert not result.unsupported
-    assert result.settings["checkpoint.asynchronous"] is False and "checkpoint.save_last" not in result.settings
+    result = convert_with(Path("theirs.yaml"))
+    assert [item.key for item in result.unsupported] == ["model.data.data_prefix"]
+    assert result.settings["data.prefixes"] == ["/a"]
+
+
+def write_hf_config(**shape: Any) -> str:
+    """Write a config.json; return the override that names it."""
+    Path("config.json").write_text(json.dumps({"model_type": "llama", **shape}))
+    return "model_source=hf model.model_config=config.json"
+
+
+def test_shape_of_a_hugging_face_config() -> None:
+    named = write_hf_config(
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, rope_theta=500000.0,
+    )  # fmt: skip
+    named += " model.num_layers=16 ~model.ffn_hidden_size ~model.num_attention_heads ~model.num_kv_heads"
+    result = convert_with(NXDT, named)
+    (differs,) = result.unsupported
+    assert differs.key == "model_source" and "o_proj and down_proj" in differs.why
+    model = load_converted(result).model
+    assert (model.vocab_size, model.intermediate_size, model.num_key_value_heads) == (128256, 28672, 8)
+    assert (model.num_hidden_layers, model.rms_norm_eps) == (16, 1e-6), "the YAML has precedence"
+    problems = problems_of(NXDT, f"{named} model.model_config=/gone/config.json")
+    assert problems.keys() == {"model.model_config"} and "cannot be read" in problems["model.model_config"]
+
+
+def test_vocab_size_of_a_sentencepiece_model() -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    Path("text.txt").write_text("\n".join(f"some words {number}" for number in range(200)))
+    sentencepiece.SentencePieceTrainer.train(input="text.txt", model_prefix="t", vocab_size=30)
+    assert convert_with(NEMO, "model.tokenizer.model=t.model").settings["model.vocab_size"] == 30
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "setting", "converted"),
+    ("text", "words"),
     [
-        ("model.context_parallel_size", "2", "trainer.cp", 2),
-        ("distributed_strategy.context_parallel_size", "2", "trainer.cp", 2),
-        ("exp_manager.create_wandb_logger", "true", "logging.wandb", "online"),
-        ("exp_manager.wandb_logger_kwargs.project", "ours", "logging.wandb_project", "ours"),
+        ("a: [1", "cannot be read as YAML"),
+        ("- 1\n- 2\n", "theirs.yaml contains a sequence where a mapping is expected"),
+        ("3\n", "theirs.yaml contains a number where a mapping"),
+        ("2026-01-01\n", "contains a timestamp where"),
+        ("'3'\n", "contains a text where"),
+        ("!!set {a, b}\n", "contains a set where"),
+        ("", "no model section"),
+        ("model: llama\n", "no model section"),
+        ("a: 1\na: 2\n", "cannot be read as YAML"),
     ],
 )
-def test_keys_of_features_that_exist(key: str, value: str, setting: str, converted: Any, tmp_path: Path) -> None:
-    result = import_dict(tmp_path, NXDT if key.startswith("distributed") else NEMO, f"++{key}={value}")
-    assert result.settings[setting] == converted and not result.unsupported
+def test_invalid_files(text: str, words: str) -> None:
+    Path("theirs.yaml").write_text(text)
+    problems = problems_of(Path("theirs.yaml"), "=3")
+    assert len(problems) == 2 and words in problems["file"], "and the error of the override"
 
 
-def test_sliding_window_keys(tmp_path: Path) -> None:
-    for key in ("sliding_window", "sliding_window_size"):
-        result = import_dict(tmp_path, NEMO, f"+model.{key}=1024")
-        assert load_converted(tmp_path, result).model.sliding_window == 1024 and not result.unsupported
-    assert kinds(import_dict(tmp_path, NEMO, "+model.window_size=[1024,0]"))["model.window_size"] == UNSUPPORTED
+ALL_MISSING = {
+    *("model.num_layers", "model.num_attention_heads", "model.micro_batch_size", "model.global_batch_size"),
+    *("trainer.max_steps", "model.encoder_seq_length", "model.optim.lr", "model.activations_checkpoint_granularity"),
+}
+SHAPELESS = "~model.num_layers ~model.hidden_size ~model.num_attention_heads ~model.ffn_hidden_size"
 
 
-def test_missing_dropout_is_reported(tmp_path: Path) -> None:
-    text = "\n".join(import_dict(tmp_path, with_changes(NEMO, model__hidden_dropout=...)).assumed)
-    assert "model.hidden_dropout as in Llama" in text and "NeMo's default is 0.1" in text
-    assert "model.attention_dropout" in text
-    assert "dropout" not in "\n".join(import_dict(tmp_path, NEMO, "+model.attention_dropout=0").assumed)
+@pytest.mark.parametrize(
+    ("overrides", "fields", "words"),
+    [
+        ("~model model.hidden_size=64 model.activations_checkpoint_granularity=some", ALL_MISSING, ""),
+        (f"{SHAPELESS} model.restore_from_path='???'", {"model"}, "init_from=FOLDER"),
+        ("trainer.max_steps=-1", {"trainer.max_steps"}, "is unlimited in Lightning"),
+        ("~model.gone", {"override"}, "no key model.gone to delete"),
+        ("~gone.key", {"override"}, "no key gone.key to delete"),
+        ("~model.num_layers.x", {"override"}, "no key model.num_layers.x to delete"),
+    ],
+)
+def test_problems(overrides: str, fields: set[str], words: str) -> None:
+    if overrides.startswith("~model "):
+        Path("theirs.yaml").write_text("model: {hidden_size: 64, activations_checkpoint_granularity: some}")
+        problems = problems_of(Path("theirs.yaml"))
+    else:
+        problems = problems_of(NEMO, overrides)
+    assert problems.keys() == fields and words in " ".join(problems.values())
 
 
-def test_fine_tuning_datasets_are_reported(tmp_path: Path) -> None:
-    """NeMo configs have fine-tuning datasets without a switch; neuronx-nemo-megatron configs have both."""
-    without_switch = with_changes(NEMO, model__data__fine_tuning=...)
-    for content in (without_switch, with_changes(NEMO, model__data__fine_tuning=True)):
-        kind_of_key = kinds(import_dict(tmp_path, content))
-        assert kind_of_key["model.data.train_ds.file_names"] == UNSUPPORTED
-        assert kind_of_key["model.data.train_ds.shuffle"] == MEANINGLESS
-    assert not import_dict(tmp_path, with_changes(without_switch, model__data__train_ds=...)).unsupported
-    sizes = {"num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"}
-    shapeless = with_changes(
-        without_switch, **{f"model__{size}": ... for size in sizes}, model__restore_from_path="???"
+def test_experiments_by_name_and_by_path() -> None:
+    shutil.copytree(CONF, "conf")
+    Path("conf/experiment/seven.yaml").write_text(as_yaml(convert_with(NEMO), "theirs.yaml"))
+    for override in ("experiment=seven", "+experiment=seven"):
+        config = load_config([override, "trainer.steps=5000"], Path("conf").absolute())
+        assert config == load_converted(convert_with(NEMO), "trainer.steps=5000")
+        assert config.model.hidden_size == 4096 and config.trainer.steps == 5000
+    with pytest.raises(ConfigError, match=r"write\s+experiment=seven"):
+        load_config(["experiment=sevn"], Path("conf").absolute())
+    Path("own.yaml").write_text("trainer:\n  stepz: 3\n")
+    with pytest.raises(ConfigError, match=r"trainer\.stepz"):
+        load_config(["experiment=own.yaml"], CONF)
+    with pytest.raises(ConfigError, match=r"path\s+of\s+a\s+.yaml\s+file"):
+        load_config(["experiment=gone.yaml"], CONF)
+    other = load_converted(convert_with(NEMO), "optim=linear", "data=mock")
+    assert other.optim.schedule["_target_"].endswith(".LinearDecay") and other.data.mock
+
+
+def test_written_config_is_checked_on_the_devices_of_the_source() -> None:
+    load_converted(convert_with(NEMO, "model.data.data_prefix='???'"))
+    (problem,) = check(Path("ours.yaml"), CONF, 32)
+    assert problem.field == "data.prefixes"
+    assert check(Path("ours.yaml"), CONF, 20) == [problem], "20 devices are not a multiple of tp * pp"
+
+
+def test_default_output(capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(NEMO, "theirs.yaml")
+    assert main(["theirs.yaml", "model.data.data_prefix='???'"]) == 0, "a missing dataset is a note"
+    printed = capsys.readouterr().out
+    assert "note: no dataset is given" in printed and "can't work" not in printed
+    commands = re.findall(r"python train\.py ((?:.*\\\n)*.*)", printed)
+    short, equivalent = (shlex.split(command.replace("\\\n", " ")) for command in commands)
+    assert short == ["experiment=theirs_imported.yaml", "data=mock"]
+    of_file, of_command = load_config(short, CONF).model, load_config(equivalent, CONF).model
+    assert of_file == replace(of_command, name=of_file.name)
+    long_key = "model.a_key_that_no_version_of_these_programs_has_and_that_is_long"
+    assert main(["theirs.yaml", f"{long_key}={'x' * 30}", f"other.key={[*range(60)]}"]) == 1, (
+        "overwrites its own output"
     )
-    with pytest.raises(ConfigError, match=r"init_from=FOLDER") as error:
-        import_dict(tmp_path, shapeless)
-    assert [problem.field for problem in error.value.problems] == ["model"]
-    (started,) = import_dict(tmp_path, NEMO, "+model.restore_from_path=/x.nemo").unsupported
-    assert "init_from=FOLDER" in started.why
-    scheme = import_dict(
-        tmp_path, with_changes(NEMO, model__peft={"peft_scheme": None, "lora_tuning": {"adapter_dim": 32}})
-    )
-    assert not scheme.unsupported, "full fine-tuning"
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 79 and len(line.rstrip(" \\").split()) > 1] == [], "except paths"
 
 
-def test_interpolated_positions_are_linear_scaling(tmp_path: Path) -> None:
-    plain = import_dict(tmp_path, with_changes(NEMO, model__seq_len_interpolation_factor=1))
-    assert load_converted(tmp_path, plain).model.rope_scaling is None
-    interpolated = import_dict(tmp_path, with_changes(NEMO, model__seq_len_interpolation_factor=4))
-    scaling = load_converted(tmp_path, interpolated).model.rope_scaling
-    assert scaling is not None and (scaling.rope_type, scaling.factor) == ("linear", 4.0)
+# Arguments of the original training script, with variables expanded.
+THEIR_COMMAND = """--config-path=conf --config-name=theirs trainer.devices=32 trainer.num_nodes=1
+trainer.max_epochs=null trainer.max_steps=20000 trainer.val_check_interval=20000
+trainer.limit_val_batches=1 trainer.precision=32
+model.megatron_amp_O2=false model.tokenizer.type=/root/llamav2_weights/7b-hf model.layernorm_epsilon=1e-5
+model.data.data_prefix=[1.0,/root/examples_datasets/llama_7b/book.jsonl-processed_text_document]
+model.data.splits_string='980,10,10' model.optim.lr=3.0e-4 model.optim.betas=[0.9,0.95] +model.save_xser=True
+++model.load_xser=True model.wrap_with_zero=false model.zero_use_fp32_grad_accum= ~model.data.train_ds
+exp_manager.explicit_log_dir=null +exp_manager.checkpoint_callback_params.train_time_interval=36000
+~exp_manager.checkpoint_callback_params.every_n_train_steps"""
+
+
+def test_original_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("conf").mkdir()
+    shutil.copy(NEMO, "conf/theirs.yaml")
+    monkeypatch.setenv("XLA_USE_BF16", "1")
+    assert main([*THEIR_COMMAND.split(), "-o", "ours.yaml"]) == 0
+    GoldenFiles.check("tools/import_nemo/original_command.txt", capsys.readouterr().out + Path("ours.yaml").read_text())
+    monkeypatch.setenv("XLA_USE_BF16", "0")
+    assert convert_with(NEMO, "model.wrap_with_zero=false").settings["trainer.precision"] == "fp32"
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 2 and "give the YAML" in capsys.readouterr().err
+
+
+def test_bad_paths(capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(NEMO, "theirs.yaml")
+    assert main(["theirs.yaml", "-o", "theirs.yaml"]) == 2
+    assert "not made by this script" in capsys.readouterr().err and Path("theirs.yaml").read_text() == NEMO.read_text()
+    assert main(["gone.yaml", "-o", "x.yaml"]) == 2
+    assert "No such file" in capsys.readouterr().err and not Path("x.yaml").exists()

@@ -43,6 +43,10 @@ SHAPE: dict[str, Any] = {
 
 def make_folder(folder: Path, template: bool = True, **shape: Any) -> Path:
     """Write the folder; returns it."""
+    import transformers.models.auto.modeling_auto
+    import transformers.models.llama.modeling_llama
+    import transformers.models.mistral.modeling_mistral  # noqa: F401  seconds, once in place of in each fork
+
     size = write_tokenizer(folder, template)
     run_ranks(_save, 1, folder, {**SHAPE, "vocab_size": size, **shape})
     return folder
@@ -66,6 +70,17 @@ def write_tokenizer(folder: Path, template: bool) -> int:
         settings["chat_template"] = CHAT_TEMPLATE
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return tokenizer.get_vocab_size()
+
+
+def train_sentencepiece(path: Path, **options: Any) -> Path:
+    """Write a sentencepiece model of 290 pieces with bytes; return its path."""
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the cat sat on the mat", "a dog and a cat on the mat"] * 5), model_prefix=str(path),
+        vocab_size=290, byte_fallback=True, model_type="bpe", hard_vocab_limit=False, minloglevel=2, **options,
+    )  # fmt: skip
+    return path.with_suffix(".model")
 
 
 def _save(rank: int, folder: Path, shape: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from megatron_llama.tools.inference.evaluation import (
 )
 from tests.data_prep.helpers import run_script
 from tests.tools.inference.commands import CPU, command, evaluate
-from tests.tools.inference.models import make_folder, write_tokenizer
+from tests.tools.inference.models import make_folder, train_sentencepiece, write_tokenizer
 
 TEXTS = ["the cat sat on the mat", " a dog  and\n\n a cat", "é ü 😀 日本", "", "on the mat " * 30]
 MODEL = ModelConfig(vocab_size=400)
@@ -37,14 +37,8 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     if request.param == "huggingface":
         write_tokenizer(folder, template=False)
         return HuggingFaceTokenizer(folder)
-    import sentencepiece
-
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["the cat sat on the mat"] * 5), model_prefix=str(folder / "tokenizer"), vocab_size=290,
-        byte_fallback=True, model_type="bpe", hard_vocab_limit=False, minloglevel=2,
-        normalization_rule_name="identity", remove_extra_whitespaces=False,
-    )  # fmt: skip
-    return SentencePieceTokenizer(folder / "tokenizer.model")
+    plain = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    return SentencePieceTokenizer(train_sentencepiece(folder / "tokenizer", **plain))
 
 
 def write_dataset(prefix: Path, documents: list[list[int]]) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import megatron_llama.tools.inference.chat  # noqa: F401  the same
 from tests.checkpoint.jobs import Job
-from tests.cpu import children_cpu_seconds
 from tests.messages import unwrap
-from tests.paths import SCRIPTS
 from tests.tools.inference.commands import CPU, command, generate
 from tests.tools.inference.models import make_folder
 
@@ -24,16 +20,6 @@ from tests.tools.inference.models import make_folder
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("model") / "hf", tie_word_embeddings=True)
-
-
-@pytest.mark.parametrize("script", ["generate.py", "evaluate.py"])
-def test_help_is_quick(script: str) -> None:
-    with children_cpu_seconds(5.0):
-        done = subprocess.run([sys.executable, SCRIPTS / script, "--help"], capture_output=True, text=True)
-    assert done.returncode == 0 and "CHECKPOINT" in done.stdout
-    module = f"megatron_llama.tools.inference.{script[:-3]}_cli"
-    code = f"import sys; from {module} import parser; parser(); assert 'torch' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS.parent).returncode == 0
 
 
 def test_prompts(folder: Path) -> None:
@@ -80,15 +66,8 @@ def test_a_conversation_that_is_full(folder: Path) -> None:
 def test_a_checkpoint_of_any_layout_is_read_as_it_is(folder: Path, tmp_path: Path) -> None:
     # A separate job: forked processes would lack torch's threads once they are used here.
     shape = ["model.vocab_size=290", "model.num_hidden_layers=3", "model.tie_word_embeddings=true"]
-    job = Job(
-        tmp_path / "run",
-        "model=from_hf",
-        f"init_from={folder}",
-        *shape,
-        "trainer.steps=0",
-        "trainer.tp=2",
-        "trainer.pp=2",
-    )
+    layout = ["trainer.steps=0", "trainer.tp=2", "trainer.pp=2"]
+    job = Job(tmp_path / "run", "model=from_hf", f"init_from={folder}", *shape, *layout)
     assert job.wait() == 0, job.output
     arguments = [*CPU, "--prompt", "the cat sat", "--greedy", "--max-new-tokens", 16]
     theirs = command(generate, folder, *arguments)
@@ -104,38 +83,28 @@ def test_a_checkpoint_of_any_layout_is_read_as_it_is(folder: Path, tmp_path: Pat
     assert broken.status == 1 and "wrong hash of" in broken.err
 
 
-def test_all_problems_are_reported_together(folder: Path, tmp_path: Path) -> None:
-    done = command(
-        generate, folder, *CPU, "--tp", 3, "--chat", "--prompt", "x", "--temperature", 1e-310, "--top-p", 1.5,
-        "--max-new-tokens", 0, "--seed", 2**64,
-    )  # fmt: skip
-    assert done.status == 2 and "Traceback" not in done.err
-    for named in ("--tp", "--chat", "--temperature", "--top-p", "--max-new-tokens", "--seed", "8 reasons"):
-        assert named in done.err, named
-    done = command(generate, tmp_path / "nothing", *CPU, "--greedy", "--seed", 4, "--system", "x")
-    assert done.status == 2
-    for named in ("folder not found", "--seed", "--system", "--prompt"):
-        assert named in done.err, named
-    done = command(generate, folder, *CPU, "--prompt", "cat " * 300, "")
-    assert (
-        done.status == 2
-        and "128 positions" in " ".join(done.err.split())
-        and "has no token" in " ".join(done.err.split())
-    )
-    assert command(generate, tmp_path, *CPU, "--prompt", "x").status == 2
+REFUSALS = {
+    "all": (f"--tp 3 --chat --prompt x --temperature 1e-310 --top-p 1.5 --max-new-tokens 0 --seed {2**64}", "8 reasons"),
+    "no folder": ("--greedy --seed 4 --system x", "folder not found", "--seed", "--system", "--prompt"),
+    "no model": ("--prompt x", ""),
+    "long": ("--prompt LONG EMPTY", "128 positions", "has no token"),
+    "not UTF-8": ("--prompt the caf\udce9", "is not UTF-8: byte 0xe9 after 'caf'"),  # the argument's byte is 0xe9
+    "no template": ("--chat", "has no chat template"),
+}
 
 
-def test_chat_without_a_template(tmp_path: Path) -> None:
-    plain = make_folder(tmp_path / "plain", template=False)
-    done = command(generate, plain, *CPU, "--chat", stdin="Hello\n")
-    assert done.status == 2 and "has no chat template" in " ".join(done.err.split())
-
-
-def test_a_prompt_that_is_not_utf8(folder: Path) -> None:
-    latin = "caf\udce9"  # as Python gives an argument with the byte 0xe9
-    done = command(generate, folder, *CPU, "--prompt", "the cat", latin, "--max-new-tokens", 2)
-    assert done.status == 2 and "Traceback" not in done.err
-    assert "is not UTF-8: byte 0xe9 after 'caf'" in done.err and "the cat" not in done.err
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(folder: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text, *expected = REFUSALS[name]
+    model = {"no folder": tmp_path / "nothing", "no model": tmp_path, "no template": tmp_path}.get(name, folder)
+    if name == "no template":
+        make_folder(tmp_path, template=False)
+    arguments = [{"LONG": "cat " * 300, "EMPTY": ""}.get(word, word) for word in text.split()]
+    assert generate([str(model), *CPU, *arguments]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "Traceback" not in message and all(words in message for words in expected), message
+    options = [word for word in arguments if word.startswith("--")]
+    assert name != "all" or all(option in message for option in options)
 
 
 def test_a_message_that_is_not_utf8_is_refused_and_the_chat_goes_on(folder: Path) -> None:

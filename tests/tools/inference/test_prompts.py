@@ -24,7 +24,7 @@ from megatron_llama.text.chat_template import (
 from megatron_llama.text.conversation import Turn
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_llama.tools.inference.chat import PromptBuilder, open_prompt_builder
-from tests.tools.inference.models import write_tokenizer
+from tests.tools.inference.models import train_sentencepiece, write_tokenizer
 
 pytest.importorskip("tokenizers", reason="Hugging Face tokenizers are an extra")
 TALK = [
@@ -41,7 +41,6 @@ HELLO = [{"role": "user", "content": "Hello"}]
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``plain`` and ``bos``: tokenizers without and with something before every text, one with chatml's tokens too;
     ``pieces.model``."""
-    import sentencepiece
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
 
@@ -55,10 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save(str(root / "bos" / "tokenizer.json"))
     settings = json.loads((root / "bos" / "tokenizer_config.json").read_text())
     (root / "bos" / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "<|begin|>"}))
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["the cat sat on the mat", "a dog and a cat on the mat"] * 5), vocab_size=290,
-        model_prefix=str(root / "pieces"), byte_fallback=True, model_type="bpe", hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
+    train_sentencepiece(root / "pieces")
     return root
 
 

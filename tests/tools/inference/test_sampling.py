@@ -116,12 +116,3 @@ def test_greedy_takes_the_likeliest() -> None:
     assert torch.equal(choose(logits, Sampling(greedy=True), []), logits.argmax(-1))
     one = Sampling(top_p=1e-6)
     assert torch.equal(choose(logits, one, one.generators(5)), logits.argmax(-1))
-
-
-def test_a_seed_is_a_sequence_of_draws() -> None:
-    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
-    first, repeated, other = (Sampling(seed=seed).generators(3) for seed in (1, 1, 9))
-    draws = [
-        [choose(logits, Sampling(), generators).tolist() for _ in range(8)] for generators in (first, repeated, other)
-    ]
-    assert draws[0] == draws[1] != draws[2]

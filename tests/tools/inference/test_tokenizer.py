@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from sentencepiece import SentencePieceProcessor
 
+from megatron_llama.checkpoint.export import export
+from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.hf_folder import SafetensorsFiles
 from megatron_llama.config import ConfigError, ModelConfig
 from megatron_llama.text.tokenizer import (
@@ -19,8 +21,10 @@ from megatron_llama.text.tokenizer import (
     open_tokenizer,
 )
 from megatron_llama.tools.inference.chat import Decoder, Printer
-from megatron_llama.tools.inference.saved_model import SavedModel, stop_ids, tokenizer_of
-from tests.tools.inference.models import write_tokenizer
+from megatron_llama.tools.inference.saved_model import SavedModel, open_saved_model, stop_ids, tokenizer_of
+from tests.checkpoint.jobs import Job
+from tests.data.files import train_tokenizer
+from tests.tools.inference.models import train_sentencepiece, write_tokenizer
 
 HARD = "the cat é ü 😀😀 sat\n\n  on日本 the mat"
 
@@ -34,15 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def spm_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import sentencepiece
-
-    path = tmp_path_factory.mktemp("pieces") / "tokenizer"
-    text = ["the cat sat on the mat", "a dog and a cat on the mat"] * 5
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(text), model_prefix=str(path), vocab_size=290, byte_fallback=True, model_type="bpe",
-        hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
-    return path.with_suffix(".model")
+    return train_sentencepiece(tmp_path_factory.mktemp("pieces") / "tokenizer")
 
 
 def source(tokenizer: Path | None, vocab_size: int = 400, **token_ids: object) -> SavedModel:
@@ -51,9 +47,12 @@ def source(tokenizer: Path | None, vocab_size: int = 400, **token_ids: object) -
     )
 
 
-@pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
-def test_ids_of_a_padded_vocabulary_are_missing(kind: str, folder: Path, spm_file: Path) -> None:
-    text: Tokenizer = HuggingFaceTokenizer(folder) if kind == "huggingface" else SentencePieceTokenizer(spm_file)
+@pytest.fixture(params=["huggingface", "sentencepiece"])
+def text(request: pytest.FixtureRequest, folder: Path, spm_file: Path) -> Tokenizer:
+    return HuggingFaceTokenizer(folder) if request.param == "huggingface" else SentencePieceTokenizer(spm_file)
+
+
+def test_ids_of_a_padded_vocabulary_are_missing(text: Tokenizer) -> None:
     assert text.missing_ids(text.size + 3) == [text.size, text.size + 1, text.size + 2]
     assert text.missing_ids(text.size) == []
 
@@ -80,9 +79,7 @@ def test_gaps_in_a_vocabulary_are_missing(tmp_path: Path) -> None:
     assert HuggingFaceTokenizer(tmp_path).missing_ids(5) == [1, 3, 4]
 
 
-@pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
-def test_pieces_add_up_to_the_text(kind: str, folder: Path, spm_file: Path) -> None:
-    text: Tokenizer = HuggingFaceTokenizer(folder) if kind == "huggingface" else SentencePieceTokenizer(spm_file)
+def test_pieces_add_up_to_the_text(text: Tokenizer) -> None:
     ids = text.encode(HARD)
     whole = text.decode(ids)
     for prompt in (0, 1, 5, len(ids) - 1):
@@ -183,3 +180,24 @@ def test_what_ends_an_answer(folder: Path) -> None:
     assert stop_ids(source(folder), text) == {0}
     assert stop_ids(source(folder, eos_token_id=5), text) == {0, 5}
     assert stop_ids(source(folder, eos_token_id=[5, 6]), text) == {0, 5, 6}
+
+
+# --- relative paths --------------------------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_is_found_from_other_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after the project was moved: then below a parent of the checkpoint."""
+    (tmp_path / "project").mkdir()
+    content = train_tokenizer(tmp_path / "project/tokenizer.model").read_bytes()
+    monkeypatch.chdir(tmp_path / "project")
+    for folder in ("runs/inside", "../elsewhere/outside"):
+        job = Job(Path(folder), "data.tokenizer=tokenizer.model", "model.vocab_size=512", "trainer.steps=1")
+        assert job.wait() == 0, job.output
+    monkeypatch.chdir("/")
+    inside, outside = tmp_path / "project/runs/inside", tmp_path / "elsewhere/outside"
+    assert [open_saved_model(run).tokenizer for run in (inside, outside)] == [tmp_path / "project/tokenizer.model"] * 2
+    export(find_checkpoint(outside), tmp_path / "exported")
+    assert (tmp_path / "exported/tokenizer.model").read_bytes() == content
+    (tmp_path / "project").rename(tmp_path / "moved")
+    assert open_saved_model(tmp_path / "moved/runs/inside").tokenizer == tmp_path / "moved/tokenizer.model"
+    assert open_saved_model(outside).tokenizer is None

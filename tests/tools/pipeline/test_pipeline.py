@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,23 +13,8 @@ from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.tools.pipeline import cli
-from megatron_llama.tools.pipeline.lanes import (
-    NEXT,
-    PREVIOUS,
-    Done,
-    Panel,
-    Pass,
-    PipelineTimeline,
-    RankRecord,
-    as_png,
-    as_svg,
-    bubble_of_equal_stages,
-    dependencies,
-    draw,
-    earliest_timeline,
-    measured_timeline,
-)
+from megatron_llama.tools.pipeline import lanes
+from megatron_llama.tools.pipeline.lanes import NEXT, PREVIOUS, Done, Panel, Pass, PipelineTimeline, RankRecord
 from megatron_llama.tools.pipeline.record import Recorder, recorded_order, tiny_plan
 from tests.ranks import run_ranks
 
@@ -78,8 +62,8 @@ def test_interleaved_has_the_published_order(orders: dict[Layout, list[RankRecor
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_bubble_of_equal_stages_matches_the_formula(layout: Layout, orders: dict[Layout, list[RankRecord]]) -> None:
-    drawn = earliest_timeline(orders[layout], unit_seconds)
-    assert drawn.bubble == pytest.approx(bubble_of_equal_stages(*layout), abs=1e-12)
+    drawn = lanes.earliest_timeline(orders[layout], unit_seconds)
+    assert drawn.bubble == pytest.approx(lanes.bubble_of_equal_stages(*layout), abs=1e-12)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -87,7 +71,7 @@ def test_each_pass_waits_for_its_neighbor_and_all_messages_arrive(
     layout: Layout, orders: dict[Layout, list[RankRecord]]
 ) -> None:
     (pp, vpp, microbatches), records = layout, orders[layout]
-    needs = dependencies(records)
+    needs = lanes.dependencies(records)
     for rank, record in enumerate(records):
         passes = [done.pass_ for done in record.done]
         assert sorted(passes) == sorted(
@@ -110,8 +94,8 @@ def test_a_real_run_has_the_drawn_order(orders: dict[Layout, list[RankRecord]]) 
     layout = (2, 2, 4)
     recorded = run_ranks(_record_steps, 2, tiny_plan(*layout))
     assert [format_order(record) for record in recorded] == [format_order(record) for record in orders[layout]]
-    assert dependencies(recorded) == dependencies(orders[layout])
-    timeline = measured_timeline(recorded)
+    assert lanes.dependencies(recorded) == lanes.dependencies(orders[layout])
+    timeline = lanes.measured_timeline(recorded)
     assert 0 < timeline.bubble < 1
     for sender, sent, receiver, used in timeline.messages:
         assert sent.end < used.start, f"message from {sender} to {receiver} arrived after its use"
@@ -136,7 +120,7 @@ def two_stages() -> PipelineTimeline:
     second = RankRecord(
         [Done(forward, 0, 0, (PREVIOUS, 0)), Done(backward, 0, 0, None)], {PREVIOUS: [backward], NEXT: []}
     )
-    return earliest_timeline([first, second], lambda rank, pass_: (3 if rank else 1) * unit_seconds(rank, pass_))
+    return lanes.earliest_timeline([first, second], lambda rank, pass_: (3 if rank else 1) * unit_seconds(rank, pass_))
 
 
 def test_a_stage_waits_for_the_slower_one() -> None:
@@ -154,7 +138,7 @@ def test_a_stage_waits_for_the_slower_one() -> None:
 def test_a_diagram_has_every_pass_and_message() -> None:
     timeline = two_stages()
     panels = [Panel("above", "ms", timeline), Panel("below & last", "ms", timeline, scale=0.5)]
-    text = as_svg(draw("two stages", panels))
+    text = lanes.as_svg(lanes.draw("two stages", panels))
     root = ET.fromstring(text)  # noqa: S314  our own
     titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
     assert titles == ["forward pass of micro batch 0", "backward pass of micro batch 0"] * 4
@@ -162,14 +146,5 @@ def test_a_diagram_has_every_pass_and_message() -> None:
     widths = [float(width) for width in re.findall(r'width="([\d.]+)" height="26" fill', text)]
     assert widths[1] == pytest.approx(2 * widths[0], rel=0.02), "a backward pass has twice the width"
     assert widths[4] == pytest.approx(2 * widths[0], rel=0.02), "both panels have one scale"
-    assert as_svg(draw("two stages", panels)) == text
-    assert as_png(draw("two stages", panels)).startswith(b"\x89PNG")
-
-
-def test_errors_are_reported_together(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    assert cli.main(["trainer.pp=1", "--out", str(tmp_path / "x.pdf")]) == 2
-    errors = capsys.readouterr().err
-    assert "one stage is not a pipeline" in errors and "write --out x.svg" in errors
-    assert cli.main(["trainer.pp=2", "cluster.device=abacus", "optim.lrr=1"]) == 2
-    errors = capsys.readouterr().err
-    assert "not in the hardware table" in errors and "optim.lrr" in errors
+    assert lanes.as_svg(lanes.draw("two stages", panels)) == text
+    assert lanes.as_png(lanes.draw("two stages", panels)).startswith(b"\x89PNG")

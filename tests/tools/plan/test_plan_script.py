@@ -14,26 +14,14 @@ from megatron_llama.tools.plan.forecast_run import forecast_run
 from tests.cpu import children_cpu_seconds
 from tests.paths import ROOT
 
-LLAMA_70B = [
-    "model=llama70b",
-    "data.mock=true",
-    "data.prefixes=[]",
-    "data.seq_length=4096",
-    "trainer.precision=bf16",
-    "trainer.tp=8",
-    "trainer.pp=4",
-    "trainer.global_batch_size=512",
-]
-
-
-def test_report_has_memory_time_run_and_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*LLAMA_70B, "cluster.nodes=16", "cluster.price=2", "cluster.tokens=2e12"]) == 0
-    text = capsys.readouterr().out
-    for words in ("stage 3", "fits", "pipeline bubble", "tokens/s", "causal", "full attention", "goodput", "cost"):
-        assert words in text
-    for words in ("assumptions", "fitted to", "one per device and 50,000 h", "16,384"):
-        assert words in text
-    assert max(map(len, text.splitlines())) <= 79
+LLAMA_70B = (
+    "model=llama70b data.mock=true data.prefixes=[] data.seq_length=4096 trainer.precision=bf16 trainer.tp=8 "
+    "trainer.pp=4 trainer.global_batch_size=512"
+).split()
+LARGE = (
+    "model=llama3_8b data.seq_length=8192 trainer.micro_batch_size=8 trainer.zero=3 trainer.precision=bf16 "
+    "trainer.global_batch_size=64 cluster.nodes=1"
+).split()
 
 
 def test_numbers_are_consistent(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,28 +69,6 @@ def test_goodput_decreases_with_devices_and_the_interval_is_optimal() -> None:
     assert all(useful(16_384) >= useful(16_384, best * factor) for factor in (0.3, 0.7, 1.5, 4))
 
 
-def test_all_problems_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = ["cluster.device=h10", "cluster.nodes=0", "cluster.nods=2", "cluster.tokens=many", "trainer.tpp=2"]
-    assert main(wrong) == 2
-    text = capsys.readouterr().err
-    assert "cluster.device=h100" in text and "cluster.nodes=2" in text and "trainer.tp=2" in text
-    assert text.count("\n  cluster.") + text.count("\n  trainer.") >= 5
-    assert main([*LLAMA_70B, "cluster.nodes=3"]) == 2
-    assert "trainer.tp" in capsys.readouterr().err
-
-
-def test_runs_that_do_not_fit_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
-    large = ["model=llama3_8b", "data.seq_length=8192", "trainer.micro_batch_size=8", "trainer.zero=3"]
-    more = ["trainer.precision=bf16", "trainer.global_batch_size=64", "cluster.nodes=1"]
-    assert main([*large, *more]) == 1, "not 0: the run does not fit"
-    assert "DOES NOT FIT" in capsys.readouterr().out
-    assert main([*large, *more, "--json"]) == 1
+def test_json_of_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LARGE, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["fits"] is False
-
-
-def test_devices_are_listed_with_sources(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--devices"]) == 0
-    text = capsys.readouterr().out
-    for name in ("a100", "h100", "h200", "b200", "mi300x", "trn1", "trn2", "gaudi2", "gaudi3"):
-        assert f"\n{name} " in text
-    assert text.count("data sheet") >= 8

@@ -5,52 +5,52 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_llama.arch.flops import flops_per_token
+from megatron_llama.devices.cpu import DEVICE
 from megatron_llama.parallel import ParallelModel
+from megatron_llama.tools.profile import cli
 from megatron_llama.tools.profile.modules import Profile
 from megatron_llama.tools.profile.trace import BACKWARD, BEFORE, FORWARD, MODULES, WAITS, Zone, memory_of, renumber
-from megatron_llama.train.waits import AXES, DATA, WAIT_METRICS
-from tests.oracle import make_plan
+from megatron_llama.train.metrics_file import read_metrics
+from megatron_llama.train.waits import AXES, DATA, WAIT_METRICS, trace_waits
+from tests.oracle import SHAPE, make_plan
+from tests.paths import ROOT, SCRIPTS
+from tests.processes import Launcher
+from tests.ranks import run_ranks
+from tests.rows import rows
 from tests.tools.profile.profiled import merged, profile_layout
 
 WINDOW = "trainer.profile=[1,3]"  # step 3 would be traced; it is not run here
 LORA = ("finetune.method=lora", "finetune.lora_target_modules=all-linear")
-# (ranks, settings, axes whose ranks wait for each other, whether no rank computes more than its share)
-LAYOUTS = [
-    pytest.param(2, ("trainer.tp=2", *LORA), {"tp", "world"}, True, id="tp2-sp-lora"),
-    pytest.param(2, ("trainer.pp=2", "trainer.vpp=2"), {"pp", "world"}, True, id="pp2-vpp2"),
-    pytest.param(2, ("trainer.zero=3", "data.document_mask=true"), {"dp", "world"}, True, id="dp2-zero3-packed"),
-]
-MORE = [
-    pytest.param(1, (), set(), True, id="one"),
-    pytest.param(1, ("trainer.precision=bf16",), set(), True, id="bf16"),
-    pytest.param(2, ("trainer.tp=2",), {"tp", "world"}, True, id="tp2-sp"),
-    pytest.param(2, ("trainer.tp=2", "trainer.sp=false", *LORA), {"tp", "world"}, False, id="tp2-lora"),
-    pytest.param(2, ("trainer.zero=0", "model.tie_word_embeddings=true"), {"dp", "world"}, True, id="dp2-zero0-tied"),
-    pytest.param(4, ("trainer.tp=2", "trainer.pp=2"), {"tp", "pp", "world"}, True, id="tp2-pp2"),
-    pytest.param(4, ("trainer.tp=4", "model.vocab_size=63"), {"tp", "world"}, False, id="tp4-copied-heads-padded"),
-]
+# Ranks, settings, axes whose ranks wait for each other, whether no rank computes more than its share.
+LAYOUTS = {
+    "tp2-sp-lora": (2, ("trainer.tp=2", *LORA), {"tp", "world"}, True),
+    "pp2-vpp2": (2, ("trainer.pp=2", "trainer.vpp=2"), {"pp", "world"}, True),
+    "dp2-zero3-packed": (2, ("trainer.zero=3", "data.document_mask=true"), {"dp", "world"}, True),
+    "one": (1, (), set(), True),
+    "bf16": (1, ("trainer.precision=bf16",), set(), True),
+    "tp2-sp": (2, ("trainer.tp=2",), {"tp", "world"}, True),
+    "tp2-lora": (2, ("trainer.tp=2", "trainer.sp=false", *LORA), {"tp", "world"}, False),
+    "dp2-zero0-tied": (2, ("trainer.zero=0", "model.tie_word_embeddings=true"), {"dp", "world"}, True),
+    "tp2-pp2": (4, ("trainer.tp=2", "trainer.pp=2"), {"tp", "pp", "world"}, True),
+    "tp4-copied-heads-padded": (4, ("trainer.tp=4", "model.vocab_size=63"), {"tp", "world"}, False),
+}
 
 
-@pytest.mark.parametrize(("world", "settings", "axes", "plain"), LAYOUTS)
-def test_every_layout(world: int, settings: tuple[str, ...], axes: set[str], plain: bool) -> None:
-    check_layout(world, settings, axes, plain)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "settings", "axes", "plain"), MORE)
-def test_more_layouts(world: int, settings: tuple[str, ...], axes: set[str], plain: bool) -> None:
-    check_layout(world, settings, axes, plain)
-
-
-def check_layout(world: int, settings: tuple[str, ...], axes: set[str], plain: bool) -> None:
+@pytest.mark.parametrize(("world", "settings", "axes", "plain"), rows(LAYOUTS.items(), {"tp2-sp-lora"}))
+def test_layouts(world: int, settings: tuple[str, ...], axes: set[str], plain: bool) -> None:
     plan = make_plan(world, WINDOW, *settings)
     ranks = profile_layout(plan)
     profile = merged(plan, ranks)
@@ -210,3 +210,65 @@ def test_memory_by_kind_of_a_written_trace() -> None:
     assert memory.passes == ((0.0, "F0"), (pytest.approx(1e-5), "B0"))
     on_a_device = memory_of([*events, change(5, 1, 1000, device=1)], spans)
     assert on_a_device is not None and on_a_device.peak == 1000, "memory of the accelerator, if there is one"
+
+
+# --- waits -----------------------------------------------------------------------------------------------------------
+
+
+def _recorded_waits(rank: int, world: int) -> list[str]:
+    names: list[str] = []
+    inside = False
+
+    @contextmanager
+    def waiting(name: str) -> Iterator[None]:
+        nonlocal inside
+        assert not inside, f"{name} begins while the rank waits"
+        inside = True
+        names.append(name)
+        yield
+        inside = False
+
+    group = dist.group.WORLD
+    assert group is not None and dist.get_backend() == DEVICE.backend
+    with trace_waits(waiting, compiled=False):
+        dist.all_reduce(torch.ones(3))
+        dist.all_gather_into_tensor(torch.empty(world), torch.ones(1))
+        dist.broadcast(torch.ones(3), 0)
+    return list(dict.fromkeys(names))
+
+
+def test_each_wait_is_recorded_once() -> None:
+    for world in (2, 3):  # gloo runs the all-reduce of three ranks
+        expected = ["world all_reduce", "world all_gather", "world broadcast"]
+        assert run_ranks(_recorded_waits, world, world) == [expected] * world
+
+
+# --- scripts/profile.py ----------------------------------------------------------------------------------------------
+
+SMALL = [word for word in SHAPE if not word.startswith(("data=", "trainer.steps"))]
+
+
+def test_the_script_runs_and_prints_a_profile(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("a run's own\n")
+    words = [*SMALL, "optim.warmup_steps=100", "trainer.profile=[2,3]", f"run.dir={tmp_path / 'run'}"]
+    started = Launcher(lambda: cli.main(words), tmp_path)
+    assert started.wait() == 0, started.errors
+    assert "profile of step 2; step 3 is traced" in started.out.read_text()
+    assert started.out.read_text().endswith((tmp_path / "run/profiling/profile/profile.txt").read_text())
+    records = read_metrics(tmp_path / "run/profiling/metrics.jsonl")
+    assert [record["step"] for record in records if set(WAIT_METRICS) <= record.keys()] == [2, 3], "profiled steps only"
+    assert records[1]["waited_data_s"] <= records[1]["step_time_s"]
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "a run's own\n"
+    assert not (tmp_path / "run/profiling/checkpoints").exists()
+    modules = json.loads((tmp_path / "run/profiling/profile/profile.json").read_text())["modules"]
+    assert {"layers.0.self_attn.qkv_proj", "lm_head"} <= {module["name"] for module in modules}
+
+
+def test_the_script_does_not_shadow_the_profile_module() -> None:
+    """Scripts of scripts/ that import cProfile, as torch does, get the standard library's profile module."""
+    program = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); path = list(sys.path); import cProfile, profile; "
+    program += "assert sys.path == path; cProfile.run('1')"  # live_bytes.py runs other commits of the project
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "function calls" in done.stdout

@@ -30,13 +30,15 @@ def session(folder: Path, **facts: Any) -> Session:
 
 def test_losses_must_be_there_finite_and_fall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     falling = [5.0 - 0.1 * step for step in range(training.SMOKE_STEPS)]
-    for losses, message in (
-        (falling[:3], "3 of 20 steps"),
-        ([*falling[:-1], float("nan")], "loss of step 20 is nan"),
-        (falling[::-1], "does not fall"),
-    ):
+    faults = {
+        "3 of 20 steps": falling[:3],
+        "loss of step 20 is nan": [*falling[:-1], float("nan")],
+        "does not fall": falling[::-1],
+        "is 0": [0.0] * training.SMOKE_STEPS,
+    }
+    (tmp_path / "checkpoints/step_00000020").mkdir(parents=True)
+    for message, losses in faults.items():
         monkeypatch.setattr(Session, "train", lambda *_, losses=losses, **__: run_of(losses, folder=tmp_path))
-        (tmp_path / "checkpoints/step_00000020").mkdir(parents=True, exist_ok=True)
         with pytest.raises(CheckFailed, match=message):
             training._smoke(session(tmp_path))
 
@@ -78,13 +80,6 @@ def test_memory_must_be_near_the_forecast(tmp_path: Path) -> None:
             training.judge_memory(measured, 100, 15)
     rows = training.memory(session(tmp_path))
     assert len(rows) == 4 and training.memory(session(tmp_path, is_accelerator=False))
-
-
-def test_losses_must_be_finite_and_not_0() -> None:
-    assert training.require_losses(run_of([2.0, 1.0]), 2) == (2.0, 1.0)
-    for losses, message in (([2.0, float("nan")], "step 2 is nan"), ([0.0, 0.0], "is 0"), ([2.0], "1 of 2 steps")):
-        with pytest.raises(CheckFailed, match=message):
-            training.require_losses(run_of(losses), 2)
 
 
 def test_runs_that_differ_fail() -> None:

@@ -85,26 +85,6 @@ class FakeTrain:
         return self.statuses.pop(0)
 
 
-def test_all_problems_are_reported_before_a_run_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = FakeTrain()
-    overrides = ["model=llama_2m,no_such", "trainer.micro_batch_size=1,-1", "optim.lrr=1", f"run.dir={tmp_path}/s"]
-    assert main(["-m", "data=mock", *overrides], runs) == 2
-    errors = " ".join(capsys.readouterr().err.split())
-    assert "optim.lrr" in errors and "(in " in errors.partition("optim.lrr")[2]
-    assert errors.count("there is no model of that name") == 1, "once, with the affected runs"
-    assert "trainer.micro_batch_size = -1" in errors
-    assert not runs.started and not (tmp_path / "s").exists()
-
-
-def test_a_dry_run_only_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = FakeTrain()
-    assert main(["--dry-run", "-m", *TWO, f"run.dir={tmp_path}/s"], runs) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == f"2 runs in {tmp_path}/s"
-    assert [line.split()[0] for line in shown[2:]] == ["optim.lr", "0.001", "0.0001"]
-    assert not runs.started and not (tmp_path / "s").exists()
-
-
 def test_an_interrupted_sweep_resumes_and_failures_do_not_end_it(tmp_path: Path) -> None:
     line = ["-m", *TINY, "optim.lr=1,2,3,4", f"run.dir={tmp_path}/s"]
     runs = FakeTrain(0, 1, 75)
