@@ -141,7 +141,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tools/sweep/test_sweep.py::test_a_run_prints_the_path_of_its_plan": (),
     "tools/sweep/test_sweep.py::test_two_real_runs": (),
     "tools/test_planned_run.py::test_all_tools_agree_on_one_command": ("device0", "device2"),
-    "tools/traffic/test_count_steps.py::test_layouts_have_something_to_count": (),
     "tools/tune/test_tune_script.py::test_the_page_is_the_forecast": (),
     "tools/tune/test_tune_script.py::test_context_parallelism_and_recomputation_in_the_table": (),
     "train/spikes/test_guard.py::test_a_rewind_continues_in_each_dataset_of_a_blend": (),

@@ -61,8 +61,3 @@ def _draw(_: int, arguments: list[str], out: Path) -> tuple[str, bytes]:
     with contextlib.redirect_stdout(io.StringIO()) as output:
         assert cli.main([*arguments[:-1], str(out)]) == 0
     return output.getvalue(), out.read_bytes()
-
-
-def test_each_diagram_has_a_command() -> None:
-    files = {path.relative_to(ROOT) for path in (PAGE_FILE.parent / "pictures").iterdir()}
-    assert {Path(command[-1]) for command in PICTURES} == files and len(PICTURES) == 3

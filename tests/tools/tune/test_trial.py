@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_llama.tools.tune.trial import DONE, FAILED, MEMORY, SLOW, TrialOut
 from tests.processes import gone
 
 CANDIDATE = Candidate({}, 1, 1, 0, 1, 0, 1, 1.0, "trainer.tp=1")
+Run = Callable[..., TrialOutcome]
 HEAD = """
 import json, os, sys, time
 from pathlib import Path
@@ -28,28 +30,31 @@ def step(number, seconds):
 """
 
 
-def run(
-    body: str, folder: Path, monkeypatch: pytest.MonkeyPatch, best: float | None = None, **settings: object
-) -> TrialOutcome:
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run a trial of a program in place of train.py."""
-    (folder / "train.py").write_text(HEAD + textwrap.dedent(body))
-    monkeypatch.setattr(trial, "ROOT", folder)
-    tune = TuneConfig(steps=3, **settings)  # type: ignore[arg-type]
-    return run_trial(CANDIDATE, ["model=x"], tune, folder / "a trial", best, 1)
+
+    def run_program(body: str, best: float | None = None, **settings: object) -> TrialOutcome:
+        (tmp_path / "train.py").write_text(HEAD + textwrap.dedent(body))
+        monkeypatch.setattr(trial, "ROOT", tmp_path)
+        tune = TuneConfig(steps=3, **settings)  # type: ignore[arg-type]
+        return run_trial(CANDIDATE, ["model=x"], tune, tmp_path / "a trial", best, 1)
+
+    return run_program
 
 
-def test_result_is_the_median_without_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_is_the_median_without_the_first_step(run: Run) -> None:
     body = "[step(n + 1, [9.0, 2.0, 5.0, 3.0][n]) for n in range(count)]"
-    assert run(body, tmp_path, monkeypatch) == TrialOutcome(DONE, 3.0, 1004)
-    assert run(body, tmp_path, monkeypatch) == TrialOutcome(DONE, 3.0, 1004), "files of an earlier start are ignored"
+    assert run(body) == TrialOutcome(DONE, 3.0, 1004)
+    assert run(body) == TrialOutcome(DONE, 3.0, 1004), "files of an earlier start are ignored"
 
 
-def test_failed_allocation_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_allocation_is_out_of_memory(run: Run) -> None:
     """Use a real limit of address space, as set by ulimit -v."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (min(64 << 30, hard) if hard > 0 else 64 << 30, hard))
     try:
-        assert run("step(1, 1.0); bytearray(200 << 30)", tmp_path, monkeypatch) == TrialOutcome(MEMORY, None, 1001)
+        assert run("step(1, 1.0); bytearray(200 << 30)") == TrialOutcome(MEMORY, None, 1001)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
@@ -58,11 +63,7 @@ def test_failed_allocation_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.
     ("body", "status", "message"),
     [
         ("os.kill(os.getpid(), 9)", MEMORY, ""),
-        (
-            "sys.exit('rank 1 was killed (often the system was out of memory) by SIGKILL')",
-            MEMORY,
-            "",
-        ),
+        ("sys.exit('rank 1 was killed (often the system was out of memory) by SIGKILL')", MEMORY, ""),
         ("sys.exit('torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2 GiB')", MEMORY, ""),
         ("print('  rule  the heaviest rank (pipeline stage 1) needs 9 GiB'); sys.exit(2)", MEMORY, ""),
         ("print('  device = tpu\\n    rule     there is none\\n    instead  x'); sys.exit(2)", FAILED, "there is none"),
@@ -70,13 +71,11 @@ def test_failed_allocation_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.
         ("sys.exit(1)", FAILED, "no output"),
     ],
 )
-def test_outcome_of_a_trial(
-    body: str, status: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run(body, tmp_path, monkeypatch) == TrialOutcome(status, None, None, message)
+def test_outcome_of_a_trial(body: str, status: str, message: str, run: Run) -> None:
+    assert run(body) == TrialOutcome(status, None, None, message)
 
 
-def test_slow_trials_are_stopped_with_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_trials_are_stopped_with_all_processes(tmp_path: Path, run: Run) -> None:
     body = """
     child = os.fork()
     if child == 0:
@@ -85,10 +84,10 @@ def test_slow_trials_are_stopped_with_all_processes(tmp_path: Path, monkeypatch:
     step(1, 9.0), step(2, 2.5), step(3, 2.7)
     time.sleep(1000)
     """
-    assert run(body, tmp_path, monkeypatch, best=1.0) == TrialOutcome(SLOW, 2.6, 1003)
+    assert run(body, best=1.0) == TrialOutcome(SLOW, 2.6, 1003)
     assert gone(int((tmp_path / "a trial" / "child").read_text()))
     start = time.monotonic()
-    assert run("time.sleep(1000)", tmp_path, monkeypatch, trial_minutes=0.005).status == SLOW
+    assert run("time.sleep(1000)", trial_minutes=0.005).status == SLOW
     assert time.monotonic() - start < 100
 
 

@@ -173,11 +173,3 @@ def test_the_page_is_the_forecast(machine: str, tmp_path: Path, monkeypatch: pyt
         for text, other in zip(row[4:], expected, strict=True):
             tokens, published = (int(each.replace(",", "").replace("-", "0")) for each in (text, other))
             assert tokens == pytest.approx(published, rel=0.1)
-
-
-def test_all_machines_and_kinds_are_in_the_page() -> None:
-    for machine in MACHINES:
-        keys = set(rows_of_page(machine))
-        for method in ("full", "LoRA"):
-            assert {(method, "full", cp, str(zero)) for cp in ("1", "all") for zero in range(4)} <= keys
-            assert (method, "full, offload", "all", "3") in keys
