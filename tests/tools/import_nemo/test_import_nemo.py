@@ -282,3 +282,11 @@ def test_bad_paths(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not made by this script" in capsys.readouterr().err and Path("theirs.yaml").read_text() == NEMO.read_text()
     assert main(["gone.yaml", "-o", "x.yaml"]) == 2
     assert "No such file" in capsys.readouterr().err and not Path("x.yaml").exists()
+
+
+def test_text_of_a_config_does_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither the listing nor the written comments have the control characters of the source."""
+    Path("theirs.yaml").write_text(NEMO.read_text() + '  unknown: "\\e[2J\\u202e"\n')
+    main(["theirs.yaml", "-o", "ours.yaml"])
+    written = capsys.readouterr().out + Path("ours.yaml").read_text()
+    assert written.count("\\x1b[2J\\u202e") == 2 and not set("\x1b\u202e") & set(written)
