@@ -84,7 +84,10 @@ def test_a_checkpoint_of_any_layout_is_read_as_it_is(folder: Path, tmp_path: Pat
 
 
 REFUSALS = {
-    "all": (f"--tp 3 --chat --prompt x --temperature 1e-310 --top-p 1.5 --max-new-tokens 0 --seed {2**64}", "8 reasons"),
+    "all": (
+        f"--tp 3 --chat --prompt x --temperature 1e-310 --top-p 1.5 --max-new-tokens 0 --seed {2**64}",
+        "8 reasons",
+    ),
     "no folder": ("--greedy --seed 4 --system x", "folder not found", "--seed", "--system", "--prompt"),
     "no model": ("--prompt x", ""),
     "long": ("--prompt LONG EMPTY", "128 positions", "has no token"),
