@@ -56,7 +56,8 @@ def join(plan: Plan, world: World, context: ProcessContext, entry: Entry, prints
     with ExitStack() as stack:
         info = node_info(context, first, ranks, plan.world_size)
         try:
-            rendezvous, local = _join_rendezvous(plan, world, context, info, stack, entry, prints_plan)
+            forks = starts_ranks and world.device.forkable
+            rendezvous, local = _join_rendezvous(plan, world, context, info, stack, entry, prints_plan, forks)
         except StoreLost as error:
             address = f"{context.master_addr}:{context.master_port}"
             raise LaunchFailed(str(describe_lost_store(error, address)).rstrip(".")) from error
@@ -85,6 +86,7 @@ def _join_rendezvous(
     stack: ExitStack,
     entry: Entry,
     prints_plan: bool,
+    forks: bool,
 ) -> tuple[Rendezvous, NodeInfo]:
     """Wait for all processes and set the common ``run.dir``; process 0 locks it until ``stack`` closes.
 
@@ -93,7 +95,7 @@ def _join_rendezvous(
     # If raw data files are converted to datasets at the start, other nodes may take longer.
     prepared = plan.config.data.prefixes != world.config.data.prefixes
     limit = PREPARE_LIMIT_SECONDS if prepared else ARRIVAL_LIMIT_SECONDS
-    rendezvous = Rendezvous(context, limit, secret_of_job(context))
+    rendezvous = Rendezvous(context, limit, secret_of_job(context), forks=forks)
     rendezvous.report(local)
     if context.rank > 0:
         try:

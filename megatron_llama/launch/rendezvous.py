@@ -10,6 +10,7 @@ import errno
 import ipaddress
 import json
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -21,6 +22,9 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.launch.environment import ProcessContext, addresses_of, is_loopback
 from megatron_llama.launch.job_store import SECRET, Board, JobStore, LaunchFailed, StoreLost
 from megatron_llama.launch.reports import NodeInfo, StartMessage, duplicate_rank, read_report, read_start_message
+from megatron_llama.launch.supervise import WATCHED
+from megatron_llama.system.exit_status import EXIT_FAILED
+from megatron_llama.system.signals import exit_with_parent
 
 # Starting Python on 1,000 nodes from one disk takes minutes; a missing route is detected sooner.
 ARRIVAL_LIMIT_SECONDS = 300.0
@@ -33,12 +37,21 @@ _CHECK_SECONDS = 2.0  # interval of checks for problems during a wait
 class Rendezvous:
     """Rendezvous of the processes of a launch: process 0 gathers all reports, then sends the start message."""
 
-    def __init__(self, context: ProcessContext, limit_seconds: float = ARRIVAL_LIMIT_SECONDS, secret: str = "") -> None:
+    def __init__(
+        self,
+        context: ProcessContext,
+        limit_seconds: float = ARRIVAL_LIMIT_SECONDS,
+        secret: str = "",
+        listener: socket.socket | None = None,
+        forks: bool = False,
+    ) -> None:
         """Connect to the store, or host it.
 
         Args:
             limit_seconds: All processes must arrive within this time.
             secret: The job's secret, which authenticates the messages; empty: no authentication.
+            listener: Bound socket of process 0, closed here; default: one on MASTER_ADDR and MASTER_PORT.
+            forks: Host the store in a separate process, so that ranks forked from this one inherit no thread.
 
         Raises:
             ConfigError: Address or port cannot be used.
@@ -52,17 +65,25 @@ class Rendezvous:
         self._secret = bool(secret)
         self._listens: str | None = None
 
+        host, port = context.master_addr, context.master_port
+        if context.rank == 0 and not context.has_store:
+            listener = listener or listen(context)
+            host, port = listener.getsockname()[:2]
+            everywhere = ipaddress.ip_address(host).is_unspecified
+            self._listens = "all addresses" if everywhere else host
+            host = "127.0.0.1" if everywhere else host  # connect to its listening address
+
         def connect() -> Any:
-            if context.rank > 0 or context.has_store:
-                limit = timedelta(seconds=_CONNECT_LIMIT_SECONDS)
-                return TCPStore(context.master_addr, context.master_port, is_master=False, timeout=limit)
-            with listen(context) as listener:
-                host, port, file = listener.getsockname()[0], context.master_port, os.dup(listener.fileno())
-                everywhere = ipaddress.ip_address(host).is_unspecified
-                self._listens = "all addresses" if everywhere else host
-                host = "127.0.0.1" if everywhere else host  # connect to its listening address
+            if listener is None:
+                return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_CONNECT_LIMIT_SECONDS))
+            with listener:
+                file = os.dup(listener.fileno())
                 return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
 
+        if listener is not None and forks:
+            _fork_store(connect)
+            listener.close()
+            listener = None  # this process connects as a client
         if context.rank > 0 and not context.has_store:
             wait_until_reachable(context, limit_seconds)
         try:
@@ -220,6 +241,21 @@ class Rendezvous:
         context = self._context
         host = "torchrun's first agent" if context.has_store else "rank 0 or its launcher"
         return Board(self._store.clone(self._attempt), context.rank, context.world_size, host)
+
+
+def _fork_store(host: Callable[[], Any]) -> None:
+    """Fork a process that hosts the store until this process ends."""
+    launcher = os.getpid()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)  # the ranks may save after a signal
+    if os.fork() == 0:
+        try:
+            exit_with_parent(launcher)
+            store = host()  # serves in a thread
+            while store is not None:
+                signal.pause()
+        finally:
+            os._exit(EXIT_FAILED)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def check_first_address(context: ProcessContext) -> None:

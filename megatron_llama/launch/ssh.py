@@ -118,7 +118,7 @@ def _run_once(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) -> in
                 line = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *variables, *command])}"
                 remotes.append(Remote(host, _start([*ssh, host.name, line], plan)))
                 remotes[-1].write(secret)
-                signals.children.append(remotes[-1])
+                signals.add(remotes[-1])
             _watch(remotes, signals)
         finally:
             _end(remotes)

@@ -91,6 +91,14 @@ class Signals:
         self._handlers.close()
         self.release()
 
+    def add(self, child: Child) -> None:
+        """Forward signals to a child, received ones too."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+        for number in self.received:
+            child.send(number)
+        self.children.append(child)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
     def release(self) -> None:
         """Unblock held signals."""
         if self._mask is not None:

@@ -82,35 +82,52 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
+WRONG = "This config can't work, for one reason: no such dataset"
+AT_LIMIT = {"SLURM_RESTART_COUNT": "3", "MAX_RESTARTS": "3"}
+
+
 @pytest.mark.parametrize(
-    ("ends", "run_status", "status", "requeued"),
+    ("ends", "run_status", "variables", "status", "requeued", "words"),
     [
-        (0, "0", 0, False),
-        (0, "running", 1, True),  # a rank was lost: never COMPLETED
-        (0, "", 1, True),
-        (75, "75", 75, True),
-        (143, "75", 75, True),  # the others were ended while they left
-        (1, "1", 1, True),
-        (137, "running", 1, True),
-        (1, "0", 1, True),  # a rank failed after the first one had finished
-        (2, "2", 2, False),  # a config error is not retried
-        (137, "2", 2, False),
+        (0, "0", {}, 0, False, ""),
+        (0, "running", {}, 1, True, ""),  # a rank was lost: never COMPLETED
+        (0, "", {}, 1, True, ""),
+        (75, "75", {}, 75, True, ""),
+        (143, "75", {}, 75, True, ""),  # the others were ended while they left
+        (1, "1", {}, 1, True, ""),
+        (137, "running", {}, 1, True, ""),
+        (1, "0", {}, 1, True, ""),  # a rank failed after the first one had finished
+        (2, "2", {}, 2, False, ""),  # a config error is not retried
+        (137, "2", {}, 2, False, ""),
+        (75, "75", AT_LIMIT | {"SLURM_RESTART_COUNT": "2"}, 75, True, ""),
+        (75, "75", AT_LIMIT, 75, False, "MAX_RESTARTS=3"),
+        (1, "1", AT_LIMIT, 1, False, "MAX_RESTARTS=3"),
+        (0, "running", AT_LIMIT, 1, False, "MAX_RESTARTS=3"),
+        (0, "0", AT_LIMIT | {"SLURM_RESTART_COUNT": "4"}, 1, False, ""),  # Slurm's own restarts count too
+        (75, "75", {"SLURM_RESTART_COUNT": "9"}, 75, True, ""),
+        (75, "75", {"SLURM_RESTART_COUNT": "10"}, 75, False, ""),
+        (75, "75", {"MAX_RESTARTS": "0"}, 75, False, ""),
+        # srun ends the first task before it can report a config error of another node.
+        (143, "", {"SECOND": WRONG}, 1, True, f"task_1.txt\n{WRONG}"),
+        (0, "0", {"FINDS": "2", "DOCTOR": "0"}, 0, False, ""),
+        *((0, "0", {"FINDS": status}, 0, False, "") for status in ("1", "124", "137")),  # failed, took too long, killed
     ],
 )
-def test_what_the_end_of_a_step_means(job: Job, ends: int, run_status: str, status: int, requeued: bool) -> None:
-    end = job.run(ends, run_status)
-    assert (end.status, end.requeued) == (status, requeued), end.printed
+def test_end_of_a_step(
+    job: Job, ends: int, run_status: str, variables: dict[str, str], status: int, requeued: bool, words: str
+) -> None:
+    end = job.run(ends, run_status, **variables)
+    assert (end.status, end.requeued) == (status, requeued) and words in end.printed, end.printed
+    assert (job.folder / "examined").exists() == (
+        variables.get("DOCTOR") != "0" and variables.get("SLURM_RESTART_COUNT") != "4"
+    )
 
 
-@pytest.mark.parametrize(("ends", "run_status", "status"), [(75, "75", 75), (1, "1", 1), (0, "running", 1)])
-def test_the_restart_limit_ends_with_a_failure(job: Job, ends: int, run_status: str, status: int) -> None:
-    last = job.run(ends, run_status, SLURM_RESTART_COUNT="2", MAX_RESTARTS="3")
-    assert last.requeued
-    over = job.run(ends, run_status, SLURM_RESTART_COUNT="3", MAX_RESTARTS="3")
-    assert (over.status, over.requeued) == (status, False)
-    assert "MAX_RESTARTS=3" in over.printed
-    # Slurm's own restarts count too.
-    assert job.run(0, "0", SLURM_RESTART_COUNT="4", MAX_RESTARTS="3").status == 1
+@pytest.mark.parametrize(("ends", "run_status", "status"), [(0, "0", 0), (0, "running", 1), (1, "1", 1), (137, "2", 2)])
+def test_compilation_is_not_requeued(job: Job, ends: int, run_status: str, status: int) -> None:
+    end = job.end(job.start(ends, run_status, "compile.slurm"))
+    assert (end.status, end.requeued) == (status, False)
+    assert "scripts/compile.py" in (job.folder / "arguments").read_text()
 
 
 def test_stops_that_saved_a_new_checkpoint_do_not_count(job: Job) -> None:
@@ -121,12 +138,6 @@ def test_stops_that_saved_a_new_checkpoint_do_not_count(job: Job) -> None:
     assert job.run(75, "75", SLURM_RESTART_COUNT="4", MAX_RESTARTS="1").requeued, "the stop before saved"
     over = job.run(75, "75", SLURM_RESTART_COUNT="5", MAX_RESTARTS="1")
     assert (over.status, over.requeued) == (75, False), "no new checkpoint twice"
-    assert not job.run(75, "75", MAX_RESTARTS="0").requeued
-
-
-def test_the_default_limit_is_ten(job: Job) -> None:
-    assert job.run(75, "75", SLURM_RESTART_COUNT="9").requeued
-    assert not job.run(75, "75", SLURM_RESTART_COUNT="10").requeued
 
 
 def test_a_failure_that_comes_back_each_time_ends_the_job(job: Job) -> None:
@@ -139,35 +150,26 @@ def test_a_failure_that_comes_back_each_time_ends_the_job(job: Job) -> None:
     assert job.run(1, "1").requeued, "another job with this id starts from zero"
 
 
-def test_a_config_error_of_another_node_is_shown(job: Job) -> None:
-    """srun ends the first task before it can report anything."""
-    batch = job.run(143, "", SECOND="This config can't work, for one reason: no such dataset")
-    assert "last lines of" in batch.printed and "task_1.txt\nThis config can't work" in batch.printed
-
-
-def test_a_folder_that_cannot_be_written_ends_the_job(job: Job) -> None:
+def test_fatal_problems_before_the_step_end_the_job(job: Job) -> None:
     """Restarts would not help."""
-    (job.folder / "logs").touch()
-    batch = job.run(0, "0")
-    assert (batch.status, batch.requeued) == (2, False), batch.printed
-    assert f"cannot write to {job.folder}/logs" in batch.printed
-
-
-def test_nodes_are_examined_and_only_what_is_sure_to_break_ends_the_job(job: Job) -> None:
-    end = job.run(0, "0", FINDS="2")
-    assert (end.status, end.requeued) == (2, False) and "DOCTOR=0 skips it" in end.printed
-    assert not (job.folder / "arguments").exists(), "nothing is trained"
+    fatal = job.run(0, "0", FINDS="2")
+    assert "DOCTOR=0 skips it" in fatal.printed
     examined = (job.folder / "examined").read_text().splitlines()
     assert examined[-4:] == ["scripts/doctor.py", "--quick", "a=b c", "it's"]
     assert {"--ntasks=2", "--ntasks-per-node=1"} <= set(examined), "one process on each node"
-    (job.folder / "examined").unlink()
-    assert job.run(0, "0", FINDS="2", DOCTOR="0").status == 0 and not (job.folder / "examined").exists()
-    for strange in ("1", "124", "137"):  # it failed, took too long, was killed
-        assert job.run(0, "0", FINDS=strange).status == 0
+    (job.folder / "logs").touch()
+    full = job.run(0, "0")
+    assert f"cannot write to {job.folder}/logs" in full.printed
+    ends = [fatal, full]
+    for script in ("run.slurm", "compile.slurm"):
+        ends.append(job.end(job.start(0, "0", script, PYTHON="/nowhere/python")))
+        assert ends[-1].printed.startswith("PYTHON=/nowhere/python is not a program on "), ends[-1].printed
+    assert [(end.status, end.requeued) for end in ends] == [(2, False)] * 4
+    assert not (job.folder / "arguments").exists(), "srun was called"
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_reaches_the_step_and_the_job_comes_back(job: Job, number: str) -> None:
+def test_a_signal_reaches_the_step_and_the_job_comes_back(job: Job, number: int) -> None:
     script = job.start(138, "running", WAIT="1")
     deadline = time.monotonic() + 60
     while not (job.folder / "waiting").exists():
@@ -176,16 +178,14 @@ def test_a_signal_reaches_the_step_and_the_job_comes_back(job: Job, number: str)
     script.send_signal(number)
     end = job.end(script)
     assert (job.folder / "told").exists(), "as SIGUSR1: SIGTERM would have srun kill the ranks"
-    assert (end.status, end.requeued) == (75, True)
-    assert "stopped before it could save" in end.printed
+    assert (end.status, end.requeued) == (75, True) and "stopped before it could save" in end.printed
 
 
 @pytest.mark.parametrize("number", ["USR1", "TERM"])
 def test_a_signal_before_the_step_starts_nothing_and_the_job_comes_back(job: Job, number: str) -> None:
     end = job.run(0, "0", EARLY=number)
     assert not (job.folder / "arguments").exists(), "srun was started"
-    assert (end.status, end.requeued) == (75, True)
-    assert "stopped before it could save" in end.printed
+    assert (end.status, end.requeued) == (75, True) and "stopped before it could save" in end.printed
 
 
 def test_variables_reach_the_ranks_without_the_users_environment(job: Job) -> None:
@@ -193,33 +193,14 @@ def test_variables_reach_the_ranks_without_the_users_environment(job: Job) -> No
     assert end.status == 0, end.printed
 
 
-def test_arguments_arrive_untouched(job: Job) -> None:
+def test_arguments_and_variables_of_the_user_are_unchanged(job: Job) -> None:
     job.run(0, "0")
     arguments = (job.folder / "arguments").read_text().splitlines()
     assert arguments[-3:] == ["train.py", "a=b c", "it's"]
     assert {"--kill-on-bad-exit=1", "--wait=60", "--ntasks-per-node=1", "--ntasks=2"} <= set(arguments)
     job.run(0, "0", SLURM_NTASKS_PER_NODE="8")
     assert {"--ntasks-per-node=8", "--ntasks=16"} <= set((job.folder / "arguments").read_text().splitlines())
-
-
-@pytest.mark.parametrize(("ends", "run_status", "status"), [(0, "0", 0), (0, "running", 1), (1, "1", 1), (137, "2", 2)])
-def test_compilation_is_not_requeued(job: Job, ends: int, run_status: str, status: int) -> None:
-    end = job.end(job.start(ends, run_status, "compile.slurm"))
-    assert (end.status, end.requeued) == (status, False)
-    assert "scripts/compile.py" in (job.folder / "arguments").read_text()
-
-
-def test_the_users_own_settings_win(job: Job) -> None:
     script = ". scripts/slurm_env.sh; echo $NCCL_DEBUG $NCCL_SOCKET_IFNAME $PYTHON"
     variables = environment(NCCL_DEBUG="INFO", PYTHON="bash", NCCL_SOCKET_IFNAME="")
     done = subprocess.run(["bash", "-c", script], cwd=job.folder, env=variables, capture_output=True, text=True)
     assert done.stdout == "INFO bash\n", done.stderr
-
-
-@pytest.mark.parametrize("script", ["run.slurm", "compile.slurm"])
-def test_a_missing_interpreter_is_named_and_not_requeued(job: Job, script: str) -> None:
-    run = job.start(0, "0", script, PYTHON="/nowhere/python")
-    end = job.end(run)
-    assert (end.status, end.requeued) == (2, False)
-    assert end.printed.startswith("PYTHON=/nowhere/python is not a program on ") and "make venv" in end.printed
-    assert not (job.folder / "arguments").exists(), "srun was called"

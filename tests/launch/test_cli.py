@@ -29,9 +29,10 @@ from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan
 from megatron_llama.system.wrapping import WIDTH
 from tests.data.files import numbered, write_indexed
-from tests.launch.fake_train import TINY, note_place, script
+from tests.launch.small_runs import TINY, note_place, script
 from tests.paths import ROOT
 from tests.processes import LAUNCHER_VARIABLES, MakeLauncher, environment
+from tests.threads import check_threads
 
 # Runs train.py and says afterwards which of the heavy packages came along.
 PROBE = """
@@ -65,33 +66,38 @@ def test_help_is_light_and_lists_the_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "last_ranks"),
     [
-        ["--dry-run", "device=cpu", "data=mock", "trainer.tp=2"],
-        ["dry_run=true", "data=mock", "model=llama70b", "trainer.tp=8", "trainer.pp=16", "trainer.dp=4"],
-        ["--dry-run", "device=cuda", "data=mock", "model=llama7b", "trainer.tp=8"],
+        ("--dry-run device=cpu trainer.tp=2", "0-1"),
+        ("dry_run=true model=llama70b trainer.tp=8 trainer.pp=16 trainer.dp=4", "504-511"),
+        ("--dry-run device=cuda model=llama7b trainer.tp=8", "0-7"),
     ],
-    ids=["cpu", "512 ranks", "another device"],
 )
-def test_a_dry_run_is_light_and_leaves_nothing(arguments: list[str]) -> None:
+def test_a_dry_run_is_light_and_leaves_nothing(arguments: str, last_ranks: str) -> None:
     before = set(ROOT.iterdir()) | set((ROOT / "runs").glob("*"))
-    done = probe(arguments)
+    done = probe([*arguments.split(), "data=mock"])
     assert done.stdout.endswith("heavy: [] status: 0\n"), done.stderr
+    assert last_ranks in done.stdout
     assert set(ROOT.iterdir()) | set((ROOT / "runs").glob("*")) == before
 
 
-def test_broken_data_is_told_before_a_rank_starts(tmp_path: Path) -> None:
+def test_broken_data_is_reported_before_a_rank_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clear_launcher_variables(monkeypatch)
     prefix = write_indexed(tmp_path / "set", numbered(50, first_id=700))
     write_indexed(tmp_path / "set_mask", numbered(50))  # of another type than masks are
     words = [f"data.prefixes=[{prefix}]", "data.tokenizer=null", "device=cpu", f"run.dir={tmp_path / 'run'}"]
-    for more, output in (
-        (["model.vocab_size=600"], "the model's vocabulary ends at 599"),
-        (["model.vocab_size=9999", "data.kind=sft"], "_mask does not match the dataset"),
+    vocabulary = [*words, "model.vocab_size=600"]
+    assert probe(vocabulary).stdout == "heavy: [] status: 2\n"
+    for command, message in (
+        (vocabulary, "the model's vocabulary ends at 599"),
+        ([*words, "model.vocab_size=9999", "data.kind=sft"], "_mask does not match the dataset"),
     ):
-        for dry in ([], ["--dry-run"]):
-            done = probe([*words, *more, *dry])
-            assert output in " ".join(done.stderr.split()) and "rank grid" not in done.stdout, done.stderr
-            assert done.stdout.endswith("heavy: [] status: 2\n")
+        for option in ([], ["--dry-run"]):
+            assert cli.main([*command, *option], note_place) == 2
+            printed = capfd.readouterr()
+            assert printed.out == "" and message in " ".join(printed.err.split())
     assert not (tmp_path / "run").exists()
 
 
@@ -109,19 +115,27 @@ def test_a_device_without_async_tp_is_refused_before_anything_is_started(capfd: 
     assert "sequence parallelism on · compile · async_tp" in capfd.readouterr().out
 
 
-def test_a_dry_run_of_512_ranks_shows_the_last_one() -> None:
-    done = probe(["--dry-run", "data=mock", "model=llama70b", "trainer.tp=8", "trainer.pp=16", "trainer.dp=4"])
-    assert "504-511" in done.stdout
-
-
-def test_mistakes_are_said_without_a_traceback(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        (f"{' '.join(TINY)} trainer.tp=3 optim.lr=-1", ["trainer.tp", "optim.lr"]),  # all of them at once
+        ("--dry-run data=mock trainer.tpp=2 trainer.tp=3", ["trainer.tpp = 2", "divide model.num_attention_heads=4"]),
+        (f"{' '.join(TINY)} run.dir={{folder}}/file/run", ["cannot write to the run folder"]),
+        (f"{' '.join(TINY)} launch.hosts=[a,b,c] trainer.tp=2", ["must divide the number of devices, 3"]),
+    ],
+)
+def test_user_errors(
+    arguments: str,
+    messages: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clear_launcher_variables(monkeypatch)
-    assert cli.main([*TINY, "trainer.tp=3", "optim.lr=-1"]) == 2
-    text = capfd.readouterr().err
-    assert "trainer.tp" in text and "optim.lr" in text, "all of them at once"
-    assert "Traceback" not in text
+    (tmp_path / "file").touch()
+    assert cli.main(arguments.format(folder=tmp_path).split(), note_place) == 2
+    errors = capfd.readouterr().err
+    assert all(message in errors for message in messages) and "Traceback" not in errors
 
 
 def test_a_device_that_is_not_here_is_refused_together_with_the_rest(
@@ -157,6 +171,9 @@ class Accelerator:
     def memory_bytes(self) -> int:
         return 80 * 2**30
 
+    def has_fast_bf16(self) -> bool:
+        return True
+
 
 @pytest.mark.parametrize(
     ("overrides", "world"),
@@ -183,30 +200,24 @@ def test_the_world_when_started_by_hand(overrides: list[str], world: int, monkey
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_the_demo_runs_on_a_machine_with_gpus(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("file", "start", "end", "world"),
+    [("Makefile", "DEMO_ARGS := ", "\n\n", 2), ("README.md", "    python train.py ", "\n    python", None)],
+)
+def test_documented_commands_run_on_a_machine_with_gpus(
+    file: str, start: str, end: str, world: int | None, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megatron_llama.devices.cpu import DEVICE
 
-    text = (ROOT / "Makefile").read_text().partition("DEMO_ARGS := ")[2].partition("\n\n")[0]
-    arguments = shlex.split(text.replace("$(DEMO_RUN)", "runs/demo").replace("\\\n", " "))
+    text = (ROOT / file).read_text().partition(start)[2].partition(end)[0]
+    settings = shlex.split(text.replace("$(DEMO_RUN)", "runs/demo").replace("\\\n", " "))
+    assert any(each.startswith("trainer.steps=") for each in settings)
+    settings = [each for each in settings if not each.startswith("data.")]  # without the demo's files
     monkeypatch.setattr(Accelerator, "count", lambda self: devices)
     there = {"cpu": DEVICE}
     monkeypatch.setattr("megatron_llama.launch.world.get_device", lambda name: there.get(name, Accelerator()))
-    settings = [*arguments, "data=mock", "logging.sample_prompts=[]"]  # without the demo's files
-    assert find_world(load_config(settings, cli.CONF_DIR), None).plan().world_size == 2
-
-
-@pytest.mark.parametrize("devices", [1, 8])
-def test_the_first_training_in_the_readme_runs_on_a_machine_with_gpus(
-    devices: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = (ROOT / "README.md").read_text().partition("    python train.py ")[2].partition("\n    python")[0]
-    settings = shlex.split(text.replace("\\\n", " "))
-    assert "trainer.steps=200" in settings
-    settings = [each for each in settings if not each.startswith("data.")]
-    monkeypatch.setattr(Accelerator, "count", lambda self: devices)
-    monkeypatch.setattr(Accelerator, "has_fast_bf16", lambda self: True, raising=False)
-    monkeypatch.setattr("megatron_llama.launch.world.get_device", lambda name: Accelerator())
-    assert find_world(load_config([*settings, "data=mock"], cli.CONF_DIR), None).plan().world_size == devices
+    config = load_config([*settings, "data=mock", "logging.sample_prompts=[]"], cli.CONF_DIR)
+    assert find_world(config, None).plan().world_size == (world or devices)
 
 
 def test_a_gpu_that_torch_cannot_use_is_reported(
@@ -299,18 +310,10 @@ def test_a_disk_without_locks(
     assert not lock.read_text(), "a later start does not take a run that has ended for a running one"
 
 
-def test_a_folder_that_cannot_be_made_is_the_users_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    clear_launcher_variables(monkeypatch)
-    (tmp_path / "file").touch()
-    assert cli.main([*TINY, f"run.dir={tmp_path}/file/run"], note_place) == 2
-    assert "cannot write to the run folder" in capfd.readouterr().err
-
-
 def test_a_full_disk_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clear_launcher_variables(monkeypatch)
     reader, writer = os.pipe()
+    check_threads()
     pid = os.fork()
     if pid == 0:  # no file of this process can grow, as on a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -436,47 +439,34 @@ def test_under_srun_a_mistake_is_said_once(tmp_path: Path) -> None:
     assert "trainer.tp" in ends[0] and "Traceback" not in ends[0] and ends[1] == ""
 
 
-def test_mistakes_in_writing_and_in_meaning_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--dry-run", "data=mock", "trainer.tpp=2", "trainer.tp=3"]) == 2
-    errors = capsys.readouterr().err
-    assert "trainer.tpp = 2" in errors and "must divide model.num_attention_heads=4" in errors
-
-
-def test_folders_in_place_of_files_are_found_before_the_first_step(tmp_path: Path) -> None:
+def test_folders_in_place_of_files_are_rejected_together(tmp_path: Path) -> None:
     for name in ("plan.txt", "config.yaml", "checkpoints/latest", "checkpoints/best"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "ranks").touch()
-    with pytest.raises(ConfigError) as refused, run_dir.claim_run_dir(tmp_path):
+    with pytest.raises(ConfigError) as rejected, run_dir.claim_run_dir(tmp_path):
         pass
-    text = str(refused.value)
+    text = str(rejected.value)
     assert all(f"its {name} is a folder" in text for name in ("plan.txt", "checkpoints/latest", "checkpoints/best"))
     assert "its ranks is not a folder" in text and f"move {tmp_path}/checkpoints/latest away" in " ".join(text.split())
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", run_dir.OPENED_FILES)
 @pytest.mark.parametrize(
-    ("make", "kind"),
+    ("name", "make", "message"),
     [
-        (os.mkfifo, "not a regular file"),
-        (lambda path: path.symlink_to(path.name), "a link"),
-        (lambda path: path.symlink_to("mine.txt"), "a link"),
+        *((name, os.mkfifo, "not a regular file") for name in run_dir.OPENED_FILES),
+        *((name, lambda path: path.symlink_to(path.name), "a link") for name in run_dir.OPENED_FILES),
+        *((name, lambda path: path.symlink_to("mine.txt"), "a link") for name in run_dir.OPENED_FILES),
+        ("checkpoints", Path.touch, "not a folder"),
     ],
-    ids=["pipe", "loop of links", "link"],
 )
-def test_odd_files_do_not_block_a_run(tmp_path: Path, name: str, make: Callable[[Path], None], kind: str) -> None:
+def test_odd_files_do_not_block_a_run(tmp_path: Path, name: str, make: Callable[[Path], None], message: str) -> None:
     """A run does not write through links to files elsewhere."""
     (tmp_path / "mine.txt").write_text("mine")
     make(tmp_path / name)
-    with pytest.raises(ConfigError, match=f"its {name} is {kind}"), run_dir.claim_run_dir(tmp_path):
+    with pytest.raises(ConfigError, match=f"its {name} is {message}"), run_dir.claim_run_dir(tmp_path):
         pass
     assert (tmp_path / "mine.txt").read_text() == "mine"
-
-
-def test_a_file_in_place_of_the_checkpoints_is_found_before_the_first_step(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").touch()
-    with pytest.raises(ConfigError, match="its checkpoints is not a folder"), run_dir.claim_run_dir(tmp_path):
-        pass
-    (tmp_path / "checkpoints").unlink()
+    (tmp_path / name).unlink()
     with run_dir.claim_run_dir(tmp_path):
         pass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.small_run import SMALL
+from tests.launch.small_runs import SMALL
 from tests.paths import ROOT
 from tests.processes import children, environment, gone, losses, run_train_py, steps
 
@@ -117,13 +116,11 @@ def test_a_killed_rank_is_started_again_to_the_bit(torchrun: Torchrun, tmp_path:
 
 @pytest.mark.long
 def test_an_agent_that_is_killed_leaves_the_job_to_the_other(torchrun: Torchrun, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     options = ["--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv-id=elastic", "--rdzv-backend=c10d"]
-    # Time to wait for further nodes; unused if both are present.
-    options += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=5"]
+    # last_call_timeout: time to wait for further nodes; unused if both are present.
+    options += [f"--rdzv-endpoint={tmp_path}/store", "--rdzv-conf=store_type=file,last_call_timeout=5"]
     torchrun.close(6)
-    first, second = torchrun.start(*options), torchrun.start(*options, "--rdzv-conf=last_call_timeout=5,is_host=false")
+    first, second = torchrun.start(*options), torchrun.start(*options)
     ranks = torchrun.reached(5, 2)
     second.kill()
     assert all(gone(pid) for pid in ranks[1:]), "its rank dies with it"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,21 +19,19 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.devices import get_device
 from megatron_llama.devices.cpu.device import Cpu
-from megatron_llama.launch import ssh, start, supervise
-from megatron_llama.launch.rank import describe, is_peer_lost, load_entry
+from megatron_llama.launch import start
+from megatron_llama.launch.rank import describe, is_peer_lost, load_entry, run_as_rank
 from megatron_llama.launch.run_dir import rank_outputs
 from megatron_llama.launch.start import Share, start_ranks
-from megatron_llama.launch.supervise import Child, Grace, Signals
+from megatron_llama.launch.supervise import Grace
 from megatron_llama.parallel import process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system.errors import LaunchFailed, MachineError
 from tests.data.files import data_plan, numbered, write_indexed
-from tests.paths import ROOT
 from tests.processes import (
     PATIENCE_SECONDS,
     MakeLauncher,
     announce,
-    environment,
     gone,
     pids,
     plan_of,
@@ -42,8 +39,6 @@ from tests.processes import (
     save_and_leave,
     without_plan,
 )
-
-TAKES_ALL_DOWN_SECONDS = 10.0
 
 
 def run(work: Callable[[Path], None], folder: Path, ranks: int = 4, fork: bool = True) -> Callable[[], int]:
@@ -93,24 +88,18 @@ def test_ranks_meet_and_end_well(launcher: MakeLauncher, tmp_path: Path, fork: b
     assert totals == [ranks * (ranks + 1) / 2] * ranks
 
 
-def test_a_spawned_rank_imports_from_the_tree_of_its_launcher(
+def test_a_spawned_rank_has_its_launchers_import_path(
     launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """From the start: Python imports sitecustomize before a rank's own code runs."""
     (tmp_path / "megatron_llama.py").write_text("raise ImportError('a file in the current folder')")
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path/sitecustomize.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "path"), *sys.path])
     job = launcher(run(reduce_once, tmp_path, ranks=1, fork=False))
     assert job.wait() == 0, job.errors
-
-
-def test_a_spawned_rank_has_its_launchers_import_path_from_the_start(
-    launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Python imports sitecustomize before a rank's own code runs."""
-    (tmp_path / "sitecustomize.py").write_text(f"open({str(tmp_path / 'seen')!r}, 'w').close()\n")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    job = launcher(run(reduce_once, tmp_path, ranks=1, fork=False))
-    assert job.wait() == 0, job.errors
-    assert (tmp_path / "seen").exists()
+    assert (tmp_path / "imported").exists()
 
 
 def test_an_entry_may_be_a_name(launcher: MakeLauncher, tmp_path: Path) -> None:
@@ -140,43 +129,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "GRACE", Grace(PATIENCE_SECONDS, PATIENCE_SECONDS, PATIENCE_SECONDS))
 
 
-class Simulated(Child):
-    """A child of which only the time of its end, on a simulated clock, is known."""
-
-    succeeded, wants_restart = False, False
-
-    def __init__(self, clock: list[float], ends_at: float) -> None:
-        self.clock, self.ends_at = clock, ends_at
-
-    def poll(self) -> bool:
-        before, self.ended = self.ended, self.clock[0] >= self.ends_at
-        return self.ended and not before
-
-    def send(self, number: int) -> None:
-        pass
-
-
-@pytest.mark.parametrize("grace", [start.GRACE, ssh.GRACE], ids=["ranks", "hosts"])
-@pytest.mark.parametrize("cause", ["failure", "interrupt"])
-def test_all_are_taken_down_within_ten_seconds(cause: str, grace: Grace, monkeypatch: pytest.MonkeyPatch) -> None:
-    # On a simulated clock, because a stopwatch would also measure the machine: the others never end by themselves.
-    clock = [0.0]
-    monkeypatch.setattr(supervise.time, "monotonic", lambda: clock[0])
-    children = [Simulated(clock, 5.0 if cause == "failure" else float("inf")), Simulated(clock, float("inf"))]
-    signals = Signals()
-
-    def wait(seconds: float) -> None:
-        clock[0] += seconds
-        if cause == "interrupt" and clock[0] >= 5.0 and signals.interrupted_at is None:
-            signals.interrupted_at = clock[0]
-            signals.ends_at_once = True
-        assert clock[0] < 1000, "the supervisor waits for ever"
-
-    supervise.supervise(children, signals, grace, wait)
-    assert 5.0 < clock[0] < 5.0 + TAKES_ALL_DOWN_SECONDS
-    assert not children[1].ended
-
-
 def test_the_first_failure_has_the_last_word(launcher: MakeLauncher, tmp_path: Path, patient: None) -> None:
     job = launcher(run(fail_on_one, tmp_path))
     assert job.wait() == 1
@@ -201,13 +153,6 @@ def fail_while_destroying_waits(folder: Path) -> None:
         time.sleep(600)
 
 
-def test_a_failing_rank_does_not_wait_for_the_others(launcher: MakeLauncher, tmp_path: Path) -> None:
-    job = launcher(run(fail_while_destroying_waits, tmp_path, ranks=2))
-    assert job.wait(TAKES_ALL_DOWN_SECONDS + 20) == 1
-    assert job.last_line == "torch.OutOfMemoryError: of rank one"
-    assert "Rank 1 of 2 failed" in job.errors
-
-
 def fail_late_to_say_so(folder: Path) -> None:
     """The cause is slower to report than its consequence, as when it cleans up on its way out."""
     if rank() == 0:
@@ -215,6 +160,14 @@ def fail_late_to_say_so(folder: Path) -> None:
         raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
     wait_for_end(folder)
     raise ValueError("the cause")
+
+
+def fail_while_others_leave(folder: Path) -> None:
+    if rank() == 0:
+        announce(folder)
+        sys.exit(75)
+    wait_for_end(folder)
+    raise OSError("disk full while saving")
 
 
 def wait_for_end(folder: Path) -> None:
@@ -252,15 +205,17 @@ def test_what_a_disk_did_is_no_traceback(error: Exception, is_message: bool) -> 
     assert (error.strerror if isinstance(error, OSError) else str(error)) in reported.text
 
 
-def test_a_rank_of_srun_names_a_lost_peer_in_one_message() -> None:
-    code = """if True:
-        from megatron_llama.launch import rank
-        rank.CONSEQUENCE_DELAY_SECONDS = 0
-        def lose(_): raise RuntimeError("[gloo/pair.cc:534] Connection closed by peer [10.0.0.2]:6001")
-        rank.run_as_rank(None, 3, lose)"""
-    ended = subprocess.run([sys.executable, "-c", code], env=environment(), cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 1 and "Traceback" not in ended.stderr
-    message = " ".join(ended.stderr.split())
+def lose_peer(folder: Path) -> None:
+    raise RuntimeError("[gloo/pair.cc:534] Connection closed by peer [10.0.0.2]:6001")
+
+
+def test_a_rank_of_srun_names_a_lost_peer_in_one_message(
+    launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_llama.launch.rank.CONSEQUENCE_DELAY_SECONDS", 0.0)
+    job = launcher(lambda: run_as_rank(plan_of(1), 3, partial(without_plan, partial(lose_peer, tmp_path))))
+    assert job.wait() == 1 and "Traceback" not in job.errors
+    message = " ".join(job.errors.split())
     assert "Rank 3 lost its connection to another rank" in message and "closed by peer [10.0.0.2]:6001" in message
 
 
@@ -273,61 +228,54 @@ def test_an_output_that_can_not_be_deleted_fails_nothing(tmp_path: Path, monkeyp
         monkeypatch.setattr(Path, "unlink", read_only)
 
 
-def exit_early(folder: Path) -> None:
+KILLED = "rank 1 was killed by SIGKILL (the system may be out of memory)"
+
+
+def end_early(end: Callable[[], object], folder: Path) -> None:
+    """Rank 1 ends; the others wait."""
     if rank() == 1:
-        os._exit(0)  # as some libraries do on a fatal error
-    time.sleep(600)
-
-
-def exit_by_system_exit(folder: Path) -> None:
-    if rank() == 1:
-        sys.exit("no more data")
-    time.sleep(600)
-
-
-def abort(folder: Path) -> None:
-    if rank() == 1:
-        ctypes.string_at(0)
+        end()
     time.sleep(600)
 
 
 @pytest.mark.parametrize(
     ("work", "last_line"),
     [
-        (exit_early, "rank 1 exited with status 0 before the end of its work"),
-        (exit_by_system_exit, "SystemExit: no more data"),
-        (abort, "rank 1 was killed by SIGSEGV"),
+        # As some libraries do on a fatal error.
+        (partial(end_early, partial(os._exit, 0)), "rank 1 exited with status 0 before the end of its work"),
+        (partial(end_early, partial(sys.exit, "no more data")), "SystemExit: no more data"),
+        (partial(end_early, partial(ctypes.string_at, 0)), "rank 1 was killed by SIGSEGV"),
+        (partial(end_early, lambda: os.kill(os.getpid(), 9)), KILLED),
+        (fail_while_destroying_waits, "torch.OutOfMemoryError: of rank one"),
+        (fail_while_others_leave, "OSError: disk full while saving"),  # 75 needs all ranks
     ],
+    ids=["exit", "SystemExit", "crash", "kill", "others wait", "others leave"],
 )
-def test_every_way_to_die_takes_all_down(
+def test_a_failing_rank_takes_all_down(
     launcher: MakeLauncher, tmp_path: Path, work: Callable[[Path], None], last_line: str
 ) -> None:
-    job = launcher(run(work, tmp_path, ranks=3))
+    job = launcher(run(work, tmp_path, ranks=2))
     assert job.wait() == 1
-    assert job.last_line == last_line
-    if work is abort:
-        assert "in abort" in job.errors, "the Python stack of a crash is shown"
+    assert job.last_line == last_line and "Rank 1 of 2 failed" in job.errors
+    if "SIGSEGV" in last_line:
+        assert "in end_early" in job.errors, "the Python stack of a crash is shown"
 
 
-def test_a_killed_rank_takes_all_down_and_is_named(launcher: MakeLauncher, tmp_path: Path) -> None:
-    job = launcher(run(sleep_long, tmp_path, ranks=3))
-    others = pids(tmp_path, 3)
-    os.kill(others[2], signal.SIGKILL)
+def fail_alone(folder: Path) -> None:
+    raise ZeroDivisionError("the only rank")
+
+
+def test_a_failure_of_a_spawned_rank_is_reported(launcher: MakeLauncher, tmp_path: Path) -> None:
+    job = launcher(run(fail_alone, tmp_path, ranks=1, fork=False))
     assert job.wait() == 1
-    assert job.last_line == "rank 2 was killed by SIGKILL (the system may be out of memory)"
-    assert all(gone(pid) for pid in others)
-
-
-def test_spawned_ranks_follow_the_same_rules(launcher: MakeLauncher, tmp_path: Path, patient: None) -> None:
-    job = launcher(run(fail_on_one, tmp_path, ranks=2, fork=False))
-    assert job.wait() == 1
-    assert job.last_line == "ZeroDivisionError: the weights of rank one"
+    assert job.last_line == "ZeroDivisionError: the only rank" and "Rank 0 of 1 failed" in job.errors
 
 
 @pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
 def test_ranks_die_with_a_killed_launcher(launcher: MakeLauncher, tmp_path: Path, fork: bool) -> None:
-    job = launcher(run(sleep_long, tmp_path, ranks=2, fork=fork))
-    ranks = pids(tmp_path, 2)
+    count = 2 if fork else 1
+    job = launcher(run(sleep_long, tmp_path, count, fork))
+    ranks = pids(tmp_path, count)
     os.kill(job.pid, signal.SIGKILL)
     assert job.wait() == -signal.SIGKILL
     assert all(gone(pid) for pid in ranks)
@@ -357,30 +305,6 @@ def test_signals_are_the_ranks_business_and_75_comes_back(
     assert job.errors == ""
 
 
-def test_sigterm_before_ranks_can_save_ends_the_job(launcher: MakeLauncher, tmp_path: Path) -> None:
-    job = launcher(run(sleep_long, tmp_path, ranks=2))
-    ranks = pids(tmp_path, 2)
-    os.kill(job.pid, signal.SIGTERM)
-    assert job.wait() == 128 + signal.SIGTERM
-    assert job.last_line == "Stopped by SIGTERM."
-    assert all(gone(pid) for pid in ranks)
-
-
-def fail_while_others_leave(folder: Path) -> None:
-    if rank() == 0:
-        announce(folder)
-        sys.exit(75)
-    wait_for_end(folder)
-    raise OSError("disk full while saving")
-
-
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
-def test_75_needs_all_ranks(launcher: MakeLauncher, tmp_path: Path) -> None:
-    job = launcher(run(fail_while_others_leave, tmp_path, ranks=2))
-    assert job.wait() == 1
-    assert job.last_line == "OSError: disk full while saving"
-
-
 def interrupted(folder: Path) -> None:
     """Rank 1 does not listen, as in a collective."""
     if rank() == 1:
@@ -389,31 +313,36 @@ def interrupted(folder: Path) -> None:
     time.sleep(600)
 
 
-def test_interrupt_ends_all_ranks_with_one_line(launcher: MakeLauncher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_ranks_can_save_ends_all_with_one_line(
+    launcher: MakeLauncher, tmp_path: Path, number: signal.Signals
+) -> None:
     job = launcher(run(interrupted, tmp_path, ranks=2))
     ranks = pids(tmp_path, 2)
-    os.kill(job.pid, signal.SIGINT)
-    assert job.wait() == 130
-    assert job.errors == "Stopped by SIGINT.\n"
+    os.kill(job.pid, number)
+    assert job.wait() == 128 + number
+    assert job.errors == f"Stopped by {number.name}.\n"
     assert all(gone(pid) for pid in ranks)
 
 
 def clean_up(folder: Path) -> None:
-    """A rank that closes its files, which takes a moment."""
+    """Rank 1 closes its files after the launcher has seen the end of rank 0."""
     try:
         announce(folder)
         time.sleep(600)
     finally:
-        time.sleep(0.2)
-        (folder / f"cleaned{rank()}").touch()
+        if rank() == 1:
+            wait_for_end(folder)
+            (folder / "cleaned").touch()
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
 def test_interrupted_ranks_may_close_their_files(launcher: MakeLauncher, tmp_path: Path, patient: None) -> None:
     job = launcher(run(clean_up, tmp_path, ranks=2))
     pids(tmp_path, 2)
     os.kill(job.pid, signal.SIGINT)
     assert job.wait() == 130
-    assert len(list(tmp_path.glob("cleaned*"))) == 2
+    assert (tmp_path / "cleaned").exists()
 
 
 def talk(folder: Path) -> None:

@@ -1,4 +1,7 @@
-"""train.py without Linux-only facilities, as on macOS arm64. No test ran on macOS itself."""
+"""train.py on other systems: without Linux-only facilities, as on macOS arm64, and with a clock that jumps.
+
+No test ran on macOS itself.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,21 +64,50 @@ def test_cores_without_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     assert usable_cores() == [0, 1, 2] and get_device("cpu").count() == 3
 
 
+def train(folder: Path, site: Path, words: list[str]) -> list[dict[str, Any]]:
+    """Run train.py with the sitecustomize.py of a folder; return the lines of metrics.jsonl."""
+    variables = {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]), "XDG_CACHE_HOME": str(folder / "cache")}
+    command = [sys.executable, str(ROOT / "train.py"), *words, f"run.dir={folder}/run"]
+    done = subprocess.run(
+        command, env={**os.environ, **variables}, cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "-" not in "".join(line.rpartition("tokens/s")[2] for line in done.stdout.splitlines() if "step " in line)
+    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.slow
 def test_a_run_without_linux_facilities(tmp_path: Path) -> None:
     prefix = write_indexed(tmp_path / "text", numbered(60))
     words = [*SHAPE[1:], f"data.prefixes=[{prefix}]", "data=redpajama", "trainer.dp=2", "trainer.steps=2"]
-    words += ["data.split='80,20,0'", "model.vocab_size=4000", "device.peak_tflops=0.01", f"run.dir={tmp_path}/run"]
-    environ = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "macos"), str(ROOT)]),
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-    }
-    command = [sys.executable, str(ROOT / "train.py"), *words]
-    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    words += ["data.split='80,20,0'", "model.vocab_size=4000", "device.peak_tflops=0.01"]
+    records = train(tmp_path, Path(__file__).parent / "macos", words)
     assert [record["step"] for record in records] == [1, 2]
     # macOS counts bytes. The stand-in leaves Linux's KiB: the value is too small by 1024.
     assert records[-1]["peak_memory_bytes"] < resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 50
     assert (tmp_path / "run" / "checkpoints" / "step_00000002" / "checkpoint.json").is_file()
+
+
+CLOCK = """
+import time
+
+now = [-1e7]
+
+def jump_back():
+    now[0] -= 100.0
+    return now[0]
+
+time.time = jump_back
+time.time_ns = lambda: int(1e9 * jump_back())
+"""
+
+
+@pytest.mark.slow
+def test_a_clock_before_1970_that_jumps_back(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(CLOCK)
+    words = ["model=llama_2m", "data=mock", "device=cpu", "data.seq_length=16", "trainer.global_batch_size=2"]
+    words += ["trainer.steps=4", "trainer.val_every_steps=2", "checkpoint.every_steps=2"]
+    records = train(tmp_path, tmp_path, words)
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    for name in ("throughput", "tokens_per_second", "step_time_s", "mfu"):
+        assert all(record[name] > 0 for record in records), name

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,95 +26,56 @@ from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.launch.job_store import JobStore, LaunchFailed, StoreLost
 from megatron_llama.launch.rank import is_peer_lost
 from megatron_llama.launch.rendezvous import Rendezvous
+from megatron_llama.launch.reports import NodeInfo
 from megatron_llama.system.signals import is_stopped
-from tests.launch.places import context, info
 from tests.paths import ROOT
-from tests.processes import PATIENCE_SECONDS, MakeLauncher, host_store
+from tests.processes import PATIENCE_SECONDS, MakeLauncher, children, gone, host_store, state
+from tests.threads import check_threads
+
+SECRET = "0123456789abcdef"
 
 
 @pytest.fixture(autouse=True)
 def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """All nodes are this machine: the loopback, which several nodes can't share, counts as an address here."""
     monkeypatch.setattr(rendezvous, "check_first_address", lambda context: None)
+    monkeypatch.setattr(rendezvous, "_CHECK_SECONDS", 0.1)
 
 
 check_first_address = rendezvous.check_first_address
 
 
 @pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+def port() -> Iterator[socket.socket]:
+    """An open port, on which process 0 hosts its store."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
 
 
-def test_all_learn_where_the_run_is(port: int) -> None:
-    heard: dict[int, str] = {}
-
-    def other(rank: int) -> None:
-        here = Rendezvous(context(rank, port=port))
-        here.report(info(rank, 3))
-        heard[rank] = here.wait().run_dir
-
-    threads = [threading.Thread(target=other, args=(rank,)) for rank in (1, 2)]
-    threads[0].start()  # before there is anybody to meet
-    time.sleep(0.3)
-    first = Rendezvous(context(0, port=port))
-    with socket.create_connection(("127.0.0.1", port)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.0\n")
-        threads[1].start()
-        first.report(info(0, 3))
-        nodes = first.gather()
-        assert [node.name for node in nodes] == ["n1", "n2", "n3"]
-    first.open(nodes, "runs/it's here")
-    for thread in threads:
-        thread.join(100)
-    assert heard == {1: "runs/it's here", 2: "runs/it's here"}
+def context(rank: int, world: int = 3, address: str = "127.0.0.1", port: int = 0, job: str = "7") -> ProcessContext:
+    """Return the context of one of ``world`` processes on separate machines."""
+    return ProcessContext("srun", rank, 0, 1, world, address, port, job, False, node=rank, nodes=world)
 
 
-def test_a_run_folder_that_is_not_shared_is_rejected_on_all_nodes(
-    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_dir, "SHARED_LIMIT_SECONDS", 0.0)
-    ranks = [start(context(rank, 2, port=port)) for rank in (0, 1)]
-    errors = together(
-        lambda: ranks[0].open(ranks[0].gather(), str(tmp_path)), lambda: ranks[1].wait(run_dir.check_shared)
-    )
-    for error in errors:
-        assert isinstance(error, ConfigError) and error.problems[0].field == "run.dir", errors
-        assert socket.gethostname() in error.problems[0].rule and "all nodes mount" in error.problems[0].instead
-    with run_dir.claim_run_dir(tmp_path):
-        assert run_dir.check_shared(str(tmp_path)) is None
+def info(rank: int, processes: int = 2, **more: Any) -> NodeInfo:
+    """Return the report of one process."""
+    return replace(reports.node_info(context(rank, processes), rank, 1, 3), name=f"n{rank + 1}", **more)
 
 
-def test_a_process_of_another_job_is_not_counted(port: int) -> None:
-    first = Rendezvous(context(0, 2, port=port), limit_seconds=1.0)
-    first.report(info(0))
-    Rendezvous(context(1, 2, port=port, job="8")).report(info(1))
-    with pytest.raises(LaunchFailed, match="nodes 1 of 2 missing after 1 s; arrived: n1"):
-        first.gather()
+def connect(
+    port: socket.socket, rank: int, world: int = 2, secret: str = "", limit: float = PATIENCE_SECONDS, job: str = "7"
+) -> Rendezvous:
+    """Start a process; process 0 hosts the store."""
+    place = context(rank, world, port=port.getsockname()[1], job=job)
+    return Rendezvous(place, limit, secret, port.dup() if rank == 0 else None)
 
 
-def test_missing_process_0_is_reported(port: int) -> None:
-    with pytest.raises(LaunchFailed, match=rf"node 2 .* cannot reach the first node at 127.0.0.1, port {port}"):
-        Rendezvous(context(2, port=port), limit_seconds=0.5)
-
-
-def test_end_of_process_0_ends_the_wait(port: int) -> None:
-    first = Rendezvous(context(0, 2, port=port))
-    other = Rendezvous(context(1, 2, port=port))
-    other.report(info(1))
-    del first  # and with it the store
-    with pytest.raises(EOFError):
-        other.wait()
-
-
-def test_process_0_that_does_not_start_is_reported(port: int) -> None:
-    first = Rendezvous(context(0, 2, port=port))
-    other = Rendezvous(context(1, 2, port=port), limit_seconds=0.5)
-    other.report(info(1))
-    with pytest.raises(LaunchFailed, match=r"process 0 did not start within 0\.5 s: it, or a process .* is stopped"):
-        other.wait()
-    del first
+def start(port: socket.socket, rank: int, world: int = 3, counts: int | None = None) -> Rendezvous:
+    """Start a process that has reported itself and counts ``counts`` ranks."""
+    count = world if counts is None else counts
+    process = connect(port, rank, count)
+    process.report(reports.node_info(context(rank, count), rank, 1, world))
+    return process
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
@@ -135,46 +96,100 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def start(place: ProcessContext, token: str = "", counts: int | None = None) -> Rendezvous:
-    """Start a process that has reported itself and counts ``counts`` ranks."""
-    count = place if counts is None else replace(place, world_size=counts)
-    here = Rendezvous(count)
-    own_key = reports.node_info(count, place.rank, 1, place.world_size)
-    here.report(replace(own_key, token=token) if token else own_key)
-    return here
+def test_all_learn_the_run_folder(port: socket.socket) -> None:
+    first, *others = [start(port, rank) for rank in range(3)]
+    with socket.create_connection(port.getsockname()) as stranger:
+        stranger.sendall(b"GET / HTTP/1.0\n")
+        nodes = first.gather()
+        assert [node.number for node in nodes] == [0, 1, 2]
+        sent, *received = together(lambda: first.open(nodes, "runs/it's here"), *(other.wait for other in others))
+    assert sent.run_dir == "runs/it's here" and received == [sent, sent]
 
 
-def test_two_processes_with_one_number_are_told_at_once(port: int) -> None:
-    ranks = [start(context(rank, port=port)) for rank in (0, 1, 1)]
-    errors = together(ranks[0].gather, ranks[1].wait, ranks[2].wait)
+def test_a_process_that_starts_before_process_0_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as late:
+        late.bind(("127.0.0.1", 0))  # refuses connections until it listens
+        monkeypatch.setattr(rendezvous.time, "sleep", lambda seconds: late.listen())
+        rendezvous.wait_until_reachable(context(1, port=late.getsockname()[1]), PATIENCE_SECONDS)
+
+
+def test_a_run_folder_that_is_not_shared_is_rejected_on_all_nodes(
+    port: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_dir, "SHARED_LIMIT_SECONDS", 0.0)
+    first, second = start(port, 0, 2), start(port, 1, 2)
+    errors = together(lambda: first.open(first.gather(), str(tmp_path)), lambda: second.wait(run_dir.check_shared))
+    for error in errors:
+        assert isinstance(error, ConfigError) and error.problems[0].field == "run.dir", errors
+        assert socket.gethostname() in error.problems[0].rule and "all nodes mount" in error.problems[0].instead
+    with run_dir.claim_run_dir(tmp_path):
+        assert run_dir.check_shared(str(tmp_path)) is None
+
+
+def test_a_process_of_another_job_is_not_counted(port: socket.socket) -> None:
+    first = connect(port, 0, limit=1.0)
+    first.report(info(0))
+    connect(port, 1, job="8").report(info(1))
+    with pytest.raises(LaunchFailed, match="nodes 1 of 2 missing after 1 s; arrived: n1"):
+        first.gather()
+
+
+def test_missing_process_0_is_reported() -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        number = bound.getsockname()[1]
+        with pytest.raises(LaunchFailed, match=rf"node 2 .* cannot reach the first node at 127.0.0.1, port {number}"):
+            Rendezvous(context(2, port=number), limit_seconds=0.5)
+
+
+def test_end_of_process_0_ends_the_wait(port: socket.socket) -> None:
+    first, other = connect(port, 0), connect(port, 1)
+    other.report(info(1))
+    del first  # and with it the store
+    with pytest.raises(EOFError):
+        other.wait()
+
+
+def test_process_0_that_does_not_start_is_reported(port: socket.socket) -> None:
+    first, other = connect(port, 0), connect(port, 1, limit=0.5)
+    other.report(info(1))
+    with pytest.raises(LaunchFailed, match=r"process 0 did not start within 0\.5 s: it, or a process .* is stopped"):
+        other.wait()
+    del first
+
+
+def test_two_processes_with_one_number_are_rejected(port: socket.socket) -> None:
+    first, *others = [start(port, rank) for rank in (0, 1, 1)]
+    errors = together(first.gather, *(other.wait for other in others))
     assert sum(isinstance(error, ConfigError) for error in errors) >= 2, errors
     assert f"process {os.getpid()} on" in str(errors[0]) and errors[0].problems[0].field == "RANK"
 
 
-def test_a_late_process_with_a_taken_number_does_not_wait(port: int) -> None:
-    first, second = start(context(0, 2, port=port)), start(context(1, 2, port=port))
+def test_a_late_process_with_a_taken_number_does_not_wait(port: socket.socket) -> None:
+    first, second = start(port, 0, 2), start(port, 1, 2)
     together(lambda: first.open(first.gather(), "runs/x"), second.wait)
     with pytest.raises(ConfigError, match=r"two\s+processes\s+have\s+this\s+rank"):
-        start(context(1, 2, port=port)).wait()
+        start(port, 1, 2).wait()
 
 
 @pytest.mark.parametrize("counts", [2, 4])
-def test_processes_that_were_told_of_different_worlds_do_not_wait(port: int, counts: int) -> None:
-    first, second = start(context(0, port=port)), start(context(1, port=port), counts=counts)
-    errors = together(first.gather, second.wait)
-    for error in errors:
-        assert isinstance(error, ConfigError) and error.problems[0].field == "WORLD_SIZE", errors
+def test_processes_with_different_world_sizes_do_not_wait(port: socket.socket, counts: int) -> None:
+    first, second = start(port, 0), start(port, 1, counts=counts)
+    for error in together(first.gather, second.wait):
+        assert isinstance(error, ConfigError) and error.problems[0].field == "WORLD_SIZE", error
 
 
-def test_what_an_earlier_attempt_has_left_does_not_count() -> None:
+def test_reports_of_an_earlier_attempt_do_not_count() -> None:
     """torchrun keeps its store while agents come and go, and counts restarts on each agent alone."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    places = [
-        replace(context(rank, 2, port=store.port), launcher="torchrun", has_store=True, nodes=1) for rank in (0, 1)
-    ]
 
     def attempt(chosen: str) -> list[Any]:
-        first, second = [start(place) for place in places]
+        first, second = [
+            Rendezvous(replace(context(rank, 2, port=store.port), launcher="torchrun", has_store=True, nodes=1))
+            for rank in (0, 1)
+        ]
+        first.report(info(0))
+        second.report(info(1))
 
         def begin() -> reports.StartMessage:
             nodes = [replace(node, token="old") if node.number else node for node in first.gather()]
@@ -193,43 +208,35 @@ def test_what_an_earlier_attempt_has_left_does_not_count() -> None:
     assert monday[2] != tuesday[2]
 
 
-def test_a_port_that_is_taken_is_the_users_to_change(port: int) -> None:
-    with socket.create_server(("", port)), pytest.raises(ConfigError, match="MASTER_PORT"):
-        Rendezvous(context(0, port=port))
+def test_a_launcher_that_forks_ranks_hosts_the_store_in_a_process(launcher: MakeLauncher, tmp_path: Path) -> None:
+    """Its ranks inherit no thread; the store survives the signals that the ranks answer by saving."""
+
+    def host() -> int:
+        with socket.create_server(("127.0.0.1", 0)) as port:
+            first = Rendezvous(context(0, 2, port=port.getsockname()[1]), listener=port.dup(), forks=True)
+            first.report(info(0))
+            connect(port, 1).report(info(1))
+        (store,) = [pid for pid in children(os.getpid()) if state(pid) not in "ZX"]
+        (tmp_path / "store").write_text(str(store))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(store, number)
+        assert [node.number for node in first.gather()] == [0, 1]
+        check_threads()
+        return 0
+
+    job = launcher(host)
+    assert job.wait() == 0, job.errors
+    assert gone(int((tmp_path / "store").read_text()))
 
 
-SECRET = "0123456789abcdef"
+def test_a_taken_port_is_rejected() -> None:
+    with socket.create_server(("", 0)) as taken, pytest.raises(ConfigError, match="MASTER_PORT"):
+        Rendezvous(context(0, port=taken.getsockname()[1]))
 
 
-def stranger(port: int) -> Any:
+def stranger(port: socket.socket) -> Any:
     """Connect to the port without the job's secret."""
-    return TCPStore("127.0.0.1", port, is_master=False)
-
-
-def test_who_knows_the_jobs_name_but_not_its_secret_takes_nobodys_place(port: int) -> None:
-    first = Rendezvous(context(0, 2, port=port), secret=SECRET)
-    first.report(info(0))
-    Rendezvous(context(1, 2, port=port), secret=SECRET).report(replace(info(1), name="good"))
-    Rendezvous(context(1, 2, port=port)).report(replace(info(1), name="evil"))
-    Rendezvous(context(1, 2, port=port), secret="another").report(replace(info(1), name="evil"))
-    assert [node.name for node in first.gather()] == ["n1", "good"]
-
-
-def test_a_value_that_a_stranger_changes_or_moves_is_not_believed(port: int) -> None:
-    first = Rendezvous(context(0, 2, port=port), 0.5, SECRET)
-    other = Rendezvous(context(1, 2, port=port), 0.5, SECRET)
-    first.report(info(0))
-    evil = stranger(port)
-    (own_key,) = our_keys(evil)
-    other.report(info(1))
-    (theirs,) = our_keys(evil, 2) - {own_key}
-    good = evil.get(theirs)
-    for changed in (b"{}", b"0" * 64 + b"{}", good[:-1] + b" ", evil.get(own_key)):  # the last: another's report
-        evil.set(theirs, changed.decode())
-        with pytest.raises(LaunchFailed, match="nodes 1 of 2.*reports without this job's MEGATRON_LLAMA_SECRET"):
-            first.gather()
-    evil.set(theirs, good.decode())
-    assert len(first.gather()) == 2
+    return TCPStore("127.0.0.1", port.getsockname()[1], is_master=False)
 
 
 def our_keys(store: Any, count: int = 1) -> set[str]:
@@ -240,20 +247,41 @@ def our_keys(store: Any, count: int = 1) -> set[str]:
     return keys
 
 
-def test_neither_the_jobs_name_nor_its_secret_stands_in_the_store(port: int) -> None:
-    first = Rendezvous(context(0, 2, port=port, job="4711"), secret=SECRET)
+def test_without_the_secret_the_jobs_name_is_not_enough(port: socket.socket) -> None:
+    first = connect(port, 0, secret=SECRET, job="4711")
     first.report(info(0))
-    (key,) = our_keys(stranger(port))
-    assert "4711" not in key and SECRET not in key
-    assert SECRET.encode() not in stranger(port).get(key)
+    evil = stranger(port)
+    (key,) = our_keys(evil)
+    assert "4711" not in key and SECRET not in key and SECRET.encode() not in evil.get(key)
+    connect(port, 1, secret=SECRET, job="4711").report(replace(info(1), name="good"))
+    for secret in ("", "another"):
+        connect(port, 1, secret=secret, job="4711").report(replace(info(1), name="evil"))
+    assert [node.name for node in first.gather()] == ["n1", "good"]
+
+
+def test_a_value_that_a_stranger_changes_or_moves_is_not_believed(port: socket.socket) -> None:
+    first, other = (connect(port, rank, limit=0.5, secret=SECRET) for rank in (0, 1))
+    first.report(info(0))
+    evil = stranger(port)
+    (local,) = our_keys(evil)
+    other.report(info(1))
+    (remote,) = our_keys(evil, 2) - {local}
+    good = evil.get(remote)
+    for changed in (b"{}", b"0" * 64 + b"{}", good[:-1] + b" ", evil.get(local)):  # the last: another's report
+        evil.set(remote, changed.decode())
+        with pytest.raises(LaunchFailed, match="nodes 1 of 2.*reports without this job's MEGATRON_LLAMA_SECRET"):
+            first.gather()
+    evil.set(remote, good.decode())
+    assert len(first.gather()) == 2
 
 
 @pytest.mark.parametrize("report", ["", "[" * 100_000, '{"number": 1}', "null", "7" * 5000])
-def test_without_a_secret_an_invalid_report_is_a_missing_rank(port: int, report: str) -> None:
-    first = Rendezvous(context(0, 2, port=port), limit_seconds=0.5)
+def test_without_a_secret_an_invalid_report_is_a_missing_rank(port: socket.socket, report: str) -> None:
+    first = connect(port, 0, limit=0.5)
     first.report(info(0))
-    (own_key,) = our_keys(stranger(port))
-    stranger(port).set(f"{own_key[:-1]}1", report)
+    evil = stranger(port)
+    (local,) = our_keys(evil)
+    evil.set(f"{local[:-1]}1", report)
     with pytest.raises(LaunchFailed, match="nodes 1 of 2 missing"):
         first.gather()
 
@@ -284,22 +312,22 @@ def another_program(how: str) -> socket.socket:
     return listener
 
 
-@pytest.mark.parametrize("how", ["silent", "drips", "nonsense", "does not stop", "hangs up"])
-def test_port_of_another_program_is_reported_in_time(
-    launcher: MakeLauncher, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_a_port_of_another_program_is_reported(launcher: MakeLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_CONNECT_LIMIT_SECONDS", 1.0)
     monkeypatch.setattr(job_store, "ANSWER_SECONDS", 1.0)
 
-    def connect() -> int:
-        with (
-            another_program(how) as listener,
-            pytest.raises(LaunchFailed, match="does not belong to process 0"),
-        ):
+    def join(how: str) -> None:
+        with another_program(how) as listener:
             Rendezvous(context(1, port=listener.getsockname()[1]), limit_seconds=2.0).report(info(1))
+
+    def join_each() -> int:
+        kinds = ("silent", "drips", "nonsense", "does not stop", "hangs up")
+        errors = together(*(partial(join, how) for how in kinds))
+        for how, error in zip(kinds, errors, strict=True):
+            assert isinstance(error, LaunchFailed) and "does not belong to process 0" in str(error), (how, error)
         return 0
 
-    job = launcher(connect)  # torch's client tries to connect for minutes, in a thread
+    job = launcher(join_each)  # torch's client tries to connect for minutes, in a thread
     assert job.wait() == 0, job.errors
 
 
@@ -329,13 +357,13 @@ def stop_store_host(monkeypatch: pytest.MonkeyPatch) -> int:
         os.waitpid(host, 0)
 
 
-def test_a_hostile_crowd_at_the_store_keeps_nobody_out(port: int) -> None:
-    first = Rendezvous(context(0, 2, port=port), PATIENCE_SECONDS, SECRET)
+def test_hostile_connections_keep_no_process_out(port: socket.socket) -> None:
+    first = connect(port, 0, secret=SECRET)
     first.report(info(0))
     # torch's protocol: a greeting, then SET, the length of a key, the key, the length of a value, the value.
     greeting, before = b"\x00" + struct.pack("<I", 0x3C85F7CE), memory_mib()
     with contextlib.ExitStack() as crowd:
-        silent = [crowd.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(20)]
+        silent = [crowd.enter_context(socket.create_connection(port.getsockname())) for _ in range(20)]
         dripping, huge, garbage = silent[:3]
         dripping.sendall(greeting + b"\x01" + b"\x01" * 5)  # the first bytes of a length
         garbage.sendall(bytes(range(256)) * 400)
@@ -343,7 +371,7 @@ def test_a_hostile_crowd_at_the_store_keeps_nobody_out(port: int) -> None:
         with contextlib.suppress(OSError):  # the store hangs up at once
             for _ in range(200):
                 huge.sendall(b"x" * (1 << 20))
-        Rendezvous(context(1, 2, port=port), PATIENCE_SECONDS, SECRET).report(info(1))
+        connect(port, 1, secret=SECRET).report(info(1))
         assert [node.number for node in first.gather()] == [0, 1]
         assert memory_mib() - before < 100, "8 GiB were announced, and 200 MiB offered"
 
@@ -353,70 +381,77 @@ def memory_mib() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def test_process_0_listens_on_master_addr(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "is_loopback", lambda host: host == "127.0.1.1")
-    # 127.0.0.2 stands for the address of one of several interfaces, 127.0.1.1 for a name that is the loopback on the
-    # first node alone, 203.0.113.7 for the address of a router before it.
-    for address, nodes, expected in [
-        ("127.0.0.2", 2, "127.0.0.2"),
-        ("127.0.1.1", 2, "all addresses"),
-        ("203.0.113.7", 2, "all addresses"),
+@pytest.mark.parametrize(
+    ("address", "nodes", "expected"),
+    [
+        ("127.0.0.2", 2, "127.0.0.2"),  # one of several interfaces
+        ("127.0.1.1", 2, "all"),  # a name that is the loopback on the first node alone
+        ("203.0.113.7", 2, "all"),  # a router before it
         ("127.0.1.1", 1, "127.0.1.1"),
-    ]:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            number = int(probe.getsockname()[1])
-        first = Rendezvous(replace(context(0, 2, address, number), nodes=nodes))
-        assert f"Process 0 listens on {expected}." in first.describe_security()
-        assert [one if one not in ("::", "0.0.0.0") else "all addresses" for one in listening_addresses(number)] == [
-            expected
-        ]
+    ],
+)
+def test_process_0_listens_on_master_addr(
+    address: str, nodes: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "is_loopback", lambda host: host == "127.0.1.1")
+    with rendezvous.listen(replace(context(0, 2, address), nodes=nodes)) as listener:
+        host = listener.getsockname()[0]
+        assert (host if host not in ("::", "0.0.0.0") else "all") == expected
 
 
-def listening_addresses(port: int) -> list[str]:
-    """Return the addresses on which this machine listens at ``port``."""
-    addresses = []
-    for file, family in (("/proc/net/tcp", socket.AF_INET), ("/proc/net/tcp6", socket.AF_INET6)):
-        for line in Path(file).read_text().splitlines()[1:]:
-            address, _, number = line.split()[1].partition(":")
-            if line.split()[3] == "0A" and int(number, 16) == port:
-                words = bytes.fromhex(address)  # words of four bytes in host order
-                swapped = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
-                addresses.append(socket.inet_ntop(family, swapped))
-    return addresses
-
-
-def test_missing_secret_is_reported(port: int) -> None:
-    first = Rendezvous(context(0, 2, port=port))
-    assert "MEGATRON_LLAMA_SECRET is not set" in first.describe_security()
-    second = Rendezvous(context(1, 2, port=port), secret=SECRET)
-    assert "Messages carry an HMAC" in second.describe_security()
+def test_address_and_authentication_are_described(port: socket.socket) -> None:
+    first = connect(port, 0)
+    assert first.describe_security().startswith("Process 0 listens on 127.0.0.1. MEGATRON_LLAMA_SECRET is not set")
+    assert connect(port, 1, secret=SECRET).describe_security().startswith("Messages carry an HMAC")
+    with socket.create_server(("", 0)) as everywhere:
+        assert connect(everywhere, 0).describe_security().startswith("Process 0 listens on all addresses.")
 
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.1.1", "::1"])
-def test_a_loopback_address_is_refused_on_every_node(address: str) -> None:
+def test_a_loopback_address_is_rejected_on_every_node(address: str) -> None:
     for node in (0, 1):
         with pytest.raises(ConfigError, match=rf"(?s)MASTER_ADDR.*on\s+node\s+{node}"):
             check_first_address(context(node, address=address))
     check_first_address(context(0, 1, address))
 
 
-def test_torchruns_nodes_may_share_a_machine() -> None:
+def test_a_loopback_address_is_valid_for_torchruns_nodes_on_one_machine(port: socket.socket) -> None:
     """If the store of the first agent answers, the loopback is valid."""
-    with socket.create_server(("127.0.0.1", 0)) as store:
-        port = store.getsockname()[1]
-        for node in (0, 1):
-            check_first_address(replace(context(node, port=port), launcher="torchrun", has_store=True))
-            with pytest.raises(ConfigError, match="resolves to the loopback"):
-                check_first_address(context(node, port=port))
-    with pytest.raises(ConfigError, match=r"on\s+node\s+1"):
-        check_first_address(replace(context(1, port=port), launcher="torchrun", has_store=True))
+    for node in (0, 1):
+        place = context(node, port=port.getsockname()[1])
+        check_first_address(replace(place, launcher="torchrun", has_store=True))
+        with pytest.raises(ConfigError, match="resolves to the loopback"):
+            check_first_address(place)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        place = replace(context(1, port=bound.getsockname()[1]), launcher="torchrun", has_store=True)
+        with pytest.raises(ConfigError, match=r"on\s+node\s+1"):
+            check_first_address(place)
 
 
-def test_the_first_node_may_know_its_own_name_as_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_node_may_resolve_its_own_name_to_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "addresses_of", lambda host: ["127.0.1.1"])
     check_first_address(context(0, address="head"))  # Debian's /etc/hosts
     with pytest.raises(ConfigError, match=r"on\s+node\s+1"):
         check_first_address(context(1, address="head"))
+
+
+def test_nodes_with_different_rank_counts_are_named() -> None:
+    with pytest.raises(LaunchFailed, match=r"n3 has 7 ranks \(world size 21\), n1 has 1 \(world size 3\)"):
+        reports.check_consistent([info(0), info(1), info(2, ranks=7, world_size=21)])
+
+
+def test_the_table_of_nodes() -> None:
+    two = [
+        info(0, first_rank=0, ranks=4, address="10.0.0.1", interface="ib0"),
+        info(1, first_rank=4, ranks=4, address="10.0.0.2", interface=None),
+    ]
+    assert reports.node_table(two, context(0, 2, "n1", 15070)).splitlines() == [
+        "node  name  ranks  address   interface",
+        "0     n1    0-3    10.0.0.1  ib0",
+        "1     n2    4-7    10.0.0.2  unknown",
+        "Rendezvous at n1, port 15070.",
+    ]
 
 
 def test_interfaces() -> None:
@@ -430,7 +465,8 @@ def test_interfaces() -> None:
 
 LOST = """
 import os, signal
-os.environ.update({variables})
+from megatron_llama.launch import job_store
+os.environ.update(job_store.QUIET)
 from torch.distributed import TCPStore
 from tests.processes import host_store
 host, port = host_store()
@@ -439,29 +475,24 @@ store = TCPStore("127.0.0.1", port, is_master=False)
 os.kill(host, signal.SIGKILL)
 os.waitpid(host, 0)
 from megatron_llama.launch.rank import describe
-def call():
-    {call}
-try:
-    for _ in range(3):
-        call()
-except BaseException as error:
-    report = describe(error)
-    assert (report.kind, report.code, report.consequence) == ("error", 1, True), report
-    print(report.text.replace(str(port), "PORT"))
+for get in (store.get, job_store.JobStore(lambda: store, "", "", 9).get):
+    try:
+        for _ in range(3):
+            get("missing")
+    except BaseException as error:
+        report = describe(error)
+        assert (report.kind, report.code, report.consequence) == ("error", 1, True), report
+        print(report.text.replace(str(port), "PORT"), end="END")
 """
-CALLS = {
-    "torch's": "store.get('missing')",
-    "ours": "from megatron_llama.launch import job_store; job_store.JobStore(lambda: store, '', '', 9).get('missing')",
-}
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_lost_store_is_one_message(name: str) -> None:
-    program = LOST.format(variables=job_store.QUIET, call=CALLS[name])
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT)
-    message = " ".join(done.stdout.split())
-    assert message.startswith("Lost the rendezvous store at 127.0.0.1:PORT, through which"), done.stderr
-    assert "(rank 0 or its launcher) has ended" in message and "run the same command" in message
+def test_a_lost_store_is_one_message() -> None:
+    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    *messages, end = " ".join(done.stdout.split()).split("END")
+    assert len(messages) == 2 and not end, done.stderr
+    for message in messages:
+        assert message.startswith("Lost the rendezvous store at 127.0.0.1:PORT, through which"), done.stderr
+        assert "(rank 0 or its launcher) has ended" in message and "run the same command" in message
     assert "frame #" not in done.stdout + done.stderr and "Traceback" not in done.stdout + done.stderr
 
 

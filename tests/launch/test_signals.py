@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,42 +28,15 @@ from megatron_llama.train.spikes import guard
 from tests.checkpoint.jobs import Job, leftovers, losses
 from tests.checkpoint.runner import SMALL
 from tests.paths import TRAIN_PY
-from tests.processes import children, environment
+from tests.processes import children, environment, run_forked
+from tests.threads import check_threads
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 RUN = ["trainer.steps=4", "checkpoint.every_steps=2", "trainer.val_every_steps=3", "trainer.val_steps=1"]
-# Runs train.py in a process that gets a signal when it first imports a module.
-IMPORTING = """
-import os, runpy, sys
-class Signaller:
-    def find_spec(self, name, path=None, target=None):
-        if name == {module!r}:
-            sys.meta_path.remove(self)
-            os.kill(os.getpid(), {number})
-sys.meta_path.insert(0, Signaller())
-sys.argv[0] = {train!r}
-runpy.run_path({train!r}, run_name="__main__")
-"""
-
-
-@pytest.mark.parametrize(
-    ("module", "number"),
-    [("megatron_llama.cli", signal.SIGINT), ("omegaconf", signal.SIGTERM), ("torch", signal.SIGINT)],
-)
-def test_while_imports_last(tmp_path: Path, module: str, number: signal.Signals) -> None:
-    """The last of them comes when the run's folder is claimed."""
-    program = IMPORTING.format(module=module, number=int(number), train=str(TRAIN_PY))
-    done = subprocess.run(
-        [sys.executable, "-c", program, *SMALL, f"run.dir={tmp_path}/run"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert (done.returncode, done.stderr) == (128 + number, f"Stopped by {number.name}.\n")
 
 
 def test_after_the_end_the_status_is_what_counts() -> None:
+    check_threads()
     child = os.fork()
     if child == 0:
         exit_on_signal()
@@ -254,27 +229,33 @@ def test_what_a_killed_start_left_half_written_is_deleted(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("redirection", "status", "message"),
-    [("| true", 141, ""), ("> /dev/full", 1, "The output could not be written: No space left on device\n")],
+    ("lost", "status", "message"),
+    [(True, 141, ""), (False, 1, "The output could not be written: No space left on device\n")],
+    ids=["reader", "disk"],
 )
-def test_a_plan_that_can_not_be_printed_is_no_success(redirection: str, status: int, message: str) -> None:
-    line = f'set -o pipefail; sleep 0.1; "$@" {redirection}'
-    command = ["bash", "-c", line, "sh", sys.executable, str(TRAIN_PY), "--help"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
+def test_a_plan_that_cannot_be_printed_is_no_success(lost: bool, status: int, message: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer if lost else "/dev/full", "w") as output:
+        command = [sys.executable, str(TRAIN_PY), "--help"]
+        done = subprocess.run(command, env=environment(), stdout=output, stderr=subprocess.PIPE, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (status, message)
 
 
+def train_without_console(folder: Path) -> None:
+    """Run train.py with a reader that has gone, a closed stderr, and a locale that has only ASCII."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    os.close(2)
+    sys.stdout = open(1, "w", encoding="ascii", closefd=False)
+    sys.argv = [str(TRAIN_PY), *SMALL, *RUN, "logging.every_steps=1", f"run.dir={folder}"]
+    runpy.run_path(str(TRAIN_PY), run_name="__main__")
+
+
 def test_a_lost_console_does_not_end_training(tmp_path: Path) -> None:
-    """A real run: its reader goes after one line, stderr is closed, and the locale knows no more than ASCII."""
-    command = [sys.executable, str(TRAIN_PY), *SMALL, *RUN, "logging.every_steps=1", f"run.dir={tmp_path}/run"]
-    run = subprocess.Popen(
-        ["sh", "-c", 'exec "$@" 2>&-', "sh", *command],
-        env=environment(PYTHONIOENCODING="ascii"),
-        stdout=subprocess.PIPE,
-    )
-    assert run.stdout is not None and run.stdout.readline().strip()
-    run.stdout.close()
-    assert run.wait(200) == 0
-    text = (tmp_path / "run" / FILE).read_text()
+    folder = tmp_path / "run"
+    assert run_forked(partial(train_without_console, folder), tmp_path / "out", tmp_path / "err", 200) == 0
+    text = (folder / FILE).read_text()
     assert "stdout is lost: Broken pipe" in text and "step 4/4" in text
-    assert len(losses(tmp_path / "run")) == 4 and (tmp_path / "run/loss.png").exists()
+    assert len(losses(folder)) == 4 and (folder / "loss.png").exists()

@@ -15,11 +15,13 @@ import pytest
 from megatron_llama import cli
 from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.config.hostfile import Host, parse_hostfile
+from megatron_llama.launch import ssh as module
 from megatron_llama.launch.ssh import control_line_closed
 from megatron_llama.launch.starts import read_starts
 from megatron_llama.launch.world import find_world
-from tests.launch.fake_train import TINY, script
-from tests.processes import PATIENCE_SECONDS, environment, gone, pids
+from megatron_llama.plan import Plan
+from tests.launch.small_runs import TINY, script
+from tests.processes import PATIENCE_SECONDS, environment, gone, pids, plan_of
 
 # Like sshd: a shell in the user's home, in a session that outlives the local command. "down" is an unreachable host.
 SSH = """#!/bin/sh
@@ -35,16 +37,19 @@ ADDRESS = "megatron_llama.launch.rendezvous.check_first_address = lambda context
 # Their machine may be slow: a host whose ranks only lost another one speaks when the cause surely has.
 PATIENCE = "megatron_llama.launch.start.CONSEQUENCE_DELAY_SECONDS = 100.0"
 
-# Each host leaves the secret that it got.
+# Each host leaves the secret that it got, and the threads of its process at each fork.
 NOTES_SECRET = """
 import os, pathlib
 from megatron_llama.launch import join
+from tests.threads import foreign_threads
 read = join.secret_of_job
 def noted(context):
     secret = read(context)
     pathlib.Path({folder!r}, f"secret{{os.getpid()}}").write_text(secret)
     return secret
 join.secret_of_job = noted
+threads = pathlib.Path({folder!r}, f"threads{{os.getpid()}}")
+os.register_at_fork(before=lambda: print(foreign_threads(), file=threads.open("a")))
 """
 
 
@@ -57,7 +62,7 @@ def ssh(tmp_path: Path) -> str:
 
 
 def start(folder: Path, work: str, *overrides: str, before: str = "") -> subprocess.Popen[str]:
-    """The command on the first machine, in the background; its ranks run a function of fake_train.py."""
+    """The command on the first machine, in the background; its ranks run a function of small_runs.py."""
     modules = "import megatron_llama.launch.rendezvous, megatron_llama.launch.start"
     path = script(folder, work, before=f"{modules}\n{ADDRESS}\n{PATIENCE}\n{before}")
     return subprocess.Popen(
@@ -83,21 +88,42 @@ def test_ranks_on_two_hosts_meet(tmp_path: Path, ssh: str) -> None:
     assert "Messages carry an HMAC with MEGATRON_LLAMA_SECRET." in out
     secret = next(tmp_path.glob("secret*")).read_text()
     assert len(secret) == 64 and {path.read_text() for path in tmp_path.glob("secret*")} == {secret}
+    forks = [path.read_text().splitlines() for path in tmp_path.glob("threads*")]
+    assert sorted(forks) == [["[]"] * 2, ["[]"] * 3], "the first host forks its store too"
     (first,), _ = read_starts(folder)
     assert "launch.hosts=[a,u@b]" in first.command and "run.dir='a run'" in first.command.replace("'\"'\"'", "'")
     assert "checkpoint.resume" not in first.command, "the user's command, not the hosts'"
     assert secret not in (tmp_path / "command_lines").read_text(), "other users can read command lines"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
-def test_signals_are_forwarded_and_75_returned(tmp_path: Path, ssh: str, number: signal.Signals) -> None:
+@pytest.mark.slow
+def test_signals_are_forwarded_and_75_returned(tmp_path: Path, ssh: str) -> None:
     run = start(tmp_path, "announce_and_wait", "trainer.tp=2", "launch.hosts=[a,b]", ssh)
     pids(tmp_path, 2)
-    run.send_signal(number)
+    run.send_signal(signal.SIGTERM)
     _, errors = run.communicate(timeout=PATIENCE_SECONDS)
     assert run.returncode == 75, errors
-    assert {path.read_text() for path in tmp_path.glob("told*")} == {number.name}
+    assert {path.read_text() for path in tmp_path.glob("told*")} == {"SIGTERM"}
     assert "Traceback" not in errors
+
+
+def test_a_signal_between_two_hosts_reaches_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "ssh"  # writes the secret and the first signal that it gets
+    script.write_text('#!/bin/sh\ntimeout 20 head -n 2 >"${0%/*}/words_$1"\n')
+    script.chmod(0o755)
+    start_host = module._start
+
+    def start_after_signal(command: list[str], plan: Plan) -> subprocess.Popen[bytes]:
+        if "b" in command:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return start_host(command, plan)
+
+    monkeypatch.setattr(module, "_start", start_after_signal)
+    plan = plan_of(2)
+    plan.config.launch.ssh, plan.config.run.dir = str(script), str(tmp_path / "run")
+    module.run_on_hosts(plan, [Host("a"), Host("b")], [])
+    words = [(tmp_path / f"words_{host}").read_text().splitlines()[1:] for host in "ab"]
+    assert words == [["SIGUSR1"]] * 2
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
@@ -193,11 +219,3 @@ def test_a_hostfile_that_is_not_there_or_wrong_is_the_users_mistake(tmp_path: Pa
 )
 def test_the_world_of_hosts(overrides: list[str], world: int) -> None:
     assert find_world(of(*overrides), None).size == world
-
-
-def test_hosts_that_do_not_fit_the_layout_are_refused(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megatron_llama.launch.ssh.run_on_hosts", None)
-    assert cli.main([*TINY, "launch.hosts=[a,b,c]", "trainer.tp=2"]) == 2
-    assert "must divide the number of devices, 3" in capfd.readouterr().err

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
 
+from megatron_llama.launch import ssh, start
 from megatron_llama.launch import supervise as module
 from megatron_llama.launch.supervise import Child, Grace, Signals, supervise
 
@@ -17,13 +19,14 @@ class Fake(Child):
 
     def __init__(self, clock: Clock, end: float, *, status: int = 0, finishing: bool = False) -> None:
         self.clock, self.end, self.status, self.finishing = clock, end, status, finishing
+        self.received: list[int] = []
 
     def poll(self) -> bool:
         ended, self.ended = self.ended, self.clock.now >= self.end
         return self.ended and not ended
 
     def send(self, number: int) -> None:
-        pass
+        self.received.append(number)
 
     @property
     def is_finishing(self) -> bool:
@@ -89,3 +92,41 @@ def test_the_first_ctrl_c_has_no_limit_and_the_second_ends_at_once(clock: Clock)
 
     supervise([Fake(clock, NEVER, finishing=True)], signals, GRACE, wait=wait)
     assert 600 < clock.now < 601
+
+
+@pytest.mark.parametrize("grace", [start.GRACE, ssh.GRACE], ids=["ranks", "hosts"])
+@pytest.mark.parametrize("cause", ["failure", "Ctrl-C twice"])
+def test_children_that_never_end_have_ten_seconds(clock: Clock, cause: str, grace: Grace) -> None:
+    children = [Fake(clock, 5.0 if cause == "failure" else NEVER, status=1), Fake(clock, NEVER)]
+    signals = Signals()
+
+    def wait(seconds: float) -> None:
+        clock.wait(seconds)
+        if cause == "Ctrl-C twice" and clock.now > 5 and not signals.ends_at_once:
+            signals._receive(signal.SIGINT, None)
+
+    supervise(children, signals, grace, wait=wait)
+    assert 5 < clock.now < 15 and not children[1].ended
+
+
+def test_a_child_gets_the_signals_that_came_before_it(clock: Clock) -> None:
+    first, second = Fake(clock, NEVER), Fake(clock, NEVER)
+    with Signals() as signals:
+        signals.add(first)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        signals.add(second)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert first.received == second.received == [signal.SIGUSR1, signal.SIGTERM]
+
+
+def test_signals_are_held_until_the_release() -> None:
+    handler = signal.getsignal(signal.SIGUSR1)
+    with Signals(hold=True) as signals:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert not signals.received
+        signals.release()
+        assert signals.received == {signal.SIGUSR1}
+    with Signals(hold=True):
+        pass
+    assert signal.getsignal(signal.SIGUSR1) == handler
+    assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

@@ -1,9 +1,10 @@
-"""Files that are read whole: pipes, devices and giants are refused by name, nothing waits."""
+"""Files that are read whole, without a wait for pipes; locks, and files that are written atomically."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config.hf_config import read_hf_config
 from megatron_llama.corpus.indexed_format import IndexedDataset, read_index
 from megatron_llama.launch.run_dir import claim_run_dir
+from megatron_llama.system import files
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import (
     FolderTaken,
@@ -61,6 +63,34 @@ def test_nobody_waits_for_a_pipe(tmp_path: Path, name: str) -> None:
     with pytest.raises((OSError, ValueError, CorruptFile)) as refused:
         READERS[name](tmp_path)
     assert name in " ".join(map(str, (refused.value, getattr(refused.value, "filename", ""))))
+
+
+TENFOLD = [f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\n".join(["a0: &a0 [x]", *TENFOLD]), "values after aliases are expanded"),
+        ("a: &a [*a]", "contains itself"),
+        ("a: " + "[" * 20_000 + "]" * 20_000, "nested too deeply"),
+        ("# " + "x" * 2000, "bytes"),
+        ("[" + "1," * 500 + "1]", "values after aliases are expanded"),
+        ("base: &base {lr: 1e-3}\noptim: *base\nsteps: [1, 2, *base]\n", None),
+        ("", None),
+    ],
+    ids=["aliases of aliases", "a cycle", "depth", "size", "values", "good", "empty"],
+)
+def test_small_yaml_that_expands_is_rejected(
+    text: str, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if message == "bytes":
+        monkeypatch.setattr(files, "MOST_BYTES", 1000)
+    elif "1,1,1" in text:
+        monkeypatch.setattr(files, "MOST_VALUES", 400)
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        check_yaml(tmp_path / "recipe.yaml")
 
 
 def test_a_vocabulary_of_a_pipe_is_unknown(tmp_path: Path) -> None:

