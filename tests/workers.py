@@ -26,6 +26,7 @@ import pytest
 
 import tests.warm  # noqa: F401  before the first fork
 from tests.processes import state
+from tests.threads import check_threads
 
 OMITTED_FRAMES = ("/_pytest/", "/pytest/", "/pluggy/", "<frozen runpy>", "Extension modules:")
 """Parts of lines of a stack that are the same for each test."""
@@ -87,6 +88,7 @@ class Run:
         ours, theirs = multiprocessing.Pipe()
         sys.stdout.flush()
         sys.stderr.flush()
+        check_threads()
         gc.freeze()  # a collection in a worker would copy the pages that it visits
         pid = os.fork()
         if pid == 0:

@@ -20,6 +20,7 @@ from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.output import protect_output
 from megatron_llama.system.signals import exit_on_signal
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
+from tests.threads import check_threads
 
 POLL_SECONDS = 0.005
 STEPS, SAVED_EVERY = 24, 2
@@ -90,6 +91,7 @@ class Attempt:
         self.life, self.status = life, None
         self.begin, self.first_line = time.monotonic(), len(self.said_by_all)
         sys.stdout.flush()
+        check_threads()
         self.pid = os.fork()
         if self.pid == 0:
             status = EXIT_FAILED

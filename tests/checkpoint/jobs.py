@@ -18,6 +18,7 @@ from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.cli import main
 from megatron_llama.plan import Plan
 from tests.checkpoint.runner import SMALL
+from tests.threads import check_threads
 
 QUIET = ("device.peak_tflops=0.01", "logging.tensorboard=false")
 STATUS_LOST = -1
@@ -36,6 +37,7 @@ class Job:
         self.run_dir = run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
         self.output_file = run_dir.with_name(run_dir.name + ".out")
+        check_threads()
         self.pid = os.fork()
         if self.pid == 0:
             status = STATUS_LOST

@@ -27,6 +27,7 @@ from megatron_llama.train.run_rank import run_rank
 from tests.checkpoint.jobs import Job, final_tensors, leftovers, losses
 from tests.checkpoint.runner import assert_same, make_plan
 from tests.processes import announce, hasten, rank
+from tests.threads import check_threads
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -125,6 +126,7 @@ def test_an_echo_of_a_signal_is_ignored_and_a_second_one_ends_the_process(
     monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     plan = make_plan(1, tmp_path)
+    check_threads()
     child = os.fork()
     if child == 0:
         with stop.StopSignals(plan, reports=False):

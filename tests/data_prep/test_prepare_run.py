@@ -27,6 +27,7 @@ from megatron_llama.text.chat_template import NAMED_TEMPLATES
 from megatron_llama.text.conversation import LABELLED
 from tests.checkpoint.jobs import Job
 from tests.config.helpers import problems_of
+from tests.threads import check_threads
 from tests.tools.inference.commands import command
 from tests.tools.inference.models import make_folder
 
@@ -218,6 +219,7 @@ def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch:
     rest = records.folder.parent / f".{records.folder.name}.partial.elsewhere.1"  # leftover of a killed run
     rest.mkdir(parents=True)
     pids = []
+    check_threads()
     for number in range(2):
         pids.append(os.fork())
         if pids[-1] == 0:

@@ -26,6 +26,7 @@ from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.conversation import RecordError
+from tests.threads import check_threads
 
 Files = Mapping[str, bytes]
 ANSWERS = (ConfigError, UserError, CorruptFile, RecordError)
@@ -68,6 +69,7 @@ def fuzz(target: Target, folder: Path, number: int, cases: int) -> Outcome:
     """Run ``cases`` cases with seed ``number`` in a child process; stop at a failing case and minimize it."""
     case = folder / "case"
     reader, writer = os.pipe()
+    check_threads()
     child = os.fork()
     if child == 0:
         status = 1

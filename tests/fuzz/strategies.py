@@ -15,22 +15,9 @@ LONG = "x" * 200_000
 _NUMBERS = [0, 1, -1, 2, 3, 7, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 10**17, -(10**17), 10**9, 10**6]
 _FLOATS = [0.0, -0.0, 0.5, -1.5, 1e-320, 1e17, 1e308, float("inf"), float("-inf"), float("nan")]
 _TEXTS = [
-    "",
-    " ",
-    "\0",
-    "x",
-    "null",
-    "llama",
-    "../x",
-    "/dev/zero",
-    "/",
-    "\ud800",
-    "é😀",
-    "nan",
-    "1e5",
-    "${a}",
+    "", " ", "\0", "x", "null", "llama", "../x", "/dev/zero", "/", "\ud800", "é😀", "nan", "1e5", "${a}",
     "${oc.env:HOME}",
-]
+]  # fmt: skip
 ODD: SearchStrategy[Any] = st.one_of(
     st.none(),
     st.booleans(),

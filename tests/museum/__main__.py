@@ -1,6 +1,6 @@
 """Write the table of docs/design/silent_bugs.md.
 
-    python -m tests.museum
+python -m tests.museum
 """
 
 from __future__ import annotations

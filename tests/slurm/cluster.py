@@ -1,4 +1,4 @@
-"""A real SLURM with four virtual nodes, each with its own network, and its jobs.
+"""A real SLURM with four virtual nodes, each with its own network; its jobs; and a small run of four ranks.
 
 $SLURM_LAB_SETUP names the script that sets it up; default: next to the repository.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.paths import ROOT
-from tests.processes import environment
+from tests.processes import environment, losses
 
 SETUP = Path(os.environ.get("SLURM_LAB_SETUP", ROOT.parent / "shared" / "slurm" / "setup_slurm.sh"))
 # Each node has one core, so that nodes do not share cores. nproc prints OMP_NUM_THREADS, which is 1 in a job: it would
@@ -24,6 +24,22 @@ SETUP = Path(os.environ.get("SLURM_LAB_SETUP", ROOT.parent / "shared" / "slurm" 
 PYTHON = (
     f'#!/bin/sh\nexec taskset -c $((${{SLURM_NODEID:-0}} % $(env -u OMP_NUM_THREADS nproc))) {sys.executable} "$@"\n'
 )
+
+
+TINY = (
+    "model=llama_2m data=mock device=cpu data.seq_length=32 model.num_hidden_layers=2 model.hidden_size=64 "
+    "model.intermediate_size=96 logging.tensorboard=false trainer.tp=2 trainer.dp=2 trainer.global_batch_size=4 "
+    "optim=constant optim.warmup_steps=0"
+).split()
+
+
+def plain(folder: Path, *arguments: str) -> list[float]:
+    """The losses of an uninterrupted run on this machine, by hand, without Slurm: a thread a rank, as on its nodes."""
+    command = [sys.executable, str(ROOT / "train.py"), *arguments, f"run.dir={folder}"]
+    variables = environment(OMP_NUM_THREADS="1")
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    return losses(folder)
 
 
 class Lab:
@@ -146,11 +162,5 @@ class Job:
         return seconds
 
 
-class Report:
-    """Results for docs/results."""
-
-    def __init__(self) -> None:
-        self.rows: list[str] = []
-
-    def add(self, label: str, value: str) -> None:
-        self.rows.append(f"| {label} | {value} |")
+Report = Callable[[str, str], None]
+"""Takes a row of results for docs/results: its label and value."""

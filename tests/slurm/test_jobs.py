@@ -15,8 +15,7 @@ from megatron_llama.devices import get_device
 from megatron_llama.train.metrics_file import read_metrics
 from tests.paths import ROOT
 from tests.processes import environment, losses, steps
-from tests.slurm.cluster import Job, Lab, Report
-from tests.slurm.tiny_run import TINY, plain
+from tests.slurm.cluster import TINY, Job, Lab, Report, plain
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 # Enough work to be in the middle of it.
@@ -55,7 +54,7 @@ def test_losses_equal_those_of_a_plain_run(
     assert all(row in shown for row in table), job.log
     (logs,) = (lab.checkout / "logs" / str(job.number)).iterdir()
     assert "step 3/3" in (logs / "task_0.txt").read_text() and "step 3/3" in job.log
-    report.add(
+    report(
         f"`sbatch {' '.join(options)} run.slurm`, 3 steps, 4 ranks: losses bit-identical to `python train.py`",
         f"{time.monotonic() - begin:.0f} s",
     )
@@ -82,7 +81,7 @@ def test_compiled_by_one_job_trained_by_the_next(
     assert graphs == ["compiled 4 graphs on 4 ranks: cache hits 16, misses 0"], graphs
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
     assert list((tmp_path / "run" / "tensorboard").iterdir())
-    report.add(
+    report(
         "`sbatch --nodes=4 compile.slurm`, then `run.slurm` with trainer.compile=true: 4 graphs, then 16 "
         "hits and no miss; losses equal the eager ones to 1e-5",
         f"{compiled:.0f} s, {time.monotonic() - begin:.0f} s",
@@ -130,7 +129,7 @@ def test_a_job_survives_time_limit_preemption_and_a_lost_node(lab: Lab, tmp_path
     seconds = job.wait_for_requeue(1, 200)
     assert "stopped, all ranks have saved; queued again, restart 1, limit MAX_RESTARTS=10, 0 counted" in job.log
     first = steps(folder)[-1]
-    report.add(
+    report(
         "time limit: from the limit coming within 100 s to saved and queued again (Slurm looks every 30 s)",
         f"{seconds:.0f} s, at step {first}",
     )
@@ -145,9 +144,7 @@ def test_a_job_survives_time_limit_preemption_and_a_lost_node(lab: Lab, tmp_path
     assert "stopped, all ranks have saved; queued again, restart 2, limit MAX_RESTARTS=10, 0 counted" in job.log
     second = steps(folder)[-1]
     assert Job(lab, int(urgent)).wait_for_end() == "COMPLETED"
-    report.add(
-        "preempted by a job of the partition `urgent`: saved and queued again", f"{seconds:.0f} s, at step {second}"
-    )
+    report("preempted by a job of the partition `urgent`: saved and queued again", f"{seconds:.0f} s, at step {second}")
 
     reached(job, folder, second + 2)
     assert f"resuming from {folder}/checkpoints/step_{second:08d}" in job.log
@@ -156,14 +153,14 @@ def test_a_job_survives_time_limit_preemption_and_a_lost_node(lab: Lab, tmp_path
     assert re.search(r"n3.*(Node failure|NODE FAILURE)|NODE FAILURE|[Cc]onnection closed|failed with status", job.log)
     lost = steps(folder)[-1]
     lab.set_up()  # the node comes back
-    report.add("node n3 lost (its processes killed at once): queued again", f"{seconds:.0f} s, at step {lost}")
+    report("node n3 lost (its processes killed at once): queued again", f"{seconds:.0f} s, at step {lost}")
 
     go.touch()
     assert job.wait_for_end(400) == "COMPLETED", job.log
     assert steps(folder) == list(range(1, 121)), "each step once"
     assert losses(folder) == plain(tmp_path / "plain", *LONG), "to the bit"
     restarts = job.facts["Restarts"]
-    report.add(
+    report(
         "that job, 120 steps: losses bit-identical to an uninterrupted `python train.py`, each step "
         "once in metrics.jsonl",
         f"{restarts} restarts",
@@ -177,7 +174,7 @@ def test_the_restart_limit_is_a_failure(lab: Lab, tmp_path: Path, report: Report
     assert job.wait_for_end() == "FAILED"
     assert job.facts["ExitCode"] == "75:0"
     assert "MAX_RESTARTS=0: the end, with status 75" in job.log
-    report.add("stopped with MAX_RESTARTS=0", "FAILED, exit status 75, saved")
+    report("stopped with MAX_RESTARTS=0", "FAILED, exit status 75, saved")
 
 
 FAILING_TRAIN = """
@@ -208,7 +205,7 @@ def test_a_rank_that_fails_shows_its_traceback(lab: Lab, tmp_path: Path, report:
     assert job.facts["ExitCode"] == "1:0"
     assert "ZeroDivisionError: the weights of rank two" in job.log and "Traceback" in job.log
     assert steps(tmp_path / "run") == [1]
-    report.add(
+    report(
         "rank 2 of 4 raises in step 2, MAX_RESTARTS=0",
         f"FAILED, exit status 1, its traceback in the job's log; {time.monotonic() - begin:.0f} s after submission",
     )

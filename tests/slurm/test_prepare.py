@@ -133,7 +133,7 @@ def test_a_corpus_over_nodes_with_a_killed_task(
     rerun = lab.submit(options, words, script="prepare.slurm")
     rerun.wait(lambda: ended(lab, rerun), 120, "end")
     assert all("already complete, nothing to do" in text for text in logs(lab, rerun).values())
-    report.add(
+    report(
         "`sbatch --array=1-4 prepare.slurm preprocess.py ...`: 1,200 documents on 4 nodes, part 2 killed with "
         f"-9, then node {lost} (part 3) lost: both requeued and resumed; dataset and manifest "
         "byte-identical to one machine's",

@@ -25,6 +25,7 @@ from megatron_llama.train.metrics import EVERY_STEP, SOME_STEPS, MetricsLogger
 from megatron_llama.train.metrics_file import MetricsFile, read_metrics
 from megatron_llama.train.sinks import CsvFile, TensorBoardFile, WandbRun, write_samples
 from tests.config.helpers import make, problems_of
+from tests.threads import check_threads
 from tests.train.steps import PEAK, STEPS, log_steps, plan_of
 
 Capture = pytest.CaptureFixture[str]
@@ -47,6 +48,7 @@ def logged_values(record: dict[str, Any]) -> dict[str, Any]:
 
 def on_a_full_disk(work: Callable[[], None], errors: Path, size: int) -> str:
     """Run ``work`` with files limited to ``size`` bytes; return stderr. The exit status must be 0."""
+    check_threads()
     child = os.fork()
     if child == 0:
         status = 1

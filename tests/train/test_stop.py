@@ -15,6 +15,7 @@ from megatron_llama.system import command
 from megatron_llama.train import stop
 from tests.checkpoint.runner import SMALL
 from tests.processes import plan_of, run_train_py
+from tests.threads import check_threads
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,7 @@ def test_a_second_signal(monkeypatch: pytest.MonkeyPatch, job: str | None, secon
     if job is not None:
         monkeypatch.setenv("SLURM_JOB_ID", job)
     plan = plan_of(1)
+    check_threads()
     child = os.fork()
     if child == 0:
         with stop.StopSignals(plan, reports=False) as signals:

@@ -15,6 +15,7 @@ import transformers.models.auto.tokenization_auto  # noqa: F401  imported before
 import megatron_llama.tools.inference.chat  # noqa: F401  the same
 from megatron_llama.launch.start import start_ranks
 from megatron_llama.tools.inference import evaluate_cli, generate_cli
+from tests.threads import check_threads
 
 Main = Callable[[Sequence[str]], int]
 
@@ -41,6 +42,7 @@ def command(main: Main, *arguments: object, stdin: str = "", timeout: float = 15
         given.write(stdin)
         given.flush()
         given.seek(0)
+        check_threads()
         pid = os.fork()
         if pid == 0:
             status = -1
