@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -365,7 +364,7 @@ def rejection_lines(result: SearchResult) -> Iterator[str]:
     end = "; rejected:" if rejected else ", none rejected"
     yield f"{result.space.total:,} {plural(result.space.total, 'set')} of settings considered{end}"
     yield from (f"  {count:>7,}  {reason}" for reason, count in rejected.items())
-    yield from textwrap.wrap(f"not tried: {NOT_TRIED}", initial_indent="  ", subsequent_indent="    ", width=80)
+    yield from wrap_lines(f"not tried: {NOT_TRIED}", "  ", "    ")
     if history.tried:
         yield f"  correction of the activation forecast from trials: x {history.memory_scale:.2f}"
 
