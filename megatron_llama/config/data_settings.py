@@ -13,7 +13,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Any
@@ -102,7 +102,7 @@ def settle_data_settings(data: Any, given: Set[str]) -> None:
             paths = [item if is_number(item) else complete_prefix(str(item), data.kind) for item in paths]
             data[name] = same_names(paths, first)
         for entry in data.schedule:
-            if isinstance(entry, Mapping) and isinstance(entry.get("prefixes"), Sequence):
+            if isinstance(entry, MutableMapping) and isinstance(entry.get("prefixes"), Sequence):
                 entry["prefixes"] = same_names(entry["prefixes"], first)
 
 
