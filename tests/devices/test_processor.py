@@ -121,7 +121,8 @@ def test_matmuls_stay_in_fp32_with_any_choice(monkeypatch: pytest.MonkeyPatch) -
     """On hardware that would round, a processor with AMX that calls itself Zen 5, the choice is reverted."""
     before = library()
     monkeypatch.setattr(cpu, "processor", lambda: ZEN_5)
-    assert library() == ("bf16" if cpu.prefer_onednn() else before)
+    is_chosen = cpu.prefer_onednn()
+    assert library() == ("bf16" if is_chosen else before)
     torch.manual_seed(0)
     for rows, inner, columns in ((2048, 512, 512), (64, 4096, 256), (7, 33, 129)):
         a, b = torch.randn(rows, inner), torch.randn(inner, columns)
