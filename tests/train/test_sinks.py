@@ -26,6 +26,7 @@ from megatron_llama.train.metrics_file import MetricsFile, read_metrics
 from megatron_llama.train.sinks import CsvFile, TensorBoardFile, WandbRun, write_samples
 from tests.config.helpers import make, problems_of
 from tests.threads import check_threads
+from tests.processes import run_forked
 from tests.train.steps import PEAK, STEPS, log_steps, plan_of
 
 Capture = pytest.CaptureFixture[str]
@@ -379,6 +380,11 @@ WANDB_SECONDS = 60
 """Time limit for wandb's process, which writes the file."""
 
 
+def in_a_fork(work: Callable[[], Any], folder: Path) -> None:
+    """Run ``work`` in a fork: the packages leave threads, after which no test may fork ranks."""
+    assert run_forked(work, folder / "stdout", folder / "stderr", 100) == 0, (folder / "stderr").read_text()
+
+
 @pytest.mark.slow
 def test_an_offline_run_of_the_real_package(tmp_path: Path, monkeypatch: Patch) -> None:
     pytest.importorskip("wandb")
@@ -386,7 +392,7 @@ def test_an_offline_run_of_the_real_package(tmp_path: Path, monkeypatch: Patch) 
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "run").mkdir()
-    log_steps(plan_of(tmp_path / "run", "logging.wandb=offline"))
+    in_a_fork(lambda: log_steps(plan_of(tmp_path / "run", "logging.wandb=offline")), tmp_path)
     (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     logged = [record["reduced_train_loss"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     losses: list[float] = []
@@ -408,7 +414,8 @@ def test_a_run_of_the_real_trackio(tmp_path: Path, monkeypatch: Patch) -> None:
     pytest.importorskip("trackio", reason="trackio, an extra, is not installed")
     from trackio.sqlite_storage import SQLiteStorage
 
-    records = log_twice(tmp_path, "logging.trackio=mine")
+    in_a_fork(lambda: log_twice(tmp_path, "logging.trackio=mine"), tmp_path)
+    records = read_metrics(tmp_path / "metrics.jsonl")
     (name,) = SQLiteStorage.get_runs("mine")
     logged = SQLiteStorage.get_logs("mine", name)
     by_step = {entry["step"]: entry["reduced_train_loss"] for entry in logged}
@@ -423,7 +430,8 @@ def test_a_run_of_the_real_mlflow(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sinks, "MLFLOW_CLOSE_SECONDS", 120.0)  # the first start makes the database
-    records = log_twice(tmp_path, "logging.mlflow=mine")
+    in_a_fork(lambda: log_twice(tmp_path, "logging.mlflow=mine"), tmp_path)
+    records = read_metrics(tmp_path / "metrics.jsonl")
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
     history = client.get_metric_history(run.info.run_id, "reduced_train_loss")
