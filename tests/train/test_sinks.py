@@ -25,8 +25,8 @@ from megatron_llama.train.metrics import EVERY_STEP, SOME_STEPS, MetricsLogger
 from megatron_llama.train.metrics_file import MetricsFile, read_metrics
 from megatron_llama.train.sinks import CsvFile, TensorBoardFile, WandbRun, write_samples
 from tests.config.helpers import make, problems_of
-from tests.threads import check_threads
 from tests.processes import run_forked
+from tests.threads import check_threads
 from tests.train.steps import PEAK, STEPS, log_steps, plan_of
 
 Capture = pytest.CaptureFixture[str]
