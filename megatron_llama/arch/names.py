@@ -24,6 +24,7 @@ from megatron_llama.arch.shapes import (
 from megatron_llama.config import FinetuneConfig, ModelConfig
 
 Shape = tuple[int, ...]
+EMBEDDING = "model.embed_tokens.weight"
 # PEFT's prefix of a model's names in an adapter file.
 PEFT_PREFIX = "base_model.model."
 MAGNITUDE = "lora_magnitude_vector"
@@ -78,7 +79,7 @@ class TensorParallel:
 def hf_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Return the shapes of all tensors of the Hugging Face checkpoint, in file order."""
     h = model.hidden_size
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (model.vocab_size, h)}
+    shapes: dict[str, Shape] = {EMBEDDING: (model.vocab_size, h)}
     for i in range(model.num_hidden_layers):
         layer = f"model.layers.{i}."
         shapes |= {f"{layer}{matrix.name}.weight": matrix.shape for matrix in matrices(model).values()}
@@ -153,7 +154,7 @@ def rectangles(
     stem = parameter.removesuffix(".weight").removesuffix(".bias")
     if stem in ("embed_tokens", "lm_head"):
         tied_copy = stem == "lm_head" and model.tie_word_embeddings
-        name = "model.embed_tokens.weight" if tied_copy or stem == "embed_tokens" else "lm_head.weight"
+        name = EMBEDDING if tied_copy or stem == "embed_tokens" else "lm_head.weight"
         rows = padded_vocab_size // tp.size
         real = max(0, min(rows, model.vocab_size - tp.rank * rows))
         size = (real, model.hidden_size)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_llama.arch.names import hf_shapes
+from megatron_llama.arch.names import EMBEDDING, hf_shapes
 from megatron_llama.checkpoint.stored_tensors import (
     WEIGHT_DTYPES,
     CorruptFile,
@@ -31,7 +31,6 @@ from megatron_llama.config.hf_config import INDEX, SINGLE, missing_weights
 
 # Old exporters wrote these tensors; the config defines their values.
 _DERIVED = ".rotary_emb.inv_freq"
-EMBEDDING = "model.embed_tokens.weight"
 _BLOCK_VALUES = 1 << 24
 
 

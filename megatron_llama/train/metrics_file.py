@@ -53,9 +53,9 @@ class MetricsFile:
 
     def _reopen_if_replaced(self) -> None:
         """Replace the file if it was deleted. Raises OSError, and MachineError if its folder was."""
-        if _is_at(self._path, os.fstat(self._file.fileno())):
+        if _is_at(self._path, os.fstat(self._file.fileno()), follow=False):
             return
-        if not _is_at(self._path.parent, self._folder):
+        if not _is_at(self._path.parent, self._folder, follow=True):  # run.dir may be a link
             raise MachineError(f"{self._path.parent} was deleted, renamed or replaced during the run.")
         sys.stderr.write(f"WARNING: {self._path} was deleted or replaced during the run; its earlier steps are lost.\n")
         self._path.unlink(missing_ok=True)  # a link or a pipe
@@ -63,10 +63,10 @@ class MetricsFile:
         self._file = open(self._path, "a", encoding="utf-8")
 
 
-def _is_at(path: Path, status: os.stat_result) -> bool:
-    """Return whether ``path`` is the file or folder with this status."""
+def _is_at(path: Path, status: os.stat_result, *, follow: bool) -> bool:
+    """Return whether ``path`` is the file or folder with this status. ``follow``: also as a link."""
     try:
-        return os.path.samestat(os.lstat(path), status)
+        return os.path.samestat(os.stat(path, follow_symlinks=follow), status)
     except FileNotFoundError:
         return False
 

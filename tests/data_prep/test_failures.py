@@ -29,7 +29,7 @@ DEFAULTS = {
     "redpajama.py": "",
     "inspect.py": "",
 }
-"""Arguments before the arguments of a row, without those that the row has."""
+"""Arguments before the arguments of a row, which replace equal options."""
 MISTAKES = [
     "preprocess.py --workers 0",
     "preprocess.py --json-keys text text",

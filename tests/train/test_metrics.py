@@ -190,22 +190,32 @@ def replace_folder(folder: Path) -> None:
     folder.mkdir()
 
 
+def delete_behind_link(folder: Path) -> None:
+    """Delete the file of a folder that is a link."""
+    (folder / "metrics.jsonl").unlink()
+
+
 @pytest.mark.parametrize(
     ("harm", "reported"),
     [
         (lambda folder: (folder / "metrics.jsonl").unlink(), None),
         (lambda folder: (folder / "metrics.jsonl").rename(folder / "old.jsonl"), None),
+        (delete_behind_link, None),
         (shutil.rmtree, "was deleted"),
         (lambda folder: folder.rename(folder.with_name("other")), "renamed"),
         (replace_folder, "replaced"),
     ],
-    ids=["file deleted", "file renamed", "folder deleted", "folder renamed", "folder replaced"],
+    ids=["file deleted", "file renamed", "linked folder", "folder deleted", "folder renamed", "folder replaced"],
 )
 def test_files_that_are_deleted_during_a_run(
     harm: Callable[[Path], object], reported: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    folder.mkdir()
+    if harm is delete_behind_link:
+        (tmp_path / "scratch").mkdir()
+        folder.symlink_to("scratch")
+    else:
+        folder.mkdir()
     file = MetricsFile(folder / "metrics.jsonl", 0)
     file.append({"step": 1})
     harm(folder)
