@@ -123,7 +123,7 @@ def prefer_onednn() -> bool:
     """Make torch multiply fp32 matrices with oneDNN if MKL, the default, does not use AVX-512. Return whether it does.
 
     MKL does not use AVX-512 on AMD processors. With oneDNN, two cores of Zen 5 (512-bit units) reach 450 GFLOP/s
-    instead of 200, two cores of Zen 4 210 instead of 190 (docs/design/log/2026-11.md). torch has no setting for the
+    instead of 200, two cores of Zen 4 210 instead of 190 (docs/design/decisions.md). torch has no setting for the
     library. It uses oneDNN if fp32 matmuls *may* be computed in bf16, which oneDNN does with AMX units only. A test
     matmul checks that results stay fp32.
     """
@@ -146,7 +146,7 @@ def _keep_freed_memory() -> None:
     """Make glibc reuse freed memory of any size, as the caching allocators of accelerators do.
 
     By default glibc maps new memory for every tensor of 32 MiB or more, and often for smaller ones. The page faults
-    take a fifth of a step's CPU time for the 56 M model (docs/design/log/2026-11.md).
+    take a fifth of a step's CPU time for the 56 M model (docs/design/decisions.md).
     Other C libraries have no ``mallopt``; then the function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -159,7 +159,7 @@ def _map_large_tensors() -> None:
     """Make glibc return the memory of freed tensors of ``_LARGE`` bytes or more to the system.
 
     Activations of different sizes fragment the heap: a rank with 32,768 tokens had 0.9 GiB of live tensors and 2.3 GiB
-    of resident memory (docs/design/log/2026-11.md). Page faults take a few percent of a step with so long sequences.
+    of resident memory (docs/design/decisions.md). Page faults take a few percent of a step with so long sequences.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

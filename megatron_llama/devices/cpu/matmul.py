@@ -3,7 +3,7 @@
 The fastest kernels of attention and loss depend on the library.
 
 If oneDNN does not support bf16 (x86 without AVX-512, many laptops), torch multiplies bf16 at 1 GFLOP/s, compared with
-70 GFLOP/s in fp32 (docs/design/log/2026-11.md). ``multiply_in_fp32`` replaces torch's operators: they upcast their
+70 GFLOP/s in fp32 (docs/design/decisions.md). ``multiply_in_fp32`` replaces torch's operators: they upcast their
 operands, multiply in fp32 and round the result once, as bf16 instructions do. The replacement covers the whole process:
 eager and compiled layers, their backward passes, the loss, attention and generation. The fp32 copies live as long as
 the matmul.
