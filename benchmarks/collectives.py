@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--largest", type=int, default=64 << 20, help="largest message, bytes (default %(default)s)")
     add("--factor", type=int, default=8, help="factor between message sizes (default %(default)s)")
     add("--device", default="cpu", help="device whose backend is measured (default cpu: shared memory and gloo)")
-    add("--output", type=Path, default=ROOT / "docs/results/collectives.md", help="path of the page")
+    add("--output", type=Path, default=ROOT / "runs/benchmarks/collectives.md", help="path of the page")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """Count launches, bytes and waits of a training step of Llama 7B's blocks with device=cuda; forecast its MFU on H100.
 
-    python -m benchmarks launches [--lengths 4096 8192] [--write docs/results/cuda_launches.md]
+    python -m benchmarks launches [--lengths 4096 8192] [--write PAGE]
 
 Needs no GPU: runs on the runtime of tests/cuda, with a CUDA build of torch. Steps with one and with two blocks are
 counted; their difference is the work of a block. Eager operators are counted by the memory of their arguments, Triton

@@ -41,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--window", type=int, default=4096, help="sliding window of longer sequences (default %(default)s)")
     add("--rounds", type=int, default=2, help="runs of each point (default %(default)s)")
     add("--steps", type=int, default=2, help="steps of a run; the first is not counted (default %(default)s)")
-    add(
-        "--output", type=Path, default=ROOT / "docs/results/long_context", help="path of the page, without .md and .png"
-    )
+    add("--output", type=Path, default=ROOT / "runs/benchmarks/long_context", help="path of the page, without suffix")
 
 
 def run(args: argparse.Namespace) -> int:

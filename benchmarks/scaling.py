@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mode", default="eager", choices=["eager", "compiled"])
     add("--rounds", type=int, default=3, help="turns of each point (default %(default)s)")
     add("--steps", type=int, default=2, help="timed steps per turn (default %(default)s)")
-    add("--output", type=Path, default=ROOT / "docs/results/scaling", help="path of the page, without .md and .png")
+    add("--output", type=Path, default=ROOT / "runs/benchmarks/scaling", help="path of the page, without .md and .png")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_program_arguments(parser)
     parser.set_defaults(models=["llama_15m"], precision=["fp32"], layouts=["one", "tp2"])
     parser.add_argument("--rounds", type=int, default=3, help="starts of each program (default %(default)s)")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs/results/startup.md", help="path of the page")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs/benchmarks/startup.md", help="path of the page")
 
 
 def run(args: argparse.Namespace) -> int:

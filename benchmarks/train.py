@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=2, help="timed steps per turn (default %(default)s)")
     add("--cold", action="store_true", help="empty the compile caches; time a start with cold and with warm caches")
     add("--install", action="store_true", help="only create the peers' environments")
-    add("--output", type=Path, default=ROOT / "docs/results/train", help="path of the page, without .md and .json")
+    add("--output", type=Path, default=ROOT / "runs/benchmarks/train", help="path of the page, without .md and .json")
 
 
 def run(args: argparse.Namespace) -> int:

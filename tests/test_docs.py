@@ -14,14 +14,12 @@ from megatron_llama.config.fields import settings_by_name
 from tests.pages import commands_of
 from tests.paths import ROOT
 
-# The results describe files of their time.
-N = len(ROOT.parts)
 PAGES = [
     ROOT / "README.md",
     ROOT / "SECURITY.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "AGENTS.md",
-    *sorted(path for path in (ROOT / "docs").rglob("*.md") if "results" not in path.parts[N:]),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 # Other programs' files.
 FOREIGN = {"preprocess_data.py", "test_llama.sh", "llama_7b.sh", "train_setup.sh"}
@@ -80,7 +78,7 @@ def test_each_page_is_in_the_index() -> None:
 
 def test_each_file_of_results_is_used() -> None:
     """A page of results is linked from a page other than the index; a picture or a record from its page or a test."""
-    users = {*PAGES, *(ROOT / "docs/results").glob("*.md"), *(ROOT / "tests").rglob("*.py")}
+    users = {*PAGES, *(ROOT / "tests").rglob("*.py")}
     texts = {path: path.read_text(encoding="utf-8") for path in users - {Path(__file__), ROOT / "docs/index.md"}}
     for file in (ROOT / "docs/results").iterdir():
         used = [path for path, text in texts.items() if f"/{file.name}" in text or f"({file.name}" in text]

@@ -1,6 +1,6 @@
 """Measure how equally context-parallel ranks share the attention work of packed documents.
 
-    python -m benchmarks context_balance corpora/*_text_document.idx --write docs/results/context_balance.md
+    python -m benchmarks context_balance corpora/*_text_document.idx
 
 Documents of the datasets follow each other in a shuffled order and are cut into sequences, as with
 data.document_mask=true. A rank's work is the number of visible keys of its queries. The largest work over the mean is

@@ -1,6 +1,6 @@
 """Write the table of the longest sequences by hardware, devices, ZeRO stage, context parallelism and recomputation.
 
-    python -m benchmarks longest_sequences --write docs/results/longest_sequences.md
+    python -m benchmarks longest_sequences --zero 3 --write docs/results/longest_sequences.md
 
 The rows are the table of `scripts/tune.py objective=max_seq_len`, for one machine of each kind.
 """
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--model", default="llama3_8b", help="preset of the model (default llama3_8b)")
     parser.add_argument("--machines", nargs="+", default=list(MACHINES), choices=list(MACHINES), help="default: all")
+    parser.add_argument("--zero", type=int, choices=range(4), help="only the rows of this ZeRO stage")
     parser.add_argument("--write", type=Path, help="write the page to this file instead of printing it")
 
 
@@ -41,9 +42,11 @@ def request_of(model: str, machine: str) -> TuneRequest:
     return read_request(["objective=max_seq_len", *words, f"cluster.device={machine}", "cluster.nodes=1"])
 
 
-def rows_of(request: TuneRequest) -> list[list[str]]:
-    """Return the rows of the table, the head first."""
+def rows_of(request: TuneRequest, zero: int | None = None) -> list[list[str]]:
+    """Return the rows of the table, the head first. With ``zero``, only rows of this ZeRO stage."""
     fixed = fixed_settings(request.config, list(request.overrides))
+    if zero is not None:
+        fixed["trainer.zero"] = zero
     return sequence_rows(sequence_table(request.config, fixed, request.target, lambda done: None))
 
 
@@ -68,6 +71,6 @@ def _page(args: argparse.Namespace) -> Iterator[str]:
         memory = request.target.usable_bytes / GIB
         yield f"## {MACHINES[machine]}\n"
         yield f"{memory:.1f} GiB usable per rank, {request.target.ranks} ranks.\n"
-        head, *rows = rows_of(request)
+        head, *rows = rows_of(request, args.zero)
         yield from markdown_table(head, rows)
         yield ""

@@ -1,6 +1,6 @@
 """Run the doctor on four nodes with injected faults: python -m benchmarks.verify.doctor
 
-Runs tests/slurm/test_doctor.py, which needs root and a SLURM, and writes the doctor's pages to docs/results/doctor.md.
+Runs tests/slurm/test_doctor.py, which needs root and a SLURM, and writes the doctor's pages to --output.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ status 2. {verdict}
 def main() -> int:
     """Run the tests and write the page; return the tests' status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("--output", type=Path, default=ROOT / "docs/results/doctor.md", help="path of the page")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs/benchmarks/doctor.md", help="path of the page")
     args = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:

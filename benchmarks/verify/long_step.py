@@ -1,6 +1,6 @@
 """Run a training step of a long sequence over context-parallel ranks under a memory limit.
 
-    python -m benchmarks.verify.long_step --output docs/results/long_step
+    python -m benchmarks.verify.long_step --output runs/benchmarks/long_step
     python -m benchmarks.verify.long_step --length 8192 --window 1024 --limit-mib 1250
     python -m benchmarks.verify.long_step --window 0
 

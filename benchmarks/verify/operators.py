@@ -1,4 +1,4 @@
-"""Print the tables of docs/results/vendors.md: operators missing from the lists of Trainium and Gaudi.
+"""Print the tables of docs/results/accelerators.md: operators missing from the lists of Trainium and Gaudi.
 
     python -m benchmarks.verify.operators > operators.md
 

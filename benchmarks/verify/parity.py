@@ -1,6 +1,6 @@
 """Compare all layouts of tests/layouts with the one-process oracle; print a Markdown table of differences.
 
-    python -m benchmarks.verify.parity --exact docs/results/exact.md > table.md
+    python -m benchmarks.verify.parity --exact docs/results/exact.txt > table.md
 
 Takes about twenty minutes on two cores. The table of exact mode comes from `python -m benchmarks.verify.exact`.
 """

@@ -156,7 +156,7 @@ def test_every_weight_moves() -> None:
 
 
 def test_the_published_table_has_all_rows() -> None:
-    """A new row of the table needs `python -m benchmarks.verify.parity --exact docs/results/exact.md --rows NAME`."""
+    """A new row of the table needs `python -m benchmarks.verify.parity --exact docs/results/exact.txt --rows NAME`."""
     page = (ROOT / "docs/design/parity.md").read_text(encoding="utf-8")
     lines = [line for line in page.splitlines() if line.startswith("| ") and line.count("|") == 9]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
@@ -166,7 +166,7 @@ def test_the_published_table_has_all_rows() -> None:
 
 def test_exact_mode_has_no_difference_in_any_published_row() -> None:
     """A new row of the table needs `python -m benchmarks.verify.exact --rows NAME`."""
-    page = (ROOT / "docs/results/exact.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/results/exact.txt").read_text(encoding="utf-8")
     assert exact_results(page) == {name: "0" for name, *_ in table.exact_rows()}
     head = "| layout | ranks | fp32 | bf16 |\n|---|---|---|---|\n"
     page = f"{head}| a | 2 | 0 | 3 tensors |\n| b | 2 | 0 | own |\n| c | 2 | – | – |\n"
