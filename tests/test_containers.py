@@ -24,10 +24,9 @@ from tests.paths import CONF, ROOT
 
 JOB = yaml.safe_load((ROOT / "containers/jobset.yaml").read_text())
 TASK = yaml.safe_load((ROOT / "containers/skypilot.yaml").read_text())
-PAGE = (ROOT / "docs/getting-started/kubernetes.md").read_text()
+PAGE = (ROOT / "docs/getting-started/install.md").read_text()
 DOCKERFILE = (ROOT / "containers" / "Dockerfile").read_text()
 APPTAINER = (ROOT / "containers" / "Apptainer.def").read_text()
-CONTAINERS = (ROOT / "docs/getting-started/containers.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # Fields of an object by its path; "[]" is an item of a list, "*" any key.
@@ -224,7 +223,7 @@ def test_torch_is_in_the_tested_range() -> None:
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_targets(target: str) -> None:
     assert f"FROM base AS {target}\n" in DOCKERFILE
-    assert f"--target {target} -t megatron_llama:{target} ." in CONTAINERS
+    assert f"--target {target} -t megatron_llama:{target} ." in PAGE
 
 
 def test_both_install_the_same_packages_of_the_system() -> None:
@@ -241,9 +240,9 @@ def test_runs_are_not_started_by_root() -> None:
 
 def test_every_command_of_the_page_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    for text in (DOCKERFILE, APPTAINER, CONTAINERS):
+    for text in (DOCKERFILE, APPTAINER, PAGE):
         assert set(re.findall(r"(?<!g\+\+ )\bmake ([a-z-]+)", text)) <= targets
-    for path in re.findall(r"(?:-f |build \S+ )(containers/\S+)", CONTAINERS + DOCKERFILE + APPTAINER):
+    for path in re.findall(r"(?:-f |build \S+ )(containers/\S+)", PAGE + DOCKERFILE + APPTAINER):
         assert (ROOT / path).is_file(), path
 
 

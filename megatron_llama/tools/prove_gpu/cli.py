@@ -57,7 +57,7 @@ traces. Needs no network, no dataset and no model files.
   --help            show this text
 
 Exit status: 0 no part failed, 1 a part failed, 2 a user error or no GPU.
-docs/guides/tools/prove_gpu.md explains the parts. Not run on hardware.
+docs/design/gpu.md explains the parts. Not run on hardware.
 """
 
 
