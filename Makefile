@@ -122,7 +122,7 @@ gpu: $(INSTALLED)  ## check this program on the GPUs of this machine, in 10 minu
 lint: $(INSTALLED)  ## run ruff and mypy, and check generated docs
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PY) docs/generate.py --check config recipes lines
+	$(PY) docs/generate.py --check config recipes lines tour
 	@test ! -x $(VENV)/bin/hadolint || $(VENV)/bin/hadolint containers/Dockerfile
 
 .PHONY: docs

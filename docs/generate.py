@@ -10,6 +10,7 @@ that pretrain
 resume:  the table in docs/guides/training/resume.md; tests/checkpoint/changes.py has a run and a change for each
 setting
 lines:   numbers of lines in README.md, between <!-- lines: NAME --> and <!-- /lines -->, rounded to hundreds
+tour:    the column of lines in docs/design/tour.md, rounded to 50, and their sum
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ OUTCOMES = {
 # The code between a rank's start and its last optimizer step, as described in docs/design/tour.md.
 CORE = ("model", "parallel", "optim", "data", "train", "devices", "topology.py")
 STATED_LINES = re.compile(r"<!-- lines: (\w+) -->(.*?)<!-- /lines -->")
+TOUR_FILE = re.compile(r"^(\| \d+ \| `([\w/.]+)` \| )[\d,]+ \|", re.MULTILINE)
 
 
 def field_docs(module_source: str) -> dict[str, dict[str, str]]:
@@ -280,11 +282,19 @@ def lines_page(text: str) -> str:
     return STATED_LINES.sub(lambda m: f"<!-- lines: {m[1]} -->{round(sums[m[1]], -2):,}<!-- /lines -->", text)
 
 
+def tour_page(text: str) -> str:
+    """Return docs/design/tour.md with fresh numbers of lines."""
+    counts = {m[2]: lines_of(ROOT / "megatron_llama" / m[2]) for m in TOUR_FILE.finditer(text)}
+    text = TOUR_FILE.sub(lambda m: f"{m[1]}{max(50, 50 * round(counts[m[2]] / 50))} |", text)
+    return STATED_LINES.sub(f"<!-- lines: path -->{round(sum(counts.values()), -2):,}<!-- /lines -->", text)
+
+
 PAGES: dict[str, tuple[str, Callable[[str], str]]] = {
     "config": ("docs/reference/config.md", config_page),
     "recipes": ("docs/guides/training/experiments.md", recipes_page),
     "resume": ("docs/reference/resume_settings.md", resume_page),
     "lines": ("README.md", lines_page),
+    "tour": ("docs/design/tour.md", tour_page),
 }
 
 
