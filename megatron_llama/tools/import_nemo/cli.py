@@ -26,7 +26,7 @@ from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import name_commands, option_name
 from megatron_llama.system.wrapping import WIDTH, wrap, wrap_command, wrap_lines
-from megatron_llama.tools.import_nemo.read_yaml import KINDS, UNSUPPORTED, ConvertedConfig, KeyConversion
+from megatron_llama.tools.import_nemo.engine import KINDS, UNSUPPORTED, ConvertedConfig, KeyConversion
 from megatron_llama.topology import Grid
 
 STATUS = (

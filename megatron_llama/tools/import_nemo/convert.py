@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megatron_llama.config.hf_config import read_hf_config, shape_from_hf, unsupported_architecture
-from megatron_llama.config.problems import ConfigError, Problem, format_value
-from megatron_llama.config.settings import ModelConfig
+from megatron_llama.config.problems import Problem, format_value
 from megatron_llama.tools.import_nemo import nemo_keys as keys
-from megatron_llama.tools.import_nemo.nemo_keys import PRESETS, SWITCHES, convert_precision, embedding_rows, is_on
-from megatron_llama.tools.import_nemo.read_yaml import (
+from megatron_llama.tools.import_nemo.engine import (
     MEANINGLESS,
     RENAMED,
     SAME_TRAINING,
-    TAKEN,
     UNSUPPORTED,
+    Conversion,
     ConvertedConfig,
-    KeyConversion,
-    convert_unread,
-    find_open_reference,
-    flat,
-    load,
+    is_count,
+    load_tables,
 )
+from megatron_llama.tools.import_nemo.nemo_keys import PRESETS, SWITCHES, convert_precision, embedding_rows, is_on
+from megatron_llama.tools.import_nemo.read_yaml import flat, load
 
 SCHEDULES = {"cosineannealing": "cosine", "linearannealingwithwarmup": "linear", "warmuppolicy": "constant"}
 # Optimizers equal to AdamW; they differ in the location of the optimizer states.
@@ -41,7 +37,7 @@ def convert(path: Path, overrides: Sequence[str] = ()) -> ConvertedConfig:
     """
     config = load(path, overrides)
     values = flat(config)
-    converted = _Conversion(values, ConvertedConfig(str(values.get("name") or path.stem))).run()
+    converted = NemoConversion(values, str(values.get("name") or path.stem)).run()
     if config.model.get("data") is not None:
         # NeMo files have the section model.data.
         converted.conversions = [
@@ -51,22 +47,13 @@ def convert(path: Path, overrides: Sequence[str] = ()) -> ConvertedConfig:
     return converted
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+class NemoConversion(Conversion):
+    """Conversion of a YAML of NeMo, neuronx-nemo-megatron or NxDT; each method converts the keys of one subject."""
 
+    tables = load_tables("nemo")
 
-class _Conversion:
-    """Conversion of one file; each method converts the keys of one subject."""
-
-    def __init__(self, values: Mapping[str, Any], result: ConvertedConfig) -> None:
-        self.source, self.result, self.settings = values, result, result.settings
-        # Values that refer to another file, as in configs of the NeMo launcher, count as missing.
-        self.values = {key: None if find_open_reference(value) else value for key, value in values.items()}
-        self.conversions: dict[str, KeyConversion] = {}
-        self.problems: list[Problem] = []
-
-    def run(self) -> ConvertedConfig:
-        """Convert all subjects, then the keys that no subject has read."""
+    def subjects(self) -> None:
+        """Convert all subjects."""
         self.shape()
         self.one_to_one()
         self.sequence()
@@ -80,70 +67,20 @@ class _Conversion:
         self.checkpoints()
         self.loggers()
         self.devices()
-        if self.problems:
-            raise ConfigError(self.problems)
-        # Write all settings of the model, so that none of the default preset remains.
-        for name, value in asdict(ModelConfig()).items():
-            self.settings.setdefault(f"model.{name}", value)
-        self.result.conversions = [self._convert_key(key, value) for key, value in self.source.items()]
-        return self.result
-
-    def _convert_key(self, key: str, value: Any) -> KeyConversion:
-        """Return the conversion of a key. A relevant value in another file is reported as missing."""
-        conversion = self.conversions.get(key) or convert_unread(key, value)
-        if (
-            self.values[key] is None
-            and value is not None
-            and (key in keys.RELEVANT_KEYS or conversion.kind != MEANINGLESS)
-        ):
-            first = find_open_reference(value)
-            name = f"model.{key}" if key.startswith("data.") else key
-            rule = f"{name} is omitted: it refers to {first} of another file; write that value after the file"
-            self.result.assumed.append(f"{rule}, such as data_dir=PATH" if "${data_dir}" in first else rule)
-            return KeyConversion(key, value, MEANINGLESS, why="refers to another file")
-        return replace(conversion, value=value)
 
     @property
     def _is_nxdt(self) -> bool:
         return any(key.startswith(keys.LAYOUT) for key in self.values)
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key; ``default`` if it is null or missing."""
-        value = self.values.get(key)
-        return default if value is None else value
-
-    def convert_key(self, key: str, setting: str, value: Any, why: str = "") -> None:
-        """Convert a key to one setting."""
-        self.settings[setting] = value
-        same = key.rpartition(".")[2] == setting.rpartition(".")[2]
-        self.record(key, TAKEN if same else RENAMED, f"{setting}={format_value(value)}", why)
-
-    def record(self, key: str, kind: str, setting: str = "", why: str = "") -> None:
-        """Record the conversion of a key of the file; the first record counts."""
-        if key in self.values:
-            self.conversions.setdefault(key, KeyConversion(key, self.values[key], kind, setting, why))
-
-    def require(self, key: str, example: str = "N") -> None:
-        """Record a missing key as a problem."""
-        self.problems.append(Problem(key, None, "is not given", f"write {key}={example} after the file"))
-
-    def one_to_one(self) -> None:
-        for key, setting in keys.ONE_TO_ONE.items():
-            if self.values.get(key) is not None and key not in self.conversions:
-                self.convert_key(key, setting, self.values[key])
-        for setting in ("trainer.steps", "trainer.global_batch_size", "trainer.micro_batch_size"):
-            if setting not in self.settings:
-                self.require(next(key for key, item in keys.ONE_TO_ONE.items() if item == setting))
-
     def length(self) -> None:
         """Reject lengths that are not a number of steps, and report keys that change the length or the order."""
         key = "trainer.max_steps"
         steps = self.get(key)
-        if _is_count(steps) and steps < 0:
+        if is_count(steps) and steps < 0:
             rule = "is unlimited in Lightning, which ends at max_epochs or max_time"
             self.problems.append(Problem(key, steps, rule, f"write {key}=N after the file"))
         key = "trainer.limit_train_batches"
-        if self.get(key) is not None and (_is_count(self.values[key]) or self.values[key] != 1.0):
+        if self.get(key) is not None and (is_count(self.values[key]) or self.values[key] != 1.0):
             self.record(key, UNSUPPORTED, why="an epoch is the whole dataset; trainer.steps has the length of the run")
         key = "trainer.log_every_n_steps"
         if self.get(key) == 0:
@@ -156,7 +93,7 @@ class _Conversion:
         if self.get("model.model_config") is not None and self.values.get("model_source") != "megatron":
             self._hugging_face(str(self.values["model.model_config"]))
         sizes = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
-        missing = [key for key in sizes if self.get(key) is None and keys.ONE_TO_ONE[key] not in self.settings]
+        missing = [key for key in sizes if self.get(key) is None and self.tables.settings[key] not in self.settings]
         if len(missing) == len(sizes) and not self.problems:
             rule = "has no num_layers, hidden_size and num_attention_heads (they may be in a checkpoint)"
             self.problems.append(Problem("model", None, rule, keys.FROM_A_CHECKPOINT))
@@ -294,11 +231,11 @@ class _Conversion:
         steps = self.get("trainer.max_steps", 0)
         steps = steps if isinstance(steps, int) else 0  # other types are rejected as trainer.steps
         self.settings["trainer.val_every_steps"] = None
-        if not batches or (_is_count(every) and every > steps):
+        if not batches or (is_count(every) and every > steps):
             why = "there is no validation"
-        elif _is_count(every) and every > 0:
+        elif is_count(every) and every > 0:
             self.convert_key(interval, "trainer.val_every_steps", every)
-            if _is_count(batches):
+            if is_count(batches):
                 self.convert_key(limit, "trainer.val_steps", batches)
                 return
             why = f"{batches} is a share of the validation set; set trainer.val_steps=N, in global batches"
@@ -385,7 +322,7 @@ class _Conversion:
             kept = None if isinstance(count, int) and count <= 0 else count
             self.convert_key(key, "checkpoint.keep", kept, "newest checkpoints; monitor is ignored")
         self._checkpoint_interval()
-        if _is_count(count) and count == 0:
+        if is_count(count) and count == 0:
             self.settings.pop("checkpoint.every_steps", None)
             self.settings["checkpoint.every_minutes"] = 0
         key = "exp_manager.create_checkpoint_callback"
@@ -430,5 +367,5 @@ class _Conversion:
             devices = (int(devices) if "," not in devices else len(words)) if words and numbers else None
         elif isinstance(devices, list):
             devices = len(devices)
-        if _is_count(devices) and _is_count(nodes) and devices > 0:  # -1 and auto: all devices of the machine
+        if is_count(devices) and is_count(nodes) and devices > 0:  # -1 and auto: all devices of the machine
             self.result.world_size = devices * nodes

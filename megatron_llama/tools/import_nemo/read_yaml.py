@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from omegaconf.resolvers import oc
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.config.text_checks import check_interpolations, names_secret
 from megatron_llama.system.files import check_yaml
-from megatron_llama.tools.import_nemo import nemo_keys as keys
 
 
 def _multiply(item: Any, other: Any) -> int:
@@ -105,72 +102,3 @@ def _leaves(config: DictConfig, prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{key}.")
         else:
             yield key, plain
-
-
-def find_open_reference(value: Any) -> str:
-    """Return the first unresolved interpolation in a value, or an empty string."""
-    if isinstance(value, list | Mapping):
-        inner = value.values() if isinstance(value, Mapping) else value
-        return next(filter(None, map(find_open_reference, inner)), "")
-    return value if isinstance(value, str) and "${" in value else ""
-
-
-# Record of a conversion.
-
-
-TAKEN, RENAMED, MEANINGLESS = "taken", "renamed", "without meaning here"
-SAME_TRAINING = "not supported: the training is the same"
-UNSUPPORTED = "not supported: the training will differ"
-KINDS = (TAKEN, RENAMED, MEANINGLESS, SAME_TRAINING, UNSUPPORTED)
-
-
-@dataclass(frozen=True)
-class KeyConversion:
-    """Conversion of one key."""
-
-    key: str
-    value: Any
-    kind: str
-    setting: str = ""
-    """Resulting setting, in command-line syntax."""
-    why: str = ""
-
-
-@dataclass
-class ConvertedConfig:
-    """Result of the conversion of a file."""
-
-    name: str
-    """Name of the run in the file."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """{setting: value} of this project."""
-    schedule: str = "cosine"
-    """File of conf/optim/ with the schedule."""
-    conversions: list[KeyConversion] = field(default_factory=list)
-    assumed: list[str] = field(default_factory=list)
-    """Assumed values that the file does not define."""
-    world_size: int | None = None
-    """Number of devices in the file, or None."""
-
-    @property
-    def unsupported(self) -> list[KeyConversion]:
-        """Keys that are not supported and change the result."""
-        return [item for item in self.conversions if item.kind == UNSUPPORTED]
-
-
-def convert_unread(key: str, value: Any) -> KeyConversion:
-    """Convert a key that no subject has read: by supported values, without effect here, or unknown."""
-    if key in keys.SUPPORTED_VALUES:
-        allowed, why = keys.SUPPORTED_VALUES[key]
-        if value is None or value in allowed:
-            return KeyConversion(key, value, MEANINGLESS, why="off" if value in (None, False) else "always so here")
-        return KeyConversion(key, value, UNSUPPORTED, why=why)
-    section = next((item for item in keys.SUPPORTED_VALUES if key.startswith(f"{item}.")), None)
-    if section is not None:
-        return KeyConversion(key, value, UNSUPPORTED if value else MEANINGLESS, why=keys.SUPPORTED_VALUES[section][1])
-    for patterns, why in keys.IGNORED_KEYS:
-        if any(fnmatchcase(key, pattern) for pattern in patterns.split()):
-            return KeyConversion(key, value, MEANINGLESS, why=why)
-    if value in (None, False, [], {}):
-        return KeyConversion(key, value, MEANINGLESS, why="off")
-    return KeyConversion(key, value, UNSUPPORTED, why="unknown key")

@@ -20,7 +20,7 @@ from megatron_llama.plan import resolve
 from megatron_llama.tools.import_nemo.cli import as_yaml, check, command_line, format_listing, main
 from megatron_llama.tools.import_nemo.convert import convert
 from megatron_llama.tools.import_nemo.nemo_keys import PRESETS
-from megatron_llama.tools.import_nemo.read_yaml import ConvertedConfig
+from megatron_llama.tools.import_nemo.engine import ConvertedConfig
 from tests.golden import GoldenFiles
 from tests.paths import CONF
 

@@ -1,0 +1,194 @@
+"""Conversion of another program's settings by tables of their keys, with a record of each key.
+
+A source has a YAML table with three parts: keys with one setting here (``settings``), keys with supported values, where
+others are a different model or training (``values``), and patterns of keys without effect here (``ignored``). Keys that
+depend on each other are converted by the methods of a ``Conversion``. A key in no part is not supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_llama.config.problems import ConfigError, Problem, format_value
+from megatron_llama.config.settings import ModelConfig
+
+TAKEN, RENAMED, MEANINGLESS = "taken", "renamed", "without meaning here"
+SAME_TRAINING = "not supported: the training is the same"
+UNSUPPORTED = "not supported: the training will differ"
+KINDS = (TAKEN, RENAMED, MEANINGLESS, SAME_TRAINING, UNSUPPORTED)
+
+
+@dataclass(frozen=True)
+class KeyConversion:
+    """Conversion of one key."""
+
+    key: str
+    value: Any
+    kind: str
+    setting: str = ""
+    """Resulting setting, in command-line syntax."""
+    why: str = ""
+
+
+@dataclass
+class ConvertedConfig:
+    """Result of the conversion of a file."""
+
+    name: str
+    """Name of the run in the file."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """{setting: value} of this project."""
+    schedule: str = "cosine"
+    """File of conf/optim/ with the schedule."""
+    conversions: list[KeyConversion] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
+    """Assumed values that the file does not define."""
+    world_size: int | None = None
+    """Number of devices in the file, or None."""
+
+    @property
+    def unsupported(self) -> list[KeyConversion]:
+        """Keys that are not supported and change the result."""
+        return [item for item in self.conversions if item.kind == UNSUPPORTED]
+
+
+@dataclass(frozen=True)
+class KeyTables:
+    """Tables of a source's keys."""
+
+    settings: Mapping[str, str]
+    """{key: setting} of equal meaning and value. Null means the default, which is equal here."""
+    values: Mapping[str, tuple[Sequence[Any], str]]
+    """{key or section: (supported values, reason)}."""
+    ignored: Sequence[tuple[Sequence[str], str]]
+    """(patterns of keys, reason). The first match counts."""
+
+    def convert_unread(self, key: str, value: Any) -> KeyConversion:
+        """Convert a key that no subject has read: by supported values, without effect here, or unknown."""
+        if key in self.values:
+            allowed, why = self.values[key]
+            if value is None or value in allowed:
+                return KeyConversion(key, value, MEANINGLESS, why="off" if value in (None, False) else "always so here")
+            return KeyConversion(key, value, UNSUPPORTED, why=why)
+        section = next((item for item in self.values if key.startswith(f"{item}.")), None)
+        if section is not None:
+            kind = UNSUPPORTED if value else MEANINGLESS
+            return KeyConversion(key, value, kind, why=self.values[section][1])
+        for patterns, why in self.ignored:
+            if any(fnmatchcase(key, pattern) for pattern in patterns):
+                return KeyConversion(key, value, MEANINGLESS, why=why)
+        if value in (None, False, [], {}):
+            return KeyConversion(key, value, MEANINGLESS, why="off")
+        return KeyConversion(key, value, UNSUPPORTED, why="unknown key")
+
+
+def load_tables(name: str, prefix: str = "") -> KeyTables:
+    """Return the tables in NAME.yaml. ``prefix`` precedes each key."""
+    content = yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
+    return KeyTables(
+        {prefix + key: setting for keys, setting in content["settings"].items() for key in keys.split()},
+        {prefix + key: (allowed, why) for keys, allowed, why in content["values"] for key in keys.split()},
+        [([prefix + pattern for pattern in patterns.split()], why) for patterns, why in content["ignored"]],
+    )
+
+
+def find_open_reference(value: Any) -> str:
+    """Return the first unresolved interpolation in a value, or an empty string."""
+    if isinstance(value, list | Mapping):
+        inner = value.values() if isinstance(value, Mapping) else value
+        return next(filter(None, map(find_open_reference, inner)), "")
+    return value if isinstance(value, str) and "${" in value else ""
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value is an integer."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class Conversion:
+    """Conversion of one source. Subclasses have its tables, and a method for each subject."""
+
+    tables: KeyTables
+    relevant = ("data.data_prefix", "model.ffn_hidden_size")
+    """Keys in no table that would change the written file."""
+    required = ("trainer.steps", "trainer.global_batch_size", "trainer.micro_batch_size")
+    add = "{key}={value} after the file"
+    """How the command line of this program completes the source."""
+    reference = "refers to {first} of another file; write that value after the file"
+
+    def __init__(self, values: Mapping[str, Any], name: str) -> None:
+        self.source, self.result = values, ConvertedConfig(name)
+        self.settings, self.assumed = self.result.settings, self.result.assumed
+        # Values that refer to another file, as in configs of the NeMo launcher, count as missing.
+        self.values = {key: None if find_open_reference(value) else value for key, value in values.items()}
+        self.conversions: dict[str, KeyConversion] = {}
+        self.problems: list[Problem] = []
+
+    def run(self) -> ConvertedConfig:
+        """Convert all subjects, then the keys that no subject has read. Raises ConfigError with all problems."""
+        self.subjects()
+        if self.problems:
+            raise ConfigError(self.problems)
+        # Write all settings of the model, so that none of the default preset remains.
+        for name, value in asdict(ModelConfig()).items():
+            self.settings.setdefault(f"model.{name}", value)
+        listed = [self._convert_key(key, value) for key, value in self.source.items()]
+        self.result.conversions = listed + [self.conversions[key] for key in self.conversions if key not in self.source]
+        return self.result
+
+    def subjects(self) -> None:
+        """Convert all subjects."""
+        raise NotImplementedError
+
+    def _convert_key(self, key: str, value: Any) -> KeyConversion:
+        """Return the conversion of a key. A relevant value in another file is reported as missing."""
+        conversion = self.conversions.get(key) or self.tables.convert_unread(key, value)
+        relevant = key in self.tables.settings or key in self.tables.values or key in self.relevant
+        if self.values[key] is None and value is not None and (relevant or conversion.kind != MEANINGLESS):
+            first = find_open_reference(value)
+            name = f"model.{key}" if key.startswith("data.") else key
+            rule = f"{name} is omitted: it {self.reference.format(first=first)}"
+            self.assumed.append(f"{rule}, such as data_dir=PATH" if "${data_dir}" in first else rule)
+            return KeyConversion(key, value, MEANINGLESS, why="refers to another file")
+        return replace(conversion, value=value)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key; ``default`` if it is null or missing."""
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def convert_key(self, key: str, setting: str, value: Any, why: str = "") -> None:
+        """Convert a key to one setting."""
+        self.settings[setting] = value
+        same = key.rpartition(".")[2].lstrip("-").replace("-", "_") == setting.rpartition(".")[2]
+        self.record(key, TAKEN if same else RENAMED, f"{setting}={format_value(value)}", why)
+
+    def record(self, key: str, kind: str, setting: str = "", why: str = "") -> None:
+        """Record the conversion of a key of the file; the first record counts."""
+        if key in self.values:
+            self.conversions.setdefault(key, KeyConversion(key, self.values[key], kind, setting, why))
+
+    def record_default(self, key: str, value: Any, why: str) -> None:
+        """Record a key that the source omits, and whose default is a different model or training."""
+        if self.get(key) is None:
+            self.conversions.setdefault(key, KeyConversion(key, value, UNSUPPORTED, why=f"its default; {why}"))
+
+    def require(self, key: str, example: str = "N") -> None:
+        """Record a missing key as a problem."""
+        instead = f"write {self.add.format(key=key, value=example)}"
+        self.problems.append(Problem(key, None, "is not given", instead))
+
+    def one_to_one(self) -> None:
+        """Convert the keys that have one setting each, and require the settings without a default."""
+        for key, setting in self.tables.settings.items():
+            if self.values.get(key) is not None and key not in self.conversions:
+                self.convert_key(key, setting, self.values[key])
+        for setting in self.required:
+            if setting not in self.settings:
+                self.require(next(key for key, item in self.tables.settings.items() if item == setting))
