@@ -1,4 +1,4 @@
-"""Convert a NeMo YAML: python scripts/import_config.py their.yaml [-o ours.yaml] (see --help)."""
+"""Convert a config of another program: python scripts/import_config.py their.yaml [-o ours.yaml] (see --help)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 Memory, FLOPs, traffic, LoRA and checkpoint names are derived from this table.
 """
 
-
 from __future__ import annotations
 
 import math

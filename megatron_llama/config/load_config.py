@@ -76,7 +76,6 @@ INSTEAD_OF = {
 }
 
 
-
 def load_config(overrides: Sequence[str], conf_dir: Path, *, resumes: bool = False) -> Config:
     """Load the config of command-line ``overrides`` over the files in ``conf_dir``.
 

@@ -3,7 +3,6 @@
 numpy, whose import takes longer than a plan, is imported when a dataset is opened.
 """
 
-
 from __future__ import annotations
 
 from collections import Counter

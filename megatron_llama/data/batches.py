@@ -286,6 +286,7 @@ def _record_of_rank_0(plan: Plan) -> Record:
 
 # Mock tokens for benchmarks, compilation and dry runs: sample i is a function of seed and i.
 
+
 class MockDataset:
     """Arithmetic sequences of token ids with random start and stride, which a model can learn.
 

@@ -285,6 +285,7 @@ def _mix(x: Tensor) -> Tensor:
 # SGD with momentum = ``optim.betas[0]``. torch's SGD skips an update on the device only in its fused kernel, whose
 # rounding depends on the layout. So the update is by rows in every precision.
 
+
 def build_sgd(inputs: OptimizerInputs) -> ShardOptimizer:
     """Build ``sgd``."""
     optim = inputs.plan.config.optim

@@ -235,6 +235,7 @@ def before_last_microbatch(
 # weight three times per step, and copy frozen weights too. A layer's parameter is the copy in the compute dtype, and
 # ``Shard`` holds the master. The gradient gets the master's dtype unless ``Storage.keeps_bf16_grads``.
 
+
 class ComputeCopies:
     """Compute-dtype copies of a chunk's weights. They replace the chunk's parameters that need a cast.
 

@@ -13,6 +13,7 @@ finalize_model_grads.py, outside the layers:
 ``ReplicatedGradients`` sums the local shards after the data-parallel reduction. Both are sums, so the order does not
 matter, and a shard is smaller than a gradient.
 """
+
 from __future__ import annotations
 
 from collections import defaultdict
@@ -92,6 +93,7 @@ def sum_together(grads: list[torch.Tensor], group: dist.ProcessGroup) -> None:
 # megatron-core's linear layers wait for their collectives explicitly, which are graph breaks. This version uses
 # functional collectives, so torch.compile traces it into one graph. The backward pass gathers the input once more,
 # unless the compiler saves the gathered input, as Inductor does (docs/guides/tools/traffic.md).
+
 
 def make_traceable(block: nn.Module) -> None:
     """Replace the forward of a block's parallel linear layers. Quantized layers are traceable already."""

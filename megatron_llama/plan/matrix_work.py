@@ -103,7 +103,6 @@ class MatrixWork:
                 scattered = math.prod(self.shape(owners[member])) * copies * (self._plan.data_ranks // self.shard_size)
             yield to_owners, scattered
 
-
     def _sent(self, module: str, member: int) -> int:
         """Return the number of values of a matrix that a member sends to its owner."""
         name = _name(0, self._matrices[module])

@@ -83,6 +83,7 @@ def resolve(
 
 # Variants of a config, for the planner and the tuner.
 
+
 def change_settings(config: Config, settings: Mapping[str, Any], optim: OptimConfig | None = None) -> Config:
     """Return a copy of a config before derivation with other ``settings``, by full name.
 

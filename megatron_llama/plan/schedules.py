@@ -101,6 +101,7 @@ class BatchSchedule:
 # fixed_linear: min_value + (max_value - min_value) · steps taken / require_steps, rounded down to a multiple of
 # seq_per_step. Integer arithmetic, so that rounding never delays a length.
 
+
 @dataclass(frozen=True)
 class TokenSchedule:
     """Number of tokens per sequence that random-LTD's layers process (``trainer.random_ltd`` with derived values)."""

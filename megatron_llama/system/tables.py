@@ -78,7 +78,6 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterat
         yield "| " + " ".join(f"{cell} |".lstrip() for cell in row)  # an empty cell is one space wide
 
 
-
 GIB = 2**30
 _STEPS = (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3))
 

@@ -1,4 +1,5 @@
 """Progress bars on stderr, and overrides that several tools add to a run."""
+
 from __future__ import annotations
 
 import sys

@@ -100,9 +100,7 @@ class _Loss(torch.autograd.Function):
     """Weighted sum of cross entropies of x [s(/t), b, h]; ``labels`` and ``loss_weights`` are [s, b]."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor, how: HeadSettings
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor, how: HeadSettings) -> Tensor:
         whole = how.tree.gather(x) if how.split else x
         parts = _parts(weight, how)
         losses, nodes = torch.empty_like(loss_weights), []

@@ -33,9 +33,7 @@ def aligned(x: Tensor) -> Tensor:
     return x if is_aligned else x.clone()
 
 
-def product(
-    left: Tensor, right: Tensor, rows: Sequence[slice], columns: Sequence[slice], inner: slice = ALL
-) -> Tensor:
+def product(left: Tensor, right: Tensor, rows: Sequence[slice], columns: Sequence[slice], inner: slice = ALL) -> Tensor:
     """Return left[:, inner] @ right[inner], with the bits of matmuls by block.
 
     Args:

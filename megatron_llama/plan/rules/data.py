@@ -394,7 +394,6 @@ def _sinks(config: Config) -> Iterator[Problem]:
             yield Problem(f"logging.{name}", value, rule, advice, machine_specific=True)
 
 
-
 def _schedule_package(config: Config) -> Iterator[Problem]:
     """Check for the schedule's package only: checking the class would import it, and torch with it."""
     target = str(config.optim.schedule.get("_target_") or "megatron_llama")

@@ -86,6 +86,7 @@ def tied_embeddings_stay_tied(config: Config, world_size: int) -> Iterator[Probl
 
 # Rules on quantized weights and 8-bit states, in blocks of a row.
 
+
 @reads("finetune.frozen_dtype", "trainer.tp", "model")
 def quantized_blocks_are_whole(config: Config, world_size: int) -> Iterator[Problem]:
     """Each quantized block of a frozen matrix is in one row on one tensor-parallel rank."""

@@ -483,6 +483,7 @@ def hosts_can_be_reached(config: Config, world_size: int) -> Iterator[Problem]:
 
 # Rules on communication that overlaps matmuls (trainer.async_tp).
 
+
 @reads("trainer.async_tp", "trainer.tp", "trainer.sp", "trainer.compile", "data.seq_length")
 def async_tp_has_collectives(config: Config, world_size: int) -> Iterator[Problem]:
     """trainer.async_tp needs tensor and sequence parallelism and the compiler."""

@@ -148,9 +148,7 @@ def sort_traffic(traffic: Traffic) -> Traffic:
     return dict(sorted(traffic.items(), key=lambda item: (AXES.index(item[0][0]), KINDS.index(item[0][1]), item[0][2])))
 
 
-def step_operations(
-    plan: Plan, pp_rank: int, shard_rank: int, tp_rank: int = 0, replica: int = 0
-) -> list[Operation]:
+def step_operations(plan: Plan, pp_rank: int, shard_rank: int, tp_rank: int = 0, replica: int = 0) -> list[Operation]:
     """Return a rank's communication in a training step: forward, backward, gradient norm, update and loop control.
 
     Validation, checkpoints and comparisons of copies are not included. With random-LTD the step has the largest length,

@@ -1,6 +1,7 @@
-"""Convert a NeMo, neuronx-nemo-megatron or NxDT config to a config for experiment=NAME. Lists each key as taken,
-renamed, without meaning here or not supported, and prints the equivalent train.py command. Accepts the arguments of the
-original training script, so it can replace that script in a shell script. See docs/guides/data/import_config.md."""
+"""Convert a config of another program to a config for experiment=NAME: a YAML of NeMo, neuronx-nemo-megatron or NxDT, a
+bash script or flags of Megatron-LM's pretrain_gpt.py, or a TOML of torchtitan. Lists each key as taken, renamed,
+without meaning here or not supported, and prints the equivalent train.py command. Accepts the arguments of the original
+training script, so it can replace that script in a shell script. See docs/guides/data/import_config.md."""
 
 from __future__ import annotations
 
@@ -35,34 +36,42 @@ STATUS = (
 )
 
 
+OPTIONS = ("--help", "--output", "--config-name", "--config-path")
+
+
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/import_config.py`` with ``argv``; return the exit status."""
     parser = ArgumentParser(description=name_commands(__doc__ or ""), epilog=STATUS)
-    parser.add_argument("source", nargs="?", metavar="YAML", help="config to convert")
+    about = "config to convert: .yaml, .toml, a script (.sh), or a text file of flags"
+    parser.add_argument("source", nargs="?", metavar="FILE", help=about)
     about = "overrides of the original command line: model.num_layers=32, +KEY=VALUE, ~KEY (also model.vocab_size=N)"
+    about += "; for a script NAME=VALUE of its environment, 1=VALUE for its first argument, and flags"
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=about)
-    about = "file to write (default: NAME_imported.yaml next to YAML, with its name)"
+    about = "file to write (default: NAME_imported.yaml next to FILE, with its name)"
     parser.add_argument("-o", "--output", type=Path, help=about)
-    about = "as in Hydra: name of the config in --config-path, instead of YAML"
+    about = "as in Hydra: name of the config in --config-path, instead of FILE"
     parser.add_argument("-cn", "--config-name", metavar="NAME", help=about)
     about = "folder of --config-name (default: current folder)"
     parser.add_argument("-cp", "--config-path", type=Path, default=Path(), metavar="FOLDER", help=about)
-    arguments = parser.parse_intermixed_args(argv)
+    argv = list(argv)
+    start = next((at for at, word in enumerate(argv) if _is_flag(word)), len(argv))
+    arguments, flags = parser.parse_intermixed_args(argv[:start]), argv[start:]
     positional = [arguments.source, *arguments.overrides] if arguments.source is not None else []
     if arguments.config_name is not None:
         source = arguments.config_path / f"{arguments.config_name.removesuffix('.yaml')}.yaml"
-    elif positional:
-        source = Path(positional.pop(0))
+    elif positional or flags:
+        source = Path(positional.pop(0) if positional else "pretrain_gpt.py")
     else:
-        parser.error("give the YAML to convert")
+        parser.error("give the file to convert")
+    if flags and source.suffix in (".yaml", ".yml"):
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
     # Imported late to keep --help fast.
     from megatron_llama.cli import CONF_DIR
     from megatron_llama.config import ConfigError, format_problems
-    from megatron_llama.tools.import_nemo.convert import convert
 
     out = arguments.output or source.with_name(f"{source.stem}{IMPORTED}.yaml")
     try:
-        converted = convert(source, positional)
+        converted = convert_source(source, positional, flags)
         write(out, as_yaml(converted, source.name))
     except ConfigError as error:
         sys.stderr.write(format_problems(error, str(source)) + "\n")
@@ -75,6 +84,28 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write("\n" + format_problems(problems, "The written config") + "\n")
         return EXIT_FAILED
     return EXIT_FAILED if converted.unsupported else 0
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("--") and not any(name.startswith(word.partition("=")[0]) for name in OPTIONS)
+
+
+def convert_source(source: Path, overrides: Sequence[str], flags: Sequence[str]) -> ConvertedConfig:
+    """Convert a file by its suffix. Raises ConfigError with all reasons why it cannot be converted."""
+    if source.suffix in (".yaml", ".yml"):
+        from megatron_llama.tools.import_nemo.convert import convert
+
+        return convert(source, overrides)
+    if wrong := [text for text in overrides if "=" not in text]:
+        raise ConfigError([Problem("override", wrong[0], "is not an override", "write it as in NAME=VALUE")])
+    given = {name.lstrip("+"): value for name, _, value in (text.partition("=") for text in overrides)}
+    if source.suffix == ".toml":
+        from megatron_llama.tools.import_nemo.torchtitan import convert_toml
+
+        return convert_toml(source, given | {n: v for n, _, v in (flag.partition("=") for flag in flags)})
+    from megatron_llama.tools.import_nemo.megatron import convert_script
+
+    return convert_script(source, flags, given)
 
 
 # Output: config file, train.py command line, list of the keys.
@@ -167,7 +198,8 @@ def format_next(converted: ConvertedConfig, out: Path, conf_dir: Path, needs_dat
 
 def _differs(config: Config, name: str, value: Any) -> bool:
     """Return whether ``config`` needs an override to have ``value``. A derived value differs from a given one."""
-    there = get(config, name)
+    section, _, key = name.rpartition(".")
+    there = config.optim.schedule.get(key) if section == "optim.schedule" else get(config, name)
     if name in sections():
         section = sections()[name].kind
         return bool(there != (None if value is None else section(**value)))

@@ -115,9 +115,9 @@ class Conversion:
     """Conversion of one source. Subclasses have its tables, and a method for each subject."""
 
     tables: KeyTables
-    relevant = ("data.data_prefix", "model.ffn_hidden_size")
+    relevant: tuple[str, ...] = ("data.data_prefix", "model.ffn_hidden_size")
     """Keys in no table that would change the written file."""
-    required = ("trainer.steps", "trainer.global_batch_size", "trainer.micro_batch_size")
+    required: tuple[str, ...] = ("trainer.steps", "trainer.global_batch_size", "trainer.micro_batch_size")
     add = "{key}={value} after the file"
     """How the command line of this program completes the source."""
     reference = "refers to {first} of another file; write that value after the file"

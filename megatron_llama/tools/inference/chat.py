@@ -1,4 +1,5 @@
 """A conversation with a model, at a terminal or through pipes."""
+
 from __future__ import annotations
 
 import sys

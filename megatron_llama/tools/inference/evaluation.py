@@ -1,4 +1,5 @@
 """Evaluation: perplexity, accuracy of the likeliest label, and accuracy of final numbers in generated answers."""
+
 from __future__ import annotations
 
 import json

@@ -170,9 +170,7 @@ class Generation:
         temperature, top_p = float(given.get("temperature", 1.0)), float(given.get("top_p", 1.0))
         if not temperature > 0 or not 0 < top_p <= 1:
             raise ValueError("do_sample needs a temperature above 0 and a top_p above 0 and at most 1")
-        return Generation(
-            tuple(given["until"]), given["max_gen_toks"], Sampling(temperature=temperature, top_p=top_p)
-        )
+        return Generation(tuple(given["until"]), given["max_gen_toks"], Sampling(temperature=temperature, top_p=top_p))
 
 
 def describe_results(results: Mapping[str, Any]) -> str:

@@ -1,4 +1,5 @@
 """Forecast of a command line: memory, time of a step, goodput, and scaling to more devices."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

@@ -3,6 +3,7 @@
 All ranks measure concurrently, because the ranks of a run share cores, caches and memory.
 ``tools/forecast/this_machine.py`` derives forecasts from the results.
 """
+
 from __future__ import annotations
 
 import datetime

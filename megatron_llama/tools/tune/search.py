@@ -1,4 +1,5 @@
 """Search: forecast all candidates, run trials of the fastest ones, and correct the forecast after each trial."""
+
 from __future__ import annotations
 
 import statistics

@@ -1,11 +1,13 @@
-"""scripts/import_config.py: configs of NeMo, neuronx-nemo-megatron and NxDT."""
+"""scripts/import_config.py: configs of NeMo, neuronx-nemo-megatron, NxDT, Megatron-LM and torchtitan."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +21,9 @@ from megatron_llama.config.problems import format_value
 from megatron_llama.plan import resolve
 from megatron_llama.tools.import_nemo.cli import as_yaml, check, command_line, format_listing, main
 from megatron_llama.tools.import_nemo.convert import convert
-from megatron_llama.tools.import_nemo.nemo_keys import PRESETS
 from megatron_llama.tools.import_nemo.engine import ConvertedConfig
+from megatron_llama.tools.import_nemo.nemo_keys import PRESETS
+from megatron_llama.tools.import_nemo.read_script import ScriptError, read_script
 from tests.golden import GoldenFiles
 from tests.paths import CONF
 
@@ -50,17 +53,98 @@ def problems_of(source: Path, overrides: str = "") -> dict[str, str]:
     return {problem.field: f"{problem.rule} {problem.instead}" for problem in error.value.problems}
 
 
-@pytest.mark.parametrize("source", [NEMO, NXDT, LAUNCHER], ids=lambda path: path.stem)
-def test_listing_config_and_command(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every key is listed once, and the printed commands load."""
-    shutil.copy(source, ".")
-    assert main([source.name, "-o", "out/ours.yaml"]) == 0
+SOURCES = {
+    "nemo_7b.yaml": ([], 0),
+    "nxdt_70b.yaml": ([], 0),
+    "launcher_8b.yaml": ([], 0),
+    "megatron_8b.sh": (["1=/ckpt", "2=/d", "RUN_SEED=5", "--log-interval=10"], 1),
+    "megatron_2m.args": ([], 1),
+    "titan_8b.toml": ([], 1),
+    "titan_old.toml": (["training.global_batch_size=8"], 0),
+}
+"""{source: (overrides, status)}; status 1 for keys that are not supported."""
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_listing_config_and_command(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every key is listed once, the printed commands load, and the written config has a plan."""
+    shutil.copy(FOLDER / source, ".")
+    overrides, status = SOURCES[source]
+    assert main([source, "-o", "out/ours.yaml", *overrides]) == status
     printed = capsys.readouterr().out
-    GoldenFiles.check(f"tools/import_nemo/{source.stem}.txt", printed + "\n" + Path("out/ours.yaml").read_text())
+    page = printed + "\n" + Path("out/ours.yaml").read_text()
+    GoldenFiles.check(f"tools/import_nemo/{Path(source).stem}.txt", page)
     commands = re.findall(r"python train\.py ((?:.*\\\n)*.*)", printed)
     short, equivalent = (load_config(shlex.split(text.replace("\\\n", " ")), CONF) for text in commands)
     equivalent.model.name, equivalent.data.name = short.model.name, short.data.name  # labels
     assert short == equivalent
+    assert "can't work" not in printed, "the written config has a plan on the devices of the source"
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("TP=2; run --seq-length $TP", ["run", "--seq-length", "2"]),
+        ("A=(1 '2 3' # 4\n); A+=(5)\nrun --seq-length \"${A[@]}\"", ["run", "--seq-length", "1", "2 3", "5"]),
+        ('X="a b"; run --seq-length $X "$X" \'$X\' a\\ b', ["run", "--seq-length", "a", "b", "a b", "$X", "a b"]),
+        ("run --seq-length ${N:-4} ${N-5} ${M:=} $((2*(3+4)/2)) \\\n 7", ["run", "--seq-length", "4", "5", "7", "7"]),
+        ("run --seq-length $(rm -rf /) `date` $GONE", ["run", "--seq-length", *["${a", "command}"] * 2, "${GONE}"]),
+        ("if [ 2 -gt 1 ] && [[ a == a* ]]; then N=1; else N=2; fi; run --seq-length $N", ["run", "--seq-length", "1"]),
+        ('if false_thing; then N=1; elif [ -z "$N" ]; then N=2; fi\n[ -n "$N" ] || N=3\nrun --seq-length $N', None),
+        ("case b in a|b) N=1;; *) N=2;; esac; run --seq-length $N", ["run", "--seq-length", "1"]),
+        ('f() { run --seq-length $1 "$@"; }\nf 9', ["run", "--seq-length", "9"]),
+        ("cat <<EOF\n--seq-length 1 'x\nEOF\nrun --seq-length 2 >&2 2>&1", ["run", "--seq-length", "2"]),
+        ("bash -c \"run --seq-length 3 --x 'a b'\"", ["bash", "-c", "run", "--seq-length", "3", "--x", "a b"]),
+        ("FLAGS='--seq-length 3'", ["--seq-length", "3"]),
+    ],
+)
+def test_bash(script: str, words: list[str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command has the words that bash would pass, without being run."""
+    for name in ("N", "M", "GONE"):
+        monkeypatch.delenv(name, raising=False)
+    Path("a.sh").write_text(script)
+    assert words is None or read_script(Path("a.sh"), {}).words == words
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "A=xxxxxxxxxxxxxxxx\n" + "A=$A$A\n" * 60 + "run --seq-length $A",
+        "A=(1)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 60 + "run --seq-length 1",
+        "A=${Z:-}\n" + "A=$A$A\n" * 60 + "run --seq-length $A",
+        "A+=x\n" * 100_000 + "run --seq-length $A",
+        "A=1;run --seq-length " + "$A" * 300_000,
+        "cat <<EOF\n" + "x\n" * 400_000,
+        "f() { f; f; }\nf\nrun --seq-length 1",
+        "{ " * 5000 + "run --seq-length 1",
+        "run --seq-length " + "${A:-" * 5000,
+        "run --seq-length $((" + "(" * 5000,
+        "run --seq-length $((9**9**9**9))\nexit",
+        "if [[ " * 5000,
+        '"$(' * 5000,
+        "case x in " * 5000,
+        "",
+    ],
+)
+def test_hostile_scripts_end_with_a_message(script: str) -> None:
+    Path("a.sh").write_text(script)
+    start = time.monotonic()
+    with contextlib.suppress(ScriptError):
+        read_script(Path("a.sh"), {})
+    assert time.monotonic() - start < 5
+
+
+def test_flags_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Flags after pretrain_gpt.py are read as its command line; the last of repeated flags counts."""
+    flags = (FOLDER / "megatron_2m.args").read_text().split("\n", 1)[1].split()
+    assert main(["-o", "ours.yaml", "pretrain_gpt.py", *flags, "--num-layers", "2"]) == 1
+    assert "--num-layers is given several times" in capsys.readouterr().out
+    assert load_config(["experiment=ours.yaml"], CONF).model.num_hidden_layers == 2
+    with pytest.raises(SystemExit):
+        main([str(NEMO), "--num-layers", "2"])
+    Path("bad.toml").write_text("a = ")
+    assert main(["bad.toml"]) == 2 and main(["gone.sh"]) == 2
+    assert "cannot be read as TOML" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("source", [NEMO, NXDT], ids=lambda path: path.stem)
@@ -273,7 +357,7 @@ def test_original_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert convert_with(NEMO, "model.wrap_with_zero=false").settings["trainer.precision"] == "fp32"
     with pytest.raises(SystemExit) as stopped:
         main([])
-    assert stopped.value.code == 2 and "give the YAML" in capsys.readouterr().err
+    assert stopped.value.code == 2 and "give the file" in capsys.readouterr().err
 
 
 def test_bad_paths(capsys: pytest.CaptureFixture[str]) -> None:
