@@ -111,7 +111,7 @@ def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
     turns = [turn for value in lists for turn in (value if isinstance(value, list) else [value])]
     for where in (record, *(turn for turn in turns if isinstance(turn, dict))):
         for key in ("tools", "functions", "tool_calls", "function_call"):
-            if where.get(key) not in _NOTHING:
+            if not _is_empty(where.get(key)):
                 raise RecordError("tools_not_supported", f"{key!r} is not empty")
         if any(where.get(key) not in _NOTHING for key in ("reasoning_content", "reasoning", "thinking")):
             notes = ["reasoning beside an answer left out"]  # a key in stored manifests; prose: ok
@@ -121,6 +121,13 @@ def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
     if record.get(key, True) in (False, "false", "False"):
         raise RecordError("rejected_answer", f"{key!r} is false")
     return notes
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether a value has no content; Arrow fills the fields of missing objects with nulls."""
+    if isinstance(value, dict | list):
+        return all(map(_is_empty, value.values() if isinstance(value, dict) else value))
+    return value in _NOTHING
 
 
 def _key(record: Mapping[str, Any], *keys: str) -> Any:

@@ -15,6 +15,10 @@ TWO = [Turn("user", "q"), Turn("assistant", "a")]
 ASKED = [Turn("user", "q", False), Turn("assistant", "a")]
 RECORDS: dict[str, tuple[dict[str, Any], list[Turn]]] = {
     "messages": ({"messages": [Q, A]}, TWO),
+    "messages with calls of nulls, as Arrow fills missing structs": (
+        {"messages": [Q, {**A, "function_call": {"name": None, "arguments": ""}, "tool_calls": [{"f": {"a": None}}]}]},
+        TWO,
+    ),
     "messages, parts, developer, weight 0": (
         {
             "messages": [
