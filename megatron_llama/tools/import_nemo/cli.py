@@ -1,5 +1,5 @@
-"""Convert a config of another program to a config for experiment=NAME: a YAML of NeMo, neuronx-nemo-megatron or NxDT, a
-bash script or flags of Megatron-LM's pretrain_gpt.py, or a TOML of torchtitan. Lists each key as taken, renamed,
+"""Convert another program's config to a config for experiment=NAME: a NeMo, neuronx-nemo-megatron or NxDT YAML, a
+Megatron-LM bash script or its flags, or a torchtitan TOML. Lists each key as taken, renamed,
 without meaning here or not supported, and prints the equivalent train.py command. Accepts the arguments of the original
 training script, so it can replace that script in a shell script. See docs/guides/data/import_config.md."""
 
@@ -198,8 +198,8 @@ def format_next(converted: ConvertedConfig, out: Path, conf_dir: Path, needs_dat
 
 def _differs(config: Config, name: str, value: Any) -> bool:
     """Return whether ``config`` needs an override to have ``value``. A derived value differs from a given one."""
-    section, _, key = name.rpartition(".")
-    there = config.optim.schedule.get(key) if section == "optim.schedule" else get(config, name)
+    above, _, key = name.rpartition(".")
+    there = config.optim.schedule.get(key) if above == "optim.schedule" else get(config, name)
     if name in sections():
         section = sections()[name].kind
         return bool(there != (None if value is None else section(**value)))

@@ -1,8 +1,8 @@
 """Conversion of another program's settings by tables of their keys, with a record of each key.
 
-A source has a YAML table with three parts: keys with one setting here (``settings``), keys with supported values, where
-others are a different model or training (``values``), and patterns of keys without effect here (``ignored``). Keys that
-depend on each other are converted by the methods of a ``Conversion``. A key in no part is not supported.
+A source's YAML table has three parts. ``settings`` has keys with one setting here. ``values`` has keys with supported
+values; others are a different model or training. ``ignored`` has patterns of keys without effect here. Keys that depend
+on each other are converted by the methods of a ``Conversion``. A key in no part is not supported.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,9 +50,9 @@ def convert_script(path: Path, flags: Sequence[str], given: Mapping[str, str]) -
     conversion = MegatronConversion(values, path.stem)
     conversion.assumed += command.notes
     launcher = _flags(words[:start], [])
-    counts = [value for key in _DEVICES if is_count(value := launcher.get(key))]
-    if len(counts) == len(_DEVICES):
-        conversion.result.world_size = math.prod(counts)
+    processes, nodes = map(launcher.get, _DEVICES)
+    if isinstance(processes, int) and isinstance(nodes, int):
+        conversion.result.world_size = processes * nodes
     return conversion.run()
 
 

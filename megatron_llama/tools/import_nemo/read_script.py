@@ -335,7 +335,7 @@ class _Script:
 
     def _expand(self, token: str, strict: bool = False) -> list[str]:
         """Return the words of a token. ``strict``: an empty word stays, and no word is split."""
-        words, at = list[list[str]](), 0  # the pieces of each word
+        words, at = list[list[str]](), 0  # the parts of each word
         while at < len(token):
             char = token[at]
             if char == "\\":
@@ -355,7 +355,7 @@ class _Script:
             if parts and words:
                 words[-1].append(parts.pop(0))
             words += [[part] for part in parts]
-        return ["".join(pieces) for pieces in words] or ([""] if strict else [])
+        return ["".join(parts) for parts in words] or ([""] if strict else [])
 
     def _quoted(self, text: str) -> list[str]:
         """Return the words of a text in double quotes: several only for ``"${NAME[@]}"``."""
