@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.config import Config, ConfigError, DataConfig, Problem
-from megatron_llama.config.data_settings import has_columns, name_dataset, raw_data_tokenizer
+from megatron_llama.config.data_settings import has_columns, name_dataset, raw_data_tokenizer, validation_sets
 from megatron_llama.config.hf_config import short_name
 from megatron_llama.system.errors import LaunchFailed, MachineError, Stopped, UserError
 from megatron_llama.system.files import sha256_file, try_lock, user_cache, wait_for_lock
@@ -146,7 +146,11 @@ def _with_prefixes(config: Config, prepared: list[RecordFile], *, all_prepared: 
     config = copy.deepcopy(config)
     data = config.data
     data.prefixes = [prefixes.get(("data.prefixes", str(item)), item) for item in data.prefixes]
-    data.validation_prefixes = [prefixes.get(("data.validation_prefixes", p), p) for p in data.validation_prefixes]
+    sets = {
+        name: [prefixes.get(("data.validation_prefixes", path), path) for path in paths]
+        for name, paths in validation_sets(data).items()
+    }
+    data.validation_prefixes = sets[""] if "" in sets else [{name: paths} for name, paths in sets.items()]
     if prepared and all_prepared:  # all prefixes are datasets, which need no template
         data.template, data.chat_template = DataConfig.template, DataConfig.chat_template
     return config

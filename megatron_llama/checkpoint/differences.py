@@ -36,7 +36,7 @@ SETTINGS = {
         "trainer": f"{' '.join(AXIS_NAMES)} cp_comm vpp pipeline_layers sp zero shard_group secondary_group "
         "micro_batch_size epochs recompute recompute_every mlp_chunks offload compile compile_strict compile_cache "
         "async_tp deterministic skip_nonfinite_steps check_copies_every spike_rewinds hang_timeout_seconds profile "
-        "max_restarts val_every_steps",
+        "max_restarts val_every_steps val_at_start",
         "optim": "warmup_ratio",
         "finetune": "adapter",
         "device": "name peak_tflops memory_gib",

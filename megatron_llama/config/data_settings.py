@@ -13,7 +13,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Any
@@ -60,7 +60,22 @@ def list_paths(data: DataConfig) -> list[tuple[str, str]]:
         new = [path for path in split_weights(entry["prefixes"])[1] if path not in known]
         paths += [("data.schedule", path) for path in new]
         known.update(new)
-    return paths + [("data.validation_prefixes", str(path)) for path in data.validation_prefixes]
+    sets = validation_sets(data).values()
+    return paths + [("data.validation_prefixes", path) for path in dict.fromkeys(itertools.chain(*sets))]
+
+
+def validation_sets(data: DataConfig) -> dict[str, list[str]]:
+    """Return the paths of ``data.validation_prefixes`` by the name of their set, "" for paths without a name."""
+    sets: dict[str, list[str]] = {}
+    for entry in data.validation_prefixes:
+        for name, paths in entry.items() if isinstance(entry, Mapping) else [("", entry)]:
+            sets.setdefault(str(name), []).extend([paths] if isinstance(paths, str) else map(str, paths))
+    return sets
+
+
+def derives_validation(data: DataConfig) -> bool:
+    """Return whether the period of validations has a default: a run with held-out data other than its split."""
+    return not data.mock and (data.kind == "sft" or bool(data.validation_prefixes))
 
 
 def raw_data_files(data: DataConfig) -> list[tuple[str, str]]:
@@ -77,7 +92,7 @@ def settle_data_settings(data: Any, given: Set[str]) -> None:
 
     Prefixes on the command line set ``data.name`` and clear ``data.prepare``. Data in the old folder are found there.
     Hub names become folders of the local cache if it contains them. Folders of raw data then end in a slash, as
-    ``raw_data_files`` expects.
+    ``raw_data_files`` expects. The paths of a named validation set become a list.
 
     Args:
         given: Settings and groups that the command line sets.
@@ -87,23 +102,40 @@ def settle_data_settings(data: Any, given: Set[str]) -> None:
         data.prepare = None
         if not {"data.name", "data", "experiment"} & given:
             data.name = name_dataset(list(data.prefixes)) or data.name
-    if not data.mock:
-        for name in ("prefixes", "validation_prefixes"):
-            data[name] = [item if is_number(item) else find_in_data_folders(str(item)) for item in data[name]]
     if data.tokenizer is not None:
         data.tokenizer = resolve_hub_name(find_in_data_folders(data.tokenizer))
-    if data.kind == "sft":
-        for name in ("prefixes", "validation_prefixes"):
-            data[name] = [item if is_number(item) else resolve_raw_data(str(item)) for item in data[name]]
-    if not data.mock:
-        first: dict[tuple[int, int], str] = {}
-        for name in ("prefixes", "validation_prefixes"):
-            paths = data[name] if any(map(is_number, data[name])) else expand_patterns(map(str, data[name]))
-            paths = [item if is_number(item) else complete_prefix(str(item), data.kind) for item in paths]
-            data[name] = same_names(paths, first)
-        for entry in data.schedule:
-            if isinstance(entry, MutableMapping) and isinstance(entry.get("prefixes"), Sequence):
-                entry["prefixes"] = same_names(entry["prefixes"], first)
+    first: dict[tuple[int, int], str] = {}
+    for owner, name in _lists_of_paths(data):
+        paths = [item if is_number(item) else str(item) for item in owner[name]]
+        if not data.mock:
+            paths = [item if is_number(item) else find_in_data_folders(item) for item in paths]
+        if data.kind == "sft":
+            paths = [item if is_number(item) else resolve_raw_data(item) for item in paths]
+        if not data.mock:
+            paths = paths if any(map(is_number, paths)) else expand_patterns(paths)
+            paths = [item if is_number(item) else complete_prefix(item, data.kind) for item in paths]
+            paths = same_names(paths, first)
+        owner[name] = paths
+
+
+def _lists_of_paths(data: Any) -> Iterator[tuple[Any, str]]:
+    """Yield (owner, key) of each list of prefixes in a ``data`` section that is not typed yet, training first.
+
+    A single path of a validation set becomes a list. Values that are no lists are omitted: limits reject them.
+    """
+    yield data, "prefixes"
+    for entry in data.schedule:
+        if isinstance(entry, MutableMapping) and isinstance(entry.get("prefixes"), MutableSequence):
+            yield entry, "prefixes"
+    if not any(isinstance(entry, MutableMapping) for entry in data.validation_prefixes):
+        yield data, "validation_prefixes"
+        return
+    for entry in data.validation_prefixes:
+        for name in entry if isinstance(entry, MutableMapping) else ():
+            if isinstance(entry[name], str):
+                entry[name] = [entry[name]]
+            if isinstance(entry[name], MutableSequence):
+                yield entry, name
 
 
 def find_in_data_folders(path: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -137,6 +138,24 @@ def blend_schedule() -> Limit:
 
     rule = "must be entries {samples: N, prefixes: [weight, path, ...]}, N above 0 and ascending"
     return Limit(holds, rule, "'[{samples:1000,prefixes:[0.7,one,0.3,two]}]'")
+
+
+def validation_sets() -> Limit:
+    """Require paths, or sets of paths under different names, which become parts of metric names."""
+
+    def are_paths(entries: Any) -> bool:
+        return isinstance(entries, Sequence) and all(isinstance(entry, str) and entry.strip() for entry in entries)
+
+    def holds(entries: Sequence[Any]) -> bool:
+        if not all(isinstance(entry, Mapping) for entry in entries):
+            return are_paths(entries)
+        sets = [(str(name), paths) for entry in entries for name, paths in entry.items()]
+        names = {name.lower() for name, _ in sets if re.fullmatch(r"[A-Za-z0-9][\w.-]{0,39}", name, re.ASCII)}
+        lists = [[paths] if isinstance(paths, str) else paths for _, paths in sets]
+        return len(names) == len(sets) and all(bool(paths) and are_paths(paths) for paths in lists)
+
+    rule = "must be paths, or sets under different names of up to 40 letters, digits, dots, dashes and underscores"
+    return Limit(holds, rule, "'[{wiki:path/one},{code:path/two}]'")
 
 
 def rising_samples() -> Limit:

@@ -64,6 +64,7 @@ MOST_BRACKETS = 16
 """Maximum nesting of brackets in an override: Hydra's grammar and OmegaConf recurse into each level."""
 _ITEM = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\\.|[^][,'"\\])+""")
 """A text in quotes, or an item of a list."""
+VALIDATION = "data.validation_prefixes"
 _BRACKETS = dict.fromkeys("[{(", 1) | dict.fromkeys("]})", -1)
 # Other exceptions that Hydra raises, e.g. for a file whose defaults are not a list of names.
 _HYDRAS_OWN = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError)
@@ -255,9 +256,10 @@ def _quote_numbers(text: str) -> str:
     data.prefixes has numbers too, its weights, but none with an underscore.
     """
     name, equals, value = text.partition("=")
-    setting = settings_by_name().get(name.lstrip("+"))
-    is_text = setting is not None and str in (setting.kind, setting.item_kind)
-    if not is_text and name.lstrip("+") != "data.prefixes":
+    name = name.lstrip("+")
+    setting = settings_by_name().get(name)
+    is_text = name == VALIDATION or (setting is not None and str in (setting.kind, setting.item_kind))
+    if not is_text and name != "data.prefixes":
         return text
 
     def quote(item: re.Match[str]) -> str:
@@ -422,8 +424,11 @@ def _assign(config: DictConfig, name: str, setting: Setting | None, value: Any, 
     try:
         if setting is not None and setting.kind is bool and isinstance(value, int) and value not in (0, 1):
             raise OmegaConfBaseException  # OmegaConf accepts any number as true
-        # PEFT writes this name without brackets.
-        parent[key] = [value] if name == "finetune.lora_target_modules" and value == ALL_LINEAR else value
+        if name == "finetune.lora_target_modules" and value == ALL_LINEAR:  # PEFT writes it without brackets
+            value = [value]
+        elif name == VALIDATION and isinstance(value, dict):
+            value = [{each: paths} for each, paths in value.items()]
+        parent[key] = value
     except OmegaConfBaseException:
         assert setting is not None, "null is a legal value of an optional section"
         problems.append(Problem(name, value, f"must be {setting.type_name}", setting.suggest_value(value)))

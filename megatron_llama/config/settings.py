@@ -26,6 +26,7 @@ from megatron_llama.config.limits import (
     share,
     some_of,
     three_shares,
+    validation_sets,
 )
 from megatron_llama.config.optimizers import OptimConfig
 from megatron_llama.config.precision import EXCHANGES, PRECISIONS
@@ -206,9 +207,11 @@ class DataConfig:
     curriculum: list[Any] = field(default_factory=list)
     """Curriculum: [{metric: seqlen_truncate, min_difficulty: 64, max_difficulty: 256, ...}, ...]. The keys of an entry
     are listed below, under data.curriculum. All metrics apply together. Validation has no curriculum."""
-    validation_prefixes: list[str] = field(default_factory=list)
-    """Validation datasets; all of ``prefixes`` is then for training, and ``split`` is ignored. For sft. Derived:
-    PREFIX_validation_sft if all of ``prefixes`` are PREFIX_train_sft, as written by data_prep/sft.py --split."""
+    validation_prefixes: Annotated[list[Any], validation_sets()] = field(default_factory=list)
+    """Validation datasets; all of ``prefixes`` is then for training, and ``split`` is ignored. Paths, or named sets, as
+    {wiki: PATH, code: [PATH, PATH]}, in a file as a list of such entries: val_loss/wiki is the loss of a set, val_loss
+    the mean of all. For pretraining each sequence of a set counts once, up to trainer.val_steps batches. Derived for
+    sft: PREFIX_validation_sft if all of ``prefixes`` are PREFIX_train_sft, as written by data_prep/sft.py --split."""
     chat_template: Annotated[str, one_of(*CHAT_TEMPLATES)] = "own"
     """Chat template for raw data files: own (the tokenizer's), chatml, prompter, dialogue or plain; see
     docs/guides/data/sft_data.md."""
@@ -374,9 +377,11 @@ class TrainerConfig:
     max_restarts: Annotated[int, at_least(0)] = 0
     """Number of times that a failed run is restarted on this host, from its newest checkpoint."""
     val_every_steps: Annotated[int | None, at_least(0)] = None
-    """Steps between validations; 0: never. Derived: never for pretraining. For data.kind=sft with held-out examples
-    (data.validation_prefixes, or the second share of data.split) a tenth of the steps, but at least the number of
-    batches per validation."""
+    """Steps between validations; 0: never. Derived: never for pretraining on data.split. With data.validation_prefixes,
+    or for data.kind=sft with a second share of data.split, a tenth of the steps, but at least the number of batches per
+    validation."""
+    val_at_start: bool = False
+    """Also validate before the first step of a new run, which metrics.jsonl has as step 0."""
     val_steps: Annotated[int | None, at_least(1)] = None
     """Global batches per validation. Derived: 4; for data.kind=sft null means the whole set, each example once."""
 

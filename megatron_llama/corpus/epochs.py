@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_llama.config.data_settings import split_weights
+from megatron_llama.config.data_settings import split_weights, validation_sets
 from megatron_llama.config.settings import DataConfig
 
 if TYPE_CHECKING:
@@ -59,9 +59,13 @@ def open_split(data: DataConfig, prefix: str, number: int = 0) -> DatasetSplit:
     return DatasetSplit(prefix, index, *split_range(data.split, number, len(index)))
 
 
-def open_splits(data: DataConfig, number: int) -> list[DatasetSplit]:
-    """Return the part of each dataset in split ``number``. Raises OSError or ValueError."""
-    prefixes = [str(prefix) for prefix in data.validation_prefixes] if number == 1 else []
+def open_splits(data: DataConfig, number: int, name: str | None = None) -> list[DatasetSplit]:
+    """Return the part of each dataset in split ``number``, of validation set ``name``, None for all sets.
+
+    Raises OSError or ValueError.
+    """
+    sets = validation_sets(data) if number == 1 else {}
+    prefixes = [path for each, paths in sets.items() if name in (None, each) for path in paths]
     return [open_split(data, prefix, number) for prefix in prefixes or split_weights(data.prefixes)[1]]
 
 
@@ -94,17 +98,25 @@ def planned_blends(data: DataConfig) -> list[tuple[int, dict[str, float]]]:
     return [(first, _weights(data, prefixes)) for first, prefixes in blends]
 
 
-def planned_timeline(data: DataConfig, number: int = 0) -> BlendTimeline:
-    """Return the stream of a new run. Validation (split ``number`` 1) uses the first blend.
+def planned_timeline(data: DataConfig) -> BlendTimeline:
+    """Return the training stream of a new run. Raises OSError or ValueError."""
+    from megatron_llama.corpus.blend import BlendTimeline
+
+    timeline = BlendTimeline([])
+    for first, weights in planned_blends(data):
+        timeline = timeline.switched(first, weights)
+    return timeline
+
+
+def validation_timelines(data: DataConfig) -> dict[str, BlendTimeline]:
+    """Return the stream of each validation set by name. "" is the second split of the first blend, if there is no set.
 
     Raises OSError or ValueError.
     """
     from megatron_llama.corpus.blend import BlendTimeline
 
-    timeline = BlendTimeline([])
-    for first, weights in planned_blends(data)[: 1 if number else None]:
-        timeline = timeline.switched(first, weights)
-    return timeline
+    sets = validation_sets(data) or {"": data.prefixes}
+    return {name: BlendTimeline([]).switched(0, _weights(data, paths)) for name, paths in sets.items()}
 
 
 def _weights(data: DataConfig, prefixes: Sequence[Any]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -175,8 +175,8 @@ class Data:
     """Training and validation data of a run."""
 
     train: Batches
-    validation: Batches | None
-    """Validation batches, the same at each validation. None: no validation."""
+    validation: Mapping[str, Batches]
+    """Batches of each validation set, the same at each validation; "" is a set without a name. Empty: no validation."""
     new_record: Record | None = None
     """Record of a new run with this data. None: derived from the plan at the first use, by each rank."""
 
@@ -188,7 +188,6 @@ class Data:
         """
         if self.train.schedule is not None:
             self.train = replace(self.train, schedule=replace(self.train.schedule, start=start))
-        validation = self.validation
         past = () if changes_reading(record, self._record) else levels_from_json(record.get("levels", ()))
         levels = levels_of(replace(self.train.plan, start=start), past)
         self.train = train = replace(self.train, levels=levels)
@@ -196,12 +195,12 @@ class Data:
             self.train = replace(train, samples=graded_examples(train.plan, train.samples, levels))
         if not isinstance(train.samples, SampleStream):  # other samples do not depend on the run's length
             return
-        held_out = validation.samples if validation else None
-        assert held_out is None or isinstance(held_out, SampleStream)
-        streams = resume_streams(train.plan, record, start.samples, train.samples, held_out, levels, self._record)
-        self.train = replace(train, samples=streams[0])
-        if validation is not None and streams[1] is not None:
-            self.validation = replace(validation, samples=streams[1])
+        held_out = {name: cast(SampleStream, batches.samples) for name, batches in self.validation.items()}
+        samples, validation = resume_streams(
+            train.plan, record, start.samples, train.samples, held_out, levels, self._record
+        )
+        self.train = replace(train, samples=samples)
+        self.validation = {name: replace(self.validation[name], samples=each) for name, each in validation.items()}
         # Keep the facts of datasets that are no longer read: a later resume may read them.
         self._record["datasets"] = {**record["datasets"], **self._record["datasets"]}
 
@@ -242,14 +241,13 @@ def build_data(plan: Plan, topology: Topology, device: torch.device, pin_memory:
     # Ahead-of-time compilation replaces the validation set by mock data, of which one batch is enough.
     validation_samples = (trainer.val_steps or 1) * trainer.global_batch_size if trainer.val_every_steps else 0
     train: Samples
-    validation: Samples | None
+    validation: Mapping[str, Samples] = {}
     if plan.config.data.mock:
         length, vocabulary = plan.config.data.length, plan.model.vocab_size
         examples = MOCK_EXAMPLES if plan.config.data.pack or plan.config.data.document_mask else 1
         train = MockDataset(train_samples, length, vocabulary, trainer.seed, examples)
-        validation = None
         if validation_samples:
-            validation = MockDataset(validation_samples, length, vocabulary, trainer.seed + 1, examples)
+            validation = {"": MockDataset(validation_samples, length, vocabulary, trainer.seed + 1, examples)}
     elif plan.config.data.kind == "sft":
         train, validation = build_sft(plan)
     else:
@@ -260,7 +258,10 @@ def build_data(plan: Plan, topology: Topology, device: torch.device, pin_memory:
     return Data(
         new_record=_record_of_rank_0(plan),
         train=Batches(train, plan, topology, device, plan.batches, plan.random_ltd, pin_memory, levels_of(plan)),
-        validation=None if validation is None else Batches(validation, plan, topology, device, pin_memory=pin_memory),
+        validation={
+            name: Batches(samples, plan, topology, device, pin_memory=pin_memory)
+            for name, samples in validation.items()
+        },
     )
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError
-from megatron_llama.config.data_settings import MASK_SUFFIX
+from megatron_llama.config.data_settings import MASK_SUFFIX, validation_sets
 from megatron_llama.config.settings import DataConfig
 from megatron_llama.corpus.epochs import DatasetSplit, open_splits
 from megatron_llama.corpus.indexed_format import IndexedDataset
@@ -90,15 +90,16 @@ class SFTDataset:
         return {name: torch.from_numpy(array) for name, array in sample.items()}
 
 
-def build_sft(plan: Plan) -> tuple[SFTDataset, SFTDataset | None]:
-    """Build the training set and, if the run validates, the validation set. All ranks must call it.
+def build_sft(plan: Plan) -> tuple[SFTDataset, dict[str, SFTDataset]]:
+    """Build the training set and, if the run validates, each validation set by name. All ranks must call it.
 
     Raises:
         ConfigError: on all ranks, if a set cannot be read, does not fit the model, or has an empty split.
     """
     raise_on_all_ranks(check_data(plan.config) if dist.get_rank() == 0 else [])
-    training, validation = _split(plan, 0), _split(plan, 1) if plan.config.trainer.val_every_steps else None
-    return graded_examples(plan, training, levels_of(plan)), validation
+    names = (validation_sets(plan.config.data) or [""]) if plan.config.trainer.val_every_steps else ()
+    validation = {name: _split(plan, 1, name) for name in names}
+    return graded_examples(plan, _split(plan, 0), levels_of(plan)), validation
 
 
 def graded_examples(plan: Plan, training: SFTDataset, levels: Sequence[Level]) -> SFTDataset:
@@ -119,9 +120,9 @@ def graded_examples(plan: Plan, training: SFTDataset, levels: Sequence[Level]) -
     return SFTDataset(training.examples, order, data.length, packed=data.pack)
 
 
-def _split(plan: Plan, number: int) -> SFTDataset:
+def _split(plan: Plan, number: int, name: str = "") -> SFTDataset:
     data, seed = plan.config.data, plan.config.trainer.seed + number
-    examples = Examples(open_splits(data, number), plan.model.vocab_size)
+    examples = Examples(open_splits(data, number, name), plan.model.vocab_size)
     whole = number > 0 and plan.config.trainer.val_steps is None
     return SFTDataset(examples, _order(data, examples.lengths, seed), data.length, data.pack, once=whole)
 

@@ -21,10 +21,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.config.data_settings import list_paths
 from megatron_llama.corpus.blend import MEGATRON, BlendSegment, BlendTimeline, same_shares, segments_from_json
 from megatron_llama.corpus.difficulty_index import unit_range
-from megatron_llama.corpus.epochs import SPLITS, DatasetSplit, open_split, planned_blends, planned_timeline
+from megatron_llama.corpus.epochs import (
+    SPLITS,
+    DatasetSplit,
+    open_split,
+    planned_blends,
+    planned_timeline,
+    validation_timelines,
+)
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.corpus.packing import Unpacked
 from megatron_llama.data.checks import check_data, check_ids
@@ -106,9 +112,12 @@ class EndlessDataset:
 class SampleStream:
     """Infinite stream of samples of ``seq_length`` tokens."""
 
-    def __init__(self, timeline: BlendTimeline, datasets: Mapping[str, EndlessDataset], old: Any = None) -> None:
-        """``old`` has the samples of the timeline's segments in megatron-core's order."""
-        self.timeline, self.datasets, self._old = timeline, datasets, old
+    def __init__(
+        self, timeline: BlendTimeline, datasets: Mapping[str, EndlessDataset], old: Any = None, once: bool = False
+    ) -> None:
+        """``old`` has the samples of the timeline's segments in megatron-core's order. ``once``: samples after the
+        first epoch have no loss."""
+        self.timeline, self.datasets, self._old, self.once = timeline, datasets, old, once
 
     def __len__(self) -> int:
         """Samples of one epoch of all datasets."""
@@ -119,35 +128,38 @@ class SampleStream:
         if self.timeline.segments[self.timeline.segment_of(index)].order == MEGATRON:
             sample = self._old[index]
             return {key: sample[key] for key in ("tokens", "labels", "loss_mask")}
-        prefix, sample = self.timeline.at(index)
-        return self.datasets[prefix].sample(sample)
+        is_over = self.once and index >= len(self)
+        prefix, number = self.timeline.at(0 if is_over else index)
+        sample = self.datasets[prefix].sample(number)
+        return {**sample, "loss_mask": torch.zeros_like(sample["loss_mask"])} if is_over else sample
 
 
-def build_streams(plan: Plan) -> tuple[SampleStream, SampleStream | None]:
-    """Build the training stream and, if the run validates, the validation stream. All ranks must call it.
+def build_streams(plan: Plan) -> tuple[SampleStream, dict[str, SampleStream]]:
+    """Build the training stream and, if the run validates, a stream for each validation set. All ranks must call it.
 
     Raises:
         ConfigError: on all ranks, if a dataset cannot be read, does not fit the model or tokenizer, or has an empty
             split, or the cache folder is not writable.
     """
     raise_on_all_ranks(check_data(plan.config) if dist.get_rank() == 0 else [])
-    splits: list[SampleStream | None] = [None, None]
-    problems = _cache_problems(plan)
+    data, training, problems = plan.config.data, SampleStream(BlendTimeline([]), {}), _cache_problems(plan)
+    validation: dict[str, SampleStream] = {}
+
+    def stream(timeline: BlendTimeline, number: int) -> SampleStream:
+        used = dict.fromkeys(path for segment in timeline.segments for path in segment.weights)
+        datasets = {path: EndlessDataset(plan, path, number) for path in used}
+        problems.extend(_too_small(plan, path, number) for path, dataset in datasets.items() if not len(dataset))
+        return SampleStream(timeline, datasets, once=number == 1 and bool(data.validation_prefixes))
+
     try:
-        for number in range(1 + bool(plan.config.trainer.val_every_steps)):
-            timeline = planned_timeline(plan.config.data, number)
-            prefixes = [path for _, path in list_paths(plan.config.data)]
-            used = [path for path in prefixes if any(path in segment.weights for segment in timeline.segments)]
-            datasets = {path: EndlessDataset(plan, path, number) for path in used}
-            problems += [_too_small(plan, path, number) for path, dataset in datasets.items() if not len(dataset)]
-            splits[number] = SampleStream(timeline, datasets)
+        training = stream(planned_timeline(data), 0)
+        if plan.config.trainer.val_every_steps:
+            validation = {name: stream(timeline, 1) for name, timeline in validation_timelines(data).items()}
     except (OSError, ValueError) as error:  # rank 0 has checked them, so this is another machine
         rule, fix = f"cannot be read on {os.uname().nodename}: {error}", "use a folder that all machines share"
         fix = machine_fault(error) or fix
         problems.append(Problem("data.prefixes", plan.config.data.prefixes, rule, fix))
     raise_on_all_ranks(problems)
-    training, validation = splits
-    assert training is not None
     graded = graded_datasets(plan, training.timeline, training.datasets, levels_of(plan))
     training = SampleStream(training.timeline, graded)
     return training, validation
@@ -158,10 +170,10 @@ def resume_streams(
     record: Record,
     consumed_samples: int,
     training: SampleStream,
-    validation: SampleStream | None,
+    validation: Mapping[str, SampleStream],
     levels: Sequence[Level] = (),
     now: Record | None = None,
-) -> tuple[SampleStream, SampleStream | None]:
+) -> tuple[SampleStream, Mapping[str, SampleStream]]:
     """Resume the streams of ``build_streams`` from a checkpoint's ``record``. All ranks must call it.
 
     Each dataset continues at its position, also if the blend has changed. ``levels`` are all levels of the curriculum,
@@ -183,10 +195,11 @@ def resume_streams(
     if shuffled and dist.get_rank() == 0:
         text = f"resuming with the checkpoint's order: all epochs of {shuffled:,} samples shuffled together"
         sys.stderr.write(f"data: {text}\n")
-    held_out = (trainer.val_steps or 1) * trainer.global_batch_size if validation is not None else 0
+    from_split = bool(validation) and not plan.config.data.validation_prefixes
+    held_out = (trainer.val_steps or 1) * trainer.global_batch_size if from_split else 0
     old, old_validation = build_megatron(plan, shuffled, held_out)
-    if validation is not None:
-        validation = SampleStream(BlendTimeline([first]), {}, old_validation)
+    if from_split:
+        validation = {"": SampleStream(BlendTimeline([first]), {}, old_validation)}
     return SampleStream(timeline, datasets, old), validation
 
 
@@ -259,6 +272,10 @@ def _cache_problems(plan: Plan) -> list[Problem]:
 def _too_small(plan: Plan, prefix: str, number: int) -> Problem:
     data = plan.config.data
     part = open_split(data, prefix, number)
+    if number and data.validation_prefixes:
+        rule = f"{prefix} has {part.tokens} tokens, less than a sequence"
+        fix = "use a larger dataset, or a shorter data.seq_length"
+        return Problem("data.validation_prefixes", data.validation_prefixes, rule, fix)
     rule = f"split {data.split} leaves none of the {len(part.index)} documents of {prefix} for {SPLITS[number]}"
     if part.first < part.last:
         rule = f"split {data.split} leaves {part.tokens} tokens of {prefix} for {SPLITS[number]}, less than a sequence"

@@ -17,7 +17,13 @@ import yaml
 
 from megatron_llama.arch.pattern import Pattern, pattern_of
 from megatron_llama.arch.shapes import head_dim, parameters
-from megatron_llama.config.data_settings import DATA_FOLDER, OLD_DATA_FOLDER, list_paths, split_weights
+from megatron_llama.config.data_settings import (
+    DATA_FOLDER,
+    OLD_DATA_FOLDER,
+    derives_validation,
+    list_paths,
+    split_weights,
+)
 from megatron_llama.config.fields import check_limits, get, settings_by_name
 from megatron_llama.config.precision import LEAST_IN_BLOCKS, STATE_BLOCK
 from megatron_llama.config.problems import format_value
@@ -86,7 +92,7 @@ def _keep_saved(config: Config, saved: Mapping[str, Any]) -> Iterator[str]:
         if name == "optim.lr" and value not in {PRETRAINING_LR, FINETUNING_LR} - {default_lr(config)}:
             continue
         if name == "trainer.val_every_steps":
-            if config.data.kind != "sft" or config.data.mock:
+            if not derives_validation(config.data):
                 continue
             value = value or 0  # older versions did not validate by default
         if get(config, name) is None and setting.has_type(value) and not setting.problem(value):
@@ -290,6 +296,9 @@ def _data_notes(plan: Plan, data: DataConfig) -> Iterator[str]:
             f"data is read from {OLD_DATA_FOLDER}, which shadows the package datasets: move its content to "
             f"{DATA_FOLDER}, where runs find it too"
         )
+    held_out = {path for name, path in list_paths(data) if name == "data.validation_prefixes"}
+    for path in sorted(held_out.intersection(map(str, data.prefixes))) if used else ():
+        yield f"{path} is read in training and in validation, so that its validation loss is a training loss"
     for _, path in plan.raw_data_files:
         yield f"{shlex.quote(path)} is not prepared yet; a run prepares it first, as data_prep/sft.py does"
 

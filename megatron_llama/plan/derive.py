@@ -14,7 +14,7 @@ from megatron_llama.arch.blocks import num_blocks
 from megatron_llama.arch.flops import FORWARD_AND_BACKWARD, flops_per_token
 from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.arch.shapes import head_dim, kv_heads, padded_vocab_size, parameters, stage_parameters, whole_model
-from megatron_llama.config.data_settings import raw_data_files, split_weights
+from megatron_llama.config.data_settings import derives_validation, raw_data_files, split_weights
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings import SAVE_MINUTES, Config
@@ -90,7 +90,7 @@ def derive_plan(config: Config, world_size: int) -> Plan:
         trainer.val_steps = trainer.val_steps or VALIDATION_STEPS
     if trainer.epochs is not None:
         notes.append(_derive_steps(config, trainer.epochs))
-    if trainer.val_every_steps is None and data.kind == "sft" and not data.mock:
+    if trainer.val_every_steps is None and derives_validation(data):
         notes += _derive_validation(config)
     _derive_from_steps(config)
     return Plan(
@@ -142,7 +142,7 @@ def _derive_steps(config: Config, epochs: int) -> str:
 
 
 def _derive_validation(config: Config) -> list[str]:
-    """Derive ``trainer.val_every_steps`` of a fine-tuning run, in place; return a note if nothing is held out.
+    """Derive ``trainer.val_every_steps``, in place; return a note if nothing is held out.
 
     With ``checkpoint.keep_best`` and no period of checkpoints, validated steps are saved.
     """

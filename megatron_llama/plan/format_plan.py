@@ -8,7 +8,7 @@ from megatron_llama.arch.blocks import num_blocks
 from megatron_llama.arch.flops import with_random_ltd
 from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.config import ConfigError, Problem, to_yaml
-from megatron_llama.config.data_settings import PERCENTILE, VALUE, curriculum_metrics
+from megatron_llama.config.data_settings import PERCENTILE, VALUE, curriculum_metrics, validation_sets
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, STATE_BLOCK, quantized_bytes, state_bytes_8bit
 from megatron_llama.config.settings import KEPT_BY_TIME, Config, TrainerConfig
 from megatron_llama.config.stored import NAME
@@ -297,7 +297,8 @@ def _validation(plan: Plan) -> str:
         return f"off · trainer.val_every_steps={max(1, trainer.steps // 10)} turns it on"
     source = f"{100 * shares[1] / sum(shares):.3g} % of the data (data.split)"
     if data.validation_prefixes:
-        source = "data.validation_prefixes"
+        names = [name for name in validation_sets(data) if name]
+        source = f"sets {', '.join(names[:4])}{', …' * (len(names) > 4)}" if names else "data.validation_prefixes"
     elif data.mock:
         source = "random tokens"
     batches, size = trainer.val_steps, trainer.global_batch_size

@@ -75,7 +75,7 @@ class Progress:
                 self._console.print(line, markup=False, highlight=False, soft_wrap=True)
             return
         if metrics.get("val_loss") is not None:
-            self._bar.console.print(f"[dim]step {step}[/]  val loss [bold]{metrics['val_loss']:.4f}")
+            self._bar.console.print(f"[dim]step {step}[/]  {format_losses(metrics)}", highlight=False)
         self._bar.update(self._task, completed=step)
         if shown:
             self._bar.update(self._task, text=self._bar_text(metrics, left, step))
@@ -110,7 +110,7 @@ def _plain_text(metrics: Mapping[str, Value], left: float | None) -> str:
     """Format a step as a log line."""
     parts = [f"loss {_number(metrics['reduced_train_loss'], '.4f')}"]
     if "val_loss" in metrics:
-        parts.append(f"val loss {_number(metrics['val_loss'], '.4f')}")
+        parts.append(format_losses(metrics))
     parts += [
         f"lr {_number(metrics['lr'], '.2e')}",
         f"grad norm {_number(metrics['gradient_norm'], '.3f')}",
@@ -120,6 +120,13 @@ def _plain_text(metrics: Mapping[str, Value], left: float | None) -> str:
     if left is not None:
         parts.append(f"{duration(left)} left")
     return "  ".join(parts)
+
+
+def format_losses(metrics: Mapping[str, Value]) -> str:
+    """Format the validation loss, and in parentheses the loss of each named set."""
+    named = [(name[9:], value) for name, value in metrics.items() if name.startswith("val_loss/")]
+    sets = ", ".join(f"{name} {_number(value, '.4f')}" for name, value in named)
+    return f"val loss {_number(metrics['val_loss'], '.4f')}" + (f" ({sets})" if sets else "")
 
 
 def _number(value: Value, form: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,7 +24,7 @@ from megatron_llama.plan import Plan, write_config_and_plan
 from megatron_llama.system import phase
 from megatron_llama.topology import Topology
 from megatron_llama.train.compile_report import report_graphs
-from megatron_llama.train.metrics import MetricsLogger
+from megatron_llama.train.metrics import VALIDATION_METRICS, MetricsLogger
 from megatron_llama.train.peak import find_peak
 from megatron_llama.train.sample_text import continue_prompts
 from megatron_llama.train.sanity import FiniteCheck, LabelCheck, check_every_gradient
@@ -64,6 +64,8 @@ def train(
         prefetcher as batches,
         stragglers.watching(),
     ):
+        if first == 1 and trainer.val_at_start:
+            validate_at_start(plan, model, data.validation, logger)
         for step in range(first, trainer.steps + 1):
             # PATIENT multiplies trainer.hang_timeout_seconds: a step that may compile takes minutes.
             patience = phase.PATIENT if model.compiler is not None and may_compile(plan, step, first) else 1.0
@@ -120,7 +122,7 @@ def export(plan: Plan, topology: Topology, checkpointer: Checkpointer) -> None:
 
 
 def measure_after_step(
-    step: int, plan: Plan, model: ParallelModel, validation: Batches | None, patience: float
+    step: int, plan: Plan, model: ParallelModel, validation: Mapping[str, Batches], patience: float
 ) -> dict[str, float]:
     """Return the parameter norm, if it is logged, and the result of a validation that is due."""
     metrics = validate_if_due(step, plan, model, validation, patience)
@@ -198,18 +200,41 @@ def read_scalars(floats: Sequence[torch.Tensor], integers: Sequence[torch.Tensor
 
 
 def validate_if_due(
-    step: int, plan: Plan, model: ParallelModel, batches: Batches | None, patience: float
+    step: int, plan: Plan, model: ParallelModel, sets: Mapping[str, Batches], patience: float
 ) -> dict[str, float]:
     """Return the metrics of ``validate`` every ``trainer.val_every_steps`` steps; otherwise no metrics."""
     every = plan.config.trainer.val_every_steps
-    if batches is None or not every or step % every:
+    if not sets or not every or step % every:
         return {}
     phase.enter(f"validation after step {step}", patience)
-    return validate(plan, model, batches)
+    return validate(plan, model, sets)
 
 
-def validate(plan: Plan, model: ParallelModel, batches: Batches) -> dict[str, float]:
-    """Return val_loss and val_token_accuracy over the first ``val_steps`` batches, or the whole validation set.
+def validate_at_start(
+    plan: Plan, model: ParallelModel, sets: Mapping[str, Batches], logger: MetricsLogger | None
+) -> None:
+    """Validate before step 1 and log the metrics as step 0. A collective."""
+    metrics = validate_if_due(0, plan, model, sets, phase.PATIENT)
+    if logger is not None and metrics:
+        logger.log_validation(metrics)
+
+
+def validate(plan: Plan, model: ParallelModel, sets: Mapping[str, Batches]) -> dict[str, float]:
+    """Return val_loss and val_token_accuracy: the unweighted means over sets, and NAME/SET of each named set.
+
+    Raises:
+        ConfigError: No token of a set has loss. On all ranks.
+    """
+    losses = {name: validate_set(plan, model, batches) for name, batches in sets.items()}
+    means = torch.tensor([*losses.values()], dtype=torch.float64).mean(dim=0).tolist()
+    metrics = dict(zip(VALIDATION_METRICS, means, strict=True))
+    for name in filter(None, losses):
+        metrics |= {f"{metric}/{name}": value for metric, value in zip(VALIDATION_METRICS, losses[name], strict=True)}
+    return metrics
+
+
+def validate_set(plan: Plan, model: ParallelModel, batches: Batches) -> list[float]:
+    """Return val_loss and val_token_accuracy over the first ``val_steps`` batches of a set, or over the whole set.
 
     val_loss is the mean loss per token with loss; val_token_accuracy is the share of these tokens whose label has the
     highest logit. Batches are weighted by tokens with loss: an unweighted mean would overweight short answers.
@@ -219,7 +244,10 @@ def validate(plan: Plan, model: ParallelModel, batches: Batches) -> dict[str, fl
     """
     trainer = plan.config.trainer
     size = trainer.global_batch_size
-    end = size * (trainer.val_steps or -(-len(batches.samples) // size))
+    whole = -(-len(batches.samples) // size)
+    end = size * (trainer.val_steps or whole)
+    if getattr(batches.samples, "once", False):
+        end = min(end, size * whole)
     results, counts = [], []
     with Prefetcher(batches, end) as ahead:
         for position in range(0, end, size):
@@ -235,4 +263,4 @@ def validate(plan: Plan, model: ParallelModel, batches: Batches) -> dict[str, fl
         instead = "write trainer.val_steps=null to validate on the whole set, or prepare it with answers that have loss"
         raise ConfigError([Problem(field, getattr(plan.config.data, field[5:]), rule, instead)])
     means = (torch.stack(results).cpu().double() * weights[:, None]).sum(dim=0) / weights.sum()
-    return dict(zip(("val_loss", "val_token_accuracy"), means.tolist(), strict=True))
+    return means.tolist()

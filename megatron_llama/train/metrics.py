@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from megatron_llama.arch.flops import mfu, with_random_ltd
-from megatron_llama.config.data_settings import curriculum_metrics
+from megatron_llama.config.data_settings import curriculum_metrics, validation_sets
 from megatron_llama.devices import Peak
 from megatron_llama.parallel.compiling import may_compile
 from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule, difficulties_at
-from megatron_llama.train.console import Progress, Value
+from megatron_llama.train.console import Progress, Value, format_losses
 from megatron_llama.train.loss_curve import PICTURE_FILE, draw_run
 from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, note_loaded_step, read_run_records
 from megatron_llama.train.sinks import open_sinks, write_samples
@@ -41,8 +41,9 @@ EVERY_STEP = (
     "train_step_timing",
     "throughput_peak",
 )
+VALIDATION_METRICS = ("val_loss", "val_token_accuracy")
 SOME_STEPS = (
-    *("train_samples_per_second", "padded_tokens_per_second", "val_loss", "val_token_accuracy", "parameter_norm"),
+    *("train_samples_per_second", "padded_tokens_per_second", *VALIDATION_METRICS, "parameter_norm"),
     *("random_ltd_reserved_length", "consumed_layer_tokens", *WAIT_METRICS, "slowest_rank", "slowest_rank_ratio"),
     "max_attention_logit",
     *("spike_skipped_steps", "spike_rewinds", "spike_skipped_samples"),
@@ -59,7 +60,8 @@ CURRICULUM = "curriculum_"
 def metric_names(plan: Plan) -> list[str]:
     """Return all metrics that a step of the plan may have, in order."""
     difficulties = [f"{CURRICULUM}{metric.metric}" for metric in curriculum_metrics(plan.config.data.curriculum)]
-    return [*EVERY_STEP, *SOME_STEPS, *difficulties]
+    sets = [f"{metric}/{name}" for metric in VALIDATION_METRICS for name in validation_sets(plan.config.data) if name]
+    return [*EVERY_STEP, *SOME_STEPS, *sets, *difficulties]
 
 
 class StepRate:
@@ -125,12 +127,21 @@ class MetricsLogger:
     def log_step(self, measured: Mapping[str, Value]) -> dict[str, Value]:
         """Derive speed and MFU from a step's measurements; write all metrics and return them."""
         metrics = self._with_derived(measured)
-        self._file.append(metrics)
-        for sink in self._sinks:
-            sink.append(metrics)
+        self._write(metrics)
         self._progress.step(metrics, self._rate.seconds_per_step(metrics))
         self._check_peak(metrics)
         return metrics
+
+    def log_validation(self, measured: Mapping[str, Value]) -> None:
+        """Write the metrics of a validation before the first step, as step 0."""
+        values = {name: _finite(value) for name, value in measured.items()}
+        self._write({"step": 0, "consumed_samples": 0, "consumed_tokens": 0, **values})
+        self._progress.print_lines([f"before step 1: {format_losses(values)}"])
+
+    def _write(self, metrics: Mapping[str, Value]) -> None:
+        self._file.append(metrics)
+        for sink in self._sinks:
+            sink.append(metrics)
 
     def print_lines(self, lines: Sequence[str]) -> None:
         """Print lines above the progress bar, unless equal to the last printed lines."""

@@ -123,7 +123,7 @@ def truncate_after(path: Path, step: int) -> str | None:
         write_atomically(copy, read_whole(path, MAX_BYTES))
         count = f"removed {len(broken):,} invalid lines, first " if len(broken) > 1 else "removed invalid "
         warning = f"{path}: {count}{_first(broken)}; copy: {copy}"
-    write_atomically(path, b"".join(line for record, line in lines if record["step"] <= step))
+    write_atomically(path, b"".join(line for record, line in lines if step and record["step"] <= step))
     return warning
 
 

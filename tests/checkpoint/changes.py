@@ -152,6 +152,7 @@ CHANGES: dict[str, Change] = {
     "trainer.profile": Change([2, 3]),
     "trainer.max_restarts": Change(1),
     "trainer.val_every_steps": Change(20, VALIDATED),
+    "trainer.val_at_start": Change(True, VALIDATED),
     "trainer.val_steps": Change(2, VALIDATED),
     "optim.name": Change("sgd"),
     "optim.lr": Change(1e-4, {"optim.min_lr": 1e-5}),

@@ -77,6 +77,10 @@ BOUNDS: dict[str, Bounds] = {
         ],
         [[], [{"samples": 5, "prefixes": ["a"]}, {"samples": 6, "prefixes": [0.5, "a", "0.5", "b"]}]],
     ),
+    "data.validation_prefixes": (
+        [[" "], [{"a/b": "x"}], [{"a": []}], [{"a": None}], [{"a": "x"}, "y"], [{"a": "x"}, {"A": "y"}]],
+        [[], ["a", "b"], [{"a.b-c_1": "x"}, {"n" * 40: ["x", "y"]}]],
+    ),
     "data.chat_template": (["llama", ""], ["own", "chatml", "prompter", "dialogue", "plain"]),
     "data.template": (["mnli"], ["qnli", "sst2", None]),
     "data.split": (["969,30", "a,b,c", "0,1,1", "1,-1,1", ""], ["1,0,0", "0.9,0.05,0.05"]),

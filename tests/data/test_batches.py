@@ -99,10 +99,10 @@ def test_mock_data_of_a_run() -> None:
     plan = resolve(make(**{"trainer.steps": 5, "trainer.val_every_steps": 2, "trainer.val_steps": 3}), 1)
     data = build_data(plan, plan.topology(0), CPU)
     assert len(data.train.samples) == 5 * 8
-    assert data.validation is not None and len(data.validation.samples) == 3 * 8
-    assert not torch.equal(data.train.at(0)[0].tokens, data.validation.at(0)[0].tokens)
+    assert len(data.validation[""].samples) == 3 * 8
+    assert not torch.equal(data.train.at(0)[0].tokens, data.validation[""].at(0)[0].tokens)
     without = resolve(make(), 1)
-    assert build_data(without, without.topology(0), CPU).validation is None
+    assert build_data(without, without.topology(0), CPU).validation == {}
 
 
 READ_BATCH = 8

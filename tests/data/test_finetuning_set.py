@@ -74,7 +74,7 @@ def items(plan: Plan, count: int) -> tuple[list[Item], list[Item]]:
 
 def _items(rank: int, plan: Plan, count: int) -> tuple[list[Item], list[Item]]:
     train, validation = build_sft(plan)
-    return _lists(train, count), [] if validation is None else _lists(validation, len(validation))
+    return _lists(train, count), [each for held_out in validation.values() for each in _lists(held_out, len(held_out))]
 
 
 def _lists(data: SFTDataset, count: int) -> list[Item]:
@@ -269,9 +269,9 @@ def _val_loss(rank: int, plan: Plan) -> tuple[float, float]:
     with process_groups(plan, topology, get_device("cpu"), CPU):
         model = build_model(plan, topology, get_device("cpu"), CPU)
         validation = build_data(plan, topology, CPU).validation
-        assert validation is not None and isinstance(validation.samples, SFTDataset)
+        assert isinstance(validation[""].samples, SFTDataset)
         total, count = 0.0, 0.0
-        examples = validation.samples.examples
+        examples = validation[""].samples.examples
         for ids, mask in (examples[number] for number in range(len(examples) if plan.world_size == 1 else 0)):
             tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
             tokens[0, : len(ids) - 1] = torch.tensor(ids[:-1].astype("int64"))

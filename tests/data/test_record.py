@@ -53,7 +53,7 @@ def _read(rank: int, parts: Sequence[Part]) -> list:
             start = RunPosition(consumed // GLOBAL_BATCH, consumed)
             data.resume(record or megatron_record(plan, consumed), start)
         training = [text(data.train.samples[consumed + number]) for number in range(count)]
-        validation = [text(data.validation.samples[number]) for number in range(8)] if data.validation else []
+        validation = [text(each.samples[number]) for each in data.validation.values() for number in range(8)]
         actual.append((training, validation, json.loads(json.dumps(data.record(consumed + count)))))
     return actual
 

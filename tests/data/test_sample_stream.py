@@ -39,9 +39,9 @@ def samples_of(plan: Plan, train: int, validation: int = 0, world: int = 1) -> l
 
 
 def _read(rank: int, plan: Plan, train: int, validation: int) -> tuple[list[Sample], list[Sample]]:
-    splits = build_streams(plan)
-    pairs = zip(splits, (train, validation), strict=True)
-    return tuple([_lists(split[index]) for index in range(count)] if split else [] for split, count in pairs)  # type: ignore
+    training, sets = build_streams(plan)
+    held_out = [_lists(stream[index]) for stream in sets.values() for index in range(validation)]
+    return [_lists(training[index]) for index in range(train)], held_out
 
 
 def _lists(sample: Any) -> Sample:

@@ -80,7 +80,7 @@ def _tune(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
         if tamper is not None:
             tamper(model)
         batches = Batches(RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size), plan, topology, CPU)
-        checkpointer = Checkpointer(plan, topology, model, optimizer, Data(batches, None))
+        checkpointer = Checkpointer(plan, topology, model, optimizer, Data(batches, {}))
         tuned = Tuned()
         grads: list[tuple] = []
         first = checkpointer.resume().start.step

@@ -143,8 +143,7 @@ def _validated(rank: int, plans: list[Plan]) -> list[tuple[float, torch.Tensor, 
             assert logits is not None
             plan.config.trainer.val_every_steps = 1
             data = build_data(plan, plan.topology(rank), CPU)
-            assert data.validation is not None
-            subsets = [part.at(0)[0].subsets for part in (data.train, data.validation)]
+            subsets = [part.at(0)[0].subsets for part in (data.train, data.validation[""])]
             train, validation = (each.length if each else None for each in subsets)
             results.append((loss, logits, train, validation))
     return results

@@ -144,14 +144,14 @@ def _validations(plan: Plan, model: ParallelModel) -> tuple[float, float, float,
             positions.append(consumed_samples)
             return super().on_host(consumed_samples)
 
-    recording = RecordingBatches(batches.samples, plan, batches.topology, model.device)
-    first, second = validate(plan, model, recording), validate(plan, model, recording)
+    sets = {"": RecordingBatches(batches.samples, plan, batches.topology, model.device)}
+    first, second = validate(plan, model, sets), validate(plan, model, sets)
     gradients = sum(shard.grad is not None for shard in model.shards)
     losses = [model.forward_backward(batches.at(at), train=False).item() for at in (0, 8)]
     counts = [model.count(batches.at(at)).with_loss.item() for at in (0, 8)]
     mean = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
     training_step(1, plan, model, build_optimizer(plan, model), batches, FiniteCheck(0))
-    return first, second, validate(plan, model, recording), mean, positions, gradients
+    return first, second, validate(plan, model, sets), mean, positions, gradients
 
 
 class ShorterAnswers(RaggedSamples):
@@ -179,7 +179,7 @@ def _val_loss(plan: Plan, model: ParallelModel) -> tuple[dict[str, float], list[
             counted = samples[index]["loss_mask"].bool()
             right = logits[:, 0].argmax(-1) == samples[index]["labels"]
             alone.append((losses[counted].double().sum().item(), int(right[counted].sum()), int(counted.sum())))
-    return validate(plan, model, batches), alone
+    return validate(plan, model, {"": batches}), alone
 
 
 def test_validation_is_the_mean_over_tokens_in_every_layout() -> None:
@@ -310,7 +310,7 @@ def _train(plan: Plan, model: ParallelModel, labelled: tuple[int, ...], held_out
         parts.append(Batches(some, plan, topology, model.device))
     try:
         optimizer = build_optimizer(plan, model)
-        train(plan, topology, get_device("cpu"), model, optimizer, Data(*parts), FiniteCheck(0))
+        train(plan, topology, get_device("cpu"), model, optimizer, Data(parts[0], {"": parts[1]}), FiniteCheck(0))
     except ConfigError as error:
         return " ".join(str(error).split())
     return ""

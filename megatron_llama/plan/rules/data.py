@@ -22,6 +22,7 @@ from megatron_llama.config.data_settings import (
     check_curriculum,
     curriculum_metrics,
     datasets_named,
+    derives_validation,
     has_columns,
     is_table,
     list_paths,
@@ -73,9 +74,9 @@ def documents_are_of_pretraining(config: Config, world_size: int) -> Iterator[Pr
         yield Problem("data.eod_mask_loss", True, rule, "write data.eod_mask_loss=null")
 
 
-@reads("data.kind", "data.pack", "data.prefixes", "data.schedule", "data.validation_prefixes")
+@reads("data.kind", "data.pack", "data.prefixes", "data.schedule")
 def fine_tuning_sets_are_whole(config: Config, world_size: int) -> Iterator[Problem]:
-    """Packing and validation datasets need examples, which pretraining data does not have."""
+    """Fine-tuning reads whole sets; packing needs examples, which pretraining data does not have."""
     data = config.data
     weights, paths = split_weights(data.prefixes)
     if data.kind == "sft":
@@ -87,14 +88,10 @@ def fine_tuning_sets_are_whole(config: Config, world_size: int) -> Iterator[Prob
             rule = "needs data.kind=pretrain; each epoch of fine-tuning reads all datasets"
             yield Problem("data.schedule", data.schedule, rule, "write data.schedule=[]")
         return
-    advice = "or data.kind=sft, for a dataset of data_prep/sft.py"
     if data.pack:
         rule = "needs data.kind=sft: pretraining data has no examples"
-        yield Problem("data.pack", True, rule, f"write data.pack=false, {advice}")
-    if data.validation_prefixes:
-        rule = "needs data.kind=sft; pretraining validates on data.split's second share"
-        advice = f"write data.validation_prefixes=[], {advice}"
-        yield Problem("data.validation_prefixes", data.validation_prefixes, rule, advice)
+        advice = "write data.pack=false, or data.kind=sft, for a dataset of data_prep/sft.py"
+        yield Problem("data.pack", True, rule, advice)
 
 
 @reads("data.prefixes", "data.mock")
@@ -105,10 +102,14 @@ def data_is_there(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("data.prefixes", config.data.prefixes, "must list a dataset", advice)
 
 
-@reads("data.split", "data.validation_prefixes", "trainer.val_every_steps")
+@reads("data.split", "data.validation_prefixes", "data.kind", "trainer.val_every_steps", "trainer.val_at_start")
 def validation_has_documents(config: Config, world_size: int) -> Iterator[Problem]:
-    """Validation needs documents that training does not use."""
+    """Validation needs documents that training does not use; a first one is part of regular validations."""
     every, split = config.trainer.val_every_steps, config.data.split
+    if config.trainer.val_at_start and not every and (every is not None or not derives_validation(config.data)):
+        rule = f"needs validation: trainer.val_every_steps is {format_value(every)}"
+        advice = f"write trainer.val_every_steps={max(1, config.trainer.steps)}, or trainer.val_at_start=false"
+        yield Problem("trainer.val_at_start", True, rule, advice)
     has_set = config.data.mock or config.data.validation_prefixes
     if every and not has_set and float(split.split(",")[1]) == 0:
         rule = f"trainer.val_every_steps={every} needs a second share above 0, for validation"

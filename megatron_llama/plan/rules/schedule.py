@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_llama import hooks
-from megatron_llama.config.data_settings import split_weights
+from megatron_llama.config.data_settings import derives_validation, split_weights
 from megatron_llama.config.problems import Problem, duplicate_length, format_value
 from megatron_llama.config.settings import Config, TrainerConfig
 from megatron_llama.plan.derive import resolved_schedule
@@ -121,13 +121,14 @@ def _targets(node: Any) -> Iterator[str]:
     "trainer.steps",
     "data.kind",
     "data.mock",
+    "data.validation_prefixes",
 )
 def best_has_a_loss(config: Config, world_size: int) -> Iterator[Problem]:
     """The best checkpoint needs a validated step."""
     checkpoint, every, steps = config.checkpoint, config.trainer.val_every_steps, config.trainer.steps
     if not checkpoint.keep_best or steps == 0:
         return
-    if every is None and config.data.kind == "sft" and not config.data.mock:
+    if every is None and derives_validation(config.data):
         return  # derived; checked again then
     if not every:
         advice = f"write trainer.val_every_steps={checkpoint.every_steps or steps}, or checkpoint.keep_best=false"

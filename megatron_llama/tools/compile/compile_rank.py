@@ -78,8 +78,8 @@ def _compile(plan: Plan, rank: int, gather_graphs: Callable[[Sequence[Graph]], C
             for position in data.train.positions_by_shape().values():
                 model.forward_backward(data.train.with_length(length).at(position)[:count])
                 optimizer.step(optimizer.gradient_norm())
-        if data.validation is not None:
-            model.forward_backward(data.validation.at(0)[:count], train=False)
+        for batches in data.validation.values():
+            model.forward_backward(batches.at(0)[:count], train=False)
         return gather_graphs(compiler.graphs)
 
 

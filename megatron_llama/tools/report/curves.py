@@ -203,11 +203,11 @@ def read_run_metrics(folder: Path) -> Metrics:
         if len(known) > MOST_METRICS:
             known = dict.fromkeys(list(known)[:MOST_METRICS])
         values = {name: value for name, value in values.items() if name in known}
-        unknown_losses += LOSS not in values
+        unknown_losses += LOSS not in values and step > 0
         _add_totals(metrics, int(step), values, speeds, utilizations)
         consumed = record.get("consumed_tokens")
         tokens = int(consumed) if consumed is not None and _is_finite(consumed) else None
-        validated = {name: values.pop(name) for name in VALIDATION if name in values}
+        validated = {name: values.pop(name) for name in [*values] if name.partition("/")[0] in VALIDATION}
         metrics.steps.add(int(step), tokens, values)
         if validated:
             metrics.validations.add(int(step), tokens, validated)
