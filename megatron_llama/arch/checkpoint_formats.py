@@ -7,10 +7,14 @@
                   dist_checkpointing (Megatron-LM, Megatron-Bridge, NeMo 2)
     ranks         mp_rank_00/model_optim_rng.pt: Megatron-LM's older files, one per rank
     fsdp          pytorch_model_fsdp_0/.metadata: accelerate's FSDP folder
+    deepspeed     mp_rank_00_model_states.pt, or one per rank: ZeRO's files, or its universal layout with zero/
+    meta          params.json and consolidated.00.pth
+    litgpt        lit_model.pth
     dcp           .metadata without these files: torch.distributed.checkpoint (torchtitan)
 
 A folder of several checkpoints contains a pointer to the newest one, ``latest_checkpointed_iteration.txt``
-(Megatron-LM, Megatron-Bridge), or numbered folders, ``step-100`` (torchtitan) and ``checkpoint-100`` (Trainer).
+(Megatron-LM, Megatron-Bridge) or ``latest`` (DeepSpeed), or numbered folders, ``step-100`` (torchtitan) and
+``checkpoint-100`` (Trainer).
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from pathlib import Path
 
 from megatron_llama.system.files import read_whole
 
-OURS, HF, TRAINER, TORCH_DIST, RANKS, FSDP, DCP = (
+OURS, HF, TRAINER, TORCH_DIST, RANKS, FSDP, DCP, DEEPSPEED, META, LITGPT = (
     "megatron_llama",
     "hugging face",
     "trainer",
@@ -30,6 +34,9 @@ OURS, HF, TRAINER, TORCH_DIST, RANKS, FSDP, DCP = (
     "ranks",
     "fsdp",
     "dcp",
+    "deepspeed",
+    "meta",
+    "litgpt",
 )
 LABELS = {
     OURS: "megatron_llama's checkpoint",
@@ -38,19 +45,27 @@ LABELS = {
     TORCH_DIST: "Megatron's torch_dist checkpoint",
     RANKS: "Megatron's older checkpoint, one file per rank",
     FSDP: "accelerate's FSDP checkpoint",
+    DEEPSPEED: "DeepSpeed's ZeRO checkpoint",
+    META: "Meta's checkpoint, consolidated.*.pth",
+    LITGPT: "litgpt's checkpoint",
     DCP: "torch.distributed.checkpoint's folder (torchtitan)",
 }
 """Names of the formats in messages."""
-FOREIGN = (TRAINER, TORCH_DIST, RANKS, FSDP, DCP)
+FOREIGN = (TRAINER, TORCH_DIST, RANKS, FSDP, DCP, DEEPSPEED, META, LITGPT)
 """Formats of other programs that have more than weights, or other names than Hugging Face's."""
 POINTER = "latest_checkpointed_iteration.txt"
+DEEPSPEED_POINTERS, UNIVERSAL = ("latest_universal", "latest"), "zero"
+"""DeepSpeed's pointers to the newest folder, and the folder of the universal layout's tensors."""
+META_FILE = re.compile(r"consolidated\.(\d{2})\.pth")
+"""File of a tensor-parallel rank."""
+_ZERO_FILE = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d{2}_model_states\.pt")
 _MOST_POINTER_BYTES = 1024
 FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 TRAINER_STATE, METADATA, COMMON, BACKEND = "trainer_state.json", ".metadata", "common.pt", "metadata.json"
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
 """Folder of a rank: tensor-parallel rank, and pipeline rank if there are stages."""
 RANK_FILE = "model_optim_rng.pt"
-_NUMBERED = re.compile(r"(?:step|checkpoint|iter)[-_](\d+)")
+_NUMBERED = re.compile(r"(?:(?:step|checkpoint|iter)[-_]|global_step)(\d+)")
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,10 @@ class Recognized:
 def recognize(folder: Path) -> Recognized | None:
     """Return the format of ``folder``, or of the newest checkpoint in it; None if it has no known format."""
     candidates = [folder, folder / "weights"]  # NeMo 2 has weights/ and context/
+    for pointer in DEEPSPEED_POINTERS:  # a Trainer's folder with DeepSpeed has the pointer next to the weights in bf16
+        name = _read_pointer(folder / pointer)
+        if name and "/" not in name and name != ".." and _format_of(folder / name) == DEEPSPEED:
+            return Recognized(DEEPSPEED, folder / name)
     if (named := _named(folder)) is not None:
         candidates += [named]
     elif os.path.isdir(folder):
@@ -103,13 +122,18 @@ def rank_folders(folder: Path) -> dict[tuple[int, int], Path]:
 
 def _named(folder: Path) -> Path | None:
     """Return the folder that Megatron's pointer names."""
-    try:
-        text = read_whole(folder / POINTER, _MOST_POINTER_BYTES).decode("ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
+    text = _read_pointer(folder / POINTER)
     if text == "release":
         return folder / "release"
     return folder / f"iter_{int(text):07d}" if text.isdigit() and len(text) < 12 else None
+
+
+def _read_pointer(path: Path) -> str:
+    """Return the text of a pointer to the newest checkpoint; an empty one if it cannot be read."""
+    try:
+        return read_whole(path, _MOST_POINTER_BYTES).decode("ascii").strip()
+    except (OSError, ValueError):
+        return ""
 
 
 def _format_of(folder: Path) -> str | None:
@@ -124,7 +148,14 @@ def _format_of(folder: Path) -> str | None:
         return TORCH_DIST if has(COMMON, BACKEND) else DCP
     if has("model.safetensors", "model.safetensors.index.json"):
         return TRAINER if has(TRAINER_STATE) else HF
+    if has("lit_model.pth"):
+        return LITGPT
     try:
-        return RANKS if folder.is_dir() and rank_folders(folder) else None
+        names = os.listdir(folder) if folder.is_dir() else []
+        if any(map(_ZERO_FILE.fullmatch, names)):
+            return DEEPSPEED
+        if "params.json" in names and any(map(META_FILE.fullmatch, names)):
+            return META
+        return RANKS if names and rank_folders(folder) else None
     except OSError:
         return None

@@ -45,7 +45,10 @@ class Names:
     """Expected shapes; the vocabulary may be padded."""
 
 
-VOCAB_ENDS = ("word_embeddings.weight", "output_layer.weight", "tok_embeddings.weight", "output.weight")
+VOCAB_ENDS = (
+    *("word_embeddings.weight", "output_layer.weight", "tok_embeddings.weight", "output.weight"),
+    *("transformer.wte.weight", "lm_head.weight"),
+)
 """Endings of tensors whose rows other programs pad."""
 _MEGATRON = {
     "self_attn.o_proj.weight": ("self_attention.linear_proj.weight",),
@@ -70,6 +73,21 @@ _TORCHTITAN_TOP = {
     "model.embed_tokens.weight": "tok_embeddings.weight",
     "model.norm.weight": "norm.weight",
     "lm_head.weight": "output.weight",
+}
+_LITGPT = {
+    "self_attn.o_proj.weight": ("attn.proj.weight",),
+    "self_attn.q_norm.weight": ("attn.norm_q.weight",),
+    "self_attn.k_norm.weight": ("attn.norm_k.weight",),
+    "mlp.gate_proj.weight": ("mlp.fc_1.weight",),
+    "mlp.up_proj.weight": ("mlp.fc_2.weight",),
+    "mlp.down_proj.weight": ("mlp.proj.weight",),
+    "input_layernorm.weight": ("norm_1.weight",),
+    "post_attention_layernorm.weight": ("norm_2.weight",),
+}
+_LITGPT_TOP = {
+    "model.embed_tokens.weight": "transformer.wte.weight",
+    "model.norm.weight": "transformer.ln_f.weight",
+    "lm_head.weight": "lm_head.weight",
 }
 MEGATRON_TOP = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",
@@ -123,6 +141,28 @@ def torchtitan_names(model: ModelConfig, keys: Collection[str] = (), prefix: str
                 for part in (0, 1)
             ]
         shapes[key] = shape
+    return Names(runs, shapes)
+
+
+def litgpt_names(model: ModelConfig, keys: Collection[str] = ()) -> Names:
+    """Return litgpt's names of ``model``. q, k and v are one matrix: consecutive, or interleaved until 2024."""
+    runs, shapes = dict[str, list[Run]](), dict[str, Shape]()
+    for name, shape in hf_shapes(model).items():
+        layer, inner = _split_layer(name)
+        base, module = f"transformer.h.{layer}.", inner.split(".")[-2] if layer is not None else ""
+        key, parts, rows = _LITGPT_TOP.get(name, ""), [(0, 0, shape[0])], shape[0]
+        if module in FUSED["qkv_proj"]:
+            key, rows = f"{base}attn.qkv.{inner.rpartition('.')[2]}", _qkv_rows(model)
+            if key not in keys and (old := key.replace(".qkv.", ".attn.")) in keys:
+                key, parts = old, list(_interleaved(model, module))
+            else:
+                queries = model.num_attention_heads * head_dim(model)
+                start = {"q_proj": 0, "k_proj": queries, "v_proj": (rows + queries) // 2}[module]
+                parts = [(0, start, shape[0])]
+        elif layer is not None:
+            key = base + _choose(_LITGPT, inner, keys, base)
+        runs[name] = [_rows(key, (), first, start, count, shape) for first, start, count in parts]
+        shapes[key] = (rows, *shape[1:])
     return Names(runs, shapes)
 
 

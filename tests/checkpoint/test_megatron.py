@@ -175,7 +175,7 @@ def test_malicious_arguments_are_rejected(ranks: tuple[Path, Trained], tmp_path:
 def test_odd_parameter_groups_are_no_groups() -> None:
     group = {"lr": 0.1}
     for content in ({"param_groups": 3}, {"param_groups": {"lr": 1}}, [{"param_groups": ["x"]}]):
-        assert list(megatron._parameter_groups([content, {"optimizer": {"param_groups": [group]}}])) == [group]
+        assert list(megatron.parameter_groups([content, {"optimizer": {"param_groups": [group]}}])) == [group]
 
 
 def test_layouts_of_bridge_and_nemo(trained: tuple[Path, Trained], tmp_path: Path) -> None:

@@ -11,11 +11,14 @@ from typing import Any
 
 from megatron_llama.arch.checkpoint_formats import (
     DCP,
+    DEEPSPEED,
     FSDP,
     FSDP_MODEL,
     FSDP_OPTIMIZER,
     HF,
     LABELS,
+    LITGPT,
+    META,
     METADATA,
     OURS,
     RANKS,
@@ -34,6 +37,7 @@ from megatron_llama.checkpoint.foreign.megatron import (
 )
 from megatron_llama.checkpoint.foreign.source_settings import read_config_json
 from megatron_llama.checkpoint.foreign.tensors import MOMENTS, NO_SETTINGS, Foreign, ForeignTensors, weight_names
+from megatron_llama.checkpoint.foreign.torch_files import read_deepspeed, read_litgpt, read_meta
 from megatron_llama.checkpoint.foreign.torch_folders import OPTIMIZER_FILE, read_trainer_files
 from megatron_llama.checkpoint.foreign.unpickle import load_pickle
 from megatron_llama.checkpoint.hf_folder import all_tensors
@@ -44,7 +48,7 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.hf_config import read_hf_config
 from megatron_llama.config.problems import format_value
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,6})\.")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
@@ -77,6 +81,7 @@ def describe(folder: Path) -> Description:
         raise ConfigError([Problem("PATH", str(folder), rule, "name the folder of a checkpoint, or of a run")])
     result = Description(recognized.folder, LABELS[recognized.format])
     readers = {OURS: _ours, HF: _hf, TRAINER: _trainer, TORCH_DIST: _torch_dist, RANKS: _ranks, FSDP: _fsdp, DCP: _dcp}
+    readers |= {DEEPSPEED: _torch_files, META: _torch_files, LITGPT: _torch_files}
     readers[recognized.format](result)
     return result
 
@@ -187,6 +192,23 @@ def _dcp(result: Description) -> None:
     source.step = None if step is None else int(step)
     _progress(result, source)
     result.missing.append("the position in the data (torchtitan's dataloader is not read)")
+
+
+def _torch_files(result: Description) -> None:
+    readers = {LABELS[DEEPSPEED]: read_deepspeed, LABELS[META]: read_meta, LABELS[LITGPT]: read_litgpt}
+    try:
+        sources, source = readers[result.label](result.folder)
+    except ConfigError as error:
+        result.missing.append(error.problems[0].rule)
+        return
+    weights = {name: tensor for name, tensor in sources.items() if not name.startswith(MOMENTS)}
+    _weights(result, weights, len({chunk.file for tensor in sources.values() for chunk in tensor.chunks}))
+    if readers[result.label] == read_deepspeed:
+        _moments(result, sum(all(f"{kind}.{name}" in sources for kind in MOMENTS) for name in weights), len(weights))
+        _progress(result, source)
+    elif not source.has_settings:
+        result.missing.append(NO_SETTINGS)
+    result.missing += source.missing
 
 
 def _settings(result: Description, source: Foreign, content: Mapping[str, Any]) -> None:

@@ -9,11 +9,23 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_llama.arch.checkpoint_formats import DCP, FSDP, LABELS, RANKS, TORCH_DIST, TRAINER, recognize
+from megatron_llama.arch.checkpoint_formats import (
+    DCP,
+    DEEPSPEED,
+    FSDP,
+    LABELS,
+    LITGPT,
+    META,
+    RANKS,
+    TORCH_DIST,
+    TRAINER,
+    recognize,
+)
 from megatron_llama.checkpoint.differences import LOGGED, Difference, check_allowed, kinds
 from megatron_llama.checkpoint.foreign.megatron import open_ranks, open_torch_dist
 from megatron_llama.checkpoint.foreign.source_settings import MODEL, check_model, equal_values
 from megatron_llama.checkpoint.foreign.tensors import MOMENTS, NO_SETTINGS, Foreign
+from megatron_llama.checkpoint.foreign.torch_files import open_deepspeed, open_litgpt, open_meta
 from megatron_llama.checkpoint.foreign.torch_folders import open_dcp_folder, open_fsdp, open_trainer
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import ConfigError, ModelConfig, Problem
@@ -46,6 +58,7 @@ def open_foreign(folder: Path, model: ModelConfig, *, resumes: bool = False) -> 
         foreign = open_torch_dist(where, model, masters=resumes)
     else:
         readers = {RANKS: open_ranks, FSDP: open_fsdp, TRAINER: open_trainer, DCP: open_dcp_folder}
+        readers |= {DEEPSPEED: open_deepspeed, META: open_meta, LITGPT: open_litgpt}
         foreign = readers[kind](where, model)
     foreign.missing += [] if foreign.has_settings else [NO_SETTINGS]
     check_model(where, model, foreign.facts, resumes=resumes)

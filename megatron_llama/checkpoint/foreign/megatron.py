@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,7 @@ def read_common(dcp: DcpFolder) -> dict[str, Any]:
 
 
 def load_dict(path: Path) -> dict[str, Any]:
+    """Return the dictionary in a file of torch.save. Raises CorruptFile."""
     content = load_pickle(path, path, namespace=True)
     if not isinstance(content, dict):
         raise CorruptFile(f"{path}: contains no dictionary")
@@ -142,35 +143,35 @@ def describe_source(result: Foreign, content: Mapping[str, Any], folder: Path) -
     has_arguments = isinstance(content.get("args"), argparse.Namespace)
     arguments = vars(content["args"]) if has_arguments else read_run_config(folder)
     read_arguments(result, arguments, folder)
-    result.step = _integer(content.get("iteration"), content.get("global_step"))
-    result.samples = _integer(arguments.get("consumed_train_samples"), *_data_module_samples(content))
-    batch, iterations = _integer(arguments.get("global_batch_size")), _integer(arguments.get("train_iters"))
-    result.shuffled = _integer(arguments.get("train_samples"))
+    result.step = integer(content.get("iteration"), content.get("global_step"))
+    result.samples = integer(arguments.get("consumed_train_samples"), *_data_module_samples(content))
+    batch, iterations = integer(arguments.get("global_batch_size")), integer(arguments.get("train_iters"))
+    result.shuffled = integer(arguments.get("train_samples"))
     if result.shuffled is None and batch is not None and iterations is not None:
         result.shuffled = batch * iterations
-    groups = list(_parameter_groups(content.get("optimizer")))
+    groups = list(parameter_groups(content.get("optimizer")))
     for group in sorted(groups, key=_decays, reverse=True):  # norms have a group without decay
         read_group(result, group)
     step = groups[0].get("step") if groups else None
-    result.updates = _integer(step, _find(content.get("optimizer"), "common_step"), result.step)
+    result.updates = integer(step, _find(content.get("optimizer"), "common_step"), result.step)
     if result.samples is None:
         result.missing.append("consumed samples")
     return arguments
 
 
 def _decays(group: Mapping[str, Any]) -> bool:
-    return _integer(group.get("wd_mult")) != 0 and _integer(group.get("weight_decay")) != 0
+    return integer(group.get("wd_mult")) != 0 and integer(group.get("weight_decay")) != 0
 
 
 def _vocab_multiple(arguments: Mapping[str, Any], tensor_ranks: int | None = None) -> int:
     """Return the number whose multiples Megatron pads the vocabulary to."""
-    ranks = _integer(tensor_ranks, arguments.get("tensor_model_parallel_size")) or 1
-    return (_integer(arguments.get("make_vocab_size_divisible_by")) or 128) * ranks
+    ranks = integer(tensor_ranks, arguments.get("tensor_model_parallel_size")) or 1
+    return (integer(arguments.get("make_vocab_size_divisible_by")) or 128) * ranks
 
 
 def _check_vocabulary(arguments: Mapping[str, Any], model: ModelConfig, folder: Path) -> None:
     """Raise ConfigError if the source states a larger vocabulary: padding cannot be distinguished from tokens."""
-    size = _integer(arguments.get("vocab_size"))
+    size = integer(arguments.get("vocab_size"))
     if size is not None and size > model.vocab_size:
         rule = f"the checkpoint {folder} was trained with {size}"
         raise ConfigError([Problem("model.vocab_size", model.vocab_size, rule, f"write model.vocab_size={size}")])
@@ -189,7 +190,7 @@ def read_train_state(result: Foreign, folder: Path) -> None:
     if not path.is_file():
         return
     content = load_dict(path)
-    step, samples = _integer(content.get("step")), _integer(content.get("consumed_train_samples"))
+    step, samples = integer(content.get("step")), integer(content.get("consumed_train_samples"))
     result.step = result.step if step is None else step
     result.updates = result.step if result.updates is None else result.updates
     if samples is not None:
@@ -197,7 +198,7 @@ def read_train_state(result: Foreign, folder: Path) -> None:
         result.missing = [part for part in result.missing if part != "consumed samples"]
 
 
-def _integer(*values: Any) -> int | None:
+def integer(*values: Any) -> int | None:
     """Return the first value that is an integer of at least 0, or a tensor of one."""
     for value in values:
         if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
@@ -209,17 +210,17 @@ def _integer(*values: Any) -> int | None:
     return None
 
 
-def _parameter_groups(value: Any) -> Iterator[dict[str, Any]]:
+def parameter_groups(value: Any) -> Iterator[dict[str, Any]]:
     """Yield the parameter groups in a nested optimizer state."""
     if isinstance(value, dict):
         groups = value.get("param_groups")
         if isinstance(groups, list):
             yield from (group for group in groups if isinstance(group, dict))
         for inner in value.values():
-            yield from _parameter_groups(inner)
+            yield from parameter_groups(inner)
     elif isinstance(value, list):
         for inner in value:
-            yield from _parameter_groups(inner)
+            yield from parameter_groups(inner)
 
 
 def _find(value: Any, name: str) -> Any:
@@ -301,27 +302,36 @@ def _global_layer(key: str, first: int) -> str:
 
 
 def _joined(name: str, shards: list[torch.Tensor], files: list[Path]) -> SourceTensor:
-    """Return the tensor whose shards the tensor-parallel ranks hold."""
+    """Return the tensor whose shards Megatron's tensor-parallel ranks hold."""
     whole, count = shards[0], len(shards)
-    if whole.dim() not in (1, 2):
-        raise CorruptFile(f"{files[0]}: {name} has {whole.dim()} dimensions")
-    parts: list[tuple[Shape, torch.Tensor]]
-    if whole.dim() == 2 and name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-        parts = [((0, rank * whole.shape[1]), shard) for rank, shard in enumerate(shards)]
-        return _of_parts((whole.shape[0], whole.shape[1] * count), parts, files)
     if whole.dim() == 2 and name.endswith("linear_fc1.weight"):  # each shard has its rows of gate, then of up
         half = whole.shape[0] // 2
-        parts = [((rank * half, 0), shard[:half]) for rank, shard in enumerate(shards)]
+        parts: list[tuple[Shape, torch.Tensor]] = [((rank * half, 0), part[:half]) for rank, part in enumerate(shards)]
         parts += [(((count + rank) * half, 0), shard[half:]) for rank, shard in enumerate(shards)]
         return _of_parts((2 * half * count, whole.shape[1]), parts, files * 2)
-    if name.endswith(("linear_qkv.weight", "linear_qkv.bias", "word_embeddings.weight", "output_layer.weight")):
-        others = (0,) * (whole.dim() - 1)
-        parts = [((rank * whole.shape[0], *others), shard) for rank, shard in enumerate(shards)]
-        return _of_parts((whole.shape[0] * count, *whole.shape[1:]), parts, files)
-    return _of_parts(tuple(whole.shape), [((0,) * whole.dim(), whole)], files[:1])
+    rows = ("linear_qkv.weight", "linear_qkv.bias", "word_embeddings.weight", "output_layer.weight")
+    columns = ("linear_proj.weight", "linear_fc2.weight")
+    return joined(name, shards, files, 1 if name.endswith(columns) else 0 if name.endswith(rows) else None)
 
 
-def _of_parts(shape: Shape, parts: list[tuple[Shape, torch.Tensor]], files: list[Path]) -> SourceTensor:
+def joined(name: str, shards: Sequence[torch.Tensor], files: Sequence[Path], axis: int | None) -> SourceTensor:
+    """Return a tensor whose shards are consecutive along ``axis``; None: all files have the whole tensor.
+
+    Raises:
+        CorruptFile: The shards have other dimensions.
+    """
+    whole = shards[0]
+    if whole.dim() not in (1, 2) or (axis or 0) >= whole.dim() or any(s.shape != whole.shape for s in shards):
+        raise CorruptFile(f"{files[0]}: {name} has {whole.dim()} dimensions, or another shape than in other files")
+    shape = list(whole.shape)
+    if axis is None:
+        return _of_parts(tuple(shape), [((0,) * whole.dim(), whole)], files[:1])
+    offsets = [tuple(rank * shape[axis] if d == axis else 0 for d in range(whole.dim())) for rank in range(len(shards))]
+    shape[axis] *= len(shards)
+    return _of_parts(tuple(shape), list(zip(offsets, shards, strict=True)), files)
+
+
+def _of_parts(shape: Shape, parts: list[tuple[Shape, torch.Tensor]], files: Sequence[Path]) -> SourceTensor:
     chunks = [
         SourceChunk(offset, tuple(part.shape), file, partial(_same, part))
         for (offset, part), file in zip(parts, files, strict=True)

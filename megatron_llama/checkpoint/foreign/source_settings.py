@@ -146,8 +146,12 @@ _GROUP_NO_EFFECT = (
 ).split()
 
 
-def read_arguments(result: Foreign, arguments: Mapping[str, Any], folder: Path) -> None:
-    """Set the facts of Megatron's settings. Raises ConfigError if they describe another model than a Llama."""
+def read_arguments(result: Foreign, arguments: Mapping[str, Any], folder: Path, *, is_megatron: bool = True) -> None:
+    """Set the facts of Megatron's settings, or of settings under Megatron's names; these have no keys without effect.
+
+    Raises:
+        ConfigError: The settings describe another model than a Llama.
+    """
     problems = []
     arguments = {str(name): _plain(value) for name, value in arguments.items()}
     result.has_settings = result.has_settings or bool(arguments)
@@ -162,7 +166,12 @@ def read_arguments(result: Foreign, arguments: Mapping[str, Any], folder: Path) 
         elif name in _TRAINING:
             if not equal_values(value, _TRAINING[name]) and not _is_off(value):
                 result.changes.append((name, value, _TRAINING[name]))
-        elif name not in _COMPARED and name not in _CONVERTED and not _is_off(value) and not _matches(name):
+        elif (
+            name not in _COMPARED
+            and name not in _CONVERTED
+            and not _is_off(value)
+            and not (is_megatron and _matches(name))
+        ):
             problems.append(f"the setting {name}={show_value(value)} is unknown here and may change the model")
     if problems:
         instead = "name a Llama's checkpoint, or convert it to the Hugging Face format by its program"
@@ -298,10 +307,10 @@ def read_run_config(folder: Path) -> dict[str, Any]:
         CorruptFile: The file cannot be read.
     """
     if (folder / _RUN_CONFIG).exists():
-        content, sections = _read_yaml(folder / _RUN_CONFIG), _SECTIONS
+        content, sections = read_yaml(folder / _RUN_CONFIG), _SECTIONS
         arguments = {"peft": content.get("peft")}
     elif (path := folder.parent / "context" / "model.yaml").exists():
-        content, sections, arguments = _read_yaml(path), {"config": {}}, {}
+        content, sections, arguments = read_yaml(path), {"config": {}}, {}
     else:
         return {}
     for section, renamed in sections.items():
@@ -313,7 +322,8 @@ def read_run_config(folder: Path) -> dict[str, Any]:
     return arguments
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file; {} for other values. Raises CorruptFile."""
     try:
         check_yaml(path)
         content = yaml.safe_load(read_whole(path).decode())

@@ -41,7 +41,7 @@ def open_dcp_folder(folder: Path, model: ModelConfig) -> Foreign:
         CorruptFile: The folder is damaged or malicious.
     """
     dcp = open_dcp(folder)
-    names = _names(folder, model, dcp.tensors)
+    names = names_in(folder, model, dcp.tensors)
     result = Foreign(DCP, map_tensors(folder, dcp.tensors, names, _moments(dcp, names)))
     read_config_json(result, folder)
     step = dcp.number("train_state.step", "step")
@@ -61,7 +61,7 @@ def open_fsdp(folder: Path, model: ModelConfig) -> Foreign:
         CorruptFile: The folder is damaged or malicious.
     """
     dcp = open_dcp(folder / FSDP_MODEL)
-    names = _names(folder, model, dcp.tensors)
+    names = names_in(folder, model, dcp.tensors)
     has_optimizer = (folder / FSDP_OPTIMIZER / METADATA).is_file()
     states = open_dcp(folder / FSDP_OPTIMIZER) if has_optimizer else DcpFolder(folder, {}, {})
     tensors = map_tensors(folder, {**states.tensors, **dcp.tensors}, names, _moments(states, names))
@@ -88,7 +88,7 @@ def open_trainer(folder: Path, model: ModelConfig) -> Foreign:
     names = plain_names(model)
     sources = {name: _of_safetensors(files, name, tensor) for name, tensor in files.tensors.items()}
     states, group, step = _read_optimizer(folder, files)
-    moments = {kind: _prefixed(f"{kind}.") for kind in MOMENTS}
+    moments = {kind: prefixed(f"{kind}.") for kind in MOMENTS}
     result = Foreign(TRAINER, map_tensors(folder, {**sources, **states}, names, moments))
     result.updates = step
     read_group(result, group)
@@ -100,7 +100,7 @@ def open_trainer(folder: Path, model: ModelConfig) -> Foreign:
     return result
 
 
-def _names(folder: Path, model: ModelConfig, keys: Collection[str]) -> Names:
+def names_in(folder: Path, model: ModelConfig, keys: Collection[str]) -> Names:
     """Return the names by which the folder stores the model. Raises ConfigError for unknown names."""
     for prefix in ("", "model.", "model.module.", "module."):
         if prefix + _PLAIN in keys:
@@ -194,7 +194,7 @@ def _of_safetensors(files: SafetensorsFiles, name: str, tensor: NamedTensor) -> 
     return SourceTensor(tensor.dtype, tensor.shape, [chunk])
 
 
-def _prefixed(prefix: str) -> Callable[[str], str]:
+def prefixed(prefix: str) -> Callable[[str], str]:
     return lambda name: prefix + name
 
 

@@ -43,7 +43,7 @@ _METADATA = re.compile(
 _TORCH = re.compile(
     r"torch\.(\w+Storage|storage\.\w+Storage|device|_utils\._rebuild_(tensor|tensor_v2|parameter)|nn\.parameter\.Parameter)"
 )
-_SETTINGS = re.compile(r"(megatron|signal|nemo|lightning|numpy|torch\.distributed\.checkpoint\.planner)\..*")
+_SETTINGS = re.compile(r"(megatron|deepspeed|signal|nemo|lightning|numpy|torch\.distributed\.checkpoint\.planner)\..*")
 """Classes in ``.metadata``; in files of torch.save; enums, settings and random states of other programs."""
 _NAMESPACE = re.compile(r"argparse\.Namespace")
 _ITEM_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2, "ComplexFloat": 8}

@@ -1,0 +1,310 @@
+"""Checkpoints in files of torch.save: Meta's ``consolidated.*.pth``, litgpt's ``lit_model.pth``, DeepSpeed's ZeRO.
+
+Sources of the layouts: meta-llama's ``llama/generation.py``, litgpt's ``scripts/convert_hf_checkpoint.py``, DeepSpeed's
+``utils/zero_to_fp32.py`` and ``checkpoint/ds_to_universal.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_llama.arch.checkpoint_formats import DEEPSPEED, LITGPT, META, META_FILE, UNIVERSAL
+from megatron_llama.arch.foreign_names import litgpt_names, torchtitan_names
+from megatron_llama.arch.names import Shape
+from megatron_llama.checkpoint.foreign.megatron import integer, joined, load_dict, parameter_groups
+from megatron_llama.checkpoint.foreign.source_settings import (
+    read_arguments,
+    read_config_json,
+    read_group,
+    read_yaml,
+)
+from megatron_llama.checkpoint.foreign.tensors import (
+    MOMENTS,
+    Foreign,
+    ForeignTensors,
+    SourceChunk,
+    SourceTensor,
+    map_tensors,
+)
+from megatron_llama.checkpoint.foreign.torch_folders import names_in, prefixed
+from megatron_llama.checkpoint.foreign.unpickle import check_stored, load_pickle
+from megatron_llama.checkpoint.stored_tensors import CorruptFile, read_json
+from megatron_llama.config import ModelConfig
+
+Sources = dict[str, SourceTensor]
+Span = tuple[torch.Tensor, int, int]
+"""(flat tensor, start, values)."""
+_META_ROWS = ("wq.weight", "wk.weight", "wv.weight", "w1.weight", "w3.weight", "output.weight")
+_META_COLUMNS = ("wo.weight", "w2.weight")
+_META_KEYS = {
+    **{"dim": "hidden_size", "n_layers": "num_layers", "n_heads": "num_attention_heads"},
+    **{"n_kv_heads": "num_query_groups", "norm_eps": "layernorm_epsilon", "rope_theta": "rotary_base"},
+    **{"use_scaled_rope": "use_rope_scaling", "rope_scaling_factor": "scale_factor"},
+}
+_META_SHAPE = ("multiple_of", "ffn_dim_multiplier", "max_batch_size", "max_seq_len", "vocab_size")
+_LITGPT_KEYS = {
+    **{"n_embd": "hidden_size", "n_layer": "num_layers", "n_head": "num_attention_heads", "head_size": "kv_channels"},
+    **{"n_query_groups": "num_query_groups", "norm_eps": "layernorm_epsilon", "rope_base": "rotary_base"},
+    **{"rotary_percentage": "rotary_percent", "norm_class_name": "normalization", "n_expert": "num_experts"},
+    **{"rope_condense_ratio": "rotary_seq_len_interpolation_factor", "attention_scores_scalar": "softmax_scale"},
+    **{"intermediate_size": "ffn_hidden_size", "bias": "add_bias_linear", "rope_interleave": "rotary_interleaved"},
+    **{"original_max_seq_len": "old_context_len", "factor": "scale_factor"},
+}
+_LITGPT_SHAPE = (
+    *("name", "hf_config", "block_size", "vocab_size", "padding_multiple", "padded_vocab_size", "attn_bias", "norm_qk"),
+    *("sliding_window_indices", "gelu_approximate", "norm_qk_type", "norm_1", "norm_2", "n_expert_per_token"),
+    *("routed_scaling_factor", "rope_adjustments", "sliding_window_size"),
+)
+"""Keys that tensors show, that are converted below, or that belong to a feature that another key switches on."""
+_LITGPT_VALUES = {"mlp_class_name": "LLaMAMLP", "parallel_residual": False}
+_PART = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_00_optim_states\.pt")
+_FP32 = "fp32"
+
+
+def open_meta(folder: Path, model: ModelConfig) -> Foreign:
+    """Open Meta's folder: ``params.json``, and a file for each tensor-parallel rank. Weights only.
+
+    Raises:
+        ConfigError: The model differs.
+        CorruptFile: A file is damaged, malicious or missing.
+    """
+    sources, result = read_meta(folder)
+    names = torchtitan_names(model, sources)
+    result.tensors = map_tensors(folder, sources, names, {})
+    return result
+
+
+def read_meta(folder: Path) -> tuple[Sources, Foreign]:
+    """Return the tensors and the settings of Meta's folder."""
+    params = read_json(folder / "params.json")
+    if not isinstance(params, dict) or not isinstance(width := params.get("dim"), int):
+        raise CorruptFile(f"{folder / 'params.json'}: has no dim")
+    result = _weights_only(META, folder)
+    arguments: dict[str, Any] = {_META_KEYS.get(n, n): value for n, value in params.items() if n not in _META_SHAPE}
+    arguments.setdefault("rotary_base", 10000.0)
+    if arguments.get("use_rope_scaling"):  # Llama 3.2 has the same key as 3.1, and another factor
+        arguments.setdefault("scale_factor", 32.0 if width in (2048, 3072) else 8.0)
+    read_arguments(result, arguments, folder, is_megatron=False)
+    files = sorted(path for path in folder.iterdir() if META_FILE.fullmatch(path.name))
+    if [META_FILE.fullmatch(path.name)[1] for path in files] != [f"{rank:02d}" for rank in range(len(files))]:  # type: ignore[index]
+        raise CorruptFile(f"{folder}: the files of some tensor-parallel ranks are missing")
+    shards = [_state_dict(path) for path in files]
+    if any(shard.keys() != shards[0].keys() for shard in shards):
+        raise CorruptFile(f"{folder}: its files have different tensors")
+    sources = {}
+    for name in shards[0]:
+        parts = [shard[name] for shard in shards]
+        axis = 0 if name.endswith(_META_ROWS) else 1 if name.endswith(_META_COLUMNS) else None
+        if name.endswith("tok_embeddings.weight") and parts[0].dim() == 2:  # by columns in Llama 1 and 2
+            axis = 0 if parts[0].shape[1] == width else 1
+        sources[name] = joined(name, parts, files, axis)
+    return sources, result
+
+
+def open_litgpt(folder: Path, model: ModelConfig) -> Foreign:
+    """Open litgpt's folder: ``lit_model.pth`` and ``model_config.yaml``. Weights only.
+
+    Raises:
+        ConfigError: The model differs.
+        CorruptFile: A file is damaged or malicious.
+    """
+    sources, result = read_litgpt(folder)
+    multiple = integer(_litgpt_config(folder).get("padding_multiple")) or 1
+    result.tensors = map_tensors(folder, sources, litgpt_names(model, sources), {}, vocab_multiple=multiple)
+    return result
+
+
+def _litgpt_config(folder: Path) -> dict[str, Any]:
+    path = folder / "model_config.yaml"
+    return read_yaml(path) if path.is_file() else {}
+
+
+def read_litgpt(folder: Path) -> tuple[Sources, Foreign]:
+    """Return the tensors and the settings of litgpt's folder."""
+    config, path, result = _litgpt_config(folder), folder / "lit_model.pth", _weights_only(LITGPT, folder)
+    config |= config["rope_adjustments"] if isinstance(config.get("rope_adjustments"), dict) else {}
+    arguments = {_LITGPT_KEYS.get(name, name): value for name, value in config.items() if name not in _LITGPT_SHAPE}
+    if window := integer(config.get("sliding_window_size")):
+        arguments["window_size"] = (window - 1, 0)
+    for name, value in _LITGPT_VALUES.items():
+        if name in arguments and arguments[name] == value:
+            del arguments[name]
+    read_arguments(result, arguments, folder, is_megatron=False)
+    return {name: joined(name, [tensor], [path], None) for name, tensor in _state_dict(path).items()}, result
+
+
+def _weights_only(kind: str, folder: Path) -> Foreign:
+    missing = ["Adam's moments (this format is read for its weights only)"]
+    return Foreign(kind, ForeignTensors(folder, {}, {}), missing=missing)
+
+
+def _state_dict(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file, which may be under "model". Raises CorruptFile."""
+    content = load_dict(path)
+    inner = content.get("model", content)
+    tensors = {str(n): t for n, t in inner.items() if isinstance(t, torch.Tensor)} if isinstance(inner, dict) else {}
+    if not tensors:
+        raise CorruptFile(f"{path}: contains no tensors")
+    check_stored(path, tensors)
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith("rope.freqs")}
+
+
+def open_deepspeed(folder: Path, model: ModelConfig) -> Foreign:
+    """Open DeepSpeed's folder of a step: the files of ZeRO's ranks, or the universal layout.
+
+    Raises:
+        ConfigError: The model differs.
+        CorruptFile: A file is damaged, malicious or missing.
+    """
+    sources, result = read_deepspeed(folder)
+    names = names_in(folder, model, sources)
+    result.tensors = map_tensors(folder, sources, names, {kind: prefixed(f"{kind}.") for kind in MOMENTS})
+    if not result.has_moments:
+        result.missing.append("Adam's moments")
+    return result
+
+
+def read_deepspeed(folder: Path) -> tuple[Sources, Foreign]:
+    """Return weights, ``exp_avg.NAME``, ``exp_avg_sq.NAME``, and the settings of DeepSpeed's folder."""
+    result = Foreign(DEEPSPEED, ForeignTensors(folder, {}, {}))
+    files = [p for p in sorted(folder.iterdir()) if p.name.endswith("_model_states.pt") and "expert" not in p.name]
+    others = [path.name for path in files if "mp_rank_00_model" not in path.name]
+    if not files or others:
+        rule = f"has tensor-parallel ranks ({others[0]}); convert it by ds_to_universal.py" if others else "is empty"
+        raise CorruptFile(f"{folder}: {rule}")
+    content = load_dict(files[0])
+    result.step = result.updates = integer(content.get("global_steps"))
+    result.samples = integer(content.get("global_samples"))
+    settings = content.get("ds_config")
+    for name, setting in {"train_batch_size": "trainer.global_batch_size", "gradient_clipping": "optim.clip"}.items():
+        value = settings.get(name) if isinstance(settings, dict) else None
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            result.facts[setting] = value or None
+    shapes = content.get("param_shapes")
+    groups = [dict(group) for group in (shapes if isinstance(shapes, list) else [shapes]) if isinstance(group, dict)]
+    shape_of = {str(name): tuple(shape) for group in groups for name, shape in group.items()}
+    if any(not isinstance(n, int) or n < 0 for shape in shape_of.values() for n in shape):
+        raise CorruptFile(f"{files[0]}: a shape has the wrong type")
+    if (folder / UNIVERSAL).is_dir():
+        sources = dict(_universal(folder / UNIVERSAL, shape_of, result))
+    else:
+        sources = _partitions(folder, [[str(name) for name in group] for group in groups], shape_of, result)
+    read_config_json(result, folder.parent)
+    result.missing.append("the position in the data")
+    return sources, result
+
+
+def _universal(folder: Path, shapes: Mapping[str, Shape], result: Foreign) -> Iterator[tuple[str, SourceTensor]]:
+    """Yield the tensors of the universal layout, a folder for each: ``NAME/fp32.pt``, ``NAME/exp_avg.pt``."""
+    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+        for kind in (_FP32, *MOMENTS):
+            file = path / f"{kind}.pt"
+            if not file.is_file():
+                continue
+            content = load_tensor(file)
+            check_stored(file, {path.name: content})
+            shape = shapes.get(path.name, tuple(content.shape)) if content.dim() == 1 else tuple(content.shape)
+            name = path.name if kind == _FP32 else f"{kind}.{path.name}"
+            yield name, _assembled(file, name, shape, [(content, 0, math.prod(shape))])
+    states = folder / "optimizer_state.pt"
+    for group in parameter_groups(load_dict(states)) if states.is_file() else ():
+        read_group(result, group)
+
+
+def load_tensor(path: Path) -> torch.Tensor:
+    """Return the tensor in a file, or under "param" in it. Raises CorruptFile."""
+    content = load_pickle(path, path)
+    content = content.get("param") if isinstance(content, dict) else content
+    if not isinstance(content, torch.Tensor):
+        raise CorruptFile(f"{path}: contains no tensor")
+    return content
+
+
+def _partitions(folder: Path, groups: list[list[str]], shapes: Mapping[str, Shape], result: Foreign) -> Sources:
+    """Return the tensors in the flat partitions of ZeRO's ranks.
+
+    Stages 1 and 2 divide the flat vector of a parameter group by ranks. Stage 3 divides each parameter.
+    """
+    files = {int(match[1]): path for path in folder.iterdir() if (match := _PART.fullmatch(path.name))}
+    states = [load_dict(files[rank]).get("optimizer_state_dict") for rank in sorted(files)]
+    first = states[0] if states and isinstance(states[0], dict) else {}
+    count = first.get("partition_count")
+    count = len(files) if isinstance(count, list) and len(files) in count else count  # by parameter group
+    if sorted(files) != list(range(len(files))) or not files or count != len(files):
+        raise CorruptFile(f"{folder}: has the files of {len(files)} of {count} ranks (*_optim_states.pt)")
+    vectors = [_vectors(files[rank], state) for rank, state in enumerate(states)]
+    for group in parameter_groups(first):
+        read_group(result, group)
+    sharded = "fp32_flat_groups" in first
+    sources: Sources = {}
+    for kind in (_FP32, *MOMENTS):
+        if not all(kind in vector for vector in vectors):
+            continue
+        flat = [vector[kind] for vector in vectors]  # [ranks][groups]
+        lists = flat if sharded else [list(column) for column in zip(*flat, strict=False)]
+        starts = [0] * len(lists)
+        for number, group_names in enumerate(groups):
+            for name in group_names:
+                values = math.prod(shapes[name])
+                each = -(-values // len(lists)) if sharded else values
+                spans = list[Span]()
+                for at in range(len(lists)) if sharded else [number]:
+                    length = max(0, min(each, values - at * each)) if sharded else each
+                    if at >= len(lists):
+                        raise CorruptFile(f"{folder}: has {len(lists)} of {len(groups)} parameter groups")
+                    spans += _spans(files[min(at, len(files) - 1)], lists[at], starts[at], length)
+                    starts[at] += each
+                key = name if kind == _FP32 else f"{kind}.{name}"
+                sources[key] = _assembled(folder, key, shapes[name], spans)
+        tails = [sum(part.numel() for part in parts) - start for parts, start in zip(lists, starts, strict=True)]
+        if kind == _FP32 and any(tail > (0 if sharded else 2 * len(files)) for tail in tails):
+            raise CorruptFile(f"{folder}: has {max(tails)} values of no parameter")
+    return sources
+
+
+def _vectors(path: Path, state: Any) -> dict[str, list[torch.Tensor]]:
+    """Return {kind: flat partitions by group} of a rank."""
+    if not isinstance(state, dict):
+        raise CorruptFile(f"{path}: has no optimizer_state_dict")
+    inner = state.get("optimizer_state_dict", state.get("base_optimizer_state"))
+    inner = inner.get("state") if isinstance(inner, dict) else inner
+    by_group = [*inner.values()] if isinstance(inner, dict) else inner if isinstance(inner, list) else []
+    lists = {_FP32: state.get("fp32_flat_groups", state.get("single_partition_of_fp32_groups"))}
+    lists |= {k: [group.get(k) if isinstance(group, dict) else None for group in by_group] for k in MOMENTS}
+    result = dict[str, list[torch.Tensor]]()
+    for kind, parts in lists.items():
+        tensors = [part for part in parts if isinstance(part, torch.Tensor)] if isinstance(parts, list) else []
+        if kind == _FP32 or tensors:
+            if not tensors or any(t.dim() != 1 for t in tensors) or len(tensors) != len(result.get(_FP32, tensors)):
+                raise CorruptFile(f"{path}: {kind} is no list of flat partitions")
+            result[kind] = tensors
+    check_stored(path, {f"{kind} of group {i}": part for kind, parts in result.items() for i, part in enumerate(parts)})
+    return result
+
+
+def _spans(path: Path, parts: Sequence[torch.Tensor], start: int, count: int) -> Iterator[Span]:
+    """Yield the spans of ``count`` values of a vector in several parts. Raises CorruptFile if it is too short."""
+    for part in parts:
+        length = min(part.numel() - start, count)
+        if length > 0:
+            yield part, start, length
+            count -= length
+        start = max(0, start - part.numel())
+    if count:
+        raise CorruptFile(f"{path}: lacks {count} values")
+
+
+def _assembled(path: Path, name: str, shape: Shape, spans: Sequence[Span]) -> SourceTensor:
+    def load() -> torch.Tensor:
+        return torch.cat([tensor.flatten()[start : start + count] for tensor, start, count in spans]).view(shape)
+
+    if sum(min(count, tensor.numel() - start) for tensor, start, count in spans) != math.prod(shape):
+        raise CorruptFile(f"{path}: {name} has not the shape {list(shape)}")
+    dtype = spans[0][0].dtype if spans else torch.float32
+    return SourceTensor(dtype, shape, [SourceChunk((0,) * len(shape), shape, path, load)])
