@@ -172,7 +172,7 @@ def test_malicious_arguments_are_rejected(ranks: tuple[Path, Trained], tmp_path:
         open_foreign(copy, model)
 
 
-def test_odd_parameter_groups_are_no_groups() -> None:
+def test_oddparameter_groups_are_no_groups() -> None:
     group = {"lr": 0.1}
     for content in ({"param_groups": 3}, {"param_groups": {"lr": 1}}, [{"param_groups": ["x"]}]):
         assert list(megatron.parameter_groups([content, {"optimizer": {"param_groups": [group]}}])) == [group]

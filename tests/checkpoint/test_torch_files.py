@@ -184,7 +184,7 @@ WRITERS: dict[str, Callable[[Path, State], None]] = {
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_each_tensor_is_the_sources(kind: str, tmp_path: Path) -> None:
-    """Weights, and DeepSpeed's moments, equal the source's bit for bit; inspect_checkpoint.py counts them."""
+    """Weights, and DeepSpeed's moments, are bitwise equal to the source; inspect_checkpoint.py counts them."""
     weights = _weights()
     WRITERS[kind](tmp_path / "source", weights)
     foreign = open_foreign(tmp_path / "source", make_plan(1, tmp_path, *SETTINGS).model)

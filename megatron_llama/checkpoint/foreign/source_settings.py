@@ -27,106 +27,13 @@ from megatron_llama.config.rope import EXTENSIONS, LLAMA3_CONTEXT, original_cont
 from megatron_llama.system.files import check_yaml, read_whole
 
 MODEL = "model."
-_COMPARED = {
-    "hidden_size": "model.hidden_size",
-    "num_layers": "model.num_hidden_layers",
-    "ffn_hidden_size": "model.intermediate_size",
-    "num_attention_heads": "model.num_attention_heads",
-    "kv_channels": "model.head_dim",
-    "rotary_base": "model.rope_theta",
-    "norm_epsilon": "model.rms_norm_eps",
-    "layernorm_epsilon": "model.rms_norm_eps",
-    "share_embeddings_and_output_weights": "model.tie_word_embeddings",
-    "seed": "trainer.seed",
-    "global_batch_size": "trainer.global_batch_size",
-    "train_iters": "trainer.steps",
-    "seq_length": "data.seq_length",
-    "split": "data.split",
-    "eod_mask_loss": "data.eod_mask_loss",
-    "lr": "optim.lr",
-    "min_lr": "optim.min_lr",
-    "adam_eps": "optim.eps",
-    "weight_decay": "optim.weight_decay",
-    "clip_grad": "optim.clip",
-}
-"""Megatron's names of settings that exist here."""
-_CONVERTED = """
-num_query_groups group_query_attention untie_embeddings_and_output_weights use_rope_scaling rope_scaling
-rope_scaling_factor scale_factor low_freq_factor high_freq_factor old_context_len
-rotary_seq_len_interpolation_factor seq_len_interpolation_factor window_size add_qkv_bias qk_layernorm adam_beta1
-adam_beta2 reset_position_ids reset_attention_mask use_rotary_position_embeddings
-""".split()
-"""Keys that ``_model_facts`` and ``_training_facts`` turn into settings, together with other keys."""
-_REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "position_embedding_type": (("rope",), "positions are rotary here"),
-    "rotary_percent": ((1,), "all dimensions of a head are rotated here"),
-    "normalization": (("RMSNorm",), "norms are RMSNorm here"),
-    "swiglu": ((True,), "the feed-forward is SwiGLU here"),
-    "gated_linear_unit": ((True,), "the feed-forward is SwiGLU here"),
-    "activation_func": (("silu",), "the feed-forward is SwiGLU here"),
-    "softmax_type": (("vanilla",), "attention has no sink here"),
-}
-"""Keys with the values that this model has, and the reason. None always is one of them."""
-_SWITCHES = {
-    "rotary_interleaved no_rope_freq mrope_section": "all layers rotate the halves of a head here",
-    "apply_layernorm_1p layernorm_zero_centered_gamma": "norms multiply by their weight here, not by 1 + weight",
-    "apply_residual_connection_post_layernorm": "the residual stream has no norm here",
-    "add_bias_linear": "Megatron's biases are not read",
-    "squared_relu openai_gelu onnx_safe quick_geglu": "the feed-forward is SwiGLU here",
-    "glu_linear_offset activation_func_clamp_value": "the feed-forward is SwiGLU here",
-    "softmax_scale": "scores are divided by sqrt(head_dim) here",
-    "attention_output_gate qk_l2_norm multi_latent_attention": "such attention does not exist here",
-    "experimental_attention_variant linear_attention_freq": "such attention does not exist here",
-    "window_attn_skip_freq": "all layers have the same window here",
-    "num_experts num_moe_experts": "there are no experts here",
-    "mtp_num_layers mtp_enabled": "one token is predicted here",
-    "peft": "export the merged model",
-}
-"""Keys of the source that must be off, and the reason."""
-_REQUIRED |= {name: ((), rule) for names, rule in _SWITCHES.items() for name in names.split()}
-_TRAINING_SWITCHES = """
-apply_wd_to_qk_layernorm calculate_per_token_loss dataloader_inter_document_masking decoupled_lr fim_data
-freeze_all_layers init_method_xavier_uniform phase_transition_iterations qk_clip rampup_batch_size sft
-step_batch_size_schedule
-""".split()
-_TRAINING: dict[str, Any] = {
-    "optimizer": "adam",
-    "decoupled_weight_decay": True,
-    "weight_decay_incr_style": "constant",
-    **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0),
-    **dict.fromkeys(_TRAINING_SWITCHES),
-}
-"""Keys that change the training, not the model, with their value here. Other values are reported, unless off."""
-_NO_EFFECT = """
-*_bf16 *_dir *_fp32* *_ft_* *_func *_fused_* *_hook *_layer_spec *_loss_scale* *_memory* *_p2p_* *_path *_samples
-*_save* *_stream* *_weight_decay *allow_ambiguous* *autoresume* *biencoder* *checkpoint* *ckpt* *cuda_graph* *ddp*
-*deterministic* *distributed_* *dtype* *eval* *expert* *fsdp* *fusion* *gloo* *grouped_gemm* *indexer_* *inference*
-*init_method* *inject* *interval* *jit* *large_grads* *layer_wise* *load* *log_* *lora_rank *mcore_models*
-*micro_batch* *microbatch* *mla* *modelopt* *msc* *nan* *nccl_ub *one_logger* *otel* *overlap* *parallel*
-*persist_* *pipeline* *precision* *profil* *reduce* *retriever* *rng* *shard* *spiky* *straggler*
-*symmetric_registration *tensorboard* *tiktoken* *timeout* *tokenizer* *tp_comm* *tp_pp_dp* *transformer_engine*
-*valid* *vocab_size* *warn* *wgrad* *workers* *wsd* DDP_impl _* activation_func_fp8* add_position_embedding align_*
-app_tag* apply_query_key_layer_scaling async_* attention_backend barrier* batch_invariant_* batch_size bert_*
-beta_* bf16* chat_template classes_* clone_scatter* consumed_* cp_comm_type create_all_* create_attention_mask_*
-data_* decoder_* decoupled_min_lr decrease_batch* dino_* disable_parameter_* dsa_* dump_* enable_autocast
-enable_chunked_* enable_experimental encoder_* exit_* fake_process* fim_* finetune flash_attention_version
-flash_decode flight_* fp16* fp32_residual* fp4* fp8* ft_* fused_* gdp_* generation_config grpo_* gtp_* head_lr_*
-heterogeneous_block_specs hf_model_id hf_model_revision hysteresis ict_* img_* init_model_with_meta_device
-inprocess_* iter_per_* iterations_to_skip keep_* kitchen_* langrl_* lazy_mpu_init linear_* lion_* local_rank
-logger* logging* loss_scale* lr_* mamba_* manual_gc* mask_* max_position_embeddings max_seqlen_per*
-max_tokens_to_oom memory_* merge_file mhc_* mid_level* mlp_chunks_* mmap_* mock_data model_type modules_* moe_*
-most_recent_k mscale* mtp_* muon_* mup_* no_query_key* no_weight_decay* nsys* num_channels num_classes num_dataset*
-num_speculative* nvtx* offset_sampling* one_logger* original_max_position* output_bert* override_* patch_*
-perform_init* pin_* qk_clip_* qk_head_dim qk_pos_emb* quant_recipe query_in_* rank recompute_* record_shapes
-refit_* relative_attention_* replication* rerun_* result_rejected* reuse_* rl_* rope_type rotary_scaling_factor
-runtime_* sample_rate save* set_level* sgd_* sharp_* short_seq_* should_pad* skip_* spec special_tokens
-standalone_* suggested_* swin_* symmetric_ar_type test_mode throughput_* timers tp_only_* transformer_impl
-trust_remote_code use_arbitrary_* use_cpu_init* use_flash_* use_kitchen* use_legacy_* use_one_sent* use_ring*
-use_sharp* v_head_dim variable_seq_lengths verify_integrity vision_* vocab* wandb* warmup wd_incr* world_size
-yaml_cfg yarn_*
-""".split()
-"""Keys without effect on the model here, as patterns: placement, speed, precision, output, data, the schedule, and the
-details of features that another key switches on."""
+TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text(encoding="utf-8"))
+_COMPARED: dict[str, str] = TABLES["compared"]
+_CONVERTED = TABLES["converted"].split()
+_REQUIRED = {name: (allowed, rule) for names, allowed, rule in TABLES["required"] for name in names.split()}
+_TRAINING: dict[str, Any] = TABLES["training"] | dict.fromkeys(TABLES["training_off"].split())
+_NO_EFFECT = TABLES["no_effect"].split()
+_NO_EFFECT_NAMES = frozenset(_NO_EFFECT)
 _RUN_CONFIG = "run_config.yaml"
 _SECTIONS: dict[str, dict[str, str]] = {
     "model": {},
@@ -189,7 +96,7 @@ def read_arguments(result: Foreign, arguments: Mapping[str, Any], folder: Path, 
 
 
 def _matches(name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in _NO_EFFECT)
+    return name in _NO_EFFECT_NAMES or any(fnmatchcase(name, each) for each in _NO_EFFECT if "*" in each)
 
 
 def _is_off(value: Any) -> bool:

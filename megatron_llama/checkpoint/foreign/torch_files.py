@@ -19,6 +19,7 @@ from megatron_llama.arch.foreign_names import litgpt_names, torchtitan_names
 from megatron_llama.arch.names import Shape
 from megatron_llama.checkpoint.foreign.megatron import integer, joined, load_dict, parameter_groups
 from megatron_llama.checkpoint.foreign.source_settings import (
+    TABLES,
     read_arguments,
     read_config_json,
     read_group,
@@ -42,26 +43,9 @@ Span = tuple[torch.Tensor, int, int]
 """(flat tensor, start, values)."""
 _META_ROWS = ("wq.weight", "wk.weight", "wv.weight", "w1.weight", "w3.weight", "output.weight")
 _META_COLUMNS = ("wo.weight", "w2.weight")
-_META_KEYS = {
-    **{"dim": "hidden_size", "n_layers": "num_layers", "n_heads": "num_attention_heads"},
-    **{"n_kv_heads": "num_query_groups", "norm_eps": "layernorm_epsilon", "rope_theta": "rotary_base"},
-    **{"use_scaled_rope": "use_rope_scaling", "rope_scaling_factor": "scale_factor"},
-}
-_META_SHAPE = ("multiple_of", "ffn_dim_multiplier", "max_batch_size", "max_seq_len", "vocab_size")
-_LITGPT_KEYS = {
-    **{"n_embd": "hidden_size", "n_layer": "num_layers", "n_head": "num_attention_heads", "head_size": "kv_channels"},
-    **{"n_query_groups": "num_query_groups", "norm_eps": "layernorm_epsilon", "rope_base": "rotary_base"},
-    **{"rotary_percentage": "rotary_percent", "norm_class_name": "normalization", "n_expert": "num_experts"},
-    **{"rope_condense_ratio": "rotary_seq_len_interpolation_factor", "attention_scores_scalar": "softmax_scale"},
-    **{"intermediate_size": "ffn_hidden_size", "bias": "add_bias_linear", "rope_interleave": "rotary_interleaved"},
-    **{"original_max_seq_len": "old_context_len", "factor": "scale_factor"},
-}
-_LITGPT_SHAPE = (
-    *("name", "hf_config", "block_size", "vocab_size", "padding_multiple", "padded_vocab_size", "attn_bias", "norm_qk"),
-    *("sliding_window_indices", "gelu_approximate", "norm_qk_type", "norm_1", "norm_2", "n_expert_per_token"),
-    *("routed_scaling_factor", "rope_adjustments", "sliding_window_size"),
-)
-"""Keys that tensors show, that are converted below, or that belong to a feature that another key switches on."""
+_META_KEYS, _META_SHAPE = TABLES["meta"], TABLES["meta_shape"].split()
+_LITGPT_KEYS, _LITGPT_SHAPE = TABLES["litgpt"], TABLES["litgpt_shape"].split()
+"""Megatron's names of keys; and keys that tensors show, that are converted, or that another key switches on."""
 _LITGPT_VALUES = {"mlp_class_name": "LLaMAMLP", "parallel_residual": False}
 _PART = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_00_optim_states\.pt")
 _FP32 = "fp32"
