@@ -50,6 +50,8 @@ VOCAB_ENDS = (
     *("transformer.wte.weight", "lm_head.weight"),
 )
 """Endings of tensors whose rows other programs pad."""
+HEADS = ("output_layer.weight", "output.weight", "lm_head.weight")
+"""Endings of output heads."""
 _MEGATRON = {
     "self_attn.o_proj.weight": ("self_attention.linear_proj.weight",),
     "mlp.down_proj.weight": ("mlp.linear_fc2.weight",),
@@ -109,7 +111,7 @@ def megatron_names(model: ModelConfig, keys: Collection[str] = (), prefix: str =
         layer, inner = _split_layer(name)
         if layer is None:
             key, rows = prefix + MEGATRON_TOP[name], shape[0]
-            runs[name] = [_whole(key, shape)]
+            runs[name] = [whole_run(key, shape)]
         else:
             base = f"{prefix}decoder.layers." if stacked else f"{prefix}decoder.layers.{layer}."
             lead = (layer,) if stacked else ()
@@ -132,7 +134,7 @@ def torchtitan_names(model: ModelConfig, keys: Collection[str] = (), prefix: str
         else:
             base = f"{prefix}layers.{layer}."
             key = base + _choose(_TORCHTITAN, inner, keys, base)
-        runs[name] = [_whole(key, shape)]
+        runs[name] = [whole_run(key, shape)]
         if inner in ("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
             # Row i of a head's first half is row 2i of torchtitan's head, of its second half row 2i + 1.
             runs[name] = [
@@ -169,7 +171,7 @@ def litgpt_names(model: ModelConfig, keys: Collection[str] = ()) -> Names:
 def plain_names(model: ModelConfig, prefix: str = "") -> Names:
     """Return Hugging Face's own names after ``prefix``."""
     shapes = hf_shapes(model)
-    runs = {name: [_whole(prefix + name, shape)] for name, shape in shapes.items()}
+    runs = {name: [whole_run(prefix + name, shape)] for name, shape in shapes.items()}
     return Names(runs, {prefix + name: shape for name, shape in shapes.items()})
 
 
@@ -217,7 +219,8 @@ def _interleaved(model: ModelConfig, module: str) -> Iterator[tuple[int, int, in
             yield group * size, start + (queries + (module == "v_proj")) * size, size
 
 
-def _whole(key: str, shape: Shape) -> Run:
+def whole_run(key: str, shape: Shape) -> Run:
+    """Return the run of a tensor with the same rows elsewhere."""
     return Run(key, (0,) * len(shape), shape, (), (0,) * len(shape))
 
 

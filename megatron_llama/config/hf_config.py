@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shlex
@@ -14,7 +13,14 @@ from typing import Any
 
 from megatron_llama.config.fields import settings_by_name
 from megatron_llama.config.problems import MOST_SHOWN, Problem, format_value, shorten, show_value
-from megatron_llama.config.rope import EXTENSIONS, rope_from_hf, rope_to_hf, same_scaling, unsupported_rope
+from megatron_llama.config.rope import (
+    EXTENSIONS,
+    equal_values,
+    rope_from_hf,
+    rope_to_hf,
+    same_scaling,
+    unsupported_rope,
+)
 from megatron_llama.config.settings import MODEL_TYPES, ModelConfig, RopeScaling
 from megatron_llama.system.files import read_json
 
@@ -154,13 +160,8 @@ def compare_shapes(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tu
     """Compare a ModelConfig, as a dict with derived values, with a config.json: {name: (ours, theirs)} that differ."""
     flat = {**theirs, **rope_from_hf(theirs, shape_from_hf(theirs)["max_position_embeddings"])}
 
-    def same(one: Any, other: Any) -> bool:
-        # Equal up to fp32 rounding: GGUF stores fp32 and turns 1e-05 into 9.99999974e-06.
-        both_floats = isinstance(one, float) and isinstance(other, float)
-        return math.isclose(one, other, rel_tol=2**-24) if both_floats else bool(one == other)
-
     given = {name: flat[name] for name in _SHAPE if flat.get(name) is not None}
-    different = {name: (ours[name], value) for name, value in given.items() if not same(ours[name], value)}
+    different = {name: (ours[name], value) for name, value in given.items() if not equal_values(ours[name], value)}
     if ours["tie_word_embeddings"] is False:
         different.pop("tie_word_embeddings", None)  # the folder's tensors decide: transformers keeps an lm_head too
     if (kind := _type_from_hf(theirs)) != ours["model_type"]:

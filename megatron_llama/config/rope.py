@@ -6,7 +6,8 @@ yarn: Peng et al. 2023, arXiv:2309.00071; longrope: Ding et al. 2024, arXiv:2402
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -105,7 +106,21 @@ def same_scaling(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | Non
     defaults = asdict(RopeScaling())
     kind = ours.get("rope_type")
     keys = ("rope_type", *KEYS.get(str(kind), ()))
-    return all(ours.get(key, defaults[key]) == theirs.get(key, defaults[key]) for key in keys)
+    return all(equal_values(ours.get(key, defaults[key]), theirs.get(key, defaults[key])) for key in keys)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number within the range of 64-bit integers."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def equal_values(ours: Any, theirs: Any) -> bool:
+    """Return whether two settings are equal; numbers up to fp32 rounding, which GGUF and tensors apply."""
+    if isinstance(ours, Sequence) and isinstance(theirs, Sequence) and not isinstance(ours, str):
+        return len(ours) == len(theirs) and all(map(equal_values, ours, theirs))
+    if is_number(ours) and is_number(theirs):
+        return math.isclose(ours, theirs, rel_tol=2**-24)
+    return type(ours) is type(theirs) and bool(ours == theirs)
 
 
 def unsupported_rope(content: Mapping[str, Any]) -> list[str]:

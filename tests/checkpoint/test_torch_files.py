@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import yaml
 
 from megatron_llama.checkpoint.foreign.describe import describe
@@ -227,6 +228,21 @@ def test_settings_that_change_the_model(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         open_foreign(tmp_path / "source", make_plan(1, tmp_path, *SETTINGS).model)
     assert words in unwrap(str(caught.value))
+
+
+def _save_dcp(folder: Path, weights: State) -> None:
+    dcp.save(weights, checkpoint_id=folder, no_dist=True)
+
+
+@pytest.mark.parametrize("writer", [write_meta, write_litgpt, _save_dcp])
+def test_a_tied_model_has_one_head(writer: Callable[[Path, State], None], tmp_path: Path) -> None:
+    """A head that equals the embedding is ignored; another one is rejected, as in a Hugging Face folder."""
+    model, weights = make_plan(1, tmp_path, *SETTINGS, "model.tie_word_embeddings=true").model, _weights()
+    writer(tmp_path / "tied", weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()})
+    assert len(open_foreign(tmp_path / "tied", model).tensors.tensors) == len(weights) - 1
+    writer(tmp_path / "source", weights)
+    with pytest.raises(ConfigError, match=r"write model\.tie_word_embeddings=false"):
+        open_foreign(tmp_path / "source", model)
 
 
 def _edit(folder: Path, pattern: str, change: Callable[[Any], Any]) -> None:

@@ -23,13 +23,14 @@ from megatron_llama.arch.checkpoint_formats import (
 )
 from megatron_llama.checkpoint.differences import LOGGED, Difference, check_allowed, kinds
 from megatron_llama.checkpoint.foreign.megatron import open_ranks, open_torch_dist
-from megatron_llama.checkpoint.foreign.source_settings import MODEL, check_model, equal_values
+from megatron_llama.checkpoint.foreign.source_settings import MODEL, check_model
 from megatron_llama.checkpoint.foreign.tensors import MOMENTS, NO_SETTINGS, Foreign
 from megatron_llama.checkpoint.foreign.torch_files import open_deepspeed, open_litgpt, open_meta
 from megatron_llama.checkpoint.foreign.torch_folders import open_dcp_folder, open_fsdp, open_trainer
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import ConfigError, ModelConfig, Problem
 from megatron_llama.config.fields import get
+from megatron_llama.config.rope import equal_values
 from megatron_llama.corpus.blend import MEGATRON
 from megatron_llama.data.record import Record
 from megatron_llama.plan import Plan

@@ -7,8 +7,7 @@ Face's ``config.json``. A key that is in no table below may change the model, so
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,7 +22,14 @@ from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError, ModelConfig, Problem
 from megatron_llama.config.hf_config import CONFIG, read_hf_config, shape_from_hf, unsupported_architecture
 from megatron_llama.config.problems import format_value, shorten, show_value
-from megatron_llama.config.rope import EXTENSIONS, LLAMA3_CONTEXT, original_context, same_scaling
+from megatron_llama.config.rope import (
+    EXTENSIONS,
+    LLAMA3_CONTEXT,
+    equal_values,
+    is_number,
+    original_context,
+    same_scaling,
+)
 from megatron_llama.system.files import check_yaml, read_whole
 
 MODEL = "model."
@@ -128,7 +134,7 @@ def _model_facts(result: Foreign, arguments: Mapping[str, Any]) -> None:
     if "window_size" in arguments:
         window = get("window_size")
         left: Any = window[0] if isinstance(window, list | tuple) and window else window
-        facts["model.sliding_window"] = left + 1 if _is_number(left) and left >= 0 else None
+        facts["model.sliding_window"] = left + 1 if is_number(left) and left >= 0 else None
     if "qk_layernorm" in arguments and "add_qkv_bias" in arguments:
         facts["model.model_type"] = "qwen3" if get("qk_layernorm") else "qwen2" if get("add_qkv_bias") else "llama"
     scaling: dict[str, Any] | None = None
@@ -149,7 +155,7 @@ def _training_facts(result: Foreign, arguments: Mapping[str, Any]) -> None:
     if facts.get("optim.clip") == 0:
         facts["optim.clip"] = None  # no clipping
     betas = [arguments.get(f"adam_beta{number}") for number in (1, 2)]
-    if all(map(_is_number, betas)):
+    if all(map(is_number, betas)):
         facts["optim.betas"] = betas
     resets = [arguments.get(name) for name in ("reset_position_ids", "reset_attention_mask")]
     if resets in ([True, True], [False, False]):
@@ -163,13 +169,13 @@ def read_group(result: Foreign, group: Mapping[str, Any]) -> None:
     """Set the learning rate, and the facts that the arguments lack, from a parameter group of Adam."""
     facts = result.facts
     group = {str(name): _plain(value) for name, value in group.items()}
-    if result.lr is None and _is_number(group.get("lr")):
+    if result.lr is None and is_number(group.get("lr")):
         result.lr = float(group["lr"])
     betas = group.get("betas")
-    if isinstance(betas, list | tuple) and len(betas) == 2 and all(map(_is_number, betas)):
+    if isinstance(betas, list | tuple) and len(betas) == 2 and all(map(is_number, betas)):
         facts.setdefault("optim.betas", list(betas))
     for name in ("eps", "weight_decay"):
-        if _is_number(group.get(name)):
+        if is_number(group.get(name)):
             facts.setdefault(f"optim.{name}", group[name])
     if isinstance(decoupled := group.get("decoupled_weight_decay"), bool) and facts.get("optim.weight_decay"):
         facts["optim.name"] = "adamw" if decoupled else "adam"
@@ -266,16 +272,3 @@ def check_model(folder: Path, model: ModelConfig, facts: Mapping[str, Any], *, r
             problems.append(Problem(setting, ours[name], rule, f"write {override}"))
     if problems:
         raise ConfigError(problems)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
-
-
-def equal_values(ours: Any, theirs: Any) -> bool:
-    """Return whether two values are equal; numbers up to fp32's precision."""
-    if isinstance(ours, Sequence) and isinstance(theirs, Sequence) and not isinstance(ours, str):
-        return len(ours) == len(theirs) and all(map(equal_values, ours, theirs))
-    if _is_number(ours) and _is_number(theirs):
-        return math.isclose(ours, theirs, rel_tol=1e-6)
-    return type(ours) is type(theirs) and bool(ours == theirs)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from megatron_llama.arch.foreign_names import VOCAB_ENDS, Names, Run
-from megatron_llama.arch.names import Shape
+from megatron_llama.arch.foreign_names import HEADS, VOCAB_ENDS, Names, Run, whole_run
+from megatron_llama.arch.names import EMBEDDING, Shape
 from megatron_llama.checkpoint.storage import STATES
 from megatron_llama.checkpoint.stored_tensors import (
     WEIGHT_DTYPES,
@@ -178,7 +178,7 @@ def map_tensors(
     Raises:
         ConfigError: The folder has missing, additional or differently shaped weights, or other dtypes than floats.
     """
-    _check_tensors(folder, sources, names, vocab_multiple)
+    heads = _check_tensors(folder, sources, names, vocab_multiple)
     tensors = {name: _mapped(runs, sources) for name, runs in names.runs.items()}
     used = {key: sources[key] for key in names.shapes}
     for kind, rename in moments.items():
@@ -189,7 +189,24 @@ def map_tensors(
                 tensors[f"{STATES}{kind}.{name}"] = _mapped(moved, sources)
                 used |= {new: sources[new] for new in keys.values()}
     check_dtypes(folder, used)
+    if heads:
+        _check_heads(folder, sources, heads, names.runs[EMBEDDING][0].key)
     return ForeignTensors(folder, tensors, used)
+
+
+def _check_heads(folder: Path, sources: Mapping[str, SourceTensor], heads: Sequence[str], embedding: str) -> None:
+    """Raise ConfigError if the head of a model with tied embeddings differs from the embedding."""
+    table = sources[embedding]
+    for head in heads:
+        pair = {key: sources[key] for key in (head, embedding)}
+        both = ForeignTensors(folder, {key: _mapped([whole_run(key, t.shape)], pair) for key, t in pair.items()}, pair)
+        bounds = sorted({(c.offset[0], c.offset[0] + c.size[0]) for c in table.chunks}) if table.shape else []
+        if pair[head].shape != table.shape or not all(
+            torch.equal(both.rows(head, *span), both.rows(embedding, *span)) for span in bounds
+        ):
+            rule = f"model.tie_word_embeddings is true, but {head} differs from {embedding}"
+            instead = "write model.tie_word_embeddings=false, to use both"
+            raise ConfigError([Problem("model", str(folder), rule, instead)])
 
 
 def check_dtypes(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
@@ -213,7 +230,8 @@ def _mapped(runs: Sequence[Run], sources: Mapping[str, SourceTensor]) -> MappedT
     return MappedTensor(sources[runs[0].key].dtype, shape, runs)
 
 
-def _check_tensors(folder: Path, sources: Mapping[str, SourceTensor], names: Names, vocab_multiple: int) -> None:
+def _check_tensors(folder: Path, sources: Mapping[str, SourceTensor], names: Names, vocab_multiple: int) -> list[str]:
+    """Return the heads that a model with tied embeddings lacks. Raises ConfigError for other differences."""
     missing = [key for key in names.shapes if key not in sources]
     unknown = [key for key in weight_names(sources) if key not in names.shapes and not key.startswith(MOMENTS)]
     problems = []
@@ -222,7 +240,7 @@ def _check_tensors(folder: Path, sources: Mapping[str, SourceTensor], names: Nam
         tied = all(key.endswith(VOCAB_ENDS) for key in missing) and len(missing) == 1
         instead = "write model.tie_word_embeddings=true" if tied else "name a checkpoint of this model"
         problems.append(Problem("model", str(folder), rule, instead))
-    elif unknown and not all(key.endswith("lm_head.weight") for key in unknown):  # a tied head may be saved twice
+    elif unknown and ("lm_head.weight" in names.runs or not all(key.endswith(HEADS) for key in unknown)):
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         rule = f"has the tensor {unknown[0]}{more}, which this model lacks"
         problems.append(Problem("model", str(folder), rule, "write the model's settings as in the source's run"))
@@ -239,6 +257,7 @@ def _check_tensors(folder: Path, sources: Mapping[str, SourceTensor], names: Nam
         break
     if problems:
         raise ConfigError(problems)
+    return unknown
 
 
 def check_cover(where: Path, name: str, shape: Shape, chunks: Sequence[SourceChunk]) -> None:
