@@ -26,18 +26,8 @@ from pathlib import Path
 
 from megatron_llama.system.files import read_whole
 
-OURS, HF, TRAINER, TORCH_DIST, RANKS, FSDP, DCP, DEEPSPEED, META, LITGPT = (
-    "megatron_llama",
-    "hugging face",
-    "trainer",
-    "torch_dist",
-    "ranks",
-    "fsdp",
-    "dcp",
-    "deepspeed",
-    "meta",
-    "litgpt",
-)
+OURS, HF, TRAINER, TORCH_DIST = "megatron_llama", "hugging face", "trainer", "torch_dist"
+RANKS, FSDP, DCP, DEEPSPEED, META, LITGPT = "ranks", "fsdp", "dcp", "deepspeed", "meta", "litgpt"
 LABELS = {
     OURS: "megatron_llama's checkpoint",
     HF: "Hugging Face's model folder",

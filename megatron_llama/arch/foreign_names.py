@@ -60,42 +60,29 @@ _MEGATRON = {
     "self_attn.q_norm.weight": ("self_attention.q_layernorm.weight",),
     "self_attn.k_norm.weight": ("self_attention.k_layernorm.weight",),
 }
-_TORCHTITAN = {
-    "self_attn.q_proj.weight": ("attention.wq.weight", "attention.qkv_linear.wq.weight"),
-    "self_attn.k_proj.weight": ("attention.wk.weight", "attention.qkv_linear.wk.weight"),
-    "self_attn.v_proj.weight": ("attention.wv.weight", "attention.qkv_linear.wv.weight"),
-    "self_attn.o_proj.weight": ("attention.wo.weight",),
-    "mlp.gate_proj.weight": ("feed_forward.w1.weight",),
-    "mlp.down_proj.weight": ("feed_forward.w2.weight",),
-    "mlp.up_proj.weight": ("feed_forward.w3.weight",),
-    "input_layernorm.weight": ("attention_norm.weight",),
-    "post_attention_layernorm.weight": ("ffn_norm.weight",),
-}
-_TORCHTITAN_TOP = {
-    "model.embed_tokens.weight": "tok_embeddings.weight",
-    "model.norm.weight": "norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_LITGPT = {
-    "self_attn.o_proj.weight": ("attn.proj.weight",),
-    "self_attn.q_norm.weight": ("attn.norm_q.weight",),
-    "self_attn.k_norm.weight": ("attn.norm_k.weight",),
-    "mlp.gate_proj.weight": ("mlp.fc_1.weight",),
-    "mlp.up_proj.weight": ("mlp.fc_2.weight",),
-    "mlp.down_proj.weight": ("mlp.proj.weight",),
-    "input_layernorm.weight": ("norm_1.weight",),
-    "post_attention_layernorm.weight": ("norm_2.weight",),
-}
-_LITGPT_TOP = {
-    "model.embed_tokens.weight": "transformer.wte.weight",
-    "model.norm.weight": "transformer.ln_f.weight",
-    "lm_head.weight": "lm_head.weight",
-}
-MEGATRON_TOP = {
-    "model.embed_tokens.weight": "embedding.word_embeddings.weight",
-    "model.norm.weight": "decoder.final_layernorm.weight",
-    "lm_head.weight": "output_layer.weight",
-}
+
+
+def _table(text: str) -> dict[str, tuple[str, ...]]:
+    """Return {weight of a layer: its names} of ``ours=theirs`` and ``ours=first|second``."""
+    pairs = (pair.split("=") for pair in text.split())
+    return {f"{ours}.weight": tuple(f"{name}.weight" for name in theirs.split("|")) for ours, theirs in pairs}
+
+
+_TORCHTITAN = _table(
+    "self_attn.q_proj=attention.wq|attention.qkv_linear.wq self_attn.k_proj=attention.wk|attention.qkv_linear.wk "
+    "self_attn.v_proj=attention.wv|attention.qkv_linear.wv self_attn.o_proj=attention.wo mlp.gate_proj=feed_forward.w1 "
+    "mlp.down_proj=feed_forward.w2 mlp.up_proj=feed_forward.w3 input_layernorm=attention_norm "
+    "post_attention_layernorm=ffn_norm"
+)
+_LITGPT = _table(
+    "self_attn.o_proj=attn.proj self_attn.q_norm=attn.norm_q self_attn.k_norm=attn.norm_k mlp.gate_proj=mlp.fc_1 "
+    "mlp.up_proj=mlp.fc_2 mlp.down_proj=mlp.proj input_layernorm=norm_1 post_attention_layernorm=norm_2"
+)
+_TOP = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+_TORCHTITAN_TOP = dict(zip(_TOP, ("tok_embeddings.weight", "norm.weight", "output.weight"), strict=True))
+_LITGPT_TOP = dict(zip(_TOP, ("transformer.wte.weight", "transformer.ln_f.weight", "lm_head.weight"), strict=True))
+_CORE_TOP = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight")
+MEGATRON_TOP = dict(zip(_TOP, _CORE_TOP, strict=True))
 
 
 def megatron_names(model: ModelConfig, keys: Collection[str] = (), prefix: str = "", *, stacked: bool = True) -> Names:

@@ -9,24 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.arch.checkpoint_formats import (
-    DCP,
-    DEEPSPEED,
-    FSDP,
-    FSDP_MODEL,
-    FSDP_OPTIMIZER,
-    HF,
-    LABELS,
-    LITGPT,
-    META,
-    METADATA,
-    OURS,
-    RANKS,
-    TORCH_DIST,
-    TRAINER,
-    rank_folders,
-    recognize,
-)
+from megatron_llama.arch import checkpoint_formats as formats
 from megatron_llama.checkpoint.foreign.dcp_files import DcpFolder, open_dcp
 from megatron_llama.checkpoint.foreign.megatron import (
     describe_source,
@@ -73,15 +56,23 @@ def describe(folder: Path) -> Description:
         ConfigError: The folder has no known format.
         CorruptFile: The checkpoint is damaged or malicious.
     """
-    recognized = recognize(folder)
+    recognized = formats.recognize(folder)
     if recognized is None and (folder / "checkpoints").is_dir():
-        recognized = recognize(folder / "checkpoints")
+        recognized = formats.recognize(folder / "checkpoints")
     if recognized is None:
         rule = "there is no such folder" if not folder.exists() else "has no checkpoint of a known format"
         raise ConfigError([Problem("PATH", str(folder), rule, "name the folder of a checkpoint, or of a run")])
-    result = Description(recognized.folder, LABELS[recognized.format])
-    readers = {OURS: _ours, HF: _hf, TRAINER: _trainer, TORCH_DIST: _torch_dist, RANKS: _ranks, FSDP: _fsdp, DCP: _dcp}
-    readers |= {DEEPSPEED: _torch_files, META: _torch_files, LITGPT: _torch_files}
+    result = Description(recognized.folder, formats.LABELS[recognized.format])
+    readers = {
+        formats.OURS: _ours,
+        formats.HF: _hf,
+        formats.TRAINER: _trainer,
+        formats.TORCH_DIST: _torch_dist,
+        formats.RANKS: _ranks,
+        formats.FSDP: _fsdp,
+        formats.DCP: _dcp,
+    }
+    readers |= {formats.DEEPSPEED: _torch_files, formats.META: _torch_files, formats.LITGPT: _torch_files}
     readers[recognized.format](result)
     return result
 
@@ -121,7 +112,7 @@ def _hf(result: Description) -> None:
 
 def _trainer(result: Description) -> None:
     _hf(result)
-    source = _source(result, TRAINER)
+    source = _source(result, formats.TRAINER)
     read_config_json(source, result.folder)
     path = result.folder / OPTIMIZER_FILE
     content = load_pickle(path, path) if path.is_file() else {}
@@ -143,7 +134,7 @@ def _torch_dist(result: Description) -> None:
     if not any(moments):  # NeMo 2 may omit the prefix of the weights
         moments = [_has_moments(dcp.tensors, (f"optimizer.state.{{}}.{n.removeprefix('module.')}",)) for n in weights]
     _moments(result, sum(moments), len(weights))
-    source = _source(result, TORCH_DIST)
+    source = _source(result, formats.TORCH_DIST)
     _settings(result, source, common)
     read_train_state(source, result.folder)
     _progress(result, source)
@@ -151,13 +142,13 @@ def _torch_dist(result: Description) -> None:
 
 
 def _ranks(result: Description) -> None:
-    files = rank_folders(result.folder)
+    files = formats.rank_folders(result.folder)
     contents = {rank: load_dict(path) for rank, path in sorted(files.items())}
     tensor_ranks, stages = (1 + max(rank[axis] for rank in files) for axis in (0, 1))
     result.rows.append(("files", f"{len(files)} of {tensor_ranks} tensor-parallel ranks and {stages} stages"))
     values = sum(t.numel() for r, c in contents.items() for t in weights_of_rank(c, files[r]).values())
     result.rows.append(("weights", f"{values:,} values, including copies of norms"))
-    source = _source(result, RANKS)
+    source = _source(result, formats.RANKS)
     _settings(result, source, contents[min(contents)])
     _progress(result, source)
     result.missing += source.missing
@@ -167,12 +158,12 @@ def _ranks(result: Description) -> None:
 
 
 def _fsdp(result: Description) -> None:
-    _dcp_weights(result, open_dcp(result.folder / FSDP_MODEL))
-    states = result.folder / FSDP_OPTIMIZER
-    dcp = open_dcp(states) if (states / METADATA).is_file() else DcpFolder(states, {}, {})
+    _dcp_weights(result, open_dcp(result.folder / formats.FSDP_MODEL))
+    states = result.folder / formats.FSDP_OPTIMIZER
+    dcp = open_dcp(states) if (states / formats.METADATA).is_file() else DcpFolder(states, {}, {})
     names = {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in dcp.tensors if ".state." in key}
     _moments(result, sum(_has_moments(dcp.tensors, (f"optimizer.state.{name}.{{}}",)) for name in names), len(names))
-    source = _source(result, FSDP)
+    source = _source(result, formats.FSDP)
     read_config_json(source, result.folder)
     read_trainer_files(source, result.folder)
     _progress(result, source)
@@ -186,7 +177,7 @@ def _dcp(result: Description) -> None:
     patterns = ("optimizer.state.{0}.{{}}",)
     moments = [_has_moments(dcp.tensors, [pattern.format(name) for pattern in patterns]) for name in weights]
     _moments(result, sum(moments), len(weights))
-    source = _source(result, DCP)
+    source = _source(result, formats.DCP)
     read_config_json(source, result.folder)
     step = dcp.number("train_state.step", "step")
     source.step = None if step is None else int(step)
@@ -195,7 +186,11 @@ def _dcp(result: Description) -> None:
 
 
 def _torch_files(result: Description) -> None:
-    readers = {LABELS[DEEPSPEED]: read_deepspeed, LABELS[META]: read_meta, LABELS[LITGPT]: read_litgpt}
+    readers = {
+        formats.LABELS[formats.DEEPSPEED]: read_deepspeed,
+        formats.LABELS[formats.META]: read_meta,
+        formats.LABELS[formats.LITGPT]: read_litgpt,
+    }
     try:
         sources, source = readers[result.label](result.folder)
     except ConfigError as error:

@@ -9,18 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_llama.arch.checkpoint_formats import (
-    DCP,
-    DEEPSPEED,
-    FSDP,
-    LABELS,
-    LITGPT,
-    META,
-    RANKS,
-    TORCH_DIST,
-    TRAINER,
-    recognize,
-)
+from megatron_llama.arch import checkpoint_formats as formats
 from megatron_llama.checkpoint.differences import LOGGED, Difference, check_allowed, kinds
 from megatron_llama.checkpoint.foreign.megatron import open_ranks, open_torch_dist
 from megatron_llama.checkpoint.foreign.source_settings import MODEL, check_model
@@ -50,16 +39,21 @@ def open_foreign(folder: Path, model: ModelConfig, *, resumes: bool = False) -> 
         ConfigError: The folder has no known format, or the model differs.
         CorruptFile: The folder is damaged or malicious.
     """
-    recognized = recognize(folder)
+    recognized = formats.recognize(folder)
     if recognized is None or not recognized.is_foreign:
-        rule = "is no checkpoint of a known format" if recognized is None else f"is {LABELS[recognized.format]}"
+        rule = "is no checkpoint of a known format" if recognized is None else f"is {formats.LABELS[recognized.format]}"
         raise ConfigError([Problem("checkpoint.resume", str(folder), rule, "name a checkpoint")])
     where, kind = recognized.folder, recognized.format
-    if kind == TORCH_DIST:
+    if kind == formats.TORCH_DIST:
         foreign = open_torch_dist(where, model, masters=resumes)
     else:
-        readers = {RANKS: open_ranks, FSDP: open_fsdp, TRAINER: open_trainer, DCP: open_dcp_folder}
-        readers |= {DEEPSPEED: open_deepspeed, META: open_meta, LITGPT: open_litgpt}
+        readers = {
+            formats.RANKS: open_ranks,
+            formats.FSDP: open_fsdp,
+            formats.TRAINER: open_trainer,
+            formats.DCP: open_dcp_folder,
+        }
+        readers |= {formats.DEEPSPEED: open_deepspeed, formats.META: open_meta, formats.LITGPT: open_litgpt}
         foreign = readers[kind](where, model)
     foreign.missing += [] if foreign.has_settings else [NO_SETTINGS]
     check_model(where, model, foreign.facts, resumes=resumes)
