@@ -109,9 +109,7 @@ def test_logits_in_four_layouts(trained: tuple[Path, Trained], tmp_path: Path) -
         assert_same(result.tensors, loaded["one"].tensors)
 
 
-@pytest.mark.parametrize(
-    ("tp", "dp"), [(2, 2), pytest.param(1, 1, marks=pytest.mark.slow)], ids=["tp2 dp2", "tp1"]
-)
+@pytest.mark.parametrize(("tp", "dp"), [(2, 2), pytest.param(1, 1, marks=pytest.mark.slow)], ids=["tp2 dp2", "tp1"])
 def test_the_distributed_optimizer(tp: int, dp: int, dataset: Path, tmp_path: Path) -> None:
     """megatron-core's DistributedOptimizer, with moments by tensor: the next five losses are the source's."""
     folder = tmp_path / "source"

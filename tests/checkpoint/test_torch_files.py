@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,43 @@ def _edit(folder: Path, pattern: str, change: Callable[[Any], Any]) -> None:
     content = torch.load(path, weights_only=False)
     change(content)
     torch.save(content, path)
+
+
+ODD: tuple[Any, ...] = (3, -1, 1.5, "x", None, [], {}, [None], {"a": 3}, torch.ones(2), torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("kind", ["meta", "litgpt", "zero 2", "zero 3", "universal"])
+def test_odd_values_end_with_a_message(kind: str, tmp_path: Path) -> None:
+    """Each value in the outer two levels of a file is replaced, for DeepSpeed also inside the optimizer's state."""
+    source = tmp_path / "source"
+    if kind.startswith("zero"):
+        write_deepspeed(source, _weights(), int(kind[-1]), ranks=1, scaler=dict)
+    else:
+        WRITERS[kind](source, _weights())
+    model, files = make_plan(1, tmp_path, *SETTINGS).model, sorted(source.rglob("*.pt*"))[:3]
+    paths = [*files, *source.glob("params.json"), *source.glob("*.yaml")]
+    for number, path in enumerate(paths):
+        before, is_text = path.read_bytes(), path.suffix in (".json", ".yaml")
+        content = yaml.safe_load(before) if is_text else torch.load(path, weights_only=False)
+        for keys in _keys(content):
+            where = content
+            for key in keys[:-1]:
+                where = where[key]
+            value, odd = where[keys[-1]], ODD[(number + len(str(keys))) % len(ODD)]
+            where[keys[-1]] = None if is_text and isinstance(odd, torch.Tensor) else odd
+            path.write_text(json.dumps(content)) if is_text else torch.save(content, path)
+            where[keys[-1]] = value
+            for read in (describe, lambda folder: open_foreign(folder, model, resumes=True)):
+                with contextlib.suppress(CorruptFile, ConfigError):
+                    read(source)
+        path.write_bytes(before)
+
+
+def _keys(content: Any, depth: int = 4) -> Iterator[tuple[Any, ...]]:
+    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in [*items][:12]:
+        yield (key,)
+        yield from ((key, *inner) for inner in (_keys(value, depth - 1) if depth else ()))
 
 
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron_llama.checkpoint.foreign.megatron import (
 )
 from megatron_llama.checkpoint.foreign.source_settings import read_config_json
 from megatron_llama.checkpoint.foreign.tensors import MOMENTS, NO_SETTINGS, Foreign, ForeignTensors, weight_names
-from megatron_llama.checkpoint.foreign.torch_files import read_deepspeed, read_litgpt, read_meta
+from megatron_llama.checkpoint.foreign.torch_files import READERS
 from megatron_llama.checkpoint.foreign.torch_folders import OPTIMIZER_FILE, read_trainer_files
 from megatron_llama.checkpoint.foreign.unpickle import load_pickle
 from megatron_llama.checkpoint.hf_folder import all_tensors
@@ -63,7 +64,7 @@ def describe(folder: Path) -> Description:
         rule = "there is no such folder" if not folder.exists() else "has no checkpoint of a known format"
         raise ConfigError([Problem("PATH", str(folder), rule, "name the folder of a checkpoint, or of a run")])
     result = Description(recognized.folder, formats.LABELS[recognized.format])
-    readers = {
+    readers: dict[str, Callable[[Description], None]] = {
         formats.OURS: _ours,
         formats.HF: _hf,
         formats.TRAINER: _trainer,
@@ -71,8 +72,8 @@ def describe(folder: Path) -> Description:
         formats.RANKS: _ranks,
         formats.FSDP: _fsdp,
         formats.DCP: _dcp,
+        **dict.fromkeys(READERS, partial(_torch_files, kind=recognized.format)),
     }
-    readers |= {formats.DEEPSPEED: _torch_files, formats.META: _torch_files, formats.LITGPT: _torch_files}
     readers[recognized.format](result)
     return result
 
@@ -174,8 +175,7 @@ def _dcp(result: Description) -> None:
     dcp = open_dcp(result.folder)
     _dcp_weights(result, dcp)
     weights = weight_names(dcp.tensors)
-    patterns = ("optimizer.state.{0}.{{}}",)
-    moments = [_has_moments(dcp.tensors, [pattern.format(name) for pattern in patterns]) for name in weights]
+    moments = [_has_moments(dcp.tensors, (f"optimizer.state.{name}.{{}}",)) for name in weights]
     _moments(result, sum(moments), len(weights))
     source = _source(result, formats.DCP)
     read_config_json(source, result.folder)
@@ -185,20 +185,15 @@ def _dcp(result: Description) -> None:
     result.missing.append("the position in the data (torchtitan's dataloader is not read)")
 
 
-def _torch_files(result: Description) -> None:
-    readers = {
-        formats.LABELS[formats.DEEPSPEED]: read_deepspeed,
-        formats.LABELS[formats.META]: read_meta,
-        formats.LABELS[formats.LITGPT]: read_litgpt,
-    }
+def _torch_files(result: Description, kind: str) -> None:
     try:
-        sources, source = readers[result.label](result.folder)
+        sources, source = READERS[kind](result.folder)
     except ConfigError as error:
         result.missing.append(error.problems[0].rule)
         return
     weights = {name: tensor for name, tensor in sources.items() if not name.startswith(MOMENTS)}
     _weights(result, weights, len({chunk.file for tensor in sources.values() for chunk in tensor.chunks}))
-    if readers[result.label] == read_deepspeed:
+    if kind == formats.DEEPSPEED:
         _moments(result, sum(all(f"{kind}.{name}" in sources for kind in MOMENTS) for name in weights), len(weights))
         _progress(result, source)
     elif not source.has_settings:

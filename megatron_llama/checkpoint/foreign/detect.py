@@ -14,7 +14,7 @@ from megatron_llama.checkpoint.differences import LOGGED, Difference, check_allo
 from megatron_llama.checkpoint.foreign.megatron import open_ranks, open_torch_dist
 from megatron_llama.checkpoint.foreign.source_settings import MODEL, check_model
 from megatron_llama.checkpoint.foreign.tensors import MOMENTS, NO_SETTINGS, Foreign
-from megatron_llama.checkpoint.foreign.torch_files import open_deepspeed, open_litgpt, open_meta
+from megatron_llama.checkpoint.foreign.torch_files import READERS, open_torch_files
 from megatron_llama.checkpoint.foreign.torch_folders import open_dcp_folder, open_fsdp, open_trainer
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import ConfigError, ModelConfig, Problem
@@ -46,6 +46,8 @@ def open_foreign(folder: Path, model: ModelConfig, *, resumes: bool = False) -> 
     where, kind = recognized.folder, recognized.format
     if kind == formats.TORCH_DIST:
         foreign = open_torch_dist(where, model, masters=resumes)
+    elif kind in READERS:
+        foreign = open_torch_files(where, model, kind)
     else:
         readers = {
             formats.RANKS: open_ranks,
@@ -53,7 +55,6 @@ def open_foreign(folder: Path, model: ModelConfig, *, resumes: bool = False) -> 
             formats.TRAINER: open_trainer,
             formats.DCP: open_dcp_folder,
         }
-        readers |= {formats.DEEPSPEED: open_deepspeed, formats.META: open_meta, formats.LITGPT: open_litgpt}
         foreign = readers[kind](where, model)
     foreign.missing += [] if foreign.has_settings else [NO_SETTINGS]
     check_model(where, model, foreign.facts, resumes=resumes)

@@ -37,6 +37,7 @@ from megatron_llama.checkpoint.foreign.torch_folders import names_in, prefixed
 from megatron_llama.checkpoint.foreign.unpickle import check_stored, load_pickle
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, read_json
 from megatron_llama.config import ModelConfig
+from megatron_llama.config.rope import is_number
 
 Sources = dict[str, SourceTensor]
 Span = tuple[torch.Tensor, int, int]
@@ -49,19 +50,6 @@ _LITGPT_KEYS, _LITGPT_SHAPE = TABLES["litgpt"], TABLES["litgpt_shape"].split()
 _LITGPT_VALUES = {"mlp_class_name": "LLaMAMLP", "parallel_residual": False}
 _PART = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_00_optim_states\.pt")
 _FP32 = "fp32"
-
-
-def open_meta(folder: Path, model: ModelConfig) -> Foreign:
-    """Open Meta's folder: ``params.json``, and a file for each tensor-parallel rank. Weights only.
-
-    Raises:
-        ConfigError: The model differs.
-        CorruptFile: A file is damaged, malicious or missing.
-    """
-    sources, result = read_meta(folder)
-    names = torchtitan_names(model, sources)
-    result.tensors = map_tensors(folder, sources, names, {})
-    return result
 
 
 def read_meta(folder: Path) -> tuple[Sources, Foreign]:
@@ -89,19 +77,6 @@ def read_meta(folder: Path) -> tuple[Sources, Foreign]:
             axis = 0 if parts[0].shape[1] == width else 1
         sources[name] = joined(name, parts, files, axis)
     return sources, result
-
-
-def open_litgpt(folder: Path, model: ModelConfig) -> Foreign:
-    """Open litgpt's folder: ``lit_model.pth`` and ``model_config.yaml``. Weights only.
-
-    Raises:
-        ConfigError: The model differs.
-        CorruptFile: A file is damaged or malicious.
-    """
-    sources, result = read_litgpt(folder)
-    multiple = integer(_litgpt_config(folder).get("padding_multiple")) or 1
-    result.tensors = map_tensors(folder, sources, litgpt_names(model, sources), {}, vocab_multiple=multiple)
-    return result
 
 
 def _litgpt_config(folder: Path) -> dict[str, Any]:
@@ -139,21 +114,6 @@ def _state_dict(path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not name.endswith("rope.freqs")}
 
 
-def open_deepspeed(folder: Path, model: ModelConfig) -> Foreign:
-    """Open DeepSpeed's folder of a step: the files of ZeRO's ranks, or the universal layout.
-
-    Raises:
-        ConfigError: The model differs.
-        CorruptFile: A file is damaged, malicious or missing.
-    """
-    sources, result = read_deepspeed(folder)
-    names = names_in(folder, model, sources)
-    result.tensors = map_tensors(folder, sources, names, {kind: prefixed(f"{kind}.") for kind in MOMENTS})
-    if not result.has_moments:
-        result.missing.append("Adam's moments")
-    return result
-
-
 def read_deepspeed(folder: Path) -> tuple[Sources, Foreign]:
     """Return weights, ``exp_avg.NAME``, ``exp_avg_sq.NAME``, and the settings of DeepSpeed's folder."""
     result = Foreign(DEEPSPEED, ForeignTensors(folder, {}, {}))
@@ -172,9 +132,11 @@ def read_deepspeed(folder: Path) -> tuple[Sources, Foreign]:
             result.facts[setting] = value or None
     shapes = content.get("param_shapes")
     groups = [dict(group) for group in (shapes if isinstance(shapes, list) else [shapes]) if isinstance(group, dict)]
-    shape_of = {str(name): tuple(shape) for group in groups for name, shape in group.items()}
-    if any(not isinstance(n, int) or n < 0 for shape in shape_of.values() for n in shape):
-        raise CorruptFile(f"{files[0]}: a shape has the wrong type")
+    pairs = [(str(name), shape) for group in groups for name, shape in group.items()]
+    for name, shape in pairs:
+        if not isinstance(shape, tuple | list) or any(type(n) is not int or n < 0 for n in shape):
+            raise CorruptFile(f"{files[0]}: {name} has no shape")
+    shape_of = {name: tuple(shape) for name, shape in pairs}
     if (folder / UNIVERSAL).is_dir():
         sources = dict(_universal(folder / UNIVERSAL, shape_of, result))
     else:
@@ -219,8 +181,8 @@ def _partitions(folder: Path, groups: list[list[str]], shapes: Mapping[str, Shap
     states = [load_dict(files[rank]).get("optimizer_state_dict") for rank in sorted(files)]
     first = states[0] if states and isinstance(states[0], dict) else {}
     count = first.get("partition_count")
-    count = len(files) if isinstance(count, list) and len(files) in count else count  # by parameter group
-    if sorted(files) != list(range(len(files))) or not files or count != len(files):
+    counts = count if isinstance(count, list) else [count]  # by parameter group
+    if sorted(files) != list(range(len(files))) or len(files) not in filter(is_number, counts):
         raise CorruptFile(f"{folder}: has the files of {len(files)} of {count} ranks (*_optim_states.pt)")
     vectors = [_vectors(files[rank], state) for rank, state in enumerate(states)]
     for group in parameter_groups(first):
@@ -292,3 +254,26 @@ def _assembled(path: Path, name: str, shape: Shape, spans: Sequence[Span]) -> So
         raise CorruptFile(f"{path}: {name} has not the shape {list(shape)}")
     dtype = spans[0][0].dtype if spans else torch.float32
     return SourceTensor(dtype, shape, [SourceChunk((0,) * len(shape), shape, path, load)])
+
+
+READERS = {DEEPSPEED: read_deepspeed, META: read_meta, LITGPT: read_litgpt}
+"""Functions that return the tensors and the settings of a folder, by format."""
+
+
+def open_torch_files(folder: Path, model: ModelConfig, kind: str) -> Foreign:
+    """Open a folder of a format in ``READERS``.
+
+    Raises:
+        ConfigError: The model differs.
+        CorruptFile: A file is damaged, malicious or missing.
+    """
+    sources, result = READERS[kind](folder)
+    if kind == DEEPSPEED:
+        names, moments = names_in(folder, model, sources), {name: prefixed(f"{name}.") for name in MOMENTS}
+        result.tensors = map_tensors(folder, sources, names, moments)
+        result.missing += [] if result.has_moments else ["Adam's moments"]
+        return result
+    names = torchtitan_names(model, sources) if kind == META else litgpt_names(model, sources)
+    multiple = 1 if kind == META else integer(_litgpt_config(folder).get("padding_multiple")) or 1
+    result.tensors = map_tensors(folder, sources, names, {}, vocab_multiple=multiple)
+    return result
