@@ -129,14 +129,8 @@ class _Scanner(pickle._Unpickler):  # type: ignore[name-defined, misc]
         full = f"{module}.{name}"
         if module == "torch" and name in _DTYPES:
             return getattr(torch, name)
-        plain: dict[str, Any] = {
-            "torch.Size": tuple,
-            "collections.OrderedDict": _Mapping,
-            "collections.defaultdict": _Mapping,
-        }
-        plain |= {"builtins.set": _new_set, "__builtin__.set": _new_set, "_codecs.encode": Inert}
-        if full in plain:
-            return plain[full]
+        if full in _PLAIN:
+            return _PLAIN[full]
         if any(pattern.fullmatch(full) for pattern in self.permitted):
             return self.classes.setdefault(full, type(name, (Inert,), {}))
         raise pickle.UnpicklingError(f"it contains {full}, which can execute code")
