@@ -29,7 +29,6 @@ from megatron_llama.system.errors import run_main
 
 UNSUPPORTED = {
     "split_sentences": "datasets hold documents. Remove the flag",
-    "prepend_bos": "text is tokenized unchanged. Remove the flag",
     "ftfy": "text is tokenized unchanged. Remove the flag",
 }
 """Flags of Megatron and NeMo that are rejected, and why."""
@@ -64,6 +63,11 @@ def parser() -> argparse.ArgumentParser:
     tokenizer.add_argument("--tokenizer-model", metavar="PATH", help=".model file or Hugging Face folder")
     tokenizer.add_argument("--append-eod", action="store_true", help="append the end-of-text token to each document")
     tokenizer.add_argument(
+        "--prepend-bos",
+        action="store_true",
+        help="begin each document with the begin-of-text token, as Llama 2 and 3 were pretrained",
+    )
+    tokenizer.add_argument(
         "--encoder",
         choices=["auto", "sentencepiece", "gigatoken", "kitoken"],
         default="auto",
@@ -78,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     known.add_argument("--dataset-impl", choices=["mmap"], default="mmap", help="only mmap is supported")
     for flag in ("--log-interval", "--partitions", "--make-vocab-size-divisible-by", "--vocab-size"):
         known.add_argument(flag, type=int, help=argparse.SUPPRESS)
-    for flag in ("--need-pad-id", "--keep-sequential-samples", "--split-sentences", "--prepend-bos", "--ftfy"):
+    for flag in ("--need-pad-id", "--keep-sequential-samples", "--split-sentences", "--ftfy"):
         known.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     return result
 

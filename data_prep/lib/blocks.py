@@ -358,9 +358,10 @@ class TextEncoder(BlockEncoder[list[str]]):
         return parse_line(line, self.job.keys)
 
     def write(self, documents: list[list[str]], block: TextBlock, result: BlockResult) -> None:
-        eod = self.encoder.tokenizer.end if self.job.append_eod else None
+        tokenizer, job = self.encoder.tokenizer, self.job
+        bos, eod = tokenizer.bos if job.prepend_bos else None, tokenizer.end if job.append_eod else None
         checked = block.number % CHECK_EVERY if self.encoder.is_fast else -1
-        end = b"" if eod is None else np.array(eod, dtype=self.dtype).tobytes()
+        begin, end = (b"" if each is None else np.array(each, dtype=self.dtype).tobytes() for each in (bos, eod))
         for key in range(len(self.job.keys)):
             parts: list[bytes] = []
             lengths = np.zeros(len(documents), dtype="<i4")
@@ -371,8 +372,8 @@ class TextEncoder(BlockEncoder[list[str]]):
                 texts[key] = ""  # free memory: a block may be one very long line
                 ids = np.asarray(ids, dtype=self.dtype)
                 if len(ids):
-                    lengths[number] = len(ids) + (eod is not None)
-                    parts += (ids.tobytes(), end)
+                    lengths[number] = len(ids) + (bos is not None) + (eod is not None)
+                    parts += (begin, ids.tobytes(), end)
             ids = ()
             result.tokens.append(b"".join(parts))
             result.lengths.append(lengths.tobytes())

@@ -52,6 +52,7 @@ def identity(job: PrepareJob, encoder: Encoder) -> dict[str, Any]:
         "tokenizer_library": encoder.tokenizer.library,
         "tokenizer_sha256": encoder.tokenizer.sha256,
         "append_eod": job.append_eod,
+        **({"prepend_bos": True} if job.prepend_bos else {}),  # older versions did not write it
         "max_line_bytes": job.max_line,
         **({} if job.chat is None else job.chat.options),
     }
@@ -309,6 +310,7 @@ def _manifest(
         "tokenizer_sha256": encoder.tokenizer.sha256,
         "vocab_size": encoder.tokenizer.size,
         "eod": encoder.tokenizer.end if job.append_eod else None,
+        **({"bos": encoder.tokenizer.bos} if job.prepend_bos else {}),
         "encoder": encoder_name,
         "options": identity(job, encoder),
         "files_found": len(job.sources) + len(job.not_taken),
@@ -412,6 +414,10 @@ def _against_manifest(dataset: IndexedDataset, manifest: dict[str, Any], check_h
         last = dataset.tokens[np.minimum(ends, len(dataset.tokens) - 1)]
         if (last != manifest["eod"]).any():
             yield f"non-empty document {int(np.argmax(last != manifest['eod']))} does not end with EOD"
+    if manifest.get("bos") is not None and len(index):
+        starts = index.pointers[index.lengths > 0] // index.dtype.itemsize
+        if (dataset.tokens[starts] != manifest["bos"]).any():
+            yield f"document {int(np.argmax(dataset.tokens[starts] != manifest['bos']))} does not begin with BOS"
     for suffix, path in ((".bin", dataset.bin_path), (".idx", dataset.idx_path)):
         expected = manifest.get("sha256", {}).get(suffix)
         if check_hashes and expected and sha256_file(path) != expected:

@@ -20,6 +20,7 @@ from megatron_llama.system.installed import pip_install
 from megatron_llama.text.tokenizer import (
     FAST_JSON,
     SENTENCEPIECE_MODEL,
+    SETTINGS,
     SPACE,
     USER_DEFINED,
     HuggingFaceTokenizer,
@@ -29,6 +30,7 @@ from megatron_llama.text.tokenizer import (
     fast_encoder_obstacle,
     import_package,
     read_model,
+    read_settings,
     special_pieces,
     to_tokenizer_json,
     tokenizer_file,
@@ -95,7 +97,10 @@ def load_encoder(library: str, path: str, choice: str = "auto", sample: Sequence
         raise UserError(message + download_hint(path))
     if library == "huggingface" and file.name != SENTENCEPIECE_MODEL:
         return Encoder(HuggingFaceTokenizer(Path(path)))
-    return _choose_fast(SentencePieceTokenizer(file), choice, sample)
+    # A model file without its folder does not say whether prompts begin with BOS.
+    settings = (read_settings(file.parent / SETTINGS) or {}) if library == "huggingface" else {"add_bos_token": False}
+    adds_bos = bool(settings.get("add_bos_token", True))
+    return _choose_fast(SentencePieceTokenizer(file, adds_bos=adds_bos), choice, sample)
 
 
 def _choose_fast(tokenizer: SentencePieceTokenizer, choice: str, sample: Sequence[str]) -> Encoder:
@@ -202,9 +207,9 @@ class TiktokenTokenizer(TextTokenizer):
             raise TokenizerError(file, "is not a tiktoken model (lines of base64 and rank)") from None
         if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
             raise TokenizerError(file, "is not a complete tiktoken model: its ranks have gaps")
-        self.end = len(ranks) + LLAMA3_END_OF_TEXT
+        self.bos, self.adds_bos, self.end = len(ranks), True, len(ranks) + LLAMA3_END_OF_TEXT
         self.size = len(ranks) + LLAMA3_SPECIAL_TOKENS
-        special = {"<|begin_of_text|>": len(ranks), "<|end_of_text|>": self.end}
+        special = {"<|begin_of_text|>": self.bos, "<|end_of_text|>": self.end}
         self._encoding = tiktoken.Encoding(
             "llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
         )

@@ -161,6 +161,7 @@ class PrepareJob:
     max_line: int
     """Maximum line length in bytes."""
     append_eod: bool = False
+    prepend_bos: bool = False
     chat: ChatFormat | None = None
     """Set for fine-tuning datasets only."""
     not_taken: Mapping[str, str] = field(default_factory=dict)

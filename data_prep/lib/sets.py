@@ -178,6 +178,7 @@ class TextOptions:
     """None: detected from the first record."""
     text_suffixes: Sequence[str] = TEXT_SUFFIXES
     append_eod: bool = False
+    prepend_bos: bool = False
     encoder: str = "auto"
 
     def __post_init__(self) -> None:
@@ -241,8 +242,14 @@ def make_text_set(text: TextOptions, options: RunOptions, report: Callable[[str]
     encoder = load_encoder(library, model, text.encoder, sample_texts(inputs.sources, keys))
     if text.append_eod and encoder.tokenizer.end is None:
         raise UserError(f"--append-eod: the tokenizer {model} has no end-of-text token. Remove --append-eod")
+    if text.prepend_bos and encoder.tokenizer.bos is None:
+        raise UserError(f"--prepend-bos: the tokenizer {model} has no begin-of-text token. Remove --prepend-bos")
+    if not text.prepend_bos and encoder.tokenizer.adds_bos:
+        encoder.notes.append("documents get no begin-of-text token, with which this tokenizer begins a prompt: for a "
+                             "model that expects it write --prepend-bos")
     for note in encoder.notes:
         sys.stderr.write(f"note: {note}\n")
-    job = PrepareJob(inputs.sources, tuple(keys), options.max_line, text.append_eod, not_taken=inputs.not_taken)
+    ends = (text.append_eod, text.prepend_bos)
+    job = PrepareJob(inputs.sources, tuple(keys), options.max_line, *ends, not_taken=inputs.not_taken)
     manifest = make_dataset(job, options, encoder, report)
     return [] if manifest is None else [f"{options.output_prefix}_{key}_document" for key in keys]

@@ -55,6 +55,10 @@ class TextTokenizer(ABC):
     """File that determines the ids: ``path``, or tokenizer.json in it."""
     end: int | None
     """End-of-text id."""
+    bos: int | None
+    """Begin-of-text id."""
+    adds_bos: bool
+    """Whether prompts begin with ``bos``."""
     size: int
     """Vocabulary size: all ids are smaller."""
 
@@ -75,9 +79,6 @@ class TextTokenizer(ABC):
 class Tokenizer(TextTokenizer):
     """Tokenizer that also encodes prompts and conversations."""
 
-    bos: int | None
-    adds_bos: bool
-    """Whether ``encode`` prepends ``bos``."""
     control_tokens: list[str]
     """Control tokens, which must not occur in a turn's text."""
     added_tokens: list[str]

@@ -147,7 +147,7 @@ def some_texts(count: int, seed: int = 0) -> list[str]:
     return texts
 
 
-def reference(model: Path, texts: Iterable[str], eod: bool = True) -> tuple[bytes, bytes]:
+def reference(model: Path, texts: Iterable[str], eod: bool = True, bos: bool = False) -> tuple[bytes, bytes]:
     """Return (.bin, .idx) of a direct implementation of the format, with sentencepiece."""
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     kind, code, size = ("<u2", 8, 2) if processor.vocab_size() < 65500 else ("<i4", 4, 4)
@@ -158,7 +158,7 @@ def reference(model: Path, texts: Iterable[str], eod: bool = True) -> tuple[byte
     for text in texts:
         ids = processor.encode(text)
         if ids:
-            ids = ids + [processor.eos_id()] * eod
+            ids = [processor.bos_id()] * bos + ids + [processor.eos_id()] * eod
             parts.append(np.array(ids, dtype=kind).tobytes())
             lengths.append(len(ids))
         documents.append(len(lengths))

@@ -37,7 +37,7 @@ MISTAKES = [
     "preprocess.py --tokenizer-library nltk",
     "preprocess.py --tokenizer-type BertWordPieceLowerCase",
     "preprocess.py --block-mib 0",
-    "preprocess.py --split-sentences --prepend-bos --ftfy --workers 0 --block-mib 0 --part 3/2 --json-keys a/b a/b",
+    "preprocess.py --split-sentences --ftfy --workers 0 --block-mib 0 --part 3/2 --json-keys a/b a/b",
     "preprocess.py --part 0/3",
     "preprocess.py --part 4/3",
     "preprocess.py --part 3",

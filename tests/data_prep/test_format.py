@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import shutil
 import struct
 from pathlib import Path
 
@@ -17,15 +18,20 @@ from megatron_llama.corpus.indexed_format import token_dtype, write_index
 from tests.data_prep.helpers import Run, manifest, output_of, outputs, reference, run_script, some_texts, write_jsonl
 
 
-@pytest.mark.parametrize("eod", [True, False])
-def test_output_is_the_reference_byte_by_byte(tmp_path: Path, tokenizer: Path, eod: bool) -> None:
-    """And the manifest has its counts and hashes."""
+@pytest.mark.parametrize(("eod", "bos"), [(True, False), (False, False), (True, True)])
+def test_output_is_the_reference_byte_by_byte(tmp_path: Path, tokenizer: Path, eod: bool, bos: bool) -> None:
+    """And the manifest has its counts and hashes. A Hugging Face folder adds BOS to prompts, which the note reports."""
     texts = some_texts(300)
     args = ["--input", write_jsonl(tmp_path / "a.jsonl", texts), "--output-prefix", tmp_path / "out/x"]
-    args += ["--tokenizer-model", tokenizer, "--workers", 1, *["--append-eod"] * eod]
-    output_of(run_script("preprocess.py", *args))
+    shutil.copy(tokenizer, tmp_path / "tokenizer.model")
+    folder = tokenizer if eod and not bos else tmp_path
+    args += ["--tokenizer-model", folder, "--workers", 1, *["--append-eod"] * eod, *["--prepend-bos"] * bos]
+    run = run_script("preprocess.py", *args)
+    output_of(run)
+    assert ("documents get no begin-of-text token" in run.stderr) == (not eod)
     binary, index = outputs(tmp_path / "out/x")
-    assert (binary, index) == reference(tokenizer, texts, eod)
+    assert (binary, index) == reference(tokenizer, texts, eod, bos)
+    output_of(run_script("inspect.py", f"{tmp_path}/out/x_text_document"))
     report, empty = manifest(tmp_path / "out/x"), sum(not text for text in texts)
     assert (report["documents_read"], report["documents_written"]) == (300, 300 - empty)
     assert (report["documents_empty"], report["documents_skipped"], report["skipped"]) == (empty, 0, {})
