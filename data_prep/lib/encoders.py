@@ -97,7 +97,7 @@ def load_encoder(library: str, path: str, choice: str = "auto", sample: Sequence
         raise UserError(message + download_hint(path))
     if library == "huggingface" and file.name != SENTENCEPIECE_MODEL:
         return Encoder(HuggingFaceTokenizer(Path(path)))
-    # A model file without its folder does not say whether prompts begin with BOS.
+    # Only a folder has the setting add_bos_token.
     settings = (read_settings(file.parent / SETTINGS) or {}) if library == "huggingface" else {"add_bos_token": False}
     adds_bos = bool(settings.get("add_bos_token", True))
     return _choose_fast(SentencePieceTokenizer(file, adds_bos=adds_bos), choice, sample)
