@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import signal
 import sys
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def main() -> int:
             loaded.add_arguments(command)
             command.set_defaults(run=loaded.run)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # both end the programs of a benchmark
     try:
         return int(args.run(args))
     except ConfigError as error:

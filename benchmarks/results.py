@@ -27,8 +27,11 @@ def command_line() -> str:
 
 
 def commit() -> str:
-    """Return the short hash of the checked-out commit; empty outside a git repository."""
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    """Return the short hash of the checked-out commit; empty outside a git repository or without git."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return ""
     return done.stdout.strip()
 
 

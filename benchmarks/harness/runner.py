@@ -10,11 +10,13 @@ import math
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from benchmarks.harness.environments import BENCH_DIR, OURS, ROOT, Peer
 from benchmarks.harness.task import Facts, TrainingTask, checksum
 from megatron_llama.system.errors import MachineError
 from megatron_llama.system.private_folder import make_private
+from megatron_llama.system.signals import exit_with_parent
 from megatron_llama.system.tables import open_console
 from megatron_llama.topology import AXIS_NAMES
 from megatron_llama.train.console import duration
@@ -140,6 +143,12 @@ def program_name(peer: str, task: TrainingTask) -> str:
     return f"{peer}{' compiled' if task.mode == 'compiled' else ''}{layout}{zero}{bits}{recompute}"
 
 
+def import_path(python: Path) -> str:
+    """Return PYTHONPATH of a program: the checkout, and this process's folders if it is the same Python."""
+    inherited = os.environ.get("PYTHONPATH") if python == Path(sys.executable) else None
+    return os.pathsep.join(filter(None, [str(ROOT), inherited]))
+
+
 class RunningProgram:
     """A started program that waits for requests. Leaving the ``with`` block ends it."""
 
@@ -149,8 +158,8 @@ class RunningProgram:
         self._folder = tempfile.mkdtemp(prefix="bench-")
         try:
             ready = self._start(peer, python, task)
-        except ProgramFailed:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        except BaseException:  # also an interrupt
+            self._end(now=True)
             raise
         self.facts, self.first_loss = Facts(**ready["facts"]), float(ready["loss"])
         marks = {"start": self.task.started, **ready["marks"]}
@@ -167,7 +176,7 @@ class RunningProgram:
         with Listener(str(Path(self._folder) / "socket"), "AF_UNIX") as listener, open(self._output, "wb") as output:
             self.task = replace(task, address=str(listener.address), started=time.time())
             variables = {
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": import_path(python),
                 "OMP_NUM_THREADS": str(task.threads),
                 "TMPDIR": str(temporary),
                 "TORCHINDUCTOR_CACHE_DIR": task.cache,  # torch may have set this process's
@@ -179,6 +188,7 @@ class RunningProgram:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                preexec_fn=partial(exit_with_parent, os.getpid()),  # noqa: PLW1509  no thread of this process holds locks
             )
             self._connection = self._wait_for_connection(listener)
         return self._receive()
@@ -189,12 +199,16 @@ class RunningProgram:
     def __exit__(self, *exception: object) -> None:
         if self._process.poll() is None and not exception[0]:
             self._send_request(steps=0)
-        try:
-            self._process.wait(0 if exception[0] else 30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # its ranks end too
-            self._process.wait()
+        self._end(now=exception[0] is not None)
         self._connection.close()
+
+    def _end(self, now: bool) -> None:
+        """Wait for the process, at most 30 s, or kill it ``now``; its ranks end too."""
+        try:
+            self._process.wait(0 if now else 30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def train(self, steps: int) -> dict[str, Any]:

@@ -165,8 +165,17 @@ def run_assignment(assignment: Assignment, plan: Plan, entry: Entry) -> NoReturn
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # the terminal or pipe is closed
                 stream.flush()
+        _end_compile_processes()
         # Not sys.exit: a forked rank must not run the launcher's exit handlers or wait for unfinished collectives.
         os._exit(report.code)
+
+
+def _end_compile_processes() -> None:
+    """Kill Inductor's compile processes, which would outlive this process by up to a minute."""
+    inductor = sys.modules.get("torch._inductor.async_compile")
+    for pool in getattr(inductor, "_pool_set", ()):
+        if (process := getattr(pool, "process", None)) is not None:
+            process.kill()
 
 
 def _exit_interrupted() -> None:

@@ -269,3 +269,27 @@ def test_cached_memory_is_freed_after_a_turn(device: str, expected: list[str], m
     result = worker._train(cast(Any, task), cast(Any, trainer), worker.Ranks(), 2, 2)
     assert calls == expected
     assert result["loss"] == 2.0 and len(result["step_seconds"]) == 2
+
+
+BLOCKED = """
+import sys
+for name in ("hydra", "omegaconf", "yaml", "megatron"):
+    sys.modules[name] = None
+from benchmarks.harness import worker
+"""
+
+
+def test_a_peer_needs_torch_only() -> None:
+    done = subprocess.run([sys.executable, "-c", BLOCKED], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_programs_import_what_this_process_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/packages")
+    assert runner.import_path(Path(sys.executable)) == f"{ROOT}{os.pathsep}/packages"
+    assert runner.import_path(Path("/peer/bin/python")) == str(ROOT)
+
+
+def test_a_commit_needs_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert page_parts.commit() == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -233,4 +234,6 @@ def _reference(case: Case, tokens: int, q: Tensor, k: Tensor, v: Tensor, grad: T
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(status)  # not sys.exit, which waits for Inductor's compile processes

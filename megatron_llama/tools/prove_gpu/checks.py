@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 
@@ -137,6 +138,8 @@ class Clock:
         self.part_end = self.now() + self.left * share / shares_left
 
 
+Earlier = Mapping[tuple[str, str], Result]
+"""Results of an interrupted command, by the names of part and check."""
 LEAST_SECONDS = 5.0
 """No check starts with less time left: a Python process with torch needs it for its imports."""
 
@@ -146,16 +149,24 @@ def run_parts(
     context: Context,
     clock: Clock,
     progress: Callable[[str], None] = lambda text: None,
+    save: Callable[[PartResult], None] = lambda part: None,
+    earlier: Earlier | None = None,
 ) -> Iterator[PartResult]:
-    """Run all parts, yielding each result. An interrupt ends the iteration after the current part's result."""
+    """Run all parts, yielding each result. An interrupt ends the iteration after the current part's result.
+
+    Args:
+        save: Receives the part with the results so far, after each check.
+        earlier: Checks that do not run again.
+    """
     for number, part in enumerate(parts):
         clock.begin_part(part.share, sum(other.share for other in parts[number:]))
         interrupt: KeyboardInterrupt | None = None
         results: list[Result] = []
-        place = f"{number + 1}/{len(parts)} "
         try:
-            for result in _run_checks(part, context, clock, lambda text, place=place: progress(place + text)):  # type: ignore[misc]
+            show = partial(lambda number, text: progress(f"{number}/{len(parts)} {text}"), number + 1)
+            for result in _run_checks(part, context, clock, show, earlier or {}):
                 results.append(result)
+                save(PartResult(part.name, part.title, tuple(results)))
         except KeyboardInterrupt as error:
             interrupt = error
             results.append(Result("interrupted", Status.NOT_RUN, "stopped by a signal"))
@@ -165,7 +176,7 @@ def run_parts(
 
 
 def _run_checks(
-    part: Part[Context], context: Context, clock: Clock, progress: Callable[[str], None]
+    part: Part[Context], context: Context, clock: Clock, progress: Callable[[str], None], earlier: Earlier
 ) -> Iterator[Result]:
     """Run the checks of a part that fit into its time; at least one runs, if the command has time at all."""
     start, longest = clock.now(), 0.0
@@ -178,6 +189,9 @@ def _run_checks(
         yield Result(part.name, Status.FAILED, _describe(error))
         return
     for number, check in enumerate(checks):
+        if (result := earlier.get((part.name, check.name))) is not None:
+            yield result
+            continue
         is_late = number > 0 and clock.now() + longest > clock.part_end
         if is_late or clock.left < LEAST_SECONDS:
             yield Result(check.name, Status.NOT_RUN, "no time left: use a larger --minutes")

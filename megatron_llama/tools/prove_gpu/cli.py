@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +19,10 @@ from megatron_llama.system.programs import name_commands
 from megatron_llama.system.wrapping import fill, wrap
 
 if TYPE_CHECKING:
-    from megatron_llama.tools.prove_gpu.checks import Part, PartResult
+    from megatron_llama.tools.prove_gpu.checks import Clock, Earlier, Part, PartResult
     from megatron_llama.tools.prove_gpu.session import Session
+
+    Save = Callable[[Sequence[PartResult]], object]
 
 MINUTES = 10.0
 MOST_MINUTES = 24 * 60.0
@@ -28,7 +33,8 @@ SEND = (
 )
 USAGE = """\
 usage: python scripts/prove_gpu.py [--minutes N] [--parts A,B]
-                                   [--output FOLDER] [--device NAME] [--small]
+                                   [--output FOLDER] [--resume]
+                                   [--archive FILE] [--device NAME] [--small]
 
 Check this program on the GPUs of this machine. A failing part does not stop
 the others. Prints a table with one row per part, and writes a folder to send
@@ -51,6 +57,9 @@ traces. Needs no network, no dataset and no model files.
   --parts A,B       run these parts only; environment always runs
   --output FOLDER   folder of the results (default: a new folder in
                     runs/prove_gpu)
+  --resume          continue in the --output FOLDER of a stopped command: only
+                    checks without a result run
+  --archive FILE    also pack the folder as FILE (.tar.gz) after each check
   --device NAME     device to check (default: the first accelerator of this
                     machine); cpu compares the CPU with itself
   --small           small shapes, to test this command; implied by --device cpu
@@ -85,8 +94,9 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(name_commands(USAGE))
         return 0
     arguments, selected = _read_arguments(argv)
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # both write the results and end the processes
     with tempfile.TemporaryDirectory(prefix="prove-gpu-") as work:
-        return _run(arguments, selected, Path(work))
+        return _run(arguments, selected, Path(work), argv)
 
 
 def _read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Part[Session]]]:
@@ -99,6 +109,8 @@ def _read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Part[
     add("--minutes", type=float, default=MINUTES)
     add("--parts")
     add("--output", type=Path)
+    add("--resume", action="store_true")
+    add("--archive", type=Path)
     add("--device", default="auto")
     add("--small", action="store_true")
     arguments, unknown = parser.parse_known_args(argv)
@@ -114,22 +126,24 @@ def _read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Part[
     for name in requested:
         if name not in names:
             problems.append(f"--parts {name} is unknown: write some of {','.join(names)}")
-    if (
-        arguments.output is not None
-        and arguments.output.exists()
-        and (not arguments.output.is_dir() or any(arguments.output.iterdir()))
-    ):
-        problems.append(f"--output {arguments.output} exists and is not empty: name a new folder")
+    output = arguments.output
+    if arguments.resume and output is None:
+        problems.append("--resume needs --output FOLDER, the folder of the stopped command")
+    elif output is not None and output.exists() and not (output.is_dir() and arguments.resume):
+        if not output.is_dir() or any(output.iterdir()):
+            problems.append(f"--output {output} exists and is not empty: name a new folder, or add --resume")
+    if arguments.archive is not None and not arguments.archive.absolute().parent.is_dir():
+        problems.append(f"--archive {arguments.archive}: there is no folder {arguments.archive.parent}")
     if problems:
         raise UserError("\n".join(problems))
     return arguments, [part for part in everything if part.name in requested]
 
 
-def _run(arguments: argparse.Namespace, selected: Sequence[Part[Session]], work: Path) -> int:
+def _run(arguments: argparse.Namespace, selected: Sequence[Part[Session]], work: Path, argv: Sequence[str]) -> int:
     """Run the parts in the folder ``work``; print and write the results."""
     from megatron_llama.system.errors import UserError
     from megatron_llama.tools.prove_gpu.checks import CheckFailed, Clock
-    from megatron_llama.tools.prove_gpu.page import last_line, write_files
+    from megatron_llama.tools.prove_gpu.page import last_line, pack, read_results, write_files
     from megatron_llama.tools.prove_gpu.session import Session
 
     folder = arguments.output or RESULTS / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -141,28 +155,30 @@ def _run(arguments: argparse.Namespace, selected: Sequence[Part[Session]], work:
     except CheckFailed as failure:
         raise UserError(f"torch does not work here: {failure}") from None
     if "missing" in facts:
-        _remove_log(folder)
+        if not arguments.resume:
+            shutil.rmtree(folder)  # only the log of the environment
         raise UserError(f"no GPU to check: {facts['missing']}")
     session.environment, session.device = facts, facts["device"]
     session.small = session.small or not session.is_accelerator
-    results, status = _run_selected(selected, session, progress)
-    command = " ".join([name_commands("python scripts/prove_gpu.py"), f"--minutes {arguments.minutes:g}"])
-    path = write_files(folder, facts, results, command, session.redact)
+    facts["small"], command = session.small, f"{name_commands('python scripts/prove_gpu.py')} {shlex.join(argv)}"
+
+    def save(results: Sequence[PartResult]) -> Path:
+        path = write_files(folder, facts, results, command, session.redact)
+        if arguments.archive is not None:
+            pack(folder, arguments.archive)
+        return path
+
+    earlier = read_results(folder, session.small) if arguments.resume else {}
+    results, status = _run_selected(selected, session, progress, save, earlier)
+    path = save(results)
     sys.stdout.write(f"\n{wrap(last_line(results))}\n\n  page    {path}\n  folder  {folder}\n\n")
     sys.stdout.write(fill("", SEND) + "\n")
     sys.stdout.flush()
     return status
 
 
-def _remove_log(folder: Path) -> None:
-    """Remove the log of the environment: there is nothing to send back."""
-    for path in sorted(folder.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    folder.rmdir()
-
-
 def _run_selected(
-    selected: Sequence[Part[Session]], session: Session, progress: Progress
+    selected: Sequence[Part[Session]], session: Session, progress: Progress, save: Save, earlier: Earlier
 ) -> tuple[list[PartResult], int]:
     """Run the parts, printing a row for each; return the results and the exit status."""
     from megatron_llama.tools.prove_gpu.checks import Status, run_parts
@@ -173,10 +189,13 @@ def _run_selected(
         sys.stdout.write("\n".join(table_lines(part)) + "\n")
         sys.stdout.flush()
 
+    def save_part(part: PartResult) -> None:
+        save([*results, part])
+
     results: list[PartResult] = []
     print_row(None)
     try:
-        for result in run_parts(selected, session, session.clock, progress.show):
+        for result in run_parts(selected, session, session.clock, progress.show, save_part, earlier):
             results.append(result)
             print_row(result)
     except KeyboardInterrupt:
@@ -187,10 +206,7 @@ def _run_selected(
 class Progress:
     """Current check and time left on stderr: a line that is replaced on a terminal, else a line per part."""
 
-    def __init__(self, clock: object) -> None:
-        from megatron_llama.tools.prove_gpu.checks import Clock
-
-        assert isinstance(clock, Clock)
+    def __init__(self, clock: Clock) -> None:
         self._clock, self._terminal = clock, sys.stderr.isatty()
 
     def show(self, text: str) -> None:

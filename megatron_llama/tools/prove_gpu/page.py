@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.system.files import write_atomically
+from megatron_llama.system.errors import UserError
+from megatron_llama.system.files import read_json, write_atomically
 from megatron_llama.system.tables import markdown_table, wrapped_table
 from megatron_llama.system.wrapping import WIDTH
 from megatron_llama.tools.prove_gpu import environment
-from megatron_llama.tools.prove_gpu.checks import PartResult, Status
+from megatron_llama.tools.prove_gpu.checks import PartResult, Result, Status
 
 HEAD = ("part", "result", "time", "detail")
 WIDTHS = (12, 8, 6)
@@ -61,6 +63,8 @@ def page(facts: dict[str, Any], results: Sequence[PartResult], command: str) -> 
     """Yield the lines of the Markdown page."""
     cards = ", ".join(dict.fromkeys(card["name"] for card in facts["cards"])) or facts["processor"]
     yield from [f"# Checks on {facts['count']} x {cards} ({date.today()})", "", f"    {command}", ""]
+    if facts.get("small"):
+        yield from ["Small shapes: speed and memory say nothing about the card.", ""]
     yield from [last_line(results), ""]
     rows = [(part.name, str(part.status), duration(part.seconds), _cell(part.detail)) for part in results]
     yield from markdown_table(HEAD, rows)
@@ -87,12 +91,33 @@ def page_name(day: date | None = None) -> str:
 
 def write_files(folder: Path, facts: dict[str, Any], results: Sequence[PartResult], command: str, redact: Any) -> Path:
     """Write page, results and environment into the folder; return the path of the page."""
-    record = {"date": str(date.today()), "command": command, "parts": [_as_json(part) for part in results]}
+    record = {"date": str(date.today()), "command": command, "commit": facts.get("commit", "")}
+    record |= {"small": facts.get("small", False), "parts": [_as_json(part) for part in results]}
     write_atomically(folder / "environment.json", redact(json.dumps(facts, indent=1)) + "\n")
     write_atomically(folder / "results.json", redact(json.dumps(record, indent=1)) + "\n")
     path = folder / page_name()
     write_atomically(path, redact("\n".join(page(facts, results, command))) + "\n")
     return path
+
+
+def read_results(folder: Path, small: bool) -> dict[tuple[str, str], Result]:
+    """Return the passed and failed checks of ``write_files``. Raises UserError if the shapes were others."""
+    path = folder / "results.json"
+    if not path.exists():
+        return {}
+    record = read_json(path)
+    if record["small"] != small:
+        raise UserError(f"{path} has results of {'small' if record['small'] else 'full'} shapes: name another folder")
+    checks = [(part["name"], Result(**check)) for part in record["parts"] for check in part["checks"]]
+    return {(part, check.name): check for part, check in checks if check.status != Status.NOT_RUN}
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Write the folder as a .tar.gz file."""
+    draft = archive.with_name(f".{archive.name}.draft")
+    with tarfile.open(draft, "w:gz", compresslevel=1) as file:
+        file.add(folder, folder.name)
+    draft.replace(archive)
 
 
 def _as_json(part: PartResult) -> dict[str, Any]:

@@ -13,14 +13,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.system.programs import IN_CHECKOUT, ROOT, program_files
+from megatron_llama.system.signals import exit_with_parent
 from megatron_llama.tools.prove_gpu.checks import CheckFailed, Clock, NotRun
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 
@@ -34,6 +37,8 @@ PROFILING = "profiling"
 LOG = "log.txt"
 LINES_OF_FAILURE = 3
 LEAST_LIMIT_SECONDS = 90.0
+COLD_COMPILE_SECONDS = 300.0
+"""Least limit of a run that compiles."""
 GRACE_SECONDS = 5.0
 
 
@@ -191,7 +196,10 @@ class Session:
         words = [str(program_files()[program]), f"device={self.device}", *overrides, f"run.dir={folder}"]
         if not any(word.startswith("trainer.dp=") for word in words):
             words.append(f"trainer.dp={max(1, ranks // _block(words))}")
-        process = self.run(name, words)
+        compiled = "trainer.compile=true" in words
+        if compiled and not any(word.startswith("trainer.compile_cache=") for word in words):
+            words.append(f"trainer.compile_cache={self.work / 'compiled'}")  # equal graphs are compiled once
+        process = self.run(name, words, hangs_after=max(self.limit(), COLD_COMPILE_SECONDS) if compiled else None)
         self._copy_files(folder, name)
         if process.status == EXIT_USER:
             raise NotRun(f"refused: {_reason(process.output)}")
@@ -216,13 +224,13 @@ class Session:
             CheckFailed: the module failed.
         """
         process = self.run(name, ["-m", f"{__package__}.{module}", *arguments])
-        lines = process.output.strip().splitlines()
-        if process.status or not lines:
+        if process.status:
             raise CheckFailed(f"exit status {process.status}: {process.last_lines()}, see {name}/{LOG}")
-        try:
-            return json.loads(lines[-1])
-        except ValueError:
-            raise CheckFailed(f"no result in the output: {process.last_lines(1)}, see {name}/{LOG}") from None
+        for line in reversed(process.output.splitlines()):  # libraries may print at exit
+            if line.startswith(("{", "[")):
+                with suppress(ValueError):
+                    return json.loads(line)
+        raise CheckFailed(f"no result in the output: {process.last_lines(1)}, see {name}/{LOG}")
 
 
 def _block(words: Sequence[str]) -> int:
@@ -245,32 +253,38 @@ def variables() -> dict[str, str]:
 
 
 def start(words: Sequence[str], limit: float) -> Process:
-    """Run a command; kill it with its children after ``limit`` seconds. Raises TimeoutError with the output."""
-    process = subprocess.Popen(
-        list(words),
-        env=variables(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        _kill(process)
-        output, _ = process.communicate()
-        raise TimeoutError(output.decode("utf-8", "replace")) from None
-    except BaseException:  # an interrupt
-        _kill(process)
-        process.wait()
-        raise
-    return Process(process.returncode, output.decode("utf-8", "replace"))
+    """Run a command and end its children with it, such as compiler processes, which would use the card's host.
+
+    After ``limit`` seconds the command is killed. Raises TimeoutError with the output.
+    """
+    with tempfile.TemporaryFile() as output:  # not a pipe, which the children would hold open
+        process = subprocess.Popen(
+            list(words),
+            env=variables(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=partial(exit_with_parent, os.getpid()),  # noqa: PLW1509  no thread of this process holds locks
+        )
+        is_late = False
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            is_late = True
+        finally:  # also after an interrupt
+            _kill(process)
+        output.seek(0)
+        text = output.read().decode("utf-8", "replace")
+    if is_late:
+        raise TimeoutError(text)
+    return Process(process.returncode, text)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its children, with some seconds to clean up first."""
+    """End a process and its children; a process that runs has some seconds to clean up first."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
         with suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_SECONDS)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
+import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -22,7 +25,7 @@ from megatron_llama.tools.prove_gpu.checks import (
     run_parts,
 )
 from megatron_llama.tools.prove_gpu.environment import settings_of_environment
-from megatron_llama.tools.prove_gpu.session import Process, Redactor, Session
+from megatron_llama.tools.prove_gpu.session import Process, Redactor, Session, start
 
 FACTS = {
     "device": "cpu", "is_accelerator": False, "count": 1, "libraries": {"CUDA": "13.0"},
@@ -100,6 +103,40 @@ def test_no_check_starts_at_the_end_of_the_time() -> None:
     assert results[1].status == Status.NOT_RUN and "--minutes" in results[1].detail
 
 
+def test_a_stopped_command_continues(tmp_path: Path) -> None:
+    """Each verdict is on the disk and in the archive before the next check starts; a second command runs the rest."""
+    time, archive = FakeTime(), tmp_path / "results.tar.gz"
+
+    def stopped(_: None) -> Outcome:
+        raise SystemExit  # as by a signal that nothing catches
+
+    parts = [
+        part("a", time.takes(1), time.takes(2, CheckFailed("wrong"))),
+        part("b", time.takes(3), Check("x", stopped)),
+    ]
+    complete: list[PartResult] = []
+    folder = tmp_path / "results"
+
+    def save(partial: PartResult) -> None:
+        page.write_files(folder, FACTS | {"small": True}, [*complete, partial], "command", str)
+        page.pack(folder, archive)
+
+    with pytest.raises(SystemExit):
+        for result in run_parts(parts, None, Clock(100, time), save=save):
+            complete.append(result)
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path / "sent", filter="data")
+    for each in (folder, tmp_path / "sent/results"):
+        earlier = page.read_results(each, small=True)
+        assert [*earlier] == [("a", "1 s"), ("a", "2 s"), ("b", "3 s")]
+    with pytest.raises(UserError, match="small shapes"):
+        page.read_results(folder, small=False)
+    parts[1] = part("b", time.takes(3), Check("x", lambda _: Outcome("well")))
+    before = time.seconds
+    results = [*run_parts(parts, None, Clock(100, time), earlier=earlier)]
+    assert time.seconds == before and [result.status for result in results] == ["FAILED", "passed"]
+
+
 def test_an_interrupt_keeps_the_results() -> None:
     def interrupt(_: None) -> Outcome:
         raise KeyboardInterrupt
@@ -163,6 +200,32 @@ def test_a_process_that_hangs_is_a_failure(tmp_path: Path) -> None:
     assert "step 1" in (tmp_path / "folder/smoke/log.txt").read_text()
 
 
+CHILD = """
+import fcntl, os, signal, sys
+reader, writer = os.pipe()
+if os.fork() == 0:  # as a compile process: it keeps stdout open
+    os.close(reader)
+    file = open(sys.argv[1], "w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    os.close(writer)
+    signal.pause()
+os.close(writer)
+os.read(reader, 1)
+print('{"a": 1}', "the end", sep="\\n", flush=True)
+"""
+
+
+def test_a_process_ends_with_its_children(tmp_path: Path) -> None:
+    """A result is taken when the process ends, though a child holds its output open, and the child ends too."""
+    held = tmp_path / "held"
+    process = start([sys.executable, "-c", CHILD, str(held)], 60)
+    assert process.status == 0 and process.output.splitlines() == ['{"a": 1}', "the end"]
+    with held.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # once the child has ended
+    printed = session(tmp_path, lambda *_: process)
+    assert printed.module("smoke", "attention") == {"a": 1}, "the last line that parses"
+
+
 def test_a_refused_run_states_the_rule(tmp_path: Path) -> None:
     message = (
         "This config can't work\n\n  trainer.async_tp = true\n    rule     needs peer access,\n"
@@ -192,5 +255,6 @@ def test_ranks_of_a_run() -> None:
 
 def test_mistakes_are_reported_together() -> None:
     with pytest.raises(UserError) as error:
-        cli.main(["--minutes", "0", "--device", "tpu", "--parts", "smoke,taste", "--fast"])
-    assert all(text in str(error.value) for text in ("--minutes 0", "--device tpu", "taste", "--fast"))
+        cli.main(["--minutes", "0", "--device", "tpu", "--parts", "smoke,taste", "--fast", "--resume"])
+    expected = ("--minutes 0", "--device tpu", "taste", "--fast", "--resume needs --output")
+    assert all(text in str(error.value) for text in expected)
