@@ -2,7 +2,8 @@
 
     python -m benchmarks data --input all.jsonl --tokenizer-model tokenizer.model
 
-Each command is a module of benchmarks/ or benchmarks/methods/, with `add_arguments(parser)` and `run(args) -> int`.
+Each command is a module of benchmarks/ or a row of studies.py. A module has `add_arguments(parser)` and
+`run(args) -> int`.
 """
 
 from __future__ import annotations
@@ -25,33 +26,27 @@ COMMANDS = (
     "scaling",
     "long_context",
     "collectives",
-    "attention",
-    "checkpoint",
     "data",
     "stream",
     "host_time",
     "plan",
-    "fit_planner",
+    "planner.published",
+    "planner.fit_planner",
     "launches",
-    "methods.context_balance",
-    "methods.curriculum",
-    "methods.exact_cost",
-    "methods.less_communication",
-    "methods.longest_sequences",
-    "methods.muon",
-    "methods.patterns",
-    "methods.random_ltd",
-    "methods.retrieval",
+    "exact_cost",
 )
 """The modules; the last part of the name is the command."""
+STUDIES = ("curriculum", "less_communication", "muon", "patterns", "precision", "random_ltd")
+"""Rows of studies.py."""
 
 
 def main() -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").partition("\n\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in COMMANDS:
-        name, path = module.rpartition(".")[2], Path(__file__).parent / f"{module.replace('.', '/')}.py"
+    modules = {module.rpartition(".")[2]: module for module in COMMANDS} | dict.fromkeys(STUDIES, "studies")
+    for name, module in modules.items():
+        path = Path(__file__).parent / f"{module.replace('.', '/')}.py"
         doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         command = commands.add_parser(name, help=doc.partition("\n")[0], description=doc.replace("%", "%%"))
         command.formatter_class = HelpFormatter

@@ -16,8 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.methods import variants
-from benchmarks.results import ROOT, command_line
+from benchmarks.results import ROOT, command_line, conditions, publish
 from megatron_llama.system.tables import markdown_table
 from megatron_llama.tools.forecast.hardware import devices
 from megatron_llama.tools.forecast.step_time import FLASH_BACKWARD, MEMORY_REACH, load_constants, matmul_seconds
@@ -181,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
                 losses += _losses(f"{mode}, {length:,}", expected)
                 streams.update(one.streams)
     page = _page(args, rows, losses, streams)
-    variants.publish(page, args.write)
+    publish(page, args.write)
     return 0
 
 
@@ -212,7 +211,7 @@ def _page(
     used = sorted({name.partition(":")[0] for name in streams})
     lines = [
         "# Launches of a step with device=cuda\n",
-        f"{variants.conditions()} No GPU: the runtime of tests/cuda counts the calls. Command:\n",
+        f"{conditions()} No GPU: the runtime of tests/cuda counts the calls. Command:\n",
         f"    {command_line()}\n",
         f"Llama 7B's blocks (hidden 4,096, FFN 11,008, 32 heads), vocabulary {VOCABULARY:,}, bf16 with fp32 master "
         f"weights, one micro batch of {TOKENS:,} tokens per step, one rank, no recomputation. A block includes the "

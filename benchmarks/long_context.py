@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.arguments import load_preset
-from benchmarks.methods import variants
-from benchmarks.results import ROOT, command_line, figure, run_program
+from benchmarks.results import ROOT, command_line, conditions, figure, run_program
 from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.arch.pattern import Pattern
 from megatron_llama.config.settings import ModelConfig
@@ -149,7 +148,7 @@ def draw(points: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def _page(args: argparse.Namespace, points: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     model = load_preset(args.model, None).model
-    yield from ["# Tokens per second over the sequence length", "", variants.conditions()]
+    yield from ["# Tokens per second over the sequence length", "", conditions()]
     yield from ["", f"    {command_line()}", ""]
     yield f"{args.model} in fp32, full recomputation, a step has one sequence. All ranks share the same cores."
     yield f"Values are medians of {args.rounds} alternate runs with {args.steps - 1} counted steps each."

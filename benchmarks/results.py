@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from megatron_llama.devices.processor import processor
+from megatron_llama.system.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -46,6 +50,24 @@ def describe_machine(device: str) -> str:
 
         text += f"; {torch.accelerator.device_count()} x {torch.get_device_module(device).get_device_name(0)}"
     return text
+
+
+def conditions() -> str:
+    """Return date, machine, versions and commit, for a page of results."""
+    name = processor().get("model name", platform.machine())
+    versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "megatron-core"))
+    return (
+        f"{date.today()}, commit {commit()}, {os.cpu_count()} cores of {name}, shared with other work (load "
+        f"{os.getloadavg()[0]:.0f} at the end); Python {platform.python_version()}, {versions}."
+    )
+
+
+def publish(page: str, path: Path | None) -> None:
+    """Write the page to ``path``, or print it."""
+    if path is None:
+        sys.stdout.write(page)
+    else:
+        write_atomically(path, page)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ ROWS: dict[str, tuple[str, ...]] = {
         "3-True",
         "5-True",
     ),
-    "benchmarks/test_studies.py::test_retrieval_in_a_short_form": (),
     "checkpoint/test_damage.py::test_a_disk_that_is_full_stops_the_run_and_harms_nothing": ("true",),
     "checkpoint/test_data_stream.py::test_a_batch_schedule_trains_on_the_batches_counted_by_hand": (),
     "checkpoint/test_folder.py::test_killed_between_the_steps_of_a_save": ("prune",),

@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.help_format import HelpFormatter
-from benchmarks.methods import variants
-from benchmarks.results import ROOT
+from benchmarks.results import ROOT, conditions
 from megatron_llama.devices.cpu.device import Cpu
 from megatron_llama.system.errors import run_main
 from megatron_llama.system.files import write_atomically
@@ -176,7 +175,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def page(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of the page."""
-    yield from [f"# A step of {args.length:,} tokens under a memory limit", "", variants.conditions()]
+    yield from [f"# A step of {args.length:,} tokens under a memory limit", "", conditions()]
     options = f"--length {args.length} --window {args.window} --limit-mib {args.limit_mib} --output {args.output}"
     yield from ["", f"    python -m benchmarks.verify.long_step {options}", ""]
     attention = f"a sliding window of {args.window:,} tokens" if args.window else "full causal attention"

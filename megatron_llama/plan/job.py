@@ -1,80 +1,34 @@
-"""A training run as input of the memory and time formulas: model shape, layout and training program.
-
-A ``Job`` describes runs of this project (``job_of_plan``) and of other programs (tools/forecast/programs.py) for the
-same formulas. ``Program`` has the differences.
-"""
+"""A plan as input of the memory and time formulas. benchmarks/published extends ``Job`` for other programs."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from megatron_llama.arch.pattern import pattern_of
-from megatron_llama.arch.shapes import fused_matrix, kv_heads, lora_parameters, matrices, norms_branches, qk_norm
+from megatron_llama.arch.shapes import (
+    FUSED,
+    fused_matrix,
+    fused_shape,
+    head_dim,
+    kv_heads,
+    lora_parameters,
+    matrices,
+    padded_vocab_size,
+    parameters_per_layer,
+    stage_parameters,
+)
 from megatron_llama.config.precision import BYTES, EXCHANGE_BLOCK, STATE_BLOCK, exchanged_bytes, state_bytes_8bit
-from megatron_llama.config.settings import TrainerConfig
+from megatron_llama.config.settings import FinetuneConfig, ModelConfig
 from megatron_llama.devices import INDUCTOR, find_device
 from megatron_llama.plan.derive import split_evenly
 from megatron_llama.plan.matrix_work import MatrixWork
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.storage import SHARDS
 from megatron_llama.topology import AXIS_NAMES
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Shape of a decoder, including properties that are fixed in a Llama."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    gated: bool = True
-    """SwiGLU with three matrices; else an MLP with two."""
-    tied: bool = False
-    """Whether output head and embedding share a weight."""
-    qk_norm: str | None = None
-    """RMSNorm of q and k: of each ``head``, of the whole ``projection``, or None."""
-    norms_branches: bool = False
-    """Whether a block's norms follow attention and feed-forward; otherwise they precede them."""
-    learned_positions: int = 0
-    """Rows of the learned position embedding."""
-
-    @property
-    def queries(self) -> int:
-        """Width of all query heads."""
-        return self.heads * self.head_dim
-
-    @property
-    def keys(self) -> int:
-        """Width of all key heads, and of all value heads."""
-        return self.kv_heads * self.head_dim
-
-    def layer_matmuls(self, tp: int = 1) -> tuple[tuple[int, int], ...]:
-        """Return (in, out) of each matmul of a block on one of ``tp`` ranks."""
-        keys = max(self.kv_heads // tp, 1) * self.head_dim
-        return (
-            (self.hidden, self.queries // tp + 2 * keys),
-            (self.queries // tp, self.hidden),
-            (self.hidden, (2 if self.gated else 1) * self.ffn // tp),
-            (self.ffn // tp, self.hidden),
-        )
-
-    def layer_parameters(self, tp: int = 1) -> int:
-        """Return the parameters of a block on one of ``tp`` ranks: matrices and two norms."""
-        return sum(rows * columns for rows, columns in self.layer_matmuls(tp)) + 2 * self.hidden
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of the whole model."""
-        tables = (1 if self.tied else 2) * self.vocab + self.learned_positions
-        return self.layers * self.layer_parameters() + self.hidden * (tables + 1)
 
 
 @dataclass(frozen=True)
@@ -92,76 +46,10 @@ class StateBytes:
 
 
 @dataclass(frozen=True)
-class Program:
-    """Properties of a training program that affect memory and time."""
-
-    name: str
-    attention: str = "flash"
-    """``scores``: all attention scores are computed and saved; ``flash``: neither, in torch's kernels (FlashAttention
-    2); ``flash 1``: in FlashAttention 1; ``tuned``: in kernels for the device (cuDNN, FlashAttention 3)."""
-    kernels: str = "eager"
-    """Kernels between the matmuls: ``eager`` (one per operator), ``compiled`` (torch.compile), ``fused``
-    (hand-written)."""
-    overlaps_tp: bool = False
-    """Tensor-parallel communication is chunked and overlaps the matmuls."""
-    symmetric_memory: bool = False
-    """Chunks of tensor-parallel communication use symmetric memory, which all tp ranks map."""
-    overlaps_dp: bool = True
-    """Gradient reduction overlaps the backward pass, weight gathering the forward pass."""
-    dropout: bool = False
-    """Dropout masks are saved."""
-    keeps_gathered: bool = False
-    """With sequence parallelism, gathered inputs of matmuls are saved instead of each rank's part."""
-    chunks_logits: bool = False
-    """Logits are computed in chunks of tokens with their gradients and freed before the first block's backward pass."""
-    upcasts_logits: bool = True
-    """A chunk's 16-bit logits have an fp32 copy; else the loss reads and writes 16-bit logits (model/loss.py,
-    ``fused``)."""
-    reshards: bool = False
-    """ZeRO 3 frees gathered weights after each block, also in a pipeline."""
-    shards_frozen: bool = False
-    """ZeRO also shards LoRA's frozen weights and gathers them in each step."""
-    repeats_elementwise: bool = False
-    """Selective recomputation also repeats norms, rotations and the activation function."""
-    stages_by_cost: bool = False
-    """Pipeline stages are filled by cost, with the head counted by its parameters; else evenly."""
-    waits_for_messages: bool = False
-    """The host waits for the size of each message between stages, so it never runs ahead of the device."""
-    loss_in_steps: bool = False
-    """The loss is computed in fp32 with one kernel per operator, as Megatron's vocabulary-parallel cross entropy; else
-    one kernel reads and writes the logits a few times."""
-    logit_bytes: int = 12
-    """Bytes per logit when its gradient is computed: copies in 16 and 32 bits."""
-    sharded_logit_bytes: int | None = None
-    """``logit_bytes`` with a tp-sharded vocabulary, if it differs.
-
-    DTensor's loss saves four fp32 tensors: log-probabilities, their gradient, the softmax, and the softmax times the
-    sum of the gradient (torch's distributed/tensor/parallel/loss.py)."""
-
-
-OURS = Program(
-    "megatron_llama",
-    chunks_logits=True,
-    reshards=True,
-    shards_frozen=True,
-    repeats_elementwise=True,
-    loss_in_steps=True,
-)
-COMPILED = replace(OURS, name="megatron_llama, compiled", kernels="compiled", upcasts_logits=False)
-OUR_PROGRAMS = {
-    "ours": OURS,
-    "ours, compiled": COMPILED,
-    "ours, other compiler": replace(COMPILED, name="the same, not by Inductor", upcasts_logits=True),
-    "ours, overlapped": replace(COMPILED, name="the same, trainer.async_tp", overlaps_tp=True, symmetric_memory=True),
-}
-"""Variants of this project's program."""
-
-
-@dataclass(frozen=True)
 class Job:
     """A training run as input of the formulas."""
 
-    shape: ModelShape
+    model: ModelConfig
     seq: int
     """Tokens in a sequence."""
     micro_batch: int
@@ -174,7 +62,7 @@ class Job:
     cp: int = 1
     """Ranks that share a sequence (context parallelism)."""
     exchanges_heads: bool = False
-    """trainer.cp_comm=ulysses: heads are exchanged for tokens; else keys and values are gathered or passed on."""
+    """trainer.cp_comm=ulysses: heads are exchanged for tokens; else keys and values are gathered."""
     dp: int = 1
     sp: bool = False
     """Activations outside the matmuls are split over tp."""
@@ -182,9 +70,9 @@ class Job:
     shard_size: int = 1
     """Ranks over which optimizer states, gradients or parameters are split."""
     stage_layers: tuple[int, ...] = ()
-    """Layers of each pipeline stage."""
+    """Layers of each pipeline stage; an even split if empty."""
     recompute: str = "none"
-    """A value of trainer.recompute, or half (other programs)."""
+    """A value of trainer.recompute."""
     recompute_every: int = 1
     """Only every n-th block recomputes."""
     mlp_chunks: int = 1
@@ -224,9 +112,15 @@ class Job:
     """Muon: bytes that a rank of this stage sends for its matrices, on average."""
     records_logits: bool = False
     """QK-Clip: the largest scores of attention are computed by blocks."""
-    program: Program = OURS
     inner_bytes: int = 2
     """Bytes of an activation."""
+    kernels: str = "eager"
+    """Kernels between the matmuls: ``eager`` (one per operator) or ``compiled`` (torch.compile)."""
+    overlaps_tp: bool = False
+    """trainer.async_tp: tensor-parallel communication is chunked, in symmetric memory, and overlaps the matmuls."""
+    upcasts_logits: bool = True
+    """A chunk's 16-bit logits have an fp32 copy; else the loss reads and writes 16-bit logits (model/loss.py,
+    ``fused``)."""
 
     @property
     def ranks(self) -> int:
@@ -249,43 +143,68 @@ class Job:
         return self.micro_batch * self.seq // self.cp
 
     @property
+    def vocab(self) -> int:
+        """Rows of the embedding, with padding."""
+        return padded_vocab_size(self.model.vocab_size, self.tp)
+
+    @property
+    def queries(self) -> int:
+        """Width of all query heads."""
+        return self.model.num_attention_heads * head_dim(self.model)
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return kv_heads(self.model) * head_dim(self.model)
+
+    @cached_property
+    def matmuls(self) -> tuple[tuple[int, int], ...]:
+        """(in, out) of each matmul of a block on one tensor-parallel rank: qkv, o, gate_up, down."""
+        shapes = (fused_shape(self.model, matrix, self.tp) for matrix in FUSED)
+        return tuple((columns, rows) for rows, columns in shapes)
+
+    attention_kernel = "flash"
+    """Attention saves no scores, in torch's kernels (FlashAttention 2)."""
+    loss_kernels = "loss"
+    """The loss is computed in fp32 with one kernel per operator, as Megatron's vocabulary-parallel cross entropy."""
+    ffn_streams = 3
+    """Tensors [s, b, intermediate] of the SwiGLU feed-forward."""
+
+    @property
+    def block_recomputed(self) -> float:
+        """Share of a block that trainer.recompute repeats as a whole."""
+        return float(self.recompute == "full")
+
+    @property
+    def attention_recomputed(self) -> float:
+        """Share of the attention core that selective recomputation repeats (arXiv:2205.05198)."""
+        return (self.recompute == "selective") / self.recompute_every
+
+    @property
+    def elementwise_recomputed(self) -> float:
+        """Share of norms, rotary embeddings and activations that is repeated."""
+        return (self.recompute in ("elementwise", "selective")) / self.recompute_every
+
+    @property
     def layers_by_stage(self) -> tuple[int, ...]:
-        """Layers of each pipeline stage; an even or cost-based split if ``stage_layers`` is empty."""
-        if self.stage_layers:
-            return self.stage_layers
-        return _by_cost(self.shape, self.pp) if self.program.stages_by_cost else _evenly(self.shape.layers, self.pp)
+        """Layers of each pipeline stage."""
+        return self.stage_layers or tuple(split_evenly(self.model.num_hidden_layers, self.pp))
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of a block on one tensor-parallel rank, without LoRA's."""
+        return parameters_per_layer(self.model, self.tp)
 
     def stage_parameters(self, stage: int) -> int:
         """Return the parameters that a rank of a stage holds, without LoRA's."""
-        shape, first, last = self.shape, stage == 0, stage == self.pp - 1
-        table = -(-shape.vocab // self.tp) * shape.hidden
-        tables = first + (last and not (shape.tied and first))
-        positions = first * shape.learned_positions * shape.hidden
-        layers = self.layers_by_stage[stage] * shape.layer_parameters(self.tp)
-        return layers + tables * table + positions + last * shape.hidden
+        ends = {"first": stage == 0, "last": stage == self.pp - 1}
+        return stage_parameters(self.model, FinetuneConfig(), self.layers_by_stage[stage], self.tp, **ends).held
 
     def trained_parameters(self, stage: int) -> int:
         """Return the parameters that a rank of a stage trains: all, or only LoRA's adapters."""
         if self.lora_parameters:
             return self.lora_parameters * self.layers_by_stage[stage]
         return self.stage_parameters(stage)
-
-
-@functools.cache
-def _evenly(layers: int, stages: int) -> tuple[int, ...]:
-    return tuple(split_evenly(layers, stages))
-
-
-@functools.cache
-def _by_cost(shape: ModelShape, stages: int) -> tuple[int, ...]:
-    """Return the layers of each stage, filled until the cost reaches an equal share; the last stage has the rest."""
-    head = shape.vocab * shape.hidden / shape.layer_parameters()
-    share, left, split = (shape.layers + head) / stages, shape.layers, []
-    for stage in range(stages):
-        count = left if stage == stages - 1 else min(left, math.ceil(share))
-        split.append(count)
-        left -= count
-    return tuple(split)
 
 
 def _matrix_work(plan: Plan) -> dict[str, Any]:
@@ -317,8 +236,7 @@ def _unpacked_bytes(plan: Plan) -> int:
     if not plan.quantized:
         return 0
     compute, fp32 = BYTES[plan.precision.compute_dtype], BYTES["float32"]
-    fused = _program(plan.config.trainer, plan.config.device.name) != "ours"
-    return compute if fused or compute == fp32 else compute + fp32
+    return compute if plan.config.trainer.compile or compute == fp32 else compute + fp32
 
 
 def _state_bytes(plan: Plan) -> float:
@@ -333,14 +251,11 @@ def _exchanged(kind: str | None) -> float | None:
     return None if kind is None else exchanged_bytes(kind, [EXCHANGE_BLOCK]) / EXCHANGE_BLOCK
 
 
-def _program(trainer: TrainerConfig, device: str) -> str:
-    """Return the key of OUR_PROGRAMS. An unknown device counts as a CPU, as in plan/choices.py."""
-    if trainer.async_tp:
-        return "ours, overlapped"
-    if not trainer.compile:
-        return "ours"
-    known = find_device(device)
-    return "ours, compiled" if known is None or known.compiler == INDUCTOR else "ours, other compiler"
+def _upcasts_logits(plan: Plan) -> bool:
+    """Return ``Job.upcasts_logits``. An unknown device counts as a CPU, as in plan/choices.py."""
+    known = find_device(plan.config.device.name)
+    inductor = known is None or known.compiler == INDUCTOR
+    return not (plan.config.trainer.async_tp or (plan.config.trainer.compile and inductor))
 
 
 SCALING = {"tensorwise": "per tensor", "rowwise": "per row"}
@@ -350,22 +265,9 @@ SCALING = {"tensorwise": "per tensor", "rowwise": "per row"}
 def job_of_plan(plan: Plan) -> Job:
     """Return the Job of a plan."""
     model, trainer, precision = plan.model, plan.config.trainer, plan.precision
-    assert model.head_dim is not None, "resolve fills it in"
-    shape = ModelShape(
-        hidden=model.hidden_size,
-        layers=model.num_hidden_layers,
-        heads=model.num_attention_heads,
-        kv_heads=kv_heads(model),
-        head_dim=model.head_dim,
-        ffn=model.intermediate_size,
-        vocab=plan.padded_vocab_size,
-        tied=model.tie_word_embeddings,
-        qk_norm=qk_norm(model),
-        norms_branches=norms_branches(model),
-    )
     lora, compute = plan.config.finetune.method == "lora", BYTES[precision.compute_dtype]
     return Job(
-        shape=shape,
+        model=model,
         seq=plan.config.data.length,
         micro_batch=trainer.micro_batch_size,
         num_microbatches=plan.num_microbatches,
@@ -404,6 +306,8 @@ def job_of_plan(plan: Plan) -> Job:
         exchanges_signs=plan.exchanges_signs,
         **_matrix_work(plan),
         records_logits=plan.config.optim.qk_clip is not None,
-        program=OUR_PROGRAMS[_program(trainer, plan.config.device.name)],
         inner_bytes=compute,
+        kernels="compiled" if trainer.compile or trainer.async_tp else "eager",
+        overlaps_tp=bool(trainer.async_tp),
+        upcasts_logits=_upcasts_logits(plan),
     )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron_llama import hooks
 from megatron_llama.arch.pattern import SCORES_AT_ONCE
-from megatron_llama.arch.shapes import StageParameters, loss_chunk
+from megatron_llama.arch.shapes import StageParameters, head_dim, loss_chunk, norms_branches, qk_norm
 from megatron_llama.config.precision import BYTES, quantized_bytes, state_bytes_8bit
 from megatron_llama.config.problems import Problem
 from megatron_llama.config.settings import Config
@@ -251,9 +251,8 @@ def _suggest_changes(plan: Plan, machine: Machine, replan: Callable[[Config, int
     return "write a smaller model (see conf/model/, from model=llama_2m on), or use a host with more memory"
 
 
-# The estimate, for runs of this project and models of other programs. Weights, gradients and optimizer states follow
-# from parameters, precision and sharding. Activations are the saved tensors (``layer_activations``) times the micro
-# batches in flight. The peak is at the loss with its gradient, or at a recomputed block.
+# The estimate. Activations are the saved tensors (``layer_activations``) times the micro batches in flight. The peak is
+# at the loss with its gradient, or at a recomputed block.
 
 FP32 = 4
 LOG_SUM_EXP = 4
@@ -323,66 +322,50 @@ def microbatches_in_flight(job: Job, stage: int) -> float:
 def layer_activations(job: Job, recompute: str | None = None) -> dict[str, float]:
     """Return the bytes that one block saves for its backward pass of one micro batch, by kind."""
     recompute = recompute or job.recompute
-    shape, program, width = job.shape, job.program, job.inner_bytes
-    split = job.tp if job.sp else 1
-    stream = job.tokens * shape.hidden * width  # [s, b, h]
-    queries, keys = shape.queries / job.tp, max(shape.keys / job.tp, shape.head_dim)
+    width, split = job.inner_bytes, job.tp if job.sp else 1
+    stream = job.tokens * job.model.hidden_size * width  # [s, b, h]
+    head = head_dim(job.model)
+    queries, keys = job.queries / job.tp, max(job.keys / job.tp, head)
     if recompute == "full":
         return {"block inputs": stream / split}
-    # Here selective recomputes elementwise operators and attention, whose kernels save no scores.
-    elementwise = recompute == "elementwise" or (recompute == "selective" and program.chunks_logits)
+    # Selective recomputes elementwise operators and attention, whose kernels save no scores.
+    elementwise = recompute in ("elementwise", "selective")
     frozen, selective, chunked = bool(job.lora_parameters), recompute == "selective", job.mlp_chunks > 1
     # A frozen matrix needs no input for its gradient.
     inputs = (("qkv" in job.adapted) + (chunked or "gate_up" in job.adapted)) if frozen else 2
     norms = 2 * stream / split
-    if not elementwise or shape.norms_branches:  # otherwise the inputs of qkv and gate_up are recomputed from norms
-        norms += inputs * stream / (1 if program.keeps_gathered else split)
+    if not elementwise or norms_branches(job.model):  # else the inputs of qkv and gate_up are recomputed from norms
+        norms += inputs * stream / split
     attention = job.tokens * (queries + 2 * keys + queries) * width  # q, k, v and the output
     if job.exchanges_heads:  # the output before and after the exchange; kv heads may be copied
         attention += job.tokens * (queries + 2 * (_exchanged_keys(job) - keys)) * width
-    if program.attention != "scores":
-        attention += LOG_SUM_EXP * job.tokens * shape.heads / job.tp
-    if program.kernels != "fused" and not selective and not elementwise:
+    attention += LOG_SUM_EXP * job.tokens * job.model.num_attention_heads / job.tp
+    if not elementwise:
         attention += job.tokens * (queries + keys) * width  # q and k both before and after the rotation
-    if shape.qk_norm and not selective:  # 1 / rms of each norm; eager programs keep q and k before the norm anyway
-        attention += job.tokens * ((queries + keys) / shape.head_dim if shape.qk_norm == "head" else 2) * FP32
-        attention += (program.kernels == "fused" and not elementwise) * job.tokens * (queries + keys) * width
-    ffn = job.tokens * shape.ffn / job.tp * width
+    if (norm := qk_norm(job.model)) and not selective:  # 1 / rms of each norm; q and k before the norm exist anyway
+        attention += job.tokens * ((queries + keys) / head if norm == "head" else 2) * FP32
+    ffn = job.tokens * job.model.intermediate_size / job.tp * width
     inner = 0.0
     if not chunked:
-        inner = ffn * _inner_tensors(job, elementwise=elementwise, keeps_silu=not (selective or elementwise))
+        inner = ffn * _inner_tensors(job, elementwise=elementwise, keeps_silu=not elementwise)
     saved = {"norms": norms, "attention": attention, "feed-forward": inner}
     if job.scaled_outputs:  # DoRA's outputs before the factors
         saved["DoRA"] = job.scaled_outputs * job.tokens * width
-    if program.dropout:
-        saved["dropout"] = 2 * job.tokens * shape.hidden / split
-    if program.attention == "scores" and not selective:
-        # Softmax, dropout mask and dropout output (arXiv:2205.05198).
-        saved["scores"] = 5 * shape.heads / job.tp * job.seq * job.tokens
-    if recompute == "half":
-        # torchtitan saves every second matmul and attention's output.
-        outputs = sum(columns for _, columns in shape.layer_matmuls(job.tp)) - queries
-        return {"block inputs": stream / split, "products": (outputs / 2 + 2 * queries) * job.tokens * width}
     return saved
 
 
 def _inner_tensors(job: Job, *, elementwise: bool, keeps_silu: bool) -> int:
     """Return the number of tensors [s, b, intermediate] that the feed-forward network saves."""
-    count = (3 if job.shape.gated else 2) - elementwise
-    if job.shape.gated and job.program.kernels == "eager" and keeps_silu:
+    count = 3 - elementwise
+    if job.kernels == "eager" and keeps_silu:
         count += 1  # silu's output
     if job.lora_parameters and "down" not in job.adapted and not elementwise:
         count -= 1
     return count
 
 
-def footprint(job: Job, stage: int, states: States | None = None) -> Footprint:
-    """Return the peak of one rank of a pipeline stage.
-
-    Args:
-        states: Bytes of weights, gradients and optimizer states, if known better than from ``job.state``.
-    """
-    weights, gradients, optimizer = states or _states(job, stage)
+def footprint(job: Job, stage: int, states: States) -> Footprint:
+    """Return the peak of one rank of a pipeline stage; ``states``: its weights, gradients and optimizer states."""
     layers, times, last = job.layers_by_stage[stage], microbatches_in_flight(job, stage), stage == job.pp - 1
     recomputing = -(-layers // job.recompute_every)  # number of blocks
     activations: dict[str, float] = defaultdict(float)
@@ -393,49 +376,27 @@ def footprint(job: Job, stage: int, states: States | None = None) -> Footprint:
     if job.offloads_activations:  # on the device: the current block's activations, and the next block's in transfer
         host, back = sum(activations.values()), min(2, layers) * sum(layer_activations(job).values())
         activations.clear()
-    stream = job.tokens * job.shape.hidden * job.inner_bytes
+    stream = job.tokens * job.model.hidden_size * job.inner_bytes
     split = job.tp if job.sp else 1
-    if job.program.chunks_logits:
-        activations["last norm"] = last * stream / split
-    if job.program.keeps_gathered:
-        activations["head's input"] = last * stream
-    if job.pp > 1 and job.program.kernels != "fused":  # Megatron-LM frees sent tensors
+    activations["last norm"] = last * stream / split
+    if job.pp > 1:
         activations["sent to the next stage"] = (not last) * times * stream / split
-    head, buffers = last * _head(job), back + max(_block(job, stage), _logits_of_attention(job))
+    head, buffers = last * _head(job), back + max(_block(job), _logits_of_attention(job))
     buffers += _gathered(job, stage) + _exchanged(job)
-    if job.program.chunks_logits:  # the peak is in the head, or in a block's backward pass
-        in_head = _gathered(job, stage, in_head=True) + _exchanged(job)
-        head, buffers = (head, in_head) if last and head + in_head >= buffers else (0.0, buffers)
+    # The peak is in the head, or in a block's backward pass.
+    in_head = _gathered(job, stage, in_head=True) + _exchanged(job)
+    head, buffers = (head, in_head) if last and head + in_head >= buffers else (0.0, buffers)
     saved = {kind: round(size) for kind, size in activations.items()}
-    return Footprint(weights, gradients, optimizer, saved, round(head), round(buffers), round(host))
-
-
-def _states(job: Job, stage: int) -> States:
-    """Return the states of another program, from the bytes per trained and frozen parameter and the ZeRO stage."""
-    held, trained = job.stage_parameters(stage), job.trained_parameters(stage)
-    adapters, frozen = (trained, held) if job.lora_parameters else (0, 0)
-    state, share = job.state, job.shard_size if job.zero else 1
-    if job.zero < 3:
-        gradients = trained * state.gradient / (share if job.zero == 2 else 1)
-        optimizer = trained * (state.master + state.moments) / share
-        return States(round((held + adapters) * state.weight), round(gradients), round(optimizer))
-    updated = state.master or state.weight  # the optimizer updates the shards
-    weights, gradients = (trained * updated + frozen * state.weight) / share, trained * updated / share
-    if job.pp > 1:  # a pipeline keeps both unsharded between micro batches
-        weights, gradients = weights + held * state.weight, gradients + trained * state.gradient
-    return States(round(weights), round(gradients), round(trained * state.moments / share))
+    return Footprint(*states, saved, round(head), round(buffers), round(host))
 
 
 def _head(job: Job) -> float:
     """Return the bytes of logits and loss, with the gradients that exist at the same time."""
-    width, table = job.inner_bytes, -(-job.shape.vocab // job.tp)
-    if not job.program.chunks_logits:
-        sharded = job.program.sharded_logit_bytes if job.tp > 1 else None
-        return float(job.tokens * table * (sharded or job.program.logit_bytes))
-    chunk, weight = min(job.tokens, loss_chunk(job.shape.hidden)), table * job.shape.hidden
-    fp32_copy = FP32 if job.program.upcasts_logits and width < FP32 else 0
+    width, table, hidden = job.inner_bytes, job.vocab // job.tp, job.model.hidden_size
+    chunk, weight = min(job.tokens, loss_chunk(hidden)), table * hidden
+    fp32_copy = FP32 if job.upcasts_logits and width < FP32 else 0
     logits = chunk * table * (width + fp32_copy)
-    stream = job.tokens * job.shape.hidden * width  # the norm's output and its gradient, sharded or not
+    stream = job.tokens * hidden * width  # the norm's output and its gradient, sharded or not
     streams = stream + stream / (job.tp if job.sp else 1)
     if job.lora_parameters:
         return logits + streams
@@ -448,42 +409,32 @@ def _head(job: Job) -> float:
 def _exchanged(job: Job) -> float:
     """Return the bytes of symmetric memory for overlapped matmuls: two parts of a stream, allocated at the first matmul
     (torch's _pipelined_produce_and_all2all)."""
-    return 2 * job.tokens / job.tp * job.shape.hidden * job.inner_bytes if job.program.symmetric_memory else 0.0
+    return 2 * job.tokens / job.tp * job.model.hidden_size * job.inner_bytes if job.overlaps_tp else 0.0
 
 
 def _gathered(job: Job, stage: int, in_head: bool = False) -> float:
-    """Return the bytes of ZeRO 3's gathered weights.
-
-    Here: the current and the next block; in the head the last block, and the head's weight with its buffer; and the
-    second copy of trainer.secondary_group. Other programs: embedding and head gathered together and two blocks, with
-    gradients of one of each.
-    """
-    if job.zero < 3 or (job.pp > 1 and not job.program.reshards):
+    """Return the bytes of ZeRO 3's gathered weights: the current and the next block; in the head the last block, and
+    the head's weight with its buffer; and the second copy of trainer.secondary_group."""
+    if job.zero < 3:
         return 0.0
-    first, last = stage == 0, stage == job.pp - 1
-    layer = job.shape.layer_parameters(job.tp)
-    tables = first + (last and not (job.shape.tied and first))
-    table = -(-job.shape.vocab // job.tp) * job.shape.hidden
-    if job.program.reshards:
-        second = (job.layers_by_stage[stage] - last) * layer / job.secondary_group if job.secondary_group else 0
-        return ((layer + 2 * table if in_head else 2 * layer) + second) * job.state.weight
-    return (2 * layer + table * tables) * job.state.weight + (layer + table * tables / 2) * job.state.gradient
+    layer, table = job.block_parameters, job.vocab // job.tp * job.model.hidden_size
+    last = stage == job.pp - 1
+    second = (job.layers_by_stage[stage] - last) * layer / job.secondary_group if job.secondary_group else 0
+    return ((layer + 2 * table if in_head else 2 * layer) + second) * job.state.weight
 
 
-def _block(job: Job, stage: int) -> float:
+def _block(job: Job) -> float:
     """Return the bytes of a block in the backward pass: recomputed tensors, the feed-forward's gradients, a matrix."""
     saved = layer_activations(job, "none" if job.recompute == "full" else None)
     recomputed = sum(saved.values()) if job.recompute == "full" else 0.0
-    if stage == job.pp - 1 and not job.program.chunks_logits:
-        return recomputed
     gradients, largest = 3, 0.0
     recomputed_in_chunk = _inner_tensors(job, elementwise=False, keeps_silu=True) if job.mlp_chunks > 1 else 0
-    inner = (gradients + recomputed_in_chunk) * job.tokens * job.shape.ffn / job.tp / job.mlp_chunks
+    inner = (gradients + recomputed_in_chunk) * job.tokens * job.model.intermediate_size / job.tp / job.mlp_chunks
     if divided := _divided_attention(job):
         # The feed-forward's part of the block is freed before attention's backward pass. Offloaded blocks have copies.
         freed = 0 if job.offloads_activations else saved.get("feed-forward", 0) + saved.get("norms", 0) / 2
         inner = max(inner, (divided - freed) / job.inner_bytes)
-    matrix = max(rows * columns for rows, columns in job.shape.layer_matmuls(job.tp))
+    matrix = max(rows * columns for rows, columns in job.matmuls)
     if not job.lora_parameters:
         largest = matrix
     made = (inner + largest) * job.inner_bytes + matrix * job.unpacked_bytes
@@ -496,8 +447,8 @@ def _logits_of_attention(job: Job) -> float:
     """Return the bytes of QK-Clip's block of scores, and of gathered keys, in the forward pass of a block."""
     if not job.records_logits:
         return 0.0
-    gathered = job.tokens * job.cp * job.shape.keys / job.tp * job.inner_bytes * 2 if job.cp > 1 else 0.0
-    heads = job.micro_batch * job.shape.heads / job.tp
+    gathered = job.tokens * job.cp * job.keys / job.tp * job.inner_bytes * 2 if job.cp > 1 else 0.0
+    heads = job.micro_batch * job.model.num_attention_heads / job.tp
     step = math.isqrt(int(SCORES_AT_ONCE // heads))
     queries = job.seq // (2 * job.cp) if job.cp > 1 else job.seq  # adjacent ones
     # Full recomputation has this block's tensors too; otherwise the block has not saved its feed-forward yet.
@@ -508,13 +459,13 @@ def _logits_of_attention(job: Job) -> float:
 
 def _norm_backward(job: Job) -> float:
     """Return the bytes of a norm's backward pass: four tensors in fp32, two gradients of the stream."""
-    elements = job.tokens * job.shape.hidden / (job.tp if job.sp else 1)
+    elements = job.tokens * job.model.hidden_size / (job.tp if job.sp else 1)
     return elements * (4 * FP32 + 2 * job.inner_bytes)
 
 
 def _exchanged_keys(job: Job) -> float:
     """Return the width of the keys that ulysses exchanges: at least one head per context-parallel rank."""
-    return max(job.shape.keys / job.tp, job.cp * job.shape.head_dim)
+    return max(job.keys / job.tp, job.cp * head_dim(job.model))
 
 
 def _divided_attention(job: Job) -> float:
@@ -523,11 +474,11 @@ def _divided_attention(job: Job) -> float:
     all_gather: keys and values of whole sequences, and their fp32 gradients with a rounded copy. ulysses: gradients of
     queries, keys and values, with a copy.
     """
-    if job.cp == 1 or not job.program.chunks_logits:
+    if job.cp == 1:
         return 0.0
-    width, queries, keys = job.inner_bytes, job.shape.queries / job.tp, job.shape.keys / job.tp
+    width, queries, keys = job.inner_bytes, job.queries / job.tp, job.keys / job.tp
     if job.exchanges_heads:
         return 2 * job.tokens * (queries + 2 * _exchanged_keys(job)) * width
-    whole = 2 * job.tokens * job.cp * max(keys, job.shape.head_dim)
+    whole = 2 * job.tokens * job.cp * max(keys, head_dim(job.model))
     copies = width + FP32 + (width if width < FP32 else 0)
     return whole * copies + job.tokens * queries * FP32

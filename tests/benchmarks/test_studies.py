@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from benchmarks import long_context
+from benchmarks import __main__, long_context, studies
 from benchmarks.harness.arguments import load_preset
 from benchmarks.launches import Work, forecast
-from benchmarks.methods import muon, random_ltd, retrieval, variants
-from benchmarks.methods.retrieval import FILLER, KEYS, NOTES, VALUES, VOCABULARY, Study
-from benchmarks.methods.variants import Trained
-from benchmarks.verify import finetuning, long_step, precision
-from megatron_llama.corpus.indexed_format import IndexedDataset
+from benchmarks.studies import STUDIES, Trained
+from benchmarks.verify import long_step
 from tests.compiled import needs_compiler
 from tests.cuda.log import Call
 from tests.paths import ROOT
-from tests.tools.inference.models import make_folder
 
 LINES = (
     "KERNEL name=vectorized_elementwise_kernel grid=1,1,1 block=1 stream=0",
@@ -98,22 +92,32 @@ def test_rows_and_picture(tmp_path: Path) -> None:
 
 
 def run(seconds: float, *losses: float | None) -> Trained:
-    """Return a run with 0.5 TFLOP per step."""
-    return Trained(seconds, [{"val_loss": loss, "tflops_per_device": 0.25, "step_time_s": 2.0} for loss in losses])
+    """Return a run with 0.5 TFLOP and 100 tokens per step."""
+    step = {"tflops_per_device": 0.25, "step_time_s": 2.0}
+    return Trained(seconds, [{**step, "consumed_tokens": 100 * n, "val_loss": loss} for n, loss in enumerate(losses)])
 
 
-def test_table_compares_with_the_plain_run_of_the_same_seed() -> None:
-    trained = {"plain": [run(30, None, 3.0), run(50, None, 3.2)], "less": [run(20, 2.9), run(34, 3.4)]}
-    assert trained["plain"][0].validations == trained["plain"][0].records[1:]
-    table = list(variants.comparison(("steps",), {"plain": ("2",), "less": ("1",)}, trained, 10.0))
-    assert table[2] == "| plain | 2 | 1.00 (100%) | 3.1000 | | 30 | |"
-    assert table[3] == "| less | 1 | 0.50 (50%) | 3.1500 | +0.0500 (-0.1000 to +0.2000) | 17 | 55% (50% to 60%) |"
-    assert variants.gap([3.0], [2.5]) == "+0.5000"
+def test_table_compares_with_the_first_variant_of_the_same_seed() -> None:
+    names = list(STUDIES["random_ltd"].variants)[:2]
+    runs = [[run(30, None, 3.0), run(50, None, 3.2)], [run(20, 2.9), run(34, 3.4)]]
+    table = list(studies.table(STUDIES["random_ltd"], dict(zip(names, runs, strict=True))))
+    assert table[2] == "| plain | 2 | 1.00 (100%) | 3.1000 | | 100% of 2 seeds | 0.00 | 40 | |"
+    gap = "+0.0500 (-0.1000 to +0.2000)"
+    shares = "67% (67% to 68%)"
+    assert table[3] == f"| {names[1]} | 1 | 0.50 (50%) | 3.1500 | {gap} | 0% of 1 seeds | 0.00 | 27 | {shares} |"
+    assert studies.gap([3.0], [2.5]) == "+0.5000" and __main__.STUDIES == tuple(STUDIES)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_each_variant_of_a_study_has_a_plan(name: str) -> None:
+    study = STUDIES[name]
+    assert all(studies.sent(study, variant) >= 0 for variant in study.variants.values())
 
 
 def test_equal_work_is_counted_in_layer_tokens() -> None:
-    ways = random_ltd.build_variants(30, 64)
-    tokens = {name: random_ltd.layer_tokens(kind, steps, 64) for name, (kind, steps) in ways.items()}
+    study = replace(STUDIES["random_ltd"], steps=30)
+    steps = {name: studies.steps_of(study, variant) for name, variant in study.variants.items()}
+    tokens = {name: studies.layer_tokens(study, study.variants[name], steps[name]) for name in steps}
     # 2 of 4 layers process fewer tokens in the first 20 steps: 64 + 192 n/20, rounded down to a multiple of 16.
     lengths = [64 + 192 * step // 20 // 16 * 16 for step in range(20)] + [256] * 10
     assert tokens["random-LTD, equal steps"] == 8 * sum(2 * 256 + 2 * length for length in lengths)
@@ -121,7 +125,13 @@ def test_equal_work_is_counted_in_layer_tokens() -> None:
     step = 8 * 4 * 256
     assert 0 <= tokens["plain, random-LTD's layer tokens"] - tokens["random-LTD, equal steps"] < step
     assert 0 <= tokens["random-LTD, plain's layer tokens"] - tokens["plain"] < step
-    assert ways["random-LTD, plain's layer tokens"][1] > 30 > ways["plain, random-LTD's layer tokens"][1]
+    assert steps["random-LTD, plain's layer tokens"] > 30 > steps["plain, random-LTD's layer tokens"]
+
+
+def test_tokens_to_a_loss_are_interpolated() -> None:
+    one = run(1.0, None, 4.0, None, 3.0, 2.5)
+    assert one.tokens_to(3.5) == 200 and one.tokens_to(3.0) == 300 and one.tokens_to(4.5) == 100
+    assert one.tokens_to(2.0) is None
 
 
 def test_finished_run_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,101 +141,13 @@ def test_finished_run_is_not_repeated(tmp_path: Path, monkeypatch: pytest.Monkey
         started.append(words)
         (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "val_loss": 2.0}) + "\n")
 
-    monkeypatch.setattr(variants, "run_program", program)
-    first, second = (variants.train(tmp_path, ["model=llama_2m"]) for _ in range(2))
+    monkeypatch.setattr(studies, "run_program", program)
+    first, second = (studies.train(tmp_path, ["model=llama_2m"]) for _ in range(2))
     assert len(started) == 1 and first == second and first.records[0]["val_loss"] == 2.0
 
 
-def test_tokens_to_a_loss_are_interpolated() -> None:
-    losses = [None, 4.0, None, 3.0, 2.5]
-    records = [{"consumed_tokens": 100 * step, "val_loss": loss} for step, loss in enumerate(losses)]
-    run_ = Trained(1.0, records)
-    assert muon.tokens_to(3.5, run_) == 200 and muon.tokens_to(3.0, run_) == 300 and muon.tokens_to(4.5, run_) == 100
-    assert muon.tokens_to(2.0, run_) is None
-
-
 def test_folder_names_have_no_spaces() -> None:
-    assert variants.folder_name("ZeRO++: all three", 64, 1) == "zero_all_three-64-1"
-
-
-def test_each_value_follows_from_the_note_of_its_key(tmp_path: Path) -> None:
-    retrieval.write_set(tmp_path / "set", 3, 256, seed=1)
-    tokens, masks = IndexedDataset(str(tmp_path / "set")), IndexedDataset(str(tmp_path / "set_mask"))
-    for number in range(3):
-        ids, mask = tokens.document(number).astype(int), masks.document(number)
-        assert len(ids) == len(mask) == 257 and ids.max() < VOCABULARY
-        notes = {int(each) // VALUES: int(each) % VALUES for each in ids[ids < NOTES]}
-        assert sorted(notes) == list(range(KEYS)) and (ids >= VOCABULARY - FILLER).sum() >= 256 - 3 * KEYS
-        learned = np.flatnonzero(mask)
-        assert len(learned) == KEYS and learned[-1] == 255, "the last token of the example is no answer"
-        assert {ids[at - 1] - NOTES: ids[at] - NOTES - KEYS for at in learned} == notes
-
-
-def test_retrieval_in_a_short_form(tmp_path: Path) -> None:
-    """Context parallelism does not change the losses; YaRN extends the trained weights by a factor of 4."""
-    study = Study(tmp_path, 2048, short=2, long=2, extended=1)
-    one = study.train("one", 128, 2, 1, retrieval.MODEL)
-    two = study.train("two", 128, 2, 1, retrieval.MODEL, "trainer.cp=2")
-    assert one.losses == pytest.approx(two.losses, abs=1e-5) and len(one.losses) == 2
-    start = [*one.further(None), retrieval.YARN]
-    unchanged = study.train("before", 512, 1, 1, start, *retrieval.UNCHANGED)
-    assert unchanged.losses[0] < 2 * one.losses[-1]
-    plan = (tmp_path / "before" / "plan.txt").read_text(encoding="utf-8")
-    assert "yarn x 4" in plan and "sequence 512" in plan
-
-
-RUNS = {
-    "fp32": [[4.0 - step / 100 for step in range(100)], [4.1 - step / 100 for step in range(100)]],
-    "bf16_pure": [[4.0 - step / 200 for step in range(100)], [4.1 - step / 200 + 0.02 for step in range(100)]],
-}
-
-
-def test_gaps_compare_with_the_first_precision_of_the_same_seed(tmp_path: Path) -> None:
-    assert [gap.tolist() for gap in precision.gaps(RUNS, "fp32")] == [[0.0] * 91] * 2
-    first, second = precision.gaps(RUNS, "bf16_pure")
-    # The mean over the last 10 of 100 steps, 90 to 99, is the loss of step 94.5.
-    assert first[-1] == pytest.approx(94.5 / 200) and second[-1] == pytest.approx(94.5 / 200 + 0.02)
-    [head, _, _, row] = precision.table(RUNS, {name: [[], []] for name in RUNS})
-    assert row == "| bf16_pure | 3.5875 (3.5275 to 3.6475) | +0.4825 (+0.4725 to +0.4925) |"
-    assert "validation" not in head
-    validated = {"fp32": [[4.0, 3.0], [4.0, 3.1]], "bf16_pure": [[4.0, 3.5], [4.0, 3.4]]}
-    row = precision.table(RUNS, validated)[-1]
-    assert row.endswith("(+0.4725 to +0.4925) | 3.4500 (3.4000 to 3.5000) | +0.4000 (+0.3000 to +0.5000) |")
-    precision.draw(RUNS, tmp_path / "curves.png", "title")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_precision_with_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[str, ...]] = []
-
-    def program(*words: str) -> None:
-        started.append(words)
-        folder = Path(words[-1].removeprefix("run.dir="))
-        folder.mkdir()
-        steps = [{"step": 1, "reduced_train_loss": 2.0, "val_loss": None}, {"step": 2, "reduced_train_loss": 1.5}]
-        steps[1]["val_loss"] = 1.5 + len(started) / 10
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-
-    monkeypatch.setattr(precision, "run_program", program)
-    words = ["optim.lr=1e-3", "--seeds", "1", "2", "--output", str(tmp_path)]
-    assert precision.main([*words, "--precisions", "fp32", "bf16 optim.state_bits=8 optim.lr=2e-3"]) == 0
-    # Seeds run one after another, so that other load on the machine affects all precisions.
-    eight = "bf16_optim_state_bits_8_optim_lr_2e_3"
-    assert [Path(run[-1]).name for run in started] == ["fp32-1", f"{eight}-1", "fp32-2", f"{eight}-2"]
-    words_of_run = started[1]
-    assert words_of_run.index("optim.lr=1e-3") < words_of_run.index("optim.lr=2e-3")
-    assert "optim.state_bits=8" in words_of_run
-    assert "trainer.precision=bf16" in words_of_run and "trainer.seed=1" in words_of_run
-    assert "optim.state_bits=8" not in started[0]
-    page = (tmp_path / "precision.md").read_text()
-    assert "seeds 1, 2" in page and "| 1.8000 (1.7000 to 1.9000) | +0.1000 (+0.1000 to +0.1000) |" in page
-
-
-def test_failed_run_is_reported(tmp_path: Path) -> None:
-    script = [sys.executable, "-m", "benchmarks.verify.precision", "--steps", "1", "--output", str(tmp_path)]
-    done = subprocess.run([*script, "--precisions", "fp23"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "must be one of fp32, bf16" in done.stderr
-    assert "fp23-1234: train.py ended with status 2" in done.stderr
+    assert studies.folder_name("ZeRO++: all three", 64, 1) == "zero_all_three-64-1"
 
 
 def test_live_bytes_follow_tensors() -> None:
@@ -277,58 +199,3 @@ def test_components_of_a_small_step(compiled: bool, bits: int | None, tmp_path: 
     assert mib["optimizer states"] == round((2.25 if bits else 8) * 1_771_200 / 2**20)  # ignores the norms' 32 bits
     assert mib["weights"] + mib["optimizer states"] < mib["total"]
     assert mib["total"] == pytest.approx(sum(mib.values()) - mib["total"], abs=2)
-
-
-ANSWERS = ("entailment", "not_entailment")
-
-
-def share(right: int, of: int) -> dict[str, Any]:
-    return {"right": right, "of": of, "share": right / of, "low": 0.25, "high": 0.75}
-
-
-def test_table() -> None:
-    chosen = {"entailment": {"there": 3, "chosen": 1}, "not_entailment": {"there": 5, "chosen": 7}}
-    majority = {"label": "not_entailment", "share": 0.625}
-    qnli = {"accuracy": share(4, 8), "majority": majority, "labels": chosen}
-    gsm8k = {"well_formed": share(3, 4), "exact_match": share(1, 4)}
-    names = ("qnli_before", "qnli_full", "qnli_lora")
-    reports = dict.fromkeys(names, qnli) | dict.fromkeys(("gsm8k_before", "gsm8k_full"), gsm8k)
-    lines = finetuning.table(reports).splitlines()
-    assert "| always `not_entailment` | 62.5% | |" in lines
-    assert "| lora | 50.0% (4 of 8; 25.0% to 75.0%) | entailment 1, not_entailment 7 |" in lines
-    assert "| full | 75.0% (3 of 4; 25.0% to 75.0%) | 25.0% (1 of 4; 25.0% to 75.0%) |" in lines
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="trainer.compile=true on the CPU needs a C++ compiler, g++")
-def test_fine_tuning_end_to_end_and_resume(tmp_path: Path) -> None:
-    model = make_folder(tmp_path / "model", max_position_embeddings=512, hidden_size=64, intermediate_size=128)
-    data = tmp_path / "data"
-    data.mkdir()
-    rows = [f"{n}\tWho was number {n}?\tA cat sat on mat {n}.\t{ANSWERS[n % 2]}" for n in range(160)]
-    (data / "qnli_dev.tsv").write_text("\n".join(["index\tquestion\tsentence\tlabel", *rows]) + "\n")
-    sums = [json.dumps({"question": f"{n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"}) for n in range(200)]
-    for part in ("train", "test"):
-        (data / f"gsm8k_{part}.jsonl").write_text("\n".join(sums) + "\n")
-    output = tmp_path / "out"
-    # The figure needs a validation, which runs every 50 steps.
-    sizes = ("--split", "120,40", "--epochs", "4", "--gsm8k-steps", "50", "--questions", "4")
-    script = [sys.executable, "-m", "benchmarks.verify.finetuning", "--model", str(model), "--data", str(data)]
-
-    def run() -> subprocess.CompletedProcess[str]:
-        command = [*script, "--output", str(output), *sizes]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=500, cwd=ROOT)
-
-    done = run()
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert (output / "finetuning.md").read_text() in done.stdout
-    assert (output / "finetuning.png").read_bytes().startswith(b"\x89PNG")
-    before, lora = (json.loads((output / f"qnli_{name}.json").read_text()) for name in ("before", "lora"))
-    assert before["accuracy"]["of"] == lora["accuracy"]["of"] == 40
-    written = {path: path.stat().st_mtime_ns for path in output.rglob("*.json*")}
-    (output / "finetuning.md").unlink()
-    repeated = run()
-    assert repeated.returncode == 0, repeated.stderr[-3000:]
-    assert (output / "finetuning.md").exists()
-    assert {path: path.stat().st_mtime_ns for path in output.rglob("*.json*")} == written

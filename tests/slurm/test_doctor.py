@@ -1,6 +1,6 @@
 """The doctor on four nodes with injected faults: each fault is reported with a fix.
 
-$DOCTOR_REPORT names a file that takes what was printed (python -m benchmarks.verify.doctor)."""
+$DOCTOR_REPORT names a file for the printed pages of docs/results/doctor.md, e.g. for ``pytest -m slurm``."""
 
 from __future__ import annotations
 

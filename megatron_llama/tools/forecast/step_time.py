@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.arch.shapes import head_dim
 from megatron_llama.plan.job import Job
 from megatron_llama.plan.memory import layer_activations
 from megatron_llama.tools.forecast.hardware import HardwareSpec
@@ -27,8 +28,8 @@ OPERATIONS = {"eager": 40, "compiled": 8, "fused": 16}
 """Kernels of a block's forward pass other than GEMMs and attention: norms, rotary embeddings, residuals, copies."""
 LOGIT_PASSES, FP32_BYTES = 4, 4
 """Reads and writes of QK-Clip's scores: the GEMM's result, the mask in place, the maximum."""
-SCORES_OPERATIONS = 9
-"""Kernels of attention that materializes the scores: two GEMMs, scale, mask, softmax, dropout, copies."""
+ATTENTION_OPERATIONS = {"scores": 9}
+"""Kernels of attention that materializes the scores: two GEMMs, scale, mask, softmax, dropout, copies; else 1."""
 REPEATED_OPERATIONS = 0.7
 """Share of OPERATIONS that elementwise recomputation repeats: norms, rotary embeddings, activation; no residuals."""
 COLLECTIVE_OPERATIONS = 4
@@ -81,7 +82,7 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class _Work:
+class LayerTime:
     """Seconds of one block and micro batch on one rank: forward, backward and recomputation."""
 
     matmul: float
@@ -96,52 +97,225 @@ class _Work:
         return self.matmul + self.attention + self.memory_bound + self.launch + self.tensor
 
 
-def step_time(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> StepTime:
-    """Return the forecast of one step of ``job``.
+class StepModel:
+    """Time of a step of ``job``; benchmarks/published has subclasses for other programs.
 
     Args:
         device: the share of a device that one rank uses (``HardwareSpec.per_rank``).
         constants: fitted constants by name (``load_constants``).
     """
-    layer, head = _layer(job, device, constants), _head(job, device, constants)
-    layers, m = job.layers_by_stage, job.num_microbatches
-    on_device = [count * layer.total + (stage == job.pp - 1) * head for stage, count in enumerate(layers)]
-    # The host launches kernels ahead of the device, so the slower of the two counts, unless stages wait for messages.
-    on_host = [count * kernel_count(job) * constants["host.operation"] / device.host_speed for count in layers]
-    in_turn = job.pp > 1 and job.program.waits_for_messages
-    per_stage = [sum(both) if in_turn else max(both) for both in zip(on_device, on_host, strict=True)]
-    slowest = max(range(job.pp), key=per_stage.__getitem__)
-    count, has_head = layers[slowest], slowest == job.pp - 1
-    bubble = (sum(per_stage) - per_stage[slowest]) / job.vpp
-    working = m * per_stage[slowest]
-    context = m * count * _context_parallel(job, layer, device, constants)
-    pipeline = m * _messages(job, device, constants)
-    data = _data_parallel(job, slowest, working, device, constants)
-    host = constants["launch.step"]
-    optimizer = 0.0 if job.offloads_optimizer else _optimizer(job, slowest, device, constants)
-    offload = _offload(job, slowest, working)
-    nodes = max(1.0, job.ranks / device.per_node)
-    done = working + bubble + context + pipeline + data + host + optimizer + offload
-    return StepTime(
-        matmul=m * count * layer.matmul,
-        head=m * head * has_head,
-        attention=m * count * layer.attention,
-        memory_bound=m * count * layer.memory_bound,
-        launch=m * (count * layer.launch + per_stage[slowest] - on_device[slowest]) + host,
-        tensor=m * count * layer.tensor,
-        context=context,
-        pipeline=pipeline,
-        bubble=bubble,
-        data_parallel=data,
-        optimizer=optimizer,
-        offload=offload,
-        waiting=done * constants["waiting"] * math.log2(nodes),
-    )
+
+    def __init__(self, job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> None:
+        self.job, self.device, self.constants = job, device, constants
+
+    def step(self) -> StepTime:
+        """Return the forecast of one step."""
+        job, device, constants = self.job, self.device, self.constants
+        layer, head = self.layer(), self.head()
+        layers, m = job.layers_by_stage, job.num_microbatches
+        on_device = [count * layer.total + (stage == job.pp - 1) * head for stage, count in enumerate(layers)]
+        kernels = kernel_count(job)
+        on_host = [count * kernels * constants["host.operation"] / device.host_speed for count in layers]
+        per_stage = [self.overlap(*both) for both in zip(on_device, on_host, strict=True)]
+        slowest = max(range(job.pp), key=per_stage.__getitem__)
+        count, has_head = layers[slowest], slowest == job.pp - 1
+        bubble = (sum(per_stage) - per_stage[slowest]) / job.vpp
+        working = m * per_stage[slowest]
+        context = m * count * self.context_parallel(layer)
+        pipeline = m * self._messages()
+        data = self._data_parallel(slowest, working)
+        host = constants["launch.step"]
+        optimizer = 0.0 if job.offloads_optimizer else self._optimizer(slowest)
+        offload = _offload(job, slowest, working)
+        nodes = max(1.0, job.ranks / device.per_node)
+        done = working + bubble + context + pipeline + data + host + optimizer + offload
+        return StepTime(
+            matmul=m * count * layer.matmul,
+            head=m * head * has_head,
+            attention=m * count * layer.attention,
+            memory_bound=m * count * layer.memory_bound,
+            launch=m * (count * layer.launch + per_stage[slowest] - on_device[slowest]) + host,
+            tensor=m * count * layer.tensor,
+            context=context,
+            pipeline=pipeline,
+            bubble=bubble,
+            data_parallel=data,
+            optimizer=optimizer,
+            offload=offload,
+            waiting=done * constants["waiting"] * math.log2(nodes),
+        )
+
+    def overlap(self, on_device: float, on_host: float) -> float:
+        """Return the seconds of a stage and micro batch. The host launches ahead, so the slower of the two counts."""
+        return max(on_device, on_host)
+
+    def layer(self) -> LayerTime:
+        """Return the seconds of one block."""
+        job, device, constants = self.job, self.device, self.constants
+        rows, hidden, ffn, kernels = job.tokens, job.model.hidden_size, job.model.intermediate_size, job.kernels
+        forward = weights = 0.0
+        for inner, columns in job.matmuls:
+            forward += matmul_seconds(rows, inner, columns, job.format, device, constants)
+            weights += matmul_seconds(columns, rows, inner, job.format, device, constants)
+        recomputed = _gemms_recomputed(job)
+        matmul = forward * (2 + recomputed)
+        if job.lora_parameters:
+            # Frozen weights have no gradient. The adapters' thin GEMMs are bound by reading their inputs.
+            thin = 3 * rows * sum(inner + columns for inner, columns in job.matmuls) * 2
+            memory = thin / (device.bandwidth * MEMORY_REACH)
+        else:
+            matmul, memory = matmul + weights, 0.0
+        attention = self.attention(max(_blocks_recomputed(job), job.attention_recomputed)) + self._largest_logits()
+        split = job.tp if job.sp else 1
+        whole = 10 * rows * hidden / split
+        inside = rows * (job.ffn_streams * ffn + 2 * (job.queries + job.keys)) / job.tp
+        passes = (whole + inside) * job.inner_bytes * constants[f"passes.{kernels}"]
+        if job.format in LOW_PRECISION:
+            passes += rows * (2 * hidden + 2 * ffn / job.tp) * 3 * constants[f"passes.{job.scaling}"]
+        memory += passes * (2.5 + max(recomputed, job.elementwise_recomputed)) / (device.bandwidth * MEMORY_REACH)
+        gaps = kernel_count(job) * constants[f"gap.{kernels}"]
+        return LayerTime(matmul, attention, memory, gaps, self._tensor_parallel())
+
+    def attention(self, recomputed: float) -> float:
+        """Return the seconds of the attention core, of which the backward pass recomputes a share."""
+        job, device, constants, keys = self.job, self.device, self.constants, self.job.document or self.job.seq
+        flops = 4 * job.tokens * keys * job.queries / job.tp
+        form = device.format_used("bf16" if job.format in LOW_PRECISION else job.format)
+        kernel = job.attention_kernel
+        share = constants.get(f"attention.{device.family}.{kernel}", constants[f"attention.{kernel}"])
+        short, head = 1 + constants["tile.attention"] / keys, 1 + constants["tile.head"] / head_dim(job.model)
+        core = flops / 2 / (device.peaks[form] * share) * short * head
+        return core * (1 + FLASH_BACKWARD + recomputed)
+
+    def _largest_logits(self) -> float:
+        """Return the seconds of QK-Clip's scores: a GEMM in fp32, and the mask and maximum of its results in memory."""
+        job, device = self.job, self.device
+        if not job.records_logits:
+            return 0.0
+        form = device.format_used("fp32")
+        scores = job.tokens * (job.document or job.seq) * job.model.num_attention_heads / job.tp / 2
+        gemm = 2 * scores * head_dim(job.model) / (device.peaks[form] * device.reach[form])
+        return gemm + scores * FP32_BYTES * LOGIT_PASSES / (device.bandwidth * MEMORY_REACH)
+
+    def head(self) -> float:
+        """Return the seconds of the output head and the loss of a micro batch."""
+        job = self.job
+        rows, columns = job.tokens, job.vocab / job.tp
+        form = "bf16" if job.format in LOW_PRECISION else job.format
+        forward = matmul_seconds(rows, job.model.hidden_size, columns, form, self.device, self.constants)
+        passes = rows * columns * LOSS_BYTES * self.constants[f"passes.{job.loss_kernels}"]
+        return forward * (2 if job.lora_parameters else 3) + passes / (self.device.bandwidth * MEMORY_REACH)
+
+    def _tensor_parallel(self) -> float:
+        """Return the exposed seconds of a block's all-reduces over tp: two in forward, two in backward."""
+        job = self.job
+        if job.tp == 1:
+            return 0.0
+        size = job.tokens * job.model.hidden_size * job.inner_bytes
+        exposed = self.constants["exposed.tp overlapped" if job.overlaps_tp else "exposed.tp"]
+        return exposed * _sums_over_tp(job) * all_reduce(size, job.tp, 1, self.device, self.constants)
+
+    def context_parallel(self, layer: LayerTime) -> float:
+        """Return the seconds of a block's exchange over context-parallel ranks that its attention does not overlap.
+
+        Nothing overlaps: keys and values are gathered forward and backward and their gradients scattered, or heads are
+        exchanged for tokens.
+        """
+        job = self.job
+        if job.cp == 1:
+            return 0.0
+        bandwidth = bus_bandwidth(self.device, job.cp, job.tp, self.constants)
+        recomputed = job.recompute in ("full", "selective")
+        if job.exchanges_heads:
+            heads = 2 * job.queries / job.tp + 2 * max(job.keys / job.tp, job.cp * head_dim(job.model))
+            size = job.tokens * heads * job.inner_bytes * (job.cp - 1) / job.cp
+            return (2 + recomputed) * size / bandwidth
+        return (3 + recomputed) * (job.cp - 1) * key_bytes(job) / bandwidth
+
+    def _messages(self) -> float:
+        """Return the exposed seconds of a micro batch's messages between stages."""
+        job, device, constants = self.job, self.device, self.constants
+        if job.pp == 1:
+            return 0.0
+        size = job.tokens * job.model.hidden_size * job.inner_bytes / job.tp
+        across = job.tp * job.cp * job.dp >= device.per_node
+        bandwidth = constants["network.share"] * device.network if across else device.link
+        start = constants["latency.network"] if across else constants["latency.node"]
+        return constants["exposed.pp"] * 2 * job.vpp * (start + size / bandwidth)
+
+    def _data_parallel(self, stage: int, working: float) -> float:
+        """Return the seconds of weight gathers and gradient reductions that forward and backward do not overlap."""
+        job, device, constants = self.job, self.device, self.constants
+        ranks = job.dp * job.cp
+        if ranks == 1:
+            return 0.0
+        held, trained = job.stage_parameters(stage), job.trained_parameters(stage)
+        if job.exchanges_signs:  # to the averaging rank and back, one bit per value, not overlapped
+            return all_reduce(trained / 8, ranks, job.tp, device, constants)
+        gradients = trained * (job.sent_gradient or min(job.state.gradient, 4))
+        stored, weights = (held * size for size in (job.state.weight, job.gathered_weight or job.state.weight))
+        stride, m, inside = job.tp, job.num_microbatches, job.reduce_group
+
+        def scatter(size: float) -> float:  # half of an all-reduce; an all_to_all is assumed to be as fast
+            if inside is None:
+                return all_reduce(size, ranks, stride, device, constants) / 2
+            across = all_reduce(size / inside, ranks // inside, stride * inside, device, constants)
+            return (all_reduce(size, inside, stride, device, constants) + across) / 2
+
+        if job.zero == 3:
+            # Per block: weights are gathered for forward and backward (two gathers cost one all-reduce).
+            blocks = job.layers_by_stage[stage]
+            gathers = all_reduce(weights / blocks, ranks, stride, device, constants)
+            if job.secondary_group:
+                gathers = (gathers + all_reduce(stored / blocks, job.secondary_group, stride, device, constants)) / 2
+            window, moving = working, m * blocks * (gathers + scatter(gradients / blocks))
+        else:
+            # ZeRO 0: all-reduce after the last micro batch. ZeRO 1: reduce-scatter, and the new weights are gathered.
+            # ZeRO 2: reduce-scatter at each micro batch.
+            sums = m if job.zero == 2 else 1
+            moving = sums * all_reduce(gradients, ranks, stride, device, constants)
+            if job.zero:
+                gathered = self.gathered_bytes(weights, trained / held)
+                moving = sums * scatter(gradients) + all_reduce(gathered, ranks, stride, device, constants) / 2
+            window = working * sums / m
+        return self.exposed_data(moving, window)
+
+    def gathered_bytes(self, weights: float, trained: float) -> float:
+        """Return the bytes of new weights that ZeRO 1 and 2 gather: of all ``weights``, a share of them ``trained``."""
+        return weights
+
+    def exposed_data(self, moving: float, window: float) -> float:
+        """Return the exposed seconds of ``moving`` seconds of data-parallel communication during ``window`` seconds."""
+        exposed = self.constants["exposed.dp"]
+        return exposed * moving + max(0.0, (1 - exposed) * moving - window)
+
+    def _optimizer(self, stage: int) -> float:
+        """Return the seconds of the update: gradients, weights and moments are read and written, and the norm."""
+        job, device = self.job, self.device
+        share = job.trained_parameters(stage) / (job.shard_size if job.zero else 1)
+        state = job.state
+        if job.exchanges_signs:
+            return share * sign_bytes(job.dp * job.cp) / (device.bandwidth * MEMORY_REACH)
+        size = share * (2 * state.gradient + 2 * (state.master + state.moments) + state.weight)
+        matrices = orthogonalization(job, device) if job.matrix_flops else 0.0
+        matrices += all_reduce(job.matrix_bytes, job.tp * job.cp * job.dp, 1, device, self.constants) / 2
+        return matrices + size * self.constants[f"passes.{job.kernels}"] / (device.bandwidth * MEMORY_REACH)
+
+
+def step_time(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> StepTime:
+    """Return the forecast of one step of a run of this project. Arguments as ``StepModel``."""
+    return StepModel(job, device, constants).step()
 
 
 def microbatch_seconds(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> tuple[float, float]:
     """Return the forward and backward seconds of a micro batch on one rank: (one block, the output head)."""
-    return _layer(job, device, constants).total, _head(job, device, constants)
+    model = StepModel(job, device, constants)
+    return model.layer().total, model.head()
+
+
+def key_bytes(job: Job) -> float:
+    """Return the bytes of a rank's keys and values of a micro batch in one block."""
+    return 2 * job.tokens * job.keys / job.tp * job.inner_bytes
 
 
 def matmul_seconds(
@@ -159,41 +333,9 @@ def matmul_seconds(
     return 2 * rows * inner * columns / (device.peaks[form] * share) * filled
 
 
-def _layer(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> _Work:
-    """Return the seconds of one block."""
-    rows, shape, kernels = job.tokens, job.shape, job.program.kernels
-    forward = weights = 0.0
-    for inner, columns in shape.layer_matmuls(job.tp):
-        forward += matmul_seconds(rows, inner, columns, job.format, device, constants)
-        weights += matmul_seconds(columns, rows, inner, job.format, device, constants)
-    recomputed = _gemms_recomputed(job)
-    matmul = forward * (2 + recomputed)
-    if job.lora_parameters:
-        # Frozen weights have no gradient. The adapters' thin GEMMs are bound by reading their inputs.
-        thin = 3 * rows * sum(inner + columns for inner, columns in shape.layer_matmuls(job.tp)) * 2
-        memory = thin / (device.bandwidth * MEMORY_REACH)
-    else:
-        matmul, memory = matmul + weights, 0.0
-    core, scores = _attention(job, device, constants)
-    attention_recomputed = max(_blocks_recomputed(job), _attention_recomputed(job))
-    attention = core * (1 + FLASH_BACKWARD + attention_recomputed)
-    if job.program.attention == "scores":
-        attention = (core + scores) * (3 + attention_recomputed)
-    attention += _largest_logits(job, device)
-    split = job.tp if job.sp else 1
-    whole = 10 * rows * shape.hidden / split
-    inside = rows * ((3 if shape.gated else 2) * shape.ffn + 2 * (shape.queries + shape.keys)) / job.tp
-    passes = (whole + inside) * job.inner_bytes * constants[f"passes.{kernels}"]
-    if job.format in LOW_PRECISION:
-        passes += rows * (2 * shape.hidden + 2 * shape.ffn / job.tp) * 3 * constants[f"passes.{job.scaling}"]
-    memory += passes * (2.5 + max(recomputed, _elementwise_recomputed(job))) / (device.bandwidth * MEMORY_REACH)
-    gaps = kernel_count(job) * constants[f"gap.{kernels}"]
-    return _Work(matmul, attention, memory, gaps, _tensor_parallel(job, device, constants))
-
-
 def _blocks_recomputed(job: Job) -> float:
     """Return the share of the blocks that the backward pass recomputes."""
-    return {"full": 1.0, "half": 0.5}.get(job.recompute, 0.0) / job.recompute_every
+    return job.block_recomputed / job.recompute_every
 
 
 def _gemms_recomputed(job: Job) -> float:
@@ -201,21 +343,9 @@ def _gemms_recomputed(job: Job) -> float:
     blocks = _blocks_recomputed(job)
     if job.mlp_chunks == 1:
         return blocks
-    sizes = [rows * columns for rows, columns in job.shape.layer_matmuls(job.tp)]
+    sizes = [rows * columns for rows, columns in job.matmuls]
     mlp = 1 - sum(sizes[:2]) / sum(sizes)  # after qkv and o
     return mlp + blocks * (1 - mlp)
-
-
-def _attention_recomputed(job: Job) -> float:
-    """Return the recomputed share of the attention core, which selective recomputation covers (arXiv:2205.05198)."""
-    repeats = job.program.attention in ("scores", "tuned") or job.program.repeats_elementwise
-    return repeats * (job.recompute == "selective") / job.recompute_every
-
-
-def _elementwise_recomputed(job: Job) -> float:
-    """Return the recomputed share of norms, rotary embeddings and activations: elementwise, and selective here."""
-    repeats = job.recompute == "elementwise" or (job.recompute == "selective" and job.program.repeats_elementwise)
-    return repeats / job.recompute_every
 
 
 def kernel_count(job: Job) -> float:
@@ -223,13 +353,11 @@ def kernel_count(job: Job) -> float:
 
     The backward pass launches two kernels for each one of the forward pass.
     """
-    program = job.program
-    forward = len(job.shape.layer_matmuls()) + OPERATIONS[program.kernels]
-    forward += SCORES_OPERATIONS if program.attention == "scores" else 1
+    forward = len(job.matmuls) + OPERATIONS[job.kernels] + ATTENTION_OPERATIONS.get(job.attention_kernel, 1)
     forward += 6 * len(job.adapted)
     recomputed = _gemms_recomputed(job)
     count = forward * (3 + recomputed)
-    count += OPERATIONS[program.kernels] * _elementwise_recomputed(job) * REPEATED_OPERATIONS
+    count += OPERATIONS[job.kernels] * job.elementwise_recomputed * REPEATED_OPERATIONS
     if job.tp > 1:
         count += COLLECTIVE_OPERATIONS * _sums_over_tp(job)
     return count
@@ -240,145 +368,6 @@ def _sums_over_tp(job: Job) -> float:
     if job.mlp_chunks > 1:  # each network is recomputed
         return 5 + (job.recompute == "full") / job.recompute_every
     return 4 + 2 * (job.recompute == "full") / job.recompute_every
-
-
-def _attention(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> tuple[float, float]:
-    """Return the forward seconds of the attention core: (GEMMs, memory traffic of materialized scores)."""
-    shape, keys = job.shape, job.document or job.seq
-    flops = 4 * job.tokens * keys * shape.queries / job.tp
-    form = device.format_used("bf16" if job.format in LOW_PRECISION else job.format)
-    if job.program.attention == "scores":
-        rate = device.peaks[form] * constants.get(f"matmul.{device.family}.{form}", device.reach[form]) * 0.6
-        elements = job.tokens * keys * shape.heads / job.tp
-        return flops / rate, elements * 2 * constants["passes.scores"] / (device.bandwidth * MEMORY_REACH)
-    kernel = job.program.attention
-    share = constants.get(f"attention.{device.family}.{kernel}", constants[f"attention.{kernel}"])
-    short = 1 + constants["tile.attention"] / keys
-    return flops / 2 / (device.peaks[form] * share) * short * (1 + constants["tile.head"] / shape.head_dim), 0.0
-
-
-def _largest_logits(job: Job, device: HardwareSpec) -> float:
-    """Return the seconds of QK-Clip's scores: a GEMM in fp32, and the mask and maximum of its results in memory."""
-    if not job.records_logits:
-        return 0.0
-    form, scores = device.format_used("fp32"), job.tokens * (job.document or job.seq) * job.shape.heads / job.tp / 2
-    gemm = 2 * scores * job.shape.head_dim / (device.peaks[form] * device.reach[form])
-    return gemm + scores * FP32_BYTES * LOGIT_PASSES / (device.bandwidth * MEMORY_REACH)
-
-
-def _head(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> float:
-    """Return the seconds of the output head and the loss of a micro batch."""
-    rows, inner, columns = job.tokens, job.shape.hidden, job.shape.vocab / job.tp
-    form = "bf16" if job.format in LOW_PRECISION else job.format
-    forward = matmul_seconds(rows, inner, columns, form, device, constants)
-    gemms = forward * (2 if job.lora_parameters else 3)
-    times = constants["passes.loss" if job.program.loss_in_steps else f"passes.{job.program.kernels}"]
-    passes = rows * columns * LOSS_BYTES * times
-    return gemms + passes / (device.bandwidth * MEMORY_REACH)
-
-
-def _tensor_parallel(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> float:
-    """Return the exposed seconds of a block's all-reduces over tp: two in forward, two in backward."""
-    if job.tp == 1:
-        return 0.0
-    size = job.tokens * job.shape.hidden * job.inner_bytes
-    exposed = constants["exposed.tp overlapped" if job.program.overlaps_tp else "exposed.tp"]
-    return exposed * _sums_over_tp(job) * all_reduce(size, job.tp, 1, device, constants)
-
-
-def _context_parallel(job: Job, layer: _Work, device: HardwareSpec, constants: Mapping[str, float]) -> float:
-    """Return the seconds of a block's exchange over context-parallel ranks that its attention does not overlap.
-
-    Other programs pass keys and values around a ring. Here nothing overlaps: keys and values are gathered forward and
-    backward and their gradients scattered, or heads are exchanged for tokens.
-    """
-    if job.cp == 1:
-        return 0.0
-    keys = 2 * job.tokens * job.shape.keys / job.tp * job.inner_bytes
-    bandwidth = bus_bandwidth(device, job.cp, job.tp, constants)
-    recomputed = job.recompute in ("full", "selective")
-    if job.exchanges_heads:
-        heads = 2 * job.shape.queries / job.tp + 2 * max(job.shape.keys / job.tp, job.cp * job.shape.head_dim)
-        size = job.tokens * heads * job.inner_bytes * (job.cp - 1) / job.cp
-        return (2 + recomputed) * size / bandwidth
-    if job.program.chunks_logits:
-        return (3 + recomputed) * (job.cp - 1) * keys / bandwidth
-    passing = 3 * (job.cp - 1) * keys / ring_bandwidth(job, device, constants)
-    return constants["exposed.cp"] * passing + max(0.0, (1 - constants["exposed.cp"]) * passing - layer.attention)
-
-
-def ring_bandwidth(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> float:
-    """Return the bytes/s at which context-parallel ranks pass keys and values around a ring.
-
-    Each rank sends to the next one only. All ranks wait for the slowest transfer, so a ring over several nodes has the
-    speed of one rank's network card, not of all cards of a node.
-    """
-    if job.tp * job.cp > device.per_node:
-        return constants["network.share"] * device.network
-    return RING_SHARE * device.link
-
-
-def _messages(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> float:
-    """Return the exposed seconds of a micro batch's messages between stages."""
-    if job.pp == 1:
-        return 0.0
-    size = job.tokens * job.shape.hidden * job.inner_bytes / job.tp
-    across = job.tp * job.cp * job.dp >= device.per_node
-    bandwidth = constants["network.share"] * device.network if across else device.link
-    start = constants["latency.network"] if across else constants["latency.node"]
-    return constants["exposed.pp"] * 2 * job.vpp * (start + size / bandwidth)
-
-
-def _data_parallel(job: Job, stage: int, working: float, device: HardwareSpec, constants: Mapping[str, float]) -> float:
-    """Return the seconds of weight gathers and gradient reductions that forward and backward do not overlap."""
-    ranks = job.dp * job.cp
-    if ranks == 1:
-        return 0.0
-    held, trained = job.stage_parameters(stage), job.trained_parameters(stage)
-    if job.exchanges_signs:  # to the averaging rank and back, one bit per value, not overlapped
-        return all_reduce(trained / 8, ranks, job.tp, device, constants)
-    gradients = trained * (job.sent_gradient or min(job.state.gradient, 4))
-    stored, weights = (held * size for size in (job.state.weight, job.gathered_weight or job.state.weight))
-    stride, m, inside = job.tp, job.num_microbatches, job.reduce_group
-
-    def scatter(size: float) -> float:  # half of an all-reduce; an all_to_all is assumed to be as fast
-        if inside is None:
-            return all_reduce(size, ranks, stride, device, constants) / 2
-        across = all_reduce(size / inside, ranks // inside, stride * inside, device, constants)
-        return (all_reduce(size, inside, stride, device, constants) + across) / 2
-
-    if job.zero == 3:
-        # Per block: weights are gathered for forward and backward (two gathers cost one all-reduce).
-        blocks = job.layers_by_stage[stage]
-        gathers = all_reduce(weights / blocks, ranks, stride, device, constants)
-        if job.secondary_group:
-            gathers = (gathers + all_reduce(stored / blocks, job.secondary_group, stride, device, constants)) / 2
-        window, moving = working, m * blocks * (gathers + scatter(gradients / blocks))
-    else:
-        # ZeRO 0: all-reduce after the last micro batch. ZeRO 1: reduce-scatter, and the new weights are gathered.
-        # ZeRO 2: reduce-scatter at each micro batch.
-        sums = m if job.zero == 2 else 1
-        moving = sums * all_reduce(gradients, ranks, stride, device, constants)
-        if job.zero:
-            gathered = weights if job.program.shards_frozen else weights * trained / held
-            moving = sums * scatter(gradients) + all_reduce(gathered, ranks, stride, device, constants) / 2
-        window = working * sums / m
-    if not job.program.overlaps_dp:
-        return moving
-    exposed = constants["exposed.dp"]
-    return exposed * moving + max(0.0, (1 - exposed) * moving - window)
-
-
-def _optimizer(job: Job, stage: int, device: HardwareSpec, constants: Mapping[str, float]) -> float:
-    """Return the seconds of the update: reads and writes of gradients, weights and moments, and the gradient norm."""
-    share = job.trained_parameters(stage) / (job.shard_size if job.zero else 1)
-    state = job.state
-    if job.exchanges_signs:
-        return share * sign_bytes(job.dp * job.cp) / (device.bandwidth * MEMORY_REACH)
-    size = share * (2 * state.gradient + 2 * (state.master + state.moments) + state.weight)
-    matrices = orthogonalization(job, device) if job.matrix_flops else 0.0
-    matrices += all_reduce(job.matrix_bytes, job.tp * job.cp * job.dp, 1, device, constants) / 2
-    return matrices + size * constants[f"passes.{job.program.kernels}"] / (device.bandwidth * MEMORY_REACH)
 
 
 def orthogonalization(job: Job, device: HardwareSpec) -> float:
@@ -504,7 +493,7 @@ CONSTANTS_FILE = Path(__file__).with_name("constants.json")
 
 @functools.cache
 def load_constants() -> dict[str, float]:
-    """Return the fitted constants by name; SPECIFICATION in benchmarks/fit_planner.py documents them."""
+    """Return the fitted constants by name; SPECIFICATION in benchmarks/planner/fit_planner.py documents them."""
     return {name: float(entry["value"]) for name, entry in load_constants_file()["constants"].items()}
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.arch.shapes import parameters
 from megatron_llama.plan.job import Job, job_of_plan
 from megatron_llama.plan.plan import Plan
 from megatron_llama.tools.forecast.hardware import HardwareSpec
@@ -203,7 +204,7 @@ def local_step_time(plan: Plan, calibration: Calibration) -> StepTime:
     measured, slower = calibration.nearest(job.ranks)
     overhead = _overhead(calibration, job)
     device, constants = calibrated_spec(calibration, job)
-    constants |= {f"gap.{job.program.kernels}": overhead.operation * slower, "launch.step": overhead.step * slower}
+    constants |= {f"gap.{job.kernels}": overhead.operation * slower, "launch.step": overhead.step * slower}
     base = step_time(job, device, constants)
     stage = max(range(job.pp), key=lambda each: job.layers_by_stage[each] + (each == job.pp - 1))
     held, trained = job.stage_parameters(stage), job.trained_parameters(stage)
@@ -249,7 +250,7 @@ def _overhead(calibration: Calibration, job: Job) -> _Overhead:
     steps = {name: measured["steps"][f"{name}, {_format(job)}"] for name in STEPS}
     ranks = max(count for count in map(int, calibration.by_ranks) if calibration.by_ranks[str(count)] is measured)
     small, large = (tiny_job(job, sizes, ranks) for sizes in (_SMALL, _LARGE))
-    layers = small.shape.layers
+    layers = small.model.num_hidden_layers
     per_micro_batch = max(0.0, (steps["small, 4 micro batches"] - steps["small"]) / 3)
     device, constants = calibrated_spec(calibration, replace(job, dp=ranks, tp=1, pp=1))
     constants |= {"gap.eager": 0.0, "launch.step": 0.0}
@@ -264,38 +265,38 @@ def _overhead(calibration: Calibration, job: Job) -> _Overhead:
         """Return the seconds of one reduce-scatter of the gradients and one all-gather of the weights."""
         if collectives is None:
             return 0.0
-        size = tiny.shape.parameters
+        size = parameters(tiny.model)
         sums, gathers = (fit_line(collectives[OVERLAPPED][kind]) for kind in ("reduce_scatter", "all_gather"))
-        calls = tiny.shape.layers + 1
+        calls = tiny.model.num_hidden_layers + 1
         return calls * (sums[0] + gathers[0]) + size * (4 * sums[1] + tiny.inner_bytes * gathers[1])
 
     step = max(0.0, steps["small"] - per_micro_batch - sent(small))
-    parameters = large.shape.parameters
+    count = parameters(large.model)
     added = (
         (steps["large, 4 micro batches"] - steps["large"]) / 3 - work(large) - layers * operation * kernel_count(large)
     )
-    added = max(0.0, added) / parameters
+    added = max(0.0, added) / count
     rest = steps["large"] - step - work(large) - sent(large) - layers * operation * kernel_count(large)
-    rest -= parameters * (added + measured["adam"] / ranks)
-    return _Overhead(step, operation, max(0.0, rest) / parameters, added)
+    rest -= count * (added + measured["adam"] / ranks)
+    return _Overhead(step, operation, max(0.0, rest) / count, added)
 
 
 def tiny_job(job: Job, sizes: Mapping[str, int], ranks: int) -> Job:
     """Return the job of a timed step: one micro batch of one sequence on each of ``ranks`` data-parallel ranks."""
     hidden = sizes["model.hidden_size"]
-    shape = replace(
-        job.shape,
-        hidden=hidden,
-        layers=4,
-        heads=2,
-        kv_heads=2,
+    model = replace(
+        job.model,
+        hidden_size=hidden,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
         head_dim=hidden // 2,
-        ffn=sizes["model.intermediate_size"],
-        vocab=sizes["model.vocab_size"],
-        tied=False,
+        intermediate_size=sizes["model.intermediate_size"],
+        vocab_size=sizes["model.vocab_size"],
+        tie_word_embeddings=False,
     )
     return Job(
-        shape,
+        model,
         sizes["data.seq_length"],
         1,
         1,
@@ -304,7 +305,6 @@ def tiny_job(job: Job, sizes: Mapping[str, int], ranks: int) -> Job:
         format=_format(job),
         state=job.state,
         inner_bytes=job.inner_bytes,
-        program=replace(job.program, kernels="eager"),
     )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import csv
+import argparse
+import importlib
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.programs import name_commands
@@ -88,26 +88,16 @@ def _plan(overrides: Sequence[str], as_json: bool) -> int:
 
 
 def _published(arguments: Sequence[str], as_json: bool) -> int:
+    """Run `python -m benchmarks published`, which a checkout has."""
     from megatron_llama.config import ConfigError, Problem
-    from megatron_llama.tools.plan.compare_published import as_json as comparison_json
-    from megatron_llama.tools.plan.compare_published import compare_file, lines
+    from megatron_llama.system.programs import IN_CHECKOUT
 
-    values = [argument for argument in arguments if argument != PUBLISHED]
-    named = [value.removeprefix(PUBLISHED + "=") for value in values]
-    if len(named) != 1 or not Path(named[0]).is_file():
-        shown = " ".join(named) or None
-        rule = "needs the path of one CSV file" if len(named) != 1 else "file not found"
-        raise ConfigError([Problem(PUBLISHED, shown, rule, f"write {PUBLISHED} runs.csv")])
-    try:
-        rows, skipped = compare_file(Path(named[0]))
-    except (UnicodeDecodeError, csv.Error, OSError) as error:
-        advice = "write a UTF-8 CSV file with the column names in its first line"
-        raise ConfigError([Problem(PUBLISHED, named[0], f"cannot be read: {error}", advice)]) from error
-    if as_json:
-        sys.stdout.write(json.dumps(comparison_json(rows, skipped), indent=1) + "\n")
-    else:
-        sys.stdout.write("\n".join(lines(rows, skipped)) + "\n")
-    return 0
+    if not IN_CHECKOUT:
+        advice = "run python -m benchmarks published runs.csv in a checkout"
+        raise ConfigError([Problem(PUBLISHED, None, "needs a checkout of the repository", advice)])
+    published = importlib.import_module("benchmarks.planner.published")
+    values = [argument.removeprefix(PUBLISHED + "=") for argument in arguments if argument != PUBLISHED]
+    return int(published.run(argparse.Namespace(table=values, json=as_json)))
 
 
 def _calibrate(others: Sequence[str]) -> int:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from megatron_llama.plan import batch_line
@@ -15,7 +12,6 @@ from megatron_llama.system.tables import GIB, gib, plural, short_count, text_tab
 from megatron_llama.system.wrapping import wrap_lines
 from megatron_llama.tools.forecast import this_machine
 from megatron_llama.tools.forecast.step_time import load_constants_file
-from megatron_llama.tools.plan import forecast_run
 from megatron_llama.tools.plan.forecast_run import Forecast
 
 MOST_STAGES = 16
@@ -197,73 +193,3 @@ def report_json(forecast: Forecast) -> dict[str, Any]:
         "scaling": [asdict(each) for each in forecast.scaling],
         "assumed": list(assumptions(forecast)),
     }
-
-
-# Tables of published runs: columns, and the notations of their cells.
-
-
-Row = Mapping[str, str]
-NO = ("no", "off", "none", "false", "0", "0.0", "n", "disabled")
-_NOTHING = ("?", "-", "n/a", "na", "null", "unknown", "not stated")
-_CAPITALS = {name.lower(): name for name in ("peak_mem_GiB", "GPUs")}
-"""Column names that contain capitals, by their lower-case names."""
-_NUMBER = re.compile(r"[~≈<>]?\s*(\d[\d_]*\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*(%|[a-z/ .]*)", re.IGNORECASE)
-_THOUSANDS = re.compile(r"(?<=\d)[,\s'](?=\d{3}(?!\d))")
-_REMARK = re.compile(r"\(.*?\)")
-_TIMES = re.compile(r"\s*[x×*]\s*")
-
-
-class CannotPredict(ValueError):
-    """A row cannot be predicted; the message is the reason."""
-
-
-def read_table(path: Path) -> list[dict[str, str]]:
-    """Read a CSV file of published runs, or of a sweep. Missing cells are empty.
-
-    Columns may be in any order and case, separated by commas, semicolons or tabs.
-    """
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        head = file.readline()
-        file.seek(0)
-        lines = csv.reader(file, delimiter=max(",;\t", key=head.count))
-        names = [_CAPITALS.get(name.strip().lower(), name.strip().lower()) for name in next(lines, [])]
-        cells = [list(map(str.strip, line)) for line in lines]
-    rows = [dict.fromkeys(names, "") | dict(zip(names, row, strict=False)) for row in cells if any(row)]
-    for row in rows:
-        row["confidence"] = row.get("confidence", "").lower()
-    return forecast_run.published_rows(rows) if forecast_run.is_sweep(rows) else rows
-
-
-def parse_number(row: Row, column: str) -> float | None:
-    """Parse a number: "4,096", "2 x 8", "8k" (tokens), "870 ms". Return None unless it is positive."""
-    plain = _THOUSANDS.sub("", _REMARK.sub("", row.get(column, ""))).strip()
-    value = 1.0
-    for part in map(_NUMBER.fullmatch, _TIMES.split(plain)):
-        if part is None:
-            return None
-        unit = part[2].strip().lower().partition(" ")[0]
-        scale = {"k": 1024 if column == "seq" else 1000, "ms": 1e-3 if column == "step_time_s" else 1}
-        value *= float(part[1]) * scale.get(unit, 1)
-    return value if 0 < value < float("inf") else None
-
-
-def parse_int(row: Row, column: str) -> int | None:
-    """Parse a positive integer; return None for other values."""
-    value = parse_number(row, column)
-    return int(value) if value is not None and value >= 1 and value == int(value) else None
-
-
-def require_int(row: Row, column: str, label: str) -> int:
-    """Parse a positive integer that a prediction requires; raise CannotPredict if it is missing."""
-    value = parse_int(row, column)
-    if value is None:
-        raise CannotPredict(f"{label} is not stated")
-    return value
-
-
-def parse_flag(row: Row, column: str) -> bool | None:
-    """Parse yes or no; return None for an empty cell."""
-    words = row.get(column, "").lower()
-    if not words or words in _NOTHING:
-        return None
-    return words not in NO and not words.startswith("no ")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_llama.arch.flops import FlopsPerToken, flops_per_token, mfu
+from megatron_llama.arch.shapes import parameters
 from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.job import Job, job_of_plan
@@ -170,7 +171,7 @@ def _scaled(
 
 def _goodput(job: Job, device: HardwareSpec, cluster: ClusterConfig, count: int) -> Goodput:
     """Return the goodput at the optimal checkpoint interval."""
-    checkpoint_bytes = job.shape.parameters * (job.state.weight + job.state.master + job.state.moments)
+    checkpoint_bytes = parameters(job.model) * (job.state.weight + job.state.master + job.state.moments)
     nodes = max(1, count // device.per_node)
     return goodput(
         count,
@@ -179,60 +180,3 @@ def _goodput(job: Job, device: HardwareSpec, cluster: ClusterConfig, count: int)
         restart_seconds=60 * cluster.restart_minutes,
         write_seconds=checkpoint_bytes / nodes / (1e9 * cluster.storage_gbps),
     )
-
-
-# Conversion of vTrain's layout sweeps to rows of published runs.
-#
-# The sweeps (VIA-Research/vTrain) time GPT models that Megatron-DeepSpeed trained in fp16 on the eight A100 of a node.
-# COLUMNS maps their columns; UNSAID has the values that the files omit.
-
-
-TIME = "iteration time (ms)"
-CONFIDENCE = "sweep"
-"""Confidence of the rows. They are similar, so a fit weights each one less."""
-COLUMNS = {
-    "n_devices": "GPUs",
-    "global_batch": "global batch",
-    "micro_batch": "micro batch",
-    "hidden": "hidden size",
-    "heads": "attention heads",
-    "kv_heads": "attention heads",
-    "layers": "# layers",
-    "seq": "sequence length",
-    "tp": "tensor parallelism",
-    "dp": "data parallelism",
-    "pp": "pipeline parallelism",
-}
-UNSAID = {
-    "source": "VIA-Research/vTrain, one node",
-    "model": "gpt",
-    "arch": "GPT",
-    "ffn_kind": "gelu",
-    "vocab": "51200",
-    "tied": "1",
-    "device": "A100-40GB-SXM",
-    "sharding": "none",
-    "sp": "no",
-    # The simulator's settings state otherwise. But with recomputation (4/3 of the work) the GEMMs of the longest runs
-    # would exceed the chip's peak.
-    "recompute": "none",
-    "precision": "fp16 mixed",
-    "framework": "Megatron-DeepSpeed",
-    "confidence": CONFIDENCE,
-}
-
-
-def is_sweep(rows: Sequence[Mapping[str, str]]) -> bool:
-    """Whether a table is a layout sweep."""
-    return bool(rows) and TIME in rows[0]
-
-
-def published_rows(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Convert the rows of a sweep to rows of published runs, numbered from 1."""
-    return [_published(number, row) for number, row in enumerate(rows, 1)]
-
-
-def _published(number: int, row: Mapping[str, str]) -> dict[str, str]:
-    run = {"id": f"sweep {number}", **UNSAID, **{name: row.get(column, "") for name, column in COLUMNS.items()}}
-    run["ffn"], run["step_time_s"] = f"4 x {run['hidden']}", f"{row.get(TIME, '')} ms"
-    return run

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.planner.programs import PROGRAMS, PublishedJob, footprint, layer_activations, ring_bandwidth
+from benchmarks.planner.programs import PublishedStep as Step
+from benchmarks.planner.published import compare_file, compare_table, lines, summaries, summary
+from benchmarks.planner.rows import CannotPredict, number_format, read_run, recompute_of, zero_stage
+from benchmarks.planner.rows import flops_per_token as of_job
 from megatron_llama.arch.flops import flops_per_token, mfu
+from megatron_llama.config.settings import ModelConfig
+from megatron_llama.system.tables import GIB
 from megatron_llama.tools.forecast.hardware import find_device
-from megatron_llama.tools.forecast.step_time import load_constants_file
+from megatron_llama.tools.forecast.step_time import StepTime, bus_bandwidth, load_constants, load_constants_file
 from megatron_llama.tools.plan.cli import main
-from megatron_llama.tools.plan.compare_published import compare_file, compare_table, lines, summaries, summary
-from megatron_llama.tools.plan.forecast_page import CannotPredict
-from megatron_llama.tools.plan.published import PROGRAMS, number_format, read_run, recompute_of, zero_stage
-from megatron_llama.tools.plan.published import flops_per_token as of_job
 from tests.config.helpers import make
 from tests.golden import GoldenFiles
 from tests.paths import ROOT
@@ -28,6 +32,17 @@ LLAMA = {
     "device": "H100-80GB-SXM (DGX)", "n_devices": "8", "tp": "1", "pp": "1", "cp": "1", "dp": "8", "micro_batch": "1",
     "global_batch": "128", "precision": "fp8", "framework": "NeMo 24.07 / Megatron-Core", "confidence": "high",
 }  # fmt: skip
+
+FUSED = PublishedJob(
+    ModelConfig(
+        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=11008, vocab_size=32_000
+    ),
+    seq=4096,
+    micro_batch=1,
+    num_microbatches=16,
+    kernels="fused",
+)
+BEFORE_FLASH = PROGRAMS["megatron 2021"]
 
 
 def row(**changes: str) -> dict[str, str]:
@@ -234,7 +249,7 @@ def test_command_prints_tables_or_json(tmp_path: Path, capsys: pytest.CaptureFix
         writer.writeheader()
         writer.writerows(rows)
     assert main(["--published", str(path)]) == 0
-    GoldenFiles.check("tools/plan/published.txt", capsys.readouterr().out)
+    GoldenFiles.check("benchmarks/published.txt", capsys.readouterr().out)
     assert main(["--published", str(path), "--json"]) == 0
     page = json.loads(capsys.readouterr().out)
     first = page["rows"][0]["step_time_s"]
@@ -252,7 +267,11 @@ def test_a_sweep_is_read_as_published_runs(tmp_path: Path) -> None:
     (compared,), skipped = compare_file(path)
     job = compared.run.job
     assert (job.tp, job.dp, job.pp, job.micro_batch, job.num_microbatches, job.zero) == (2, 2, 2, 2, 4, 0)
-    assert compared.run.seconds == pytest.approx(0.2505) and job.shape.ffn == 4096 and job.program.attention == "scores"
+    assert (
+        compared.run.seconds == pytest.approx(0.2505)
+        and job.model.intermediate_size == 4096
+        and job.program.attention == "scores"
+    )
     assert skipped == {"the model's shape is not stated": 1}
 
 
@@ -284,3 +303,61 @@ def test_errors_of_published_runs() -> None:
     assert errors["step time"]["medium"]["mean"] <= 0.12
     assert errors["memory"]["high"]["mean"] <= 0.07
     assert sum(skipped.values()) <= 0.06 * (len(compared) + sum(skipped.values()))
+
+
+def saved_gib(job: PublishedJob) -> float:
+    """Return the saved activations of the whole model, GiB."""
+    return job.model.num_hidden_layers * sum(layer_activations(job).values()) / GIB
+
+
+@pytest.mark.parametrize(
+    ("width", "layers", "everything", "without_scores", "inputs"),
+    [(4096, 32, 97.0, 17.0, 1.0), (5120, 40, 151.6, 26.6, 1.56), (8192, 80, 485.0, 85.0, 5.0)],
+)
+def test_activations_match_korthikanti(
+    width: int, layers: int, everything: float, without_scores: float, inputs: float
+) -> None:
+    """s*b*h*(34 + 5*a*s/h) without recomputation, 34 with selective, 2 with full (arXiv:2205.05198, table 2)."""
+    shape = replace(FUSED.model, hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 128)
+    shape = replace(shape, intermediate_size=4 * width)
+    job = replace(FUSED, model=shape, num_microbatches=1, program=BEFORE_FLASH, gated=False)
+    assert saved_gib(job) == pytest.approx(everything, rel=2e-3)
+    assert saved_gib(replace(job, recompute="selective")) == pytest.approx(without_scores, rel=4e-3)
+    assert saved_gib(replace(job, recompute="full")) == pytest.approx(inputs, rel=4e-3)
+    # tp divides 24 of the 34, with sp all of them.
+    units = saved_gib(replace(job, recompute="selective")) / 34
+    cut = replace(job, recompute="selective", tp=8)
+    assert saved_gib(cut) == pytest.approx(units * (10 + 24 / 8))
+    assert saved_gib(replace(cut, sp=True)) == pytest.approx(units * 34 / 8)
+
+
+def test_zero_shards_16_bytes_per_parameter() -> None:
+    """Check the stages of ZeRO (arXiv:1910.02054), with fp32 gradients as in Megatron-LM."""
+    count = FUSED.stage_parameters(0)
+    megatron = replace(FUSED, dp=8, shard_size=8)
+    for zero, each in ((0, 18), (1, 6 + 12 / 8), (2, 2 + 16 / 8)):
+        assert footprint(replace(megatron, zero=zero), 0).states == pytest.approx(each * count, rel=1e-6)
+    assert footprint(replace(megatron, zero=3), 0).states == pytest.approx(16 / 8 * count, rel=1e-6)
+
+
+def test_a_ring_over_nodes_has_the_speed_of_one_network_card() -> None:
+    h100, constants = find_device("h100"), load_constants()
+    assert h100 is not None
+    inside, outside = replace(FUSED, tp=4, cp=2), replace(FUSED, tp=4, cp=4)
+    assert ring_bandwidth(inside, h100, constants["network.share"]) == pytest.approx(0.78 * h100.link)
+    across = ring_bandwidth(outside, h100, constants["network.share"])
+    assert across == pytest.approx(constants["network.share"] * h100.network)
+    assert across == pytest.approx(bus_bandwidth(h100, 4, 4, constants) / 2), "an all-gather uses both cards of a node"
+
+
+def test_programs_differ_in_overlap_and_kernels() -> None:
+    def seconds(job: PublishedJob) -> StepTime:
+        spec = find_device("h100")
+        assert spec is not None
+        return Step(job, spec, load_constants()).step()
+
+    within = replace(FUSED, dp=8, shard_size=8)
+    apart = replace(within, program=replace(within.program, overlaps_dp=False))
+    assert seconds(apart).data_parallel > seconds(within).data_parallel > 0
+    eager = replace(FUSED, micro_batch=1, seq=128, kernels="eager")
+    assert seconds(replace(eager, kernels="fused")).total < 0.7 * seconds(eager).total, "fewer kernels"

@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.planner.programs import PublishedStep
+from benchmarks.planner.published import source_of, summary
+from benchmarks.planner.rows import CannotPredict, Published, read_run, read_table
 from megatron_llama.system.tables import text_table
-from megatron_llama.tools.forecast.step_time import CONSTANTS_FILE, step_time
-from megatron_llama.tools.plan.compare_published import source_of, summary
-from megatron_llama.tools.plan.forecast_page import CannotPredict, read_table
-from megatron_llama.tools.plan.published import Published, read_run
+from megatron_llama.tools.forecast.step_time import CONSTANTS_FILE
 
 FOLDS = 5
 WEIGHTS = {"high": 1.0, "medium": 0.25, "sweep": 0.05}
@@ -101,7 +101,8 @@ def named(logs: Vector) -> dict[str, float]:
 
 def log_errors(runs: Sequence[Published], constants: Mapping[str, float]) -> Vector:
     """Return log(predicted / published) of each row's step time."""
-    return np.array([math.log(step_time(run.job, run.device, constants).total / run.seconds) for run in runs])  # type: ignore[operator]
+    seconds = [PublishedStep(run.job, run.device, constants).step().total for run in runs]
+    return np.array([math.log(each / (run.seconds or math.nan)) for each, run in zip(seconds, runs, strict=True)])
 
 
 class _RecordingConstants(dict[str, float]):
@@ -125,7 +126,7 @@ def rows_by_constant(runs: Sequence[Published]) -> list[Vector]:
     start, reads = named(np.log([SPECIFICATION[name][0] for name in NAMES])), []
     for run in runs:
         constants = _RecordingConstants(start)
-        step_time(run.job, run.device, constants)
+        PublishedStep(run.job, run.device, constants).step()
         reads.append(constants.names)
     return [np.array([row for row, names in enumerate(reads) if name in names], dtype=np.intp) for name in NAMES]
 

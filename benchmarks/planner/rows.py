@@ -1,4 +1,4 @@
-"""Convert rows of published training runs to ``Job`` objects.
+"""Convert rows of published training runs to jobs.
 
 Publications use different conventions. The meaning of a row's numbers is derived here from its columns: which FLOPs
 an MFU counts, what a device is, and which program and kernels ran.
@@ -6,24 +6,17 @@ an MFU counts, what a device is, and which program and kernels ran.
 
 from __future__ import annotations
 
+import csv
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from megatron_llama.plan.job import Job, ModelShape, Program, StateBytes
-from megatron_llama.plan.memory import footprint
+from benchmarks.planner.programs import PROGRAMS, Program, PublishedJob, footprint
+from megatron_llama.config.settings import ModelConfig
+from megatron_llama.plan.job import StateBytes
 from megatron_llama.tools.forecast.hardware import HardwareSpec, find_device
-from megatron_llama.tools.forecast.programs import PROGRAMS
-from megatron_llama.tools.plan.forecast_page import (
-    NO,
-    CannotPredict,
-    Row,
-    parse_flag,
-    parse_int,
-    parse_number,
-    require_int,
-)
 
 SQUAD_DOCUMENT = 256
 """Tokens per example of the packed fine-tuning sets in NVIDIA's benchmarks (SQuAD). Attention is within examples."""
@@ -39,7 +32,7 @@ class Published:
     """Published run that can be predicted."""
 
     row: Row
-    job: Job
+    job: PublishedJob
     device: HardwareSpec
     """Share of a device that one rank uses."""
     seconds: float | None
@@ -70,52 +63,60 @@ def read_run(row: Row) -> Published:
     row = _with_devices(row, device)
     if match := _NOT_DENSE.search(f"{row.get('arch', '')} {row.get('model', '')}".lower()):
         raise CannotPredict(f"not a dense decoder ({match[0].strip('-')})")
-    shape = _shape(row, assumed)
+    model = _model(row, assumed)
     seq = require_int(row, "seq", "the sequence length")
     form = number_format(row.get("precision", ""))
     tp, pp, cp, dp, device = _layout(row, device, assumed)
-    vpp = parse_int(row, "vpp") or 1
     micro, batches = _batch(row, dp, pp, assumed)
     arch = row.get("arch", "").lower()
-    lora = "lora" in arch
     program = program_of(row, device)
-    sp = parse_flag(row, "sp")
-    if sp is None and tp > 1 and program.attention != "scores":
-        sp = True
-        assumed.append("sequence parallelism")
+    sp = _sequence_parallel(row, tp, program, assumed)
     zero = zero_stage(row.get("sharding", ""), program)
     if not row.get("sharding"):
         assumed.append(f"ZeRO {zero}")
-    recompute = recompute_of(row.get("recompute", ""))
     if not row.get("recompute"):
-        recompute = "none"
         assumed.append("no recomputation")
-    packed = "sft" in arch or (lora and "mlperf" not in arch)
+    packed = "sft" in arch or ("lora" in arch and "mlperf" not in arch)
     if packed:
         assumed.append(f"attention inside examples of {SQUAD_DOCUMENT} tokens")
-    job = Job(
-        shape=shape,
+    gated = "glu" in row.get("ffn_kind", "").lower()
+    job = PublishedJob(
+        model=model,
+        gated=gated or ("llama" in arch and row.get("ffn_kind", "").lower() in ("", "silu", "swish")),
+        learned_positions=seq if row.get("arch", "").startswith("GPT") else 0,
         seq=seq,
         micro_batch=micro,
         num_microbatches=batches,
         tp=tp,
         pp=pp,
-        vpp=max(1, min(vpp, shape.layers // pp)),
+        vpp=max(1, min(parse_int(row, "vpp") or 1, model.num_hidden_layers // pp)),
         cp=cp,
         dp=dp,
-        sp=bool(sp) and tp > 1,
+        sp=sp,
         zero=zero,
         shard_size=_shard_size(row.get("sharding", ""), dp * cp) if zero else 1,
-        recompute=recompute,
+        recompute=recompute_of(row.get("recompute", "")),
         format=form,
         scaling=scaling_of(row.get("precision", "")),
         state=_state(row, program, form),
-        lora_parameters=_lora(row, shape, tp) if lora else 0,
-        adapted=frozenset(("qkv", "o")) if lora else frozenset(),
+        adapted=frozenset(("qkv", "o")) if "lora" in arch else frozenset(),
         document=min(SQUAD_DOCUMENT, seq) if packed else None,
         program=program,
+        kernels=program.kernels,
+        overlaps_tp=program.overlaps_tp,
     )
+    if "lora" in arch:
+        stated = re.search(r"rank (\d+)", row.get("arch", ""))
+        job = replace(job, lora_parameters=(int(stated[1]) if stated else 16) * sum(map(sum, job.matmuls)))
     return Published(row, job, device, _seconds(row, job, device, assumed), _memory(row), tuple(assumed))
+
+
+def _sequence_parallel(row: Row, tp: int, program: Program, assumed: list[str]) -> bool:
+    sp = parse_flag(row, "sp")
+    if sp is None and tp > 1 and program.attention != "scores":
+        sp = True
+        assumed.append("sequence parallelism")
+    return bool(sp) and tp > 1
 
 
 def _with_devices(row: Row, device: HardwareSpec) -> Row:
@@ -209,7 +210,7 @@ def recompute_of(text: str) -> str:
     return "selective" if "select" in words else "full"
 
 
-def _shape(row: Row, assumed: list[str]) -> ModelShape:
+def _model(row: Row, assumed: list[str]) -> ModelConfig:
     hidden, layers = require_int(row, "hidden", "the model's shape"), require_int(row, "layers", "the model's shape")
     heads, ffn = require_int(row, "heads", "the model's shape"), require_int(row, "ffn", "the model's shape")
     vocab = parse_int(row, "vocab")
@@ -221,19 +222,15 @@ def _shape(row: Row, assumed: list[str]) -> ModelShape:
         raise CannotPredict(f"more than {MOST_LAYERS:,} layers")
     if heads > hidden or kv_heads > heads:
         raise CannotPredict(DO_NOT_FIT)
-    arch = row.get("arch", "")
-    return ModelShape(
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
+    return ModelConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         head_dim=max(1, hidden // heads),
-        ffn=ffn,
-        vocab=vocab,
-        gated="glu" in row.get("ffn_kind", "").lower()
-        or ("llama" in arch.lower() and row.get("ffn_kind", "").lower() in ("", "silu", "swish")),
-        tied=bool(parse_flag(row, "tied")),
-        learned_positions=(parse_int(row, "seq") or 0) if arch.startswith("GPT") else 0,
+        intermediate_size=ffn,
+        vocab_size=vocab,
+        tie_word_embeddings=bool(parse_flag(row, "tied")),
     )
 
 
@@ -299,14 +296,7 @@ def _shard_size(sharding: str, ranks: int) -> int:
     return min(int(stated[1]), ranks) if stated else ranks
 
 
-def _lora(row: Row, shape: ModelShape, tp: int) -> int:
-    """Return the LoRA parameters of one block."""
-    stated = re.search(r"rank (\d+)", row.get("arch", ""))
-    rank = int(stated[1]) if stated else 16
-    return rank * sum(inner + columns for inner, columns in shape.layer_matmuls(tp))
-
-
-def _seconds(row: Row, job: Job, device: HardwareSpec, assumed: list[str]) -> float | None:
+def _seconds(row: Row, job: PublishedJob, device: HardwareSpec, assumed: list[str]) -> float | None:
     """Return the published seconds of a step; None if they cannot be derived."""
     count = require_int(row, "n_devices", "the number of devices")
     if (rate := parse_number(row, "tokens_per_s_per_dev")) and not row.get("global_batch"):
@@ -318,7 +308,9 @@ def _seconds(row: Row, job: Job, device: HardwareSpec, assumed: list[str]) -> fl
     return _seconds_from_flops(row, job, device, count, assumed)
 
 
-def _seconds_from_flops(row: Row, job: Job, device: HardwareSpec, count: int, assumed: list[str]) -> float | None:
+def _seconds_from_flops(
+    row: Row, job: PublishedJob, device: HardwareSpec, count: int, assumed: list[str]
+) -> float | None:
     """Derive the seconds of a step from TFLOP/s or an MFU, if the row states which FLOPs it counts."""
     convention = row.get("flop_convention", "").lower()
     per_token = {"full": flops_per_token(job, 12), "causal": flops_per_token(job, 6)}
@@ -346,15 +338,15 @@ def _seconds_from_flops(row: Row, job: Job, device: HardwareSpec, count: int, as
     return job.tokens_per_step * counted / (rate * count)
 
 
-def flops_per_token(job: Job, attention: int) -> float:
+def flops_per_token(job: PublishedJob, attention: int) -> float:
     """Return the FLOPs per token: 6 per GEMM weight, plus ``attention`` * layers * width * sequence.
 
     Frozen weights of LoRA count 4 instead of 6.
     """
-    shape = job.shape
-    blocks = shape.layers * sum(rows * columns for rows, columns in shape.layer_matmuls())
+    layers = job.model.num_hidden_layers
+    blocks = layers * sum(rows * columns for rows, columns in replace(job, tp=1).matmuls)
     each = 4 if job.lora_parameters else 6
-    return each * (blocks + shape.vocab * shape.hidden) + attention * shape.layers * shape.queries * job.seq
+    return each * (blocks + job.vocab * job.model.hidden_size) + attention * layers * job.queries * job.seq
 
 
 def _memory(row: Row) -> float | None:
@@ -372,3 +364,130 @@ def predicted_memory(run: Published) -> float:
         stages = [job.pp - 1]
     peak = max(footprint(job, stage).total for stage in stages)
     return peak * (RESERVED if "max reserved" in words else 1)
+
+
+# Tables: columns, and the notations of their cells.
+
+
+Row = Mapping[str, str]
+NO = ("no", "off", "none", "false", "0", "0.0", "n", "disabled")
+_NOTHING = ("?", "-", "n/a", "na", "null", "unknown", "not stated")
+_CAPITALS = {name.lower(): name for name in ("peak_mem_GiB", "GPUs")}
+"""Column names that contain capitals, by their lower-case names."""
+_NUMBER = re.compile(r"[~≈<>]?\s*(\d[\d_]*\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*(%|[a-z/ .]*)", re.IGNORECASE)
+_THOUSANDS = re.compile(r"(?<=\d)[,\s'](?=\d{3}(?!\d))")
+_REMARK = re.compile(r"\(.*?\)")
+_TIMES = re.compile(r"\s*[x×*]\s*")
+
+
+class CannotPredict(ValueError):
+    """A row cannot be predicted; the message is the reason."""
+
+
+def read_table(path: Path) -> list[dict[str, str]]:
+    """Read a CSV file of published runs, or of a sweep. Missing cells are empty.
+
+    Columns may be in any order and case, separated by commas, semicolons or tabs.
+    """
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        head = file.readline()
+        file.seek(0)
+        lines = csv.reader(file, delimiter=max(",;\t", key=head.count))
+        names = [_CAPITALS.get(name.strip().lower(), name.strip().lower()) for name in next(lines, [])]
+        cells = [list(map(str.strip, line)) for line in lines]
+    rows = [dict.fromkeys(names, "") | dict(zip(names, row, strict=False)) for row in cells if any(row)]
+    for row in rows:
+        row["confidence"] = row.get("confidence", "").lower()
+    return published_rows(rows) if is_sweep(rows) else rows
+
+
+def parse_number(row: Row, column: str) -> float | None:
+    """Parse a number: "4,096", "2 x 8", "8k" (tokens), "870 ms". Return None unless it is positive."""
+    plain = _THOUSANDS.sub("", _REMARK.sub("", row.get(column, ""))).strip()
+    value = 1.0
+    for part in map(_NUMBER.fullmatch, _TIMES.split(plain)):
+        if part is None:
+            return None
+        unit = part[2].strip().lower().partition(" ")[0]
+        scale = {"k": 1024 if column == "seq" else 1000, "ms": 1e-3 if column == "step_time_s" else 1}
+        value *= float(part[1]) * scale.get(unit, 1)
+    return value if 0 < value < float("inf") else None
+
+
+def parse_int(row: Row, column: str) -> int | None:
+    """Parse a positive integer; return None for other values."""
+    value = parse_number(row, column)
+    return int(value) if value is not None and value >= 1 and value == int(value) else None
+
+
+def require_int(row: Row, column: str, label: str) -> int:
+    """Parse a positive integer that a prediction requires; raise CannotPredict if it is missing."""
+    value = parse_int(row, column)
+    if value is None:
+        raise CannotPredict(f"{label} is not stated")
+    return value
+
+
+def parse_flag(row: Row, column: str) -> bool | None:
+    """Parse yes or no; return None for an empty cell."""
+    words = row.get(column, "").lower()
+    if not words or words in _NOTHING:
+        return None
+    return words not in NO and not words.startswith("no ")
+
+
+# Conversion of vTrain's layout sweeps to rows of published runs.
+#
+# The sweeps (VIA-Research/vTrain) time GPT models that Megatron-DeepSpeed trained in fp16 on the eight A100 of a node.
+# COLUMNS maps their columns; UNSAID has the values that the files omit.
+
+
+TIME = "iteration time (ms)"
+CONFIDENCE = "sweep"
+"""Confidence of the rows. They are similar, so a fit weights each one less."""
+COLUMNS = {
+    "n_devices": "GPUs",
+    "global_batch": "global batch",
+    "micro_batch": "micro batch",
+    "hidden": "hidden size",
+    "heads": "attention heads",
+    "kv_heads": "attention heads",
+    "layers": "# layers",
+    "seq": "sequence length",
+    "tp": "tensor parallelism",
+    "dp": "data parallelism",
+    "pp": "pipeline parallelism",
+}
+UNSAID = {
+    "source": "VIA-Research/vTrain, one node",
+    "model": "gpt",
+    "arch": "GPT",
+    "ffn_kind": "gelu",
+    "vocab": "51200",
+    "tied": "1",
+    "device": "A100-40GB-SXM",
+    "sharding": "none",
+    "sp": "no",
+    # The simulator's settings state otherwise. But with recomputation (4/3 of the work) the GEMMs of the longest runs
+    # would exceed the chip's peak.
+    "recompute": "none",
+    "precision": "fp16 mixed",
+    "framework": "Megatron-DeepSpeed",
+    "confidence": CONFIDENCE,
+}
+
+
+def is_sweep(rows: Sequence[Mapping[str, str]]) -> bool:
+    """Whether a table is a layout sweep."""
+    return bool(rows) and TIME in rows[0]
+
+
+def published_rows(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Convert the rows of a sweep to rows of published runs, numbered from 1."""
+    return [_published(number, row) for number, row in enumerate(rows, 1)]
+
+
+def _published(number: int, row: Mapping[str, str]) -> dict[str, str]:
+    run = {"id": f"sweep {number}", **UNSAID, **{name: row.get(column, "") for name, column in COLUMNS.items()}}
+    run["ffn"], run["step_time_s"] = f"4 x {run['hidden']}", f"{row.get(TIME, '')} ms"
+    return run

@@ -1,25 +1,37 @@
-"""Compare predictions with a table of published runs: ``scripts/plan.py --published FILE.csv``."""
+"""Predict each row of a table of published runs; print the errors by source and device.
+
+    python -m benchmarks published runs.csv [--json]
+
+Columns and notations: docs/guides/tools/planning.md. `python scripts/plan.py --published runs.csv` runs this command.
+"""
 
 from __future__ import annotations
 
+import argparse
+import csv
+import json
 import re
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.system.tables import GIB, gib, text_table
-from megatron_llama.tools.forecast.step_time import load_constants, step_time
-from megatron_llama.tools.plan.forecast_page import CannotPredict, read_table
-from megatron_llama.tools.plan.published import (
+from benchmarks.planner.programs import PublishedStep
+from benchmarks.planner.rows import (
     DO_NOT_FIT,
+    CannotPredict,
     Published,
     flops_per_token,
     predicted_memory,
     read_run,
+    read_table,
 )
+from megatron_llama.config import ConfigError, Problem
+from megatron_llama.system.tables import GIB, gib, text_table
+from megatron_llama.tools.forecast.step_time import load_constants
 
 UNSTATED = "(not stated)"
 LEAST_MFU = 0.01
@@ -77,7 +89,7 @@ def compare_table(
             skipped[str(reason)] += 1
             continue
         try:
-            predicted = step_time(run.job, run.device, known).total, predicted_memory(run)
+            predicted = PublishedStep(run.job, run.device, known).step().total, predicted_memory(run)
         except ArithmeticError:  # tp leaves a matrix without rows
             skipped[DO_NOT_FIT] += 1
             continue
@@ -204,3 +216,25 @@ def _percent(error: float | None) -> str:
 def compare_file(path: Path) -> tuple[list[ComparedRun], Counter[str]]:
     """Compare the rows of a CSV file (``compare_table``)."""
     return compare_table(read_table(path))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("table", nargs="*", help="CSV file of published runs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the comparison; return the exit status. Raises ConfigError for a missing or unreadable file."""
+    flag = "--published"
+    if len(options.table) != 1 or not Path(options.table[0]).is_file():
+        rule = "needs the path of one CSV file" if len(options.table) != 1 else "file not found"
+        raise ConfigError([Problem(flag, " ".join(options.table) or None, rule, f"write {flag} runs.csv")])
+    try:
+        rows, skipped = compare_file(Path(options.table[0]))
+    except (UnicodeDecodeError, csv.Error, OSError) as error:
+        advice = "write a UTF-8 CSV file with the column names in its first line"
+        raise ConfigError([Problem(flag, options.table[0], f"cannot be read: {error}", advice)]) from error
+    text = json.dumps(as_json(rows, skipped), indent=1) if options.json else "\n".join(lines(rows, skipped))
+    sys.stdout.write(text + "\n")
+    return 0
