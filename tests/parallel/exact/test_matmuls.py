@@ -1,13 +1,15 @@
-"""Matmuls of exact mode: by blocks, or at once after a trial."""
+"""Matmuls of exact mode, by blocks or at once after a trial, and its means over heads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_llama.parallel.exact import matmuls
+from megatron_llama.parallel.exact.layers import Heads
 from megatron_llama.parallel.exact.matmuls import ALL, product
 
 ROWS = [slice(0, 32), slice(32, 64)]
@@ -104,3 +106,10 @@ def test_a_small_result_that_agrees_by_chance_is_not_used_at_once(monkeypatch: p
     columns = [slice(0, 1), slice(1, 2)]
     expected = matmuls.by_block(left, right, [ALL], columns, ALL)
     assert torch.equal(product(left, right, [ALL], columns), expected)
+
+
+def test_the_mean_of_copied_heads() -> None:
+    """Two ranks hold a copy of each of four heads; each head counts once."""
+    x = torch.randn(3, 2, 4, 5, dtype=torch.float64)
+    heads = Heads(SimpleNamespace(gather=lambda by_head: by_head.repeat_interleave(2, dim=0)), copies=2)  # type: ignore[arg-type]
+    torch.testing.assert_close(heads.mean(x), x.mean((2, 3), keepdim=True))
