@@ -250,7 +250,7 @@ class MLflowRun:
     def _last_step(self, client: Any, run: str) -> int:
         """Return the last step that the run has: steps after the checkpoint of a resume are not written twice."""
         history = client.get_metric_history(run, "step") if self._start_step else []
-        return max((metric.step for metric in history), default=0)
+        return max((metric.step for metric in history), default=-1)
 
     def _open(self, client: Any) -> str:
         """Return the id of the run: of the run to continue, or of a new one."""
