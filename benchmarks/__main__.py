@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
-import signal
 import sys
 from pathlib import Path
 
@@ -56,7 +55,6 @@ def main() -> int:
             loaded.add_arguments(command)
             command.set_defaults(run=loaded.run)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # both end the programs of a benchmark
     try:
         return int(args.run(args))
     except ConfigError as error:
@@ -65,4 +63,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, raises_sigterm=True)

@@ -34,6 +34,8 @@ HEAD = ("read latency", "batch built", "data_time_s, median", "maximum", "step, 
 class Slow:
     """Samples with an additional read latency of ``seconds``, as from remote storage."""
 
+    once = False
+
     def __init__(self, samples: Samples, seconds: float) -> None:
         self.samples, self.seconds = samples, seconds
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_llama.devices.processor import processor
 from megatron_llama.system.files import write_atomically
+from megatron_llama.system.programs import commit as commit
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,15 +29,6 @@ def run_program(program: str, *words: object, folder: Path = ROOT) -> None:
 def command_line() -> str:
     """Return the command of this benchmark, for its page."""
     return shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
-
-
-def commit() -> str:
-    """Return the short hash of the checked-out commit; empty outside a git repository or without git."""
-    try:
-        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    except OSError:
-        return ""
-    return done.stdout.strip()
 
 
 def describe_machine(device: str) -> str:

@@ -78,6 +78,8 @@ class RaggedSamples:
     With ``documents``, a sample has documents of uneven lengths.
     """
 
+    once = False
+
     def __init__(self, seq_length: int, vocab_size: int, documents: bool = False) -> None:
         self.seq_length, self.vocab_size, self.documents = seq_length, vocab_size, documents
 

@@ -245,8 +245,10 @@ def make_text_set(text: TextOptions, options: RunOptions, report: Callable[[str]
     if text.prepend_bos and encoder.tokenizer.bos is None:
         raise UserError(f"--prepend-bos: the tokenizer {model} has no begin-of-text token. Remove --prepend-bos")
     if not text.prepend_bos and encoder.tokenizer.adds_bos:
-        encoder.notes.append("documents get no begin-of-text token, with which this tokenizer begins a prompt: for a "
-                             "model that expects it write --prepend-bos")
+        encoder.notes.append(
+            "documents get no begin-of-text token, with which this tokenizer begins a prompt: for a model that expects "
+            "it write --prepend-bos"
+        )
     for note in encoder.notes:
         sys.stderr.write(f"note: {note}\n")
     ends = (text.append_eod, text.prepend_bos)

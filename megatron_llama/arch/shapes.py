@@ -6,8 +6,9 @@ Memory, FLOPs, traffic, LoRA and checkpoint names are derived from this table.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_llama.config.precision import has_8bit_states
 from megatron_llama.config.settings import FinetuneConfig, ModelConfig
@@ -33,14 +34,19 @@ class Matrix:
         return (rows // parts, columns) if self.cut == 0 else (rows, columns // parts)
 
 
-def matrices(model: ModelConfig) -> dict[str, Matrix]:
+def matrices(model: ModelConfig) -> Mapping[str, Matrix]:
     """Return the seven matrices by LoRA's names, in the order of Hugging Face's files."""
-    hidden, ffn, heads = model.hidden_size, model.intermediate_size, model.num_attention_heads
-    queries, keys = heads * head_dim(model), kv_heads(model) * head_dim(model)
+    heads, keys = model.num_attention_heads, kv_heads(model)
+    return _matrices(model.hidden_size, model.intermediate_size, heads, keys, head_dim(model))
+
+
+@lru_cache  # the planner and the tuner ask hundreds of thousands of times
+def _matrices(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int) -> Mapping[str, Matrix]:
+    queries, keys = heads * head_dim, kv_heads * head_dim
     table = (
         Matrix("self_attn.q_proj", (queries, hidden), 0, heads),
-        Matrix("self_attn.k_proj", (keys, hidden), 0, kv_heads(model)),
-        Matrix("self_attn.v_proj", (keys, hidden), 0, kv_heads(model)),
+        Matrix("self_attn.k_proj", (keys, hidden), 0, kv_heads),
+        Matrix("self_attn.v_proj", (keys, hidden), 0, kv_heads),
         Matrix("self_attn.o_proj", (hidden, queries), 1, heads),
         Matrix("mlp.gate_proj", (ffn, hidden), 0, ffn),
         Matrix("mlp.up_proj", (ffn, hidden), 0, ffn),

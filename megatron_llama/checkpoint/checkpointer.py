@@ -21,8 +21,6 @@ from megatron_llama.checkpoint.adapter import fingerprint, open_adapter
 from megatron_llama.checkpoint.differences import Difference, check_allowed, data_record, find_differences
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint, move_aside, point_to, resume_candidates
-from megatron_llama.checkpoint.foreign.detect import open_foreign, resumed_state
-from megatron_llama.checkpoint.foreign.tensors import NO_SETTINGS
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_manifest
 from megatron_llama.checkpoint.saving import Saver
@@ -224,6 +222,9 @@ class Checkpointer:
         self._report(f"{label} from {folder}")
 
     def _load_weights(self, folder: Path) -> None:
+        from megatron_llama.checkpoint.foreign.detect import open_foreign  # most runs start without these readers
+        from megatron_llama.checkpoint.foreign.tensors import NO_SETTINGS
+
         has_config = _is_hf_folder(folder)
         model = self.plan.model
         foreign = None if has_config else open_foreign(folder, model)
@@ -262,6 +263,8 @@ class Checkpointer:
     def _load_foreign(self, folder: Path) -> State:
         """Load another program's checkpoint. Raises CorruptFile or ConfigError on all ranks."""
         with sync_errors(CorruptFile, ConfigError):
+            from megatron_llama.checkpoint.foreign.detect import open_foreign, resumed_state
+
             foreign = open_foreign(folder, self.plan.model, resumes=True)
             state, self._differences = resumed_state(self.plan, foreign, self.data.record(0))
             targets = contents.weights(self.model.trained) | contents.optimizer_states(self.optimizer)

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from megatron_llama.config.fields import settings_of
 from megatron_llama.config.hf_config import DATASET, resolve_hub_name
-from megatron_llama.config.limits import at_least, is_number, one_of
+from megatron_llama.config.limits import at_least, is_weight, one_of
 from megatron_llama.config.problems import Problem, closest_match, format_value, quote_value
 from megatron_llama.config.settings import Config, DataConfig
 
@@ -38,14 +38,14 @@ DATA_FOLDER, OLD_DATA_FOLDER = "corpora/", "datasets/"
 
 def split_weights(prefixes: Sequence[Any]) -> tuple[list[float], list[str]]:
     """Split ``weight, path, weight, path, ...`` into (weights, paths); weights are [] if only paths are given."""
-    if not any(is_number(item) for item in prefixes):
+    if not any(is_weight(item) for item in prefixes):
         return [], [str(item) for item in prefixes]
     return [float(str(item)) for item in prefixes[::2]], [str(item) for item in prefixes[1::2]]
 
 
 def name_dataset(prefixes: Sequence[Any]) -> str:
     """Return a name, valid as a folder name, for datasets given as paths; "" for no path."""
-    paths = [item for item in prefixes if not is_number(item)]
+    paths = [item for item in prefixes if not is_weight(item)]
     if not paths:
         return ""
     first = os.path.basename(os.path.normpath(str(paths[0]))).removesuffix(TEXT_SUFFIX)
@@ -106,14 +106,14 @@ def settle_data_settings(data: Any, given: Set[str]) -> None:
         data.tokenizer = resolve_hub_name(find_in_data_folders(data.tokenizer))
     first: dict[tuple[int, int], str] = {}
     for owner, name in _lists_of_paths(data):
-        paths = [item if is_number(item) else str(item) for item in owner[name]]
+        paths = [item if is_weight(item) else str(item) for item in owner[name]]
         if not data.mock:
-            paths = [item if is_number(item) else find_in_data_folders(item) for item in paths]
+            paths = [item if is_weight(item) else find_in_data_folders(item) for item in paths]
         if data.kind == "sft":
-            paths = [item if is_number(item) else resolve_raw_data(item) for item in paths]
+            paths = [item if is_weight(item) else resolve_raw_data(item) for item in paths]
         if not data.mock:
-            paths = paths if any(map(is_number, paths)) else expand_patterns(paths)
-            paths = [item if is_number(item) else complete_prefix(item, data.kind) for item in paths]
+            paths = paths if any(map(is_weight, paths)) else expand_patterns(paths)
+            paths = [item if is_weight(item) else complete_prefix(item, data.kind) for item in paths]
             paths = same_names(paths, first)
         owner[name] = paths
 
@@ -174,7 +174,7 @@ def same_names(paths: Sequence[Any], first: dict[tuple[int, int], str]) -> list[
             return path
         return first.setdefault((status.st_dev, status.st_ino), path)
 
-    return [item if is_number(item) else name(str(item)) for item in paths]
+    return [item if is_weight(item) else name(str(item)) for item in paths]
 
 
 def complete_prefix(path: str, kind: str) -> str:

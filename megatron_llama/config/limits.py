@@ -99,7 +99,7 @@ def three_shares() -> Limit:
 
     def holds(split: str) -> bool:
         shares = split.split(",")
-        if len(shares) != 3 or not all(map(is_number, shares)):
+        if len(shares) != 3 or not all(map(is_weight, shares)):
             return False
         return all(float(share) >= 0 for share in shares) and float(shares[0]) > 0
 
@@ -110,11 +110,11 @@ def blend() -> Limit:
     """Require paths only, or pairs of a weight above zero and a path."""
 
     def holds(prefixes: Sequence[Any]) -> bool:
-        if not any(map(is_number, prefixes)):
+        if not any(map(is_weight, prefixes)):
             return all(str(item).strip() for item in prefixes)
         pairs = zip(prefixes[::2], prefixes[1::2], strict=False)
         return len(prefixes) % 2 == 0 and all(
-            is_number(weight) and float(weight) > 0 and not is_number(path) for weight, path in pairs
+            is_weight(weight) and float(weight) > 0 and not is_weight(path) for weight, path in pairs
         )
 
     rule = "must be paths only, or weight, path, weight, path, ... with weights above 0"
@@ -174,7 +174,7 @@ def not_blank(rule: str, example: str) -> Limit:
     return Limit(lambda text: bool(text.strip()), rule, example)
 
 
-def is_number(item: object) -> bool:
+def is_weight(item: object) -> bool:
     """Return whether an entry of data.prefixes is a weight rather than a path."""
     try:
         float(str(item))

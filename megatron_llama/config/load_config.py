@@ -46,7 +46,7 @@ from megatron_llama.config.fields import (
     unknown_setting_problem,
 )
 from megatron_llama.config.hf_config import fill_from_folders
-from megatron_llama.config.limits import is_number
+from megatron_llama.config.limits import is_weight
 from megatron_llama.config.problems import NOT_TEXT, ConfigError, Problem, duplicate_length, quote_value
 from megatron_llama.config.rope import settle_context
 from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
@@ -264,8 +264,8 @@ def _quote_numbers(text: str) -> str:
 
     def quote(item: re.Match[str]) -> str:
         bare = item.group().strip()
-        is_number = NOT_TEXT.fullmatch(bare) and bare.lower() != "null" and (is_text or "_" in bare)
-        return item.group().replace(bare, f'"{bare}"') if is_number else item.group()
+        is_weight = NOT_TEXT.fullmatch(bare) and bare.lower() != "null" and (is_text or "_" in bare)
+        return item.group().replace(bare, f'"{bare}"') if is_weight else item.group()
 
     return name + equals + _ITEM.sub(quote, value)
 
@@ -332,7 +332,7 @@ def _syntax_problem(text: str) -> Problem:
 
 def _quote_list(items: str) -> str:
     """Return a list for the shell and Hydra's grammar, from items with commas between them."""
-    return quote_value([float(item) if is_number(item) else item for item in map(str.strip, items.split(","))])
+    return quote_value([float(item) if is_weight(item) else item for item in map(str.strip, items.split(","))])
 
 
 def _value(override: Override) -> Any:

@@ -55,6 +55,9 @@ class Samples(Protocol):
     instead, its length (int64 scalar).
     """
 
+    once: bool
+    """Whether samples after the first epoch have no loss."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Mapping[str, torch.Tensor]: ...
@@ -293,6 +296,8 @@ class MockDataset:
 
     With ``examples`` above 1, each sequence is packed: it has this number of documents of equal length.
     """
+
+    once = False
 
     def __init__(self, num_samples: int, seq_length: int, vocab_size: int, seed: int, examples: int = 1) -> None:
         self.num_samples, self.seq_length, self.vocab_size, self.seed = num_samples, seq_length, vocab_size, seed

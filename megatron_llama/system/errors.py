@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -68,13 +69,16 @@ class Stopped(Exception):
     """Stop by a signal after all work was saved. Exit status 75: run the same command to continue."""
 
 
-def run_main(main: Callable[[], int]) -> None:
+def run_main(main: Callable[[], int], *, raises_sigterm: bool = False) -> None:
     """Run a script's main function; turn its errors into one message and an exit status.
 
-    Errors of other types are bugs of this project and keep their traceback.
+    Errors of other types are bugs of this project and keep their traceback. With ``raises_sigterm``, SIGTERM raises
+    KeyboardInterrupt too, so that the program ends its processes.
     """
     _repair_outputs()
     raise_interrupts()
+    if raises_sigterm:
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
     status: int | str | None
     try:
         try:

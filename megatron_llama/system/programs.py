@@ -114,3 +114,15 @@ def _wrap_into_next(line: str, following: list[str]) -> str:
         rest += " " + following.pop()[len(indent) :]
     following.append(indent + rest)
     return first
+
+
+def commit() -> str:
+    """Return the first 9 digits of the checked-out commit; "?" outside of git."""
+    import subprocess  # most programs start without it
+
+    try:
+        command = ["git", "-C", str(ROOT), "rev-parse", "--short=9", "HEAD"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "?"
+    return done.stdout.strip() or "?"

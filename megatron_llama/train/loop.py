@@ -246,7 +246,7 @@ def validate_set(plan: Plan, model: ParallelModel, batches: Batches) -> list[flo
     size = trainer.global_batch_size
     whole = -(-len(batches.samples) // size)
     end = size * (trainer.val_steps or whole)
-    if getattr(batches.samples, "once", False):
+    if batches.samples.once:
         end = min(end, size * whole)
     results, counts = [], []
     with Prefetcher(batches, end) as ahead:

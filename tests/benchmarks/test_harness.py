@@ -292,4 +292,4 @@ def test_programs_import_what_this_process_imports(monkeypatch: pytest.MonkeyPat
 
 def test_a_commit_needs_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert page_parts.commit() == ""
+    assert page_parts.commit() == "?"

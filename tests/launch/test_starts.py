@@ -13,13 +13,16 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import tests.warm  # noqa: F401  before the first fork
 from megatron_llama import cli
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.launch import rank
 from megatron_llama.launch import start as start_module
 from megatron_llama.launch.rank import Report, run_as_rank
 from megatron_llama.launch.start import run_here
@@ -291,3 +294,13 @@ def test_a_stopped_run_writes_no_report(
     monkeypatch.setattr(cli, "_write_report", written.append)
     assert cli.main(["data=mock", "device=cpu"]) == status
     assert written == [tmp_path] * writes
+
+
+def test_compile_processes_end_with_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = subprocess.Popen(["sleep", "1000"])
+    inductor = SimpleNamespace(_pool_set=[SimpleNamespace(process=process)])
+    monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", inductor)  # its import starts processes
+    rank._end_compile_processes()
+    assert process.wait() == -signal.SIGKILL
+    source = Path(torch.__file__).with_name("_inductor") / "async_compile.py"
+    assert "_pool_set" in source.read_text(encoding="utf-8")

@@ -17,13 +17,15 @@ from megatron_llama.system.errors import Stopped, UserError, run_main
 def main():
     {body}
     return 3
-run_main(main)
+run_main(main{options})
 """
 
 
-def run(body: str, redirection: str, *, encoding: str = "utf-8") -> subprocess.CompletedProcess[bytes]:
+def run(
+    body: str, redirection: str, *, encoding: str = "utf-8", options: str = ""
+) -> subprocess.CompletedProcess[bytes]:
     """A program in a shell; its output goes to ``redirection``, its status is the pipe's first."""
-    program = PROGRAM.format(body=body)
+    program = PROGRAM.format(body=body, options=options)
     line = f'set -o pipefail; {sys.executable} -c "$0" {redirection}'
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding}
     return subprocess.run(["bash", "-c", line, program], capture_output=True, env=environment, timeout=60)
@@ -46,6 +48,11 @@ def run(body: str, redirection: str, *, encoding: str = "utf-8") -> subprocess.C
 def test_a_lost_output_is_no_traceback(body: str, redirection: str, status: int) -> None:
     done = run(body, redirection)
     assert (done.returncode, done.stderr) == (status, b""), done.stderr.decode()
+
+
+def test_sigterm_interrupts_a_program_with_processes() -> None:
+    done = run("import os; os.kill(os.getpid(), 15)", "2>&1", options=", raises_sigterm=True")
+    assert (done.returncode, done.stdout) == (130, b"-c: stopped: interrupted\n")
 
 
 def test_long_messages_are_wrapped() -> None:

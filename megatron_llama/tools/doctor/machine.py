@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import platform
 import resource
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from megatron_llama.config.settings import DEVICES
 from megatron_llama.devices import get_device
 from megatron_llama.system.installed import missing_packages, pip_install
-from megatron_llama.system.programs import CONF_DIR, PACKAGE, ROOT
+from megatron_llama.system.programs import CONF_DIR, PACKAGE, commit
 from megatron_llama.system.tables import GIB, gib
 from megatron_llama.tools.doctor.finding import BREAKS, WARNS, Finding, NodeState, majority, names
 from megatron_llama.tools.doctor.network import ClockReading
@@ -135,7 +134,7 @@ def observe_versions() -> dict[str, Any]:
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
         LACKS: list(missing_packages().values()),
-        "commit": _commit(),
+        "commit": commit(),
         PROGRAM: _digest(),
     }
 
@@ -176,16 +175,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _commit() -> str:
-    """Return the first 9 digits of the checked-out commit; "?" outside of git."""
-    try:
-        command = ["git", "-C", str(ROOT), "rev-parse", "--short=9", "HEAD"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return "?"
-    return done.stdout.strip() or "?"
 
 
 def _digest() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -94,7 +93,6 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(name_commands(USAGE))
         return 0
     arguments, selected = _read_arguments(argv)
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # both write the results and end the processes
     with tempfile.TemporaryDirectory(prefix="prove-gpu-") as work:
         return _run(arguments, selected, Path(work), argv)
 

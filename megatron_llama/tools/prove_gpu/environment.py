@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_llama.system.programs import commit
 from megatron_llama.system.tables import gib
 from megatron_llama.tools.prove_gpu.checks import Check, CheckFailed, NotRun, Outcome
 
@@ -64,7 +65,7 @@ def _compiler(session: Session) -> Outcome:
 def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """Return rows (property, value) for the page."""
     rows = [(name, str(facts[name])) for name in ("device", "count", "python", "platform", "processor", "cores")]
-    rows += [("memory", gib(facts["memory_bytes"]))]
+    rows += [("memory", gib(facts["memory_bytes"])), ("commit", facts["commit"])]
     for number, card in enumerate(facts["cards"]):
         rows.append((f"card {number}", f"{card['name']}, {gib(card['memory_bytes'])}, {card['capability']}"))
     for title in ("hardware", "libraries", "packages", "variables"):
@@ -107,6 +108,7 @@ def _facts(device: Device) -> dict[str, Any]:
         "cards": _cards(device),
         "libraries": device.libraries(),
         "hardware": device.hardware(),
+        "commit": commit(),
         "packages": {package: package_version(package) for package in PACKAGES},
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -63,7 +63,7 @@ def page(facts: dict[str, Any], results: Sequence[PartResult], command: str) -> 
     """Yield the lines of the Markdown page."""
     cards = ", ".join(dict.fromkeys(card["name"] for card in facts["cards"])) or facts["processor"]
     yield from [f"# Checks on {facts['count']} x {cards} ({date.today()})", "", f"    {command}", ""]
-    if facts.get("small"):
+    if facts["small"]:
         yield from ["Small shapes: speed and memory say nothing about the card.", ""]
     yield from [last_line(results), ""]
     rows = [(part.name, str(part.status), duration(part.seconds), _cell(part.detail)) for part in results]
@@ -91,8 +91,8 @@ def page_name(day: date | None = None) -> str:
 
 def write_files(folder: Path, facts: dict[str, Any], results: Sequence[PartResult], command: str, redact: Any) -> Path:
     """Write page, results and environment into the folder; return the path of the page."""
-    record = {"date": str(date.today()), "command": command, "commit": facts.get("commit", "")}
-    record |= {"small": facts.get("small", False), "parts": [_as_json(part) for part in results]}
+    record = {"date": str(date.today()), "command": command, "commit": facts["commit"]}
+    record |= {"small": facts["small"], "parts": [_as_json(part) for part in results]}
     write_atomically(folder / "environment.json", redact(json.dumps(facts, indent=1)) + "\n")
     write_atomically(folder / "results.json", redact(json.dumps(record, indent=1)) + "\n")
     path = folder / page_name()

@@ -33,6 +33,7 @@ FACTS = {
     "cards": [{"name": "Card | 80", "memory_bytes": 80 << 30, "capability": "capability 9.0"}],
     "packages": {"torch": "2.13.0"}, "python": "3.12.1", "platform": "Linux", "processor": "CPU", "cores": 2,
     "memory_bytes": 1 << 34, "compiler": "gcc 12", "compiler_missing": None, "variables": {}, "matmul_error": 1e-7,
+    "commit": "0123abcd", "small": False,
 }  # fmt: skip
 
 
@@ -159,7 +160,8 @@ def test_table_and_page_show_all_results(tmp_path: Path) -> None:
     path = page.write_files(tmp_path, FACTS, results, "python scripts/prove_gpu.py", lambda text: text)
     assert path.name.startswith("gpu-20") and path.suffix == ".md"
     text = path.read_text(encoding="utf-8")
-    for expected in ("| attention | FAILED | 1:01 | a sentence with \\| a bar", "Card \\| 80", "580.1", "## Smoke"):
+    rows = ("| attention | FAILED | 1:01 | a sentence with \\| a bar", "Card \\| 80", "580.1", "## Smoke")
+    for expected in (*rows, "| commit | 0123abcd |"):
         assert expected in text
     assert all(f"`{name}`" in text for name in page.CONTENTS)
     assert {file.name for file in tmp_path.iterdir()} == {path.name, "results.json", "environment.json"}
