@@ -49,7 +49,8 @@ from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import CONF_DIR, OWN_CONF, conf_folders
 
-DEFAULT_CONF = OWN_CONF / "data" / "redpajama.yaml"
+DEFAULT_CONF = OWN_CONF / "data" / "prepared" / "redpajama.yaml"
+"""conf/data/redpajama.yaml, which git tracks, includes this file."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -98,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
         "--split", default="980,10,10", help="weights of training, validation and test (default 980,10,10)"
     )
     prepare.add_argument(
-        "--conf", type=Path, default=DEFAULT_CONF, metavar="FILE", help="default conf/data/redpajama.yaml"
+        "--conf", type=Path, default=DEFAULT_CONF, metavar="FILE", help="default conf/data/prepared/redpajama.yaml"
     )
     return result
 
@@ -211,7 +212,7 @@ def prepare(args: argparse.Namespace) -> int:
 def _train_words(args: argparse.Namespace, prefixes: dict[str, str], weights: dict[str, float]) -> list[str]:
     """Return the settings that train on the blend: the config file if train.py finds it, else its content."""
     folders = [folder.resolve() / "data" for folder in conf_folders(CONF_DIR)]
-    is_found = args.conf.suffix == ".yaml" and args.conf.resolve().parent in folders
+    is_found = args.conf == DEFAULT_CONF or (args.conf.suffix == ".yaml" and args.conf.resolve().parent in folders)
     blend = [item for name, prefix in prefixes.items() for item in (round(weights[name], 6), prefix)]
     manifest = read_manifest(next(iter(prefixes.values()))) or {}
     model = new_model_words(args.tokenizer_model, manifest["vocab_size"])

@@ -132,7 +132,7 @@ def _groups() -> Iterator[tuple[str, ...]]:
     def place(path: Path) -> tuple[int, Path]:
         return order.get(path.relative_to(conf).parts[0], len(order)), path
 
-    for path in sorted(conf.glob("*/**/*.yaml"), key=place):
+    for path in sorted(set(conf.glob("*/**/*.yaml")) - set(conf.glob("data/prepared/*")), key=place):
         lines = path.read_text(encoding="utf-8").splitlines()
         first = lines[lines[0] == PACKAGE]
         assert first.startswith("# ") and first[-1] != ":", f"{path} needs a sentence about it in its first line"

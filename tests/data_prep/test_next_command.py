@@ -20,7 +20,7 @@ from megatron_llama.config import Config, load_config
 from megatron_llama.data.checks import check_data
 from megatron_llama.plan import resolve
 from tests.data_prep.helpers import GOOD, some_texts, write_jsonl
-from tests.paths import CONF
+from tests.paths import CONF, ROOT
 from tests.tools.inference.models import make_folder
 
 Main = Callable[..., int]
@@ -122,16 +122,19 @@ def test_fine_tuning(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert config.data.seq_length == 4096
 
 
-@pytest.mark.parametrize("conf", ["conf/data/mine.yaml", "elsewhere/mine.yaml"])
+@pytest.mark.parametrize("conf", ["conf/data/mine.yaml", "elsewhere/mine.yaml", "redpajama.yaml"])
 def test_redpajama(
     conf: str, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("arxiv", "wikipedia"):
         write_jsonl(tmp_path / "rp" / name / "a.jsonl", some_texts(200))
-    arguments = ("prepare", "--input", "rp", "--tokenizer-model", str(tokenizer), "--output", "out", "--conf", conf)
-    run_command_line(monkeypatch, data_prep.redpajama, *arguments, "--workers", "1")
+    default = data_prep.redpajama.DEFAULT_CONF.relative_to(ROOT)  # here in the test's folder, as without a checkout
+    monkeypatch.setattr(data_prep.redpajama, "DEFAULT_CONF", default)
+    arguments = ["prepare", "--input", "rp", "--tokenizer-model", str(tokenizer), "--output", "out", "--workers", "1"]
+    arguments += ["--conf", conf] * (conf != default.name)
+    run_command_line(monkeypatch, data_prep.redpajama, *arguments)
     (words,) = printed(capsys)
-    assert (words[2] == "data=mine") == conf.startswith("conf")
+    assert words[2].startswith(f"data={Path(conf).stem}") == (not conf.startswith("elsewhere"))
     config = trains(words)
     assert config.data.prefixes[1::2] == [
         str(tmp_path / f"out/{name}_text_document") for name in ("wikipedia", "arxiv")
