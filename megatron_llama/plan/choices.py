@@ -44,6 +44,9 @@ TRAINING_SET, VALIDATION_SET = "_train_sft", "_validation_sft"
 LONGEST_BY_DEFAULT = 8192
 """Tokens. Longer sequences must be set explicitly: Llama 3.1 trains with 8,192 tokens and extends to 131,072 only in
 its last stage (arXiv:2407.21783, section 3.4)."""
+MOST_EPOCHS = 4
+"""Repeated tokens are worth nearly as much as new ones up to here (arXiv:2305.16264, section 5)."""
+MOST_NAMES = 3
 SHORT = 256
 """Default sequence length on a CPU, tokens."""
 
@@ -289,7 +292,12 @@ def list_notes(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def _data_notes(plan: Plan, data: DataConfig) -> Iterator[str]:
-    """Yield notes on the places of the data."""
+    """Yield notes on the places of the data, and on datasets that pretraining repeats often."""
+    often = [use for use in plan.dataset_usage if use.epochs > MOST_EPOCHS and data.kind == "pretrain"]
+    if often:
+        named = ", ".join(f"{_base(use.prefix)} ({use.epochs:,.1f})" for use in often[:MOST_NAMES])
+        more = f" and {len(often) - MOST_NAMES} more" * (len(often) > MOST_NAMES)
+        yield f"more than {MOST_EPOCHS} epochs of {named}{more}: later epochs add ever less (arXiv:2305.16264)"
     used = [] if data.mock else [*(path for _, path in list_paths(data)), data.tokenizer or ""]
     if any(path.startswith(OLD_DATA_FOLDER) for path in used):
         yield (

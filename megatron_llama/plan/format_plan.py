@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Sequence
 
 from megatron_llama.arch.blocks import num_blocks
@@ -27,7 +29,7 @@ LABEL = 14
 MOST_ROWS = 16
 MOST_COLUMNS = 4
 MOST_SHAPES = 4
-MOST_LETTERS = 19  # a longer path of a dataset is shortened to its end
+LEAST_LETTERS = 19  # of a dataset; counts are abbreviated if they leave fewer
 SHARDED = {1: "optimizer", 2: "optimizer and gradients", 3: "optimizer, gradients and parameters"}
 
 
@@ -168,13 +170,13 @@ def _table(plan: Plan, memory: list[Footprint]) -> list[str]:
     return _aligned(rows, left=2)
 
 
-def _width(rows: list[list[str]]) -> int:
+def _width(rows: list[list[str]], gap: int = 3) -> int:
     """Return the columns of the lines that ``_aligned`` makes."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return sum(widths) + 3 * len(widths) - 1
+    return 2 + sum(widths) + gap * (len(widths) - 1)
 
 
-def _aligned(rows: list[list[str]], left: int) -> list[str]:
+def _aligned(rows: list[list[str]], left: int, gap: int = 3) -> list[str]:
     """Return ``rows``, of which the first is the header, as lines; ``left`` columns are left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligns = ["<"] * left + [">"] * (len(widths) - left)
@@ -182,7 +184,7 @@ def _aligned(rows: list[list[str]], left: int) -> list[str]:
     cells = [
         [f"{cell:{align}{width}}" for cell, align, width in zip(row, aligns, widths, strict=True)] for row in ruled
     ]
-    return [("  " + "   ".join(row)).rstrip() for row in cells]
+    return [("  " + (" " * gap).join(row)).rstrip() for row in cells]
 
 
 def _cells(plan: Plan, memory: list[Footprint], columns: int, most_chunks: int | None = None) -> list[list[str]]:
@@ -356,20 +358,36 @@ def _runs(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
 
 def _readings(plan: Plan) -> list[str]:
     """Return one row per dataset: size of an epoch, and sequences that the run reads."""
-    if not plan.dataset_usage:
+    numbers, rows, room = _some(len(plan.dataset_usage), MOST_ROWS), [[""]], 0
+    shown = [plan.dataset_usage[number] for number in numbers if number is not None]
+    if not shown:
         return []
+    for count in ("{:,}".format, short_count):
+        rows = [["per epoch", "tokens", "share", "read", "tokens", "epochs"]]
+        for each in shown:
+            tokens = short_count(each.tokens), short_count(each.tokens * each.epochs)
+            amounts = count(each.sequences), tokens[0], f"{100 * each.share:.3g} %", count(each.read), tokens[1]
+            rows.append([*amounts, short_count(float(f"{each.epochs:.3g}"))])
+        room = WIDTH - _width([["", *row] for row in rows], gap=2)
+        if room >= LEAST_LETTERS:
+            break
     unit = "sequences" if plan.config.data.kind == "pretrain" else "examples"
-    rows = [[f"dataset ({unit})", "per epoch", "tokens", "share", "read", "tokens", "epochs"]]
-    for number in _some(len(plan.dataset_usage), MOST_ROWS):
-        if number is None:
-            rows.append(["…"] + [""] * (len(rows[0]) - 1))
-            continue
-        reading = plan.dataset_usage[number]
-        name = reading.prefix if len(reading.prefix) <= MOST_LETTERS else "…" + reading.prefix[1 - MOST_LETTERS :]
-        tokens = short_count(reading.tokens), short_count(reading.tokens * reading.epochs)
-        amounts = f"{reading.sequences:,}", tokens[0], f"{100 * reading.share:.3g} %", f"{reading.read:,}", tokens[1]
-        rows.append([name, *amounts, f"{reading.epochs:.3g}"])
-    return _aligned(rows, left=1)
+    names = _short_names([each.prefix for each in shown], max(room, LEAST_LETTERS))
+    rows = [[name, *row] for name, row in zip([f"dataset ({unit})", *names], rows, strict=True)]
+    if None in numbers:
+        rows.insert(numbers.index(None) + 1, ["…"] + [""] * (len(rows[0]) - 1))
+    return _aligned(rows, left=1, gap=2)
+
+
+def _short_names(names: Sequence[str], most: int) -> list[str]:
+    """Shorten names to ``most`` letters: first by the folders and the ending that all share, then in the middle."""
+    if max(map(len, names)) > most:
+        start = os.path.commonprefix(names).rfind("/") + 1
+        shared = os.path.commonprefix([name[start:][::-1] for name in names])[::-1] if len(names) > 1 else ""
+        end = len(re.sub("^[^/_]*", "", shared))
+        names = ["…" * bool(start) + name[start : len(name) - end] + "…" * bool(end) for name in names]
+    half = (most - 1) // 2
+    return [name if len(name) <= most else f"{name[: most - 1 - half]}…{name[-half:]}" for name in names]
 
 
 def _sharding(plan: Plan) -> str:

@@ -78,7 +78,8 @@ def resolve(
     if not plan.config.data.mock:
         with contextlib.suppress(OSError, ValueError):  # the checks of files report missing and broken datasets
             read = dataset_usage(plan.config.data, plan.batches.after(plan.config.trainer.steps).samples)
-    return replace(plan, dataset_usage=read, notes=(*plan.notes, *refusals, *tight, *list_notes(sanitized, plan)))
+    plan = replace(plan, dataset_usage=read)
+    return replace(plan, notes=(*plan.notes, *refusals, *tight, *list_notes(sanitized, plan)))
 
 
 # Variants of a config, for the planner and the tuner.
