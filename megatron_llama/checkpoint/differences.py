@@ -206,7 +206,7 @@ def _describe_dataset(datasets: Mapping[str, Mapping[str, Any]]) -> str:
     """Format a dataset with its size and fingerprint."""
     ((prefix, facts),) = datasets.items()
     size = f"{facts['sequences']:,} documents, {facts['tokens']:,} tokens"
-    content = f", content {facts['content'][:8]}" if "content" in facts else ""
+    content = "".join(f", {key} {value[:8]}" for key, value in facts.items() if key.startswith("content"))
     return f"{prefix} of {size}, fingerprint {facts['fingerprint'][:8]}{content}"
 
 

@@ -1,7 +1,8 @@
 """Hash of a dataset's content, cached per file, without torch.
 
-A file of up to WHOLE_BYTES is hashed completely. Of a larger file, blocks of WHOLE_BYTES in total are hashed, evenly
-distributed from the first to the last byte: a change between these blocks is not noticed.
+A run's files of up to WHOLE_BYTES together are hashed completely. Of larger ones, all files have the same limit. Of a
+file above it, blocks of that size in total are hashed, evenly distributed from the first to the last byte: a change
+between these blocks is not noticed.
 
 The cache is in the user's cache folder, so the dataset's folder may be read-only. A file is hashed again if its inode,
 size, modification time or change time differ. Without a writable cache each start hashes again.
@@ -15,7 +16,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +29,7 @@ from megatron_llama.system.limits import usable_cores
 
 BLOCK = 16 << 20
 WHOLE_BYTES = 16 << 30
-"""Largest file that is hashed completely: half a minute at 555 MiB/s, the rate of one core."""
+"""Bytes that a run hashes at most: half a minute at 555 MiB/s, the rate of one core."""
 THREADS = 8
 SETTLED_SECONDS = 2.0
 """Age of a file from which its hash is cached: a younger file may change without a new modification time."""
@@ -37,41 +38,60 @@ _MAX_CACHE_BYTES = 1 << 16
 _DIGEST_BYTES = 16
 
 
-def content_hash(prefix: str) -> str:
-    """Return the hash of a dataset's .bin and .idx, and of its loss masks if it has any. Raises OSError."""
+def content_facts(prefixes: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return {prefix: {key: hash}} of a run's datasets. Raises OSError.
+
+    The key is ``content``, or ``content_<MiB>`` if this part of a file is hashed. The part depends on the other
+    datasets, so hashes of two runs can be compared only if their keys agree.
+    """
+    sizes = {prefix: [path.stat().st_size for path in _files(prefix).values()] for prefix in prefixes}
+    limit = WHOLE_BYTES
+    while limit > 2 * BLOCK and sum(min(size, limit) for files in sizes.values() for size in files) > WHOLE_BYTES:
+        limit //= 2
+    part = f"content_{limit >> 20}"
+    keys = {prefix: part if limit < min(max(files), WHOLE_BYTES) else "content" for prefix, files in sizes.items()}
+    return {prefix: {key: content_hash(prefix, limit)} for prefix, key in keys.items()}
+
+
+def _files(prefix: str) -> dict[str, Path]:
+    """Return the files of a dataset by suffix: .bin and .idx, and its loss masks if it has any."""
+    paths = {suffix: Path(prefix + suffix) for suffix in (".bin", ".idx", MASK_SUFFIX + ".bin", MASK_SUFFIX + ".idx")}
+    return {suffix: path for suffix, path in paths.items() if suffix in (".bin", ".idx") or path.exists()}
+
+
+def content_hash(prefix: str, limit: int | None = None) -> str:
+    """Return the hash of a dataset, of at most ``limit`` bytes of each file (default WHOLE_BYTES). Raises OSError."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for suffix in (".bin", ".idx", MASK_SUFFIX + ".bin", MASK_SUFFIX + ".idx"):
-        path = Path(prefix + suffix)
-        if suffix in (".bin", ".idx") or path.exists():
-            digest.update(f"{suffix} {file_hash(path)}\n".encode())
+    for suffix, path in _files(prefix).items():
+        digest.update(f"{suffix} {file_hash(path, limit or WHOLE_BYTES)}\n".encode())
     return digest.hexdigest()
 
 
-def file_hash(path: Path) -> str:
+def file_hash(path: Path, limit: int | None = None) -> str:
     """Return the hash of a file, from the cache if the file is unchanged. Raises OSError."""
-    path = path.resolve()
+    path, limit = path.resolve(), limit or WHOLE_BYTES
     cache = Path(user_cache("hashes")) / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
     with open_regular(path) as file:
-        facts = _facts(file.fileno())
+        facts = _facts(file.fileno(), limit)
         if (known := _cached(cache, facts)) is not None:
             return known
         started = time.time()
-        digest = _hash_blocks(file.fileno(), path, facts["size"])
-        unchanged = _facts(file.fileno()) == facts
+        digest = _hash_blocks(file.fileno(), path, facts["size"], limit)
+        unchanged = _facts(file.fileno(), limit) == facts
     if unchanged and facts["mtime_ns"] < (started - SETTLED_SECONDS) * 1e9:
         with suppress(OSError):
             write_atomically(cache, json.dumps({"path": str(path), **facts, "digest": digest}))
     return digest
 
 
-def _facts(descriptor: int) -> dict[str, int]:
+def _facts(descriptor: int, limit: int) -> dict[str, int]:
     status = os.fstat(descriptor)
     return {
         "inode": status.st_ino,
         "size": status.st_size,
         "mtime_ns": status.st_mtime_ns,
         "ctime_ns": status.st_ctime_ns,
-        "whole_bytes": WHOLE_BYTES,
+        "whole_bytes": limit if limit < status.st_size else WHOLE_BYTES,
     }
 
 
@@ -94,15 +114,15 @@ def _cached(cache: Path, facts: dict[str, int]) -> str | None:
     return digest if is_valid else None
 
 
-def _blocks(size: int) -> list[tuple[int, int]]:
+def _blocks(size: int, limit: int) -> list[tuple[int, int]]:
     """Return (offset, bytes) of the blocks that are hashed."""
-    if size <= WHOLE_BYTES:
+    if size <= limit:
         return [(start, min(BLOCK, size - start)) for start in range(0, size, BLOCK)]
-    count = max(2, WHOLE_BYTES // BLOCK)
+    count = max(2, limit // BLOCK)
     return [(number * (size - BLOCK) // (count - 1), BLOCK) for number in range(count)]
 
 
-def _hash_blocks(descriptor: int, path: Path, size: int) -> str:
+def _hash_blocks(descriptor: int, path: Path, size: int, limit: int) -> str:
     def hashed(block: tuple[int, int]) -> bytes:
         offset, count = block
         digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -111,7 +131,7 @@ def _hash_blocks(descriptor: int, path: Path, size: int) -> str:
             offset, count = offset + len(part), count - len(part)
         return digest.digest()
 
-    blocks = _blocks(size)
+    blocks = _blocks(size, limit)
     whole = hashlib.blake2b(f"{size} ".encode(), digest_size=_DIGEST_BYTES)
     threads = min(THREADS, len(usable_cores()), max(1, len(blocks)))
     with ThreadPoolExecutor(threads, "hash") as pool:

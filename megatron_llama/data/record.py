@@ -6,7 +6,7 @@
      "chat_template": "own", "template": null, "curriculum": [],
      "levels": [[0, {"vocab_rarity": 20}]],       with a curriculum: (first sample, difficulties) so far
      "datasets": {prefix: {"sequences", "tokens", "bin_bytes", "fingerprint", "tokenizer_sha256",
-                           "content"}},              corpus/content_hash.py; missing in records of older versions
+                           "content" or "content_<MiB>"}},  corpus/content_hash.py; missing in records of older versions
      "training": [prefix],                        training datasets
      "segments": [{"first", "weights", "starts", "order", "shuffled"}]}     corpus/blend.py's, the last one in effect
 
@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_llama.config.data_settings import list_paths, split_weights
 from megatron_llama.corpus.blend import EPOCHS, BlendTimeline, same_shares, segments_from_json
-from megatron_llama.corpus.content_hash import content_hash
+from megatron_llama.corpus.content_hash import content_facts
 from megatron_llama.corpus.epochs import planned_timeline
 from megatron_llama.corpus.indexed_format import dataset_facts, same_dataset
 from megatron_llama.plan import Plan
@@ -41,26 +41,23 @@ READING = {
 
 
 def make_record(plan: Plan) -> Record:
-    """Return the record of a new run with this plan, including later blends. Hashes the datasets (content_hash).
+    """Return the record of a new run with this plan, including later blends. Hashes the datasets (content_facts).
 
     Raises OSError or ValueError.
     """
     data = plan.config.data
     is_stream = data.kind == "pretrain" and not data.mock
+    hashes = {} if data.mock else content_facts([path for _, path in list_paths(data)])
     return {
         "order": EPOCHS,
         "consumed_samples": 0,
         "kind": "mock" if data.mock else data.kind,
         **{key: getattr(data, key) for key in READING if key not in ("kind", "seed")},
         "seed": plan.config.trainer.seed,
-        "datasets": {} if data.mock else {path: _facts(path) for _, path in list_paths(data)},
+        "datasets": {prefix: {**dataset_facts(prefix), **content} for prefix, content in hashes.items()},
         "training": [] if data.mock else split_weights(data.prefixes)[1],
         "segments": [asdict(segment) for segment in planned_timeline(data).segments] if is_stream else [],
     }
-
-
-def _facts(prefix: str) -> dict[str, Any]:
-    return {**dataset_facts(prefix), "content": content_hash(prefix)}
 
 
 def advance_record(record: Record, timeline: BlendTimeline, consumed_samples: int) -> Record:

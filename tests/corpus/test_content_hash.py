@@ -117,7 +117,21 @@ def test_blocks_of_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     whole = file_hash(path)
     monkeypatch.setattr(module, "THREADS", 1)
     assert file_hash(path) == whole
-    monkeypatch.setattr(module, "WHOLE_BYTES", 40)
-    assert module._blocks(100) == [(0, 8), (23, 8), (46, 8), (69, 8), (92, 8)]
-    monkeypatch.setattr(module, "WHOLE_BYTES", 100)
-    assert [size for _, size in module._blocks(100)] == [8] * 12 + [4]
+    assert module._blocks(100, 40) == [(0, 8), (23, 8), (46, 8), (69, 8), (92, 8)]
+    assert [size for _, size in module._blocks(100, 100)] == [8] * 12 + [4]
+
+
+def test_the_files_of_a_run_share_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small dataset has the same hash in each run. A part of a large one is compared with the same part only."""
+    small, *large = (write_indexed(tmp_path / name, [[1] * 4000] * size) for name, size in {"a": 2, "b": 50, "c": 60}.items())
+    monkeypatch.setattr(module, "BLOCK", 1 << 12)
+    monkeypatch.setattr(module, "WHOLE_BYTES", 1 << 19)
+    read = []
+    monkeypatch.setattr(
+        module, "_hash_blocks", lambda _, path, *sizes: read.append(module._blocks(*sizes)) or path.name
+    )
+    facts = module.content_facts([small, *large])
+    assert 1 << 18 < sum(size for blocks in read for _, size in blocks) <= 1 << 19
+    assert [*facts[small]] == ["content"] and [*facts[large[0]]] == [*facts[large[1]]] == ["content_0"]
+    assert module.content_facts([small]) == {small: facts[small]}
+    assert [*module.content_facts(large[:1])[large[0]]] == ["content"]
