@@ -123,10 +123,10 @@ def test_blocks_of_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_files_of_a_run_share_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small dataset has the same hash in each run. A part of a large one is compared with the same part only."""
-    small, *large = (write_indexed(tmp_path / name, [[1] * 4000] * size) for name, size in {"a": 2, "b": 50, "c": 60}.items())
+    small, *large = (write_indexed(tmp_path / str(size), [[1] * 4000] * size) for size in (2, 50, 60))
     monkeypatch.setattr(module, "BLOCK", 1 << 12)
     monkeypatch.setattr(module, "WHOLE_BYTES", 1 << 19)
-    read = []
+    read: list[list[tuple[int, int]]] = []
     monkeypatch.setattr(
         module, "_hash_blocks", lambda _, path, *sizes: read.append(module._blocks(*sizes)) or path.name
     )
