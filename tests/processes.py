@@ -136,16 +136,19 @@ LIMIT_SECONDS = 250.0
 
 
 class Launcher:
-    """A forked process that runs ``function`` and exits with its result."""
+    """A forked process that runs ``function`` and exits with its result.
 
-    def __init__(self, function: Callable[[], int], folder: Path) -> None:
+    It appends to stdout.txt and stderr.txt in ``folder``, or to ``output`` alone.
+    """
+
+    def __init__(self, function: Callable[[], int], folder: Path, output: str = "") -> None:
         check_threads()
-        self.out, self.err = folder / "stdout.txt", folder / "stderr.txt"
+        self.out, self.err = folder / (output or "stdout.txt"), folder / (output or "stderr.txt")
         self.pid = os.fork()
         if self.pid == 0:
             for path, number in ((self.out, 1), (self.err, 2)):
-                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), number)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
             status = 99
             try:
                 status = function()
@@ -157,7 +160,7 @@ class Launcher:
                 os._exit(status)
 
     def wait(self, limit: float = LIMIT_SECONDS) -> int:
-        """Return the exit status, or the negative signal number. Fails the test after ``limit`` seconds."""
+        """Return the exit status, or the negative signal number. Kills, and fails the test, after ``limit`` seconds."""
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -165,13 +168,15 @@ class Launcher:
                 self.pid = 0
                 return os.waitstatus_to_exitcode(status)
             time.sleep(0.02)
-        raise AssertionError(f"the launcher still runs after {limit} s; stderr:\n{self.errors}")
+        self.kill()
+        raise AssertionError(f"the process still ran after {limit} s; stderr:\n{self.errors}")
 
     def kill(self) -> None:
-        """Kill the process after a failed test."""
+        """Kill the process if it runs."""
         if self.pid:
             os.kill(self.pid, 9)
             os.waitpid(self.pid, 0)
+            self.pid = 0
 
     @property
     def errors(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +17,12 @@ from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.cli import main
 from megatron_llama.plan import Plan
 from tests.checkpoint.runner import SMALL
-from tests.threads import check_threads
+from tests.processes import Launcher
 
 QUIET = ("device.peak_tflops=0.01", "logging.tensorboard=false")
-STATUS_LOST = -1
 
 
-class Job:
+class Job(Launcher):
     """A forked ``python train.py`` with these arguments. ``prepare`` is called first; ``work`` replaces run_rank."""
 
     def __init__(
@@ -36,41 +34,18 @@ class Job:
     ) -> None:
         self.run_dir = run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
-        self.output_file = run_dir.with_name(run_dir.name + ".out")
-        check_threads()
-        self.pid = os.fork()
-        if self.pid == 0:
-            status = STATUS_LOST
-            try:
-                with self.output_file.open("ab") as file:
-                    os.dup2(file.fileno(), 1)
-                    os.dup2(file.fileno(), 2)
-                sys.stdout, sys.stderr = (
-                    open(1, "w", closefd=False),
-                    open(2, "w", buffering=1, closefd=False),
-                )  # not pytest's
-                torch.set_num_threads(1)
-                if prepare is not None:
-                    prepare()
-                status = main([*SMALL, *QUIET, f"run.dir={run_dir}", *overrides], work)
-            finally:
-                os._exit(status)
 
-    def wait(self, timeout: float = 200) -> int:
-        """The exit status; negative for a signal. Ends the job, and fails, when it takes too long."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.02)
-        self.kill()
-        raise AssertionError(f"no end within {timeout} s:\n{self.output}")
+        def program() -> int:
+            torch.set_num_threads(1)
+            if prepare is not None:
+                prepare()
+            return main([*SMALL, *QUIET, f"run.dir={run_dir}", *overrides], work)
+
+        super().__init__(program, run_dir.parent, run_dir.name + ".out")
 
     def kill(self) -> None:
         """kill -9, and wait until its ranks have gone too: they hold the folder's lock until then."""
-        os.kill(self.pid, 9)
-        os.waitpid(self.pid, 0)
+        super().kill()
         lock = self.run_dir / ".lock"
         if lock.exists():
             with lock.open() as file:
@@ -89,7 +64,7 @@ class Job:
     @property
     def output(self) -> str:
         """stdout and stderr of the job."""
-        return self.output_file.read_text(errors="replace") if self.output_file.exists() else ""
+        return self.out.read_text(errors="replace") if self.out.exists() else ""
 
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -20,7 +22,7 @@ from megatron_llama.plan import resolve
 from megatron_llama.tools.doctor import cli, disks, examination, machine, network, ranks
 from megatron_llama.tools.doctor.disks import RUN, Need
 from megatron_llama.tools.doctor.examination import DoctorReport
-from megatron_llama.tools.doctor.finding import BREAKS, NOTES, WARNS, Finding, NodeState
+from megatron_llama.tools.doctor.finding import BREAKS, WARNS, Finding, NodeState
 from megatron_llama.tools.doctor.network import ClockReading, Connections
 from megatron_llama.tools.doctor.ranks import Rate, first_ranks, pairing_rounds
 from tests.config.helpers import make
@@ -55,13 +57,6 @@ def healthy(number: int) -> NodeState:
     return NodeState(number, f"n{number + 1}", address, str(number), seen)
 
 
-def one(findings: list[Finding]) -> Finding:
-    """Return the only finding, after checking that it has a remedy."""
-    (finding,) = findings
-    assert finding.remedy and finding.what and not finding.what.endswith(".")
-    return finding
-
-
 NEED = Need(checkpoint=100 * GIB, retained=3)
 JUDGES: dict[str, Callable[[list[NodeState]], Iterable[Finding]]] = {
     machine.VERSIONS: machine.judge_versions,
@@ -70,11 +65,6 @@ JUDGES: dict[str, Callable[[list[NodeState]], Iterable[Finding]]] = {
     machine.LIMITS: lambda nodes: machine.judge_limits(nodes, accelerator=True),
     disks.CHECK: lambda nodes: disks.judge(nodes, [None] * len(nodes), NEED),
 }
-
-
-@pytest.mark.parametrize("check", JUDGES)
-def test_healthy_nodes_have_no_findings(check: str) -> None:
-    assert not list(JUDGES[check]([healthy(number) for number in range(4)]))
 
 
 @pytest.mark.parametrize(
@@ -86,68 +76,98 @@ def test_the_cache_of_a_run_that_compiles_is_checked(device: str, exact: bool, w
     assert ("trainer.compile_cache" in examination.output_folders(make(**settings))) == writes
 
 
-FAULTS: list[tuple[str, dict[str, Any], str, str]] = [
-    (machine.VERSIONS, {"torch": "2.11.0"}, BREAKS, "torch 2.11.0; n1 has 2.13.0+cu130"),
-    (machine.VERSIONS, {"torch": None, machine.LACKS: ["torch"]}, BREAKS, "torch is not installed"),
-    (machine.VERSIONS, {machine.LACKS: ["matplotlib"]}, BREAKS, "matplotlib is not installed"),
-    (machine.VERSIONS, {"python": "3.11.7"}, WARNS, "python 3.11.7; n1 has 3.12.1"),
-    (machine.VERSIONS, {machine.PROGRAM: "bad", "commit": "old"}, BREAKS, "(commits old and abc)"),
-    (machine.HARDWARE, {"missing": "no driver"}, BREAKS, "no driver"),
-    (machine.HARDWARE, {"device": "cpu"}, BREAKS, "device: cpu; n1 has gpu"),
-    (machine.HARDWARE, {"count": 7}, WARNS, "7 devices; n1 has 8"),
-    (machine.HARDWARE, {"driver": "550"}, WARNS, "driver: 550"),
-    (network.INTERFACES, {"own": ["127.0.1.1"]}, NOTES, "host name n3 resolves to 127.0.1.1"),
-    (network.INTERFACES, {"asked": {network.GLOO: "eth7"}}, BREAKS, "selects no interface of this node"),
-    (network.INTERFACES, {"asked": {network.GLOO: "lo"}}, BREAKS, "selects only loopback"),
-    (
-        network.INTERFACES,
-        {"asked": {"X_IFNAME": "^eth,lo"}},
-        BREAKS,
-        "selects no interface of this node; available: lo",
-    ),
-    (machine.LIMITS, {"files": 1024}, WARNS, "1,024 open files"),
-    (machine.LIMITS, {"locked": 65536}, WARNS, "InfiniBand"),
-    (machine.LIMITS, {"shared": 64 << 20}, WARNS, "/dev/shm has 64 MiB"),
+FAULTS: list[tuple[str, dict[str, Any]]] = [
+    (machine.VERSIONS, {"torch": "2.11.0"}),
+    (machine.VERSIONS, {"torch": None, machine.LACKS: ["torch"]}),
+    (machine.VERSIONS, {machine.LACKS: ["matplotlib"]}),
+    (machine.VERSIONS, {"python": "3.11.7"}),
+    (machine.VERSIONS, {machine.PROGRAM: "bad", "commit": "old"}),
+    (machine.HARDWARE, {"missing": "no driver"}),
+    (machine.HARDWARE, {"device": "cpu"}),
+    (machine.HARDWARE, {"count": 7}),
+    (machine.HARDWARE, {"driver": "550"}),
+    (network.INTERFACES, {"own": ["127.0.1.1"]}),
+    *((network.INTERFACES, {"asked": {network.GLOO: name}}) for name in ("eth7", "lo")),
+    (network.INTERFACES, {"asked": {"X_IFNAME": "^eth,lo"}}),
+    (machine.LIMITS, {"files": 1024}),
+    (machine.LIMITS, {"locked": 65536}),
+    (machine.LIMITS, {"shared": 64 << 20}),
+    (disks.CHECK, {RUN: {"fault": "Permission denied"}}),
+    (disks.CHECK, {"trainer.compile_cache": {"fault": "No space left on device", "free": 0}}),
+    (disks.CHECK, {RUN: {"locks": None}}),
+    (disks.CHECK, {RUN: {"renames": False}}),
+    (disks.CHECK, {RUN: {"seconds": 0.2}}),
+    (disks.CHECK, {RUN: {"free": 90 * GIB}}),
+    (disks.CHECK, {RUN: {"free": 250 * GIB}}),
 ]
+"""Reports of the third of four nodes."""
 
 
-@pytest.mark.parametrize(("check", "fault", "severity", "message"), FAULTS, ids=lambda value: str(value)[:40])
-def test_a_faulty_node_is_reported(check: str, fault: dict[str, Any], severity: str, message: str) -> None:
+def with_fault(check: str, fault: dict[str, Any]) -> list[NodeState]:
     nodes = [healthy(number) for number in range(4)]
-    nodes[2].seen[check].update(fault)
-    finding = one(list(JUDGES[check](nodes)))
-    assert (finding.check, finding.severity, finding.where) == (check, severity, "n3")
-    assert message in finding.what
+    seen = nodes[2].seen[check]
+    for name, value in fault.items():
+        seen[name] = {**seen[name], **value} if check == disks.CHECK else value
+    return nodes
 
 
-@pytest.mark.parametrize(
-    ("name", "fault", "severity", "message"),
-    [
-        (RUN, {"fault": "Permission denied"}, BREAKS, "/shared/runs is not writable"),
-        ("trainer.compile_cache", {"fault": "No space left on device", "free": 0}, BREAKS, "0 MiB free"),
-        (RUN, {"locks": None}, WARNS, "has no file locks"),
-        (RUN, {"renames": False}, BREAKS, "did not replace"),
-        (RUN, {"seconds": 0.2}, WARNS, "writes 41.9 MB/s; the median node writes 838.9 MB/s"),
-        (RUN, {"free": 90 * GIB}, BREAKS, "has 90 GiB free, but one checkpoint of this run takes 100 GiB"),
-        (RUN, {"free": 250 * GIB}, WARNS, "3 of them 300 GiB: 2 fit"),
-    ],
-)
-def test_a_faulty_disk_is_reported(name: str, fault: dict[str, Any], severity: str, message: str) -> None:
-    nodes = [healthy(number) for number in range(4)]
-    nodes[1].seen[disks.CHECK][name].update(fault)
-    finding = one(list(disks.judge(nodes, [None] * 4, NEED)))
-    assert (finding.severity, finding.where) == (severity, "n2") and message in finding.what
-    assert f"{name}=PATH" in finding.remedy
+def tried(slow: float = 0.0002, fault: str = "") -> dict[int, list[dict[str, Any]]]:
+    """Return the connections between three nodes; the second cannot reach the third, or slowly."""
+    results = {n: [{"to": m, "seconds": 0.0002, "fault": ""} for m in range(3) if m != n] for n in range(3)}
+    results[1][1] = {"to": 2, "seconds": None if fault else slow, "fault": fault, "port": 40001}
+    return results
 
 
-def test_unshared_folders_and_broken_locks_are_reported() -> None:
+def measured(products: list[float], slow: Callable[[int, int], bool] = lambda one, other: False) -> dict[str, Any]:
+    """Return measurements of four nodes with two ranks each."""
+    hosts = [f"n{1 + rank // 2}" for rank in range(8)]
+    links = [(a, b, 1e7 if slow(a, b) else 1e9) for a in range(4) for b in range(4) if a != b]
+    return {"hosts": hosts, "products": products, "links": links, "collectives": []}
+
+
+def rates(slow: int) -> list[dict[str, Any]]:
+    """Return rates of four tensor-parallel groups; the one that starts with rank ``slow`` is slow."""
+    common = {"axis": "tp", "kind": "all_reduce", "ranks": 2, "size": 1 << 24}
+    groups = [(0, 1), (2, 3), (4, 5), (6, 7)]
+    return [common | {"seconds": 0.1 if group[0] == slow else 0.01, "group": group} for group in groups]
+
+
+def test_findings() -> None:
+    """Healthy nodes have no finding; the page has the findings of each fault, with severity, node and remedy."""
     nodes = [healthy(number) for number in range(3)]
-    there = {"seen": True, "locked_out": True}
-    assert not list(disks.judge(nodes, [None, there, there], NEED))
-    finding = one(list(disks.judge(nodes, [None, there, {"seen": False, "locked_out": None}], NEED)))
-    assert (finding.severity, finding.where) == (BREAKS, "n3") and "not shared" in finding.what
-    finding = one(list(disks.judge(nodes, [None, {"seen": True, "locked_out": False}, there], NEED)))
-    assert (finding.severity, finding.where) == (WARNS, "n2") and "does not exclude other nodes" in finding.what
+    there, equal = {"seen": True, "locked_out": True}, [1e12] * 8
+
+    def judge_disks(*others: dict[str, Any]) -> Iterable[Finding]:
+        return disks.judge(nodes, [None, *others], NEED)
+
+    def judge_clocks(*ahead: tuple[float, float]) -> Iterable[Finding]:
+        return machine.judge_clocks(nodes, [None, *(ClockReading(*each) for each in ahead)])
+
+    situations: dict[str, Iterable[Finding]] = {
+        **{f"healthy {check}": judge([healthy(number) for number in range(4)]) for check, judge in JUDGES.items()},
+        **{f"{check}: {fault}": JUDGES[check](with_fault(check, fault)) for check, fault in FAULTS},
+        "shared folders": judge_disks(there, there),
+        "a folder that n3 does not see": judge_disks(there, {"seen": False, "locked_out": None}),
+        "locks of n2 alone": judge_disks({"seen": True, "locked_out": False}, there),
+        "clocks within the error of the reading": judge_clocks((0.4, 0.001), (-1.2, 0.9)),
+        "a clock that is late": judge_clocks((-37.2, 0.001), (0.0, 0.001)),
+        "fast pairs": network.judge_pairs(nodes, tried()),
+        "a pair without an answer": network.judge_pairs(nodes, tried(fault="no answer within 4 s")),
+        "a slow pair": network.judge_pairs(nodes, tried(slow=0.05)),
+        "equal ranks and links": ranks.judge(measured(equal)),
+        "a slow rank": ranks.judge(measured([*equal[:5], 6e11, *equal[6:]])),
+        "a slow link": ranks.judge(measured(equal, lambda a, b: (a, b) == (1, 3))),
+        "slow links of a node": ranks.judge(measured(equal, lambda a, b: a == 2)),
+        "equal groups": ranks.judge(measured(equal) | {"collectives": rates(slow=8)}),
+        "a slow group": ranks.judge(measured(equal) | {"collectives": rates(slow=4)}),
+    }
+    page = ""
+    for name, findings in situations.items():
+        page += f"== {name}\n"
+        for one in findings:
+            assert one.remedy and one.what and not one.what.endswith(".")
+            page += f"{one.severity} {one.check}, {one.where}: {one.what}\n    {one.remedy}\n"
+    GoldenFiles.check("tools/doctor/findings.txt", page, {re.escape(sys.executable): "PYTHON"})
 
 
 def test_observing_a_disk_leaves_no_files(tmp_path: Path) -> None:
@@ -171,29 +191,6 @@ def test_disk_need_counts_checkpoints() -> None:
     assert examination.disk_need(resolve(make(**settings), 1)).retained == 10, "at 10, 20 ... 90 and at the end"
 
 
-def test_clock_differences_are_reported() -> None:
-    nodes = [healthy(number) for number in range(3)]
-    readings = [None, ClockReading(0.4, 0.001), ClockReading(-1.2, 0.9)]
-    assert not list(machine.judge_clocks(nodes, readings)), "within the error of the reading"
-    finding = one(list(machine.judge_clocks(nodes, [None, ClockReading(-37.2, 0.001), ClockReading(0.0, 0.001)])))
-    assert finding.where == "n2" and "37.2 s behind n1" in finding.what
-
-
-def test_failed_and_slow_pairs_are_reported() -> None:
-    nodes = [healthy(number) for number in range(3)]
-
-    def tried(slow: float = 0.0002, fault: str = "") -> dict[int, list[dict[str, Any]]]:
-        results = {n: [{"to": m, "seconds": 0.0002, "fault": ""} for m in range(3) if m != n] for n in range(3)}
-        results[1][1] = {"to": 2, "seconds": None if fault else slow, "fault": fault, "port": 40001}
-        return results
-
-    assert not list(network.judge_pairs(nodes, tried()))
-    finding = one(list(network.judge_pairs(nodes, tried(fault="no answer within 4 s"))))
-    assert (finding.severity, finding.where) == (BREAKS, "n2 → n3")
-    assert finding.what == "10.0.0.2 cannot connect to 10.0.0.3, port 40001: no answer within 4 s"
-    assert one(list(network.judge_pairs(nodes, tried(slow=0.05)))).severity == WARNS
-
-
 def test_reach_open_and_closed_ports() -> None:
     echo = network.Echo()
     answered = network.reach("127.0.0.1", echo.port)
@@ -204,40 +201,11 @@ def test_reach_open_and_closed_ports() -> None:
     assert network.reach("127.0.0.1", closed) == {"seconds": None, "fault": "Connection refused", "port": closed}
 
 
-def measured(products: list[float], slow: Callable[[int, int], bool] = lambda one, other: False) -> dict[str, Any]:
-    """Return measurements of four nodes with two ranks each."""
-    hosts = [f"n{1 + rank // 2}" for rank in range(8)]
-    links = [(a, b, 1e7 if slow(a, b) else 1e9) for a in range(4) for b in range(4) if a != b]
-    return {"hosts": hosts, "products": products, "links": links, "collectives": []}
-
-
-def test_slow_ranks_and_links_are_reported() -> None:
-    assert not list(ranks.judge(measured([1e12] * 8)))
-    finding = one(list(ranks.judge(measured([1e12] * 5 + [6e11] + [1e12] * 2))))
-    assert finding.where == "rank 5 on n3" and "600.0 GFLOP/s" in finding.what and "--exclude=n3" in finding.remedy
-    finding = one(list(ranks.judge(measured([1e12] * 8, lambda a, b: (a, b) == (1, 3)))))
-    assert finding.where == "n2 → n4" and "10.0 MB/s; the median link carries 1,000.0 MB/s" in finding.what
-    finding = one(list(ranks.judge(measured([1e12] * 8, lambda a, b: a == 2))))
-    assert finding.where == "n3" and "all links are slow" in finding.what
-
-
-def test_a_slow_group_is_reported() -> None:
-    groups = [(0, 1), (2, 3), (4, 5), (6, 7)]
-    rates = [
-        {"axis": "tp", "kind": "all_reduce", "ranks": 2, "size": 1 << 24, "seconds": 0.1 if group[0] == 4 else 0.01}
-        | {"group": group}
-        for group in groups
-    ]
-    finding = one(list(ranks.judge(measured([1e12] * 8) | {"collectives": rates})))
-    assert finding.where == "tp group of ranks 4, 5 (n3)"
-
-
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
 def test_pairing_rounds_contain_each_pair_once(count: int) -> None:
     all_rounds = [list(pairs) for pairs in pairing_rounds(count)]
-    assert all(len({n for pair in pairs for n in pair}) == 2 * len(pairs) for pairs in all_rounds), (
-        "one partner at a time"
-    )
+    for pairs in all_rounds:
+        assert len({n for pair in pairs for n in pair}) == 2 * len(pairs), "one partner at a time"
     all_pairs = [pair for pairs in all_rounds for pair in pairs]
     assert sorted(all_pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
     assert first_ranks(["a", "a", "b", "b"]) == [0, 2]

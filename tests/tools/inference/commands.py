@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
+import pytest
 import torch
 import transformers.models.auto.tokenization_auto  # noqa: F401  imported before the fork
 
 import megatron_llama.tools.inference.chat  # noqa: F401  the same
 from megatron_llama.launch.start import start_ranks
 from megatron_llama.tools.inference import evaluate_cli, generate_cli
-from tests.threads import check_threads
+from tests.golden import GoldenFiles
+from tests.processes import run_forked
 
 Main = Callable[[Sequence[str]], int]
+CPU = ("--device", "cpu")
 
 
-@dataclass
-class Ended:
+class Ended(NamedTuple):
     """A command that has ended."""
 
     status: int
@@ -34,47 +37,22 @@ def command(main: Main, *arguments: object, stdin: str = "", timeout: float = 15
 
     Without ``reader`` its stdout is a pipe whose read end is closed.
     """
-    with (
-        tempfile.TemporaryFile("w+", errors="surrogateescape") as given,
-        tempfile.TemporaryFile("w+") as out,
-        tempfile.TemporaryFile("w+") as err,
-    ):
-        given.write(stdin)
-        given.flush()
-        given.seek(0)
-        check_threads()
-        pid = os.fork()
-        if pid == 0:
-            status = -1
-            try:
-                for number, file in enumerate((given, out, err)):
-                    os.dup2(file.fileno(), number)
-                if not reader:
-                    read_end, pipe = os.pipe()
-                    os.close(read_end)
-                    os.dup2(pipe, 1)
-                sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
-                sys.stderr = open(2, "w", buffering=1, closefd=False)
-                torch.set_num_threads(1)
-                status = main([str(argument) for argument in arguments])
-            except SystemExit as error:
-                status = error.code if isinstance(error.code, int) else 1
-            finally:
-                sys.stdout.flush()
-                os._exit(status)
-        deadline = time.monotonic() + timeout
-        while not (waited := os.waitpid(pid, os.WNOHANG))[0]:
-            if time.monotonic() > deadline:
-                os.kill(pid, 9)
-                os.waitpid(pid, 0)
-                raise AssertionError("no end")
-            time.sleep(0.02)
-        out.seek(0)
-        err.seek(0)
-        return Ended(os.waitstatus_to_exitcode(waited[1]), out.read(), err.read())
+    with tempfile.TemporaryDirectory() as folder:
+        given, out, err = (Path(folder, name) for name in ("stdin", "stdout", "stderr"))
+        given.write_text(stdin, errors="surrogateescape")
 
+        def program() -> None:
+            os.dup2(os.open(given, os.O_RDONLY), 0)
+            if not reader:
+                read_end, pipe = os.pipe()
+                os.close(read_end)
+                os.dup2(pipe, 1)
+            sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+            sys.stderr = open(2, "w", buffering=1, closefd=False)
+            torch.set_num_threads(1)
+            sys.exit(main([str(argument) for argument in arguments]))
 
-CPU = ("--device", "cpu")
+        return Ended(run_forked(program, out, err, timeout), out.read_text(), err.read_text())
 
 
 def generate(argv: Sequence[str]) -> int:
@@ -85,3 +63,21 @@ def generate(argv: Sequence[str]) -> int:
 def evaluate(argv: Sequence[str]) -> int:
     """scripts/evaluate.py."""
     return evaluate_cli.main(argv, start_ranks)
+
+
+def check_refusals(
+    name: str,
+    main: Main,
+    rows: Sequence[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Check the status 2 of command lines in ``folder``, and their messages with a golden file."""
+    monkeypatch.chdir(folder)
+    page = ""
+    for row in rows:
+        assert main([*CPU, *shlex.split(row)]) == 2, row
+        page += f"$ {ascii(row)[1:-1][:79]}\n{capsys.readouterr().err}\n"
+    assert "Traceback" not in page
+    GoldenFiles.check(f"tools/inference/refused_{name}.txt", page, {r"found:\s+/\S+/": "found: FOLDER/"})

@@ -7,9 +7,7 @@ import math
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from megatron_llama.config import ModelConfig
 from megatron_llama.corpus.indexed_format import IndexedDataset
@@ -23,6 +21,7 @@ from megatron_llama.tools.inference.evaluation import (
     open_windows,
     predicted_bytes,
 )
+from tests.data.files import write_indexed
 from tests.data_prep.helpers import run_script
 from tests.tools.inference.commands import CPU, command, evaluate
 from tests.tools.inference.models import make_folder, train_sentencepiece, write_tokenizer
@@ -41,22 +40,11 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return SentencePieceTokenizer(train_sentencepiece(folder / "tokenizer", **plain))
 
 
-def write_dataset(prefix: Path, documents: list[list[int]]) -> str:
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for ids in documents:
-        builder.add_item(torch.tensor(ids))
-        builder.end_document()
-    builder.finalize(f"{prefix}.idx")
-    return str(prefix)
-
-
 def test_bytes_of_a_dataset_are_the_documents_bytes(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Windows of 7 tokens cut documents and characters."""
     assert tokenizer.end is not None
     documents = [[*tokenizer.encode_text(text), tokenizer.end] for text in TEXTS]
-    prefix = write_dataset(tmp_path / "data", documents)
+    prefix = write_indexed(tmp_path / "data", documents)
     examples = open_windows(prefix, MODEL, 7, None)
     first = len(tokenizer.decode(documents[0][:1]).encode())
     assert predicted_bytes(tokenizer, prefix, examples) == sum(len(text.encode()) for text in TEXTS) - first
@@ -81,7 +69,7 @@ def test_bytes_of_a_fine_tuning_set_are_the_answers_bytes(tokenizer: Tokenizer, 
 
 
 def test_ids_outside_the_tokenizer_are_reported(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    prefix = write_dataset(tmp_path / "data", [[5, tokenizer.size]])
+    prefix = write_indexed(tmp_path / "data", [[5, tokenizer.size]])
     with pytest.raises(UserError, match=f"id {tokenizer.size}, and .* has only {tokenizer.size} ids"):
         predicted_bytes(tokenizer, prefix, open_windows(prefix, MODEL, 7, None))
 
@@ -94,7 +82,7 @@ def test_the_formula() -> None:
 def test_the_report_has_bits_per_byte_if_the_tokenizer_is_known(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf")
     tokenizer = HuggingFaceTokenizer(folder)
-    prefix = write_dataset(tmp_path / "data", [tokenizer.encode_text(text) for text in TEXTS if text])
+    prefix = write_indexed(tmp_path / "data", [tokenizer.encode_text(text) for text in TEXTS if text])
     arguments = (folder, *CPU, "--dataset", prefix, "--output", tmp_path / "report.json")
     done = command(evaluate, *arguments)
     report = json.loads((tmp_path / "report.json").read_text())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from megatron_llama.checkpoint.export import _write_sentencepiece, export
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.config import ConfigError
-from megatron_llama.text.tokenizer import open_tokenizer
+from megatron_llama.text.tokenizer import Tokenizer, open_tokenizer
 from megatron_llama.tools.inference.arguments import inference_plan
 from megatron_llama.tools.inference.chat import PromptBuilder
 from megatron_llama.tools.inference.generator import Generator
@@ -25,7 +26,7 @@ from megatron_llama.tools.inference.saved_model import open_saved_model, stop_id
 from tests.checkpoint.jobs import Job
 from tests.ranks import run_ranks
 from tests.tools.inference.commands import CPU, command, evaluate
-from tests.tools.inference.models import in_generator, make_folder
+from tests.tools.inference.models import in_generator, make_folder, train_sentencepiece
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness, the extra eval, is not installed")
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1")  # read at import
@@ -117,19 +118,27 @@ def theirs(rank: int, folder: Path, tasks: Path, settings: dict[str, Any]) -> di
     return samples(model, tasks, **settings)
 
 
+def on_ranks(
+    folder: Path, work: Callable[[Generator, Tokenizer], Any], tp: int = 1, cp: int = 1, stops: bool = True
+) -> list[Any]:
+    """Return the results of ``work`` on each rank."""
+    saved = open_saved_model(folder)
+    tokenizer, plan = tokenizer_of(saved), inference_plan(saved.model, tp, "cpu", cp=cp)
+    stop = stop_ids(saved, tokenizer) if stops else frozenset()
+    return run_ranks(in_generator, tp * cp, lambda made: work(made, tokenizer), saved, plan, stop)
+
+
 def ours(
     folder: Path, tasks: Path, tp: int = 1, cp: int = 1, batch_size: int = 4, chat: str | None = None, **settings: Any
 ) -> dict[str, Any]:
     """Results of rank 0."""
-    saved = open_saved_model(folder)
-    tokenizer, plan = tokenizer_of(saved), inference_plan(saved.model, tp, "cpu", cp=cp)
-    builder = None if chat is None else PromptBuilder(tokenizer, chat)
 
-    def work(generator: Generator) -> Any:
+    def work(generator: Generator, tokenizer: Tokenizer) -> Any:
+        builder = None if chat is None else PromptBuilder(tokenizer, chat)
         evaluate_tasks = partial(samples, tasks=tasks, **settings)
         return harness.run_harness(generator, tokenizer, batch_size, evaluate_tasks, builder)
 
-    return run_ranks(in_generator, tp * cp, work, saved, plan, stop_ids(saved, tokenizer))[0]
+    return on_ranks(folder, work, tp, cp)[0]
 
 
 def check_equal(results: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -193,19 +202,12 @@ def test_the_text_of_a_named_template_has_its_ids(base: Path, name: str) -> None
 @pytest.mark.parametrize("add_bos", [True, False])
 def test_scores_with_sentencepiece(tasks: Path, tmp_path: Path, add_bos: bool) -> None:
     """Without the empty prompt: transformers 5 drops a space at the beginning of a text."""
-    import sentencepiece
-
-    lines = ["the cat sat on the mat", "a dog and a cat"] * 5
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_prefix=str(tmp_path / "pieces"),
-        vocab_size=290, byte_fallback=True, model_type="bpe", hard_vocab_limit=False, minloglevel=2,
-        normalization_rule_name="identity", remove_extra_whitespaces=False,
-    )  # fmt: skip
-    size = sentencepiece.SentencePieceProcessor(str(tmp_path / "pieces.model")).vocab_size()
-    folder = make_folder(tmp_path / "hf", vocab_size=size)
+    plain = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    model_file = train_sentencepiece(tmp_path / "pieces", **plain)
+    folder = make_folder(tmp_path / "hf", vocab_size=open_tokenizer(model_file).size)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
-    _write_sentencepiece(tmp_path / "pieces.model", folder, add_bos)
+    _write_sentencepiece(model_file, folder, add_bos)
     for name in ("config.json", "generation_config.json"):
         content = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps({**content, "eos_token_id": 2}))
@@ -257,14 +259,6 @@ def test_invalid_tasks_are_reported_together(base: Path, tasks: Path, tmp_path: 
         assert text in message, text
 
 
-def of_tasks(tmp_path: Path, **tasks: dict[str, Any]) -> harness_tasks.NamedTasks:
-    """Return tasks of files in a new folder."""
-    for name, task in tasks.items():
-        (tmp_path / f"{name}.yaml").write_text(json.dumps({"task": name, "test_split": "test", **task}))
-    manager = lm_eval.evaluator.TaskManager(include_path=str(tmp_path), include_defaults=False)
-    return harness_tasks.NamedTasks(list(tasks), manager)
-
-
 def test_groups_have_scores_and_each_task_is_run_once(tasks: Path) -> None:
     (tasks / "group.yaml").write_text(json.dumps({"group": "local_group", "task": ["local_choice", "local_text"]}))
     named = harness_tasks.find_tasks("local_group,local_answer", tasks)
@@ -276,16 +270,14 @@ def test_groups_have_scores_and_each_task_is_run_once(tasks: Path) -> None:
 
 
 def test_a_continuation_without_room_ends_all_ranks(base: Path) -> None:
-    saved = open_saved_model(base)
-    tokenizer, plan = tokenizer_of(saved), inference_plan(saved.model, 2, "cpu")
     requests = [SimpleNamespace(args=("the", " cat" * 200))]
 
-    def work(generator: Generator) -> Any:
+    def work(generator: Generator, tokenizer: Tokenizer) -> Any:
         with pytest.raises(ConfigError, match="a continuation has"):
             harness.run_harness(generator, tokenizer, 1, lambda model: model.loglikelihood(requests))
         return True
 
-    assert run_ranks(in_generator, 2, work, saved, plan, frozenset()) == [True, True]
+    assert on_ranks(base, work, tp=2, stops=False) == [True, True]
 
 
 def test_numbers_of_numpy_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,9 +290,11 @@ def test_numbers_of_numpy_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_datasets_that_cannot_be_loaded_are_named(tmp_path: Path) -> None:
     local = {"dataset_path": "json", "dataset_kwargs": {"data_files": str(tmp_path / "none.jsonl")}}
     hub = {"dataset_path": "someone/some_dataset"}
-    named = of_tasks(tmp_path, here={**TASKS["local_text"], **local}, there={**TASKS["local_text"], **hub})
+    for name, files in {"here": local, "there": hub}.items():
+        task = {"task": name, "test_split": "test", **TASKS["local_text"], **files}
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(task))
     with pytest.raises(ConfigError) as error:
-        harness_tasks.load_tasks(named)
+        harness_tasks.load_tasks(harness_tasks.find_tasks("here,there", tmp_path))
     message = " ".join(str(error.value).split())
     assert len(error.value.problems) == 2
     assert "dataset someone/some_dataset cannot be loaded" in message and "HF_HOME" in message
@@ -330,13 +324,11 @@ def test_generation_settings_are_honoured_or_rejected(settings: dict[str, Any], 
 
 def test_sampled_answers_differ_between_repeats(base: Path) -> None:
     """Equal requests in different batches have different random numbers, and each run the same."""
-    saved = open_saved_model(base)
-    tokenizer, plan = tokenizer_of(saved), inference_plan(saved.model, 1, "cpu")
     settings = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 2.0}
     requests = [SimpleNamespace(args=("the cat", settings))] * 4
 
-    def work(generator: Generator) -> Any:
+    def work(generator: Generator, tokenizer: Tokenizer) -> Any:
         return harness.run_harness(generator, tokenizer, 1, lambda model: model.generate_until(requests))
 
-    (answers,), (repeated,) = (run_ranks(in_generator, 1, work, saved, plan, frozenset()) for _ in range(2))
+    (answers,), (repeated,) = (on_ranks(base, work, stops=False) for _ in range(2))
     assert answers == repeated and len(set(answers)) == 4
