@@ -124,6 +124,8 @@ def read_deepspeed(folder: Path) -> tuple[Sources, Foreign]:
         raise CorruptFile(f"{folder}: {rule}")
     content = load_dict(files[0])
     result.step = result.updates = integer(content.get("global_steps"))
+    if result.step is not None:  # steps whose fp16 gradients overflowed have no update
+        result.updates = integer(result.step - (integer(content.get("skipped_steps")) or 0))
     result.samples = integer(content.get("global_samples"))
     settings = content.get("ds_config")
     for name, setting in {"train_batch_size": "trainer.global_batch_size", "gradient_clipping": "optim.clip"}.items():

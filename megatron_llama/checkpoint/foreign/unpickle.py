@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from megatron_llama.arch.foreign_names import VOCAB_ENDS
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.devices import HOST
 from megatron_llama.system.files import open_regular
@@ -333,7 +334,10 @@ def _scan_legacy(file: BinaryIO, size: int, permitted: tuple[re.Pattern[str], ..
 
 
 def check_stored(where: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise CorruptFile if tensors of a file have more values than bytes, or share bytes."""
+    """Raise CorruptFile if tensors of a file have more values than bytes, or share bytes.
+
+    A tied head may be the embedding.
+    """
     spans = []
     for name, values in tensors.items():
         if values.layout != torch.strided or values.is_meta or values.is_quantized:
@@ -347,6 +351,7 @@ def check_stored(where: Path, tensors: Mapping[str, torch.Tensor]) -> None:
             start = values.data_ptr()
             spans.append((start, start + values.nbytes, name))
     spans.sort()
-    for (_, end, name), (start, _, other) in pairwise(spans):
-        if start < end:
+    for (first, end, name), (start, last, other) in pairwise(spans):
+        tied = (first, end) == (start, last) and name.endswith(VOCAB_ENDS) and other.endswith(VOCAB_ENDS)
+        if start < end and not (tied and tensors[name].stride() == tensors[other].stride()):
             raise CorruptFile(f"{where}: {name} and {other} are in the same bytes")
