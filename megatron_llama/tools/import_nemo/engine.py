@@ -129,10 +129,16 @@ class Conversion:
         self.values = {key: None if find_open_reference(value) else value for key, value in values.items()}
         self.conversions: dict[str, KeyConversion] = {}
         self.problems: list[Problem] = []
+        self.latest = ""
+        """The key that was read last."""
 
     def run(self) -> ConvertedConfig:
         """Convert all subjects, then the keys that no subject has read. Raises ConfigError with all problems."""
-        self.subjects()
+        try:
+            self.subjects()
+        except (TypeError, ValueError, ArithmeticError, AttributeError) as error:  # such as a list for a number
+            rule = f"it, or a value that belongs to it, has the wrong type or size: {str(error)[:80]}"
+            self.problems.append(Problem(self.latest, self.values.get(self.latest), rule, "write another value"))
         if self.problems:
             raise ConfigError(self.problems)
         # Write all settings of the model, so that none of the default preset remains.
@@ -160,7 +166,7 @@ class Conversion:
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a key; ``default`` if it is null or missing."""
-        value = self.values.get(key)
+        value, self.latest = self.values.get(key), key
         return default if value is None else value
 
     def convert_key(self, key: str, setting: str, value: Any, why: str = "") -> None:

@@ -239,7 +239,7 @@ class MegatronConversion(Conversion):
         if chunk and is_count(layers) and is_count(pp):
             self.convert_key(key, "trainer.vpp", layers // pp // chunk)
         ends = [get(f"--decoder-{end}-pipeline-num-layers") for end in ("first", "last")]
-        if any(ends) and is_count(layers) and is_count(pp) and not chunk:
+        if any(ends) and is_count(layers) and is_count(pp) and pp <= min(layers, 10_000) and not chunk:
             middle = pp - sum(end is not None for end in ends)
             each = (layers - sum(filter(None, ends))) // max(middle, 1)
             stages = [*ends[:1], *[each] * middle, *ends[1:]]

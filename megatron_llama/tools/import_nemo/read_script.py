@@ -436,7 +436,7 @@ class _Script:
         text = "".join(self._quoted(text))
         text = re.sub(_NAME, lambda match: "".join(self._parameter(match[0])), text)
         try:
-            return str(_integer(ast.parse(text.strip()[:200], mode="eval").body))
+            return str(_integer(ast.parse(text.strip() if len(text) < 200 else "", mode="eval").body))
         except (SyntaxError, ArithmeticError, ValueError, RecursionError, MemoryError):
             return f"${{(({text}))}}"
 

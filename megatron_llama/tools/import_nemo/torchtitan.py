@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,7 +24,8 @@ from megatron_llama.tools.import_nemo.engine import (
     load_tables,
 )
 
-MOST_BYTES = 1_000_000
+MOST_BYTES, MOST_DOTS = 100_000, 500
+"""Size of a file, and dots in one of its lines: the parser needs quadratic memory for a key with many dots."""
 _PRESETS = {"llama3 8b": "llama3_8b", "llama3 70b": "llama3_70b", "llama3 405b": "llama3_405b"}
 _PRESETS |= {f"qwen3 {size}": f"qwen3/{size}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")}
 _DEBUG: dict[str, Any] = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
@@ -44,13 +46,16 @@ def convert_toml(path: Path, given: Mapping[str, str]) -> ConvertedConfig:
         ConfigError: With all reasons why the file cannot be converted.
     """
     try:
-        content = tomllib.loads(read_whole(path, MOST_BYTES).decode())
+        text = read_whole(path, MOST_BYTES).decode()
+        if any(line.count(".") > MOST_DOTS for line in text.splitlines()):
+            raise ValueError(f"a line has more than {MOST_DOTS} dots")
+        content = json.loads(json.dumps(tomllib.loads(text), default=str))  # dates as text
         values = dict(_leaves(content, ""))
-    except (OSError, ValueError, RecursionError) as error:
+        values |= {key.lstrip("-"): yaml.safe_load(value) for key, value in given.items()}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = str(error.strerror) if isinstance(error, OSError) else " ".join(str(error).split())
         problem = Problem("file", str(path), f"cannot be read as TOML: {reason}", "write the path of a TOML file")
         raise ConfigError([problem]) from error
-    values |= {key.lstrip("-"): yaml.safe_load(value) for key, value in given.items()}
     return TorchtitanConversion(values, path.stem).run()
 
 

@@ -96,6 +96,7 @@ def test_listing_config_and_command(source: str, capsys: pytest.CaptureFixture[s
         ("cat <<EOF\n--seq-length 1 'x\nEOF\nrun --seq-length 2 >&2 2>&1", ["run", "--seq-length", "2"]),
         ("bash -c \"run --seq-length 3 --x 'a b'\"", ["bash", "-c", "run", "--seq-length", "3", "--x", "a b"]),
         ("FLAGS='--seq-length 3'", ["--seq-length", "3"]),
+        (f"run --seq-length $(({'11+' * 80}11))", ["run", "--seq-length", f"${{(({'11+' * 80}11))}}"]),
     ],
 )
 def test_bash(script: str, words: list[str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +132,31 @@ def test_hostile_scripts_end_with_a_message(script: str) -> None:
     start = time.monotonic()
     with contextlib.suppress(ScriptError):
         read_script(Path("a.sh"), {})
+    assert time.monotonic() - start < 5
+
+
+_FLAGS = "--num-layers 100000000000 --num-attention-heads 4 --seq-length 8 --hidden-size 64 --lr 1 --vocab-size 64 "
+_FLAGS += "--micro-batch-size 1 --global-batch-size 8 --train-iters 1 "
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "overrides"),
+    [
+        ("a.sh", _FLAGS + "--decoder-first-pipeline-num-layers 1 --pipeline-model-parallel-size 10000000000", []),
+        ("a.sh", _FLAGS + "--num-layers-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 0", []),
+        ("a.sh", _FLAGS + "--lr-decay-style linear cosine", []),
+        ("a.sh", _FLAGS + "--lr-warmup-fraction 1e999", []),
+        ("a.toml", "lr_scheduler.decay_type = ['linear']", []),
+        ("a.toml", "optimizer.lr = 07:32:00\nparallelism.data_parallel_shard_degree = 1", []),
+        ("a.toml", "model.converters = 3", []),
+        ("a.toml", ".".join("a" * 49_000) + " = 1", []),
+        ("a.toml", "", ["training.steps=["]),
+    ],
+)
+def test_values_of_wrong_types_and_sizes(name: str, text: str, overrides: list[str]) -> None:
+    Path(name).write_text(text)
+    start = time.monotonic()
+    assert main([name, *overrides]) in (1, 2)
     assert time.monotonic() - start < 5
 
 
