@@ -18,7 +18,7 @@ import yaml
 from hypothesis import strategies as st
 from safetensors.torch import save as save_safetensors
 
-from megatron_llama.arch.foreign_names import megatron_names
+from megatron_llama.arch.foreign_names import litgpt_names, megatron_names, torchtitan_names
 from megatron_llama.arch.names import hf_shapes
 from megatron_llama.checkpoint.manifest import NAME, State, merge
 from megatron_llama.checkpoint.manifest import _checksum as checksum_of
@@ -254,6 +254,38 @@ TRAINER_CASES = st.one_of(
 RANK_CASES = damaged(edited(RANK).map(_common)).map(lambda content: {"model_optim_rng.pt": content})
 
 
+def _files(name: str, good: Any, more: Files) -> st.SearchStrategy[Files]:
+    """Cases of one file in a folder, whose other files are good."""
+    kind = {"json": as_json, "yaml": lambda value: yaml.safe_dump(value).encode("utf-8", "replace")}
+    return damaged(edited(good, [[0.5], [9, 0]]).map(kind.get(name[-4:], _torch_file))).map(
+        lambda content: {**more, name: content}
+    )
+
+
+META = {name: torch.full(shape, 0.5) for name, shape in torchtitan_names(MODEL).shapes.items()}
+META_PARAMS = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "norm_eps": 1e-6, "use_scaled_rope": False}
+LITGPT = {name: torch.full(shape, 0.5) for name, shape in litgpt_names(MODEL).shapes.items()}
+LITGPT_CONFIG = {"n_layer": 1, "norm_eps": 1e-6, "rope_base": 10000, "rope_adjustments": {"factor": 8.0}, "bias": False}
+_VECTOR = torch.cat([tensor.flatten() for tensor in TENSORS.values()])
+ZERO_MODEL = {
+    "param_shapes": [{name: list(tensor.shape) for name, tensor in TENSORS.items()}], "global_steps": 3,
+    "ds_config": {"train_batch_size": 8, "gradient_clipping": 1.0}, "global_samples": 24, "skipped_steps": 1,
+}  # fmt: skip
+ZERO_STATE = {
+    "partition_count": [1], "zero_stage": 2, "single_partition_of_fp32_groups": [_VECTOR], "base_optimizer_state":
+    {"state": {0: {"exp_avg": _VECTOR.clone(), "exp_avg_sq": _VECTOR.clone()}}, "param_groups": [TORCH_GROUP]},
+}  # fmt: skip
+_ZERO_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+TORCH_FILE_CASES = st.one_of(
+    _files("consolidated.00.pth", META, {"params.json": as_json(META_PARAMS)}),
+    _files("params.json", META_PARAMS, {"consolidated.00.pth": _torch_file(META)}),
+    _files("lit_model.pth", LITGPT, {}),
+    _files("model_config.yaml", LITGPT_CONFIG, {"lit_model.pth": _torch_file(LITGPT)}),
+    _files(_ZERO_FILES[0], ZERO_MODEL, {_ZERO_FILES[1]: _torch_file({"optimizer_state_dict": ZERO_STATE})}),
+    _files(_ZERO_FILES[1], {"optimizer_state_dict": ZERO_STATE}, {_ZERO_FILES[0]: _torch_file(ZERO_MODEL)}),
+)
+
+
 # Recipes, and the command line.
 
 RECIPE = {
@@ -323,6 +355,46 @@ model:
 )
 NEMO_CASES = damaged(edited(NEMO, RECIPES).map(lambda config: yaml.safe_dump(config).encode("utf-8", "replace"))).map(
     lambda text: {"nemo.yaml": text}
+)
+TITAN = {
+    "model": {"name": "llama3", "flavor": "8B", "converters": ["float8"]},
+    "optimizer": {"name": "AdamW", "lr": 3e-4, "eps": 1e-8},
+    "lr_scheduler": {"warmup_steps": 20, "decay_ratio": 0.8, "decay_type": "linear", "min_lr_factor": 0.1},
+    "training": {"local_batch_size": 1, "seq_len": 8192, "max_norm": 1.0, "steps": 1000, "global_batch_size": 8},
+    "parallelism": {"data_parallel_shard_degree": 8, "pipeline_parallel_degree": 2, "tensor_parallel_degree": 1},
+    "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"},
+    "checkpoint": {"enable": True, "interval": 500, "keep_latest_k": 3}, "validation": {"enable": True, "steps": 5},
+}  # fmt: skip
+SCRIPT = {
+    "nproc-per-node": 8, "nnodes": 2, "pretrain_gpt.py": "", "num-layers": 4, "hidden-size": 64, "lr": 0.1,
+    "num-attention-heads": 4, "seq-length": 64, "micro-batch-size": 1, "global-batch-size": 8, "train-samples": 800,
+    "swiglu": "", "lr-decay-style": "WSD", "lr-warmup-fraction": 0.1, "window-size": "(7,0)", "data-path": [1.0, "a"],
+    "pipeline-model-parallel-size": 2, "num-layers-per-virtual-pipeline-stage": 1, "save": "${A:-${B[@]}}",
+    "decoder-first-pipeline-num-layers": 1, "eval-interval": 5, "split": "$((8 * 12)),2,2", "vocab-size": 64,
+}  # fmt: skip
+
+
+def _toml(config: Any) -> bytes:
+    sections = config.items() if isinstance(config, dict) else [("a", config)]
+    parts = [(name, body.items() if isinstance(body, dict) else [("x", body)]) for name, body in sections]
+    rows = ([f"[{json.dumps(name)}]", *(f"{json.dumps(k)} = {json.dumps(v)}" for k, v in body)] for name, body in parts)
+    text = "\n".join(line for row in rows for line in row)
+    return text.replace("Infinity", "inf").replace("NaN", "nan").encode("utf-8", "replace")
+
+
+def _script(flags: Any) -> bytes:
+    listed = flags.items() if isinstance(flags, dict) else [("lr", flags)]
+    words = [
+        f"{name if '.py' in name else f'--{name}'} {value}".translate({91: None, 93: None}) for name, value in listed
+    ]
+    return " ".join(["torchrun", *words]).encode("utf-8", "replace")
+
+
+SOURCE_CASES = st.one_of(
+    damaged(edited(TITAN).map(_toml)).map(lambda text: {"a.toml": text}),
+    damaged(edited(SCRIPT, ["$((", "$1", "\x1b[2J", "'", "1e999", [2, "b"]]).map(_script)).map(
+        lambda text: {"a.sh": text}
+    ),
 )
 
 

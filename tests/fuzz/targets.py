@@ -32,6 +32,7 @@ from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, load_own_t
 from megatron_llama.text.conversation import Turn
 from megatron_llama.text.tokenizer import open_tokenizer, vocabulary_size
 from megatron_llama.tools.compare.runs import read_log
+from megatron_llama.tools.import_nemo.cli import as_yaml, command_line, convert_source, format_listing
 from megatron_llama.tools.import_nemo.convert import convert
 from megatron_llama.tools.inference.saved_model import open_saved_model
 from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, read_metrics, read_run_records
@@ -54,9 +55,11 @@ from tests.fuzz.good_files import (
     NEMO_CASES,
     RANK_CASES,
     RECIPE_CASES,
+    SOURCE_CASES,
     TEMPLATE_CASES,
     TOKENIZER,
     TOKENIZER_CASES,
+    TORCH_FILE_CASES,
     TRAINER_CASES,
     TRAINER_STATE,
     WEIGHT_CASES,
@@ -81,6 +84,15 @@ def plan_of(*overrides: str) -> None:
 
 def read_nemo(case: Path) -> None:
     convert(case / "nemo.yaml")
+
+
+def read_source(case: Path) -> None:
+    """Convert a script of Megatron-LM or a TOML of torchtitan, and format the result."""
+    (source,) = case.iterdir()
+    converted = convert_source(source, [], [])
+    command_line(converted, CONF)
+    as_yaml(converted, source.name).encode()
+    format_listing(converted, "a").encode()
 
 
 def read_config_json(case: Path) -> None:
@@ -235,6 +247,7 @@ TARGETS = (
     Target("torch_dist", DCP_CASES, read_megatron),
     Target("Trainer's checkpoint", TRAINER_CASES, read_trainer),
     Target("file of a Megatron rank", RANK_CASES, read_rank),
+    Target("files of Meta, litgpt and DeepSpeed", TORCH_FILE_CASES, read_foreign),
     Target("checkpoint.json", CHECKPOINT_CASES, read_checkpoint),
     Target("idx", IDX_CASES, read_dataset),
     Target("dataset manifest", MANIFEST_CASES, read_dataset),
@@ -242,6 +255,7 @@ TARGETS = (
     Target("recipe", RECIPE_CASES, read_recipe),
     Target("command line", COMMAND_CASES, read_command_line),
     Target("NeMo config", NEMO_CASES, read_nemo),
+    Target("Megatron script or TOML", SOURCE_CASES, read_source),
     Target("chat template", TEMPLATE_CASES, read_template),
     Target("tokenizer", TOKENIZER_CASES, read_tokenizer),
     Target("metrics.jsonl", METRICS_CASES, read_metrics_file),
