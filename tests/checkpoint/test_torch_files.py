@@ -42,17 +42,10 @@ def _permuted(weight: torch.Tensor) -> torch.Tensor:
 def write_meta(folder: Path, weights: State, ranks: int = 2, *, by_rows: bool = True, **params: Any) -> None:
     """Write params.json and consolidated.*.pth. The embedding is split by rows (Llama 3) or columns (before)."""
     top = {"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output"}
-    layer = {"self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv"}
-    layer |= {
-        "self_attn.o_proj": "attention.wo",
-        "mlp.gate_proj": "feed_forward.w1",
-        "mlp.down_proj": "feed_forward.w2",
-    }
-    layer |= {
-        "mlp.up_proj": "feed_forward.w3",
-        "input_layernorm": "attention_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
+    ours = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.down_proj mlp.up_proj"
+    theirs = "attention.wq attention.wk attention.wv attention.wo feed_forward.w1 feed_forward.w2 feed_forward.w3"
+    layer = dict(zip(ours.split(), theirs.split(), strict=True))
+    layer |= {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
     files: list[State] = [{"rope.freqs": torch.ones(4)} for _ in range(ranks)]
     for name, tensor in weights.items():
         key = name.removesuffix(".weight")
