@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -43,6 +45,16 @@ class Change:
         return math.prod(sizes)
 
 
+def of(section: str, text: str, base: dict[str, Any] | None = None, world: int = 1) -> dict[str, Change]:
+    """Return a change of each setting in ``text``: NAME=VALUE, separated by spaces."""
+    changes = {}
+    for name, _, value in (word.partition("=") for word in text.split()):
+        with suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(value)
+        changes[f"{section}.{name}"] = Change(value, base or {}, world=world)
+    return changes
+
+
 SFT = {"data.kind": "sft", "data.prefixes": ["a"]}
 VALIDATED = {"trainer.val_every_steps": 10}
 LORA = {"finetune.method": "lora", "init_from": "/models/one"}
@@ -54,39 +66,28 @@ LENGTHS = {"metric": "seqlen_truncate", "schedule_type": "fixed_discrete", "diff
 BLOCKS = {"model.sparse_attention.block": 64}
 DROPPING = {"trainer.random_ltd.min_value": 16}
 CHANGES: dict[str, Change] = {
-    "model.name": Change("other"),
-    "model.vocab_size": Change(20001),
-    "model.hidden_size": Change(200),
-    "model.intermediate_size": Change(500),
-    "model.num_hidden_layers": Change(5),
-    "model.num_attention_heads": Change(6),
-    "model.num_key_value_heads": Change(2),
-    "model.head_dim": Change(40),
-    "model.max_position_embeddings": Change(8192),
-    "model.rms_norm_eps": Change(1e-6),
-    "model.rope_theta": Change(500000.0),
+    **of(
+        "model",
+        "name=other vocab_size=20001 hidden_size=200 intermediate_size=500 num_hidden_layers=5 "
+        "num_attention_heads=6 num_key_value_heads=2 head_dim=40 max_position_embeddings=8192 "
+        "rms_norm_eps=1e-06 rope_theta=500000.0",
+    ),
     "model.rope_scaling.rope_type": Change("llama3"),  # from no scaling at all
-    "model.rope_scaling.factor": Change(4.0, SCALED),
-    "model.rope_scaling.low_freq_factor": Change(2.0, SCALED),
-    "model.rope_scaling.high_freq_factor": Change(8.0, SCALED),
-    "model.rope_scaling.original_max_position_embeddings": Change(4096, SCALED),
-    "model.rope_scaling.attention_factor": Change(1.5, YARN),
-    "model.rope_scaling.beta_fast": Change(16.0, YARN),
-    "model.rope_scaling.beta_slow": Change(2.0, YARN),
-    "model.rope_scaling.mscale": Change(0.7, YARN),
-    "model.rope_scaling.mscale_all_dim": Change(0.7, YARN),
-    "model.rope_scaling.truncate": Change(False, YARN),
+    **of(
+        "model.rope_scaling",
+        "factor=4.0 low_freq_factor=2.0 high_freq_factor=8.0 original_max_position_embeddings=4096",
+        SCALED,
+    ),
+    **of(
+        "model.rope_scaling",
+        "attention_factor=1.5 beta_fast=16.0 beta_slow=2.0 mscale=0.7 mscale_all_dim=0.7 truncate=False",
+        YARN,
+    ),
     "model.rope_scaling.short_factor": Change([2.0] * 30, LONGROPE),
     "model.rope_scaling.long_factor": Change([2.0] * 30, LONGROPE),
-    "model.sliding_window": Change(16),
-    "model.model_type": Change("qwen3"),
-    "model.attention_bias": Change(True),
-    "model.mlp_bias": Change(True),
-    "model.sparse_attention.block": Change(32, BLOCKS),
-    "model.sparse_attention.num_local_blocks": Change(8, BLOCKS),
-    "model.sparse_attention.num_global_blocks": Change(2, BLOCKS),
-    "model.tie_word_embeddings": Change(True),
-    "model.initializer_range": Change(0.01),
+    **of("model", "sliding_window=16 model_type=qwen3 attention_bias=True mlp_bias=True"),
+    **of("model.sparse_attention", "block=32 num_local_blocks=8 num_global_blocks=2", BLOCKS),
+    **of("model", "tie_word_embeddings=True initializer_range=0.01"),
     "data.name": Change("other"),
     "data.kind": Change("sft", {"data.prefixes": ["a"]}),
     "data.pack": Change(True, SFT),
@@ -100,18 +101,10 @@ CHANGES: dict[str, Change] = {
     "data.chat_template": Change("chatml", SFT, becomes={"data.prefixes": ["b"]}),
     "data.template": Change("qnli", SFT, becomes={"data.prefixes": ["b"]}),
     "data.split": Change("70,30,0"),
-    "data.seq_length": Change(16),
-    "data.tokenizer": Change("tokenizer.model"),
-    "data.cache_dir": Change("/elsewhere"),
+    **of("data", "seq_length=16 tokenizer=tokenizer.model cache_dir=/elsewhere"),
     "data.prepare": Change("make it"),
-    "trainer.random_ltd.min_value": Change(32, DROPPING),
-    "trainer.random_ltd.max_value": Change(16, DROPPING),
-    "trainer.random_ltd.require_steps": Change(7, DROPPING),
-    "trainer.random_ltd.seq_per_step": Change(8, DROPPING),
-    "trainer.random_ltd.layers": Change([1], DROPPING),
-    "trainer.tp": Change(2, world=2),
-    "trainer.pp": Change(2, world=2),
-    "trainer.cp": Change(2, world=2),
+    **of("trainer.random_ltd", "min_value=32 max_value=16 require_steps=7 seq_per_step=8 layers=[1]", DROPPING),
+    **of("trainer", "tp=2 pp=2 cp=2", world=2),
     "trainer.cp_comm": Change("ulysses", {"trainer.cp": 2}, world=2),
     "trainer.vpp": Change(2, {"trainer.pp": 2}, world=2),
     "trainer.pipeline_layers": Change([1, 3], {"trainer.pp": 2}, world=2),
@@ -123,88 +116,53 @@ CHANGES: dict[str, Change] = {
     "trainer.reduce_group": Change(2, {"trainer.dp": 4, "trainer.grad_reduce": "int8"}, world=4),
     "trainer.param_gather": Change("int8", {"trainer.dp": 2}, world=2),
     "trainer.secondary_group": Change(2, {"trainer.dp": 4, "trainer.zero": 3}, world=4),
-    "trainer.micro_batch_size": Change(2),
-    "trainer.global_batch_size": Change(16),
-    "trainer.batch_schedule": Change([[1000, 16]]),
-    "trainer.steps": Change(200),
+    **of("trainer", "micro_batch_size=2 global_batch_size=16 batch_schedule=[[1000,16]] steps=200"),
     "trainer.epochs": Change(3, {"data.prefixes": ["a"]}, {"trainer.steps": 100}),
-    "trainer.seed": Change(1),
-    "trainer.precision": Change("bf16"),
-    "trainer.recompute": Change("full"),
+    **of("trainer", "seed=1 precision=bf16 recompute=full"),
     "trainer.offload": Change(["optimizer"]),
     "trainer.recompute_every": Change(2, base={"trainer.recompute": "full"}),
-    "trainer.mlp_chunks": Change(4),
-    "trainer.compile": Change(True),
-    "trainer.compile_strict": Change(True),
-    "trainer.compile_cache": Change("/elsewhere"),
-    "trainer.z_loss": Change(1e-4),
-    "trainer.float8": Change("tensorwise"),
+    **of(
+        "trainer",
+        "mlp_chunks=4 compile=True compile_strict=True compile_cache=/elsewhere z_loss=0.0001 float8=tensorwise",
+    ),
     "trainer.async_tp": Change(True, {"trainer.tp": 2, "trainer.compile": True}, world=2),
-    "trainer.deterministic": Change(True),
-    "trainer.exact": Change(True),
-    "trainer.skip_nonfinite_steps": Change(1),
-    "trainer.check_copies_every": Change(10),
-    "trainer.spike_guard": Change("skip"),
+    **of("trainer", "deterministic=True exact=True skip_nonfinite_steps=1 check_copies_every=10 spike_guard=skip"),
     "trainer.spike_factor": Change(4.0, {"trainer.spike_guard": "skip"}),
     "trainer.spike_window": Change(64, {"trainer.spike_guard": "skip"}),
     "trainer.spike_rewinds": Change(5, {"trainer.spike_guard": "rewind"}),
-    "trainer.hang_timeout_seconds": Change(60.0),
-    "trainer.profile": Change([2, 3]),
-    "trainer.max_restarts": Change(1),
-    "trainer.val_every_steps": Change(20, VALIDATED),
-    "trainer.val_at_start": Change(True, VALIDATED),
-    "trainer.val_steps": Change(2, VALIDATED),
+    **of("trainer", "hang_timeout_seconds=60.0 profile=[2,3] max_restarts=1"),
+    **of("trainer", "val_every_steps=20 val_at_start=True val_steps=2", VALIDATED),
     "optim.name": Change("sgd"),
     "optim.lr": Change(1e-4, {"optim.min_lr": 1e-5}),
-    "optim.min_lr": Change(1e-6),
-    "optim.warmup_steps": Change(20),
+    **of("optim", "min_lr=1e-06 warmup_steps=20"),
     "optim.warmup_ratio": Change(0.1),  # which is what it was
-    "optim.constant_steps": Change(5),
-    "optim.betas": Change([0.9, 0.99]),
-    "optim.eps": Change(1e-6),
+    **of("optim", "constant_steps=5 betas=[0.9,0.99] eps=1e-06"),
     "optim.momentum": Change(0.9, {"optim.name": "muon"}),
     "optim.matrix_lr": Change(1e-4, {"optim.name": "muon"}),
     "optim.adjust_lr": Change("original", {"optim.name": "muon", "optim.matrix_lr": 1e-4}),
     "optim.split_heads": Change(True, {"optim.name": "muon"}),
-    "optim.qk_clip": Change(100.0),
-    "optim.weight_decay": Change(0.01),
-    "optim.clip": Change(0.5),
+    **of("optim", "qk_clip=100.0 weight_decay=0.01 clip=0.5"),
     "optim.state_bits": Change(8, {"model.hidden_size": 256, "model.head_dim": 64, "model.intermediate_size": 512}),
     "optim.freeze_step": Change(7, {"optim.name": "onebit_adam", "trainer.zero": 0}),
     "optim.schedule": Change({"_target_": "megatron_llama.optim.schedules.Constant", "max_steps": 100}),
     "finetune.method": Change("lora", {"init_from": "/models/one"}),
-    "finetune.lora_rank": Change(4, LORA),
-    "finetune.lora_alpha": Change(8.0, LORA),
-    "finetune.use_rslora": Change(True, LORA),
-    "finetune.use_dora": Change(True, LORA),
-    "finetune.lora_dropout": Change(0.1, LORA),
+    **of("finetune", "lora_rank=4 lora_alpha=8.0 use_rslora=True use_dora=True lora_dropout=0.1", LORA),
     "finetune.lora_target_modules": Change(["q_proj"], LORA),
     "finetune.modules_to_save": Change(["norm"], LORA),
-    "finetune.frozen_dtype": Change("bf16", LORA),
-    "finetune.adapter": Change("adapter", LORA),
-    "device.name": Change("cpu"),
-    "device.peak_tflops": Change(1.0),
-    "device.memory_gib": Change(64.0),
-    "logging.every_steps": Change(10),
-    "logging.tensorboard": Change(False),
-    "logging.csv": Change(True),
-    "logging.wandb": Change("offline"),
-    "logging.wandb_project": Change("other"),
-    "logging.trackio": Change("mine"),
-    "logging.mlflow": Change("mine"),
-    "logging.parameter_norm": Change(True),
+    **of("finetune", "frozen_dtype=bf16 adapter=adapter", LORA),
+    **of("device", "name=cpu peak_tflops=1.0 memory_gib=64.0"),
+    **of(
+        "logging",
+        "every_steps=10 tensorboard=False csv=True wandb=offline wandb_project=other trackio=mine "
+        "mlflow=mine parameter_norm=True",
+    ),
     "logging.sample_prompts": Change(["a"], also={"data.tokenizer": "tokenizer.model"}),
     "logging.sample_tokens": Change(8),
-    "checkpoint.every_steps": Change(10),
-    "checkpoint.every_minutes": Change(5.0),
-    "checkpoint.keep": Change(2),
-    "checkpoint.keep_every": Change(100),
+    **of("checkpoint", "every_steps=10 every_minutes=5.0 keep=2 keep_every=100"),
     "checkpoint.keep_best": Change(True, {"trainer.val_every_steps": 100}),
     "checkpoint.resume": Change("runs/one/checkpoints/step_00000003"),
     "checkpoint.allow": Change(["optim"]),
-    "checkpoint.save_last": Change(False),
-    "checkpoint.export_hf": Change(True),
-    "checkpoint.asynchronous": Change(False),
+    **of("checkpoint", "save_last=False export_hf=True asynchronous=False"),
     "launch.hosts": Change(["one", "two"], world=2),
     "launch.hostfile": Change("hosts.txt"),
     "launch.ssh": Change("ssh -p 22"),

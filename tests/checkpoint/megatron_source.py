@@ -34,6 +34,10 @@ from tests.checkpoint.source_settings import BATCH, BETAS, DECAY, EPS, LENGTH, L
 from tests.checkpoint.source_settings import SETTINGS as COMMON
 from tests.ranks import run_ranks
 
+SHAPE = {"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
+ADAM = {"adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "adam_eps": EPS, "weight_decay": DECAY, "clip_grad": 0.0}
+OFF = """add_bias_linear bias_activation_fusion bias_dropout_fusion apply_rope_fusion masked_softmax_fusion
+    gradient_accumulation_fusion batch_p2p_comm""".split()
 SETTINGS = (*COMMON, "trainer.seed=5")
 """The settings of our run that continues the source's."""
 
@@ -129,18 +133,8 @@ def distributed_rank(source: Source) -> tuple[list[float], torch.Tensor | None]:
     model = build_source(source)
     stream = SimpleNamespace(wait_stream=lambda *_: None, wait_event=lambda *_: None)
     torch.cuda.current_stream = torch.cuda.default_stream = lambda *_: stream  # type: ignore[assignment]
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=LR,
-        min_lr=LR,
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
-        adam_eps=EPS,
-        weight_decay=DECAY,
-        clip_grad=0.0,
-        use_distributed_optimizer=True,
-        params_dtype=torch.float32,
-    )
+    common: Any = {"optimizer": "adam", "lr": LR, "min_lr": LR, "params_dtype": torch.float32}
+    config = OptimizerConfig(**common, **ADAM, use_distributed_optimizer=True)
     samples = None if source.plan is None else build_megatron(source.plan, source.iterations * BATCH, 0)[0]
     number = parallel_state.get_data_parallel_rank()
     with _OnHost():
@@ -172,16 +166,12 @@ def distributed_rank(source: Source) -> tuple[list[float], torch.Tensor | None]:
 
 def _model(source: Source) -> GPTModel:
     config = TransformerConfig(
-        num_layers=4,
-        hidden_size=32,
-        ffn_hidden_size=64,
-        num_attention_heads=4,
-        num_query_groups=2,
+        **SHAPE,  # type: ignore[arg-type]
+        **dict.fromkeys(OFF, False),  # type: ignore[arg-type]
         tensor_model_parallel_size=source.tp,
         pipeline_model_parallel_size=source.pp,
         pipeline_dtype=torch.float32,
         use_cpu_initialization=True,
-        add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         normalization="RMSNorm",
@@ -189,12 +179,6 @@ def _model(source: Source) -> GPTModel:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=0.1,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        batch_p2p_comm=False,
     )
     return GPTModel(
         config,
@@ -255,11 +239,8 @@ def logits_of(model: GPTModel) -> torch.Tensor | None:
 def _save(model: GPTModel, optimizer: Any, source: Source) -> None:
     rank_of = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
     arguments = argparse.Namespace(
-        hidden_size=32,
-        num_layers=4,
-        ffn_hidden_size=64,
-        num_attention_heads=4,
-        num_query_groups=2,
+        **SHAPE,
+        **ADAM,
         group_query_attention=True,
         norm_epsilon=1e-5,
         rotary_base=10000,
@@ -271,11 +252,6 @@ def _save(model: GPTModel, optimizer: Any, source: Source) -> None:
         global_batch_size=BATCH,
         train_iters=source.iterations,
         consumed_train_samples=source.steps * BATCH,
-        adam_eps=EPS,
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
-        weight_decay=DECAY,
-        clip_grad=0.0,
     )
     state = {"iteration": source.steps, "args": arguments, "checkpoint_version": 3.0}
     folder = source.folder / f"iter_{source.steps:07d}"

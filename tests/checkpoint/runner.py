@@ -9,13 +9,16 @@ from pathlib import Path
 import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.config import load_config
+from megatron_llama.checkpoint.foreign.detect import open_foreign
+from megatron_llama.checkpoint.stored_tensors import CorruptFile
+from megatron_llama.config import ConfigError, ModelConfig, load_config
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
 from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.optim.blockwise import BlockwiseState
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan, resolve
+from tests.messages import unwrap
 from tests.oracle import SHAPE
 from tests.paths import CONF
 from tests.ranks import run_ranks
@@ -109,3 +112,24 @@ def assert_same(ours: Tensors, theirs: Tensors) -> None:
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), f"{name} differs"
+
+
+class Bomb:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Path]]:
+        return (Path.touch, (self.trace,))
+
+
+def rejection(folder: Path, model: ModelConfig, *, resumes: bool = True, reads: bool = True) -> str:
+    """Open another program's folder, and read its tensors; return the message of the error, "" if there is none."""
+    try:
+        tensors = open_foreign(folder, model, resumes=resumes).tensors
+        for name in tensors.tensors if reads else ():
+            tensors.rows(name)
+    except (ConfigError, CorruptFile) as error:
+        return unwrap(str(error))
+    return ""

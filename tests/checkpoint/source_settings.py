@@ -28,3 +28,22 @@ def llama_config(**changes: Any) -> Any:
         tie_word_embeddings=False,
         **changes,
     )
+
+
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one": (1, ()),
+    "pp2": (2, ("trainer.pp=2",)),
+    "zero 3": (2, ("trainer.dp=2", "trainer.zero=3")),
+    "tp2 pp2": (4, ("trainer.tp=2", "trainer.pp=2")),
+}
+"""Ranks and settings of the layouts that load them."""
+
+
+def logits_of_weights(rank: int, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return transformers' logits of TOKENS for the weights among ``tensors``."""
+    import transformers
+
+    model = transformers.LlamaForCausalLM(llama_config())
+    model.load_state_dict({name: values for name, values in tensors.items() if "/" not in name})
+    with torch.no_grad():
+        return model(TOKENS).logits

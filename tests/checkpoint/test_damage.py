@@ -27,7 +27,7 @@ from megatron_llama.checkpoint.manifest import NAME, State, _checksum, merge, re
 from megatron_llama.checkpoint.storage import STATES, save_part
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, ModelConfig
-from tests.checkpoint.runner import Run, assert_same, run
+from tests.checkpoint.runner import Bomb, Run, assert_same, run
 from tests.messages import raises_with_message
 from tests.ranks import RankFailed
 
@@ -145,16 +145,6 @@ def test_a_disk_that_is_full_stops_the_run_and_harms_nothing(tmp_path: Path, asy
     assert message.count("SaveFailed") >= 2 and "rank 1: File too large" in message and "step_00000002" in message
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_00000001"]
     assert run(2, tmp_path, *LAYOUT, NO_SAVE).started_at == 1
-
-
-class Bomb:
-    """Leaves a file where it is unpickled."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> tuple[Callable[..., None], tuple[Path]]:
-        return (Path.touch, (self.trace,))
 
 
 def test_a_pickle_is_never_read(copy: Path, tmp_path: Path) -> None:

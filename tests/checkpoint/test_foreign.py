@@ -14,27 +14,19 @@ import torch
 
 from megatron_llama.checkpoint.foreign.describe import describe
 from megatron_llama.checkpoint.foreign.detect import open_foreign, resumed_state
-from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.data.batches import MockDataset
 from megatron_llama.plan import resolve
 from megatron_llama.tools.compare.logs import first_common_loss
-from tests.checkpoint.runner import SMALL, Run, assert_same, make_plan, run
-from tests.checkpoint.source_settings import BATCH, LENGTH, TOKENS, VOCAB
-from tests.checkpoint.torch_sources import SETTINGS, Trained, llama, train_source
-from tests.messages import unwrap
+from tests.checkpoint.runner import SMALL, Bomb, assert_same, make_plan, rejection, run
+from tests.checkpoint.source_settings import BATCH, LAYOUTS, LENGTH, VOCAB, logits_of_weights
+from tests.checkpoint.torch_sources import SETTINGS, Trained, train_source
 from tests.paths import CONF, ROOT
 from tests.ranks import run_ranks
 
 pytest.importorskip("transformers", reason="transformers is a dev dependency: the model of these sources")
 pytest.importorskip("accelerate", reason="accelerate is a dev dependency: a writer of these sources")
 KINDS = ("torchtitan", pytest.param("accelerate", marks=pytest.mark.slow), "trainer")
-LAYOUTS = {
-    "one": (1, ()),
-    "zero 3": (2, ("trainer.dp=2", "trainer.zero=3")),
-    "pp2": (2, ("trainer.pp=2",)),
-    "tp2 pp2": (4, ("trainer.tp=2", "trainer.pp=2")),
-}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -44,14 +36,6 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     samples = MockDataset(1000, LENGTH, VOCAB, seed=1234)
     rows = [torch.cat([samples[i]["tokens"], samples[i]["labels"][-1:]]) for i in range(5 * BATCH)]
     return folder, train_source(request.param, folder, [*torch.stack(rows).split(BATCH)])
-
-
-def _logits(rank: int, loaded: Run) -> torch.Tensor:
-    """Transformers' logits of the weights that we loaded."""
-    model = llama()
-    model.load_state_dict({name: values for name, values in loaded.tensors.items() if "/" not in name})
-    with torch.no_grad():
-        return model(TOKENS).logits
 
 
 @pytest.mark.parametrize("layouts", [("tp2 pp2",), pytest.param(("one", "zero 3", "pp2"), marks=pytest.mark.slow)])
@@ -70,29 +54,10 @@ def test_initial_weights(trained: tuple[Path, Trained], tmp_path: Path) -> None:
     folder, source = trained
     start = (f"init_from={folder}", "trainer.steps=0", *SETTINGS)
     loaded = {name: run(world, tmp_path / name, *layout, *start) for name, (world, layout) in LAYOUTS.items()}
-    (logits,) = run_ranks(_logits, 1, loaded["one"])
+    (logits,) = run_ranks(logits_of_weights, 1, loaded["one"].tensors)
     torch.testing.assert_close(logits, source.logits, rtol=0, atol=1e-5)
     for result in loaded.values():
         assert_same(result.tensors, loaded["one"].tensors)
-
-
-class _Malicious:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return Path.touch, (self.path,)
-
-
-def _message(folder: Path, run_dir: Path, *settings: str) -> str:
-    """Open a folder and read all tensors; return the error's message."""
-    with pytest.raises((ConfigError, CorruptFile)) as caught:
-        tensors = open_foreign(folder, make_plan(1, run_dir, *SETTINGS, *settings).model, resumes=True).tensors
-        for name in tensors.tensors:
-            tensors.rows(name)
-    return unwrap(str(caught.value))
 
 
 @pytest.fixture
@@ -109,13 +74,14 @@ def _pickles(folder: Path) -> list[Path]:
 
 def test_malicious_pickles_are_rejected(copy: Path, tmp_path: Path) -> None:
     """No file of any format can execute code, and the message names the file and the object."""
+    model = make_plan(1, tmp_path, *SETTINGS).model
     for path in _pickles(copy):
         before, victim = path.read_bytes(), tmp_path / "executed"
         if path.name == ".metadata":
-            path.write_bytes(pickle.dumps(_Malicious(victim)))
+            path.write_bytes(pickle.dumps(Bomb(victim)))
         else:
-            torch.save({"state": _Malicious(victim)}, path)
-        message = _message(copy, tmp_path / "run")
+            torch.save({"state": Bomb(victim)}, path)
+        message = rejection(copy, model)
         assert path.name in message and "is rejected" in message, message
         assert not victim.exists()
         path.write_bytes(before)
@@ -123,22 +89,23 @@ def test_malicious_pickles_are_rejected(copy: Path, tmp_path: Path) -> None:
 
 def test_damaged_files_are_rejected(copy: Path, tmp_path: Path) -> None:
     """Truncated and missing files are named."""
+    model = make_plan(1, tmp_path, *SETTINGS).model
     files = [*_pickles(copy), *sorted(copy.rglob("*.distcp"))[:1], *copy.rglob("*.safetensors")]
     for path in files:
         before = path.read_bytes()
         path.write_bytes(before[: len(before) // 2])
-        message = _message(copy, tmp_path / "run")
+        message = rejection(copy, model)
         assert path.name in message, message
         path.write_bytes(before)
     for path in copy.rglob("*.distcp"):
         path.unlink()
-        assert "is missing" in _message(copy, tmp_path / "run")
+        assert "is missing" in rejection(copy, model)
         break
 
 
 def test_another_model_is_rejected(copy: Path, tmp_path: Path) -> None:
-    assert "has shape" in _message(copy, tmp_path / "run", "model.hidden_size=64")
-    assert "are missing" in _message(copy, tmp_path / "run", "model.num_hidden_layers=5")
+    for setting, words in (("model.hidden_size=64", "has shape"), ("model.num_hidden_layers=5", "are missing")):
+        assert words in rejection(copy, make_plan(1, tmp_path, *SETTINGS, setting).model)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +130,7 @@ def test_states_that_a_source_lacks(
 def test_a_foreign_folder_is_rejected(tmp_path: Path) -> None:
     """The folder has no known format."""
     (tmp_path / "empty").mkdir()
-    assert "empty" in _message(tmp_path / "empty", tmp_path / "run")
+    assert "empty" in rejection(tmp_path / "empty", make_plan(1, tmp_path, *SETTINGS).model)
 
 
 def test_descriptions(trained: tuple[Path, Trained]) -> None:
@@ -194,7 +161,7 @@ def test_inspect_checkpoint(copy: Path, tmp_path: Path) -> None:
     done = inspect(copy)
     assert done.returncode == 0 and "Adam's moments of 39 of 39" in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines() if str(copy) not in line)
-    _pickles(copy)[0].write_bytes(pickle.dumps(_Malicious(tmp_path / "executed")))
+    _pickles(copy)[0].write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
     done = inspect(copy)
     assert done.returncode == 1 and "is rejected" in done.stderr and not (tmp_path / "executed").exists()
     assert inspect(tmp_path).returncode == 2

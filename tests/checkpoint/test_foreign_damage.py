@@ -30,8 +30,8 @@ from megatron_llama.checkpoint.foreign.tensors import SourceChunk, check_cover
 from megatron_llama.checkpoint.foreign.unpickle import load_metadata, load_pickle
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError, ModelConfig
-from tests.checkpoint.runner import make_plan
-from tests.messages import raises_with_message, unwrap
+from tests.checkpoint.runner import make_plan, rejection
+from tests.messages import raises_with_message
 from tests.paths import ROOT
 
 UNTIED = "model.tie_word_embeddings=false"
@@ -105,7 +105,7 @@ def _shorter(name: str, content: bytes) -> bytes:
     return content[:-4] if "/data/" in name else content
 
 
-def test_archives_are_checked_before_they_are_read(tmp_path: Path) -> None:
+def test_archives_are_checked_before_they_arerejection(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"a": torch.zeros(1000)}, path)
     _rezip(path, zipfile.ZIP_STORED)
@@ -191,17 +191,6 @@ def _source(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def _read(folder: Path) -> str:
-    """Open a folder and read all tensors; return the error's message, or an empty string."""
-    try:
-        tensors = open_foreign(folder, _model(), resumes=True).tensors
-        for name in tensors.tensors:
-            tensors.rows(name)
-    except (ConfigError, CorruptFile) as error:
-        return unwrap(str(error))
-    return ""
-
-
 def _one_wrong(value: float) -> torch.Tensor:
     values = torch.ones(32)
     values[5] = value
@@ -224,7 +213,7 @@ def _one_wrong(value: float) -> torch.Tensor:
     ],
 )
 def test_dtypes_and_values(name: str, values: torch.Tensor, words: str, tmp_path: Path) -> None:
-    answer = _read(_source(tmp_path / "source", **{name: values}))
+    answer = rejection(_source(tmp_path / "source", **{name: values}), _model())
     assert words in answer and bool(answer) == bool(words)
 
 
@@ -277,9 +266,9 @@ def _overlap(metadata: Any) -> None:
 )
 def test_metadata_of_a_folder_is_checked(edit: Callable[[Any], None], words: str, tmp_path: Path) -> None:
     folder = _source(tmp_path / "source")
-    assert not _read(folder)
+    assert not rejection(folder, _model())
     _edit(folder, edit)
-    assert words in _read(folder)
+    assert words in rejection(folder, _model())
 
 
 def test_an_expanded_chunk_is_rejected(tmp_path: Path) -> None:
@@ -294,7 +283,7 @@ def test_an_expanded_chunk_is_rejected(tmp_path: Path) -> None:
         info.relative_path, info.offset, info.length = "one.distcp", 0, len(stored.getvalue())
 
     _edit(folder, point_to_it)
-    assert "several values in the same bytes" in _read(folder)
+    assert "several values in the same bytes" in rejection(folder, _model())
 
 
 def _ranks(folder: Path, **model: Any) -> Path:

@@ -16,8 +16,8 @@ from megatron_llama.checkpoint.foreign.write import export_foreign
 from megatron_llama.config import ConfigError
 from tests.checkpoint.megatron_source import Source, build_source, logits_of
 from tests.checkpoint.runner import Run, make_plan, run
-from tests.checkpoint.source_settings import TOKENS
-from tests.checkpoint.torch_sources import llama, titan_name, titan_rows
+from tests.checkpoint.source_settings import logits_of_weights
+from tests.checkpoint.torch_sources import titan_name, titan_rows
 from tests.messages import raises_with_message
 from tests.ranks import run_ranks
 
@@ -57,20 +57,12 @@ def _load(rank: int, source: Source) -> torch.Tensor | None:
     return logits_of(model)
 
 
-def _expected(rank: int, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return transformers' logits."""
-    model = llama()
-    model.load_state_dict({name: values for name, values in tensors.items() if "/" not in name})
-    with torch.no_grad():
-        return model(TOKENS).logits
-
-
 def test_megatron_core_loads_an_export(trained: tuple[Path, Run], tmp_path: Path) -> None:
     """Two tensor-parallel ranks of two stages load the folder that one process wrote."""
     checkpoint, result = trained
     export_foreign(checkpoint, tmp_path / "out", "torch_dist")
     parts = [part for part in run_ranks(_load, 4, Source(2, 2, tmp_path / "out")) if part is not None]
-    (expected,) = run_ranks(_expected, 1, result.tensors)
+    (expected,) = run_ranks(logits_of_weights, 1, result.tensors)
     torch.testing.assert_close(torch.cat(parts, dim=-1), expected, rtol=0, atol=1e-5)
 
 

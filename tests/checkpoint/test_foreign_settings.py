@@ -23,7 +23,7 @@ from megatron_llama.checkpoint.foreign.detect import open_foreign, resumed_state
 from megatron_llama.checkpoint.foreign.source_settings import read_arguments
 from megatron_llama.checkpoint.foreign.tensors import Foreign, ForeignTensors
 from megatron_llama.config import ConfigError, ModelConfig
-from tests.checkpoint.runner import make_plan, run
+from tests.checkpoint.runner import make_plan, rejection, run
 from tests.checkpoint.source_settings import BETAS, DECAY, EPS, LR, SETTINGS
 from tests.messages import unwrap
 
@@ -73,16 +73,6 @@ def _write(folder: Path, form: str, arguments: Mapping[str, Any]) -> None:
         (folder.parent / "context/model.yaml").write_text(yaml.safe_dump({"config": dict(arguments)}))
 
 
-def _answer(folder: Path, *settings: str, resumes: bool = False) -> str:
-    """Open a folder; return the message of its rejection, or an empty string."""
-    model = _model(*settings)
-    try:
-        open_foreign(folder, model, resumes=resumes)
-    except ConfigError as error:
-        return unwrap(str(error))
-    return ""
-
-
 ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "plain": ({}, (), ""),
     "1 + weight": ({"apply_layernorm_1p": True}, (), "apply_layernorm_1p is True"),
@@ -124,7 +114,7 @@ def test_settings_that_change_the_model(plain: Path, form: str) -> None:
         if form != "args":
             changes = {key: list(value) if isinstance(value, tuple) else value for key, value in changes.items()}
         _write(plain, form, PLAIN | changes)
-        answer = _answer(plain, *settings)
+        answer = rejection(plain, _model(*settings), resumes=False, reads=False)
         if words not in answer or bool(answer) != bool(words):
             wrong[name] = answer
     assert not wrong
@@ -132,8 +122,8 @@ def test_settings_that_change_the_model(plain: Path, form: str) -> None:
 
 def test_a_context_may_be_extended_by_a_new_run_only(plain: Path) -> None:
     _write(plain, "args", PLAIN)
-    assert not _answer(plain, LINEAR)
-    assert "model.rope_scaling" in _answer(plain, LINEAR, resumes=True)
+    assert not rejection(plain, _model(LINEAR), resumes=False, reads=False)
+    assert "model.rope_scaling" in rejection(plain, _model(LINEAR), resumes=True, reads=False)
 
 
 def test_each_key_of_megatron_core_is_listed() -> None:
@@ -163,13 +153,13 @@ def test_only_padding_of_the_vocabulary_is_omitted(
     rows: int, size: int, arguments: dict[str, int], words: str, tmp_path: Path
 ) -> None:
     folder = megatron_folder(tmp_path / "source", (f"model.vocab_size={rows}",), PLAIN | arguments)
-    answer = _answer(folder, f"model.vocab_size={size}")
+    answer = rejection(folder, _model(f"model.vocab_size={size}"), resumes=False, reads=False)
     assert words in answer and bool(answer) == bool(words)
 
 
 def test_tensors_that_the_model_lacks_are_rejected(tmp_path: Path) -> None:
     folder = megatron_folder(tmp_path / "source", ("model.model_type=qwen2",), PLAIN)
-    assert "linear_qkv.bias, which this model lacks" in _answer(folder)
+    assert "linear_qkv.bias, which this model lacks" in rejection(folder, _model(), resumes=False, reads=False)
 
 
 def _torch_folder(kind: str, folder: Path, settings: tuple[str, ...] = (), **group: Any) -> Path:
@@ -211,7 +201,7 @@ def test_config_json_is_compared(kind: str, tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ):
         (folder / "config.json").write_text(json.dumps(content | changes))
-        answer = _answer(folder, resumes=True)
+        answer = rejection(folder, _model(), resumes=True, reads=False)
         assert words in answer and bool(answer) == bool(words), (changes, answer)
 
 

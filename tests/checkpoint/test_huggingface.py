@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,12 +26,12 @@ from megatron_llama.config import ConfigError, load_config
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan, resolve
 from tests.checkpoint.runner import CONF, CPU, run
 from tests.messages import raises_with_message, unwrap
 from tests.ranks import run_ranks
-from tests.tools.inference.models import write_tokenizer
+from tests.tools.inference.models import train_sentencepiece, write_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 transformers = pytest.importorskip("transformers", reason="transformers is a dev dependency: the oracle of these tests")
@@ -153,14 +155,19 @@ def our_logits(plan: Plan) -> torch.Tensor:
     return torch.cat(parts[: plan.config.trainer.tp], dim=-1)[..., : plan.model.vocab_size].transpose(0, 1)
 
 
-def _import(rank: int, plan: Plan) -> torch.Tensor | None:
+@contextmanager
+def resumed(rank: int, plan: Plan, step: int = 0) -> Iterator[tuple[ParallelModel, Checkpointer]]:
+    """Build a rank's model, and load it; the run is at ``step``."""
     device, topology = get_device("cpu"), plan.topology(rank)
     with process_groups(plan, topology, device, CPU):
-        model = build_model(plan, topology, device, CPU)
-        checkpointer = Checkpointer(
-            plan, topology, model, build_optimizer(plan, model), build_data(plan, topology, CPU)
-        )
-        assert checkpointer.resume().start.step == 0
+        model, data = build_model(plan, topology, device, CPU), build_data(plan, topology, CPU)
+        checkpointer = Checkpointer(plan, topology, model, build_optimizer(plan, model), data)
+        assert checkpointer.resume().start.step == step
+        yield model, checkpointer
+
+
+def _import(rank: int, plan: Plan) -> torch.Tensor | None:
+    with resumed(rank, plan) as (model, checkpointer):
         checkpointer.finish(0)
         logits = model.logits(TOKENS % plan.model.vocab_size)
         return None if logits is None else logits.detach()
@@ -199,22 +206,13 @@ def _load_with_transformers(rank: int, folder: Path) -> torch.Tensor:
 
 
 def _trained_logits(rank: int, plan: Plan) -> torch.Tensor | None:
-    device, topology = get_device("cpu"), plan.topology(rank)
-    with process_groups(plan, topology, device, CPU):
-        model = build_model(plan, topology, device, CPU)
-        checkpointer = Checkpointer(
-            plan, topology, model, build_optimizer(plan, model), build_data(plan, topology, CPU)
-        )
-        assert checkpointer.resume().start.step == 3
+    with resumed(rank, plan, step=3) as (model, _):
         return model.logits(TOKENS % plan.model.vocab_size)
 
 
 def test_transformers_loads_what_was_trained_here(tmp_path: Path) -> None:
-    llama_3 = [
-        "model.vocab_size=61",
-        "model.rope_theta=500000",
-        "model.rope_scaling={rope_type: llama3, original_max_position_embeddings: 16}",
-    ]
+    llama_3 = ["model.vocab_size=61", "model.rope_theta=500000"]
+    llama_3.append("model.rope_scaling={rope_type: llama3, original_max_position_embeddings: 16}")
     run(2, tmp_path / "run", "trainer.tp=2", *llama_3, until=3)
     ours = None
     for dtype, tolerance in (("float32", 1e-5), ("bfloat16", 2e-2)):  # bf16 keeps 8 bits of each weight
@@ -222,15 +220,7 @@ def test_transformers_loads_what_was_trained_here(tmp_path: Path) -> None:
         assert export(find_checkpoint(tmp_path / "run"), hf, dtype=dtype).dtype == dtype
         (theirs,) = run_ranks(_load_with_transformers, 1, hf)
         if ours is None:
-            common = (
-                "data=mock",
-                "device=cpu",
-                "data.seq_length=16",
-                "model=from_hf",
-                f"init_from={hf}",
-                "optim.lr=0.003",
-            )
-            plan = resolve(load_config([*common, f"run.dir={tmp_path / 'run'}"], CONF), 1)
+            plan = import_plan(1, hf, tmp_path / "run", "optim.lr=0.003", "trainer.steps=5")
             (ours,) = run_ranks(_trained_logits, 1, plan)
         assert torch.allclose(ours.transpose(0, 1)[..., :61], theirs, rtol=1e-4, atol=tolerance)
 
@@ -255,13 +245,7 @@ def test_each_rank_reads_only_its_own_slices(tmp_path: Path) -> None:
 
 
 def _bytes_read(rank: int, plan: Plan) -> tuple[int, int]:
-    device, topology = get_device("cpu"), plan.topology(rank)
-    with process_groups(plan, topology, device, CPU):
-        model = build_model(plan, topology, device, CPU)
-        checkpointer = Checkpointer(
-            plan, topology, model, build_optimizer(plan, model), build_data(plan, topology, CPU)
-        )
-        checkpointer.resume()
+    with resumed(rank, plan) as (model, checkpointer):
         assert ".safetensors" not in Path("/proc/self/maps").read_text(), "mapped pages count as this rank's memory"
         rectangles = [(shard, rectangle) for shard in model.shards for rectangle in shard.rectangles]
         held = sum(shard.local[rectangle.local_slices].numel() for shard, rectangle in rectangles)
@@ -446,18 +430,13 @@ def test_an_export_has_the_runs_tokenizer(
 
 def test_a_sentencepiece_model_becomes_the_tokenizer(tmp_path: Path) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
-    text = tmp_path / "text.txt"
-    text.write_text("\n".join(f"def f{i}(x): return x + {i}  # adds {i} to what it is given" for i in range(300)))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(text), model_prefix=str(tmp_path / "tok"), vocab_size=320, model_type="bpe", byte_fallback=True,
-        minloglevel=2, character_coverage=0.99995, add_dummy_prefix=True, remove_extra_whitespaces=False,
-        normalization_rule_name="identity", num_threads=1,
-    )  # fmt: skip
-    run(1, tmp_path / "run", f"data.tokenizer={tmp_path / 'tok.model'}", "model.vocab_size=320", until=1)
+    plain = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    tokenizer = train_sentencepiece(tmp_path / "tok", **plain)
+    run(1, tmp_path / "run", f"data.tokenizer={tokenizer}", "model.vocab_size=320", until=1)
     assert export(find_checkpoint(tmp_path / "run"), tmp_path / "hf").tokenizer
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    ours = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tok.model"))
-    for sample in ("def f7(x): return x + 7", "two  spaces, \ttab, ünï 漢字 🙂\n\nlines", "adds what"):
+    ours = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    for sample in ("the cat and a mat", "two  spaces, \ttab, ünï 漢字 🙂\n\nlines", "on the"):
         assert theirs(sample)["input_ids"] == ours.encode(sample)
     assert theirs.eos_token_id == ours.eos_id()
     assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == ours.eos_id()

@@ -16,21 +16,14 @@ from megatron_llama.checkpoint.foreign.detect import open_foreign
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.plan import Plan
 from tests.checkpoint.megatron_source import SETTINGS, Source, Trained, train_source
-from tests.checkpoint.runner import Run, assert_same, make_plan, run
-from tests.checkpoint.source_settings import TOKENS, VOCAB, llama_config
+from tests.checkpoint.runner import assert_same, make_plan, run
+from tests.checkpoint.source_settings import LAYOUTS, VOCAB, logits_of_weights
 from tests.data.files import write_indexed
 from tests.messages import raises_with_message, unwrap
 from tests.ranks import RankFailed, run_ranks
 
-transformers = pytest.importorskip("transformers", reason="transformers is a dev dependency: the oracle of the logits")
+pytest.importorskip("transformers", reason="transformers is a dev dependency: the oracle of the logits")
 
-LAYOUTS = {
-    "one": (1, ()),
-    "tp2": (2, ("trainer.tp=2",)),
-    "pp2": (2, ("trainer.pp=2",)),
-    "zero 3": (2, ("trainer.dp=2", "trainer.zero=3")),
-    "tp2 pp2": (4, ("trainer.tp=2", "trainer.pp=2")),
-}
 SOURCES = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2 pp2": (2, 2)}
 
 
@@ -66,15 +59,6 @@ def trained(
     return folder, train_source(Source(tp, pp, folder, plan=_plan(dataset, folder / "plan")))
 
 
-def _logits(rank: int, run_result: Run) -> torch.Tensor:
-    """Transformers' logits of the weights that we loaded."""
-    model = transformers.LlamaForCausalLM(llama_config())
-    weights = {name: values for name, values in run_result.tensors.items() if "/" not in name}
-    model.load_state_dict(weights)
-    with torch.no_grad():
-        return model(TOKENS).logits
-
-
 def _run_on(folder: Path, source: Trained, dataset: Path, tmp_path: Path) -> Any:
     """Continue for five steps in two layouts, compare with the source's losses, and return the run of one process."""
     runs = {}
@@ -99,11 +83,9 @@ def test_a_run_continues_in_megatrons_order(trained: tuple[Path, Trained], datas
 @pytest.mark.slow
 def test_logits_in_four_layouts(trained: tuple[Path, Trained], tmp_path: Path) -> None:
     folder, source = trained
-    loaded = {
-        name: run(LAYOUTS[name][0], tmp_path / name, *LAYOUTS[name][1], f"init_from={folder}", "trainer.steps=0")
-        for name in ("one", "pp2", "zero 3", "tp2 pp2")
-    }
-    (logits,) = run_ranks(_logits, 1, loaded["one"])
+    start = (f"init_from={folder}", "trainer.steps=0")
+    loaded = {name: run(world, tmp_path / name, *layout, *start) for name, (world, layout) in LAYOUTS.items()}
+    (logits,) = run_ranks(logits_of_weights, 1, loaded["one"].tensors)
     torch.testing.assert_close(logits, source.logits, rtol=0, atol=1e-5)
     for result in loaded.values():
         assert_same(result.tensors, loaded["one"].tensors)
@@ -123,7 +105,7 @@ def test_moments_by_buffers_are_rejected(dataset: Path, tmp_path: Path) -> None:
     folder = tmp_path / "source"
     source = train_source(Source(2, 1, folder, further=0, dp=2, sharding="dp_reshardable"))
     loaded = run(1, tmp_path / "weights", f"init_from={folder}", "trainer.steps=0")
-    (logits,) = run_ranks(_logits, 1, loaded)
+    (logits,) = run_ranks(logits_of_weights, 1, loaded.tensors)
     torch.testing.assert_close(logits, source.logits, rtol=0, atol=1e-5)
     with raises_with_message(RankFailed, r"by buffers \(dp_reshardable\).*--dist-ckpt-optim-fully-reshardable"):
         run(1, tmp_path / "resumed", *SETTINGS, f"checkpoint.resume={folder}", until=4)
@@ -142,7 +124,7 @@ def test_older_files_of_ranks(ranks: tuple[Path, Trained], tmp_path: Path) -> No
     names = ("one", "tp2 pp2")
     start = (f"init_from={folder}", "trainer.steps=0")
     loaded = {name: run(LAYOUTS[name][0], tmp_path / name, *LAYOUTS[name][1], *start) for name in names}
-    (logits,) = run_ranks(_logits, 1, loaded["one"])
+    (logits,) = run_ranks(logits_of_weights, 1, loaded["one"].tensors)
     torch.testing.assert_close(logits, source.logits, rtol=0, atol=1e-5)
     assert_same(loaded["one"].tensors, loaded["tp2 pp2"].tensors)
     description = describe(folder)

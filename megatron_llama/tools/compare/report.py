@@ -153,7 +153,7 @@ def _tables(comparison: Comparison) -> Iterator[list[str]]:
     columns = list(zip(*[("", *names), *rows(comparison)], strict=True))
     fixed, left = columns[:2], columns[2:]
     while left:
-        count = max(1, max(fitting for fitting in range(len(left) + 1) if _width(fixed + left[:fitting]) <= WIDTH))
+        count = max([1, *(each for each in range(len(left) + 1) if _width(fixed + left[:each]) <= WIDTH)])
         yield text_table(list(zip(*fixed, *left[:count], strict=True)))
         left = left[count:]
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_llama.tools.compare.report import as_text, notes, rows, verdict
+from megatron_llama.tools.compare.report import as_text
 from megatron_llama.tools.compare.verdict import degrees_of_freedom, persistence, student_t
+from megatron_llama.train.loss_curve import Floats
+from tests.golden import GoldenFiles
 from tests.tools.compare.helpers import BATCH, STEPS, compared, falling, noisy, problems, write_metrics
 
 SAMPLES = STEPS * BATCH
@@ -93,12 +95,6 @@ def test_divergences(
     assert ("not finite" in divergence.reason) == bool(np.isnan(factor))
 
 
-def test_one_differing_run_decides(write: Write) -> None:
-    runs = [write(str(index), falling() * gap) for index, gap in enumerate((1, 1.001, 1.2))]
-    result = compared(*runs)
-    assert [one.agrees for one in result.compared] == [True, False] and not result.agree
-
-
 def test_noise_within_the_spread_of_seeds_agrees(write: Write) -> None:
     """2 % noise causes smoothed gaps of 1 %, which the seeds allow; a shift of 4 % is rejected."""
     drawn = [write(f"seed{seed}", noisy(falling(), seed)) for seed in range(4)]
@@ -161,66 +157,6 @@ def test_different_steps_are_aligned_on_samples(write: Write, batch: int) -> Non
     assert result.agree and result.compared[0].area < 1e-12
 
 
-def test_a_short_run_is_compared_over_its_samples(write: Write) -> None:
-    losses = falling()
-    a, b = write("a", losses), write("b", losses[: STEPS // 4])
-    result = compared(a, b, min_overlap=0.25)
-    assert result.agree and result.grid.end == SAMPLES / 4
-    assert any("ends after 25%" in note for note in notes(result))
-    result = compared(a, b)
-    assert not result.agree and not result.differ, "a run that ends early neither agrees nor differs"
-    assert "only 25% of a's samples could be compared, and 90% are required" in verdict(result)
-    assert rows(result)[-1] == ("verdict", "reference", "too short to tell")
-    assert compared(b, a).agree, "the reference is fully covered"
-    assert [problem.field for problem in problems(a, b, min_overlap=90)] == ["--min-overlap"]
-    apart = falling()
-    apart[STEPS // 2 :] *= 2  # after the end of the other run
-    assert compared(write("c", apart), b, min_overlap=0.25).agree
-
-
-@pytest.mark.parametrize(("steps", "window"), [(2, None), (4, None), (15, None), (40, 24.0 * BATCH)])
-@pytest.mark.parametrize("gap", [0.0, 0.1])
-def test_short_curves_have_no_verdict(write: Write, steps: int, window: float | None, gap: float) -> None:
-    """A final loss that is the mean of most of the run shows nothing, whether it differs or not."""
-    a = write("a", falling(steps))
-    b = write("b", falling(steps) * (1 + gap))
-    result = compared(a, b, **({} if window is None else {"window": window}))
-    assert not result.agree and not result.differ and not result.is_long_enough
-    assert rows(result)[-1][-1] == "too short to tell"
-    text = " ".join(as_text(result).split())
-    needed = 16 if window is None else 48
-    assert f"{steps} points of 8 samples in common, and a verdict needs {needed}" in text
-    assert f"Train at least {needed} steps" in text
-
-
-def test_a_short_run_against_a_long_one_has_no_verdict(write: Write) -> None:
-    a, b = write("a", falling()), write("b", falling(4))
-    for pair in ((a, b), (b, a)):
-        result = compared(*pair)
-        assert not result.agree and not result.differ, "in both orders"
-
-
-def test_a_run_that_logs_rarely_has_no_verdict(write: Write) -> None:
-    """200 steps that are logged every 50 are 4 points."""
-    a = write("a", falling(200))
-    rare = write("rare", falling(4, 50 * BATCH), batch=50 * BATCH)
-    assert "log rare more often" in verdict(compared(a, rare))
-
-
-def test_a_short_run_that_ends_in_nan_differs(write: Write) -> None:
-    losses = falling(4)
-    losses[-1] = np.nan
-    result = compared(write("a", falling(4)), write("b", losses))
-    assert result.differ and not result.agree
-
-
-def test_the_text_of_many_runs_fits_79_columns(write: Write) -> None:
-    paths = [write(f"run_{number}", falling(40)) for number in range(6)]
-    lines = as_text(compared(*paths)).splitlines()
-    assert max(map(len, lines)) <= 79, max(lines, key=len)
-    assert sum(line.split().count(f"run_{number}") for line in lines for number in range(1, 6)) == 5
-
-
 def test_no_samples_in_common(write: Write) -> None:
     a, late = write("a", falling(20)), write("late", falling(60))
     metrics = Path(late, "metrics.jsonl")
@@ -231,15 +167,48 @@ def test_no_samples_in_common(write: Write) -> None:
     )
 
 
-@pytest.mark.parametrize("run", [0, 1])
-def test_a_run_that_ends_in_non_finite_losses_has_diverged(write: Write, run: int) -> None:
-    """A single non-finite loss is a skipped step; a run that ends with non-finite losses has failed."""
-    losses = falling()
-    losses[50] = np.nan
-    skipped = write("skipped", losses)
-    one = compared(write("a", falling()), skipped).compared[0]
-    assert one.agrees and "1 of 400 losses are not finite" in one.run.notes[0]
-    losses[-2:] = np.inf
-    both = [write("b", falling()), write("ended", losses)]
-    divergence = compared(*(both if run else reversed(both))).compared[0].divergence
-    assert divergence is not None and divergence.start == SAMPLES - BATCH and "ended" in divergence.reason
+def with_losses(losses: Floats, steps: slice | int, value: float) -> Floats:
+    losses = losses.copy()
+    losses[steps] = value
+    return losses
+
+
+def test_page_of_each_situation(write: Write) -> None:
+    """Short, rare, late and failed runs, and many runs at once."""
+    whole, steps = falling(), (2, 4, 15)
+    a, quarter, four = write("a", whole), write("quarter", whole[: STEPS // 4]), write("four", falling(4))
+    apart = write("apart", np.where(np.arange(STEPS) < STEPS // 2, whole, 2 * whole))
+    skipped = with_losses(whole, 50, np.nan)
+    one_nan, ended = write("skipped", skipped), write("ended", with_losses(skipped, slice(-2, None), np.inf))
+    gaps = [write(f"gap_{gap}", whole * gap) for gap in (1.001, 1.2)]
+    short = [(write(f"of_{n}", falling(n)), write(f"of_{n}_high", falling(n) * 1.1)) for n in (*steps, 40)]
+    pairs = list(zip(steps, short[:3], strict=True))
+    situations = {
+        "a run that differs decides": compared(a, *gaps),
+        "a run that ends early, required in part": compared(a, quarter, min_overlap=0.25),
+        "a run that ends early": compared(a, quarter),
+        "a reference that ends early": compared(quarter, a),
+        "a run that differs after the end of the other": compared(apart, quarter, min_overlap=0.25),
+        **{f"{n} steps": compared(*pair) for n, pair in pairs},
+        **{f"{n} steps, equal": compared(pair[0], write(f"twin_{n}", falling(n))) for n, pair in pairs},
+        "40 steps, a window of 24": compared(*short[3], window=24.0 * BATCH),
+        "a short run": compared(a, four),
+        "a short reference": compared(four, a),
+        "200 steps that are logged every 50": compared(
+            write("dense", falling(200)), write("rare", falling(4, 50 * BATCH), batch=50 * BATCH)
+        ),
+        "a short run that ends in NaN": compared(four, write("nan", with_losses(falling(4), -1, np.nan))),
+        "a skipped step": compared(a, one_nan),
+        "a run that has failed": compared(a, ended),
+        "a reference that has failed": compared(ended, a),
+        "many runs": compared(*(write(f"run_{number}", falling(40)) for number in range(6))),
+    }
+    page = ""
+    for name, result in situations.items():
+        text = as_text(result)
+        assert max(map(len, text.splitlines())) <= 79, name
+        page += f"== {name}\nagree: {result.agree}, differ: {result.differ}\n{text}\n"
+    # Gaps of equal size: rounding decides where the largest is.
+    GoldenFiles.check("tools/compare/verdicts.txt", page, {r"(gap +[-+][\d.]+%) at [\d,]+ samples": r"\1"})
+    assert "The curve agrees" in as_text(compared(a, a)), "names may be wider than the page"
+    assert [problem.field for problem in problems(a, quarter, min_overlap=90)] == ["--min-overlap"]
