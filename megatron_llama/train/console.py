@@ -171,11 +171,11 @@ def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]]) -> lis
         lines.append(f"spikes: {last['spike_skipped_steps']} updates skipped, {last['spike_rewinds']} rewinds{samples}")
     utilizations = sorted(record["mfu"] for record in records if record["mfu"] is not None)
     if utilizations and peak.flops:
-        share = f"MFU {utilizations[len(utilizations) // 2]:.1%} of {plan.world_size} × {peak.flops / 1e9:,.0f} GFLOP/s"
+        median, most = utilizations[len(utilizations) // 2], utilizations[-1]
+        shown = f"{median:.1%} of" if most <= 1 else f"unknown: {most:.0%} in a step, so the peak is too low:"
+        share = f"MFU {shown} {plan.world_size} × {peak.flops / 1e9:,.0f} GFLOP/s"
         separator = " " if len(f"{share} ({peak.source})") <= WIDTH else "\n    "
         lines.append(f"{share}{separator}[dim]({escape(peak.source)})[/]")
-        if utilizations[-1] > 1:
-            lines.append(f"MFU is unreliable: {utilizations[-1]:.0%} in a step, so the peak is too low")
     elif not peak.flops:
         lines.append(f"MFU ? [dim](peak {escape(peak.source)})[/]")
     return lines

@@ -213,8 +213,13 @@ def read_run_metrics(folder: Path) -> Metrics:
             metrics.validations.add(int(step), tokens, validated)
         metrics.last = record
     metrics.median_speed = statistics.median(speeds) if speeds else None
-    metrics.median_mfu = statistics.median(utilizations) if utilizations else None
-    metrics.notes += _notes(broken, repeated, unknown_losses)
+    impossible = sum(value > 1 for value in utilizations)
+    if impossible:  # then the other values are too high too
+        for bucket in metrics.steps.buckets:
+            bucket.sums = {name: sums for name, sums in bucket.sums.items() if name not in (MFU, "mfu_full")}
+    else:
+        metrics.median_mfu = statistics.median(utilizations) if utilizations else None
+    metrics.notes += _notes(broken, repeated, unknown_losses, impossible)
     return metrics
 
 
@@ -241,7 +246,7 @@ def _is_finite(value: object) -> bool:
     return type(value) in (int, float) and -1e300 < value < 1e300  # type: ignore[operator]
 
 
-def _notes(broken: Broken, repeated: int, unknown_losses: int) -> list[str]:
+def _notes(broken: Broken, repeated: int, unknown_losses: int, impossible: int) -> list[str]:
     notes = []
     if broken:
         number, reason = broken[0]
@@ -251,4 +256,8 @@ def _notes(broken: Broken, repeated: int, unknown_losses: int) -> list[str]:
         notes.append(f"{repeated:,} {plural(repeated, 'line')} of {METRICS_FILE} repeat an earlier step, omitted here")
     if unknown_losses:
         notes.append(f"{unknown_losses:,} {plural(unknown_losses, 'step')} without a finite loss")
+    if impossible:
+        above = f"{impossible:,} {plural(impossible, 'step')} above 100 %"
+        cause = "the peak FLOP/s, measured at the start, are too low, as on a busy host"
+        notes.append(f"MFU is unknown, with {above}: {cause}. device.peak_tflops=N sets the peak of a device")
     return notes

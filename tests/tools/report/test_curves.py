@@ -98,6 +98,12 @@ def test_a_damaged_file_has_notes(tmp_path: Path) -> None:
     assert repeated.startswith("1 line of metrics.jsonl repeat") and unknown == "1 step without a finite loss"
 
 
+def test_an_impossible_mfu_is_not_shown(tmp_path: Path) -> None:
+    metrics = read(tmp_path, "".join(lines(3, mfu=0.9)) + json.dumps(record(4, mfu=1.18)) + "\n")
+    assert metrics.median_mfu is None and not {"mfu", "mfu_full"} & {*metrics.steps.names}
+    assert [note.partition(":")[0] for note in metrics.notes] == ["MFU is unknown, with 1 step above 100 %"]
+
+
 def test_the_last_line_of_a_run_in_progress_is_no_fault(tmp_path: Path) -> None:
     assert read(tmp_path, "".join(lines(3)) + '{"step": 4, "redu').notes == []
     assert read(tmp_path, "").last == {}
