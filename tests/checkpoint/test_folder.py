@@ -19,7 +19,7 @@ from megatron_llama.config.settings import CheckpointConfig
 from megatron_llama.plan import format_plan
 from tests.checkpoint.jobs import Job
 from tests.checkpoint.runner import Tamper, assert_same, make_plan, run
-from tests.messages import unwrap
+from tests.golden import GoldenFiles
 from tests.ranks import RankFailed
 
 EVERY = "checkpoint.every_steps=1"
@@ -184,19 +184,17 @@ def test_the_default_deletes_only_checkpoints_of_the_default(tmp_path: Path) -> 
     assert saved_steps(tmp_path / "checkpoints") == [9, 7, 3, 2, 1]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        ([], "every 15 minutes, at the end, when stopped by a signal the newest 2 are kept"),
-        (["checkpoint.every_minutes=1"], "every 1 minute, at the end, when stopped by a signal all are kept"),
-        (["checkpoint.every_steps=5", "checkpoint.keep=1"], "every 5 steps, at the end, when stopped by a signal the"),
-        (["checkpoint.every_minutes=0"], "at the end, when stopped by a signal"),
-        (["checkpoint=none"], "when stopped by a signal"),
-    ],
-)
-def test_the_plan_names_the_policy(tmp_path: Path, overrides: list[str], line: str) -> None:
-    page = unwrap(format_plan(make_plan(1, tmp_path, *overrides))).replace("· ", "")  # a line break replaces the dot
-    assert f" checkpoints {line} " in page and f" run folder {tmp_path} " in page
+POLICIES = ("", "checkpoint.every_minutes=1", "checkpoint.every_steps=5 checkpoint.keep=1")
+POLICIES += ("checkpoint.every_minutes=0", "checkpoint=none")
+
+
+def test_the_plan_names_the_policy(tmp_path: Path) -> None:
+    page = ""
+    for words in POLICIES:
+        shown = format_plan(make_plan(1, tmp_path, *words.split())).splitlines()
+        first = next(number for number, line in enumerate(shown) if "  checkpoints  " in line)
+        page += "\n".join([f"$ {words}", *shown[first : first + 2], ""])
+    GoldenFiles.check("checkpoint/policies.txt", page, {r"run folder +.*": "run folder"})
 
 
 def test_which_checkpoint_a_run_resumes_from(tmp_path: Path) -> None:

@@ -21,12 +21,11 @@ from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
-from megatron_llama.system.signals import is_stopped
 from megatron_llama.train import loop, stop
 from megatron_llama.train.run_rank import run_rank
 from tests.checkpoint.jobs import Job, final_tensors, leftovers, losses
 from tests.checkpoint.runner import assert_same, make_plan
-from tests.processes import announce, hasten, rank
+from tests.processes import hasten, rank
 from tests.threads import check_threads
 
 pytestmark = [
@@ -177,46 +176,24 @@ PHASES = [
 ALL_PHASES = [*TP2, "trainer.steps=1", "trainer.val_every_steps=1", "trainer.val_steps=1", "checkpoint.every_steps=1"]
 
 
-def _stops_in(name: str | None) -> Work:
-    """A rank that writes down its phases; rank 1 stops itself in one of them."""
+def _noting_phases(plan: Plan) -> None:
+    folder, enter = Path(str(plan.config.run.dir)), phase.enter
 
-    def work(plan: Plan) -> None:
-        folder, enter = Path(str(plan.config.run.dir)), phase.enter
+    def noted(label: str, patience: float = 1.0) -> None:
+        enter(label, patience)
+        with (folder / f"phases{rank()}").open("a") as file:
+            file.write(f"{label}\n")
 
-        def noted(label: str, patience: float = 1.0) -> None:
-            enter(label, patience)
-            with (folder / f"phases{rank()}").open("a") as file:
-                file.write(f"{label}\n")
-            if label == name and rank() == 1:
-                announce(folder)
-                os.kill(os.getpid(), signal.SIGSTOP)
-
-        phase.enter = noted  # type: ignore[assignment]
-        run_rank(plan)
-
-    return work
+    phase.enter = noted  # type: ignore[assignment]
+    run_rank(plan)
 
 
 def test_every_part_of_a_run_is_a_phase_and_all_ranks_enter_the_same(tmp_path: Path) -> None:
-    job = Job(tmp_path / "run", *ALL_PHASES, work=_stops_in(None))
+    """tests/launch/test_watchdog.py stops ranks in phases."""
+    job = Job(tmp_path / "run", *ALL_PHASES, work=_noting_phases)
     assert job.wait() == 0, job.output
     for number in (0, 1):
         assert (tmp_path / "run" / f"phases{number}").read_text().splitlines() == PHASES
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PHASES)
-def test_a_rank_that_is_stopped_in_any_phase_is_blamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    hasten(monkeypatch, tmp_path / "hasten")
-    folder = tmp_path / "run"
-    job = Job(folder, *ALL_PHASES, work=_stops_in(name))
-    job.until(lambda: (folder / "pid1").exists() and is_stopped(int((folder / "pid1").read_text())))
-    (tmp_path / "hasten").touch()
-    assert job.wait() == 1
-    last = job.output.rstrip().splitlines()[-1]
-    assert last.startswith("Rank 1 of 2 failed: no progress") and f"in {name}; it is stopped" in last
 
 
 def test_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:

@@ -123,23 +123,7 @@ def write_jsonl(path: Path, texts: Iterable[str]) -> Path:
 def some_texts(count: int, seed: int = 0) -> list[str]:
     """Return documents of mixed length and script; some are empty or contain text of control tokens."""
     rng = random.Random(seed)
-    words = [
-        "def",
-        "the",
-        "</s>",
-        "<s>",
-        "naïve",
-        "日本語",
-        "🙂",
-        "0123",
-        "  ",
-        "\n",
-        "\t",
-        "return",
-        "x=1",
-        "\u2028",
-        "é",
-    ]
+    words = [*"def the </s> <s> naïve 日本語 🙂 0123 return x=1 é".split(), "  ", "\n", "\t", "\u2028"]
     texts = []
     for number in range(count):
         length = 0 if number % 17 == 3 else rng.choice([1, 5, 40, 400])

@@ -19,7 +19,7 @@ import pytest
 from data_prep import preprocess, sft
 from data_prep.lib import parquet_csv, sources
 from data_prep.lib.encoding_run import split_input
-from data_prep.lib.input_files import InputFiles, find_sources
+from data_prep.lib.input_files import find_sources
 from data_prep.lib.sources import read_lines
 from megatron_llama.system.errors import UserError
 from tests.data_prep.helpers import (
@@ -34,6 +34,7 @@ from tests.data_prep.helpers import (
     some_texts,
     write_jsonl,
 )
+from tests.golden import GoldenFiles
 
 pa = pytest.importorskip("pyarrow", reason="an extra")
 import pyarrow.parquet as pq  # noqa: E402
@@ -246,10 +247,11 @@ def test_missing_pyarrow_error_has_install_command(tmp_path: Path, make: Make, m
 
 
 def test_every_file_is_used_or_listed_with_a_reason(
-    tmp_path: Path, make: Make, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, make: Make, tokenizer: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files of a folder and matches of a pattern are used, or listed with a reason."""
-    folder = tmp_path / "in"
+    monkeypatch.chdir(tmp_path)
+    folder = Path("in")
     write_jsonl(folder / "a.jsonl", ["first"])
     write_jsonl(folder / "part-00000", ["in a pattern only"])
     write_jsonl(folder / "i.json.1", ["there too"])
@@ -257,27 +259,19 @@ def test_every_file_is_used_or_listed_with_a_reason(
     for name in ("d.zip", "e.lz4", "README.md", ".gitattributes", "t.tsv", "readme.txt"):
         (folder / name).write_bytes(b"x")
     write_jsonl(folder / "old.quarantine.jsonl", ["bad"])
-    (folder / ".cache").mkdir()
     write_jsonl(folder / ".cache/b.jsonl", ["hidden"])
     os.mkfifo(folder / "pipe.jsonl")
-    assert make(folder) == 0
+    page = ""
+    for given, prefix in ((folder, "out/x"), (f"{folder}/*", "out/y")):
+        assert make(given, prefix=prefix) == 0
+        inputs, message = manifest(tmp_path / prefix), capsys.readouterr()
+        reasons = dict(sorted(inputs["files_not_taken"].items()))
+        assert inputs["files_found"] == inputs["files_taken"] + len(reasons)
+        page += f"== {given}\nused: {', '.join(one['path'] for one in inputs['sources'])}\n"
+        page += "".join(f"{path}: {reason}\n" for path, reason in reasons.items())
+        page += message.err + "".join(f"{line}\n" for line in message.out.splitlines() if "found" in line)
     assert outputs(tmp_path / "out/x") == reference(tokenizer, ["first", "second"])
-    inputs = manifest(tmp_path / "out/x")
-    reasons = {Path(path).name: reason for path, reason in inputs["files_not_taken"].items()}
-    in_both = {"d.zip", "e.lz4", "README.md", "readme.txt", "t.tsv", "pipe.jsonl", "old.quarantine.jsonl"}
-    assert set(reasons) == in_both | {".gitattributes", ".cache", "part-00000", "i.json.1"}
-    assert reasons["pipe.jsonl"] == "a pipe, socket or device" and reasons[".gitattributes"] == "hidden"
-    assert inputs["files_found"] == 13 == inputs["files_taken"] + len(reasons)
-    message = capsys.readouterr()
-    assert "13 files found = 2 used + 11 ignored" in message.out and "11 of 13 files found" in message.err
-    assert "README.md and 4 more (unsupported suffix)" in message.err
-
-    assert make(f"{folder}/*", prefix="out/y") == 0
-    inputs = manifest(tmp_path / "out/y")
-    assert [Path(one["path"]).name for one in inputs["sources"]] == ["a.jsonl", "i.json.1", "part-00000"]
-    reasons = {Path(path).name: reason for path, reason in inputs["files_not_taken"].items()}
-    assert set(reasons) == in_both | {"sub"}
-    assert inputs["files_found"] == 11
+    GoldenFiles.check("data_prep/files.txt", page.replace(f"{tmp_path}/", ""))
     with pytest.raises(UserError, match=r"(?s)has no supported file .*README\.md \(unsupported suffix"):
         make(folder / "*.md")
 
@@ -339,12 +333,12 @@ def test_parts_are_cut_between_row_groups(tmp_path: Path, make: Make) -> None:
 TRAIN = ["one", "two"], ["three"]
 
 
-def texts(inputs: InputFiles) -> list[str]:
-    return [json.loads(line)["text"] for source in inputs.sources for line in read_lines(source)]
-
-
-def reasons(inputs: InputFiles) -> dict[str, str]:
-    return {Path(path).name: reason for path, reason in inputs.not_taken.items()}
+def listed(*given: object) -> str:
+    """Return the texts of an input, and the other files with their reasons."""
+    inputs = find_sources([str(each) for each in given])
+    texts = [json.loads(line)["text"] for source in inputs.sources for line in read_lines(source)]
+    others = sorted((Path(path).name, reason) for path, reason in inputs.not_taken.items())
+    return "".join([f"texts: {', '.join(texts)}\n", *(f"{name}: {reason}\n" for name, reason in others), "\n"])
 
 
 def records(names: list[str]) -> list[dict[str, str]]:
@@ -361,28 +355,6 @@ def saved(folder: Path, shards: tuple[list[str], ...]) -> None:
     (folder / "dataset_info.json").write_text(json.dumps({"features": {}}))
 
 
-def test_save_to_disk_layout(tmp_path: Path) -> None:
-    saved(tmp_path / "one", TRAIN)
-    write_arrow(tmp_path / "one/cache-0123456789abcdef.arrow", records(["of a map"]))
-    inputs = find_sources([str(tmp_path / "one")])
-    assert texts(inputs) == ["one", "two", "three"]
-    assert reasons(inputs) == {
-        "cache-0123456789abcdef.arrow": "not listed in state.json",
-        "dataset_info.json": "dataset description",
-        "state.json": "dataset description",
-    }
-    saved(tmp_path / "all/train", TRAIN)
-    saved(tmp_path / "all/test", (["held out"],))
-    (tmp_path / "all/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    inputs = find_sources([str(tmp_path / "all")])
-    assert texts(inputs) == ["one", "two", "three"]
-    assert reasons(inputs)["data-00000-of-00001.arrow"] == "split test; only the split train is used"
-    assert texts(find_sources([str(tmp_path / "all/test")])) == ["held out"], "what is named is taken"
-    (tmp_path / "one/data-00001-of-00002.arrow").unlink()
-    with pytest.raises(UserError, match="lists data-00001-of-00002.arrow, which does not exist"):
-        find_sources([str(tmp_path / "one")])
-
-
 def hub(folder: Path, **files: list[str]) -> Path:
     """Write a repository in the layout of the hub cache, with links into blobs."""
     for number, (name, part) in enumerate(files.items()):
@@ -397,18 +369,7 @@ def hub(folder: Path, **files: list[str]) -> Path:
 SHARDS = {f"data__train-{n:05}-of-00002": part for n, part in enumerate(TRAIN)} | {"data__test-00000-of-00001": ["t"]}
 
 
-def test_shards_by_name(tmp_path: Path) -> None:
-    inputs = find_sources([str(hub(tmp_path, **SHARDS))])
-    assert texts(inputs) == ["one", "two", "three"]
-    assert reasons(inputs) == {
-        ".gitattributes": "hidden",
-        "test-00000-of-00001.parquet": "split test; only the split train is used",
-    }
-
-
-def test_configs_of_the_readme(tmp_path: Path) -> None:
-    folder = hub(tmp_path, **SHARDS, more__x=["more"], more__y=["validation"], z=["unknown"])
-    config = """---
+README = """---
 license: mit
 configs:
 - config_name: main
@@ -423,19 +384,26 @@ configs:
 ---
 # Dataset
 """
-    (folder / "README.md").write_text(config % "")
+
+
+def test_downloaded_datasets(tmp_path: Path) -> None:
+    """Layouts of save_to_disk, shards by name, and configs of the README."""
+    one, several = tmp_path / "one", tmp_path / "all"
+    saved(one, TRAIN)
+    write_arrow(one / "cache-0123456789abcdef.arrow", records(["of a map"]))
+    saved(several / "train", TRAIN)
+    saved(several / "test", (["held out"],))
+    (several / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    shards, configs = hub(tmp_path / "shards", **SHARDS), tmp_path / "configs"
+    configs = hub(configs, **SHARDS, more__x=["more"], more__y=["validation"], z=["unknown"])
+    (configs / "README.md").write_text(README % "")
     with pytest.raises(UserError, match=r"several configs \(main, more\) and no default"):
-        find_sources([str(folder)])
-    (folder / "README.md").write_text(config % "default: true")
-    inputs = find_sources([str(folder)])
-    assert texts(inputs) == ["more"]
-    assert reasons(inputs) == {
-        ".gitattributes": "hidden",
-        "README.md": "unsupported suffix",
-        "test-00000-of-00001.parquet": "config main; only more is used",
-        "train-00000-of-00002.parquet": "config main; only more is used",
-        "train-00001-of-00002.parquet": "config main; only more is used",
-        "y.parquet": "split validation; only the split train is used",
-        "z.parquet": "not a data file in README.md",
-    }
-    assert texts(find_sources([f"{folder}/data/train-*"])) == ["one", "two", "three"], "a pattern names the file itself"
+        find_sources([str(configs)])
+    (configs / "README.md").write_text(README % "default: true")
+    given = {"a split": one, "splits": several, "a split by its name": several / "test", "shards": shards}
+    given |= {"configs": configs, "a pattern, which names the files": f"{configs}/data/train-*"}
+    page = "".join(f"== {name}\n{listed(each)}" for name, each in given.items())
+    GoldenFiles.check("data_prep/downloads.txt", page)
+    (one / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(UserError, match="lists data-00001-of-00002.arrow, which does not exist"):
+        find_sources([str(one)])

@@ -86,20 +86,9 @@ def test_trained_tokenizer_has_llama_2s_settings(tmp_path: Path) -> None:
     packed.write_bytes(gzip.compress(path.read_bytes()))
     models = []
     for number, source in enumerate((path, path, packed)):
-        output_of(
-            run_script(
-                *(
-                    "train_tokenizer.py",
-                    "--input",
-                    source,
-                    "--vocab-size",
-                    340,
-                    "--model-prefix",
-                    tmp_path / f"t{number}",
-                )
-            )
-        )
-        models.append((tmp_path / f"t{number}.model").read_bytes())
+        prefix = tmp_path / f"t{number}"
+        output_of(run_script("train_tokenizer.py", "--input", source, "--vocab-size", 340, "--model-prefix", prefix))
+        models.append(Path(f"{prefix}.model").read_bytes())
     assert models[0] == models[1] == models[2]
     processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "t0.model"))
     assert processor.vocab_size() == 340
