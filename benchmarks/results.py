@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_llama.devices.processor import processor
 from megatron_llama.system.files import write_atomically
+from megatron_llama.system.output import import_pyplot
 from megatron_llama.system.programs import commit as commit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,11 +66,7 @@ def publish(page: str, path: Path | None) -> None:
 @contextlib.contextmanager
 def figure(path: Path, rows: int, columns: int, **options: Any) -> Iterator[Any]:
     """Yield the axes of ``pyplot.subplots``; save the figure to ``path`` at the end of the block."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
     drawn, panels = pyplot.subplots(rows, columns, **options)
     yield panels
     for axes in panels:

@@ -24,6 +24,19 @@ _SPILL = "MEGATRON_LLAMA_CONSOLE"
 _MAX_EARLY_BYTES = 1 << 20
 
 
+def import_pyplot() -> Any:
+    """Return matplotlib's pyplot, without a display and without its log lines, e.g. on a home that is not writable."""
+    import logging  # most programs draw nothing
+
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 class _Output(io.RawIOBase):
     """File object over a descriptor whose writes never fail; lost output goes to the spill file."""
 

@@ -6,6 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_llama.system.output import import_pyplot
 from megatron_llama.system.tables import GIB, gib
 
 MOST_COLUMNS = 1500
@@ -51,11 +52,7 @@ def draw_memory(
         axis: label of the horizontal axis.
         memory_gib: device memory to mark, GiB.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
     totals = sizes.sum(axis=1)
     top, end = int(totals.argmax()), moments[-1]
     peak = int(totals[top])

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import atomic_open
+from megatron_llama.system.output import import_pyplot
 from megatron_llama.topology import AXIS_NAMES
 from megatron_llama.train.metrics_file import METRICS_FILE, read_run_records
 
@@ -49,11 +50,7 @@ def describe(plan: Plan) -> str:
 
 def draw(records: Sequence[Mapping[str, Any]], path: Path, title: str, subtitle: str) -> Path:
     """Draw training and validation loss over steps and tokens, with the learning rate below; return ``path``."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
     figure, (above, below) = pyplot.subplots(
         2, 1, figsize=(9, 6), dpi=130, sharex=True, height_ratios=(5, 1), layout="constrained"
     )

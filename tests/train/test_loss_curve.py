@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,7 @@ from matplotlib import pyplot
 
 from megatron_llama.plan import parameters
 from megatron_llama.train.loss_curve import SMOOTHING, describe, draw, draw_run, moving_average
+from tests.paths import ROOT
 from tests.train.steps import log_steps, plan_of
 
 HEAD = struct.Struct(">8s4s4sII")
@@ -24,6 +28,12 @@ def test_a_run_gets_a_picture(tmp_path: Path) -> None:
     assert picture is not None and picture == tmp_path / "loss.png"
     signature, _, _, width, height = HEAD.unpack(picture.read_bytes()[: HEAD.size])
     assert signature == b"\x89PNG\r\n\x1a\n" and width > 1000 and height > 600
+
+
+def test_matplotlib_writes_no_lines_without_a_home(tmp_path: Path) -> None:
+    environment = {**os.environ, "HOME": "/proc/none", "MPLCONFIGDIR": "", "XDG_CONFIG_HOME": ""}
+    command = [sys.executable, "-c", "from megatron_llama.system.output import import_pyplot; import_pyplot()"]
+    assert subprocess.run(command, env=environment, capture_output=True, check=True, cwd=ROOT).stderr == b""
 
 
 @pytest.mark.parametrize("last", [1, 2])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_llama.system.output import import_pyplot
 from megatron_llama.system.tables import plural, short_count, text_table
 from megatron_llama.system.wrapping import WIDTH, fill
 from megatron_llama.tools.compare.verdict import LEAST_BINS, Comparison, RunComparison
@@ -249,11 +250,7 @@ def draw(comparison: Comparison, inches: tuple[float, float] = LARGE_INCHES, dar
 
     ``dark`` draws light lines without a background.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
     with pyplot.style.context(["dark_background" if dark else "default", STYLE]):
         figure, (above, below) = pyplot.subplots(
             2, 1, figsize=inches, dpi=130, sharex=True, height_ratios=(3, 2), layout="constrained"

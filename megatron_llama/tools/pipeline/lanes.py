@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
+from megatron_llama.system.output import import_pyplot
+
 WIDTH, LEFT, RIGHT, TOP = 1000, 64, 14, 34
 LANE, BOX = 40, 26
 PANEL_GAP = 30
@@ -215,10 +217,7 @@ def _short(number: float) -> str:
 
 def as_png(picture: Picture) -> bytes:
     """Render the picture as PNG bytes on a white background; imports matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = import_pyplot()
     from matplotlib.patches import Rectangle
 
     class_colors = {"lane": LANE_FILL[0], "ink": INK[0], "soft": SOFT[0]}

@@ -21,6 +21,7 @@ from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.files import FolderTaken, locked_folder, write_atomically
+from megatron_llama.system.output import import_pyplot
 from megatron_llama.system.tables import short_count, text_table
 from megatron_llama.tools.compare.report import MAX_POINTS, STYLE
 from megatron_llama.tools.sweep.combinations import RUN_DIR, Combination, Sweep, SweepState, combinations
@@ -172,11 +173,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 def draw(results: Sequence[RunResult]) -> bytes:
     """Plot the losses of all runs over tokens, raw and smoothed; return the bytes of a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
     with pyplot.style.context(["default", STYLE]):
         figure, axes = pyplot.subplots(figsize=(9.0, 5.0), dpi=130, layout="constrained")
         for index, result in enumerate(results):
