@@ -279,6 +279,26 @@ def _report_lost(name: str, error: Exception) -> None:
 # TensorBoard
 
 FLUSH_SECONDS = 10
+TAGS = (
+    *("step", "consumed_samples", "consumed_tokens", "reduced_train_loss", "lr", "gradient_norm", "throughput"),
+    *("tokens_per_second", "tflops_per_device", "mfu", "mfu_full", "step_time_s", "peak_memory_bytes"),
+)
+"""Metrics whose tag is their name. The others are group/name; ``training`` is the group without a row."""
+GROUPS = {
+    "validation": ("val_",),
+    "speed": ("padded_tokens_per_second", "throughput_peak", "train_samples_per_second"),
+    "waits": ("data_time_s", "waited_", "slowest_"),
+    "spikes": ("spike_",),
+    "curriculum": ("curriculum_", "random_ltd_", "consumed_layer_tokens"),
+    "": ("global_step", "train_step_timing"),  # equal to step and step_time_s: not written
+}
+"""Groups of tags, by the start of a metric's name."""
+
+
+def tag_of(name: str) -> str | None:
+    """Return the TensorBoard tag of a metric; None if it repeats another metric."""
+    group = next((group for group, starts in GROUPS.items() if name.startswith(starts)), "training")
+    return name if name in TAGS else f"{group}/{name}" if group else None
 
 
 class TensorBoardFile:
@@ -304,9 +324,10 @@ class TensorBoardFile:
     def append(self, metrics: Mapping[str, Any]) -> None:
         """Write the metrics of a step that have a value."""
         for name, value in metrics.items():
-            if value is not None and self._writer is not None:
+            tag = tag_of(name)
+            if value is not None and tag is not None and self._writer is not None:
                 try:
-                    self._writer.add_scalar(name, value, metrics["step"])
+                    self._writer.add_scalar(tag, value, metrics["step"])
                 except OSError as error:
                     self._stop(error)
 

@@ -24,6 +24,7 @@ from megatron_llama.train.console import Progress, duration
 from megatron_llama.train.loss_curve import draw_run
 from megatron_llama.train.metrics import EVERY_STEP, SOME_STEPS, MetricsLogger
 from megatron_llama.train.metrics_file import MetricsFile, read_metrics, read_run_records, truncate_after
+from megatron_llama.train.sinks import tag_of
 from tests.golden import GoldenFiles
 from tests.paths import ROOT
 from tests.train.steps import PEAK, STEPS, log_steps, measured, plan_of
@@ -43,8 +44,13 @@ def test_tensorboard_says_what_the_file_says(tmp_path: Path) -> None:
     assert all(tuple(record)[: len(EVERY_STEP)] == EVERY_STEP for record in records)
     assert [record["step"] for record in records if "val_loss" in record] == [4, 8, 12]
     shown = events(tmp_path)
-    assert set(shown) == {name for record in records for name in record}
-    for name, points in shown.items():
+    assert {*shown} == {tag for record in records for name in record if (tag := tag_of(name))}
+    assert sorted(tag for tag in shown if "/" in tag) == [
+        *("speed/throughput_peak", "speed/train_samples_per_second", "training/global_batch_size"),
+        *("validation/val_loss", "waits/data_time_s"),
+    ]
+    for tag, points in shown.items():
+        name = tag.rpartition("/")[2]
         written = [(record["step"], record[name]) for record in records if name in record]
         assert [step for step, _ in points] == [step for step, _ in written]
         # TensorBoard keeps single precision.
@@ -102,7 +108,7 @@ def test_no_number_is_null_and_no_point(tmp_path: Path) -> None:
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert "NaN" not in line, "which would be no JSON"
     assert json.loads(line)["mfu"] is None and json.loads(line)["val_loss"] is None
-    assert "mfu" not in events(tmp_path) and "val_loss" not in events(tmp_path)
+    assert "mfu" not in events(tmp_path) and "validation/val_loss" not in events(tmp_path)
 
 
 def test_parameter_norm_and_no_tensorboard(tmp_path: Path) -> None:
