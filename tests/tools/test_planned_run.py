@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from megatron_llama.tools.rehearse.cli import plan_rehearsal
 from megatron_llama.tools.traffic import cli as traffic
 from megatron_llama.tools.tune import cli as tune
 from megatron_llama.tools.tune.objectives import read_request
+from tests.golden import GoldenFiles
 
 README = ["model=llama70b", "data=mock", "trainer.tp=8", "trainer.pp=4", "trainer.dp=2"]
 TITLE = "batch 1,024 x 4,096 tokens, bf16"
@@ -86,35 +86,30 @@ def test_defaults_equal_the_recipe(recipe: Path) -> None:
     assert planned(f"+experiment={recipe.stem}").world.config.trainer.global_batch_size == batch
 
 
-def test_stated_batches_small_models_and_fine_tuning_are_accepted() -> None:
-    assert planned("model=llama7b", f"{BATCH}=8").plan().config.trainer.global_batch_size == 8
-    planned("model=llama7b", "model.num_hidden_layers=2")
-    planned("model=llama7b", "finetune=lora")
-    run = planned("model=llama_15m", "trainer.tp=2", "device=cpu")
-    assert run.hardware.spec is None and run.plan().config.trainer.precision == "fp32"
+LINES = [
+    *(f"model=llama_15m {BATCH}=64 device={name}" for name in ("cuda", "neuron", "hpu")),
+    *(f"model=llama_15m {BATCH}=64 cluster.device={name}" for name in ("b200", "gaudi3")),
+    f"model=llama_15m {BATCH}=64 device=hpu cluster.device=gaudi3",
+    f"model=llama_15m {BATCH}=64 cluster.nodes=2",
+    "model=llama_15m trainer.tp=2 device=cpu",
+    f"model=llama7b {BATCH}=8",  # a stated batch, a small model, and fine-tuning need no recipe
+    "model=llama7b model.num_hidden_layers=2 device=cpu",
+    "model=llama7b finetune=lora",
+    "device=hpu cluster.device=h100",
+]
 
 
-@pytest.mark.parametrize(
-    ("words", "chip", "kind"),
-    [
-        (["device=cuda"], "h100", "cuda"),
-        (["device=neuron"], "trn2", "neuron"),
-        (["device=hpu"], "gaudi2", "hpu"),
-        (["cluster.device=b200"], "b200", "cuda"),
-        (["cluster.device=gaudi3"], "gaudi3", "hpu"),
-        (["device=hpu", "cluster.device=gaudi3"], "gaudi3", "hpu"),
-        (["cluster.nodes=2"], "h100", "cuda"),
-    ],
-)
-def test_the_named_hardware_is_planned(words: list[str], chip: str, kind: str) -> None:
-    run = planned("model=llama_15m", f"{BATCH}=64", *words)
-    assert run.hardware.spec is not None and run.hardware.spec.name == chip
-    assert run.plan().config.device.name == kind
-    assert (run.hardware.note is None) is any(word.startswith("cluster.device") for word in words)
-    named = any(word.startswith("cluster.device") for word in words)
-    assert named or re.search(rf"planned for {chip}\b", str(run.hardware.note))
-
-
-def test_a_chip_of_another_device_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="device=hpu is set"):
-        planned("device=hpu", "cluster.device=h100")
+def test_the_planned_hardware() -> None:
+    """Chip, device, note and batch of each command line."""
+    page = ""
+    for line in LINES:
+        page += f"$ {line}\n"
+        try:
+            run = planned(*line.split())
+        except ConfigError as error:
+            page += f"{error}\n\n"
+            continue
+        config, spec = run.plan().config, run.hardware.spec
+        page += f"    {spec and spec.name} on {config.device.name}, batch {config.trainer.global_batch_size} x "
+        page += f"{config.data.length}, {config.trainer.precision}\n    {run.hardware.note}\n"
+    GoldenFiles.check("tools/plan/hardware.txt", page)

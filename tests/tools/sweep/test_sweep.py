@@ -14,6 +14,7 @@ from megatron_llama.system.files import locked_folder
 from megatron_llama.tools.sweep import launchers
 from megatron_llama.tools.sweep.cli import main
 from megatron_llama.tools.sweep.combinations import combinations
+from tests.golden import GoldenFiles
 from tests.processes import losses, run_train_py
 
 TINY = (
@@ -24,54 +25,37 @@ TWO = [*TINY, "optim.lr=1e-3,1e-4"]
 NAMES = ["optim.lr_0.001", "optim.lr_0.0001"]
 
 
-@pytest.mark.parametrize(
-    ("word", "values"),
-    [
-        ("optim.lr=1e-4,3e-4", ["0.0001", "0.0003"]),
-        ("optim.lr=choice(1e-4,3e-4)", ["0.0001", "0.0003"]),
-        ("trainer.seed=range(1,7,2)", ["1", "3", "5"]),
-        ("model=glob(llama_1*)", ["llama_110m", "llama_15m"]),
-        ("data.prefixes=[a,b],[c]", ["[a,b]", "[c]"]),
-        ("init_from='a,b','c'", ["'a,b'", "'c'"]),
-    ],
-)
-def test_hydras_grammar(word: str, values: list[str]) -> None:
-    sweep = combinations(["data=mock", "data.validation_prefixes=[x,y]", word], CONF_DIR)
-    key = word.partition("=")[0]
-    assert [one.differing for one in sweep.combinations] == [{key: value} for value in values]
-    fixed = ("data=mock", "data.validation_prefixes=[x,y]")
-    assert [one.overrides for one in sweep.combinations] == [(*fixed, f"{key}={value}") for value in values]
-    assert len({one.name for one in sweep.combinations}) == len(values)
+LINES = """data=mock data.validation_prefixes=[x,y] optim.lr=1e-4,3e-4
+data=mock optim.lr=choice(1e-4,3e-4)
+data=mock trainer.seed=range(1,7,2)
+data=mock model=glob(llama_1*)
+data=mock data.prefixes=[a,b],[c]
+data=mock init_from='a,b','c'
+optim.lr=1,2 data=mock model=llama_15m,llama_56m
+optim.lr=1,2 data=mock model=llama_15m,llama_56m run.dir=runs/mine
+optim.lr=1e-4
+optim.lr=interval(1,2)
+optim.lr=1,2 run.dir=a,b
+model=glob(no*)"""
 
 
-def test_combinations_are_ordered_and_the_command_determines_the_folder() -> None:
-    line = ["optim.lr=1,2", "data=mock", "model=llama_15m,llama_56m"]
-    sweep = combinations(line, CONF_DIR)
-    assert sweep.varied == ("optim.lr", "model")
-    assert [tuple(one.differing.values()) for one in sweep.combinations] == [
-        ("1", "llama_15m"),
-        ("1", "llama_56m"),
-        ("2", "llama_15m"),
-        ("2", "llama_56m"),
-    ]
-    assert sweep.combinations[0].name == "optim.lr_1+model_llama_15m"
-    assert combinations(line, CONF_DIR).folder == sweep.folder != combinations(line[::-1], CONF_DIR).folder
-    assert combinations([*line, "run.dir=runs/mine"], CONF_DIR).folder == Path("runs/mine")
-
-
-@pytest.mark.parametrize(
-    ("words", "field"),
-    [
-        (["optim.lr=1e-4"], "-m"),
-        (["optim.lr=interval(1,2)"], "optim.lr"),
-        (["optim.lr=1,2", "run.dir=a,b"], "run.dir"),
-        (["model=glob(no*)"], "model"),
-    ],
-)
-def test_values_that_cannot_be_listed_are_rejected(words: list[str], field: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        combinations(words, CONF_DIR)
-    assert [problem.field for problem in error.value.problems] == [field]
+def test_combinations() -> None:
+    """Hydra's grammar; the last setting varies fastest. Values that cannot be listed are rejected."""
+    page, hidden = "", {r"folder \S+-[0-9a-f]{6,}": "folder FROM_THE_COMMAND"}
+    for line in LINES.splitlines():
+        page += f"$ -m {line}\n"
+        try:
+            sweep = combinations(line.split(), CONF_DIR)
+        except ConfigError as error:
+            page += f"{error}\n\n"
+            continue
+        page += f"folder {sweep.folder}\n"
+        page += "".join(f"    {one.name}: {' '.join(one.overrides)}, {one.differing}\n" for one in sweep.combinations)
+        assert sweep.varied == tuple(sweep.combinations[0].differing)
+    GoldenFiles.check("tools/sweep/combinations.txt", page, hidden)
+    command = LINES.splitlines()[6].split()
+    assert combinations(command, CONF_DIR).folder == combinations(command, CONF_DIR).folder
+    assert combinations(command, CONF_DIR).folder != combinations(command[::-1], CONF_DIR).folder
 
 
 class FakeTrain:
