@@ -103,11 +103,14 @@ class MetricsLogger:
         self._rate = StepRate(plan, start_step + 1)
         self._exceeded = False
         self._path = plan.run_dir / METRICS_FILE
+        earlier = read_run_records(self._path) if self._path.exists() else []
         self._file = MetricsFile(self._path, start_step)
         note_loaded_step(plan.run_dir, start_step)
-        records = read_run_records(self._path)
+        records = [record for record in earlier if record["step"] <= start_step]
+        later = earlier if start_step else []  # a run from the start is a new run of a service
+        repeated = {each["step"]: each["reduced_train_loss"] for each in later if each["step"] > start_step}
         self._throughput_peak = max((record.get("throughput_peak") or 0.0 for record in records), default=0.0)
-        self._sinks = open_sinks(plan, start_step, metric_names(plan), records)
+        self._sinks = open_sinks(plan, start_step, metric_names(plan), records, repeated)
         self._first_warm_step = start_step + WARM_UP_STEPS + 1
         self._progress = Progress(plan.config.trainer.steps, start_step, plan.config.logging.every_steps)
 

@@ -26,6 +26,7 @@ from megatron_llama.system.files import write_atomically
 
 CSV_FILE, SAMPLES_FILE = "metrics.csv", "samples.json"
 Metrics = Mapping[str, Any]
+Losses = Mapping[int, float | None]
 
 
 class MetricsSink(Protocol):
@@ -38,12 +39,15 @@ class MetricsSink(Protocol):
         """Flush and close."""
 
 
-def open_sinks(plan: Plan, start_step: int, columns: Sequence[str], records: Sequence[Metrics]) -> list[MetricsSink]:
+def open_sinks(
+    plan: Plan, start_step: int, columns: Sequence[str], records: Sequence[Metrics], repeated: Losses
+) -> list[MetricsSink]:
     """Open the outputs of the plan's ``logging`` for a run that starts or resumes after ``start_step``.
 
     Args:
         columns: Names of all metrics.
         records: Metrics of the steps up to ``start_step``.
+        repeated: Losses of the later steps of an earlier start, which the run trains again.
     """
     logging, sinks = plan.config.logging, list[MetricsSink]()
     if logging.tensorboard:
@@ -51,11 +55,11 @@ def open_sinks(plan: Plan, start_step: int, columns: Sequence[str], records: Seq
     if logging.csv:
         sinks.append(CsvFile(plan.run_dir / CSV_FILE, columns, records))
     if logging.wandb != "off":
-        sinks.append(WandbRun(plan, start_step))
+        sinks.append(WandbRun(plan, start_step, repeated=repeated))
     if logging.trackio is not None:
-        sinks.append(TrackioRun(plan, logging.trackio, start_step))
+        sinks.append(TrackioRun(plan, logging.trackio, start_step, repeated=repeated))
     if logging.mlflow is not None:
-        sinks.append(MLflowRun(plan, logging.mlflow, start_step))
+        sinks.append(MLflowRun(plan, logging.mlflow, start_step, repeated))
     return sinks
 
 
@@ -96,8 +100,9 @@ class _PackageRun:
     TITLE = ""
     """Name in messages."""
 
-    def __init__(self, *settings: Any) -> None:
+    def __init__(self, *settings: Any, repeated: Losses | None = None) -> None:
         self._run: Any = None
+        self._repeated: Losses = repeated or {}
         try:
             self._run = self._start(*settings)
         except Exception as error:  # account, network, or errors of the package
@@ -132,7 +137,7 @@ class WandbRun(_PackageRun):
     """A run of Weights & Biases (package wandb), offline or with an account.
 
     A resumed run continues the same run, whose id is in ``wandb/run_id``. Steps after the checkpoint from which a run
-    resumes are not written twice: wandb drops steps that it has.
+    resumes are not written twice: wandb drops steps that it has, also if their values differ, which is reported.
     """
 
     TITLE = "Weights & Biases"
@@ -159,7 +164,19 @@ class WandbRun(_PackageRun):
         return run
 
     def _log(self, values: Metrics) -> None:
+        if _differs(values, self._repeated):
+            sys.stderr.write(
+                f"Weights & Biases: from step {values['step']} on, the run keeps the values of an earlier start, which "
+                "differ; without wandb/run_id in its folder, the next start begins a W&B run.\n"
+            )
+            self._repeated = {}
         self._run.log(values, step=values["step"])
+
+
+def _differs(values: Metrics, repeated: Losses) -> bool:
+    """Return whether a step is trained again with another loss, e.g. with other settings or after a rewind."""
+    loss = values.get("reduced_train_loss")
+    return bool(repeated.get(values["step"], loss) != loss)
 
 
 def write_samples(plan: Plan, samples: Sequence[str]) -> None:
@@ -176,7 +193,8 @@ def write_samples(plan: Plan, samples: Sequence[str]) -> None:
 class TrackioRun(_PackageRun):
     """A run of trackio, in TRACKIO_DIR (by default in Hugging Face's cache), or on TRACKIO_SPACE_ID's Space.
 
-    A resumed run continues the same run. trackio's own thread writes.
+    A resumed run continues the same run. Steps that it has are written again if their loss differs. trackio's own
+    thread writes.
     """
 
     TITLE = "trackio"
@@ -185,7 +203,7 @@ class TrackioRun(_PackageRun):
         import trackio
 
         with redirect_stdout(io.StringIO()):  # it prints instructions
-            return trackio.init(
+            run = trackio.init(
                 project=project,
                 name=f"{plan.run_dir.name}-{_key_of(plan)}",
                 config=asdict(plan.config),
@@ -194,8 +212,12 @@ class TrackioRun(_PackageRun):
                 auto_log_gpu=False,
                 auto_log_cpu=False,
             )
+        self._first_new = getattr(run, "_next_step", 0)  # trackio 0.43
+        return run
 
     def _log(self, values: Metrics) -> None:
+        if values["step"] < self._first_new and not _differs(values, self._repeated):
+            return
         self._run.log({name: value for name, value in values.items() if name != "step"}, step=values["step"])
 
 
@@ -212,7 +234,8 @@ class MLflowRun:
 
     TAG = "megatron_llama.run"
 
-    def __init__(self, plan: Plan, experiment: str, start_step: int) -> None:
+    def __init__(self, plan: Plan, experiment: str, start_step: int, repeated: Losses) -> None:
+        self._repeated = repeated
         self._waiting: SimpleQueue[Metrics | None] = SimpleQueue()
         self._plan, self._experiment, self._start_step = plan, experiment, start_step
         self._thread = threading.Thread(target=self._write, name="mlflow", daemon=True)
@@ -239,7 +262,7 @@ class MLflowRun:
             logged = self._last_step(client, run)
             while (metrics := self._waiting.get()) is not None:
                 now, step = int(1000 * time.time()), metrics["step"]
-                if step <= logged:
+                if step <= logged and not _differs(metrics, self._repeated):
                     continue
                 values = [Metric(name, float(value), now, step) for name, value in metrics.items() if value is not None]
                 client.log_batch(run, metrics=values)

@@ -27,7 +27,7 @@ from megatron_llama.train.sinks import CsvFile, TensorBoardFile, WandbRun, write
 from tests.config.helpers import make, problems_of
 from tests.processes import run_forked
 from tests.threads import check_threads
-from tests.train.steps import PEAK, STEPS, log_steps, plan_of
+from tests.train.steps import PEAK, STEPS, log_steps, measured, plan_of
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -178,6 +178,7 @@ class FakeTrackio(Service):
         print("* Trackio project initialized")
         assert more == {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         self.start({"project": project, "name": name, "config": config, "resume": resume})
+        self._next_step = max((record["step"] for record in self.logged), default=-1) + 1
         return self
 
     def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -277,8 +278,7 @@ def test_a_service_has_all_metrics_of_a_resumed_run(
     fake = kind(name)
     fake.install(monkeypatch)
     records = log_twice(tmp_path, *settings)
-    new = 5 if name == "trackio" else 9  # trackio has the steps after the checkpoint twice
-    assert fake.logged[9:] == [*map(logged_values, records[new:])] and fake.finished == 2
+    assert fake.logged[9:] == [*map(logged_values, records[9:])] and fake.finished == 2
     first, second = fake.inits
     if name == "wandb":
         assert first["project"] == "mine" and first["mode"] == "online" and first["dir"] == str(tmp_path)
@@ -294,6 +294,22 @@ def test_a_service_has_all_metrics_of_a_resumed_run(
         assert (run.info.run_name, run.info.status) == (tmp_path.name, "FINISHED")
         first["config"] = run.files["config.json"]
     assert first["config"]["trainer"]["tp"] == 2
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_steps_that_are_trained_again_with_another_loss(
+    name: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    """W&B cannot replace a step; the others have the later value last."""
+    kind, settings, _ = SERVICES[name]
+    (fake := kind(name)).install(monkeypatch)
+    plan = plan_of(tmp_path, *settings)
+    log_steps(plan, last=9)
+    with MetricsLogger(plan, PEAK, start_step=5) as logger:
+        for step in range(6, 11):
+            logger.log_step(measured(step, reduced_train_loss=8.0 / step if step < 8 else 3.0))
+    assert [record["step"] for record in fake.logged[9:]] == ([10] if name == "wandb" else [8, 9, 10])
+    assert ("from step 8 on, the run keeps" in capsys.readouterr().err) == (name == "wandb")
 
 
 @pytest.mark.parametrize(("fail_at", "message"), [(0, "no account"), (3, "No space left on device")])
