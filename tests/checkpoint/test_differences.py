@@ -20,6 +20,7 @@ from megatron_llama.plan import Plan
 from tests.checkpoint.changes import CHANGES, checkpoint_of, differences_of, outcome, plan_in, write_datasets
 from tests.config.helpers import as_typed
 from tests.data.files import numbered, write_indexed
+from tests.golden import GoldenFiles
 from tests.messages import raises_with_message
 
 ELSEWHERE = {"data.chat_template": "data.prefixes", "data.template": "data.prefixes", "trainer.epochs": "trainer.steps"}
@@ -85,32 +86,6 @@ def test_a_derived_setting_that_the_checkpoint_lacks_is_no_difference(folder: Pa
     assert names(find_differences(requested, old, make_record(requested))) == ["data.eod_mask_loss"]
 
 
-def test_a_learning_rate_that_follows_from_another_setting_is_no_difference(folder: Path) -> None:
-    full = {"finetune.method": "full", "init_from": "/models/one"}
-    after = plan_in(folder, 1, full)
-    assert after.config.optim.lr == 2e-5
-    assert names(between(plan_in(folder, 1, {}), after)) == ["init_from"]
-    older = checkpoint_of(plan_in(folder, 1, {**full, "optim.lr": 3e-4}))
-    assert "optim.lr" in names(find_differences(after, older, make_record(after))), "unless its run requested it"
-
-
-def test_all_differences_are_reported_with_one_setting_that_allows_them(folder: Path) -> None:
-    changes = {"data.prefixes": [0.25, "a", 0.75, "b"], "optim.lr": 1e-4, "optim.weight_decay": 0.0}
-    changed = between(plan_in(folder, 1, {}), plan_in(folder, 1, {**changes, "trainer.seed": 5, "trainer.steps": 50}))
-    with pytest.raises(ConfigError) as caught:
-        check_allowed(changed, ["batch"], Path("runs/one/step_00000003"))
-    problems = caught.value.problems
-    fields = ["data.prefixes", "trainer.seed", "optim.lr", "optim.weight_decay"]
-    assert [problem.field for problem in problems] == fields
-    assert all("checkpoint.allow=[data,batch,optim]" in problem.instead for problem in problems)
-    assert problems[2].rule == "the checkpoint runs/one/step_00000003 was trained with 0.0003"
-    assert problems[2].instead.startswith("write optim.lr=0.0003 to keep the saved value, or ")
-    check_allowed(changed, ["data", "optim"], Path())
-    for missing in (["data"], ["optim"]):
-        with pytest.raises(ConfigError):
-            check_allowed(changed, missing, Path())
-
-
 @pytest.mark.parametrize("name", [name for name, kind in differences.kinds().items() if kind not in ("free", "logged")])
 def test_the_suggestion_to_keep_the_saved_value_can_be_typed(name: str, folder: Path) -> None:
     changed = differences_of(name, folder)
@@ -127,48 +102,48 @@ def test_the_suggestion_to_keep_the_saved_value_can_be_typed(name: str, folder: 
             assert as_typed(words) == null_section
 
 
-def test_fixed_settings_cannot_be_allowed(folder: Path) -> None:
-    changed = between(plan_in(folder, 1, {}), plan_in(folder, 1, {"optim.name": "sgd", "optim.lr": 0.1}))
-    with pytest.raises(ConfigError) as caught:
-        check_allowed(changed, ALLOWED, Path("folder"))
-    (problem,) = caught.value.problems
-    assert problem.field == "optim.name" and "init_from" in problem.instead and "allow" not in problem.instead
-
-
 WSD = {
     "optim.schedule": {"_target_": "megatron_llama.optim.schedules.WarmupStableDecay", "max_steps": "${trainer.steps}"}
 }
+STEPS, FULL = {"trainer.steps": 200}, {"finetune.method": "full", "init_from": "/models/one"}
+RISING = {"trainer.global_batch_size": 8, "trainer.batch_schedule": [[16, 16], [64, 32]]}
+SIXTEEN = {"trainer.global_batch_size": 16, "trainer.batch_schedule": [[64, 32]]}
+BLEND = {"data.prefixes": [0.25, "a", 0.75, "b"], "trainer.seed": 5}
+SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "more steps: warm-up and schedule follow": ({}, STEPS),
+    "more steps of a schedule with steps": (WSD, WSD | STEPS),
+    "a ratio, which follows": ({"optim.warmup_ratio": 0.03}, {"optim.warmup_ratio": 0.03, "trainer.steps": 900}),
+    "another ratio": ({"optim.warmup_ratio": 0.03}, {"optim.warmup_ratio": 0.06}),
+    "10 steps of warm-up, which equal the value derived from 100": ({"optim.warmup_steps": 10}, STEPS),
+    "12 steps of warm-up": ({"optim.warmup_steps": 12}, STEPS),
+    "the same 12, derived": ({"optim.warmup_steps": 12}, {"trainer.steps": 120}),
+    "a rate, and its derived minimum": ({}, {"optim.lr": 1e-3}),
+    "a rate and another minimum": ({}, {"optim.lr": 1e-3, "optim.min_lr": 1e-5}),
+    "a warm-up": ({}, {"optim.warmup_steps": 5}),
+    "full fine-tuning, whose rate is derived": ({}, FULL),
+    "full fine-tuning, with the rate requested before": ({**FULL, "optim.lr": 3e-4}, FULL),
+    "several": ({}, {**BLEND, "optim.lr": 1e-4, "optim.weight_decay": 0.0, "trainer.steps": 50}),
+    "a fixed setting, and the others of it": ({}, {"optim.name": "sgd", "optim.lr": 0.1}),
+    "a batch schedule with the steps that were": (RISING, SIXTEEN),  # after three steps 32 samples are consumed
+    "a batch schedule with other later steps": (RISING, {**RISING, "trainer.batch_schedule": [[16, 16], [80, 32]]}),
+    "no batch schedule": (RISING, {**SIXTEEN, "trainer.batch_schedule": []}),
+}
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "expected"),
-    [
-        ({}, {"trainer.steps": 200}, ["trainer.steps"]),  # warm-up and schedule follow
-        (WSD, {**WSD, "trainer.steps": 200}, ["trainer.steps"]),
-        ({"optim.warmup_ratio": 0.03}, {"optim.warmup_ratio": 0.03, "trainer.steps": 900}, ["trainer.steps"]),
-        ({"optim.warmup_ratio": 0.03}, {"optim.warmup_ratio": 0.06}, ["optim.warmup_steps"]),
-        ({"optim.warmup_steps": 10}, {"trainer.steps": 200}, ["trainer.steps"]),  # 10 equals the value derived from 100
-        ({"optim.warmup_steps": 12}, {"trainer.steps": 200}, ["trainer.steps", "optim.warmup_steps"]),
-        ({"optim.warmup_steps": 12}, {"trainer.steps": 120}, ["trainer.steps"]),  # the same 12
-        ({}, {"optim.lr": 1e-3}, ["optim.lr"]),  # and so min_lr
-        ({}, {"optim.lr": 1e-3, "optim.min_lr": 1e-5}, ["optim.lr", "optim.min_lr"]),
-        ({}, {"optim.warmup_steps": 5}, ["optim.warmup_steps"]),
-    ],
-)
-def test_derived_differences_are_omitted(
-    before: dict[str, Any], after: dict[str, Any], expected: list[str], folder: Path
-) -> None:
-    assert names(between(plan_in(folder, 1, before), plan_in(folder, 1, after))) == expected
-
-
-def test_a_batch_schedule_differs_only_in_later_steps(folder: Path) -> None:
-    rising = {"trainer.global_batch_size": 8, "trainer.batch_schedule": [[16, 16], [64, 32]]}
-    before = plan_in(folder, 1, rising)  # after three steps 32 samples are consumed
-    same = {"trainer.global_batch_size": 16, "trainer.batch_schedule": [[64, 32]]}
-    assert outcome(between(before, plan_in(folder, 1, same))) == "logged"
-    later = {**rising, "trainer.batch_schedule": [[16, 16], [80, 32]]}
-    assert outcome(between(before, plan_in(folder, 1, later))) == "allow=[batch]"
-    assert outcome(between(before, plan_in(folder, 1, {**same, "trainer.batch_schedule": []}))) == "allow=[batch]"
+def test_differences_of_each_situation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings derived from other settings are omitted; one message has all problems and one setting."""
+    page = ""
+    monkeypatch.chdir(folder)
+    for name, (before, after) in SITUATIONS.items():
+        changed = between(plan_in(Path(), 1, before), plan_in(Path(), 1, after))
+        page += f"== {name}: {outcome(changed)}\n" + "".join(f"{each.kind} {each}\n" for each in changed)
+        for allow in (["batch"], ["data"], ["optim"], ["data", "optim"], ALLOWED):
+            try:
+                check_allowed(changed, allow, Path("runs/one/step_00000003"))
+                page += f"allowed by {allow}\n"
+            except ConfigError as error:
+                page += f"{error}\n" if allow == ["batch"] or "fixed" in name and allow == ALLOWED else ""
+    GoldenFiles.check("checkpoint/differences.txt", page)
 
 
 def test_a_moved_dataset_is_the_same_and_a_replaced_one_is_not(folder: Path, tmp_path: Path) -> None:

@@ -143,6 +143,7 @@ def test_table_and_page_show_all_results(tmp_path: Path) -> None:
     time = FakeTime()
     long = "a sentence with | a bar " * 8
     parts = [part("attention", time.takes(61, CheckFailed(long))), part("smoke", time.takes(1))]
+    parts.append(part("parity", time.takes(1)))
     results = list(run_parts(parts, None, Clock(100, time)))
     table = [line for result in [None, *results] for line in page.table_lines(result)]
     assert max(map(len, table)) <= 79
