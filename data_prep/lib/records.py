@@ -117,6 +117,8 @@ def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
             notes = ["reasoning beside an answer left out"]  # a key in stored manifests; prose: ok
     if record.get("weight") not in (None, 1):
         notes.append("weight of the record ignored")  # only a turn's weight is read
+    if record.get("chat_template_kwargs") not in (None, {}):  # TRL's arguments of the template for one record
+        notes.append("chat_template_kwargs ignored")
     key = "label" if kind == "prompt_completion" else "kto_tag"
     if record.get(key, True) in (False, "false", "False"):
         raise RecordError("rejected_answer", f"{key!r} is false")

@@ -134,7 +134,8 @@ def test_a_turn_without_loss(key: str) -> None:
         assert [turn.learn for turn in turns if turn.role == "assistant"] == [learn, True] and not notes
     with pytest.raises(RecordError, match="train_detail"):
         parse_turns({"messages": [Q, {**A, "train_detail": [{"begin_offset": 0, "train": False}]}]}, "auto")
-    assert parse_turns({"prompt": "q", "completion": "a", "weight": 2}, "auto")[1] == ["weight of the record ignored"]
+    record = {"prompt": "q", "completion": "a", "weight": 2, "chat_template_kwargs": {"enable_thinking": False}}
+    assert parse_turns(record, "auto")[1] == ["weight of the record ignored", "chat_template_kwargs ignored"]
 
 
 def test_null_counts_as_a_missing_key() -> None:
