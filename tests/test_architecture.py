@@ -237,6 +237,35 @@ def long_functions(tree: ast.Module) -> list[tuple[str, int]]:
     return [(name, lines) for name, lines in lengths if lines > MOST_LINES_OF_A_FUNCTION]
 
 
+# Methods and slots of a model's modules, which only their own class assigns. Constructors take parts instead.
+SLOTS = "forward _forward_impl core_attention attend rotate activation normalize softmax kernels matmul".split()
+MAY_ASSIGN_SLOTS = ("megatron_llama/tools/inference/kv_cache.py",)  # for the duration of a generation
+
+
+def replaced_slots(tree: ast.Module) -> list[str]:
+    """Return the assignments to slots of other objects, also by ``setattr``. ``ctx`` is autograd's."""
+    lines: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            attributes = [each for target in targets for each in ast.walk(target) if isinstance(each, ast.Attribute)]
+            pairs = [(each.value, each.attr) for each in attributes if isinstance(each.ctx, ast.Store)]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr":
+            pairs = [(node.args[0], getattr(node.args[1], "value", ""))]
+        else:
+            continue
+        lines += [ast.unparse(node) for owner, name in pairs if name in SLOTS and ast.unparse(owner) not in OWNERS]
+    return lines
+
+
+OWNERS = "self", "ctx"
+
+
+def test_no_code_replaces_a_method_of_a_built_module() -> None:
+    lines = {name_of(path): replaced_slots(parse_source(path)) for path in SOURCES}
+    assert nonempty(lines).keys() == set(MAY_ASSIGN_SLOTS), nonempty(lines)
+
+
 def test_the_library_does_not_print() -> None:
     # A run's messages use its logger, its progress line or stderr, so that users can redirect them.
     library = [path for path in SOURCES if package_of(module_of(path)) != "data_prep"]
@@ -336,6 +365,7 @@ HOSTS = (
     "pinned = 'auto' if devices.HOST != name else ''",
     "if name in (HOST, 'auto'): pass",
 )
+REPLACED = ("block.forward = f", "a.b, layer._forward_impl = 1, f", "setattr(attention, 'attend', f)")
 NAMED = (
     "x = torch.cuda.Event()",
     "if kind == 'cuda': pass",
@@ -359,6 +389,7 @@ VIOLATIONS: list[tuple[Callable[[str], Iterable[Any]], str]] = [
     (lambda text: long_functions(ast.parse(text)), "def f():\n" + "    x = 1\n" * MOST_LINES_OF_A_FUNCTION),
     (lambda text: prints(ast.parse(text)), "print(1)"),
     *((lambda text: kind_tests(ast.parse(text)), line) for line in KINDS),
+    *((lambda text: replaced_slots(ast.parse(text)), line) for line in REPLACED),
     *((lambda text: [*names_of_the_cpu(text), *comparisons_with_the_host(text)], line) for line in HOSTS),
     *((device_names, f"{line}\n") for line in NAMED),
 ]

@@ -31,8 +31,8 @@ from megatron_llama.config.settings import ALLOWED
 from megatron_llama.data.batches import Data
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
-from megatron_llama.parallel.dora import init_magnitudes
 from megatron_llama.parallel.groups import broadcast_from_rank_0, sync_errors
+from megatron_llama.parallel.parallelize import init_magnitudes
 from megatron_llama.parallel.replicas import Copies
 from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule
@@ -40,7 +40,7 @@ from megatron_llama.system import phase
 from megatron_llama.topology import Topology
 
 
-class Stateful(Protocol):
+class GuardState(Protocol):
     """An object whose state belongs to the checkpoint."""
 
     def state(self) -> dict[str, Any] | None:
@@ -60,7 +60,7 @@ class Checkpointer:
         model: ParallelModel,
         optimizer: Optimizer,
         data: Data,
-        guard: Stateful | None = None,
+        guard: GuardState | None = None,
     ) -> None:
         assert plan.config.run.dir is not None, "run.dir must be set"
         self.plan, self.topology, self.model, self.optimizer, self.data = plan, topology, model, optimizer, data

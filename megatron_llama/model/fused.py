@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_llama.devices.kernels import Kernels
-from megatron_llama.model.llama import Attention, FeedForward, Llama
-from megatron_llama.model.norm import RMSNorm, norm_gradients, rms_norm
+from megatron_llama.model.norm import norm_gradients, rms_norm
 from megatron_llama.model.recompute import recomputable
 from megatron_llama.model.rotary import rotated
 
@@ -24,22 +23,11 @@ aten = torch.ops.aten
 
 
 class FusedOperators(NamedTuple):
-    """Functions that replace ``RMSNorm.normalize``, ``Attention.rotate`` and ``FeedForward.activation``."""
+    """Parts of uncompiled blocks (model/llama.py)."""
 
     normalize: Callable[[Tensor, Tensor, float], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     activation: Callable[[Tensor], Tensor]
-
-
-def attach(chunk: Llama, operators: FusedOperators) -> None:
-    """Replace the operators of a chunk."""
-    for module in chunk.modules():
-        if isinstance(module, RMSNorm):
-            module.normalize = operators.normalize
-        elif isinstance(module, Attention):
-            module.rotate = operators.rotate
-        elif isinstance(module, FeedForward):
-            module.activation = operators.activation
 
 
 @cache

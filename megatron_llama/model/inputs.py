@@ -76,12 +76,6 @@ class InputBuilder:
         self.model, self.build_visible = model, build_visible
         self._table: Rotary | None = None
 
-    def __call__(
-        self, tokens: Tensor, documents: Documents | None = None, subsets: Subsets | None = None
-    ) -> BlockInputs:
-        """Build the inputs for the tokens [b, s] of a micro batch."""
-        return self.whole(tokens, documents, subsets)
-
     def whole(self, tokens: Tensor, documents: Documents | None = None, subsets: Subsets | None = None) -> BlockInputs:
         """Build the inputs for whole sequences [b, s], the ``documents`` in them, and the layers' ``subsets``."""
         table = self._table_for(tokens.shape[1], tokens.device)
@@ -89,6 +83,8 @@ class InputBuilder:
         rotary = table if documents is None else _at(table, documents.positions())
         of_subset = partial(self._of_subset, table, tokens.shape[1])
         return BlockInputs(rotary, visible, documents, subsets, of_subset)
+
+    __call__ = whole  # of micro batches; ranks of context parallelism divide them (parallel/context.py)
 
     @property
     def pattern(self) -> Pattern:

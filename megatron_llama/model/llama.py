@@ -7,131 +7,103 @@ dimension without a copy. With sequence parallelism, norms and residuals have [s
 
 A ``Llama`` is one chunk of the model: the layers of one (virtual) pipeline stage, with the embedding on the first stage
 and the output head on the last. Modules have Hugging Face's names, with q, k, v and gate, up fused.
+
+Constructors take what a mode changes: ``BlockParts`` and ``Wrapper``s, which parallel/assembly.py chooses. Nothing
+replaces a method of a built module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from megatron.core.enums import ModelType
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megatron_llama.arch.shapes import fused_shape, has_bias, head_dim, kv_heads_per_rank, norms_branches, qk_norm
 from megatron_llama.config import ModelConfig
-from megatron_llama.devices.kernels import EAGER, Kernels
+from megatron_llama.devices.kernels import EAGER
 from megatron_llama.devices.visibility import AttentionInputs
 from megatron_llama.model.inputs import BlockInputs, InputBuilder
 from megatron_llama.model.loss import Head
-from megatron_llama.model.norm import ProjectionNorm, RMSNorm
+from megatron_llama.model.norm import Normalize, ProjectionNorm, RMSNorm, normalize
 from megatron_llama.model.recompute import recomputable
 from megatron_llama.model.rotary import Rotary, rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionInputs | None], Tensor]
 """Type of ``Kernels.attend``: q [b, heads, s, d], k and v [b, kv heads, s, d] to [b, heads, s, d]."""
+Matmul = Callable[..., Tensor]
+"""Replacement of megatron-core's ``_forward_impl``: input [s(/t), b, in] times weight [out, in], by keywords."""
+COLUMN_PARALLEL = "qkv_proj", "gate_up_proj"
+"""Matrices whose rows the tensor-parallel ranks split. They split the columns of the others."""
 
 
 def _no_init(_: Tensor) -> None:
     """Do nothing. megatron-core requires an init method; ``parallelize.init_weights`` fills the weights."""
 
 
-def _column_parallel(matrix: str, model: ModelConfig, mcore: TransformerConfig) -> ColumnParallelLinear:
-    """Build a linear layer [s(/t), b, in] to [s, b, out/t]. A rank holds rows of the matrix. The caller adds the bias.
+class _Linear(nn.Module):
+    """Shared by ``ColumnLinear`` and ``RowLinear``: the matmul, which a mode may replace. None: megatron-core's."""
 
-    megatron-core takes t times this rank's rows. With copied kv heads these are more than the rows of q_proj, k_proj
-    and v_proj.
-    """
-    tp = mcore.tensor_model_parallel_size
-    rows, columns = fused_shape(model, matrix, tp)
-    more = {"bias": has_bias(model, matrix), "skip_bias_add": True}
-    return ColumnParallelLinear(columns, tp * rows, config=mcore, init_method=_no_init, **more)
+    def __init__(self, *args: Any, matmul: Matmul | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.matmul = matmul
+
+    def _forward_impl(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.matmul is None:
+            return super()._forward_impl(*args, **kwargs)  # type: ignore[misc, no-any-return]
+        return self.matmul(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self.matmul is None else f"{super().__repr__()[:-1]}, {name_of(self.matmul)})"
 
 
-def _row_parallel(matrix: str, model: ModelConfig, mcore: TransformerConfig) -> RowParallelLinear:
-    """Build a linear layer [s, b, in/t] to [s(/t), b, out]. A rank holds columns; outputs are summed over ranks.
+class ColumnLinear(_Linear, ColumnParallelLinear):
+    """Linear layer [s(/t), b, in] to [s, b, out/t]. A rank holds rows of the matrix. The caller adds the bias."""
+
+
+class RowLinear(_Linear, RowParallelLinear):
+    """Linear layer [s, b, in/t] to [s(/t), b, out]. A rank holds columns; outputs are summed over ranks.
 
     The caller adds the bias, which every rank has, to the sum.
     """
-    more = {"bias": has_bias(model, matrix), "input_is_parallel": True, "skip_bias_add": True}
-    rows, columns = fused_shape(model, matrix)
-    return RowParallelLinear(columns, rows, config=mcore, init_method=_no_init, **more)
 
 
-def _qk_norm(rows: int, model: ModelConfig, mcore: TransformerConfig, group: ProcessGroup) -> nn.Module:
-    """Build the norm of q or k [s, b, heads, d]: of each head, or of this rank's ``rows`` with the other ranks'."""
-    if qk_norm(model) == "head":
-        return RMSNorm(head_dim(model), model.rms_norm_eps, mcore.params_dtype)
-    over_ranks = group if mcore.tensor_model_parallel_size > 1 else None
-    return ProjectionNorm(rows, model.rms_norm_eps, mcore.params_dtype, over_ranks)
+_KINDS = ColumnLinear, RowLinear
 
 
-def _apply(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return the output of a parallel linear layer with its bias. megatron-core's layers return (output, bias)."""
-    output, bias = layer(x)
-    with_bias: Tensor = output if bias is None else output + bias
-    return with_bias
+def parallel_linear(
+    matrix: str, model: ModelConfig, mcore: TransformerConfig, *, matmul: Matmul | None = None, kinds: Any = _KINDS
+) -> ColumnLinear | RowLinear:
+    """Build the linear layer of a ``matrix``, such as qkv_proj. ``kinds``: subclasses of ColumnLinear and RowLinear."""
+    column, row = kinds
+    more: dict[str, Any] = {"bias": has_bias(model, matrix), "skip_bias_add": True, "matmul": matmul}
+    more |= {"config": mcore, "init_method": _no_init}
+    if matrix not in COLUMN_PARALLEL:
+        rows, columns = fused_shape(model, matrix)
+        return row(columns, rows, input_is_parallel=True, **more)  # type: ignore[no-any-return]
+    # megatron-core takes t times this rank's rows. With copied kv heads these are more than the rows of q_proj, k_proj
+    # and v_proj.
+    rows, columns = fused_shape(model, matrix, mcore.tensor_model_parallel_size)
+    return column(columns, mcore.tensor_model_parallel_size * rows, **more)  # type: ignore[no-any-return]
 
 
-class Attention(nn.Module):
-    """Causal grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245); heads are split over tp ranks.
-
-    With fewer kv heads than ranks, neighbouring ranks hold copies of one kv head. parallel/tensor.py sums their
-    gradients.
-    """
-
-    def __init__(self, model: ModelConfig, mcore: TransformerConfig, attend: Attend) -> None:
-        super().__init__()
-        tp = mcore.tensor_model_parallel_size
-        self.head_dim = head_dim(model)
-        self.num_heads = model.num_attention_heads // tp
-        self.num_kv_heads = kv_heads_per_rank(model, tp)
-        self.attend = attend
-        self.rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
-        # One matrix for q, k and v: one matmul instead of three, and with sequence parallelism one gather.
-        self.qkv_proj = _column_parallel("qkv_proj", model, mcore)
-        self.o_proj = _row_parallel("o_proj", model, mcore)
-        self.has_qk_norm = qk_norm(model) is not None
-        if self.has_qk_norm:
-            self.q_norm = _qk_norm(self.num_heads * self.head_dim, model, mcore, self.qkv_proj.tp_group)
-            self.k_norm = _qk_norm(self.num_kv_heads * self.head_dim, model, mcore, self.qkv_proj.tp_group)
-
-    def forward(self, x: Tensor, rotary: Rotary, visible: AttentionInputs | None = None) -> Tensor:
-        """[s(/t), b, h] to [s(/t), b, h]."""
-        return _apply(self.o_proj, self.core_attention(_apply(self.qkv_proj, x), rotary, visible))
-
-    def core_attention(self, qkv: Tensor, rotary: Rotary, visible: AttentionInputs | None) -> Tensor:
-        """[s, b, (heads + 2 kv heads) * d] to [s, b, heads * d], for this rank's heads."""
-        sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        q, k, v = qkv.view(*qkv.shape[:2], -1, self.head_dim).split(sizes, dim=2)
-        q, k = (self.q_norm(q), self.k_norm(k)) if self.has_qk_norm else (q, k)
-        q, k = self.rotate(q, *rotary), self.rotate(k, *rotary)
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, heads, s, d]
-        return merge_heads(self.attend(q, k, v, visible))
-
-
-@recomputable
-def merge_heads(x: Tensor) -> Tensor:
-    """[b, heads, s, d] to [s, b, heads * d]."""
-    b, heads, s, d = x.shape
-    return x.permute(2, 0, 1, 3).reshape(s, b, heads * d)
-
-
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) * up(x)). gate and up are one matrix."""
-
-    def __init__(self, model: ModelConfig, mcore: TransformerConfig) -> None:
-        super().__init__()
-        self.gate_up_proj = _column_parallel("gate_up_proj", model, mcore)
-        self.down_proj = _row_parallel("down_proj", model, mcore)
-        self.activation: Callable[[Tensor], Tensor] = swiglu
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[s(/t), b, h] to [s(/t), b, h]."""
-        return _apply(self.down_proj, self.activation(_apply(self.gate_up_proj, x)))
+def build_norm(
+    name: str, size: int, model: ModelConfig, mcore: TransformerConfig, *, apply: Normalize = normalize
+) -> RMSNorm:
+    """Build the norm ``name`` over ``size`` values. q_norm and k_norm normalize each head, or all heads together."""
+    kind = qk_norm(model) if name in ("q_norm", "k_norm") else None
+    if kind == "projection":
+        group = get_tensor_model_parallel_group() if mcore.tensor_model_parallel_size > 1 else None
+        return ProjectionNorm(size, model.rms_norm_eps, mcore.params_dtype, group)
+    return RMSNorm(size if kind is None else head_dim(model), model.rms_norm_eps, mcore.params_dtype, apply)
 
 
 @recomputable
@@ -147,16 +119,149 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return silu(gate) * up
 
 
-class Block(nn.Module):
-    """Transformer layer. parallel/parallelize.py wraps ``forward`` for recomputation, the compiler, random-LTD and
-    offload."""
+class Wrapper(NamedTuple):
+    """A function around a method of a block."""
 
-    def __init__(self, model: ModelConfig, mcore: TransformerConfig, attend: Attend) -> None:
+    target: str
+    """``block`` (its forward), ``mlp`` (its forward) or ``attention`` (``core_attention``)."""
+    wrap: Callable[[nn.Module, Callable[..., Tensor]], Callable[..., Tensor]]
+    """From the module and its method to the method's replacement."""
+    name: str = ""
+    """Shown by ``print(model)``."""
+
+
+@dataclass(frozen=True)
+class BlockParts:
+    """The parts of a chunk's blocks, and of the embedding and the head next to them."""
+
+    attend: Attend = EAGER.attend
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
+    """From x [s, b, heads, d], cosines and sines."""
+    activation: Callable[[Tensor], Tensor] = swiglu
+    """From [s, b, 2 units/t] to [s, b, units/t]."""
+    linear: Callable[[str, ModelConfig, TransformerConfig], nn.Module] = parallel_linear
+    norm: Callable[[str, int, ModelConfig, TransformerConfig], nn.Module] = build_norm
+    measure_logits: Callable[[Tensor, Tensor, Any, Tensor | None], Tensor | None] | None = None
+    """From q, k, mask inputs and the largest logits so far to the largest logits of each head (QK-Clip)."""
+    embedding: Callable[..., VocabParallelEmbedding] = VocabParallelEmbedding
+    head: Callable[..., Head] = Head
+    inputs: Callable[[ModelConfig], InputBuilder] = partial(InputBuilder, build_visible=EAGER.visible)
+    wrappers: Sequence[Wrapper] = ()
+    """Wrappers of a block's methods, the innermost first."""
+
+
+class Wrapped(nn.Module):
+    """A module whose constructor takes parts and wraps one of its methods."""
+
+    slots: tuple[str, ...] = ()
+    """Names of the parts that are functions."""
+    wrappers: tuple[str, ...] = ()
+    """Names of the wrappers, the innermost first."""
+
+    def wrap(self, method: str, target: str, wrappers: Sequence[Wrapper]) -> None:
+        """Wrap ``method`` by the wrappers for ``target``, the innermost first. Subclasses call it once."""
+        for wrapper in wrappers:
+            if wrapper.target == target:
+                setattr(self, method, wrapper.wrap(self, getattr(self, method)))
+                self.wrappers += (wrapper.name,)
+
+    def extra_repr(self) -> str:
+        """Return the functions among the parts, and the wrappers."""
+        names = [f"{slot}={name_of(getattr(self, slot))}" for slot in self.slots]
+        return ", ".join([*names, *([f"wrapped by {', '.join(self.wrappers)}"] if self.wrappers else [])])
+
+
+def name_of(part: Any) -> str:
+    """Return the name of a part, for ``print(model)``."""
+    while isinstance(part, partial):
+        part = part.func
+    return str(getattr(part, "__qualname__", type(part).__name__)).replace(".<locals>", "")
+
+
+def _apply(layer: nn.Module, x: Tensor) -> Tensor:
+    """Return the output of a parallel linear layer with its bias. megatron-core's layers return (output, bias)."""
+    output, bias = layer(x)
+    with_bias: Tensor = output if bias is None else output + bias
+    return with_bias
+
+
+class Attention(Wrapped):
+    """Causal grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245); heads are split over tp ranks.
+
+    With fewer kv heads than ranks, neighbouring ranks hold copies of one kv head. parallel/tensor.py sums their
+    gradients.
+    """
+
+    slots = "attend", "rotate"
+
+    def __init__(self, model: ModelConfig, mcore: TransformerConfig, parts: BlockParts) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
-        self.self_attn = Attention(model, mcore, attend)
-        self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
-        self.mlp = FeedForward(model, mcore)
+        tp = mcore.tensor_model_parallel_size
+        self.head_dim = head_dim(model)
+        self.num_heads = model.num_attention_heads // tp
+        self.num_kv_heads = kv_heads_per_rank(model, tp)
+        self.attend, self.rotate = parts.attend, parts.rotate
+        # One matrix for q, k and v: one matmul instead of three, and with sequence parallelism one gather.
+        self.qkv_proj = parts.linear("qkv_proj", model, mcore)
+        self.o_proj = parts.linear("o_proj", model, mcore)
+        self.has_qk_norm = qk_norm(model) is not None
+        if self.has_qk_norm:
+            self.q_norm = parts.norm("q_norm", self.num_heads * self.head_dim, model, mcore)
+            self.k_norm = parts.norm("k_norm", self.num_kv_heads * self.head_dim, model, mcore)
+        self.measure_logits = parts.measure_logits
+        self.max_logits: Tensor | None = None
+        self.wrap("core_attention", "attention", parts.wrappers)
+
+    def forward(self, x: Tensor, rotary: Rotary, visible: AttentionInputs | None = None) -> Tensor:
+        """[s(/t), b, h] to [s(/t), b, h]."""
+        return _apply(self.o_proj, self.core_attention(_apply(self.qkv_proj, x), rotary, visible))
+
+    def core_attention(self, qkv: Tensor, rotary: Rotary, visible: AttentionInputs | None) -> Tensor:
+        """[s, b, (heads + 2 kv heads) * d] to [s, b, heads * d], for this rank's heads."""
+        sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        q, k, v = qkv.view(*qkv.shape[:2], -1, self.head_dim).split(sizes, dim=2)
+        q, k = (self.q_norm(q), self.k_norm(k)) if self.has_qk_norm else (q, k)
+        q, k = self.rotate(q, *rotary), self.rotate(k, *rotary)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, heads, s, d]
+        if self.measure_logits is not None:
+            self.max_logits = self.measure_logits(q, k, visible, self.max_logits)
+        return merge_heads(self.attend(q, k, v, visible))
+
+
+@recomputable
+def merge_heads(x: Tensor) -> Tensor:
+    """[b, heads, s, d] to [s, b, heads * d]."""
+    b, heads, s, d = x.shape
+    return x.permute(2, 0, 1, 3).reshape(s, b, heads * d)
+
+
+class FeedForward(Wrapped):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) * up(x)). gate and up are one matrix."""
+
+    slots = ("activation",)
+
+    def __init__(self, model: ModelConfig, mcore: TransformerConfig, parts: BlockParts) -> None:
+        super().__init__()
+        self.gate_up_proj = parts.linear("gate_up_proj", model, mcore)
+        self.down_proj = parts.linear("down_proj", model, mcore)
+        self.activation = parts.activation
+        self.wrap("forward", "mlp", parts.wrappers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s(/t), b, h] to [s(/t), b, h]."""
+        return _apply(self.down_proj, self.activation(_apply(self.gate_up_proj, x)))
+
+
+class Block(Wrapped):
+    """Transformer layer. parallel/assembly.py lists the wrappers of its methods."""
+
+    def __init__(self, model: ModelConfig, mcore: TransformerConfig, parts: BlockParts) -> None:
+        super().__init__()
+        self.input_layernorm = parts.norm("input_layernorm", model.hidden_size, model, mcore)
+        self.self_attn = Attention(model, mcore, parts)
+        self.post_attention_layernorm = parts.norm("post_attention_layernorm", model.hidden_size, model, mcore)
+        self.mlp = FeedForward(model, mcore, parts)
+        self.wrap("forward", "block", parts.wrappers)
 
     def forward(self, x: Tensor, rotary: Rotary, visible: AttentionInputs | None = None) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]. With ``visible=None`` a token attends to all tokens up to itself."""
@@ -164,15 +269,16 @@ class Block(nn.Module):
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
-class PostNormBlock(nn.Module):
+class PostNormBlock(Wrapped):
     """Transformer layer of OLMo 2: norms after attention and feed-forward, before their addition to the residual."""
 
-    def __init__(self, model: ModelConfig, mcore: TransformerConfig, attend: Attend) -> None:
+    def __init__(self, model: ModelConfig, mcore: TransformerConfig, parts: BlockParts) -> None:
         super().__init__()
-        self.self_attn = Attention(model, mcore, attend)
-        self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
-        self.mlp = FeedForward(model, mcore)
-        self.post_feedforward_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
+        self.self_attn = Attention(model, mcore, parts)
+        self.post_attention_layernorm = parts.norm("post_attention_layernorm", model.hidden_size, model, mcore)
+        self.mlp = FeedForward(model, mcore, parts)
+        self.post_feedforward_layernorm = parts.norm("post_feedforward_layernorm", model.hidden_size, model, mcore)
+        self.wrap("forward", "block", parts.wrappers)
 
     def forward(self, x: Tensor, rotary: Rotary, visible: AttentionInputs | None = None) -> Tensor:
         """[s(/t), b, h] to [s(/t), b, h]. With ``visible=None`` a token attends to all tokens up to itself."""
@@ -186,7 +292,8 @@ class Llama(nn.Module):
     Args:
         layers: global numbers of the chunk's layers.
         padded_vocab_size: vocabulary, padded to a multiple of tp.
-        kernels: the device's kernels.
+        parts: of the blocks, the embedding and the head.
+        wrappers: from a layer's global number to the wrappers of its block.
         is_first: the chunk has the embedding.
         is_last: the chunk has the output head.
     """
@@ -198,7 +305,8 @@ class Llama(nn.Module):
         layers: Sequence[int],
         *,
         padded_vocab_size: int,
-        kernels: Kernels = EAGER,
+        parts: BlockParts,
+        wrappers: Callable[[int], Sequence[Wrapper]] = lambda _: (),
         is_first: bool = True,
         is_last: bool = True,
     ) -> None:
@@ -206,9 +314,9 @@ class Llama(nn.Module):
         self.model = model
         self.is_first, self.is_last = is_first, is_last
         self.padded_vocab_size = padded_vocab_size
-        self.build_inputs = InputBuilder(model, kernels.visible)
+        self.build_inputs = parts.inputs(model)
         if is_first:
-            self.embed_tokens = VocabParallelEmbedding(
+            self.embed_tokens = parts.embedding(
                 padded_vocab_size,
                 model.hidden_size,
                 init_method=_no_init,
@@ -216,13 +324,12 @@ class Llama(nn.Module):
                 reduce_scatter_embeddings=mcore.sequence_parallel,
             )
         block = PostNormBlock if norms_branches(model) else Block
-        self.layers = nn.ModuleDict({str(i): block(model, mcore, kernels.attend) for i in layers})
+        self.layers = nn.ModuleDict({str(i): block(model, mcore, replace(parts, wrappers=wrappers(i))) for i in layers})
         if is_last:
-            self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, mcore.params_dtype)
+            self.norm = parts.norm("norm", model.hidden_size, model, mcore)
             # On one stage, the head of tied embeddings uses the embedding's weight. On a later stage it has a copy.
             tied = model.tie_word_embeddings and is_first
-            self.lm_head = Head(model.hidden_size, padded_vocab_size, model.vocab_size, mcore, tied=tied)
-            self.lm_head.kernels = kernels
+            self.lm_head = parts.head(model.hidden_size, padded_vocab_size, model.vocab_size, mcore, tied=tied)
         # Attributes that megatron-core's schedules require of a model.
         self.config = mcore
         self.model_type = ModelType.encoder_or_decoder

@@ -14,7 +14,9 @@ row-parallel W, A is split by columns and B is replicated. Only x Aᵀ [s, b, ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,15 +28,16 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer import TransformerConfig
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 
-from megatron_llama.arch.names import is_saved_module
-from megatron_llama.arch.shapes import FUSED, fused_rows
+from megatron_llama.arch.names import is_lora, is_saved_module
+from megatron_llama.arch.shapes import fused_rows
 from megatron_llama.config import FinetuneConfig, ModelConfig
 from megatron_llama.config.precision import QUANTIZED_BITS
-from megatron_llama.model.llama import Block, Llama, PostNormBlock
-from megatron_llama.model.quantized import dequantize, quantize_layers
+from megatron_llama.model.llama import Llama
+from megatron_llama.model.quantized import dequantize
 
 _VALUES_AT_ONCE = 1 << 22
 """Values of a matrix that are in fp32 at once for DoRA's norms."""
@@ -61,11 +64,12 @@ class LoraLinear(nn.Module):
         self.rows = list(rows.values())
         self.is_target = [module in finetune.lora_target_modules for module in rows]
         targets = [count for count, is_target in zip(self.rows, self.is_target, strict=True) if is_target]
-        weight = base_layer.weight
-        self.lora_A = nn.Parameter(weight.new_empty(len(targets) * self.rank, weight.shape[1]))
-        self.lora_B = nn.Parameter(weight.new_empty(sum(targets), self.rank))
+        columns = base_layer.input_size if self.is_column else base_layer.input_size_per_partition
+        empty = partial(torch.empty, dtype=base_layer.config.params_dtype, device=base_layer.weight.device)
+        self.lora_A = nn.Parameter(empty(len(targets) * self.rank, columns))
+        self.lora_B = nn.Parameter(empty(sum(targets), self.rank))
         self.targets = targets
-        self.lora_magnitude_vector = nn.Parameter(weight.new_empty(sum(targets))) if finetune.use_dora else None
+        self.lora_magnitude_vector = nn.Parameter(empty(sum(targets))) if finetune.use_dora else None
         self.quantized = finetune.frozen_dtype if finetune.frozen_dtype in QUANTIZED_BITS else None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -133,32 +137,27 @@ class LoraLinear(nn.Module):
         return reduce_from_tensor_model_parallel_region(low, group=group)
 
 
-def add_lora(chunk: Llama, finetune: FinetuneConfig, frozen_dtype: torch.dtype, quantized: str | None) -> None:
-    """Freeze a chunk on the meta device, except for ``modules_to_save``, and add uninitialized A and B to the targets.
+def lora_linear(
+    base: Callable[..., Any], finetune: FinetuneConfig, matrix: str, model: ModelConfig, mcore: TransformerConfig
+) -> nn.Module:
+    """Build a layer by ``base``, with uninitialized A and B if it has a module of ``lora_target_modules``."""
+    layer = base(matrix, model, mcore)
+    rows = fused_rows(model, matrix, mcore.tensor_model_parallel_size)
+    return LoraLinear(layer, rows, finetune) if set(rows) & set(finetune.lora_target_modules) else layer  # type: ignore[no-any-return]
+
+
+def freeze(chunk: Llama, finetune: FinetuneConfig, frozen_dtype: torch.dtype) -> None:
+    """Freeze a chunk on the meta device, except for LoRA and ``modules_to_save``.
 
     Args:
-        frozen_dtype: dtype of frozen weights.
-        quantized: int8 or nf4, format of the blocks' frozen matrices (model/quantized.py). None: not quantized.
+        frozen_dtype: dtype of frozen weights that are not quantized.
     """
     for name, parameter in chunk.named_parameters():
-        parameter.requires_grad_(is_saved_module(name, finetune))
-    for block in chunk.layers.values():
-        _wrap(block, chunk.model, chunk.config.tensor_model_parallel_size, finetune)  # type: ignore[arg-type]
-        if quantized is not None:
-            quantize_layers(block, quantized)
-    for parameter in chunk.parameters():
+        parameter.requires_grad_(is_lora(name) or is_saved_module(name, finetune))
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(frozen_dtype)
     if chunk.is_first and not chunk.embed_tokens.weight.requires_grad:
         chunk.embed_tokens.register_forward_hook(_require_grad)
-
-
-def _wrap(block: Block | PostNormBlock, model: ModelConfig, tp: int, finetune: FinetuneConfig) -> None:
-    for owner in (block.self_attn, block.mlp):
-        for name, layer in [child for child in owner.named_children() if child[0] in FUSED]:
-            rows = fused_rows(model, name, tp)
-            if set(rows) & set(finetune.lora_target_modules):
-                setattr(owner, name, LoraLinear(layer, rows, finetune))
 
 
 def _require_grad(_: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +38,6 @@ class SoftmaxKernels(NamedTuple):
     """From logits to (largest logit, sum of exp(logit - largest)) of each row, each fp32 [n]."""
     write_softmax: Callable[[Tensor, Tensor, Tensor], None]
     """From (logits, largest [n], scale [n]): overwrites the logits by exp(logit - largest) * scale."""
-    z_loss: float = 0.0
-    """Coefficient of the term z_loss * log(sum of exp(logits))^2 of each token's loss."""
 
 
 def _statistics_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,6 +75,22 @@ def fused_softmax(compile: Callable[[Callable[..., Any], str], Callable[..., Any
     return SoftmaxKernels(False, compile(_statistics, "loss"), compile(_write_softmax, "gradient of the loss"))
 
 
+@dataclass(frozen=True)
+class LossSpec:
+    """How a rank computes the loss of its rows of the vocabulary."""
+
+    valid: int
+    """Rows without padding."""
+    group: dist.ProcessGroup | None
+    """Tensor-parallel ranks; None if there is one."""
+    sequence_parallel: bool
+    """Whether the ranks split the hidden states along the sequence."""
+    softmax: SoftmaxKernels = IN_PLACE
+    kernels: Kernels = EAGER
+    z_loss: float = 0.0
+    """Coefficient of the term z_loss * log(sum of exp(logits))^2 in a token's loss."""
+
+
 class Head(ColumnParallelLinear):
     """Output head: [s(/t), b, h] to logits, or to the loss.
 
@@ -83,21 +98,24 @@ class Head(ColumnParallelLinear):
         padded_vocab_size: vocabulary with the rows that pad it to a multiple of tp.
         vocab_size: vocabulary without padding.
         tied: the head has no weight; ``forward`` takes it.
+        loss: fields of ``LossSpec``: softmax, kernels, z_loss.
     """
 
     def __init__(
-        self, hidden_size: int, padded_vocab_size: int, vocab_size: int, mcore: TransformerConfig, *, tied: bool
+        self, hidden: int, padded_vocab_size: int, vocab_size: int, mcore: TransformerConfig, *, tied: bool, **loss: Any
     ) -> None:
         super().__init__(
-            hidden_size,
+            hidden,
             padded_vocab_size,
             config=mcore,
             init_method=lambda _: None,  # init_weights (parallel/parallelize.py) fills it
             bias=False,
             skip_weight_param_allocation=tied,
         )
-        self.vocab_size = vocab_size
-        self.softmax, self.kernels = IN_PLACE, EAGER
+        self.first_row = dist.get_rank(self.tp_group) * self.output_size_per_partition
+        valid = min(max(vocab_size - self.first_row, 0), self.output_size_per_partition)
+        group = self.tp_group if dist.get_world_size(self.tp_group) > 1 else None
+        self.spec = LossSpec(valid, group, self.sequence_parallel, **loss)
 
     def forward(
         self,
@@ -119,36 +137,30 @@ class Head(ColumnParallelLinear):
             With labels under ``no_grad``, fp32 [2]: the weighted sum, and the sum of the weights of the tokens whose
             label has the largest logit.
         """
-        local = self.output_size_per_partition
-        first = dist.get_rank(self.tp_group) * local
-        valid = min(max(self.vocab_size - first, 0), local)  # this rank's rows without padding
         if labels is None:
-            logits, _ = super().forward(x, tied_weight)
-            return hide_padding(logits.float(), valid)
+            return self.logits(x, tied_weight)
         assert loss_weights is not None
         weight = self.weight if tied_weight is None else tied_weight
-        labels, loss_weights = (y.transpose(0, 1).reshape(-1) for y in (labels - first, loss_weights))
-        needs_grad = x.requires_grad, weight.requires_grad
-        how = valid, needs_grad, self.tp_group, self.sequence_parallel, self.softmax, self.kernels
-        if torch.is_grad_enabled():
-            loss: Tensor = _LinearCrossEntropy.apply(x, weight, labels, loss_weights, *how)
-            return loss
-        hidden = _gather_sequence(x, self.tp_group) if self.sequence_parallel else x
-        group = self.tp_group if dist.get_world_size(self.tp_group) > 1 else None
+        compute = self.training_loss if torch.is_grad_enabled() else self.evaluation
+        return compute(x, weight, labels.t(), loss_weights.t())
+
+    def logits(self, x: Tensor, tied_weight: Tensor | None) -> Tensor:
+        """Return this rank's logits [s, b, vocabulary/t], fp32."""
+        logits, _ = super().forward(x, tied_weight)
+        return hide_padding(logits.float(), self.spec.valid)
+
+    def training_loss(self, x: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor) -> Tensor:
+        """Return the weighted sum of losses, fp32 scalar. ``labels`` and ``loss_weights``: [s, b]."""
+        labels = (labels - self.first_row).reshape(-1)
+        loss: Tensor = _LinearCrossEntropy.apply(x, weight, labels, loss_weights.reshape(-1), self.spec)
+        return loss
+
+    def evaluation(self, x: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor) -> Tensor:
+        """Return the weighted sums of losses, without z-loss, and of correct tokens, fp32 [2]."""
+        labels, loss_weights = (labels - self.first_row).reshape(-1), loss_weights.reshape(-1)
         correct = torch.empty_like(loss_weights)
-        losses, _ = _by_chunks(
-            hidden.flatten(0, 1),
-            weight,
-            labels,
-            loss_weights,
-            valid,
-            group,
-            self.softmax._replace(z_loss=0.0),
-            self.kernels,
-            None,
-            False,
-            correct,
-        )
+        hidden = _gather_sequence(x, self.spec).flatten(0, 1)
+        losses, _ = _by_chunks(hidden, weight, labels, loss_weights, replace(self.spec, z_loss=0.0), correct=correct)
         return torch.stack(((losses * loss_weights).sum(), (correct * loss_weights).sum()))
 
 
@@ -169,34 +181,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        loss_weights: Tensor,
-        valid: int,
-        needs_grad: tuple[bool, bool],
-        group: dist.ProcessGroup,
-        split: bool,
-        softmax: SoftmaxKernels,
-        kernels: Kernels,
-    ) -> Tensor:
-        ranks = dist.get_world_size(group)
-        hidden = _gather_sequence(x, group) if split else x
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor, spec: LossSpec) -> Tensor:
+        hidden = _gather_sequence(x, spec)
         # The gradient overwrites the gathered copy, chunk by chunk. Its rows are a view: x may have other strides.
-        grad_x = (hidden if split else x.new_empty(x.shape)) if needs_grad[0] else None
+        grad_x, needs_weight_grad = None, ctx.needs_input_grad[1]
+        if ctx.needs_input_grad[0]:
+            grad_x = hidden if spec.sequence_parallel else x.new_empty(x.shape)
         rows = None if grad_x is None else grad_x.view(-1, x.shape[-1])
-        tp_group = group if ranks > 1 else None
         losses, sums = _by_chunks(
-            hidden.flatten(0, 1), weight, labels, loss_weights, valid, tp_group, softmax, kernels, rows, needs_grad[1]
+            hidden.flatten(0, 1), weight, labels, loss_weights, spec, rows, needs_weight_grad=needs_weight_grad
         )
-        if grad_x is not None and split:
+        if grad_x is not None and spec.sequence_parallel:
             whole, grad_x = grad_x, x.new_empty(x.shape)
-            dist.reduce_scatter_tensor(grad_x, whole, group=group)
-        elif grad_x is not None and ranks > 1:
-            dist.all_reduce(grad_x, group=group)
-        ctx.kernels = kernels
+            dist.reduce_scatter_tensor(grad_x, whole, group=spec.group)
+        elif grad_x is not None and spec.group is not None:
+            dist.all_reduce(grad_x, group=spec.group)
+        ctx.kernels = spec.kernels
         ctx.save_for_backward(grad_x, None if sums is None else sums.to(weight.dtype))
         return (losses * loss_weights).sum()
 
@@ -205,13 +205,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # In place, as no one else reads the saved gradients. Autograd rejects a second backward pass.
         unscaled = ctx.kernels.is_one(grad)
         grads = (saved if saved is None or unscaled else saved.mul_(grad) for saved in ctx.saved_tensors)
-        return *grads, None, None, None, None, None, None, None, None
+        return *grads, None, None, None
 
 
-def _gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather the ranks' parts [s/t, b, h] to [s, b, h]."""
-    whole = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
-    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+def _gather_sequence(x: Tensor, spec: LossSpec) -> Tensor:
+    """Gather the ranks' parts [s/t, b, h] to [s, b, h], under sequence parallelism."""
+    if not spec.sequence_parallel:
+        return x
+    whole = x.new_empty(x.shape[0] * dist.get_world_size(spec.group), *x.shape[1:])
+    dist.all_gather_into_tensor(whole, x.contiguous(), group=spec.group)
     return whole
 
 
@@ -220,28 +222,26 @@ def _by_chunks(
     weight: Tensor,
     labels: Tensor,
     loss_weights: Tensor,
-    valid: int,
-    group: dist.ProcessGroup | None,
-    softmax: SoftmaxKernels,
-    kernels: Kernels,
-    grad_hidden: Tensor | None,
-    needs_weight_grad: bool,
+    spec: LossSpec,
+    grad_hidden: Tensor | None = None,
     correct: Tensor | None = None,
+    *,
+    needs_weight_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute cross entropies of hidden [n, h] and their gradients, chunk by chunk.
 
     Args:
         grad_hidden: output [n, h], this rank's part of the gradient. May be ``hidden``.
-        needs_weight_grad: whether to compute the weight's gradient.
         correct: output [n], fp32, 1 where the label has the largest logit, else 0.
+        needs_weight_grad: whether to compute the weight's gradient.
 
     Returns:
         Losses [n], fp32, and the weight's gradient: fp32, or the weight's dtype if there is one chunk.
     """
     tokens, size = hidden.shape[0], min(hidden.shape[0], loss_chunk(hidden.shape[1]))
     # Allocated once: the page faults of new memory take as long as the softmax.
-    logits_buffer = kernels.logits_like(hidden, size, weight.shape[0])
-    upcasts = softmax.needs_fp32 and logits_buffer.dtype != torch.float32
+    logits_buffer = spec.kernels.logits_like(hidden, size, weight.shape[0])
+    upcasts = spec.softmax.needs_fp32 and logits_buffer.dtype != torch.float32
     scores_buffer = torch.empty_like(logits_buffer, dtype=torch.float32) if upcasts else logits_buffer
     one_chunk = size == tokens
     sums = None
@@ -253,15 +253,15 @@ def _by_chunks(
         x, count = hidden[chunk], chunk.stop - start
         logits = torch.mm(x, weight.t(), out=logits_buffer[:count])
         scores = scores_buffer[:count].copy_(logits) if upcasts else logits
-        hide_padding(scores, valid)
+        hide_padding(scores, spec.valid)
         if correct is not None:
-            correct[chunk] = _is_largest(scores, labels[chunk], group)
-        losses[chunk] = _softmax(scores, labels[chunk], loss_weights[chunk], group, softmax)
+            correct[chunk] = _is_largest(scores, labels[chunk], spec.group)
+        losses[chunk] = _softmax(scores, labels[chunk], loss_weights[chunk], spec)
         grad_logits = logits.copy_(scores) if upcasts else logits
         if sums is not None and one_chunk:
             torch.mm(grad_logits.t(), x, out=sums)
         elif sums is not None:
-            _add_weight_grad(sums, grad_logits, x, kernels, is_first=start == 0)
+            _add_weight_grad(sums, grad_logits, x, spec.kernels, is_first=start == 0)
         if grad_hidden is not None:
             torch.mm(grad_logits, weight, out=grad_hidden[chunk])
     return losses, sums
@@ -280,9 +280,7 @@ def _is_largest(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None)
     return all_correct.gather(0, maxima.argmax(0, keepdim=True)).squeeze(0)
 
 
-def _softmax(
-    logits: Tensor, labels: Tensor, loss_weights: Tensor, group: dist.ProcessGroup | None, softmax: SoftmaxKernels
-) -> Tensor:
+def _softmax(logits: Tensor, labels: Tensor, loss_weights: Tensor, spec: LossSpec) -> Tensor:
     """Return losses [n], fp32: cross entropy and z-loss.
 
     Overwrite logits [n, vocabulary/t] by the gradients of the weighted losses.
@@ -292,12 +290,12 @@ def _softmax(
     here = (labels >= 0) & (labels < logits.shape[1])
     label_index = torch.arange(len(labels), device=labels.device), torch.where(here, labels, 0)
     target = logits[label_index].float()
-    local_max, total = softmax.statistics(logits)
+    local_max, total = spec.softmax.statistics(logits)
     scale = 1 / total  # of this rank's exponentials
     largest, label = local_max, target * here
-    if group is not None:
-        ranks = local_max.new_empty(dist.get_world_size(group), 3, len(logits))
-        dist.all_gather_into_tensor(ranks, torch.stack((local_max, total, label))[None], group=group)
+    if spec.group is not None:
+        ranks = local_max.new_empty(dist.get_world_size(spec.group), 3, len(logits))
+        dist.all_gather_into_tensor(ranks, torch.stack((local_max, total, label))[None], group=spec.group)
         maxima, totals, targets = ranks.unbind(1)
         largest = maxima.amax(0)
         total = (totals * (maxima - largest).exp()).sum(0)
@@ -305,11 +303,11 @@ def _softmax(
         scale = (local_max - largest).exp() / total
     log_sum = total.log() + largest
     losses = log_sum - label
-    if softmax.z_loss:
-        penalty = softmax.z_loss * log_sum
+    if spec.z_loss:
+        penalty = spec.z_loss * log_sum
         losses += penalty * log_sum
         scale = scale * (1 + 2 * penalty)  # the derivative of log_sum + z_loss * log_sum^2
-    softmax.write_softmax(logits, local_max, scale * loss_weights)
+    spec.softmax.write_softmax(logits, local_max, scale * loss_weights)
     # bf16 is too coarse near probability 1: round the label's gradient once, after the subtraction.
     of_label = ((target - local_max).exp() * scale - 1) * loss_weights
     logits[label_index] = torch.where(here, of_label.to(logits.dtype), logits[label_index])

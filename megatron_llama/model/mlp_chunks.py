@@ -7,26 +7,19 @@ Collectives move the same bytes per pass, in more calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.model.recompute import without_recipes, wrap_method
+from megatron_llama.model.recompute import without_recipes
 
 
-def attach(block: nn.Module, chunks: int) -> None:
-    """Make the ``mlp`` of a ``Block`` compute its tokens in ``chunks`` parts. The block's forward is not compiled."""
-    if chunks > 1:
-        wrap_method(block.mlp, "forward", partial(_forward, chunks))
-
-
-def _forward(chunks: int, mlp: Any, x: Tensor) -> Tensor:
-    """[s(/t), b, h] to [s(/t), b, h]. The last chunk may be shorter."""
+def run_in_chunks(chunks: int, mlp: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """[s(/t), b, h] to [s(/t), b, h]. The last chunk may be shorter. Not compiled."""
     saver: Tensor = _Saver.apply(torch.empty(0, requires_grad=True), x)
-    output: Tensor = _InChunks.apply(mlp, chunks, saver.grad_fn, x, *_trained(mlp))
+    output: Tensor = _InChunks.apply(mlp, forward, chunks, saver.grad_fn, x, *_trained(mlp))
     return output
 
 
@@ -55,28 +48,28 @@ class _InChunks(torch.autograd.Function):
     """The network as one operation. Its parameters are inputs, so that each one has a single gradient."""
 
     @staticmethod
-    def forward(ctx: Any, mlp: Any, chunks: int, saver: Any, x: Tensor, *trained: Tensor) -> Tensor:
-        ctx.mlp, ctx.chunks, ctx.saver = mlp, chunks, saver
+    def forward(ctx: Any, mlp: Any, run: Any, chunks: int, saver: Any, x: Tensor, *trained: Tensor) -> Tensor:
+        ctx.mlp, ctx.run, ctx.chunks, ctx.saver = mlp, run, chunks, saver
         with without_recipes():
-            return torch.cat([mlp.forward_once(part) for part in x.chunk(chunks)])
+            return torch.cat([run(part) for part in x.chunk(chunks)])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saver.saved_tensors
         ctx.saver = None  # frees x before the end of the backward pass
-        needs_x = ctx.needs_input_grad[3]
+        needs_x = ctx.needs_input_grad[4]
         trained = _trained(ctx.mlp)  # with ZeRO 3, they are gathered again
         of_x: list[Tensor] = []
         sums: list[Tensor] = []
         for part, of_output in zip(x.chunk(ctx.chunks), grad.chunk(ctx.chunks), strict=True):
             part = part.detach().requires_grad_(needs_x)
             with torch.enable_grad():
-                output = ctx.mlp.forward_once(part)
+                output = ctx.run(part)
             grads = torch.autograd.grad(output, [*([part] if needs_x else []), *trained], of_output)
             of_x += grads[:needs_x]
             sums = _added(sums, grads[needs_x:])
         of_trained = [total.to(weight.dtype) for total, weight in zip(sums, trained, strict=True)]
-        return None, None, None, torch.cat(of_x) if needs_x else None, *of_trained
+        return None, None, None, None, torch.cat(of_x) if needs_x else None, *of_trained
 
 
 def _added(sums: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:

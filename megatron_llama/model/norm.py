@@ -11,15 +11,18 @@ from torch import Tensor, nn
 
 from megatron_llama.model.recompute import recomputable
 
+Normalize = Callable[[Tensor, Tensor, float], Tensor]
+"""From x, weight and eps to x / rms(x) * weight."""
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, computed in fp32."""
 
-    def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype) -> None:
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, apply: Normalize | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
         self.eps = eps
-        self.normalize: Callable[[Tensor, Tensor, float], Tensor] = normalize
+        self.normalize = apply or normalize
 
     @recomputable
     def forward(self, x: Tensor) -> Tensor:

@@ -108,10 +108,10 @@ class Offload:
         self._first: nn.Module | None = None
         self._last: Callable[[], _BlockOffload | None] = lambda: None
 
-    def attach(self, block: nn.Module) -> None:
-        """Offload the tensors that ``block`` saves. Call this for each block of the chunk, in their order."""
+    def wrap(self, block: nn.Module, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a block's ``forward`` that offloads. Call this for each block of the chunk, in their order."""
         self._first = self._first or block
-        block.forward = partial(self._run, block, block.forward)  # type: ignore[method-assign]
+        return partial(self._run, block, forward)
 
     def _run(
         self, block: nn.Module, forward: Callable[..., Tensor], x: Tensor, rotary: Rotary, visible: Any, *of_layer: Any

@@ -20,14 +20,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer import TransformerConfig
 from torch import nn
 
+from megatron_llama.config import ModelConfig
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, QUANTIZED_BITS, quantized_bytes
+from megatron_llama.model.llama import parallel_linear
 
 # The levels of the paper's appendix E, rounded to four digits as in torchao.
 _NF4 = (
@@ -93,19 +94,13 @@ def _values_of_bytes(packed: torch.Tensor) -> torch.Tensor:
     return pairs
 
 
-def quantize_layers(block: nn.Module, kind: str) -> None:
-    """Replace the weights of a block's parallel linear layers by quantized ones, on the meta device."""
-    for layer in block.modules():
-        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-            rows, columns = layer.weight.shape
-            packed = layer.weight.new_empty(rows, quantized_bytes(kind, columns), dtype=torch.uint8)
-            layer.weight = nn.Parameter(packed, requires_grad=False)
-            layer._forward_impl = partial(_linear, kind)  # type: ignore[method-assign]
-
-
-def is_quantized(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
-    """Whether a layer's weight is quantized."""
-    return layer.weight is not None and layer.weight.dtype == torch.uint8
+def quantized_linear(matrix: str, model: ModelConfig, mcore: TransformerConfig, *, kind: str) -> nn.Module:
+    """Build a parallel linear layer with a quantized weight, on the meta device."""
+    layer: Any = parallel_linear(matrix, model, mcore, matmul=partial(_linear, kind))
+    rows, columns = layer.weight.shape
+    packed = layer.weight.new_empty(rows, quantized_bytes(kind, columns), dtype=torch.uint8)
+    layer.weight = nn.Parameter(packed, requires_grad=False)
+    return layer  # type: ignore[no-any-return]
 
 
 def _pack_int8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,26 +120,16 @@ def _pack_nf4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.view(len(values), -1), scales.view(torch.uint8)
 
 
-def _linear(
-    kind: str,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: None,
-    *,
-    allreduce_dgrad: bool,
-    sequence_parallel: bool,
-    tp_group: Any,
-    **_: Any,
-) -> torch.Tensor:
+def _linear(kind: str, input: torch.Tensor, weight: torch.Tensor, bias: None, **how: Any) -> torch.Tensor:
     """Multiply input [s(/t), b, in] by a quantized weight [out, bytes of a row] to [s, b, out].
 
     megatron-core calls it as ``_forward_impl``.
     """
     assert bias is None, "biases are added outside"
-    if sequence_parallel:
-        input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
-    elif allreduce_dgrad:
-        input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+    if how["sequence_parallel"]:
+        input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=how["tp_group"])
+    elif how["allreduce_dgrad"]:
+        input = copy_to_tensor_model_parallel_region(input, group=how["tp_group"])
     output: torch.Tensor = _QuantizedLinear.apply(input, weight, kind)
     return output
 

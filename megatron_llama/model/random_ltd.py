@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from megatron.core import parallel_state
@@ -24,7 +23,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_llama.arch.pattern import Pattern
 from megatron_llama.devices.visibility import AttentionInputs, Documents, masked
@@ -147,19 +146,17 @@ def build_subsets(
     return Subsets(tuple(layers), length, rows, inverse, positions, parts > 1, subset_documents)
 
 
-def attach(block: nn.Module) -> None:
-    """Make ``block`` accept a ``Subset`` as last input. Its other inputs are then the subset's (model/inputs.py)."""
-    block.forward = partial(_on_subset, block.forward)  # type: ignore[method-assign]
-
-
-def _on_subset(
+def run_on_subset(
     forward: Callable[..., Tensor],
     x: Tensor,
     rotary: Rotary,
     visible: AttentionInputs | None = None,
     subset: Subset | None = None,
 ) -> Tensor:
-    """Run a block on its subset of x [s(/t), b, h]; the other tokens skip it."""
+    """Run a block's ``forward`` on its subset of x [s(/t), b, h]; the other tokens skip it.
+
+    With a subset, ``rotary`` and ``visible`` are the subset's (model/inputs.py).
+    """
     if subset is None:
         return forward(x, rotary, visible)
     return subset.merge(x, forward(subset.select(x), rotary, visible))

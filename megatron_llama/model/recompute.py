@@ -18,7 +18,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import MethodType
 from typing import Any, NamedTuple, ParamSpec
 
 import torch
@@ -50,53 +49,41 @@ def recomputable(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
     return recorded
 
 
-def attach(block: nn.Module, kind: str, *, draws_random_numbers: bool) -> None:
-    """Make the backward pass of a ``Block`` recompute ``kind``, one of trainer.recompute's values.
+def wrap_block(
+    kind: str, draws_random_numbers: bool, block: nn.Module, forward: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """Return a block's ``forward`` whose backward pass recomputes ``kind``, a value of trainer.recompute but none.
 
-    Call this before the block's forward is compiled: the compiled graph includes recomputation. With
-    ``draws_random_numbers`` (LoRA's dropout) a second forward pass restores the generator's state.
+    With ``draws_random_numbers`` (LoRA's dropout) a second forward pass restores the generator's state.
     """
-    if kind == "none":
-        return
-    wrap_method(block, "forward", _block_forward(kind, draws_random_numbers))
-    if kind == "selective":
-        wrap_method(block.self_attn, "core_attention", _core_attention)
+    context_fn = {} if kind == "full" else {"context_fn": RECOMPUTE_POLICIES[kind]}
+    # Restoring the generator's state would synchronize with the device.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws_random_numbers, **context_fn}
 
-
-def wrap_method(module: Any, name: str, wrapper: Callable[..., Tensor]) -> None:
-    """Replace a method by ``wrapper``, which calls the original as ``module.<name>_once``."""
-    setattr(module, f"{name}_once", getattr(module, name))
-    setattr(module, name, MethodType(wrapper, module))
-
-
-@functools.cache  # Dynamo reuses a block's graph only for blocks with the same forward function
-def _block_forward(kind: str, draws_random_numbers: bool) -> Callable[..., Tensor]:
-    """Return the forward of blocks that recompute ``kind``."""
-
-    def forward(block: Any, *inputs: Any) -> Tensor:
+    def recomputed(*inputs: Any) -> Tensor:
         if not torch.is_grad_enabled():
-            return block.forward_once(*inputs)  # type: ignore[no-any-return]
-        preserve = draws_random_numbers  # restoring the generator's state would synchronize with the device
-        if kind == "full":
-            return checkpoint(block.forward_once, *inputs, use_reentrant=False, preserve_rng_state=preserve)
-        if torch.compiler.is_compiling():
-            context_fn = RECOMPUTE_POLICIES[kind]
-            return checkpoint(
-                block.forward_once, *inputs, use_reentrant=False, preserve_rng_state=preserve, context_fn=context_fn
-            )
+            return forward(*inputs)
+        if kind == "full" or torch.compiler.is_compiling():
+            return checkpoint(forward, *inputs, **options)  # type: ignore[no-any-return]
         with _recording(_Recipes()) as recipes, saved_tensors_hooks(recipes.pack, recipes.unpack):
-            return block.forward_once(*inputs)  # type: ignore[no-any-return]
+            return forward(*inputs)
 
-    return forward
+    return recomputed
 
 
-def _core_attention(attention: Any, *inputs: Any) -> Tensor:
-    """Run attention and save its inputs only."""
-    if not torch.is_grad_enabled():
-        return attention.core_attention_once(*inputs)  # type: ignore[no-any-return]
-    # No recipes inside: the output of attention is saved, not the output of the kernel.
-    with nullcontext() if torch.compiler.is_compiling() else without_recipes():
-        return checkpoint(attention.core_attention_once, *inputs, use_reentrant=False, preserve_rng_state=False)
+def wrap_core_attention(attention: nn.Module, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``Attention.core_attention`` that saves its inputs only (selective)."""
+
+    def recomputed(*inputs: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            return forward(*inputs)
+        # No recipes inside: the output of attention is saved, not the output of the kernel.
+        with nullcontext() if torch.compiler.is_compiling() else without_recipes():
+            return checkpoint(  # type: ignore[no-any-return]
+                forward, *inputs, use_reentrant=False, preserve_rng_state=False
+            )
+
+    return recomputed
 
 
 class _Recipe(NamedTuple):

@@ -19,10 +19,10 @@ from megatron_llama.arch.names import is_block_matrix, whole_shape
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.optimizers import OptimizerRow
 from megatron_llama.config.precision import has_8bit_states
-from megatron_llama.optim import qk_clip
 from megatron_llama.optim.base import OptimizerInputs, ShardOptimizer
 from megatron_llama.optim.blockwise import BlockwiseState
 from megatron_llama.optim.norm import clip_factor, gradient_norm, scale_gradients
+from megatron_llama.optim.qk_clip import QKClip
 from megatron_llama.parallel import ParallelModel, Shard
 from megatron_llama.plan import Plan
 
@@ -38,6 +38,8 @@ class Optimizer:
     clip: float | None
     on_host: bool = False
     """Whether parameters and states are in host memory and the step runs there (``trainer.offload``)."""
+    qk_clip: QKClip | None = None
+    """Scales weights of q and k after each step (``optim.qk_clip``)."""
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the 2-norm of the gradients before clipping, fp32 scalar, the same on all ranks."""
@@ -76,7 +78,12 @@ class Optimizer:
             self._step_on_host(factor, skip)
             return
         self._set_gradients()
+        self._step(factor, skip)
+
+    def _step(self, factor: torch.Tensor | None, skip: torch.Tensor | None = None) -> None:
         self.inner.step(factor=factor, skip=skip)
+        if self.qk_clip is not None:
+            self.qk_clip.clip(skip)
 
     def _step_on_host(self, factor: torch.Tensor | None, skip: torch.Tensor | None) -> None:
         """Update the host copies, then the shards. One sync, for gradients, factor and skip; weights are copied back
@@ -93,7 +100,7 @@ class Optimizer:
             return
         for (view, *_), gradient in zip(updated, gradients, strict=True):
             view.grad = gradient
-        self.inner.step(factor=None if factor is None else host_factor)
+        self._step(None if factor is None else host_factor)
         for view, shard, _ in updated:
             shard.local.copy_(view.data, non_blocking=True)
             view.grad = None
@@ -114,7 +121,7 @@ class Optimizer:
 
     def metrics(self) -> dict[str, float]:
         """Return the optimizer's metrics of the last step. A collective."""
-        return self.inner.metrics()
+        return self.inner.metrics() if self.qk_clip is None else self.qk_clip.metrics()
 
     @property
     def row(self) -> OptimizerRow:
@@ -230,8 +237,8 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
         asynchronous=not on_host and kind.asynchronous,
     )
     inner = build_inner(inputs)
-    qk_clip.attach(inner, model, inputs)
-    return Optimizer(model, inner, build_schedule(plan, inner), optim.clip, on_host)
+    clip = None if optim.qk_clip is None else QKClip(inner, model, inputs)
+    return Optimizer(model, inner, build_schedule(plan, inner), optim.clip, on_host, clip)
 
 
 def build_inner(inputs: OptimizerInputs) -> ShardOptimizer:

@@ -5,7 +5,7 @@ passes, and gamma = min(1, tau / S). The rows of W_q and W_k and their biases ar
 logits of the same input are at most tau. Query heads that share a kv head use the largest S of the group, as
 Megatron-LM's ``Attention.clip_qk`` does (megatron/core/transformer/attention.py).
 
-``parallel/max_logits.py`` records S of a rank's heads, layers and samples. One all-reduce over all ranks takes the
+``parallel/context.py`` records S of a rank's heads, layers and samples. One all-reduce over all ranks takes the
 maximum, so the factors do not depend on the layout. The weights are the optimizer's, with any optimizer and sharding.
 """
 
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from megatron_llama.arch.names import Rectangle
 from megatron_llama.arch.shapes import head_dim, kv_heads
-from megatron_llama.model.recompute import wrap_method
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
 from megatron_llama.parallel import ParallelModel
 
@@ -111,17 +110,3 @@ class QKClip:
 def _scale(tensors: Sequence[Tensor], scale: Tensor, step: Tensor, group: Group) -> None:
     (values,) = tensors
     values.mul_(scale)
-
-
-def attach(inner: ShardOptimizer, model: ParallelModel, inputs: OptimizerInputs) -> None:
-    """Clip after each step of ``inner``. Does nothing without ``optim.qk_clip``."""
-    if inputs.plan.config.optim.qk_clip is None:
-        return
-    clip = QKClip(inner, model, inputs)
-
-    def step(inner: Any, *, factor: Tensor | None = None, skip: Tensor | None = None) -> None:
-        inner.step_once(factor=factor, skip=skip)
-        clip.clip(skip)
-
-    wrap_method(inner, "step", step)  # type: ignore[arg-type]
-    inner.metrics = clip.metrics  # type: ignore[method-assign]

@@ -13,14 +13,14 @@ With all_gather, the backward pass gathers keys and values once more: a rank sav
 (devices/attention.py), which support documents and patterns. Ulysses runs the device's own kernel. It needs a head per
 rank, and copies kv heads if there are fewer than ranks.
 
-``attach`` replaces the input builder of a chunk and the ``attend`` of its blocks. Inputs of whole sequences
+``divided_parts`` replaces the input builder of a chunk and the attention of its blocks. Inputs of whole sequences
 (``InputBuilder.whole``) are computed by each rank alone. ``Division`` divides sequences for inference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,14 +28,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single
 
-from megatron_llama.arch.pattern import Lengths, Pattern
+from megatron_llama.arch.pattern import CAUSAL, Lengths, Pattern
+from megatron_llama.config import ModelConfig
 from megatron_llama.devices import attention
+from megatron_llama.devices.attention import largest_logits
 from megatron_llama.devices.kernels import Kernels
 from megatron_llama.devices.visibility import AttentionInputs, Documents
 from megatron_llama.model.inputs import BlockInputs, InputBuilder
-from megatron_llama.model.llama import Llama
+from megatron_llama.model.llama import BlockParts
 from megatron_llama.model.random_ltd import Subsets
 from megatron_llama.parallel.groups import Groups
+from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology, divide, zigzags
 
 
@@ -66,21 +69,21 @@ class Backend(Protocol):
         """
 
 
-def attach(chunk: Llama, topology: Topology, kernels: Kernels, groups: Groups, comm: str) -> None:
-    """Make a chunk compute this rank's part of each sequence. Does nothing with one context-parallel rank."""
+def divided_parts(parts: BlockParts, topology: Topology, kernels: Kernels, groups: Groups, comm: str) -> BlockParts:
+    """Return ``parts`` that compute this rank's part of each sequence; ``parts`` with one context-parallel rank."""
     if topology.sizes["cp"] == 1:
-        return
-    backend = BACKENDS[comm](kernels, groups["cp"])
-    chunk.build_inputs = DividedInputBuilder(chunk.build_inputs, backend, topology)
+        return parts
+    backend, attend_whole = BACKENDS[comm](kernels, groups["cp"]), parts.attend
 
     def attend(q: Tensor, k: Tensor, v: Tensor, visible: Any) -> Tensor:
         if isinstance(visible, DividedInputs):
             return backend.attend(q, k, v, visible.of_whole)
-        return kernels.attend(q, k, v, visible)
+        return attend_whole(q, k, v, visible)
 
-    for block in chunk.layers.values():
-        attention_layer: Any = block.self_attn
-        attention_layer.attend = attend
+    def inputs(model: ModelConfig) -> InputBuilder:
+        return DividedInputBuilder(parts.inputs(model), backend, topology)
+
+    return replace(parts, attend=attend, inputs=inputs)
 
 
 class DividedInputBuilder(InputBuilder):
@@ -408,3 +411,35 @@ def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 BACKENDS: dict[str, type[AllGather | Ulysses]] = {"all_gather": AllGather, "ulysses": Ulysses}
 """Backends by ``trainer.cp_comm``."""
+
+
+# Largest attention logit of each head in a step's forward passes (``optim.qk_clip``, optim/qk_clip.py). Kernels of
+# attention do not return it, so the scores are computed once more, by blocks (``largest_logits``). A rank has the
+# maximum of its heads, layers, samples and queries; ``optim/qk_clip.py`` takes the maximum over ranks. With context
+# parallelism, a rank gathers the keys of whole sequences. Recomputation and validation record nothing.
+
+
+def logits_measure(plan: Plan, groups: Groups) -> Callable[[Tensor, Tensor, Any, Tensor | None], Tensor | None]:
+    """Return the function with which attention records its largest logits as ``max_logits``."""
+    by_documents = BACKENDS[plan.config.trainer.cp_comm].by_documents
+
+    def measure(q: Tensor, k: Tensor, visible: Any, last: Tensor | None) -> Tensor | None:
+        is_recomputed = torch._C._current_graph_task_id() >= 0  # torch's checkpoint runs it in the backward pass
+        if not torch.is_grad_enabled() or is_recomputed:
+            return last
+        with torch.no_grad():
+            largest = _largest(q, k, visible, groups=groups, by_documents=by_documents)
+            return largest if last is None else torch.maximum(last, largest)
+
+    return measure
+
+
+def _largest(q: Tensor, k: Tensor, visible: Any, *, groups: Groups, by_documents: bool) -> Tensor:
+    """Return the largest logits of this rank's queries [b, heads, s/cp, d], fp32 [heads]."""
+    if not isinstance(visible, DividedInputs):
+        return largest_logits(q, k, visible)
+    group, whole = groups["cp"], visible.of_whole
+    documents = whole.lengths if by_documents and whole is not None else None
+    pattern = CAUSAL if whole is None else whole.pattern
+    division = divide(group.size(), k.shape[2] * group.size(), documents, pattern)
+    return largest_logits(q, gather_keys(k, division, group), whole, division[group.rank()])

@@ -24,11 +24,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
 from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
 
+from megatron_llama.config import ModelConfig
 from megatron_llama.devices.kernels import Float8Operand, Kernels
+from megatron_llama.model.llama import COLUMN_PARALLEL, parallel_linear
 from megatron_llama.parallel.groups import Groups
 
 LEAST_MAXIMUM = 1e-12
@@ -64,18 +66,14 @@ class Layer(NamedTuple):
     """The context-parallel ranks, which split the tokens; None if there is one."""
 
 
-def use_float8(block: nn.Module, name: str, kernels: Kernels, groups: Groups, *, sequence_parallel: bool) -> None:
-    """Replace the matmuls of a block's parallel linear layers.
-
-    Args:
-        name: recipe, tensorwise or rowwise.
-    """
+def float8_linear(
+    matrix: str, model: ModelConfig, mcore: TransformerConfig, *, name: str, kernels: Kernels, groups: Groups
+) -> nn.Module:
+    """Build a parallel linear layer with the matmuls of recipe ``name``, tensorwise or rowwise."""
     group, context = (groups[axis] if groups[axis].size() > 1 else None for axis in ("tp", "cp"))
-    for layer in block.modules():
-        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-            is_column = isinstance(layer, ColumnParallelLinear)
-            common = Layer(RECIPES[name], kernels, is_column, group, is_column and sequence_parallel, context)
-            layer._forward_impl = partial(_linear, common)  # type: ignore[method-assign]
+    is_column = matrix in COLUMN_PARALLEL
+    layer = Layer(RECIPES[name], kernels, is_column, group, is_column and mcore.sequence_parallel, context)
+    return parallel_linear(matrix, model, mcore, matmul=partial(_linear, layer))
 
 
 def _linear(layer: Layer, input: torch.Tensor, weight: torch.Tensor, bias: None, **_: Any) -> torch.Tensor:

@@ -1,13 +1,7 @@
-"""``build_model`` applies all parallelism and features to a Llama, in this order:
+"""``build_model`` builds a rank's model by the steps of plan/steps.py (parallel/assembly.py), then allocates weights.
 
-    meta device  →  tensor- and sequence-parallel layers  →  context  →  LoRA, quantized  →  recompute  →  compile
-    →  random-LTD  →  offload  →  fully_shard  →  weights
-
-Tensor parallelism is first, because it determines the shapes of a rank's matrices. Context parallelism replaces
-attention, which recomputation and the compiler include. Recomputation wraps a block's
-forward before the compiler, so that the compiled graph includes it. Random-LTD and offload wrap the compiled forward,
-and offload also moves the indices that random-LTD saves. ``fully_shard`` wraps blocks, because its hooks cannot be
-compiled. Weights are last, when each rank's rectangles are determined: no rank ever holds a whole model.
+Modules are built on the meta device. Weights are last, when each rank's rectangles are determined: no rank ever holds
+a whole model.
 
 ``ParallelModel`` runs forward and backward passes. ``mcore_config`` returns megatron-core's settings.
 """
@@ -20,29 +14,26 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
 from megatron_llama import devices
-from megatron_llama.arch.names import is_lora
+from megatron_llama.arch.names import MAGNITUDE, is_lora, lora_name
+from megatron_llama.arch.shapes import matrices
 from megatron_llama.devices import Device
-from megatron_llama.devices.kernels import Kernels
 from megatron_llama.devices.visibility import Documents
-from megatron_llama.model import fused, mlp_chunks, random_ltd, recompute
 from megatron_llama.model.init import initial_values, torch_dtype
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import Llama
-from megatron_llama.model.lora import add_lora
-from megatron_llama.model.loss import fused_softmax
-from megatron_llama.model.offload import Offload
-from megatron_llama.parallel import context, max_logits
+from megatron_llama.parallel import context
+from megatron_llama.parallel.assembly import Build, block_parts, block_wrappers, finish_chunk
 from megatron_llama.parallel.compiling import Compiler, enter_folder
 from megatron_llama.parallel.exact import ExactSums
-from megatron_llama.parallel.float8 import use_float8
-from megatron_llama.parallel.fsdp import ComputeCopies, allocate, data_groups, filled_copies, shard_chunk
+from megatron_llama.parallel.fsdp import ComputeCopies, allocate, data_groups, filled_copies
 from megatron_llama.parallel.groups import Groups, current_groups, group_defaults
 from megatron_llama.parallel.pipeline import Counts, run_logits, run_schedule
 from megatron_llama.parallel.shards import Shard, shards_of
-from megatron_llama.parallel.tensor import ReplicatedGradients, make_traceable
+from megatron_llama.parallel.tensor import ReplicatedGradients
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 
@@ -184,16 +175,16 @@ def build_model(
         compiler = Compiler(plan, device)
     if trainer.float8 is not None:
         device.require_float8()
-    kernels = device.kernels(compiled=compiler is not None)
-    mcore = mcore_config(plan)
-    groups = current_groups()
+    mcore, groups = mcore_config(plan), current_groups()
     with group_defaults(trainer):
         exchange = data_groups(topology, torch_device.type, plan, groups)
         replicated = ReplicatedGradients(plan, topology, groups)
     exact = ExactSums(plan, topology, groups, exchange, replicated) if trainer.exact else None
-    operators = None if trainer.exact else fused.fused_operators(kernels)
     if compiler is None and device.compiles_code(plan.config):
         enter_folder(plan, device)
+    kernels = device.kernels(compiled=compiler is not None)
+    build = Build(plan, topology, kernels, groups, exchange, exact, compiler)
+    parts = block_parts(build)
     chunks, shards, compute_copies = list[Llama](), list[Shard](), list[ComputeCopies | None]()
     for stage in topology.chunks():
         with torch.device("meta"):
@@ -202,24 +193,12 @@ def build_model(
                 mcore,
                 plan.stage_layers[stage],
                 padded_vocab_size=plan.padded_vocab_size,
-                kernels=kernels,
+                parts=parts,
+                wrappers=block_wrappers(build),
                 is_first=stage == 0,
                 is_last=stage == len(plan.stage_layers) - 1,
             )
-            context.attach(chunk, topology, kernels, groups, trainer.cp_comm)
-            if exact is not None:
-                exact.attach(chunk)
-            max_logits.attach(chunk, plan, groups)
-            if plan.config.finetune.method == "lora":
-                add_lora(chunk, plan.config.finetune, torch_dtype(plan.frozen_dtype), plan.quantized)
-        if operators is not None:
-            fused.attach(chunk, operators)
-        _wrap_blocks(chunk, plan, compiler, kernels, groups)
-        if compiler is not None and chunk.is_last and kernels.fuses_loss:
-            chunk.lm_head.softmax = fused_softmax(compiler.compile)
-        if chunk.is_last:
-            chunk.lm_head.softmax = chunk.lm_head.softmax._replace(z_loss=trainer.z_loss)
-        shard_chunk(chunk, exchange, plan)
+        finish_chunk(build, chunk)
         copies = allocate(chunk, torch_device, plan)
         shards += shards_of(chunk, plan, topology, copies)
         chunks.append(chunk)
@@ -232,25 +211,6 @@ def build_model(
         torch.manual_seed(trainer.seed + place)
     init_weights(shards, plan)
     return ParallelModel(plan, chunks, shards, torch_device, groups, exact or replicated, compute_copies, compiler)
-
-
-def _wrap_blocks(chunk: Llama, plan: Plan, compiler: Compiler | None, kernels: Kernels, groups: Groups) -> None:
-    """Wrap each block's forward, not the module, so that the hooks of ``fully_shard`` stay outside."""
-    draws_random_numbers = plan.config.finetune.lora_dropout > 0
-    offload = Offload() if "activations" in plan.config.trainer.offload else None
-    for number, block in chunk.layers.items():
-        mlp_chunks.attach(block, plan.config.trainer.mlp_chunks)
-        recompute.attach(block, plan.recompute(int(number)), draws_random_numbers=draws_random_numbers)
-        if compiler is not None:
-            make_traceable(block)
-        if plan.config.trainer.float8 is not None:
-            use_float8(block, plan.config.trainer.float8, kernels, groups, sequence_parallel=plan.sp)
-        if compiler is not None:
-            block.forward = compiler.compile(block.forward, "block")  # type: ignore[method-assign]
-        if plan.random_ltd is not None:
-            random_ltd.attach(block)
-        if offload is not None:
-            offload.attach(block)
 
 
 @torch.no_grad()
@@ -269,3 +229,41 @@ def init_weights(shards: list[Shard], plan: Plan) -> None:
             initial = initial_values(rectangle, plan.model, plan.config.trainer.seed)
             values[rectangle.local_slices].copy_(devices.pinned(initial, values.device), non_blocking=True)
         shard.store(values)
+
+
+@torch.no_grad()
+def init_magnitudes(model: ParallelModel) -> None:
+    """Set DoRA's magnitudes to the row norms of the frozen matrices, as PEFT at its start.
+
+    A collective over the ranks of a pipeline stage, which together hold whole rows. Without DoRA it does nothing.
+    """
+    if not model.plan.config.finetune.use_dora:
+        return
+    # Each rank has the same names, because shards of the magnitudes and of the matrices have other rows.
+    squares = {name: torch.zeros(rows, device=model.device) for name, rows in _target_rows(model).items()}
+    for shard in model.shards:
+        for part in shard.rectangles:
+            total = squares.get(lora_name(part.name, MAGNITUDE))
+            if total is not None and len(part.size) == 2 and shard.counts and part.replica == 0:
+                rows = slice(part.offset[0], part.offset[0] + part.size[0])
+                total[rows] += shard.values[part.local_slices].float().square().sum(dim=1)
+    names = sorted(squares)
+    flat = torch.cat([squares[name] for name in names])
+    dist.all_reduce(flat, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+    norms = dict(zip(names, flat.sqrt().split([len(squares[name]) for name in names]), strict=True))
+    for shard in model.shards:
+        for part in shard.rectangles if shard.name.endswith(f".{MAGNITUDE}") else ():
+            first, last = part.offset[0], part.offset[0] + part.size[0]
+            shard.local[part.local_slices] = norms[part.name][first:last].to(shard.local.dtype)
+
+
+def _target_rows(model: ParallelModel) -> dict[str, int]:
+    """Return the rows of each adapted matrix of this rank's stage, by the name of its magnitudes."""
+    plan = model.plan
+    layers = [int(number) for chunk in model.chunks for number in chunk.layers]
+    return {
+        lora_name(f"model.layers.{layer}.{matrix.name}.weight", MAGNITUDE): matrix.shape[0]
+        for layer in layers
+        for module, matrix in matrices(plan.model).items()
+        if module in plan.config.finetune.lora_target_modules
+    }

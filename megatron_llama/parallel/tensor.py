@@ -24,14 +24,11 @@ from typing import Any, NamedTuple
 import torch
 import torch._inductor.config as inductor
 import torch.distributed as dist
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
 
 from megatron_llama.arch.shapes import KV_HEADS, KV_MODULES, is_summed_over_tp, kv_copies
 from megatron_llama.devices import Device
-from megatron_llama.model.quantized import is_quantized
 from megatron_llama.parallel.groups import Groups, current_groups
 from megatron_llama.parallel.shards import Shard
 from megatron_llama.plan import Plan
@@ -95,28 +92,12 @@ def sum_together(grads: list[torch.Tensor], group: dist.ProcessGroup) -> None:
 # unless the compiler saves the gathered input, as Inductor does (docs/guides/tools/traffic.md).
 
 
-def make_traceable(block: nn.Module) -> None:
-    """Replace the forward of a block's parallel linear layers. Quantized layers are traceable already."""
-    for layer in block.modules():
-        if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and not is_quantized(layer):
-            layer._forward_impl = _linear  # type: ignore[method-assign]
-
-
-def _linear(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: None,
-    *,
-    allreduce_dgrad: bool,
-    sequence_parallel: bool,
-    tp_group: dist.ProcessGroup | None,
-    **_: Any,
-) -> torch.Tensor:
+def traceable_matmul(input: torch.Tensor, weight: torch.Tensor, bias: None, **how: Any) -> torch.Tensor:
     """Multiply input [s(/t), b, in] by weight [out, in] to [s, b, out]. megatron-core calls it as ``_forward_impl``."""
     assert bias is None, "biases are added outside"
-    if not allreduce_dgrad and not sequence_parallel:
+    if not how["allreduce_dgrad"] and not how["sequence_parallel"]:
         return torch.matmul(input, weight.t())
-    output: torch.Tensor = _ParallelLinear.apply(input, weight, tp_group, sequence_parallel)
+    output: torch.Tensor = _ParallelLinear.apply(input, weight, how["tp_group"], how["sequence_parallel"])
     return output
 
 

@@ -12,12 +12,13 @@ from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.config import ConfigError, Problem, to_yaml
 from megatron_llama.config.data_settings import PERCENTILE, VALUE, curriculum_metrics, validation_sets
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, STATE_BLOCK, quantized_bytes, state_bytes_8bit
-from megatron_llama.config.settings import KEPT_BY_TIME, Config, TrainerConfig
+from megatron_llama.config.settings import KEPT_BY_TIME, Config
 from megatron_llama.config.stored import NAME
 from megatron_llama.devices import find_device
 from megatron_llama.plan.memory import Footprint, stage_footprints
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule, curriculum_lengths
+from megatron_llama.plan.steps import applied_steps, recomputation
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.tables import gib, plural, short_count
@@ -62,10 +63,9 @@ def write_config_and_plan(plan: Plan) -> None:
         raise ConfigError([Problem("run.dir", str(plan.run_dir), rule, instead)]) from error
 
 
-def _recompute(trainer: TrainerConfig) -> str:
-    often = f" in 1 of {trainer.recompute_every} blocks" if trainer.recompute_every > 1 else ""
-    chunks = f", MLP in {trainer.mlp_chunks} chunks" if trainer.mlp_chunks > 1 else ""
-    return f"recompute {trainer.recompute}{often}{chunks}"
+def _recompute(plan: Plan) -> str:
+    chunks = plan.config.trainer.mlp_chunks
+    return recomputation(plan) + (f", MLP in {chunks} chunks" if chunks > 1 else "")
 
 
 def layout_lines(plan: Plan, hardware: str | None = None) -> Iterator[str]:
@@ -76,7 +76,7 @@ def layout_lines(plan: Plan, hardware: str | None = None) -> Iterator[str]:
     yield f"{plan.model.name}: {_product(plan, 'x', pp=virtual, tp=sequence)} = {plan.world_size}"
     batches = "micro batch" if plan.num_microbatches == 1 else "micro batches"
     micro = f"{plan.num_microbatches:,} {batches} of {trainer.micro_batch_size}"
-    text = f"zero {trainer.zero}{shard}, {_recompute(trainer)}, {micro}"
+    text = f"zero {trainer.zero}{shard}, {_recompute(plan)}, {micro}"
     yield from wrap_lines(text, rest="  ")
     yield batch_line(plan.config, hardware)
 
@@ -235,10 +235,8 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
     precision = str(trainer.precision)
     yield _line("precision", precision if precision == "fp32" else f"{precision}: {plan.precision}")
     yield _line("sharding", _sharding(plan))
-    switches = [name for name in ("compile", "async_tp", "deterministic") if getattr(trainer, name)]
-    switches += [f"float8 {trainer.float8} matmuls in blocks"] if trainer.float8 else []
-    sequence = f"sequence parallelism {'on' if plan.sp else 'off'}"
-    yield _line("activations", " · ".join([_recompute(trainer), sequence, *switches]))
+    applied = [*applied_steps(plan).values(), *["deterministic"] * bool(trainer.deterministic)]
+    yield _line("applied", " · ".join(applied) or "nothing")
     if trainer.exact:
         blocks = num_blocks(plan.model)
         yield _line("exact", f"{blocks} blocks per matrix · sums of gradients and their messages in int64")

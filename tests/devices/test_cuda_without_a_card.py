@@ -20,8 +20,9 @@ import torch.distributed as dist
 from megatron_llama.devices import get_device
 from megatron_llama.devices.cuda import device as cuda
 from megatron_llama.model.inputs import MicroBatch
+from megatron_llama.model.llama import ColumnLinear, RowLinear
 from megatron_llama.parallel import ParallelModel, build_model, parallelize, process_groups
-from megatron_llama.parallel.tensor import Overlap, enable_async_overlap, make_traceable
+from megatron_llama.parallel.tensor import Overlap, enable_async_overlap, traceable_matmul
 from megatron_llama.plan import Plan
 from megatron_llama.tools.rehearse.rehearsal import FakeTensors, fake_world
 from tests.oracle import make_plan
@@ -166,7 +167,9 @@ def _overlapped(_: int) -> tuple[Overlap, str]:
         inside.enter_context(patch.object(symmetric, "rendezvous", lambda memory, group: None))
         count = enable_async_overlap(cuda.DEVICE)
         block = model.chunks[0].layers["0"]
-        make_traceable(block)
+        for layer in block.modules():
+            if isinstance(layer, ColumnLinear | RowLinear):
+                layer.matmul = traceable_matmul
         block.forward = torch.compile(block.forward, backend=backend, dynamic=False, fullgraph=True)
         model.evaluate([_micro_batch(model.plan)])
         return count.take(), "".join(written)

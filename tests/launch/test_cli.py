@@ -107,7 +107,7 @@ def test_refusals(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch
     words = f"data.prefixes=[{prefix}] data.tokenizer=null device=cpu model.vocab_size=600"
     assert probe(words.split()).stdout == "heavy: [] status: 2\n"
     assert cli.main(["--dry-run", *ASYNC_TP.split(), "device=cuda"]) == 0
-    assert "sequence parallelism on · compile · async_tp" in capfd.readouterr().out
+    assert "tp 2 with sp · compile with async_tp" in capfd.readouterr().out
 
 
 def test_a_device_that_is_not_here_is_refused_together_with_the_rest(

@@ -21,7 +21,7 @@ import megatron_llama.parallel.tensor as tensor
 from megatron_llama.devices import HOST, attention, device_named
 from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.model.inputs import MicroBatch
-from megatron_llama.parallel import ParallelModel, Shard, context, max_logits
+from megatron_llama.parallel import ParallelModel, Shard, context
 from megatron_llama.parallel.pipeline import Counts
 from megatron_llama.topology import zigzags
 from tests.parallel.symmetric_memory import wrong_pieces
@@ -113,8 +113,8 @@ def passes_of_the_compiled_loss(model: ParallelModel) -> None:
     """No defect: what is compiled with trainer.compile, uncompiled, and by chunks of 12."""
     chunks_of_12(model)
     if model.chunks[-1].is_last:
-        model.chunks[-1].lm_head.softmax = loss.fused_softmax(lambda function, what: function)
-        model.chunks[-1].lm_head.kernels = device_named(HOST).kernels(compiled=True)
+        head, softmax = model.chunks[-1].lm_head, loss.fused_softmax(lambda function, what: function)
+        head.spec = replace(head.spec, softmax=softmax, kernels=device_named(HOST).kernels(compiled=True))
 
 
 def last_chunk_of_the_head_lost(model: ParallelModel) -> None:
@@ -132,7 +132,7 @@ def loss_weights_only_in_the_loss(model: ParallelModel) -> None:
 
 def softmax_of_each_rank_alone(model: ParallelModel) -> None:
     original = loss._softmax
-    loss._softmax = lambda logits, labels, weights, _, softmax: original(logits, labels, weights, None, softmax)
+    loss._softmax = lambda logits, labels, weights, spec: original(logits, labels, weights, replace(spec, group=None))
 
 
 def head_gradient_not_summed(model: ParallelModel) -> None:
@@ -251,4 +251,4 @@ def logits_of_each_rank_alone(model: ParallelModel) -> None:
 
 
 def keys_of_each_rank_alone(model: ParallelModel) -> None:
-    max_logits.gather_keys = lambda k, division, group: k.repeat(1, 1, group.size(), 1)
+    context.gather_keys = lambda k, division, group: k.repeat(1, 1, group.size(), 1)

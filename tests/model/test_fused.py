@@ -15,9 +15,9 @@ from torch._dynamo.utils import counters
 
 from megatron_llama.devices.cuda.kernels import CudaKernels
 from megatron_llama.devices.kernels import Kernels
-from megatron_llama.model.fused import FusedOperators, attach, fused_operators
-from megatron_llama.model.llama import swiglu
-from megatron_llama.model.norm import normalize
+from megatron_llama.model.fused import FusedOperators, fused_operators
+from megatron_llama.model.llama import Attention, FeedForward, swiglu
+from megatron_llama.model.norm import RMSNorm, normalize
 from megatron_llama.model.rotary import rotate
 from megatron_llama.parallel import ParallelModel
 from tests.compiled import SECONDS, needs_compiler
@@ -41,11 +41,16 @@ class Uncompiled(Kernels):
 
 
 def replace_operators(model: ParallelModel) -> None:
-    """Attach operators to the model of a rank."""
+    """Give the operators to the model of a rank."""
     operators = fused_operators(Uncompiled())
     assert operators is not None
-    for chunk in model.chunks:
-        attach(chunk, operators)
+    for module in (module for chunk in model.chunks for module in chunk.modules()):
+        if isinstance(module, RMSNorm):
+            module.normalize = operators.normalize
+        elif isinstance(module, Attention):
+            module.rotate = operators.rotate
+        elif isinstance(module, FeedForward):
+            module.activation = operators.activation
 
 
 ROWS: dict[str, tuple[int, list[str]]] = {

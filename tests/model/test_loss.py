@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from megatron_llama.devices import HOST, device_named
 from megatron_llama.model import loss
-from megatron_llama.model.loss import IN_PLACE, SoftmaxKernels, fused_softmax
+from megatron_llama.model.loss import IN_PLACE, LossSpec, SoftmaxKernels, fused_softmax
 from tests.ranks import run_ranks
 
 
@@ -37,7 +36,7 @@ def test_losses_and_gradients_are_those_of_fp64(softmax: SoftmaxKernels, dtype: 
     assert exact.grad is not None
     # If the kernels need fp32, the caller rounds the gradients.
     grads = logits.float() if softmax.needs_fp32 else logits
-    losses = loss._softmax(grads, labels, weights, None, softmax._replace(z_loss=z_loss))
+    losses = loss._softmax(grads, labels, weights, LossSpec(50, None, False, softmax, z_loss=z_loss))
     torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=2e-6)
     rounding = 2**-8 if grads.dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(grads.double(), exact.grad, rtol=rounding, atol=1e-8)
@@ -60,7 +59,9 @@ def test_labels_of_other_ranks_change_no_gradient() -> None:
     expected = whole.softmax(1) / 6
     for softmax in (IN_PLACE, fused_softmax(uncompiled)):
         logits = whole.clone()
-        loss._softmax(logits, torch.tensor([-20, -1, 20, 29, 25, -5]), torch.full((6,), 1 / 6), None, softmax)
+        loss._softmax(
+            logits, torch.tensor([-20, -1, 20, 29, 25, -5]), torch.full((6,), 1 / 6), LossSpec(20, None, False, softmax)
+        )
         torch.testing.assert_close(logits, expected)
 
 
@@ -77,9 +78,8 @@ def test_logits_column_by_column(vocabulary: int, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda units=units: units)
         assert kernels.logits_like(hidden, 10, vocabulary).stride() == ((1, 10) if units else (vocabulary, 1))
         gradient = torch.empty_like(hidden)
-        losses, sums = loss._by_chunks(
-            hidden, weight, labels, weights, vocabulary - 2, None, softmax, kernels, gradient, True
-        )
+        spec = LossSpec(vocabulary - 2, None, False, softmax, kernels)
+        losses, sums = loss._by_chunks(hidden, weight, labels, weights, spec, gradient, needs_weight_grad=True)
         assert sums is not None
         results.append((losses, sums, gradient.float()))
     for one, other in zip(*results, strict=True):
@@ -96,8 +96,8 @@ def test_logits_column_by_column(vocabulary: int, monkeypatch: pytest.MonkeyPatc
 def _gradients_of_multiples(rank: int) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(6, 1, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
-    how = torch.randint(20, (6,)), torch.full((6,), 1 / 6), 20, (True, True), dist.group.WORLD, False, IN_PLACE
-    how = *how, device_named(HOST).kernels(compiled=False)
+    spec = LossSpec(20, None, False, kernels=device_named(HOST).kernels(compiled=False))
+    how = torch.randint(20, (6,)), torch.full((6,), 1 / 6), spec
     once, four = (
         torch.autograd.grad(factor * loss._LinearCrossEntropy.apply(x, weight, *how), (x, weight)) for factor in (1, 4)
     )

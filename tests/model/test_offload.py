@@ -36,7 +36,7 @@ def chunk(count: int = 3, offloaded: bool = True) -> list[Toy]:
     if offloaded:
         wrapper = Offload()
         for block in blocks:
-            wrapper.attach(block)
+            block.forward = wrapper.wrap(block, block.forward)  # type: ignore[method-assign]
     return blocks
 
 

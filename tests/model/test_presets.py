@@ -10,7 +10,7 @@ import torch
 
 from megatron_llama.arch.names import Shape, TensorParallel, hf_shapes, rectangles
 from megatron_llama.config import load_config
-from megatron_llama.model.llama import Llama
+from megatron_llama.model.llama import BlockParts, Llama
 from megatron_llama.parallel.parallelize import mcore_config
 from megatron_llama.plan import Plan, resolve
 from tests.model.llamas import hf_config
@@ -64,6 +64,6 @@ def _shapes(rank: int, layers: int | None) -> list[dict[str, torch.Size]]:
         for plan in plans():
             with torch.device("meta"):
                 stage, rows = plan.stage_layers[0][:layers], plan.padded_vocab_size
-                chunk = Llama(plan.model, mcore_config(plan), stage, padded_vocab_size=rows)
+                chunk = Llama(plan.model, mcore_config(plan), stage, padded_vocab_size=rows, parts=BlockParts())
             actual.append({name: parameter.shape for name, parameter in chunk.named_parameters()})
     return actual

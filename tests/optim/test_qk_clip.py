@@ -15,7 +15,7 @@ from megatron_llama.arch.pattern import Pattern
 from megatron_llama.devices import attention
 from megatron_llama.devices.visibility import Documents, build_attention_inputs, dense_mask, masked
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import ParallelModel, max_logits
+from megatron_llama.parallel import ParallelModel, context
 from megatron_llama.plan import Plan
 from tests.oracle import (
     RaggedSamples,
@@ -204,8 +204,8 @@ def test_validation_and_recomputation_record_nothing() -> None:
 def calls_of_a_step(rank: int, plan: Plan) -> tuple[int, int]:
     """Return the numbers of measurements in a training step with four micro batches, and in a validation."""
     calls: list[int] = []
-    original = max_logits.largest_logits
-    max_logits.largest_logits = lambda *inputs: calls.append(1) or original(*inputs)
+    original = context.largest_logits
+    context.largest_logits = lambda *inputs: calls.append(1) or original(*inputs)
     with rank_groups(plan, rank):
         model, batches = rank_model(plan, rank), rank_batches(plan, rank).at(0)
         model.forward_backward(batches)

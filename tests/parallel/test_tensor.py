@@ -18,12 +18,12 @@ from torch.nn.functional import cross_entropy, linear
 from megatron_llama.arch.names import Rectangle
 from megatron_llama.arch.shapes import padded_vocab_size
 from megatron_llama.model import loss
-from megatron_llama.model.llama import _apply, _column_parallel, _row_parallel
-from megatron_llama.model.loss import IN_PLACE, Head, SoftmaxKernels, fused_softmax
+from megatron_llama.model.llama import _apply, parallel_linear
+from megatron_llama.model.loss import IN_PLACE, Head, LossSpec, fused_softmax
 from megatron_llama.parallel.groups import Groups
 from megatron_llama.parallel.parallelize import mcore_config
 from megatron_llama.parallel.shards import Shard
-from megatron_llama.parallel.tensor import ReplicatedGradients, make_traceable
+from megatron_llama.parallel.tensor import ReplicatedGradients, traceable_matmul
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.topology import Topology
 from tests.config.helpers import make
@@ -54,10 +54,10 @@ def _assert_as_exact_as_fp32(actual: Tensor, fp32: Tensor, exact: Tensor) -> Non
 def _softmax_of_parts(rank: int) -> None:
     for kernels in (IN_PLACE, fused_softmax(lambda function, name: function)):
         for z_loss in (0.0, 0.01):
-            _check_softmax(rank, kernels._replace(z_loss=z_loss))
+            _check_softmax(rank, LossSpec(10, dist.group.WORLD, False, kernels, z_loss=z_loss))
 
 
-def _check_softmax(rank: int, softmax: SoftmaxKernels) -> None:
+def _check_softmax(rank: int, spec: LossSpec) -> None:
     """Logits of 10 columns per rank. Some labels have a probability near 1, some rows a maximum on one rank only."""
     torch.manual_seed(0)
     columns = slice(10 * rank, 10 * rank + 10)
@@ -68,12 +68,12 @@ def _check_softmax(rank: int, softmax: SoftmaxKernels) -> None:
     results = []
     for dtype in (torch.float32, torch.float64):
         whole = logits.to(dtype, copy=True).requires_grad_()
-        losses = cross_entropy(whole, labels, reduction="none") + softmax.z_loss * whole.logsumexp(1).square()
+        losses = cross_entropy(whole, labels, reduction="none") + spec.z_loss * whole.logsumexp(1).square()
         (losses * weights).sum().backward()
         assert whole.grad is not None
         results.append((losses.detach(), whole.grad[:, columns]))
     local = logits[:, columns].contiguous()
-    losses = loss._softmax(local, labels - columns.start, weights, dist.group.WORLD, softmax)
+    losses = loss._softmax(local, labels - columns.start, weights, spec)
     for actual, fp32, exact in zip((losses, local), *results, strict=True):
         _assert_as_exact_as_fp32(actual, fp32, exact)
 
@@ -127,9 +127,8 @@ def test_head_of_a_split_vocabulary(tp: int, sp: bool) -> None:
 
 def _layer(plan: Plan, topology: Topology, groups: Groups, is_column: bool, frozen: bool) -> None:
     rank, tp = topology.place["tp"], topology.sizes["tp"]
-    build, name = (_column_parallel, "gate_up_proj") if is_column else (_row_parallel, "down_proj")
-    layer = build(name, plan.model, mcore_config(plan)).double()
-    make_traceable(layer)
+    name = "gate_up_proj" if is_column else "down_proj"
+    layer = parallel_linear(name, plan.model, mcore_config(plan), matmul=traceable_matmul).double()
     whole = nn.Linear(layer.input_size, layer.output_size, dtype=torch.float64)
     x = torch.randn(8, 2, layer.input_size, dtype=torch.float64, requires_grad=True)
     output = whole(x)

@@ -1,34 +1,35 @@
-"""``ExactSums`` replaces a chunk's layers and sums gradients and losses over ranks."""
+"""``ExactSums`` builds the parts of exact mode and sums gradients and losses over ranks."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_llama.arch.blocks import attention_rows, mlp_rows, num_blocks
-from megatron_llama.arch.shapes import kv_copies, kv_heads
-from megatron_llama.model.llama import Llama
-from megatron_llama.model.norm import ProjectionNorm, RMSNorm
-from megatron_llama.model.recompute import recomputable
-from megatron_llama.parallel.exact.head import HeadSettings, head_forward
+from megatron_llama.arch.shapes import head_dim, kv_copies, kv_heads, qk_norm
+from megatron_llama.config import ModelConfig
+from megatron_llama.model.llama import COLUMN_PARALLEL, BlockParts, Llama, parallel_linear
+from megatron_llama.model.loss import Head
+from megatron_llama.parallel.exact.head import ExactHead, HeadSettings
 from megatron_llama.parallel.exact.layers import (
+    ExactEmbedding,
+    ExactNorm,
+    ExactProjectionNorm,
     Heads,
     SharedHeads,
     Units,
-    embed,
-    norm_forward,
-    projection_norm_forward,
-    replace,
     swiglu,
 )
-from megatron_llama.parallel.exact.linear import Column, Context, Row, column_forward, row_forward
+from megatron_llama.parallel.exact.linear import Column, Context, ExactColumnLinear, ExactRowLinear, Row
 from megatron_llama.parallel.exact.sums import Shares, Total, Tree, from_grid
 from megatron_llama.parallel.fsdp import DataGroups
 from megatron_llama.parallel.groups import Groups
@@ -58,59 +59,67 @@ class ExactSums:
         self.shares = Shares(topology.shard_size, data.mesh.get_group("shard"))
         self.totals: dict[str, Total] = {}
         self.losses: list[Tensor] = []
+        self._built: dict[nn.Parameter, Total] = {}  # of the chunk under construction
 
-    def attach(self, chunk: Llama) -> None:
-        """Replace the layers of a chunk, whose parameters have the shapes of a tensor-parallel rank."""
-        model, trainer = self.plan.model, self.plan.config.trainer
-        for name, parameter in chunk.named_parameters():
-            per_token = model.num_attention_heads if name.removesuffix(".weight").endswith(("q_norm", "k_norm")) else 1
-            tokens = trainer.global_batch_size * self.plan.config.data.length * per_token
-            self.totals[name] = Total(
-                parameter.shape, trainer.global_batch_size, tokens, self.shares, scatters_early=trainer.zero >= 2
-            )
-        for name, module in chunk.named_modules():
-            if isinstance(module, RMSNorm):
-                self._norm(module, name)
-        for number, block in chunk.layers.items():
-            self._block(block, f"layers.{number}")
-        if chunk.is_first:
-            total = self.totals["embed_tokens.weight"]
-            replace(chunk.embed_tokens, partial(embed, chunk.embed_tokens, self.tree, total, self.plan.sp))
+    def parts(self, parts: BlockParts) -> BlockParts:
+        """Return ``parts`` with the layers of exact mode."""
+        activation = partial(swiglu, units=Units(self.tree.local, self.context))
+        parts = replace(parts, attend=self.attend, activation=activation, linear=self._linear, norm=self._norm)
+        return replace(parts, embedding=self._embedding, head=self._head)
+
+    def name_totals(self, chunk: Llama) -> None:
+        """Store the sums of a chunk's parameters by name, and give a tied head the embedding's."""
+        names = {parameter: name for name, parameter in chunk.named_parameters()}
+        self.totals |= {names[parameter]: total for parameter, total in self._built.items()}
+        self._built.clear()
         if chunk.is_last:
             weight = "embed_tokens.weight" if chunk.lm_head.weight is None else "lm_head.weight"
-            head = chunk.lm_head
-            total, sizes = self.totals[weight], (model.vocab_size, trainer.z_loss)
-            how = HeadSettings(self.tree, total, *sizes, self.context, self.plan.sp, self.losses)
-            head.forward_once = head.forward
-            replace(head, partial(head_forward, head, how))
+            model, z_loss = self.plan.model, self.plan.config.trainer.z_loss
+            how = HeadSettings(
+                self.tree, self.totals[weight], model.vocab_size, z_loss, self.context, self.plan.sp, self.losses
+            )
+            chunk.lm_head.how = how
 
-    def _block(self, block: Any, name: str) -> None:
-        attention, mlp, tp = block.self_attn, block.mlp, self.tree.ranks
-        self._column(attention.qkv_proj, f"{name}.self_attn.qkv_proj", attention_rows(self.plan.model, tp, self.rank))
-        self._row(attention.o_proj, f"{name}.self_attn.o_proj")
-        self._column(mlp.gate_up_proj, f"{name}.mlp.gate_up_proj", mlp_rows(self.plan.model, tp))
-        self._row(mlp.down_proj, f"{name}.mlp.down_proj")
-        attention.attend = self.attend
-        mlp.activation = partial(swiglu, units=Units(self.tree.local, self.context))
+    def _total(self, parameter: nn.Parameter, per_token: int = 1) -> Total:
+        """Return the sum of a new parameter's gradient, which ``per_token`` heads of a token use."""
+        samples = self.plan.config.trainer.global_batch_size
+        tokens, early = samples * self.plan.config.data.length * per_token, self.plan.config.trainer.zero >= 2
+        total = self._built[parameter] = Total(parameter.shape, samples, tokens, self.shares, scatters_early=early)
+        return total
 
-    def _norm(self, norm: RMSNorm, name: str) -> None:
-        total, is_k = self.totals[f"{name}.weight"], name.endswith("k_norm")
-        if isinstance(norm, ProjectionNorm):  # collectives: not recomputable
-            copies = kv_copies(self.plan.model, self.tree.ranks) if is_k else 1
-            replace(norm, partial(projection_norm_forward, norm, total, Heads(self.tree, copies)))
+    def _linear(self, matrix: str, model: ModelConfig, mcore: TransformerConfig) -> nn.Module:
+        layer: Any = parallel_linear(matrix, model, mcore, kinds=(ExactColumnLinear, ExactRowLinear))
+        total, tp = self._total(layer.weight), self.tree.ranks
+        if matrix in COLUMN_PARALLEL:
+            rows = attention_rows(model, tp, self.rank) if matrix == "qkv_proj" else mlp_rows(model, tp)
+            layer.how = Column(rows, self.tree, total, self.context, self.plan.sp)
         else:
-            replace(norm, recomputable(partial(norm_forward, norm, total, self.counts_kv or not is_k)))
+            layer.how = Row(self.tree.local, self.tree, total, self.context, self.plan.sp)
+        layer.bias_total = None if layer.bias is None else self._total(layer.bias)
+        return layer
 
-    def _bias(self, name: str) -> Total | None:
-        return self.totals.get(f"{name}.bias")
+    def _norm(self, name: str, size: int, model: ModelConfig, mcore: TransformerConfig) -> nn.Module:
+        is_of_heads, is_k = name in ("q_norm", "k_norm"), name == "k_norm"
+        per_token = model.num_attention_heads if is_of_heads else 1
+        if is_of_heads and qk_norm(model) == "projection":
+            heads = Heads(self.tree, kv_copies(model, self.tree.ranks) if is_k else 1)
+            projection = ExactProjectionNorm(size, model.rms_norm_eps, mcore.params_dtype)
+            projection.total, projection.heads = self._total(projection.weight, per_token), heads
+            return projection
+        norm = ExactNorm(head_dim(model) if is_of_heads else size, model.rms_norm_eps, mcore.params_dtype)
+        norm.total, norm.counts = self._total(norm.weight, per_token), self.counts_kv or not is_k
+        return norm
 
-    def _column(self, layer: Any, name: str, rows: list[Any]) -> None:
-        how = Column(rows, self.tree, self.totals[f"{name}.weight"], self.context, self.plan.sp)
-        replace(layer, partial(column_forward, layer, how, self._bias(name)))
+    def _embedding(self, *args: Any, **kwargs: Any) -> ExactEmbedding:
+        embedding = ExactEmbedding(*args, **kwargs)
+        embedding.tree, embedding.total = self.tree, self._total(embedding.weight)
+        return embedding
 
-    def _row(self, layer: Any, name: str) -> None:
-        how = Row(self.tree.local, self.tree, self.totals[f"{name}.weight"], self.context, self.plan.sp)
-        replace(layer, partial(row_forward, layer, how, self._bias(name)))
+    def _head(self, *args: Any, **kwargs: Any) -> Head:
+        head = ExactHead(*args, **kwargs)
+        if head.weight is not None:
+            self._total(head.weight)
+        return head
 
     @torch.no_grad()
     def reduce(self, shards: Iterable[Shard]) -> None:

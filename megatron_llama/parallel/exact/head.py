@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.arch.shapes import loss_chunk
+from megatron_llama.model.loss import Head
 from megatron_llama.parallel.exact.linear import Context, by_node, sequences
 from megatron_llama.parallel.exact.matmuls import aligned
 from megatron_llama.parallel.exact.sums import Total, Tree, add_pairs, from_grid, to_grid
@@ -53,35 +54,30 @@ class _Chunk(NamedTuple):
     """Whether no logit is larger than the label's, nor equal with a smaller number, bool [n]. None in training."""
 
 
-def head_forward(
-    head: Any,
-    how: HeadSettings,
-    x: Tensor,
-    tied_weight: Tensor | None = None,
-    labels: Tensor | None = None,
-    loss_weights: Tensor | None = None,
-) -> Tensor:
-    """Replace ``Head.forward``: the same arguments and results."""
-    if labels is None:
-        logits: Tensor = head.forward_once(x, tied_weight)
-        return logits
-    assert loss_weights is not None
-    weight = head.weight if tied_weight is None else tied_weight
-    labels, loss_weights = labels.t(), loss_weights.t()
-    if torch.is_grad_enabled():
-        loss: Tensor = _Loss.apply(x, weight, labels, loss_weights, how)
+class ExactHead(Head):
+    """``Head`` with the losses of exact mode."""
+
+    how: HeadSettings
+
+    def training_loss(self, x: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor) -> Tensor:
+        """See ``Head``."""
+        loss: Tensor = _Loss.apply(x, weight, labels, loss_weights, self.how)
         return loss
-    whole = how.tree.gather(x) if how.split else x
-    losses, correct = torch.empty_like(loss_weights), torch.empty_like(loss_weights)
-    parts = _parts(weight, how)
-    for i, sequence in enumerate(sequences(whole)):
-        for tokens in _chunks(sequence, how):
-            chunk = _logits(aligned(sequence[tokens]), parts, labels[tokens, i], how, counts_correct=True)
-            losses[tokens, i] = chunk.total.log() + chunk.largest - chunk.label
-            assert chunk.is_largest is not None
-            correct[tokens, i] = chunk.is_largest.float()
-    how.sums.append(torch.stack([to_grid(x * loss_weights).sum() for x in (losses, correct)]))
-    return from_grid(how.sums[-1])
+
+    def evaluation(self, x: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor) -> Tensor:
+        """See ``Head``."""
+        how = self.how
+        whole = how.tree.gather(x) if how.split else x
+        losses, correct = torch.empty_like(loss_weights), torch.empty_like(loss_weights)
+        parts = _parts(weight, how)
+        for i, sequence in enumerate(sequences(whole)):
+            for tokens in _chunks(sequence, how):
+                chunk = _logits(aligned(sequence[tokens]), parts, labels[tokens, i], how, counts_correct=True)
+                losses[tokens, i] = chunk.total.log() + chunk.largest - chunk.label
+                assert chunk.is_largest is not None
+                correct[tokens, i] = chunk.is_largest.float()
+        how.sums.append(torch.stack([to_grid(x * loss_weights).sum() for x in (losses, correct)]))
+        return from_grid(how.sums[-1])
 
 
 def _chunks(sequence: Tensor, how: HeadSettings) -> Iterator[slice]:

@@ -7,16 +7,18 @@ on blocks, and attention head by head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from megatron.core.tensor_parallel import VocabParallelEmbedding
+from torch import Tensor
 
 from megatron_llama.devices.kernels import EAGER, Kernels
 from megatron_llama.devices.visibility import AttentionInputs
+from megatron_llama.model.norm import RMSNorm
 from megatron_llama.model.recompute import recomputable
 from megatron_llama.parallel.context import DividedInputs, Ulysses
 from megatron_llama.parallel.exact.linear import Context
@@ -24,14 +26,18 @@ from megatron_llama.parallel.exact.matmuls import aligned
 from megatron_llama.parallel.exact.sums import Total, Tree, add_pairs
 
 
-def norm_forward(norm: Any, total: Total, counts: bool, x: Tensor) -> Tensor:
-    """[..., h] to [..., h]: replaces ``RMSNorm.forward``.
+class ExactNorm(RMSNorm):
+    """``RMSNorm`` with the weight's gradient summed over tokens as integers."""
 
-    Args:
-        counts: Whether this rank adds the weight's gradient; False if another rank has the same heads.
-    """
-    normalized: Tensor = _Normalize.apply(x.contiguous(), norm.weight, norm.eps, total, counts)
-    return normalized
+    total: Total
+    counts: bool
+    """Whether this rank adds the weight's gradient; False if another rank has the same heads."""
+
+    @recomputable
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] to [..., h]."""
+        normalized: Tensor = _Normalize.apply(x.contiguous(), self.weight, self.eps, self.total, self.counts)
+        return normalized
 
 
 class _Normalize(torch.autograd.Function):
@@ -73,10 +79,16 @@ class Heads(NamedTuple):
         return (add_pairs(unique.unbind()) / (len(unique) * x.shape[3]))[..., None, None]
 
 
-def projection_norm_forward(norm: Any, total: Total, heads: Heads, x: Tensor) -> Tensor:
-    """[s, b, heads, d] to [s, b, heads, d]: replaces ``ProjectionNorm.forward``."""
-    normalized: Tensor = _NormalizeProjection.apply(x.contiguous(), norm.weight, norm.eps, total, heads)
-    return normalized
+class ExactProjectionNorm(RMSNorm):
+    """``ProjectionNorm`` with sums over heads in the tree's order. Has collectives, so it is not recomputable."""
+
+    total: Total
+    heads: Heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, heads, d] to [s, b, heads, d]."""
+        normalized: Tensor = _NormalizeProjection.apply(x.contiguous(), self.weight, self.eps, self.total, self.heads)
+        return normalized
 
 
 class _NormalizeProjection(torch.autograd.Function):
@@ -211,10 +223,16 @@ class _Share(torch.autograd.Function):
         return ctx.tree.total(ctx.tree.nodes(heads.unbind(2))).type_as(grad), None, None
 
 
-def embed(embedding: Any, tree: Tree, total: Total, scatters: bool, tokens: Tensor) -> Tensor:
-    """Token ids to [s(/t), b, h]: replaces ``VocabParallelEmbedding.forward``, which takes [b, s] with ``scatters``."""
-    embedded: Tensor = _Embed.apply(embedding.weight, tokens.t() if scatters else tokens, tree, total, scatters)
-    return embedded
+class ExactEmbedding(VocabParallelEmbedding):
+    """Token ids to [s(/t), b, h]. Takes [b, s] under sequence parallelism, otherwise [s, b]."""
+
+    tree: Tree
+    total: Total
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look the ids up."""
+        scatters, tree, total = self.reduce_scatter_embeddings, self.tree, self.total
+        return _Embed.apply(self.weight, tokens.t() if scatters else tokens, tree, total, scatters)  # type: ignore
 
 
 class _Embed(torch.autograd.Function):
@@ -246,8 +264,3 @@ class _Embed(torch.autograd.Function):
         total.add_rows(local.flatten(), (whole * here.unsqueeze(-1)).flatten(0, 1))
         total.end(grad.device)
         return None, None, None, None, None
-
-
-def replace(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Replace the forward of one module."""
-    module.forward = forward  # type: ignore[method-assign]

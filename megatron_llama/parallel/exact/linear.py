@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_llama.arch.blocks import Rows, span_length
+from megatron_llama.model.llama import ColumnLinear, RowLinear
 from megatron_llama.parallel.context import to_natural_order
 from megatron_llama.parallel.exact.matmuls import ALL, aligned, product
 from megatron_llama.parallel.exact.sums import Total, Tree
@@ -88,20 +89,25 @@ class Row(NamedTuple):
         return [slice(start, start + size) for start in range(0, columns, size)]
 
 
-def column_forward(layer: nn.Module, how: Column, bias_total: Total | None, x: Tensor) -> Output:
-    """[s(/t), b, in] to [s, b, out/t]: replaces ``ColumnParallelLinear.forward``."""
-    output: Tensor = _Column.apply(x, layer.weight, how)
-    return output, _bias(layer, output, bias_total)
+class _ExactLinear(nn.Module):
+    """Shared by the two layers: how they multiply, and the sum of the bias's gradient."""
+
+    how: Column | Row
+    bias_total: Total | None = None
+
+    def forward(self, x: Tensor) -> Output:
+        """[s(/t), b, in] to [s, b, out/t], or [s, b, in/t] to [s(/t), b, out]."""
+        output: Tensor = (_Column if isinstance(self.how, Column) else _Row).apply(x, self.weight, self.how)
+        total = self.bias_total
+        return output, None if total is None else _Bias.apply(self.bias, output, total)
 
 
-def row_forward(layer: nn.Module, how: Row, bias_total: Total | None, x: Tensor) -> Output:
-    """[s, b, in/t] to [s(/t), b, out]: replaces ``RowParallelLinear.forward``."""
-    output: Tensor = _Row.apply(x, layer.weight, how)
-    return output, _bias(layer, output, bias_total)
+class ExactColumnLinear(_ExactLinear, ColumnLinear):
+    """Column-parallel layer."""
 
 
-def _bias(layer: nn.Module, output: Tensor, total: Total | None) -> Tensor | None:
-    return None if total is None else _Bias.apply(layer.bias, output, total)  # type: ignore[no-any-return]
+class ExactRowLinear(_ExactLinear, RowLinear):
+    """Row-parallel layer."""
 
 
 def sequences(x: Tensor) -> Iterator[Tensor]:

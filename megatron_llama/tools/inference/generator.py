@@ -17,17 +17,17 @@ from torch.nn.utils.rnn import pad_sequence
 from megatron_llama.checkpoint.state import weights
 from megatron_llama.config.rope import longest_sequence
 from megatron_llama.devices import get_device
-from megatron_llama.model.draw import draw
 from megatron_llama.model.llama import Llama
 from megatron_llama.parallel import process_groups
-from megatron_llama.parallel.context import Division
-from megatron_llama.parallel.context import attach as attach_context
+from megatron_llama.parallel.assembly import plain_parts
+from megatron_llama.parallel.context import Division, divided_parts
 from megatron_llama.parallel.parallelize import mcore_config
 from megatron_llama.parallel.shards import shards_of
 from megatron_llama.plan import Plan
 from megatron_llama.tools.inference.divided_cache import DividedCache
 from megatron_llama.tools.inference.kv_cache import KVCache
 from megatron_llama.tools.inference.saved_model import SavedModel
+from megatron_llama.train.sample_text import draw
 
 OnToken = Callable[[int, int | None], None]
 """Callback with (row, id) for each new id, and with (row, None) at the end of a row."""
@@ -238,6 +238,7 @@ def open_generator(
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     topology = plan.topology(int(os.environ["RANK"]))
     with process_groups(plan, topology, device, torch_device) as groups:
+        kernels = device.kernels(compiled=False)
         # Without fully_shard, which would store the weights twice.
         with torch.device("meta"):
             llama = Llama(
@@ -245,14 +246,13 @@ def open_generator(
                 mcore_config(plan),
                 plan.stage_layers[0],
                 padded_vocab_size=plan.padded_vocab_size,
-                kernels=device.kernels(compiled=False),
+                parts=divided_parts(plain_parts(kernels), topology, kernels, groups, plan.config.trainer.cp_comm),
             )
         llama.to_empty(device=torch_device).requires_grad_(False).eval()
         shards = shards_of(llama, plan, topology)
         for shard in shards:
             shard.local.zero_()  # padding rows of the vocabulary are not stored
         saved.stored.load_into(weights(shards))
-        attach_context(llama, topology, device.kernels(compiled=False), groups, plan.config.trainer.cp_comm)
         division = Division(topology, groups["cp"]) if topology.sizes["cp"] > 1 else None
         yield Generator(llama, plan, torch_device, stop, missing, division)
 
