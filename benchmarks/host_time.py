@@ -25,7 +25,7 @@ from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system.tables import markdown_table
 from megatron_llama.train.loop import training_step
-from megatron_llama.train.sanity import FiniteCheck
+from megatron_llama.train.sanity import StepGuard
 
 ROUNDS, STEPS, VOCABULARY = 3, 10, 2048
 HEAD = ("read latency", "batch built", "data_time_s, median", "maximum", "step, median")
@@ -87,7 +87,7 @@ def _measure(delays: list[float], plan: Plan) -> None:
         model = build_model(plan, topology, device, torch_device)
         optimizer = build_optimizer(plan, model)
         samples = build_data(plan, topology, torch_device).train.samples
-        finite, step = FiniteCheck(0), 0
+        guard, step = StepGuard(0), 0
         waits: dict[tuple[float, str], list[float]] = {}
         steps: dict[tuple[float, str], list[float]] = {}
         size = plan.config.trainer.global_batch_size
@@ -99,7 +99,7 @@ def _measure(delays: list[float], plan: Plan) -> None:
                         for number in range(STEPS):
                             step, start = step + 1, time.perf_counter()
                             source = prefetcher if way == "on a thread" else batches
-                            metrics = training_step(step, plan, model, optimizer, source, finite)
+                            metrics = training_step(step, plan, model, optimizer, source, guard)
                             if number:  # the first step always waits
                                 waits.setdefault((delay, way), []).append(metrics["data_time_s"])
                                 steps.setdefault((delay, way), []).append(time.perf_counter() - start)

@@ -17,7 +17,7 @@ from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 from megatron_llama.train.loop import training_step
-from megatron_llama.train.sanity import FiniteCheck
+from megatron_llama.train.sanity import StepGuard
 
 
 class StepBatches(Protocol):
@@ -35,11 +35,11 @@ class Steps:
     optimizer: Optimizer
     batches: StepBatches
     checkpointer: Checkpointer
-    finite: FiniteCheck
+    guard: StepGuard
 
     def run(self, step: int) -> float:
         """Run step ``step``, counted from 1, and return its loss. All ranks must call it."""
-        metrics = training_step(step, self.plan, self.model, self.optimizer, self.batches, self.finite)  # type: ignore[arg-type]
+        metrics = training_step(step, self.plan, self.model, self.optimizer, self.batches, self.guard)  # type: ignore[arg-type]
         if self.plan.config.logging.parameter_norm:
             parameter_norm(self.model.shards, self.model.device)
         self.checkpointer.after_step(step)
@@ -65,5 +65,5 @@ def open_steps(
         run = replace(plan.config.run, dir=folder)
         config = replace(plan.config, run=run, checkpoint=without_saves, trainer=trainer)
         checkpointer = Checkpointer(replace(plan, config=config), topology, model, optimizer, data)
-        finite = FiniteCheck(plan.config.trainer.skip_nonfinite_steps)
-        yield Steps(plan, model, optimizer, batches or data.train.with_length(), checkpointer, finite)
+        guard = StepGuard(plan.config.trainer.skip_nonfinite_steps)
+        yield Steps(plan, model, optimizer, batches or data.train.with_length(), checkpointer, guard)

@@ -18,35 +18,35 @@ from megatron_llama.devices import Device
 from megatron_llama.optim import Optimizer
 from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.parallel import ParallelModel
+from megatron_llama.parallel.compile_report import report_graphs
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES, may_compile
 from megatron_llama.parallel.groups import sync_errors
 from megatron_llama.plan import Plan, write_config_and_plan
 from megatron_llama.system import phase
 from megatron_llama.topology import Topology
-from megatron_llama.train.compile_report import report_graphs
 from megatron_llama.train.metrics import VALIDATION_METRICS, MetricsLogger
 from megatron_llama.train.peak import find_peak
 from megatron_llama.train.sample_text import continue_prompts
-from megatron_llama.train.sanity import FiniteCheck, LabelCheck, check_every_gradient
+from megatron_llama.train.sanity import LabelCheck, StepGuard, check_every_gradient
 from megatron_llama.train.stop import RunStopped, StopSignals, report_finished
 from megatron_llama.train.stragglers import StragglerWatch
 
 
 def train(
     plan: Plan, topology: Topology, device: Device, model: ParallelModel, optimizer: Optimizer, data: Data,
-    finite: FiniteCheck,
+    guard: StepGuard,
 ) -> None:  # fmt: skip
     """Train from the newest checkpoint, or the initial weights, to the last step; then generate samples.
 
-    ``finite`` decides which steps update the weights.
+    ``guard`` decides which steps update the weights.
 
     Raises:
         SystemExit: Status 75, after a stop signal on any rank, once all ranks have saved.
-        TrainingFault: A loss or gradient is not finite, or copies of a weight or state differ.
+        TrainingFault: A loss or gradient is not guard, or copies of a weight or state differ.
         ConfigError: An epoch, the run or a validation has no label. On all ranks.
     """
     trainer = plan.config.trainer
-    checkpointer = Checkpointer(plan, topology, model, optimizer, data, finite)
+    checkpointer = Checkpointer(plan, topology, model, optimizer, data, guard)
     plan = load(plan, topology, checkpointer)
     first, consumed_tokens = plan.start.step + 1, plan.start.tokens
     phase.enter("the first measurements", phase.PATIENT)
@@ -74,7 +74,7 @@ def train(
             profiled = profiler.step(step, batches) if profiler else nullcontext({})
             with profiled as waited, stragglers.step():
                 start = time.perf_counter()
-                metrics = training_step(step, plan, model, optimizer, batches, finite)
+                metrics = training_step(step, plan, model, optimizer, batches, guard)
                 metrics["step_time_s"] = time.perf_counter() - start
             labels.check(step, metrics["tokens_with_loss"], int(metrics["global_batch_size"]))
             metrics.update(waited)
@@ -86,7 +86,7 @@ def train(
                 logger.log_step(metrics)
             if step == first + WARM_UP_BATCHES - 1:
                 report_graphs(plan, model.compiler, logger)
-            finite.after_step(metrics, checkpointer, signals.received)
+            guard.after_step(metrics, checkpointer, signals.received)
             if checkpointer.after_step(step, signals.received, metrics.get("val_loss"), consumed_tokens):
                 raise RunStopped(step)
         labels.finish()
@@ -150,15 +150,15 @@ def training_step(
     model: ParallelModel,
     optimizer: Optimizer,
     batches: Batches | Prefetcher,
-    finite: FiniteCheck,
+    guard: StepGuard,
 ) -> dict[str, float]:
     """Run one optimizer step, counted from 1; return its metrics, equal on all ranks.
 
-    If loss or gradient norm is rejected by ``finite``, the device skips the update. The host reads both at the end of
+    If loss or gradient norm is rejected by ``guard``, the device skips the update. The host reads both at the end of
     the step.
 
     Raises:
-        TrainingFault: Loss or norm is not finite and ``finite`` has no skips left. The weights are unchanged.
+        TrainingFault: Loss or norm is not finite and ``guard`` has no skips left. The weights are unchanged.
     """
     # plan.batches.after(n): samples and tokens consumed by n steps. The data position follows from the step.
     before, after = plan.batches.after(step - 1), plan.batches.after(step)
@@ -170,7 +170,7 @@ def training_step(
     if step == 1:
         check_every_gradient(model.shards)
     norm = optimizer.gradient_norm()
-    optimizer.update(norm, skip=finite.rejects(loss, norm))
+    optimizer.update(norm, skip=guard.rejects(loss, norm))
     # The only sync with the device in a step, after all its work (if the optimizer can skip on the device).
     (mean_loss, gradient_norm), (with_loss, tokens, attended) = read_scalars((loss, norm), counts)
     metrics = {
@@ -185,9 +185,9 @@ def training_step(
         "attended": attended,
         "tokens_with_loss": with_loss,
     }
-    # finite.check: True if the device did not skip the update; otherwise counts a skip or raises.
-    optimizer.advance(updated=finite.check(step, mean_loss, gradient_norm, model.shards))
-    return metrics | optimizer.metrics() | finite.metrics()
+    # guard.check: True if the device did not skip the update; otherwise counts a skip or raises.
+    optimizer.advance(updated=guard.check(step, mean_loss, gradient_norm, model.shards))
+    return metrics | optimizer.metrics() | guard.metrics()
 
 
 def read_scalars(floats: Sequence[torch.Tensor], integers: Sequence[torch.Tensor]) -> tuple[list[float], list[int]]:

@@ -6,12 +6,16 @@ import os
 
 import torch
 
-from megatron_llama.data.batches import build_data
-from megatron_llama.devices import get_device
-from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.data.batches import Data, build_data
+from megatron_llama.devices import Device, get_device
+from megatron_llama.optim import build_optimizer
+from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
-from megatron_llama.train.spikes.guard import train_guarded
+from megatron_llama.topology import Topology
+from megatron_llama.train.loop import train
+from megatron_llama.train.sanity import StepGuard
+from megatron_llama.train.spike_guard import REWIND, SKIP, SpikeGuard, train_with_rewinds
 
 
 def run_rank(plan: Plan) -> None:
@@ -19,7 +23,7 @@ def run_rank(plan: Plan) -> None:
 
     Raises:
         ConfigError: The data cannot be used; on all ranks.
-        TrainingFault: As ``train_guarded``.
+        TrainingFault: As ``train``.
         SystemExit: Status 75, after a signal and a save.
     """
     phase.enter("opening the device", phase.PATIENT)
@@ -37,5 +41,15 @@ def run_rank(plan: Plan) -> None:
         model = build_model(plan, topology, device, torch_device)
         phase.enter("opening the data", phase.PATIENT)
         data = build_data(plan, topology, torch_device, device.pins_memory)
-        train_guarded(plan, topology, device, model, data)
+        train_model(plan, topology, device, model, data)
         phase.enter("leaving the other ranks")
+
+
+def train_model(plan: Plan, topology: Topology, device: Device, model: ParallelModel, data: Data) -> None:
+    """Build the optimizer and train with the guard of trainer.spike_guard."""
+    trainer = plan.config.trainer
+    if trainer.spike_guard == REWIND:
+        return train_with_rewinds(plan, topology, device, model, data)
+    guard = SpikeGuard(trainer) if trainer.spike_guard == SKIP else StepGuard(trainer.skip_nonfinite_steps)
+    phase.enter("building the optimizer", phase.PATIENT)
+    train(plan, topology, device, model, build_optimizer(plan, model), data, guard)

@@ -19,8 +19,8 @@ from megatron_llama.system.errors import TrainingFault
 from megatron_llama.system.wrapping import wrap
 
 
-class FiniteCheck:
-    """Skips up to ``skips`` steps with non-finite (NaN or Inf) loss or gradient norm, then stops the run."""
+class StepGuard:
+    """Skips up to ``skips`` updates with non-finite (NaN or Inf) loss or gradient norm, then stops the run."""
 
     def __init__(self, skips: int) -> None:
         self.skips = skips

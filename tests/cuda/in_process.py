@@ -97,7 +97,7 @@ def prepare_steps(loop: ModuleType) -> None:
     loop.read_scalars = _without_losses(loop.read_scalars)  # type: ignore[attr-defined]
     loop.validate = _with_host_arithmetic(loop.validate, SMALL)  # type: ignore[attr-defined]
     loop.ParallelModel.count = _with_host_arithmetic(loop.ParallelModel.count)  # type: ignore[attr-defined]
-    loop.FiniteCheck.check = lambda *_: True  # type: ignore[attr-defined]
+    loop.StepGuard.check = lambda *_: True  # type: ignore[attr-defined]
     loop.LabelCheck.check = lambda *_: None  # type: ignore[attr-defined]
 
 

@@ -18,7 +18,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.system.errors import TrainingFault
 from megatron_llama.train.loop import train, training_step, validate
 from megatron_llama.train.sample_text import continue_prompts
-from megatron_llama.train.sanity import FiniteCheck, check_every_gradient
+from megatron_llama.train.sanity import StepGuard, check_every_gradient
 from tests.data.files import train_tokenizer
 from tests.model.llamas import CPU
 from tests.oracle import RaggedSamples, make_plan
@@ -66,7 +66,7 @@ def _poisoned(plan: Plan, model: ParallelModel) -> tuple[str, bool]:
     shard.local[0, 0] = float("nan")
     before = [s.local.clone() for s in model.shards]
     with pytest.raises(TrainingFault) as fault:
-        training_step(1, plan, model, build_optimizer(plan, model), batches_of(plan, model), FiniteCheck(0))
+        training_step(1, plan, model, build_optimizer(plan, model), batches_of(plan, model), StepGuard(0))
     pairs = zip(before, model.shards, strict=True)
     return str(fault.value), all(torch.equal(b.nan_to_num(), s.local.nan_to_num()) for b, s in pairs)
 
@@ -106,7 +106,7 @@ def test_a_skipped_step_leaves_weights_states_and_their_count(
 
 
 def _skipping(plan: Plan, model: ParallelModel) -> tuple[list[list[torch.Tensor]], int]:
-    optimizer, batches, finite = build_optimizer(plan, model), batches_of(plan, model), FiniteCheck(1)
+    optimizer, batches, guard = build_optimizer(plan, model), batches_of(plan, model), StepGuard(1)
     if devices.of(CPU).asynchronous:
         assert optimizer.skips_on_device
     inner, states = model.forward_backward, []
@@ -119,10 +119,10 @@ def _skipping(plan: Plan, model: ParallelModel) -> tuple[list[list[torch.Tensor]
 
     model.forward_backward = poisoned  # type: ignore[method-assign]
     for step in (1, 2, 3):
-        training_step(step, plan, model, optimizer, batches, finite)
+        training_step(step, plan, model, optimizer, batches, guard)
         tensors = [*(s.local for s in model.shards), *(tensor for *_, tensor in optimizer.states())]
         states.append([torch.tensor(optimizer.updates), *(tensor.clone() for tensor in tensors)])
-    return states, finite.skips
+    return states, guard.skips
 
 
 def test_validation_repeats_its_samples_and_changes_nothing() -> None:
@@ -150,7 +150,7 @@ def _validations(plan: Plan, model: ParallelModel) -> tuple[float, float, float,
     losses = [model.forward_backward(batches.at(at), train=False).item() for at in (0, 8)]
     counts = [model.count(batches.at(at)).with_loss.item() for at in (0, 8)]
     mean = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
-    training_step(1, plan, model, build_optimizer(plan, model), batches, FiniteCheck(0))
+    training_step(1, plan, model, build_optimizer(plan, model), batches, StepGuard(0))
     return first, second, validate(plan, model, sets), mean, positions, gradients
 
 
@@ -310,7 +310,7 @@ def _train(plan: Plan, model: ParallelModel, labelled: tuple[int, ...], held_out
         parts.append(Batches(some, plan, topology, model.device))
     try:
         optimizer = build_optimizer(plan, model)
-        train(plan, topology, get_device("cpu"), model, optimizer, Data(parts[0], {"": parts[1]}), FiniteCheck(0))
+        train(plan, topology, get_device("cpu"), model, optimizer, Data(parts[0], {"": parts[1]}), StepGuard(0))
     except ConfigError as error:
         return " ".join(str(error).split())
     return ""

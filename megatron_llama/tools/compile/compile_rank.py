@@ -23,9 +23,9 @@ from megatron_llama.devices import get_device
 from megatron_llama.devices.compile_cache import compile_folder
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel.compile_report import Compilations, gather, write_report
 from megatron_llama.parallel.compiling import Compiler, Graph
 from megatron_llama.plan import Plan
-from megatron_llama.train.compile_report import Compilations, gather, write_report
 
 STEPS = 2
 LONGEST_WAIT = timedelta(days=30)

@@ -22,7 +22,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.tools.profile.modules import Profile, RankProfile
 from megatron_llama.tools.profile.profiler import StepProfiler
 from megatron_llama.train.loop import training_step
-from megatron_llama.train.sanity import FiniteCheck
+from megatron_llama.train.sanity import StepGuard
 from tests.ranks import run_ranks
 
 Tamper = Callable[[int, ParallelModel, Any], None]
@@ -72,11 +72,11 @@ def _profile_rank(rank: int, plan: Plan, tamper: Tamper | None, steps: int, coun
         if tamper is not None:
             tamper(rank, model, batches)
         profiler = StepProfiler(plan, topology, device, model, optimizer)
-        finite, losses, metrics = FiniteCheck(0), list[float](), dict[str, float]()
+        guard, losses, metrics = StepGuard(0), list[float](), dict[str, float]()
         graphs = tokens = attended = 0
         for step in range(1, steps + 1):
             with profiler.step(step, batches) as waited:
-                step_metrics = training_step(step, plan, model, optimizer, batches, finite)
+                step_metrics = training_step(step, plan, model, optimizer, batches, guard)
             losses.append(step_metrics["reduced_train_loss"])
             tokens, attended = tokens + int(step_metrics["tokens"]), attended + int(step_metrics["attended"])
             metrics = dict(waited) or metrics
@@ -87,7 +87,7 @@ def _profile_rank(rank: int, plan: Plan, tamper: Tamper | None, steps: int, coun
             # Kernels that recompute scores in backward would count one more matmul.
             by_torch = patch.object(cpu_attention, "is_faster", lambda _: False)
             with by_torch, sdpa_kernel(SDPBackend.MATH), counter:
-                training_step(steps + 1, plan, model, optimizer, batches, finite)
+                training_step(steps + 1, plan, model, optimizer, batches, guard)
         parameters = sum(part.numel() for shard in model.shards for part in shard.owned(shard.values))
         late = 0 if model.compiler is None else sum(graph.late for graph in model.compiler.graphs)
         counted = counter.get_total_flops()

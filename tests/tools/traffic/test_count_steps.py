@@ -25,7 +25,7 @@ from megatron_llama.plan import Plan, resolve
 from megatron_llama.tools.forecast.traffic import Amount, Traffic, TrafficKey, between_nodes, totals, wire_bytes
 from megatron_llama.tools.traffic.cli import operations_of_rank
 from megatron_llama.tools.traffic.count import TrafficCounter, UnknownCollective, count_steps
-from megatron_llama.train.sanity import FiniteCheck
+from megatron_llama.train.sanity import StepGuard
 from tests.compiled import needs_compiler
 from tests.oracle import make_plan
 from tests.paths import CONF
@@ -241,7 +241,7 @@ def _counted_in_fake_world(_: int, plan: Plan, rank: int) -> list[Traffic]:
 @pytest.mark.parametrize(("nodes", "pp"), [(1, 1), (4, 1), (1, 2), (4, 2)])
 def test_nodes_of_32_devices(nodes: int, pp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Worlds larger than this machine, with the layout of the Trainium recipe."""
-    monkeypatch.setattr(FiniteCheck, "check", lambda *_: None)
+    monkeypatch.setattr(StepGuard, "check", lambda *_: None)
     layout = overrides(f"tp=8 pp={pp} model.num_attention_heads=8 global_batch_size={2 * nodes * 4 // pp}")
     plan = make_plan(32 * nodes, *layout)
     rank = plan.world_size - 1

@@ -39,10 +39,10 @@ from megatron_llama.system.errors import TrainingFault
 from megatron_llama.system.wrapping import wrap
 from megatron_llama.topology import Topology
 from megatron_llama.train.loop import train
-from megatron_llama.train.sanity import FiniteCheck
+from megatron_llama.train.sanity import StepGuard
 from megatron_llama.train.stop import RunStopped
 
-OFF, REWIND = "off", "rewind"
+SKIP, REWIND = "skip", "rewind"
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -86,8 +86,8 @@ class Counts:
     """[first, end) of the samples that each rewind skipped."""
 
 
-class SpikeGuard(FiniteCheck):
-    """``FiniteCheck`` that also rejects spikes. All ranks have the same numbers, so all take the same decision."""
+class SpikeGuard(StepGuard):
+    """``StepGuard`` that also rejects spikes. All ranks have the same numbers, so all take the same decision."""
 
     def __init__(self, trainer: TrainerConfig) -> None:
         super().__init__(trainer.skip_nonfinite_steps)
@@ -102,7 +102,7 @@ class SpikeGuard(FiniteCheck):
         return super().rejects(loss, norm) | (loss > of_loss) | (norm > of_norm)
 
     def check(self, step: int, loss: float, norm: float, shards: Sequence[Shard]) -> bool:
-        """Return whether the step is finite and no spike. As ``FiniteCheck.check``."""
+        """Return whether the step is finite and no spike. As ``StepGuard.check``."""
         if not super().check(step, loss, norm, shards):
             return False  # the means exclude it
         pairs = [*zip(self._limits, (loss, norm), strict=True)]
@@ -182,14 +182,13 @@ class SpikeGuard(FiniteCheck):
             limit.values = deque(map(float, stored.get(name, ())), maxlen=limit.window)
 
 
-def train_guarded(plan: Plan, topology: Topology, device: Device, model: ParallelModel, data: Data) -> None:
-    """Build the optimizer and train, from the newest checkpoint again after each rewind of trainer.spike_guard.
+def train_with_rewinds(plan: Plan, topology: Topology, device: Device, model: ParallelModel, data: Data) -> None:
+    """Train, from the newest checkpoint again after each rewind of trainer.spike_guard=rewind.
 
     Raises:
         TrainingFault, ConfigError, SystemExit: As ``train``.
     """
-    trainer = plan.config.trainer
-    guard = FiniteCheck(trainer.skip_nonfinite_steps) if trainer.spike_guard == OFF else SpikeGuard(trainer)
+    guard = SpikeGuard(plan.config.trainer)
     while _rewinds(plan, topology, device, model, replace(data), guard):
         gc.collect()  # the last optimizer: its states are as large as the next one's
         # The checkpoint of the rewind is the newest of this run, also if the run began with never or a path.
@@ -197,7 +196,7 @@ def train_guarded(plan: Plan, topology: Topology, device: Device, model: Paralle
 
 
 def _rewinds(
-    plan: Plan, topology: Topology, device: Device, model: ParallelModel, data: Data, guard: FiniteCheck
+    plan: Plan, topology: Topology, device: Device, model: ParallelModel, data: Data, guard: SpikeGuard
 ) -> bool:
     """Train; return whether the run must rewind. Frees the optimizer then."""
     phase.enter("building the optimizer", phase.PATIENT)

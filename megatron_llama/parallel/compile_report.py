@@ -14,7 +14,6 @@ from megatron_llama.devices.compile_cache import compile_folder
 from megatron_llama.parallel.compiling import Compiler, Graph, graph_settings
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import write_atomically
-from megatron_llama.train.metrics import MetricsLogger
 
 REPORT_FILE = "compile.json"
 
@@ -104,8 +103,8 @@ def write_report(compilations: Compilations, plan: Plan) -> Path:
     return path
 
 
-def report_graphs(plan: Plan, compiler: Compiler | None, logger: MetricsLogger | None) -> None:
-    """Print the compilations and cache hits, and write compile.json. A collective."""
+def report_graphs(plan: Plan, compiler: Compiler | None, logger: Any) -> None:
+    """Print by ``logger``, on the rank that has one, the compilations; write compile.json. A collective."""
     if compiler is None:
         return
     compilations = gather(compiler.graphs)

@@ -22,7 +22,8 @@ from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system.errors import TrainingFault
 from megatron_llama.train import stop
-from megatron_llama.train.spikes.guard import Limit, SpikeGuard, train_guarded
+from megatron_llama.train.run_rank import train_model
+from megatron_llama.train.spike_guard import Limit, SpikeGuard
 from tests.checkpoint.runner import CPU, make_plan
 from tests.data.files import numbered, write_indexed
 from tests.ranks import RankFailed, run_ranks
@@ -86,7 +87,7 @@ def _rank(rank: int, plan: Plan, bad: range, number: Samples, fails_at: int | No
     )
     with patches[0], patches[1], patches[2], process_groups(plan, topology, device, CPU):
         device.seed(plan.config.trainer.seed)
-        train_guarded(plan, topology, device, build_model(plan, topology, device, CPU), build_data(plan, topology, CPU))
+        train_model(plan, topology, device, build_model(plan, topology, device, CPU), build_data(plan, topology, CPU))
 
 
 def saved(folder: Path, step: int) -> Manifest:

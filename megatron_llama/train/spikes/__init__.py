@@ -1,1 +1,0 @@
-"""Loss-spike guard (trainer.spike_guard): skips updates, or rewinds the run and skips data."""
