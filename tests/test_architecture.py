@@ -24,7 +24,7 @@ TABLE = re.compile(r"^\| ((?:`[\w.]+`(?:, )?)+) \|", re.MULTILINE)
 TOUR = (ROOT / "docs/design/tour.md").read_text(encoding="utf-8")
 PACKAGES = [re.findall(r"`([\w.]+)`", row) for row in TABLE.findall(TOUR)]
 ROW = {package: number for number, packages in enumerate(PACKAGES) for package in packages}
-MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 600, 60
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 700, 60
 
 SOURCES = sorted([*(ROOT / "megatron_llama").rglob("*.py"), *(ROOT / "data_prep").rglob("*.py")])
 

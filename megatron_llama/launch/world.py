@@ -20,7 +20,7 @@ from megatron_llama.devices import (
 )
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.plan import Machine, Plan, resolve
-from megatron_llama.plan.rules.float8 import check_float8_sizes
+from megatron_llama.plan.rules.numerics import check_float8_sizes
 from megatron_llama.system.files import read_whole
 from megatron_llama.system.wrapping import wrap
 from megatron_llama.topology import Grid

@@ -76,23 +76,24 @@ class RowLinear(_Linear, RowParallelLinear):
     """
 
 
-_KINDS = ColumnLinear, RowLinear
-
-
 def parallel_linear(
-    matrix: str, model: ModelConfig, mcore: TransformerConfig, *, matmul: Matmul | None = None, kinds: Any = _KINDS
+    matrix: str,
+    model: ModelConfig,
+    mcore: TransformerConfig,
+    *,
+    matmul: Matmul | None = None,
+    kinds: tuple[Any, Any] = (ColumnLinear, RowLinear),
 ) -> ColumnLinear | RowLinear:
     """Build the linear layer of a ``matrix``, such as qkv_proj. ``kinds``: subclasses of ColumnLinear and RowLinear."""
     column, row = kinds
-    more: dict[str, Any] = {"bias": has_bias(model, matrix), "skip_bias_add": True, "matmul": matmul}
-    more |= {"config": mcore, "init_method": _no_init}
+    more = {"bias": has_bias(model, matrix), "skip_bias_add": True, "config": mcore, "init_method": _no_init}
     if matrix not in COLUMN_PARALLEL:
         rows, columns = fused_shape(model, matrix)
-        return row(columns, rows, input_is_parallel=True, **more)  # type: ignore[no-any-return]
+        return row(columns, rows, input_is_parallel=True, matmul=matmul, **more)  # type: ignore[no-any-return]
     # megatron-core takes t times this rank's rows. With copied kv heads these are more than the rows of q_proj, k_proj
     # and v_proj.
     rows, columns = fused_shape(model, matrix, mcore.tensor_model_parallel_size)
-    return column(columns, mcore.tensor_model_parallel_size * rows, **more)  # type: ignore[no-any-return]
+    return column(columns, mcore.tensor_model_parallel_size * rows, matmul=matmul, **more)  # type: ignore[no-any-return]
 
 
 def build_norm(

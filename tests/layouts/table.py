@@ -245,7 +245,7 @@ REJECTED = {
     "optim.qk_clip": "logits by other matmuls",
     "optim.name=onebit_adam": "exchanged signs",
 }
-"""Overrides, or their beginnings, that exact mode rejects (plan/rules/exact.py)."""
+"""Overrides, or their beginnings, that exact mode rejects (plan/rules/numerics.py)."""
 # Context-parallel ranks have whole spans of sequences from 1,024 tokens on.
 LONG = {"data.seq_length": "1024", "trainer.global_batch_size": "4", "model.max_position_embeddings": "256"}
 """Settings of rows with context parallelism; the last one, a quarter of the length, with dynamic RoPE only."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_llama.plan.rules import context, data, exact, finetune, float8, layout, optimizer, schedule
+from megatron_llama.plan.rules import data, finetune, layout, numerics, schedule
 from megatron_llama.plan.rules.rule import Rule
 
 RULES = tuple(
     value
-    for module in (layout, context, schedule, data, finetune, float8, exact, optimizer)
+    for module in (layout, schedule, data, finetune, numerics)
     for value in vars(module).values()
     if isinstance(value, Rule)
 )
