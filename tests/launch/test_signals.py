@@ -24,7 +24,6 @@ from megatron_llama.plan import Plan
 from megatron_llama.system.output import FILE
 from megatron_llama.system.signals import exit_on_signal, ignore_signals
 from megatron_llama.train import loop, run_rank
-from megatron_llama.train.spikes import guard
 from tests.checkpoint.jobs import Job, leftovers, losses
 from tests.checkpoint.runner import SMALL
 from tests.paths import TRAIN_PY
@@ -152,7 +151,7 @@ def test_ctrl_c_to_all_processes(tmp_path: Path, times: int, status: int) -> Non
 
 
 def _killed_while_it_builds(plan: Plan) -> None:
-    first(guard, "build_optimizer", lambda: [os.kill(os.getppid(), signal.SIGTERM), time.sleep(600)])
+    first(run_rank, "build_optimizer", lambda: [os.kill(os.getppid(), signal.SIGTERM), time.sleep(600)])
     run_rank.run_rank(plan)
 
 
