@@ -80,14 +80,14 @@ class Grid:
         return math.prod(self.sizes.values())
 
     @property
-    def block(self) -> int:
+    def ranks_per_replica(self) -> int:
         """Ranks along all axes except the derived one; the world size is a multiple of it."""
         return self.product(*(axis.name for axis in self.axes if not axis.is_derived))
 
     def with_world(self, world_size: int) -> Grid:
-        """Return the grid of a world of ``world_size`` ranks, with the derived axis set to world size / block."""
+        """Return the grid of a world of ``world_size`` ranks: sets the derived axis."""
         (derived,) = (axis.name for axis in self.axes if axis.is_derived)
-        return self.resized(**{derived: max(1, world_size // self.block)})
+        return self.resized(**{derived: max(1, world_size // self.ranks_per_replica)})
 
     @property
     def listed(self) -> tuple[str, ...]:

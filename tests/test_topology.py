@@ -67,7 +67,7 @@ def test_a_group_has_the_ranks_that_differ_along_its_axes_alone(axes: tuple[Axis
 
 def test_each_axis_has_its_place_in_groups_and_products() -> None:
     grid = Grid({"tp": 2, "cp": 3, "dp": 5, "pp": 7})
-    assert (grid.world_size, grid.block) == (210, 42)
+    assert (grid.world_size, grid.ranks_per_replica) == (210, 42)
     assert [grid.stride(name) for name in grid.sizes] == [1, 2, 6, 30]
     assert grid.ranks(209, "cp") == [205, 207, 209]
     assert grid.same_weights == ("cp", "dp"), "gradients are summed over both, and ZeRO shards over both"
@@ -90,7 +90,7 @@ def test_a_grid_of_settings() -> None:
     assert Grid.of(settings).sizes == sizes, "a size that is missing, or not legal, is 1"
     assert Grid.of(settings, WITHOUT_CP).sizes == {"tp": 4, "dp": 1, "pp": 1}
     grid = Grid.of(settings).resized(pp=2)
-    assert (grid.block, grid.world_size) == (8, 8)
+    assert (grid.ranks_per_replica, grid.world_size) == (8, 8)
     assert grid.with_world(24).sizes == {"tp": 4, "cp": 1, "dp": 3, "pp": 2}
     assert grid.with_world(3).sizes["dp"] == 1
     for sizes in ({"tp": 1}, {"tp": 1, "cp": 1, "dp": 0, "pp": 1}, {"tp": 1, "cp": 1, "dp": 1, "pp": 1, "ep": 1}):
@@ -137,8 +137,8 @@ def test_sizes_of_a_plan() -> None:
     assert plan.grid.sizes == {"tp": 2, "cp": 1, "dp": 6, "pp": 2} and plan.grid.world_size == plan.world_size
     assert plan.data_ranks == plan.dp == plan.shard_size == 6
     assert plan_of(zero=0).shard_size == 1
-    assert plan.grid.share(plan.stream, 64) == 32
-    assert plan_of(tp=2, sp=False).stream == "tokens"
+    assert plan.grid.share(plan.sequence_split, 64) == 32
+    assert plan_of(tp=2, sp=False).sequence_split == "tokens"
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])

@@ -145,7 +145,7 @@ class Checkpointer:
         every = self.plan.config.checkpoint.every_steps
         if stop or due or (every and step % every == 0):
             phase.enter(f"saving step {step}", phase.PATIENT)
-            self._save(step, replaceable=self.plan.keeps_two and step < self.plan.config.trainer.steps)
+            self._save(step, replaceable=self.plan.replaces_checkpoints and step < self.plan.config.trainer.steps)
         if stop:
             self.saver.wait()
         return stop

@@ -123,7 +123,7 @@ def _by_name(tensors: Iterable[tuple[str, Shard, torch.Tensor]], owned: bool) ->
     grouped: dict[str, tuple[Shape, list[tuple[Shape, torch.Tensor]]]] = {}
     for prefix, shard, tensor in tensors:
         for rectangle in shard.rectangles:
-            if not owned or (shard.counts and rectangle.replica == 0):
+            if not owned or (shard.is_primary_replica and rectangle.replica == 0):
                 _, parts = grouped.setdefault(prefix + rectangle.name, (rectangle.global_shape, []))
                 parts.append((rectangle.offset, tensor[rectangle.local_slices]))
     return {name: Rectangles(shape, parts) for name, (shape, parts) in grouped.items()}

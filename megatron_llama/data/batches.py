@@ -135,12 +135,12 @@ class Batches:
         lengths = documents.lengths if documents is not None and by_documents else None
         chunks = self.topology.positions(len(samples[0]["tokens"]), lengths, pattern)
         tokens, labels, loss_mask = (self._stack(samples, key, chunks) for key in ("tokens", "labels", "loss_mask"))
-        sizes = torch.tensor([_sizes(sample, pattern) for sample in samples]).sum(dim=0)
-        sizes *= self.topology.place["cp"] == 0  # of whole sequences: the sum over ranks counts them once
+        token_counts = torch.tensor([_token_counts(sample, pattern) for sample in samples]).sum(dim=0)
+        token_counts *= self.topology.place["cp"] == 0  # of whole sequences: the sum over ranks counts them once
         subsets = None if ltd_length is None else self._subsets(indices, ltd_length, documents)
         if self.pin_memory:
-            sizes, subsets = sizes.pin_memory(), subsets and subsets.on(torch.Tensor.pin_memory)
-        return MicroBatch(tokens, labels, loss_mask, sizes, documents, subsets)
+            token_counts, subsets = token_counts.pin_memory(), subsets and subsets.on(torch.Tensor.pin_memory)
+        return MicroBatch(tokens, labels, loss_mask, token_counts, documents, subsets)
 
     def _subsets(self, samples: range, ltd_length: int, documents: Documents | None) -> Subsets:
         """Build the subsets of this rank's random-LTD layers, ``ltd_length`` tokens of each sample."""
@@ -163,8 +163,8 @@ class Batches:
         return torch.stack(rows, out=out)
 
 
-def _sizes(sample: Mapping[str, torch.Tensor], pattern: Pattern) -> tuple[int, int]:
-    """Return a sample's part of ``MicroBatch.sizes``."""
+def _token_counts(sample: Mapping[str, torch.Tensor], pattern: Pattern) -> tuple[int, int]:
+    """Return a sample's part of ``MicroBatch.token_counts``."""
     if "documents" in sample:
         ids = sample["documents"]
         _, lengths = ids[ids != PADDING].unique_consecutive(return_counts=True)

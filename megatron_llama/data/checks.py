@@ -9,8 +9,8 @@ import numpy as np
 
 from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.data_settings import MASK_SUFFIX, list_paths
-from megatron_llama.corpus.epochs import SPLITS, split_range
 from megatron_llama.corpus.indexed_format import CHUNK, MASK_DTYPE, Index, IndexedDataset, read_index
+from megatron_llama.corpus.splits import SPLITS, split_range
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json, sha256_file
 from megatron_llama.text.tokenizer import tokenizer_file, vocabulary_size

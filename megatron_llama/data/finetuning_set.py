@@ -14,9 +14,9 @@ import torch.distributed as dist
 from megatron_llama.config import ConfigError
 from megatron_llama.config.data_settings import MASK_SUFFIX, validation_sets
 from megatron_llama.config.settings import DataConfig
-from megatron_llama.corpus.epochs import DatasetSplit, open_splits
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.corpus.packing import Order, Packed, Unpacked
+from megatron_llama.corpus.splits import DatasetSplit, open_splits
 from megatron_llama.data.checks import check_data, check_ids, check_mask
 from megatron_llama.data.graded_order import Level, build_graded, group_seed, levels_of
 from megatron_llama.parallel.groups import raise_on_all_ranks, sync_errors

@@ -30,9 +30,9 @@ from megatron_llama.corpus.difficulty_index import (
     read_unit,
     unit_range,
 )
-from megatron_llama.corpus.epochs import DatasetSplit
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.corpus.packing import Order
+from megatron_llama.corpus.splits import DatasetSplit
 from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import SequenceCut, difficulties_at, first_steps, indexed_metrics
 

@@ -22,8 +22,8 @@ from typing import Any
 from megatron_llama.config.data_settings import list_paths, split_weights
 from megatron_llama.corpus.blend import EPOCHS, BlendTimeline, same_shares, segments_from_json
 from megatron_llama.corpus.content_hash import content_facts
-from megatron_llama.corpus.epochs import planned_timeline
 from megatron_llama.corpus.indexed_format import dataset_facts, same_dataset
+from megatron_llama.corpus.splits import planned_timeline
 from megatron_llama.plan import Plan
 
 Record = dict[str, Any]

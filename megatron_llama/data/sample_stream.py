@@ -23,7 +23,9 @@ import torch.distributed as dist
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.corpus.blend import MEGATRON, BlendSegment, BlendTimeline, same_shares, segments_from_json
 from megatron_llama.corpus.difficulty_index import unit_range
-from megatron_llama.corpus.epochs import (
+from megatron_llama.corpus.indexed_format import IndexedDataset
+from megatron_llama.corpus.packing import Unpacked
+from megatron_llama.corpus.splits import (
     SPLITS,
     DatasetSplit,
     open_split,
@@ -31,8 +33,6 @@ from megatron_llama.corpus.epochs import (
     planned_timeline,
     validation_timelines,
 )
-from megatron_llama.corpus.indexed_format import IndexedDataset
-from megatron_llama.corpus.packing import Unpacked
 from megatron_llama.data.checks import check_data, check_ids
 from megatron_llama.data.epoch_index import Epoch, open_epoch
 from megatron_llama.data.graded_order import Graded, GradedSequences, Level, build_graded, group_seed, levels_of
@@ -50,7 +50,7 @@ class EndlessDataset:
     """One split of one dataset, repeated with a new shuffle per epoch."""
 
     def __init__(self, plan: Plan, prefix: str, number: int) -> None:
-        """``number`` is the index of the split in ``corpus.epochs.SPLITS``. Raises OSError or ValueError."""
+        """``number`` is the index of the split in ``corpus.splits.SPLITS``. Raises OSError or ValueError."""
         data = plan.config.data
         assert data.cache_dir is not None, "resolve derives it"
         self._dataset, self._plan, self._cache = IndexedDataset(prefix), plan, Path(data.cache_dir)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.library import CustomOpDef
 
 from megatron_llama.arch.pattern import (
     CAUSAL,
@@ -68,7 +69,7 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs, 
         pattern = [*astuple(visible.pattern)]
         out, _ = _operator(q, k, v, visible.host_cu_seqlens, visible.cu_seqlens, kernel, pattern)
         return out
-    return _Attention.apply(q, k, v, visible.lengths, visible.cu_seqlens, kernel, visible.pattern)
+    return Attention.apply(q, k, v, _forward, _backward, visible.lengths, visible.cu_seqlens, kernel, visible.pattern)
 
 
 def attend_whole(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
@@ -77,7 +78,7 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
     if torch.compiler.is_compiling():
         out, _ = _operator(q, k, v, None, None, kernel, [*astuple(pattern)])
         return out
-    return _Attention.apply(q, k, v, ((q.shape[2],),) * q.shape[0], None, kernel, pattern)
+    return Attention.apply(q, k, v, _forward, _backward, ((q.shape[2],),) * q.shape[0], None, kernel, pattern)
 
 
 class _Document(NamedTuple):
@@ -425,19 +426,42 @@ def _backward(
     return KERNELS[kernel].backward(grad, *saved, lengths, cu_seqlens, pattern)
 
 
-class _Attention(torch.autograd.Function):
-    """Attention inside documents, for uncompiled blocks."""
+class Attention(torch.autograd.Function):
+    """Attention by a function with its backward function, for uncompiled blocks.
+
+    ``run`` takes q, k, v and ``how``, and returns output and log-sum-exp. ``backward_of_run`` takes the output's
+    gradient, (q, k, v, output, log-sum-exp) and ``how``, and returns the gradients of q, k and v.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
-        out, lse = _forward(q, k, v, *how)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, run: Any, backward_of_run: Any, *how: Any) -> Tensor:
+        out, lse = run(q, k, v, *how)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.how = how
-        return out
+        ctx.run, ctx.how = backward_of_run, how
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_backward(grad, ctx.saved_tensors, *ctx.how), None, None, None, None
+        return *ctx.run(grad, ctx.saved_tensors, *ctx.how), *[None] * (2 + len(ctx.how))
+
+
+def register_attention(operator: CustomOpDef, backward: CustomOpDef, tensors: int) -> None:
+    """Register the shapes and the gradient of an operator, for compiled blocks.
+
+    The operator takes q, k, v, ``tensors`` more tensors and other inputs; ``backward`` the output's gradient, q, k, v,
+    output, log-sum-exp and the same others.
+    """
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs[:3], *output, *inputs[3 : 3 + tensors])
+        ctx.how = inputs[3 + tensors :]
+
+    def gradient(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        return *backward(grad, *ctx.saved_tensors, *ctx.how), *[None] * (tensors + len(ctx.how))
+
+    operator.register_fake(lambda q, *_: (empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)))
+    backward.register_fake(lambda grad, q, k, v, *_: (empty_like(q), empty_like(k), empty_like(v)))
+    operator.register_autograd(gradient, setup_context=save)
 
 
 @torch.library.custom_op("megatron_llama::attention", mutates_args=())
@@ -497,24 +521,4 @@ def document_lengths(cu_seqlens: Tensor | None, rows: int, length: int) -> Lengt
     return tuple(lengths)
 
 
-@_operator.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@_operator_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_like(q), empty_like(k), empty_like(v)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, host_cu_seqlens, cu_seqlens, *ctx.how = inputs
-    ctx.save_for_backward(q, k, v, *output, host_cu_seqlens, cu_seqlens)
-
-
-def _operator_gradient(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *saved, host_cu_seqlens, cu_seqlens = ctx.saved_tensors
-    return *_operator_backward(grad, *saved, host_cu_seqlens, cu_seqlens, *ctx.how), None, None, None, None
-
-
-_operator.register_autograd(_operator_gradient, setup_context=_save)
+register_attention(_operator, _operator_backward, tensors=2)

@@ -76,7 +76,7 @@ class Float8Operand(NamedTuple):
     """fp32: a scalar, [rows, 1] for the left operand of a matmul or [1, columns] for the right one."""
 
 
-class AdamNumbers(NamedTuple):
+class AdamHyperparameters(NamedTuple):
     """Factors of one update of Adam."""
 
     keep: float
@@ -225,7 +225,7 @@ class Kernels:
         FUSED_ADAM[decoupled]([weight], [gradient], *states, amsgrad=False, maximize=False, **numbers)
 
     def elementwise_adam_(
-        self, weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamNumbers
+        self, weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamHyperparameters
     ) -> None:
         """Update an fp32 weight and its states in place by IEEE's basic operations, which round one by one.
 

@@ -80,7 +80,7 @@ def find_world(config: Config, context: ProcessContext | None) -> World:
     is tp * cp * pp * dp. Raises ConfigError for an invalid hostfile.
     """
     grid = Grid.of(config.trainer)
-    block, requested = grid.block, grid.world_size
+    block, requested = grid.ranks_per_replica, grid.world_size
     facts = find_device(config.device.name)
     accelerator = config.device.name != "auto" and (facts is None or facts.is_accelerator)
     for_other_machines = config.trainer.dp is not None or accelerator

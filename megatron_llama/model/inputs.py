@@ -29,7 +29,7 @@ class MicroBatch:
     """Ids of the next tokens [b, s], int64."""
     loss_mask: Tensor
     """1 for tokens with loss, else 0 [b, s], fp32."""
-    sizes: Tensor
+    token_counts: Tensor
     """[2], int64: tokens without padding, and the sum over documents of length * ``Pattern.span(length)``, which the
     FLOPs of attention are proportional to."""
     documents: Documents | None = None
@@ -43,9 +43,9 @@ class MicroBatch:
 
     def on(self, move: Callable[[Tensor], Tensor]) -> MicroBatch:
         """Return a copy on the device to which ``move`` takes tensors."""
-        tokens, labels, loss_mask, sizes = map(move, (self.tokens, self.labels, self.loss_mask, self.sizes))
+        tokens, labels, loss_mask, counts = map(move, (self.tokens, self.labels, self.loss_mask, self.token_counts))
         documents, subsets = self.documents and self.documents.on(move), self.subsets and self.subsets.on(move)
-        return MicroBatch(tokens, labels, loss_mask, sizes, documents, subsets)
+        return MicroBatch(tokens, labels, loss_mask, counts, documents, subsets)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from megatron_llama.devices.kernels import AdamNumbers, Kernels
+from megatron_llama.devices.kernels import AdamHyperparameters, Kernels
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
 from megatron_llama.optim.low_precision import SINGLE_TENSOR, build_elementwise
 
@@ -90,7 +90,7 @@ class ElementwiseAdam(ShardOptimizer, torch.optim.Adam):
         state, (beta1, beta2), decay = self.state[weight], group["betas"], group["weight_decay"]
         step = state.setdefault("step", torch.zeros((), device=weight.device)).add_(1)
         corrections = [1 - torch.pow(torch.full_like(step, beta, dtype=torch.float64), step) for beta in (beta1, beta2)]
-        numbers = AdamNumbers(
+        numbers = AdamHyperparameters(
             keep=1 - group["lr"] * decay if self._decoupled else 1.0,
             decay=0.0 if self._decoupled else decay,
             beta1=beta1,
@@ -115,12 +115,12 @@ def build_adamw(inputs: OptimizerInputs) -> ShardOptimizer:
 
 def _build(inputs: OptimizerInputs, *, decoupled: bool) -> ShardOptimizer:
     if inputs.rounds:
-        return build_elementwise(inputs, adamw_update if decoupled else adam_update, **inputs.numbers)
+        return build_elementwise(inputs, adamw_update if decoupled else adam_update, **inputs.hyperparameters)
     if inputs.plan.config.trainer.exact:
-        return ElementwiseAdam(inputs.groups, inputs.numbers, decoupled=decoupled, kernels=inputs.kernels)
+        return ElementwiseAdam(inputs.groups, inputs.hyperparameters, decoupled=decoupled, kernels=inputs.kernels)
     if inputs.plan.storage.keeps_bf16_grads:
-        return Bf16GradientAdam(inputs.groups, inputs.numbers, decoupled=decoupled, kernels=inputs.kernels)
-    return FusedAdam(inputs.groups, inputs.numbers, decoupled=decoupled)
+        return Bf16GradientAdam(inputs.groups, inputs.hyperparameters, decoupled=decoupled, kernels=inputs.kernels)
+    return FusedAdam(inputs.groups, inputs.hyperparameters, decoupled=decoupled)
 
 
 def adam_update(tensors: Sequence[Tensor], gradient: Tensor, step: Tensor, group: Group) -> None:

@@ -105,7 +105,7 @@ class OptimizerInputs:
         return self.plan.precision.param_dtype != "float32" or self.plan.config.optim.state_bits == 8
 
     @property
-    def numbers(self) -> dict[str, Any]:
+    def hyperparameters(self) -> dict[str, Any]:
         """``lr``, ``betas`` and ``eps``, as torch's Adam takes them."""
         optim = self.plan.config.optim
         beta1, beta2 = optim.betas

@@ -205,9 +205,9 @@ def build_muon(inputs: OptimizerInputs) -> ShardOptimizer:
     current_groups().add("dp" if plan.data_ranks > 1 else "tp", group)
     place = plan.topology(dist.get_rank()).place
     numbers: dict[str, Any] = {
-        **inputs.numbers,
+        **inputs.hyperparameters,
         "momentum": optim.momentum,
-        "matrix_lr_ratio": optim.matrix_lr / inputs.numbers["lr"],
+        "matrix_lr_ratio": optim.matrix_lr / inputs.hyperparameters["lr"],
     }
     groups = [{**numbers, **each} for each in inputs.groups]
     return Muon(inputs, groups, MatrixWork(plan, place["pp"]), group, torch_dtype(plan.precision.compute_dtype))

@@ -221,7 +221,7 @@ def build_onebit_adam(inputs: OptimizerInputs) -> ShardOptimizer:
     freeze_step = inputs.plan.config.optim.freeze_step
     assert freeze_step is not None, "resolve derives it"
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    numbers = {**inputs.numbers, "freeze_step": freeze_step}
+    numbers = {**inputs.hyperparameters, "freeze_step": freeze_step}
     return OneBitAdam(inputs.groups, group, **numbers, asynchronous=inputs.asynchronous, rectangles=inputs.rectangles)
 
 

@@ -204,7 +204,7 @@ class AllGather:
         if visible.lengths is None:
             out, _ = _operator(q, k, v, visible.host_cu_seqlens, self.group.group_name, [*astuple(visible.pattern)])
             return out
-        return _GatheredAttention.apply(q, k, v, visible.lengths, visible.pattern, self.group)
+        return attention.Attention.apply(q, k, v, _forward, _backward, visible.lengths, visible.pattern, self.group)
 
 
 def _gather(k: Tensor, v: Tensor, division: Sequence[Chunks], group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -276,21 +276,6 @@ def _backward(
     return dq, *_reduce_scatter(parts, group)
 
 
-class _GatheredAttention(torch.autograd.Function):
-    """Attention of this rank's queries to the whole sequence, for uncompiled blocks."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
-        out, lse = _forward(q, k, v, *how)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.how = how
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_backward(grad, ctx.saved_tensors, *ctx.how), None, None, None
-
-
 @torch.library.custom_op("megatron_llama::context_attention", mutates_args=())
 def _operator(
     q: Tensor, k: Tensor, v: Tensor, host_cu_seqlens: Tensor, group: str, pattern: list[int]
@@ -324,26 +309,7 @@ def _how(
     return attention.document_lengths(host_cu_seqlens, q.shape[0], length), Pattern(*pattern), group
 
 
-@_operator.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return attention.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@_operator_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return attention.empty_like(q), attention.empty_like(k), attention.empty_like(v)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, host_cu_seqlens, *ctx.how = inputs
-    ctx.save_for_backward(q, k, v, *output, host_cu_seqlens)
-
-
-def _operator_gradient(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *_operator_backward(grad, *ctx.saved_tensors, *ctx.how), None, None, None
-
-
-_operator.register_autograd(_operator_gradient, setup_context=_save)
+attention.register_attention(_operator, _operator_backward, tensors=1)
 
 
 # ulysses: whole sequences, and this rank's share of the heads.

@@ -121,7 +121,7 @@ class ParallelModel:
     def count(self, microbatches: Sequence[MicroBatch]) -> Counts:
         """Count the tokens of the global batch. One collective, without a device-to-host sync."""
         with_loss = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum().long()
-        sizes = torch.stack([batch.sizes for batch in microbatches]).sum(dim=0)
+        sizes = torch.stack([batch.token_counts for batch in microbatches]).sum(dim=0)
         counts = torch.cat((with_loss[None], sizes))
         dist.all_reduce(counts)
         # All tensor- and pipeline-parallel ranks of a data-parallel rank have the same micro batches.
@@ -244,7 +244,7 @@ def init_magnitudes(model: ParallelModel) -> None:
     for shard in model.shards:
         for part in shard.rectangles:
             total = squares.get(lora_name(part.name, MAGNITUDE))
-            if total is not None and len(part.size) == 2 and shard.counts and part.replica == 0:
+            if total is not None and len(part.size) == 2 and shard.is_primary_replica and part.replica == 0:
                 rows = slice(part.offset[0], part.offset[0] + part.size[0])
                 total[rows] += shard.values[part.local_slices].float().square().sum(dim=1)
     names = sorted(squares)

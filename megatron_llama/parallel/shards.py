@@ -27,7 +27,7 @@ class Shard:
     compute-dtype copies."""
     rectangles: list[Rectangle]
     """Rectangles of Hugging Face tensors, with local offsets in ``local``. Vocabulary padding is in no rectangle."""
-    counts: bool
+    is_primary_replica: bool
     """Whether norms and checkpoints use this data-parallel replica."""
     quantized: str | None = None
     """int8 or nf4 if ``local`` holds quantized rows; the rectangles then refer to ``values``."""
@@ -72,7 +72,7 @@ class Shard:
 
         Each value counts on one rank, with ``every_replica`` on one rank of each data-parallel replica.
         """
-        if self.counts or every_replica:
+        if self.is_primary_replica or every_replica:
             yield from (tensor[part.local_slices] for part in self.rectangles if part.replica == 0)
 
 

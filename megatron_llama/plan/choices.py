@@ -28,7 +28,7 @@ from megatron_llama.config.fields import check_limits, get, settings_by_name
 from megatron_llama.config.precision import LEAST_IN_BLOCKS, STATE_BLOCK
 from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings import Config, DataConfig
-from megatron_llama.corpus.epochs import samples_per_epoch
+from megatron_llama.corpus.splits import samples_per_epoch
 from megatron_llama.devices import NAMES, Device, device_named, find_device
 from megatron_llama.plan.derive import FINETUNING_LR, PRETRAINING_LR, check_split, default_lr
 from megatron_llama.plan.plan import Plan

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_llama.arch.shapes import StageParameters, kv_copies
 from megatron_llama.config.precision import BYTES, PRECISIONS, QUANTIZED_BITS, Precision
 from megatron_llama.config.settings import Config, ModelConfig
-from megatron_llama.corpus.epochs import DatasetUsage
+from megatron_llama.corpus.splits import DatasetUsage
 from megatron_llama.plan.schedules import BatchSchedule, RunPosition, TokenSchedule
 from megatron_llama.plan.storage import Storage
 from megatron_llama.topology import Divided, Grid, Topology
@@ -72,14 +72,15 @@ class Plan:
         return self.grid.product(*self.grid.same_weights)
 
     @property
-    def stream(self) -> Divided:
+    def sequence_split(self) -> Divided:
         """Kind of work that divides a sequence outside the matmuls, for ``grid.share``."""
         return "activations" if self.sp else "tokens"
 
     @property
     def activation_bytes(self) -> int:
         """Bytes of one activation of a micro batch [s, b, h] on a rank."""
-        tokens = self.config.trainer.micro_batch_size * self.config.data.length // self.grid.divisor(self.stream)
+        trainer, length = self.config.trainer, self.config.data.length
+        tokens = trainer.micro_batch_size * length // self.grid.divisor(self.sequence_split)
         return tokens * self.model.hidden_size * BYTES[self.precision.compute_dtype]
 
     @property
@@ -89,7 +90,7 @@ class Plan:
         return Path(self.config.run.dir)
 
     @property
-    def keeps_two(self) -> bool:
+    def replaces_checkpoints(self) -> bool:
         """Whether checkpoints before the last step are replaced by later ones: the default of every_minutes."""
         by_default = self.requested.checkpoint.every_minutes is None and self.config.checkpoint.keep is None
         return by_default and bool(self.config.checkpoint.every_minutes)

@@ -13,7 +13,7 @@ from megatron_llama.config.fields import check_limits, get, reset_to_defaults
 from megatron_llama.config.optimizers import OptimConfig
 from megatron_llama.config.problems import ConfigError, Problem, merge_problems
 from megatron_llama.config.settings import Config
-from megatron_llama.corpus.epochs import DatasetUsage, dataset_usage
+from megatron_llama.corpus.splits import DatasetUsage, dataset_usage
 from megatron_llama.plan.choices import choose_defaults, list_notes
 from megatron_llama.plan.derive import derive_plan
 from megatron_llama.plan.memory import Machine, check_memory, reserve_notes

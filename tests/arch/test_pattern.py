@@ -93,7 +93,7 @@ def test_a_run_and_its_forecast_count_alike(setting: str) -> None:
     plan = make_plan(1, setting)
     span = pattern_of(plan.model).span(16)
     assert span < 16 and job_of_plan(plan).document == round(span)
-    sizes = Batches(RaggedSamples(16, 64), plan, plan.topology(0), None).on_host(0)[0].sizes.tolist()
+    sizes = Batches(RaggedSamples(16, 64), plan, plan.topology(0), None).on_host(0)[0].token_counts.tolist()
     assert sizes == [2 * 16, 2 * round(16 * span)]
 
 

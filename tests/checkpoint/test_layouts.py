@@ -107,7 +107,7 @@ def test_each_value_is_written_once(saved: Saved) -> None:
 
 def _count_everything(checkpointer: Checkpointer) -> None:
     for shard in checkpointer.model.shards:
-        shard.counts = True
+        shard.is_primary_replica = True
 
 
 def test_a_value_written_twice_is_refused(tmp_path: Path) -> None:

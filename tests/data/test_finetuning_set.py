@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_llama.config import ConfigError, load_config, to_yaml
-from megatron_llama.corpus.epochs import open_splits
+from megatron_llama.corpus.splits import open_splits
 from megatron_llama.data.batches import build_data
 from megatron_llama.data.finetuning_set import PADDING, Examples, SFTDataset, build_sft
 from megatron_llama.devices import get_device

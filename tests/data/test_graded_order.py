@@ -17,7 +17,7 @@ import torch
 from data_prep import analyze
 from megatron_llama.config import ConfigError
 from megatron_llama.corpus.difficulty_index import open_difficulty_index
-from megatron_llama.corpus.epochs import planned_timeline
+from megatron_llama.corpus.splits import planned_timeline
 from megatron_llama.data.batches import Batches, Data, build_data
 from megatron_llama.data.graded_order import GroupSchedule, cut_sample, group_seed, levels_of
 from megatron_llama.data.record import Record

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_llama.config import ConfigError
-from megatron_llama.corpus.epochs import planned_timeline
 from megatron_llama.corpus.indexed_format import read_index
+from megatron_llama.corpus.splits import planned_timeline
 from megatron_llama.data.sample_stream import EndlessDataset, SampleStream, build_streams
 from megatron_llama.plan import Plan
 from tests.data.files import data_plan, numbered, write_indexed

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_llama.devices import get_device
 from megatron_llama.devices.cpu import kernels as cpu_kernels
-from megatron_llama.devices.kernels import EAGER, AdamNumbers
+from megatron_llama.devices.kernels import EAGER, AdamHyperparameters
 
 BITS = 50
 KERNELS = get_device("cpu").kernels(compiled=False)
@@ -51,7 +51,7 @@ def test_values_that_are_not_finite_are_reported(value: float, column: int) -> N
 def test_adam_has_the_bits_of_separate_operators(size: int, decay: float) -> None:
     keep = 1.0 if decay else 1 - 3e-4 * 0.1
     root, rate = torch.tensor(0.3123), torch.tensor(3e-3)
-    numbers = AdamNumbers(keep=keep, decay=decay, beta1=0.9, beta2=0.95, eps=1e-8, root=root, rate=rate)
+    numbers = AdamHyperparameters(keep=keep, decay=decay, beta1=0.9, beta2=0.95, eps=1e-8, root=root, rate=rate)
     start = [_random(size, seed=seed) for seed in range(4)]
     start[3] = start[3].abs() * 1e-3
     expected, updated = ([x.clone() for x in start] for _ in range(2))

@@ -15,7 +15,7 @@ ROW = OptimizerRow(factory="tests.optim.lion.build_lion", states=("exp_avg",))
 
 def build_lion(inputs: OptimizerInputs) -> ShardOptimizer:
     """Build ``lion``."""
-    return build_elementwise(inputs, lion_update, **inputs.numbers)
+    return build_elementwise(inputs, lion_update, **inputs.hyperparameters)
 
 
 def lion_update(tensors: Sequence[Tensor], gradient: Tensor, step: Tensor, group: Group) -> None:

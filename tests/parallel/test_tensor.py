@@ -199,9 +199,9 @@ def _replicated(plan: Plan, topology: Topology, groups: Groups, summed: dict[str
     for name, ranks in zip(names, grads, strict=True):
         modules = ROWS if name == QKV else {}
         parts = [Rectangle(f"{m}.weight", (6, 2), (0, 0), (row, 0), (2, 2)) for m, row in modules.items()]
-        shards.append(Shard(name, nn.Parameter(torch.zeros(6, 2)), parts, counts=True))
+        shards.append(Shard(name, nn.Parameter(torch.zeros(6, 2)), parts, is_primary_replica=True))
         shards[-1].parameter.grad = ranks[rank].clone()
-    without = Shard("norm.weight", nn.Parameter(torch.zeros(6, 2)), [], counts=True)
+    without = Shard("norm.weight", nn.Parameter(torch.zeros(6, 2)), [], is_primary_replica=True)
     ReplicatedGradients(plan, topology, groups).reduce([without, *shards])
     assert without.grad is None
     for shard, ranks in zip(shards, grads, strict=True):

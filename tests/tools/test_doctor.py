@@ -27,6 +27,7 @@ from megatron_llama.tools.doctor.network import ClockReading, Connections
 from megatron_llama.tools.doctor.ranks import Rate, first_ranks, pairing_rounds
 from tests.config.helpers import make
 from tests.golden import GoldenFiles
+from tests.threads import check_threads
 
 GIB = 2**30
 
@@ -323,3 +324,4 @@ def test_a_lost_store_of_torchrun_is_one_message(monkeypatch: pytest.MonkeyPatch
     torchrun = replace(context(1, port), launcher="torchrun", has_store=True)
     with pytest.raises(LaunchFailed, match=f"the store of torchrun's agent at 127.0.0.1:{port} is lost: "):
         Connections.of(torchrun, "secret")
+    check_threads()  # torch's client writes to stderr at its end, which may be in the next test

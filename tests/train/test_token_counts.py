@@ -67,7 +67,7 @@ def test_a_sample_counts_its_tokens_and_their_documents(kind: int) -> None:
     plan = make_plan(1, ALONE)
     batches = Batches(Kinds(kind), plan, plan.topology(0), CPU).at(0)
     _, lengths = KINDS[kind]
-    assert [batch.sizes.tolist() for batch in batches] == [[sum(lengths), squares(lengths)]] * 8
+    assert [batch.token_counts.tolist() for batch in batches] == [[sum(lengths), squares(lengths)]] * 8
 
 
 @pytest.mark.parametrize("layout", ["", "trainer.tp=2", "trainer.pp=2", "trainer.zero=1"])

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from megatron_llama.devices.attention import empty_like
+from megatron_llama.devices.attention import empty_like, register_attention
 from megatron_llama.devices.cpu.matmul import by_amx, by_onednn, exact_in, in_512_bits
 from megatron_llama.devices.processor import load_cpp
 
@@ -139,26 +139,7 @@ def _call(name: str, tensors: list[Tensor], q: torch.Size, kv_heads: int, first:
     )
 
 
-@attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
-    return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_like(q), empty_like(k), empty_like(v)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *qkv, first = inputs
-    ctx.save_for_backward(*qkv, *output, first)
-
-
-def _gradient(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *_backward(grad, *ctx.saved_tensors), None
-
-
-attend.register_autograd(_gradient, setup_context=_save)
+register_attention(attend, _backward, tensors=1)
 
 
 def _flops(q: tuple[int, ...], matmuls: int) -> int:

@@ -17,7 +17,7 @@ from megatron_llama.config.precision import STATE_BLOCK
 from megatron_llama.devices import attention
 from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.devices.cpu.matmul import by_amx
-from megatron_llama.devices.kernels import FUSED_ADAM, LEAST_SCALE, AdamNumbers, Kernels, Levels
+from megatron_llama.devices.kernels import FUSED_ADAM, LEAST_SCALE, AdamHyperparameters, Kernels, Levels
 from megatron_llama.devices.processor import load_cpp
 from megatron_llama.devices.visibility import AttentionInputs, Documents, first_visible_keys
 
@@ -135,7 +135,7 @@ class CpuKernels(Kernels):
             )
 
     def elementwise_adam_(
-        self, weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamNumbers
+        self, weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamHyperparameters
     ) -> None:
         tensors = [weight, grad, exp_avg, exp_avg_sq]
         if not all(type(x) is Tensor and x.is_contiguous() for x in tensors) or exact_library() is None:

@@ -37,7 +37,7 @@ def layout_tp(config: Config, world_size: int) -> list[int]:
     return [
         tp
         for tp in range(1, model.num_attention_heads + 1)
-        if (follows or world_size % grid.resized(tp=tp).block == 0)
+        if (follows or world_size % grid.resized(tp=tp).ranks_per_replica == 0)
         and can_cut(model, tp)
         and not (trainer.sp and config.data.length % grid.resized(tp=tp).divisor("activations"))
     ]
@@ -46,7 +46,7 @@ def layout_tp(config: Config, world_size: int) -> list[int]:
 def grid_in(config: Config, world_size: int) -> Grid | None:
     """Return the grid of a world; None if the world size is not a multiple of tp * cp * pp."""
     grid = Grid.of(config.trainer)
-    return grid.with_world(world_size) if world_size % grid.block == 0 else None
+    return grid.with_world(world_size) if world_size % grid.ranks_per_replica == 0 else None
 
 
 def data_ranks(config: Config, world_size: int) -> int | None:
@@ -65,15 +65,15 @@ def _factors(grid: Grid) -> tuple[str, str]:
 def grid_divides_world(config: Config, world_size: int) -> Iterator[Problem]:
     """The world size is a multiple of tp * cp * pp, the ranks of one model replica."""
     tp, pp, cp, grid = config.trainer.tp, config.trainer.pp, config.trainer.cp, Grid.of(config.trainer)
-    if world_size % grid.block == 0:
+    if world_size % grid.ranks_per_replica == 0:
         return
     name, value = ("trainer.pp", pp) if tp == 1 else ("trainer.tp", tp)
     names, factors = _factors(grid)
-    rule = f"{names} = {factors} = {grid.block} must divide the number of devices, {world_size}"
+    rule = f"{names} = {factors} = {grid.ranks_per_replica} must divide the number of devices, {world_size}"
     pipelines = range(1, config.model.num_hidden_layers + 1)
-    smaller = [size for size in pipelines if world_size % grid.resized(pp=size).block == 0]
+    smaller = [size for size in pipelines if world_size % grid.resized(pp=size).ranks_per_replica == 0]
     sizes = range(1, min(world_size, _MOST_CP) + 1) if cp > 1 else ()
-    contexts = [size for size in sizes if world_size % grid.resized(cp=size).block == 0]
+    contexts = [size for size in sizes if world_size % grid.resized(cp=size).ranks_per_replica == 0]
     if contexts:
         name, value = "trainer.cp", cp
         advice = nearest_legal("trainer.cp", cp, contexts)
@@ -81,8 +81,8 @@ def grid_divides_world(config: Config, world_size: int) -> Iterator[Problem]:
         advice = nearest_legal("trainer.tp", tp, layout_tp(config, world_size))
     else:
         advice = nearest_legal("trainer.pp", pp, smaller)
-    whole = world_size // grid.block * grid.block
-    devices = f"start it on {f'{whole} or ' if whole else ''}{whole + grid.block} devices"
+    whole = world_size // grid.ranks_per_replica * grid.ranks_per_replica
+    devices = f"start it on {f'{whole} or ' if whole else ''}{whole + grid.ranks_per_replica} devices"
     yield Problem(name, value, rule, f"{advice}; or {devices}" if advice else devices)
 
 
@@ -221,8 +221,8 @@ def layers_fill_stages(config: Config, world_size: int) -> Iterator[Problem]:
     pp, vpp, layers = config.trainer.pp, config.trainer.vpp, config.model.num_hidden_layers
     if pp > 1 and layers < pp * vpp:
         rule = f"pp * vpp = {pp} * {vpp} = {pp * vpp} must be at most model.num_hidden_layers={layers}"
-        grid = Grid.of(config.trainer)
-        legal = [size for size in range(1, layers // vpp + 1) if world_size % grid.resized(pp=size).block == 0]
+        pipelines = {size: Grid.of(config.trainer).resized(pp=size) for size in range(1, layers // vpp + 1)}
+        legal = [size for size, grid in pipelines.items() if world_size % grid.ranks_per_replica == 0]
         advice = [nearest_legal("trainer.pp", pp, legal)] if legal else []
         advice += [f"write trainer.vpp={layers // pp}"] if vpp > 1 and layers >= pp else []
         advice += [f"write model.num_hidden_layers={pp * vpp} or more"] if not advice else []

@@ -402,7 +402,7 @@ def _pipeline(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     trainer, m = plan.config.trainer, plan.num_microbatches
     if trainer.pp == 1:
         return
-    tokens = plan.grid.share(plan.stream, plan.config.data.length * trainer.micro_batch_size)
+    tokens = plan.grid.share(plan.sequence_split, plan.config.data.length * trainer.micro_batch_size)
     message = tokens * plan.model.hidden_size * BYTES[plan.precision.compute_dtype]
     onwards = m * sum(not chunk.is_last for chunk in chunks)
     back = m * sum(not chunk.is_first for chunk in chunks)

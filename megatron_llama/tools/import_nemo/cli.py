@@ -221,7 +221,7 @@ def check(path: Path, conf_dir: Path, world_size: int | None) -> list[Problem]:
     """Return the problems of the written config on the devices of the source, without checking its data."""
     try:
         config = load_config([f"{EXPERIMENT}={path}"], conf_dir)
-        block = Grid.of(config.trainer).block
+        block = Grid.of(config.trainer).ranks_per_replica
         resolve(config, world_size if world_size and world_size % block == 0 else block, exists=lambda _: True)
     except ConfigError as error:
         return list(error.problems)

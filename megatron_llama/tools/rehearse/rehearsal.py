@@ -162,7 +162,7 @@ class _Batches:
             if self.other_documents:
                 batch = _with_other_documents(batch)
             device_batch = batch if self._mode is None else batch.on(self._mode.from_tensor)
-            tensors = [device_batch.tokens, device_batch.labels, device_batch.loss_mask, device_batch.sizes]
+            tensors = [device_batch.tokens, device_batch.labels, device_batch.loss_mask, device_batch.token_counts]
             if device_batch.documents is not None:
                 tensors += [device_batch.documents.ids, device_batch.documents.cu_seqlens]
             if device_batch.subsets is not None:

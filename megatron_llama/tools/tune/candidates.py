@@ -201,7 +201,7 @@ class Tuner:
                 for cp in self._options("trainer.cp", self._contexts(ranks // (tp * pp), inside // tp)):
                     grid = given.resized(tp=tp, pp=pp, cp=cp)
                     dp = grid.with_world(ranks).sizes["dp"]
-                    if ranks % grid.block or self.fixed.get("trainer.dp", dp) != dp:
+                    if ranks % grid.ranks_per_replica or self.fixed.get("trainer.dp", dp) != dp:
                         continue
                     yield from self._with_schedules(tp, cp, pp, dp)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_llama.corpus.epochs import planned_timeline, split_range
+from megatron_llama.corpus.splits import planned_timeline, split_range
 from megatron_llama.plan import Plan, format_plan, resolve
 from tests.config.helpers import make
 from tests.data.files import data_plan, numbered, write_indexed
