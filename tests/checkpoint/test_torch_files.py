@@ -186,6 +186,9 @@ def test_a_run_resumes_from_deepspeed(kind: str, tmp_path: Path) -> None:
     WRITERS[kind](tmp_path / "source", _weights())
     ours = run(2, tmp_path / "run", *SETTINGS, "trainer.dp=2", f"checkpoint.resume={tmp_path / 'source'}", until=4)
     assert ours.started_at == 3 and ours.updates == 3  # one of DeepSpeed's steps was skipped
+    optimizer = {"type": "Adam", "params": {"adam_w_mode": False}}
+    _edit(tmp_path / "source", "*model_states*", lambda c: c["ds_config"].update(optimizer=optimizer))
+    assert open_foreign(tmp_path / "source", make_plan(1, tmp_path, *SETTINGS).model).facts["optim.name"] == "adam"
 
 
 ROWS: dict[str, tuple[Callable[[Path, State], None], str]] = {

@@ -143,6 +143,9 @@ def read_deepspeed(folder: Path) -> tuple[Sources, Foreign]:
         sources = dict(_universal(folder / UNIVERSAL, shape_of, result))
     else:
         sources = _partitions(folder, [[str(name) for name in group] for group in groups], shape_of, result)
+    optimizer = settings.get("optimizer") if isinstance(settings, dict) else None
+    if isinstance(optimizer, dict) and isinstance(params := optimizer.get("params"), dict):
+        read_group(result, {"decoupled_weight_decay": params.get("adam_w_mode")})  # in no group of DeepSpeed's Adam
     read_config_json(result, folder.parent)
     result.missing.append("the position in the data")
     return sources, result
