@@ -8,7 +8,6 @@ its data is on disk. Resuming truncates the files to the last checkpoint.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -22,7 +21,7 @@ import numpy as np
 from data_prep.lib.blocks import BlockPosition, TextBlock
 from data_prep.lib.job import BlockResult
 from megatron_llama.system.errors import MachineError, UserError
-from megatron_llama.system.files import write_atomically
+from megatron_llama.system.files import try_lock, unlock, write_atomically
 
 JOURNAL = "journal.jsonl"
 QUARANTINE = "quarantine.jsonl"
@@ -142,7 +141,8 @@ class Workspace:
         self._files.clear()
 
     def unlock(self) -> None:
-        """Release the lock."""
+        """Release the lock, also of forked workers, which end with this process."""
+        unlock(self._lock)
         self._lock.close()
 
     def remove(self) -> None:
@@ -162,18 +162,16 @@ def read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[dict[str, An
 
 
 def _lock_folder(folder: Path) -> IO[bytes]:
-    """Lock the folder for this process; forked workers do not inherit the lock."""
+    """Lock the folder for this process and its workers."""
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = open(folder / "lock", "wb")
         except OSError as error:
             raise UserError(f"cannot write to the output folder {folder.parent}: {error.strerror}") from None
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if try_lock(lock) is False:
             lock.close()
-            raise Locked(f"another run is writing this output: {folder} is locked") from None
+            raise Locked(f"another run is writing this output: {folder} is locked")
         # Another run may have removed the folder between open and lock.
         with contextlib.suppress(FileNotFoundError):
             if os.stat(folder / "lock").st_ino == os.fstat(lock.fileno()).st_ino:

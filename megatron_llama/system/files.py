@@ -132,7 +132,7 @@ def user_cache(name: str) -> str:
 def try_lock(file: IO[Any] | int, *, shared: bool = False) -> bool | None:
     """Try to lock an open file, or a folder by its descriptor.
 
-    The lock lasts until the file is closed in this process and in all processes that inherited it.
+    The lock lasts until ``unlock``, or until the file is closed in this process and all processes that inherited it.
 
     Returns:
         True if locked, False if another process holds the lock, None if the file system has no locks.
@@ -147,6 +147,11 @@ def try_lock(file: IO[Any] | int, *, shared: bool = False) -> bool | None:
 def wait_for_lock(file: IO[Any]) -> None:
     """Lock an open file; wait until other processes release it."""
     fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def unlock(file: IO[Any]) -> None:
+    """Release the lock of an open file in all processes that inherited it."""
+    fcntl.flock(file, fcntl.LOCK_UN)
 
 
 class FolderTaken(OSError):

@@ -24,9 +24,10 @@ from tests.data_prep.helpers import GOOD, listing, manifest, run_interrupted, so
 Make = Callable[..., None]
 SUFFIXES = ("bin", "idx", "json", "quarantine.jsonl")
 HOLD_LOCK = """
-import fcntl, sys
+import sys
+from megatron_llama.system.files import wait_for_lock
 lock = open({path!r}, "wb")
-fcntl.lockf(lock, fcntl.LOCK_EX)
+wait_for_lock(lock)
 print("held", flush=True)
 sys.stdin.read()
 """

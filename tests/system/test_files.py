@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,11 +30,14 @@ from megatron_llama.system.files import (
     read_whole,
     scratch_folder,
     sha256_file,
+    try_lock,
+    unlock,
     write_atomically,
 )
 from megatron_llama.text.chat_template import load_own_template
 from megatron_llama.text.tokenizer import read_settings, read_tokenizer_json, vocabulary_size
 from megatron_llama.tools.compare.runs import read_log
+from tests.threads import check_threads
 
 READERS: dict[str, Callable[[Path], object]] = {
     "recipe.yaml": lambda folder: check_yaml(folder / "recipe.yaml"),
@@ -162,6 +166,19 @@ def test_shared_and_exclusive_locks_of_a_folder(tmp_path: Path) -> None:
             pass
     with locked_folder(tmp_path), pytest.raises(FolderTaken), locked_folder(tmp_path, shared=True):
         pass
+
+
+def test_unlock_releases_the_lock_of_forked_processes(tmp_path: Path) -> None:
+    check_threads()
+    with open(tmp_path / "lock", "w") as file, open(tmp_path / "lock", "w") as other:
+        assert try_lock(file)
+        if (child := os.fork()) == 0:
+            signal.pause()
+        assert try_lock(other) is False
+        unlock(file)
+        assert try_lock(other)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_scratch_folder_that_another_process_created_again_stays(tmp_path: Path) -> None:
