@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shlex
+import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-import data_prep.preprocess
-import data_prep.redpajama
-import data_prep.sft
-import data_prep.train_tokenizer
+from data_prep import redpajama
 from data_prep.lib import next_command
-from megatron_llama.config import Config, load_config
+from megatron_llama.config import load_config
 from megatron_llama.data.checks import check_data
 from megatron_llama.plan import resolve
 from tests.data_prep.helpers import GOOD, some_texts, write_jsonl
-from tests.paths import CONF, ROOT
+from tests.golden import GoldenFiles
+from tests.paths import CONF
 from tests.tools.inference.models import make_folder
 
-Main = Callable[..., int]
+TEXT = "--input 'my text' --tokenizer-model 'my sets/a,b/tokenizer.model' --append-eod --output-prefix"
+TEXT += " 'my sets/a,b/a,b'"
+KEYS = "--json-keys title body --tokenizer-model hf"
+CHAT = "sft.py --input chat.jsonl --chat-template plain --tokenizer-model"
+PART = "preprocess.py --input a.jsonl --tokenizer-model tok.model --output-prefix parts --part"
+RED = "redpajama.py prepare --input rp --tokenizer-model tok.model --output out --conf"
+LINES = [
+    "train_tokenizer.py --input 'my text' --vocab-size 320 --model-prefix 'my sets/a,b/tokenizer'",
+    *[f"preprocess.py {TEXT} --workers 1"] * 2,  # the second time the dataset is complete
+    f"preprocess.py --input keys.jsonl {KEYS} --output-prefix x --workers 1",
+    f"preprocess.py --input empty.jsonl {KEYS} --output-prefix y --workers 1 --allow-empty",  # nothing to train on
+    *(f"{PART} {part}/2 --workers 1" for part in (1, 2)),
+    # The run begins with the model of the tokenizer, if the tokenizer is in the folder of one.
+    f"{CHAT} 'my model' --seq-length 64 --output-prefix sets/chat --workers 1",
+    f"{CHAT} 'my model' --seq-length 64 --output-prefix sets/two --split 30,10 --workers 1",
+    f"{CHAT} tok.model --seq-length 4096 --output-prefix chat --workers 1",
+    *(f"{RED} {conf} --workers 1" for conf in ("conf/data/mine.yaml", "elsewhere/mine.yaml")),
+    "redpajama.py download --url-list urls --base-url http://localhost/ --output 'data/my rp'",
+]
 
 
-@pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relative paths are below a folder of the test."""
-    monkeypatch.chdir(tmp_path)
-
-
-def printed(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+def commands_of(output: str) -> list[list[str]]:
     """The words of the printed commands. Each line fits the screen or is one word."""
     commands: list[str] = []
-    for line in capsys.readouterr().out.splitlines():
+    for line in output.splitlines():
         if line in ("next:", "then:"):
             commands.append("")
         elif commands:
@@ -44,117 +54,49 @@ def printed(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
     return [shlex.split(command.replace("\\\n", " ")) for command in commands]
 
 
-def trains(words: list[str]) -> Config:
-    """Check that train.py can start the command; return its config."""
-    assert words[:2] == ["python", "train.py"]
-    config = resolve(load_config([*words[2:], "device=cpu"], CONF), 1).config
-    assert check_data(config) == []
-    return config
-
-
-def run(main: Main, *arguments: str) -> None:
-    assert main([*arguments, "--workers", "1"]) == 0
-
-
-def run_command_line(monkeypatch: pytest.MonkeyPatch, program: ModuleType, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", [Path(str(program.__file__)).name, *arguments])
-    assert program.main() == 0
-
-
-def test_from_text_to_training(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    """train_tokenizer.py names preprocess.py's command, which names train.py's. The folder's name needs quotes."""
-    write_jsonl(tmp_path / "my text" / "it's.jsonl", some_texts(200))
-    arguments = ("--input", "my text", "--vocab-size", "320", "--model-prefix", "my sets/a,b/tokenizer")
-    run_command_line(monkeypatch, data_prep.train_tokenizer, *arguments)
-    (words,) = printed(capsys)
-    assert words[:2] == ["python", "data_prep/preprocess.py"]
-    run(data_prep.preprocess.main, *words[2:])
-    (words,) = printed(capsys)
-    config = trains(words)
-    assert config.data.prefixes == ["my sets/a,b/a,b_text_document"] and config.model.vocab_size == 320
-    assert config.data.tokenizer == "my sets/a,b/tokenizer.model"
-    run(data_prep.preprocess.main, "--input", "my text", "--tokenizer-model", "my sets/a,b/tokenizer.model",
-        "--append-eod", "--output-prefix", "my sets/a,b/a,b")  # fmt: skip
-    assert printed(capsys) == [words], "also if the dataset was complete"
-
-
-def test_several_keys_and_a_folder_of_a_tokenizer(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = '{"title": "A title", "body": "A body of text"}\n' * 100
-    (tmp_path / "a.jsonl").write_text(lines)
-    options = ("--json-keys", "title", "body", "--tokenizer-model", str(folder))
-    run(data_prep.preprocess.main, "--input", "a.jsonl", *options, "--output-prefix", "x")
-    config = trains(printed(capsys)[0])
-    assert config.data.prefixes == ["x_title_document", "x_body_document"] and config.data.tokenizer == str(folder)
-    (tmp_path / "empty.jsonl").write_text("")
-    run(data_prep.preprocess.main, "--input", "empty.jsonl", *options, "--output-prefix", "y", "--allow-empty")
-    assert printed(capsys) == [], "there is nothing to train on"
-
-
-def test_one_part_of_two(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_jsonl(tmp_path / "a.jsonl", some_texts(100))
-    options = ("--input", "a.jsonl", "--tokenizer-model", str(tokenizer), "--output-prefix", "x", "--part")
-    run(data_prep.preprocess.main, *options, "1/2")
-    assert printed(capsys) == []
-    run(data_prep.preprocess.main, *options, "2/2")
-    assert trains(printed(capsys)[0]).data.prefixes == ["x_text_document"]
-
-
-def test_fine_tuning(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The run begins with the model of the tokenizer, if the tokenizer is in the folder of one."""
+@pytest.fixture
+def files(tmp_path: Path, tokenizer: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder, with the files that the lines name. Some names need quotes."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(tokenizer, "tok.model")
+    shutil.copytree(folder, "hf")
     make_folder(tmp_path / "my model")
-    (tmp_path / "chat.jsonl").write_text("\n".join(GOOD) + "\n")
-
-    def prepared(*options: str) -> Config:
-        run(data_prep.sft.main, "--input", "chat.jsonl", "--chat-template", "plain", *options)
-        return trains(printed(capsys)[0])
-
-    options = ("--tokenizer-model", "my model", "--seq-length", "64", "--output-prefix")
-    config = prepared(*options, "sets/chat")
-    assert config.init_from == "my model" and config.data.prefixes == ["sets/chat_sft"]
-    assert config.data.kind == "sft" and config.data.seq_length == 64
-    config = prepared(*options, "sets/two", "--split", "30,10")
-    assert config.data.prefixes == ["sets/two_train_sft"]
-    assert config.data.validation_prefixes == ["sets/two_validation_sft"]
-    config = prepared("--tokenizer-model", str(tokenizer), "--seq-length", "4096", "--output-prefix", "chat")
-    assert config.data.tokenizer == str(tokenizer) and config.model.vocab_size == 600 and config.init_from is None
-    assert config.data.seq_length == 4096
-
-
-@pytest.mark.parametrize("conf", ["conf/data/mine.yaml", "elsewhere/mine.yaml", "redpajama.yaml"])
-def test_redpajama(
-    conf: str, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    write_jsonl(Path("my text/it's.jsonl"), some_texts(200))
+    write_jsonl(Path("a.jsonl"), some_texts(100))
     for name in ("arxiv", "wikipedia"):
-        write_jsonl(tmp_path / "rp" / name / "a.jsonl", some_texts(200))
-    default = data_prep.redpajama.DEFAULT_CONF.relative_to(ROOT)  # here in the test's folder, as without a checkout
-    monkeypatch.setattr(data_prep.redpajama, "DEFAULT_CONF", default)
-    arguments = ["prepare", "--input", "rp", "--tokenizer-model", str(tokenizer), "--output", "out", "--workers", "1"]
-    arguments += ["--conf", conf] * (conf != default.name)
-    run_command_line(monkeypatch, data_prep.redpajama, *arguments)
-    (words,) = printed(capsys)
-    assert words[2].startswith(f"data={Path(conf).stem}") == (not conf.startswith("elsewhere"))
-    config = trains(words)
-    assert config.data.prefixes[1::2] == [
-        str(tmp_path / f"out/{name}_text_document") for name in ("wikipedia", "arxiv")
-    ]
-    assert config.data.prefixes[0] == pytest.approx(4.5 / 7, abs=1e-6) and config.data.split == "980,10,10"
-    assert config.model.vocab_size == 600
+        write_jsonl(Path("rp", name, "a.jsonl"), some_texts(200))
+    Path("keys.jsonl").write_text('{"title": "A title", "body": "A body of text"}\n' * 100)
+    Path("empty.jsonl").write_text("")
+    Path("chat.jsonl").write_text("\n".join(GOOD) + "\n")
+    Path("urls").write_text("http://localhost/v2/documents/a.jsonl\n")
+    monkeypatch.setattr(redpajama, "fetch_all", lambda *arguments: None)
 
 
-def test_redpajama_download(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "urls").write_text("http://localhost/v2/documents/a.jsonl\n")
-    monkeypatch.setattr(data_prep.redpajama, "fetch_all", lambda *arguments: None)
-    arguments = ("download", "--url-list", "urls", "--base-url", "http://localhost/", "--output", "data/my rp")
-    run_command_line(monkeypatch, data_prep.redpajama, *arguments)
-    tokenizer, prepare = printed(capsys)
-    assert tokenizer[1] == "data_prep/train_tokenizer.py" and "raw_content" in tokenizer
-    known = data_prep.redpajama.parser().parse_args(prepare[2:])
-    assert prepare[1] == "data_prep/redpajama.py" and known.input == "data/my rp"
-    assert known.tokenizer_model == f"{tokenizer[tokenizer.index('--model-prefix') + 1]}.model"
+@pytest.mark.usefixtures("files")
+def test_each_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """train.py can start its commands, and the other programs parse theirs."""
+    page = ""
+    for line in LINES:
+        name, *words = shlex.split(line)
+        program = importlib.import_module(f"data_prep.{name.removesuffix('.py')}")
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        assert (program.main(words) if name in ("preprocess.py", "sft.py") else program.main()) == 0, line
+        output = capsys.readouterr().out
+        page += f"$ {line}\n{''.join(output.partition('next:')[1:]).strip()}\n\n"
+        for command in commands_of(output):
+            if command[1] == "train.py":
+                assert command[0] == "python"
+                config = resolve(load_config([*command[2:], "device=cpu"], CONF), 1).config
+                assert check_data(config) == [] and config.data.prefixes
+                page += f"validates on {config.data.validation_prefixes}\n\n" * bool(config.data.validation_prefixes)
+                if name == "redpajama.py":
+                    paths = [str(tmp_path / f"out/{each}_text_document") for each in ("wikipedia", "arxiv")]
+                    assert config.data.prefixes[1::2] == paths and config.data.split == "980,10,10"
+                    assert config.data.prefixes[0] == pytest.approx(4.5 / 7, abs=1e-6)
+                    assert config.model.vocab_size == 600
+            elif command[1] == "data_prep/redpajama.py":
+                assert redpajama.parser().parse_args(command[2:]).input == "data/my rp"
+    GoldenFiles.check("data_prep/next_commands.txt", page.replace(str(tmp_path), "FOLDER"))
 
 
 def test_the_form_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

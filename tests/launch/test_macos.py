@@ -19,43 +19,24 @@ import pytest
 from megatron_llama.devices import get_device
 from megatron_llama.system.limits import usable_cores
 from tests.data.files import numbered, write_indexed
+from tests.golden import GoldenFiles
 from tests.oracle import SHAPE
 from tests.paths import ROOT
 
-# Linux-only facilities, and the files that use them with a fallback (docs/reference/devices.md has the fallbacks).
-LINUX_ONLY = {
-    r"prctl\(": "system/signals.py",
-    r"/dev/shm": "launch/start.py devices/cpu/shared_memory.py",  # in texts only
-    r"/proc/": "system/signals.py system/private_folder.py system/command.py devices/processor.py "
-    "devices/cuda/device.py devices/cpu/shared_memory.py devices/cpu/device.py launch/environment.py "
-    "data_prep/lib/sources.py",
-    r"/sys/": "devices/cpu/device.py system/private_folder.py",
-    r"sched_getaffinity": "system/limits.py",
-    r"sched_setaffinity": "",
-    r"memfd_create": "system/phase.py devices/cpu/shared_memory.py",
-    r"pidfd": "devices/cpu/shared_memory.py",
-    r"posix_fallocate": "devices/cpu/shared_memory.py",
-    r"fdatasync": "data_prep/lib/workspace.py",
-    r"mallopt": "devices/cpu/device.py",
-    r"libc\.so|malloc_trim|mallinfo|prlimit|eventfd|posix_fadvise": "",
-    r"copy_file_range|sigtimedwait|O_DIRECT\b|O_TMPFILE": "",
-    r"ru_maxrss": "devices/cpu/device.py",  # its unit differs
-}
+LINUX_ONLY = """prctl\\( /dev/shm /proc/ /sys/ sched_getaffinity sched_setaffinity memfd_create pidfd posix_fallocate
+    fdatasync mallopt libc\\.so|malloc_trim|mallinfo|prlimit|eventfd|posix_fadvise
+    copy_file_range|sigtimedwait|O_DIRECT\\b|O_TMPFILE ru_maxrss""".split()
 
 
 def test_linux_only_calls_have_a_known_place() -> None:
+    """The page has the files that use Linux-only facilities; docs/reference/devices.md has the fallbacks."""
     sources = [*(ROOT / "megatron_llama").rglob("*.py"), *(ROOT / "data_prep").rglob("*.py"), ROOT / "train.py"]
-    places: dict[str, list[str]] = {pattern: [] for pattern in LINUX_ONLY}
-    for path in sources:
-        name = path.relative_to(ROOT).as_posix().removeprefix("megatron_llama/")
-        if name.startswith("tools/"):
-            continue
-        text = path.read_text(encoding="utf-8")
-        for pattern in LINUX_ONLY:
-            places[pattern] += [name] if re.search(pattern, text) else []
-    assert {pattern: sorted(names) for pattern, names in places.items()} == {
-        pattern: sorted(names.split()) for pattern, names in LINUX_ONLY.items()
-    }
+    names = {path.relative_to(ROOT).as_posix().removeprefix("megatron_llama/"): path for path in sources}
+    texts = {name: path.read_text() for name, path in sorted(names.items()) if not name.startswith("tools/")}
+    page = ""
+    for pattern in LINUX_ONLY:
+        page += f"{pattern}\n" + "".join(f"    {name}\n" for name, text in texts.items() if re.search(pattern, text))
+    GoldenFiles.check("launch/linux_only.txt", page)
 
 
 def test_cores_without_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
