@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.golden import GoldenFiles
 from tests.paths import ROOT
 from tests.processes import environment
 
@@ -83,51 +84,46 @@ def job(tmp_path: Path) -> Job:
 
 
 WRONG = "This config can't work, for one reason: no such dataset"
-AT_LIMIT = {"SLURM_RESTART_COUNT": "3", "MAX_RESTARTS": "3"}
+LIMIT = "MAX_RESTARTS=3 SLURM_RESTART_COUNT"
+ENDS = [
+    "0 0",
+    "0 running",  # a rank was lost: never COMPLETED
+    "0",
+    "75 75",
+    "143 75",  # the others were ended while they left
+    "1 1",
+    "137 running",
+    "1 0",  # a rank failed after the first one had finished
+    "2 2",  # a config error is not retried
+    "137 2",
+    f"75 75 {LIMIT}=2",
+    *(f"{ends} {LIMIT}=3" for ends in ("75 75", "1 1", "0 running")),
+    f"0 0 {LIMIT}=4",  # Slurm's own restarts count too
+    *(f"75 75 {setting}" for setting in ("SLURM_RESTART_COUNT=9", "SLURM_RESTART_COUNT=10", "MAX_RESTARTS=0")),
+    # srun ends the first task before it can report a config error of another node.
+    f"143 SECOND={WRONG}",
+    "0 0 FINDS=2 DOCTOR=0",
+    *(f"0 0 FINDS={status}" for status in (1, 124, 137)),  # failed, took too long, killed
+    *(f"{ends} compile.slurm" for ends in ("0 0", "0 running", "1 1", "137 2")),  # never requeued
+]
+"""Status of srun, status that the first rank reports, variables, and the script."""
 
 
-@pytest.mark.parametrize(
-    ("ends", "run_status", "variables", "status", "requeued", "words"),
-    [
-        (0, "0", {}, 0, False, ""),
-        (0, "running", {}, 1, True, ""),  # a rank was lost: never COMPLETED
-        (0, "", {}, 1, True, ""),
-        (75, "75", {}, 75, True, ""),
-        (143, "75", {}, 75, True, ""),  # the others were ended while they left
-        (1, "1", {}, 1, True, ""),
-        (137, "running", {}, 1, True, ""),
-        (1, "0", {}, 1, True, ""),  # a rank failed after the first one had finished
-        (2, "2", {}, 2, False, ""),  # a config error is not retried
-        (137, "2", {}, 2, False, ""),
-        (75, "75", AT_LIMIT | {"SLURM_RESTART_COUNT": "2"}, 75, True, ""),
-        (75, "75", AT_LIMIT, 75, False, "MAX_RESTARTS=3"),
-        (1, "1", AT_LIMIT, 1, False, "MAX_RESTARTS=3"),
-        (0, "running", AT_LIMIT, 1, False, "MAX_RESTARTS=3"),
-        (0, "0", AT_LIMIT | {"SLURM_RESTART_COUNT": "4"}, 1, False, ""),  # Slurm's own restarts count too
-        (75, "75", {"SLURM_RESTART_COUNT": "9"}, 75, True, ""),
-        (75, "75", {"SLURM_RESTART_COUNT": "10"}, 75, False, ""),
-        (75, "75", {"MAX_RESTARTS": "0"}, 75, False, ""),
-        # srun ends the first task before it can report a config error of another node.
-        (143, "", {"SECOND": WRONG}, 1, True, f"task_1.txt\n{WRONG}"),
-        (0, "0", {"FINDS": "2", "DOCTOR": "0"}, 0, False, ""),
-        *((0, "0", {"FINDS": status}, 0, False, "") for status in ("1", "124", "137")),  # failed, took too long, killed
-    ],
-)
-def test_end_of_a_step(
-    job: Job, ends: int, run_status: str, variables: dict[str, str], status: int, requeued: bool, words: str
-) -> None:
-    end = job.run(ends, run_status, **variables)
-    assert (end.status, end.requeued) == (status, requeued) and words in end.printed, end.printed
-    assert (job.folder / "examined").exists() == (
-        variables.get("DOCTOR") != "0" and variables.get("SLURM_RESTART_COUNT") != "4"
-    )
-
-
-@pytest.mark.parametrize(("ends", "run_status", "status"), [(0, "0", 0), (0, "running", 1), (1, "1", 1), (137, "2", 2)])
-def test_compilation_is_not_requeued(job: Job, ends: int, run_status: str, status: int) -> None:
-    end = job.end(job.start(ends, run_status, "compile.slurm"))
-    assert (end.status, end.requeued) == (status, False)
-    assert "scripts/compile.py" in (job.folder / "arguments").read_text()
+def test_end_of_a_step(tmp_path: Path) -> None:
+    page = ""
+    for number, line in enumerate(ENDS):
+        (folder := tmp_path / str(number)).mkdir()
+        job, (ends, *words) = Job(folder), line.split(maxsplit=1 if "SECOND" in line else -1)
+        variables = dict(word.split("=") for word in words if "=" in word)
+        rest = [word for word in words if "=" not in word]
+        script = rest.pop() if "compile.slurm" in rest else "run.slurm"
+        end = job.end(job.start(int(ends), *(rest or [""]), script, **variables))
+        examined = ", examined" * (folder / "examined").exists()
+        page += f"$ {line}\nstatus {end.status}{', requeued' * end.requeued}{examined}\n"
+        page += end.printed.replace(str(folder), "FOLDER")
+        if script != "run.slurm":
+            assert "scripts/compile.py" in (folder / "arguments").read_text()
+    GoldenFiles.check("launch/ends.txt", page, {r"\d{4}-\d\d-\d\d \S{8}|\d{8}-\d{6}": "TIME"})
 
 
 def test_stops_that_saved_a_new_checkpoint_do_not_count(job: Job) -> None:
