@@ -12,6 +12,7 @@ import argparse
 import ast
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.help_format import HelpFormatter
@@ -39,6 +40,14 @@ STUDIES = ("curriculum", "less_communication", "muon", "patterns", "precision", 
 """Rows of studies.py."""
 
 
+def _titles(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield name and title of each study in studies.py."""
+    for table in (node for node in ast.walk(tree) if isinstance(node, ast.Dict)):
+        for key, value in zip(table.keys, table.values, strict=True):
+            if isinstance(key, ast.Constant) and isinstance(value, ast.Call) and ast.unparse(value.func) == "Study":
+                yield str(key.value), ast.literal_eval(value.args[0]) + "."
+
+
 def main() -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").partition("\n\n")[0])
@@ -46,8 +55,10 @@ def main() -> int:
     modules = {module.rpartition(".")[2]: module for module in COMMANDS} | dict.fromkeys(STUDIES, "studies")
     for name, module in modules.items():
         path = Path(__file__).parent / f"{module.replace('.', '/')}.py"
-        doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        command = commands.add_parser(name, help=doc.partition("\n")[0], description=doc.replace("%", "%%"))
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        doc, titles = ast.get_docstring(tree) or "", dict(_titles(tree))
+        title = titles.get(name, doc.partition("\n")[0])
+        command = commands.add_parser(name, help=title, description=doc.replace("%", "%%"))
         command.formatter_class = HelpFormatter
         # Import only the requested module: some import torch, which makes --help slow.
         if name in sys.argv[1:2]:

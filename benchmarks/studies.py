@@ -123,7 +123,7 @@ STUDIES = {
         "trainer.dp=1 data.seq_length=1024 trainer.global_batch_size=2 trainer.micro_batch_size=1",
     ),
     "precision": Study(
-        "Precisions",
+        "Precisions compared with fp32",
         {name: Variant(f"trainer.precision={name}") for name in ("fp32", "bf16", "bf16_sr", "bf16_pure")}
         | {"8-bit states": Variant("trainer.precision=fp32 optim.state_bits=8")},
         f"{Study.recipe} optim.lr=3e-4",

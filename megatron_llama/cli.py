@@ -7,6 +7,7 @@ import errno
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -116,6 +117,9 @@ def _report_errors(overrides: list[str], entry: Entry | None, subfolder: str | N
         context = process_context(os.environ)
         note_command(overrides, None if context is None else (context.launcher, context.nodes))
         config = parse_overrides(overrides, context, subfolder, True)
+        names = Counter(override.partition("=")[0].lstrip("+") for override in {*overrides})
+        for name in [name for name, count in names.items() if count > 1] * (context is None or context.rank == 0):
+            sys.stderr.write(f"train.py: {name} is given more than once; the last value is used\n")
         status, folder = _run(config, context, overrides, entry, prints_plan)
     except ConfigError as error:
         status = EXIT_USER

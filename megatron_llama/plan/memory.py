@@ -175,12 +175,10 @@ def check_memory(
     if _sure(needed, machine) * machine.ranks <= machine.memory_bytes:
         return []
     where = f" (pipeline stage {heaviest})" if plan.config.trainer.pp > 1 else ""
-    parts = f"weights {gib(needed.weights)}, gradients {gib(needed.gradients)}, optimizer {gib(needed.optimizer)}"
-    size, moment = needed.states, "before any activation"
+    size, moment, names = needed.states, "before any activation", ["weights", "gradients", "optimizer"]
     if machine.accelerator:
-        parts += f", activations {gib(needed.activation_bytes)}"
-        parts += f", logits {gib(needed.logits)}, buffers {gib(needed.buffers)}"
-        size, moment = needed.total, "at its peak"
+        size, moment, names = needed.total, "at its peak", [*names, "activations", "logits", "buffers"]
+    parts = ", ".join(f"{name} {gib(part)}" for name, part in needed.parts().items() if part and name in names)
     together = f", {gib(size * machine.ranks)} for {machine.ranks} ranks" if machine.ranks > 1 else ""
     rule = (
         f"the heaviest rank{where} needs {gib(size)} {moment}: {parts}{together}; "

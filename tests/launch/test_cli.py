@@ -106,8 +106,10 @@ def test_refusals(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch
     assert sorted(tmp_path.iterdir()) == before
     words = f"data.prefixes=[{prefix}] data.tokenizer=null device=cpu model.vocab_size=600"
     assert probe(words.split()).stdout == "heavy: [] status: 2\n"
-    assert cli.main(["--dry-run", *ASYNC_TP.split(), "device=cuda"]) == 0
-    assert "tp 2 with sp · compile with async_tp" in capfd.readouterr().out
+    assert cli.main(["--dry-run", *ASYNC_TP.split(), "device=cuda", "trainer.seed=7", "+trainer.seed=8"]) == 0
+    printed = capfd.readouterr()
+    assert "tp 2 with sp · compile with async_tp" in printed.out
+    assert "train.py: trainer.seed is given more than once; the last value is used\n" in printed.err
 
 
 def test_a_device_that_is_not_here_is_refused_together_with_the_rest(

@@ -540,7 +540,7 @@ def middle_layers_drop_tokens(config: Config, world_size: int) -> Iterator[Probl
     middle = list(range(1, count - 1))
     if not middle:
         rule = f"needs 3 layers or more: the first and the last of {count} layers process all tokens"
-        yield Problem(SECTION, ltd.layers or "set", rule, f"write {SECTION}=null, or a model of 3 layers or more")
+        yield Problem(SECTION, ltd.layers or None, rule, f"write {SECTION}=null, or a model of 3 layers or more")
     elif ltd.layers is not None and (
         not ltd.layers or len(set(ltd.layers)) < len(ltd.layers) or set(ltd.layers) - set(middle)
     ):
@@ -575,7 +575,7 @@ def tokens_are_dropped_of_whole_sequences(config: Config, world_size: int) -> It
     if any(metric.is_length for metric in data_settings.curriculum_metrics(entries)):
         rule = "conflicts with the sequence lengths of data.curriculum"
         advice = f"write {SECTION}=null, or remove lengths from data.curriculum"
-        yield Problem(SECTION, "set", rule, advice)
+        yield Problem(SECTION, None, rule, advice)
 
 
 @reads("trainer.cp", "trainer.tp", "trainer.sp", "data.seq_length")
@@ -612,7 +612,7 @@ def whole_sequences_drop_tokens(config: Config, world_size: int) -> Iterator[Pro
     cp = config.trainer.cp
     if cp > 1 and config.trainer.random_ltd is not None:
         rule = f"conflicts with trainer.cp={cp}: a random subset of a sequence has no equal parts on its ranks"
-        yield Problem("trainer.random_ltd", "set", rule, "write trainer.random_ltd=null, or trainer.cp=1")
+        yield Problem("trainer.random_ltd", None, rule, "write trainer.random_ltd=null, or trainer.cp=1")
 
 
 @reads("trainer.cp", "trainer.async_tp")

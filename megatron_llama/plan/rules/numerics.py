@@ -115,7 +115,7 @@ def exact_spans_divide_by_cp(config: Config, world_size: int) -> Iterator[Proble
         yield Problem("data.seq_length", length, rule, f"write data.seq_length={longer}, or trainer.cp=1")
     if config.data.curriculum:
         rule = f"trainer.exact with trainer.cp={cp} needs sequences of one length"
-        yield Problem("data.curriculum", "set", rule, "write data.curriculum=[], or trainer.cp=1")
+        yield Problem("data.curriculum", None, rule, "write data.curriculum=[], or trainer.cp=1")
 
 
 @reads("optim.qk_clip", "model.model_type")

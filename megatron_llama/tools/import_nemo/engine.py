@@ -121,6 +121,8 @@ class Conversion:
     add = "{key}={value} after the file"
     """How the command line of this program completes the source."""
     reference = "refers to {first} of another file; write that value after the file"
+    unset = "refers to another file"
+    """Short form of ``reference``."""
 
     def __init__(self, values: Mapping[str, Any], name: str) -> None:
         self.source, self.result = values, ConvertedConfig(name)
@@ -161,7 +163,7 @@ class Conversion:
             name = f"model.{key}" if key.startswith("data.") else key
             rule = f"{name} is omitted: it {self.reference.format(first=first)}"
             self.assumed.append(f"{rule}, such as data_dir=PATH" if "${data_dir}" in first else rule)
-            return KeyConversion(key, value, MEANINGLESS, why="refers to another file")
+            return KeyConversion(key, value, MEANINGLESS, why=self.unset)
         return replace(conversion, value=value)
 
     def get(self, key: str, default: Any = None) -> Any:

@@ -91,6 +91,7 @@ class MegatronConversion(Conversion):
     relevant = ("--data-path", "--train-data-path", "--load")
     add = "{key} {value} after the file"
     reference = "refers to {first}, which the script does not set; write NAME=VALUE after the file, or the flag"
+    unset = "refers to a variable that the script does not set"
 
     def subjects(self) -> None:
         """Convert all subjects."""

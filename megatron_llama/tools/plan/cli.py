@@ -14,11 +14,12 @@ from megatron_llama.system.wrapping import wrap_lines
 from megatron_llama.tools.common import NO_FILES
 
 USAGE = """\
-python scripts/plan.py [--json] [group=choice ...] [section.setting=value ...]
-                       [cluster.setting=value ...]
-python scripts/plan.py --published FILE.csv [--json]
-python scripts/plan.py --devices
-python scripts/plan.py --calibrate
+usage: python scripts/plan.py [--json] [group=choice ...]
+                              [section.setting=value ...]
+                              [cluster.setting=value ...]
+       python scripts/plan.py --published FILE.csv [--json]
+       python scripts/plan.py --devices
+       python scripts/plan.py --calibrate
 
 Forecast a run of `python train.py` with the same settings, on any machine and
 without a device. The report has memory per pipeline stage, step time by

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from megatron_llama.config import Problem
 
 USAGE = """\
-python scripts/tune.py [--output FILE.yaml] [objective=...] [group=choice ...]
-                       [section.setting=value ...] [cluster.setting=value ...]
-                       [tune.setting=value ...]
+usage: python scripts/tune.py [--output FILE.yaml] [objective=...]
+                              [group=choice ...] [section.setting=value ...]
+                              [cluster.setting=value ...]
+                              [tune.setting=value ...]
 
 Find tp, cp, pp, vpp, dp, zero, shard_group, micro_batch_size, recompute for a
 run of `python train.py` with the same settings. The search forecasts memory

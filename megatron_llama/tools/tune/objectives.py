@@ -299,7 +299,7 @@ def device_count_lines(counts: list[DeviceCount]) -> Iterator[str]:
         best, days = each.fastest, each.days
         row = [f"{each.tuned.target.ranks:,}", f"{len(each.space.candidates):,}"]
         if best is not None and days is not None:
-            row += [f"{best.seconds:.4g}", f"{days:,.3g}", gib(best.required_bytes)]
+            row += [f"{best.seconds:.4g}", f"{float(f'{days:.3g}'):,g}", gib(best.required_bytes)]
             row += [str(best.settings[f"trainer.{name}"]) for name in ("tp", "cp", "pp", "dp", "zero")]
         rows.append(row + [""] * (len(rows[0]) - len(row)))
     yield from text_table(rows, left=0)

@@ -206,6 +206,8 @@ def test_unsupported_keys_are_in_the_file() -> None:
     result = convert_with(NEMO, "model.activation=gelu")
     assert "NOT SUPPORTED model.activation=gelu" in as_yaml(result, "theirs.yaml")
     assert load_converted(result).model.hidden_size == 4096 and set(PRESETS) <= set(PRECISIONS)
+    listing = format_listing(convert_with(FOLDER / "megatron_8b.sh"), "theirs.sh")
+    assert "refers to a variable that the script does not set" in listing and "another file" not in listing
 
 
 def test_a_schedule_shorter_than_the_run() -> None:
