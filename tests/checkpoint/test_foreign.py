@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,10 +16,11 @@ from megatron_llama.config import ConfigError, load_config
 from megatron_llama.data.batches import MockDataset
 from megatron_llama.plan import resolve
 from megatron_llama.tools.compare.logs import first_common_loss
+from scripts import inspect_checkpoint
 from tests.checkpoint.runner import SMALL, Bomb, assert_same, make_plan, rejection, run
 from tests.checkpoint.source_settings import BATCH, LAYOUTS, LENGTH, VOCAB, logits_of_weights
 from tests.checkpoint.torch_sources import SETTINGS, Trained, train_source
-from tests.paths import CONF, ROOT
+from tests.paths import CONF
 from tests.ranks import run_ranks
 
 pytest.importorskip("transformers", reason="transformers is a dev dependency: the model of these sources")
@@ -150,21 +149,23 @@ def test_missing_parts_are_described(copy: Path) -> None:
         assert "Adam's moments" in "; ".join(describe(copy).missing)
 
 
-@pytest.mark.slow
-def test_inspect_checkpoint(copy: Path, tmp_path: Path) -> None:
+def test_inspect_checkpoint(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Exit statuses 0, 1 and 2; lines of at most 80 columns."""
 
-    def inspect(path: Path) -> subprocess.CompletedProcess:
-        command = [sys.executable, str(ROOT / "scripts/inspect_checkpoint.py"), str(path)]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+    def inspect(path: Path) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["inspect_checkpoint", str(path)])
+        status, printed = inspect_checkpoint.main(), capsys.readouterr()
+        return status, printed.out + printed.err
 
-    done = inspect(copy)
-    assert done.returncode == 0 and "Adam's moments of 39 of 39" in done.stdout
-    assert all(len(line) <= 80 for line in done.stdout.splitlines() if str(copy) not in line)
+    status, output = inspect(copy)
+    assert status == 0 and "Adam's moments of 39 of 39" in output
+    assert all(len(line) <= 80 for line in output.splitlines() if str(copy) not in line)
     _pickles(copy)[0].write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
-    done = inspect(copy)
-    assert done.returncode == 1 and "is rejected" in done.stderr and not (tmp_path / "executed").exists()
-    assert inspect(tmp_path).returncode == 2
+    status, output = inspect(copy)
+    assert status == 1 and "is rejected" in output and not (tmp_path / "executed").exists()
+    assert inspect(tmp_path)[0] == 2
 
 
 def test_the_first_loss_next_to_the_sources(tmp_path: Path) -> None:

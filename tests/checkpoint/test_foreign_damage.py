@@ -6,8 +6,6 @@ import argparse
 import io
 import os
 import pickle
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,9 +28,9 @@ from megatron_llama.checkpoint.foreign.tensors import SourceChunk, check_cover
 from megatron_llama.checkpoint.foreign.unpickle import load_metadata, load_pickle
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError, ModelConfig
+from scripts import inspect_checkpoint
 from tests.checkpoint.runner import make_plan, rejection
 from tests.messages import raises_with_message
-from tests.paths import ROOT
 
 UNTIED = "model.tie_word_embeddings=false"
 
@@ -46,13 +44,6 @@ def _shared(levels: int) -> Any:
     value: Any = {"lr": 1.0}
     for _ in range(levels):
         value = {"a": value, "b": value}
-    return value
-
-
-def _deep(levels: int) -> Any:
-    value: Any = []
-    for _ in range(levels):
-        value = [value]
     return value
 
 
@@ -318,15 +309,18 @@ def test_a_layer_of_a_large_number(tmp_path: Path) -> None:
     assert missing == "layers 1, 2, 3, 4, 5, 6, 7, 8 and 899991 more"
 
 
-def test_text_of_a_checkpoint_does_not_reach_the_terminal(tmp_path: Path) -> None:
+def test_text_of_a_checkpoint_does_not_reach_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = _source(tmp_path / "source")
     torch.save(
         {"iteration": 3, "args": argparse.Namespace(split="\x1b]0;x\x07\u202e", norm_epsilon=1e-5)},
         folder / "common.pt",
     )
-    command = [sys.executable, str(ROOT / "scripts/inspect_checkpoint.py"), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "\\x1b]0;x\\x07\\u202e" in done.stdout and not set("\x1b\x07\u202e") & set(done.stdout)
+    monkeypatch.setattr("sys.argv", ["inspect_checkpoint", str(folder)])
+    assert inspect_checkpoint.main() == 0
+    output = capsys.readouterr().out
+    assert "\\x1b]0;x\\x07\\u202e" in output and not set("\x1b\x07\u202e") & set(output)
 
 
 ODD: tuple[Any, ...] = (

@@ -16,17 +16,10 @@ from tests.processes import announce, pids, save_and_leave, steps
 
 TINY = ["data=mock", "device=cpu", "trainer.steps=1"]
 TRAIN = str(ROOT / "train.py")
-SMALL = [
-    "data=mock",
-    "device=cpu",
-    "data.seq_length=32",
-    "model.num_hidden_layers=2",
-    "model.hidden_size=64",
-    "model.intermediate_size=96",
-    "device.peak_tflops=0.01",  # not measured
-    "trainer.tp=2",
-    "logging.tensorboard=false",
-]
+SMALL = (
+    "data=mock device=cpu data.seq_length=32 model.num_hidden_layers=2 model.hidden_size=64 "
+    "model.intermediate_size=96 device.peak_tflops=0.01 trainer.tp=2 logging.tensorboard=false"
+).split()
 
 
 def wait_for_step(run: subprocess.Popen[str], folder: Path, step: int, limit: float = 150.0) -> None:

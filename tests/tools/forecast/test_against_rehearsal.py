@@ -25,18 +25,11 @@ from tests.ranks import run_ranks
 from tests.rows import overrides, rows
 
 WITHIN, WITHIN_EXACT = 0.10, 0.13
-MODEL = {
-    "model.hidden_size": 256,
-    "model.num_hidden_layers": 4,
-    "model.num_attention_heads": 8,
-    "model.num_key_value_heads": 4,
-    "model.intermediate_size": 704,
-    "model.vocab_size": 8000,
-    "data.seq_length": 512,
-    "trainer.micro_batch_size": 2,
-    "trainer.global_batch_size": 8,
-    "trainer.precision": "bf16",
-}
+MODEL = (
+    "model.hidden_size=256 model.num_hidden_layers=4 model.num_attention_heads=8 model.num_key_value_heads=4 "
+    "model.intermediate_size=704 model.vocab_size=8000 data.seq_length=512 micro_batch_size=2 global_batch_size=8 "
+    "precision=bf16"
+)
 FULL, ELEMENTWISE, CHUNKS, TWO = "recompute=full", "recompute=elementwise", "mlp_chunks=8", "model.num_hidden_layers=2"
 LORA, LORA_ALL = "finetune=lora", "finetune=lora finetune.lora_target_modules=all-linear"
 OLMO2, QWEN2, QWEN3 = (f"model.model_type={name}" for name in ("olmo2", "qwen2", "qwen3"))
@@ -137,9 +130,8 @@ LAYOUTS = {
 @pytest.mark.parametrize(("stage", "layout"), rows(LAYOUTS.items(), {"tp2 pp2, zero 2", "zero 3, full recompute"}))
 def test_forecast_is_near_the_rehearsal(stage: int, layout: str) -> None:
     """Compare the forecast of a stage's first rank with its rehearsal."""
-    words = overrides(layout)
-    changed = {word.partition("=")[0] for word in words}
-    plan, _ = plan_rehearsal([*(f"{name}={value}" for name, value in MODEL.items() if name not in changed), *words])
+    words = {word.partition("=")[0]: word for word in overrides(f"{MODEL} {layout}")}
+    plan, _ = plan_rehearsal(list(words.values()))
     forecast = stage_footprints(plan)[stage]
     rehearsed = rehearse(plan, plan.grid.rank(pp=stage))
     within = WITHIN_EXACT if plan.config.trainer.exact else WITHIN

@@ -25,15 +25,19 @@ def drawn(sampling: Sampling, logits: torch.Tensor, count: int = 4000) -> torch.
     return torch.bincount(torch.tensor(ids), minlength=logits.shape[-1]) / count
 
 
-def test_shares_are_the_probabilities() -> None:
-    logits = torch.log(P[torch.tensor([2, 0, 3, 1])]).float()[None]  # not in falling order
-    assert drawn(Sampling(temperature=1.0), logits).tolist() == pytest.approx([0.125, 0.5, 0.125, 0.25], abs=0.03)
-    assert drawn(Sampling(temperature=1.0, top_p=0.75), logits).tolist() == pytest.approx(
-        [0, 2 / 3, 0, 1 / 3], abs=0.03
-    )
-    squares = P**2 / (P**2).sum()
-    expected = squares[torch.tensor([2, 0, 3, 1])].tolist()
-    assert drawn(Sampling(temperature=0.5), logits).tolist() == pytest.approx(expected, abs=0.03)
+@pytest.mark.parametrize(
+    ("sampling", "shares"),
+    [
+        (Sampling(temperature=1.0), P),
+        (Sampling(temperature=1.0, top_p=0.75), torch.tensor([2 / 3, 1 / 3, 0, 0])),
+        (Sampling(temperature=0.5), P**2 / (P**2).sum()),
+    ],
+    ids=["all", "nucleus", "squares"],
+)
+def test_shares_are_the_probabilities(sampling: Sampling, shares: torch.Tensor) -> None:
+    order = torch.tensor([2, 0, 3, 1])  # not falling
+    logits = torch.log(P[order]).float()[None]
+    assert drawn(sampling, logits).tolist() == pytest.approx(shares[order].tolist(), abs=0.03)
 
 
 def test_many_draws_have_the_probabilities() -> None:
@@ -98,21 +102,15 @@ def test_draws_of_a_seed_on_every_processor() -> None:
     assert [choose(logits, Sampling(top_p=0.9), generators).tolist() for _ in range(4)] == DRAWS
 
 
-def test_the_lowest_of_equal_ids() -> None:
-    logits = torch.zeros(2, 100_000).index_fill(-1, torch.tensor([70, 7000, 99_999]), 1.0)
-    assert choose(logits, Sampling(greedy=True), []).tolist() == [70, 70]
-    one = Sampling(top_p=1e-9)
-    assert choose(logits, one, one.generators(2)).tolist() == [70, 70]
+def test_greedy_takes_the_likeliest_and_the_lowest_of_equal_ids() -> None:
+    equal = torch.zeros(2, 100_000).index_fill(-1, torch.tensor([70, 7000, 99_999]), 1.0)
+    for logits in (equal, torch.randn(5, 100, generator=torch.Generator().manual_seed(0))):
+        likeliest = [70, 70] if logits is equal else logits.argmax(-1).tolist()
+        for sampling in (Sampling(greedy=True), Sampling(top_p=1e-9)):
+            assert choose(logits, sampling, sampling.generators(len(logits))).tolist() == likeliest
 
 
 def test_impossible_ids_are_never_drawn() -> None:
     logits = torch.tensor([[float("-inf"), 0.0, torch.finfo(torch.float32).min, 0.0]])
     shares = drawn(Sampling(temperature=5.0), logits)
     assert shares[0] == shares[2] == 0 and shares[1] == pytest.approx(0.5, abs=0.03)
-
-
-def test_greedy_takes_the_likeliest() -> None:
-    logits = torch.randn(5, 100, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(choose(logits, Sampling(greedy=True), []), logits.argmax(-1))
-    one = Sampling(top_p=1e-6)
-    assert torch.equal(choose(logits, one, one.generators(5)), logits.argmax(-1))
