@@ -19,7 +19,7 @@ from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import format_value
 from megatron_llama.plan import resolve
-from megatron_llama.tools.import_nemo.cli import as_yaml, check, command_line, format_listing, main
+from megatron_llama.tools.import_nemo.cli import as_yaml, check, command_line, convert_source, format_listing, main
 from megatron_llama.tools.import_nemo.convert import convert
 from megatron_llama.tools.import_nemo.engine import ConvertedConfig
 from megatron_llama.tools.import_nemo.nemo_keys import PRESETS
@@ -206,7 +206,7 @@ def test_unsupported_keys_are_in_the_file() -> None:
     result = convert_with(NEMO, "model.activation=gelu")
     assert "NOT SUPPORTED model.activation=gelu" in as_yaml(result, "theirs.yaml")
     assert load_converted(result).model.hidden_size == 4096 and set(PRESETS) <= set(PRECISIONS)
-    listing = format_listing(convert_with(FOLDER / "megatron_8b.sh"), "theirs.sh")
+    listing = format_listing(convert_source(FOLDER / "megatron_8b.sh", [], []), "theirs.sh")
     assert "refers to a variable that the script does not set" in listing and "another file" not in listing
 
 
