@@ -19,9 +19,8 @@ import torch
 from megatron_llama.cli import main as launch
 from megatron_llama.corpus.indexed_format import write_index
 from megatron_llama.data.batches import Batches, Prefetcher, Samples, build_data
-from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel import build_model, open_device, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system.tables import markdown_table
 from megatron_llama.train.loop import training_step
@@ -81,8 +80,7 @@ def _made_up(folder: Path, total: int) -> None:
 
 def _measure(delays: list[float], plan: Plan) -> None:
     """Train with both ways of building batches alternately, and print the table."""
-    device, topology = get_device("cpu"), plan.topology(int(os.environ["RANK"]))
-    torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    topology, (device, torch_device) = plan.topology(int(os.environ["RANK"])), open_device(plan)
     with process_groups(plan, topology, device, torch_device):
         model = build_model(plan, topology, device, torch_device)
         optimizer = build_optimizer(plan, model)

@@ -115,13 +115,11 @@ def measured(plan: Plan, steps: int) -> list[float]:
 def _time_steps(count: int, folder: Path, plan: Plan) -> None:
     """Time the steps of a rank; rank 0 writes the seconds to ``folder``."""
     from megatron_llama.data.batches import build_data
-    from megatron_llama.devices import get_device
     from megatron_llama.optim import build_optimizer
-    from megatron_llama.parallel import build_model, process_groups
+    from megatron_llama.parallel import build_model, open_device, process_groups
     from megatron_llama.tools.steps import open_steps
 
-    device, rank = get_device(plan.config.device.name), int(os.environ["RANK"])
-    torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    rank, (device, torch_device) = int(os.environ["RANK"]), open_device(plan)
     topology = plan.topology(rank)
     with process_groups(plan, topology, device, torch_device):
         model = build_model(plan, topology, device, torch_device)

@@ -19,12 +19,11 @@ from benchmarks.harness.task import Facts, TrainingTask, checksum
 from benchmarks.harness.worker import Ranks, serve
 from megatron_llama.cli import main as launch
 from megatron_llama.data.batches import build_data
-from megatron_llama.devices import get_device
 from megatron_llama.devices.cpu import attention as attention_cpu
 from megatron_llama.devices.cpu.matmul import by_amx
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.parallel import ParallelModel, build_model, open_device, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.tools.common import MOCK_RUN
@@ -142,8 +141,7 @@ def train_rank(task: TrainingTask, marks: dict[str, float], plan: Plan) -> None:
     """Build and serve one rank; the entry point of each rank."""
     marks = {**marks, "ranks started": time.time()}
     rank = int(os.environ["RANK"])
-    device, topology = get_device(plan.config.device.name), plan.topology(rank)
-    torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    topology, (device, torch_device) = plan.topology(rank), open_device(plan)
     with process_groups(plan, topology, device, torch_device):
         ranks = OurRanks(rank)
         device.seed(plan.config.trainer.seed)

@@ -77,13 +77,11 @@ def time_steps(file: Path, pairs: int, plan: Plan) -> None:
     import torch.distributed as dist
 
     from megatron_llama.data.batches import build_data
-    from megatron_llama.devices import get_device
     from megatron_llama.optim import build_optimizer
-    from megatron_llama.parallel import build_model, process_groups
+    from megatron_llama.parallel import build_model, open_device, process_groups
     from megatron_llama.tools.steps import open_steps
 
-    device, topology = get_device(plan.config.device.name), plan.topology(int(os.environ["RANK"]))
-    torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    topology, (device, torch_device) = plan.topology(int(os.environ["RANK"])), open_device(plan)
     without, with_comparison, comparison = list[float](), list[float](), list[float]()
     with process_groups(plan, topology, device, torch_device):
         model = build_model(plan, topology, device, torch_device)

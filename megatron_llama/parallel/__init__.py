@@ -1,7 +1,7 @@
 """Parallelism, one file per axis. parallelize.py applies them in order."""
 
-from megatron_llama.parallel.groups import process_groups
+from megatron_llama.parallel.groups import open_device, process_groups
 from megatron_llama.parallel.parallelize import ParallelModel, build_model
 from megatron_llama.parallel.shards import Shard
 
-__all__ = ["ParallelModel", "Shard", "build_model", "process_groups"]
+__all__ = ["ParallelModel", "Shard", "build_model", "open_device", "process_groups"]

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.settings import TrainerConfig
-from megatron_llama.devices import Device
+from megatron_llama.devices import Device, get_device
 from megatron_llama.devices.mcore import patch_mcore
 from megatron_llama.plan import Plan
 from megatron_llama.system.phase import ATTEMPT, PATIENT
@@ -74,6 +74,19 @@ def axis_of(group: dist.ProcessGroup) -> str | None:
     # If all ranks are data-parallel, fully_shard uses the world's group.
     callers = (str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_stack(None))
     return "dp" if any(name.startswith("torch.distributed.fsdp") for name in callers) else "world"
+
+
+def open_device(plan: Plan) -> tuple[Device, torch.device]:
+    """Open this rank's device, with torch's settings of a run. Reads LOCAL_RANK and LOCAL_WORLD_SIZE.
+
+    Inductor's cache has other graphs for other settings, so compile.py needs the settings of the run.
+    """
+    device = get_device(plan.config.device.name)
+    torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    device.prepare_memory(plan.activation_bytes)
+    torch.use_deterministic_algorithms(plan.config.trainer.deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time
+    return device, torch_device
 
 
 @contextmanager

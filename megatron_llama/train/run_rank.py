@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 
-import torch
-
 from megatron_llama.data.batches import Data, build_data
-from megatron_llama.devices import Device, get_device
+from megatron_llama.devices import Device
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.parallel import ParallelModel, build_model, open_device, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.topology import Topology
@@ -27,12 +25,7 @@ def run_rank(plan: Plan) -> None:
         SystemExit: Status 75, after a signal and a save.
     """
     phase.enter("opening the device", phase.PATIENT)
-    device = get_device(plan.config.device.name)
-    torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-    device.prepare_memory(plan.activation_bytes)
-    torch.use_deterministic_algorithms(plan.config.trainer.deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time
-
+    device, torch_device = open_device(plan)
     topology = plan.topology(int(os.environ["RANK"]))
     phase.enter("meeting the other ranks", phase.PATIENT)
     with process_groups(plan, topology, device, torch_device):

@@ -19,10 +19,9 @@ from functools import partial
 import torch.distributed as dist
 
 from megatron_llama.data.batches import build_data
-from megatron_llama.devices import get_device
 from megatron_llama.devices.compile_cache import compile_folder
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel import build_model, open_device, process_groups
 from megatron_llama.parallel.compile_report import Compilations, gather, write_report
 from megatron_llama.parallel.compiling import Compiler, Graph
 from megatron_llama.plan import Plan
@@ -59,8 +58,7 @@ def compile_rank(plan: Plan, representatives: Sequence[int] | None = None) -> No
 
 def _compile(plan: Plan, rank: int, gather_graphs: Callable[[Sequence[Graph]], Compilations]) -> Compilations:
     """Compile every graph of ``rank``; return the graphs of all ranks, collected by ``gather_graphs``."""
-    device = get_device(plan.config.device.name)
-    torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    device, torch_device = open_device(plan)
     topology = plan.topology(rank)
     with process_groups(plan, topology, device, torch_device):
         compiler = Compiler(plan, device, keep_going=True)

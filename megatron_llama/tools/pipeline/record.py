@@ -33,7 +33,7 @@ from megatron_llama.data.batches import build_data
 from megatron_llama.devices import HOST, get_device
 from megatron_llama.launch.start import Share, start_ranks
 from megatron_llama.launch.world import find_world
-from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel import build_model, open_device, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.plan.job import job_of_plan
 from megatron_llama.tools.common import MOCK_RUN
@@ -158,14 +158,12 @@ def measure_pipeline(plan: Plan) -> PipelineTimeline | int:
 
 def _record_one_rank(folder: Path, plan: Plan) -> None:
     from megatron_llama.data.batches import build_data
-    from megatron_llama.devices import get_device
     from megatron_llama.optim import build_optimizer
     from megatron_llama.parallel import build_model, process_groups
     from megatron_llama.tools.steps import open_steps
 
     rank = int(os.environ["RANK"])
-    topology, device = plan.topology(rank), get_device(plan.config.device.name)
-    torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    topology, (device, torch_device) = plan.topology(rank), open_device(plan)
     records: list[RankRecord] = []
     with process_groups(plan, topology, device, torch_device):
         model = build_model(plan, topology, device, torch_device)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch._inductor.config
+import torch.utils.deterministic
 
-import megatron_llama.train.run_rank  # noqa: F401  imported once, before the forks
 from megatron_llama import cli
+from megatron_llama.plan import Plan
 from megatron_llama.tools.compile import cli as ahead
 from megatron_llama.tools.compile import compile_rank
+from megatron_llama.train import run_rank
 from tests.compiled import needs_compiler
-from tests.oracle import SMALL
+from tests.oracle import SMALL, make_plan
 from tests.processes import Launcher
 from tests.processes import losses as losses_of
+from tests.ranks import run_ranks
 
 pytestmark = needs_compiler
 LAYOUT = (*SMALL, "trainer.tp=2", "trainer.pp=2", "trainer.global_batch_size=4", "trainer.val_every_steps=2")
@@ -79,6 +84,35 @@ def test_one_per_stage_compiles_every_graph_of_a_run(job: Job) -> None:
     status, output, _ = job.run("train eagerly", *LAYOUT, *one)
     losses, eager = (losses_of(job.folder / name / "run") for name in ("train", "train eagerly"))
     assert losses == pytest.approx(eager, rel=1e-5) and len(losses) == 4
+
+
+class _Recorded(Exception):
+    pass
+
+
+def _settings_of_torch(rank: int, plan: Plan) -> list[tuple[bool, bool]]:
+    """Return torch's settings with which a run and compile.py build the model."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    results = list[tuple[bool, bool]]()
+
+    def record(*_: Any) -> None:
+        settings = torch.utils.deterministic
+        results.append((torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory))
+        torch.use_deterministic_algorithms(False)
+        settings.fill_uninitialized_memory = True
+        raise _Recorded
+
+    for module, enter in (run_rank, run_rank.run_rank), (compile_rank, compile_rank.compile_rank):
+        without_groups = patch.object(module, "process_groups", lambda *_: nullcontext())
+        with without_groups, patch.object(module, "build_model", record), pytest.raises(_Recorded):
+            enter(plan)
+    return results
+
+
+def test_compile_has_the_settings_of_a_run() -> None:
+    """With other settings Inductor's cache has other graphs, and a run would compile all of them again."""
+    ((run, ahead),) = run_ranks(_settings_of_torch, 1, make_plan(1, "trainer.deterministic=true"))
+    assert run == ahead == (True, False)
 
 
 @pytest.mark.slow
