@@ -212,7 +212,7 @@ def test_while_the_processes_of_a_job_meet(tmp_path: Path) -> None:
         exit_on_signal()
         first(join, "Rendezvous", lambda: os.kill(os.getpid(), signal.SIGINT))
 
-    job = Job(tmp_path / "run", *RUN, "trainer.tp=2", prepare=prepare)
+    job = Job(tmp_path / "run", *RUN[1:], "trainer.tp=2", prepare=prepare)
     assert job.wait() == 130, job.output
     assert job.output == "Stopped by SIGINT.\n"
 
