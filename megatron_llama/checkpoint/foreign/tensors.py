@@ -140,6 +140,8 @@ class Foreign:
     """Samples consumed; None: the format has no position in the data."""
     lr: float | None = None
     """Learning rate of the last step."""
+    vocab_multiple: int = 1
+    """Multiple to which the rows of the embedding are padded."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Settings of the source that the checkpoint contains, by our names."""
     has_settings: bool = False

@@ -79,14 +79,11 @@ def read_meta(folder: Path) -> tuple[Sources, Foreign]:
     return sources, result
 
 
-def _litgpt_config(folder: Path) -> dict[str, Any]:
-    path = folder / "model_config.yaml"
-    return read_yaml(path) if path.is_file() else {}
-
-
 def read_litgpt(folder: Path) -> tuple[Sources, Foreign]:
     """Return the tensors and the settings of litgpt's folder."""
-    config, path, result = _litgpt_config(folder), folder / "lit_model.pth", _weights_only(LITGPT, folder)
+    path, result, settings = folder / "lit_model.pth", _weights_only(LITGPT, folder), folder / "model_config.yaml"
+    config = read_yaml(settings) if settings.is_file() else {}
+    result.vocab_multiple = integer(config.get("padding_multiple")) or 1
     config |= config["rope_adjustments"] if isinstance(config.get("rope_adjustments"), dict) else {}
     arguments = {_LITGPT_KEYS.get(name, name): value for name, value in config.items() if name not in _LITGPT_SHAPE}
     if window := integer(config.get("sliding_window_size")):
@@ -279,6 +276,5 @@ def open_torch_files(folder: Path, model: ModelConfig, kind: str) -> Foreign:
         result.missing += [] if result.has_moments else ["Adam's moments"]
         return result
     names = torchtitan_names(model, sources) if kind == META else litgpt_names(model, sources)
-    multiple = 1 if kind == META else integer(_litgpt_config(folder).get("padding_multiple")) or 1
-    result.tensors = map_tensors(folder, sources, names, {}, vocab_multiple=multiple)
+    result.tensors = map_tensors(folder, sources, names, {}, vocab_multiple=result.vocab_multiple)
     return result
