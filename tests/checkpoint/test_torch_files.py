@@ -103,6 +103,8 @@ def write_deepspeed(folder: Path, weights: State, stage: int, ranks: int = 3, sc
         base: Any = {"state": dict(enumerate(inner)), "param_groups": options}
         optimizer = {"loss_scaler": scaler(), "partition_count": ranks, "zero_stage": stage}
         if stage == 3:
+            for vector in flat["fp32"]:
+                vector.ds_id = [0]  # type: ignore[attr-defined]  # as stage3.py does
             optimizer |= {"optimizer_state_dict": base, "fp32_flat_groups": flat["fp32"]}
         else:
             lean = [
@@ -297,6 +299,13 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "zero 2",
         lambda f: _edit(f, "*model_states*", lambda c: c.update({"param_shapes": [{"a": (10**12,)}]})),
         "",
+    ),
+    "zero, attributes": (
+        "zero 3",
+        lambda f: _edit(
+            f, "*_0_*optim*", lambda c: setattr(c["optimizer_state_dict"]["fp32_flat_groups"][0], "data_ptr_", 5)
+        ),
+        "unknown attributes",
     ),
     "universal, no tensor": ("universal", lambda f: torch.save([1], min(f.rglob("fp32.pt"))), "contains no tensor"),
 }

@@ -96,7 +96,20 @@ def _check_key(key: Any) -> bool:
     return True
 
 
+def _typed(build: Any, kind: Any, arguments: Any, state: Any) -> list[Any]:
+    """Return a tensor and its attributes: ZeRO 3 sets ``ds_id``. Others could replace the tensor's methods."""
+    if getattr(build, "__name__", "") != "_rebuild_tensor_v2" or kind != _TENSOR:
+        raise pickle.UnpicklingError("it contains a tensor of an unknown class")
+    if not isinstance(state, dict) or not all(isinstance(n, str) and n.startswith("ds_") for n in state):
+        raise pickle.UnpicklingError("it contains a tensor with unknown attributes")
+    return [build(*arguments), state]
+
+
+_TENSOR = "torch.Tensor"
+"""The class itself stays a text, which nothing can call."""
 _PLAIN: dict[str, Any] = {
+    _TENSOR: _TENSOR,
+    "torch._tensor._rebuild_from_type_v2": _typed,
     "torch.Size": tuple,
     "collections.OrderedDict": _Mapping,
     "collections.defaultdict": _Mapping,
