@@ -478,9 +478,8 @@ def _operator(
 
     Without ``host_cu_seqlens`` each sequence is one document.
     """
-    return _forward(
-        q, k, v, document_lengths(host_cu_seqlens, q.shape[0], q.shape[2]), cu_seqlens, kernel, Pattern(*pattern)
-    )
+    lengths = document_lengths(host_cu_seqlens, q.shape[0], q.shape[2])
+    return _forward(q, k, v, lengths, cu_seqlens, kernel, Pattern(*pattern))
 
 
 @torch.library.custom_op("megatron_llama::attention_backward", mutates_args=())
@@ -496,14 +495,8 @@ def _operator_backward(
     kernel: str,
     pattern: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward(
-        grad,
-        (q, k, v, out, lse),
-        document_lengths(host_cu_seqlens, q.shape[0], q.shape[2]),
-        cu_seqlens,
-        kernel,
-        Pattern(*pattern),
-    )
+    lengths = document_lengths(host_cu_seqlens, q.shape[0], q.shape[2])
+    return _backward(grad, (q, k, v, out, lse), lengths, cu_seqlens, kernel, Pattern(*pattern))
 
 
 def document_lengths(cu_seqlens: Tensor | None, rows: int, length: int) -> Lengths:

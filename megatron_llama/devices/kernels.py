@@ -1,8 +1,8 @@
 """Kernels of a device: attention, loss and optimizer operations whose fastest form depends on the hardware.
 
-``Kernels`` is plain torch and correct on every device. A device overrides methods in its package. All blocks of a
-process share one object per device and mode, so torch.compile reuses the graph of one block for the next. Attention
-takes these paths:
+``Kernels`` is plain torch and correct on every device. It has a base class per subject, which its users take. A device
+overrides methods in its package. All blocks of a process share one object per device and mode, so torch.compile reuses
+the graph of one block for the next. Attention takes these paths:
 
     sequences             CPU, compiled     CPU, eager       CUDA             other devices
     whole                 C++ kernel (1)    chunks (2)       torch's SDPA (4) torch's SDPA
@@ -92,19 +92,11 @@ class AdamHyperparameters(NamedTuple):
     """Learning rate divided by the first moment's bias correction, fp32 scalar."""
 
 
-class Kernels:
-    """Plain torch for every operation.
+class AttentionKernels:
+    """Attention."""
 
-    Args:
-        attention: ``Device.attention``.
-        compiled: whether the blocks run through torch.compile.
-        fuses_loss: whether Inductor fuses the elementwise operations of the loss, which then needs no fp32 logits.
-    """
-
-    def __init__(self, *, attention: str = "tiles", compiled: bool = False, fuses_loss: bool = False) -> None:
-        self.attention, self.compiled, self.fuses_loss = attention, compiled, fuses_loss
-
-    # Attention.
+    attention: str
+    compiled: bool
 
     def visible(self, tokens: Tensor, documents: Documents | None, pattern: Pattern) -> AttentionInputs | None:
         """Return the visible keys of tokens [b, s], for ``attend``. None: all earlier tokens of the sequence."""
@@ -114,19 +106,9 @@ class Kernels:
         """Return the attention of q [b, heads, s, d] to k and v [b, kv heads, s, d] as [b, heads, s, d]."""
         return attention.attend(q, k, v, visible)
 
-    # Matmuls.
 
-    def float8_mm(self, a: Float8Operand, b: Float8Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
-        """Return the product of a [m, k] and b [k, n] as [m, n] in ``dtype``.
-
-        Emulated: operands and sums are fp32, as in torchao's emulation.
-
-        Args:
-            fast: add in less than fp32, where the device has such units.
-        """
-        return torch.mm(a.data.float() / a.scale, b.data.float() / b.scale).to(dtype)
-
-    # Loss and gradients.
+class LossKernels:
+    """Operations of the loss and of gradients."""
 
     def logits_like(self, hidden: Tensor, tokens: int, rows: int) -> Tensor:
         """Return empty memory for logits [tokens, rows] of ``hidden`` [n, h] in the layout of the fastest matmuls."""
@@ -149,7 +131,9 @@ class Kernels:
         """Add ``part`` to ``total`` in place. ``part`` may be bf16 where ``total`` is fp32."""
         total += part
 
-    # Elementwise operators.
+
+class UpdateKernels:
+    """Operations of the optimizer."""
 
     def fuse(self, function: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
         """Return ``function``, of elementwise operations, as one kernel. None if this device has no such form.
@@ -157,16 +141,6 @@ class Kernels:
         The result has the rounding of ``function``: integers are bit-identical.
         """
         return None
-
-    def fuse_rows(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Return ``function``, of elementwise operations and sums, as few kernels. None as for ``fuse``.
-
-        Results have the rounding of ``function`` in 16-bit formats. The first dimension of tensors with several may
-        have any size; other sizes need another graph. No gradients are recorded.
-        """
-        return None
-
-    # Optimizer.
 
     def norms(self, parts: Iterable[Tensor]) -> list[Tensor]:
         """Return the 2-norm of each row of each part, flattened, in fp32.
@@ -241,6 +215,37 @@ class Kernels:
         root = exp_avg_sq.double().sqrt().float()  # torch's fp32 square root on a CPU is not always the nearest number
         denominator = (root / numbers.root).add_(numbers.eps)
         weight.sub_(exp_avg / denominator * numbers.rate)
+
+
+class Kernels(AttentionKernels, LossKernels, UpdateKernels):
+    """Plain torch for every operation, with matmuls and fused operators.
+
+    Args:
+        attention: ``Device.attention``.
+        compiled: whether the blocks run through torch.compile.
+        fuses_loss: whether Inductor fuses the elementwise operations of the loss, which then needs no fp32 logits.
+    """
+
+    def __init__(self, *, attention: str = "tiles", compiled: bool = False, fuses_loss: bool = False) -> None:
+        self.attention, self.compiled, self.fuses_loss = attention, compiled, fuses_loss
+
+    def float8_mm(self, a: Float8Operand, b: Float8Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
+        """Return the product of a [m, k] and b [k, n] as [m, n] in ``dtype``.
+
+        Emulated: operands and sums are fp32, as in torchao's emulation.
+
+        Args:
+            fast: add in less than fp32, where the device has such units.
+        """
+        return torch.mm(a.data.float() / a.scale, b.data.float() / b.scale).to(dtype)
+
+    def fuse_rows(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Return ``function``, of elementwise operations and sums, as few kernels. None as for ``fuse``.
+
+        Results have the rounding of ``function`` in 16-bit formats. The first dimension of tensors with several may
+        have any size; other sizes need another graph. No gradients are recorded.
+        """
+        return None
 
 
 EAGER = Kernels()

@@ -20,7 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_llama.arch.shapes import loss_chunk
-from megatron_llama.devices.kernels import EAGER, Kernels
+from megatron_llama.devices.kernels import EAGER, LossKernels
 
 _ROWS_AT_ONCE = 2048
 """Rows of the weight whose gradients are added together, so that the matmul's output is still in the cache."""
@@ -86,7 +86,7 @@ class LossSpec:
     sequence_parallel: bool
     """Whether the ranks split the hidden states along the sequence."""
     softmax: SoftmaxKernels = IN_PLACE
-    kernels: Kernels = EAGER
+    kernels: LossKernels = EAGER
     z_loss: float = 0.0
     """Coefficient of the term z_loss * log(sum of exp(logits))^2 in a token's loss."""
 
@@ -261,7 +261,7 @@ def _by_chunks(
         if sums is not None and one_chunk:
             torch.mm(grad_logits.t(), x, out=sums)
         elif sums is not None:
-            _add_weight_grad(sums, grad_logits, x, spec.kernels, is_first=start == 0)
+            _add_weight_grad(sums, grad_logits, x, spec.kernels, start == 0)
         if grad_hidden is not None:
             torch.mm(grad_logits, weight, out=grad_hidden[chunk])
     return losses, sums
@@ -314,7 +314,7 @@ def _softmax(logits: Tensor, labels: Tensor, loss_weights: Tensor, spec: LossSpe
     return losses
 
 
-def _add_weight_grad(sums: Tensor, grad_logits: Tensor, hidden: Tensor, kernels: Kernels, *, is_first: bool) -> None:
+def _add_weight_grad(sums: Tensor, grad_logits: Tensor, hidden: Tensor, kernels: LossKernels, is_first: bool) -> None:
     """Add the weight's gradient of a chunk to fp32 ``sums`` [vocabulary/t, h]; the first chunk overwrites it."""
     if hidden.dtype == torch.float32 and is_first:
         torch.mm(grad_logits.t(), hidden, out=sums)

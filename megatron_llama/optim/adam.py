@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from megatron_llama.devices.kernels import AdamHyperparameters, Kernels
+from megatron_llama.devices.kernels import AdamHyperparameters, UpdateKernels
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
 from megatron_llama.optim.low_precision import SINGLE_TENSOR, build_elementwise
 
@@ -23,8 +23,8 @@ class FusedAdam(ShardOptimizer, torch.optim.Adam):
     skips_on_device = True
     counts_on_device = True
 
-    def __init__(self, groups: Sequence[Group], numbers: dict[str, Any], *, decoupled: bool) -> None:
-        super().__init__(groups, **numbers, decoupled_weight_decay=decoupled, fused=True)
+    def __init__(self, groups: Sequence[Group], defaults: dict[str, Any], *, decoupled: bool) -> None:
+        super().__init__(groups, **defaults, decoupled_weight_decay=decoupled, fused=True)
 
     def step(self, *, factor: Tensor | None = None, skip: Tensor | None = None) -> None:  # type: ignore[override]
         # torch.amp.GradScaler passes found_inf to fused kernels in the same way.
@@ -42,8 +42,10 @@ class Bf16GradientAdam(ShardOptimizer, torch.optim.Adam):
     takes_factor = True
     counts_on_device = True
 
-    def __init__(self, groups: Sequence[Group], numbers: dict[str, Any], *, decoupled: bool, kernels: Kernels) -> None:
-        super().__init__(groups, **numbers, decoupled_weight_decay=decoupled)
+    def __init__(
+        self, groups: Sequence[Group], defaults: dict[str, Any], *, decoupled: bool, kernels: UpdateKernels
+    ) -> None:
+        super().__init__(groups, **defaults, decoupled_weight_decay=decoupled)
         self._decoupled, self._kernels = decoupled, kernels
 
     @torch.no_grad()
@@ -74,8 +76,10 @@ class ElementwiseAdam(ShardOptimizer, torch.optim.Adam):
 
     counts_on_device = True
 
-    def __init__(self, groups: Sequence[Group], numbers: dict[str, Any], *, decoupled: bool, kernels: Kernels) -> None:
-        super().__init__(groups, **numbers, decoupled_weight_decay=decoupled)
+    def __init__(
+        self, groups: Sequence[Group], defaults: dict[str, Any], *, decoupled: bool, kernels: UpdateKernels
+    ) -> None:
+        super().__init__(groups, **defaults, decoupled_weight_decay=decoupled)
         self._decoupled, self._kernels = decoupled, kernels
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_llama.arch.names import Rectangle
 from megatron_llama.config.optimizers import OptimizerRow
-from megatron_llama.devices.kernels import Kernels
+from megatron_llama.devices.kernels import UpdateKernels
 from megatron_llama.plan import Plan
 
 Group = dict[str, Any]
@@ -89,7 +89,7 @@ class OptimizerInputs:
     """Matrices with 8-bit states, by blocks."""
     matrices: AbstractSet[Tensor]
     """Matrices of the blocks, or parts of their rows."""
-    kernels: Kernels
+    kernels: UpdateKernels
     """Kernels of the device that holds the parameters."""
     asynchronous: bool
     """Whether the host runs ahead of this device: reading a value is a sync."""

@@ -13,7 +13,7 @@ import numpy
 import torch
 
 from megatron_llama.config.precision import STATE_BLOCK
-from megatron_llama.devices.kernels import EAGER, Kernels, Levels
+from megatron_llama.devices.kernels import EAGER, Levels, UpdateKernels
 
 
 class BlockwiseState:
@@ -22,7 +22,7 @@ class BlockwiseState:
     ``state[a:b]`` returns a dequantized fp32 copy of rows. Assigning rows quantizes them.
     """
 
-    def __init__(self, like: torch.Tensor, levels: Levels, kernels: Kernels = EAGER) -> None:
+    def __init__(self, like: torch.Tensor, levels: Levels, kernels: UpdateKernels = EAGER) -> None:
         rows, columns = like.shape
         self.levels, self.kernels = levels, kernels
         self.codes = torch.zeros(rows, columns, dtype=torch.uint8, device=like.device)

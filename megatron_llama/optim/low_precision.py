@@ -27,7 +27,7 @@ from torch.optim.sgd import sgd
 from megatron_llama import devices
 from megatron_llama.arch.names import Rectangle, keep_rows
 from megatron_llama.config.optimizers import OptimizerRow
-from megatron_llama.devices.kernels import Kernels
+from megatron_llama.devices.kernels import UpdateKernels
 from megatron_llama.model.init import torch_dtype
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
 from megatron_llama.optim.blockwise import BlockwiseState, levels_on
@@ -70,7 +70,7 @@ class ElementwiseOptimizer(ShardOptimizer):
         seed: int,
         in_blocks: AbstractSet[Tensor] = frozenset(),
         matrices: AbstractSet[Tensor] = frozenset(),
-        kernels: Kernels,
+        kernels: UpdateKernels,
         asynchronous: bool = False,
     ) -> None:
         super().__init__(groups, {})

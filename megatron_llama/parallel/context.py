@@ -32,7 +32,7 @@ from megatron_llama.arch.pattern import CAUSAL, Lengths, Pattern
 from megatron_llama.config import ModelConfig
 from megatron_llama.devices import attention
 from megatron_llama.devices.attention import largest_logits
-from megatron_llama.devices.kernels import Kernels
+from megatron_llama.devices.kernels import AttentionKernels
 from megatron_llama.devices.visibility import AttentionInputs, Documents
 from megatron_llama.model.inputs import BlockInputs, InputBuilder
 from megatron_llama.model.llama import BlockParts
@@ -69,7 +69,9 @@ class Backend(Protocol):
         """
 
 
-def divided_parts(parts: BlockParts, topology: Topology, kernels: Kernels, groups: Groups, comm: str) -> BlockParts:
+def divided_parts(
+    parts: BlockParts, topology: Topology, kernels: AttentionKernels, groups: Groups, comm: str
+) -> BlockParts:
     """Return ``parts`` that compute this rank's part of each sequence; ``parts`` with one context-parallel rank."""
     if topology.sizes["cp"] == 1:
         return parts
@@ -187,7 +189,7 @@ class AllGather:
 
     by_documents = True
 
-    def __init__(self, kernels: Kernels, group: dist.ProcessGroup) -> None:
+    def __init__(self, kernels: AttentionKernels, group: dist.ProcessGroup) -> None:
         self.compiled, self.group = kernels.compiled, group
 
     def visible(self, tokens: Tensor, documents: Documents | None, pattern: Pattern) -> AttentionInputs:
@@ -320,7 +322,7 @@ class Ulysses:
 
     by_documents = False
 
-    def __init__(self, kernels: Kernels, group: dist.ProcessGroup) -> None:
+    def __init__(self, kernels: AttentionKernels, group: dist.ProcessGroup) -> None:
         self.kernels, self.group, self.cp = kernels, group, dist.get_world_size(group)
 
     def visible(self, tokens: Tensor, documents: Documents | None, pattern: Pattern) -> AttentionInputs | None:

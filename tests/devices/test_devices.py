@@ -17,9 +17,9 @@ from benchmarks.verify.long_step import heap_counters
 from megatron_llama.config import ConfigError
 from megatron_llama.devices import async_tp_missing, device_named, get_device, ignored_devices
 from megatron_llama.devices.cpu import device as cpu
-from megatron_llama.devices.cuda import compiler
 from megatron_llama.devices.cuda import device as cuda
-from megatron_llama.devices.cuda.products import find_product
+from megatron_llama.devices.cuda import host
+from megatron_llama.devices.cuda.host import find_product
 from megatron_llama.launch import world
 from megatron_llama.plan import resolve
 from megatron_llama.tools.forecast import hardware
@@ -142,10 +142,10 @@ def test_the_ranks_of_a_machine_share_its_cores(
 
 def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     installed: set[str] = set()
-    for module in (compiler, cpu):
+    for module in (host, cpu):
         monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}" if name in installed else None)
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(compiler.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(host.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     assert "needs a C compiler, and gcc is not installed" in (cuda.DEVICE.compiler_missing() or "")
     installed.add("clang")
     assert f"{tmp_path / 'Python.h'} is missing" in (cuda.DEVICE.compiler_missing() or "")

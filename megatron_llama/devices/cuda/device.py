@@ -17,14 +17,13 @@ from megatron_llama.arch.pattern import Pattern, fits_varlen
 from megatron_llama.config import ConfigError
 from megatron_llama.devices.base import INDUCTOR, Device, Peak, async_tp_problem, device_index, float8_problem
 from megatron_llama.devices.cuda import flash_attention_3
-from megatron_llama.devices.cuda.compiler import compiler_missing
 from megatron_llama.devices.cuda.flight_recorder import (
     collectives,
     recorder_environment,
     remove_recordings,
     request_dump,
 )
-from megatron_llama.devices.cuda.products import find_product
+from megatron_llama.devices.cuda.host import compiler_missing, find_product
 
 if TYPE_CHECKING:
     import torch

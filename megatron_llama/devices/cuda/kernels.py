@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_llama.arch.pattern import Lengths, Pattern, fits_varlen
 from megatron_llama.devices import attention
 from megatron_llama.devices.cuda import transformer_engine
-from megatron_llama.devices.cuda.compiler import compiler_missing
+from megatron_llama.devices.cuda.host import compiler_missing
 from megatron_llama.devices.kernels import Float8Operand, Kernels
 from megatron_llama.devices.visibility import AttentionInputs
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 from torch import Tensor
 
-from megatron_llama.devices.kernels import EAGER, Kernels
+from megatron_llama.devices.kernels import EAGER, AttentionKernels
 from megatron_llama.devices.visibility import AttentionInputs
 from megatron_llama.model.norm import RMSNorm
 from megatron_llama.model.recompute import recomputable
@@ -187,7 +187,7 @@ class SharedHeads:
         return HeadByHead().attend(q, k, v, visible)
 
 
-class HeadByHead(Kernels):
+class HeadByHead(AttentionKernels):
     """Attention with one call per sequence and head: a kernel may choose its path by the number of heads."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs | None = None) -> Tensor:
