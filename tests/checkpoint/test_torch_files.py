@@ -193,6 +193,18 @@ def test_a_run_resumes_from_deepspeed(kind: str, tmp_path: Path) -> None:
     assert open_foreign(tmp_path / "source", make_plan(1, tmp_path, *SETTINGS).model).facts["optim.name"] == "adam"
 
 
+@pytest.mark.parametrize("is_zero", [False, True], ids=["stage 0", "frozen"])
+def test_weights_that_zero_does_not_shard(is_zero: bool, tmp_path: Path) -> None:
+    weights, source, frozen = _weights(), tmp_path / "source", "model.embed_tokens.weight"
+    write_deepspeed(source, {n: t for n, t in weights.items() if n != frozen or not is_zero}, 2)
+    more = {"frozen_param_shapes": {frozen: weights[frozen].shape}} if is_zero else {"optimizer": {"state": {}}}
+    _edit(source, "*model_states*", lambda c: c.update(module=weights, **more))
+    for path in () if is_zero else source.rglob("*optim*"):
+        path.unlink()
+    tensors = open_foreign(source, make_plan(1, tmp_path, *SETTINGS).model).tensors
+    assert all(torch.equal(tensors.rows(name), tensor) for name, tensor in weights.items())
+
+
 ROWS: dict[str, tuple[Callable[[Path, State], None], str]] = {
     "theta": (lambda f, w: write_meta(f, w, rope_theta=500000.0), "model.rope_theta"),
     "scaled": (lambda f, w: write_meta(f, w, use_scaled_rope=True), "model.rope_scaling"),

@@ -333,11 +333,7 @@ def joined(name: str, shards: Sequence[torch.Tensor], files: Sequence[Path], axi
 
 def _of_parts(shape: Shape, parts: list[tuple[Shape, torch.Tensor]], files: Sequence[Path]) -> SourceTensor:
     chunks = [
-        SourceChunk(offset, tuple(part.shape), file, partial(_same, part))
+        SourceChunk(offset, tuple(part.shape), file, partial(torch.Tensor.detach, part))
         for (offset, part), file in zip(parts, files, strict=True)
     ]
     return SourceTensor(parts[0][1].dtype, shape, chunks)
-
-
-def _same(values: torch.Tensor) -> torch.Tensor:
-    return values

@@ -33,7 +33,7 @@ from megatron_llama.checkpoint.foreign.tensors import (
     SourceTensor,
     map_tensors,
 )
-from megatron_llama.checkpoint.foreign.torch_folders import names_in, prefixed
+from megatron_llama.checkpoint.foreign.torch_folders import names_in
 from megatron_llama.checkpoint.foreign.unpickle import check_stored, load_pickle
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, read_json
 from megatron_llama.config import ModelConfig
@@ -120,9 +120,8 @@ def read_deepspeed(folder: Path) -> tuple[Sources, Foreign]:
         rule = f"has tensor-parallel ranks ({others[0]}); convert it by ds_to_universal.py" if others else "is empty"
         raise CorruptFile(f"{folder}: {rule}")
     content = load_dict(files[0])
-    result.step = result.updates = integer(content.get("global_steps"))
-    if result.step is not None:  # steps whose fp16 gradients overflowed have no update
-        result.updates = integer(result.step - (integer(content.get("skipped_steps")) or 0))
+    result.step, skipped = integer(content.get("global_steps")), integer(content.get("skipped_steps")) or 0
+    result.updates = integer((result.step or 0) - skipped)  # skipped: fp16 gradients overflowed
     result.samples = integer(content.get("global_samples"))
     settings = content.get("ds_config")
     for name, setting in {"train_batch_size": "trainer.global_batch_size", "gradient_clipping": "optim.clip"}.items():
@@ -138,8 +137,15 @@ def read_deepspeed(folder: Path) -> tuple[Sources, Foreign]:
     shape_of = {name: tuple(shape) for name, shape in pairs}
     if (folder / UNIVERSAL).is_dir():
         sources = dict(_universal(folder / UNIVERSAL, shape_of, result))
-    else:
+    elif content.get("optimizer") is None:
         sources = _partitions(folder, [[str(name) for name in group] for group in groups], shape_of, result)
+    else:  # stage 0
+        sources = {}
+    module, frozen = content.get("module"), content.get("frozen_param_shapes")
+    chosen, listed = frozen if sources else module, module.items() if isinstance(module, dict) else ()
+    whole = {str(n): t for n, t in listed if isinstance(chosen, dict) and n in chosen and isinstance(t, torch.Tensor)}
+    check_stored(files[0], whole)
+    sources |= {name: joined(name, [tensor], files[:1], None) for name, tensor in whole.items()}
     optimizer = settings.get("optimizer") if isinstance(settings, dict) else None
     if isinstance(optimizer, dict) and isinstance(params := optimizer.get("params"), dict):
         read_group(result, {"decoupled_weight_decay": params.get("adam_w_mode")})  # in no group of DeepSpeed's Adam
@@ -271,7 +277,7 @@ def open_torch_files(folder: Path, model: ModelConfig, kind: str) -> Foreign:
     """
     sources, result = READERS[kind](folder)
     if kind == DEEPSPEED:
-        names, moments = names_in(folder, model, sources), {name: prefixed(f"{name}.") for name in MOMENTS}
+        names, moments = names_in(folder, model, sources), {name: f"{name}.{{}}".format for name in MOMENTS}
         result.tensors = map_tensors(folder, sources, names, moments)
         result.missing += [] if result.has_moments else ["Adam's moments"]
         return result

@@ -88,7 +88,7 @@ def open_trainer(folder: Path, model: ModelConfig) -> Foreign:
     names = plain_names(model)
     sources = {name: _of_safetensors(files, name, tensor) for name, tensor in files.tensors.items()}
     states, group, step = _read_optimizer(folder, files)
-    moments = {kind: prefixed(f"{kind}.") for kind in MOMENTS}
+    moments = {kind: f"{kind}.{{}}".format for kind in MOMENTS}
     result = Foreign(TRAINER, map_tensors(folder, {**sources, **states}, names, moments))
     result.updates = step
     read_group(result, group)
@@ -194,10 +194,6 @@ def _of_safetensors(files: SafetensorsFiles, name: str, tensor: NamedTensor) -> 
     return SourceTensor(tensor.dtype, tensor.shape, [chunk])
 
 
-def prefixed(prefix: str) -> Callable[[str], str]:
-    return lambda name: prefix + name
-
-
 def _read_optimizer(
     folder: Path, files: SafetensorsFiles
 ) -> tuple[dict[str, SourceTensor], Mapping[str, Any], int | None]:
@@ -233,7 +229,7 @@ def _read_optimizer(
                 raise CorruptFile(f"{path}: {rule}; the order of its parameters is not the Trainer's")
             stored[f"{kind}.{name}"] = values
             offset = (0,) * values.dim()
-            chunk = SourceChunk(offset, tuple(values.shape), path, partial(_same, values))
+            chunk = SourceChunk(offset, tuple(values.shape), path, partial(torch.Tensor.detach, values))
             sources[f"{kind}.{name}"] = SourceTensor(values.dtype, tuple(values.shape), [chunk])
         if isinstance(step := state.get("step"), torch.Tensor) and step.numel() == 1:
             step = step.item()
@@ -241,7 +237,3 @@ def _read_optimizer(
             steps.add(int(step))
     check_stored(path, stored)
     return sources, next(iter(groups), {}), max(steps, default=None)
-
-
-def _same(values: torch.Tensor) -> torch.Tensor:
-    return values

@@ -98,17 +98,16 @@ def _check_key(key: Any) -> bool:
 
 def _typed(build: Any, kind: Any, arguments: Any, state: Any) -> list[Any]:
     """Return a tensor and its attributes: ZeRO 3 sets ``ds_id``. Others could replace the tensor's methods."""
-    if getattr(build, "__name__", "") != "_rebuild_tensor_v2" or kind != _TENSOR:
-        raise pickle.UnpicklingError("it contains a tensor of an unknown class")
-    if not isinstance(state, dict) or not all(isinstance(n, str) and n.startswith("ds_") for n in state):
+    is_plain = (
+        getattr(build, "__name__", "") == "_rebuild_tensor_v2" and kind == "torch.Tensor" and isinstance(state, dict)
+    )
+    if not is_plain or not all(isinstance(name, str) and name.startswith("ds_") for name in state):
         raise pickle.UnpicklingError("it contains a tensor with unknown attributes")
     return [build(*arguments), state]
 
 
-_TENSOR = "torch.Tensor"
-"""The class itself stays a text, which nothing can call."""
 _PLAIN: dict[str, Any] = {
-    _TENSOR: _TENSOR,
+    "torch.Tensor": "torch.Tensor",  # a text, which nothing can call
     "torch._tensor._rebuild_from_type_v2": _typed,
     "torch.Size": tuple,
     "collections.OrderedDict": _Mapping,
@@ -347,10 +346,7 @@ def _scan_legacy(file: BinaryIO, size: int, permitted: tuple[re.Pattern[str], ..
 
 
 def check_stored(where: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise CorruptFile if tensors of a file have more values than bytes, or share bytes.
-
-    A tied head may be the embedding.
-    """
+    """Raise CorruptFile if tensors of a file have more values than bytes, or share bytes as no tied head does."""
     spans = []
     for name, values in tensors.items():
         if values.layout != torch.strided or values.is_meta or values.is_quantized:
