@@ -121,10 +121,7 @@ def _pack_nf4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _linear(kind: str, input: torch.Tensor, weight: torch.Tensor, bias: None, **how: Any) -> torch.Tensor:
-    """Multiply input [s(/t), b, in] by a quantized weight [out, bytes of a row] to [s, b, out].
-
-    megatron-core calls it as ``_forward_impl``.
-    """
+    """Multiply input [s(/t), b, in] by a quantized weight [out, bytes of a row] to [s, b, out]."""
     assert bias is None, "biases are added outside"
     if how["sequence_parallel"]:
         input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=how["tp_group"])

@@ -79,9 +79,8 @@ def wrap_core_attention(attention: nn.Module, forward: Callable[..., Tensor]) ->
             return forward(*inputs)
         # No recipes inside: the output of attention is saved, not the output of the kernel.
         with nullcontext() if torch.compiler.is_compiling() else without_recipes():
-            return checkpoint(  # type: ignore[no-any-return]
-                forward, *inputs, use_reentrant=False, preserve_rng_state=False
-            )
+            output: Tensor = checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
+            return output
 
     return recomputed
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from megatron_llama.devices.kernels import AdamHyperparameters, UpdateKernels
+from megatron_llama.devices.kernels import AdamHyperparameters
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
 from megatron_llama.optim.low_precision import SINGLE_TENSOR, build_elementwise
 
@@ -23,8 +22,8 @@ class FusedAdam(ShardOptimizer, torch.optim.Adam):
     skips_on_device = True
     counts_on_device = True
 
-    def __init__(self, groups: Sequence[Group], defaults: dict[str, Any], *, decoupled: bool) -> None:
-        super().__init__(groups, **defaults, decoupled_weight_decay=decoupled, fused=True)
+    def __init__(self, inputs: OptimizerInputs, *, decoupled: bool) -> None:
+        super().__init__(inputs.groups, **inputs.hyperparameters, decoupled_weight_decay=decoupled, fused=True)
 
     def step(self, *, factor: Tensor | None = None, skip: Tensor | None = None) -> None:  # type: ignore[override]
         # torch.amp.GradScaler passes found_inf to fused kernels in the same way.
@@ -42,11 +41,9 @@ class Bf16GradientAdam(ShardOptimizer, torch.optim.Adam):
     takes_factor = True
     counts_on_device = True
 
-    def __init__(
-        self, groups: Sequence[Group], defaults: dict[str, Any], *, decoupled: bool, kernels: UpdateKernels
-    ) -> None:
-        super().__init__(groups, **defaults, decoupled_weight_decay=decoupled)
-        self._decoupled, self._kernels = decoupled, kernels
+    def __init__(self, inputs: OptimizerInputs, *, decoupled: bool) -> None:
+        super().__init__(inputs.groups, **inputs.hyperparameters, decoupled_weight_decay=decoupled)
+        self._decoupled, self._kernels = decoupled, inputs.kernels
 
     @torch.no_grad()
     def step(self, *, factor: Tensor | None = None, skip: Tensor | None = None) -> None:  # type: ignore[override]
@@ -76,11 +73,9 @@ class ElementwiseAdam(ShardOptimizer, torch.optim.Adam):
 
     counts_on_device = True
 
-    def __init__(
-        self, groups: Sequence[Group], defaults: dict[str, Any], *, decoupled: bool, kernels: UpdateKernels
-    ) -> None:
-        super().__init__(groups, **defaults, decoupled_weight_decay=decoupled)
-        self._decoupled, self._kernels = decoupled, kernels
+    def __init__(self, inputs: OptimizerInputs, *, decoupled: bool) -> None:
+        super().__init__(inputs.groups, **inputs.hyperparameters, decoupled_weight_decay=decoupled)
+        self._decoupled, self._kernels = decoupled, inputs.kernels
 
     @torch.no_grad()
     def step(self, *, factor: Tensor | None = None, skip: Tensor | None = None) -> None:  # type: ignore[override]
@@ -121,10 +116,10 @@ def _build(inputs: OptimizerInputs, *, decoupled: bool) -> ShardOptimizer:
     if inputs.rounds:
         return build_elementwise(inputs, adamw_update if decoupled else adam_update, **inputs.hyperparameters)
     if inputs.plan.config.trainer.exact:
-        return ElementwiseAdam(inputs.groups, inputs.hyperparameters, decoupled=decoupled, kernels=inputs.kernels)
+        return ElementwiseAdam(inputs, decoupled=decoupled)
     if inputs.plan.storage.keeps_bf16_grads:
-        return Bf16GradientAdam(inputs.groups, inputs.hyperparameters, decoupled=decoupled, kernels=inputs.kernels)
-    return FusedAdam(inputs.groups, inputs.hyperparameters, decoupled=decoupled)
+        return Bf16GradientAdam(inputs, decoupled=decoupled)
+    return FusedAdam(inputs, decoupled=decoupled)
 
 
 def adam_update(tensors: Sequence[Tensor], gradient: Tensor, step: Tensor, group: Group) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -32,12 +34,9 @@ def test_it_is_torchs(
     for weight in weights:
         weight.grad_dtype = None  # type: ignore[attr-defined]
     groups = [([0, 2], 0.1), ([1], 0.0)]
-    ours = Bf16GradientAdam(
-        [{"params": [weights[n] for n in members], "weight_decay": decay} for members, decay in groups],
-        NUMBERS,
-        decoupled=name == "adamw",
-        kernels=kernels,
-    )
+    by_group = [{"params": [weights[n] for n in members], "weight_decay": decay} for members, decay in groups]
+    inputs: Any = SimpleNamespace(groups=by_group, hyperparameters=NUMBERS, kernels=kernels)
+    ours = Bf16GradientAdam(inputs, decoupled=name == "adamw")
     theirs = TORCH[name](
         [{"params": [plain[n] for n in members], "weight_decay": decay} for members, decay in groups],
         fused=True,

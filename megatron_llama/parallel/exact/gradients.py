@@ -74,11 +74,8 @@ class ExactSums:
         self._built.clear()
         if chunk.is_last:
             weight = "embed_tokens.weight" if chunk.lm_head.weight is None else "lm_head.weight"
-            model, z_loss = self.plan.model, self.plan.config.trainer.z_loss
-            how = HeadSettings(
-                self.tree, self.totals[weight], model.vocab_size, z_loss, self.context, self.plan.sp, self.losses
-            )
-            chunk.lm_head.how = how
+            loss, context = (self.plan.model.vocab_size, self.plan.config.trainer.z_loss), (self.context, self.plan.sp)
+            chunk.lm_head.how = HeadSettings(self.tree, self.totals[weight], *loss, *context, self.losses)
 
     def _total(self, parameter: nn.Parameter, per_token: int = 1) -> Total:
         """Return the sum of a new parameter's gradient, which ``per_token`` heads of a token use."""
