@@ -44,7 +44,7 @@ DAMAGE = {
     "another token": (".bin", 20, b"\x21\x01", "sha256"),
     "no EOD at the end": (".bin", -2, b"\x05\x00", "EOD"),
     "a length": (".idx", 34, b"\x09\x09", "does not start at the end of"),
-    "a pointer": (".idx", -8, b"\x01\x00\x00", "document indices"),
+    "a pointer": (".idx", -8, b"\x01\x00\x00", "indices do not run from 0"),
     "the magic": (".idx", 0, b"X", "not a Megatron index"),
     "the version": (".idx", 9, b"\x02", "version 2"),
     "the count": (".idx", 18, b"\x01", "its header gives"),
