@@ -194,7 +194,7 @@ def _memory(rank: int, plan: Plan) -> tuple[int, int, int, int, set[torch.dtype]
         model = build_model(plan, topology, device, CPU)
         weights = [("", shard, shard.local) for shard in model.shards]
         Copies(topology, CPU).compare(weights, "step 0", with_states=False)
-        whole = torch.cat([s.values.flatten() for s in model.shards if s.counts])
+        whole = torch.cat([s.values.flatten() for s in model.shards if s.is_primary_replica])
         norm = parameter_norm(model.shards, CPU)
         assert norm.isfinite() and norm > whole.norm() / 2
         packed = [s for s in model.shards if s.quantized]

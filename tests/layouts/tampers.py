@@ -120,8 +120,8 @@ def passes_of_the_compiled_loss(model: ParallelModel) -> None:
 def last_chunk_of_the_head_lost(model: ParallelModel) -> None:
     chunks_of_12(model)
     add = loss._add_weight_grad
-    loss._add_weight_grad = lambda sums, grad_logits, hidden, kernels, *, is_first: (
-        len(hidden) == 12 and add(sums, grad_logits, hidden, kernels, is_first=is_first)
+    loss._add_weight_grad = lambda sums, grad_logits, hidden, *rest: (
+        len(hidden) == 12 and add(sums, grad_logits, hidden, *rest)
     )
 
 
