@@ -135,14 +135,14 @@ bug(
 def exponentials_of_gathered_logits(patch: pytest.MonkeyPatch) -> None:
     softmax = loss._softmax
 
-    def counted(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, group: Any, how: Any) -> Any:
-        ranks = 1 if group is None else torch.distributed.get_world_size(group)
+    def counted(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, spec: loss.LossSpec) -> Any:
+        ranks = 1 if spec.group is None else torch.distributed.get_world_size(spec.group)
 
         def statistics(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            largest, total = how.statistics(values)
+            largest, total = spec.softmax.statistics(values)
             return largest, ranks * total
 
-        return softmax(logits, labels, weights, group, how._replace(statistics=statistics))
+        return softmax(logits, labels, weights, replace(spec, softmax=spec.softmax._replace(statistics=statistics)))
 
     patch.setattr(loss, "_softmax", counted)
 
