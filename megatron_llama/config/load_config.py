@@ -264,8 +264,8 @@ def _quote_numbers(text: str) -> str:
 
     def quote(item: re.Match[str]) -> str:
         bare = item.group().strip()
-        is_weight = NOT_TEXT.fullmatch(bare) and bare.lower() != "null" and (is_text or "_" in bare)
-        return item.group().replace(bare, f'"{bare}"') if is_weight else item.group()
+        is_number = NOT_TEXT.fullmatch(bare) and bare.lower() != "null" and (is_text or "_" in bare)
+        return item.group().replace(bare, f'"{bare}"') if is_number else item.group()
 
     return name + equals + _ITEM.sub(quote, value)
 

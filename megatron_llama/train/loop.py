@@ -42,7 +42,7 @@ def train(
 
     Raises:
         SystemExit: Status 75, after a stop signal on any rank, once all ranks have saved.
-        TrainingFault: A loss or gradient is not guard, or copies of a weight or state differ.
+        TrainingFault: A loss or gradient is not finite, or copies of a weight or state differ.
         ConfigError: An epoch, the run or a validation has no label. On all ranks.
     """
     trainer = plan.config.trainer

@@ -29,7 +29,7 @@ LINUX_ONLY = """prctl\\( /dev/shm /proc/ /sys/ sched_getaffinity sched_setaffini
 
 
 def test_linux_only_calls_have_a_known_place() -> None:
-    """The page has the files that use Linux-only facilities; docs/reference/devices.md has the fallbacks."""
+    """The page lists the files that call Linux-only facilities; docs/reference/devices.md describes the fallbacks."""
     sources = [*(ROOT / "megatron_llama").rglob("*.py"), *(ROOT / "data_prep").rglob("*.py"), ROOT / "train.py"]
     names = {path.relative_to(ROOT).as_posix().removeprefix("megatron_llama/"): path for path in sources}
     texts = {name: path.read_text() for name, path in sorted(names.items()) if not name.startswith("tools/")}

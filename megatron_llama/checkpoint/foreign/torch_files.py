@@ -121,7 +121,8 @@ def read_deepspeed(folder: Path) -> tuple[Sources, Foreign]:
         raise CorruptFile(f"{folder}: {rule}")
     content = load_dict(files[0])
     result.step, skipped = integer(content.get("global_steps")), integer(content.get("skipped_steps")) or 0
-    result.updates = integer((result.step or 0) - skipped)  # skipped: fp16 gradients overflowed
+    if result.step is not None:
+        result.updates = integer(result.step - skipped)  # skipped: fp16 gradients overflowed
     result.samples = integer(content.get("global_samples"))
     settings = content.get("ds_config")
     for name, setting in {"train_batch_size": "trainer.global_batch_size", "gradient_clipping": "optim.clip"}.items():

@@ -157,9 +157,7 @@ def measure_pipeline(plan: Plan) -> PipelineTimeline | int:
 
 
 def _record_one_rank(folder: Path, plan: Plan) -> None:
-    from megatron_llama.data.batches import build_data
     from megatron_llama.optim import build_optimizer
-    from megatron_llama.parallel import build_model, process_groups
     from megatron_llama.tools.steps import open_steps
 
     rank = int(os.environ["RANK"])
