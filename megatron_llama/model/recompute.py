@@ -161,7 +161,7 @@ _ATTENTION = (
 def _policy(attention: bool, _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Return whether a compiled block saves an operator's results. ``attention``: also attention's."""
     packet = getattr(operator, "overloadpacket", None)
-    if packet in (aten.mm, aten.bmm) or operator.namespace == "_c10d_functional":
+    if packet in (aten.mm, aten.bmm, aten._scaled_mm) or operator.namespace == "_c10d_functional":
         return CheckpointPolicy.PREFER_SAVE
     random = torch.Tag.nondeterministic_seeded in operator.tags  # LoRA's dropout
     if random or (attention and (packet in _ATTENTION or operator.namespace == "megatron_llama")):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
+from megatron_llama.devices.cuda.kernels import CudaKernels
 from megatron_llama.devices.kernels import Float8Operand, Kernels
+from megatron_llama.model.recompute import RECOMPUTE_POLICIES, wrap_block
 from megatron_llama.parallel.float8 import RECIPES, Layer, _cast, _Linear
 
 torchao = pytest.importorskip("torchao.float8", reason="torchao, the oracle, is a development dependency")
@@ -57,8 +61,6 @@ def test_zeros_and_large_values_stay_finite(recipe: str) -> None:
 
 
 def test_the_gpu_path_has_the_arguments_of_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_llama.devices.cuda.kernels import CudaKernels
-
     calls = []
 
     def scaled_mm(a: torch.Tensor, b: torch.Tensor, **options: object) -> torch.Tensor:
@@ -82,6 +84,26 @@ def test_the_gpu_path_has_the_arguments_of_torchao(monkeypatch: pytest.MonkeyPat
                 torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
                 out = torch.bfloat16 if by_row else dtype
                 assert calls[-1] == {"out_dtype": out, "use_fast_accum": fast}
+
+
+@pytest.mark.parametrize("kind", RECOMPUTE_POLICIES)
+def test_compiled_blocks_do_not_recompute_matmuls(kind: str) -> None:
+    """Three matmuls per layer, counted in the compiled graphs with a GPU's operators."""
+    counts: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> object:
+        counts.append(sum(node.target is torch.ops.aten._scaled_mm.default for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    layer = Layer(RECIPES["tensorwise"], CudaKernels(compiled=True), True, None, False, None)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return _Linear.apply(_Linear.apply(x, weight, layer).sigmoid(), weight, layer).sin()
+
+    x, weight = torch.randn(32, 1, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    torch.compile(wrap_block(kind, False, nn.Module(), block), backend=backend, fullgraph=True)(x).sum().backward()
+    assert counts == [2, 4]
 
 
 def test_operands_are_divided_by_their_scales() -> None:
