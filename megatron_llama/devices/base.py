@@ -76,6 +76,8 @@ class Device(ABC):
     """Whether the device copies from pinned host memory while it computes. Batches are then built in pinned memory."""
     float8_multiple: int = 1
     """Sizes of float8 matmuls must be multiples of this."""
+    decoding_keys_multiple: int = 1
+    """Multiple to which decoding rounds up the number of keys, because attention prepares a plan for each number."""
     measures_peak: bool = False
     """Whether ``peak_flops`` is a measurement, which depends on the host's load, instead of a data sheet's value."""
     peak_memory_label: str = "tensors on its device"

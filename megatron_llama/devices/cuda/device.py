@@ -71,6 +71,7 @@ class Cuda(Device):
     pins_memory = True
     sums_int64 = True
     float8_multiple = 16
+    decoding_keys_multiple = 128  # cuDNN, which torch prefers on Hopper, builds a plan for each shape
     variable_prefixes = ("CUDA_", "CUBLAS_", "NCCL_")
     interface_variable = "NCCL_SOCKET_IFNAME"
 

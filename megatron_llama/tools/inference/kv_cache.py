@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_llama import devices
 from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.arch.shapes import head_dim, kv_heads_per_rank
 from megatron_llama.config import ModelConfig
@@ -97,7 +98,8 @@ class KVCache:
         assert int(starts.max()) + count <= self.capacity, "the cache is full"
         self.positions = starts.to(self.device)[:, None] + torch.arange(count, device=self.device)
         self.token_index = None if token_index is None else token_index.to(self.device)
-        self.used = min(self.slots, int(starts.max()) + count)
+        multiple = devices.of(self.device).decoding_keys_multiple
+        self.used = min(self.slots, -(-(int(starts.max()) + count) // multiple) * multiple)  # empty slots are masked
         self.from_the_start = bool((starts == 0).all())
         if self.from_the_start:
             lengths = [count] * len(starts) if token_index is None else (token_index + 1).tolist()

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from megatron_llama.devices import device_named
 from megatron_llama.tools.inference.generator import Answer, Generator, Sampling
 from tests.ranks import run_ranks
 from tests.tools.inference.models import NOTHING, PROMPTS, make_folder, with_generator
@@ -148,6 +150,24 @@ def test_equally_likely_ids_on_several_ranks(folder: Path, sampling: Sampling) -
     assert with_generator(without_preference, folder, tp=2) == [alone, alone]
     assert {number == 0 for row in alone for number in row} == {sampling.greedy}
     assert max(number for row in alone for number in row) < 150  # of 290
+
+
+def test_decoding_rounds_up_the_number_of_keys(folder: Path, greedy: list[list[int]]) -> None:
+    """A GPU builds a plan for each number of keys."""
+    assert device_named("cuda").decoding_keys_multiple == 128
+    prompt, capacity = max(map(len, PROMPTS)), max(map(len, PROMPTS)) + COUNT
+
+    def decode(made: Generator) -> tuple[list[list[int]], list[int]]:
+        sizes, attend = [], F.scaled_dot_product_attention
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(device_named("cpu")), "decoding_keys_multiple", 16)
+            patch.setattr(F, attend.__name__, lambda *a, **k: (sizes.append(a[1].shape[2]), attend(*a, **k))[1])
+            ids = [answer.ids for answer in made.generate(PROMPTS, GREEDY, COUNT)]
+        return ids, sizes
+
+    ids, sizes = with_generator(decode, folder)[0]
+    assert ids == greedy
+    assert sorted({*sizes} - {prompt}) == [*range(-(-prompt // 16) * 16, capacity, 16), capacity]
 
 
 def test_a_row_does_not_depend_on_its_neighbours(folder: Path, drawn: list[Answer]) -> None:
