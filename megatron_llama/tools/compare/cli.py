@@ -53,10 +53,11 @@ def main(argv: Sequence[str]) -> int:
 def _write_report(comparison: Comparison, prefix: str) -> None:
     """Write the picture and the page, and print their paths."""
     from megatron_llama.tools.compare.report import as_html, draw
+    from megatron_llama.tools.figures import as_png
 
     picture, page = Path(f"{prefix}.png"), Path(f"{prefix}.html")
     picture.parent.mkdir(parents=True, exist_ok=True)
-    picture.write_bytes(draw(comparison))
+    picture.write_bytes(as_png(draw(comparison)))
     page.write_text(as_html(comparison), encoding="utf-8")
     sys.stdout.write(f"\nwrote {picture}\nwrote {page}\n")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,9 +12,11 @@ from megatron_llama.system.output import import_pyplot
 from megatron_llama.system.tables import plural, short_count, text_table
 from megatron_llama.system.wrapping import WIDTH, fill
 from megatron_llama.tools.compare.verdict import LEAST_BINS, Comparison, RunComparison
+from megatron_llama.tools.figures import STYLE, as_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 LABELS = (
@@ -166,7 +167,6 @@ def _width(columns: Sequence[Sequence[str]]) -> int:
 # HTML page without scripts, other files or network access.
 
 
-# The browser selects the picture by screen width and theme.
 PAGE = """\
 <!doctype html>
 <html lang="en">
@@ -183,10 +183,8 @@ div { overflow-x: auto; } td, th { text-align: left; padding: .2rem 1.2rem .2rem
 <h1>{{ verdict }}</h1>
 <p>{{ method }}</p>
 <picture>
-{%- for media, png in pictures.items() %}
-<source media="{{ media }}" srcset="data:image/png;base64,{{ png }}">
-{%- endfor %}
-<img src="data:image/png;base64,{{ picture }}"
+<source media="(max-width: 600px)" srcset="data:image/svg+xml;base64,{{ pictures[1] }}">
+<img src="data:image/svg+xml;base64,{{ pictures[0] }}"
 alt="Top: smoothed loss over consumed samples; bottom: relative gap and allowed band.">
 </picture>
 <div><table>
@@ -203,55 +201,32 @@ def as_html(comparison: Comparison) -> str:
     """Render the report as an HTML page for large and small screens, light and dark."""
     import jinja2  # torch requires it
 
-    def png(inches: tuple[float, float] = LARGE_INCHES, dark: bool = False) -> str:
-        return base64.b64encode(draw(comparison, inches, dark)).decode("ascii")
-
-    small_screen, dark = "(max-width: 600px)", "(prefers-color-scheme: dark)"
-    pictures = {
-        f"{small_screen} and {dark}": png(SMALL_INCHES, dark=True),
-        small_screen: png(SMALL_INCHES),
-        dark: png(dark=True),
-    }
+    svgs = (as_svg(draw(comparison, inches)).encode() for inches in (LARGE_INCHES, SMALL_INCHES))
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(PAGE)
     return template.render(
         agree=comparison.agree,
         verdict=verdict(comparison),
         method=method(comparison),
-        pictures=pictures,
-        picture=png(),
+        pictures=[base64.b64encode(svg).decode() for svg in svgs],
         runs=[comparison.reference, *(one.run for one in comparison.compared)],
         rows=rows(comparison),
         notes=list(notes(comparison)),
     )
 
 
-# Picture of the curves and their gap. matplotlib is imported late.
-
+# Figure of the curves and their gap.
 
 # Largest number of bins drawn as thin lines.
 MAX_POINTS = 4000
 LARGE_INCHES, SMALL_INCHES = (9.0, 6.4), (4.2, 6.0)
 """Size of the picture for a screen and for a phone."""
-STYLE = {
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.xmargin": 0.01,
-    "grid.alpha": 0.25,
-    "font.size": 9,
-    "legend.frameon": False,
-}
 REFERENCE = "C0"
 
 
-def draw(comparison: Comparison, inches: tuple[float, float] = LARGE_INCHES, dark: bool = False) -> bytes:
-    """Draw loss and relative gap over samples; return the bytes of a PNG.
-
-    ``dark`` draws light lines without a background.
-    """
+def draw(comparison: Comparison, inches: tuple[float, float] = LARGE_INCHES) -> Figure:
+    """Draw loss and relative gap over samples."""
     pyplot = import_pyplot()
-    with pyplot.style.context(["dark_background" if dark else "default", STYLE]):
+    with pyplot.style.context(["default", STYLE, {"axes.grid": True}]):
         figure, (above, below) = pyplot.subplots(
             2, 1, figsize=inches, dpi=130, sharex=True, height_ratios=(3, 2), layout="constrained"
         )
@@ -259,10 +234,7 @@ def draw(comparison: Comparison, inches: tuple[float, float] = LARGE_INCHES, dar
         _gaps(below, comparison)
         below.xaxis.set_major_formatter(lambda samples, _: short_count(samples))
         below.set_xlabel("consumed samples")
-        written = io.BytesIO()
-        figure.savefig(written, format="png", transparent=dark)
-        pyplot.close(figure)
-    return written.getvalue()
+    return figure
 
 
 def _losses(axes: Axes, comparison: Comparison) -> None:

@@ -17,8 +17,10 @@ from megatron_llama.system.tables import text_table
 from megatron_llama.tools.common import MOCK_RUN
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from megatron_llama.plan import Plan
-    from megatron_llama.tools.pipeline.lanes import Picture, PipelineTimeline
+    from megatron_llama.tools.pipeline.lanes import PipelineTimeline
     from megatron_llama.tools.pipeline.record import PassTimes
     from megatron_llama.tools.planned_run import PlannedRun
 
@@ -115,8 +117,8 @@ def _check_output(plan: Plan, out: Path) -> None:
 def _draw(plan: Plan, run: PlannedRun | None, out: Path, measure: bool) -> int:
     from megatron_llama.plan import layout_lines
     from megatron_llama.system.files import write_atomically
+    from megatron_llama.tools.figures import as_png, as_svg
     from megatron_llama.tools.pipeline import record
-    from megatron_llama.tools.pipeline.lanes import as_png, as_svg
     from megatron_llama.tools.pipeline.record import measure_pipeline
 
     vpp, microbatches = plan.config.trainer.vpp, _drawn_microbatches(plan, measure)
@@ -142,7 +144,7 @@ def _draw(plan: Plan, run: PlannedRun | None, out: Path, measure: bool) -> int:
 
 def plan_svg(plan: Plan) -> str:
     """Return the pipeline schedule of a plan with several stages as SVG; passes take the time of their FLOPs."""
-    from megatron_llama.tools.pipeline.lanes import as_svg
+    from megatron_llama.tools.figures import as_svg
     from megatron_llama.tools.pipeline.record import pass_times_by_flops
 
     return as_svg(schedule_picture(plan, pass_times_by_flops(plan), _drawn_microbatches(plan, False))[0])
@@ -154,7 +156,7 @@ def schedule_picture(
     microbatches: int,
     hardware: str | None = None,
     measured: PipelineTimeline | None = None,
-) -> tuple[Picture, PipelineTimeline]:
+) -> tuple[Figure, PipelineTimeline]:
     """Draw a plan's schedule, and the ``measured`` step below it; return the picture and the drawn timeline."""
     from megatron_llama.plan import batch_line
     from megatron_llama.tools.pipeline.lanes import Panel, draw, earliest_timeline

@@ -13,7 +13,7 @@ from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.plan import Plan, layout_lines
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import gib, short_count, text_table
-from megatron_llama.tools.memory_picture import draw_memory
+from megatron_llama.tools.figures import draw_memory
 from megatron_llama.tools.profile.modules import ModuleNode, Profile, RankProfile
 from megatron_llama.tools.profile.trace import BACKWARD, FORWARD, NORM, OPTIMIZER, REST, Memory
 from megatron_llama.topology import AXIS_NAMES

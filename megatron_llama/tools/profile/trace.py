@@ -22,7 +22,7 @@ import numpy as np
 from torch.profiler import profile
 
 from megatron_llama.system.files import atomic_open
-from megatron_llama.tools.memory_picture import peak_indices
+from megatron_llama.tools.figures import peak_indices
 from megatron_llama.topology import AXIS_NAMES, Topology
 
 MODULES, WAITS = "modules", "waits"

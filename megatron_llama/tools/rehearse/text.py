@@ -12,9 +12,9 @@ import numpy as np
 from megatron_llama.plan import Plan
 from megatron_llama.system.tables import GIB, gib, short_count, text_table, wrapped_table
 from megatron_llama.system.wrapping import WIDTH
+from megatron_llama.tools.figures import draw_memory
 from megatron_llama.tools.forecast.module_work import any_layer
 from megatron_llama.tools.forecast.traffic import wire_bytes
-from megatron_llama.tools.memory_picture import draw_memory
 from megatron_llama.tools.rehearse.modules import RECOMPUTED, Place
 from megatron_llama.tools.rehearse.report import (
     HOST,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from collections.abc import Sequence
@@ -23,7 +22,8 @@ from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.files import FolderTaken, locked_folder, write_atomically
 from megatron_llama.system.output import import_pyplot
 from megatron_llama.system.tables import short_count, text_table
-from megatron_llama.tools.compare.report import MAX_POINTS, STYLE
+from megatron_llama.tools.compare.report import MAX_POINTS
+from megatron_llama.tools.figures import STYLE, as_png
 from megatron_llama.tools.sweep.combinations import RUN_DIR, Combination, Sweep, SweepState, combinations
 from megatron_llama.tools.sweep.launchers import RunFunction, run_dir, run_sequentially, run_slurm_jobs, run_train_py
 from megatron_llama.train.metrics_file import METRICS_FILE, read_run_records
@@ -174,7 +174,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 def draw(results: Sequence[RunResult]) -> bytes:
     """Plot the losses of all runs over tokens, raw and smoothed; return the bytes of a PNG."""
     pyplot = import_pyplot()
-    with pyplot.style.context(["default", STYLE]):
+    with pyplot.style.context(["default", STYLE, {"axes.grid": True}]):
         figure, axes = pyplot.subplots(figsize=(9.0, 5.0), dpi=130, layout="constrained")
         for index, result in enumerate(results):
             tokens = np.array([record["consumed_tokens"] for record in result.records], dtype=float)
@@ -190,10 +190,7 @@ def draw(results: Sequence[RunResult]) -> bytes:
         axes.set_xlabel("consumed tokens")
         axes.set_ylabel("loss (nats per token)")
         axes.legend(loc="upper right", fontsize=8)
-        written = io.BytesIO()
-        figure.savefig(written, format="png")
-        pyplot.close(figure)
-    return written.getvalue()
+    return as_png(figure)
 
 
 def _read_records(folder: Path) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
+from megatron_llama.tools.figures import as_png, as_svg
 from megatron_llama.tools.pipeline import lanes
 from megatron_llama.tools.pipeline.lanes import NEXT, PREVIOUS, Done, Panel, Pass, PipelineTimeline, RankRecord
 from megatron_llama.tools.pipeline.record import Recorder, recorded_order, tiny_plan
@@ -138,13 +139,14 @@ def test_a_stage_waits_for_the_slower_one() -> None:
 def test_a_diagram_has_every_pass_and_message() -> None:
     timeline = two_stages()
     panels = [Panel("above", "ms", timeline), Panel("below & last", "ms", timeline, scale=0.5)]
-    text = lanes.as_svg(lanes.draw("two stages", panels))
+    text = as_svg(lanes.draw("two stages", panels))
     root = ET.fromstring(text)  # noqa: S314  our own
     titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
     assert titles == ["forward pass of micro batch 0", "backward pass of micro batch 0"] * 4
     assert "prefers-color-scheme:dark" in text and "below &amp; last" in text
-    widths = [float(width) for width in re.findall(r'width="([\d.]+)" height="26" fill', text)]
+    boxes = re.findall(r"</title>\s*<path d=\"M (\S+) \S+ L (\S+)", text)
+    widths = [float(right) - float(left) for left, right in boxes]
     assert widths[1] == pytest.approx(2 * widths[0], rel=0.02), "a backward pass has twice the width"
     assert widths[4] == pytest.approx(2 * widths[0], rel=0.02), "both panels have one scale"
-    assert lanes.as_svg(lanes.draw("two stages", panels)) == text
-    assert lanes.as_png(lanes.draw("two stages", panels)).startswith(b"\x89PNG")
+    assert as_svg(lanes.draw("two stages", panels)) == text
+    assert as_png(lanes.draw("two stages", panels)).startswith(b"\x89PNG")

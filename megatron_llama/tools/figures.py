@@ -1,25 +1,59 @@
-"""Memory over time as a PNG. matplotlib is imported by the function that draws."""
+"""Figures of the tools, and memory over time. matplotlib is imported by the functions that draw."""
 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_llama.system.output import import_pyplot
 from megatron_llama.system.tables import GIB, gib
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STYLE = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.xmargin": 0.01,
+    "axes.axisbelow": True,
+    "font.size": 9,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+}
+DARK = {"#000000": "#e5e7eb", "#1f2933": "#e5e7eb", "#64748b": "#94a3b8", "#eef1f4": "#262c36", "#ffffff": "#0d1117"}
+"""Colors of an SVG in the reader's dark theme, by their color in the light theme."""
+TOOLTIP = "tooltip: "
+"""Prefix of the ``gid`` of an artist with a tooltip."""
 MOST_COLUMNS = 1500
 """Sampled moments per figure. Each is the maximum of its interval."""
 MOST_PASSES = 24
 """Figures with more passes do not mark them."""
-STYLE = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.xmargin": 0.0,
-    "font.size": 9,
-    "legend.frameon": False,
-}
+
+
+def as_png(figure: Figure) -> bytes:
+    """Close the figure and return the bytes of a PNG."""
+    written = io.BytesIO()
+    figure.savefig(written, format="png")
+    import_pyplot().close(figure)
+    return written.getvalue()
+
+
+def as_svg(figure: Figure) -> str:
+    """Close the figure and return SVG text that follows the reader's light or dark theme."""
+    written, pyplot = io.StringIO(), import_pyplot()
+    # Text elements in the reader's font. Equal figures have equal files.
+    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "megatron_llama"}):
+        figure.savefig(written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    pyplot.close(figure)
+    text = written.getvalue()[written.getvalue().index("<svg") :]
+    text = re.sub(f'<g id="{TOOLTIP}([^"]*)">', r"<g><title>\1</title>", text)
+    text = re.sub("'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text).replace(" \n", " ")
+    dark = (f'[style*="{name}: {a}"]{{{name}:{b}!important}}' for a, b in DARK.items() for name in ("fill", "stroke"))
+    rules = f"text{{fill:{DARK['#000000']}}}{''.join(dark)}"  # black text has no fill
+    style = f"<style>@media(prefers-color-scheme:dark){{{rules}}}</style>"
+    return text.replace("</defs>", f"</defs>{style}", 1)
 
 
 def peak_indices(totals: Any, most: int = MOST_COLUMNS) -> Any:
@@ -82,7 +116,4 @@ def draw_memory(
         axes.set_title(title, loc="left")
         handles, names = axes.get_legend_handles_labels()
         axes.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), title="at the peak")
-        written = io.BytesIO()
-        figure.savefig(written, format="png")
-        pyplot.close(figure)
-    return written.getvalue()
+    return as_png(figure)
