@@ -41,6 +41,8 @@ LABELS = {
     DCP: "torch.distributed.checkpoint's folder (torchtitan)",
 }
 """Names of the formats in messages."""
+WEIGHTS_ONLY = (HF, RANKS, META, LITGPT)
+"""Formats that have no moments, or whose moments are not read."""
 FOREIGN = (TRAINER, TORCH_DIST, RANKS, FSDP, DCP, DEEPSPEED, META, LITGPT)
 """Formats of other programs that have more than weights, or other names than Hugging Face's."""
 POINTER = "latest_checkpointed_iteration.txt"

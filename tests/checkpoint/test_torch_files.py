@@ -193,13 +193,20 @@ def test_a_run_resumes_from_deepspeed(kind: str, tmp_path: Path) -> None:
     assert open_foreign(tmp_path / "source", make_plan(1, tmp_path, *SETTINGS).model).facts["optim.name"] == "adam"
 
 
-@pytest.mark.parametrize("is_zero", [False, True], ids=["stage 0", "frozen"])
-def test_weights_that_zero_does_not_shard(is_zero: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", range(4))
+def test_weights_that_zero_does_not_shard(stage: int, tmp_path: Path) -> None:
+    """Stage 0 has no partitions. A frozen embedding is whole in stages 1 and 2, and divided by ranks in stage 3."""
     weights, source, frozen = _weights(), tmp_path / "source", "model.embed_tokens.weight"
-    write_deepspeed(source, {n: t for n, t in weights.items() if n != frozen or not is_zero}, 2)
-    more = {"frozen_param_shapes": {frozen: weights[frozen].shape}} if is_zero else {"optimizer": {"state": {}}}
-    _edit(source, "*model_states*", lambda c: c.update(module=weights, **more))
-    for path in () if is_zero else source.rglob("*optim*"):
+    write_deepspeed(source, {n: t for n, t in weights.items() if n != frozen or not stage}, stage, 11)
+    fragments = [_part(weights[frozen].flatten(), rank, 11, 1).clone() for rank in range(11)]
+    for path in source.rglob("*model_states*"):
+        content = torch.load(path, weights_only=False)
+        rank = int(path.name.split("_")[3]) if stage == 3 else None
+        content["module"] = weights if rank is None else {name: torch.empty(0) for name in weights}
+        content |= {"frozen_param_shapes": {frozen: weights[frozen].shape}} if stage > 1 else {}
+        content |= {"frozen_param_fragments": {frozen: fragments[rank]}} if rank is not None else {}
+        torch.save(content | ({} if stage else {"optimizer": {"state": {}}}), path)
+    for path in () if stage else source.rglob("*optim*"):
         path.unlink()
     tensors = open_foreign(source, make_plan(1, tmp_path, *SETTINGS).model).tensors
     assert all(torch.equal(tensors.rows(name), tensor) for name, tensor in weights.items())

@@ -124,6 +124,7 @@ CHECKPOINTS: dict[str, list[str]] = {
     "empty": [],
     "unknown": ["a.pt", "b", "c", "d", "e"],
     "hugging_face": ["model.safetensors", "config.json"],
+    "litgpt": ["lit_model.pth"],
     "folder_of_checkpoints": ["step_00000002/checkpoint.json", "step_00000001/checkpoint.json"],
     "run": ["checkpoints/step_00000002/checkpoint.json", "config.yaml"],
     "run_without_checkpoints": ["checkpoints/x", "config.yaml"],

@@ -53,15 +53,6 @@ class DcpFolder:
             return self.tensors[name].chunks[0].load()
         return None
 
-    def number(self, *names: str) -> float | None:
-        """Return the first of the values that is a number."""
-        for name in names:
-            value = self.value(name)
-            value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-            if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63:
-                return value
-        return None
-
 
 def open_dcp(folder: Path) -> DcpFolder:
     """Read the metadata of a DCP folder, and check that all bytes exist.

@@ -14,6 +14,7 @@ from megatron_llama.arch import checkpoint_formats as formats
 from megatron_llama.checkpoint.foreign.dcp_files import DcpFolder, open_dcp
 from megatron_llama.checkpoint.foreign.megatron import (
     describe_source,
+    integer,
     load_dict,
     read_common,
     read_train_state,
@@ -179,8 +180,7 @@ def _dcp(result: Description) -> None:
     _moments(result, sum(moments), len(weights))
     source = _source(result, formats.DCP)
     read_config_json(source, result.folder)
-    step = dcp.number("train_state.step", "step")
-    source.step = None if step is None else int(step)
+    source.step = integer(dcp.value("train_state.step"), dcp.value("step"))
     _progress(result, source)
     result.missing.append("the position in the data (torchtitan's dataloader is not read)")
 

@@ -75,8 +75,9 @@ def open_torch_dist(folder: Path, model: ModelConfig, *, masters: bool = False) 
     result.tensors = _with_masters(tensors, dcp.tensors, names, prefix) if masters else tensors
     read_train_state(result, folder)
     if not result.has_moments:
-        kind = _sharding_type(common)
-        if kind and any(".gbuf" in key or "bucket" in key or "dp_group_idx" in key for key in dcp.tensors):
+        kind = _find(common.get("optimizer"), "param_state_sharding_type")
+        kind = kind if isinstance(kind, str) else "a distributed optimizer's buffers"
+        if any(".gbuf" in key or "bucket" in key or "dp_group_idx" in key for key in dcp.tensors):
             reason = f"Adam's moments are stored by buffers ({kind}), whose layout is not in the checkpoint"
             result.missing.append(f"{reason}: save with --dist-ckpt-optim-fully-reshardable")
         else:
@@ -231,12 +232,6 @@ def _find(value: Any, name: str) -> Any:
     return next((inner for item in value.values() if (inner := _find(item, name)) is not None), None)
 
 
-def _sharding_type(content: Mapping[str, Any]) -> str:
-    """Return the layout of the distributed optimizer's state."""
-    kind = _find(content.get("optimizer"), "param_state_sharding_type")
-    return kind if isinstance(kind, str) else "a distributed optimizer's buffers"
-
-
 def open_ranks(folder: Path, model: ModelConfig) -> Foreign:
     """Open Megatron's older files, ``mp_rank_00_000/model_optim_rng.pt``: weights only.
 
@@ -258,7 +253,8 @@ def open_ranks(folder: Path, model: ModelConfig) -> Foreign:
             if any(key not in shard or shard[key].shape != shards[0][key].shape for shard in shards):
                 rule = f"a tensor-parallel rank of stage {stage} has no {key}, or one of another shape"
                 raise CorruptFile(f"{folder}: {rule}")
-            name = _global_layer(key, first)
+            match = _LAYER.match(key)
+            name = f"decoder.layers.{first + int(match[1])}.{key[match.end() :]}" if match else key
             paths = [files[rank, stage] for rank in range(tensor_ranks)]
             sources.setdefault(name, _joined(name, [shard[key] for shard in shards], paths))
         first += len(layers)
@@ -295,10 +291,6 @@ def weights_of_rank(content: Mapping[str, Any], path: Path) -> dict[str, torch.T
     if not renamed:
         raise CorruptFile(f"{path}: has no tensors under 'model'")
     return renamed
-
-
-def _global_layer(key: str, first: int) -> str:
-    return _LAYER.sub(lambda match: f"decoder.layers.{first + int(match[1])}.", key)
 
 
 def _joined(name: str, shards: list[torch.Tensor], files: list[Path]) -> SourceTensor:

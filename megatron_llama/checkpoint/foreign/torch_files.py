@@ -48,7 +48,7 @@ _META_KEYS, _META_SHAPE = TABLES["meta"], TABLES["meta_shape"].split()
 _LITGPT_KEYS, _LITGPT_SHAPE = TABLES["litgpt"], TABLES["litgpt_shape"].split()
 """Megatron's names of keys; and keys that tensors show, that are converted, or that another key switches on."""
 _LITGPT_VALUES = {"mlp_class_name": "LLaMAMLP", "parallel_residual": False}
-_PART = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_00_optim_states\.pt")
+_PART = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_00_(model|optim)_states\.pt")
 _FP32 = "fp32"
 
 
@@ -129,9 +129,10 @@ def read_deepspeed(folder: Path) -> tuple[Sources, Foreign]:
         value = settings.get(name) if isinstance(settings, dict) else None
         if isinstance(value, int | float) and not isinstance(value, bool):
             result.facts[setting] = value or None
-    shapes = content.get("param_shapes")
+    shapes, frozen = content.get("param_shapes"), content.get("frozen_param_shapes")
     groups = [dict(group) for group in (shapes if isinstance(shapes, list) else [shapes]) if isinstance(group, dict)]
-    pairs = [(str(name), shape) for group in groups for name, shape in group.items()]
+    frozen = dict(frozen) if isinstance(frozen, dict) else {}
+    pairs = [(str(name), shape) for group in (*groups, frozen) for name, shape in group.items()]
     for name, shape in pairs:
         if not isinstance(shape, tuple | list) or any(type(n) is not int or n < 0 for n in shape):
             raise CorruptFile(f"{files[0]}: {name} has no shape")
@@ -142,9 +143,11 @@ def read_deepspeed(folder: Path) -> tuple[Sources, Foreign]:
         sources = _partitions(folder, [[str(name) for name in group] for group in groups], shape_of, result)
     else:  # stage 0
         sources = {}
-    module, frozen = content.get("module"), content.get("frozen_param_shapes")
-    chosen, listed = frozen if sources else module, module.items() if isinstance(module, dict) else ()
-    whole = {str(n): t for n, t in listed if isinstance(chosen, dict) and n in chosen and isinstance(t, torch.Tensor)}
+    if frozen and _PART.fullmatch(files[0].name):  # stage 3
+        sources |= _frozen(folder, {str(name): tuple(shape) for name, shape in frozen.items()})
+    module, shared = (value if isinstance(value := content.get(n), dict) else {} for n in ("module", "shared_params"))
+    whole = {n: t for n, t in module.items() if isinstance(t, torch.Tensor) and t.numel()}  # empty in stage 3
+    whole = {str(n): t for n, t in whole.items() if n not in sources and n not in shared}
     check_stored(files[0], whole)
     sources |= {name: joined(name, [tensor], files[:1], None) for name, tensor in whole.items()}
     optimizer = settings.get("optimizer") if isinstance(settings, dict) else None
@@ -172,6 +175,27 @@ def _universal(folder: Path, shapes: Mapping[str, Shape], result: Foreign) -> It
         read_group(result, group)
 
 
+def _frozen(folder: Path, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, SourceTensor]]:
+    """Yield the parameters that stage 3 does not train. Each rank's file of the model contains a span of each."""
+    parts = []
+    for path in _rank_files(folder, "model"):
+        part = load_dict(path).get("frozen_param_fragments")
+        parts.append({n: t for n, t in part.items() if isinstance(t, torch.Tensor)} if isinstance(part, dict) else {})
+        check_stored(path, parts[-1])
+    for name, shape in shapes.items():
+        spans = _spans(folder, [part[name].flatten() for part in parts if name in part], 0, math.prod(shape))
+        yield name, _assembled(folder, name, shape, list(spans))
+
+
+def _rank_files(folder: Path, kind: str) -> list[Path]:
+    """Return the files of a kind, "model" or "optim", by rank. Raises CorruptFile if one is missing."""
+    matches = [(match, path) for path in folder.iterdir() if (match := _PART.fullmatch(path.name))]
+    files = {int(match[1]): path for match, path in matches if match[2] == kind}
+    if sorted(files) != list(range(len(files))):
+        raise CorruptFile(f"{folder}: has the files of {len(files)} of {max(files) + 1} ranks (*_{kind}_states.pt)")
+    return [files[rank] for rank in sorted(files)]
+
+
 def load_tensor(path: Path) -> torch.Tensor:
     """Return the tensor in a file, or under "param" in it. Raises CorruptFile."""
     content = load_pickle(path, path)
@@ -186,12 +210,12 @@ def _partitions(folder: Path, groups: list[list[str]], shapes: Mapping[str, Shap
 
     Stages 1 and 2 divide the flat vector of a parameter group by ranks. Stage 3 divides each parameter.
     """
-    files = {int(match[1]): path for path in folder.iterdir() if (match := _PART.fullmatch(path.name))}
-    states = [load_dict(files[rank]).get("optimizer_state_dict") for rank in sorted(files)]
+    files = _rank_files(folder, "optim")
+    states = [load_dict(path).get("optimizer_state_dict") for path in files]
     first = states[0] if states and isinstance(states[0], dict) else {}
     count = first.get("partition_count")
     counts = count if isinstance(count, list) else [count]  # by parameter group
-    if sorted(files) != list(range(len(files))) or len(files) not in filter(is_number, counts):
+    if len(files) not in filter(is_number, counts):
         raise CorruptFile(f"{folder}: has the files of {len(files)} of {count} ranks (*_optim_states.pt)")
     vectors = [_vectors(files[rank], state) for rank, state in enumerate(states)]
     for group in parameter_groups(first):

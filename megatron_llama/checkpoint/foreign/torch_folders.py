@@ -20,6 +20,7 @@ from megatron_llama.arch.checkpoint_formats import (
 )
 from megatron_llama.arch.foreign_names import Names, plain_names, torchtitan_names
 from megatron_llama.checkpoint.foreign.dcp_files import DcpFolder, open_dcp
+from megatron_llama.checkpoint.foreign.megatron import integer, joined
 from megatron_llama.checkpoint.foreign.source_settings import read_config_json, read_group
 from megatron_llama.checkpoint.foreign.tensors import MOMENTS, Foreign, SourceChunk, SourceTensor, map_tensors
 from megatron_llama.checkpoint.foreign.unpickle import check_stored, load_pickle
@@ -44,8 +45,7 @@ def open_dcp_folder(folder: Path, model: ModelConfig) -> Foreign:
     names = names_in(folder, model, dcp.tensors)
     result = Foreign(DCP, map_tensors(folder, dcp.tensors, names, _moments(dcp, names)))
     read_config_json(result, folder)
-    step = dcp.number("train_state.step", "step")
-    result.step = None if step is None else int(step)
+    result.step = integer(dcp.value("train_state.step"), dcp.value("step"))
     _describe_optimizer(result, dcp, names)
     if result.step is None:
         result.missing.append("the step (train_state.step)")
@@ -117,12 +117,8 @@ def names_in(folder: Path, model: ModelConfig, keys: Collection[str]) -> Names:
 
 
 def _model_prefix(names: Names) -> str:
-    key = min(names.shapes, key=len)
-    return next((p for p in ("model.module.", "module.", "model.") if _all_start(names, p) and key != p), "")
-
-
-def _all_start(names: Names, prefix: str) -> bool:
-    return all(key.startswith(prefix) for key in names.shapes)
+    prefixes = ("model.module.", "module.", "model.")
+    return next((p for p in prefixes if all(key.startswith(p) for key in names.shapes)), "")
 
 
 def _moments(states: DcpFolder, names: Names) -> dict[str, Callable[[str], str]]:
@@ -140,8 +136,7 @@ def _describe_optimizer(result: Foreign, states: DcpFolder, names: Names) -> Non
     """Set updates, learning rate and facts from the optimizer's values."""
     prefix = _model_prefix(names)
     key = next(iter(names.shapes))  # the embedding
-    step = states.number(*(f"{_OPTIMIZER}state.{name}.step" for name in (key, key.removeprefix(prefix))))
-    result.updates = None if step is None else int(step)
+    result.updates = integer(*(states.value(f"{_OPTIMIZER}state.{n}.step") for n in (key, key.removeprefix(prefix))))
     groups = states.value(f"{_OPTIMIZER}param_groups")
     listed = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
     for group in listed or [_flat_group(states, {key, key.removeprefix(prefix), "0"})]:
@@ -170,18 +165,15 @@ def read_trainer_files(result: Foreign, folder: Path) -> None:
     """Set the step from trainer_state.json or the scheduler's file."""
     if (folder / TRAINER_STATE).is_file():
         content = read_json(folder / TRAINER_STATE)
-        step = content.get("global_step") if isinstance(content, dict) else None
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53:
+        result.step = integer(content.get("global_step")) if isinstance(content, dict) else None
+        if result.step is None:
             raise CorruptFile(f"{folder / TRAINER_STATE}: has no global_step")
-        result.step = step
     for name in SCHEDULER_FILES:
         if (folder / name).is_file():
             content = load_pickle(folder / name, folder / name)
-            last = content.get("last_epoch") if isinstance(content, dict) else None
-            rates = content.get("_last_lr") if isinstance(content, dict) else None
-            if result.step is None and isinstance(last, int) and 0 <= last < 2**53:
-                result.step = last
-            if isinstance(rates, list):
+            content = content if isinstance(content, dict) else {}
+            result.step = integer(result.step, content.get("last_epoch"))
+            if isinstance(rates := content.get("_last_lr"), list):
                 read_group(result, {"lr": next(iter(rates), None)})
             return
     result.missing.append("the scheduler (scheduler.pt)")
@@ -228,12 +220,7 @@ def _read_optimizer(
                 rule = f"{kind} of parameter {number} has not the shape of {name}"
                 raise CorruptFile(f"{path}: {rule}; the order of its parameters is not the Trainer's")
             stored[f"{kind}.{name}"] = values
-            offset = (0,) * values.dim()
-            chunk = SourceChunk(offset, tuple(values.shape), path, partial(torch.Tensor.detach, values))
-            sources[f"{kind}.{name}"] = SourceTensor(values.dtype, tuple(values.shape), [chunk])
-        if isinstance(step := state.get("step"), torch.Tensor) and step.numel() == 1:
-            step = step.item()
-        if isinstance(step, int | float) and 0 <= step < 2**53:
-            steps.add(int(step))
+            sources[f"{kind}.{name}"] = joined(name, [values], [path], None)
+        steps |= {step for step in [integer(state.get("step"))] if step is not None}
     check_stored(path, stored)
     return sources, next(iter(groups), {}), max(steps, default=None)

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import torch
 
 from megatron_llama.arch.foreign_names import VOCAB_ENDS
+from megatron_llama.arch.names import EMBEDDING
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.devices import HOST
 from megatron_llama.system.files import open_regular
@@ -146,7 +147,8 @@ class _Scanner(pickle._Unpickler):  # type: ignore[name-defined, misc]
             return _PLAIN[full]
         if any(pattern.fullmatch(full) for pattern in self.permitted):
             return self.classes.setdefault(full, type(name, (Inert,), {}))
-        raise pickle.UnpicklingError(f"it contains {full}, which can execute code")
+        effect = "an unknown kind of tensor" if full.startswith("torch._utils._rebuild_") else "which can execute code"
+        raise pickle.UnpicklingError(f"it contains {full}, {effect}")
 
     def persistent_load(self, pid: Any) -> Any:
         """Record the size of a storage. Raises UnpicklingError for other references."""
@@ -171,6 +173,10 @@ def _counted(opcode: Any) -> Any:
     return count_and_run
 
 
+def _reject(_: _Scanner) -> None:
+    raise pickle.UnpicklingError("it contains an opcode that neither torch.save nor DCP writes")
+
+
 def _set_items(reader: _Scanner) -> None:
     for key in reader.stack[::2]:
         _check_key(key)
@@ -186,9 +192,8 @@ def _dispatch() -> dict[int, Any]:
     """Return the opcodes that are read. Omitted ones allocate by a stated size, or build sets, buffers or classes."""
     omitted = {"BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4", "PERSID", "INST", "OBJ", "LONG4"}
     omitted |= {"EMPTY_SET", "ADDITEMS", "FROZENSET", "DICT"}
-    opcodes: dict[int, Any] = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
-    for name in omitted:
-        opcodes.pop(getattr(pickle, name)[0], None)
+    opcodes: dict[int, Any] = dict.fromkeys(range(256), _reject) | pickle._Unpickler.dispatch  # type: ignore[attr-defined]
+    opcodes |= {getattr(pickle, name)[0]: _reject for name in omitted}
     opcodes |= {pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items}
     return {code: opcode if code == pickle.STOP[0] else _counted(opcode) for code, opcode in opcodes.items()}
 
@@ -361,6 +366,7 @@ def check_stored(where: Path, tensors: Mapping[str, torch.Tensor]) -> None:
             spans.append((start, start + values.nbytes, name))
     spans.sort()
     for (first, end, name), (start, last, other) in pairwise(spans):
-        tied = (first, end) == (start, last) and name.endswith(VOCAB_ENDS) and other.endswith(VOCAB_ENDS)
+        ends = (EMBEDDING, *VOCAB_ENDS)
+        tied = (first, end) == (start, last) and name.endswith(ends) and other.endswith(ends)
         if start < end and not (tied and tensors[name].stride() == tensors[other].stride()):
             raise CorruptFile(f"{where}: {name} and {other} are in the same bytes")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from megatron_llama.arch.checkpoint_formats import HF, LABELS, OURS, is_foreign, recognize
+from megatron_llama.arch.checkpoint_formats import LABELS, OURS, WEIGHTS_ONLY, is_foreign, recognize
 from megatron_llama.arch.shapes import head_dim, kv_heads
 from megatron_llama.config.data_settings import (
     DISCRETE,
@@ -359,10 +359,10 @@ def _resumed_folder(folder: Path) -> Iterator[Problem]:
     if recognized is None:
         content = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") or "nothing"
         rule = f"is no checkpoint of a known format: the folder contains {content}"
-        formats = ", ".join(label for kind, label in LABELS.items() if kind != HF)
+        formats = ", ".join(label for kind, label in LABELS.items() if kind not in WEIGHTS_ONLY)
         yield Problem("checkpoint.resume", str(folder), rule, f"name one of these: {formats}")
-    elif recognized.format == HF:
-        rule = f"is {LABELS[HF]}, which has weights only"
+    elif recognized.format in WEIGHTS_ONLY:
+        rule = f"is {LABELS[recognized.format]}, which is read for its weights only"
         yield Problem("checkpoint.resume", str(folder), rule, f"write init_from={shlex.quote(str(folder))}")
     elif recognized.format == OURS and recognized.folder != folder:
         rule = "is a folder of checkpoints, not a checkpoint"
