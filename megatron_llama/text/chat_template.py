@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json, read_whole, write_synced
 from megatron_llama.text.conversation import RecordError, Turn
+from megatron_llama.text.sandbox import Sandbox, TemplateFault
 from megatron_llama.text.tokenizer import SETTINGS, Tokenizer, open_tokenizer, read_settings
 
 
@@ -116,8 +116,6 @@ def _marked(text: str, learn: bool) -> list[TextSpan]:
 
 OTHERS = "--chat-template dialogue, prompter or plain"
 """Templates for tokenizers without a template, in messages. chatml needs control tokens that few base models have."""
-MOST_OF_A_DATE = 100
-"""Maximum characters of a date format."""
 _NOWHERE = "\ue000\ue001"
 """Private-use characters, which no template contains."""
 
@@ -136,70 +134,51 @@ class Jinja:
         Raises:
             UserError: The template does not compile.
         """
-        import jinja2
-
-        faults = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError)
-        self._errors = (jinja2.TemplateError, *faults)
-        self._environment = _environment()
         try:
-            self._template = self._environment.from_string(source)
-        except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
-            reason = str(error) if isinstance(error, jinja2.TemplateError) else "it is nested too deeply"
-            raise UserError(f"{where}: the chat template is not valid Jinja: {reason}") from None
+            self._sandbox = Sandbox(source)
+        except TemplateFault as error:
+            raise UserError(f"{where}: the chat template is not valid Jinja: {error}") from None
         self.source, self._variables = source, variables
         self._ends = tuple(ends)
 
     def render_spans(self, turns: Sequence[Turn]) -> list[TextSpan]:
         """Return the rendered conversation, with control tokens as part of its text. Raises RecordError."""
-        whole = self._render_all(turns)
+        learned = [number for number, turn in enumerate(turns) if turn.role == "assistant" and turn.learn]
+        prefixes = [part for number in learned for part in ((number + 1, False), (number, True))]
+        whole, *texts = self._render(turns, [(len(turns), False), *prefixes])
+        _check_complete(whole, turns)
         boundaries = [0]
-        for number, turn in enumerate(turns):
-            if turn.role == "assistant" and turn.learn:
-                boundaries += self._answer(whole, turns, number)
+        for number, until, prompt in zip(learned, texts[::2], texts[1::2], strict=True):
+            boundaries += self._answer(turns, number, whole, until, prompt)
         boundaries.append(len(whole))
         if boundaries != sorted(boundaries):
             raise RecordError("template_refuses", "its answers are not in the order of the turns")
-        texts = [whole[start:end] for start, end in zip(boundaries, boundaries[1:], strict=False)]
-        return [TextSpan(text, bool(number % 2)) for number, text in enumerate(texts) if text]
+        parts = [whole[start:end] for start, end in zip(boundaries, boundaries[1:], strict=False)]
+        return [TextSpan(text, bool(number % 2)) for number, text in enumerate(parts) if text]
 
     def ask(self, turns: Sequence[Turn]) -> list[TextSpan]:
         """Return the conversation up to the assistant's next answer. Raises RecordError."""
-        return [TextSpan(self._render_all(turns, ask=True), False)]
-
-    def _render_all(self, turns: Sequence[Turn], ask: bool = False) -> str:
-        """Return ``render``. Raises RecordError if the template omits the text of a turn.
-
-        Templates may remove white space around a text, and may move the system's text. A prompt may omit parts of
-        earlier answers, as templates of reasoning models do.
-        """
-        whole = self.render(turns, ask)
-        position = 0
-        for number, turn in enumerate(turns, start=1):
-            if ask and turn.role == "assistant":
-                continue
-            text = turn.text.strip()
-            place = whole.find(text, 0 if turn.role == "system" else position)
-            if place < 0:
-                raise RecordError("template_omits", f"the text of turn {number} ({turn.role}) is not in its text")
-            if turn.role != "system":
-                position = place + len(text)
-        return whole
+        prompt = self.render(turns, ask=True)
+        _check_complete(prompt, turns, ask=True)
+        return [TextSpan(prompt, False)]
 
     def render(self, turns: Sequence[Turn], ask: bool = False) -> str:
         """Return the text of ``turns``; ``ask`` adds the generation prompt. Raises RecordError."""
-        messages = [{"role": turn.role, "content": turn.text} for turn in turns]
-        self._environment.start(sum(len(turn.text) for turn in turns))
-        try:
-            return str(
-                self._template.render(messages=messages, add_generation_prompt=ask, tools=None, **self._variables)
-            )
-        except self._errors as error:
-            raise RecordError("template_refuses", f"{type(error).__name__}: {error}"[:200]) from None
+        return self._render(turns, [(len(turns), ask)])[0]
 
-    def _answer(self, whole: str, turns: Sequence[Turn], number: int) -> list[int]:
-        """Return [start, end) of the answer in turn ``number``, in characters of the text."""
-        until = self.render(turns[: number + 1])
-        prompt = self.render(turns[:number], ask=True)
+    def _render(self, turns: Sequence[Turn], parts: Sequence[tuple[int, bool]]) -> list[str]:
+        """Return the text of the first turns for each (number of turns, add_generation_prompt). Raises RecordError."""
+        messages = [{"role": turn.role, "content": turn.text} for turn in turns]
+        try:
+            return self._sandbox.render(self._variables, messages, parts)
+        except TemplateFault as error:
+            raise RecordError("template_refuses", str(error)) from None
+
+    def _answer(self, turns: Sequence[Turn], number: int, whole: str, until: str, prompt: str) -> list[int]:
+        """Return [start, end) of the answer in turn ``number``, in characters of the text.
+
+        ``until`` is the text up to this turn, ``prompt`` the text that asks for it.
+        """
         if not until.startswith(prompt):
             # The generation prompt differs from the text before a given answer (it may begin a thought). Find the
             # answer's start with a text that no template contains: the answer itself could be part of the template.
@@ -216,36 +195,22 @@ class Jinja:
         return [len(prompt), len(end)]
 
 
-def _environment() -> Any:
-    """Return transformers' Jinja environment for chat templates, with limits."""
-    import jinja2
-    import jinja2.ext
+def _check_complete(text: str, turns: Sequence[Turn], ask: bool = False) -> None:
+    """Raise RecordError if a rendered text omits the text of a turn.
 
-    from megatron_llama.text.sandbox import BoundedEnvironment
-
-    class Generation(jinja2.ext.Extension):
-        """`{% generation %}`, which marks answers in some templates and is ignored here."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.Scope(body).set_lineno(line)
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
-
-    return BoundedEnvironment(
-        {"tojson": to_json},
-        {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form[:MOST_OF_A_DATE])},
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[Generation, jinja2.ext.loopcontrols],
-    )
+    Templates may remove white space around a text, and may move the system's text. A prompt (``ask``) may omit parts of
+    earlier answers, as templates of reasoning models do.
+    """
+    position = 0
+    for number, turn in enumerate(turns, start=1):
+        if ask and turn.role == "assistant":
+            continue
+        content = turn.text.strip()
+        place = text.find(content, 0 if turn.role == "system" else position)
+        if place < 0:
+            raise RecordError("template_omits", f"the text of turn {number} ({turn.role}) is not in its text")
+        if turn.role != "system":
+            position = place + len(content)
 
 
 def load_own_template(path: Path, ends: Sequence[str]) -> Jinja:

@@ -1,240 +1,170 @@
-"""Jinja sandbox for untrusted templates: jinja2's sandbox with limits on time and size.
+"""Rendering of untrusted chat templates: jinja2's sandbox in a separate process, with limits on time and memory.
 
-Each value is measured when it is created, and no operation may create a value that is much larger than its inputs. The
-work between two measurements is bounded, so a clock that is read at measurements, loop iterations and calls limits the
-time.
+This file is also the program of that process. It reads JSON from stdin, a line per request, and writes a line per
+reply. The first line has the template; each other line has variables, a list of messages, and the renderings of them.
 """
 
 from __future__ import annotations
 
-import functools
-import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import GeneratorType
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, TemplateRuntimeError, nodes
-from jinja2.runtime import LoopContext, Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
-
-MOST_SOURCE = 1 << 18
-"""Maximum characters of a template; the longest published ones have 20,000."""
 MOST_SECONDS = 5.0
-"""Maximum CPU time of a rendering; the usual time is below a millisecond."""
-MOST_UNCLOCKED = 50
-"""Measurements between two reads of the clock, which are slow in comparison."""
+"""Maximum CPU time of a request; the usual time is below a millisecond."""
+MOST_MEMORY = 1 << 30
+"""Maximum bytes of address space."""
 SMALL, TIMES = 1 << 20, 64
-"""A value, and the whole output, may have SMALL + TIMES · (characters of the conversation) characters."""
-LARGEST_NUMBER = 10_000
-"""Largest numeric argument, such as a width, an indentation or a number of repetitions."""
-MOST_BITS = 256
-"""Maximum bits of an integer."""
-_WIDE = re.compile(r"\*|\d{4}")
-_GROWS = ("replace", "join", "indent", "expandtabs", "wordwrap", "xmlattr", "tojson", "batch", "slice")
-"""Filters and methods whose output size is a product of the sizes of value and argument."""
-_REMOVED = ("lipsum", "urlize", "striptags", "sum")
-_NOT_CALLED = ("encode", "translate", "maketrans")
-"""Slow or unbounded functions that no chat template uses."""
-_COUNTED, _JOINED, _MEASURED = "_counted", "_joined", "_measured"
+"""The output may have SMALL + TIMES · (characters of the conversation) characters."""
+MOST_OF_A_DATE = 100
+"""Maximum characters of a date format."""
 
 
-class TooMuch(TemplateRuntimeError):
-    """A template exceeded a limit."""
+class TemplateFault(Exception):
+    """A template does not compile, rejects the messages, or exceeds a limit."""
 
 
-class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox with limits; ``start`` begins a rendering."""
+class Sandbox:
+    """A template in a separate process, which starts with the first request of each process that uses it."""
 
-    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
+    def __init__(self, source: str) -> None:
+        """Compile a template. Raises TemplateFault."""
+        self._source = source
+        self._process: subprocess.Popen[str] | None = None
+        self._user = 0
+        self._start()
 
-    def __init__(
-        self, filters: Mapping[str, Callable[..., Any]], functions: Mapping[str, Callable[..., Any]], **options: Any
-    ) -> None:
-        """Add ``filters`` and ``functions`` to jinja2's."""
-        # Not optimized: else constant expressions are evaluated, without limits, at compilation.
-        super().__init__(optimized=False, finalize=self._put_out, **options)
-        for name in _REMOVED:
-            self.globals.pop(name, None)
-        self.globals.update(functions)
-        available: dict[str, Any] = {**self.filters, **filters}
-        self.filters: dict[str, Any] = {
-            name: self._guarded(name, function) for name, function in available.items() if name not in _REMOVED
-        }
-        self.tests = {name: self._guarded(name, function) for name, function in self.tests.items()}
-        self.filters |= {_COUNTED: self._counted, _JOINED: self._joined, _MEASURED: self.measured}
-        self._source_size = 0
-        self.start(0)
+    def render(
+        self, variables: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], parts: Iterable[tuple[int, bool]]
+    ) -> list[str]:
+        """Return the text of the first ``count`` messages for each (count, add_generation_prompt) of ``parts``.
 
-    def start(self, characters: int) -> None:
-        """Begin a rendering; ``characters``: size of the conversation."""
-        self._most = SMALL + TIMES * characters
-        self._room, self._unclocked = self._most, 0
-        self._until = time.thread_time() + MOST_SECONDS
+        Raises TemplateFault.
+        """
+        if self._process is None or self._user != os.getpid():  # after a fault, or a fork
+            self._start()
+        return list(self._ask({"variables": variables, "messages": messages, "parts": list(parts)})["texts"])
 
-    def measured(self, value: Any) -> Any:
-        """Return the value. Raises TooMuch if it is too large."""
-        self._spend(0)
-        if type(value) is str:
-            if len(value) > self._most:
-                raise TooMuch(f"it makes a text of {len(value):,} characters; the limit is {self._most:,}")
-        elif isinstance(value, int):
-            if value.bit_length() > MOST_BITS:
-                raise TooMuch(f"it makes a number of {value.bit_length():,} bits; the limit is {MOST_BITS}")
-        elif _size(value, self._most) > self._most:
-            raise TooMuch(f"it makes a value of more than {self._most:,} characters")
-        return value
+    def _start(self) -> None:
+        # Not -m: the program needs jinja2 only.
+        command = [sys.executable, "-P", __file__, str(MOST_SECONDS), str(MOST_MEMORY)]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+        )
+        self._user = os.getpid()
+        weakref.finalize(self, _end, self._process)
+        self._ask({"template": self._source})
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if isinstance(left, int) and isinstance(right, int):
-            if operator == "**" and abs(right) * left.bit_length() > MOST_BITS:
-                raise TooMuch(f"it computes {left} ** {right}")
-        elif operator == "*":
-            for many, value in ((left, right), (right, left)):
-                if isinstance(many, int):
-                    self._check_product(many, value)
-        elif operator == "%" and isinstance(left, str):
-            self._check_format(left, right)
-        return self.measured(super().call_binop(context, operator, left, right))
-
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  as in jinja2
-        # Count the plain text in a macro or a recursive loop: at most the template's size.
-        turns = len(args[0]) if isinstance(__obj, LoopContext) and hasattr(args[0], "__len__") else 1
-        __self._spend(turns * (__self._source_size if isinstance(__obj, (Macro, LoopContext)) else 1))
-        name = str(getattr(__obj, "__name__", ""))
-        __self._check_arguments(name, getattr(__obj, "__self__", None), args, kwargs)
-        return __self.measured(super().call(__context, __obj, *args, **kwargs))
-
-    def wrap_str_format(self, value: Any) -> Any:
-        if (wrapped := super().wrap_str_format(value)) is None:
-            return None
-
-        @functools.wraps(wrapped)
-        def bounded(*args: Any, **kwargs: Any) -> str:
-            self._check_format(value.__self__, [*args, *kwargs.values()])
-            return str(wrapped(*args, **kwargs))
-
-        return bounded
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        if len(source) > MOST_SOURCE:
-            raise TemplateError(f"it has {len(source):,} characters; the limit is {MOST_SOURCE:,}")
-        self._source_size = len(source)
-        tree = super()._parse(source, name, filename)
-        for loop in tree.find_all(nodes.For):
-            text = sum(len(data.data) for part in loop.body for data in _all(part, nodes.TemplateData))
-            loop.iter = _filtered(loop.iter, _COUNTED, nodes.Const(1 + text))
-        _replace(tree)
-        return tree
-
-    def _counted(self, values: Iterable[Any], cost: int) -> Iterator[Any]:
-        """Yield the values of a loop and count each iteration."""
-        for value in values:
-            self._spend(cost)
-            yield value
-
-    def _joined(self, values: list[Any]) -> str:
-        """Concatenate, as ``a ~ b``."""
-        if sum(_size(value, self._most) for value in values) > self._most:
-            raise TooMuch(f"it makes a text of more than {self._most:,} characters")
-        return "".join(map(str, values))
-
-    def _put_out(self, value: Any) -> Any:
-        self._spend(_size(self.measured(value), self._most))
-        return value
-
-    def _spend(self, size: int) -> None:
-        self._room -= size
-        if self._room < 0:
-            raise TooMuch(f"it makes more than {self._most:,} characters or loop iterations")
-        self._unclocked += 1
-        if self._unclocked > MOST_UNCLOCKED:
-            self._unclocked = 0
-            if time.thread_time() > self._until:
-                raise TooMuch(f"it takes more than {MOST_SECONDS:.0f} s")
-
-    def _check_product(self, times: int, value: Any) -> None:
-        if times * _size(value, self._most) > self._most:
-            raise TooMuch(f"it repeats something {times:,} times")
-
-    def _check_format(self, text: str, values: Any) -> None:
-        if _WIDE.search(text):
-            raise TooMuch("it formats to a width above 999, or to a computed width")
-        self._check_product(text.count("{") + text.count("%"), values)
-
-    def _check_arguments(self, name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if name in _NOT_CALLED and isinstance(value, str):
-            raise TooMuch(f"it calls {name}, which templates must not call")
-        given = [*args, *kwargs.values()]
-        numbers = [abs(one) for one in given if isinstance(one, int)]
-        is_lookup = name in ("get", "index", "count", "pop") and isinstance(value, (list, dict))
-        if name != "safe_range" and max(numbers, default=0) > LARGEST_NUMBER and not is_lookup:
-            raise TooMuch(f"it calls {name} with {max(numbers):,}")
-        if name in _GROWS:
-            largest = max([1, *numbers, *(len(one) for one in given if isinstance(one, str))])
-            self._check_product(largest, value)
-            for items in (one for one in given if not isinstance(one, (str, int))):  # "x".join(items)
-                self._check_product(_size(value, self._most), items)
-
-    def _guarded(self, name: str, function: Any) -> Callable[..., Any]:
-        """Wrap a filter or test to check its arguments and measure its result."""
-
-        @functools.wraps(function)  # copies jinja2's attributes of the function too
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            at = 1 if hasattr(function, "jinja_pass_arg") else 0
-            value = args[at]
-            if name in _GROWS and isinstance(value, GeneratorType):
-                value = list(self._counted(value, 1))
-            self._check_arguments(name, self.measured(value), args[at + 1 :], kwargs)
-            if name == "format":
-                self._check_format(str(value), [*args[at + 1 :], *kwargs.values()])
-            result = function(*args[:at], value, *args[at + 1 :], **kwargs)
-            return self._counted(result, 1) if isinstance(result, GeneratorType) else self.measured(result)
-
-        return guarded
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        assert (process := self._process) is not None and process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:  # it has ended
+            line = ""
+        if not line.endswith("\n"):
+            self._process = None
+            status = process.wait()
+            if status == -signal.SIGPROF:
+                raise TemplateFault(f"it takes more than {MOST_SECONDS:g} s of CPU time")
+            raise TemplateFault(f"it ended the process that renders it, with status {status}")
+        reply: dict[str, Any] = json.loads(line)
+        if "fault" in reply:
+            raise TemplateFault(reply["fault"])
+        return reply
 
 
-def _size(value: Any, most: int) -> int:
-    """Return the approximate characters of a value's text; counting stops at ``most``."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Namespace):
-        value = object.__getattribute__(value, "_Namespace__attrs")
-    if isinstance(value, Mapping):
-        parts: Iterable[Any] = (part for pair in value.items() for part in pair)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        parts = value
-    else:
-        return 16
-    size = 2
-    for part in parts:
-        size += _size(part, most - size)
-        if size > most:
-            break
-    return size
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process, or in a fork of its parent close the pipes."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
+    process.stdout.close()
+    process.wait()
 
 
-def _filtered(value: Any, name: str, *arguments: nodes.Expr) -> Any:
-    return nodes.Filter(value, name, list(arguments), [], None, None).set_lineno(value.lineno)
+def _environment() -> Any:
+    """Return transformers' Jinja environment for chat templates."""
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}`, which marks answers in some templates and is ignored here."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body).set_lineno(line)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    return environment
 
 
-def _all(node: nodes.Node, kind: Any) -> Iterable[Any]:
-    return [node] if isinstance(node, kind) else node.find_all(kind)
+def _texts(template: Any, request: Mapping[str, Any]) -> list[str]:
+    """Return the renderings of a request. Raises ValueError if one is too long."""
+    messages, now = request["messages"], datetime.now()  # the same date in all texts of a conversation
+    most = SMALL + TIMES * sum(len(message["content"]) for message in messages)
+    texts = [
+        template.render(
+            {"strftime_now": lambda form: now.strftime(form[:MOST_OF_A_DATE]), **request["variables"]},
+            messages=messages[:count],
+            add_generation_prompt=ask,
+            tools=None,
+        )
+        for count, ask in request["parts"]
+    ]
+    if (size := max(map(len, texts), default=0)) > most:
+        raise ValueError(f"it makes a text of {size:,} characters; the limit is {most:,}")
+    return texts
 
 
-def _replace(node: nodes.Node) -> None:
-    """Measure each ``~`` and each literal list, tuple and mapping below a node."""
-    for name, value in list(node.iter_fields()):
-        measured = [_replaced(one) for one in value] if isinstance(value, list) else _replaced(value)
-        setattr(node, name, measured)
+def serve(seconds: float, memory: int) -> None:
+    """Compile the template in the first line of stdin, and answer the other lines. SIGPROF ends a long request."""
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    environment, template = _environment(), None
+    faults = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            request = json.loads(line)
+            if template is None:
+                template = environment.from_string(request["template"])
+                reply: dict[str, Any] = {}
+            else:
+                reply = {"texts": _texts(template, request)}
+        except MemoryError:
+            reply = {"fault": f"it needs more than {memory >> 20} MiB of memory"}
+        except (RecursionError, SyntaxError):
+            reply = {"fault": "it is nested too deeply"}
+        except Exception as error:
+            # Any other error is a fault of this program: the process ends with a status.
+            if not isinstance(error, faults) and "jinja2" not in type(error).__module__:
+                raise
+            reply = {"fault": str(error) if template is None else f"{type(error).__name__}: {error}"[:200]}
+        sys.stdout.write(json.dumps(reply) + "\n")
+        sys.stdout.flush()
 
 
-def _replaced(value: Any) -> Any:
-    if not isinstance(value, nodes.Node):
-        return value
-    _replace(value)
-    if isinstance(value, nodes.Concat):
-        return _filtered(nodes.List(value.nodes).set_lineno(value.lineno), _JOINED)
-    is_made = isinstance(value, (nodes.List, nodes.Dict)) or (isinstance(value, nodes.Tuple) and value.ctx == "load")
-    return _filtered(value, _MEASURED) if is_made else value
+if __name__ == "__main__":
+    serve(float(sys.argv[1]), int(sys.argv[2]))
