@@ -92,22 +92,4 @@ def variable_prefixes() -> tuple[str, ...]:
     return tuple(prefix for name in NAMES for prefix in device_named(name).variable_prefixes)
 
 
-__all__ = [
-    "HOST",
-    "INDUCTOR",
-    "NAMES",
-    "Device",
-    "Peak",
-    "ahead_of_time_environment",
-    "async_tp_missing",
-    "async_tp_problem",
-    "float8_problem",
-    "device_named",
-    "find_device",
-    "get_device",
-    "ignored_devices",
-    "of",
-    "pinned",
-    "request_collectives",
-    "variable_prefixes",
-]
+__all__ = ["INDUCTOR", "Device", "Peak", "async_tp_problem", "float8_problem"]

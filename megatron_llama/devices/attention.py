@@ -9,8 +9,8 @@ A tile is one call, for queries and keys of one document. The calls of a documen
 keys of a query. A call returns the log-sum-exp of its scores with its output, so outputs for parts of the keys are
 merged exactly. An output is a mean with weights exp(scores), and the log-sum-exp is the logarithm of the weights' sum
 (Milakov & Gimelshein 2018, arXiv:1805.02867). With the final log-sum-exp and output, the gradients of the parts add up
-to the full gradient. A call is the CPU's or the GPU's FlashAttention. For other dtypes it is plain matmuls with all
-scores of the call in memory.
+to the full gradient. A call is the CPU's or the GPU's FlashAttention, or memory-efficient attention for fp32 on a GPU.
+For other dtypes and heads it is plain matmuls with all scores of the call in memory.
 """
 
 from __future__ import annotations
@@ -260,6 +260,7 @@ def _window_mask(queries: int, keys: int, dtype: torch.dtype, device: torch.devi
 class _Kernel(Enum):
     CPU_FLASH = "the CPU's FlashAttention"
     FLASH = "FlashAttention"
+    EFFICIENT = "CUTLASS's memory-efficient attention, in fp32 on GPUs, with repeated key and value heads"
     MATMUL = "matmuls, with all scores of a call in memory"
 
 
@@ -269,7 +270,17 @@ def _kernel(q: Tensor, mask: Tensor | None) -> _Kernel:
         return _Kernel.CPU_FLASH
     if mask is None and q.dtype.itemsize == 2 and q.shape[3] <= LARGEST_FLASH_HEAD and q.shape[3] % 8 == 0:
         return _Kernel.FLASH
-    return _Kernel.MATMUL
+    return _Kernel.EFFICIENT if mask is None and takes_efficient(q) else _Kernel.MATMUL
+
+
+def takes_efficient(q: Tensor) -> bool:
+    """Whether the memory-efficient kernel exists for q."""
+    return q.device.type == "cuda" and q.dtype == torch.float32 and q.shape[3] % 4 == 0
+
+
+def _repeated(q: Tensor, *keys_or_values: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors of [b, kv heads, m, d] with a head per head of q."""
+    return tuple(x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in keys_or_values)
 
 
 def _mask(q: Tensor, k: Tensor, keys: Keys) -> Tensor | None:
@@ -289,6 +300,9 @@ def _call(q: Tensor, k: Tensor, v: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
             *flat, None, None, q.shape[2], k.shape[2], 0.0, causal, return_debug_mask=False
         )
         return out.transpose(1, 2), lse
+    if kernel is _Kernel.EFFICIENT:
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, *_repeated(q, k, v), None, True, 0.0, causal)
+        return out, lse.narrow(2, 0, q.shape[2])
     scores = _scores(q, k, causal, mask)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.unsqueeze(-1)).exp().to(v.dtype)
@@ -314,6 +328,13 @@ def _call_backward(
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         result = aten._flash_attention_backward(*flat, lse.contiguous(), None, None, *sizes, 0.0, causal, *no_dropout)
         return result[0].transpose(1, 2), result[1].transpose(1, 2), result[2].transpose(1, 2)
+    if kernel is _Kernel.EFFICIENT:
+        padded = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)  # kAlignLSE rows, as the forward pass writes them
+        state = [torch.zeros((), dtype=torch.int64, device=q.device)] * 2
+        op = aten._scaled_dot_product_efficient_attention_backward
+        dq, *dkv, _ = op(grad, q, *_repeated(q, k, v), None, out, padded, *state, 0.0, [True] * 3 + [False], causal)
+        dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in dkv)
+        return dq, dk, dv
     kv, scale = k.shape[1], q.shape[-1] ** -0.5
     weights = (_scores(q, k, causal, mask) - lse.unflatten(1, (kv, -1)).unsqueeze(-1)).exp().flatten(2, 3)
     grads, queries = _by_kv_head(grad, kv), _by_kv_head(q, kv)

@@ -52,10 +52,22 @@ QLORA = (
 )
 
 
+GROUPED = (
+    *("model=llama3_1b", "model.num_hidden_layers=2", "model.vocab_size=1024", "data.seq_length=2048"),
+    *("trainer.precision=fp32", "trainer.micro_batch_size=1", "trainer.global_batch_size=1", "trainer.steps=2"),
+)
+MEMORY = {
+    "int8": (*QLORA, "finetune.frozen_dtype=int8"),
+    "nf4": (*QLORA, "finetune.frozen_dtype=nf4"),
+    "fp32, grouped heads, eager": (*GROUPED, "trainer.compile=false"),
+    "fp32, grouped heads, compiled": (*GROUPED, "trainer.compile=true"),
+}
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_quantized_weights(runtime: Runtime, tmp_path: Path, kind: str, recompute: str) -> None:
-    settings = (*QLORA, f"finetune.frozen_dtype={kind}", f"trainer.recompute={recompute}")
+@pytest.mark.parametrize("name", MEMORY)
+def test_memory(runtime: Runtime, tmp_path: Path, name: str, recompute: str) -> None:
+    settings = (*MEMORY[name], f"trainer.recompute={recompute}")
     runtime.train(tmp_path, *settings).check()
     peak = max(row["peak_memory_bytes"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl"))
     plan = resolve(load_config(train_words(tmp_path, settings)[1:], CONF), 1)

@@ -41,6 +41,7 @@ WAYS = {
     "tiles": ("tiles", False, Call.CPU_FLASH),
     "tiles, products": ("tiles", False, Call.MATMUL),
     "tiles, flash": ("tiles", False, Call.FLASH),
+    "tiles, efficient": ("tiles", False, Call.EFFICIENT),
     "tiles, compiled": ("tiles", True, Call.CPU_FLASH),
     "varlen": ("varlen", False, None),
     "varlen, compiled": ("varlen", True, None),
@@ -88,7 +89,7 @@ def test_output_and_gradients_are_those_of_a_dense_mask(
     if PATTERNS[pattern].group and kernel == "varlen":
         assert CUDA.attention_kernel(PATTERNS[pattern], "bfloat16", 64) == "tiles", "varlen has no blocks"
         return
-    masked = Call.MATMUL if call is Call.FLASH else call  # FlashAttention takes no mask
+    masked = Call.MATMUL if call in (Call.FLASH, Call.EFFICIENT) else call  # these take no mask
     monkeypatch.setattr(attention, "_kernel", lambda q, mask: call if mask is None else masked)
     for seed in range(4):
         dtype = torch.bfloat16 if seed == 3 else torch.float32
@@ -200,6 +201,19 @@ def test_who_takes_which_kernel() -> None:
     assert CUDA.attention_kernel(WINDOW, "bfloat16", 128) == "varlen"
 
 
+@pytest.mark.usefixtures("flash")
+def test_grouped_heads_in_fp32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's SDPA would materialize all scores (tests/cuda/test_work.py)."""
+    calls = []
+    monkeypatch.setattr(attention, "takes_efficient", lambda q: True)
+    monkeypatch.setattr(attention, "_kernel", lambda q, mask: calls.append(q.shape) or Call.EFFICIENT)
+    q, k, v, grad = inputs(1, torch.float32, 4, 2)
+    expected = reference(q, k, v, grad, PLAIN, Documents.whole(2, LENGTH, q.device))
+    out = CUDA.kernels(compiled=False).attend(q, k, v)
+    assert off((out, *torch.autograd.grad(out, (q, k, v), grad)), expected) < 1e-6
+    assert calls == [q.shape] * 2
+
+
 def test_other_documents_make_no_other_graph() -> None:
     graphs = []
 
@@ -237,7 +251,7 @@ def test_fake_tensors_pass(pattern: Pattern, call: Call | None, monkeypatch: pyt
     if call is None and pattern.group:
         return
     if call is not None:
-        masked = Call.MATMUL if call is Call.FLASH else call
+        masked = Call.MATMUL if call in (Call.FLASH, Call.EFFICIENT) else call
         monkeypatch.setattr(attention, "_kernel", lambda q, mask: call if mask is None else masked)
     documents, device = layout(1, rows=1), "cpu" if call else "cuda"
     with FakeTensorMode():

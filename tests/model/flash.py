@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -18,6 +19,8 @@ def flash_on_cpu() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", _forward, "CPU")
     library.impl("_flash_attention_backward", _backward, "CPU")
+    library.impl("_scaled_dot_product_efficient_attention", _efficient, "CPU")
+    library.impl("_scaled_dot_product_efficient_attention_backward", _efficient_backward, "CPU")
     try:
         yield
     finally:
@@ -96,3 +99,20 @@ def _backward(
         dk[keys] = torch.einsum("hnm,nhd->mhd", d_scores, queries[rows]).unflatten(1, (-1, group)).sum(2)
         dv[keys] = torch.einsum("hnm,nhd->mhd", weights, given[rows]).unflatten(1, (-1, group)).sum(2)
     return dq.to(q.dtype).view(q.shape), dk.to(k.dtype).view(k.shape), dv.to(v.dtype).view(v.shape)
+
+
+def _efficient(q, k, v, bias, compute_log_sumexp, dropout=0.0, causal=False):
+    assert q.shape[1] == k.shape[1] and bias is None and compute_log_sumexp
+    assert not causal or q.shape[2] == k.shape[2], "the first corner is aligned"
+    flat, sizes = [x.transpose(1, 2) for x in (q, k, v)], (q.shape[2], k.shape[2])
+    out, lse, *_ = _forward(*flat, None, None, *sizes, dropout, causal, False)
+    state = torch.zeros((), dtype=torch.int64)
+    return out.transpose(1, 2), F.pad(lse, (0, -sizes[0] % 32), value=torch.inf), state, state
+
+
+def _efficient_backward(grad, q, k, v, bias, out, lse, seed, offset, dropout, which, causal=False):
+    assert lse.shape[2] % 32 == 0 and bias is None and which == [True, True, True, False]
+    flat = [x.transpose(1, 2) for x in (grad, q, k, v, out)]
+    lse, seed = lse[:, :, : q.shape[2]].contiguous(), seed.to(torch.uint64)
+    grads = _backward(*flat, lse, None, None, q.shape[2], k.shape[2], dropout, causal, seed, None)
+    return *(x.transpose(1, 2) for x in grads), None

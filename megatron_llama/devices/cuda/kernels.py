@@ -202,6 +202,8 @@ class CudaKernels(Kernels):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs | None = None) -> Tensor:
         if visible is None and transformer_engine.takes(q):
             return attention.attend_whole(q, k, v, "varlen")
+        if visible is None and q.shape[1] != k.shape[1] and attention.takes_efficient(q):
+            return attention.attend_whole(q, k, v, "tiles")  # torch's SDPA would materialize the scores
         if visible is None or visible.kernel != "varlen":
             return attention.attend(q, k, v, visible)
         dtype = "float32" if q.dtype == torch.float32 else "bfloat16"

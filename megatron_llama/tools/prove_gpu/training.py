@@ -130,6 +130,9 @@ WORKSPACES = 64 << 20
 """Bytes that torch allocates for cuBLAS on Hopper; the forecast does not count them."""
 
 
+_GROUPED = ("model=llama3_1b", "model.num_hidden_layers=2", "data.seq_length=2048", "trainer.precision=fp32")
+
+
 def memory(session: Session) -> Sequence[Check[Session]]:
     """Return checks of the peak memory against the plan's forecast."""
     base: tuple[str, ...]
@@ -144,6 +147,7 @@ def memory(session: Session) -> Sequence[Check[Session]]:
             "full recompute": (*base, "trainer.recompute=full"),
             "compiled": (*base, "trainer.compile=true"),
             "stochastic rounding": (*base, "trainer.precision=bf16_sr"),
+            "2 layers of a 1 B with grouped heads, fp32": (*base, *_GROUPED),
         }
     return [Check(name, partial(_memory, name, words)) for name, words in rows.items()]
 

@@ -103,7 +103,7 @@ def test_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "not installed": verdict(lambda: benchmark._measure(benchmark.SMALL_SHAPES[0], "torchtitan", "eager", one)),
     }
     GoldenFiles.check("tools/prove_gpu/verdicts.txt", "".join(f"{name}\n    {text}\n" for name, text in page.items()))
-    assert len(training.memory(session(tmp_path))) == 4 and training.memory(session(tmp_path, is_accelerator=False))
+    assert len(training.memory(session(tmp_path))) == 5 and training.memory(session(tmp_path, is_accelerator=False))
 
 
 def write_checkpoint(folder: Path, value: float) -> None:
