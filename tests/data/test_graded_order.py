@@ -90,6 +90,9 @@ def test_no_sample_is_above_its_step(prefix: str) -> None:
         rank = in_split.index((unit[0] - 1) // LENGTH)
         assert rank < by_share / 100 * len(in_split), f"sample {number}"
     assert max(unit[0] for unit in units) > 3500
+    dataset, order = stream.datasets[prefix]._dataset, stream.datasets[prefix]._graded
+    document, token = order.place(dataset, 7, 9)
+    assert dataset.sequence(document)[token] == order.text(dataset, 7)[0][9]
 
 
 def test_after_the_curriculum_every_sample_is_seen(prefix: str) -> None:

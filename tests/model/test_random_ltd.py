@@ -58,6 +58,7 @@ def test_what_a_rank_gets_by_hand() -> None:
     half = build_subsets(drawn, (5,), 4, None, (1, 2)).of(5)
     assert half is not None and half.split
     assert half.rows.tolist() == [-1, -1, 2 * 0 + 0, 2 * 1 + 1] and half.inverse.tolist() == [2, -1, -1, 3]
+    assert build_subsets(drawn, (5,), 4, None, (0, 2)).of(5).inverse.tolist() == [-1, 1, 0, -1]
     assert build_subsets(drawn, (5,), 4, None).of(4) is None
 
 

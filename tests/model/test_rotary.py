@@ -37,12 +37,14 @@ SHAPES = {
     "llama 3.1": scaled(LLAMA_3),
     "llama 3.2": scaled(ModelConfig(head_dim=64, rope_theta=500000.0), factor=32.0),
     "other factors": scaled(WIDE, "llama3", 4.0, 2.0, 8.0, context=64),
+    "llama3, a wavelength at the limit": scaled(WIDE, "llama3", 4.0, 8 / math.pi, 16 / math.pi, context=16),
     "linear": scaled(WIDE, "linear", 4.0),
     "dynamic, short": scaled(WIDE, "dynamic", 4.0),
     "dynamic, long": scaled(dataclasses.replace(WIDE, max_position_embeddings=16), "dynamic", 4.0),
     "yarn": scaled(LONG, "yarn", 16.0, context=8192),
     "yarn, all keys": scaled(ModelConfig(head_dim=64), "yarn", 40.0, context=64, **YARN),
     "yarn, attention factor": scaled(ModelConfig(head_dim=8), "yarn", 2.0, context=32, attention_factor=1.25),
+    "yarn, past the last dimension": scaled(ModelConfig(head_dim=8, rope_theta=10.0), "yarn", 4.0, context=1024),
     "longrope, short": scaled(
         dataclasses.replace(NARROW, max_position_embeddings=512), "longrope", 8.0, context=64, **FACTORS
     ),

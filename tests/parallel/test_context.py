@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from megatron_llama.arch.pattern import Lengths, Pattern
+from megatron_llama.config import ModelConfig
 from megatron_llama.devices.attention import tiles_backward, tiles_forward
 from megatron_llama.devices.visibility import Documents, dense_mask
-from megatron_llama.parallel.context import to_natural_order, to_rank_order
-from megatron_llama.topology import chunk_work, divide
+from megatron_llama.model.inputs import InputBuilder
+from megatron_llama.parallel.context import BACKENDS, Backend, DividedInputBuilder, to_natural_order, to_rank_order
+from megatron_llama.topology import Grid, Topology, chunk_work, divide
 
 LENGTH = 48
 PATTERNS = {"causal": Pattern(), "window": Pattern(window=5), "blocks": Pattern(0, 2, 3, 1)}
 DOCUMENTS = {"whole": ((LENGTH,), (LENGTH,)), "documents": ((12, 7, 1, 28), (5, 43))}
+
+
+def documents_of(lengths: Lengths) -> Documents:
+    return Documents.of(torch.stack([torch.repeat_interleave(torch.tensor(row)) for row in lengths]))
 
 
 @pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
@@ -26,11 +34,26 @@ def test_orders_are_inverses(cp: int, lengths: Lengths) -> None:
     assert torch.equal(to_natural_order(parts, division), sequence)
 
 
+@pytest.mark.parametrize("lengths", [None, DOCUMENTS["documents"]], ids=DOCUMENTS)
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_a_rank_rotates_its_tokens(backend: type[Backend], lengths: Lengths | None) -> None:
+    """all_gather divides by the work of the documents, ulysses without regard to them."""
+    documents = None if lengths is None else documents_of(lengths)
+    topology = Topology(Grid({"tp": 1, "cp": 2, "dp": 1, "pp": 1}), rank=1)
+    inputs = InputBuilder(ModelConfig(head_dim=8), lambda *_: None)
+    build = DividedInputBuilder(inputs, Mock(backend, by_documents=backend.by_documents), topology)
+    chunks = divide(2, LENGTH, lengths if backend.by_documents else None)[1]
+    local = [position for chunk in chunks for position in chunk]
+    tokens = torch.zeros(2, LENGTH, dtype=torch.int64)
+    whole = inputs.whole(tokens, documents).rotary[0].expand(LENGTH, 2, 1, -1)
+    assert torch.equal(build(tokens[:, local], documents).rotary[0].expand(LENGTH // 2, 2, 1, -1), whole[local])
+
+
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_the_work_of_a_division_is_what_the_kernels_compute(pattern: Pattern) -> None:
     """Without masked keys, which some tiles compute."""
     lengths = DOCUMENTS["documents"]
-    documents = Documents.of(torch.stack([torch.repeat_interleave(torch.tensor(row)) for row in lengths]))
+    documents = documents_of(lengths)
     visible = dense_mask(documents.positions(), pattern, documents.ids)[:, 0]
     size = LENGTH // 8
     expected = [int(visible[:, start : start + size].sum()) for start in range(0, LENGTH, size)]

@@ -134,6 +134,7 @@ ROWS = [
     ("hidden_divides_by_heads", 1, "hidden_size=190", "hidden_size=192"),
     ("hidden_divides_by_heads", 1, "hidden_size=190", "head_dim=48"),
     ("head_dim_is_even", 1, "hidden_size=60", "hidden_size=64"),
+    ("head_dim_is_even", 1, "hidden_size=4", "hidden_size=64"),
     ("head_dim_is_even", 1, "head_dim=33", "head_dim=34"),
     ("rope_scaling_fits_its_type", 1, "low_freq_factor=4.0", "low_freq_factor=3.9"),
     ("rope_scaling_fits_its_type", 1, "rope_type=linear beta_fast=8.0", "rope_type=yarn"),

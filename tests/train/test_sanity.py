@@ -198,7 +198,7 @@ def test_validation_is_the_mean_over_tokens_in_every_layout() -> None:
     assert abs(sum(halves) / 2 - sums / counts) > 0.1, "otherwise a mean of batch means would not differ"
     assert result == pytest.approx({"val_loss": sums / counts, "val_token_accuracy": right / counts}, rel=1e-6)
     assert 0 < right < counts
-    for layout in ("trainer.tp=2", "trainer.pp=2", "trainer.zero=1"):
+    for layout in ("trainer.tp=2", "trainer.pp=2", "trainer.zero=1", "trainer.exact=true"):
         for other, _ in on_ranks(_val_loss, 2, make_plan(2, *settings, layout)):
             assert other == pytest.approx(result, rel=1e-6), layout
 
