@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+import pickle
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -14,11 +16,13 @@ from benchmarks.harness.arguments import parse_layout, split_words
 from benchmarks.harness.environments import torch_version
 from benchmarks.results import ROOT, command_line, commit, describe_machine
 from megatron_llama.cli import main as launch
+from megatron_llama.parallel import open_device, process_groups
+from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import markdown_table
 from megatron_llama.tools.common import MOCK_RUN
-from megatron_llama.tools.doctor.ranks import Rate, measure_collectives, read_rates
+from megatron_llama.tools.doctor.ranks import Rate, rates_of_groups, slowest_groups
 from megatron_llama.topology import AXIS_NAMES
 
 HEAD = ("layout", "axis", "collective", "ranks", "bytes", "time", "algorithm", "bus")
@@ -65,11 +69,11 @@ def run(args: argparse.Namespace) -> int:
                 f"run.dir={folder}/run",
             ]
             batch = f"trainer.global_batch_size={layout.dp}"
-            status = launch([*settings, *axes, batch, *MOCK_RUN], partial(measure_collectives, sizes, folder))
+            status = launch([*settings, *axes, batch, *MOCK_RUN], partial(_measure, sizes, Path(folder)))
             if status:
                 failed.append(name)
                 continue
-            rows += rate_rows(name, read_rates(Path(folder)))
+            rows += rate_rows(name, pickle.loads((Path(folder) / "rates").read_bytes()))
     text = "\n".join(_page(args, rows)) + "\n"
     write_atomically(args.output, text)
     sys.stdout.write(text)
@@ -77,7 +81,16 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_FAILED if failed else 0
 
 
-def rate_rows(layout: str, rates: Iterator[Rate]) -> Iterator[list[str]]:
+def _measure(sizes: Sequence[int], folder: Path, plan: Plan) -> None:
+    """Measure all sizes over each axis with more than one rank; rank 0 writes the rates of the slowest groups."""
+    topology, (device, torch_device) = plan.topology(int(os.environ["RANK"])), open_device(plan)
+    with process_groups(plan, topology, device, torch_device):
+        rates = rates_of_groups(sizes, device.synchronize, torch_device)
+    if topology.rank == 0:
+        (folder / "rates").write_bytes(pickle.dumps(slowest_groups(rates)))
+
+
+def rate_rows(layout: str, rates: Iterable[Rate]) -> Iterator[list[str]]:
     """Yield rows of HEAD, with bandwidths in GB/s."""
     for rate in rates:
         yield [

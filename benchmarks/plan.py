@@ -9,11 +9,9 @@ Each job runs some steps of ``train`` on random data; the median is compared. Th
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -103,32 +101,21 @@ def _plan(overrides: tuple[str, ...]) -> Plan:
 
 def measured(plan: Plan, steps: int) -> list[float]:
     """Return the seconds of each step on the first rank."""
-    from megatron_llama.launch.start import Share, start_ranks
+    from megatron_llama.tools.steps import rank_results
 
-    with tempfile.TemporaryDirectory() as folder:
-        entry, share = partial(_time_steps, steps, Path(folder)), Share(plan.world_size, output_dir=Path(folder))
-        if start_ranks(plan, entry, share):
-            raise RuntimeError("the job failed")
-        return list(json.loads((Path(folder) / "seconds.json").read_text()))
+    status, seconds = rank_results(plan, partial(_time_steps, steps))
+    if status:
+        raise RuntimeError("the job failed")
+    return list(seconds[0])
 
 
-def _time_steps(count: int, folder: Path, plan: Plan) -> None:
-    """Time the steps of a rank; rank 0 writes the seconds to ``folder``."""
-    from megatron_llama.data.batches import build_data
-    from megatron_llama.optim import build_optimizer
-    from megatron_llama.parallel import build_model, open_device, process_groups
-    from megatron_llama.tools.steps import open_steps
+def _time_steps(count: int, plan: Plan) -> list[float]:
+    """Return the seconds of each step of a rank."""
+    from megatron_llama.parallel import open_device
+    from megatron_llama.tools.steps import open_rank
 
-    rank, (device, torch_device) = int(os.environ["RANK"]), open_device(plan)
-    topology = plan.topology(rank)
-    with process_groups(plan, topology, device, torch_device):
-        model = build_model(plan, topology, device, torch_device)
-        optimizer = build_optimizer(plan, model)
-        data = build_data(plan, topology, torch_device)
-        with open_steps(plan, topology, model, optimizer, data) as steps:
-            seconds = list(_times(steps.run, count))
-    if rank == 0:
-        (folder / "seconds.json").write_text(json.dumps(seconds))
+    with open_rank(plan, int(os.environ["RANK"]), *open_device(plan)) as steps:
+        return list(_times(steps.run, count))
 
 
 def _times(step: Callable[[int], object], count: int) -> Iterator[float]:

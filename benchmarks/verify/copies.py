@@ -10,14 +10,11 @@ is the median difference of the pairs, and the median time of the comparison its
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 from benchmarks.help_format import HelpFormatter
@@ -58,50 +55,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(case: str, pairs: int) -> tuple[list[float], list[float], list[float]] | None:
     """Return seconds of steps without and with a comparison, and of comparisons, on rank 0; None if a rank failed."""
     from megatron_llama import cli
-    from megatron_llama.launch.start import Share, start_ranks
     from megatron_llama.launch.world import find_world
+    from megatron_llama.tools.steps import rank_results
 
     model, *settings = case.split()
     words = [f"model={model}", "data=mock", "device=cpu", f"trainer.steps={WARM_UP + 2 * pairs}", *settings]
     plan = find_world(cli.parse_overrides(words), None).plan()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "times.json"
-        if start_ranks(plan, partial(time_steps, file, pairs), Share(plan.world_size, output_dir=Path(folder))):
-            return None
-        without, with_comparison, comparison = json.loads(file.read_text())
-        return without, with_comparison, comparison
+    status, times = rank_results(plan, partial(time_steps, pairs))
+    return None if status else times[0]
 
 
-def time_steps(file: Path, pairs: int, plan: Plan) -> None:
-    """Run the steps of one rank; rank 0 writes their times to ``file``."""
+def time_steps(pairs: int, plan: Plan) -> tuple[list[float], list[float], list[float]]:
+    """Run the steps of one rank; return their times."""
     import torch.distributed as dist
 
-    from megatron_llama.data.batches import build_data
-    from megatron_llama.optim import build_optimizer
-    from megatron_llama.parallel import build_model, open_device, process_groups
-    from megatron_llama.tools.steps import open_steps
+    from megatron_llama.parallel import open_device
+    from megatron_llama.tools.steps import open_rank
 
-    topology, (device, torch_device) = plan.topology(int(os.environ["RANK"])), open_device(plan)
     without, with_comparison, comparison = list[float](), list[float](), list[float]()
-    with process_groups(plan, topology, device, torch_device):
-        model = build_model(plan, topology, device, torch_device)
-        optimizer, data = build_optimizer(plan, model), build_data(plan, topology, torch_device)
-        with open_steps(plan, topology, model, optimizer, data) as steps:
-            for step in range(1, WARM_UP + 1):
-                steps.run(step)
+    with open_rank(plan, int(os.environ["RANK"]), *open_device(plan)) as steps:
+        for step in range(1, WARM_UP + 1):
+            steps.run(step)
+            steps.checkpointer.compare_copies(step)
+        for step in range(WARM_UP + 1, WARM_UP + 2 * pairs + 1):
+            compares = step % 4 in (0, 1)  # without, with, with, without
+            dist.barrier()
+            start = time.perf_counter()
+            steps.run(step)
+            between = time.perf_counter()
+            if compares:
                 steps.checkpointer.compare_copies(step)
-            for step in range(WARM_UP + 1, WARM_UP + 2 * pairs + 1):
-                compares = step % 4 in (0, 1)  # without, with, with, without
-                dist.barrier()
-                start = time.perf_counter()
-                steps.run(step)
-                between = time.perf_counter()
-                if compares:
-                    steps.checkpointer.compare_copies(step)
-                    comparison.append(time.perf_counter() - between)
-                (with_comparison if compares else without).append(time.perf_counter() - start)
-    if topology.rank == 0:
-        file.write_text(json.dumps([without, with_comparison, comparison]))
+                comparison.append(time.perf_counter() - between)
+            (with_comparison if compares else without).append(time.perf_counter() - start)
+    return without, with_comparison, comparison
 
 
 if __name__ == "__main__":

@@ -1,16 +1,33 @@
-"""Progress bars on stderr, and overrides that several tools add to a run."""
+"""Command lines of tools, progress bars on stderr, and overrides that several tools add to a run."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.progress import BarColumn, Progress, TextColumn
 
+from megatron_llama.system.exit_status import EXIT_USER
+from megatron_llama.system.programs import name_commands
 from megatron_llama.system.tables import open_console
 from megatron_llama.train.console import duration
+
+
+def run_tool(usage: str, argv: Sequence[str], work: Callable[[], int]) -> int:
+    """Print ``usage`` if ``argv`` asks for help, else call ``work`` and report its problems; return the exit status."""
+    if {"--help", "-h"} & set(argv):
+        sys.stdout.write(name_commands(usage))
+        return 0
+    from megatron_llama.config import ConfigError, format_problems  # imported late to keep --help fast
+
+    try:
+        return work()
+    except ConfigError as error:
+        sys.stderr.write(format_problems(error) + "\n")
+        return EXIT_USER
+
 
 LOG_SECONDS = 30.0
 """Time between the lines that replace the bar if stderr is not a terminal."""

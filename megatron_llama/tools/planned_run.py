@@ -77,8 +77,7 @@ def read_planned_run(overrides: Sequence[str], extra: Sequence[str] = (), *, alw
         extra: Overrides that the tool appends.
         always_named: Plan small models for the default hardware too, instead of this machine.
 
-    Raises:
-        ConfigError: With all problems of the settings.
+    Raises ConfigError with all problems of the settings.
     """
     cluster, rest, problems = load_cluster(overrides)
     config = None
@@ -124,9 +123,6 @@ def count_ranks(config: Config, cluster: ClusterConfig, spec: HardwareSpec) -> t
     nodes = cluster.nodes or -(-requested // (spec.per_node * spec.ranks_per_device))
     devices = nodes * spec.per_node if cluster.nodes else -(-requested // spec.ranks_per_device)
     return (devices * spec.ranks_per_device if cluster.nodes else requested), nodes, devices
-
-
-# Hardware of a command line.
 
 
 def find_hardware(
@@ -180,9 +176,6 @@ def usual_chip(kind: str) -> HardwareSpec:
     """Return the chip that stands for a kind of device."""
     rows = hardware_table.devices()
     return next(rows[name] for name in hardware_table.USUAL if rows[name].kind == kind)
-
-
-# Batch of models that recipes pretrain.
 
 
 @dataclass(frozen=True)

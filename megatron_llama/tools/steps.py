@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.data.batches import Data
+from megatron_llama.data.batches import Data, build_data
+from megatron_llama.devices import Device
+from megatron_llama.launch.start import Share, start_ranks
 from megatron_llama.model.inputs import MicroBatch
-from megatron_llama.optim import Optimizer
+from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.optim.norm import parameter_norm
-from megatron_llama.parallel import ParallelModel
+from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 from megatron_llama.train.loop import training_step
@@ -67,3 +75,31 @@ def open_steps(
         checkpointer = Checkpointer(replace(plan, config=config), topology, model, optimizer, data)
         guard = StepGuard(plan.config.trainer.skip_nonfinite_steps)
         yield Steps(plan, model, optimizer, batches or data.train.with_length(), checkpointer, guard)
+
+
+@contextmanager
+def open_rank(plan: Plan, rank: int, device: Device, torch_device: torch.device) -> Iterator[Steps]:
+    """Build the model, the optimizer and the data of a rank, and yield its steps. All ranks must call it."""
+    topology = plan.topology(rank)
+    with process_groups(plan, topology, device, torch_device):
+        model = build_model(plan, topology, device, torch_device)
+        optimizer, data = build_optimizer(plan, model), build_data(plan, topology, torch_device)
+        with open_steps(plan, topology, model, optimizer, data) as steps:
+            yield steps
+
+
+def rank_results(plan: Plan, work: Callable[[Plan], Any]) -> tuple[int, list[Any]]:
+    """Start the ranks of a plan here; return the exit status and the results of ``work``, [] if a rank failed.
+
+    Raises ConfigError as ``start_ranks``.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        share = Share(plan.world_size, output_dir=Path(folder))
+        if status := start_ranks(plan, partial(_store_result, work, Path(folder)), share):
+            return status, []
+        files = [Path(folder) / f"{rank}.pickle" for rank in range(plan.world_size)]
+        return 0, [pickle.loads(file.read_bytes()) for file in files]
+
+
+def _store_result(work: Callable[[Plan], Any], folder: Path, plan: Plan) -> None:
+    (folder / f"{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(work(plan)))

@@ -174,7 +174,6 @@ def _read_events(file: Path, log: Log) -> None:
 
 # Names of the series in this project, NeMo, Megatron-LM, Lightning and the Hugging Face Trainer, and given by the user.
 
-
 # Megatron-LM logs a series twice: over iterations, and under this longer name over consumed samples.
 OVER_SAMPLES = " vs samples"
 # Names of the step in JSON lines.

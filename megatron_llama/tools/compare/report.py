@@ -165,8 +165,6 @@ def _width(columns: Sequence[Sequence[str]]) -> int:
 
 
 # HTML page without scripts, other files or network access.
-
-
 PAGE = """\
 <!doctype html>
 <html lang="en">

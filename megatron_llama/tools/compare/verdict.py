@@ -236,7 +236,6 @@ def _step_noise(bins: Floats, comparison: Comparison) -> float:
 #
 # docs/guides/tools/compare.md derives the band, in terms of one-way analysis of variance with random effects.
 
-
 # Coverage of the interval at a point, and the number of windows around it over which the variance is pooled.
 LEVEL, POOLED_WINDOWS = 0.99, 5
 
@@ -316,7 +315,6 @@ def student_t(probability: float, freedom: float) -> float:
 
 
 # Alignment of curves on bins of the common samples. docs/guides/tools/compare.md explains it.
-
 
 # Default window: share of the compared samples, and minimum number of bins.
 WINDOW_SHARE, MIN_BINS = 0.05, 8

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama import cli
-from megatron_llama.system.exit_status import EXIT_USER
-from megatron_llama.system.programs import name_commands
-from megatron_llama.tools.common import MOCK_RUN
+from megatron_llama.tools.common import MOCK_RUN, run_tool
 
 if TYPE_CHECKING:
     from megatron_llama.config import Config
@@ -55,21 +53,16 @@ FOLDER = "compile"
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/compile.py`` with ``argv``; return the exit status."""
-    if {"--help", "-h"} & set(argv):
-        sys.stdout.write(name_commands(USAGE))
-        return 0
-    from megatron_llama.config import ConfigError, format_problems
+    return run_tool(USAGE, argv, lambda: _run(argv))
 
+
+def _run(argv: Sequence[str]) -> int:
     overrides = [argument for argument in argv if argument != ONE_PER_STAGE]
     words = [*overrides, *MOCK_RUN, "data.name=compile", "trainer.compile=true"]
-    try:
-        _set_ahead_of_time_environment(words)
-        if len(overrides) == len(argv):
-            return cli.main(words, entry=compile_ahead, subfolder=FOLDER)
-        return _start(_plan(cli.parse_overrides(words, subfolder=FOLDER)))
-    except ConfigError as error:
-        sys.stderr.write(format_problems(error) + "\n")
-        return EXIT_USER
+    _set_ahead_of_time_environment(words)
+    if len(overrides) == len(argv):
+        return cli.main(words, entry=compile_ahead, subfolder=FOLDER)
+    return _start(_plan(cli.parse_overrides(words, subfolder=FOLDER)))
 
 
 def compile_ahead(plan: Plan, representatives: Sequence[int] | None = None) -> None:

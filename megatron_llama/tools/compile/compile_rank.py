@@ -38,10 +38,7 @@ def compile_rank(plan: Plan, representatives: Sequence[int] | None = None) -> No
     """Compile the graphs of this process: rank RANK, or ``representatives[RANK]`` of a fake world.
 
     The launcher sets RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. RANK 0 prints the totals and
-    writes ``compile.json`` to the run folder.
-
-    Raises:
-        NotCompiled: On all ranks, if a compilation failed.
+    writes ``compile.json`` to the run folder. Raises NotCompiled on all ranks if a compilation failed.
     """
     start = time.perf_counter()
     if representatives is None:

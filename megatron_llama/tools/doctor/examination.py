@@ -26,7 +26,7 @@ from megatron_llama.tools.doctor import disks, machine, network
 from megatron_llama.tools.doctor.disks import RUN, Need
 from megatron_llama.tools.doctor.finding import BREAKS, NOTES, SEVERITIES, WARNS, Finding, NodeState, names
 from megatron_llama.tools.doctor.network import ClockReading, Connections
-from megatron_llama.tools.doctor.ranks import Rate
+from megatron_llama.tools.doctor.ranks import Rate, slowest_groups
 
 
 @dataclass(frozen=True)
@@ -197,8 +197,6 @@ def _host_names(count: int) -> list[str]:
 
 
 # Printed report: the nodes, the measured rates, and each finding with its fix.
-
-
 _MARKS = {BREAKS: "✗", WARNS: "!", NOTES: "·"}
 _COLOURS = {BREAKS: "31;1", WARNS: "33;1", NOTES: "36"}
 
@@ -259,12 +257,7 @@ def _node_table(nodes: Sequence[NodeState], readings: Sequence[ClockReading | No
 
 def _speed_table(measured: Mapping[str, Any]) -> list[str]:
     """Format the slowest group of each axis, with bandwidths as in the NCCL tests."""
-    slowest: dict[tuple[str, str, int], Rate] = {}
-    for fields in measured["collectives"]:
-        rate = Rate(**fields)
-        slowest_so_far = slowest.get((rate.axis, rate.kind, rate.size))
-        if slowest_so_far is None or rate.seconds > slowest_so_far.seconds:
-            slowest[rate.axis, rate.kind, rate.size] = rate
+    slowest = slowest_groups(Rate(**fields) for fields in measured["collectives"])
     rates = [rate / 1e9 for rate in measured["products"]]
     lines = [f"Matmuls: {min(rates):,.1f} to {max(rates):,.1f} GFLOP/s on {len(rates)} {plural(len(rates), 'rank')}."]
     if links := [rate / 1e6 for _, _, rate in measured["links"]]:
@@ -272,7 +265,7 @@ def _speed_table(measured: Mapping[str, Any]) -> list[str]:
     if not slowest:
         return lines
     rows = [("axis", "collective", "ranks", "size", "time", "algorithm", "bus")]
-    for rate in slowest.values():
+    for rate in slowest:
         rows.append(
             (
                 rate.axis,
@@ -308,9 +301,6 @@ def _verdict(nodes: Sequence[NodeState], findings: Sequence[Finding], seconds: f
 
 def _size(size: int) -> str:
     return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
-
-
-# Output folders of a run and the disk space that it needs.
 
 
 def output_folders(config: Config) -> dict[str, Path]:

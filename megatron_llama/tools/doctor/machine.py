@@ -71,8 +71,6 @@ def _remedy(name: str, node: NodeState, like: NodeState) -> str:
 
 
 # Resource limits of a process: open files, processes, locked memory, shared memory.
-
-
 LIMITS = "limits"
 MIN_FILES, MIN_PROCESSES = 4096, 4096
 """A rank opens a socket to each other rank and the dataset files, and starts compiler processes."""
@@ -118,8 +116,6 @@ def _limit(number: int) -> int | None:
 
 
 # Versions of Python, the packages and this project's files.
-
-
 VERSIONS = "versions"
 PACKAGES = ("torch", "megatron-core", "numpy")
 LACKS = "lacks"
@@ -187,8 +183,6 @@ def _digest() -> str:
 
 
 # Clock differences: the first process asks the others for their time and subtracts half of the round trip.
-
-
 CLOCKS = "clocks"
 MAX_SECONDS = 1.0
 """Largest acceptable difference: beyond it, logs and file times of several nodes cannot be ordered."""

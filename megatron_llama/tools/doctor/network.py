@@ -129,8 +129,6 @@ def _number(interface: str, name: str) -> int | None:
 #
 # launch/rendezvous.py needs torch and fails if a process is missing. Here a missing process is a finding, and the
 # others continue.
-
-
 ARRIVAL_SECONDS = 60.0
 ANSWER_SECONDS = 120.0
 PINGS = 7
@@ -313,8 +311,6 @@ def _plain(address: str) -> str:
 
 
 # TCP connections between all pairs of nodes, at any port, as the communication libraries need them.
-
-
 PAIRS = "pairs"
 SECONDS, ATTEMPTS = 4.0, 2
 PAYLOAD = 64 << 10

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, median_high
@@ -126,8 +126,6 @@ def _send(buffer: torch.Tensor, sender: int, receiver: int, device: Device) -> f
 
 
 # Slow ranks, links and groups: measurements far below the median.
-
-
 RANKS, LINKS, GROUPS = "ranks", "links", "collectives"
 SLOW_RANK, SLOW_LINK, SLOW_GROUP = 0.7, 0.25, 0.25
 """Fractions of the median speed below which a rank, a link or a group is reported."""
@@ -211,7 +209,6 @@ def _megabytes(rate: float) -> str:
 # `scripts/plan.py --calibrate` measures how much a collective slows down ranks that compute
 # (tools/plan/measure_machine.py).
 
-
 # Collectives of a step along each axis (docs/guides/tools/traffic.md).
 KINDS = {
     "tp": ("all_reduce", "all_gather", "reduce_scatter"),
@@ -219,32 +216,17 @@ KINDS = {
     "dp": ("all_reduce", "all_gather", "reduce_scatter"),
     "pp": ("send_recv",),
 }
-RATES_FILE = "collectives.json"
 WARM_UP, MIN_CALLS, MAX_CALLS, SECONDS_PER_SIZE = 2, 3, 1000, 0.5
 
 
-def measure_collectives(sizes: Sequence[int], folder: str, plan: Plan) -> None:
-    """Measure all sizes over each axis with more than one rank.
-
-    Rank 0 writes RATES_FILE to ``folder``, with the time of the slowest group for each collective.
-    """
-    device, topology = get_device(plan.config.device.name), plan.topology(int(os.environ["RANK"]))
-    torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-    with process_groups(plan, topology, device, torch_device):
-        rates = rates_of_groups(sizes, device.synchronize, torch_device)
-        if topology.rank == 0:
-            slowest: dict[tuple[str, str, int], Rate] = {}
-            for rate in rates:
-                key = (rate.axis, rate.kind, rate.size)
-                if key not in slowest or rate.seconds > slowest[key].seconds:
-                    slowest[key] = rate
-            write_atomically(Path(folder) / RATES_FILE, json.dumps([asdict(rate) for rate in slowest.values()]))
-
-
-def read_rates(folder: Path) -> Iterator[Rate]:
-    """Yield the rates written by ``measure_collectives``."""
-    for fields in json.loads((folder / RATES_FILE).read_text(encoding="utf-8")):
-        yield Rate(**fields | {"group": ()})
+def slowest_groups(rates: Iterable[Rate]) -> list[Rate]:
+    """Return the rate of the slowest group for each axis, collective and size."""
+    slowest: dict[tuple[str, str, int], Rate] = {}
+    for rate in rates:
+        key = rate.axis, rate.kind, rate.size
+        if key not in slowest or rate.seconds > slowest[key].seconds:
+            slowest[key] = rate
+    return list(slowest.values())
 
 
 def rates_of_groups(
@@ -333,9 +315,6 @@ def times_of_calls(
     slowest = torch.tensor(times, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     return sorted(slowest.tolist())
-
-
-# Bandwidth of a collective as defined by the NCCL tests.
 
 
 @dataclass(frozen=True)

@@ -401,8 +401,6 @@ def sign_bytes(ranks: int) -> float:
 
 
 # Time of collectives: a latency and a bus bandwidth, within a node or between nodes.
-
-
 RING_SHARE = 0.78
 """Share of the link bandwidth that a ring of some of a node's devices reaches. All eight may reduce in the switch."""
 
@@ -435,8 +433,6 @@ def all_reduce(size: float, ranks: int, stride: int, device: HardwareSpec, const
 
 
 # Goodput: the share of a run's time that failures and checkpoints leave.
-
-
 COPY_TO_HOST = 20e9
 """Bytes/s from a device to its host's memory (PCIe 4 x16: 25 GB/s). Training waits for these copies."""
 
@@ -486,8 +482,6 @@ def goodput(
 
 
 # Fitted constants: constants.json, written by `python -m benchmarks fit_planner`.
-
-
 CONSTANTS_FILE = Path(__file__).with_name("constants.json")
 
 

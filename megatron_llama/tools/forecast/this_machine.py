@@ -99,8 +99,7 @@ def calibration_path(host: str | None = None) -> Path:
 def load_calibration(path: Path | None = None) -> Calibration:
     """Return the calibration of this host.
 
-    Raises:
-        NotCalibrated: the file is missing, unreadable or of another version.
+    Raises NotCalibrated if the file is missing, unreadable or of another version.
     """
     try:
         calibration = Calibration(**json.loads((path or calibration_path()).read_text(encoding="utf-8")))

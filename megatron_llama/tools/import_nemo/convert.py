@@ -32,8 +32,7 @@ ADAMW = ("adamw", "fused_adam", "adamw_fp32optstate", "megatron_fused_adam", *SH
 def convert(path: Path, overrides: Sequence[str] = ()) -> ConvertedConfig:
     """Convert the file at ``path`` with ``overrides`` of the original command line (model.num_layers=32).
 
-    Raises:
-        ConfigError: With all reasons why the file cannot be converted.
+    Raises ConfigError with all reasons why the file cannot be converted.
     """
     config = load(path, overrides)
     values = flat(config)

@@ -36,8 +36,7 @@ def convert_script(path: Path, flags: Sequence[str], given: Mapping[str, str]) -
         flags: Flags that override the script's.
         given: Variables of the script's environment, and its arguments under "1", "2", ...
 
-    Raises:
-        ConfigError: With all reasons why the command cannot be converted.
+    Raises ConfigError with all reasons why the command cannot be converted.
     """
     try:
         command = Command([]) if path.suffix == ".py" else read_script(path, given)

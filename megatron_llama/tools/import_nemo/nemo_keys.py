@@ -30,7 +30,6 @@ GPT_DEFAULTS: Mapping[str, str] = {
 
 # ``trainer.precision`` of a NeMo, neuronx-nemo-megatron or NxDT config, from up to seven keys.
 
-
 # Names of neuronx-nemo-megatron's train_setup.sh, which trainer.precision accepts on all devices.
 PRESETS = ("bf16SR", "fp32_ZeroOptMaster", "fp32_ZeroOptMasterGradAcc", "megatron_amp_O2", "fp32_OptStates", "fp32")
 SWITCHES = (
@@ -141,8 +140,6 @@ def _neuron(values: Mapping[str, Any]) -> PrecisionChoice:
 
 
 # Rows of the embedding, from the tokenizer or from its name.
-
-
 LLAMA2_VOCAB_SIZE = 32000
 # Words in the name or type of a tokenizer, and rows of the embedding in models with it.
 ROWS_BY_NAME = (

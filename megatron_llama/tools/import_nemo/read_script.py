@@ -58,8 +58,7 @@ def read_script(path: Path, given: Mapping[str, str]) -> Command:
         path: The script.
         given: Variables of the script's environment, and its arguments under "1", "2", ...
 
-    Raises:
-        ScriptError: The script cannot be read, or has no flags of Megatron-LM.
+    Raises ScriptError if the script cannot be read, or has no flags of Megatron-LM.
     """
     try:
         text = read_whole(path, MOST_TEXT).decode()

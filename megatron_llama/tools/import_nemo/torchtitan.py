@@ -42,8 +42,7 @@ _NOTES = (
 def convert_toml(path: Path, given: Mapping[str, str]) -> ConvertedConfig:
     """Convert the TOML at ``path`` with overrides, such as training.steps=100.
 
-    Raises:
-        ConfigError: With all reasons why the file cannot be converted.
+    Raises ConfigError with all reasons why the file cannot be converted.
     """
     try:
         text = read_whole(path, MOST_BYTES).decode()

@@ -216,8 +216,7 @@ def inference_plan(model: ModelConfig, tp: int, device: str, dtype: str = "auto"
         dtype: auto is bfloat16, on a CPU float32, because bf16 is slow on CPUs without bf16 units.
         cp: context-parallel ranks.
 
-    Raises:
-        ConfigError: the model cannot be split; its problems name --tp.
+    Raises ConfigError if the model cannot be split; its problems name --tp.
     """
     from megatron_llama.devices import device_named
     from megatron_llama.plan import resolve

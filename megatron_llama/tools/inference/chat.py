@@ -88,8 +88,6 @@ class ChatSession:
 
 
 # Prompts. They are encoded by the code of training examples (text/), so they have the ids of training.
-
-
 Message = Mapping[str, str]
 """``role`` and ``content``."""
 OWN, NONE = "own", "none"
@@ -110,8 +108,7 @@ class PromptBuilder:
             template: name of a template; ``own``: the tokenizer's template.
             add_bos: whether named templates start with BOS. None: the tokenizer's default.
 
-        Raises:
-            ConfigError: the tokenizer has no template, or is not compatible with it.
+        Raises ConfigError if the tokenizer has no template, or is not compatible with it.
         """
         self.tokenizer, self.template, self._add_bos = tokenizer, template, add_bos
         self._chat: NamedTemplate | Jinja | None = NAMED_TEMPLATES.get(template)
@@ -135,8 +132,7 @@ class PromptBuilder:
     def ids(self, messages: Sequence[Message], answer: str | None = None) -> list[int]:
         """Return the ids of a prompt, and of an ``answer`` without its end token.
 
-        Raises:
-            ConfigError: the template rejects the conversation, or makes no token of it.
+        Raises ConfigError if the template rejects the conversation, or makes no token of it.
         """
         if self._chat is None:
             return self.tokenizer.encode("".join(message["content"] for message in messages) + (answer or ""))
@@ -150,8 +146,7 @@ class PromptBuilder:
     def text(self, messages: Sequence[Message], answer: str | None = None) -> str:
         """Return the text of ``ids``, with the names of control tokens, for programs that encode prompts themselves.
 
-        Raises:
-            ConfigError: the template rejects the conversation.
+        Raises ConfigError if the template rejects the conversation.
         """
         if self._chat is None:
             return "".join(message["content"] for message in messages) + (answer or "")
@@ -184,8 +179,7 @@ def open_prompt_builder(
 ) -> PromptBuilder:
     """Return a builder for ``template``, or the template of training, or ``default``.
 
-    Raises:
-        ConfigError: as ``PromptBuilder``.
+    Raises ConfigError as ``PromptBuilder``.
     """
     name = template or (trained.template if trained else default)
     return PromptBuilder(tokenizer, name, trained.add_bos if trained and trained.template == name else None)
@@ -200,8 +194,6 @@ def trained_stop_ids(tokenizer: Tokenizer, trained: TrainedTemplate | None) -> f
 
 
 # Streaming of generated text.
-
-
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _KNOWN_TAIL = 8  # prompt ids decoded with an answer's first id, which preserves a leading space
 

@@ -62,10 +62,7 @@ def encode_records(
 
     A prompt is a user message in the chat template. Records of more than ``max_ids`` ids are skipped and counted in
     ``records``. Label ids start where the labels' encodings differ, because a tokenizer may merge a label's first
-    letters with the end of the prompt.
-
-    Raises:
-        ConfigError: the chat template rejects a prompt.
+    letters with the end of the prompt. Raises ConfigError if the chat template rejects a prompt.
     """
     encoded = []
     for record in records.good:
@@ -219,8 +216,6 @@ def _padded(rows: Sequence[Sequence[int]]) -> torch.Tensor:
 
 
 # Perplexity on an indexed dataset.
-
-
 _LOGIT_BYTES = 256 << 20  # fp32 logits of a rank in one batch
 _BATCH_TOKENS = 8192  # keeps batches of a small vocabulary short, so that progress is shown
 Progress = Callable[[int, int], None]
@@ -260,8 +255,7 @@ def is_fine_tuning_set(prefix: str) -> bool:
 def open_examples(prefix: str, model: ModelConfig) -> list[Example] | None:
     """Return the examples of a fine-tuning set, memory-mapped; None for a dataset of text.
 
-    Raises:
-        ConfigError: the set does not fit the model, or its masks do not match.
+    Raises ConfigError if the set does not fit the model, or its masks do not match.
     """
     if not is_fine_tuning_set(prefix):
         return None
@@ -328,8 +322,7 @@ def predicted_bytes(tokenizer: Tokenizer, prefix: str, examples: Sequence[Exampl
     The text is decoded: of datasets, by document, because sentencepiece drops the space that it prepends to a text; of
     fine-tuning sets, the tokens with loss. Control tokens have no bytes. A character that is cut counts as U+FFFD.
 
-    Raises:
-        UserError: the dataset has ids that the tokenizer lacks.
+    Raises UserError if the dataset has ids that the tokenizer lacks.
     """
 
     def count(ids: np.ndarray) -> int:
@@ -364,8 +357,6 @@ def bits_per_byte(loss: float, tokens: int, size: int) -> float | None:
 
 
 # Evaluation data: records of a file and prompt templates.
-
-
 Record = Mapping[str, Any]
 
 
@@ -402,10 +393,7 @@ def find_template(name: str) -> Template:
 def read_records(path: Path, template: Template, limit: int | None = None) -> EvalRecords:
     """Read the first ``limit`` usable records of a .tsv (with a header), .jsonl or .json (one array) file.
 
-    Other records are skipped and counted.
-
-    Raises:
-        ConfigError: the file cannot be read or has no usable record.
+    Other records are skipped and counted. Raises ConfigError if the file cannot be read or has no usable record.
     """
     records, required = EvalRecords(), template.fields
     try:

@@ -231,8 +231,7 @@ def open_generator(
 
     Reads torchrun's variables (RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
-    Raises:
-        CorruptFile: a checksum of the weights is wrong.
+    Raises CorruptFile if a checksum of the weights is wrong.
     """
     device = get_device(plan.config.device.name)
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -255,9 +254,6 @@ def open_generator(
         saved.stored.load_into(weights(shards))
         division = Division(topology, groups["cp"]) if topology.sizes["cp"] > 1 else None
         yield Generator(llama, plan, torch_device, stop, missing, division)
-
-
-# Sampling.
 
 
 @dataclass(frozen=True)

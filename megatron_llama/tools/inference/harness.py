@@ -208,8 +208,7 @@ def has_stop_string(tokenizer: Tokenizer, until: Sequence[str], ids: list[int]) 
 def prefix_id(tokenizer: Tokenizer) -> int:
     """Return the id before a text without context: BOS, also of a tokenizer that does not add it, else the end id.
 
-    Raises:
-        ConfigError: the tokenizer has neither.
+    Raises ConfigError if the tokenizer has neither.
     """
     if tokenizer.bos is not None:
         return tokenizer.bos
@@ -232,8 +231,7 @@ def run_harness(
 ) -> Any:
     """Return the result of ``evaluate`` on rank 0, and None on the other ranks, which compute its batches.
 
-    Raises:
-        ConfigError: of rank 0, on all ranks.
+    Raises ConfigError of rank 0, on all ranks.
     """
     if dist.get_rank() != 0:
         while (command := broadcast_from_rank_0(lambda: None)) is not None:

@@ -55,8 +55,7 @@ def find_tasks(requested: str, include_path: Path | None) -> NamedTasks:
         requested: names, for example ``hellaswag,mmlu_*``.
         include_path: folder of more task files (YAML).
 
-    Raises:
-        ConfigError: the harness is not installed, or names are unknown; all unknown names at once.
+    Raises ConfigError if the harness is not installed, or names are unknown; all unknown names at once.
     """
     import_harness()
     from lm_eval.tasks import TaskManager

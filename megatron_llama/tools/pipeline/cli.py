@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 from megatron_llama import cli
 from megatron_llama.devices import find_device
 from megatron_llama.system.command import ArgumentParser
-from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.tables import text_table
-from megatron_llama.tools.common import MOCK_RUN
+from megatron_llama.tools.common import MOCK_RUN, run_tool
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,31 +58,24 @@ docs/guides/training/parallelism.md explains the diagrams.
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/pipeline.py`` with ``argv``; return the exit status."""
-    if {"--help", "-h"} & set(argv):
-        sys.stdout.write(name_commands(USAGE))
-        return 0
-    # Imported late to keep --help fast.
-    from megatron_llama.config import ConfigError, format_problems
+    return run_tool(USAGE, argv, lambda: _run(argv))
 
+
+def _run(argv: Sequence[str]) -> int:
     parser = ArgumentParser(usage=name_commands(USAGE), add_help=False, allow_abbrev=False)
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments, overrides = parser.parse_known_args(argv)
-    try:
-        plan, run = plan_picture(overrides, arguments.measure)
-        out = arguments.out or _default_path(plan)
-        _check_output(plan, out)
-        return _draw(plan, run, out, arguments.measure)
-    except ConfigError as error:
-        sys.stderr.write(format_problems(error) + "\n")
-        return EXIT_USER
+    plan, run = plan_picture(overrides, arguments.measure)
+    out = arguments.out or _default_path(plan)
+    _check_output(plan, out)
+    return _draw(plan, run, out, arguments.measure)
 
 
 def plan_picture(overrides: Sequence[str], measure: bool) -> tuple[Plan, PlannedRun | None]:
     """Return the plan of a command line, and the planned run unless it is measured here.
 
-    Raises:
-        ConfigError: With all problems.
+    Raises ConfigError with all problems.
     """
     from megatron_llama.launch.world import find_world
     from megatron_llama.tools.planned_run import read_planned_run
@@ -122,9 +114,9 @@ def _draw(plan: Plan, run: PlannedRun | None, out: Path, measure: bool) -> int:
     from megatron_llama.tools.pipeline.record import measure_pipeline
 
     vpp, microbatches = plan.config.trainer.vpp, _drawn_microbatches(plan, measure)
-    measured = measure_pipeline(plan) if measure else None
-    if isinstance(measured, int):
-        return measured
+    status, measured = measure_pipeline(plan) if measure else (0, None)
+    if status:
+        return status
     if measured is not None:
         pass_times = record.median_pass_times(measured, vpp)
     elif run is not None and run.names_cluster and run.hardware.spec is not None:

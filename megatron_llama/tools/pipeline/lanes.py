@@ -100,8 +100,6 @@ def _draw_panel(axis: Axes, panel: Panel, chunks: int, points: float) -> None:
 
 
 # Timeline of each rank, computed from the order and the duration of its passes.
-
-
 PREVIOUS, NEXT = -1, 1
 """Offsets of the neighboring pp ranks, modulo the number of ranks."""
 

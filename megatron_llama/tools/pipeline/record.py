@@ -9,16 +9,12 @@ schedule, with fake ranks (``recorded_order``) and with real ranks (``measure_pi
 from __future__ import annotations
 
 import os
-import pickle
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -31,7 +27,6 @@ from megatron_llama import cli
 from megatron_llama.arch.shapes import head_dim, matrices_per_layer
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import HOST, get_device
-from megatron_llama.launch.start import Share, start_ranks
 from megatron_llama.launch.world import find_world
 from megatron_llama.parallel import build_model, open_device, process_groups
 from megatron_llama.plan import Plan
@@ -50,6 +45,7 @@ from megatron_llama.tools.pipeline.lanes import (
 )
 from megatron_llama.tools.rehearse.rehearsal import fake_world
 from megatron_llama.tools.settings import ClusterConfig
+from megatron_llama.tools.steps import open_rank, rank_results
 
 
 class _Received(NamedTuple):
@@ -133,47 +129,34 @@ def _tensor(value: Any) -> torch.Tensor | None:
 
 
 # Training steps on this machine, recorded with times.
-
-
 STEPS = 6
 """The first step is warm-up."""
 
 
-def measure_pipeline(plan: Plan) -> PipelineTimeline | int:
+def measure_pipeline(plan: Plan) -> tuple[int, PipelineTimeline | None]:
     """Run STEPS steps; return the one of median duration, without warm-up, of the ranks with dp and tp rank 0.
 
-    Returns the exit status instead if a rank failed. Raises ConfigError as ``start_ranks``.
+    The exit status precedes it; the timeline is None if a rank failed. Raises ConfigError as ``start_ranks``.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        entry, share = partial(_record_one_rank, Path(folder)), Share(plan.world_size, output_dir=Path(folder))
-        if status := start_ranks(plan, entry, share):
-            return status
-        stages = plan.grid.ranks(0, "pp")
-        records = [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in stages]
-    steps = sorted(
-        (measured_timeline(step) for step in list(zip(*records, strict=True))[1:]), key=lambda step: step.seconds
-    )
-    return steps[(len(steps) - 1) // 2]
+    status, records = rank_results(plan, _record_steps)
+    if status:
+        return status, None
+    steps = list(zip(*(records[rank] for rank in plan.grid.ranks(0, "pp")), strict=True))[1:]
+    timelines = sorted(map(measured_timeline, steps), key=lambda timeline: timeline.seconds)
+    return 0, timelines[(len(timelines) - 1) // 2]
 
 
-def _record_one_rank(folder: Path, plan: Plan) -> None:
-    from megatron_llama.optim import build_optimizer
-    from megatron_llama.tools.steps import open_steps
-
-    rank = int(os.environ["RANK"])
-    topology, (device, torch_device) = plan.topology(rank), open_device(plan)
+def _record_steps(plan: Plan) -> list[RankRecord]:
+    device, torch_device = open_device(plan)
     records: list[RankRecord] = []
-    with process_groups(plan, topology, device, torch_device):
-        model = build_model(plan, topology, device, torch_device)
-        optimizer = build_optimizer(plan, model)
-        data = build_data(plan, topology, torch_device)
-        recorder = Recorder(model.chunks, device.synchronize)
-        with open_steps(plan, topology, model, optimizer, data) as steps, recorder.recording():
+    with open_rank(plan, int(os.environ["RANK"]), device, torch_device) as steps:
+        recorder = Recorder(steps.model.chunks, device.synchronize)
+        with recorder.recording():
             for step in range(1, STEPS + 1):
                 recorder.new_step()
                 steps.run(step)
                 records.append(recorder.record)
-    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(records))
+    return records
 
 
 # Order of passes and messages: megatron-core's schedule, run once as each rank.
@@ -181,8 +164,6 @@ def _record_one_rank(folder: Path, plan: Plan) -> None:
 # One process runs as each rank in sequence, in a fake world where messages take no time. The schedule depends on the
 # stages, chunks and number of micro batches, not on the model, so each chunk is one tiny Llama block, run by
 # ``forward_backward`` as in training.
-
-
 _TINY = ("hidden_size=8", "num_attention_heads=1", "num_key_value_heads=1", "intermediate_size=8", "vocab_size=8")
 
 
@@ -223,8 +204,6 @@ def _rank(plan: Plan, rank: int) -> RankRecord:
 
 
 # Duration of each pass: by FLOPs, forecast for a device of the hardware table, or measured.
-
-
 Durations = Callable[[int, Pass], float]
 """Duration by (pp rank, pass)."""
 MILLISECONDS, BLOCKS = "ms", "forward passes of a block"

@@ -8,10 +8,9 @@ import json
 import sys
 from collections.abc import Sequence
 
-from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
-from megatron_llama.system.programs import name_commands
+from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.wrapping import wrap_lines
-from megatron_llama.tools.common import NO_FILES
+from megatron_llama.tools.common import NO_FILES, run_tool
 
 USAGE = """\
 usage: python scripts/plan.py [--json] [group=choice ...]
@@ -57,25 +56,19 @@ PUBLISHED, CALIBRATE = "--published", "--calibrate"
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/plan.py`` with ``argv``; return the exit status."""
-    if {"--help", "-h"} & set(argv):
-        sys.stdout.write(name_commands(USAGE))
-        return 0
-    # Imported here, so that --help is quick.
-    from megatron_llama.config import ConfigError, format_problems
+    return run_tool(USAGE, argv, lambda: _run(argv))
 
+
+def _run(argv: Sequence[str]) -> int:
     as_json = "--json" in argv
     rest = [argument for argument in argv if argument != "--json"]
-    try:
-        if "--devices" in rest:
-            return _devices()
-        if CALIBRATE in rest:
-            return _calibrate([argument for argument in rest if argument != CALIBRATE])
-        if any(argument.partition("=")[0] == PUBLISHED for argument in rest):
-            return _published(rest, as_json)
-        return _plan(rest, as_json)
-    except ConfigError as error:
-        sys.stderr.write(format_problems(error) + "\n")
-        return EXIT_USER
+    if "--devices" in rest:
+        return _devices()
+    if CALIBRATE in rest:
+        return _calibrate([argument for argument in rest if argument != CALIBRATE])
+    if any(argument.partition("=")[0] == PUBLISHED for argument in rest):
+        return _published(rest, as_json)
+    return _plan(rest, as_json)
 
 
 def _plan(overrides: Sequence[str], as_json: bool) -> int:

@@ -86,11 +86,7 @@ class Forecast:
 
 
 def forecast_run(overrides: Sequence[str]) -> Forecast:
-    """Return the forecast of a command line.
-
-    Raises:
-        ConfigError: with all problems of the settings.
-    """
+    """Return the forecast of a command line. Raises ConfigError with all problems of the settings."""
     run = read_planned_run(overrides, always_named=True)
     config, spec = run.world.config, run.hardware.spec
     if spec is None:
@@ -126,25 +122,35 @@ def forecast_local(config: Config, cluster: ClusterConfig, calibration: Calibrat
     job = job_of_plan(plan)
     device, _ = this_machine.calibrated_spec(calibration, job)
     time = this_machine.local_step_time(plan, calibration)
-    flops = flops_per_token(plan.model, job.seq, plan.config.finetune)
-    rate = job.tokens_per_step / time.total
-    run_goodput = _goodput(job, device, cluster, 1)
-    used = mfu(flops.causal, rate, device.peak(job.format), ranks)
-    alone = ScaledRun(1, job.global_batch, time.total, rate, used, run_goodput)
-    stages = tuple(stage_footprints(plan))
-    return Forecast(plan, replace(cluster, nodes=1), device, 1, job, stages, time, flops, run_goodput, (alone,))
+    return _forecast(plan, replace(cluster, nodes=1), device, 1, time, [(job, time.total)])
 
 
 def forecast_plan(plan: Plan, cluster: ClusterConfig, device: HardwareSpec, count: int) -> Forecast:
     """Return the forecast of ``plan`` on ``count`` devices; ``device`` is the share that one rank uses."""
     job = job_of_plan(plan)
-    stages = tuple(stage_footprints(plan))
-    time = step_time(job, device, load_constants())
+    larger = [_with_more_ranks(job, times) for times in _multiples(count)]
+    scaled = [(each, step_time(each, device, load_constants()).total) for each in larger]
+    return _forecast(plan, cluster, device, count, step_time(job, device, load_constants()), scaled)
+
+
+def _forecast(
+    plan: Plan,
+    cluster: ClusterConfig,
+    device: HardwareSpec,
+    count: int,
+    time: StepTime,
+    scaled: Sequence[tuple[Job, float]],
+) -> Forecast:
+    """Return the forecast from the ``time`` of a step, and from (job, seconds of a step) on 1, 2, 4, ... devices."""
+    job, scaling = job_of_plan(plan), list[ScaledRun]()
     flops = flops_per_token(plan.model, job.document or job.seq, plan.config.finetune)
-    scaling = tuple(_scaled(job, times, device, cluster, flops, count) for times in _multiples(count))
-    return Forecast(
-        plan, cluster, device, count, job, stages, time, flops, _goodput(job, device, cluster, count), scaling
-    )
+    for number, (larger, seconds) in enumerate(scaled):
+        rate = larger.tokens_per_step / seconds
+        used = mfu(flops.causal, rate, device.peak(job.format), larger.ranks)
+        run_goodput = _goodput(larger, device, cluster, count << number)
+        scaling.append(ScaledRun(count << number, larger.global_batch, seconds, rate, used, run_goodput))
+    stages = tuple(stage_footprints(plan))
+    return Forecast(plan, cluster, device, count, job, stages, time, flops, scaling[0].goodput, tuple(scaling))
 
 
 def _multiples(count: int) -> list[int]:
@@ -156,17 +162,10 @@ def _multiples(count: int) -> list[int]:
     return factors
 
 
-def _scaled(
-    job: Job, times: int, device: HardwareSpec, cluster: ClusterConfig, flops: FlopsPerToken, count: int
-) -> ScaledRun:
-    """Forecast the job with ``times`` as many data-parallel ranks and the same work per rank."""
+def _with_more_ranks(job: Job, times: int) -> Job:
+    """Return the job with ``times`` as many data-parallel ranks and the same work per rank."""
     sharded = job.shard_size * times if job.shard_size == job.dp * job.cp and job.zero else job.shard_size
-    larger = replace(job, dp=job.dp * times, shard_size=sharded)
-    seconds = step_time(larger, device, load_constants()).total
-    rate = larger.tokens_per_step / seconds
-    used = mfu(flops.causal, rate, device.peak(job.format), larger.ranks)
-    run_goodput = _goodput(larger, device, cluster, count * times)
-    return ScaledRun(count * times, larger.global_batch, seconds, rate, used, run_goodput)
+    return replace(job, dp=job.dp * times, shard_size=sharded)
 
 
 def _goodput(job: Job, device: HardwareSpec, cluster: ClusterConfig, count: int) -> Goodput:

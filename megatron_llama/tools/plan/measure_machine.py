@@ -14,7 +14,6 @@ import os
 import socket
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
@@ -28,12 +27,12 @@ import torch.distributed as dist
 from megatron_llama import cli
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import HOST, Device, get_device
+from megatron_llama.model.loss import LossSpec
 from megatron_llama.model.loss import _LinearCrossEntropy as LinearCrossEntropy
 from megatron_llama.model.norm import RMSNorm
 from megatron_llama.model.rotary import rotary_table, rotate
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
-from megatron_llama.parallel.groups import current_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import plural
@@ -49,7 +48,7 @@ from megatron_llama.tools.forecast.this_machine import (
     Calibration,
     calibration_path,
 )
-from megatron_llama.tools.steps import open_steps
+from megatron_llama.tools.steps import open_steps, rank_results
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDS = 5
@@ -205,12 +204,10 @@ def _loss(tokens: int, dtype: torch.dtype) -> float:
     labels, weights = torch.randint(VOCABULARY, (tokens,)), torch.ones(tokens)
     stream = torch.randn(tokens, 1, HEAD_WIDTH, dtype=dtype)
     head = torch.randn(VOCABULARY, HEAD_WIDTH, dtype=dtype)
-    group = current_groups()["tp"]
+    spec = LossSpec(VOCABULARY, None, sequence_parallel=False)
 
     def loss(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        value: torch.Tensor = LinearCrossEntropy.apply(
-            x, weight, labels, weights, VOCABULARY, (True, True), group, False
-        )
+        value: torch.Tensor = LinearCrossEntropy.apply(x, weight, labels, weights, spec)
         return value
 
     return _forward_backward(loss, [stream, head])
@@ -313,27 +310,18 @@ def _step(plan: Plan, rank: int, device: Device, torch_device: torch.device) -> 
         return median_seconds(lambda: steps.run(next(numbers)), 1)
 
 
-# ``scripts/plan.py --calibrate``: start the ranks and write the calibration file.
-
-
 def calibrate(path: Path | None = None) -> int:
     """Measure this host and write its calibration file; return the exit status."""
-    from megatron_llama.devices import HOST, get_device
-    from megatron_llama.launch.start import Share, start_ranks
-
     by_ranks: dict[str, Any] = {}
     load = os.getloadavg()[0]
     for ranks in RANKS:
         sys.stdout.write(f"measuring with {ranks} {plural(ranks, 'rank')} (of {', '.join(map(str, RANKS))}) ...\n")
         sys.stdout.flush()
         plans = dict(_plans(ranks))
-        with tempfile.TemporaryDirectory() as folder:
-            entry, share = partial(_measure, plans, Path(folder)), Share(ranks, output_dir=Path(folder))
-            if status := start_ranks(next(iter(plans.values())), entry, share):
-                return status
-            by_ranks[str(ranks)] = json.loads((Path(folder) / "measured.json").read_text())
-    import torch
-
+        status, measurements = rank_results(next(iter(plans.values())), partial(_measure, plans))
+        if status:
+            return status
+        by_ranks[str(ranks)] = measurements[0]
     device = get_device(HOST)
     machine = Calibration(
         version=VERSION,
@@ -366,19 +354,15 @@ def _plans(ranks: int) -> Iterator[tuple[str, Plan]]:
             yield f"{name}, {form}", find_world(config, None).plan()
 
 
-def _measure(plans: dict[str, Plan], folder: Path, plan: Plan) -> None:
-    """Measure on one rank; rank 0 writes the results."""
-    from megatron_llama.devices import HOST, get_device
-
+def _measure(plans: dict[str, Plan], plan: Plan) -> dict[str, Any]:
+    """Measure on one rank; rank 0 shows the progress."""
     device, rank = get_device(HOST), int(os.environ["RANK"])
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), ranks)
     if rank:
-        measure(plans, rank, device, torch_device, lambda: None)
-        return
+        return measure(plans, rank, device, torch_device, lambda: None)
     numbers, total = itertools.count(1), MEASUREMENTS
     if ranks > 1:
         total += sum(map(len, COLLECTIVES.values())) * len(MESSAGES)
     with progress_bar(f"{ranks} {plural(ranks, 'rank')}", "measurements", total) as shown:
-        measurements = measure(plans, rank, device, torch_device, lambda: shown.show(next(numbers)))
-    (folder / "measured.json").write_text(json.dumps(measurements))
+        return measure(plans, rank, device, torch_device, lambda: shown.show(next(numbers)))

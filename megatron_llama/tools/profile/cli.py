@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_llama import cli
-from megatron_llama.system.exit_status import EXIT_USER
-from megatron_llama.system.programs import name_commands
-from megatron_llama.tools.common import NO_FILES
+from megatron_llama.tools.common import NO_FILES, run_tool
 
 if TYPE_CHECKING:
     from megatron_llama.plan import Plan
@@ -56,18 +54,18 @@ _ONLY_STEPS = (
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/profile.py`` with ``argv``; return the exit status."""
-    if {"--help", "-h"} & set(argv):
-        sys.stdout.write(name_commands(USAGE))
-        return 0
-    from megatron_llama.config import ConfigError, format_problems, load_config
+    return run_tool(USAGE, argv, lambda: _run(argv))
+
+
+def _run(argv: Sequence[str]) -> int:
+    from megatron_llama.config import ConfigError, load_config
 
     words = [*argv, *([] if _selects_data(argv) else [*NO_FILES, "data.name=profile"])]
     try:
         profile = load_config(words, cli.CONF_DIR).trainer.profile
     except ConfigError as error:
         if error.config is None:
-            sys.stderr.write(format_problems(error) + "\n")
-            return EXIT_USER
+            raise
         profile = None  # cli.main reports this with all other problems
     if profile is None:
         profile = list(WINDOW)

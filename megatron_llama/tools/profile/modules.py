@@ -130,8 +130,6 @@ def _is_inside_a_block(name: str) -> bool:
 #
 # Parameters are of the full model, FLOPs are summed over ranks. The time of a module is the time of its slowest rank. A
 # row for several layers or stages is their sum. Shares and FLOP/s use the time summed over ranks: averages per device.
-
-
 ROOT = "model"
 """Name of the root: the model, or the chunks of a rank."""
 

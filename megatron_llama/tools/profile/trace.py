@@ -149,8 +149,6 @@ def _kind(zone: Zone) -> str:
 
 
 # Time of a rank, divided into zones: a pass of a module, a wait, the optimizer, the rest.
-
-
 FORWARD, BACKWARD, NORM, OPTIMIZER, REST = "forward", "backward", "gradient norm", "optimizer", "rest"
 
 

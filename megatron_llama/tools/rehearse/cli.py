@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.system.command import ArgumentParser
-from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.tables import GIB
-from megatron_llama.tools.common import MOCK_RUN
+from megatron_llama.tools.common import MOCK_RUN, run_tool
 
 if TYPE_CHECKING:
     from megatron_llama.plan import Plan
@@ -57,23 +57,17 @@ docs/guides/tools/rehearse.md lists the exact and the approximate numbers.
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/rehearse.py`` with ``argv``; return the exit status."""
-    if {"--help", "-h"} & set(argv):
-        sys.stdout.write(name_commands(USAGE))
-        return 0
-    # Imported late to keep --help fast.
-    from megatron_llama.config import ConfigError, format_problems
+    return run_tool(USAGE, argv, lambda: _run(argv))
 
+
+def _run(argv: Sequence[str]) -> int:
     parser = ArgumentParser(usage=name_commands(USAGE), add_help=False, allow_abbrev=False)
     parser.add_argument("--ranks")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--pictures", type=Path, default=Path("runs/rehearsal"))
     arguments, overrides = parser.parse_known_args(argv)
-    try:
-        plan, notes, hardware = read_rehearsal(overrides)
-        ranks = representative_ranks(plan) if arguments.ranks is None else _ranks(arguments.ranks, plan)
-    except ConfigError as error:
-        sys.stderr.write(format_problems(error) + "\n")
-        return EXIT_USER
+    plan, notes, hardware = read_rehearsal(overrides)
+    ranks = representative_ranks(plan) if arguments.ranks is None else _ranks(arguments.ranks, plan)
     if arguments.json:
         from megatron_llama.tools.rehearse.rehearsal import rehearse
         from megatron_llama.tools.rehearse.text import as_json, free_bytes

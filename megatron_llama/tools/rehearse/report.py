@@ -149,8 +149,6 @@ class Rehearsal:
 # Comparison of the operators of a step with the vendors' published lists.
 #
 # The lists are tables of names, operators/DEVICE.csv; operators/README.md has their sources.
-
-
 LISTS = Path(__file__).with_name("operators")
 # Dispatched name -> name in the published lists.
 _OTHER_NAMES = {

@@ -148,9 +148,6 @@ def _indented(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     yield from (f"    {line}" for line in wrapped_table(rows, WIDTH - 4))
 
 
-# Picture of memory over time.
-
-
 def draw(rehearsal: Rehearsal, title: str, memory_gib: float | None = None) -> bytes:
     """Draw the live bytes by kind over a step, with its passes; return the bytes of a PNG."""
     alive = rehearsal.timeline.bytes
@@ -178,9 +175,6 @@ def _letter(name: str) -> str:
     """Return F3 for the forward pass of micro batch 3; recomputation belongs to the backward pass."""
     phase, _, batch = name.partition(" of micro batch ")
     return ("F" if phase == "forward" else "B") + batch.replace(", chunk ", "'")
-
-
-# Live bytes over a step, from allocations, resizes and frees of storages.
 
 
 class History:

@@ -51,8 +51,7 @@ def parser() -> argparse.ArgumentParser:
 def write_report(folders: Sequence[Path], output: Path) -> int:
     """Write the page of runs, which only the user may read, as plan.txt; return its size in bytes.
 
-    Raises:
-        ConfigError: With all problems of the runs, and of the output.
+    Raises ConfigError with all problems of the runs, and of the output.
     """
     from megatron_llama.config import ConfigError, Problem
     from megatron_llama.system.files import write_atomically

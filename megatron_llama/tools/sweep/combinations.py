@@ -119,8 +119,6 @@ def _digest(words: Sequence[str]) -> str:
 
 
 # State of the runs in ``<folder>/sweep.json``, from which an interrupted sweep resumes.
-
-
 FILE = "sweep.json"
 
 

@@ -13,10 +13,11 @@ from contextlib import suppress
 from types import FrameType
 
 from megatron_llama.cli import NO_PLAN
-from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config import Problem
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART
-from megatron_llama.system.programs import BATCH_FOLDER, ROOT, batch_script, batch_variables
+from megatron_llama.system.programs import BATCH_FOLDER, ROOT
 from megatron_llama.system.signals import JOB_SIGNALS, handle_signals
+from megatron_llama.tools.slurm import call, submit
 from megatron_llama.tools.sweep.combinations import Combination, Sweep, SweepState
 
 STOPPED = (EXIT_RESTART, EXIT_INTERRUPTED, *(128 + number for number in JOB_SIGNALS))
@@ -66,24 +67,9 @@ def run_slurm_jobs(sweep: Sweep, state: SweepState, options: str) -> None:
         job = state[combination].job
         if state[combination].finished or (job is not None and _in_queue([job])):
             continue
-        command = [
-            "sbatch",
-            "--parsable",
-            *shlex.split(options),
-            batch_script("run.slurm"),
-            *combination.overrides,
-            run_dir(sweep, combination),
-        ]
-        try:
-            variables = os.environ | batch_variables()
-            done = subprocess.run(command, cwd=BATCH_FOLDER, env=variables, capture_output=True, text=True)
-        except FileNotFoundError:
-            rule, instead = "sbatch was not found", "omit --slurm, or start the sweep on a Slurm login node"
-            raise ConfigError([Problem("--slurm", options, rule, instead)]) from None
-        if done.returncode:
-            problem = Problem("--slurm", options, f"sbatch: {done.stderr.strip()}", "correct the options of sbatch")
-            raise ConfigError([problem])
-        state.update(combination, job=done.stdout.strip().partition(";")[0])
+        words = [*combination.overrides, run_dir(sweep, combination)]
+        instead = "correct the options of sbatch, omit --slurm, or start the sweep on a Slurm login node"
+        state.update(combination, job=submit(shlex.split(options), words, Problem("--slurm", options, "", instead)))
         sys.stdout.write(f"job {state[combination].job}: {' '.join(combination.overrides)}\n")
     waiting = [combination for combination in sweep.combinations if not state[combination].finished]
     sys.stdout.write("Waiting for the jobs. Ctrl-C does not cancel them; run the same command to wait again.\n")
@@ -103,7 +89,7 @@ def run_dir(sweep: Sweep, combination: Combination) -> str:
 
 def _in_queue(jobs: Sequence[str]) -> set[str]:
     """Return the jobs that are queued or running."""
-    done = subprocess.run(["squeue", "--noheader", "--format=%i", "--me"], capture_output=True, text=True)
+    done = call(["squeue", "--noheader", "--format=%i", "--me"])
     if done.returncode:  # squeue failed, which does not mean that the jobs ended
         return set(jobs)
     return set(jobs) & set(done.stdout.split())

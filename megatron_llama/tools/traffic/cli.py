@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
-import pickle
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama import cli
-from megatron_llama.config import ConfigError, Problem, format_problems
+from megatron_llama.config import ConfigError, Problem
 from megatron_llama.plan import Plan
-from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
-from megatron_llama.system.programs import name_commands
+from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.tables import text_table
-from megatron_llama.tools.common import MOCK_RUN
+from megatron_llama.tools.common import MOCK_RUN, run_tool
 from megatron_llama.tools.forecast.traffic import Operation, step_operations
 
 if TYPE_CHECKING:
@@ -63,26 +57,22 @@ else a failure.
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/traffic.py`` with ``argv``; return the exit status."""
-    if {"--help", "-h"} & set(argv):
-        sys.stdout.write(name_commands(USAGE))
-        return 0
-    # Imported late to keep --help fast.
+    return run_tool(USAGE, argv, lambda: _run(argv))
+
+
+def _run(argv: Sequence[str]) -> int:
     from megatron_llama.launch.world import find_world
     from megatron_llama.tools.planned_run import read_planned_run
 
     measure = MEASURE in argv
     overrides = [argument for argument in argv if argument != MEASURE]
     more = [*MOCK_RUN, "data.name=traffic", "checkpoint.every_steps=null", f"dry_run={not measure}"]
-    try:
-        if measure:
-            return _measure(find_world(cli.parse_overrides([*overrides, *more]), None).plan())
-        run = read_planned_run(overrides, more)
-        lines = [*run.hardware.head(), *predicted_lines(run.plan(), run.hardware.title)]
-        sys.stdout.write("\n".join(lines) + "\n")
-        return 0
-    except ConfigError as error:
-        sys.stderr.write(format_problems(error) + "\n")
-        return EXIT_USER
+    if measure:
+        return _measure(find_world(cli.parse_overrides([*overrides, *more]), None).plan())
+    run = read_planned_run(overrides, more)
+    lines = [*run.hardware.head(), *predicted_lines(run.plan(), run.hardware.title)]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
 
 
 def predicted_lines(plan: Plan, hardware: str | None = None) -> Iterator[str]:
@@ -143,34 +133,18 @@ def compared_lines(by_rank: Sequence[Sequence[Traffic]]) -> Iterator[str]:
 
 def _measure(plan: Plan) -> int:
     """Run the ranks here, print the comparison and return the exit status."""
-    from megatron_llama.launch.start import Share, start_ranks
     from megatron_llama.tools.forecast.traffic import totals
+    from megatron_llama.tools.steps import rank_results
+    from megatron_llama.tools.traffic.count import count_on_rank
 
-    with tempfile.TemporaryDirectory() as folder:
-        entry, share = partial(count_one_rank, Path(folder)), Share(plan.world_size, output_dir=Path(folder))
-        if status := start_ranks(plan, entry, share):
-            return status
-        by_rank = [
-            [totals(operations_of_rank(plan, rank)), *pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes())]
-            for rank in range(plan.world_size)
-        ]
+    status, counts = rank_results(plan, count_on_rank)
+    if status:
+        return status
+    by_rank = [[totals(operations_of_rank(plan, rank)), *steps] for rank, steps in enumerate(counts)]
     agree = all(step == predicted for predicted, *counted in by_rank for step in counted)  # to the byte and to the call
     verdict = "every byte and every call as predicted" if agree else "NOT as predicted"
     sys.stdout.write("\n".join([*_head(plan), *compared_lines(by_rank), "", verdict]) + "\n")
     return 0 if agree else EXIT_FAILED
-
-
-def count_one_rank(folder: Path, plan: Plan) -> None:
-    """Count on one rank and write the result to ``folder``."""
-    from megatron_llama.devices import get_device
-    from megatron_llama.tools.traffic.count import count_steps
-
-    device, rank = get_device(plan.config.device.name), int(os.environ["RANK"])
-    torch_device = device.enter(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(count_steps(plan, rank, device, torch_device)))
-
-
-# Predicted operations, grouped by ranks with equal operations.
 
 
 def operations_of_rank(plan: Plan, rank: int) -> list[Operation]:

@@ -6,6 +6,7 @@ and ``scripts/traffic.py``; training does not count.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -13,14 +14,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_llama.data.batches import build_data
 from megatron_llama.devices import Device
-from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel import open_device
 from megatron_llama.parallel.groups import axis_of
 from megatron_llama.plan import Plan
 from megatron_llama.tools.forecast.traffic import Amount, Traffic, TrafficKey, bytes_leaving_node, sort_traffic
-from megatron_llama.tools.steps import open_steps
+from megatron_llama.tools.steps import open_rank
 
 # Operator to its kind and the indices of the payload and group arguments. The functional all_gather has no result
 # argument: its payload is the input times the size of the group.
@@ -143,8 +142,6 @@ def _unboxed(group: Any) -> dist.ProcessGroup:
 
 
 # Traffic of real training steps, for comparison with ``tools/forecast/traffic.py``.
-
-
 STEPS = 2
 
 
@@ -155,18 +152,15 @@ def count_steps(
 
     With ``per_node`` ranks per node, the traffic to other nodes in each step follows. All ranks must call it.
     """
-    topology = plan.topology(rank)
     counted, node_traffic = [], []
-    with process_groups(plan, topology, device, torch_device):
-        model = build_model(plan, topology, device, torch_device)
-        optimizer = build_optimizer(plan, model)
-        data = build_data(plan, topology, torch_device)
-        with (
-            open_steps(plan, topology, model, optimizer, data) as steps,
-            TrafficCounter(per_node) as counter,
-        ):
-            for step in range(1, STEPS + 1):
-                steps.run(step)
-                counted.append(counter.take())
-                node_traffic.append(counter.take_node_traffic())
+    with open_rank(plan, rank, device, torch_device) as steps, TrafficCounter(per_node) as counter:
+        for step in range(1, STEPS + 1):
+            steps.run(step)
+            counted.append(counter.take())
+            node_traffic.append(counter.take_node_traffic())
     return counted if per_node is None else counted + node_traffic
+
+
+def count_on_rank(plan: Plan) -> list[Traffic]:
+    """Return the traffic of this rank in each of the first STEPS steps."""
+    return count_steps(plan, int(os.environ["RANK"]), *open_device(plan))

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER
-from megatron_llama.system.programs import name_commands
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
+from megatron_llama.tools.common import run_tool
 
 if TYPE_CHECKING:
     from megatron_llama.config import Problem
@@ -75,11 +75,11 @@ def read_output(argv: Sequence[str]) -> tuple[Path | None, list[str], list[Probl
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/tune.py`` with ``argv``; return the exit status."""
-    if {"--help", "-h"} & set(argv):
-        sys.stdout.write(name_commands(USAGE))
-        return 0
-    # Imported here, so that --help is quick.
-    from megatron_llama.config import ConfigError, format_problems
+    return run_tool(USAGE, argv, lambda: _run(argv))
+
+
+def _run(argv: Sequence[str]) -> int:
+    from megatron_llama.config import ConfigError
     from megatron_llama.tools.tune.objectives import NothingWorks, tune
 
     output, rest, problems = read_output(argv)
@@ -88,9 +88,6 @@ def main(argv: Sequence[str]) -> int:
         if problems:
             raise ConfigError(problems)
         tune(overrides, output)
-    except ConfigError as error:
-        sys.stderr.write(format_problems(error) + "\n")
-        return EXIT_USER
     except NothingWorks as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_FAILED

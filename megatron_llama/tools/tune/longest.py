@@ -51,8 +51,7 @@ class LengthCell:
 def longest_sequence(tuned: Tuner, settings: Mapping[str, Any], ranks: int, fits: Fits) -> int:
     """Return the longest sequence with which ``settings`` fit, a multiple of STEP tokens; 0 if none fits.
 
-    Raises:
-        ConfigError: the settings break a rule.
+    Raises ConfigError if the settings break a rule.
     """
     grid = Grid.of(tuned.config.trainer).resized(tp=settings["trainer.tp"], cp=settings["trainer.cp"])
     unit = math.lcm(STEP, grid.sequence_unit(sp=True))
@@ -80,8 +79,7 @@ def longest_in_any_layout(tuned: Tuner, fits: Fits, progress: Callable[[int], No
 
     The feed-forward network runs in chunks if the model has positions for the longer sequence.
 
-    Raises:
-        ConfigError: all layouts break a rule.
+    Raises ConfigError if all layouts break a rule.
     """
     tokens = _longest_in_any_layout(tuned, fits, progress)
     trainer, positions = tuned.config.trainer, tuned.config.model.max_position_embeddings
@@ -109,9 +107,6 @@ def _longest_in_any_layout(tuned: Tuner, fits: Fits, progress: Callable[[int], N
     if not lengths and problem is not None:
         raise problem
     return max(lengths, default=0)
-
-
-# The table of lengths.
 
 
 def savings(config: Config, fixed: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -61,11 +61,7 @@ class TuneRequest:
 
 
 def read_request(overrides: Sequence[str]) -> TuneRequest:
-    """Parse a command line.
-
-    Raises:
-        ConfigError: with all problems of the settings.
-    """
+    """Parse a command line. Raises ConfigError with all problems of the settings."""
     tune, rest, problems = load_tuning(overrides)
     cluster, rest, more = load_cluster(rest)
     problems += more
@@ -241,9 +237,6 @@ def _print_lines(lines: Iterable[str]) -> None:
     sys.stdout.flush()
 
 
-# objective=min_devices.
-
-
 @dataclass(frozen=True)
 class DeviceCount:
     """Candidates on a number of devices."""
@@ -306,8 +299,6 @@ def device_count_lines(counts: list[DeviceCount]) -> Iterator[str]:
 
 
 # Report of a search.
-
-
 SHOWN = 12
 """Number of candidates in the report."""
 _HEADS = ("tp", "cp", "pp", "vpp", "dp", "zero", "group", "micro", "recompute")

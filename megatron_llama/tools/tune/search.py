@@ -162,8 +162,6 @@ def make_attempt(overrides: Sequence[str], tune: TuneConfig, folder: Path, nodes
 
 
 # Corrections of the memory and time forecasts by trials.
-
-
 NOISE = 1.1
 """Ratio by which two trials of the same settings may differ."""
 FINALISTS = 3

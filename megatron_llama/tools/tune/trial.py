@@ -25,10 +25,11 @@ from megatron_llama.config.conf_folders import EXPERIMENT
 from megatron_llama.config.fields import FREE_DICT, get, settings_by_name
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.system.files import read_json, write_atomically
-from megatron_llama.system.programs import BATCH_FOLDER, OWN_CONF, ROOT, batch_script, batch_variables
+from megatron_llama.system.programs import OWN_CONF, ROOT
 from megatron_llama.system.signals import exit_with_parent
 from megatron_llama.tools.common import MOCK_RUN
 from megatron_llama.tools.settings import TuneConfig
+from megatron_llama.tools.slurm import call, submit
 from megatron_llama.tools.tune.candidates import Candidate
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 
@@ -73,6 +74,13 @@ class TrialOutcome:
     """Reason of a failure, one line. Its key in ``trials.json`` is ``said``."""
     times: int = 1
     """Number of trials. ``seconds`` is the minimum over them, because other load only adds time."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {{"message": "said"}.get(name, name): value for name, value in asdict(self).items()}
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> TrialOutcome:
+        return TrialOutcome(**{{"said": "message"}.get(name, name): value for name, value in content.items()})
 
 
 class RunningTrial(Protocol):
@@ -195,29 +203,12 @@ class SlurmJob:
     """``sbatch run.slurm`` on ``nodes`` nodes, without requeue: a failure is a result."""
 
     def __init__(self, command: Sequence[str], folder: Path, options: str, nodes: int) -> None:
-        output = f"--output={folder / 'output.txt'}"
-        submit = ["sbatch", "--parsable", f"--nodes={nodes}", "--no-requeue", output, *shlex.split(options)]
-        try:
-            done = self._call([*submit, batch_script("run.slurm"), *command], MAX_RESTARTS="0")
-        except OSError as error:
-            raise ConfigError([self._problem(f"cannot start sbatch: {error.strerror}")]) from error
-        if done.returncode:
-            raise ConfigError([self._problem(f"sbatch failed: {(done.stderr or done.stdout).strip()}")])
-        self.number = done.stdout.strip().partition(";")[0]
-
-    @staticmethod
-    def _problem(rule: str) -> Problem:
-        return Problem("tune.jobs", True, rule, "run this on a host with sbatch, or write tune.sbatch=OPTIONS")
-
-    @staticmethod
-    def _call(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
-        env: Mapping[str, str] = {**os.environ, **batch_variables(), **variables}
-        return subprocess.run(
-            command, cwd=BATCH_FOLDER, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL
-        )
+        given = [f"--nodes={nodes}", "--no-requeue", f"--output={folder / 'output.txt'}", *shlex.split(options)]
+        instead = "run this on a host with sbatch, or write tune.sbatch=OPTIONS"
+        self.number = submit(given, command, Problem("tune.jobs", True, "", instead), MAX_RESTARTS="0")
 
     def poll(self) -> int | None:
-        shown = self._call(["scontrol", "-o", "show", "job", self.number])
+        shown = call(["scontrol", "-o", "show", "job", self.number])
         facts = dict(re.findall(r"(\S+?)=(\S*)", shown.stdout))
         if facts.get("JobState") in _RUNNING:
             return None
@@ -228,12 +219,10 @@ class SlurmJob:
 
     def kill(self) -> None:
         if self.poll() is None:
-            self._call(["scancel", self.number])
+            call(["scancel", self.number])
 
 
 # Experiment files: train.py experiment=<name>.
-
-
 GROUPS = tuple(sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir() and path.name != EXPERIMENT))
 NOT_IN_EXPERIMENT = ("allow_targets", "dry_run", "run.dir")
 """Settings that are not written to an experiment."""
@@ -293,8 +282,6 @@ def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 # Record of trials, from which an interrupted search resumes.
-
-
 TRIALS_FILE = "trials.json"
 _INPUTS = {"words": "the command line", "steps": "tune.steps", "machine": "the machine"}
 """Names of a journal's inputs in messages."""
@@ -310,8 +297,7 @@ class Journal:
             folder: folder of the search.
             inputs: values that the trials depend on.
 
-        Raises:
-            ConfigError: the file cannot be read, or is of another search.
+        Raises ConfigError if the file cannot be read, or is of another search.
         """
         self.path, self.inputs = folder / TRIALS_FILE, dict(inputs)
         self._trials: dict[str, TrialOutcome] = {}
@@ -320,7 +306,7 @@ class Journal:
         advice = "write another tune.dir=PATH, or remove that folder to start a new search"
         try:
             content = read_json(self.path)
-            self._trials = {each["settings"]: _read_outcome(each["outcome"]) for each in content["trials"]}
+            self._trials = {each["settings"]: TrialOutcome.from_json(each["outcome"]) for each in content["trials"]}
             before = content["asked"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             rule = f"cannot read {TRIALS_FILE}: {error}"
@@ -339,15 +325,5 @@ class Journal:
     def add(self, candidate: Candidate, outcome: TrialOutcome) -> None:
         """Add a trial and write the file; raise OSError if that fails."""
         self._trials[candidate.key] = outcome
-        trials = [{"settings": key, "outcome": _outcome_json(each)} for key, each in self._trials.items()]
+        trials = [{"settings": key, "outcome": each.as_json()} for key, each in self._trials.items()]
         write_atomically(self.path, json.dumps({"asked": self.inputs, "trials": trials}, indent=1) + "\n")
-
-
-def _outcome_json(outcome: TrialOutcome) -> dict[str, Any]:
-    """Return the JSON of an outcome, whose message has the key ``said``."""
-    return {{"message": "said"}.get(name, name): value for name, value in asdict(outcome).items()}
-
-
-def _read_outcome(content: Mapping[str, Any]) -> TrialOutcome:
-    """Return the outcome of its JSON."""
-    return TrialOutcome(**{{"said": "message"}.get(name, name): value for name, value in content.items()})

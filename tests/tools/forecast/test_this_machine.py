@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_llama import cli
 from megatron_llama.plan import Plan, resolve
@@ -24,6 +25,7 @@ from megatron_llama.tools.forecast.this_machine import (
     load_calibration,
     local_step_time,
 )
+from megatron_llama.tools.plan import measure_machine
 from megatron_llama.tools.plan.cli import main
 
 RECORDED = Path(__file__).with_name("recorded_machine.json")
@@ -140,3 +142,9 @@ def test_cluster_device_cpu_needs_a_calibration(
     assert "this machine alone" in capsys.readouterr().err
     assert main(lora) == main([*lora, "trainer.tp=2"]) == 0
     assert main(["--calibrate", "trainer.tp=2"]) == 2
+
+
+def test_the_operations_of_a_calibration_run() -> None:
+    seconds = [measure_machine._gemm(8, 16, 16, torch.float32), measure_machine._attention(1, 8, torch.bfloat16)]
+    seconds += [measure_machine._loss(8, torch.float32), measure_machine._adam(64)]
+    assert all(each > 0 for each in seconds)
