@@ -1,7 +1,8 @@
 """Change one operator, constant or call of the core at a time, and report the test that fails.
 
-Each mutant runs in a copy of the checkout: first the tests of its package, then the others that run it. A mutant
-survives if no test fails. Tiers: ``test`` (make test) and ``slow`` (make test-slow).
+Each mutant runs in a copy of the checkout: first the test files with its module's name, then the tests of its package,
+then the others that run it. A mutant survives if no test fails. Tiers: ``test`` (make test) and ``slow`` (make
+test-slow).
 """
 
 from __future__ import annotations
@@ -25,24 +26,9 @@ TIERS = {"test": "not slow and not slurm", "slow": "slow and not slurm"}
 # Tests that run the core as a whole, after the tests of the mutant's package.
 WHOLE = ("layouts", "checkpoint", "optim", "model", "finetuning", "train", "parallel", "data", "plan")
 SECONDS = 900
-SWAPS: dict[type, type] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Add,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-}
+_PAIRS = """Add Sub, Sub Add, Mult Add, Div Mult, FloorDiv Mult, Mod FloorDiv, Lt LtE, LtE Lt, Gt GtE, GtE Gt, Eq NotEq,
+NotEq Eq, In NotIn, NotIn In, And Or, Or And"""
+SWAPS: dict[type, type] = {getattr(ast, a): getattr(ast, b) for a, b in map(str.split, _PAIRS.split(","))}
 
 
 @dataclass(frozen=True)
@@ -118,11 +104,13 @@ def failing_test(mutant: Mutant, tree: Path, tier: str) -> str | None:
     target = tree / mutant.file
     original = target.read_bytes()
     target.write_text(mutant.source, encoding="utf-8")
-    package = Path(mutant.file).parts[1]
+    package, name = Path(mutant.file).parts[1], Path(mutant.file).stem
+    named = [str(path.relative_to(tree / "tests")) for path in (tree / "tests").rglob(f"test_*{name}*.py")]
+    others = [name for name in WHOLE if name != package]
     try:
-        for folders in ([package], [name for name in WHOLE if name != package]):
+        for paths in filter(None, (named, [package], others)):
             command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", TIERS[tier]]
-            command += ["--workers", "2", "--limit", str(SECONDS), *(f"tests/{folder}" for folder in folders)]
+            command += ["--workers", "2", "--limit", str(SECONDS), *(f"tests/{path}" for path in paths)]
             run = subprocess.run(command, cwd=tree, capture_output=True, text=True)
             if run.returncode not in (0, 5):  # 5: no test of this tier
                 lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]

@@ -19,9 +19,11 @@ from safetensors.torch import save_file
 
 from megatron_llama.arch.foreign_names import megatron_names, torchtitan_names
 from megatron_llama.arch.names import hf_shapes
+from megatron_llama.checkpoint.foreign.dcp_files import DcpFolder
 from megatron_llama.checkpoint.foreign.detect import open_foreign, resumed_state
 from megatron_llama.checkpoint.foreign.source_settings import read_arguments
 from megatron_llama.checkpoint.foreign.tensors import Foreign, ForeignTensors
+from megatron_llama.checkpoint.foreign.torch_folders import _moments, names_in
 from megatron_llama.config import ConfigError, ModelConfig
 from tests.checkpoint.runner import make_plan, rejection, run
 from tests.checkpoint.source_settings import BETAS, DECAY, EPS, LR, SETTINGS
@@ -131,6 +133,15 @@ def test_only_padding_of_the_vocabulary_is_omitted(
     folder = megatron_folder(tmp_path / "source", (f"model.vocab_size={rows}",), PLAIN | arguments)
     answer = rejection(folder, _model(f"model.vocab_size={size}"), resumes=False, reads=False)
     assert words in answer and bool(answer) == bool(words)
+
+
+@pytest.mark.parametrize("prefix", ["model.", "module.", "model.module."])
+def test_moments_may_lack_the_prefix_of_weights(prefix: str) -> None:
+    plain = [*hf_shapes(_model())]
+    exp_avg = _moments(DcpFolder(Path(), {}, {}), names_in(Path(), _model(), {prefix + name for name in plain}))[
+        "exp_avg"
+    ]
+    assert [exp_avg(prefix + name) for name in plain] == [f"optimizer.state.{name}.exp_avg" for name in plain]
 
 
 def test_tensors_that_the_model_lacks_are_rejected(tmp_path: Path) -> None:

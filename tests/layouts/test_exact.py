@@ -9,7 +9,7 @@ from megatron_llama.devices import get_device
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.exact import gradients
 from megatron_llama.parallel.exact.sums import Tree
-from tests.layouts.table import EXACT, EXACT_QUICK, exact_rows
+from tests.layouts.table import BIAS_EPS, BIASES, EXACT, EXACT_QUICK, exact_rows
 from tests.oracle import TOLERANCE, Result, oracle, run_layout, worst
 from tests.rows import rows
 
@@ -86,7 +86,8 @@ def test_other_optimizers_and_formats(settings: list[str]) -> None:
 
 
 def test_results_equal_the_usual_ones_within_rounding() -> None:
-    differences = worst(oracle(EXACT), oracle())
+    model = *BIASES, BIAS_EPS
+    differences = worst(oracle(EXACT, *model), oracle(*model))
     assert all(difference <= TOLERANCE for difference in differences.values()), differences
 
 
