@@ -18,7 +18,8 @@ import torch
 
 from megatron_llama.cli import main as launch
 from megatron_llama.corpus.indexed_format import write_index
-from megatron_llama.data.batches import Batches, Prefetcher, Samples, build_data
+from megatron_llama.data.batches import Batches, Samples, build_data
+from megatron_llama.data.prefetch import Prefetcher
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, open_device, process_groups
 from megatron_llama.plan import Plan

@@ -277,7 +277,7 @@ def element_lines(path: str, chunks: Iterator[tuple[bytes, int]]) -> Iterator[tu
     Raises:
         UserError: The array is truncated, or other content follows it.
     """
-    scanner = _Scanner(path)
+    scanner = _JsonScanner(path)
     first = True
     for chunk, position in chunks:
         lines = scanner.feed(chunk.removeprefix(BOM) if first else chunk)
@@ -288,7 +288,7 @@ def element_lines(path: str, chunks: Iterator[tuple[bytes, int]]) -> Iterator[tu
         raise UserError(f"{path} is truncated: its JSON array has no end. Download it again, or remove it from --input")
 
 
-class _Scanner:
+class _JsonScanner:
     """State of the scan at the end of the last chunk."""
 
     def __init__(self, path: str) -> None:

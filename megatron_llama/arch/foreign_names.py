@@ -20,7 +20,7 @@ from megatron_llama.config import ConfigError, ModelConfig, Problem
 
 
 @dataclass(frozen=True)
-class Run:
+class TensorPart:
     """A rectangle of a Hugging Face tensor, and its place in another program's tensor."""
 
     key: str
@@ -40,7 +40,7 @@ class Run:
 class Names:
     """Runs of each Hugging Face tensor, and the shapes of the other program's tensors."""
 
-    runs: Mapping[str, list[Run]]
+    runs: Mapping[str, list[TensorPart]]
     shapes: Mapping[str, Shape]
     """Expected shapes; the vocabulary may be padded."""
 
@@ -93,7 +93,7 @@ def megatron_names(model: ModelConfig, keys: Collection[str] = (), prefix: str =
         prefix: Start of each name.
         stacked: Whether the layers of a weight are one tensor, or have a number in their names.
     """
-    runs, shapes = dict[str, list[Run]](), dict[str, Shape]()
+    runs, shapes = dict[str, list[TensorPart]](), dict[str, Shape]()
     for name, shape in hf_shapes(model).items():
         layer, inner = _split_layer(name)
         if layer is None:
@@ -112,7 +112,7 @@ def megatron_names(model: ModelConfig, keys: Collection[str] = (), prefix: str =
 
 def torchtitan_names(model: ModelConfig, keys: Collection[str] = (), prefix: str = "") -> Names:
     """Return torchtitan's names of ``model``, which must be a Llama. ``keys`` decide between two names."""
-    runs, shapes = dict[str, list[Run]](), dict[str, Shape]()
+    runs, shapes = dict[str, list[TensorPart]](), dict[str, Shape]()
     half = head_dim(model) // 2
     for name, shape in hf_shapes(model).items():
         layer, inner = _split_layer(name)
@@ -125,7 +125,7 @@ def torchtitan_names(model: ModelConfig, keys: Collection[str] = (), prefix: str
         if inner in ("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
             # Row i of a head's first half is row 2i of torchtitan's head, of its second half row 2i + 1.
             runs[name] = [
-                Run(key, (first + part * half, 0), (half, shape[1]), (), (first + part, 0), 2)
+                TensorPart(key, (first + part * half, 0), (half, shape[1]), (), (first + part, 0), 2)
                 for first in range(0, shape[0], 2 * half)
                 for part in (0, 1)
             ]
@@ -135,7 +135,7 @@ def torchtitan_names(model: ModelConfig, keys: Collection[str] = (), prefix: str
 
 def litgpt_names(model: ModelConfig, keys: Collection[str] = ()) -> Names:
     """Return litgpt's names of ``model``. q, k and v are one matrix: consecutive, or interleaved until 2024."""
-    runs, shapes = dict[str, list[Run]](), dict[str, Shape]()
+    runs, shapes = dict[str, list[TensorPart]](), dict[str, Shape]()
     for name, shape in hf_shapes(model).items():
         layer, inner = _split_layer(name)
         base, module = f"transformer.h.{layer}.", inner.split(".")[-2] if layer is not None else ""
@@ -206,11 +206,11 @@ def _interleaved(model: ModelConfig, module: str) -> Iterator[tuple[int, int, in
             yield group * size, start + (queries + (module == "v_proj")) * size, size
 
 
-def whole_run(key: str, shape: Shape) -> Run:
+def whole_run(key: str, shape: Shape) -> TensorPart:
     """Return the run of a tensor with the same rows elsewhere."""
-    return Run(key, (0,) * len(shape), shape, (), (0,) * len(shape))
+    return TensorPart(key, (0,) * len(shape), shape, (), (0,) * len(shape))
 
 
-def _rows(key: str, lead: Shape, first: int, start: int, count: int, shape: Shape) -> Run:
+def _rows(key: str, lead: Shape, first: int, start: int, count: int, shape: Shape) -> TensorPart:
     others = (0,) * (len(shape) - 1)
-    return Run(key, (first, *others), (count, *shape[1:]), lead, (start, *others))
+    return TensorPart(key, (first, *others), (count, *shape[1:]), lead, (start, *others))

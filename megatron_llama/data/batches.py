@@ -1,4 +1,4 @@
-"""Micro batches of a rank: ``Batches``, built ahead by ``Prefetcher``, and the mock dataset.
+"""Micro batches of a rank (``Batches``), and the data of a run.
 
 A step trains on the next ``BatchSchedule.size_from`` samples (plan/schedules.py), in every layout. Micro batch m of
 data-parallel rank d begins at offset (m * dp + d) * micro_batch_size. Context-parallel ranks have the same samples and
@@ -8,13 +8,9 @@ different positions.
 from __future__ import annotations
 
 import sys
-import threading
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
-from queue import SimpleQueue
 from typing import Protocol, cast
 
 import torch
@@ -31,6 +27,7 @@ from megatron_llama.data.graded_order import (
     levels_of,
     levels_to_json,
 )
+from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.record import Record, advance_record, changes_reading, make_record
 from megatron_llama.data.sample_stream import SampleStream, build_streams, resume_streams
 from megatron_llama.devices.visibility import Documents
@@ -286,97 +283,3 @@ def _record_of_rank_0(plan: Plan) -> Record:
     record = broadcast_from_rank_0(make)
     phase.enter(before.name, before.patience)
     return record
-
-
-# Mock tokens for benchmarks, compilation and dry runs: sample i is a function of seed and i.
-
-
-class MockDataset:
-    """Arithmetic sequences of token ids with random start and stride, which a model can learn.
-
-    With ``examples`` above 1, each sequence is packed: it has this number of documents of equal length.
-    """
-
-    once = False
-
-    def __init__(self, num_samples: int, seq_length: int, vocab_size: int, seed: int, examples: int = 1) -> None:
-        self.num_samples, self.seq_length, self.vocab_size, self.seed = num_samples, seq_length, vocab_size, seed
-        self.examples = examples
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
-        start, stride = torch.randint(0, self.vocab_size, (2,), generator=generator).tolist()
-        text = (start + torch.arange(self.seq_length + 1) * (1 + stride % 7)) % self.vocab_size
-        sample = {"tokens": text[:-1], "labels": text[1:], "loss_mask": torch.ones(self.seq_length)}
-        if self.examples > 1:
-            sample["documents"] = torch.arange(self.seq_length) * self.examples // self.seq_length
-        return sample
-
-
-# A thread builds the next batches while the device trains. It predicts the next positions; a batch of a wrong
-# prediction is dropped. So each batch equals the result of ``Batches.at``.
-
-AHEAD = 2
-"""Global batches that are built ahead. Two hide a slow read."""
-_CLOSE_SECONDS = 5.0  # wait for the batch in progress when a run ends early; a hanging read is abandoned
-
-_Built = Future[list[MicroBatch]]
-
-
-class Prefetcher:
-    """``Batches`` built ahead by a thread. Entering the context starts the thread, in the rank, after a fork."""
-
-    def __init__(self, batches: Batches, end: int) -> None:
-        """``end`` is the position after the last batch; no batch is built ahead from there on."""
-        self.batches, self.end = batches, end
-        self._coming: deque[tuple[int, _Built]] = deque()
-        self._requests: SimpleQueue[tuple[int, _Built] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._build, name="prefetch", daemon=True)
-
-    def __enter__(self) -> Prefetcher:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._drop()
-        self._requests.put(None)
-        self._thread.join(_CLOSE_SECONDS)
-
-    def at(self, consumed_samples: int) -> Sequence[MicroBatch]:
-        """Return ``Batches.at``. An error of the thread is raised here, with its traceback.
-
-        Copies to the device are issued by the calling thread, in the order of its other work.
-        """
-        if not self._coming or self._coming[0][0] != consumed_samples:
-            self._drop()
-            self._request(consumed_samples)
-        while len(self._coming) <= AHEAD:
-            following = self.batches.following(self._coming[-1][0])
-            if following >= self.end:
-                break
-            self._request(following)
-        _, built = self._coming.popleft()
-        return self.batches.to_device(built.result())
-
-    def _request(self, consumed_samples: int) -> None:
-        built: _Built = Future()
-        self._coming.append((consumed_samples, built))
-        self._requests.put((consumed_samples, built))
-
-    def _drop(self) -> None:
-        """Cancel the requested batches."""
-        for _, built in self._coming:
-            built.cancel()
-        self._coming.clear()
-
-    def _build(self) -> None:
-        while (request := self._requests.get()) is not None:
-            consumed_samples, built = request
-            if built.set_running_or_notify_cancel():
-                try:
-                    built.set_result(self.batches.on_host(consumed_samples))
-                except BaseException as error:  # the training thread raises it, also SystemExit
-                    built.set_exception(error)

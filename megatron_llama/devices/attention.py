@@ -69,7 +69,7 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs, 
         pattern = [*astuple(visible.pattern)]
         out, _ = _operator(q, k, v, visible.host_cu_seqlens, visible.cu_seqlens, kernel, pattern)
         return out
-    return Attention.apply(q, k, v, _forward, _backward, visible.lengths, visible.cu_seqlens, kernel, visible.pattern)
+    return AttentionOp.apply(q, k, v, _forward, _backward, visible.lengths, visible.cu_seqlens, kernel, visible.pattern)
 
 
 def attend_whole(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
@@ -78,7 +78,7 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
     if torch.compiler.is_compiling():
         out, _ = _operator(q, k, v, None, None, kernel, [*astuple(pattern)])
         return out
-    return Attention.apply(q, k, v, _forward, _backward, ((q.shape[2],),) * q.shape[0], None, kernel, pattern)
+    return AttentionOp.apply(q, k, v, _forward, _backward, ((q.shape[2],),) * q.shape[0], None, kernel, pattern)
 
 
 class _Document(NamedTuple):
@@ -447,7 +447,7 @@ def _backward(
     return KERNELS[kernel].backward(grad, *saved, lengths, cu_seqlens, pattern)
 
 
-class Attention(torch.autograd.Function):
+class AttentionOp(torch.autograd.Function):
     """Attention by a function with its backward function, for uncompiled blocks.
 
     ``run`` takes q, k, v and ``how``, and returns output and log-sum-exp. ``backward_of_run`` takes the output's

@@ -25,7 +25,7 @@ from megatron_llama.launch.run_dir import (
     report_to_batch_script,
 )
 from megatron_llama.launch.ssh import control_line_closed, follow_control_line, read_secret
-from megatron_llama.launch.start import Share, logged_start, rank_environment, start_ranks
+from megatron_llama.launch.start import LocalRanks, logged_start, rank_environment, start_ranks
 from megatron_llama.launch.watchdog import watch_this_process
 from megatron_llama.launch.world import World
 from megatron_llama.plan import Plan
@@ -72,7 +72,7 @@ def join(plan: Plan, world: World, context: ProcessContext, entry: Entry, prints
         board = rendezvous.board() if context.world_size > 1 else None
         output_dir = stack.enter_context(rank_outputs(Path(str(plan.config.run.dir)), range(first, first + ranks)))
         master = (context.master_addr, context.master_port)
-        share = Share(ranks, plan.world_size, first, master, board, output_dir, hang_seconds)
+        share = LocalRanks(ranks, plan.world_size, first, master, board, output_dir, hang_seconds)
         obey = partial(follow_control_line, partial(os._exit, EXIT_FAILED)) if context.launcher == "hosts" else None
         start = logged_start if context.rank == 0 else start_ranks
         return start(plan, entry, share, while_running=obey)

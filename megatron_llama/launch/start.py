@@ -65,7 +65,7 @@ def run_here(plan: Plan, entry: Entry = TRAIN, prints_plan: bool = True) -> int:
         sys.stdout.write(open_plan(plan, prints_plan) + checked + "\n")
         with rank_outputs(folder, range(plan.world_size)) as output_dir:
             hang_seconds = plan.config.trainer.hang_timeout_seconds
-            share = Share(plan.world_size, output_dir=output_dir, hang_seconds=hang_seconds)
+            share = LocalRanks(plan.world_size, output_dir=output_dir, hang_seconds=hang_seconds)
             status = with_restarts(plan, lambda: logged_start(plan, entry, share))
             if status not in (0, EXIT_RESTART, EXIT_USER):
                 with contextlib.suppress(Exception):  # rank 0 may have been killed before it could draw
@@ -73,7 +73,7 @@ def run_here(plan: Plan, entry: Entry = TRAIN, prints_plan: bool = True) -> int:
             return status
 
 
-def logged_start(plan: Plan, entry: Entry, share: Share, while_running: Callable[[], None] | None = None) -> int:
+def logged_start(plan: Plan, entry: Entry, share: LocalRanks, while_running: Callable[[], None] | None = None) -> int:
     """Run ``start_ranks``; note the start and its end in the run's starts.jsonl. Return the exit status."""
     log_start(plan)
     try:
@@ -107,7 +107,7 @@ def rank_environment(device: Device, plan: Plan) -> dict[str, str]:
 
 
 @dataclass
-class Share:
+class LocalRanks:
     """The ranks that this process starts, and the store of the job."""
 
     ranks: int
@@ -167,7 +167,7 @@ class Rank(Child):
     report: Report | None = None
 
     @classmethod
-    def start(cls, number: int, plan: Plan, entry: Entry, share: Share, listener: socket.socket | None) -> Rank:
+    def start(cls, number: int, plan: Plan, entry: Entry, share: LocalRanks, listener: socket.socket | None) -> Rank:
         """Start a rank: fork this process, or spawn a Python process for devices that cannot be forked."""
         device = get_device(plan.config.device.name)
         variables = rank_environment(device, plan) | share.environment(listener)
@@ -261,7 +261,7 @@ class Rank(Child):
 
 
 def start_ranks(
-    plan: Plan, entry: Entry, share: Share | None = None, while_running: Callable[[], None] | None = None
+    plan: Plan, entry: Entry, share: LocalRanks | None = None, while_running: Callable[[], None] | None = None
 ) -> int:
     """Run ``entry`` in the ranks of ``share``, default: all ranks of ``plan``.
 
@@ -277,7 +277,7 @@ def start_ranks(
         ConfigError: As ``rank_environment``, or if torch cannot be imported because of a variable.
         LaunchFailed: The store cannot be hosted.
     """
-    share = share or Share(plan.world_size)
+    share = share or LocalRanks(plan.world_size)
     device = get_device(plan.config.device.name)
     environment = rank_environment(device, plan)  # for spawned ranks too: raises before a rank starts
     if device.forkable:
@@ -373,7 +373,7 @@ def _explain_bus_error(plan: Plan) -> str:
     )
 
 
-def _exit_status(ranks: Sequence[Rank], signals: Signals, share: Share, plan: Plan) -> int:
+def _exit_status(ranks: Sequence[Rank], signals: Signals, share: LocalRanks, plan: Plan) -> int:
     """Return the exit status of the job; print the cause of a failure last on stderr, and note it in ``share``."""
     if signals.ends_at_once or any(rank.interrupted for rank in ranks):
         share.reason = f"stopped by {signal_name(signal.SIGINT)} before the ranks could save"

@@ -40,7 +40,7 @@ def fused_operators(kernels: Kernels) -> FusedOperators | None:
     norm, rotation, glu = (_Pair(*fused[start : start + 2]) for start in (0, 2, 4))  # type: ignore[arg-type]
 
     def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return _Normalize.apply(x, weight, eps, norm)  # type: ignore[no-any-return]
+        return _FusedNormalize.apply(x, weight, eps, norm)  # type: ignore[no-any-return]
 
     @recomputable
     def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class _Pair(NamedTuple):
     backward: Callable[..., Any]
 
 
-class _Normalize(torch.autograd.Function):
+class _FusedNormalize(torch.autograd.Function):
     """RMSNorm."""
 
     @staticmethod

@@ -206,7 +206,7 @@ class AllGather:
         if visible.lengths is None:
             out, _ = _operator(q, k, v, visible.host_cu_seqlens, self.group.group_name, [*astuple(visible.pattern)])
             return out
-        return attention.Attention.apply(q, k, v, _forward, _backward, visible.lengths, visible.pattern, self.group)
+        return attention.AttentionOp.apply(q, k, v, _forward, _backward, visible.lengths, visible.pattern, self.group)
 
 
 def _gather(k: Tensor, v: Tensor, division: Sequence[Chunks], group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

@@ -212,7 +212,7 @@ def set_collectives(
     *,
     grad_reduce: str | None,
     hops: Hops | None,
-    copies: dist.ProcessGroup | None,
+    replicas: dist.ProcessGroup | None,
     param_gather: str | None,
     secondary: dist.ProcessGroup | None,
 ) -> None:
@@ -223,7 +223,7 @@ def set_collectives(
         shard_size: number of ranks that share the shards.
         grad_reduce: bf16, int8, or None for the built-in reduce-scatter.
         hops: groups of a two-hop reduction.
-        copies: ranks that hold replicas of this rank's shards.
+        replicas: ranks that hold replicas of this rank's shards.
         param_gather: int8, or None for the weights' dtype.
         secondary: ranks among which the backward pass gathers.
     """
@@ -234,8 +234,8 @@ def set_collectives(
     trained = shard_sizes([tensor for tensor in parameters if tensor.requires_grad])
     if grad_reduce is not None and trained:
         unit.set_custom_reduce_scatter(GradientExchange(grad_reduce, trained, hops))  # type: ignore[arg-type]
-        if copies is not None:
-            unit.set_all_reduce_hook(ReplicaAllReduce(grad_reduce, trained, copies))
+        if replicas is not None:
+            unit.set_all_reduce_hook(ReplicaAllReduce(grad_reduce, trained, replicas))
     if param_gather is not None or secondary is not None:
         gather = WeightGather(param_gather, shard_sizes(parameters), secondary)
         unit.set_custom_all_gather(gather)  # type: ignore[arg-type]

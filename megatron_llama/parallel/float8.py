@@ -37,7 +37,7 @@ LEAST_MAXIMUM = 1e-12
 """Divisor of a scale for an operand of zeros, as in torchao."""
 
 
-class Recipe(NamedTuple):
+class Float8Recipe(NamedTuple):
     """How operands are cast."""
 
     by_row: bool
@@ -48,13 +48,13 @@ class Recipe(NamedTuple):
     """Dtype of inputs and weights."""
 
 
-RECIPES = {"tensorwise": Recipe(False, torch.float8_e5m2), "rowwise": Recipe(True, torch.float8_e4m3fn)}
+RECIPES = {"tensorwise": Float8Recipe(False, torch.float8_e5m2), "rowwise": Float8Recipe(True, torch.float8_e4m3fn)}
 
 
 class Layer(NamedTuple):
     """Recipe, kernels and process groups of a layer's matmuls."""
 
-    recipe: Recipe
+    recipe: Float8Recipe
     kernels: Kernels
     is_column: bool
     """Whether tensor-parallel ranks split the rows of the weight, otherwise its columns."""
@@ -79,11 +79,11 @@ def float8_linear(
 def _linear(layer: Layer, input: torch.Tensor, weight: torch.Tensor, bias: None, **_: Any) -> torch.Tensor:
     """Multiply input [s(/t), b, in] by weight [out, in] to [s, b, out]. megatron-core calls it as ``_forward_impl``."""
     assert bias is None, "a Llama has no biases"
-    output: torch.Tensor = _Linear.apply(input, weight, layer)
+    output: torch.Tensor = _Float8Linear.apply(input, weight, layer)
     return output
 
 
-class _Linear(torch.autograd.Function):
+class _Float8Linear(torch.autograd.Function):
     """x Wᵀ with float8 operands. The gradient of a column-parallel x is summed over the tensor-parallel ranks."""
 
     @staticmethod

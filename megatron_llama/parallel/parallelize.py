@@ -28,10 +28,11 @@ from megatron_llama.model.llama import Llama
 from megatron_llama.parallel import context
 from megatron_llama.parallel.assembly import Build, block_parts, block_wrappers, finish_chunk
 from megatron_llama.parallel.compiling import Compiler, enter_folder
+from megatron_llama.parallel.compute_copies import ComputeCopies, filled_copies
 from megatron_llama.parallel.exact import ExactSums
-from megatron_llama.parallel.fsdp import ComputeCopies, allocate, data_groups, filled_copies
+from megatron_llama.parallel.fsdp import allocate, data_groups
 from megatron_llama.parallel.groups import Groups, current_groups, group_defaults
-from megatron_llama.parallel.pipeline import Counts, run_logits, run_schedule
+from megatron_llama.parallel.pipeline import TokenTotals, run_logits, run_schedule
 from megatron_llama.parallel.shards import Shard, shards_of
 from megatron_llama.parallel.tensor import ReplicatedGradients
 from megatron_llama.plan import Plan
@@ -59,7 +60,7 @@ class ParallelModel:
         return [shard for shard in self.shards if shard.is_trained]
 
     def forward_backward(
-        self, microbatches: Sequence[MicroBatch], counts: Counts | None = None, *, train: bool = True
+        self, microbatches: Sequence[MicroBatch], counts: TokenTotals | None = None, *, train: bool = True
     ) -> torch.Tensor:
         """Run forward, with ``train`` also backward, over the global batch.
 
@@ -72,7 +73,7 @@ class ParallelModel:
         """
         return self._pass(microbatches, counts, train=True) if train else self.evaluate(microbatches, counts)[0]
 
-    def evaluate(self, microbatches: Sequence[MicroBatch], counts: Counts | None = None) -> torch.Tensor:
+    def evaluate(self, microbatches: Sequence[MicroBatch], counts: TokenTotals | None = None) -> torch.Tensor:
         """Run forward over the global batch.
 
         Returns:
@@ -80,7 +81,7 @@ class ParallelModel:
         """
         return self._pass(microbatches, counts, train=False)
 
-    def _pass(self, microbatches: Sequence[MicroBatch], counts: Counts | None, *, train: bool) -> torch.Tensor:
+    def _pass(self, microbatches: Sequence[MicroBatch], counts: TokenTotals | None, *, train: bool) -> torch.Tensor:
         total = (counts or self.count(microbatches)).with_loss.clamp(min=1)
         if self.compiler is not None:
             subsets = microbatches[0].subsets if train else None
@@ -118,21 +119,21 @@ class ParallelModel:
         for shard in self.shards:
             shard.parameter.grad = None
 
-    def count(self, microbatches: Sequence[MicroBatch]) -> Counts:
+    def count(self, microbatches: Sequence[MicroBatch]) -> TokenTotals:
         """Count the tokens of the global batch. One collective, without a device-to-host sync."""
         with_loss = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum().long()
         sizes = torch.stack([batch.token_counts for batch in microbatches]).sum(dim=0)
         counts = torch.cat((with_loss[None], sizes))
         dist.all_reduce(counts)
         # All tensor- and pipeline-parallel ranks of a data-parallel rank have the same micro batches.
-        return Counts(*(counts // self.plan.grid.product(*self.plan.grid.same_tokens)).unbind())
+        return TokenTotals(*(counts // self.plan.grid.product(*self.plan.grid.same_tokens)).unbind())
 
 
 def mcore_config(plan: Plan) -> TransformerConfig:
     """Return the settings of megatron-core's layers and schedules.
 
     ``params_dtype`` is the dtype of the master weights. ``fully_shard`` or the rank itself casts them for the layers
-    (parallel/fsdp.py).
+    (parallel/compute_copies.py).
     """
     model, trainer = plan.model, plan.config.trainer
     return TransformerConfig(

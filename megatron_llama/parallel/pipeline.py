@@ -20,11 +20,12 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron_llama.devices.visibility import Documents
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import Llama
-from megatron_llama.parallel.fsdp import ComputeCopies, before_last_microbatch
+from megatron_llama.parallel.compute_copies import ComputeCopies
+from megatron_llama.parallel.fsdp import before_last_microbatch
 from megatron_llama.plan import Plan
 
 
-class Counts(NamedTuple):
+class TokenTotals(NamedTuple):
     """Token counts of a global batch, int64 scalars."""
 
     with_loss: torch.Tensor

@@ -96,7 +96,7 @@ def _environment() -> Any:
     import jinja2.ext
     import jinja2.sandbox
 
-    class Generation(jinja2.ext.Extension):
+    class GenerationTag(jinja2.ext.Extension):
         """`{% generation %}`, which marks answers in some templates and is ignored here."""
 
         tags = {"generation"}
@@ -113,7 +113,7 @@ def _environment() -> Any:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse

@@ -17,7 +17,7 @@ import torch
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.data.batches import Data, build_data
 from megatron_llama.devices import Device
-from megatron_llama.launch.start import Share, start_ranks
+from megatron_llama.launch.start import LocalRanks, start_ranks
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.optim.norm import parameter_norm
@@ -94,7 +94,7 @@ def rank_results(plan: Plan, work: Callable[[Plan], Any]) -> tuple[int, list[Any
     Raises ConfigError as ``start_ranks``.
     """
     with tempfile.TemporaryDirectory() as folder:
-        share = Share(plan.world_size, output_dir=Path(folder))
+        share = LocalRanks(plan.world_size, output_dir=Path(folder))
         if status := start_ranks(plan, partial(_store_result, work, Path(folder)), share):
             return status, []
         files = [Path(folder) / f"{rank}.pickle" for rank in range(plan.world_size)]

@@ -27,7 +27,7 @@ DATA_WAIT_SHARE = 0.05
 """The summary reports waits for data above this share of the run time."""
 
 
-class Progress:
+class StepPrinter:
     """Prints the steps of a run and a summary. Prints nothing before ``start``."""
 
     def __init__(self, steps: int, start_step: int, every_steps: int, console: Console | None = None) -> None:

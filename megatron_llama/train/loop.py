@@ -13,13 +13,13 @@ import torch
 from megatron_llama import hooks
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.data.batches import Batches, Data, Prefetcher
+from megatron_llama.data.batches import Batches, Data
+from megatron_llama.data.prefetch import Prefetcher
 from megatron_llama.devices import Device
 from megatron_llama.optim import Optimizer
 from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.parallel import ParallelModel
-from megatron_llama.parallel.compile_report import report_graphs
-from megatron_llama.parallel.compiling import WARM_UP_BATCHES, may_compile
+from megatron_llama.parallel.compiling import WARM_UP_BATCHES, may_compile, report_graphs
 from megatron_llama.parallel.groups import sync_errors
 from megatron_llama.plan import Plan, write_config_and_plan
 from megatron_llama.system import phase

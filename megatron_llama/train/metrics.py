@@ -14,7 +14,7 @@ from megatron_llama.devices import Peak
 from megatron_llama.parallel.compiling import may_compile
 from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import BatchSchedule, difficulties_at
-from megatron_llama.train.console import Progress, Value, format_losses
+from megatron_llama.train.console import StepPrinter, Value, format_losses
 from megatron_llama.train.loss_curve import PICTURE_FILE, draw_run
 from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, note_loaded_step, read_run_records
 from megatron_llama.train.sinks import open_sinks, write_samples
@@ -112,7 +112,7 @@ class MetricsLogger:
         self._throughput_peak = max((record.get("throughput_peak") or 0.0 for record in records), default=0.0)
         self._sinks = open_sinks(plan, start_step, metric_names(plan), records, repeated)
         self._first_warm_step = start_step + WARM_UP_STEPS + 1
-        self._progress = Progress(plan.config.trainer.steps, start_step, plan.config.logging.every_steps)
+        self._progress = StepPrinter(plan.config.trainer.steps, start_step, plan.config.logging.every_steps)
 
     def __enter__(self) -> MetricsLogger:
         self._progress.start()

@@ -50,7 +50,7 @@ class Rewind(Exception):
     """The run must load its newest checkpoint. Raised on all ranks, after all checkpoints are on disk."""
 
 
-class Limit:
+class SpikeLimit:
     """Limit of a number, from its values in the last steps."""
 
     def __init__(self, name: str, factor: float, window: int, values: Sequence[float] = ()) -> None:
@@ -76,7 +76,7 @@ class Limit:
 
 
 @dataclass
-class Counts:
+class GuardCounts:
     """Actions of a guard so far, and the skipped data."""
 
     skipped_steps: int = 0
@@ -91,8 +91,10 @@ class SpikeGuard(StepGuard):
 
     def __init__(self, trainer: TrainerConfig) -> None:
         super().__init__(trainer.skip_nonfinite_steps)
-        self.trainer, self.counts = trainer, Counts()
-        self._limits = [Limit(name, trainer.spike_factor, trainer.spike_window) for name in ("loss", "gradient norm")]
+        self.trainer, self.counts = trainer, GuardCounts()
+        self._limits = [
+            SpikeLimit(name, trainer.spike_factor, trainer.spike_window) for name in ("loss", "gradient norm")
+        ]
         self._spike: str | None = None  # description of the step's spike, if a rewind follows
         # Position of run and data after the spike, from which the next ``restore`` continues.
         self._resumes_at: tuple[RunPosition, Record] | None = None
@@ -177,7 +179,7 @@ class SpikeGuard(StepGuard):
 
     def _restore(self, stored: dict[str, Any]) -> None:
         ranges = [[int(first), int(end)] for first, end in stored.get("skipped_samples", ())]
-        self.counts = Counts(int(stored.get("skipped_steps", 0)), int(stored.get("rewinds", 0)), ranges)
+        self.counts = GuardCounts(int(stored.get("skipped_steps", 0)), int(stored.get("rewinds", 0)), ranges)
         for limit, name in zip(self._limits, ("losses", "norms"), strict=True):
             limit.values = deque(map(float, stored.get(name, ())), maxlen=limit.window)
 

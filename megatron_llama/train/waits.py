@@ -92,7 +92,7 @@ def trace_waits(waiting: WaitContext, *, compiled: bool) -> Iterator[None]:
                 stack.enter_context(patch.object(group, method, starting))
         stack.enter_context(patch.object(dist.Work, "wait", waited))
         if compiled:
-            stack.enter_context(_Operators(once))
+            stack.enter_context(_Collectives(once))
         yield
 
 
@@ -124,7 +124,7 @@ def _name(kind: str, group: dist.ProcessGroup) -> str:
     return f"{axis} {kind}"
 
 
-class _Operators(TorchDispatchMode):
+class _Collectives(TorchDispatchMode):
     """Intercepts the functional collectives of compiled blocks."""
 
     supports_higher_order_operators = True

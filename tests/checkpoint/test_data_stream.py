@@ -13,7 +13,8 @@ from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import State, read_manifest
 from megatron_llama.config import load_config, to_yaml
-from megatron_llama.data.batches import Batches, MockDataset, build_data
+from megatron_llama.data.batches import Batches, build_data
+from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.sample_stream import EndlessDataset
 from megatron_llama.devices import get_device
 from megatron_llama.model.inputs import MicroBatch

@@ -13,7 +13,7 @@ import torch
 from megatron_llama.checkpoint.foreign.describe import describe
 from megatron_llama.checkpoint.foreign.detect import open_foreign, resumed_state
 from megatron_llama.config import ConfigError, load_config
-from megatron_llama.data.batches import MockDataset
+from megatron_llama.data.mock import MockDataset
 from megatron_llama.plan import resolve
 from megatron_llama.tools.compare.logs import first_common_loss
 from scripts import inspect_checkpoint

@@ -13,8 +13,10 @@ from contextlib import suppress
 import pytest
 import torch
 
-from megatron_llama.data import batches as batches_module
-from megatron_llama.data.batches import AHEAD, Batches, MockDataset, Prefetcher, build_data
+from megatron_llama.data import prefetch as prefetch_module
+from megatron_llama.data.batches import Batches, build_data
+from megatron_llama.data.mock import MockDataset
+from megatron_llama.data.prefetch import AHEAD, Prefetcher
 from megatron_llama.launch.watchdog import ThisProcess
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.plan import Plan, resolve
@@ -212,7 +214,7 @@ def test_the_thread_ends_with_the_run(failure: BaseException | None) -> None:
 
 
 def test_a_read_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches_module, "_CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(prefetch_module, "_CLOSE_SECONDS", 0.1)
     samples = Watched()
     with Prefetcher(batches_of(samples), end=10**6) as prefetcher:
         prefetcher.at(0)
@@ -236,7 +238,7 @@ def test_the_watchdog_reports_a_read_that_hangs() -> None:
             rank.request_stacks()  # of the read that hangs, and of who waits for it
         samples.gate.set()
         reader.join(PATIENCE_SECONDS)
-    assert "data/batches.py" in rank.stacks()
+    assert "data/prefetch.py" in rank.stacks()
 
 
 def test_each_forked_rank_has_a_thread() -> None:

@@ -22,7 +22,7 @@ from megatron_llama.devices.cpu.device import Cpu
 from megatron_llama.launch import start
 from megatron_llama.launch.rank import describe, is_peer_lost, load_entry, run_as_rank
 from megatron_llama.launch.run_dir import rank_outputs
-from megatron_llama.launch.start import Share, start_ranks
+from megatron_llama.launch.start import LocalRanks, start_ranks
 from megatron_llama.launch.supervise import Grace
 from megatron_llama.parallel import process_groups
 from megatron_llama.plan import Plan
@@ -353,7 +353,9 @@ def test_only_rank_0_has_the_terminal(launcher: MakeLauncher, tmp_path: Path) ->
     outputs = tmp_path / "ranks"
     outputs.mkdir()
     job = launcher(
-        partial(start_ranks, plan_of(3), partial(without_plan, partial(talk, tmp_path)), Share(3, output_dir=outputs))
+        partial(
+            start_ranks, plan_of(3), partial(without_plan, partial(talk, tmp_path)), LocalRanks(3, output_dir=outputs)
+        )
     )
     assert job.wait() == 0
     assert job.out.read_text() == "words of rank 0\n"

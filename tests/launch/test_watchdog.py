@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron_llama.devices.cuda import flight_recorder
 from megatron_llama.launch import job_store, start, watchdog
 from megatron_llama.launch.job_store import Board, JobStore
-from megatron_llama.launch.start import Rank, Share, start_ranks
+from megatron_llama.launch.start import LocalRanks, Rank, start_ranks
 from megatron_llama.launch.watchdog import Hang, Watchdog, watch_this_process
 from megatron_llama.parallel.compiling import may_compile
 from megatron_llama.plan import resolve
@@ -166,7 +166,7 @@ def stop_in(name: str, folder: Path) -> None:
 
 def watched(work: Callable[[], None], ranks: int = 2) -> Callable[[], int]:
     """Return a launcher with a limit of 1000 s per phase."""
-    return partial(start_ranks, plan_of(ranks), partial(without_plan, work), Share(ranks, hang_seconds=1000.0))
+    return partial(start_ranks, plan_of(ranks), partial(without_plan, work), LocalRanks(ranks, hang_seconds=1000.0))
 
 
 def until_stopped(folder: Path, number: int, ranks: int = 2) -> None:

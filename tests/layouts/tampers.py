@@ -22,7 +22,7 @@ from megatron_llama.devices import HOST, attention, device_named
 from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.parallel import ParallelModel, Shard, context
-from megatron_llama.parallel.pipeline import Counts
+from megatron_llama.parallel.pipeline import TokenTotals
 from megatron_llama.topology import zigzags
 from tests.parallel.symmetric_memory import wrong_pieces
 
@@ -87,7 +87,7 @@ def replicated_gradients_twice(model: ParallelModel) -> None:
 def local_token_count(model: ParallelModel) -> None:
     ranks, count = dist.get_world_size(), model.count
 
-    def local(batches: Sequence[MicroBatch]) -> Counts:
+    def local(batches: Sequence[MicroBatch]) -> TokenTotals:
         tokens = torch.stack([batch.loss_mask.sum() for batch in batches]).sum()
         return count(batches)._replace(with_loss=ranks * tokens)
 

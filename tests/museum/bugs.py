@@ -23,8 +23,8 @@ from megatron_llama.devices.visibility import Documents
 from megatron_llama.model.inputs import InputBuilder, MicroBatch
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
-from megatron_llama.parallel.fsdp import ComputeCopies
-from megatron_llama.parallel.pipeline import Counts, run_schedule
+from megatron_llama.parallel.compute_copies import ComputeCopies
+from megatron_llama.parallel.pipeline import TokenTotals, run_schedule
 from megatron_llama.plan import Plan
 from megatron_llama.plan.schedules import RunPosition
 from megatron_llama.system.tables import markdown_table
@@ -212,7 +212,7 @@ def mean_of_microbatch_means(patch: pytest.MonkeyPatch) -> None:
 def tokens_counted_on_each_tensor_parallel_rank(patch: pytest.MonkeyPatch) -> None:
     count = ParallelModel.count
 
-    def counted(model: ParallelModel, batches: Sequence[MicroBatch]) -> Counts:
+    def counted(model: ParallelModel, batches: Sequence[MicroBatch]) -> TokenTotals:
         counts = count(model, batches)
         return counts._replace(with_loss=counts.with_loss * model.plan.config.trainer.tp)
 
@@ -227,7 +227,7 @@ def tokens_counted_on_each_tensor_parallel_rank(patch: pytest.MonkeyPatch) -> No
 def tokens_divided_by_context_parallel_ranks(patch: pytest.MonkeyPatch) -> None:
     count = ParallelModel.count
 
-    def counted(model: ParallelModel, batches: Sequence[MicroBatch]) -> Counts:
+    def counted(model: ParallelModel, batches: Sequence[MicroBatch]) -> TokenTotals:
         counts = count(model, batches)
         return counts._replace(with_loss=counts.with_loss // model.plan.config.trainer.cp)
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from megatron_llama.data.batches import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
+from megatron_llama.parallel.async_tp import Overlap
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES, Compiler, Graph
-from megatron_llama.parallel.tensor import Overlap
 from megatron_llama.plan import Plan
 from tests.compiled import SECONDS, needs_compiler, prepare_rank
 from tests.finetuning.runner import LORA, tune

@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from megatron_llama.devices.cuda.kernels import CudaKernels
 from megatron_llama.devices.kernels import Float8Operand, Kernels
 from megatron_llama.model.recompute import RECOMPUTE_POLICIES, wrap_block
-from megatron_llama.parallel.float8 import RECIPES, Layer, _cast, _Linear
+from megatron_llama.parallel.float8 import RECIPES, Layer, _cast, _Float8Linear
 
 torchao = pytest.importorskip("torchao.float8", reason="torchao, the oracle, is a development dependency")
 
@@ -40,7 +40,7 @@ def test_bits_are_those_of_torchao(recipe: str, dtype: torch.dtype) -> None:
     copy = x.detach().clone().requires_grad_()
     expected = theirs(copy)
     expected.backward(grad)
-    output = _Linear.apply(x, weight, ours(recipe))
+    output = _Float8Linear.apply(x, weight, ours(recipe))
     output.backward(grad)
     assert output.equal(expected)
     assert x.grad is not None and x.grad.equal(copy.grad)
@@ -49,7 +49,7 @@ def test_bits_are_those_of_torchao(recipe: str, dtype: torch.dtype) -> None:
 
 def test_a_frozen_weight_has_no_gradient() -> None:
     x, weight, grad = operands(torch.float32)
-    _Linear.apply(x, weight.requires_grad_(False), ours("rowwise")).backward(grad)
+    _Float8Linear.apply(x, weight.requires_grad_(False), ours("rowwise")).backward(grad)
     assert weight.grad is None and x.grad is not None
 
 
@@ -98,7 +98,7 @@ def test_compiled_blocks_do_not_recompute_matmuls(kind: str) -> None:
     layer = Layer(RECIPES["tensorwise"], CudaKernels(compiled=True), True, None, False, None)
 
     def block(x: torch.Tensor) -> torch.Tensor:
-        return _Linear.apply(_Linear.apply(x, weight, layer).sigmoid(), weight, layer).sin()
+        return _Float8Linear.apply(_Float8Linear.apply(x, weight, layer).sigmoid(), weight, layer).sin()
 
     x, weight = torch.randn(32, 1, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
     backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)

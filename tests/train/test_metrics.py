@@ -20,7 +20,7 @@ from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.devices import Peak
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES
 from megatron_llama.system.errors import MachineError
-from megatron_llama.train.console import Progress, duration
+from megatron_llama.train.console import StepPrinter, duration
 from megatron_llama.train.loss_curve import draw_run
 from megatron_llama.train.metrics import EVERY_STEP, SOME_STEPS, MetricsLogger
 from megatron_llama.train.metrics_file import MetricsFile, read_metrics, read_run_records, truncate_after
@@ -238,7 +238,7 @@ def shown(terminal: bool, every: int) -> str:
     """The console's output of a whole run."""
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=100)
-    progress = Progress(STEPS, 0, every, console)
+    progress = StepPrinter(STEPS, 0, every, console)
     progress.start()
     for step in range(1, STEPS + 1):
         more = {"val_loss": 0.25} if step == 7 else {}
@@ -249,7 +249,7 @@ def shown(terminal: bool, every: int) -> str:
 
 def test_the_bar_fits_79_columns() -> None:
     file = io.StringIO()
-    progress = Progress(500_000, 0, 1, Console(file=file, force_terminal=True, width=100, color_system=None))
+    progress = StepPrinter(500_000, 0, 1, Console(file=file, force_terminal=True, width=100, color_system=None))
     progress.start()
     for step in (1, 400_000):
         progress.step(measured(step, tokens_per_second=1_234_567.0, mfu=0.345), seconds_per_step=9.0)
@@ -264,7 +264,7 @@ def test_no_size_of_a_terminal_hides_the_lines(
     columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    progress = Progress(STEPS, 0, 1)
+    progress = StepPrinter(STEPS, 0, 1)
     progress.step(measured(1, tokens_per_second=1234.5, mfu=0.345), seconds_per_step=None)
     progress.print_lines(["the run ends"])
     assert capsys.readouterr().out.startswith("step 1/12  loss ")
@@ -274,7 +274,7 @@ def test_lines_of_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     """A step is a line, however narrow the console is. Steps that may compile are not in the time left."""
     page = f"every 5 steps\n{shown(terminal=False, every=5)}"
     file = io.StringIO()
-    progress = Progress(500_000, 0, 1, Console(file=file, force_terminal=False, width=40))
+    progress = StepPrinter(500_000, 0, 1, Console(file=file, force_terminal=False, width=40))
     progress.step(measured(400_000, tokens_per_second=1_234_567.0, mfu=0.345, val_loss=2.5), seconds_per_step=9.0)
     page += f"a narrow console\n{file.getvalue()}"
     for name, slow, setting in (

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from megatron_llama.checkpoint.folder import folder_name, saved_steps
 from megatron_llama.checkpoint.manifest import Manifest, read_manifest
 from megatron_llama.config import ConfigError
-from megatron_llama.data.batches import MockDataset, build_data
+from megatron_llama.data.batches import build_data
+from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.sample_stream import SampleStream
 from megatron_llama.devices import get_device
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
@@ -23,7 +24,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.system.errors import TrainingFault
 from megatron_llama.train import stop
 from megatron_llama.train.run_rank import train_model
-from megatron_llama.train.spike_guard import Limit, SpikeGuard
+from megatron_llama.train.spike_guard import SpikeGuard, SpikeLimit
 from tests.checkpoint.runner import CPU, make_plan
 from tests.data.files import numbered, write_indexed
 from tests.ranks import RankFailed, run_ranks
@@ -115,18 +116,18 @@ def column(records: list[dict[str, Any]], name: str) -> list[Any]:
 def test_the_limit_is_olmo_cores() -> None:
     values = torch.rand(8, generator=torch.Generator().manual_seed(0))
     deviation, mean = torch.std_mean(values)
-    limit = Limit("loss", 6.0, 8, values.tolist())
+    limit = SpikeLimit("loss", 6.0, 8, values.tolist())
     assert limit.value == pytest.approx(float(mean + 6 * deviation), rel=1e-6)
     assert limit.value == float(torch.tensor(limit.value)), "host and device compare the same fp32 number"
 
 
 def test_no_limit_before_the_window_is_half_full() -> None:
-    assert Limit("loss", 1.0, 8, [1.0, 2.0, 1.0]).value == float("inf")
-    assert Limit("loss", 1.0, 8, [1.0, 2.0, 1.0, 2.0]).value < 3
+    assert SpikeLimit("loss", 1.0, 8, [1.0, 2.0, 1.0]).value == float("inf")
+    assert SpikeLimit("loss", 1.0, 8, [1.0, 2.0, 1.0, 2.0]).value < 3
 
 
 def test_old_values_leave_the_window() -> None:
-    assert Limit("loss", 1.0, 4, [100.0, 1.0, 1.0, 1.0, 1.0]).value == 1.0
+    assert SpikeLimit("loss", 1.0, 4, [100.0, 1.0, 1.0, 1.0, 1.0]).value == 1.0
 
 
 @pytest.mark.parametrize(("loss", "norm", "is_spike"), [(9.0, 1.0, True), (2.0, 9.0, True), (0.1, 0.1, False)])

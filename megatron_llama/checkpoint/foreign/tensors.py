@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_llama.arch.foreign_names import HEADS, VOCAB_ENDS, Names, Run, whole_run
+from megatron_llama.arch.foreign_names import HEADS, VOCAB_ENDS, Names, TensorPart, whole_run
 from megatron_llama.arch.names import EMBEDDING, Shape
 from megatron_llama.checkpoint.storage import STATES
 from megatron_llama.checkpoint.stored_tensors import (
@@ -54,7 +54,7 @@ class SourceTensor(StoredTensor):
 class MappedTensor(StoredTensor):
     """A tensor under Hugging Face's name."""
 
-    runs: Sequence[Run]
+    runs: Sequence[TensorPart]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class ForeignTensors(Stored):
         return read
 
     def _overlaps(
-        self, runs: Sequence[Run], offset: Shape, target: torch.Tensor
+        self, runs: Sequence[TensorPart], offset: Shape, target: torch.Tensor
     ) -> Iterator[tuple[SourceChunk, Shape, torch.Tensor, tuple[slice | int, ...]]]:
         """Yield (chunk, offset of the overlap, its part of ``target``, its index in the chunk)."""
         for run in runs:
@@ -102,7 +102,7 @@ class ForeignTensors(Stored):
 
 
 def _overlap(
-    run: Run, chunk: SourceChunk, low: list[int], high: list[int], offset: Shape, target: torch.Tensor
+    run: TensorPart, chunk: SourceChunk, low: list[int], high: list[int], offset: Shape, target: torch.Tensor
 ) -> Iterator[tuple[SourceChunk, Shape, torch.Tensor, tuple[slice | int, ...]]]:
     """Yield the overlap of [low, high) of a Hugging Face tensor with a chunk, if any."""
     lead = len(run.lead)
@@ -187,7 +187,7 @@ def map_tensors(
         for name, runs in names.runs.items():
             keys = {run.key: rename(run.key) for run in runs}
             if all(new in sources and sources[new].shape == sources[old].shape for old, new in keys.items()):
-                moved = [Run(keys[r.key], r.offset, r.size, r.lead, r.start, r.step) for r in runs]
+                moved = [TensorPart(keys[r.key], r.offset, r.size, r.lead, r.start, r.step) for r in runs]
                 tensors[f"{STATES}{kind}.{name}"] = _mapped(moved, sources)
                 used |= {new: sources[new] for new in keys.values()}
     check_dtypes(folder, used)
@@ -226,7 +226,7 @@ def weight_names(keys: Iterable[str]) -> list[str]:
     return [key for key in keys if not key.startswith(_OTHERS) and not any(part in key for part in _DERIVED)]
 
 
-def _mapped(runs: Sequence[Run], sources: Mapping[str, SourceTensor]) -> MappedTensor:
+def _mapped(runs: Sequence[TensorPart], sources: Mapping[str, SourceTensor]) -> MappedTensor:
     ends = [[o + n for o, n in zip(run.offset, run.size, strict=True)] for run in runs]
     shape = tuple(max(axis) for axis in zip(*ends, strict=True))
     return MappedTensor(sources[runs[0].key].dtype, shape, runs)

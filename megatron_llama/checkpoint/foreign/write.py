@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from megatron_llama.arch.checkpoint_formats import COMMON, DCP
-from megatron_llama.arch.foreign_names import Names, Run, megatron_names, torchtitan_names
+from megatron_llama.arch.foreign_names import Names, TensorPart, megatron_names, torchtitan_names
 from megatron_llama.checkpoint.adapter import finetune_of
 from megatron_llama.checkpoint.export import (
     DTYPES,
@@ -163,7 +163,7 @@ class _Planner(dcp.DefaultSavePlanner):
         return values
 
 
-def _place(values: torch.Tensor, run: Run, part: torch.Tensor) -> None:
+def _place(values: torch.Tensor, run: TensorPart, part: torch.Tensor) -> None:
     """Copy ``part`` to its place in another program's tensor."""
     whole = values[run.lead] if run.lead else values
     rows = slice(run.start[0], run.start[0] + run.step * (run.size[0] - 1) + 1, run.step)

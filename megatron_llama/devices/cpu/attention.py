@@ -218,7 +218,7 @@ def causal_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> 
     return _by_head(dq, q), _by_head(dk, k), _by_head(dv, v)
 
 
-class _Chunk(NamedTuple):
+class _HeadChunk(NamedTuple):
     heads: slice
     """Range among the kv heads of all rows of the batch."""
     rows: slice
@@ -229,7 +229,7 @@ class _Chunk(NamedTuple):
     """0 where a query attends to a key of the chunk's tokens, else -inf [rows, tokens]."""
 
 
-def _chunks(queries: Tensor, keys: Tensor) -> Iterator[_Chunk]:
+def _chunks(queries: Tensor, keys: Tensor) -> Iterator[_HeadChunk]:
     """Yield the chunks of queries [kv heads, s * group, d]."""
     kv_heads, length = keys.shape[:2]
     group = queries.shape[1] // length
@@ -242,7 +242,7 @@ def _chunks(queries: Tensor, keys: Tensor) -> Iterator[_Chunk]:
         for stop in range(length, 0, -CHUNK):  # the largest first, for _Buffer
             start = max(0, stop - CHUNK)
             tokens = stop - start
-            yield _Chunk(heads, slice(start * group, stop * group), stop, hidden[: tokens * group, :tokens])
+            yield _HeadChunk(heads, slice(start * group, stop * group), stop, hidden[: tokens * group, :tokens])
 
 
 class _Buffer:
@@ -259,7 +259,7 @@ class _Buffer:
         return self._whole.view(-1)[: math.prod(shape)].view(shape)
 
 
-def _weights(queries: Tensor, keys: Tensor, chunk: _Chunk, scale: float, memory: _Buffer) -> Tensor:
+def _weights(queries: Tensor, keys: Tensor, chunk: _HeadChunk, scale: float, memory: _Buffer) -> Tensor:
     """Return the softmax of a chunk's scores [kv heads, rows, keys], fp32."""
     scores = _matmul(queries[chunk.heads, chunk.rows], keys[chunk.heads, : chunk.visible].mT, scale, memory)
     scores[..., -chunk.hidden.shape[1] :] += chunk.hidden

@@ -29,8 +29,8 @@ from megatron_llama.parallel.exact.layers import (
     Units,
     swiglu,
 )
-from megatron_llama.parallel.exact.linear import Column, Context, ExactColumnLinear, ExactRowLinear, Row
-from megatron_llama.parallel.exact.sums import Shares, Total, Tree, from_grid
+from megatron_llama.parallel.exact.linear import ColumnMatmul, Context, ExactColumnLinear, ExactRowLinear, RowMatmul
+from megatron_llama.parallel.exact.sums import GradShards, Total, Tree, from_grid
 from megatron_llama.parallel.fsdp import DataGroups
 from megatron_llama.parallel.groups import Groups
 from megatron_llama.parallel.shards import Shard
@@ -56,7 +56,7 @@ class ExactSums:
         # With more ranks than kv heads, the first of the ranks with a copy counts a head.
         self.counts_kv = replicated.kv_group is None or replicated.kv_group.rank() == 0
         self.replicas = data.mesh.get_group(0) if data.mesh.ndim == 2 else None
-        self.shares = Shares(topology.shard_size, data.mesh.get_group("shard"))
+        self.shares = GradShards(topology.shard_size, data.mesh.get_group("shard"))
         self.totals: dict[str, Total] = {}
         self.losses: list[Tensor] = []
         self._built: dict[nn.Parameter, Total] = {}  # of the chunk under construction
@@ -89,9 +89,9 @@ class ExactSums:
         total, tp = self._total(layer.weight), self.tree.ranks
         if matrix in COLUMN_PARALLEL:
             rows = attention_rows(model, tp, self.rank) if matrix == "qkv_proj" else mlp_rows(model, tp)
-            layer.how = Column(rows, self.tree, total, self.context, self.plan.sp)
+            layer.how = ColumnMatmul(rows, self.tree, total, self.context, self.plan.sp)
         else:
-            layer.how = Row(self.tree.local, self.tree, total, self.context, self.plan.sp)
+            layer.how = RowMatmul(self.tree.local, self.tree, total, self.context, self.plan.sp)
         layer.bias_total = None if layer.bias is None else self._total(layer.bias)
         return layer
 

@@ -35,7 +35,7 @@ class HeadSettings(NamedTuple):
     """Output: a pass appends the sum of its losses, int64 multiples of 2^-50."""
 
 
-class _Chunk(NamedTuple):
+class _LogitChunk(NamedTuple):
     """Logits of some tokens and this rank's blocks, and their statistics over the whole vocabulary."""
 
     exponentials: list[Tensor]
@@ -128,7 +128,7 @@ def _first_row(parts: list[Tensor], how: HeadSettings) -> int:
 
 def _logits(
     hidden: Tensor, parts: list[Tensor], labels: Tensor, how: HeadSettings, *, counts_correct: bool = False
-) -> _Chunk:
+) -> _LogitChunk:
     """Compute the logits of hidden [n, h] and their statistics. One collective."""
     first, size = _first_row(parts, how), parts[0].shape[0]
     exponentials, maxima_here, labels_here, local = [], [], [], []
@@ -148,7 +148,7 @@ def _logits(
     largest = maxima.amax(0)
     total = add_pairs((totals * torch.exp(maxima - largest)).unbind())
     correct = _of_first_block(maxima == largest, correct_here) if counts_correct else None
-    return _Chunk(exponentials, maxima_here, labels_here, largest, total, targets.sum(0), correct)
+    return _LogitChunk(exponentials, maxima_here, labels_here, largest, total, targets.sum(0), correct)
 
 
 def _of_first_block(is_largest: Tensor, values: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def _label(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _grads(
-    chunk: _Chunk,
+    chunk: _LogitChunk,
     hidden: Tensor,
     parts: list[Tensor],
     labels: Tensor,

@@ -36,11 +36,11 @@ class ExactNorm(RMSNorm):
     @recomputable
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] to [..., h]."""
-        normalized: Tensor = _Normalize.apply(x.contiguous(), self.weight, self.eps, self.total, self.counts)
+        normalized: Tensor = _ExactNormalize.apply(x.contiguous(), self.weight, self.eps, self.total, self.counts)
         return normalized
 
 
-class _Normalize(torch.autograd.Function):
+class _ExactNormalize(torch.autograd.Function):
     """Norm of model/norm.py, with the weight's gradient summed over tokens as integers."""
 
     @staticmethod
@@ -87,11 +87,11 @@ class ExactProjectionNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, heads, d] to [s, b, heads, d]."""
-        normalized: Tensor = _NormalizeProjection.apply(x.contiguous(), self.weight, self.eps, self.total, self.heads)
+        normalized: Tensor = _ExactNormProjection.apply(x.contiguous(), self.weight, self.eps, self.total, self.heads)
         return normalized
 
 
-class _NormalizeProjection(torch.autograd.Function):
+class _ExactNormProjection(torch.autograd.Function):
     """Norm of model/norm.py, with sums over heads in the tree's order."""
 
     @staticmethod
@@ -132,11 +132,11 @@ class Units(NamedTuple):
 def swiglu(gate_up: Tensor, units: Units) -> Tensor:
     """silu(gate) * up of [s, b, 2 units / t]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    product: Tensor = _SwiGLU.apply(gate, up, units)
+    product: Tensor = _ExactSwiGLU.apply(gate, up, units)
     return product
 
 
-class _SwiGLU(torch.autograd.Function):
+class _ExactSwiGLU(torch.autograd.Function):
     """silu(gate) * up in fp32, rounded once, block by block. Saves gate and up."""
 
     @staticmethod

@@ -57,7 +57,7 @@ class Context:
         return [blocks] if self.group is None else [[block] for block in blocks[self.rank :: self.ranks]]
 
 
-class Column(NamedTuple):
+class ColumnMatmul(NamedTuple):
     """A column-parallel layer: blocks of rows of the weight."""
 
     rows: list[Rows]
@@ -73,7 +73,7 @@ class Column(NamedTuple):
         return [slice(row.first, row.stop) for row in self.rows]
 
 
-class Row(NamedTuple):
+class RowMatmul(NamedTuple):
     """A row-parallel layer: equal blocks of columns of the weight."""
 
     blocks: int
@@ -92,12 +92,12 @@ class Row(NamedTuple):
 class _ExactLinear(nn.Module):
     """Shared by the two layers: how they multiply, and the sum of the bias's gradient."""
 
-    how: Column | Row
+    how: ColumnMatmul | RowMatmul
     bias_total: Total | None = None
 
     def forward(self, x: Tensor) -> Output:
         """[s(/t), b, in] to [s, b, out/t], or [s, b, in/t] to [s(/t), b, out]."""
-        output: Tensor = (_Column if isinstance(self.how, Column) else _Row).apply(x, self.weight, self.how)
+        output: Tensor = (_Column if isinstance(self.how, ColumnMatmul) else _Row).apply(x, self.weight, self.how)
         total = self.bias_total
         return output, None if total is None else _Bias.apply(self.bias, output, total)
 
@@ -128,7 +128,7 @@ def by_node(nodes: list[list[Tensor]]) -> list[Tensor]:
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, how: Column) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, how: ColumnMatmul) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.how = how
         whole = how.tree.gather(x) if how.gathers else x
@@ -138,7 +138,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, weight = ctx.saved_tensors
-        how: Column = ctx.how
+        how: ColumnMatmul = ctx.how
         nodes = [how.tree.nodes(_column_leaves(sequence, weight, how)) for sequence in sequences(grad)]
         grad_x = how.tree.total(by_node(nodes), scatter=how.gathers).to(x.dtype)
         whole, grad = how.context.gather(how.tree.gather(x) if how.gathers else x), how.context.gather(grad)
@@ -151,7 +151,7 @@ class _Column(torch.autograd.Function):
         return grad_x, None, None
 
 
-def _column_leaves(grad: Tensor, weight: Tensor, how: Column) -> Iterator[Tensor]:
+def _column_leaves(grad: Tensor, weight: Tensor, how: ColumnMatmul) -> Iterator[Tensor]:
     """Yield each block's part of the gradient of one sequence's input [s, in]. ``grad``: [s, out/t]."""
     spans = how.context.spans(len(grad))
     for leaf in range(how.tree.local):
@@ -166,7 +166,7 @@ def _column_leaves(grad: Tensor, weight: Tensor, how: Column) -> Iterator[Tensor
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, how: Row) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, how: RowMatmul) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.how = how
         nodes = [how.tree.nodes(_row_leaves(sequence, weight, how)) for sequence in sequences(x)]
@@ -175,7 +175,7 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, weight = ctx.saved_tensors
-        how: Row = ctx.how
+        how: RowMatmul = ctx.how
         whole = how.tree.gather(grad) if how.scatters else grad
         blocks, spans = how.slices(weight.shape[1]), how.context.spans(len(whole))
         grad_x = together([product(sequence, weight, spans, blocks) for sequence in sequences(whole)])
@@ -189,7 +189,7 @@ class _Row(torch.autograd.Function):
         return grad_x, None, None
 
 
-def _row_leaves(x: Tensor, weight: Tensor, how: Row) -> Iterator[Tensor]:
+def _row_leaves(x: Tensor, weight: Tensor, how: RowMatmul) -> Iterator[Tensor]:
     """Yield each block's part of the output [s, out] of one sequence x [s, in/t]."""
     spans = how.context.spans(len(x))
     for block in how.slices(weight.shape[1]):

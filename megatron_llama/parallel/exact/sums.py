@@ -102,7 +102,7 @@ class Tree:
         return whole
 
 
-class Shares:
+class GradShards:
     """How data-parallel ranks hold the gradient of a parameter."""
 
     def __init__(self, shard_size: int, shard: dist.ProcessGroup) -> None:
@@ -130,7 +130,9 @@ class Total:
         scatters_early: Whether ``end`` sums over the shard group, so that the rank keeps its rows only (ZeRO 2 and 3).
     """
 
-    def __init__(self, shape: torch.Size, samples: int, tokens: int, shares: Shares, *, scatters_early: bool) -> None:
+    def __init__(
+        self, shape: torch.Size, samples: int, tokens: int, shares: GradShards, *, scatters_early: bool
+    ) -> None:
         self.shape, self.samples, self.tokens = shape, samples, tokens
         self.shares, self.scatters_early = shares, scatters_early
         self._whole: Tensor | None = None

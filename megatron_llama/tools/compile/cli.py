@@ -118,7 +118,7 @@ def _plan(config: Config) -> Plan:
 def _start(plan: Plan) -> int:
     """Run the representative ranks concurrently."""
     from megatron_llama.launch import run_dir
-    from megatron_llama.launch.start import Share, start_ranks
+    from megatron_llama.launch.start import LocalRanks, start_ranks
 
     plan.config.run.dir = plan.config.run.dir or run_dir.default_run_dir(plan.config, None)
     folder, pp = Path(plan.config.run.dir), plan.config.trainer.pp
@@ -128,4 +128,4 @@ def _start(plan: Plan) -> int:
         sys.stdout.write(run_dir.open_plan(plan) + "\n")
         entry = partial(compile_ahead, representatives=ranks)
         with run_dir.rank_outputs(folder, range(len(ranks))) as output_dir:
-            return start_ranks(plan, entry, Share(len(ranks), output_dir=output_dir))
+            return start_ranks(plan, entry, LocalRanks(len(ranks), output_dir=output_dir))

@@ -22,8 +22,7 @@ from megatron_llama.data.batches import build_data
 from megatron_llama.devices.compile_cache import compile_folder
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, open_device, process_groups
-from megatron_llama.parallel.compile_report import Compilations, gather, write_report
-from megatron_llama.parallel.compiling import Compiler, Graph
+from megatron_llama.parallel.compiling import Compilations, Compiler, Graph, gather, write_report
 from megatron_llama.plan import Plan
 
 STEPS = 2

@@ -168,7 +168,7 @@ def _measure(
 ) -> tuple[dict[str, Any] | None, list[Finding]]:
     """Start the ranks or become one; return the measurements and findings on the first process."""
     from megatron_llama.launch.join import join
-    from megatron_llama.launch.start import Share, start_ranks
+    from megatron_llama.launch.start import LocalRanks, start_ranks
     from megatron_llama.tools.doctor import ranks
     from megatron_llama.tools.doctor.finding import BREAKS, Finding
     from megatron_llama.tools.doctor.ranks import RESULT, measure_ranks
@@ -181,7 +181,7 @@ def _measure(
         plan.config.run.dir = str(run_dir)
         with redirect_stdout(io.StringIO()):  # suppress the plan and the placement
             if examination.context is None:
-                share = Share(plan.world_size, hang_seconds=plan.config.trainer.hang_timeout_seconds)
+                share = LocalRanks(plan.world_size, hang_seconds=plan.config.trainer.hang_timeout_seconds)
                 status = start_ranks(plan, entry, share)
             else:
                 status = join(plan, world, examination.context, entry)

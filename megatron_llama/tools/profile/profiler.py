@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile, record_function, supported_activities
 
-from megatron_llama.data.batches import Prefetcher
+from megatron_llama.data.prefetch import Prefetcher
 from megatron_llama.devices import Device
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel

@@ -50,7 +50,7 @@ _CALLERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (_FSDP + "param", (), GATHERED),
     ("megatron.core.utils", ("get_tensor",), COMMUNICATION),  # the gather buffer of sequence parallelism
     ("megatron.core.pipeline_parallel.p2p_communication", (), COMMUNICATION),
-    ("megatron_llama.parallel.fsdp", ("_on_grad_ready",), GRADIENTS),
+    ("megatron_llama.parallel.compute_copies", ("_on_grad_ready",), GRADIENTS),
     ("megatron_llama.parallel.tensor", (), COMMUNICATION),
     ("megatron_llama.parallel.parallelize", ("count", "init_weights"), TEMPORARY),
     ("megatron_llama.model.offload", ("__init__",), HOST),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_llama.arch.blocks import attention_rows, mlp_rows, num_blocks
 from megatron_llama.config import ModelConfig
 from megatron_llama.optim.norm import _exact_norm
-from megatron_llama.parallel.exact.sums import LARGEST, Shares, Total, Tree, add_pairs, from_grid, to_grid
+from megatron_llama.parallel.exact.sums import LARGEST, GradShards, Total, Tree, add_pairs, from_grid, to_grid
 from tests.ranks import run_ranks
 
 
@@ -33,7 +33,7 @@ def test_integer_sums_have_no_order() -> None:
 
 
 def _total(samples: int = 4, tokens: int = 4) -> Total:
-    return Total(torch.Size((3, 2)), samples, tokens, Shares(1, None), scatters_early=False)
+    return Total(torch.Size((3, 2)), samples, tokens, GradShards(1, None), scatters_early=False)
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan, LARGEST / 4])

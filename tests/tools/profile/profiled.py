@@ -13,7 +13,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_llama.data.batches import Prefetcher, build_data
+from megatron_llama.data.batches import build_data
+from megatron_llama.data.prefetch import Prefetcher
 from megatron_llama.devices import get_device
 from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.optim import build_optimizer
