@@ -20,7 +20,7 @@ import numpy as np
 from data_prep.lib.encoders import Encoder, check_same
 from data_prep.lib.job import BadRecord, BlockResult, ChatFormat, PrepareJob
 from data_prep.lib.parquet_csv import bad_columns, part_lines, part_sizes
-from data_prep.lib.records import BOM, parse_line, parse_object, parse_text, parse_turns
+from data_prep.lib.records import BOM, REPEATED_KEY, parse_line, parse_object, parse_text, parse_turns, repeats_key
 from data_prep.lib.sources import Source, check_unchanged, read_chunks
 from megatron_llama.corpus.indexed_format import MASK_DTYPE, token_dtype
 from megatron_llama.system.errors import UserError
@@ -355,7 +355,10 @@ class TextEncoder(BlockEncoder[list[str]]):
     def parse(self, line: bytes, segment: BlockSegment, result: BlockResult) -> list[str]:
         if self.job.sources[segment.source].is_text:
             return [parse_text(line)] * len(self.job.keys)
-        return parse_line(line, self.job.keys)
+        texts = parse_line(line, self.job.keys)
+        if repeats_key(line, self.job.keys):
+            result.notes[REPEATED_KEY] += 1
+        return texts
 
     def write(self, documents: list[list[str]], block: TextBlock, result: BlockResult) -> None:
         tokenizer, job = self.encoder.tokenizer, self.job
@@ -426,7 +429,9 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[bool]]]):
             texts = {name: "" if record.get(name) is None else str(record[name]) for name in template.fields}
             turns = labelled_turns([*texts], [*texts.values()], template)
         elif columns is None:
-            turns, notes = parse_turns(parse_object(line), chat.format)
+            record = parse_object(line)
+            turns, notes = parse_turns(record, chat.format)
+            notes += [REPEATED_KEY] if repeats_key(line, record) else []
         else:
             assert chat.labelled is not None, "sft.py requires --template for tables"
             values = parse_text(line).removesuffix("\r").split("\t")

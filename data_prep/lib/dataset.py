@@ -320,11 +320,9 @@ def _manifest(
         "quarantine": quarantine_file(Path(), names).name if ledger.skipped else None,
     }
     if job.chat is not None:
-        manifest |= {
-            "tokens_with_loss": ledger.learned,
-            "changed": dict(sorted(ledger.notes.items())),
-            "seq_length": job.chat.max_tokens - 1,
-        }
+        manifest |= {"tokens_with_loss": ledger.learned, "seq_length": job.chat.max_tokens - 1}
+    if job.chat is not None or ledger.notes:
+        manifest["changed"] = dict(sorted(ledger.notes.items()))
     return manifest
 
 

@@ -38,6 +38,7 @@ from data_prep.lib.parquet_csv import part_sizes
 from data_prep.lib.pool import Pool
 from data_prep.lib.sources import Source
 from data_prep.lib.workspace import QUARANTINE, KeyCounts, Ledger, Workspace, read_journal
+from megatron_llama.config.data_settings import is_table
 from megatron_llama.corpus.indexed_format import write_index
 from megatron_llama.system.errors import MachineError, Stopped, UserError
 from megatron_llama.system.files import sha256_file, sync_folder, write_atomically
@@ -116,10 +117,10 @@ class EncodingRun:
             if block.segments[record.segment].source == self.cut.begin.source and self.cut.begin.offset:
                 where += f" after {'byte' if source.kind == 'lines' else 'part'} {self.cut.begin.offset:,}"
             if self.options.on_bad_line == "error":
-                raise UserError(
-                    f"{where}: {record.reason}: {record.detail}. Nothing was written. "
-                    f"Fix the {source.unit}, or write --on-bad-line skip"
-                )
+                fix = f"Fix the {source.unit}, or write --on-bad-line skip"
+                if self.job.chat is None and (is_table(source.path) or (line == 1 and record.raw[:1] == b"[")):
+                    fix = "Only sft.py reads JSON arrays and .tsv tables: write a record per line, or .csv"
+                raise UserError(f"{where}: {record.reason}: {record.detail}. Nothing was written. {fix}")
             try:
                 raw: dict[str, Any] = {"raw": record.raw.decode("utf-8")}
             except UnicodeDecodeError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,8 @@ ROLES = {
     "model": "assistant",
 }
 _LISTS = ("messages", "conversations", "conversation")
+REPEATED_KEY = "key given twice: last value used"
+"""Note on a record, counted in the manifest."""
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {}, "[]", "{}", "null")
 FORMATS = ("auto", "messages", "sharegpt", "prompt_completion", "preference", "alpaca", "gsm8k", "tsv")
 
@@ -106,15 +108,17 @@ def _detected(record: Mapping[str, Any]) -> str:
 
 def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
     """Return notes on ignored keys. Raises RecordError for keys that the answer depends on."""
-    notes = []
     lists = [record.get(key) for key in (*_LISTS, "prompt", "completion", "response", "chosen")]
-    turns = [turn for value in lists for turn in (value if isinstance(value, list) else [value])]
-    for where in (record, *(turn for turn in turns if isinstance(turn, dict))):
+    listed = [turn for value in lists for turn in (value if isinstance(value, list) else [value])]
+    turns = [turn for turn in listed if isinstance(turn, dict)]
+    for where in (record, *turns):
         for key in ("tools", "functions", "tool_calls", "function_call"):
             if not _is_empty(where.get(key)):
                 raise RecordError("tools_not_supported", f"{key!r} is not empty")
-        if any(where.get(key) not in _NOTHING for key in ("reasoning_content", "reasoning", "thinking")):
-            notes = ["reasoning beside an answer left out"]  # a key in stored manifests; prose: ok
+    reasoning = ("reasoning_content", "reasoning", "thinking")
+    notes = ["name of a turn ignored"] if any(turn.get("name") not in _NOTHING for turn in turns) else []
+    if any(where.get(key) not in _NOTHING for where in (record, *turns) for key in reasoning):
+        notes.append("reasoning beside an answer left out")  # a key in stored manifests; prose: ok
     if record.get("weight") not in (None, 1):
         notes.append("weight of the record ignored")  # only a turn's weight is read
     if record.get("chat_template_kwargs") not in (None, {}):  # TRL's arguments of the template for one record
@@ -123,6 +127,17 @@ def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
     if record.get(key, True) in (False, "false", "False"):
         raise RecordError("rejected_answer", f"{key!r} is false")
     return notes
+
+
+def repeats_key(line: bytes, keys: Iterable[str]) -> bool:
+    """Return whether a JSON line has one of ``keys`` twice. The parsers use the last value."""
+    for key in keys:
+        name = b'"%b"' % key.encode(errors="replace")
+        if line.find(name) != line.rfind(name):  # also in a text or in an inner object
+            with contextlib.suppress(RecursionError):
+                listed = [name for name, _ in json.loads(line, object_pairs_hook=list)]
+                return any(listed.count(one) > 1 for one in keys)
+    return False
 
 
 def _is_empty(value: Any) -> bool:

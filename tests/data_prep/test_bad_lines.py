@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.lib import records
-from data_prep.lib.records import REASONS
+from data_prep.lib.records import REASONS, REPEATED_KEY
 from megatron_llama.text.conversation import RecordError
 from tests.data_prep.helpers import Run, assert_refused, listing, manifest, output_of, outputs, reference
 
@@ -110,6 +110,15 @@ def test_bad_text_files(tmp_path: Path, preprocess: Run, tokenizer: Path) -> Non
     output_of(preprocess(*args, "--on-bad-line", "skip"))
     assert outputs(tmp_path / "out/x") == reference(tokenizer, ["fine", ""])
     assert manifest(tmp_path / "out/x")["skipped"] == {"bad_utf8": 1, "line_too_long": 1}
+
+
+def test_repeated_keys_are_counted(tmp_path: Path, preprocess: Run, tokenizer: Path) -> None:
+    lines = ['{"text": "a", "text": "b"}', '{"text": "c", "meta": {"text": 1}}', '{"x": 1, "x": "text", "text": "d"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    done = preprocess("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "out/x")
+    assert f"1 {REPEATED_KEY}" in output_of(done)
+    assert outputs(tmp_path / "out/x") == reference(tokenizer, ["b", "c", "d"])
+    assert manifest(tmp_path / "out/x")["changed"] == {REPEATED_KEY: 1}
 
 
 def test_dump_texts_without_orjson_is_identical(monkeypatch: pytest.MonkeyPatch) -> None:

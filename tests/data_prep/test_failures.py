@@ -52,6 +52,8 @@ MISTAKES = [
     "preprocess.py --input empty",
     "preprocess.py --input noise.jsonl.gz",
     "preprocess.py --input blank.jsonl",
+    "preprocess.py --input array.json",
+    "preprocess.py --input few.tsv",
     "preprocess.py --input /dev/null",
     "sft.py --seq-length 0 --workers 0 --split 1",
     "sft.py",
@@ -97,6 +99,7 @@ def files(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> N
     Path("cut.jsonl.gz").write_bytes(gzip.compress(source.read_bytes() * 50)[:-12])
     Path("noise.jsonl.gz").write_bytes(b"\x00\x01\x02\x03")
     Path("blank.jsonl").write_bytes(b" \n\t\r\n")
+    Path("array.json").write_text('[\n{"text": "a"}\n]\n')
     Path("few.tsv").write_text(
         "index\tquestion\tsentence\tlabel\n0\tWho?\tHe.\tentailment\n1\tWho?\tShe.\tentailment\n"
     )

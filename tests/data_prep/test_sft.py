@@ -11,6 +11,7 @@ import pytest
 from data_prep import sft
 from data_prep.lib import records
 from data_prep.lib.records import REASONS as LINE_REASONS
+from data_prep.lib.records import REPEATED_KEY
 from data_prep.lib.sets import ExampleOptions, build_chat_format
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import encode_spans, load_own_template
@@ -86,11 +87,12 @@ def test_truncation_at_the_limit(folder: Path, tmp_path: Path, over: int) -> Non
     turns, count = record(words)
     source = tmp_path / "chat.jsonl"
     hopeless = chat_line(("user", "q " * 400), ("assistant", "a"))
-    source.write_text(chat_line(*((turn.role, turn.text) for turn in turns)) + "\n" + hopeless + "\n")
+    twice = '{"messages": [], ' + chat_line(*((turn.role, turn.text) for turn in turns))[1:]
+    source.write_text(twice + "\n" + hopeless + "\n")
     output_of(prepare(folder, source, tmp_path / "out", "--on-bad-line", "skip", "--too-long", "truncate"))
     (ids,), (mask,), manifest = read(tmp_path / "out")
     assert manifest["skipped"] == {"answer_cut_off": 1}
-    assert manifest["changed"] == ({"cut to the sequence's length": 1} if count > 129 else {})
+    assert manifest["changed"] == ({"cut to the sequence's length": 1} if count > 129 else {}) | {REPEATED_KEY: 1}
     assert len(ids) == min(count, 129) and mask[-2] == 1
 
 

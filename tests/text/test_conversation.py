@@ -136,6 +136,7 @@ def test_a_turn_without_loss(key: str) -> None:
         parse_turns({"messages": [Q, {**A, "train_detail": [{"begin_offset": 0, "train": False}]}]}, "auto")
     record = {"prompt": "q", "completion": "a", "weight": 2, "chat_template_kwargs": {"enable_thinking": False}}
     assert parse_turns(record, "auto")[1] == ["weight of the record ignored", "chat_template_kwargs ignored"]
+    assert parse_turns({"name": "x", "messages": [{**Q, "name": "Ann"}, A]}, "auto")[1] == ["name of a turn ignored"]
 
 
 def test_null_counts_as_a_missing_key() -> None:
