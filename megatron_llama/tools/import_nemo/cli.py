@@ -27,7 +27,14 @@ from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import name_commands, option_name
 from megatron_llama.system.wrapping import WIDTH, wrap, wrap_command, wrap_lines
-from megatron_llama.tools.import_nemo.engine import KINDS, UNSUPPORTED, ConvertedConfig, KeyConversion
+from megatron_llama.tools.import_nemo.engine import (
+    KINDS,
+    MOST_UNKNOWN,
+    UNKNOWN,
+    UNSUPPORTED,
+    ConvertedConfig,
+    KeyConversion,
+)
 from megatron_llama.topology import Grid
 
 STATUS = (
@@ -126,8 +133,9 @@ def as_yaml(converted: ConvertedConfig, source: str) -> str:
         f"{MARK} from {source}.",
         "# python train.py experiment=PATH, or experiment=NAME for a file in conf/experiment/",
     ]
-    for item in converted.unsupported:
-        head += _comment(f"NOT SUPPORTED {item.key}={format_value(item.value)}: {item.why}")
+    items, more = _shortened(converted.unsupported)
+    for text in (*(f"{item.key}={format_value(item.value)}: {item.why}" for item in items), *more):
+        head += _comment(f"NOT SUPPORTED {text}")
     for assumed in converted.assumed:
         head += _comment(f"ASSUMED {assumed}")
     content: dict[str, Any] = {"defaults": [{"override /optim": converted.schedule}]}
@@ -231,12 +239,20 @@ def format_listing(converted: ConvertedConfig, source: str) -> str:
     lines = [f"{source}: {len(converted.conversions)} keys"]
     for kind in KINDS:
         items = [item for item in converted.conversions if item.kind == kind]
-        if items:
-            lines += ["", f"{kind} ({len(items)})", *_table(items)]
+        shown, more = _shortened(items)
+        lines += ["", f"{kind} ({len(items)})", *_table(shown), *(f"  {text}" for text in more)] if items else []
     if converted.assumed:
         lines += ["", "assumed, because the file does not define it"]
         lines += [wrap(assumed, "  ") for assumed in converted.assumed]
     return "\n".join(lines) + "\n"
+
+
+def _shortened(items: Sequence[KeyConversion]) -> tuple[list[KeyConversion], list[str]]:
+    """Return the items without unknown keys after the first ones, and a text with their count."""
+    unknown = [item.key for item in items if item.why == UNKNOWN]
+    omitted = set(unknown[MOST_UNKNOWN:])
+    more = [f"{len(omitted):,} more unknown keys"] if omitted else []
+    return [item for item in items if item.key not in omitted], more
 
 
 def _table(items: Sequence[KeyConversion]) -> Iterator[str]:

@@ -21,6 +21,8 @@ from megatron_llama.config.settings import ModelConfig
 TAKEN, RENAMED, MEANINGLESS = "taken", "renamed", "without meaning here"
 SAME_TRAINING = "not supported: the training is the same"
 UNSUPPORTED = "not supported: the training will differ"
+UNKNOWN, MOST_UNKNOWN = "unknown key", 20
+"""Reason for a key in no table, and the number of such keys that are listed."""
 KINDS = (TAKEN, RENAMED, MEANINGLESS, SAME_TRAINING, UNSUPPORTED)
 
 
@@ -85,7 +87,7 @@ class KeyTables:
                 return KeyConversion(key, value, MEANINGLESS, why=why)
         if value in (None, False, [], {}):
             return KeyConversion(key, value, MEANINGLESS, why="off")
-        return KeyConversion(key, value, UNSUPPORTED, why="unknown key")
+        return KeyConversion(key, value, UNSUPPORTED, why=UNKNOWN)
 
 
 def load_tables(name: str, prefix: str = "") -> KeyTables:

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.tools.import_nemo.engine import (
     MEANINGLESS,
+    MOST_UNKNOWN,
     RENAMED,
     SAME_TRAINING,
     UNSUPPORTED,
@@ -58,16 +59,19 @@ def convert_script(path: Path, flags: Sequence[str], given: Mapping[str, str]) -
 def _flags(words: Sequence[str], notes: list[str]) -> dict[str, Any]:
     """Return {flag: value}. The last of repeated flags counts, as in argparse."""
     given = dict[str, list[str]]()
-    last: list[str] = []
+    last, repeated = list[str](), dict[str, str]()
     for word in words:
         if word.startswith("--"):
             name, _, value = word.partition("=")
             name = name.replace("_", "-") if "opt_param" not in name else name
             if name in given:
-                notes.append(f"{name} is given several times: the last value counts")
+                repeated[name] = f"{name} is given several times: the last value counts"
             last = given[name] = [value] if value else []
         else:
             last.append(word)
+    notes += list(repeated.values())[:MOST_UNKNOWN]
+    if len(repeated) > MOST_UNKNOWN:
+        notes.append(f"{len(repeated) - MOST_UNKNOWN:,} more flags are given several times")
     return {name: _value(name, texts) for name, texts in given.items()}
 
 

@@ -208,6 +208,9 @@ def test_unsupported_keys_are_in_the_file() -> None:
     assert load_converted(result).model.hidden_size == 4096 and set(PRESETS) <= set(PRECISIONS)
     listing = format_listing(convert_source(FOLDER / "megatron_8b.sh", [], []), "theirs.sh")
     assert "refers to a variable that the script does not set" in listing and "another file" not in listing
+    many = convert_source(FOLDER / "megatron_8b.sh", [], [f"--unknown-{number}" for number in range(1000)] * 2)
+    for text in (as_yaml(many, "theirs.sh"), format_listing(many, "theirs.sh")):
+        assert "981 more unknown keys" in text and len(text) < 20_000
 
 
 def test_a_schedule_shorter_than_the_run() -> None:
