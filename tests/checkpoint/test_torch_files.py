@@ -198,16 +198,13 @@ def test_weights_that_zero_does_not_shard(stage: int, tmp_path: Path) -> None:
     """Stage 0 has no partitions. A frozen embedding is whole in stages 1 and 2, and divided by ranks in stage 3."""
     weights, source, frozen = _weights(), tmp_path / "source", "model.embed_tokens.weight"
     write_deepspeed(source, {n: t for n, t in weights.items() if n != frozen or not stage}, stage, 11)
-    fragments = [_part(weights[frozen].flatten(), rank, 11, 1).clone() for rank in range(11)]
     for path in source.rglob("*model_states*"):
-        content = torch.load(path, weights_only=False)
-        rank = int(path.name.split("_")[3]) if stage == 3 else None
-        content["module"] = weights if rank is None else {name: torch.empty(0) for name in weights}
+        content, rank = torch.load(path, weights_only=False), int(path.name.split("_")[3]) if stage == 3 else 0
+        fragments = {frozen: _part(weights[frozen].flatten(), rank, 11, 1).clone()}
+        content["module"] = {name: torch.empty(0) for name in weights} if stage == 3 else weights
         content |= {"frozen_param_shapes": {frozen: weights[frozen].shape}} if stage > 1 else {}
-        content |= {"frozen_param_fragments": {frozen: fragments[rank]}} if rank is not None else {}
+        content |= {"frozen_param_fragments": fragments} if stage == 3 else {}
         torch.save(content | ({} if stage else {"optimizer": {"state": {}}}), path)
-    for path in () if stage else source.rglob("*optim*"):
-        path.unlink()
     tensors = open_foreign(source, make_plan(1, tmp_path, *SETTINGS).model).tensors
     assert all(torch.equal(tensors.rows(name), tensor) for name, tensor in weights.items())
 
@@ -293,39 +290,24 @@ def _keys(content: Any, depth: int = 4) -> Iterator[tuple[Any, ...]]:
         yield from ((key, *inner) for inner in (_keys(value, depth - 1) if depth else ()))
 
 
+def _changed(pattern: str, values: dict[str, Any]) -> Callable[[Path], None]:
+    return lambda folder: _edit(folder, pattern, lambda content: content.update(values))
+
+
+def _changed_groups(change: Callable[[list[torch.Tensor]], None]) -> Callable[[Path], None]:
+    return lambda f: _edit(f, "*_0_*optim*", lambda c: change(c["optimizer_state_dict"]["fp32_flat_groups"]))
+
+
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "meta, a file is missing": ("meta", lambda f: (f / "consolidated.00.pth").unlink(), "are missing"),
-    "meta, other shapes": (
-        "meta",
-        lambda f: _edit(f, "*00.pth", lambda c: c.update({"norm.weight": torch.ones(3)})),
-        "shape",
-    ),
+    "meta, other shapes": ("meta", _changed("*00.pth", {"norm.weight": torch.ones(3)}), "shape"),
     "zero, a rank is missing": ("zero 2", lambda f: min(f.rglob("*optim*")).unlink(), "2 of"),
-    "zero, a short partition": (
-        "zero 3",
-        lambda f: _edit(
-            f, "*_0_*optim*", lambda c: c["optimizer_state_dict"]["fp32_flat_groups"].__setitem__(0, torch.ones(5))
-        ),
-        "values",
-    ),
-    "zero, code": ("zero 2", lambda f: _edit(f, "*optim*", lambda c: c.update({"x": print})), "can execute code"),
-    "zero, no shapes": (
-        "zero 2",
-        lambda f: _edit(f, "*model_states*", lambda c: c.update({"param_shapes": [{"a": "b"}]})),
-        "",
-    ),
-    "zero, huge": (
-        "zero 2",
-        lambda f: _edit(f, "*model_states*", lambda c: c.update({"param_shapes": [{"a": (10**12,)}]})),
-        "",
-    ),
-    "zero, attributes": (
-        "zero 3",
-        lambda f: _edit(
-            f, "*_0_*optim*", lambda c: setattr(c["optimizer_state_dict"]["fp32_flat_groups"][0], "data_ptr_", 5)
-        ),
-        "unknown attributes",
-    ),
+    "zero, a short partition": ("zero 3", _changed_groups(lambda g: g.__setitem__(0, torch.ones(5))), "values"),
+    "zero, code": ("zero 2", _changed("*optim*", {"x": print}), "can execute code"),
+    "zero, no shapes": ("zero 2", _changed("*model_states*", {"param_shapes": [{"a": "b"}]}), ""),
+    "zero, huge": ("zero 2", _changed("*model_states*", {"param_shapes": [{"a": (10**12,)}]}), ""),
+    "zero, attributes": ("zero 3", _changed_groups(lambda g: setattr(g[0], "data_ptr_", 5)), "unknown attributes"),
+    "zero, no fragments": ("zero 3", _changed("*_0_*model*", {"frozen_param_shapes": {"a": (3,)}}), "lacks 3 values"),
     "universal, no tensor": ("universal", lambda f: torch.save([1], min(f.rglob("fp32.pt"))), "contains no tensor"),
 }
 
