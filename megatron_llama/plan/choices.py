@@ -272,6 +272,8 @@ def list_notes(config: Config, plan: Plan) -> Iterator[str]:
         yield f"optim.state_bits={bits} has no effect: no trained matrix has {least}"
     if plan.config.optim.qk_clip is not None:
         yield "optim.qk_clip: the scores of attention are computed a second time, in fp32, for the largest logits"
+    if trainer.float8 and not trainer.compile and device is not None and device.is_accelerator:
+        yield f"trainer.float8={trainer.float8} without trainer.compile is slower than bf16: no kernel fuses its casts"
     yield from _random_ltd(plan)
     yield from _exposed_communication(plan)
     if data.mock:

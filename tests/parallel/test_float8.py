@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_llama.devices.cuda.kernels import CudaKernels
 from megatron_llama.devices.kernels import Float8Operand, Kernels
@@ -84,6 +87,30 @@ def test_the_gpu_path_has_the_arguments_of_torchao(monkeypatch: pytest.MonkeyPat
                 torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
                 out = torch.bfloat16 if by_row else dtype
                 assert calls[-1] == {"out_dtype": out, "use_fast_accum": fast}
+
+
+def test_scales_of_rows_need_no_fp32_matrix() -> None:
+    """The slow kernel's replacement scales its result in place, exactly."""
+    layer, (x, weight, _) = ours("rowwise"), operands(torch.bfloat16)
+    a = _cast(x.flatten(0, 1)[:16].detach(), torch.float8_e4m3fn, layer, -1, None)
+    b = _cast(weight.t().detach(), torch.float8_e4m3fn, layer, 0, None)
+    with _Fp32Results() as results:
+        result = CudaKernels().float8_mm(a, b, torch.bfloat16)
+    assert results.largest < result.numel()
+    unscaled = torch._scaled_mm(a.data, b.data, *[torch.ones(())] * 2, out_dtype=torch.bfloat16)
+    assert result.equal((unscaled.float() / (a.scale * b.scale)).to(torch.bfloat16))
+
+
+class _Fp32Results(TorchDispatchMode):
+    """Counter of the values of the largest fp32 result."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if result.dtype == torch.float32:
+            self.largest = max(self.largest, result.numel())
+        return result
 
 
 @pytest.mark.parametrize("kind", RECOMPUTE_POLICIES)

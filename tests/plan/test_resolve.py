@@ -140,6 +140,12 @@ def test_communication_that_matmuls_could_hide_is_noted(changes: dict[str, objec
     assert any("trainer.async_tp=true overlaps" in note for note in plan.notes) == noted
 
 
+@pytest.mark.parametrize(("device", "compiled", "noted"), [("cuda", False, 1), ("cuda", True, 0), ("cpu", False, 0)])
+def test_float8_without_a_compiler_is_noted(device: str, compiled: bool, noted: int) -> None:
+    plan = resolve(make(**{"device.name": device, "trainer.compile": compiled, "trainer.float8": "rowwise"}), 1)
+    assert sum("slower than bf16" in note for note in plan.notes) == noted
+
+
 def test_the_vocabulary_is_padded_to_a_multiple_of_tp() -> None:
     for tp, padded in ((1, 4099), (2, 4100), (4, 4100)):
         plan = resolve(make(**{"model.vocab_size": 4099, "trainer.tp": tp, "model.num_key_value_heads": 4}), tp)

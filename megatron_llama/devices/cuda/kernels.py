@@ -189,14 +189,14 @@ class CudaKernels(Kernels):
         Without ``fast``, the kernel with a scale per row is slow: the other kernel multiplies, and the scales follow.
         """
         by_row, scales = a.scale.ndim == 2, [a.scale.reciprocal(), b.scale.reciprocal()]
-        after = None
-        if by_row and not fast:
-            after, scales = scales[0] * scales[1], [a.scale.new_ones(()), a.scale.new_ones(())]
+        after = scales if by_row and not fast else []
+        if after:
+            scales = [a.scale.new_ones(())] * 2
         out = torch.bfloat16 if by_row and dtype == torch.float32 else dtype  # the kernel has no fp32 output
         left, right = a.data.contiguous(), b.data.t().contiguous().t()  # the layouts that it needs
         result = torch._scaled_mm(left, right, scale_a=scales[0], scale_b=scales[1], out_dtype=out, use_fast_accum=fast)
-        if after is not None:
-            result = result * after
+        for scale in after:  # powers of two, so no product is rounded, and no fp32 matrix is needed
+            result.mul_(scale)
         return result.to(dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs | None = None) -> Tensor:
