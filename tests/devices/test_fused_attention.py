@@ -6,7 +6,6 @@ tests/cuda has the test that a device takes these paths.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -84,26 +83,22 @@ def test_other_formats_and_heads_keep_their_kernels() -> None:
         assert transformer_engine.takes(torch.empty(1, size, dtype=dtype)) == is_taken
 
 
+OTHER_GPUS = {transformer_engine: [(8, 9), (12, 0)], flash_attention_3: [(8, 9), (10, 0)]}
+
+
 @pytest.mark.usefixtures("package")
-@pytest.mark.parametrize(
-    ("module", "capability"),
-    [(transformer_engine, (8, 9)), (transformer_engine, (12, 0))]
-    + [(flash_attention_3, (8, 9)), (flash_attention_3, (10, 0))],
-)
-def test_other_gpus_keep_their_kernels(
-    module: ModuleType, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("module", OTHER_GPUS)
+def test_other_gpus_keep_their_kernels(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability in OTHER_GPUS[module]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         assert not module.activate()
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("module", [transformer_engine, flash_attention_3])
 def test_without_the_package_nothing_changes(module: ModuleType) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not module.activate()
+    assert not module.activate()
 
 
 @pytest.mark.usefixtures("package")
@@ -155,9 +150,10 @@ def test_an_old_version_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not transformer_engine.activate()
 
 
-@pytest.mark.parametrize(
-    ("code", "message"), [("", "No module named"), ("assert False, 'version mismatch'", "version mismatch")]
-)
+FAULTS = {"": "No module named", "assert False, 'version mismatch'": "version mismatch"}
+
+
+@pytest.mark.parametrize(("code", "message"), FAULTS.items())
 def test_a_package_that_cannot_be_imported_is_reported(
     code: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
