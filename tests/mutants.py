@@ -1,8 +1,7 @@
 """Change one operator, constant or call of the core at a time, and report the test that fails.
 
 Each mutant runs in a copy of the checkout: first the test files with its module's name, then the tests of its package,
-then the others that run it. A mutant survives if no test fails. Tiers: ``test`` (make test) and ``slow`` (make
-test-slow).
+then the others that run it. A mutant survives if no test fails.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 
 from tests.paths import ROOT
@@ -38,16 +38,11 @@ class Mutant:
     file: str
     line: int
     change: str
-    source: str
-    """The whole file after the change."""
+    source: str  # the whole file after the change
 
 
-Place = tuple[Path, int]
-"""A node of a file that a mutant changes: the file, and the node's number in ``ast.walk``."""
-
-
-def places_of(path: Path) -> Iterator[Place]:
-    """Yield all nodes in the bodies of functions that have a mutant."""
+def places_of(path: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the file and the number in ``ast.walk`` of all nodes in the bodies of functions that have a mutant."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     inside = {id(node) for function in functions for part in function.body for node in ast.walk(part)}
@@ -68,9 +63,8 @@ def _has_mutant(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
 
 
-def mutant_at(place: Place) -> Mutant:
+def mutant_at(path: Path, number: int) -> Mutant:
     """Return the mutant of a node."""
-    path, number = place
     tree = ast.parse(path.read_text(encoding="utf-8"))
     node = list(ast.walk(tree))[number]
     before = ast.unparse(node)
@@ -95,7 +89,7 @@ def draw(count: int, seed: int) -> list[Mutant]:
         paths = sorted((ROOT / "megatron_llama" / package).rglob("*.py"))
         places = [place for path in paths for place in places_of(path)]
         share = count * number // len(PACKAGES) - len(chosen)
-        chosen += map(mutant_at, generator.sample(places, min(share, len(places))))
+        chosen += starmap(mutant_at, generator.sample(places, min(share, len(places))))
     return chosen
 
 
@@ -105,10 +99,9 @@ def failing_test(mutant: Mutant, tree: Path, tier: str) -> str | None:
     original = target.read_bytes()
     target.write_text(mutant.source, encoding="utf-8")
     package, name = Path(mutant.file).parts[1], Path(mutant.file).stem
-    named = [str(path.relative_to(tree / "tests")) for path in (tree / "tests").rglob(f"test_*{name}*.py")]
-    others = [name for name in WHOLE if name != package]
+    named = (str(path.relative_to(tree / "tests")) for path in (tree / "tests" / package).rglob(f"test_*{name}*.py"))
     try:
-        for paths in filter(None, (named, [package], others)):
+        for paths in filter(None, ([*named], [package], [each for each in WHOLE if each != package])):
             command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", TIERS[tier]]
             command += ["--workers", "2", "--limit", str(SECONDS), *(f"tests/{path}" for path in paths)]
             run = subprocess.run(command, cwd=tree, capture_output=True, text=True)
@@ -124,7 +117,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--count", type=int, default=120, help="number of mutants")
     parser.add_argument("--seed", type=int, default=1, help="choice of mutants")
-    parser.add_argument("--tier", choices=TIERS, default="test", help="tests that run")
+    parser.add_argument(
+        "--tier", choices=TIERS, default="test", help="tests that run: of make test, or of make test-slow"
+    )
     parser.add_argument("--output", type=Path, required=True, help="JSON lines; mutants that it has are not repeated")
     options = parser.parse_args()
     results = options.output.read_text().splitlines() if options.output.exists() else []
@@ -137,8 +132,8 @@ def main() -> None:
             key = (mutant.file, mutant.line, mutant.change, options.tier)
             if key in done:
                 continue
-            record = dict(zip(("file", "line", "change", "tier"), key, strict=True))
-            record["test"] = failing_test(mutant, tree, options.tier)
+            answer = (*key, failing_test(mutant, tree, options.tier))
+            record = dict(zip(("file", "line", "change", "tier", "test"), answer, strict=True))
             with options.output.open("a") as file:
                 file.write(json.dumps(record) + "\n")
             print(f"{mutant.file}:{mutant.line}  {mutant.change}\n    {record['test'] or 'survives'}", flush=True)

@@ -206,26 +206,22 @@ def test_no_name_leads_out_of_the_folder(copy: Path, tmp_path: Path, name: objec
         find_checkpoint(copy / "checkpoints" if name != 7 else tmp_path)
 
 
-def _scalar(body: dict[str, Any]) -> None:
-    tensor = body["tensors"][NORM]
-    tensor.update(shape=[], chunks=[{**tensor["chunks"][0], "offset": [], "size": []}])
-
-
 MANIFESTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "shape": lambda body: body["tensors"][NORM].update(shape=[]),
-    "scalar": _scalar,
+    "scalar": lambda body: body["tensors"][NORM].update(
+        shape=[], chunks=[{**body["tensors"][NORM]["chunks"][0], "offset": [], "size": []}]
+    ),
     "dtype": lambda body: body["tensors"][NORM].update(dtype="F8"),
     "no hashes": lambda body: body["tensors"][NORM]["chunks"][0].update(hashes=[]),
     "short hash": lambda body: body["tensors"][NORM]["chunks"][0].update(hashes=["ab"]),
-    "seq_length null": lambda body: body["state"]["settings"]["data"].update(seq_length=None),
-    "seq_length text": lambda body: body["state"]["settings"]["data"].update(seq_length="8"),
-    "tokenizer": lambda body: body["state"]["settings"]["data"].update(tokenizer=3),
-    "settings null": lambda body: body["state"].update(settings=None),
-    "settings list": lambda body: body["state"].update(settings=[]),
-    "settings text": lambda body: body["state"].update(settings="x"),
-    "data": lambda body: body["state"].update(settings={"data": None}),
-    "model": lambda body: body["state"].update(settings={"model": 1}),
-    "finetune": lambda body: body["state"].update(settings={"finetune": []}),
+    **{
+        f"{name} {value}": lambda body, name=name, value=value: body["state"]["settings"]["data"].update({name: value})
+        for name, value in (("seq_length", None), ("seq_length", "8"), ("tokenizer", 3))
+    },
+    **{
+        f"settings {value}": lambda body, value=value: body["state"].update(settings=value)
+        for value in (None, [], "x", {"data": None}, {"model": 1}, {"finetune": []})
+    },
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_llama.model import recompute
-from megatron_llama.model.recompute import recomputable, wrap_block
+from megatron_llama.model.recompute import _policy, recomputable, wrap_block
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from tests.oracle import make_plan, oracle, rank_groups, rank_model, run_layout, worst
@@ -42,6 +43,15 @@ SAVED = {  # values that a block's graph holds, without its input and its output
     # and the outputs of both norms, rotated queries and keys, silu, SwiGLU; here merged heads are a view
     "none": NORMS + QKV + OUT + LSE + RESIDUAL + GATE_UP + 2 * RESIDUAL + ROTATED + 2 * S * B * F_,
 }
+
+
+def test_operators_whose_results_a_compiled_block_saves() -> None:
+    gather, attend = (SimpleNamespace(namespace=each, tags=[]) for each in ("_c10d_functional", "megatron_llama"))
+    aten = torch.ops.aten
+    operators = aten.mm.default, gather, aten.native_dropout.default, attend, aten.silu.default
+    for saves, last in ((True, "MUST_SAVE"), (False, "MUST_RECOMPUTE")):
+        names = [_policy(saves, None, operator).name for operator in operators]
+        assert names == ["PREFER_SAVE", "PREFER_SAVE", "MUST_SAVE", last, "MUST_RECOMPUTE"]
 
 
 CASES: dict[str, tuple[str, bool, int]] = {

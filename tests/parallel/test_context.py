@@ -42,8 +42,7 @@ def test_a_rank_rotates_its_tokens(backend: type[Backend], lengths: Lengths | No
     topology = Topology(Grid({"tp": 1, "cp": 2, "dp": 1, "pp": 1}), rank=1)
     inputs = InputBuilder(ModelConfig(head_dim=8), lambda *_: None)
     build = DividedInputBuilder(inputs, Mock(backend, by_documents=backend.by_documents), topology)
-    chunks = divide(2, LENGTH, lengths if backend.by_documents else None)[1]
-    local = [position for chunk in chunks for position in chunk]
+    local = [each for chunk in divide(2, LENGTH, lengths if backend.by_documents else None)[1] for each in chunk]
     tokens = torch.zeros(2, LENGTH, dtype=torch.int64)
     whole = inputs.whole(tokens, documents).rotary[0].expand(LENGTH, 2, 1, -1)
     assert torch.equal(build(tokens[:, local], documents).rotary[0].expand(LENGTH // 2, 2, 1, -1), whole[local])
