@@ -42,9 +42,9 @@ class Unit(NamedTuple):
     parameters: tuple[Parameter, ...]
 
 
-def target_rows(plan: Plan, matrix: str) -> list[int]:
-    """Return the rows on one rank of each LoRA target module in a fused matrix."""
-    finetune, tp = plan.config.finetune, plan.config.trainer.tp
+def target_rows(plan: Plan, matrix: str, tp: int | None = None) -> list[int]:
+    """Return the rows on one of ``tp`` ranks (default: the plan's) of each LoRA target module in a fused matrix."""
+    finetune, tp = plan.config.finetune, tp or plan.config.trainer.tp
     if finetune.method != "lora":
         return []
     rows = fused_rows(plan.model, matrix, tp)
@@ -58,9 +58,9 @@ def key_rows(plan: Plan) -> int:
     return sum(matrices(plan.model)[module].local_shape(tp)[0] for module in ("k_proj", "v_proj") if module in targets)
 
 
-def block_parameters(plan: Plan) -> tuple[Parameter, ...]:
-    """Return the parameters of a block, in the order of the model."""
-    finetune, tp, h = plan.config.finetune, plan.config.trainer.tp, plan.model.hidden_size
+def block_parameters(plan: Plan, tp: int | None = None) -> tuple[Parameter, ...]:
+    """Return the parameters of a block on one of ``tp`` ranks (default: the plan's), in the order of the model."""
+    finetune, tp, h = plan.config.finetune, tp or plan.config.trainer.tp, plan.model.hidden_size
     full, parameters = finetune.method != "lora", list[Parameter]()
     biases, branches = bias_rows(plan.model, tp), (("qkv_proj", "o_proj"), ("gate_up_proj", "down_proj"))
     for norm, fused in zip(block_norms(plan.model), branches, strict=True):
@@ -70,7 +70,7 @@ def block_parameters(plan: Plan) -> tuple[Parameter, ...]:
             parameters.append(Parameter(matrix, rows, columns, full, plan.quantized is not None))
             if matrix in biases:
                 parameters.append(Parameter(f"{matrix}.bias", biases[matrix], 1, full))
-            if targets := target_rows(plan, matrix):
+            if targets := target_rows(plan, matrix, tp):
                 parameters.append(Parameter(f"{matrix}.lora_A", len(targets) * finetune.lora_rank, columns))
                 parameters.append(Parameter(f"{matrix}.lora_B", sum(targets), finetune.lora_rank))
                 if finetune.use_dora:

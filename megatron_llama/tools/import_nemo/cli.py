@@ -27,14 +27,7 @@ from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import name_commands, option_name
 from megatron_llama.system.wrapping import WIDTH, wrap, wrap_command, wrap_lines
-from megatron_llama.tools.import_nemo.engine import (
-    KINDS,
-    MOST_UNKNOWN,
-    UNKNOWN,
-    UNSUPPORTED,
-    ConvertedConfig,
-    KeyConversion,
-)
+from megatron_llama.tools.import_nemo.engine import MOST_UNKNOWN, UNKNOWN, ConvertedConfig, KeyConversion, Kind
 from megatron_llama.topology import Grid
 
 STATUS = (
@@ -237,7 +230,7 @@ def check(path: Path, conf_dir: Path, world_size: int | None) -> list[Problem]:
 def format_listing(converted: ConvertedConfig, source: str) -> str:
     """List the keys of the source by kind of conversion."""
     lines = [f"{source}: {len(converted.conversions)} keys"]
-    for kind in KINDS:
+    for kind in Kind:
         items = [item for item in converted.conversions if item.kind == kind]
         shown, more = _shortened(items)
         lines += ["", f"{kind} ({len(items)})", *_table(shown), *(f"  {text}" for text in more)] if items else []
@@ -265,6 +258,6 @@ def _table(items: Sequence[KeyConversion]) -> Iterator[str]:
 def _row(item: KeyConversion) -> tuple[str, str]:
     value = format_value(item.value)
     source = f"{item.key}={value if len(value) <= 40 else value[:37] + '...'}"
-    if not item.setting or item.kind == UNSUPPORTED:
+    if not item.setting or item.kind == Kind.UNSUPPORTED:
         return source, f"→ {item.setting} {item.why}" if item.setting else item.why
     return source, f"→ {item.setting} ({item.why})" if item.why else f"→ {item.setting}"

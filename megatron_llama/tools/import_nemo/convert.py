@@ -10,16 +10,7 @@ from pathlib import Path
 from megatron_llama.config.hf_config import read_hf_config, shape_from_hf, unsupported_architecture
 from megatron_llama.config.problems import Problem, format_value
 from megatron_llama.tools.import_nemo import nemo_keys as keys
-from megatron_llama.tools.import_nemo.engine import (
-    MEANINGLESS,
-    RENAMED,
-    SAME_TRAINING,
-    UNSUPPORTED,
-    Conversion,
-    ConvertedConfig,
-    is_count,
-    load_tables,
-)
+from megatron_llama.tools.import_nemo.engine import Conversion, ConvertedConfig, Kind, is_count, load_tables
 from megatron_llama.tools.import_nemo.nemo_keys import PRESETS, SWITCHES, convert_precision, embedding_rows, is_on
 from megatron_llama.tools.import_nemo.read_yaml import flat, load
 
@@ -80,11 +71,13 @@ class NemoConversion(Conversion):
             self.problems.append(Problem(key, steps, rule, f"write {key}=N after the file"))
         key = "trainer.limit_train_batches"
         if self.get(key) is not None and (is_count(self.values[key]) or self.values[key] != 1.0):
-            self.record(key, UNSUPPORTED, why="an epoch is the whole dataset; trainer.steps has the length of the run")
+            why = "an epoch is the whole dataset; trainer.steps has the length of the run"
+            self.record(key, Kind.UNSUPPORTED, why=why)
         key = "trainer.log_every_n_steps"
         if self.get(key) == 0:
             self.settings.pop("logging.every_steps", None)
-            self.record(key, MEANINGLESS, why="metrics.jsonl gets every step; logging.every_steps sets the console")
+            why = "metrics.jsonl gets every step; logging.every_steps sets the console"
+            self.record(key, Kind.MEANINGLESS, why=why)
 
     def shape(self) -> None:
         """Convert the shape of the model; with NxDT's ``model_source: hf`` most of it is in a config.json."""
@@ -104,7 +97,9 @@ class NemoConversion(Conversion):
             self.convert_key("model.ffn_hidden_size", "model.intermediate_size", width)
         elif hidden is not None and "model.intermediate_size" not in self.settings:
             self.settings["model.intermediate_size"] = 4 * hidden
-            self.record("model.ffn_hidden_size", RENAMED, f"model.intermediate_size={4 * hidden}", "NeMo's default")
+            self.record(
+                "model.ffn_hidden_size", Kind.RENAMED, f"model.intermediate_size={4 * hidden}", "NeMo's default"
+            )
         if self.get("model.model_config") is None:
             self._assume_llama_parts()
         if self.settings.get("model.tie_word_embeddings") is None and self.get(keys.TIED) is None:
@@ -118,7 +113,8 @@ class NemoConversion(Conversion):
             scaling = {"rope_type": "linear", "factor": factor}
             self.convert_key("model.seq_len_interpolation_factor", "model.rope_scaling", scaling, "linear scaling")
         # Null in the file, because the script requires it on the command line.
-        self.record("model.kd_teacher_restore_from_path", UNSUPPORTED, why="there is no distillation from a teacher")
+        why = "there is no distillation from a teacher"
+        self.record("model.kd_teacher_restore_from_path", Kind.UNSUPPORTED, why=why)
         self._vocabulary()
 
     def _assume_llama_parts(self) -> None:
@@ -144,11 +140,11 @@ class NemoConversion(Conversion):
         ]
         for name, value in shape_from_hf(content).items():
             self.settings[f"model.{name}"] = value
-        self.record("model.model_config", RENAMED, "model.*", "shape from that file")
+        self.record("model.model_config", Kind.RENAMED, "model.*", "shape from that file")
         for key in ("model.num_attention_heads", "model.layernorm_epsilon", "model.init_method_std"):
-            self.record(key, MEANINGLESS, why="in model_config")
+            self.record(key, Kind.MEANINGLESS, why="in model_config")
         why = "NxDT's hf models initialize o_proj and down_proj like other matrices; here their std is divided by "
-        self.record("model_source", UNSUPPORTED, why=why + "sqrt(2 * layers), unless weights are loaded")
+        self.record("model_source", Kind.UNSUPPORTED, why=why + "sqrt(2 * layers), unless weights are loaded")
 
     def _vocabulary(self) -> None:
         """Convert the vocabulary size; files name a tokenizer instead."""
@@ -178,23 +174,23 @@ class NemoConversion(Conversion):
             if self.get(key) == length:
                 self.convert_key(key, "data.seq_length", length)
             else:
-                self.record(key, MEANINGLESS, why=f"samples have data.seq_length={length} tokens")
+                self.record(key, Kind.MEANINGLESS, why=f"samples have data.seq_length={length} tokens")
         self.settings.setdefault("model.max_position_embeddings", length)
 
     def data(self) -> None:
         prefix = self.get("data.data_prefix")
         if isinstance(prefix, dict):
             why = "validation documents are a share of the training dataset (data.split); train is converted"
-            self.record("data.data_prefix", UNSUPPORTED, why=why)
+            self.record("data.data_prefix", Kind.UNSUPPORTED, why=why)
             prefix = prefix.get("train")
         prefix = [prefix] if isinstance(prefix, str) else prefix
         # Do not use prepare and tokenizer of the default dataset.
         self.settings.update({"data.prefixes": prefix or [], "data.prepare": None, "data.tokenizer": None})
         if prefix:
             self.settings["data.name"] = self.result.name
-            self.record("data.data_prefix", RENAMED, f"data.prefixes={format_value(prefix)}")
+            self.record("data.data_prefix", Kind.RENAMED, f"data.prefixes={format_value(prefix)}")
         else:
-            self.record("data.data_prefix", MEANINGLESS, why="not given")
+            self.record("data.data_prefix", Kind.MEANINGLESS, why="not given")
             if self.source.get("data.data_prefix") is None:
                 self.result.assumed.append(
                     "no dataset is given: write data.prefixes=[PATH], or data=mock for random tokens"
@@ -218,10 +214,11 @@ class NemoConversion(Conversion):
             is_on(self.values, "data.fine_tuning") if "data.fine_tuning" in self.values else records in self.values
         ):
             return
-        self.record(records, UNSUPPORTED, why="data files are not converted; data=chat: docs/guides/data/sft_data.md")
+        why = "data files are not converted; data=chat: docs/guides/data/sft_data.md"
+        self.record(records, Kind.UNSUPPORTED, why=why)
         for key in self.values:
             if key.startswith("data.") and "_ds." in key:
-                self.record(key, MEANINGLESS, why="fine-tuning datasets are not converted")
+                self.record(key, Kind.MEANINGLESS, why="fine-tuning datasets are not converted")
 
     def validation(self) -> None:
         """Convert the validation. In Lightning an integer is a count, and a float is a share: 1 differs from 1.0."""
@@ -245,7 +242,7 @@ class NemoConversion(Conversion):
                 f"no validation: {interval}={why}; write {interval}=N after the file, an integer, for every N steps"
             )
         for key in (interval, limit):
-            self.record(key, MEANINGLESS, why=why)
+            self.record(key, Kind.MEANINGLESS, why=why)
 
     def optimizer(self) -> None:
         name = str(self.get("model.optim.name", "adamw")).lower()
@@ -254,7 +251,7 @@ class NemoConversion(Conversion):
             self.convert_key("model.optim.name", "optim.name", kind)
         else:
             self.settings["optim.name"] = "adamw"
-            self.record("model.optim.name", UNSUPPORTED, why="adamw, adam and sgd are supported; adamw is written")
+            self.record("model.optim.name", Kind.UNSUPPORTED, why="adamw, adam and sgd are supported; adamw is written")
         # Defaults of NeMo's optimizers that differ from ours; eps is equal.
         defaults = {"weight_decay": 0.0 if name == "fused_adam" else 0.01, "betas": [0.9, 0.999], "eps": 1e-8}
         for key, value in defaults.items():
@@ -275,11 +272,10 @@ class NemoConversion(Conversion):
         name = str(self.get(f"{at}name", "")).lower()
         self.result.schedule = SCHEDULES.get(name, "constant" if not name else "cosine")
         if name and name not in SCHEDULES:
-            self.record(
-                f"{at}name", UNSUPPORTED, why="cosine, linear, constant and wsd are supported; cosine is written"
-            )
+            why = "cosine, linear, constant and wsd are supported; cosine is written"
+            self.record(f"{at}name", Kind.UNSUPPORTED, why=why)
         elif name:
-            self.record(f"{at}name", RENAMED, f"optim={self.result.schedule}")
+            self.record(f"{at}name", Kind.RENAMED, f"optim={self.result.schedule}")
         steps = self.get("trainer.max_steps", 0)
         ratio = self.get(f"{at}warmup_ratio")
         if ratio is not None and self.get(f"{at}warmup_steps") is None:
@@ -289,7 +285,7 @@ class NemoConversion(Conversion):
         if ends != steps:
             self.convert_key(f"{at}max_steps", "optim.schedule.max_steps", ends)
         else:
-            self.record(f"{at}max_steps", MEANINGLESS, why="equal to trainer.steps")
+            self.record(f"{at}max_steps", Kind.MEANINGLESS, why="equal to trainer.steps")
         # NeMo's defaults are 0; here they are derived.
         for setting in ("optim.warmup_steps", "optim.constant_steps", "optim.min_lr"):
             self.settings.setdefault(setting, 0.0 if setting == "optim.min_lr" else 0)
@@ -306,9 +302,9 @@ class NemoConversion(Conversion):
         chosen = convert_precision(self.values)
         self.settings["trainer.precision"] = chosen.name
         written = f"trainer.precision={chosen.name}"
-        self.record(chosen.key, RENAMED if chosen.supported else UNSUPPORTED, written, chosen.why)
+        self.record(chosen.key, Kind.RENAMED if chosen.supported else Kind.UNSUPPORTED, written, chosen.why)
         for key in ("trainer.precision", *SWITCHES):
-            self.record(key, MEANINGLESS, why=f"converted with {chosen.key}")
+            self.record(key, Kind.MEANINGLESS, why=f"converted with {chosen.key}")
         if chosen.assumed:
             self.result.assumed.append(chosen.assumed)
         assert chosen.name in (*PRESETS, "bf16", "bf16_sr")
@@ -350,7 +346,7 @@ class NemoConversion(Conversion):
             if isinstance(seconds, int | float) and not isinstance(seconds, bool):
                 self.convert_key(key, "checkpoint.every_minutes", round(seconds / 60, 3), "given in seconds")
                 return
-            self.record(key, SAME_TRAINING, why="not a number of seconds: write checkpoint.every_minutes=N")
+            self.record(key, Kind.SAME_TRAINING, why="not a number of seconds: write checkpoint.every_minutes=N")
             self.result.assumed.append(f"checkpoint.every_minutes is omitted: {key} is not a number of seconds; set it")
         elif self.values.get("trainer.accelerator") != "tpu" and not self._is_nxdt:
             every = self.settings.get("trainer.val_every_steps")

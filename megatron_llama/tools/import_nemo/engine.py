@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,18 @@ import yaml
 from megatron_llama.config.problems import ConfigError, Problem, format_value
 from megatron_llama.config.settings import ModelConfig
 
-TAKEN, RENAMED, MEANINGLESS = "taken", "renamed", "without meaning here"
-SAME_TRAINING = "not supported: the training is the same"
-UNSUPPORTED = "not supported: the training will differ"
 UNKNOWN, MOST_UNKNOWN = "unknown key", 20
 """Reason for a key in no table, and the number of such keys that are listed."""
-KINDS = (TAKEN, RENAMED, MEANINGLESS, SAME_TRAINING, UNSUPPORTED)
+
+
+class Kind(StrEnum):
+    """Kind of conversion of a key."""
+
+    TAKEN = "taken"
+    RENAMED = "renamed"
+    MEANINGLESS = "without meaning here"
+    SAME_TRAINING = "not supported: the training is the same"
+    UNSUPPORTED = "not supported: the training will differ"
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class KeyConversion:
 
     key: str
     value: Any
-    kind: str
+    kind: Kind
     setting: str = ""
     """Resulting setting, in command-line syntax."""
     why: str = ""
@@ -57,7 +64,7 @@ class ConvertedConfig:
     @property
     def unsupported(self) -> list[KeyConversion]:
         """Keys that are not supported and change the result."""
-        return [item for item in self.conversions if item.kind == UNSUPPORTED]
+        return [item for item in self.conversions if item.kind == Kind.UNSUPPORTED]
 
 
 @dataclass(frozen=True)
@@ -76,18 +83,20 @@ class KeyTables:
         if key in self.values:
             allowed, why = self.values[key]
             if value is None or value in allowed:
-                return KeyConversion(key, value, MEANINGLESS, why="off" if value in (None, False) else "always so here")
-            return KeyConversion(key, value, UNSUPPORTED, why=why)
+                return KeyConversion(
+                    key, value, Kind.MEANINGLESS, why="off" if value in (None, False) else "always so here"
+                )
+            return KeyConversion(key, value, Kind.UNSUPPORTED, why=why)
         section = next((item for item in self.values if key.startswith(f"{item}.")), None)
         if section is not None:
-            kind = UNSUPPORTED if value else MEANINGLESS
+            kind = Kind.UNSUPPORTED if value else Kind.MEANINGLESS
             return KeyConversion(key, value, kind, why=self.values[section][1])
         for patterns, why in self.ignored:
             if any(fnmatchcase(key, pattern) for pattern in patterns):
-                return KeyConversion(key, value, MEANINGLESS, why=why)
+                return KeyConversion(key, value, Kind.MEANINGLESS, why=why)
         if value in (None, False, [], {}):
-            return KeyConversion(key, value, MEANINGLESS, why="off")
-        return KeyConversion(key, value, UNSUPPORTED, why=UNKNOWN)
+            return KeyConversion(key, value, Kind.MEANINGLESS, why="off")
+        return KeyConversion(key, value, Kind.UNSUPPORTED, why=UNKNOWN)
 
 
 def load_tables(name: str, prefix: str = "") -> KeyTables:
@@ -160,12 +169,12 @@ class Conversion:
         """Return the conversion of a key. A relevant value in another file is reported as missing."""
         conversion = self.conversions.get(key) or self.tables.convert_unread(key, value)
         relevant = key in self.tables.settings or key in self.tables.values or key in self.relevant
-        if self.values[key] is None and value is not None and (relevant or conversion.kind != MEANINGLESS):
+        if self.values[key] is None and value is not None and (relevant or conversion.kind != Kind.MEANINGLESS):
             first = find_open_reference(value)
             name = f"model.{key}" if key.startswith("data.") else key
             rule = f"{name} is omitted: it {self.reference.format(first=first)}"
             self.assumed.append(f"{rule}, such as data_dir=PATH" if "${data_dir}" in first else rule)
-            return KeyConversion(key, value, MEANINGLESS, why=self.unset)
+            return KeyConversion(key, value, Kind.MEANINGLESS, why=self.unset)
         return replace(conversion, value=value)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -177,9 +186,9 @@ class Conversion:
         """Convert a key to one setting."""
         self.settings[setting] = value
         same = key.rpartition(".")[2].lstrip("-").replace("-", "_") == setting.rpartition(".")[2]
-        self.record(key, TAKEN if same else RENAMED, f"{setting}={format_value(value)}", why)
+        self.record(key, Kind.TAKEN if same else Kind.RENAMED, f"{setting}={format_value(value)}", why)
 
-    def record(self, key: str, kind: str, setting: str = "", why: str = "") -> None:
+    def record(self, key: str, kind: Kind, setting: str = "", why: str = "") -> None:
         """Record the conversion of a key of the file; the first record counts."""
         if key in self.values:
             self.conversions.setdefault(key, KeyConversion(key, self.values[key], kind, setting, why))
@@ -187,7 +196,7 @@ class Conversion:
     def record_default(self, key: str, value: Any, why: str) -> None:
         """Record a key that the source omits, and whose default is a different model or training."""
         if self.get(key) is None:
-            self.conversions.setdefault(key, KeyConversion(key, value, UNSUPPORTED, why=f"its default; {why}"))
+            self.conversions.setdefault(key, KeyConversion(key, value, Kind.UNSUPPORTED, why=f"its default; {why}"))
 
     def require(self, key: str, example: str = "N") -> None:
         """Record a missing key as a problem."""

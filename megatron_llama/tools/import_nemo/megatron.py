@@ -9,13 +9,10 @@ from typing import Any
 
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.tools.import_nemo.engine import (
-    MEANINGLESS,
     MOST_UNKNOWN,
-    RENAMED,
-    SAME_TRAINING,
-    UNSUPPORTED,
     Conversion,
     ConvertedConfig,
+    Kind,
     is_count,
     load_tables,
 )
@@ -121,7 +118,7 @@ class MegatronConversion(Conversion):
         if get("--group-query-attention"):
             self.convert_key("--num-query-groups", "model.num_key_value_heads", get("--num-query-groups", 1))
         else:
-            self.record("--num-query-groups", MEANINGLESS, why="off without --group-query-attention")
+            self.record("--num-query-groups", Kind.MEANINGLESS, why="off without --group-query-attention")
         untied = bool(get("--untie-embeddings-and-output-weights"))
         self.convert_key("--untie-embeddings-and-output-weights", "model.tie_word_embeddings", not untied)
         if not get("--disable-bias-linear"):
@@ -129,7 +126,7 @@ class MegatronConversion(Conversion):
             self.assumed.append("model.attention_bias and mlp_bias=true: --disable-bias-linear is not given")
         kinds = [key for key in ("--add-qkv-bias", "--qk-layernorm") if get(key)]
         if len(kinds) == 2:
-            self.record(kinds[1], UNSUPPORTED, why="only together with no biases of q, k and v, as in Qwen 3")
+            self.record(kinds[1], Kind.UNSUPPORTED, why="only together with no biases of q, k and v, as in Qwen 3")
         if kinds and (get("--disable-bias-linear") or kinds[0] == "--qk-layernorm"):
             kind = "qwen2" if kinds[0] == "--add-qkv-bias" else "qwen3"
             self.convert_key(kinds[0], "model.model_type", kind)
@@ -141,7 +138,7 @@ class MegatronConversion(Conversion):
         if size is not None:
             null = "the end-of-document token of NullTokenizer is omitted" if self._tokenizer("Null") else ""
             settings["model.vocab_size"] = size
-            self.record("--vocab-size", RENAMED, f"model.vocab_size={size}", null)
+            self.record("--vocab-size", Kind.RENAMED, f"model.vocab_size={size}", null)
         else:
             names = [get("--tokenizer-model"), get("--tokenizer-type"), get("--vocab-file")]
             size, known_by = embedding_rows([str(name) for name in names if name])
@@ -184,12 +181,12 @@ class MegatronConversion(Conversion):
         style = self.get("--lr-decay-style", "linear")
         self.result.schedule = _SCHEDULES.get(style, "cosine")
         if style in _SCHEDULES:
-            self.record("--lr-decay-style", RENAMED, f"optim={self.result.schedule}")
+            self.record("--lr-decay-style", Kind.RENAMED, f"optim={self.result.schedule}")
         else:
             rule = "cosine, linear, constant and WSD are supported; cosine is written"
-            self.record("--lr-decay-style", UNSUPPORTED, why=rule)
+            self.record("--lr-decay-style", Kind.UNSUPPORTED, why=rule)
         if style == "WSD" and self.get("--lr-wsd-decay-style", "exponential") != "linear":
-            self.record("--lr-wsd-decay-style", UNSUPPORTED, why="the decay is linear")
+            self.record("--lr-wsd-decay-style", Kind.UNSUPPORTED, why="the decay is linear")
             self.record_default("--lr-wsd-decay-style", "exponential", "the decay is linear")
         self.settings |= {"optim.warmup_steps": 0, "optim.constant_steps": 0, "optim.min_lr": 0.0}
         self.settings |= {"optim.weight_decay": 0.01, "optim.name": "adamw"}
@@ -249,7 +246,7 @@ class MegatronConversion(Conversion):
             stages = [*ends[:1], *[each] * middle, *ends[1:]]
             self.settings["trainer.pipeline_layers"] = [stage for stage in stages if stage is not None]
         for key in ("--pipeline-model-parallel-layout", "--pipeline-model-parallel-split-rank"):
-            self.record(key, SAME_TRAINING, why="write trainer.pipeline_layers=[...], the layers of each stage")
+            self.record(key, Kind.SAME_TRAINING, why="write trainer.pipeline_layers=[...], the layers of each stage")
         recompute = get("--recompute-granularity", "selective" if get("--recompute-activations") else "none")
         key = "--recompute-granularity" if get("--recompute-granularity") else "--recompute-activations"
         self.convert_key(key, "trainer.recompute", recompute)
@@ -258,8 +255,8 @@ class MegatronConversion(Conversion):
         """Convert the precision; Megatron's bf16 has fp32 master weights and gradient sums."""
         fp16 = self.get("--fp16")
         self.settings["trainer.precision"] = "bf16" if fp16 or self.get("--bf16") else "fp32"
-        self.record("--bf16", RENAMED, "trainer.precision=bf16", "fp32 master weights and gradient sums")
-        self.record("--fp16", UNSUPPORTED, why="fp16 with loss scaling is not supported; bf16 is written")
+        self.record("--bf16", Kind.RENAMED, "trainer.precision=bf16", "fp32 master weights and gradient sums")
+        self.record("--fp16", Kind.UNSUPPORTED, why="fp16 with loss scaling is not supported; bf16 is written")
         if self.get("--grad-reduce-in-bf16"):
             why = "gradients are sent in bf16; here micro batches are summed in fp32"
             self.convert_key("--grad-reduce-in-bf16", "trainer.grad_reduce", "bf16", why)
@@ -267,26 +264,26 @@ class MegatronConversion(Conversion):
             self.convert_key("--fp8-format", "trainer.float8", "tensorwise")
         else:
             why = "write trainer.float8=tensorwise, whose scales come from the current tensor"
-            self.record("--fp8-format", UNSUPPORTED, why=why)
+            self.record("--fp8-format", Kind.UNSUPPORTED, why=why)
 
     def output(self) -> None:
         """Convert validation, checkpoints and logs."""
         load = self.get("--load")
         if load is not None and load == self.get("--save"):
-            self.record("--load", RENAMED, "checkpoint.resume=auto", "equal to --save")
+            self.record("--load", Kind.RENAMED, "checkpoint.resume=auto", "equal to --save")
         else:
             why = "not part of a config: write checkpoint.resume=FOLDER, or init_from=FOLDER for its weights"
-            self.record("--load", UNSUPPORTED, why=why)
+            self.record("--load", Kind.UNSUPPORTED, why=why)
         if not self.get("--eval-interval") or self.get("--eval-iters") == 0:
             self.settings["trainer.val_every_steps"] = None
             for key in ("--eval-interval", "--eval-iters"):
-                self.record(key, MEANINGLESS, why="there is no validation without both")
+                self.record(key, Kind.MEANINGLESS, why="there is no validation without both")
         for key in ("--tensorboard-dir", "--wandb-project"):
             setting = ("logging.tensorboard", True) if "tensor" in key else ("logging.wandb", "online")
             if self.get(key):
                 self.settings[setting[0]] = setting[1]
         if self.get("--tensorboard-dir"):
-            self.record("--tensorboard-dir", RENAMED, "logging.tensorboard=true", "in the run's folder")
+            self.record("--tensorboard-dir", Kind.RENAMED, "logging.tensorboard=true", "in the run's folder")
         if self.get(key := "--save-retain-interval"):
             self.settings["checkpoint.keep"] = 1
             self.convert_key(key, "checkpoint.keep_every", self.get(key))

@@ -13,16 +13,7 @@ import yaml
 from megatron_llama.config.problems import ConfigError, Problem, format_value
 from megatron_llama.system.files import read_whole
 from megatron_llama.system.programs import CONF_DIR
-from megatron_llama.tools.import_nemo.engine import (
-    MEANINGLESS,
-    RENAMED,
-    SAME_TRAINING,
-    UNSUPPORTED,
-    Conversion,
-    ConvertedConfig,
-    is_count,
-    load_tables,
-)
+from megatron_llama.tools.import_nemo.engine import Conversion, ConvertedConfig, Kind, is_count, load_tables
 
 MOST_BYTES, MOST_DOTS = 100_000, 500
 """Size of a file, and dots in one of its lines: the parser needs quadratic memory for a key with many dots."""
@@ -109,15 +100,15 @@ class TorchtitanConversion(Conversion):
             )
         shape["max_position_embeddings"] = self.get("training.seq_len", 2048)
         self.settings |= {f"model.{key}": value for key, value in shape.items()}
-        self.record("model.flavor", RENAMED, "model.*", f"the shape of {preset}")
-        self.record("model.name", RENAMED, "model.*", "with model.flavor")
+        self.record("model.flavor", Kind.RENAMED, "model.*", f"the shape of {preset}")
+        self.record("model.name", Kind.RENAMED, "model.*", "with model.flavor")
         if backend and (backend in ("flex", "varlen") or backend.endswith("attn")):
             self.convert_key("model.flavor", "data.document_mask", True, "this flavor masks documents")
         if self.get("model.attn_mask_type") == "block_causal":
             self.convert_key("model.attn_mask_type", "data.document_mask", True)
         else:
-            self.record("model.attn_mask_type", MEANINGLESS, why="always so here")
-        self.record("model.use_flex_attn", MEANINGLESS, why="equal attention in another kernel")
+            self.record("model.attn_mask_type", Kind.MEANINGLESS, why="always so here")
+        self.record("model.use_flex_attn", Kind.MEANINGLESS, why="equal attention in another kernel")
 
     def _degree(self, name: str, default: int) -> int:
         keys = (f"parallelism.{name}", f"training.{name}", f"experimental.{name}")
@@ -135,8 +126,8 @@ class TorchtitanConversion(Conversion):
             zero = 0
         self.settings["trainer.zero"] = zero
         section = "parallelism" if "parallelism.data_parallel_shard_degree" in self.values else "training"
-        self.record(f"{section}.data_parallel_shard_degree", RENAMED, f"trainer.zero={zero}")
-        self.record("parallelism.fsdp_reshard_after_forward", RENAMED, f"trainer.zero={zero}")
+        self.record(f"{section}.data_parallel_shard_degree", Kind.RENAMED, f"trainer.zero={zero}")
+        self.record("parallelism.fsdp_reshard_after_forward", Kind.RENAMED, f"trainer.zero={zero}")
         if self.replicas > 1 and self.shards > 1:
             key = f"{section}.data_parallel_replicate_degree"
             self.convert_key(key, "trainer.shard_group", self.shards * cp, "ranks that share states")
@@ -149,10 +140,10 @@ class TorchtitanConversion(Conversion):
             if schedule is not None and self.pp > 1 and str(schedule).lower() == "interleaved1f1b":
                 self.convert_key(key, "trainer.vpp", 2, "two stages per rank, torchtitan's default")
             elif schedule is not None and str(schedule).lower() != "1f1b" and self.pp > 1:
-                self.record(key, SAME_TRAINING, why="1F1B and interleaved 1F1B are supported; 1F1B is written")
+                self.record(key, Kind.SAME_TRAINING, why="1F1B and interleaved 1F1B are supported; 1F1B is written")
             for name in ("layers_per_stage", "split_points"):
                 if self.get(name := f"{section}.pipeline_parallel_{name}"):
-                    self.record(name, SAME_TRAINING, why="write trainer.pipeline_layers=[...] and trainer.vpp=N")
+                    self.record(name, Kind.SAME_TRAINING, why="write trainer.pipeline_layers=[...] and trainer.vpp=N")
 
     def batch(self) -> None:
         """Convert the batch. torchtitan's default is one local batch on each data-parallel rank."""
@@ -165,7 +156,7 @@ class TorchtitanConversion(Conversion):
             elif is_count(local):
                 total = local * self.shards * self.replicas
                 self.settings["trainer.global_batch_size"] = total
-                self.record(key, RENAMED, f"trainer.global_batch_size={total}")
+                self.record(key, Kind.RENAMED, f"trainer.global_batch_size={total}")
                 self.assumed.append(f"trainer.global_batch_size={total}: a local batch on each data-parallel rank")
         if self.pp > 1:
             size = self.get("parallelism.pipeline_parallel_microbatch_size", 1)
@@ -179,7 +170,7 @@ class TorchtitanConversion(Conversion):
         if name in ("adamw", "adam"):
             self.convert_key("optimizer.name", "optim.name", name)
         else:
-            self.record("optimizer.name", UNSUPPORTED, why="AdamW and Adam are supported; adamw is written")
+            self.record("optimizer.name", Kind.UNSUPPORTED, why="AdamW and Adam are supported; adamw is written")
         betas = [self.get("optimizer.beta1", 0.9), self.get("optimizer.beta2", 0.95)]
         for key in ("optimizer.beta1", "optimizer.beta2"):
             self.convert_key(key, "optim.betas", betas)
@@ -189,13 +180,13 @@ class TorchtitanConversion(Conversion):
         self.result.schedule = _SCHEDULES.get(kind, "linear")
         if kind not in _SCHEDULES or (ratio is not None and kind != "linear"):
             why = "decays are linear, or a cosine from the warm-up to the end"
-            self.record("lr_scheduler.decay_type", UNSUPPORTED, why=why)
+            self.record("lr_scheduler.decay_type", Kind.UNSUPPORTED, why=why)
         if isinstance(ratio, float | int) and is_count(steps):
             self.result.schedule = "wsd"
             warmup = self.get("lr_scheduler.warmup_steps", self.get("training.warmup_steps", 200))
             decay = min(round(steps * ratio), steps - warmup if is_count(warmup) else steps)
             self.convert_key("lr_scheduler.decay_ratio", "optim.constant_steps", decay, "steps of the decay")
-        self.record("lr_scheduler.decay_type", RENAMED, f"optim={self.result.schedule}")
+        self.record("lr_scheduler.decay_type", Kind.RENAMED, f"optim={self.result.schedule}")
         key = "lr_scheduler.min_lr_factor" if "lr_scheduler.min_lr_factor" in self.values else "lr_scheduler.lr_min"
         factor, rate = self.get(key, 0.0), self.get("optimizer.lr", 8e-4)
         known = all(isinstance(value, float | int) for value in (factor, rate))
@@ -217,14 +208,15 @@ class TorchtitanConversion(Conversion):
             for key in ("model.converters", *old, "quantize.linear.float8.recipe_name", "float8.recipe_name"):
                 self.convert_key(key, "trainer.float8", recipe)
             for key in ("parallelism.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel"):
-                self.record(key, SAME_TRAINING, why="trainer.async_tp excludes trainer.float8")
+                self.record(key, Kind.SAME_TRAINING, why="trainer.async_tp excludes trainer.float8")
         elif is_on:
-            self.record("model.converters", UNSUPPORTED, why=f"recipe {recipe}: tensorwise and rowwise are supported")
+            why = f"recipe {recipe}: tensorwise and rowwise are supported"
+            self.record("model.converters", Kind.UNSUPPORTED, why=why)
         others = [str(name) for name in converters if name and "float8" not in str(name)]
         if others:
             self.conversions.pop("model.converters", None)
-            self.record("model.converters", UNSUPPORTED, why=f"{', '.join(others)}: only float8 is supported")
-        self.record("model.converters", MEANINGLESS, why="off")
+            self.record("model.converters", Kind.UNSUPPORTED, why=f"{', '.join(others)}: only float8 is supported")
+        self.record("model.converters", Kind.MEANINGLESS, why="off")
 
     def recompute(self) -> None:
         """Convert activation checkpointing: an option N means every N-th layer."""
@@ -236,7 +228,7 @@ class TorchtitanConversion(Conversion):
         elif mode in ("none", "selective", "full"):
             self.convert_key(key, "trainer.recompute", mode)
         else:
-            self.record(key, SAME_TRAINING, why="write trainer.recompute=none, elementwise, selective or full")
+            self.record(key, Kind.SAME_TRAINING, why="write trainer.recompute=none, elementwise, selective or full")
 
     def output(self) -> None:
         """Convert checkpoints, logs and validation."""
@@ -246,9 +238,9 @@ class TorchtitanConversion(Conversion):
             self.convert_key(key, "checkpoint.save_last", False, "there are no checkpoints")
             self.settings["checkpoint.every_minutes"] = 0
             for name in ("interval", "async_mode", "keep_latest_k", "last_save_in_hf"):
-                self.record(f"checkpoint.{name}", MEANINGLESS, why="there are no checkpoints")
+                self.record(f"checkpoint.{name}", Kind.MEANINGLESS, why="there are no checkpoints")
         else:
-            self.record(key, RENAMED, "checkpoint.save_last=true")
+            self.record(key, Kind.RENAMED, "checkpoint.save_last=true")
             self.settings["checkpoint.every_steps"] = 500
             keep = self.get("checkpoint.keep_latest_k", 10)
             self.convert_key("checkpoint.keep_latest_k", "checkpoint.keep", keep or None)

@@ -9,7 +9,7 @@ Imports lm_eval, which is the extra ``eval``: import this module in functions.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -117,7 +117,8 @@ class HarnessModel(TemplateLM):
         scores: list[Score] = [(0.0, True)] * len(requests)
         done = 0
         with progress_bar("log likelihoods", "requests", len(requests)) as progress:
-            for batch in self._prompt_batches(self._prompts(requests)):
+            ordered = self._prompts(requests)
+            for batch in (ordered[at : at + self._rows] for at in range(0, len(ordered), self._rows)):
                 prompts, continuations = [list(one.ids) for one in batch], [one.continuations for one in batch]
                 results = self._run("score", prompts, continuations)
                 for one, row in zip(batch, results, strict=True):
@@ -140,19 +141,6 @@ class HarnessModel(TemplateLM):
             prompt.continuations.append(continuation)
             prompt.requests.append(number)
         return sorted(prompts.values(), key=lambda prompt: -len(prompt.ids))
-
-    def _prompt_batches(self, prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
-        """Yield batches of at most ``batch_size`` prompts that fit into the model's positions with any continuation."""
-        batch: list[Prompt] = []
-        longest = 0
-        for prompt in prompts:
-            longest = max(longest, *map(len, prompt.continuations))
-            if batch and (len(batch) == self._rows or len(batch[0].ids) + longest > self.max_length + 1):
-                yield batch
-                batch, longest = [], max(map(len, prompt.continuations))
-            batch.append(prompt)
-        if batch:
-            yield batch
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Return the generated answer to each (context, generation_kwargs), without the string that ended it."""

@@ -67,7 +67,9 @@ def _run(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path)
     arguments, overrides = parser.parse_known_args(argv)
     plan, run = plan_picture(overrides, arguments.measure)
-    out = arguments.out or _default_path(plan)
+    trainer = plan.config.trainer
+    name = f"{plan.model.name}_pp{trainer.pp}_vpp{trainer.vpp}_m{plan.num_microbatches}.svg"
+    out = arguments.out or Path("runs/pipeline") / name
     _check_output(plan, out)
     return _draw(plan, run, out, arguments.measure)
 
@@ -85,11 +87,6 @@ def plan_picture(overrides: Sequence[str], measure: bool) -> tuple[Plan, Planned
         return find_world(cli.parse_overrides([*overrides, *more]), None).plan(), None
     run = read_planned_run(overrides, more)
     return run.plan(), run
-
-
-def _default_path(plan: Plan) -> Path:
-    trainer = plan.config.trainer
-    return Path(f"runs/pipeline/{plan.model.name}_pp{trainer.pp}_vpp{trainer.vpp}_m{plan.num_microbatches}.svg")
 
 
 def _check_output(plan: Plan, out: Path) -> None:

@@ -222,16 +222,8 @@ class Profile:
                 node.name = name
                 continue
             row.instances += 1
-            for field_name in (
-                "parameters",
-                "forward_flops",
-                "backward_flops",
-                "forward",
-                "backward",
-                "waited",
-                "busy",
-                "own",
-            ):
+            sums = "parameters forward_flops backward_flops forward backward waited busy own"  # prose: ok
+            for field_name in sums.split():
                 setattr(row, field_name, getattr(row, field_name) + getattr(node, field_name))
         return list(rows.values())
 

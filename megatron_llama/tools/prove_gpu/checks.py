@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -160,19 +160,17 @@ def run_parts(
     """
     for number, part in enumerate(parts):
         clock.begin_part(part.share, sum(other.share for other in parts[number:]))
-        interrupt: KeyboardInterrupt | None = None
         results: list[Result] = []
+        show = partial(lambda number, text: progress(f"{number}/{len(parts)} {text}"), number + 1)
         try:
-            show = partial(lambda number, text: progress(f"{number}/{len(parts)} {text}"), number + 1)
             for result in _run_checks(part, context, clock, show, earlier or {}):
                 results.append(result)
                 save(PartResult(part.name, part.title, tuple(results)))
-        except KeyboardInterrupt as error:
-            interrupt = error
+        except KeyboardInterrupt:
             results.append(Result("interrupted", Status.NOT_RUN, "stopped by a signal"))
+            yield PartResult(part.name, part.title, tuple(results))
+            raise
         yield PartResult(part.name, part.title, tuple(results))
-        if interrupt is not None:
-            raise interrupt
 
 
 def _run_checks(
@@ -182,11 +180,8 @@ def _run_checks(
     start, longest = clock.now(), 0.0
     try:
         checks = part.checks(context)
-    except NotRun as reason:
-        yield Result(part.name, Status.NOT_RUN, str(reason))
-        return
-    except Exception as error:  # a fault of this program, which must not stop the other parts
-        yield Result(part.name, Status.FAILED, _describe(error))
+    except Exception as error:
+        yield _result_of(part.name, error)
         return
     for number, check in enumerate(checks):
         if (result := earlier.get((part.name, check.name))) is not None:
@@ -198,23 +193,21 @@ def _run_checks(
             continue
         progress(f"{part.name}: {check.name} ({number + 1}/{len(checks)})")
         begin = clock.now()
-        result = _run_check(check, context)
+        try:
+            outcome = check.run(context)
+            result = Result(check.name, Status.PASSED, outcome.detail, values=outcome.values)
+        except Exception as error:
+            result = _result_of(check.name, error)
         seconds = clock.now() - begin
         longest = max(longest, (clock.now() - start) / (number + 1) if seconds else 0.0)
-        yield Result(result.name, result.status, result.detail, seconds, result.values)
+        yield replace(result, seconds=seconds)
 
 
-def _run_check(check: Check[Context], context: Context) -> Result:
-    try:
-        outcome = check.run(context)
-        return Result(check.name, Status.PASSED, outcome.detail, values=outcome.values)
-    except CheckFailed as failure:
-        return Result(check.name, Status.FAILED, str(failure), values=failure.values)
-    except NotRun as reason:
-        return Result(check.name, Status.NOT_RUN, str(reason))
-    except Exception as error:  # a fault of this program, which must not stop the other checks
-        return Result(check.name, Status.FAILED, _describe(error), values={"traceback": traceback.format_exc()})
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _result_of(name: str, error: Exception) -> Result:
+    """Return the result of a check that raised. A fault of this program must not stop the other checks."""
+    if isinstance(error, CheckFailed):
+        return Result(name, Status.FAILED, str(error), values=error.values)
+    if isinstance(error, NotRun):
+        return Result(name, Status.NOT_RUN, str(error))
+    values = {"traceback": "".join(traceback.format_exception(error))}
+    return Result(name, Status.FAILED, f"{type(error).__name__}: {error}", values=values)

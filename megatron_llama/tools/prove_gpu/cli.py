@@ -18,7 +18,7 @@ from megatron_llama.system.programs import name_commands
 from megatron_llama.system.wrapping import fill, wrap
 
 if TYPE_CHECKING:
-    from megatron_llama.tools.prove_gpu.checks import Clock, Earlier, Part, PartResult
+    from megatron_llama.tools.prove_gpu.checks import Earlier, Part, PartResult
     from megatron_llama.tools.prove_gpu.session import Session
 
     Save = Callable[[Sequence[PartResult]], object]
@@ -72,16 +72,21 @@ docs/design/gpu.md explains the parts. Not run on hardware.
 def parts() -> tuple[Part[Session], ...]:
     """Return all parts in their order."""
     from megatron_llama.tools.prove_gpu import attention, benchmark, environment, parity, training
-    from megatron_llama.tools.prove_gpu.checks import Part
+    from megatron_llama.tools.prove_gpu.checks import Check, Outcome, Part
+
+    def one(name: str, run: Callable[[Session], Outcome]) -> Callable[[Session], list[Check[Session]]]:
+        return lambda session: [Check(name, run)]
 
     return (
         Part("environment", "Versions, driver, devices and compiler.", 0.5, environment.checks),
-        Part("smoke", "A small Llama trains: finite losses that fall, and a checkpoint.", 1, training.smoke),
+        Part(
+            "smoke", "A small Llama trains: finite losses that fall, and a checkpoint.", 1, one("smoke", training.smoke)
+        ),
         Part("parity", "Losses and gradient norms against recorded ones of one CPU process.", 4, parity.checks),
         Part("attention", "Attention kernels, forward and backward, against fp64 on the CPU.", 1.5, attention.checks),
         Part("resume", "A stopped and continued run against an uninterrupted one, bitwise.", 2, training.resume),
         Part("memory", "Peak memory of tensors against the plan's forecast.", 2, training.memory),
-        Part("compile", "Runs with torch.compile against eager runs.", 2, training.compilation),
+        Part("compile", "Runs with torch.compile against eager runs.", 2, one("compile", training.compilation)),
         Part("float8", "Runs with float8 matmuls against bf16.", 2, training.float8),
         Part("benchmark", "Speed of layers of a 7 B and a 1 B Llama, and of installed peers.", 4, benchmark.checks),
     )
@@ -146,8 +151,7 @@ def _run(arguments: argparse.Namespace, selected: Sequence[Part[Session]], work:
 
     folder = arguments.output or RESULTS / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     session = Session(folder.absolute(), work, Clock(60 * arguments.minutes), arguments.device, small=arguments.small)
-    progress = Progress(session.clock)
-    progress.show("examining the environment")
+    _show("examining the environment")
     try:
         facts = session.module("environment", "environment", arguments.device)
     except CheckFailed as failure:
@@ -167,7 +171,7 @@ def _run(arguments: argparse.Namespace, selected: Sequence[Part[Session]], work:
         return path
 
     earlier = read_results(folder, session.small) if arguments.resume else {}
-    results, status = _run_selected(selected, session, progress, save, earlier)
+    results, status = _run_selected(selected, session, save, earlier)
     path = save(results)
     sys.stdout.write(f"\n{wrap(last_line(results))}\n\n  page    {path}\n  folder  {folder}\n\n")
     sys.stdout.write(fill("", SEND) + "\n")
@@ -176,14 +180,17 @@ def _run(arguments: argparse.Namespace, selected: Sequence[Part[Session]], work:
 
 
 def _run_selected(
-    selected: Sequence[Part[Session]], session: Session, progress: Progress, save: Save, earlier: Earlier
+    selected: Sequence[Part[Session]], session: Session, save: Save, earlier: Earlier
 ) -> tuple[list[PartResult], int]:
     """Run the parts, printing a row for each; return the results and the exit status."""
     from megatron_llama.tools.prove_gpu.checks import Status, run_parts
-    from megatron_llama.tools.prove_gpu.page import table_lines
+    from megatron_llama.tools.prove_gpu.page import duration, table_lines
+
+    def show(text: str) -> None:
+        _show(f"{text}, at most {duration(session.clock.left)} left")
 
     def print_row(part: PartResult | None) -> None:
-        progress.clear()
+        _show("")
         sys.stdout.write("\n".join(table_lines(part)) + "\n")
         sys.stdout.flush()
 
@@ -193,7 +200,7 @@ def _run_selected(
     results: list[PartResult] = []
     print_row(None)
     try:
-        for result in run_parts(selected, session, session.clock, progress.show, save_part, earlier):
+        for result in run_parts(selected, session, session.clock, show, save_part, earlier):
             results.append(result)
             print_row(result)
     except KeyboardInterrupt:
@@ -201,22 +208,8 @@ def _run_selected(
     return results, EXIT_FAILED if any(part.status == Status.FAILED for part in results) else 0
 
 
-class Progress:
-    """Current check and time left on stderr: a line that is replaced on a terminal, else a line per part."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock, self._terminal = clock, sys.stderr.isatty()
-
-    def show(self, text: str) -> None:
-        """Show a text with the time left."""
-        from megatron_llama.tools.prove_gpu.page import duration
-
-        line = f"{text}, at most {duration(self._clock.left)} left"
-        sys.stderr.write(f"\r\x1b[K{line[:79]}" if self._terminal else f"{line}\n")
-        sys.stderr.flush()
-
-    def clear(self) -> None:
-        """Remove the line from a terminal."""
-        if self._terminal:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+def _show(text: str) -> None:
+    """Show the current check on stderr: a line that is replaced on a terminal, else a line per check."""
+    is_terminal = sys.stderr.isatty()
+    sys.stderr.write(f"\r\x1b[K{text[:79]}" if is_terminal else f"{text}\n" if text else "")
+    sys.stderr.flush()

@@ -141,9 +141,6 @@ def compare(
     return Outcome(f"losses within {errors[RECORDED[0]]:.1e}", values | {"error": errors[RECORDED[0]]})
 
 
-# Recording.
-
-
 def record(models: Sequence[str], train: Callable[[Row], TrainingRun]) -> dict[str, dict[str, list[float]]]:
     """Return the values of models, trained by ``train`` in one process in fp32."""
     return {model: values_of(train(Row(model, 1, (), model))) for model in models}

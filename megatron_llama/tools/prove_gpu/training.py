@@ -37,12 +37,8 @@ def shape(session: Session) -> tuple[str, ...]:
     return ("model=llama_15m", "data.seq_length=256", "trainer.micro_batch_size=8", "trainer.global_batch_size=16")
 
 
-def smoke(session: Session) -> Sequence[Check[Session]]:
-    """Return the check that a small Llama trains."""
-    return [Check("smoke", _smoke)]
-
-
-def _smoke(session: Session) -> Outcome:
+def smoke(session: Session) -> Outcome:
+    """Check that a small Llama trains."""
     run = session.train("smoke", *shape(session), *QUIET, f"trainer.steps={SMOKE_STEPS}", "optim.lr=1e-3")
     first, last = require_losses(run, SMOKE_STEPS)
     saved = sorted(path.name for path in (run.folder / "checkpoints").glob("step_*"))
@@ -67,8 +63,6 @@ def require_losses(run: TrainingRun, steps: int) -> tuple[float, float]:
         raise CheckFailed("the loss of a step is 0: the device computes nothing", {"losses": losses})
     return losses[0], losses[-1]
 
-
-# Resume.
 
 RESUME_STEPS, STOP_STEP = 8, 5
 EXACT = ("reduced_train_loss", "gradient_norm")
@@ -122,8 +116,6 @@ def read_tensors(path: Path) -> tuple[dict[str, Any], str]:
         header.pop("__metadata__", None)
         return header, hashlib.file_digest(file, "sha256").hexdigest()
 
-
-# Memory.
 
 MEMORY_TOLERANCE = 0.10
 WORKSPACES = 64 << 20
@@ -193,7 +185,6 @@ def judge_memory(measured: int, forecast: int, workspaces: int = 0) -> Outcome:
 
 
 # Compilation and float8.
-
 SPEED_STEPS = 10
 COMPILED_TOLERANCE = 1e-2
 FLOAT8_TOLERANCE = 5e-2
@@ -216,12 +207,8 @@ def _timed(session: Session, name: str, *overrides: str) -> TrainingRun:
     return run
 
 
-def compilation(session: Session) -> Sequence[Check[Session]]:
-    """Return the check of compiled against eager runs."""
-    return [Check("compile", _compilation)]
-
-
-def _compilation(session: Session) -> Outcome:
+def compilation(session: Session) -> Outcome:
+    """Compare compiled with eager runs."""
     if reason := session.environment["compiler_missing"]:
         raise NotRun(f"torch.compile is unavailable: {reason}")
     cache = f"trainer.compile_cache={session.work / 'compiled_twice'}"

@@ -33,18 +33,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.tools.forecast.module_work import any_layer
 from megatron_llama.tools.forecast.traffic import Amount, Traffic
 from megatron_llama.tools.rehearse.modules import BACKWARD, FORWARD, RECOMPUTED, Modules
-from megatron_llama.tools.rehearse.report import (
-    BATCH,
-    GATHERED,
-    GRADIENTS,
-    HOST,
-    OPTIMIZER,
-    WEIGHTS,
-    DispatchedOperator,
-    Flops,
-    OperatorCount,
-    Rehearsal,
-)
+from megatron_llama.tools.rehearse.report import DispatchedOperator, Flops, MemoryKind, OperatorCount, Rehearsal
 from megatron_llama.tools.rehearse.text import History
 from megatron_llama.tools.rehearse.watch import Operation, StepWatcher
 from megatron_llama.tools.steps import open_steps
@@ -80,9 +69,9 @@ def measure_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool =
         stack.enter_context(watch.watching())
         model = build_model(plan, topology, device, cpu)
         optimizer = build_optimizer(plan, model)
-        watch.label((shard.local for shard in model.shards), WEIGHTS)
+        watch.label((shard.local for shard in model.shards), MemoryKind.WEIGHTS)
         compute_copies = [copies for copies in model.compute_copies if copies is not None]
-        watch.label((copy for copies in compute_copies for copy in copies.master_of), GATHERED)
+        watch.label((copy for copies in compute_copies for copy in copies.master_of), MemoryKind.GATHERED)
         _label_states(watch, optimizer)
         built = watch.alive
         watch.modules = modules = Modules(model.chunks)
@@ -130,7 +119,7 @@ def _record_gradients(stack: ExitStack, watch: StepWatcher, model: ParallelModel
 
     def labelled() -> torch.Tensor:
         """Label the gradients before the norm, when they are complete."""
-        watch.label((shard.grad for shard in model.shards), GRADIENTS)
+        watch.label((shard.grad for shard in model.shards), MemoryKind.GRADIENTS)
         reduced.append(sum(shard.grad.nbytes for shard in model.shards if shard.grad is not None))
         return gradient_norm()
 
@@ -167,7 +156,7 @@ class _Batches:
                 tensors += [device_batch.documents.ids, device_batch.documents.cu_seqlens]
             if device_batch.subsets is not None:
                 tensors += [device_batch.subsets.rows, device_batch.subsets.inverse, device_batch.subsets.positions]
-            self._watch.label(tensors, BATCH)
+            self._watch.label(tensors, MemoryKind.BATCH)
             self._alive.append(device_batch)
         return self._alive[: self.count]
 
@@ -202,11 +191,11 @@ def _microbatches(plan: Plan, topology: Topology, total: int) -> tuple[int, int]
 
 
 def _label_states(watch: StepWatcher, optimizer: Optimizer) -> None:
-    watch.label(_states(optimizer), HOST if optimizer.on_host else OPTIMIZER)
+    watch.label(_states(optimizer), MemoryKind.HOST if optimizer.on_host else MemoryKind.OPTIMIZER)
     if not optimizer.inner.counts_on_device:
         watch.keep_on_host(state["step"] for state in optimizer.inner.state.values() if "step" in state)
     if optimizer.on_host:
-        watch.label((weight for group in optimizer.inner.param_groups for weight in group["params"]), HOST)
+        watch.label((weight for group in optimizer.inner.param_groups for weight in group["params"]), MemoryKind.HOST)
 
 
 def _states(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -5,33 +5,41 @@ from __future__ import annotations
 import csv
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_llama.tools.forecast.traffic import Traffic
 
-WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER = "weights", "gathered weights", "gradients", "optimizer states"
-ATTENTION, FEED_FORWARD, NORMS = "activations: attention", "activations: feed-forward", "activations: norms"
-RESIDUAL, LOGITS = "activations: residual stream", "logits and loss"
-IN_BACKWARD, COMMUNICATION = "made in the backward pass", "communication buffers"
-TABLES, BATCH, TEMPORARY = "tables and masks", "batch", "temporary"
-HOST = "in the host's memory"
-KINDS = (
-    *(WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, BATCH, TABLES),
-    *(RESIDUAL, NORMS, ATTENTION, FEED_FORWARD, LOGITS, IN_BACKWARD, COMMUNICATION, TEMPORARY),
-    HOST,
-)
-"""Kinds of memory, from permanent to temporary.
 
-- weights: this rank's shard, as the optimizer updates it (or frozen).
-- gathered weights: full weights that ``fully_shard`` gathers for the layers.
-- gradients: weight gradients, accumulated or not.
-- made in the backward pass: gradients of activations, and of weights before accumulation. Recomputed tensors count as
-  activations.
-- communication buffers: of ``fully_shard``, sequence parallelism and pipeline transfers.
-- temporary: inside the optimizer and norms.
-- in the host's memory: tensors moved by trainer.offload; not part of the peak, which is device memory.
-"""
+class MemoryKind(StrEnum):
+    """Kind of memory, from permanent to temporary.
+
+    - weights: this rank's shard, as the optimizer updates it (or frozen).
+    - gathered weights: full weights that ``fully_shard`` gathers for the layers.
+    - gradients: weight gradients, accumulated or not.
+    - made in the backward pass: gradients of activations, and of weights before accumulation. Recomputed tensors
+      count as activations.
+    - communication buffers: of ``fully_shard``, sequence parallelism and pipeline transfers.
+    - temporary: inside the optimizer and norms.
+    - in the host's memory: tensors moved by trainer.offload; not part of the peak, which is device memory.
+    """
+
+    WEIGHTS = "weights"
+    GATHERED = "gathered weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer states"
+    BATCH = "batch"
+    TABLES = "tables and masks"
+    RESIDUAL = "activations: residual stream"
+    NORMS = "activations: norms"
+    ATTENTION = "activations: attention"
+    FEED_FORWARD = "activations: feed-forward"
+    LOGITS = "logits and loss"
+    IN_BACKWARD = "made in the backward pass"
+    COMMUNICATION = "communication buffers"
+    TEMPORARY = "temporary"
+    HOST = "in the host's memory"
 
 
 class Holder(NamedTuple):

@@ -17,9 +17,8 @@ from megatron_llama.tools.forecast.module_work import any_layer
 from megatron_llama.tools.forecast.traffic import wire_bytes
 from megatron_llama.tools.rehearse.modules import RECOMPUTED, Place
 from megatron_llama.tools.rehearse.report import (
-    HOST,
-    KINDS,
     Holder,
+    MemoryKind,
     MemoryTimeline,
     OperatorCount,
     Rehearsal,
@@ -69,7 +68,7 @@ def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
 
 
 def _memory(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
-    kinds = [kind for kind in KINDS if rehearsal.most.get(kind)]
+    kinds = [kind for kind in MemoryKind if rehearsal.most.get(kind)]
     rows: list[tuple[str, ...]] = [("memory", "at peak", "maximum", "between steps")]
     for kind in kinds:
         columns = (rehearsal.at_peak, rehearsal.most, rehearsal.at_rest)
@@ -154,7 +153,7 @@ def draw(rehearsal: Rehearsal, title: str, memory_gib: float | None = None) -> b
     return draw_memory(
         np.arange(len(alive)),
         alive,
-        KINDS,
+        tuple(MemoryKind),
         _passes(rehearsal),
         title=title,
         axis="allocations and frees of a step; F: forward, B: backward of a micro batch",
@@ -186,15 +185,15 @@ class History:
     def summary(self, marks: Sequence[tuple[int, Place]], runs: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """Return the memory fields of ``Rehearsal``. ``runs`` are (chunk, micro batch) of the forward passes."""
         changes = np.array(self._changes, dtype=np.int64).reshape(-1, 2)
-        numbers = {kind: number for number, kind in enumerate(KINDS)}
+        numbers: dict[str, int] = {kind: number for number, kind in enumerate(MemoryKind)}
         kinds = np.array([numbers[record.kind] for record in self._records], dtype=np.int64)
         before, after = changes[: self._begin], changes[self._begin :]
-        start = np.bincount(kinds[before[:, 0]], before[:, 1], len(KINDS)).astype(np.int64)
-        steps = np.zeros((len(after) + 1, len(KINDS)), np.int64)
+        start = np.bincount(kinds[before[:, 0]], before[:, 1], len(MemoryKind)).astype(np.int64)
+        steps = np.zeros((len(after) + 1, len(MemoryKind)), np.int64)
         steps[0] = start
         steps[np.arange(1, len(steps)), kinds[after[:, 0]]] = after[:, 1]
         alive = steps.cumsum(axis=0)
-        totals = alive[:, : numbers[HOST]].sum(axis=1)  # HOST is the last kind
+        totals = alive[:, : numbers[MemoryKind.HOST]].sum(axis=1)  # HOST is the last kind
         peak = int(totals.argmax())
         marked = [(change - self._begin, _pass_name(place, runs)) for change, place in marks]
         last = [name for change, name in marked if change <= peak]
@@ -206,7 +205,7 @@ class History:
             "most": _nonzero_kinds(alive.max(axis=0)),
             "moment": (last[-1] if last else "before the first pass") + where,
             "holders": self._holders(changes[: self._begin + peak]),
-            "timeline": MemoryTimeline(KINDS, alive, tuple(marked)),
+            "timeline": MemoryTimeline(tuple(MemoryKind), alive, tuple(marked)),
         }
 
     def _holders(self, changes: Any) -> tuple[Holder, ...]:
@@ -222,7 +221,7 @@ class History:
 
 
 def _nonzero_kinds(row: Any) -> Mapping[str, int]:
-    return {kind: int(size) for kind, size in zip(KINDS, row, strict=True) if size}
+    return {kind: int(size) for kind, size in zip(MemoryKind, row, strict=True) if size}
 
 
 def _pass_name(place: Place, runs: Sequence[tuple[int, int]]) -> str:

@@ -25,52 +25,39 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from megatron_llama.tools.forecast.module_work import any_layer
 from megatron_llama.tools.rehearse.modules import BACKWARD, RECOMPUTED, Modules, Place
-from megatron_llama.tools.rehearse.report import (
-    ATTENTION,
-    COMMUNICATION,
-    FEED_FORWARD,
-    GATHERED,
-    GRADIENTS,
-    HOST,
-    IN_BACKWARD,
-    LOGITS,
-    NORMS,
-    RESIDUAL,
-    TABLES,
-    TEMPORARY,
-)
+from megatron_llama.tools.rehearse.report import MemoryKind
 from megatron_llama.tools.traffic.count import TrafficCounter
 
 _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_"
 # (module of the caller, functions or () for all, kind): the innermost listed frame decides.
 _CALLERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    (_FSDP + "collectives", (), COMMUNICATION),
-    (_FSDP + "param", ("all_gather_inputs",), COMMUNICATION),
-    (_FSDP + "param", ("to_accumulated_grad_if_needed", "accumulate_unsharded_grad_if_needed"), GRADIENTS),
-    (_FSDP + "param", (), GATHERED),
-    ("megatron.core.utils", ("get_tensor",), COMMUNICATION),  # the gather buffer of sequence parallelism
-    ("megatron.core.pipeline_parallel.p2p_communication", (), COMMUNICATION),
-    ("megatron_llama.parallel.compute_copies", ("_on_grad_ready",), GRADIENTS),
-    ("megatron_llama.parallel.tensor", (), COMMUNICATION),
-    ("megatron_llama.parallel.parallelize", ("count", "init_weights"), TEMPORARY),
-    ("megatron_llama.model.offload", ("__init__",), HOST),
-    ("megatron_llama.model.offload", ("_on_device",), IN_BACKWARD),
-    ("megatron_llama.optim.optimizer", ("to_host",), HOST),
-    ("megatron_llama.optim", (), TEMPORARY),
-    ("torch.optim", (), TEMPORARY),
-    ("megatron_llama.model.rotary", ("rotary_table", "at_positions"), TABLES),
-    ("megatron_llama.devices.visibility", ("positions", "whole"), TABLES),
-    ("megatron_llama.devices.visibility", ("dense_mask",), TABLES),
+    (_FSDP + "collectives", (), MemoryKind.COMMUNICATION),
+    (_FSDP + "param", ("all_gather_inputs",), MemoryKind.COMMUNICATION),
+    (_FSDP + "param", ("to_accumulated_grad_if_needed", "accumulate_unsharded_grad_if_needed"), MemoryKind.GRADIENTS),
+    (_FSDP + "param", (), MemoryKind.GATHERED),
+    ("megatron.core.utils", ("get_tensor",), MemoryKind.COMMUNICATION),  # the gather buffer of sequence parallelism
+    ("megatron.core.pipeline_parallel.p2p_communication", (), MemoryKind.COMMUNICATION),
+    ("megatron_llama.parallel.compute_copies", ("_on_grad_ready",), MemoryKind.GRADIENTS),
+    ("megatron_llama.parallel.tensor", (), MemoryKind.COMMUNICATION),
+    ("megatron_llama.parallel.parallelize", ("count", "init_weights"), MemoryKind.TEMPORARY),
+    ("megatron_llama.model.offload", ("__init__",), MemoryKind.HOST),
+    ("megatron_llama.model.offload", ("_on_device",), MemoryKind.IN_BACKWARD),
+    ("megatron_llama.optim.optimizer", ("to_host",), MemoryKind.HOST),
+    ("megatron_llama.optim", (), MemoryKind.TEMPORARY),
+    ("torch.optim", (), MemoryKind.TEMPORARY),
+    ("megatron_llama.model.rotary", ("rotary_table", "at_positions"), MemoryKind.TABLES),
+    ("megatron_llama.devices.visibility", ("positions", "whole"), MemoryKind.TABLES),
+    ("megatron_llama.devices.visibility", ("dense_mask",), MemoryKind.TABLES),
 )
 _MAX_FRAMES = 40
 _KIND_OF_SUBMODULE = {
-    "self_attn": ATTENTION,
-    "mlp": FEED_FORWARD,
-    "input_layernorm": NORMS,
-    "post_attention_layernorm": NORMS,
-    "post_feedforward_layernorm": NORMS,
-    "q_norm": NORMS,
-    "k_norm": NORMS,
+    "self_attn": MemoryKind.ATTENTION,
+    "mlp": MemoryKind.FEED_FORWARD,
+    "input_layernorm": MemoryKind.NORMS,
+    "post_attention_layernorm": MemoryKind.NORMS,
+    "post_feedforward_layernorm": MemoryKind.NORMS,
+    "q_norm": MemoryKind.NORMS,
+    "k_norm": MemoryKind.NORMS,
 }
 # Operators that return a value to the host, and operators with a data-dependent shape.
 _HOST_WAITS = {"_local_scalar_dense", "is_nonzero", "equal"}
@@ -224,7 +211,7 @@ class StepWatcher(TorchDispatchMode):
         key = storage._cdata
         if key in self._live:
             if place is not None and place.of_weight:
-                self.records[self._live[key][0]].kind = GRADIENTS
+                self.records[self._live[key][0]].kind = MemoryKind.GRADIENTS
             return
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         module = "the build of the model" if place is None else _module(place)
@@ -239,7 +226,7 @@ class StepWatcher(TorchDispatchMode):
     def _synchronizes(self, copy: torch.Tensor, original: torch.Tensor, non_blocking: bool = False) -> bool:
         """Return whether a copy is a blocking transfer between host and device memory."""
         sides = [self._live.get(_storage(tensor)._cdata) for tensor in (copy, original)]
-        on_host = [entry is not None and self.records[entry[0]].kind == HOST for entry in sides]
+        on_host = [entry is not None and self.records[entry[0]].kind == MemoryKind.HOST for entry in sides]
         return on_host[0] != on_host[1] and not non_blocking
 
     def _change(self, key: int, number: int, size: int) -> None:
@@ -256,21 +243,23 @@ class StepWatcher(TorchDispatchMode):
 
     def _kind(self, tensor: torch.Tensor, place: Place | None) -> str:
         if place is None:  # during model construction; weights are labeled afterwards
-            return TEMPORARY
+            return MemoryKind.TEMPORARY
         if place.accumulates:
-            return GRADIENTS if place.of_weight else IN_BACKWARD
+            return MemoryKind.GRADIENTS if place.of_weight else MemoryKind.IN_BACKWARD
         if (kind := _kind_by_caller()) is not None:
             return kind
         if place.run < 0:
-            return TEMPORARY
+            return MemoryKind.TEMPORARY
         parts = place.module.split(".")
         if tensor.dim() and tensor.shape[-1] == self._logits_width and parts[0] in ("", "lm_head", "loss"):
-            return LOGITS
+            return MemoryKind.LOGITS
         if place.phase == BACKWARD:
-            return IN_BACKWARD
+            return MemoryKind.IN_BACKWARD
         if parts[0] == "layers" and len(parts) > 2:
-            return _KIND_OF_SUBMODULE.get(parts[2], RESIDUAL)
-        return {"norm": NORMS, "lm_head": LOGITS, "loss": LOGITS}.get(parts[0], RESIDUAL)
+            return _KIND_OF_SUBMODULE.get(parts[2], MemoryKind.RESIDUAL)
+        return {"norm": MemoryKind.NORMS, "lm_head": MemoryKind.LOGITS, "loss": MemoryKind.LOGITS}.get(
+            parts[0], MemoryKind.RESIDUAL
+        )
 
     def _record_operator(self, name: str, func: Any, args: Any, kwargs: Any, out: Any, place: Place) -> None:
         if not self.marks or self.marks[-1][1][::2] != place[::2]:

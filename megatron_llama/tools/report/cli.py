@@ -88,7 +88,7 @@ def check_runs(folders: Sequence[Path]) -> list[Problem]:
     """Return the problems of paths that are no run folders, and of runs given twice."""
     from megatron_llama.config import Problem
     from megatron_llama.config.stored import NAME
-    from megatron_llama.tools.report.runs import has_metrics
+    from megatron_llama.train.metrics_file import METRICS_FILE
 
     problems, known = [], set[Path]()
     for folder in folders:
@@ -98,7 +98,7 @@ def check_runs(folders: Sequence[Path]) -> list[Problem]:
             rule = "does not exist"
         elif not folder.is_dir():
             rule = "is not a folder"
-        elif not has_metrics(folder):
+        elif not (folder / METRICS_FILE).is_file():
             has_settings = (folder / NAME).is_file()
             rule = "has no step yet" if has_settings else "is not a run folder: it has no metrics.jsonl"
             instead = "wait for the first step" if has_settings else instead

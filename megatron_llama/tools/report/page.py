@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.config.problems import format_value, shorten
-from megatron_llama.launch.starts import Start
 from megatron_llama.system.tables import gib, short_count
 from megatron_llama.tools.report.curves import AXES, LOSS, MEMORY, MFU, SPEED, STEP_TIME, VALIDATION, Curve
 from megatron_llama.tools.report.runs import Run, describe_end, differing_settings, pipeline_svg
@@ -109,7 +108,10 @@ def render(runs: Sequence[Run], made: datetime | None = None) -> str:
         starts=[_starts(run) for run in runs],
         grids=[None if (grid := run.grid) is None else _grid(run, grid) for run in runs],
         pictures=[(names, _markup(svg)) for names, svg in pictures],
-        settings={name: [_setting(value) for value in values] for name, values in _differing(runs).items()},
+        settings={
+            name: [shorten(format_value(value), MOST_CHARACTERS) for value in values]
+            for name, values in differing_settings(list(runs)).items()
+        },
         shown=len(runs) > 1,
     )
 
@@ -223,29 +225,21 @@ def _summary(run: Run) -> Iterator[tuple[str, str]]:
 
 def _starts(run: Run) -> dict[str, Any]:
     """Return the rows of the starts' table, newest last, and the number of omitted rows."""
-    shown = run.starts[-MOST_STARTS:]
-    before = len(run.starts) - len(shown)
+    before = max(0, len(run.starts) - MOST_STARTS)
     rows = []
-    for number, start in enumerate(shown, start=before + 1):
-        is_last = number == len(run.starts)
-        lasted = "" if start.ended is None else duration(start.ended - start.time)
-        until = "" if start.last_step is None else f"{start.last_step:,}"
+    for number, start in enumerate(run.starts[before:], start=before + 1):
         rows.append(
             {
                 "#": f"{number}",
                 "started (UTC)": _time(start.time),
-                "from step": _from_step(start),
-                "to step": until,
-                "time": lasted,
-                "end": describe_end(start, is_last),
+                "from step": "" if start.step is None else f"{start.step:,}",
+                "to step": "" if start.last_step is None else f"{start.last_step:,}",
+                "time": "" if start.ended is None else duration(start.ended - start.time),
+                "end": describe_end(start, number == len(run.starts)),
                 "command": start.command,
             }
         )
     return {"rows": rows, "before": before}
-
-
-def _from_step(start: Start) -> str:
-    return "" if start.step is None else f"{start.step:,}"
 
 
 def _time(seconds: float) -> str:
@@ -260,21 +254,15 @@ def _grid(run: Run, grid: Grid) -> dict[str, Any]:
     """Return the rows of the rank grid: a row per pipeline stage, in it a group per replica with its ranks."""
     layers, vpp = run.settings.get("trainer.pipeline_layers"), run.settings.get("trainer.vpp")
     rows = []
-    groups_of_a_stage = grid.sizes["dp"]
-    stages = grid.sizes["pp"]
-    per_stage = max(1, MOST_RANKS // stages)
+    stages, replicas = grid.sizes["pp"], grid.sizes["dp"]
+    shown = min(replicas, max(1, MOST_RANKS // stages // (grid.sizes["tp"] * grid.sizes["cp"])))
     for stage in range(min(stages, MOST_RANKS)):
-        groups: list[tuple[str, list[str]]] = []
-        ranks = 0
-        for replica in range(groups_of_a_stage):
-            numbers = grid.ranks(grid.rank(dp=replica, pp=stage), "tp", "cp")
-            if ranks + len(numbers) > per_stage and groups:
-                break
-            groups.append((f"dp {replica}", [str(number) for number in numbers]))
-            ranks += len(numbers)
+        groups = [
+            (f"dp {replica}", grid.ranks(grid.rank(dp=replica, pp=stage), "tp", "cp")) for replica in range(shown)
+        ]
         count = layers[stage] if isinstance(layers, list) and vpp == 1 and stage < len(layers) else None
         label = f"pp {stage}" + (f", {count} layers" if count is not None and stages > 1 else "")
-        rows.append((label, groups, groups_of_a_stage - len(groups)))
+        rows.append((label, groups, replicas - shown))
     if stages > MOST_RANKS:
         rows.append((f"and {stages - MOST_RANKS:,} more stages", [], 0))
     layout = " × ".join(f"{name} {grid.sizes[name]}" for name in reversed(grid.listed))
@@ -289,11 +277,3 @@ def _pictures(runs: Sequence[Run]) -> list[tuple[str, str]]:
         if svg := pipeline_svg(run):
             names.setdefault(svg, []).append(run.name)
     return [(", ".join(each), svg) for svg, each in names.items()]
-
-
-def _differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    return differing_settings(list(runs))
-
-
-def _setting(value: Any) -> str:
-    return shorten(format_value(value), MOST_CHARACTERS)

@@ -21,7 +21,6 @@ from megatron_llama.system.files import read_json, read_whole
 from megatron_llama.system.tables import plural
 from megatron_llama.tools.report.curves import Metrics, read_run_metrics
 from megatron_llama.topology import AXES, Grid
-from megatron_llama.train.metrics_file import METRICS_FILE
 from megatron_llama.train.sinks import SAMPLES_FILE
 
 MOST_PLAN_BYTES = 1 << 18
@@ -261,8 +260,3 @@ def only_layout(config: Config) -> Config:
         device=DeviceConfig(name=config.device.name),
         dry_run=True,
     )
-
-
-def has_metrics(folder: Path) -> bool:
-    """Return whether a folder has a metrics.jsonl."""
-    return (folder / METRICS_FILE).is_file()

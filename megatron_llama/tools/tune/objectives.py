@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 from megatron_llama import cli
@@ -119,13 +121,12 @@ def tune(overrides: Sequence[str], output: Path | None = None) -> None:
     if trials:
         _print_lines([f"trials are in {request.tune.dir}"])
     tuned = Tuner(request.config, fixed_settings(request.config, list(request.overrides)), request.target)
-    {"throughput": _throughput, "max_seq_len": _max_seq_len, "min_devices": _min_devices}[request.tune.objective](
-        request, tuned, trials
-    )
-
-
-def _throughput(request: TuneRequest, tuned: Tuner, trials: int) -> None:
-    _show_and_write(request, search_or_fail(request, tuned, enumerate_candidates(tuned), trials))
+    if request.tune.objective == "max_seq_len":
+        _max_seq_len(request, tuned, trials)
+    elif request.tune.objective == "min_devices":
+        _min_devices(request, tuned, trials)
+    else:
+        _show_and_write(request, search_or_fail(request, tuned, enumerate_candidates(tuned), trials))
 
 
 def _max_seq_len(request: TuneRequest, tuned: Tuner, trials: int) -> None:
@@ -374,7 +375,8 @@ def experiment_comment(result: SearchResult, config: Config, objective: str) -> 
     if trial is not None and trial[1].seconds:
         memory = result.target.measured_bytes(trial[1].memory or 0, best.ranks)
         lines.append("Measured: a step of " + _format_numbers(trial[1].seconds, tokens, memory))
-        lines.append(f"With {_versions()}, {len(result.history.tried)} trials.")
+        versions = f"torch {version('torch')}, megatron-core {version('megatron-core')}"
+        lines.append(f"With Python {platform.python_version()}, {versions}, {len(result.history.tried)} trials.")
     else:
         lines.append("Not measured.")
     return [part for line in lines for part in wrap_lines(line, width=WIDTH - 2) or [""]]
@@ -382,10 +384,3 @@ def experiment_comment(result: SearchResult, config: Config, objective: str) -> 
 
 def _format_numbers(seconds: float, tokens: int, memory: int) -> str:
     return f"{seconds:.4g} s, {tokens / seconds:,.0f} tokens/s, {gib(memory)}."
-
-
-def _versions() -> str:
-    from importlib.metadata import version
-
-    python = ".".join(map(str, sys.version_info[:3]))
-    return f"Python {python}, torch {version('torch')}, megatron-core {version('megatron-core')}"

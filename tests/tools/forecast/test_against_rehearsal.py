@@ -17,7 +17,7 @@ from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.memory import stage_footprints
 from megatron_llama.tools.rehearse.cli import plan_rehearsal
 from megatron_llama.tools.rehearse.rehearsal import rehearse
-from megatron_llama.tools.rehearse.report import GATHERED, HOST, OPTIMIZER, WEIGHTS
+from megatron_llama.tools.rehearse.report import MemoryKind
 from megatron_llama.tools.steps import open_steps
 from tests.compiled import needs_compiler
 from tests.paths import CONF
@@ -137,11 +137,11 @@ def test_forecast_is_near_the_rehearsal(stage: int, layout: str) -> None:
     within = WITHIN_EXACT if plan.config.trainer.exact else WITHIN
     assert forecast.total == pytest.approx(rehearsed.peak, rel=within), (forecast, rehearsed.at_peak, rehearsed.moment)
     # Adam's step counts are 4-byte tensors. Weights gathered by ZeRO 3 are buffers in the forecast.
-    states = rehearsed.at_rest.get(OPTIMIZER, 0)
+    states = rehearsed.at_rest.get(MemoryKind.OPTIMIZER, 0)
     assert forecast.optimizer == pytest.approx(states, abs=4096), "optimizer states"
-    assert forecast.host == pytest.approx(rehearsed.most.get(HOST, 0), rel=WITHIN), "host memory"
+    assert forecast.host == pytest.approx(rehearsed.most.get(MemoryKind.HOST, 0), rel=WITHIN), "host memory"
     if plan.config.trainer.zero < 3 and plan.num_microbatches > 1:
-        most = rehearsed.most[WEIGHTS] + rehearsed.most.get(GATHERED, 0)
+        most = rehearsed.most[MemoryKind.WEIGHTS] + rehearsed.most.get(MemoryKind.GATHERED, 0)
         assert forecast.weights == pytest.approx(most, rel=2e-3), "shards and compute-dtype copies"
 
 

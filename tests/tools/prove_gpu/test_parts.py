@@ -49,11 +49,10 @@ def test_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return verdict(lambda: check(session(tmp_path, **facts)))
 
     def smoke(losses: list[float]) -> str:
-        return of_run(training._smoke, losses)
+        return of_run(training.smoke, losses)
 
     def compiles(output: str, **facts: Any) -> str:
-        (check,) = training.compilation(session(tmp_path))
-        return of_run(check.run, [1.0] * 10, output, **facts)
+        return of_run(training.compilation, [1.0] * 10, output, **facts)
 
     def memory(*numbers: int) -> str:
         return verdict(lambda: training.judge_memory(*numbers))

@@ -28,15 +28,7 @@ from megatron_llama.tools.forecast.traffic import totals
 from megatron_llama.tools.rehearse import cli
 from megatron_llama.tools.rehearse import rehearsal as module
 from megatron_llama.tools.rehearse.rehearsal import measure_rank, rehearse
-from megatron_llama.tools.rehearse.report import (
-    COMMUNICATION,
-    GATHERED,
-    GRADIENTS,
-    OPTIMIZER,
-    TEMPORARY,
-    WEIGHTS,
-    Rehearsal,
-)
+from megatron_llama.tools.rehearse.report import MemoryKind, Rehearsal
 from megatron_llama.tools.steps import Steps
 from megatron_llama.tools.traffic.cli import operations_of_rank
 from tests.oracle import SHAPE, make_plan
@@ -105,11 +97,12 @@ def compare(plan: Plan) -> None:
         assert rehearsed.peak == pytest.approx(measured.peak, rel=0.02)
         # Equal except for some scalars, the mesh's table of ranks, which a rehearsal does not track, and, between
         # stages, tensors not yet freed by gloo's threads.
-        ignored = {TEMPORARY, COMMUNICATION} if plan.config.trainer.pp > 1 else {TEMPORARY}
+        temporary = MemoryKind.TEMPORARY
+        ignored = {temporary, MemoryKind.COMMUNICATION} if plan.config.trainer.pp > 1 else {temporary}
         for rehearsed_kinds, measured_kinds in ((rehearsed.at_peak, measured.at_peak), (rehearsed.most, measured.most)):
             assert without(ignored, rehearsed_kinds) == without(ignored, measured_kinds)
-            assert abs(rehearsed_kinds.get(TEMPORARY, 0) - measured_kinds.get(TEMPORARY, 0)) < 4096
-        assert without({TEMPORARY}, rehearsed.at_rest) == without({TEMPORARY}, measured.at_rest)
+            assert abs(rehearsed_kinds.get(temporary, 0) - measured_kinds.get(temporary, 0)) < 4096
+        assert without({temporary}, rehearsed.at_rest) == without({temporary}, measured.at_rest)
         assert rehearsed.reduced == measured.reduced
         assert_memory_matches_the_plan(plan, measured)
         assert rehearsed.flops == measured.flops
@@ -124,7 +117,7 @@ def compare(plan: Plan) -> None:
 def assert_memory_matches_the_plan(plan: Plan, measured: Rehearsal) -> None:
     """Assert that the bytes of weights, gradients and optimizer states of a real rank equal the plan."""
     zero, planned = plan.config.trainer.zero, stage_memory(plan)[measured.place["pp"]]
-    shards, gathered = measured.at_rest[WEIGHTS], measured.most.get(GATHERED, 0)
+    shards, gathered = measured.at_rest[MemoryKind.WEIGHTS], measured.most.get(MemoryKind.GATHERED, 0)
     if zero == 3:
         assert planned.weights == shards
     elif plan.num_microbatches > 1:
@@ -136,7 +129,7 @@ def assert_memory_matches_the_plan(plan: Plan, measured: Rehearsal) -> None:
         has_head = measured.place["pp"] == plan.config.trainer.pp - 1 and not plan.config.trainer.vpp > 1
         passes = ("forward",) if has_head else ("forward", "backward")
         # A single rank that accumulates in bf16 ends with fp32 gradients, which are larger than the sums.
-        assert planned.gradients == max(max_at_pass_starts(measured, GRADIENTS, passes), measured.reduced)
+        assert planned.gradients == max(max_at_pass_starts(measured, MemoryKind.GRADIENTS, passes), measured.reduced)
     else:
         assert planned.gradients == measured.reduced
     tensors = sum(
@@ -144,7 +137,7 @@ def assert_memory_matches_the_plan(plan: Plan, measured: Rehearsal) -> None:
         for stage in range(measured.place["pp"], len(plan.stage_layers), plan.config.trainer.pp)
         for unit in units(plan, len(plan.stage_layers[stage]), stage == 0, stage == len(plan.stage_layers) - 1)
     )
-    assert planned.optimizer + 4 * tensors == measured.at_rest[OPTIMIZER]  # a step count per tensor
+    assert planned.optimizer + 4 * tensors == measured.at_rest[MemoryKind.OPTIMIZER]  # a step count per tensor
 
 
 def max_at_pass_starts(measured: Rehearsal, kind: str, passes: tuple[str, ...]) -> int:
