@@ -134,10 +134,10 @@ def train(words: Sequence[str], limit: int, folder: Path) -> tuple[int, str, lis
 def forecast(words: Sequence[str]) -> tuple[int, int]:
     """Return the plan's and the rehearsal's peak of a rank in bytes."""
     from megatron_llama.plan.memory import stage_footprints
-    from megatron_llama.tools.rehearse.cli import plan_rehearsal
+    from megatron_llama.tools.rehearse.cli import read_rehearsal
     from megatron_llama.tools.rehearse.rehearsal import rehearse
 
-    plan, _ = plan_rehearsal(list(words))
+    plan, *_ = read_rehearsal(list(words))
     return stage_footprints(plan)[0].total, rehearse(plan, 0).peak
 
 

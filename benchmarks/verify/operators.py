@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from benchmarks.help_format import HelpFormatter
-from megatron_llama.tools.rehearse.cli import plan_rehearsal
+from megatron_llama.tools.rehearse.cli import read_rehearsal
 from megatron_llama.tools.rehearse.rehearsal import rehearse
 from megatron_llama.tools.rehearse.report import find_listed_name, published_operators, unlisted_operators
 
@@ -25,7 +25,7 @@ LAYOUTS = {
 
 def tables(name: str, overrides: tuple[str, ...]) -> Iterator[str]:
     """Yield the lines of the Markdown section of one experiment."""
-    plan, _notes = plan_rehearsal(overrides)
+    plan, *_ = read_rehearsal(overrides)
     names = published_operators(plan.config.device.name)
     assert names is not None
     rehearsal = rehearse(plan, 0)

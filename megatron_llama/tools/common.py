@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 
 from rich.progress import BarColumn, Progress, TextColumn
 
@@ -27,6 +28,21 @@ def run_tool(usage: str, argv: Sequence[str], work: Callable[[], int]) -> int:
     except ConfigError as error:
         sys.stderr.write(format_problems(error) + "\n")
         return EXIT_USER
+
+
+def show_line(text: str) -> None:
+    """Show a text on stderr: a line that the next one replaces on a terminal, else a separate line; "" removes it."""
+    is_terminal = sys.stderr.isatty()
+    sys.stderr.write(f"\r\x1b[K{text[:79]}" if is_terminal else f"{text}\n" if text else "")
+    sys.stderr.flush()
+
+
+def package_version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 LOG_SECONDS = 30.0

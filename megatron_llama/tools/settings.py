@@ -85,15 +85,9 @@ def load_tuning(overrides: Sequence[str]) -> tuple[TuneConfig, list[str], list[P
 
 
 def load_section(owner: type[Owner], section: str, overrides: Sequence[str]) -> tuple[Owner, list[str], list[Problem]]:
-    """Parse the overrides of one section.
+    """Parse the overrides of one section, whose settings are the fields of the dataclass ``owner``.
 
-    Args:
-        owner: dataclass of the section's settings.
-        section: prefix of their names.
-        overrides: Hydra overrides of the command line.
-
-    Returns:
-        (an ``owner``, the overrides of other sections, problems of this section's overrides)
+    Returns (an ``owner``, the overrides of other sections, problems of this section's overrides).
     """
     settings = settings_of(owner, section)
     values: dict[str, Any] = {}

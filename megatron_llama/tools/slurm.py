@@ -14,10 +14,7 @@ from megatron_llama.system.programs import BATCH_FOLDER, batch_script, batch_var
 def submit(options: Sequence[str], words: Sequence[str], problem: Problem, **variables: str) -> str:
     """Submit ``run.slurm`` and return the job's id. Raises ConfigError if sbatch is missing or rejects the job.
 
-    Args:
-        options: options of sbatch.
-        words: overrides of train.py.
-        problem: problem to report, without its rule.
+    ``words`` are overrides of train.py. ``problem`` is the problem to report, without its rule.
     """
     try:
         done = call(["sbatch", "--parsable", *options, batch_script("run.slurm"), *words], **variables)

@@ -14,7 +14,7 @@ from megatron_llama.tools.pipeline.cli import plan_picture
 from megatron_llama.tools.plan.forecast_page import report_lines
 from megatron_llama.tools.plan.forecast_run import forecast_run
 from megatron_llama.tools.planned_run import BATCH, PlannedRun, read_planned_run
-from megatron_llama.tools.rehearse.cli import plan_rehearsal
+from megatron_llama.tools.rehearse.cli import read_rehearsal
 from megatron_llama.tools.traffic import cli as traffic
 from megatron_llama.tools.tune import cli as tune
 from megatron_llama.tools.tune.objectives import read_request
@@ -40,7 +40,7 @@ def test_all_tools_agree_on_one_command(device: list[str], capsys: pytest.Captur
     words = [*README, *device, f"{BATCH}=1024"]
     configs = [
         forecast_run([*words, "data.mock=true", "dry_run=true"]).plan.config,
-        plan_rehearsal(words)[0].config,
+        read_rehearsal(words)[0].config,
         plan_picture(words, measure=False)[0].config,
         planned(*words).plan().config,
     ]
@@ -63,7 +63,7 @@ def test_a_dry_run_has_the_length_and_precision_of_the_tools(capsys: pytest.Capt
     assert "sequence 4,096" in page and "precision     bf16" in page
 
 
-@pytest.mark.parametrize("read", [forecast_run, plan_rehearsal, lambda words: planned(*words), read_request])
+@pytest.mark.parametrize("read", [forecast_run, read_rehearsal, lambda words: planned(*words), read_request])
 def test_a_recipes_model_needs_a_batch(read: Callable[[list[str]], object]) -> None:
     with pytest.raises(ConfigError) as raised:
         read([*README, "device=cuda"])

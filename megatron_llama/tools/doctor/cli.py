@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_llama import cli
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.programs import name_commands
+from megatron_llama.tools.common import MOCK_RUN, show_line
 
 if TYPE_CHECKING:
     from megatron_llama.config import Config
@@ -66,7 +67,6 @@ def main(argv: Sequence[str]) -> int:
     from megatron_llama.config import ConfigError, format_problems
     from megatron_llama.launch.environment import process_context
     from megatron_llama.launch.job_store import LaunchFailed
-    from megatron_llama.tools.common import MOCK_RUN
 
     overrides = [word for word in argv if word not in (QUICK, JSON)]
     try:
@@ -153,7 +153,7 @@ def _connect(context: ProcessContext | None) -> tuple[Connections | None, list[F
 
 
 def _show(report: DoctorReport, *, as_json: bool) -> None:
-    sys.stderr.write("\r\x1b[K" if sys.stderr.isatty() else "")
+    show_line("")
     text = (
         json.dumps(report.as_json(), indent=1, ensure_ascii=False) + "\n"
         if as_json

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from megatron_llama.plan.memory import optimizer_bytes
 from megatron_llama.system.files import user_cache
 from megatron_llama.system.tables import gib, plural, text_table
 from megatron_llama.system.wrapping import fill
+from megatron_llama.tools.common import show_line
 from megatron_llama.tools.doctor import disks, machine, network
 from megatron_llama.tools.doctor.disks import RUN, Need
 from megatron_llama.tools.doctor.finding import BREAKS, NOTES, SEVERITIES, WARNS, Finding, NodeState, names
@@ -55,8 +55,7 @@ class Examination:
 def show_progress(examination: Examination, activity: str) -> None:
     """Print the current activity on stderr, one overwritten line on a terminal; silent with ``--quick``."""
     if examination.is_first and not examination.quick:
-        sys.stderr.write(f"\r\x1b[K{activity} ..." if sys.stderr.isatty() else f"{activity} ...\n")
-        sys.stderr.flush()
+        show_line(f"{activity} ...")
 
 
 def examine_nodes(

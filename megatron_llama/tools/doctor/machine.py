@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import platform
 import resource
@@ -16,6 +15,7 @@ from megatron_llama.devices import get_device
 from megatron_llama.system.installed import missing_packages, pip_install
 from megatron_llama.system.programs import CONF_DIR, PACKAGE, commit
 from megatron_llama.system.tables import GIB, gib
+from megatron_llama.tools.common import package_version
 from megatron_llama.tools.doctor.finding import BREAKS, WARNS, Finding, NodeState, majority, names
 from megatron_llama.tools.doctor.network import ClockReading
 
@@ -128,7 +128,7 @@ def observe_versions() -> dict[str, Any]:
     """Return the versions by name; None for a package that is not installed."""
     return {
         "python": platform.python_version(),
-        **{package: _version(package) for package in PACKAGES},
+        **{package: package_version(package) for package in PACKAGES},
         LACKS: list(missing_packages().values()),
         "commit": commit(),
         PROGRAM: _digest(),
@@ -164,13 +164,6 @@ def _difference(name: str, node: NodeState, like: NodeState) -> Finding:
     if name == "python":
         remedy = f"create the environment with Python {there[name]} on {node.name}, or use one on a shared disk"
     return Finding(VERSIONS, severity, node.name, message, remedy)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _digest() -> str:

@@ -24,6 +24,7 @@ from megatron_llama.parallel.groups import current_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.system.files import write_atomically
+from megatron_llama.tools.common import show_line
 from megatron_llama.tools.doctor.finding import WARNS, Finding
 
 RESULT = "ranks.json"
@@ -47,8 +48,7 @@ def measure_ranks(folder: str, plan: Plan) -> None:
         def on_start(activity: str) -> None:
             phase.enter(f"measuring {activity}", phase.PATIENT)
             if rank == 0 and sys.stderr.isatty():
-                sys.stderr.write(f"\r\x1b[Kmeasuring {activity} ...")
-                sys.stderr.flush()
+                show_line(f"measuring {activity} ...")
 
         on_start("matmuls")
         rank_results: list[Any] = [None] * plan.world_size
@@ -241,7 +241,6 @@ def rates_of_groups(
     Collective over the world: the groups of an axis are measured concurrently, as in a step.
 
     Args:
-        seconds: Duration of each measurement.
         on_start: Called with the name of each measurement.
     """
     local_rates = []

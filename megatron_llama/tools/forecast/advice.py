@@ -62,8 +62,6 @@ def fitting_changes(
     without offloading.
 
     Args:
-        plan: plan of a run that does not fit.
-        fits: whether a plan fits into memory.
         replan: returns the plan of a config on a number of ranks; raises ConfigError.
         more_devices: whether larger grids are tried.
         has_host: whether the host's memory is separate from the device's, so that offloading helps.

@@ -464,8 +464,6 @@ def goodput(
     """Return the goodput of a run.
 
     Args:
-        devices: number of devices.
-        checkpoint_bytes_a_device: checkpoint size divided by the devices.
         failure_hours: mean hours between failures of one device.
         restart_seconds: from a failure to the first new step.
         write_seconds: duration of a checkpoint write, concurrent with training.

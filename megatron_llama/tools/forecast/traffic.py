@@ -100,11 +100,7 @@ def bytes_leaving_node(kind: str, group: Sequence[int], rank: int, payload: int,
     """Return the bytes that ``rank`` sends to other nodes in one call.
 
     Args:
-        kind: collective, one of KINDS.
         group: ranks in ring order; for send [rank, other rank].
-        rank: sending rank.
-        payload: bytes of the call.
-        per_node: ranks per node.
     """
     if kind == "all_to_all":
         others = sum(other // per_node != rank // per_node for other in group)
@@ -155,8 +151,6 @@ def step_operations(plan: Plan, pp_rank: int, shard_rank: int, tp_rank: int = 0,
     max_value.
 
     Args:
-        plan: plan of the run.
-        pp_rank: pipeline rank.
         shard_rank: position among the ranks that share one sharded copy of the states.
         tp_rank: tensor-parallel rank. Only 1-bit Adam and Muon depend on it: the last ranks have padding of the
             vocabulary, and ranks own different matrices.

@@ -130,17 +130,9 @@ def run_task(
     *,
     needs_tokenizer: bool = True,
 ) -> int:
-    """Open the model, create the task and run it on the ranks.
+    """Open the model, create the task and run it on the ranks; return the exit status.
 
-    Args:
-        arguments: parsed command line.
-        start: starts the ranks.
-        make_task: creates the task; adds to ``problems``.
-        problems: problems of the arguments.
-        needs_tokenizer: whether a missing tokenizer is a problem.
-
-    Returns:
-        The exit status: 2 after problems, 1 for a corrupt file.
+    ``make_task`` adds to ``problems``. The status is 2 after problems, 1 for a corrupt file.
     """
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
 
@@ -210,11 +202,7 @@ def inference_plan(model: ModelConfig, tp: int, device: str, dtype: str = "auto"
     """Return the plan of ``tp * cp`` ranks for inference.
 
     Args:
-        model: shape of the model.
-        tp: tensor-parallel ranks.
-        device: name of the device.
         dtype: auto is bfloat16, on a CPU float32, because bf16 is slow on CPUs without bf16 units.
-        cp: context-parallel ranks.
 
     Raises ConfigError if the model cannot be split; its problems name --tp.
     """

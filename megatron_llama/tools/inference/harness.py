@@ -242,7 +242,6 @@ def evaluate_tasks(model: HarnessModel, tasks: list[Any], limit: int | None, num
     """Return the harness's results, without samples and environment.
 
     Args:
-        tasks: from ``find_tasks``.
         limit: first documents of each task; None: all.
         num_fewshot: examples in a prompt; None: as in the task.
     """

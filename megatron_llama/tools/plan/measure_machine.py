@@ -92,7 +92,6 @@ def median_seconds(work: Callable[[], Any], times: int | None = None) -> float:
     The median is used because a step is the sum of many such operations.
 
     Args:
-        work: operation to time.
         times: calls per round. None: as many as fill ROUND_SECONDS, which differs between ranks; not for collectives.
     """
     work()
@@ -111,11 +110,9 @@ def _seconds(work: Callable[[], Any], times: int) -> float:
 def measure(
     plans: dict[str, Plan], rank: int, device: Device, torch_device: torch.device, done: Callable[[], None]
 ) -> dict[str, Any]:
-    """Run all measurements of one rank and return them by name.
+    """Run all measurements of one rank and return them by name. ``done`` is called after each measurement.
 
-    Args:
-        plans: plans of STEPS by name and number format, all of the same layout.
-        done: callback after each measurement.
+    ``plans`` are the plans of STEPS by name and number format, all of the same layout.
     """
     any_plan = next(iter(plans.values()))
     topology = any_plan.topology(rank)

@@ -16,6 +16,7 @@ from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.wrapping import fill, wrap
+from megatron_llama.tools.common import show_line
 
 if TYPE_CHECKING:
     from megatron_llama.tools.prove_gpu.checks import Earlier, Part, PartResult
@@ -151,7 +152,7 @@ def _run(arguments: argparse.Namespace, selected: Sequence[Part[Session]], work:
 
     folder = arguments.output or RESULTS / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     session = Session(folder.absolute(), work, Clock(60 * arguments.minutes), arguments.device, small=arguments.small)
-    _show("examining the environment")
+    show_line("examining the environment")
     try:
         facts = session.module("environment", "environment", arguments.device)
     except CheckFailed as failure:
@@ -184,13 +185,14 @@ def _run_selected(
 ) -> tuple[list[PartResult], int]:
     """Run the parts, printing a row for each; return the results and the exit status."""
     from megatron_llama.tools.prove_gpu.checks import Status, run_parts
-    from megatron_llama.tools.prove_gpu.page import duration, table_lines
+    from megatron_llama.tools.prove_gpu.page import table_lines
+    from megatron_llama.train.console import duration
 
     def show(text: str) -> None:
-        _show(f"{text}, at most {duration(session.clock.left)} left")
+        show_line(f"{text}, at most {duration(session.clock.left)} left")
 
     def print_row(part: PartResult | None) -> None:
-        _show("")
+        show_line("")
         sys.stdout.write("\n".join(table_lines(part)) + "\n")
         sys.stdout.flush()
 
@@ -206,10 +208,3 @@ def _run_selected(
     except KeyboardInterrupt:
         return results, EXIT_INTERRUPTED
     return results, EXIT_FAILED if any(part.status == Status.FAILED for part in results) else 0
-
-
-def _show(text: str) -> None:
-    """Show the current check on stderr: a line that is replaced on a terminal, else a line per check."""
-    is_terminal = sys.stderr.isatty()
-    sys.stderr.write(f"\r\x1b[K{text[:79]}" if is_terminal else f"{text}\n" if text else "")
-    sys.stderr.flush()

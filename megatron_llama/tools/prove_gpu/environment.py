@@ -10,12 +10,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.system.programs import commit
 from megatron_llama.system.tables import gib
+from megatron_llama.tools.common import package_version
 from megatron_llama.tools.prove_gpu.checks import Check, CheckFailed, NotRun, Outcome
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _facts(device: Device) -> dict[str, Any]:
         "libraries": device.libraries(),
         "hardware": device.hardware(),
         "commit": commit(),
-        "packages": {package: package_version(package) for package in PACKAGES},
+        "packages": {package: package_version(package) or "not installed" for package in PACKAGES},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": _processor(),
@@ -129,14 +129,6 @@ def settings_of_environment(environ: Any) -> dict[str, str]:
     prefixes = (*VARIABLES, *variable_prefixes())
     names = sorted(name for name in environ if name.startswith(prefixes))
     return {name: environ[name] for name in names if not any(word in name.upper() for word in SECRETS)}
-
-
-def package_version(package: str) -> str:
-    """Return the version of an installed package, or "not installed"."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _cards(device: Device) -> list[dict[str, Any]]:

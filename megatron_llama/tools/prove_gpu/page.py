@@ -16,6 +16,7 @@ from megatron_llama.system.tables import markdown_table, wrapped_table
 from megatron_llama.system.wrapping import WIDTH
 from megatron_llama.tools.prove_gpu import environment
 from megatron_llama.tools.prove_gpu.checks import PartResult, Result, Status
+from megatron_llama.train.console import duration
 
 HEAD = ("part", "result", "time", "detail")
 WIDTHS = (12, 8, 6)
@@ -31,12 +32,6 @@ PRIVACY = (
     "Paths of the home folder, the checkout, Python and temporary files, and the names of the user and the machine, "
     "are replaced in all texts. The folder has no weights, no data, and no variables named KEY, TOKEN or PASS."
 )
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as 0:42 or 12:05."""
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    return f"{minutes}:{rest:02d}"
 
 
 def table_lines(part: PartResult | None) -> list[str]:

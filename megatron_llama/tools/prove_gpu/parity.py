@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_llama.system.files import read_json, write_atomically
+from megatron_llama.tools.common import package_version
 from megatron_llama.tools.prove_gpu.checks import Check, CheckFailed, Clock, Outcome
-from megatron_llama.tools.prove_gpu.environment import package_version
 from megatron_llama.tools.prove_gpu.training import NO_SAVE, QUIET, require_losses
 
 if TYPE_CHECKING:

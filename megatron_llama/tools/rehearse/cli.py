@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_FAILED
@@ -73,21 +73,18 @@ def _run(argv: Sequence[str]) -> int:
         from megatron_llama.tools.rehearse.text import as_json, free_bytes
 
         rehearsals = [rehearse(plan, rank) for rank in ranks]
-        report = {**_described(plan, hardware), "notes": notes, "ranks": [as_json(each) for each in rehearsals]}
+        trainer = plan.config.trainer
+        report = {
+            "hardware": hardware.title,
+            "global_batch_size": trainer.global_batch_size,
+            "seq_length": plan.config.data.length,
+            "precision": trainer.precision,
+            "notes": notes,
+            "ranks": [as_json(each) for each in rehearsals],
+        }
         sys.stdout.write(json.dumps(report, indent=1) + "\n")
         return EXIT_FAILED if any((free_bytes(each, plan) or 0) < 0 for each in rehearsals) else 0
     return _report(plan, notes, hardware, ranks, arguments.pictures)
-
-
-def _described(plan: Plan, hardware: Hardware) -> dict[str, Any]:
-    """Return the settings of the title as JSON."""
-    trainer = plan.config.trainer
-    return {
-        "hardware": hardware.title,
-        "global_batch_size": trainer.global_batch_size,
-        "seq_length": plan.config.data.length,
-        "precision": trainer.precision,
-    }
 
 
 def _report(plan: Plan, notes: Sequence[str], hardware: Hardware, ranks: Sequence[int], pictures: Path) -> int:
@@ -111,11 +108,6 @@ def _report(plan: Plan, notes: Sequence[str], hardware: Hardware, ranks: Sequenc
         sys.stdout.write("\n".join(["", *lines(rehearsal, plan), "", f"  memory over time: {path}"]) + "\n")
         sys.stdout.flush()
     return status
-
-
-def plan_rehearsal(overrides: Sequence[str]) -> tuple[Plan, list[str]]:
-    """Return the plan for ``rehearse`` and notes on the settings that it replaces."""
-    return read_rehearsal(overrides)[:2]
 
 
 def read_rehearsal(overrides: Sequence[str]) -> tuple[Plan, list[str], Hardware]:

@@ -117,9 +117,7 @@ class Tuner:
         """Create a tuner.
 
         Args:
-            config: config of the run.
             fixed: values of tuned settings that the user has set.
-            target: devices of the run.
             extra: values of other settings, added to each candidate.
             context: whether to try all sizes of context parallelism. Otherwise the config's, and sizes with
                 at least ``SHORTEST_PART`` tokens of a sequence on each rank.
@@ -154,12 +152,7 @@ class Tuner:
     def enumerate(
         self, *, memory_factor: float = SURE, progress: Callable[[int], None] = lambda done: None
     ) -> CandidateSpace:
-        """Return all candidates that may fit.
-
-        Args:
-            memory_factor: factor of the forecast memory that must fit.
-            progress: callback with the number of settings considered.
-        """
+        """Return all candidates that may fit ``memory_factor`` times; ``progress`` gets the settings considered."""
         space = CandidateSpace()
         for ranks in self.target.world_sizes():
             for layout in self.layouts(ranks):
@@ -194,7 +187,9 @@ class Tuner:
         layers, given = self.config.model.num_hidden_layers, Grid.of(self.config.trainer)
         # tp stays within a node: over slower links it is never the fastest.
         inside = self.target.per_node if self.target.is_host else self.target.device.per_node
-        for tp in self._options("trainer.tp", (n for n in _divisors(ranks) if n <= inside and self._cuts(n))):
+        for tp in self._options(
+            "trainer.tp", (n for n in _divisors(ranks) if n <= inside and can_cut(self.config.model, n))
+        ):
             if ranks % tp:
                 continue
             for pp in self._options("trainer.pp", (n for n in _divisors(ranks // tp) if n <= layers)):
@@ -212,9 +207,6 @@ class Tuner:
             return sizes
         given, length = self.config.trainer.cp, self.config.data.seq_length or 0
         return [size for size in sizes if size == given or length >= size * SHORTEST_PART]
-
-    def _cuts(self, tp: int) -> bool:
-        return can_cut(self.config.model, tp)
 
     def _with_schedules(self, tp: int, cp: int, pp: int, dp: int) -> Iterator[dict[str, Any]]:
         """Yield a grid with each choice of virtual stages, ZeRO stage, shard group and recomputation."""

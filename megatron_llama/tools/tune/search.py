@@ -61,14 +61,9 @@ def enumerate_candidates(tuned: Tuner) -> CandidateSpace:
 def search(
     tuned: Tuner, space: CandidateSpace, trials: int, journal: Journal | None, attempt: TrialFunction
 ) -> SearchResult:
-    """Run a search.
+    """Run a search with at most ``trials`` timed trials, including the journal's.
 
-    Args:
-        tuned: config and target.
-        space: candidates (``enumerate_candidates``).
-        trials: number of timed trials, including the journal's. The same number may run out of memory.
-        journal: record of trials.
-        attempt: runs a trial.
+    The same number of trials may run out of memory.
     """
     history = TrialHistory(tuned.target)
     if trials and journal is not None:

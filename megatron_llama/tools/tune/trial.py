@@ -96,15 +96,9 @@ class RunningTrial(Protocol):
 def run_trial(
     candidate: Candidate, overrides: Sequence[str], tune: TuneConfig, folder: Path, best: float | None, nodes: int
 ) -> TrialOutcome:
-    """Run a trial; an interruption ends its processes.
+    """Run a trial in a run folder; an interruption ends its processes.
 
-    Args:
-        candidate: settings to try.
-        overrides: the user's command line.
-        tune: limits of a trial.
-        folder: run folder of the trial.
-        best: seconds of the fastest step so far, None before the first trial.
-        nodes: nodes of a SLURM job.
+    ``best`` is the time of the fastest step so far in seconds, None before the first trial.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for old in (folder / METRICS_FILE, folder / "output.txt"):

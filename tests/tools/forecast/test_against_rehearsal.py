@@ -15,7 +15,7 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.memory import stage_footprints
-from megatron_llama.tools.rehearse.cli import plan_rehearsal
+from megatron_llama.tools.rehearse.cli import read_rehearsal
 from megatron_llama.tools.rehearse.rehearsal import rehearse
 from megatron_llama.tools.rehearse.report import MemoryKind
 from megatron_llama.tools.steps import open_steps
@@ -131,7 +131,7 @@ LAYOUTS = {
 def test_forecast_is_near_the_rehearsal(stage: int, layout: str) -> None:
     """Compare the forecast of a stage's first rank with its rehearsal."""
     words = {word.partition("=")[0]: word for word in overrides(f"{MODEL} {layout}")}
-    plan, _ = plan_rehearsal(list(words.values()))
+    plan, *_ = read_rehearsal(list(words.values()))
     forecast = stage_footprints(plan)[stage]
     rehearsed = rehearse(plan, plan.grid.rank(pp=stage))
     within = WITHIN_EXACT if plan.config.trainer.exact else WITHIN

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from megatron_llama.tools.rehearse.cli import plan_rehearsal
+from megatron_llama.tools.rehearse.cli import read_rehearsal
 from megatron_llama.tools.rehearse.rehearsal import rehearse
 from megatron_llama.tools.rehearse.report import (
     LISTS,
@@ -40,7 +40,7 @@ AFTER_THE_STEP = {"megatron_llama.train.loop", "megatron_llama.checkpoint.saving
 
 def _rehearsed(_: int, overrides: tuple[str, ...]) -> tuple[Rehearsal, list[str]]:
     dist.destroy_process_group()  # the rehearsal creates its own process group
-    plan, _notes = plan_rehearsal(overrides)
+    plan, *_ = read_rehearsal(overrides)
     rehearsal = rehearse(plan, 0)
     return rehearsal, list(lines(rehearsal, plan))
 
@@ -72,7 +72,7 @@ def _reads(_: int, settings: list[tuple[str, ...]]) -> list[set[tuple[str, int]]
     dist.destroy_process_group()
     counts = []
     for overrides in settings:
-        waits = rehearse(plan_rehearsal((*SMALL, *FP32_ON_A_DEVICE, *overrides))[0], 0).synchronizations
+        waits = rehearse(read_rehearsal((*SMALL, *FP32_ON_A_DEVICE, *overrides))[0], 0).synchronizations
         counts.append({(item.place.split(":")[0], item.count) for item in waits})
     return counts
 
