@@ -402,7 +402,7 @@ def read_records(path: Path, template: Template, limit: int | None = None) -> Ev
                 break
             if record is None:
                 records.skipped["unreadable"] += 1
-            elif any(not str(record.get(name) or "").strip() for name in required):
+            elif any(record.get(name) is None or not str(record[name]).strip() for name in required):
                 records.skipped["lacks a field"] += 1
             elif any(not_utf8(str(record[name])) for name in required):
                 records.skipped["lone surrogate"] += 1

@@ -232,6 +232,9 @@ def test_files_are_read_as_they_are_prepared(tmp_path: Path) -> None:
         assert list(records.good) == [good] and records.skipped == {"unreadable": unreadable}, name
     with pytest.raises(ConfigError, match=r"cannot\s+be\s+read"):
         read_records(tmp_path / "nowhere.jsonl", LABELS)
+    (tmp_path / "numbers.jsonl").write_text('{"x": 0, "label": 0}\n{"x": null, "label": 1}\n')
+    records = read_records(tmp_path / "numbers.jsonl", Template("{x}", "label", {"0": "no", "1": "yes"}))
+    assert records.good == [{"x": 0, "label": 0}] and records.skipped == {"lacks a field": 1}
 
 
 def test_written_answers(folder: Path, tmp_path: Path) -> None:
