@@ -19,10 +19,11 @@ import io
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data_prep.lib.input_files import find_sources
+from data_prep.lib.input_files import detect_keys, find_sources
 from data_prep.lib.next_command import next_command
 from data_prep.lib.sources import Source, read_lines
 from megatron_llama.system.command import ArgumentParser
@@ -34,25 +35,30 @@ MAX_SENTENCE_BYTES = 4192
 BYTE_AND_CONTROL_PIECES = 256 + 3
 
 
-def texts(sources: Sequence[Source], keys: Sequence[str]) -> Iterator[str]:
-    """Yield the text of each record; skip bad lines, which preprocess.py reports."""
+def texts(sources: Sequence[Source], keys: Sequence[str], skipped: Counter[str]) -> Iterator[str]:
+    """Yield the texts of each record; count records without text in ``skipped``, by the path of the file."""
     for source in sources:
         for line in read_lines(source):
             if source.is_text:
                 yield line.decode("utf-8", "ignore")
                 continue
             try:
-                record = json.loads(line)
-                values = [record[key] for key in keys if key in record]
-            except (ValueError, TypeError):
-                continue
-            for text in values:
-                if isinstance(text, str):
-                    yield text.encode("utf-8", "ignore").decode("utf-8")
+                record = json.loads(line) if line.strip() else {}
+            except ValueError:
+                record = None
+            values = [record.get(key) for key in keys] if isinstance(record, dict) else []
+            strings = [text for text in values if isinstance(text, str)]
+            skipped[source.path] += bool(line.strip()) and not strings
+            for text in strings:
+                yield text.encode("utf-8", "ignore").decode("utf-8")
 
 
 def sample_sentences(documents: Iterator[str], available: int, sample_bytes: int) -> Iterator[str]:
-    """Yield lines of evenly spaced documents, about ``sample_bytes`` of ``available`` bytes. Deterministic."""
+    """Yield lines of evenly spaced documents, about ``sample_bytes`` of ``available`` bytes. Deterministic.
+
+    Raises:
+        UserError: All documents are empty.
+    """
     share = min(1.0, sample_bytes / max(1, available))
     taken = offered = 0.0
     for text in documents:
@@ -66,6 +72,8 @@ def sample_sentences(documents: Iterator[str], available: int, sample_bytes: int
                 sentence = line[start : start + MAX_SENTENCE_BYTES // 4].replace("\0", "")
                 if sentence:
                     yield sentence
+    if not taken:
+        raise UserError("the input has no text. Records need it under the key of --json-keys")
 
 
 def train(sentences: Iterator[str], vocab_size: int) -> bytes:
@@ -144,7 +152,7 @@ def _preprocess_words(args: argparse.Namespace) -> list[str]:
     """Return the flags with which preprocess.py tokenizes the same input."""
     prefix: Path = args.model_prefix
     name = prefix.name if "tokenizer" not in prefix.name else prefix.absolute().parent.name or "data"
-    keys = [] if args.json_keys == ["text"] else ["--json-keys", *args.json_keys]
+    keys = [] if args.json_keys is None else ["--json-keys", *args.json_keys]
     words = ["--input", *args.input, *keys, "--tokenizer-model", f"{prefix}.model", "--append-eod"]
     return [*words, "--output-prefix", str(prefix.with_name(name))]
 
@@ -156,7 +164,7 @@ def main() -> int:
         "--input", nargs="+", required=True, metavar="PATH", help="files, folders or glob patterns, as in preprocess.py"
     )
     parser.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="JSON keys of the text (default text)"
+        "--json-keys", nargs="+", metavar="KEY", help="JSON keys of the text (default: text, raw_content or content)"
     )
     parser.add_argument("--vocab-size", type=int, default=32000, help="vocabulary size (default 32000)")
     parser.add_argument("--model-prefix", type=Path, required=True, help="writes PREFIX.model and PREFIX.vocab")
@@ -175,8 +183,12 @@ def main() -> int:
     sources = inputs.sources
     # Compressed files and Parquet unpack to about three times their size on disk.
     available = sum(source.size * (3 if source.compression or source.kind == "parquet" else 1) for source in sources)
-    sentences = sample_sentences(texts(sources, args.json_keys), available, int(args.sample_mib * 2**20))
+    keys, skipped = args.json_keys or detect_keys(sources), Counter[str]()
+    sentences = sample_sentences(texts(sources, keys, skipped), available, int(args.sample_mib * 2**20))
     size = write_model(train(sentences, args.vocab_size), args.model_prefix)
+    for path, count in skipped.items():
+        if count:
+            sys.stderr.write(f"note: {path}: {count:,} records without text under {', '.join(keys)} are ignored\n")
     print(f"{args.model_prefix}.model: vocabulary of {size:,}, {time.monotonic() - start:.1f} s")
     if "-" not in args.input:  # a pipe can be read only once
         print(next_command("data_prep/preprocess.py", _preprocess_words(args)))

@@ -13,7 +13,7 @@ import sentencepiece
 
 from data_prep.lib import job
 from data_prep.python_stdlib import split_source
-from data_prep.train_tokenizer import train
+from data_prep.train_tokenizer import sample_sentences, train
 from megatron_llama.system.errors import UserError
 from tests.data_prep.helpers import Run, assert_refused, output_of, run_script, some_texts, write_jsonl
 
@@ -75,11 +75,12 @@ def test_trained_tokenizer_has_llama_2s_settings(tmp_path: Path) -> None:
     texts = ["def f(x):\n        return 12345 + x  # naïve 日本\n"] * 20 + some_texts(200)
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     packed = tmp_path / "a.jsonl.gz"
-    packed.write_bytes(gzip.compress(path.read_bytes()))
+    packed.write_bytes(gzip.compress(path.read_bytes().replace(b'"text"', b'"raw_content"') + b"[]\n{}\n"))
     models = []
     for number, source in enumerate((path, path, packed)):
         prefix = tmp_path / f"t{number}"
-        output_of(run_script("train_tokenizer.py", "--input", source, "--vocab-size", 340, "--model-prefix", prefix))
+        done = run_script("train_tokenizer.py", "--input", source, "--vocab-size", 340, "--model-prefix", prefix)
+        assert ("2 records without text under raw_content are ignored" in done.stderr) == (source == packed), done
         models.append(Path(f"{prefix}.model").read_bytes())
     assert models[0] == models[1] == models[2]
     processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "t0.model"))
@@ -99,6 +100,8 @@ def test_refused_vocabulary_size_names_one_that_works(text: str, size: int, faul
     with pytest.raises(UserError, match=f"--vocab-size {size} is {fault}") as refused:
         train(iter([text] * 5), size)
     size = int(str(refused.value).partition("write --vocab-size ")[2].split()[0])
+    with pytest.raises(UserError, match="no text"):
+        train(sample_sentences(iter(["", ""]), 9, 9), size)
     assert sentencepiece.SentencePieceProcessor(model_proto=train(iter([text] * 5), size)).vocab_size() == size
 
 
