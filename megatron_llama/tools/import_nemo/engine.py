@@ -199,9 +199,10 @@ class Conversion:
             self.conversions.setdefault(key, KeyConversion(key, value, Kind.UNSUPPORTED, why=f"its default; {why}"))
 
     def require(self, key: str, example: str = "N") -> None:
-        """Record a missing key as a problem."""
+        """Record a missing key as a problem, unless the key has one."""
         instead = f"write {self.add.format(key=key, value=example)}"
-        self.problems.append(Problem(key, None, "is not given", instead))
+        if all(problem.field != key for problem in self.problems):
+            self.problems.append(Problem(key, None, "is not given", instead))
 
     def one_to_one(self) -> None:
         """Convert the keys that have one setting each, and require the settings without a default."""

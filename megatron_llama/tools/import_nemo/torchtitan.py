@@ -181,9 +181,14 @@ class TorchtitanConversion(Conversion):
         if kind not in _SCHEDULES or (ratio is not None and kind != "linear"):
             why = "decays are linear, or a cosine from the warm-up to the end"
             self.record("lr_scheduler.decay_type", Kind.UNSUPPORTED, why=why)
+        warmup = self.get("lr_scheduler.warmup_steps", self.get("training.warmup_steps", 200))
+        if is_count(steps) and is_count(warmup) and warmup > steps:  # torchtitan warns and does the same
+            self.assumed.append(f"optim.warmup_steps={steps}, all steps: the file has {warmup} warm-up steps")
+            warmup = self.settings["optim.warmup_steps"] = steps
+            for key in ("lr_scheduler.warmup_steps", "training.warmup_steps"):
+                self.convert_key(key, "optim.warmup_steps", steps, "at most the steps of the run")
         if isinstance(ratio, float | int) and is_count(steps):
             self.result.schedule = "wsd"
-            warmup = self.get("lr_scheduler.warmup_steps", self.get("training.warmup_steps", 200))
             decay = min(round(steps * ratio), steps - warmup if is_count(warmup) else steps)
             self.convert_key("lr_scheduler.decay_ratio", "optim.constant_steps", decay, "steps of the decay")
         self.record("lr_scheduler.decay_type", Kind.RENAMED, f"optim={self.result.schedule}")

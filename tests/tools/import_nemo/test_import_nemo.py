@@ -76,6 +76,18 @@ def test_listing_config_and_command(source: str, capsys: pytest.CaptureFixture[s
     assert "can't work" not in printed, "the written config has a plan on the devices of the source"
 
 
+@pytest.mark.parametrize(("ratio", "warmup", "expected"), [(0.8, 6, (6, 4)), (0.5, 20, (10, 0)), (None, 200, (10, 0))])
+def test_torchtitan_shortens_warmup_and_decay(ratio: float | None, warmup: int, expected: tuple[int, int]) -> None:
+    """Together, warm-up and decay have at most the 10 steps of the run."""
+    given = ["training.global_batch_size=8", f"training.warmup_steps={warmup}"]
+    given += [] if ratio is None else [f"lr_scheduler.decay_ratio={ratio}"]
+    settings = convert_source(FOLDER / "titan_old.toml", given, []).settings
+    assert (settings["optim.warmup_steps"], settings["optim.constant_steps"]) == expected
+    with pytest.raises(ConfigError) as missing:
+        convert_source(FOLDER / "titan_old.toml", given[1:], [])
+    assert [problem.field for problem in missing.value.problems] == ["training.global_batch_size"]
+
+
 @pytest.mark.parametrize(
     ("script", "words"),
     [
