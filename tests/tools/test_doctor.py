@@ -254,8 +254,13 @@ def test_a_fatal_problem_exits_with_2(capfd: pytest.CaptureFixture[str], monkeyp
     assert "✗ disks" in output and "No space left" in output and ": 1 fatal" in output
 
 
-def test_a_quick_examination_ignores_config_errors() -> None:
-    assert cli.main(["trainer.tpp=2", "--quick"]) == 0, "train.py, which run.slurm starts next, reports the error"
+def test_a_quick_examination_ignores_config_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    """train.py, which run.slurm starts next, reports the errors; the doctor says that it does not check them."""
+    assert cli.main(["trainer.tpp=2", "--quick"]) == 0
+    assert "nothing is checked: the settings are invalid" in capsys.readouterr().err
+    assert cli.main([*SETTINGS, "trainer.pp=64", "--quick"]) == 0
+    page = capsys.readouterr().out
+    assert "train.py rejects the settings" in page and "1 finding on 1 node" in page
 
 
 def context(rank: int, port: int) -> ProcessContext:

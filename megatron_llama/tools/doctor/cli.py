@@ -55,6 +55,7 @@ Examples
 Exit status: 0 no fatal problem, 1 the doctor itself failed, 2 a fatal problem
 or an error in the settings. docs/guides/tools/doctor.md lists the checks.
 """
+_REPORTED = "start train.py, or the doctor without --quick, to read the reasons"
 # Report hangs early: the ranks only measure.
 _HANG_SECONDS = "trainer.hang_timeout_seconds=60"
 
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     from megatron_llama.launch.environment import process_context
     from megatron_llama.launch.job_store import LaunchFailed
 
-    overrides = [word for word in argv if word not in (QUICK, JSON)]
+    overrides, context = [word for word in argv if word not in (QUICK, JSON)], None
     try:
         context = process_context(os.environ)
         config = cli.parse_overrides([*overrides, *MOCK_RUN, _HANG_SECONDS], context)
@@ -76,7 +77,9 @@ def main(argv: Sequence[str]) -> int:
             return _on_hosts(config, argv)
         return _examine(config, context, quick=QUICK in argv, as_json=JSON in argv)
     except ConfigError as error:
-        if QUICK in argv:  # train.py reports it next
+        if QUICK in argv:  # run.slurm starts train.py next, which reports the errors
+            if context is None or context.rank == 0:
+                sys.stderr.write(f"nothing is checked: the settings are invalid; {_REPORTED}\n")
             return 0
         sys.stderr.write(format_problems(error) + "\n")
         return EXIT_USER
@@ -102,7 +105,7 @@ def _examine(config: Config, context: ProcessContext | None, *, quick: bool, as_
     from megatron_llama.config import ConfigError
     from megatron_llama.launch.world import find_world
     from megatron_llama.tools.doctor.examination import DoctorReport, Examination, examine_nodes, show_progress
-    from megatron_llama.tools.doctor.finding import BREAKS, Finding, finding_of_problem, highest_severity
+    from megatron_llama.tools.doctor.finding import BREAKS, NOTES, Finding, finding_of_problem, highest_severity
 
     begin, device_name = time.monotonic(), config.device.name
     findings, plan, world = list[Finding](), None, None
@@ -110,7 +113,10 @@ def _examine(config: Config, context: ProcessContext | None, *, quick: bool, as_
         world = find_world(config, context)
         plan = world.plan()
     except ConfigError as error:
-        if not quick:  # train.py reports it next
+        if quick:
+            problem = "train.py rejects the settings; they and the space on the disks are not checked"
+            findings.append(Finding("settings", NOTES, socket.gethostname(), problem, _REPORTED))
+        else:
             findings += [finding_of_problem("settings", problem, socket.gethostname()) for problem in error.problems]
     config.device.name = device_name  # each node detects its own device
     examination = Examination(config, plan, context, quick)
