@@ -156,7 +156,8 @@ def _write_report(folder: Path) -> None:
         if write := hooks.report():
             write(folder)
     except (Exception, KeyboardInterrupt) as error:
-        reason = " ".join((str(error) or type(error).__name__).split())
+        rules = "; ".join(problem.rule for problem in getattr(error, "problems", ()))
+        reason = " ".join((rules or str(error) or type(error).__name__).split())
         sys.stderr.write(f"WARNING: {folder / hooks.REPORT_FILE} was not written: {reason}\n")
 
 

@@ -25,7 +25,7 @@ from megatron_llama.system.errors import MachineError
 
 _POLL_SECONDS = 0.01
 _RESUME = "and run the same command: it resumes from the\nnewest checkpoint"
-_FREE_SPACE = f".\nFree disk space or raise the quota, {_RESUME}. checkpoint.keep=1 keeps only one"
+_FREE_SPACE = f".\nFree disk space or raise the quota, {_RESUME}. checkpoint.keep=1 needs the least"
 _REMEDIES = {
     errno.ENOSPC: _FREE_SPACE,
     errno.EDQUOT: _FREE_SPACE,
