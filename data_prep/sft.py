@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
         "--format", choices=FORMATS, default="auto", help="record format (default auto: detected from keys and suffix)"
     )
     data.add_argument(
-        "--template", choices=LABEL_TEMPLATES, help="prompt template of a labelled table (.tsv, CSV, Parquet)"
+        "--template", choices=LABEL_TEMPLATES, help="prompt template of labelled rows (.tsv, CSV, Parquet, JSON)"
     )
     data.add_argument("--split", metavar="N,M", help="draw N lines for training and M for validation")
     data.add_argument("--seed", type=int, default=1234, help="seed of --split (default 1234)")

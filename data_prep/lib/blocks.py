@@ -25,7 +25,7 @@ from data_prep.lib.sources import Source, check_unchanged, read_chunks
 from megatron_llama.corpus.indexed_format import MASK_DTYPE, token_dtype
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import encode_spans
-from megatron_llama.text.conversation import RecordError, Template, labelled_turns
+from megatron_llama.text.conversation import RecordError, labelled_turns
 
 
 @dataclass(frozen=True)
@@ -402,40 +402,39 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[bool]]]):
 
     def parse(self, line: bytes, segment: BlockSegment, result: BlockResult) -> tuple[list[int], list[bool]]:
         try:
-            kind = self.job.sources[segment.source].kind
-            template = self.chat.labelled if kind in ("csv", "parquet", "arrow") else None
-            example, notes = self._example(line, self.chat.columns.get(segment.source), template)
+            has_columns = self.job.sources[segment.source].kind in ("csv", "parquet", "arrow")
+            example, notes = self._example(line, self.chat.columns.get(segment.source), has_columns)
         except _FAULTS as error:
             raise RecordError("broken_record", f"{type(error).__name__}: {error}") from None
         result.notes.update(notes)
         return example
 
     def _example(
-        self, line: bytes, columns: Sequence[str] | None, template: Template | None
+        self, line: bytes, columns: Sequence[str] | None, has_columns: bool
     ) -> tuple[tuple[list[int], list[bool]], list[str]]:
         """Return ((ids, mask), notes) of a line.
 
         Args:
             columns: Header of a .tsv table, for its lines.
-            template: Prompt template of a CSV, Parquet or Arrow row.
+            has_columns: Whether the line is a row of a CSV, Parquet or Arrow file, which a template always renders; it
+                renders JSON records that have its fields.
 
         Raises:
             RecordError: The record is invalid.
         """
-        chat = self.chat
+        chat, template = self.chat, self.chat.labelled
         notes: list[str] = []
-        if template is not None:
+        if columns is None:
             record = parse_object(line)
-            texts = {name: "" if record.get(name) is None else str(record[name]) for name in template.fields}
-            turns = labelled_turns([*texts], [*texts.values()], template)
-        elif columns is None:
-            record = parse_object(line)
-            turns, notes = parse_turns(record, chat.format)
-            notes += [REPEATED_KEY] if repeats_key(line, record) else []
+            if template is not None and (has_columns or record.keys() >= {*template.fields}):
+                texts = {name: "" if record.get(name) is None else str(record[name]) for name in template.fields}
+                turns = labelled_turns([*texts], [*texts.values()], template)
+            else:
+                turns, notes = parse_turns(record, chat.format)
+                notes += [REPEATED_KEY] if repeats_key(line, record) else []
         else:
-            assert chat.labelled is not None, "sft.py requires --template for tables"
-            values = parse_text(line).removesuffix("\r").split("\t")
-            turns = labelled_turns(columns, values, chat.labelled)
+            assert template is not None, "sft.py requires --template for tables"
+            turns = labelled_turns(columns, parse_text(line).removesuffix("\r").split("\t"), template)
         if chat.own_template:
             for turn in turns:
                 token = next((name for name in chat.tokenizer.control_tokens if name in turn.text), None)

@@ -226,7 +226,7 @@ def is_table(path: str) -> bool:
 
 def has_columns(path: str) -> bool:
     """Return whether raw data can have columns that a prompt template refers to."""
-    return strip_compression(path).endswith((*TABLE_SUFFIXES, *CSV_SUFFIXES, *COLUMNAR_SUFFIXES, "/"))
+    return strip_compression(path).endswith((*TABLE_SUFFIXES, *RAW_DATA_SUFFIXES, "/"))
 
 
 def raw_data_tokenizer(config: Config) -> str | None:

@@ -216,7 +216,7 @@ class DataConfig:
     """Chat template for raw data files: own (the tokenizer's), chatml, prompter, dialogue or plain; see
     docs/guides/data/sft_data.md."""
     template: Annotated[str | None, one_of(*LABEL_TEMPLATES)] = None
-    """Prompt template for .tsv, .csv and .parquet files with labels: qnli or sst2."""
+    """Prompt template for .tsv, .csv, .parquet and .jsonl files with labels: qnli or sst2."""
     split: Annotated[str, three_shares()] = "969,30,1"
     """Shares of documents for training, validation and test, in Megatron's format."""
     seq_length: Annotated[int | None, at_least(1)] = None

@@ -299,17 +299,18 @@ def test_pipes(tmp_path: Path, tokenizer: Path, packed: bool, by: str) -> None:
 
 
 def test_labelled_rows_match_tsv_lines(tmp_path: Path, folder: Path) -> None:
-    """For CSV and Parquet. A label may be a number; a row without a label is bad."""
+    """For CSV, Parquet and JSON Lines. A label may be a number; a row without a label is bad."""
     rows: Rows = [{"index": 1, "sentence": "fine, and good", "label": 1}, {"index": 2, "sentence": "no", "label": 0}]
     (tmp_path / "a.tsv").write_text("sentence\tlabel\n" + "fine, and good\t1\nno\t0\n")
     write_parquet(tmp_path / "a.parquet", rows)
     write_csv(tmp_path / "a.csv", rows)
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     made = {}
-    for name in ("a.tsv", "a.parquet", "a.csv"):
+    for name in ("a.tsv", "a.parquet", "a.csv", "a.jsonl"):
         args = ["--input", tmp_path / name, "--tokenizer-model", folder, "--seq-length", 128, "--template", "sst2"]
         assert sft.main([*map(str, [*args, "--output-prefix", tmp_path / name[2:] / "x", "--workers", 1])]) == 0
         made[name] = [(tmp_path / name[2:] / f"x_sft{end}").read_bytes() for end in (".bin", ".idx", "_mask.bin")]
-    assert made["a.tsv"] == made["a.parquet"] == made["a.csv"]
+    assert made["a.tsv"] == made["a.parquet"] == made["a.csv"] == made["a.jsonl"]
     write_parquet(tmp_path / "b.parquet", [*rows, {"index": 3, "sentence": "neither", "label": None}])
     args = ["--input", tmp_path / "b.parquet", "--tokenizer-model", folder, "--seq-length", 128, "--template", "sst2"]
     with pytest.raises(UserError, match=r"row 3: unknown_label"):

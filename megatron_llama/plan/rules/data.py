@@ -138,7 +138,7 @@ def records_can_be_prepared(config: Config, world_size: int) -> Iterator[Problem
         rule = f"is needed for the table {tables[0]}"
         yield Problem("data.template", None, rule, f"write data.template={' or '.join(LABEL_TEMPLATES)}")
     if data.template is not None and not any(has_columns(path) for _, path in files):
-        rule = "needs a file with columns (.tsv, .csv, .parquet) in data.prefixes"
+        rule = "needs a file with columns (.tsv, .csv, .parquet, .jsonl) in data.prefixes"
         yield Problem("data.template", data.template, rule, "omit data.template")
     if data.chat_template != DataConfig.chat_template and not files:
         rule = "needs raw data files; an indexed dataset was rendered with its template"
