@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.lib.download import LLAMA_SHARES, shares
+from data_prep.redpajama import DEFAULT_CONF
 from megatron_llama.system.files import try_lock
 from tests.data_prep.helpers import (
     assert_refused,
@@ -25,6 +26,7 @@ from tests.data_prep.helpers import (
     run_script,
     some_texts,
 )
+from tests.paths import ROOT
 
 zstandard = pytest.importorskip("zstandard")
 yaml = pytest.importorskip("yaml")
@@ -192,6 +194,7 @@ def test_prepare_every_subset_and_write_the_blend(tmp_path: Path, tokenizer: Pat
     assert conf["name"] == "redpajama" and conf["split"] == "980,10,10" and conf["tokenizer"] == str(tokenizer)
     second = prepare(tmp_path, tokenizer)
     assert second.stdout.count("already complete") == 7
+    assert "/" + str(DEFAULT_CONF.parent.relative_to(ROOT)) + "/" in (ROOT / ".gitignore").read_text().split()
 
 
 def test_prepare_normalizes_shares(tmp_path: Path, tokenizer: Path) -> None:
