@@ -21,6 +21,8 @@ if "error" in sys.warnoptions and is_own_program():
 # Warnings on which users cannot act, printed by each rank: megatron-core's about packages that are not used here, and
 # torch's about deprecated functions that megatron-core and fully_shard call.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\b")
+# Raised by the compiler of Python 3.12, without bytecode: the module's name is then a path.
+warnings.filterwarnings("ignore", "invalid escape sequence", SyntaxWarning, r".*\bmegatron\Wcore\b")
 warnings.filterwarnings(
     "ignore", category=FutureWarning, message=r".*torch\.distributed\.(reduce_scatter_tensor|all_gather_into)"
 )

@@ -13,6 +13,7 @@ a second.
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 NAMES = tuple(name for name in DEVICES if name != "auto")
 """Names of devices, in the order of ``auto``."""
+# torch's extension builder, which Inductor and megatron-core import also with device=cpu, warns of a missing GPU.
+logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in record.getMessage())
 HOST = "cpu"
 """torch's name of the host, which every machine has."""
 

@@ -238,3 +238,16 @@ def test_other_errors_keep_their_traceback(
         assert (sys.excepthook is not sys.__excepthook__) == taken, "only in the project's own command lines"
         sys.excepthook(type(error), error, None)
         assert type(error).__name__ in capfd.readouterr().err
+
+
+def test_warnings_that_no_user_can_act_on_are_hidden() -> None:
+    """Torch's about CUDA_HOME without a GPU, and the compiler's about megatron-core; all others are printed."""
+    code = """import logging, warnings, megatron_llama.devices
+for text in ("No CUDA runtime is found, using CUDA_HOME='/usr'", "no nvcc"):
+    logging.getLogger("torch.utils.cpp_extension").warning(text)
+for name in ("megatron/core/block", "megatron/other"):
+    warnings.warn_explicit("invalid escape sequence '\\\\-'", SyntaxWarning, f"/lib/{name}.py", 1)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    shown = [line for line in done.stderr.splitlines() if not line.startswith(" ")]
+    assert shown == ["no nvcc", "/lib/megatron/other.py:1: SyntaxWarning: invalid escape sequence '\\-'"]
