@@ -95,7 +95,13 @@ def read_planned_run(overrides: Sequence[str], extra: Sequence[str] = (), *, alw
     names_cluster = len(rest) < len(overrides)
     if hardware.spec is None:
         world = find_world(config, None)
-        return PlannedRun(world, cluster, local_hardware(world), world.size, names_cluster)
+        kind = world.config.device.name
+        note = (
+            "device is not set: planned with a CPU's defaults. device=NAME or\n"
+            "cluster.device=NAME plans for an accelerator."
+        )
+        local = Hardware(None, kind, note if kind == AUTO else None)
+        return PlannedRun(world, cluster, local, world.size, names_cluster)
     config.device.name = hardware.kind
     spec = hardware.spec
     if cluster.devices_per_node:
@@ -103,18 +109,6 @@ def read_planned_run(overrides: Sequence[str], extra: Sequence[str] = (), *, alw
     ranks, nodes, devices = count_ranks(config, cluster, spec)
     cluster = replace(cluster, device=spec.name, nodes=nodes)
     return PlannedRun(World(config, ranks, None), cluster, replace(hardware, spec=spec), devices, names_cluster)
-
-
-def local_hardware(world: World) -> Hardware:
-    """Return the hardware of a run on this machine."""
-    kind = world.config.device.name
-    note = None
-    if kind == AUTO:
-        note = (
-            "device is not set: planned with a CPU's defaults. device=NAME or\n"
-            "cluster.device=NAME plans for an accelerator."
-        )
-    return Hardware(None, kind, note)
 
 
 def count_ranks(config: Config, cluster: ClusterConfig, spec: HardwareSpec) -> tuple[int, int, int]:
@@ -178,28 +172,15 @@ def usual_chip(kind: str) -> HardwareSpec:
     return next(rows[name] for name in hardware_table.USUAL if rows[name].kind == kind)
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Pretraining recipe of a model."""
-
-    name: str
-    global_batch_size: int
-
-
 @functools.cache
-def _recipes() -> dict[str, Recipe]:
-    """Return the pretraining recipes by model."""
-    recipes: dict[str, Recipe] = {}
+def _recipes() -> dict[str, tuple[str, int]]:
+    """Return the pretraining recipes by model: (name, global batch size)."""
+    recipes: dict[str, tuple[str, int]] = {}
     for path in sorted((cli.CONF_DIR / "experiment").glob(RECIPES)):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         model = next(entry["override /model"] for entry in content["defaults"] if "override /model" in entry)
-        recipes.setdefault(model, Recipe(path.stem, content["trainer"]["global_batch_size"]))
+        recipes.setdefault(model, (path.stem, content["trainer"]["global_batch_size"]))
     return recipes
-
-
-def recipe_of(config: Config) -> Recipe | None:
-    """Return the pretraining recipe of a config's model, if there is one. A model cut to a few layers has no recipe."""
-    return _recipes().get(config.model.name) if is_large(config) else None
 
 
 def batch_problems(config: Config, overrides: Sequence[str]) -> list[Problem]:
@@ -207,12 +188,12 @@ def batch_problems(config: Config, overrides: Sequence[str]) -> list[Problem]:
 
     The tool does not fill in the recipe's batch, because train.py with the same settings would train with the default.
     """
-    recipe, default = recipe_of(config), Config().trainer.global_batch_size
+    recipe, default = _recipes().get(config.model.name), Config().trainer.global_batch_size
     stated = {text.lstrip("+").partition("=")[0] for text in overrides}
     from_scratch = config.init_from is None and config.finetune.method == "none"
     is_stated = bool(stated & set(_STATES_BATCH)) or config.trainer.global_batch_size != default
-    if recipe is None or is_stated or not from_scratch:
+    if recipe is None or is_stated or not from_scratch or not is_large(config):  # large: not cut to a few layers
         return []
     rule = f"is not set. The default, {default} {plural(default, 'sequence')}, is for small models"
-    advice = f"write {BATCH}={recipe.global_batch_size}, as in experiment={recipe.name}, or another size"
+    advice = f"write {BATCH}={recipe[1]}, as in experiment={recipe[0]}, or another size"
     return [Problem(BATCH, None, rule, advice)]

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import atomic_open
 from megatron_llama.system.output import import_pyplot
+from megatron_llama.system.tables import short_count
 from megatron_llama.topology import AXIS_NAMES
 from megatron_llama.train.metrics_file import METRICS_FILE, read_run_records
 
@@ -121,7 +122,7 @@ def _tokens_on_top(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
     steps, counts = np.concatenate((before, known, beyond)).T
     functions = (lambda at: np.interp(at, steps, counts), lambda at: np.interp(at, counts, steps))
     top = axes.secondary_xaxis("top", functions=functions)
-    top.xaxis.set_major_formatter(lambda tokens, _: _short(tokens))
+    top.xaxis.set_major_formatter(lambda tokens, _: short_count(tokens))
     top.set_xlabel("tokens", fontsize=9, color=SOFT)
     top.tick_params(colors=SOFT, labelsize=8, length=3)
     top.spines["top"].set_visible(False)
@@ -156,14 +157,6 @@ def _plain(axes: Axes) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.margins(x=0.01)
-
-
-def _short(number: float) -> str:
-    """Format a count with a unit: 250 k, 1.5 M, 2 B."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
-            return f"{number / size:g} {unit}"
-    return f"{number:g}"
 
 
 # Moving average of all curves: loss.png, scripts/compare.py and the figures of scripts/.

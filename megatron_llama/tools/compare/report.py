@@ -1,9 +1,10 @@
-"""Report of a comparison: verdict, table, notes, HTML page and picture."""
+"""Report of a comparison: verdict, table, notes, HTML page without scripts, and picture."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,7 @@ from megatron_llama.system.tables import plural, short_count, text_table
 from megatron_llama.system.wrapping import WIDTH, fill
 from megatron_llama.tools.compare.verdict import LEAST_BINS, Comparison, RunComparison
 from megatron_llama.tools.figures import STYLE, as_svg
+from megatron_llama.tools.pages import render_page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -164,44 +166,11 @@ def _width(columns: Sequence[Sequence[str]]) -> int:
     return sum(2 + max(map(len, column)) for column in columns) - 2
 
 
-# HTML page without scripts, other files or network access.
-PAGE = """\
-<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Training curves: {{ runs | map(attribute="name") | join(" and ") }}</title>
-<style>
-:root { color-scheme: light dark; }
-body { margin: 0 auto; max-width: 60rem; padding: 1.25rem; font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.3rem; border-left: .35rem solid {{ "#15803d" if agree else "#b91c1c" }}; padding-left: .75rem; }
-img { width: 100%; }
-div { overflow-x: auto; } td, th { text-align: left; padding: .2rem 1.2rem .2rem 0; white-space: nowrap; }
-</style>
-<h1>{{ verdict }}</h1>
-<p>{{ method }}</p>
-<picture>
-<source media="(max-width: 600px)" srcset="data:image/svg+xml;base64,{{ pictures[1] }}">
-<img src="data:image/svg+xml;base64,{{ pictures[0] }}"
-alt="Top: smoothed loss over consumed samples; bottom: relative gap and allowed band.">
-</picture>
-<div><table>
-<tr><th>{% for run in runs %}<th>{{ run.name }}{% endfor %}
-<tr><td>log{% for run in runs %}<td>{{ run.program }}:<br>{{ run.source }}{% endfor %}
-{% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}{% endfor %}
-{% endfor %}</table></div>
-<ul>{% for note in notes %}<li>{{ note }}{% endfor %}</ul>
-</html>
-"""
-
-
 def as_html(comparison: Comparison) -> str:
     """Render the report as an HTML page for large and small screens, light and dark."""
-    import jinja2  # torch requires it
-
     svgs = (as_svg(draw(comparison, inches)).encode() for inches in (LARGE_INCHES, SMALL_INCHES))
-    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(PAGE)
-    return template.render(
+    return render_page(
+        Path(__file__).with_name("page.html"),
         agree=comparison.agree,
         verdict=verdict(comparison),
         method=method(comparison),

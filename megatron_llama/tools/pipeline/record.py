@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -48,13 +48,6 @@ from megatron_llama.tools.settings import ClusterConfig
 from megatron_llama.tools.steps import open_rank, rank_results
 
 
-class _Received(NamedTuple):
-    """A received tensor: the ``number``-th one from ``side``."""
-
-    side: int
-    number: int
-
-
 @dataclass
 class Recorder:
     """Recorder of the schedules that run inside ``recording``."""
@@ -65,7 +58,8 @@ class Recorder:
     record: RankRecord = field(default_factory=RankRecord)
     _of_tensor: dict[int, Pass] = field(default_factory=dict)
     """Producing pass by ``id`` of the tensor, which the schedule keeps alive until it is used."""
-    _received: dict[int, _Received] = field(default_factory=dict)
+    _received: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """(side, index of the message from this side) of received tensors, by ``id``."""
     _counts: dict[int, int] = field(default_factory=dict)
 
     def new_step(self) -> None:
@@ -101,7 +95,7 @@ class Recorder:
             result = communicate(communicator, **arguments)
             for side, tensor in ((PREVIOUS, result[0]), (NEXT, result[1])):
                 if tensor is not None:
-                    self._received[id(tensor)] = _Received(side, self.record.received[side])
+                    self._received[id(tensor)] = side, self.record.received[side]
                     self.record.received[side] += 1
             return result
 
@@ -206,7 +200,6 @@ def _rank(plan: Plan, rank: int) -> RankRecord:
 # Duration of each pass: by FLOPs, forecast for a device of the hardware table, or measured.
 Durations = Callable[[int, Pass], float]
 """Duration by (pp rank, pass)."""
-MILLISECONDS, BLOCKS = "ms", "forward passes of a block"
 
 
 @dataclass(frozen=True)
@@ -230,7 +223,7 @@ def pass_times_by_flops(plan: Plan) -> PassTimes:
     model, seq = plan.model, plan.config.data.length
     block = matrices_per_layer(model) + model.num_attention_heads * head_dim(model) * seq
     head = model.vocab_size * model.hidden_size / block
-    return _passes(plan, 1.0, head, "by their floating-point operations", BLOCKS)
+    return _passes(plan, 1.0, head, "by their floating-point operations", "forward passes of a block")
 
 
 def pass_times_on_cluster(plan: Plan, cluster: ClusterConfig) -> PassTimes:
@@ -247,7 +240,7 @@ def pass_times_on_cluster(plan: Plan, cluster: ClusterConfig) -> PassTimes:
         1000 * block / (1 + backward_ratio[0]),
         1000 * head / (1 + backward_ratio[1]),
         f"as forecast on {hardware.name}",
-        MILLISECONDS,
+        "ms",
     )
 
 
@@ -260,7 +253,7 @@ def median_pass_times(measure_pipeline: PipelineTimeline, vpp: int) -> PassTimes
             times[pass_.chunk * pp + rank, pass_.backward].append(1000 * (end - start))
     stages = range(pp * vpp)
     forward, backward = (tuple(statistics.median(times[stage, kind]) for stage in stages) for kind in (False, True))
-    return PassTimes("measured, median of each chunk", MILLISECONDS, forward, backward)
+    return PassTimes("measured, median of each chunk", "ms", forward, backward)
 
 
 def _backward_ratios(plan: Plan) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """The HTML page of a report. It needs no network, and its script may read nothing but the page.
 
-The template, the style and the script are next to this file. Charts are drawn in the browser from JSON in the page.
+The template and the script are next to this file. Charts are drawn in the browser from JSON in the page.
 Their tables are text, which a browser without scripts shows too.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_llama.config.problems import format_value, shorten
 from megatron_llama.system.tables import gib, short_count
+from megatron_llama.tools.pages import markup, render_page
 from megatron_llama.tools.report.curves import AXES, LOSS, MEMORY, MFU, SPEED, STEP_TIME, VALIDATION, Curve
 from megatron_llama.tools.report.runs import Run, describe_end, differing_settings, pipeline_svg
 from megatron_llama.topology import Grid
@@ -83,20 +84,15 @@ REPEATED = ("train_step_timing", "throughput_peak", "train_samples_per_second")
 
 def render(runs: Sequence[Run], made: datetime | None = None) -> str:
     """Return the page of ``runs`` (at least one). ``made``: time of the report, default now."""
-    import jinja2  # torch requires it
-
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     main, more = list(_charts(runs, CHARTS)), list(_charts(runs, [*MORE_CHARTS, *_other_charts(runs)]))
     pictures = _pictures(runs)  # before the notes, to which it may add
     script = (HERE / "charts.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.from_string((HERE / "page.html").read_text(encoding="utf-8")).render(
+    return render_page(
+        HERE / "page.html",
         policy=f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'",
-        style=_markup((HERE / "page.css").read_text(encoding="utf-8")),
-        script=_markup(script),
-        data=_markup(_data(runs, [*main, *more])),
+        script=markup(script),
+        data=markup(_data(runs, [*main, *more])),
         made=_time((made or datetime.now(UTC)).timestamp()) + " UTC",
         runs=[
             {"name": run.name, "color": number % COLORS, "dash": " dashed" * (number >= COLORS), "run": run}
@@ -107,20 +103,13 @@ def render(runs: Sequence[Run], made: datetime | None = None) -> str:
         more=[(chart, _table(runs, chart)) for chart in more],
         starts=[_starts(run) for run in runs],
         grids=[None if (grid := run.grid) is None else _grid(run, grid) for run in runs],
-        pictures=[(names, _markup(svg)) for names, svg in pictures],
+        pictures=[(names, markup(svg)) for names, svg in pictures],
         settings={
             name: [shorten(format_value(value), MOST_CHARACTERS) for value in values]
             for name, values in differing_settings(list(runs)).items()
         },
         shown=len(runs) > 1,
     )
-
-
-def _markup(text: str) -> Any:
-    """Mark text as HTML that needs no escapes."""
-    import markupsafe  # of jinja2
-
-    return markupsafe.Markup(text)
 
 
 def _data(runs: Sequence[Run], charts: Sequence[Chart]) -> str:
