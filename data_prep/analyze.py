@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.lib.job import ProgressBar, RunOptions, cores
+from data_prep.lib.job import PrepareProgress, RunOptions, cores
 from megatron_llama.config.data_settings import MASK_SUFFIX
 from megatron_llama.corpus.difficulty_index import MANIFEST, documents_of, index_folder, read_unit, unit_count
 from megatron_llama.corpus.indexed_format import IndexedDataset, dataset_facts, same_dataset
@@ -283,11 +283,9 @@ def _map(
     total = IndexedDataset(analysis.prefix).index.tokens() * size
     share = total / analysis.shards
     of_part = len(range(number - 1, analysis.shards, count))
-    progress, tokens = ProgressBar(int(of_part * share), int((of_part - len(missing)) * share)), 0
-    for done, fresh in enumerate(_results(analysis, work, missing, workers), start=1):
-        tokens += fresh
-        progress.update(int((of_part - len(missing) + done) * share), int(done * share), int(done * share / size))
-    progress.finish()
+    with PrepareProgress(int(of_part * share), int((of_part - len(missing)) * share)) as progress:
+        for done, _ in enumerate(_results(analysis, work, missing, workers), start=1):
+            progress.update(int((of_part - len(missing) + done) * share), int(done * share), int(done * share / size))
     return not analysis.missing(kind)
 
 

@@ -36,13 +36,13 @@ def main() -> int:
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.config import ConfigError
     from megatron_llama.config.hf_config import resolve_hub_name
-    from megatron_llama.tools.common import progress_bar
+    from megatron_llama.system.progress import ProgressBar
 
     try:
         checkpoint = find_checkpoint(arguments.checkpoint)
         largest = int(arguments.max_shard_gb * 1e9)
         base = None if arguments.base is None else Path(resolve_hub_name(str(arguments.base)))
-        with progress_bar("export", "percent", 100) as bar:
+        with ProgressBar("export", "percent", 100) as bar:
             options: dict[str, Any] = {"merge": arguments.merge, "base": base}
             options["progress"] = lambda written, of: bar.show(100 * written // of)
             if arguments.format == "hf":

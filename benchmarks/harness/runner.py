@@ -28,10 +28,10 @@ from benchmarks.harness.environments import BENCH_DIR, OURS, ROOT, Peer
 from benchmarks.harness.task import Facts, TrainingTask, checksum
 from megatron_llama.system.errors import MachineError
 from megatron_llama.system.private_folder import make_private
+from megatron_llama.system.progress import duration
 from megatron_llama.system.signals import exit_with_parent
 from megatron_llama.system.tables import open_console
 from megatron_llama.topology import AXIS_NAMES
-from megatron_llama.train.console import duration
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 LOSS_TOLERANCE = 0.1

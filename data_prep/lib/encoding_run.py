@@ -33,7 +33,7 @@ from data_prep.lib.blocks import (
 )
 from data_prep.lib.encoders import Encoder
 from data_prep.lib.input_files import QUARANTINE_SUFFIX
-from data_prep.lib.job import BlockResult, PrepareJob, ProgressBar, RunOptions, short_time
+from data_prep.lib.job import BlockResult, PrepareJob, PrepareProgress, RunOptions
 from data_prep.lib.parquet_csv import part_sizes
 from data_prep.lib.pool import Pool
 from data_prep.lib.sources import Source
@@ -42,6 +42,7 @@ from megatron_llama.config.data_settings import is_table
 from megatron_llama.corpus.indexed_format import write_index
 from megatron_llama.system.errors import MachineError, Stopped, UserError
 from megatron_llama.system.files import sha256_file, sync_folder, write_atomically
+from megatron_llama.system.progress import duration
 from megatron_llama.system.signals import JOB_SIGNALS, handle_signals
 
 
@@ -98,14 +99,11 @@ class EncodingRun:
         position, first = self.ledger.position, self._disk(self.cut.begin)
         with handle_signals((signal.SIGINT, *JOB_SIGNALS), self._note_signal), Pool(options.workers, worker) as pool:
             blocks = cut_blocks(job.sources, position, slots, job.max_line, block_bytes, self.cut.end)
-            progress = ProgressBar(self._disk(self.cut.end) - first, self._disk(position) - first)
-            try:
+            with PrepareProgress(self._disk(self.cut.end) - first, self._disk(position) - first) as progress:
                 for block, result in pool.run(blocks, self._check_stop):
                     self._take(block, result)
                     last = block.segments[-1]
                     progress.update(self.disk_before[last.source] + last.disk_end - first, *self._fresh)
-            finally:
-                progress.finish()
         self._check_stop()
 
     def _take(self, block: TextBlock, result: BlockResult) -> None:
@@ -152,7 +150,7 @@ class EncodingRun:
         fresh, tokens = self._fresh
         seconds = time.monotonic() - self.start
         return (
-            f"{fresh / 1e6:.1f} MB in {short_time(seconds) if seconds >= 60 else f'{seconds:.1f}s'}: "
+            f"{fresh / 1e6:.1f} MB in {duration(seconds) if seconds >= 60 else f'{seconds:.1f}s'}: "
             f"{fresh / seconds / 1e6:.1f} MB/s, {tokens / seconds / 1e6:.2f} M tokens/s, "
             f"{self.options.workers} workers, {self.encoder.name}"
         )
@@ -282,10 +280,10 @@ def join_parts(
         MachineError: A part's files differ from its journal. The part is removed.
     """
     total = sum(sum(one.checkpoint["sizes"].values()) for one in parts)
-    progress, done = ProgressBar(total), 0
+    done = 0
     whole = Ledger([KeyCounts() for _ in workspace.names])
     lines_before, source_before = 0, -1  # lines of a source in earlier parts
-    try:
+    with PrepareProgress(total) as progress:
         for one, cut in zip(parts, cuts, strict=True):
             offset = lines_before if cut.begin.source == source_before else 0
             for name, size in one.checkpoint["sizes"].items():
@@ -301,8 +299,6 @@ def join_parts(
             lines_before = ledger.line + (offset if ledger.position.source == cut.begin.source else 0)
             source_before = ledger.position.source
             whole.add_ledger(ledger)
-    finally:
-        progress.finish()
     whole.position = BlockPosition(len(sources))
     return whole
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from data_prep.lib.sources import Source
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.limits import usable_cores
+from megatron_llama.system.progress import ProgressBar, duration
 from megatron_llama.text.chat_template import TextSpan
 from megatron_llama.text.conversation import Template, Turn
 from megatron_llama.text.tokenizer import Tokenizer
@@ -216,61 +216,33 @@ class BlockResult:
     """Tokens with loss, of a fine-tuning dataset."""
 
 
-# Progress: share done, speed and remaining time.
+class PrepareProgress:
+    """Progress bar of a preparation: share done, speed and remaining time."""
 
-TERMINAL_SECONDS = 0.2
-LOG_SECONDS = 30.0
-
-
-def short_time(seconds: float) -> str:
-    """Format a duration, such as 2h05m, 3m20s or 12s."""
-    whole = int(seconds + 0.5)
-    if whole >= 3600:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
-
-
-class ProgressBar:
-    """Progress bar on a terminal; a line every LOG_SECONDS otherwise."""
-
-    def __init__(self, total: int, done: int = 0, stream: TextIO | None = None) -> None:
+    def __init__(self, total: int, done: int = 0) -> None:
         """``total`` and ``done`` are bytes on disk."""
-        self.total = max(1, total)
-        self.begun_at = done
+        self.total, self.begun_at = max(1, total), done
         self.base: tuple[float, int, int, int] | None = None
         """(time, done, work_bytes, tokens) of the first progress. The rate excludes the start of the workers."""
-        self.stream = stream or sys.stderr
-        self.terminal = self.stream.isatty()
-        self.shown = time.monotonic()
-        self.width = 0
+        self.bar = ProgressBar("prepare", total=self.total)
+
+    def __enter__(self) -> PrepareProgress:
+        self.bar.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.__exit__()
 
     def update(self, done: int, work_bytes: int, tokens: int) -> None:
         """Show ``done`` bytes on disk; ``work_bytes`` and ``tokens`` count from the start of this process."""
         now = time.monotonic()
         if self.base is None and done > self.begun_at:
             self.base = now, done, work_bytes, tokens
-        if now - self.shown < (TERMINAL_SECONDS if self.terminal else LOG_SECONDS):
-            return
-        self.shown = now
-        share = min(1.0, done / self.total)
-        text = f"{share:6.1%}"
+        text = f"{min(1.0, done / self.total):.1%}"
         start, first, bytes_before, tokens_before = self.base or (now, done, 0, 0)
         if done > first:
             seconds = max(1e-9, now - start)
-            left = short_time(seconds * (self.total - done) / (done - first))
+            left = duration(seconds * (self.total - done) / (done - first))
             speed, rate = (work_bytes - bytes_before) / seconds / 1e6, (tokens - tokens_before) / seconds / 1e6
             text += f"  {speed:.1f} MB/s  {rate:.2f} M tokens/s  {left} left"
-        if self.terminal:
-            full = int(share * 24)
-            text = f"[{'#' * full}{'.' * (24 - full)}] {text}"
-            self.stream.write("\r" + text.ljust(self.width))
-            self.width = len(text)
-        else:
-            self.stream.write(text.strip() + "\n")
-        self.stream.flush()
-
-    def finish(self) -> None:
-        """Erase the bar."""
-        if self.terminal and self.width:
-            self.stream.write("\r" + " " * self.width + "\r")
-            self.stream.flush()
+        self.bar.draw(done, text)

@@ -16,6 +16,7 @@ from megatron_llama import hooks
 from megatron_llama.config.problems import escape_controls
 from megatron_llama.devices import Peak, get_device
 from megatron_llama.plan import Plan
+from megatron_llama.system.progress import duration
 from megatron_llama.system.tables import open_console
 from megatron_llama.system.wrapping import WIDTH
 
@@ -132,16 +133,6 @@ def format_losses(metrics: Mapping[str, Value]) -> str:
 def _number(value: Value, form: str) -> str:
     """Format a value; "?" if unknown or non-finite."""
     return "?" if value is None else format(value, form)
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as 0:42, 12:05, 3:07:00 or 2d 04:10."""
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours_left = divmod(hours, 24)
-    if days:
-        return f"{days}d {hours_left:02d}:{minutes:02d}"
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]]) -> list[str]:

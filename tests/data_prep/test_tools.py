@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import sentencepiece
 from data_prep.lib import job
 from data_prep.python_stdlib import split_source
 from data_prep.train_tokenizer import sample_sentences, train
+from megatron_llama.system import progress
 from megatron_llama.system.errors import UserError
 from tests.data_prep.helpers import Run, assert_refused, output_of, run_script, some_texts, write_jsonl
 
@@ -128,16 +128,19 @@ def test_long_modules_are_cut_between_definitions_without_loss() -> None:
     assert all(len(part) < 600 for part in parts)
 
 
-def test_the_time_left_excludes_the_start_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, stream = [0.0], io.StringIO()
-    monkeypatch.setattr(job, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    bar = job.ProgressBar(1000, stream=stream)
-    for seconds, done in ((60, 0), (100, 100), (131, 131), (162, 162)):  # 100 s until the first result
-        now[0] = seconds
-        bar.update(done, done * 10**6, done * 10**6)
-    lines = stream.getvalue().splitlines()
-    assert lines[:2] == ["0.0%", "10.0%"]
-    assert lines[2:] == [
-        "13.1%  1.0 MB/s  1.00 M tokens/s  14m29s left",
-        "16.2%  1.0 MB/s  1.00 M tokens/s  13m58s left",
+def test_the_time_left_excludes_the_start_of_the_workers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    for module in (job, progress):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with job.PrepareProgress(1000) as bar:
+        for seconds, done in ((60, 0), (100, 100), (131, 131), (162, 162)):  # 100 s until the first result
+            now[0] = seconds
+            bar.update(done, done * 10**6, done * 10**6)
+    assert capsys.readouterr().err.splitlines() == [
+        "prepare: 0.0%",
+        "prepare: 10.0%",
+        "prepare: 13.1%  1.0 MB/s  1.00 M tokens/s  14:29 left",
+        "prepare: 16.2%  1.0 MB/s  1.00 M tokens/s  13:58 left",
     ]

@@ -20,7 +20,7 @@ from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.devices import Peak
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES
 from megatron_llama.system.errors import MachineError
-from megatron_llama.train.console import StepPrinter, duration
+from megatron_llama.train.console import StepPrinter
 from megatron_llama.train.loss_curve import draw_run
 from megatron_llama.train.metrics import EVERY_STEP, SOME_STEPS, MetricsLogger
 from megatron_llama.train.metrics_file import MetricsFile, read_metrics, read_run_records, truncate_after
@@ -340,11 +340,3 @@ def test_a_terminal_gets_one_line_that_is_redrawn() -> None:
     assert "12/12" in text and "val loss" in text
     assert text.count("\n") <= 4, "the line stays where it is; only validation adds one"
     assert text.rstrip().endswith("\x1b[?25h"), "the cursor comes back"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0:00"), (59.6, "1:00"), (3 * 3600 + 7 * 60, "3:07:00"), (2 * 86400 + 15000, "2d 04:10"), (-3, "0:00")],
-)
-def test_duration(seconds: float, text: str) -> None:
-    assert duration(seconds) == text

@@ -369,7 +369,7 @@ def _share(share: dict[str, Any]) -> str:
 @contextmanager
 def _shown_progress() -> Iterator[Progress]:
     """Return a callback that shows a progress bar on stderr, opened at the first call."""
-    from megatron_llama.tools.common import ProgressBar, progress_bar
+    from megatron_llama.system.progress import ProgressBar
 
     with ExitStack() as stack:
         bars: list[ProgressBar] = []
@@ -378,7 +378,7 @@ def _shown_progress() -> Iterator[Progress]:
             if bars:
                 bars[0].show(done)
             else:  # after the first batch, which warms up
-                bars.append(stack.enter_context(progress_bar("evaluate", "done", of)))
+                bars.append(stack.enter_context(ProgressBar("evaluate", "done", of)))
                 bars[0].start_at(done)
 
         yield show

@@ -23,8 +23,8 @@ from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, ma
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.parallel.groups import broadcast_from_rank_0
+from megatron_llama.system.progress import ProgressBar
 from megatron_llama.text.tokenizer import SETTINGS, Tokenizer, read_settings
-from megatron_llama.tools.common import progress_bar
 from megatron_llama.tools.inference.chat import PromptBuilder
 from megatron_llama.tools.inference.evaluation import continuation_scores
 from megatron_llama.tools.inference.generator import Answer, Generator
@@ -116,7 +116,7 @@ class HarnessModel(TemplateLM):
         """Return the scores of (texts, context ids, continuation ids)."""
         scores: list[Score] = [(0.0, True)] * len(requests)
         done = 0
-        with progress_bar("log likelihoods", "requests", len(requests)) as progress:
+        with ProgressBar("log likelihoods", "requests", len(requests)) as progress:
             ordered = self._prompts(requests)
             for batch in (ordered[at : at + self._rows] for at in range(0, len(ordered), self._rows)):
                 prompts, continuations = [list(one.ids) for one in batch], [one.continuations for one in batch]
@@ -151,7 +151,7 @@ class HarnessModel(TemplateLM):
             group_fn=lambda args: args[1],
             group_by="gen_kwargs",
         )
-        with progress_bar("answers", "answers", len(requests)) as progress:
+        with ProgressBar("answers", "answers", len(requests)) as progress:
             for batch in order.get_batched(n=self._rows):
                 generation = Generation.of(batch[0][1])
                 limit = self.max_length - generation.max_new_tokens

@@ -35,8 +35,9 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import write_atomically
+from megatron_llama.system.progress import ProgressBar
 from megatron_llama.system.tables import plural
-from megatron_llama.tools.common import MOCK_RUN, progress_bar
+from megatron_llama.tools.common import MOCK_RUN
 from megatron_llama.tools.forecast.this_machine import (
     COLLECTIVES,
     FORMS,
@@ -361,5 +362,5 @@ def _measure(plans: dict[str, Plan], plan: Plan) -> dict[str, Any]:
     numbers, total = itertools.count(1), MEASUREMENTS
     if ranks > 1:
         total += sum(map(len, COLLECTIVES.values())) * len(MESSAGES)
-    with progress_bar(f"{ranks} {plural(ranks, 'rank')}", "measurements", total) as shown:
+    with ProgressBar(f"{ranks} {plural(ranks, 'rank')}", "measurements", total) as shown:
         return measure(plans, rank, device, torch_device, lambda: shown.show(next(numbers)))

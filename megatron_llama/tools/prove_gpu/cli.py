@@ -184,9 +184,9 @@ def _run_selected(
     selected: Sequence[Part[Session]], session: Session, save: Save, earlier: Earlier
 ) -> tuple[list[PartResult], int]:
     """Run the parts, printing a row for each; return the results and the exit status."""
+    from megatron_llama.system.progress import duration
     from megatron_llama.tools.prove_gpu.checks import Status, run_parts
     from megatron_llama.tools.prove_gpu.page import table_lines
-    from megatron_llama.train.console import duration
 
     def show(text: str) -> None:
         show_line(f"{text}, at most {duration(session.clock.left)} left")

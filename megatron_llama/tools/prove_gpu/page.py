@@ -12,11 +12,11 @@ from typing import Any
 
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json, write_atomically
+from megatron_llama.system.progress import duration
 from megatron_llama.system.tables import markdown_table, wrapped_table
 from megatron_llama.system.wrapping import WIDTH
 from megatron_llama.tools.prove_gpu import environment
 from megatron_llama.tools.prove_gpu.checks import PartResult, Result, Status
-from megatron_llama.train.console import duration
 
 HEAD = ("part", "result", "time", "detail")
 WIDTHS = (12, 8, 6)

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.config.problems import format_value, shorten
+from megatron_llama.system.progress import duration
 from megatron_llama.system.tables import gib, short_count
 from megatron_llama.tools.pages import markup, render_page
 from megatron_llama.tools.report.curves import AXES, LOSS, MEMORY, MFU, SPEED, STEP_TIME, VALIDATION, Curve
 from megatron_llama.tools.report.runs import Run, describe_end, differing_settings, pipeline_svg
 from megatron_llama.topology import Grid
-from megatron_llama.train.console import duration
 
 HERE = Path(__file__).parent
 TABLE_ROWS = 11

@@ -18,9 +18,10 @@ from megatron_llama.config.fields import check_limits, get
 from megatron_llama.plan import batch_line
 from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.system.files import FolderTaken, locked_folder, write_atomically
+from megatron_llama.system.progress import ProgressBar
 from megatron_llama.system.tables import GIB, gib, plural, text_table
 from megatron_llama.system.wrapping import WIDTH, wrap_lines
-from megatron_llama.tools.common import NO_FILES, progress_bar
+from megatron_llama.tools.common import NO_FILES
 from megatron_llama.tools.plan.forecast_run import MOST_DEVICES, forecast_plan
 from megatron_llama.tools.planned_run import batch_problems
 from megatron_llama.tools.settings import TuneConfig, load_cluster, load_tuning
@@ -135,12 +136,12 @@ def _max_seq_len(request: TuneRequest, tuned: Tuner, trials: int) -> None:
     If all trials of a length run out of memory, the next length follows from the corrected forecast.
     """
     config, target = request.config, request.target
-    with progress_bar("forecast", "lengths") as bar:
+    with ProgressBar("forecast", "lengths") as bar:
         cells = sequence_table(config, tuned.fixed, target, bar.show)
     _print_lines(["", *sequence_lines(cells, config), ""])
     scale, positions = 1.0, config.model.max_position_embeddings
     for _ in range(max(1, trials)):
-        with progress_bar("forecast", "layouts") as bar:
+        with ProgressBar("forecast", "layouts") as bar:
             tokens, more = longest_in_any_layout(tuned, partial(_fits, target, scale), bar.show)
         if not tokens:
             raise NothingWorks(f"Sequences of {STEP} tokens do not fit on {target}.")
@@ -165,7 +166,7 @@ def _min_devices(request: TuneRequest, tuned: Tuner, trials: int) -> None:
     """Increase the number of devices until the run fits and meets the deadline, then search."""
     bounded = any(text.startswith("cluster.nodes=") for text in request.all_overrides)
     most = max_devices(request.target, bounded=bounded)
-    with progress_bar("forecast", "device counts") as bar:
+    with ProgressBar("forecast", "device counts") as bar:
         counts = find_min_devices(tuned, request.tune.days, most, 1.0, bar.show)
     _print_lines(["", *device_count_lines(counts), ""])
     last = counts[-1]

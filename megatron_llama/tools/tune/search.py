@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from megatron_llama.config import ConfigError
 from megatron_llama.plan.memory import SURE
+from megatron_llama.system.progress import ProgressBar
 from megatron_llama.system.tables import gib
 from megatron_llama.system.wrapping import fill
-from megatron_llama.tools.common import ProgressBar, progress_bar
 from megatron_llama.tools.settings import TuneConfig
 from megatron_llama.tools.tune.candidates import TUNED, Candidate, CandidateSpace, Tuner
 from megatron_llama.tools.tune.target import Target
@@ -48,7 +48,7 @@ def enumerate_candidates(tuned: Tuner) -> CandidateSpace:
     """Return all candidates of a target; raise ConfigError if all settings break a rule."""
     # Candidates close to the memory limit are tried only if trials run on this machine.
     memory_factor = {} if tuned.target.is_local else {"memory_factor": 1.0}
-    with progress_bar("forecast", "settings") as bar:
+    with ProgressBar("forecast", "settings") as bar:
         space = tuned.enumerate(progress=bar.show, **memory_factor)
     if not space.candidates and not space.rejected["does not fit"]:
         if not space.total:  # no grid of these devices has the fixed settings: raise the rules' problems
@@ -69,10 +69,10 @@ def search(
     if trials and journal is not None:
         for candidate, outcome in journal.recorded(space.candidates):
             history.add(candidate, outcome)
-        with progress_bar("trials", "trials", trials) as bar:
+        with ProgressBar("trials", "trials", trials) as bar:
             bar.start_at(min(trials, history.timed_count))
             _run_trials(history, space.candidates, trials, journal, attempt, bar)
-        with progress_bar("repeat the fastest", "trials") as bar:
+        with ProgressBar("repeat the fastest", "trials") as bar:
             _repeat_finalists(history, journal, attempt, bar)
     return SearchResult(tuned.target, space, history, rank_candidates(history, space.candidates))
 

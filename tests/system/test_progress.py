@@ -1,4 +1,4 @@
-"""Progress bars of tools and of evaluation."""
+"""Progress bars and times."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_llama.tools import common
-from megatron_llama.tools.common import progress_bar
+from megatron_llama.system import progress as progress_module
+from megatron_llama.system.progress import ProgressBar, duration
 from megatron_llama.tools.inference import evaluate_cli, evaluation
 from megatron_llama.topology import Grid
 
@@ -21,12 +21,12 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(common, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
 
 def test_without_a_terminal_a_line_replaces_the_bar(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     clock = Clock(monkeypatch)
-    with progress_bar("evaluate", "windows", 1000) as bar:
+    with ProgressBar("evaluate", "windows", 1000) as bar:
         for done in range(10, 110, 10):
             clock.now += 10
             bar.show(done)
@@ -58,3 +58,11 @@ def test_a_small_vocabulary_has_several_batches() -> None:
     calls = list[tuple[int, int]]()
     evaluation.perplexity(generator, [window] * 200, lambda done, of: calls.append((done, of)))
     assert len(calls) > 5 and calls[-1] == (200, 200)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (59.6, "1:00"), (3 * 3600 + 7 * 60, "3:07:00"), (2 * 86400 + 15000, "2d 04:10"), (-3, "0:00")],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
