@@ -49,7 +49,6 @@ def test_a_bomb_is_refused(source: str, fault: str, monkeypatch: pytest.MonkeyPa
     ("source", "fault"),
     [
         ("{{ '(' }}" + "{% if true %}" * 500 + "{% endif %}" * 500, "nested too deeply"),
-        ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "nested too deeply"),
         ("{{ 9 ** (9 ** 8) }}", TIME),  # evaluated at compilation
         ("{{ 'a' | absent }}", "No filter"),
     ],
@@ -60,15 +59,13 @@ def test_templates_that_do_not_compile(source: str, fault: str, monkeypatch: pyt
         Jinja(source, {}, [], "there")
 
 
-def test_large_conversations_are_rendered() -> None:
-    """The limit on the output grows with the conversation."""
+def test_the_limit_on_the_output_grows_with_the_conversation() -> None:
     turns = [Turn("user", "x" * 200_000), Turn("assistant", "y" * 200_000)] * 10
     source = "{% for message in messages %}{{ message.content | replace('x', 'yy') }}{% endfor %}"
     assert Jinja(source, {}, [], "there").render(turns) == "y" * 6_000_000
 
 
 def test_forks_have_a_process_each() -> None:
-    """A fork that used its parent's pipes would take another's reply."""
     template = Jinja("{{ messages[0].content }}", {}, [], "there")
     assert template.render(TURNS) == TURNS[0].text
     if (child := os.fork()) == 0:
