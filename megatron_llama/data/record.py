@@ -96,10 +96,13 @@ def differences(saved: Record, now: Record) -> list[tuple[str, Any, Any, str]]:
         if key in saved and saved[key] != now[key]
     ]
     moved = moved_datasets(saved, now)
-    changes += [("data.prefixes", before, after, "moved") for before, after in moved.items()]
+    blends = [part["weights"] for part in saved["segments"]]
+    training = {*saved.get("training", saved["datasets"]), *(prefix for blend in blends for prefix in blend)}
+    lists = {prefix: f"data.{'' if prefix in training else 'validation_'}prefixes" for prefix in saved["datasets"]}
+    changes += [(lists[before], before, after, "moved") for before, after in moved.items()]
     for prefix, facts in saved["datasets"].items():
         if prefix not in moved and prefix in now["datasets"] and not same_dataset(facts, now["datasets"][prefix]):
-            changes.append(("data.prefixes", {prefix: facts}, {prefix: now["datasets"][prefix]}, "content"))
+            changes.append((lists[prefix], {prefix: facts}, {prefix: now["datasets"][prefix]}, "content"))
     before, after = _blend_in_effect(saved, saved), _blend_in_effect(now, saved)
     known = {moved.get(prefix, prefix): weight for prefix, weight in before.items()}
     if before and after and not same_shares(known, after):

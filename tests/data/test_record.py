@@ -197,6 +197,9 @@ def test_kinds_of_differences(sets: list[str], tmp_path: Path) -> None:
     record = make_record(data_plan(blend))
     write_indexed(Path(b), numbered(26, 5001))  # equal numbers of tokens and documents
     assert reported() == [("data.prefixes", "content")]
+    record = make_record(data_plan(blend, **{"data.validation_prefixes": [c]}))
+    write_indexed(Path(c), numbered(9, 1))
+    assert reported(**{"data.validation_prefixes": [c]}) == [("data.validation_prefixes", "content")]
 
 
 def test_one_changed_token_between_the_sampled_ends_is_another_dataset(tmp_path: Path) -> None:
