@@ -378,14 +378,14 @@ def _readings(plan: Plan) -> list[str]:
 
 
 def _short_names(names: Sequence[str], most: int) -> list[str]:
-    """Shorten names to ``most`` letters: first by the folders and the ending that all share, then in the middle."""
+    """Shorten names to ``most`` letters: by the folders and then the ending that all share, then in the middle."""
     if max(map(len, names)) > most:
         start = os.path.commonprefix(names).rfind("/") + 1
-        shared = os.path.commonprefix([name[start:][::-1] for name in names])[::-1] if len(names) > 1 else ""
-        end = len(re.sub("^[^/_]*", "", shared))
-        names = ["…" * bool(start) + name[start : len(name) - end] + "…" * bool(end) for name in names]
-    half = (most - 1) // 2
-    return [name if len(name) <= most else f"{name[: most - 1 - half]}…{name[-half:]}" for name in names]
+        names = ["…" * bool(start) + name[start:] for name in names]
+    if len(names) > 1 and max(map(len, names)) > most:
+        end = len(re.sub("^[^/_]*", "", os.path.commonprefix([name[::-1] for name in names])[::-1]))
+        names = [name[: len(name) - end] + "…" * bool(end) for name in names]
+    return [name if len(name) <= most else f"{name[: most // 2]}…{name[-((most - 1) // 2) :]}" for name in names]
 
 
 def _sharding(plan: Plan) -> str:

@@ -9,6 +9,7 @@ import pytest
 from megatron_llama.cli import main
 from megatron_llama.config import PRECISIONS, load_config
 from megatron_llama.plan import Plan, format_plan, resolve
+from megatron_llama.plan.format_plan import _short_names
 from tests.config.helpers import everything_exists, make
 from tests.golden import GoldenFiles
 from tests.paths import CONF
@@ -59,6 +60,12 @@ def test_lines(subject: str) -> None:
     matches = {settings: re.search(rf"\n( +{subject} .*\n(?: {{16}}.*\n)*)", page) for settings, page in pages.items()}
     text = "\n".join(f"{settings}\n{match[1]}" for settings, match in matches.items() if match)
     GoldenFiles.check(f"plan/{subject}.txt", text)
+
+
+def test_names_of_datasets_lose_no_more_than_needed() -> None:
+    names = ["/data/wiki_text_document", "/data/code_text_document"]
+    assert _short_names(names, 19) == ["…wiki_text_document", "…code_text_document"]
+    assert _short_names(names, 18) == ["…wiki…", "…code…"]
 
 
 def test_the_ranks_in_the_table_are_those_of_the_topology() -> None:
