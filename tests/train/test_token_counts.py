@@ -29,12 +29,7 @@ LENGTH = 16
 # Samples in pairs would mix kinds with and without documents in a micro batch, which no dataset does.
 ALONE = "trainer.micro_batch_size=1"
 # The documents of a sample, by its number modulo 4: padded, packed with and without padding, full.
-KINDS: list[tuple[str, list[int]]] = [
-    ("num_tokens", [5]),
-    ("documents", [3, 4, 1]),
-    ("documents", [10, 6]),
-    ("", [16]),
-]
+KINDS: list[tuple[str, list[int]]] = [("num_tokens", [5]), ("documents", [3, 4, 1]), ("documents", [10, 6]), ("", [16])]
 
 
 class Kinds:

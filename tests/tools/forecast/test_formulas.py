@@ -12,12 +12,7 @@ from megatron_llama.plan import resolve
 from megatron_llama.plan.job import Job, job_of_plan
 from megatron_llama.plan.memory import States, footprint, layer_activations, microbatches_in_flight
 from megatron_llama.tools.forecast.hardware import devices, find_device
-from megatron_llama.tools.forecast.step_time import (
-    StepTime,
-    kernel_count,
-    load_constants,
-    step_time,
-)
+from megatron_llama.tools.forecast.step_time import StepTime, kernel_count, load_constants, step_time
 from tests.config.helpers import make
 
 LLAMA = ModelConfig(
