@@ -288,14 +288,14 @@ def _block(finding: Finding, colour: bool) -> Iterator[str]:
 
 
 def _verdict(nodes: Sequence[NodeState], findings: Sequence[Finding], seconds: float) -> Iterator[str]:
-    scope = f"{len(nodes)} {plural(len(nodes), 'node')} in {seconds:.0f} s"
+    scope = f" on {len(nodes)} {plural(len(nodes), 'node')}" * bool(nodes) + f" in {seconds:.0f} s"
     if not findings:
-        yield f"No problems on {scope}."
+        yield f"No problems{scope}."
         return
     counts = [sum(finding.severity == severity for finding in findings) for severity in SEVERITIES]
     words = ("fatal", "may fail or slow a run", "for information")
     summary = ", ".join(f"{count} {word}" for count, word in zip(counts, words, strict=True) if count)
-    yield f"{len(findings)} {plural(len(findings), 'finding')} on {scope}: {summary}."
+    yield f"{len(findings)} {plural(len(findings), 'finding')}{scope}: {summary}."
 
 
 def _size(size: int) -> str:
