@@ -97,7 +97,7 @@ def differences(saved: Record, now: Record) -> list[tuple[str, Any, Any, str]]:
     ]
     moved = moved_datasets(saved, now)
     blends = [part["weights"] for part in saved["segments"]]
-    training = {*saved.get("training", saved["datasets"]), *(prefix for blend in blends for prefix in blend)}
+    training = set(saved.get("training") or saved["datasets"]).union(*blends)
     lists = {prefix: f"data.{'' if prefix in training else 'validation_'}prefixes" for prefix in saved["datasets"]}
     changes += [(lists[before], before, after, "moved") for before, after in moved.items()]
     for prefix, facts in saved["datasets"].items():
