@@ -203,7 +203,6 @@ def test_who_takes_which_kernel() -> None:
 
 @pytest.mark.usefixtures("flash")
 def test_grouped_heads_in_fp32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's SDPA would materialize all scores (tests/cuda/test_work.py)."""
     calls = []
     monkeypatch.setattr(attention, "takes_efficient", lambda q: True)
     monkeypatch.setattr(attention, "_kernel", lambda q, mask: calls.append(q.shape) or Call.EFFICIENT)

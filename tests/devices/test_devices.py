@@ -160,25 +160,22 @@ def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 PEAKS = {
-    "H100 80GB HBM3": (989, 67),
-    "H100 PCIe": (756, 51),
-    "H100 NVL": (835, 60),
-    "H200": (989, 67),
-    "H200 NVL": (835, 60),
-    "GH200 480GB": (989, 67),
-    "H20": (148, 44),
-    "H20-3e": (148, 44),
-    "B300 SXM6 AC": (2250, 75),
-    "GB300": (2500, 80),
-    "GB200": (2500, 80),
-    "B200": (2250, 75),
-    "A100-SXM4-80GB": (312, 19.5),
+    (989, 67): ("H100 80GB HBM3", "H200", "GH200 480GB"),
+    (835, 60): ("H100 NVL", "H200 NVL"),
+    (756, 51): ("H100 PCIe",),
+    (148, 44): ("H20", "H20-3e"),
+    (2250, 75): ("B200", "B300 SXM6 AC"),
+    (2500, 80): ("GB200", "GB300"),
+    (312, 19.5): ("A100-SXM4-80GB", "A100 80GB PCIe"),
+    (362, 91.6): ("L40S",),
+    (165, 82.6): ("GeForce RTX 4090",),
+    (209.5, 104.8): ("GeForce RTX 5090",),
 }
 """Dense TFLOP/s in bf16 and fp32."""
 
 
 def test_peaks_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    for model, (bf16, fp32) in PEAKS.items():
+    for model, bf16, fp32 in ((model, *peak) for peak, models in PEAKS.items() for model in models):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda model=model: f"NVIDIA {model}")
         flops, source = cuda.DEVICE.peak_flops("bf16")
         assert (flops, cuda.DEVICE.peak_flops("fp32")[0]) == (bf16 * 1e12, fp32 * 1e12), model

@@ -12,6 +12,7 @@ from docs import generate
 from megatron_llama.cli import CONF_DIR, main, usage
 from megatron_llama.config import Config, load_config
 from megatron_llama.config.fields import get, settings_by_name
+from megatron_llama.devices import device_named
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.memory import USABLE, stage_footprints
@@ -59,6 +60,7 @@ def plan_of(name: str, *overrides: str) -> Plan:
 def test_each_recipe_is_known_here_and_to_those_who_ask_for_help() -> None:
     assert {path.stem for path in (CONF_DIR / "experiment").glob("pretrain_*.yaml")} == set(PUBLISHED)
     assert [path.stem for path in (CONF_DIR / "experiment").glob("extend_*.yaml")] == [EXTEND]
+    assert {path.stem for path in (CONF_DIR / "experiment").glob("*gb.yaml")} == set(CARDS)
     lines = usage().splitlines()
     for name in PUBLISHED:
         assert any(line.split()[:1] == [name] and "from random weights" in line for line in lines)
@@ -139,6 +141,16 @@ def test_it_fits_its_cluster(name: str) -> None:
     plan = plan_of(name, "device.memory_gib=79.1")
     assert max(stage.total for stage in stage_footprints(plan)) <= USABLE * 79.1 * GIB
     assert f" on {plan.world_size // 8} machines with 8 H100" in generate.experiment_summary(name)
+
+
+CARDS = {"llama3_1b_24gb": 23.5, "llama3_8b_qlora_24gb": 23.5, "llama3_8b_80gb": 79.1}
+"""Memory that the driver reports, GiB."""
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_it_fits_its_card(name: str) -> None:
+    (stage,) = stage_footprints(plan_of(name, f"device.memory_gib={CARDS[name]}"))
+    assert stage.total + device_named("cuda").memory_reserve(stage.total) <= CARDS[name] * GIB
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -39,6 +39,7 @@ PRODUCTS = (
     Product("L40S", 362.0, 91.6, "NVIDIA L40S data sheet"),
     Product("A10G", 70.0, 35.0, "NVIDIA A10G data sheet"),
     Product("RTX 4090", 165.0, 82.6, "NVIDIA Ada architecture white paper"),
+    Product("RTX 5090", 209.5, 104.8, "NVIDIA RTX Blackwell architecture white paper, fp32 accumulation"),
     Product("V100", 125.0, 15.7, "NVIDIA V100 data sheet, fp16: it has no bf16"),
 )
 """Longer names come before the names that they contain."""
