@@ -204,9 +204,9 @@ class Topology:
         """Whether this rank writes the metrics: rank 0, since all ranks have the reduced values."""
         return self.rank == 0
 
-    def chunks(self) -> range:
+    def virtual_stages(self) -> range:
         """Return the virtual stages of this rank."""
-        return chunks_of(self.place["pp"], self.sizes["pp"], self.vpp)
+        return virtual_stages_of(self.place["pp"], self.sizes["pp"], self.vpp)
 
     def positions(self, length: int, documents: Lengths | None = None, pattern: Pattern = CAUSAL) -> tuple[range, ...]:
         """Return the positions of this rank's tokens in sequences of ``length`` tokens, in the order of the rank.
@@ -216,7 +216,7 @@ class Topology:
         return divide(self.sizes["cp"], length, documents, pattern)[self.place["cp"]]
 
 
-def chunks_of(pp_rank: int, pp: int, vpp: int) -> range:
+def virtual_stages_of(pp_rank: int, pp: int, vpp: int) -> range:
     """Return the virtual stages of a pipeline stage: p, pp + p, 2 pp + p, ..."""
     return range(pp_rank, pp * vpp, pp)
 
@@ -251,6 +251,7 @@ def divide(
         documents: for each sequence of the micro batch, the lengths of its documents. Work is summed over sequences.
         pattern: visible keys inside a document.
     """
+    # More chunks balance better; the length is a multiple of two for each rank (``Grid.sequence_unit``).
     if cp == 1 or documents is None or all(len(row) == 1 for row in documents):
         return zigzags(cp, length)
     each = max(count for count in (2, 4, 8) if length % (cp * count) == 0)

@@ -119,7 +119,7 @@ def test_the_place_of_a_rank_in_a_plan() -> None:
         tp, dp, pp = rank % 2, rank // 2 % 6, rank // 12
         assert topology.place == {"tp": tp, "cp": 0, "dp": dp, "pp": pp}
         assert (topology.shard_rank, topology.replica_rank) == (dp % 3, dp // 3)
-        assert list(topology.chunks()) == [pp, pp + 2]
+        assert list(topology.virtual_stages()) == [pp, pp + 2]
         assert topology.is_logger == (rank == 0)
     with pytest.raises(ValueError, match="rank 24 is not in a world of 24"):
         plan.topology(24)

@@ -56,7 +56,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "data_prep/test_resume.py::test_signal_exits_with_75_and_run_resumes": ("12-process", "2-group"),
     "devices/test_new_device.py::test_it_trains": (),
     "devices/test_pair_transfers.py::test_the_same_bits": ("pp2·vpp2", "pp3, uneven"),
-    "devices/test_visibility.py::test_logits_of_each_example_are_those_of_it_alone": (
+    "devices/test_attention_inputs.py::test_logits_of_each_example_are_those_of_it_alone": (
         "plain-tiles",
         "plain-mask",
         "recompute selective-tiles",
@@ -66,7 +66,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "pp2 vpp2-tiles",
         "zero 3, dp2-mask",
     ),
-    "devices/test_visibility.py::test_no_gradient_crosses_a_document_boundary": ("none", "full"),
+    "devices/test_attention_inputs.py::test_no_gradient_crosses_a_document_boundary": ("none", "full"),
     "experiments/test_recipes.py::test_one_trains": (),
     "experiments/test_recipes.py::test_the_extension_trains_scaled_down": (),
     "finetuning/test_lora.py::test_a_resumed_run_is_the_uninterrupted_one": ("zero 3",),

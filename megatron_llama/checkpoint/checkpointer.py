@@ -31,11 +31,11 @@ from megatron_llama.config.settings import ALLOWED
 from megatron_llama.data.batches import Data
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
+from megatron_llama.parallel.compare_copies import Copies
 from megatron_llama.parallel.groups import broadcast_from_rank_0, sync_errors
 from megatron_llama.parallel.parallelize import init_magnitudes
-from megatron_llama.parallel.replicas import Copies
 from megatron_llama.plan import Plan
-from megatron_llama.plan.schedules import BatchSchedule
+from megatron_llama.plan.data_schedules import BatchSchedule
 from megatron_llama.system import phase
 from megatron_llama.topology import Topology
 

@@ -21,8 +21,8 @@ from megatron_llama.config.settings import ALLOWED
 from megatron_llama.data.record import Record
 from megatron_llama.data.record import differences as record_differences
 from megatron_llama.plan import Plan
+from megatron_llama.plan.data_schedules import BatchSchedule, all_sizes
 from megatron_llama.plan.derive import COSINE, derive_optimizer
-from megatron_llama.plan.schedules import BatchSchedule, all_sizes
 from megatron_llama.topology import AXIS_NAMES
 
 FREE, LOGGED, FIXED = "free", "logged", "fixed"

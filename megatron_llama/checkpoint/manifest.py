@@ -30,7 +30,7 @@ from megatron_llama.checkpoint.stored_tensors import (
     parse_shape,
     read_json,
 )
-from megatron_llama.plan.schedules import RunPosition
+from megatron_llama.plan.data_schedules import RunPosition
 
 NAME = "checkpoint.json"
 FORMAT, VERSION = "megatron_llama checkpoint", 1

@@ -1,8 +1,8 @@
 """Micro batches of a rank (``Batches``), and the data of a run.
 
-A step trains on the next ``BatchSchedule.size_from`` samples (plan/schedules.py), in every layout. Micro batch m of
-data-parallel rank d begins at offset (m * dp + d) * micro_batch_size. Context-parallel ranks have the same samples and
-different positions.
+A step trains on the next ``BatchSchedule.size_from`` samples (plan/data_schedules.py), in every layout. Micro batch m
+of data-parallel rank d begins at offset (m * dp + d) * micro_batch_size. Context-parallel ranks have the same samples
+and different positions.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from megatron_llama.data.graded_order import (
 from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.record import Record, advance_record, changes_reading, make_record
 from megatron_llama.data.sample_stream import SampleStream, build_streams, resume_streams
-from megatron_llama.devices.visibility import Documents
+from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.random_ltd import Subsets, build_subsets, draw_subsets
 from megatron_llama.parallel.context import BACKENDS
 from megatron_llama.parallel.groups import broadcast_from_rank_0
 from megatron_llama.plan import Plan
-from megatron_llama.plan.schedules import BatchSchedule, RunPosition, SequenceCut, TokenSchedule, sequence_cut_at
+from megatron_llama.plan.data_schedules import BatchSchedule, RunPosition, SequenceCut, TokenSchedule, sequence_cut_at
 from megatron_llama.system import phase
 from megatron_llama.topology import Topology
 
@@ -143,7 +143,7 @@ class Batches:
         """Build the subsets of this rank's random-LTD layers, ``ltd_length`` tokens of each sample."""
         assert self.random_ltd is not None
         topology, length = self.topology, self.plan.config.data.length
-        local = [layer for stage in topology.chunks() for layer in self.plan.stage_layers[stage]]
+        local = [layer for stage in topology.virtual_stages() for layer in self.plan.stage_layers[stage]]
         layers = [layer for layer in local if layer in self.random_ltd.layers]
         drawn = draw_subsets(self.plan.config.trainer.seed, samples, layers, ltd_length, length)
         part = (topology.place["tp"], topology.sizes["tp"]) if self.plan.sp else (0, 1)

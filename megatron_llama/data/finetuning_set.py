@@ -21,7 +21,7 @@ from megatron_llama.data.checks import check_data, check_ids, check_mask
 from megatron_llama.data.graded_order import Level, build_graded, group_seed, levels_of
 from megatron_llama.parallel.groups import raise_on_all_ranks, sync_errors
 from megatron_llama.plan import Plan
-from megatron_llama.plan.schedules import indexed_metrics
+from megatron_llama.plan.data_schedules import indexed_metrics
 
 PADDING = -1
 """Document number of padding tokens in a packed sequence."""

@@ -34,7 +34,7 @@ from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.corpus.packing import Order
 from megatron_llama.corpus.splits import DatasetSplit
 from megatron_llama.plan import Plan
-from megatron_llama.plan.schedules import SequenceCut, difficulties_at, first_steps, indexed_metrics
+from megatron_llama.plan.data_schedules import SequenceCut, difficulties_at, first_steps, indexed_metrics
 
 _GOLDEN = (5**0.5 - 1) / 2
 

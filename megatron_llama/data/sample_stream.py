@@ -40,7 +40,7 @@ from megatron_llama.data.megatron_order import build_megatron
 from megatron_llama.data.record import Record, changes_reading, make_record, moved_datasets
 from megatron_llama.parallel.groups import raise_on_all_ranks, sync_errors
 from megatron_llama.plan import Plan
-from megatron_llama.plan.schedules import indexed_metrics
+from megatron_llama.plan.data_schedules import indexed_metrics
 from megatron_llama.system.errors import machine_fault
 
 CACHED_EPOCHS = 2  # a global batch may extend into the next epoch

@@ -37,7 +37,7 @@ from megatron_llama.arch.pattern import (
     Pattern,
     Tile,
 )
-from megatron_llama.devices.visibility import AttentionInputs, is_visible
+from megatron_llama.devices.attention_inputs import AttentionInputs, is_visible
 
 aten = torch.ops.aten
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from megatron_llama.arch.pattern import Pattern
 from megatron_llama.config.precision import STATE_BLOCK
 from megatron_llama.devices import attention
-from megatron_llama.devices.visibility import AttentionInputs, Documents, build_attention_inputs
+from megatron_llama.devices.attention_inputs import AttentionInputs, Documents, build_attention_inputs
 
 FUSED_ADAM: dict[bool, Callable[..., None]] = {False: torch._fused_adam_, True: torch._fused_adamw_}
 """torch's kernels, by whether weight decay is decoupled."""

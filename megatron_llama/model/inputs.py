@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_llama.arch.pattern import Pattern, pattern_of
 from megatron_llama.config import ModelConfig
-from megatron_llama.devices.visibility import AttentionInputs, Documents
+from megatron_llama.devices.attention_inputs import AttentionInputs, Documents
 from megatron_llama.model.random_ltd import Subset, Subsets
 from megatron_llama.model.rotary import Rotary, at_positions, rotary_table
 
@@ -84,7 +84,7 @@ class InputBuilder:
         of_subset = partial(self._of_subset, table, tokens.shape[1])
         return BlockInputs(rotary, visible, documents, subsets, of_subset)
 
-    __call__ = whole  # of micro batches; ranks of context parallelism divide them (parallel/context.py)
+    __call__ = whole  # of micro batches; with context parallelism DividedInputBuilder overrides it
 
     @property
     def pattern(self) -> Pattern:

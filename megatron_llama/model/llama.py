@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from megatron_llama.arch.shapes import fused_shape, has_bias, head_dim, kv_heads_per_rank, norms_branches, qk_norm
 from megatron_llama.config import ModelConfig
+from megatron_llama.devices.attention_inputs import AttentionInputs
 from megatron_llama.devices.kernels import EAGER
-from megatron_llama.devices.visibility import AttentionInputs
 from megatron_llama.model.inputs import BlockInputs, InputBuilder
 from megatron_llama.model.loss import Head
 from megatron_llama.model.norm import Normalize, ProjectionNorm, RMSNorm, normalize

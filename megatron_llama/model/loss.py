@@ -35,9 +35,10 @@ class SoftmaxKernels(NamedTuple):
     needs_fp32: bool
     """Whether the caller casts the logits to fp32 first."""
     statistics: Callable[[Tensor], tuple[Tensor, Tensor]]
-    """From logits to (largest logit, sum of exp(logit - largest)) of each row, each fp32 [n]."""
+    """From logits to (largest logit, sum of exp(logit - largest)) of each row, each fp32 [n]. May overwrite the logits
+    by exp(logit - largest)."""
     write_softmax: Callable[[Tensor, Tensor, Tensor], None]
-    """From (logits, largest [n], scale [n]): overwrites the logits by exp(logit - largest) * scale."""
+    """From (logits after ``statistics``, largest [n], scale [n]): overwrites them by exp(logit - largest) * scale."""
 
 
 def _statistics_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -289,7 +290,7 @@ def _softmax(logits: Tensor, labels: Tensor, loss_weights: Tensor, spec: LossSpe
     """
     here = (labels >= 0) & (labels < logits.shape[1])
     label_index = torch.arange(len(labels), device=labels.device), torch.where(here, labels, 0)
-    target = logits[label_index].float()
+    target = logits[label_index].float()  # before ``statistics``, which may overwrite the logits
     local_max, total = spec.softmax.statistics(logits)
     scale = 1 / total  # of this rank's exponentials
     largest, label = local_max, target * here

@@ -121,7 +121,7 @@ class Optimizer:
 
     def metrics(self) -> dict[str, float]:
         """Return the optimizer's metrics of the last step. A collective."""
-        return self.inner.metrics() if self.qk_clip is None else self.qk_clip.metrics()
+        return self.inner.metrics() | ({} if self.qk_clip is None else self.qk_clip.metrics())
 
     @property
     def row(self) -> OptimizerRow:
@@ -237,8 +237,8 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
         asynchronous=not on_host and kind.asynchronous,
     )
     inner = build_inner(inputs)
-    clip = None if optim.qk_clip is None else QKClip(inner, model, inputs)
-    return Optimizer(model, inner, build_schedule(plan, inner), optim.clip, on_host, clip)
+    qk_clip = None if optim.qk_clip is None else QKClip(inner, model, inputs)
+    return Optimizer(model, inner, build_schedule(plan, inner), optim.clip, on_host, qk_clip)
 
 
 def build_inner(inputs: OptimizerInputs) -> ShardOptimizer:

@@ -81,7 +81,7 @@ class ComputeCopies:
         if last:
             copy.untyped_storage().resize_(0)  # no later operation of this pass reads the weight
 
-    def before_last_microbatch(self) -> Callable[[], AbstractContextManager[None]]:
+    def no_sync_func(self) -> Callable[[], AbstractContextManager[None]]:
         """Return the ``no_sync_func`` of megatron-core's schedules: a context around all micro batches but the last."""
 
         @contextmanager

@@ -32,8 +32,8 @@ from megatron_llama.arch.pattern import CAUSAL, Lengths, Pattern
 from megatron_llama.config import ModelConfig
 from megatron_llama.devices import attention
 from megatron_llama.devices.attention import largest_logits
+from megatron_llama.devices.attention_inputs import AttentionInputs, Documents
 from megatron_llama.devices.kernels import AttentionKernels
-from megatron_llama.devices.visibility import AttentionInputs, Documents
 from megatron_llama.model.inputs import BlockInputs, InputBuilder
 from megatron_llama.model.llama import BlockParts
 from megatron_llama.model.random_ltd import Subsets

@@ -10,8 +10,7 @@ zero=0 is a shard group of one rank, replicated over all: ``fully_shard`` over o
 overlaps, so all stages share one code path. ``shard_group`` sets sizes in between (hybrid sharding).
 
 With one data-parallel rank nothing is sharded (``Storage.kind``). The rank keeps plain parameters, or casts them itself
-(``ComputeCopies``), except under ZeRO 3. ``fully_shard`` would copy each weight once and each gradient three times per
-step, and hold the weights twice.
+(``ComputeCopies``), except under ZeRO 3.
 
 DeepSpeed's ZeRO 3 settings correspond to units. Live parameters: a unit and the next one. Prefetch: the next unit,
 forward and backward (``shard_chunk``). Reduce bucket: a unit. A parameter persistence threshold is not needed, because
@@ -105,6 +104,7 @@ def shard_chunk(chunk: Llama, groups: DataGroups, plan: Plan) -> None:
     )
 
     def shard(module: Any, reused_at_once: bool, in_backward: bool = True) -> None:
+        """Shard a unit. ``reused_at_once``: the backward pass begins with it; ``in_backward``: it reads the weights."""
         reshard = plan.config.trainer.zero == 3 and not reused_at_once
         parameters: dict[nn.Parameter, None] = {}
         fully_shard(  # calls shard_placement_fn for each parameter of the unit; None shards by rows
@@ -138,7 +138,7 @@ def shard_chunk(chunk: Llama, groups: DataGroups, plan: Plan) -> None:
     if chunk.is_last and not tied:
         shard([chunk.norm, chunk.lm_head], reused_at_once=True)
         order.append(chunk.norm)
-    shard(chunk, reused_at_once=chunk.is_last)
+    shard(chunk, reused_at_once=chunk.is_last)  # the rest, such as tied embeddings and the norm
     for unit, following in pairwise(order):
         unit.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([unit])
@@ -207,7 +207,7 @@ class _NoReduction:
         """Do nothing: input and result are one buffer."""
 
 
-def before_last_microbatch(
+def no_sync_func(
     chunk: nn.Module, zero: int, copies: ComputeCopies | None
 ) -> Callable[[], AbstractContextManager[None]] | None:
     """Return the ``no_sync_func`` of megatron-core's schedules: a context around all micro batches except the last.
@@ -215,7 +215,7 @@ def before_last_microbatch(
     Below stage 3 the parameters stay unsharded in it, and below stage 2 gradients accumulate locally.
     """
     if copies is not None:
-        return copies.before_last_microbatch()
+        return copies.no_sync_func()
     if zero == 3 or not isinstance(chunk, FSDPModule):
         return None
 

@@ -21,7 +21,7 @@ from megatron_llama import devices
 from megatron_llama.arch.names import MAGNITUDE, is_lora, lora_name
 from megatron_llama.arch.shapes import matrices
 from megatron_llama.devices import Device
-from megatron_llama.devices.visibility import Documents
+from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.model.init import initial_values, torch_dtype
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import Llama
@@ -125,7 +125,8 @@ class ParallelModel:
         sizes = torch.stack([batch.token_counts for batch in microbatches]).sum(dim=0)
         counts = torch.cat((with_loss[None], sizes))
         dist.all_reduce(counts)
-        # All tensor- and pipeline-parallel ranks of a data-parallel rank have the same micro batches.
+        # All tensor- and pipeline-parallel ranks of a data-parallel rank have the same micro batches. Context-parallel
+        # ranks have parts of loss_mask, and the first has all token_counts.
         return TokenTotals(*(counts // self.plan.grid.product(*self.plan.grid.same_tokens)).unbind())
 
 
@@ -187,7 +188,7 @@ def build_model(
     build = Build(plan, topology, kernels, groups, exchange, exact, compiler)
     parts = block_parts(build)
     chunks, shards, compute_copies = list[Llama](), list[Shard](), list[ComputeCopies | None]()
-    for stage in topology.chunks():
+    for stage in topology.virtual_stages():
         with torch.device("meta"):
             chunk = Llama(
                 plan.model,

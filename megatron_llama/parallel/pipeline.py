@@ -17,11 +17,11 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
 )
 
-from megatron_llama.devices.visibility import Documents
+from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import Llama
 from megatron_llama.parallel.compute_copies import ComputeCopies
-from megatron_llama.parallel.fsdp import before_last_microbatch
+from megatron_llama.parallel.fsdp import no_sync_func
 from megatron_llama.plan import Plan
 
 
@@ -66,12 +66,11 @@ def run_schedule(
 
     for chunk in chunks:
         chunk.train(train)
-    contexts = [
-        before_last_microbatch(chunk, trainer.zero, copies)
-        for chunk, copies in zip(chunks, compute_copies, strict=True)
-    ]
+    contexts = [no_sync_func(chunk, trainer.zero, copies) for chunk, copies in zip(chunks, compute_copies, strict=True)]
     config = chunks[0].config
-    config.no_sync_func = None if not train or contexts[0] is None else contexts if trainer.vpp > 1 else contexts[0]
+    config.no_sync_func = None
+    if train and contexts[0] is not None:  # the interleaved schedule takes one for each chunk
+        config.no_sync_func = contexts if trainer.vpp > 1 else contexts[0]
     with torch.set_grad_enabled(train):
         losses = _run(chunks, plan, forward_step, microbatches, microbatches[0].tokens.shape, train)
     device = microbatches[0].tokens.device

@@ -67,7 +67,8 @@ class ReplicatedGradients:
 
     def total_loss(self, means: torch.Tensor) -> torch.Tensor:
         """Return the sum of ``means`` over all ranks."""
-        # All tensor-parallel ranks of the last stage have the same value; context-parallel ranks have parts of the sum.
+        # Tensor-parallel ranks of the last stage have the same value, context-parallel ranks have parts of the sum, and
+        # other stages have zeros.
         means = means / self.copies_of_loss
         dist.all_reduce(means)
         return means

@@ -19,8 +19,8 @@ from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings import SAVE_MINUTES, Config
 from megatron_llama.corpus.splits import open_splits, samples_per_epoch
+from megatron_llama.plan.data_schedules import BatchSchedule
 from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.schedules import BatchSchedule
 from megatron_llama.system.files import user_cache
 from megatron_llama.system.tables import plural
 from megatron_llama.topology import Grid

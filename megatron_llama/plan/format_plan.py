@@ -15,15 +15,15 @@ from megatron_llama.config.precision import QUANTIZATION_BLOCK, STATE_BLOCK, qua
 from megatron_llama.config.settings import KEPT_BY_TIME, Config
 from megatron_llama.config.stored import NAME
 from megatron_llama.devices import find_device
+from megatron_llama.plan.data_schedules import BatchSchedule, curriculum_lengths
 from megatron_llama.plan.memory import Footprint, stage_footprints
 from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.schedules import BatchSchedule, curriculum_lengths
 from megatron_llama.plan.steps import applied_steps, recomputation
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.tables import gib, plural, short_count
 from megatron_llama.system.wrapping import WIDTH, fill, wrap_lines
-from megatron_llama.topology import chunks_of
+from megatron_llama.topology import virtual_stages_of
 
 PLAN_FILE = "plan.txt"
 LABEL = 14
@@ -198,7 +198,7 @@ def _cells(plan: Plan, memory: list[Footprint], columns: int, most_chunks: int |
         if stage is None:
             rows.append(["…"] + [""] * (len(header) - 1))
             continue
-        chunks = [plan.stage_layers[chunk] for chunk in chunks_of(stage, pp, plan.config.trainer.vpp)]
+        chunks = [plan.stage_layers[chunk] for chunk in virtual_stages_of(stage, pp, plan.config.trainer.vpp)]
         shown = _some(len(chunks), most_chunks or len(chunks))
         spans = ["…" if chunk is None else _span(chunks[chunk]) for chunk in shown]
         layers = f"{sum(map(len, chunks)):>3}  " + " + ".join(spans)

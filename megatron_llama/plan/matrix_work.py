@@ -21,7 +21,7 @@ from megatron_llama.arch.names import Rectangle, TensorParallel, keep_rows, rect
 from megatron_llama.arch.shapes import FUSED, Matrix, fused_matrix, head_dim, kv_copies, matrices
 from megatron_llama.config.settings import ModelConfig
 from megatron_llama.plan.plan import Plan
-from megatron_llama.topology import chunks_of
+from megatron_llama.topology import virtual_stages_of
 
 NEWTON_SCHULZ_STEPS = 5
 """Steps of the published iteration."""
@@ -34,7 +34,7 @@ class MatrixWork:
         self._plan = plan
         self.tp, self.shard_size = plan.config.trainer.tp, plan.shard_size
         self.members = self.tp * plan.data_ranks
-        stages = chunks_of(pp_rank, plan.config.trainer.pp, plan.config.trainer.vpp)
+        stages = virtual_stages_of(pp_rank, plan.config.trainer.pp, plan.config.trainer.vpp)
         layers = [layer for stage in stages for layer in plan.stage_layers[stage]]
         self._matrices = matrices(plan.model)
         self._sizes: dict[tuple[str, int], int] = {}

@@ -9,7 +9,7 @@ from megatron_llama.arch.shapes import StageParameters, kv_copies
 from megatron_llama.config.precision import BYTES, PRECISIONS, QUANTIZED_BITS, Precision
 from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.corpus.splits import DatasetUsage
-from megatron_llama.plan.schedules import BatchSchedule, RunPosition, TokenSchedule
+from megatron_llama.plan.data_schedules import BatchSchedule, RunPosition, TokenSchedule
 from megatron_llama.plan.storage import Storage
 from megatron_llama.topology import Divided, Grid, Topology
 

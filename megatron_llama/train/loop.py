@@ -261,6 +261,6 @@ def validate_set(plan: Plan, model: ParallelModel, batches: Batches) -> list[flo
         rule = f"no token of the {end:,} validation samples has loss, so the validation loss is undefined"
         field = "data.validation_prefixes" if plan.config.data.validation_prefixes else "data.split"
         instead = "write trainer.val_steps=null to validate on the whole set, or prepare it with answers that have loss"
-        raise ConfigError([Problem(field, getattr(plan.config.data, field[5:]), rule, instead)])
+        raise ConfigError([Problem(field, getattr(plan.config.data, field.removeprefix("data.")), rule, instead)])
     means = (torch.stack(results).cpu().double() * weights[:, None]).sum(dim=0) / weights.sum()
     return means.tolist()

@@ -13,7 +13,7 @@ from megatron_llama.config.data_settings import curriculum_metrics, validation_s
 from megatron_llama.devices import Peak
 from megatron_llama.parallel.compiling import may_compile
 from megatron_llama.plan import Plan
-from megatron_llama.plan.schedules import BatchSchedule, difficulties_at
+from megatron_llama.plan.data_schedules import BatchSchedule, difficulties_at
 from megatron_llama.train.console import StepPrinter, Value, format_losses
 from megatron_llama.train.loss_curve import PICTURE_FILE, draw_run
 from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, note_loaded_step, read_run_records

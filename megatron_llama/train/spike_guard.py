@@ -33,7 +33,7 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, Shard
 from megatron_llama.parallel.groups import broadcast_from_rank_0
 from megatron_llama.plan import Plan
-from megatron_llama.plan.schedules import RunPosition
+from megatron_llama.plan.data_schedules import RunPosition
 from megatron_llama.system import phase
 from megatron_llama.system.errors import TrainingFault
 from megatron_llama.system.wrapping import wrap

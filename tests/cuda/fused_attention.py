@@ -15,7 +15,7 @@ import torch
 
 from megatron_llama.arch.pattern import Pattern
 from megatron_llama.devices import device_named
-from megatron_llama.devices.visibility import Documents, build_attention_inputs, dense_mask
+from megatron_llama.devices.attention_inputs import Documents, build_attention_inputs, dense_mask
 from tests.cuda.host_arithmetic import HostArithmetic, on_host
 from tests.devices.helpers import attention_inputs, dense_attention
 

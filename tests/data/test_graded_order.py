@@ -23,7 +23,7 @@ from megatron_llama.data.graded_order import GroupSchedule, cut_sample, group_se
 from megatron_llama.data.record import Record
 from megatron_llama.data.sample_stream import EndlessDataset, SampleStream
 from megatron_llama.plan import Plan
-from megatron_llama.plan.schedules import RunPosition, SequenceCut
+from megatron_llama.plan.data_schedules import RunPosition, SequenceCut
 from tests.data.files import data_plan, numbered, write_indexed
 from tests.data.megatron import text
 from tests.model.llamas import CPU

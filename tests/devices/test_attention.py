@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_llama.arch.pattern import Keys, Pattern
 from megatron_llama.devices import HOST, NAMES, attention, device_named
+from megatron_llama.devices.attention_inputs import Documents, build_attention_inputs, dense_mask
 from megatron_llama.devices.cpu import attention as cpu_attention
-from megatron_llama.devices.visibility import Documents, build_attention_inputs, dense_mask
 from tests.devices.helpers import attention_inputs, dense_attention
 from tests.model.flash import flash_on_cpu
 

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_llama.arch.pattern import Pattern
 from megatron_llama.devices import HOST, device_named
+from megatron_llama.devices.attention_inputs import Documents, dense_mask
 from megatron_llama.devices.cpu import attention as cpu_attention
-from megatron_llama.devices.visibility import Documents, dense_mask
 from tests.compiled import needs_compiler
 from tests.devices.helpers import attention_inputs, dense_attention
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_llama.arch.pattern import Pattern
+from megatron_llama.devices.attention_inputs import Documents, build_attention_inputs, dense_mask
 from megatron_llama.devices.cuda import flash_attention_3, transformer_engine
 from megatron_llama.devices.cuda.kernels import CudaKernels
-from megatron_llama.devices.visibility import Documents, build_attention_inputs, dense_mask
 from tests.cuda.fused_attention import BLACKWELL, HEAD_DIM, IDS, LENGTH, STAND_INS
 from tests.devices.helpers import attention_inputs, dense_attention
 

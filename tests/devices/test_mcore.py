@@ -58,7 +58,7 @@ ACCOUNTED = {
     ("tensor_parallel.random", "CudaRNGStatesTracker."): RANDOM,
     ("tensor_parallel.random", "model_parallel_cuda_manual_seed"): RANDOM,
     ("utils", "GlobalSymmetricMemoryBuffer."): "NVLink buffers, only for inference",
-    ("utils", "check_param_hashes_across_dp_replicas"): "parallel/replicas.py compares copies",
+    ("utils", "check_param_hashes_across_dp_replicas"): "parallel/compare_copies.py compares copies",
     ("utils", "local_multi_tensor_l2_norm"): "optim/norm.py has its own norm",
     ("utils", "StragglerDetector."): TIMER,
     ("utils", "get_batch_on_this_hybrid_cp_rank"): "context parallelism, which we don't have",

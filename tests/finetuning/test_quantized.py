@@ -16,7 +16,7 @@ from megatron_llama.model import quantized as quantized_module
 from megatron_llama.model.quantized import dequantize, quantize
 from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.parallel import build_model, process_groups
-from megatron_llama.parallel.replicas import Copies
+from megatron_llama.parallel.compare_copies import Copies
 from megatron_llama.plan import Plan, stage_memory
 from tests.finetuning import runner
 from tests.finetuning.runner import CPU, LORA, Tuned, assert_near, make_plan, tune

@@ -10,8 +10,8 @@ import torch
 
 from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.data.batches import build_data
+from megatron_llama.devices.attention_inputs import AttentionInputs, Documents, dense_mask
 from megatron_llama.devices.kernels import Kernels
-from megatron_llama.devices.visibility import AttentionInputs, Documents, dense_mask
 from megatron_llama.model.random_ltd import Subset, build_subsets, draw_subsets
 from megatron_llama.model.rotary import at_positions, rotary_table
 from megatron_llama.plan import Plan

@@ -19,14 +19,14 @@ import tests.oracle
 from megatron_llama.arch.names import Rectangle
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.data.batches import Batches
-from megatron_llama.devices.visibility import Documents
+from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.model.inputs import InputBuilder, MicroBatch
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.compute_copies import ComputeCopies
 from megatron_llama.parallel.pipeline import TokenTotals, run_schedule
 from megatron_llama.plan import Plan
-from megatron_llama.plan.schedules import RunPosition
+from megatron_llama.plan.data_schedules import RunPosition
 from megatron_llama.system.tables import markdown_table
 from tests.layouts import tampers
 from tests.paths import ROOT
@@ -282,7 +282,7 @@ def documents_begin_one_token_late(patch: pytest.MonkeyPatch) -> None:
     "Positions continue after the end of a document",
     "swiss-ai/Megatron-LM#40",
     "alibaba/Pai-Megatron-Patch#406",
-    test="tests/devices/test_visibility.py::test_positions_and_borders_by_hand",
+    test="tests/devices/test_attention_inputs.py::test_positions_and_borders_by_hand",
 )
 def positions_continue_after_the_end_of_a_document(patch: pytest.MonkeyPatch) -> None:
     def positions(self: Documents) -> torch.Tensor:

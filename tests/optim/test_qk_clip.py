@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 
 from megatron_llama.arch.pattern import Pattern
 from megatron_llama.devices import attention
-from megatron_llama.devices.visibility import Documents, build_attention_inputs, dense_mask, masked
+from megatron_llama.devices.attention_inputs import Documents, build_attention_inputs, dense_mask, masked
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, context
 from megatron_llama.plan import Plan

@@ -10,7 +10,7 @@ import torch
 from megatron_llama.arch.pattern import Lengths, Pattern
 from megatron_llama.config import ModelConfig
 from megatron_llama.devices.attention import tiles_backward, tiles_forward
-from megatron_llama.devices.visibility import Documents, dense_mask
+from megatron_llama.devices.attention_inputs import Documents, dense_mask
 from megatron_llama.model.inputs import InputBuilder
 from megatron_llama.parallel.context import BACKENDS, Backend, DividedInputBuilder, to_natural_order, to_rank_order
 from megatron_llama.topology import Grid, Topology, chunk_work, divide

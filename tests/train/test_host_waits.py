@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_llama.devices import get_device
+from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.devices.cpu.device import Cpu
 from megatron_llama.devices.cuda.kernels import CudaKernels
-from megatron_llama.devices.visibility import Documents
 from megatron_llama.model import quantized
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel.compare_copies import Copies
 from megatron_llama.parallel.parallelize import init_weights
-from megatron_llama.parallel.replicas import Copies
 from megatron_llama.plan import Plan
 from megatron_llama.train import sample_text
 from megatron_llama.train.loop import read_scalars

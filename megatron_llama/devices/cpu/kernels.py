@@ -15,11 +15,11 @@ from torch import Tensor
 from megatron_llama.arch.pattern import Pattern
 from megatron_llama.config.precision import STATE_BLOCK
 from megatron_llama.devices import attention
+from megatron_llama.devices.attention_inputs import AttentionInputs, Documents, first_visible_keys
 from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.devices.cpu.matmul import by_amx
 from megatron_llama.devices.kernels import FUSED_ADAM, LEAST_SCALE, AdamHyperparameters, Kernels, Levels
 from megatron_llama.devices.processor import load_cpp
-from megatron_llama.devices.visibility import AttentionInputs, Documents, first_visible_keys
 
 CHUNK = 2**20
 """Values of a gradient that are cast to fp32 together: they fit the cache, and call overhead is small."""

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron_llama.arch.pattern import Lengths, Pattern, fits_varlen
 from megatron_llama.devices import attention
+from megatron_llama.devices.attention_inputs import AttentionInputs
 from megatron_llama.devices.cuda import transformer_engine
 from megatron_llama.devices.cuda.host import compiler_missing
 from megatron_llama.devices.kernels import Float8Operand, Kernels
-from megatron_llama.devices.visibility import AttentionInputs
 
 # One call of FlashAttention (Dao 2023, arXiv:2307.08691) for all documents of a micro batch. torch.nn.attention.varlen
 # calls the same operators, but differs between torch 2.11 (no ``enable_gqa``) and 2.13 (requires it). Also, the

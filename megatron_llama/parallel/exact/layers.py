@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 from torch import Tensor
 
+from megatron_llama.devices.attention_inputs import AttentionInputs
 from megatron_llama.devices.kernels import EAGER, AttentionKernels
-from megatron_llama.devices.visibility import AttentionInputs
 from megatron_llama.model.norm import RMSNorm
 from megatron_llama.model.recompute import recomputable
 from megatron_llama.parallel.context import DividedInputs, Ulysses

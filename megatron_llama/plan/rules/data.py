@@ -46,9 +46,9 @@ from megatron_llama.config.precision import QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, closest_match, format_value, quote_value
 from megatron_llama.config.rope import longest_sequence
 from megatron_llama.config.settings import LABEL_TEMPLATES, Config, DataConfig
+from megatron_llama.plan.data_schedules import MOST_LEVELS, first_steps
 from megatron_llama.plan.rules.layout import sequence_parts
 from megatron_llama.plan.rules.rule import reads
-from megatron_llama.plan.schedules import MOST_LEVELS, first_steps
 from megatron_llama.system.installed import pip_install
 from megatron_llama.topology import Grid
 

@@ -45,7 +45,7 @@ from megatron_llama.tools.forecast.parameters import (
     target_rows,
     units,
 )
-from megatron_llama.topology import AXIS_NAMES, chunks_of
+from megatron_llama.topology import AXIS_NAMES, virtual_stages_of
 
 AXES = (*AXIS_NAMES, "world")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv")
@@ -157,7 +157,7 @@ def step_operations(plan: Plan, pp_rank: int, shard_rank: int, tp_rank: int = 0,
         replica: number of the sharded copy. Only Muon depends on it.
     """
     last = len(plan.stage_layers) - 1
-    stages = chunks_of(pp_rank, plan.config.trainer.pp, plan.config.trainer.vpp)
+    stages = virtual_stages_of(pp_rank, plan.config.trainer.pp, plan.config.trainer.vpp)
     chunks = [_chunk(plan, plan.stage_layers[stage], stage == 0, stage == last) for stage in stages]
     world = TrafficKey("world", "all_reduce", plan.world_size)
     operations = (
@@ -178,7 +178,7 @@ def step_operations(plan: Plan, pp_rank: int, shard_rank: int, tp_rank: int = 0,
 
 
 def comparison_of_copies(plan: Plan) -> list[Operation]:
-    """Return a rank's communication in a comparison of copies (parallel/replicas.py) after the first.
+    """Return a rank's communication in a comparison of copies (parallel/compare_copies.py) after the first.
 
     It occurs every ``trainer.check_copies_every`` steps, and is not in ``step_operations``.
     """

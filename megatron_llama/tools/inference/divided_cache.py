@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_llama.arch.shapes import head_dim
 from megatron_llama.config import ModelConfig
-from megatron_llama.devices.visibility import AttentionInputs, is_visible
+from megatron_llama.devices.attention_inputs import AttentionInputs, is_visible
 from megatron_llama.model.inputs import BlockInputs
 from megatron_llama.model.llama import Attend, Llama
 from megatron_llama.parallel.context import Division

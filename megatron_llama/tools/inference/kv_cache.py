@@ -19,7 +19,7 @@ from megatron_llama import devices
 from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.arch.shapes import head_dim, kv_heads_per_rank
 from megatron_llama.config import ModelConfig
-from megatron_llama.devices.visibility import AttentionInputs, is_visible
+from megatron_llama.devices.attention_inputs import AttentionInputs, is_visible
 from megatron_llama.model.inputs import BlockInputs
 from megatron_llama.model.llama import Attend, Llama
 from megatron_llama.model.rotary import rotary_table

@@ -172,7 +172,7 @@ def _positions(case: Case, tokens: int) -> tuple[Tensor, Tensor]:
     """Return (document, position in it) of each token [rows, s]; with gaps if tokens are dropped."""
     import torch
 
-    from megatron_llama.devices.visibility import Documents
+    from megatron_llama.devices.attention_inputs import Documents
 
     longer = 2 * tokens if case.dropped else tokens
     ids = _documents(case, longer)
@@ -186,7 +186,7 @@ def _positions(case: Case, tokens: int) -> tuple[Tensor, Tensor]:
 
 def _visible(device: Device, case: Case, compiled: bool, tokens: int, place: torch.device) -> Any:
     """Return the inputs of the device's kernel."""
-    from megatron_llama.devices.visibility import Documents, masked
+    from megatron_llama.devices.attention_inputs import Documents, masked
 
     ids, positions = _positions(case, tokens)
     documents = Documents.of(ids).on(lambda x: x.to(place)) if case.documents > 1 else None
@@ -222,7 +222,7 @@ def _reference(case: Case, tokens: int, q: Tensor, k: Tensor, v: Tensor, grad: T
     """Return output and gradients of q, k and v in fp64, with a dense mask."""
     import torch
 
-    from megatron_llama.devices.visibility import dense_mask
+    from megatron_llama.devices.attention_inputs import dense_mask
 
     ids, positions = _positions(case, tokens)
     mask = dense_mask(positions, case.pattern, ids)

@@ -23,8 +23,8 @@ from megatron_llama import devices
 from megatron_llama.config.precision import quantized_bytes
 from megatron_llama.data.batches import Batches, build_data
 from megatron_llama.devices import INDUCTOR, Device, device_named, find_device, get_device
+from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.devices.kernels import Kernels
-from megatron_llama.devices.visibility import Documents
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.optim.blockwise import BlockwiseState
@@ -184,7 +184,7 @@ def _microbatches(plan: Plan, topology: Topology, total: int) -> tuple[int, int]
     Once the pipeline is full, later micro batches do not change the memory. Interleaved schedules need multiples of pp.
     """
     pp = topology.sizes["pp"]
-    layers = sum(len(plan.stage_layers[stage]) for stage in topology.chunks())
+    layers = sum(len(plan.stage_layers[stage]) for stage in topology.virtual_stages())
     first, enough = (1, pp + 1) if topology.vpp == 1 else (pp, 2 * pp)
     affordable = MAX_BLOCK_RUNS // max(1, layers) // pp * pp
     return min(total, first), min(total, max(enough, affordable))

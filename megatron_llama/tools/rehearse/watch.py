@@ -46,8 +46,8 @@ _CALLERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("megatron_llama.optim", (), MemoryKind.TEMPORARY),
     ("torch.optim", (), MemoryKind.TEMPORARY),
     ("megatron_llama.model.rotary", ("rotary_table", "at_positions"), MemoryKind.TABLES),
-    ("megatron_llama.devices.visibility", ("positions", "whole"), MemoryKind.TABLES),
-    ("megatron_llama.devices.visibility", ("dense_mask",), MemoryKind.TABLES),
+    ("megatron_llama.devices.attention_inputs", ("positions", "whole"), MemoryKind.TABLES),
+    ("megatron_llama.devices.attention_inputs", ("dense_mask",), MemoryKind.TABLES),
 )
 _MAX_FRAMES = 40
 _KIND_OF_SUBMODULE = {

@@ -77,7 +77,7 @@ if "HOST_CUDA_LIBRARIES" in os.environ:
     pretend_driver_file()
     actions = {
         "torch.distributed.distributed_c10d": _collectives,
-        "megatron_llama.parallel.replicas": _replicas,
+        "megatron_llama.parallel.compare_copies": _replicas,
         "megatron_llama.train.loop": _loop,
         "torch._inductor.runtime.triton_heuristics": _triton,
     }

@@ -212,7 +212,7 @@ FAULTS: dict[str, tuple[int, str, object, str, Callable, TrafficKey]] = {
     ),
     "gradients are reduced at each micro batch": (
         2, "zero=1 micro_batch_size=1", megatron_llama.parallel.pipeline,
-        "before_last_microbatch", lambda chunk, zero, copies: None, TrafficKey("dp", "reduce_scatter", 2),
+        "no_sync_func", lambda chunk, zero, copies: None, TrafficKey("dp", "reduce_scatter", 2),
     ),
     "an extra all-reduce": (
         2, "pp=2", megatron_llama.optim.optimizer, "gradient_norm", _extra_all_reduce,

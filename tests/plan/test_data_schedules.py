@@ -13,7 +13,7 @@ from megatron_llama.arch.flops import RetainedTokens, flops_per_token, with_rand
 from megatron_llama.config.data_settings import CurriculumMetric
 from megatron_llama.config.settings import Config, DataConfig
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.plan.schedules import BatchSchedule, RunPosition, TokenSchedule
+from megatron_llama.plan.data_schedules import BatchSchedule, RunPosition, TokenSchedule
 from tests.config.helpers import make, problems_of
 
 

@@ -10,8 +10,8 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from megatron_llama.data.batches import Batches
 from megatron_llama.devices import attention, get_device
+from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.devices.kernels import Kernels
-from megatron_llama.devices.visibility import Documents
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from tests.compiled import needs_compiler

@@ -16,8 +16,8 @@ from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices.cpu.device import Cpu
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import replicas
-from megatron_llama.parallel.replicas import Key, _mix, _sums
+from megatron_llama.parallel import compare_copies as replicas
+from megatron_llama.parallel.compare_copies import Key, _mix, _sums
 from megatron_llama.plan import Plan, format_plan
 from megatron_llama.system.errors import TrainingFault
 from megatron_llama.tools.forecast.traffic import Traffic, comparison_of_copies, totals
