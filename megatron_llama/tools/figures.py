@@ -28,8 +28,7 @@ TOOLTIP = "tooltip: "
 """Prefix of the ``gid`` of an artist with a tooltip."""
 MOST_COLUMNS = 1500
 """Sampled moments per figure. Each is the maximum of its interval."""
-MOST_PASSES = 24
-"""Figures with more passes do not mark them."""
+MOST_PASSES = 24  # figures with more passes do not mark them
 
 
 def as_png(figure: Figure) -> bytes:

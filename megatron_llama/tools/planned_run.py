@@ -23,8 +23,7 @@ from megatron_llama.topology import Grid
 
 AUTO = "auto"
 BATCH = "trainer.global_batch_size"
-_STATES_BATCH = (BATCH, "experiment")
-"""Overrides that state the batch."""
+_STATES_BATCH = (BATCH, "experiment")  # overrides that state the batch
 RECIPES = "pretrain_*.yaml"
 
 

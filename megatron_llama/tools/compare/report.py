@@ -185,8 +185,7 @@ def as_html(comparison: Comparison) -> str:
 
 # Largest number of bins drawn as thin lines.
 MAX_POINTS = 4000
-LARGE_INCHES, SMALL_INCHES = (9.0, 6.4), (4.2, 6.0)
-"""Size of the picture for a screen and for a phone."""
+LARGE_INCHES, SMALL_INCHES = (9.0, 6.4), (4.2, 6.0)  # size of the picture for a screen and for a phone
 REFERENCE = "C0"
 
 

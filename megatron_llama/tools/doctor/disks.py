@@ -18,12 +18,9 @@ from megatron_llama.tools.doctor.finding import BREAKS, WARNS, Finding, NodeStat
 
 CHECK = "disks"
 RUN = "run.dir"
-WRITTEN = 8 << 20
-"""Bytes written to measure the speed."""
-MAX_SECONDS = 600.0
-"""Longest acceptable time to write one checkpoint at the measured speed."""
-SLOW_FACTOR = 5.0
-"""A node that writes this many times slower than the median node is reported."""
+WRITTEN = 8 << 20  # bytes written to measure the speed
+MAX_SECONDS = 600.0  # longest acceptable time to write one checkpoint at the measured speed
+SLOW_FACTOR = 5.0  # a node that writes this many times slower than the median node is reported
 _VISIBLE_SECONDS = 5.0
 
 

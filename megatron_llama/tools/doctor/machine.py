@@ -118,8 +118,7 @@ def _limit(number: int) -> int | None:
 # Versions of Python, the packages and this project's files.
 VERSIONS = "versions"
 PACKAGES = ("torch", "megatron-core", "numpy")
-LACKS = "lacks"
-"""JSON key of the packages that a run needs and that are not installed."""
+LACKS = "lacks"  # JSON key of the packages that a run needs and that are not installed
 PROGRAM = "program"
 """JSON key of the digest of this project's files: nodes at one commit may have different local changes."""
 

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,15 +28,13 @@ from megatron_llama.tools.common import show_line
 from megatron_llama.tools.doctor.finding import WARNS, Finding
 
 RESULT = "ranks.json"
-SIZES = (4 << 10, 1 << 20, 16 << 20)
-"""Bytes: latency, a layer's gradients, bandwidth."""
+SIZES = (4 << 10, 1 << 20, 16 << 20)  # bytes: latency, a layer's gradients, bandwidth
 SECONDS = 0.3
 MATMUL_SIZE, LARGE_MATMUL_SIZE = 384, 4096
 """Rows and columns of the matrices; on CPU small enough for many matmuls within a scheduler time slice."""
 LINK_BYTES, LARGE_LINK_BYTES = 2 << 20, 64 << 20
 LINK_CALLS = 6
-MAX_ROUNDS = 31
-"""In each round a node has one partner, so up to 32 nodes measure all pairs."""
+MAX_ROUNDS = 31  # in each round a node has one partner, so up to 32 nodes measure all pairs
 
 
 def measure_ranks(folder: str, plan: Plan) -> None:
@@ -154,14 +152,9 @@ def _slow_links(links: Sequence[tuple[int, int, float]], nodes: Sequence[str]) -
         return
     usual = median(rate for _, _, rate in links)
     slow = [(one, other, rate) for one, other, rate in links if rate < SLOW_LINK * usual]
-    of_node: dict[int, set[int]] = defaultdict(set)
-    for one, other, _ in slow:
-        of_node[one].add(other)
-        of_node[other].add(one)
-    partners: dict[int, set[int]] = defaultdict(set)
-    for one, other, _ in links:
-        partners[one].add(other)
-    bad = {node for node, others in of_node.items() if len(others) == len(partners[node]) > 1}
+    slow_pairs = {pair for one, other, _ in slow for pair in ((one, other), (other, one))}
+    partners, slow_partners = (Counter(one for one, *_ in pairs) for pairs in (links, slow_pairs))
+    bad = {node for node, count in slow_partners.items() if count == partners[node] > 1}
     remedy = "check the cable, switch port or bandwidth limit of the virtual machine (ethtool, iperf3)"
     for node in sorted(bad):
         worst = min(rate for one, other, rate in slow if node in (one, other))
@@ -180,21 +173,16 @@ def _slow_groups(rates: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> It
     for rate in rates:
         if rate["size"] == largest:
             rates_of_axis[rate["axis"], rate["kind"]].append(rate)
-    worst: dict[tuple[str, tuple[int, ...]], tuple[float, str, str]] = {}
+    worst: dict[tuple[str, tuple[int, ...]], tuple[float, str]] = {}
     for (axis, kind), groups in rates_of_axis.items():
         usual = median_high(largest / rate["seconds"] for rate in groups)
         for rate in groups:
             rate_bytes, members = largest / rate["seconds"], tuple(rate["group"])
-            if rate_bytes < SLOW_GROUP * usual:
-                message = f"{kind} reaches {_megabytes(rate_bytes)}; the median group reaches {_megabytes(usual)}"
-                share, _, _ = worst.get((axis, members), (1.0, "", ""))
-                if rate_bytes / usual < share:
-                    worst[axis, members] = (
-                        rate_bytes / usual,
-                        message,
-                        ", ".join(dict.fromkeys(hosts[r] for r in members)),
-                    )
-    for (axis, members), (_, message, nodes) in worst.items():
+            message = f"{kind} reaches {_megabytes(rate_bytes)}; the median group reaches {_megabytes(usual)}"
+            if rate_bytes / usual < worst.get((axis, members), (SLOW_GROUP, ""))[0]:
+                worst[axis, members] = rate_bytes / usual, message
+    for (axis, members), (_, message) in worst.items():
+        nodes = ", ".join(dict.fromkeys(hosts[rank] for rank in members))
         where = f"{axis} group of ranks {', '.join(map(str, members))} ({nodes})"
         yield Finding(GROUPS, WARNS, where, message, "check the slow ranks and links of its nodes first")
 

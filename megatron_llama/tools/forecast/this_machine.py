@@ -58,8 +58,7 @@ COLLECTIVES = {
     OVERLAPPED: ("all_reduce", "all_gather", "reduce_scatter"),
 }
 """Measured collectives. Tensor-parallel ones are blocking; data-parallel ones overlap with computing."""
-TILES = range(0, 400, 4)
-"""Tile sizes that ``fit_gemms`` tries."""
+TILES = range(0, 400, 4)  # tile sizes that ``fit_gemms`` tries
 VERSION = 2
 """Version of calibration files. Files of other versions are rejected."""
 

@@ -109,8 +109,7 @@ def convert_source(source: Path, overrides: Sequence[str], flags: Sequence[str])
 
 
 # Output: config file, train.py command line, list of the keys.
-IMPORTED = "_imported"
-"""Suffix of the default output, because the source's own name is taken."""
+IMPORTED = "_imported"  # suffix of the default output, because the source's own name is taken
 MARK = "# Made by scripts/import_config.py"
 # Text that needs no quotes in Hydra's grammar.
 PLAIN = re.compile(r"[A-Za-z_/.~][A-Za-z0-9_/.\-~]*")

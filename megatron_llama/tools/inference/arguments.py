@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 P = ParamSpec("P")
-PRECISIONS = {"float32": "fp32", "bfloat16": "bf16_pure"}
-"""--dtype to ``trainer.precision``."""
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16_pure"}  # --dtype to ``trainer.precision``
 CHECKPOINT = """\
 CHECKPOINT is a training checkpoint of any layout, a run's folder (its newest
 checkpoint), a Hugging Face folder, or a PEFT adapter's folder. LoRA weights

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from megatron_llama.tools.inference.generator import Sampling
 
 ARGUMENT = "--lm-eval"
-MAX_GEN_TOKS = 256
-"""Length limit of an answer if the task sets none, as in the harness's model ``hf``."""
+MAX_GEN_TOKS = 256  # length limit of an answer if the task sets none, as in the harness's model ``hf``
 _HONOURED = {"until", "max_gen_toks", "do_sample", "temperature", "top_p"}
 
 

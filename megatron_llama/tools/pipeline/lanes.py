@@ -16,17 +16,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SIZES, DIGIT = (8, 6), 0.6
-"""Font sizes of a micro batch's number, points, and the width of a digit at size 1."""
+SIZES, DIGIT = (8, 6), 0.6  # font sizes of a micro batch's number, points, and the width of a digit at size 1
 LANE_INCHES, BOX, PANEL_POINTS = 0.4, 0.65, 660
 """Height of a lane; height of a box relative to it; width of a panel."""
-MAX_MESSAGES = 600
-"""Messages are not drawn beyond this number: the lines would hide the boxes."""
+MAX_MESSAGES = 600  # messages are not drawn beyond this number: the lines would hide the boxes
 FORWARD = ("#2563eb", "#60a5fa", "#93c5fd", "#bfdbfe")
 BACKWARD = ("#c2410c", "#f97316", "#fdba74", "#fed7aa")
 """Shades by chunk; the last one is repeated for further chunks."""
-DARK_TEXT_FROM = 2
-"""First chunk whose numbers are dark."""
+DARK_TEXT_FROM = 2  # first chunk whose numbers are dark
 SOFT, LANE = "#64748b", "#eef1f4"
 INK = {"text.color": "#1f2933", "xtick.color": SOFT, "ytick.labelcolor": "#1f2933", "axes.labelcolor": SOFT}
 

@@ -123,8 +123,7 @@ def _tensor(value: Any) -> torch.Tensor | None:
 
 
 # Training steps on this machine, recorded with times.
-STEPS = 6
-"""The first step is warm-up."""
+STEPS = 6  # the first step is warm-up
 
 
 def measure_pipeline(plan: Plan) -> tuple[int, PipelineTimeline | None]:

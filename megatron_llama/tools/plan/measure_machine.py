@@ -65,24 +65,17 @@ GEMMS = (
     (512, 288, 16000),
 )
 """Shapes (rows, inner, columns) of the measured GEMMs."""
-LENGTHS = ((4, 128), (2, 512), (1, 1024))
-"""(sequences, tokens per sequence) of the attention measurements."""
-VOCABULARY, HEAD_WIDTH = 32_000, 64
-"""Output head whose logits exceed the caches, with a small hidden size."""
-MESSAGES = (2**12, 2**17, 2**20, 2**23)
-"""Payloads of the measured collectives, bytes."""
+LENGTHS = ((4, 128), (2, 512), (1, 1024))  # (sequences, tokens per sequence) of the attention measurements
+VOCABULARY, HEAD_WIDTH = 32_000, 64  # output head whose logits exceed the caches, with a small hidden size
+MESSAGES = (2**12, 2**17, 2**20, 2**23)  # payloads of the measured collectives, bytes
 GEMM_SHAPE = (512, 288, 768)
 """GEMM between two collectives. It takes some milliseconds, as in a small model."""
-OVERLAPPED_GEMMS = 4
-"""GEMMs that run concurrently with an overlapped collective."""
+OVERLAPPED_GEMMS = 4  # GEMMs that run concurrently with an overlapped collective
 COLLECTIVES_PER_ROUND = 4
 COLLECTIVE_ROUNDS = 3
-MIN_SHARE = 0.01
-"""Lower bound of a collective's share of a round, against noise."""
-CACHE_BYTES = 2**25
-"""Total size of the buffers that alternate, so that they leave the caches as in a step."""
-COPIED = 2**24
-"""Elements of the copy that measures memory bandwidth."""
+MIN_SHARE = 0.01  # lower bound of a collective's share of a round, against noise
+CACHE_BYTES = 2**25  # total size of the buffers that alternate, so that they leave the caches as in a step
+COPIED = 2**24  # elements of the copy that measures memory bandwidth
 MEASUREMENTS = len(FORMS) * (len(GEMMS) + len(LENGTHS) + 4) + 2 + len(STEPS) * len(FORMS)
 """Measurements per rank, without collectives."""
 

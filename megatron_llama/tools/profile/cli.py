@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from megatron_llama.plan import Plan
 
 WINDOW = (3, 5)
-FOLDER = "profiling"
-"""Subfolder of the run folder, so that files of the run are not changed."""
+FOLDER = "profiling"  # subfolder of the run folder, so that files of the run are not changed
 USAGE = f"""\
 usage: python scripts/profile.py [group=choice ...] [section.setting=value ...]
 

@@ -62,8 +62,7 @@ def as_json(profile: Profile) -> dict[str, Any]:
 
 
 # A profile as text, for a terminal of 80 columns.
-MAX_RANKS = 16
-"""Larger worlds show the mean of each stage."""
+MAX_RANKS = 16  # larger worlds show the mean of each stage
 MAX_PER_DEPTH = 3
 
 

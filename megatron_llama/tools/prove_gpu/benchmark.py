@@ -36,8 +36,7 @@ class Shape(NamedTuple):
 SHAPES = (Shape("7B", "llama7b", 4, 4096, 2), Shape("1B", "llama3_1b", 8, 4096, 2))
 """Weights, gradients and Adam's states of both take 17 to 20 GiB."""
 SMALL_SHAPES = (Shape("tiny", "llama_2m", 2, 64, 2),)
-LEAST_MEMORY = 24 << 30
-"""Cards with less memory run half of the layers and of the batch."""
+LEAST_MEMORY = 24 << 30  # cards with less memory run half of the layers and of the batch
 
 
 def shapes(session: Session) -> list[Shape]:

@@ -45,8 +45,7 @@ MODELS: dict[str, tuple[str, ...]] = {
 RECORDED = ("reduced_train_loss", "gradient_norm")
 FP32 = (1e-4, 1e-3)
 """Tolerances of losses and gradient norms, relative: sums in another order, over all steps."""
-BF16 = (2e-2, math.inf)
-"""8 bits of mantissa; gradient norms of so small a model are not compared."""
+BF16 = (2e-2, math.inf)  # 8 bits of mantissa; gradient norms of so small a model are not compared
 
 
 class Row(NamedTuple):

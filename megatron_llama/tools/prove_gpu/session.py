@@ -37,8 +37,7 @@ PROFILING = "profiling"
 LOG = "log.txt"
 LINES_OF_FAILURE = 3
 LEAST_LIMIT_SECONDS = 90.0
-COLD_COMPILE_SECONDS = 300.0
-"""Least limit of a run that compiles."""
+COLD_COMPILE_SECONDS = 300.0  # least limit of a run that compiles
 GRACE_SECONDS = 5.0
 
 

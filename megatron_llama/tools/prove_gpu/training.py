@@ -118,8 +118,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Any], str]:
 
 
 MEMORY_TOLERANCE = 0.10
-WORKSPACES = 64 << 20
-"""Bytes that torch allocates for cuBLAS on Hopper; the forecast does not count them."""
+WORKSPACES = 64 << 20  # bytes that torch allocates for cuBLAS on Hopper; the forecast does not count them
 
 
 _GROUPED = ("model=llama3_1b", "model.num_hidden_layers=2", "data.seq_length=2048", "trainer.precision=fp32")

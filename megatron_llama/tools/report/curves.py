@@ -24,8 +24,7 @@ LIMIT = 1000
 """Largest number of buckets of a curve."""
 MOST_METRICS = 60
 """Largest number of metrics of a run; a file of another program may have any names."""
-SMOOTHED = ("reduced_train_loss", "gradient_norm")
-"""Metrics with a moving average."""
+SMOOTHED = ("reduced_train_loss", "gradient_norm")  # metrics with a moving average
 LOSS, SPEED, MFU, STEP_TIME, MEMORY = (
     "reduced_train_loss",
     "tokens_per_second",

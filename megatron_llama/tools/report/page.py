@@ -24,16 +24,11 @@ from megatron_llama.tools.report.runs import Run, describe_end, differing_settin
 from megatron_llama.topology import Grid
 
 HERE = Path(__file__).parent
-TABLE_ROWS = 11
-"""Largest number of rows of a chart's table, besides its head."""
-MOST_STARTS = 50
-"""Starts that the table lists; the page names the number of earlier ones."""
-MOST_RANKS = 512
-"""Ranks that the grid draws."""
-MOST_CHARACTERS = 300
-"""Characters of a setting's value."""
-COLORS = 8
-"""Colors of page.css; further runs repeat them with dashed lines."""
+TABLE_ROWS = 11  # largest number of rows of a chart's table, besides its head
+MOST_STARTS = 50  # starts that the table lists; the page names the number of earlier ones
+MOST_RANKS = 512  # ranks that the grid draws
+MOST_CHARACTERS = 300  # characters of a setting's value
+COLORS = 8  # colors of page.css; further runs repeat them with dashed lines
 
 
 @dataclass(frozen=True)

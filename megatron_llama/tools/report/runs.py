@@ -25,8 +25,7 @@ from megatron_llama.train.sinks import SAMPLES_FILE
 
 MOST_PLAN_BYTES = 1 << 18
 MOST_TEXT_BYTES = 1 << 20
-MOST_WORLD = 1 << 20
-"""Maximum number of ranks of a layout on the page."""
+MOST_WORLD = 1 << 20  # maximum number of ranks of a layout on the page
 KILLED = "ended without a message (killed?)"
 
 

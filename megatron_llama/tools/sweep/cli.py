@@ -119,8 +119,7 @@ def plan_table(sweep: Sweep, plans: Sequence[Plan], state: SweepState) -> str:
 
 # Results: a table for the terminal, a Markdown table and a plot of the curves.
 TABLE, PICTURE = "sweep.md", "curves.png"
-_SMOOTHING_WINDOWS = 50
-"""A smoothed curve has this number of points."""
+_SMOOTHING_WINDOWS = 50  # a smoothed curve has this number of points
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,8 @@ RECOMPUTE, OFFLOAD = "trainer.recompute", "trainer.offload"
 METHODS = {"full": "full", "lora": "LoRA"}
 SAVING = {"trainer.micro_batch_size": 1, RECOMPUTE: "full", "trainer.vpp": 1}
 """Settings of least memory, unless the user sets others."""
-MLP_CHUNKS = 8
-"""Chunks of the longest sequence in any layout."""
-LAYOUTS = ("1", "all")
-"""Sizes of context parallelism in the table: none, or all ranks that tp and pp leave."""
+MLP_CHUNKS = 8  # chunks of the longest sequence in any layout
+LAYOUTS = ("1", "all")  # sizes of context parallelism in the table: none, or all ranks that tp and pp leave
 
 Fits = Callable[[Candidate], bool]
 

@@ -301,8 +301,7 @@ def device_count_lines(counts: list[DeviceCount]) -> Iterator[str]:
 
 
 # Report of a search.
-SHOWN = 12
-"""Number of candidates in the report."""
+SHOWN = 12  # number of candidates in the report
 _HEADS = ("tp", "cp", "pp", "vpp", "dp", "zero", "group", "micro", "recompute")
 _NUMBERS = ("s/step", "tokens/s", "GiB")
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-REPEATS = 2
-"""Repeated trials of each finalist."""
+REPEATS = 2  # repeated trials of each finalist
 TrialFunction = Callable[[Candidate, float | None], TrialOutcome]
 """Runs a trial of (candidate, seconds of the fastest step so far)."""
 
@@ -157,12 +156,9 @@ def make_attempt(overrides: Sequence[str], tune: TuneConfig, folder: Path, nodes
 
 
 # Corrections of the memory and time forecasts by trials.
-NOISE = 1.1
-"""Ratio by which two trials of the same settings may differ."""
-FINALISTS = 3
-"""Maximum number of candidates whose trials are repeated."""
-RIDGE = 1.0
-"""Regularization of the time correction, in trials."""
+NOISE = 1.1  # ratio by which two trials of the same settings may differ
+FINALISTS = 3  # maximum number of candidates whose trials are repeated
+RIDGE = 1.0  # regularization of the time correction, in trials
 UNKNOWN_LIMIT = 3.0
 """Memory corrections above this factor are ignored: a smaller limit than the device's memory caused the failure."""
 

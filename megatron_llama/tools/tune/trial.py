@@ -218,8 +218,7 @@ class SlurmJob:
 
 # Experiment files: train.py experiment=<name>.
 GROUPS = tuple(sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir() and path.name != EXPERIMENT))
-NOT_IN_EXPERIMENT = ("allow_targets", "dry_run", "run.dir")
-"""Settings that are not written to an experiment."""
+NOT_IN_EXPERIMENT = ("allow_targets", "dry_run", "run.dir")  # settings that are not written to an experiment
 
 
 def experiment_path(name: str) -> Path:
