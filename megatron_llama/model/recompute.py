@@ -163,7 +163,7 @@ def _policy(attention: bool, _: Any, operator: Any, *args: Any, **kwargs: Any) -
     packet = getattr(operator, "overloadpacket", None)
     if packet in (aten.mm, aten.bmm, aten._scaled_mm) or operator.namespace == "_c10d_functional":
         return CheckpointPolicy.PREFER_SAVE
-    random = torch.Tag.nondeterministic_seeded in operator.tags  # LoRA's dropout
+    random = torch.Tag.nondeterministic_seeded in operator.tags and packet not in _ATTENTION  # LoRA's dropout
     if random or (attention and (packet in _ATTENTION or operator.namespace == "megatron_llama")):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.MUST_RECOMPUTE
