@@ -186,7 +186,7 @@ def test_files_and_functions_can_be_read_at_once() -> None:
 
 
 # A ratchet: lower a limit when its part shrinks. A feature stays inside, or deletes as much as it adds.
-LIMITS_OF_LINES = {"the core": 38_720, "tools": 20_029, "data_prep": 6_350, "benchmarks": 6_400, "tests": 52_100}
+LIMITS_OF_LINES = {"the core": 38_720, "tools": 20_027, "data_prep": 6_350, "benchmarks": 6_400, "tests": 52_100}
 LIMIT_OF_WORDS = 74_500
 
 

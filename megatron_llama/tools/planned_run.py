@@ -79,14 +79,7 @@ def read_planned_run(overrides: Sequence[str], extra: Sequence[str] = (), *, alw
     Raises ConfigError with all problems of the settings.
     """
     cluster, rest, problems = load_cluster(overrides)
-    config = None
-    try:
-        config = cli.parse_overrides([*rest, *extra])
-    except ConfigError as error:
-        problems += error.problems
-        config = error.config
-    if config is not None:
-        problems += batch_problems(config, rest)
+    config = read_config(rest, extra, problems)
     hardware, more = find_hardware(config or Config(), cluster, overrides, always_named=always_named)
     problems += more
     if problems or config is None or hardware is None:
@@ -108,6 +101,18 @@ def read_planned_run(overrides: Sequence[str], extra: Sequence[str] = (), *, alw
     ranks, nodes, devices = count_ranks(config, cluster, spec)
     cluster = replace(cluster, device=spec.name, nodes=nodes)
     return PlannedRun(World(config, ranks, None), cluster, replace(hardware, spec=spec), devices, names_cluster)
+
+
+def read_config(overrides: Sequence[str], extra: Sequence[str], problems: list[Problem]) -> Config | None:
+    """Return the config of a command line, None if it is unreadable; add its problems to ``problems``."""
+    try:
+        config: Config | None = cli.parse_overrides([*overrides, *extra])
+    except ConfigError as error:
+        problems += error.problems
+        config = error.config
+    if config is not None:
+        problems += batch_problems(config, overrides)
+    return config
 
 
 def count_ranks(config: Config, cluster: ClusterConfig, spec: HardwareSpec) -> tuple[int, int, int]:

@@ -12,7 +12,6 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from megatron_llama import cli
 from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.fields import check_limits, get
 from megatron_llama.plan import batch_line
@@ -23,7 +22,7 @@ from megatron_llama.system.tables import GIB, gib, plural, text_table
 from megatron_llama.system.wrapping import WIDTH, wrap_lines
 from megatron_llama.tools.common import NO_FILES
 from megatron_llama.tools.plan.forecast_run import MOST_DEVICES, forecast_plan
-from megatron_llama.tools.planned_run import batch_problems
+from megatron_llama.tools.planned_run import read_config
 from megatron_llama.tools.settings import TuneConfig, load_cluster, load_tuning
 from megatron_llama.tools.tune.candidates import NOT_TRIED, TUNED, Candidate, CandidateSpace, Tuner, fixed_settings
 from megatron_llama.tools.tune.longest import (
@@ -68,15 +67,9 @@ def read_request(overrides: Sequence[str]) -> TuneRequest:
     tune, rest, problems = load_tuning(overrides)
     cluster, rest, more = load_cluster(rest)
     problems += more
-    config = None
-    try:
-        config = cli.parse_overrides([*rest, *NO_FILES, "dry_run=true"])
-    except ConfigError as error:
-        problems += error.problems
-        config = error.config
+    config = read_config(rest, [*NO_FILES, "dry_run=true"], problems)
     if config is not None:
         problems += [each for each in check_limits(config) if each not in problems]
-        problems += batch_problems(config, rest)
     target, more = find_target(config or Config(), cluster, overrides)
     problems += more
     if tune.jobs and (target is None or target.is_local):
