@@ -60,11 +60,12 @@ class Sandbox:
             command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, start_new_session=True
         )
         self._user = os.getpid()
-        weakref.finalize(self, _end, self._process)
+        weakref.finalize(self, _end, self._process, self._user)
         self._ask({"template": self._source})
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        assert (process := self._process) is not None and process.stdin is not None and process.stdout is not None
+        process, self._process = self._process, None  # until it has replied: an interrupt may leave half a request
+        assert process is not None and process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
@@ -72,23 +73,25 @@ class Sandbox:
         except OSError:  # it has ended
             line = ""
         if not line.endswith("\n"):
-            self._process = None
             status = process.wait()
             if status == -signal.SIGPROF:
                 raise TemplateFault(f"it takes more than {MOST_SECONDS:g} s of CPU time")
             raise TemplateFault(f"it ended the process that renders it, with status {status}")
+        self._process = process
         reply: dict[str, Any] = json.loads(line)
         if "fault" in reply:
             raise TemplateFault(reply["fault"])
         return reply
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a process, or in a fork of its parent close the pipes."""
+def _end(process: subprocess.Popen[str], user: int) -> None:
+    """End a process, or in a fork of its user close the pipes."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     process.stdout.close()
-    process.wait()
+    if os.getpid() == user:
+        process.kill()  # forks may hold its stdin open
+        process.wait()
 
 
 def _environment() -> Any:
