@@ -32,7 +32,7 @@ class StepPrinter:
     """Prints the steps of a run and a summary. Prints nothing before ``start``."""
 
     def __init__(self, steps: int, start_step: int, every_steps: int, console: Console | None = None) -> None:
-        self._steps, self._every = steps, max(1, every_steps)
+        self._steps, self._start_step, self._every = steps, start_step, max(1, every_steps)
         self._console = console or open_console()
         self._bar: Bar | None = None
         self._bar_width = BAR_WIDTH if steps < LONG_RUN else BAR_WIDTH // 2
@@ -100,7 +100,7 @@ class StepPrinter:
         picture: Path | None,
     ) -> None:
         """Print loss, speed, generated samples and paths of output files."""
-        lines = ["", *_result(plan, peak, records)]
+        lines = ["", *_result(plan, peak, records, self._start_step)]
         for sample in samples:
             lines += ["", "[dim]sample:[/]", *(f"  │ {escape(escape_controls(line))}" for line in sample.splitlines())]
         lines += _outputs(plan.run_dir, picture)
@@ -135,14 +135,15 @@ def _number(value: Value, form: str) -> str:
     return "?" if value is None else format(value, form)
 
 
-def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return lines with first and last loss, median speed, and MFU with its peak FLOP/s."""
+def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]], start_step: int) -> list[str]:
+    """Return lines with first and last loss, and with the median speed and the MFU of the steps of this start."""
     if not records:
         return []
     first, last = records[0], records[-1]
-    speeds = sorted(record["tokens_per_second"] for record in records)
+    recent = [record for record in records if record["step"] > start_step] or records
+    speeds = sorted(record["tokens_per_second"] for record in recent)
     median = f"{speeds[len(speeds) // 2]:,.0f} tokens/s"
-    with_padding = sorted(record.get("padded_tokens_per_second", record["tokens_per_second"]) for record in records)
+    with_padding = sorted(record.get("padded_tokens_per_second", record["tokens_per_second"]) for record in recent)
     if with_padding != speeds:
         median += f", {with_padding[len(speeds) // 2]:,.0f} with padding"
     seconds = sum(record["step_time_s"] for record in records)
@@ -160,7 +161,7 @@ def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]]) -> lis
     if last.get("spike_skipped_steps") or last.get("spike_rewinds"):
         samples = f" ({last['spike_skipped_samples']:,} samples)"
         lines.append(f"spikes: {last['spike_skipped_steps']} updates skipped, {last['spike_rewinds']} rewinds{samples}")
-    utilizations = sorted(record["mfu"] for record in records if record["mfu"] is not None)
+    utilizations = sorted(record["mfu"] for record in recent if record["mfu"] is not None)
     if utilizations and peak.flops:
         median, most = utilizations[len(utilizations) // 2], utilizations[-1]
         shown = f"{median:.1%} of" if most <= 1 else f"unknown: {most:.0%} in a step, so the peak is too low:"

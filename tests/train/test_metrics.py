@@ -310,6 +310,10 @@ def test_summaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
                 logger.log_step(measured(step, **values))
             logger.finish()
         page += f"{name}\n\n{capsys.readouterr().out}\n"
+    with MetricsLogger(plan_of(Path("run")), PEAK, start_step=2) as logger:
+        logger.log_step(measured(3, step_time_s=0.2))
+        logger.finish()
+    page += f"resumed, speed of step 3\n\n{capsys.readouterr().out}\n"
     assert max(map(len, page.splitlines())) <= 120
     GoldenFiles.check("train/summaries.txt", page)
 
