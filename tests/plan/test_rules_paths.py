@@ -110,6 +110,11 @@ def test_raw_text_names_the_command_that_prepares_it(name: str) -> None:
         assert "data.prefixes=[corpora/corpus_text_document]" in instead
 
 
+def test_a_folder_of_datasets_names_its_pattern() -> None:
+    touch("sets/a.bin", "sets/a.idx")
+    assert problem_of(with_data("sets")).instead == "write data.prefixes='[\"sets/*\"]' for all datasets in the folder"
+
+
 @pytest.mark.parametrize(("kind", "suffix"), [("pretrain", "_text_document"), ("sft", "_sft")])
 def test_the_output_prefix_of_data_prep_is_completed(kind: str, suffix: str, folder: Path) -> None:
     touch(*(f"book{suffix}{ending}" for ending in (".bin", ".idx", "_mask.bin", "_mask.idx")))

@@ -285,7 +285,7 @@ def _dataset(data: DataConfig, name: str, path: str, exists: Exists) -> Iterator
     elif data.prepare:
         instead = f"make it with: {data.prepare}"
     elif (advice := suggest_for_data(path, name)) and (data.kind == "pretrain" or datasets_named(path)):
-        rule = "is raw data, not an indexed dataset (.bin and .idx)" if exists(path) else rule
+        rule = "is raw data, not an indexed dataset (.bin and .idx)" if advice.startswith("prepare") else rule
         instead = advice
     elif data.kind == "sft":
         instead = "make it with python data_prep/sft.py: docs/guides/data/sft_data.md"
