@@ -27,8 +27,7 @@ def main() -> int:
     from megatron_llama.checkpoint.foreign.describe import describe
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.config import ConfigError
-    from megatron_llama.config.problems import escape_controls
-    from megatron_llama.system.wrapping import wrap_lines
+    from megatron_llama.system.wrapping import escape_controls, wrap_lines
     from megatron_llama.tools.compare.logs import first_common_loss
 
     losses = None

@@ -26,7 +26,6 @@ from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_m
 from megatron_llama.checkpoint.saving import Saver
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.config.problems import escape_controls
 from megatron_llama.config.settings import ALLOWED
 from megatron_llama.data.batches import Data
 from megatron_llama.optim import Optimizer
@@ -37,6 +36,7 @@ from megatron_llama.parallel.parallelize import init_magnitudes
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import BatchSchedule
 from megatron_llama.system import phase
+from megatron_llama.system.wrapping import escape_controls
 from megatron_llama.topology import Topology
 
 

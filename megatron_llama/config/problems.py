@@ -10,13 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.system.programs import name_commands
-from megatron_llama.system.wrapping import WIDTH, fill
+from megatron_llama.system.wrapping import WIDTH, escape_controls, fill
 
 if TYPE_CHECKING:
     from megatron_llama.config.settings import Config
-
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters, other than tab and newline, that a terminal obeys or cannot show, or that reverse the text after them."""
 
 NOT_TEXT = re.compile(r"[+-]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:e[+-]?[\d_]+)?|[+-]?(?:inf|nan)|true|false|null", re.I)
 """Values without quotes that Hydra's grammar reads as a number, a boolean or null."""
@@ -103,11 +100,6 @@ def _quote_texts(value: Any) -> str:
         return text
     escaped = re.sub(r'(\\+)(?="|$)', r"\1\1", text).replace('"', '\\"')
     return f'"{escaped}"'
-
-
-def escape_controls(text: str) -> str:
-    """Replace control characters by their escapes, so that a terminal does not obey text of other people."""
-    return CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
 
 
 def shorten(text: str, most: int = MOST_CHARACTERS) -> str:

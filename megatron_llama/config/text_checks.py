@@ -13,7 +13,8 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_llama.config.problems import CONTROL, Problem
+from megatron_llama.config.problems import Problem
+from megatron_llama.system.wrapping import CONTROL
 
 # Limits on ``${...}``: a few short lines that refer to each other twice can expand to gigabytes, or never end. The size
 # is computed before anything is resolved. References must therefore be setting names or ``oc.env:VARIABLE``. Other

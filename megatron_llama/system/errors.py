@@ -14,7 +14,7 @@ from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXI
 from megatron_llama.system.interrupts import raise_interrupts, settle_status
 from megatron_llama.system.limits import MOST_FILES, explain_limit
 from megatron_llama.system.programs import name_commands, running_command
-from megatron_llama.system.wrapping import wrap
+from megatron_llama.system.wrapping import escape_controls, wrap
 
 PACKAGES = {"megatron_llama", "data_prep", "scripts", "benchmarks", "tests"}
 """Packages with command lines of this project."""
@@ -122,5 +122,5 @@ def _report(kind: str, message: str, status: int) -> int:
     with suppress(OSError):
         sys.stdout.flush()
     with suppress(OSError):
-        sys.stderr.write(wrap(f"{program_name()}: {kind}: {name_commands(message)}") + "\n")
+        sys.stderr.write(wrap(escape_controls(f"{program_name()}: {kind}: {name_commands(message)}")) + "\n")
     return status

@@ -11,6 +11,8 @@ WIDTH = 79
 """Columns of texts for users: one fewer than a terminal's, which some terminals fill with the cursor."""
 INDENT = "    "
 """Additional indent of a continued line."""
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters, other than tab and newline, that a terminal obeys or cannot show, or that reverse the text after them."""
 
 _QUOTED = r"""(?<![\w)\]}.,;:!?%])(?:'[^']*'|"[^"]*")"""
 """Quoted part of a word. An apostrophe after a letter opens no quotes."""
@@ -21,6 +23,11 @@ _VERBS = {"megatron-llama": 1, "hf": 1, "make": 1}
 """Words after a program that are not an argument, such as the name of a command."""
 _ARGUMENT = re.compile(r"""-|[\w.+~]+=|.*[/'"]|.*\.py\b|[\dA-Z_]+\b[^a-z]*$|\.\.\.""")
 """Words that continue a command: flags, settings, paths, quoted words, numbers and names of placeholders."""
+
+
+def escape_controls(text: str) -> str:
+    """Replace control characters by their escapes, so that a terminal does not obey text of untrusted files."""
+    return CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
 
 
 def wrap_lines(text: str, first: str = "", rest: str | None = None, *, width: int = WIDTH) -> list[str]:

@@ -135,8 +135,9 @@ class Jinja:
             UserError: The template does not compile.
         """
         try:
+            source.encode()
             self._sandbox = Sandbox(source)
-        except TemplateFault as error:
+        except (TemplateFault, UnicodeError) as error:
             raise UserError(f"{where}: the chat template is not valid Jinja: {error}") from None
         self.source, self._variables = source, variables
         self._ends = tuple(ends)
@@ -231,18 +232,14 @@ def load_own_template(path: Path, ends: Sequence[str]) -> Jinja:
     if source is None:
         source = (read_settings(folder / "chat_template.json") or {}).get("chat_template")
     if isinstance(source, list):  # several, by name
-        source = next(
-            (one.get("template") for one in source if isinstance(one, dict) and one.get("name") == "default"), None
-        )
+        chosen = (one.get("template") for one in source if isinstance(one, dict) and one.get("name") == "default")
+        source = next(chosen, None)
     if not isinstance(source, str):
         raise UserError(f"{folder} has no chat template: write {OTHERS}")
     named = {**(read_settings(folder / "special_tokens_map.json") or {}), **config}
-    variables = {}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token"):
-        value = named.get(name)
-        value = value.get("content") if isinstance(value, dict) else value
-        if isinstance(value, str):
-            variables[name] = value
+    names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+    values = {name: one.get("content") if isinstance(one := named.get(name), dict) else one for name in names}
+    variables = {name: value for name, value in values.items() if isinstance(value, str)}
     return Jinja(source, variables, ends, str(folder))
 
 

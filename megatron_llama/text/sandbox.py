@@ -14,6 +14,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -53,14 +54,13 @@ class Sandbox:
         return list(self._ask({"variables": variables, "messages": messages, "parts": list(parts)})["texts"])
 
     def _start(self) -> None:
-        # Not -m: the program needs jinja2 only.
-        command = [sys.executable, "-P", __file__, str(MOST_SECONDS), str(MOST_MEMORY)]
+        command = [sys.executable, "-P", __file__, str(MOST_SECONDS), str(MOST_MEMORY)]  # not -m: it needs jinja2 only
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, start_new_session=True
         )
         self._user = os.getpid()
-        weakref.finalize(self, _end, self._process, self._user)
+        self._end = weakref.finalize(self, _end, self._process, self._user)
         self._ask({"template": self._source})
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,6 +74,7 @@ class Sandbox:
             line = ""
         if not line.endswith("\n"):
             status = process.wait()
+            self._end()  # closes the pipes: templates that fail for each conversation must not use up the descriptors
             if status == -signal.SIGPROF:
                 raise TemplateFault(f"it takes more than {MOST_SECONDS:g} s of CPU time")
             raise TemplateFault(f"it ended the process that renders it, with status {status}")
@@ -87,8 +88,9 @@ class Sandbox:
 def _end(process: subprocess.Popen[str], user: int) -> None:
     """End a process, or in a fork of its user close the pipes."""
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.close()
-    process.stdout.close()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):  # it ended before it read all
+            pipe.close()
     if os.getpid() == user:
         process.kill()  # forks may hold its stdin open
         process.wait()
@@ -138,6 +140,8 @@ def _texts(template: Any, request: Mapping[str, Any]) -> list[str]:
     ]
     if (size := max(map(len, texts), default=0)) > most:
         raise ValueError(f"it makes a text of {size:,} characters; the limit is {most:,}")
+    for text in texts:
+        text.encode()  # raises UnicodeEncodeError for lone surrogates, which no tokenizer accepts
     return texts
 
 
@@ -161,10 +165,9 @@ def serve(seconds: float, memory: int) -> None:
         except (RecursionError, SyntaxError):
             reply = {"fault": "it is nested too deeply"}
         except Exception as error:
-            # Any other error is a fault of this program: the process ends with a status.
             if not isinstance(error, faults) and "jinja2" not in type(error).__module__:
-                raise
-            reply = {"fault": str(error) if template is None else f"{type(error).__name__}: {error}"[:200]}
+                raise  # a fault of this program: the process ends with a status
+            reply = {"fault": (str(error) if template is None else f"{type(error).__name__}: {error}")[:200]}
         sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()
 

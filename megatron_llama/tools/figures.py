@@ -21,6 +21,7 @@ STYLE = {
     "font.size": 9,
     "grid.alpha": 0.25,
     "legend.frameon": False,
+    "text.parse_math": False,  # names of runs can have $
 }
 DARK = {"#000000": "#e5e7eb", "#1f2933": "#e5e7eb", "#64748b": "#94a3b8", "#eef1f4": "#262c36", "#ffffff": "#0d1117"}
 """Colors of an SVG in the reader's dark theme, by their color in the light theme."""

@@ -13,12 +13,11 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from megatron_llama import hooks
-from megatron_llama.config.problems import escape_controls
 from megatron_llama.devices import Peak, get_device
 from megatron_llama.plan import Plan
 from megatron_llama.system.progress import duration
 from megatron_llama.system.tables import open_console
-from megatron_llama.system.wrapping import WIDTH
+from megatron_llama.system.wrapping import WIDTH, escape_controls
 
 Value = float | int | None
 BAR_WIDTH = 24

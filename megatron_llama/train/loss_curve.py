@@ -69,7 +69,8 @@ def draw(records: Sequence[Mapping[str, Any]], path: Path, title: str, subtitle:
 
 def _headline(axes: Axes, text: str, points: float, **style: Any) -> None:
     """Write a line of text, left-aligned, ``points`` above the frame."""
-    axes.annotate(text, (0, 1), xycoords="axes fraction", xytext=(0, points), textcoords="offset points", **style)
+    place: dict[str, Any] = {"xycoords": "axes fraction", "xytext": (0, points), "textcoords": "offset points"}
+    axes.annotate(text, (0, 1), parse_math=False, **place, **style)
 
 
 def _legend(figure: Figure, axes: Axes, points: float) -> None:

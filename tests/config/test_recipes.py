@@ -11,9 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.config.fields import settings_by_name
-from megatron_llama.config.problems import CONTROL
 from megatron_llama.config.text_checks import MOST_CHARACTERS, MOST_STEPS, check_interpolations, names_secret
 from megatron_llama.plan import format_plan, resolve
+from megatron_llama.system.wrapping import CONTROL
 from tests.golden import GoldenFiles
 from tests.messages import raises_with_message, unwrap
 from tests.paths import CONF

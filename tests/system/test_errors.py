@@ -69,6 +69,7 @@ def test_a_full_disk_is_one_message() -> None:
 
 
 def test_any_character_can_be_printed() -> None:
+    assert rb"-c: error: a\x1b[31m\u202eb" in run(r"raise UserError('a\x1b[31m\u202eb')", "2>&1").stdout
     done = run("print('\\u2192')", "", encoding="ascii")
     assert (done.returncode, done.stdout) == (3, b"\\u2192\n"), done.stderr.decode()
 

@@ -14,11 +14,8 @@ from megatron_llama.text.conversation import RecordError, Turn
 
 TURNS = [Turn("user", "question " * 20), Turn("assistant", "answer " * 20)]
 DOUBLED = "{% set ns = namespace(x='12345678') %}{% for i in range(99) %}{% set ns.x = BODY %}{% endfor %}{{ ns.x }}"
-TIME, MEMORY, SIZE = (
-    "takes more than 0.3 s of CPU time",
-    "needs more than 256 MiB of memory",
-    "characters; the limit is",
-)
+TIME, MEMORY = "takes more than 0.3 s of CPU time", "needs more than 256 MiB of memory"
+SIZE = "characters; the limit is"
 
 
 @pytest.mark.parametrize(
@@ -34,15 +31,18 @@ TIME, MEMORY, SIZE = (
         (DOUBLED.replace("BODY", "[ns.x, ns.x]"), f"{MEMORY}|{TIME}"),  # its text
         ("{{ 'x' * 10**7 }}", SIZE),
         ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "nested too deeply"),
+        ("{{ cycler() }}", "status 1"),
+        (r"{{ '\ud800' }}", "surrogates not allowed"),
     ],
 )
 def test_a_bomb_is_refused(source: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.3)
     monkeypatch.setattr(sandbox, "MOST_MEMORY", 1 << 28)
     template = Jinja("{% if messages | length > 1 %}" + source + "{% endif %}fine", {}, [], "there")
+    descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(RecordError, match=fault):
         template.render(TURNS)
-    assert template.render(TURNS[:1]) == "fine"
+    assert template.render(TURNS[:1]) == "fine" and len(os.listdir("/proc/self/fd")) == descriptors
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,7 @@ def test_a_bomb_is_refused(source: str, fault: str, monkeypatch: pytest.MonkeyPa
         ("{{ '(' }}" + "{% if true %}" * 500 + "{% endif %}" * 500, "nested too deeply"),
         ("{{ 9 ** (9 ** 8) }}", TIME),  # evaluated at compilation
         ("{{ 'a' | absent }}", "No filter"),
+        ("\ud800", "surrogates not allowed"),
     ],
 )
 def test_templates_that_do_not_compile(source: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:

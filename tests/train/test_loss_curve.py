@@ -65,7 +65,7 @@ def test_nothing_is_written_where_curves_are(
     if validated:
         rows[-1]["val_loss"] = losses[-1] - 0.5
     long = "405.9 B parameters  |  tp8·pp16·dp128 zero1  |  fp32_ZeroOptMaster on 16384 × neuron  |  redpajama"
-    draw(rows, tmp_path / "loss.png", "llama3_405b", long)
+    draw(rows, tmp_path / "loss.png", r"405b $\frac$", long)
     figure = pyplot.gcf()
     try:
         above, below = figure.axes

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from megatron_llama.config import ConfigError, Problem, format_problems
 from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.wrapping import escape_controls
 from megatron_llama.tools.compare.logs import FILES_OF_A_RUN, ROLES
 
 if TYPE_CHECKING:  # these need numpy, which --help does not
@@ -116,6 +117,7 @@ def compare_runs(arguments: argparse.Namespace) -> Comparison:
 
 def labels(paths: Sequence[str]) -> list[str]:
     """Return a short unique name for each path: its last parts."""
+    paths = [escape_controls(path) for path in paths]
     parts = [tuple(part for part in PurePath(path).parts if part not in FILES_OF_A_RUN) or (path,) for path in paths]
     names = [path_parts[-1] for path_parts in parts]
     for depth in range(2, 1 + max(map(len, parts))):

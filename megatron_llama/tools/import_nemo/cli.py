@@ -19,14 +19,14 @@ from megatron_llama.config.conf_folders import EXPERIMENT
 from megatron_llama.config.fields import get, sections
 from megatron_llama.config.hf_config import FROM_HF
 from megatron_llama.config.load_config import load_config
-from megatron_llama.config.problems import ConfigError, Problem, escape_controls, format_value
+from megatron_llama.config.problems import ConfigError, Problem, format_value
 from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.plan.resolve import resolve
 from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import name_commands, option_name
-from megatron_llama.system.wrapping import WIDTH, wrap, wrap_command, wrap_lines
+from megatron_llama.system.wrapping import WIDTH, escape_controls, wrap, wrap_command, wrap_lines
 from megatron_llama.tools.import_nemo.engine import MOST_UNKNOWN, UNKNOWN, ConvertedConfig, KeyConversion, Kind
 from megatron_llama.topology import Grid
 

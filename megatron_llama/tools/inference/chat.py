@@ -10,9 +10,9 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.config.problems import escape_controls
 from megatron_llama.parallel.groups import broadcast_from_rank_0
 from megatron_llama.system.errors import UserError
+from megatron_llama.system.wrapping import escape_controls
 from megatron_llama.text.chat_template import (
     NAMED_TEMPLATES,
     Jinja,

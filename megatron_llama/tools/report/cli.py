@@ -12,6 +12,7 @@ from megatron_llama.hooks import REPORT_FILE
 from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.system.programs import name_commands
+from megatron_llama.system.wrapping import escape_controls
 from megatron_llama.tools.compare.cli import labels
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         sys.stderr.write(format_problems(error, "This report") + "\n")
         return EXIT_USER
-    sys.stdout.write(f"wrote {output} ({size / 1e6:.1f} MB)\n")
+    sys.stdout.write(f"wrote {escape_controls(str(output))} ({size / 1e6:.1f} MB)\n")
     return 0
 
 

@@ -200,6 +200,6 @@ def test_labels_are_unique() -> None:
     assert labels(["runs/a", "runs/b/metrics.jsonl"]) == ["a", "b"]
     assert labels(["x/a/tensorboard", "y/a"]) == ["x/a", "y/a"]
     assert labels(["runs/a", "runs/a"]) == ["runs/a", "runs/a (2)"]
-    assert labels(["."]) == ["."]
+    assert labels([".", "\x1b[31m\udcff"]) == [".", r"\x1b[31m\udcff"]
     assert labels(["/runs/a", "runs/a"]) == ["/runs/a", "runs/a"]
     assert labels(["/runs/a", "/runs/a", "/"]) == ["/runs/a", "/runs/a (2)", "/"]
