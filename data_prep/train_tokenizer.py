@@ -44,7 +44,7 @@ def texts(sources: Sequence[Source], keys: Sequence[str], skipped: Counter[str])
                 continue
             try:
                 record = json.loads(line) if line.strip() else {}
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
             values = [record.get(key) for key in keys] if isinstance(record, dict) else []
             strings = [text for text in values if isinstance(text, str)]

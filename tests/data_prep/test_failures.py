@@ -61,6 +61,7 @@ MISTAKES = [
     "sft.py --input few.tsv --chat-template plain --template qnli --split 99,1",
     "train_tokenizer.py --vocab-size 200",
     "train_tokenizer.py --vocab-size 9000",
+    "train_tokenizer.py --vocab-size 9000 --input deep.jsonl",
     "train_tokenizer.py --vocab-size 300 --sample-mib 0",
     "train_tokenizer.py --vocab-size 300 --input cut.jsonl.gz",
     "analyze.py --metric nothing.there",
@@ -98,6 +99,7 @@ def files(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> N
     source = write_jsonl(Path("a.jsonl"), ["too little text"])
     Path("cut.jsonl.gz").write_bytes(gzip.compress(source.read_bytes() * 50)[:-12])
     Path("noise.jsonl.gz").write_bytes(b"\x00\x01\x02\x03")
+    Path("deep.jsonl").write_text('{"text": ' + "[" * 200_000)
     Path("blank.jsonl").write_bytes(b" \n\t\r\n")
     Path("array.json").write_text('[\n{"text": "a"}\n]\n')
     Path("few.tsv").write_text(
