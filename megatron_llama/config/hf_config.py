@@ -345,6 +345,8 @@ def fill_from_adapter(
         instead = f"write the folder that holds {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
         problems.append(Problem("finetune.adapter", folder, str(error), instead))
         return
+    if isinstance(content.get("target_modules"), str):  # a regular expression
+        content["target_modules"] = _adapted_modules(folder)
     wrong = unsupported_lora(content)
     problems += [Problem("finetune.adapter", folder, clause, "write a plain LoRA adapter") for clause in wrong]
     for theirs, ours in _LORA_SETTINGS.items() if not wrong else ():
@@ -357,6 +359,17 @@ def fill_from_adapter(
 
 
 _MODULE = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)|(?:.*\.)?(embed_tokens|lm_head)")
+
+
+def _adapted_modules(folder: str) -> list[str]:
+    """Return the full names of the modules with tensors in an adapter; [] if the file is damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(os.path.join(folder, ADAPTER_WEIGHTS), framework="np") as file:
+            return sorted({name.partition(".lora_")[0] for name in file.keys() if ".lora_" in name})  # noqa: SIM118
+    except SafetensorError:
+        return []
 
 
 def _module_names(names: list[str]) -> list[str]:

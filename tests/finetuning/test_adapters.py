@@ -164,7 +164,8 @@ def _with(adapter: Path, folder: Path, **settings: Any) -> Path:
         ({"use_rslora": "yes"}, "use_rslora must be true or false"),
         ({"use_dora": "yes"}, "use_dora must be true or false"),
         ({"bias": "all"}, "bias is 'all'"),
-        ({"target_modules": ".*_proj"}, "target_modules must be a list of names"),
+        ({"target_modules": 3}, "target_modules must be a list of names"),
+        ({"target_modules": ".*_proj"}, None),  # a regular expression
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is"),
         ({"target_modules": ["q_proj", "c_attn"]}, "must be some of q_proj"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),  # it changes the base weights
