@@ -431,7 +431,7 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[bool]]]):
                 turns = labelled_turns([*texts], [*texts.values()], template)
             else:
                 turns, notes = parse_turns(record, chat.format)
-                notes += [REPEATED_KEY] if repeats_key(line, record) else []
+            notes += [REPEATED_KEY] if repeats_key(line, record) else []
         else:
             assert template is not None, "sft.py requires --template for tables"
             turns = labelled_turns(columns, parse_text(line).removesuffix("\r").split("\t"), template)

@@ -161,7 +161,7 @@ def check_allowed(differences: Sequence[Difference], allow: Sequence[str], folde
     setting = f"checkpoint.allow={format_value([kind for kind in ALLOWED if kind in needed])}"
     problems = []
     for difference in rejected:
-        undo = difference.undo or f"write {_format_override(difference.name, difference.saved)}"
+        undo = difference.undo or f"write {difference.name}={quote_value(difference.saved)}"
         instead = f"{undo} to keep the saved value, or {setting} to accept the change"
         if difference.kind == FIXED:
             instead = f"{undo}, or export the weights (scripts/export_hf.py) and start a run with init_from"
@@ -208,11 +208,6 @@ def _describe_dataset(datasets: Mapping[str, Mapping[str, Any]]) -> str:
     size = f"{facts['sequences']:,} documents, {facts['tokens']:,} tokens"
     content = "".join(f", {key} {value[:8]}" for key, value in facts.items() if key.startswith("content"))
     return f"{prefix} of {size}, fingerprint {facts['fingerprint'][:8]}{content}"
-
-
-def _format_override(name: str, value: Any) -> str:
-    """Format a setting as a shell argument."""
-    return f"{name}={quote_value(value)}"
 
 
 def _remaining_sizes(trainer: Mapping[str, Any], state: State) -> list[tuple[int, int]]:

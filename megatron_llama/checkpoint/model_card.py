@@ -103,7 +103,9 @@ def data_names(settings: Mapping[str, Any]) -> str:
     data = settings.get("data", {})
     if data.get("mock"):
         return "random tokens (data=mock)"
-    prefixes = [_file_name(path) for path in split_weights(data.get("prefixes") or [])[1]]
+    prefixes = [
+        _plain(os.path.basename(os.path.normpath(path))) for path in split_weights(data.get("prefixes") or [])[1]
+    ]
     files = ", ".join(dict.fromkeys(prefixes))
     return _plain(str(data.get("name") or UNKNOWN)) + (f" ({files})" if files else "")
 
@@ -141,10 +143,6 @@ def _usage(adapter: bool, tokenizer: bool, has_base: bool) -> list[str]:
         "```",
         "",
     ]
-
-
-def _file_name(path: str) -> str:
-    return _plain(os.path.basename(os.path.normpath(path)))
 
 
 def _plain(text: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_llama.config.problems import Problem
+from megatron_llama.config.problems import Problem, shorten
 from megatron_llama.system.wrapping import CONTROL
 
 # Limits on ``${...}``: a few short lines that refer to each other twice can expand to gigabytes, or never end. The size
@@ -81,7 +81,7 @@ def check_interpolations(config: DictConfig, *, functions: bool = False) -> list
     root = OmegaConf.to_container(config, resolve=False)
     known_forms = (_NAME, _VARIABLE, *([_FUNCTION] if functions else []))
     unsupported = [
-        Problem(".".join(path), None, f"{_short(text)} is not a supported reference", "write ${a setting's name}")
+        Problem(".".join(path), None, f"{shorten(text, 60)} is not a supported reference", "write ${a setting's name}")
         for path, text in _texts(root, ())
         if not all(any(form.fullmatch(name) for form in known_forms) for name in _names(text))
     ]
@@ -149,7 +149,7 @@ def _secrets(root: Any) -> Iterator[Problem]:
             if names_secret(variable):
                 rule = f"{variable} is the name of a secret, and settings are written to checkpoints and logs"
                 instead = "omit it: wandb reads its key from the environment. For other values, use another variable"
-                yield Problem(".".join(path), _short(text), rule, instead)
+                yield Problem(".".join(path), shorten(text, 60), rule, instead)
 
 
 class _Endless(Exception):
@@ -219,7 +219,3 @@ def _at(root: Any, path: _Keys) -> Any:
         else:
             return None
     return root
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else text[:56] + " ..."

@@ -36,9 +36,9 @@ class SoftmaxKernels(NamedTuple):
     """Whether the caller casts the logits to fp32 first."""
     statistics: Callable[[Tensor], tuple[Tensor, Tensor]]
     """From logits to (largest logit, sum of exp(logit - largest)) of each row, each fp32 [n]. May overwrite the logits
-    by exp(logit - largest)."""
+    with exp(logit - largest)."""
     write_softmax: Callable[[Tensor, Tensor, Tensor], None]
-    """From (logits after ``statistics``, largest [n], scale [n]): overwrites them by exp(logit - largest) * scale."""
+    """From (logits after ``statistics``, largest [n], scale [n]): overwrites them with exp(logit - largest) * scale."""
 
 
 def _statistics_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:

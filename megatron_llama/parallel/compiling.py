@@ -33,6 +33,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import curriculum_lengths
 from megatron_llama.system.files import wait_for_lock, write_atomically
 from megatron_llama.system.private_folder import make_private
+from megatron_llama.system.tables import plural
 
 REPORT_FILE = "compile.json"
 WARM_UP_BATCHES = 2
@@ -357,8 +358,9 @@ class Compilations:
     def lines(self, cache: str) -> list[str]:
         """Return lines for the console; ``cache`` is the cache folder."""
         late = sum(graph.late for graph in self.all)
+        graphs, ranks = len(self.distinct), len(self.by_rank)
         first = (
-            f"compiled {_count(len(self.distinct), 'graph')} on {_count(len(self.by_rank), 'rank')}: "
+            f"compiled {graphs} {plural(graphs, 'graph')} on {ranks} {plural(ranks, 'rank')}: "
             f"cache hits {self.hits}, misses {self.misses}{f', {late} after warm-up' * bool(late)} ({cache})"
         )
         new = {f"  new: {g.function}, {g.mode}, {g.shapes}: {g.why}": None for g in self.all if g.why}
@@ -414,7 +416,3 @@ def report_graphs(plan: Plan, compiler: Compiler | None, logger: Any) -> None:
     if logger is not None:
         logger.print_lines(compilations.lines(str(compile_folder(plan.config))))
         write_report(compilations, plan)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -227,10 +226,6 @@ def _scaled_outputs(plan: Plan) -> float:
     return sum(rows) if finetune.use_dora else 0.0
 
 
-def _adapted(targets: Sequence[str]) -> frozenset[str]:
-    return frozenset(fused_matrix(target).removesuffix("_proj") for target in targets)
-
-
 def _unpacked_bytes(plan: Plan) -> int:
     """Return the bytes per value of a dequantized matrix: the matmul's operand and, in eager code, the fp32 values."""
     if not plan.quantized:
@@ -297,7 +292,9 @@ def job_of_plan(plan: Plan) -> Job:
         document=round(pattern_of(model).span(plan.config.data.length)),
         lora_parameters=lora_parameters(model, plan.config.finetune, 1, trainer.tp) if lora else 0,
         scaled_outputs=_scaled_outputs(plan) if lora else 0.0,
-        adapted=_adapted(plan.config.finetune.lora_target_modules) if lora else frozenset(),
+        adapted=frozenset(
+            fused_matrix(name).removesuffix("_proj") for name in plan.config.finetune.lora_target_modules if lora
+        ),
         unpacked_bytes=_unpacked_bytes(plan),
         sent_gradient=_exchanged(trainer.grad_reduce),
         gathered_weight=_exchanged(trainer.param_gather),

@@ -220,11 +220,6 @@ def _sure(needed: Footprint, machine: Machine) -> float:
     return max(SURE * needed.total, needed.states)
 
 
-def _on_host(plan: Plan) -> int:
-    """Return the largest host memory of a rank, bytes."""
-    return max(each.host for each in stage_footprints(plan))
-
-
 def _suggest_changes(plan: Plan, machine: Machine, replan: Callable[[Config, int], Plan] | None) -> str:
     """Return the cheapest changes that make the plan fit; a general suggestion without tools."""
     fitting_changes = hooks.advice()
@@ -243,9 +238,9 @@ def _suggest_changes(plan: Plan, machine: Machine, replan: Callable[[Config, int
             has_host=machine.accelerator,
         )
         if changes:
-            return "write " + ", or ".join(
-                change.describe(needs(change.plan), _on_host(change.plan)) for change in changes
-            )
+            hosts = [max(stage.host for stage in stage_footprints(change.plan)) for change in changes]
+            described = (change.describe(needs(change.plan), host) for change, host in zip(changes, hosts, strict=True))
+            return "write " + ", or ".join(described)
     return "write a smaller model (see conf/model/, from model=llama_2m on), or use a host with more memory"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 from megatron_llama.system.tables import open_console
@@ -31,18 +32,18 @@ class ProgressBar:
 
         self._unit, self._total, self._start, self._first = unit, total, time.monotonic(), 0
         self._label, self._logged = label, self._start
-        self._console = open_console(stderr=True)
+        self._console, self._live = open_console(stderr=True), sys.stderr.isatty()
         columns = (TextColumn(label), BarColumn(bar_width=16), TextColumn("{task.fields[text]}"))
         self._bar = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
         self._task = self._bar.add_task(label, total=total, text="")
 
     def __enter__(self) -> ProgressBar:
-        if self._console.is_terminal:
+        if self._live:
             self._bar.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._console.is_terminal:
+        if self._live:
             self._bar.stop()
 
     def start_at(self, done: int) -> None:
@@ -63,7 +64,7 @@ class ProgressBar:
 
     def draw(self, done: int, text: str) -> None:
         """Draw the completed units and a text."""
-        if self._console.is_terminal:
+        if self._live:
             self._bar.update(self._task, completed=done, text=text, refresh=True)
         elif time.monotonic() - self._logged >= LOG_SECONDS:
             self._logged = time.monotonic()

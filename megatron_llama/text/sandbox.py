@@ -1,7 +1,7 @@
 """Rendering of untrusted chat templates: jinja2's sandbox in a separate process, with limits on time and memory.
 
-This file is also the program of that process. It reads JSON from stdin, a line per request, and writes a line per
-reply. The first line has the template; each other line has variables, a list of messages, and the renderings of them.
+This file is also the program of that process. It reads JSON from stdin, a line per request: first the template, then
+variables, messages and the texts to return. It writes a line when it is ready, and a line for each text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
@@ -33,67 +33,83 @@ class TemplateFault(Exception):
 
 
 class Sandbox:
-    """A template in a separate process, which starts with the first request of each process that uses it."""
+    """A template in a separate process. Each fork that uses it starts another one."""
 
     def __init__(self, source: str) -> None:
-        """Compile a template. Raises TemplateFault."""
+        """Compile a template. Raises TemplateFault, and MachineError if the process does not start."""
         self._source = source
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: Callable[[], Any] = lambda: None
         self._user = 0
-        self._start()
+        self._ask({"template": source}, self._start(), 1)
 
     def render(
-        self, variables: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], parts: Iterable[tuple[int, bool]]
+        self, variables: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], parts: Sequence[tuple[int, bool]]
     ) -> list[str]:
         """Return the text of the first ``count`` messages for each (count, add_generation_prompt) of ``parts``.
 
-        Raises TemplateFault.
+        Raises TemplateFault, and MachineError if the process does not start.
         """
-        if self._process is None or self._user != os.getpid():  # after a fault, or a fork
-            self._start()
-        return list(self._ask({"variables": variables, "messages": messages, "parts": list(parts)})["texts"])
+        process, self._process = self._process, None  # until it has replied: an interrupt may leave half a reply
+        if process is None or self._user != os.getpid():  # after a fault, an interrupt or a fork
+            process = self._start()
+            self._ask({"template": self._source}, process, 1)
+        return self._ask({"variables": variables, "messages": messages, "parts": parts}, process, len(parts))
 
-    def _start(self) -> None:
-        command = [sys.executable, "-P", __file__, str(MOST_SECONDS), str(MOST_MEMORY)]  # not -m: it needs jinja2 only
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, start_new_session=True
-        )
-        self._user = os.getpid()
-        self._end = weakref.finalize(self, _end, self._process, self._user)
-        self._ask({"template": self._source})
+    def _start(self) -> subprocess.Popen[bytes]:
+        from megatron_llama.system.errors import MachineError  # the process itself needs jinja2 only
 
-    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        process, self._process = self._process, None  # until it has replied: an interrupt may leave half a request
-        assert process is not None and process.stdin is not None and process.stdout is not None
+        self._end()
+        command, pipe = [sys.executable, "-P", __file__, str(MOST_SECONDS), str(MOST_MEMORY)], subprocess.PIPE
         try:
-            process.stdin.write(json.dumps(request) + "\n")
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        except (OSError, TypeError) as error:
+            raise MachineError(f"{sys.executable}, which renders chat templates, cannot be started: {error}") from None
+        self._user = os.getpid()
+        self._end = weakref.finalize(self, _end, process, self._user)
+        if _read(process) is None:
+            _, errors = process.communicate()
+            reason = errors.decode(errors="replace").strip().rpartition("\n")[2]
+            raise MachineError(f"the process that renders chat templates ended at its start: {reason}")
+        return process
+
+    def _ask(self, request: Mapping[str, Any], process: subprocess.Popen[bytes], count: int) -> list[str]:
+        """Return ``count`` replies. The process ends the replies with a fault, if any."""
+        assert process.stdin is not None
+        with suppress(OSError):  # it has ended, and sends no reply
+            process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
-            line = process.stdout.readline()
-        except OSError:  # it has ended
-            line = ""
-        if not line.endswith("\n"):
-            status = process.wait()
-            self._end()  # closes the pipes: templates that fail for each conversation must not use up the descriptors
-            if status == -signal.SIGPROF:
-                raise TemplateFault(f"it takes more than {MOST_SECONDS:g} s of CPU time")
-            raise TemplateFault(f"it ended the process that renders it, with status {status}")
+        texts: list[str] = []
+        while len(texts) < count:
+            if (reply := _read(process)) is None:
+                status = process.wait()
+                if status == -signal.SIGPROF:
+                    raise TemplateFault(f"it takes more than {MOST_SECONDS:g} s of CPU time")
+                raise TemplateFault(f"it ended the process that renders it, with status {status}")
+            if "fault" in reply:
+                self._process = process
+                raise TemplateFault(reply["fault"])
+            texts.append(reply["text"])
         self._process = process
-        reply: dict[str, Any] = json.loads(line)
-        if "fault" in reply:
-            raise TemplateFault(reply["fault"])
-        return reply
+        return texts
 
 
-def _end(process: subprocess.Popen[str], user: int) -> None:
-    """End a process, or in a fork of its user close the pipes."""
-    assert process.stdin is not None and process.stdout is not None
-    for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):  # it ended before it read all
-            pipe.close()
+def _read(process: subprocess.Popen[bytes]) -> dict[str, str] | None:
+    """Return the next reply; None if the process has ended."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    return json.loads(line) if line.endswith(b"\n") else None
+
+
+def _end(process: subprocess.Popen[bytes], user: int) -> None:
+    """End a process, and close its pipes, which a fork of its user only closes."""
     if os.getpid() == user:
         process.kill()  # forks may hold its stdin open
         process.wait()
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        with suppress(OSError):
+            if pipe is not None:
+                pipe.close()
 
 
 def _environment() -> Any:
@@ -125,51 +141,49 @@ def _environment() -> Any:
     return environment
 
 
-def _texts(template: Any, request: Mapping[str, Any]) -> list[str]:
-    """Return the renderings of a request. Raises ValueError if one is too long."""
+def _texts(template: Any, request: Mapping[str, Any], seconds: float) -> Iterator[str]:
+    """Yield the renderings of a request, each within ``seconds``. Raises ValueError if one is too long."""
     messages, now = request["messages"], datetime.now()  # the same date in all texts of a conversation
+    variables = {"strftime_now": lambda form: now.strftime(form[:MOST_OF_A_DATE]), **request["variables"]}
     most = SMALL + TIMES * sum(len(message["content"]) for message in messages)
-    texts = [
-        template.render(
-            {"strftime_now": lambda form: now.strftime(form[:MOST_OF_A_DATE]), **request["variables"]},
-            messages=messages[:count],
-            add_generation_prompt=ask,
-            tools=None,
-        )
-        for count, ask in request["parts"]
-    ]
-    if (size := max(map(len, texts), default=0)) > most:
-        raise ValueError(f"it makes a text of {size:,} characters; the limit is {most:,}")
-    for text in texts:
-        text.encode()  # raises UnicodeEncodeError for lone surrogates, which no tokenizer accepts
-    return texts
+    for count, ask in request["parts"]:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        text = template.render(variables, messages=messages[:count], add_generation_prompt=ask, tools=None)
+        if len(text) > most:
+            raise ValueError(f"it makes a text of {len(text):,} characters; the limit is {most:,}")
+        yield text
+
+
+def _write(**reply: str) -> None:
+    """Write a reply. Raises UnicodeEncodeError for a lone surrogate, which no tokenizer accepts."""
+    sys.stdout.buffer.write(json.dumps(reply, ensure_ascii=False).encode() + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def serve(seconds: float, memory: int) -> None:
     """Compile the template in the first line of stdin, and answer the other lines. SIGPROF ends a long request."""
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = memory if most == resource.RLIM_INFINITY else min(memory, most)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     environment, template = _environment(), None
-    faults = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
-    for line in sys.stdin:
+    _write(text="ready")
+    for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             request = json.loads(line)
             if template is None:
                 template = environment.from_string(request["template"])
-                reply: dict[str, Any] = {}
+                _write(text="compiled")
             else:
-                reply = {"texts": _texts(template, request)}
+                for text in _texts(template, request, seconds):
+                    _write(text=text)
         except MemoryError:
-            reply = {"fault": f"it needs more than {memory >> 20} MiB of memory"}
+            _write(fault=f"it needs more than {limit >> 20} MiB of memory")
         except (RecursionError, SyntaxError):
-            reply = {"fault": "it is nested too deeply"}
-        except Exception as error:
-            if not isinstance(error, faults) and "jinja2" not in type(error).__module__:
-                raise  # a fault of this program: the process ends with a status
-            reply = {"fault": (str(error) if template is None else f"{type(error).__name__}: {error}")[:200]}
-        sys.stdout.write(json.dumps(reply) + "\n")
-        sys.stdout.flush()
+            _write(fault="it is nested too deeply")
+        except Exception as error:  # a template can cause errors of many kinds
+            text = str(error) if template is None else f"{type(error).__name__}: {error}"
+            _write(fault=text[:200].encode(errors="replace").decode())
 
 
 if __name__ == "__main__":

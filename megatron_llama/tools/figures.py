@@ -93,7 +93,7 @@ def draw_memory(
     chosen = peak_indices(totals)
     unit, size = ("GiB", GIB) if peak >= GIB else ("MiB", 2**20)
     shown = [number for number in range(len(kinds)) if sizes[:, number].max() > peak / 500]
-    with pyplot.style.context(["default", STYLE]):
+    with pyplot.style.context(["default", STYLE, {"axes.xmargin": 0.0}]):
         figure, axes = pyplot.subplots(figsize=(11.0, 5.4), dpi=120, layout="constrained")
         colours = [pyplot.get_cmap("tab20")(number % 20 / 20) for number in shown]
         labels = [f"{kinds[number]}, {gib(int(sizes[top, number]))}" for number in shown]

@@ -46,7 +46,7 @@ def conditions(plan: Plan, device: Device) -> dict[str, Any]:
     return {
         "device": device.name,
         **device.hardware(),
-        "cores": len(_cores()),
+        "cores": len(usable_cores()),
         "threads": torch.get_num_threads(),
         "ranks": plan.world_size,
         "dtype": plan.precision.compute_format,
@@ -69,13 +69,9 @@ def _mean(plan: Plan, device: Device, torch_device: torch.device) -> Peak:
 def _local_cores_and_threads() -> tuple[int, int]:
     """Return the cores that the ranks of this host may use, and the number of their threads."""
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (platform.node(), _cores(), torch.get_num_threads()))
+    dist.all_gather_object(ranks, (platform.node(), usable_cores(), torch.get_num_threads()))
     local = [(cores, threads) for host, cores, threads in ranks if host == platform.node()]
     return len(set[int]().union(*(cores for cores, _ in local))), sum(threads for _, threads in local)
-
-
-def _cores() -> list[int]:
-    return usable_cores()
 
 
 def _read(run_dir: Path, current: dict[str, Any]) -> Peak | None:

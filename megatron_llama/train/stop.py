@@ -67,14 +67,11 @@ class StopSignals(ExitStack):
             self._first_at, self._number = now, number
             if self.reports and number == signal.SIGINT and os.isatty(2) and not phase.is_shared():
                 announce_interrupt()
-        elif number not in REPEATED_SIGNALS and now - self._first_at > _ECHO_SECONDS and _ends(number):
+        elif number in REPEATED_SIGNALS or now - self._first_at <= _ECHO_SECONDS:
+            return
+        elif number == signal.SIGINT or _SLURM_JOB not in os.environ:  # only a user sends a second SIGINT
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-
-def _ends(number: int) -> bool:
-    """Return whether a second signal ends the process: only a user sends SIGINT."""
-    return number == signal.SIGINT or _SLURM_JOB not in os.environ
 
 
 def describe_stop(plan: Plan, step: int, number: int | None) -> str:

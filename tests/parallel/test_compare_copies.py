@@ -16,7 +16,7 @@ from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices.cpu.device import Cpu
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import compare_copies as replicas
+from megatron_llama.parallel import compare_copies
 from megatron_llama.parallel.compare_copies import Key, _mix, _sums
 from megatron_llama.plan import Plan, format_plan
 from megatron_llama.system.errors import TrainingFault
@@ -204,7 +204,7 @@ def test_a_device_without_int64_sums_compares_on_the_host(tmp_path: Path, monkey
     plan = make_plan(2, "trainer.zero=0")
     on_device = run_ranks(flips, 2, plan, tmp_path, 2, 7)
     monkeypatch.setattr(Cpu, "sums_int64", False)
-    monkeypatch.setattr(replicas, "devices", SimpleNamespace(of=devices.of, HOST="cpu:0"))  # another name than "cpu"
+    monkeypatch.setattr(compare_copies, "devices", SimpleNamespace(of=devices.of, HOST="cpu:0"))  # not "cpu"
     assert run_ranks(flips, 2, plan, tmp_path, 2, 7) == on_device
 
 

@@ -17,8 +17,6 @@ Captured = pytest.CaptureFixture[str]
 
 
 class Clock:
-    """A clock that a test moves."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: self.now))

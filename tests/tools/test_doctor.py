@@ -255,7 +255,7 @@ def test_a_fatal_problem_exits_with_2(capfd: pytest.CaptureFixture[str], monkeyp
 
 
 def test_a_quick_examination_ignores_config_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    """train.py, which run.slurm starts next, reports the errors; the doctor says that it does not check them."""
+    """train.py, which run.slurm starts next, reports the errors; the doctor reports that it does not check them."""
     assert cli.main(["trainer.tpp=2", "--quick"]) == 0
     assert "nothing is checked: the settings are invalid" in capsys.readouterr().err
     assert cli.main([*SETTINGS, "trainer.pp=64", "--quick"]) == 0

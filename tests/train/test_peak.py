@@ -48,7 +48,7 @@ def test_a_resumed_run_keeps_its_measured_peak(tmp_path: Path, capfd: pytest.Cap
 
 def _share() -> float:
     """Return the share of a core that each of two ranks with one thread has here."""
-    return min(1.0, len(module._cores()) / 2)
+    return min(1.0, len(module.usable_cores()) / 2)
 
 
 def _fifty(rank: int, folder: Path) -> list[float]:
@@ -73,7 +73,7 @@ def _low(rank: int, folder: Path) -> float:
 
 
 def _shared(rank: int, folder: Path) -> Peak:
-    module._cores = lambda: [0, 1]
+    module.usable_cores = lambda: [0, 1]
     torch.set_num_threads(2)
     return find_peak(plan_of(folder), measuring(80e9), CPU)
 

@@ -254,8 +254,5 @@ def _progress(result: Description, source: Foreign) -> None:
     if not source.has_settings:
         result.missing.append(NO_SETTINGS)
     if source.facts:
-        result.rows.append(("settings", " ".join(f"{name}={_setting(value)}" for name, value in source.facts.items())))
-
-
-def _setting(value: object) -> str:
-    return format_value(value).replace(", ", ",")
+        facts = [f"{name}={format_value(value).replace(', ', ',')}" for name, value in source.facts.items()]
+        result.rows.append(("settings", " ".join(facts)))

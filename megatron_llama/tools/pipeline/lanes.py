@@ -20,6 +20,7 @@ SIZES, DIGIT = (8, 6), 0.6  # font sizes of a micro batch's number, points, and 
 LANE_INCHES, BOX, PANEL_POINTS = 0.4, 0.65, 660
 """Height of a lane; height of a box relative to it; width of a panel."""
 MAX_MESSAGES = 600  # messages are not drawn beyond this number: the lines would hide the boxes
+MOST_BOXES = 2000  # passes beyond this number have no tooltips and numbers: the picture would take seconds and MiB
 FORWARD = ("#2563eb", "#60a5fa", "#93c5fd", "#bfdbfe")
 BACKWARD = ("#c2410c", "#f97316", "#fdba74", "#fed7aa")
 """Shades by chunk; the last one is repeated for further chunks."""
@@ -70,13 +71,19 @@ def _draw_panel(axis: Axes, panel: Panel, chunks: int, points: float) -> None:
     from matplotlib.patches import Rectangle
 
     timeline, scale = panel.timeline, panel.scale
+    few = sum(map(len, timeline.ranks)) <= MOST_BOXES
     for rank, spans in enumerate(timeline.ranks):
+        bars: dict[str, list[tuple[float, float]]] = {}
         axis.add_patch(Rectangle((0, rank - BOX / 2), timeline.seconds / scale, BOX, color=LANE, linewidth=0))
         for (backward, chunk, microbatch), start, end in spans:
             shades, width = BACKWARD if backward else FORWARD, (end - start) / scale
             gap = min(0.6 / points, width / 2)  # separates adjacent boxes
+            shade = shades[min(chunk, len(shades) - 1)]
+            if not few:
+                bars.setdefault(shade, []).append((start / scale, width - gap))
+                continue
             box = Rectangle((start / scale, rank - BOX / 2), width - gap, BOX, linewidth=0)
-            box.set(color=shades[min(chunk, len(shades) - 1)], clip_on=False)
+            box.set(color=shade, clip_on=False)
             about = f"{'backward' if backward else 'forward'} pass of micro batch {microbatch}"
             box.set_gid(TOOLTIP + about + (f", chunk {chunk}" if chunks > 1 else ""))
             axis.add_patch(box)
@@ -84,6 +91,8 @@ def _draw_panel(axis: Axes, panel: Panel, chunks: int, points: float) -> None:
             place, label = ((start + end) / 2 / scale, rank), str(microbatch)
             for fitting in [size for size in SIZES if width * points > DIGIT * size * len(label) + 1.5][:1]:
                 axis.text(*place, label, color=color, size=fitting, ha="center", va="center_baseline")
+        for shade, ranges in bars.items():
+            axis.broken_barh(ranges, (rank - BOX / 2, BOX), color=shade, linewidth=0)
     for sender, sent, receiver, used in timeline.messages if len(timeline.messages) <= MAX_MESSAGES else ():
         side, alpha = (BOX / 2 if receiver > sender else -BOX / 2), 0.3 if abs(receiver - sender) > 1 else 0.75
         ends = [sent.end / scale, used.start / scale], [sender + side, receiver - side]

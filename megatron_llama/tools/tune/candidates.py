@@ -152,7 +152,10 @@ class Tuner:
     def enumerate(
         self, *, memory_factor: float = SURE, progress: Callable[[int], None] = lambda done: None
     ) -> CandidateSpace:
-        """Return all candidates that may fit ``memory_factor`` times; ``progress`` gets the settings considered."""
+        """Return the candidates whose forecast memory, times ``memory_factor``, fits.
+
+        ``progress`` is called with the number of settings so far.
+        """
         space = CandidateSpace()
         for ranks in self.target.world_sizes():
             for layout in self.layouts(ranks):
