@@ -68,7 +68,7 @@ demo: demo-data  ## train a small Llama on two CPU ranks, in three minutes
 
 # Forked workers, three for two cores: most tests wait for ranks that wait for one another. A hanging test ends at its
 # limit, all tests after LIMIT seconds, and both are named.
-LIMIT ?= 840
+LIMIT ?= 1800
 WORKERS := --workers 3
 
 .PHONY: test
