@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron_llama.config.fields import check_limits, get, reset_to_defaults
@@ -22,11 +23,6 @@ from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.data import check_paths
 from megatron_llama.plan.rules.rule import check_rules
 from megatron_llama.topology import AXES
-
-
-def _replan(config: Config, world_size: int) -> Plan:
-    """Return the plan of a variant of a config, without checks of files."""
-    return resolve(config, world_size, exists=lambda path: True)
 
 
 def resolve(
@@ -64,7 +60,8 @@ def resolve(
             rule = f"has no step: all samples together are fewer than trainer.global_batch_size={size}"
             advice = "write a smaller trainer.global_batch_size, or more epochs"
             problems.append(Problem("trainer.epochs", sanitized.trainer.epochs, rule, advice))
-    host_problems = check_paths(sanitized, exists) + (check_memory(plan, machine, _replan) if plan else [])
+    replan = partial(resolve, exists=lambda path: True)
+    host_problems = check_paths(sanitized, exists) + (check_memory(plan, machine, replan) if plan else [])
     # A dry run may plan for another host: problems of this host are only notes.
     noted = [problem for problem in host_problems if sanitized.dry_run and problem.machine_specific]
     reported = [(problem.field, problem.value) for problem in known]

@@ -164,18 +164,14 @@ def stream_records(
             try:
                 if not line.endswith(b"\n"):
                     raise ValueError("no newline at the end")
-                record = json.loads(line, parse_int=_number)
+                # Integers of more than 64 bits become floats, perhaps infinite.
+                record = json.loads(line, parse_int=lambda digits: (int if len(digits) < 20 else float)(digits))
                 if not isinstance(record, dict) or not any(type(record.get(name)) in (int, float) for name in steps):
                     raise ValueError(f"no number under {' or '.join(steps)}")
             except (ValueError, RecursionError) as error:
                 last = [(number, str(error).partition("\n")[0][:200])]
                 continue
             yield record, line
-
-
-def _number(digits: str) -> int | float:
-    """Return an integer of a line; a float, perhaps infinite, if it has more than 64 bits."""
-    return int(digits) if len(digits) < 20 else float(digits)
 
 
 def _read(path: Path, steps: Sequence[str] = ("step",)) -> tuple[Lines, Broken]:

@@ -298,6 +298,7 @@ def _changed_groups(change: Callable[[list[torch.Tensor]], None]) -> Callable[[P
     return lambda f: _edit(f, "*_0_*optim*", lambda c: change(c["optimizer_state_dict"]["fp32_flat_groups"]))
 
 
+LONG = {"frozen_param_shapes": {"a": (3,)}, "frozen_param_fragments": {"a": torch.ones(5)}}
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "meta, a file is missing": ("meta", lambda f: (f / "consolidated.00.pth").unlink(), "are missing"),
     "meta, other shapes": ("meta", _changed("*00.pth", {"norm.weight": torch.ones(3)}), "shape"),
@@ -307,7 +308,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "zero, no shapes": ("zero 2", _changed("*model_states*", {"param_shapes": [{"a": "b"}]}), ""),
     "zero, huge": ("zero 2", _changed("*model_states*", {"param_shapes": [{"a": (10**12,)}]}), ""),
     "zero, attributes": ("zero 3", _changed_groups(lambda g: setattr(g[0], "data_ptr_", 5)), "unknown attributes"),
-    "zero, no fragments": ("zero 3", _changed("*_0_*model*", {"frozen_param_shapes": {"a": (3,)}}), "lacks 3 values"),
+    "zero, a long fragment": ("zero 3", _changed("*_0_*model*", LONG), "a of 3 values has fragments of [5]"),
     "universal, no tensor": ("universal", lambda f: torch.save([1], min(f.rglob("fp32.pt"))), "contains no tensor"),
 }
 

@@ -55,8 +55,7 @@ def test_forks_have_a_process_each() -> None:
             os._exit(0)
         finally:
             os._exit(1)
-    replies = [template.render([Turn("user", "parent")]) for _ in range(50)]
-    assert os.waitpid(child, 0)[1] == 0 and replies == ["parent"] * 50
+    assert all(template.render([Turn("user", "a")]) == "a" for _ in range(50)) and os.waitpid(child, 0)[1] == 0
 
 
 def test_processes_that_end_are_replaced_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:

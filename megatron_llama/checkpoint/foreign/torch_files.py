@@ -183,8 +183,11 @@ def _frozen(folder: Path, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, So
         parts.append({n: t for n, t in part.items() if isinstance(t, torch.Tensor)} if isinstance(part, dict) else {})
         check_stored(path, parts[-1])
     for name, shape in shapes.items():
-        spans = _spans(folder, [part[name].flatten() for part in parts if name in part], 0, math.prod(shape))
-        yield name, _assembled(folder, name, shape, list(spans))
+        fragments, size = [part[name].flatten() for part in parts if name in part], math.prod(shape)
+        most = max(map(len, fragments), default=0)  # ceil(size / ranks), on each rank
+        if not most or any(len(each) != most for each in fragments) or -(-size // max(1, -(-size // most))) != most:
+            raise CorruptFile(f"{folder}: {name} of {size:,} values has fragments of {[*map(len, fragments)]}")
+        yield name, _assembled(folder, name, shape, list(_spans(folder, fragments, 0, size)))
 
 
 def _rank_files(folder: Path, kind: str) -> list[Path]:
