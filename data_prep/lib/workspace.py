@@ -12,7 +12,10 @@ import hashlib
 import json
 import os
 import shutil
+import weakref
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -141,7 +144,7 @@ class Workspace:
         self._files.clear()
 
     def unlock(self) -> None:
-        """Release the lock, also of forked workers, which end with this process."""
+        """Release the lock."""
         unlock(self._lock)
         self._lock.close()
 
@@ -161,8 +164,14 @@ def read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[dict[str, An
     return (entries[0]["identity"], entries[1:]) if entries else (None, [])
 
 
+def _close(file: Callable[[], IO[bytes] | None]) -> None:
+    """Close a lock in a worker, which would hold it after its parent was killed."""
+    if (lock := file()) is not None:
+        lock.close()
+
+
 def _lock_folder(folder: Path) -> IO[bytes]:
-    """Lock the folder for this process and its workers."""
+    """Lock the folder for this process."""
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -175,6 +184,7 @@ def _lock_folder(folder: Path) -> IO[bytes]:
         # Another run may have removed the folder between open and lock.
         with contextlib.suppress(FileNotFoundError):
             if os.stat(folder / "lock").st_ino == os.fstat(lock.fileno()).st_ino:
+                os.register_at_fork(after_in_child=partial(_close, weakref.ref(lock)))
                 return lock
         lock.close()
 
