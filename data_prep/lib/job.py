@@ -216,28 +216,27 @@ class BlockResult:
     """Tokens with loss, of a fine-tuning dataset."""
 
 
-class PrepareProgress:
+REDRAW_SECONDS = 0.2
+
+
+class PrepareProgress(ProgressBar):
     """Progress bar of a preparation: share done, speed and remaining time."""
 
     def __init__(self, total: int, done: int = 0) -> None:
         """``total`` and ``done`` are bytes on disk."""
-        self.total, self.begun_at = max(1, total), done
+        self.total, self.begun_at, self.drawn = max(1, total), done, 0.0
+        super().__init__("prepare", total=self.total)
         self.base: tuple[float, int, int, int] | None = None
         """(time, done, work_bytes, tokens) of the first progress. The rate excludes the start of the workers."""
-        self.bar = ProgressBar("prepare", total=self.total)
-
-    def __enter__(self) -> PrepareProgress:
-        self.bar.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.bar.__exit__()
 
     def update(self, done: int, work_bytes: int, tokens: int) -> None:
         """Show ``done`` bytes on disk; ``work_bytes`` and ``tokens`` count from the start of this process."""
         now = time.monotonic()
         if self.base is None and done > self.begun_at:
             self.base = now, done, work_bytes, tokens
+        if now - self.drawn < REDRAW_SECONDS:
+            return
+        self.drawn = now
         text = f"{min(1.0, done / self.total):.1%}"
         start, first, bytes_before, tokens_before = self.base or (now, done, 0, 0)
         if done > first:
@@ -245,4 +244,4 @@ class PrepareProgress:
             left = duration(seconds * (self.total - done) / (done - first))
             speed, rate = (work_bytes - bytes_before) / seconds / 1e6, (tokens - tokens_before) / seconds / 1e6
             text += f"  {speed:.1f} MB/s  {rate:.2f} M tokens/s  {left} left"
-        self.bar.draw(done, text)
+        self.draw(done, text)

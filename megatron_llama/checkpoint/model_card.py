@@ -103,10 +103,8 @@ def data_names(settings: Mapping[str, Any]) -> str:
     data = settings.get("data", {})
     if data.get("mock"):
         return "random tokens (data=mock)"
-    prefixes = [
-        _plain(os.path.basename(os.path.normpath(path))) for path in split_weights(data.get("prefixes") or [])[1]
-    ]
-    files = ", ".join(dict.fromkeys(prefixes))
+    _, paths = split_weights(data.get("prefixes") or [])
+    files = ", ".join(dict.fromkeys(_plain(os.path.basename(os.path.normpath(path))) for path in paths))
     return _plain(str(data.get("name") or UNKNOWN)) + (f" ({files})" if files else "")
 
 

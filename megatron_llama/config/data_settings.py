@@ -197,9 +197,9 @@ def suggest_for_data(path: str, name: str = "data.prefixes") -> str | None:
         alternatives = " or ".join(f"[{each}]" for each in names[:3])
         return f"write {alternatives[1:-1]} in its entry" if name == "data.schedule" else f"write {name}={alternatives}"
     if glob.glob(os.path.join(glob.escape(path), "*.idx")):
-        text = os.path.join(path, "*")
-        text = f"{text} in its entry" if name == "data.schedule" else f"{name}={quote_value([text])}"
-        return f"write {text} for all datasets in the folder"
+        pattern = os.path.join(path, "*")
+        entry = f"{pattern} in its entry" if name == "data.schedule" else f"{name}={quote_value([pattern])}"
+        return f"write {entry} for all datasets in the folder"
     plain = strip_compression(path)
     if not plain.endswith(RAW_TEXT_SUFFIXES) and not os.path.isdir(path):
         return None

@@ -261,6 +261,7 @@ def job_of_plan(plan: Plan) -> Job:
     """Return the Job of a plan."""
     model, trainer, precision = plan.model, plan.config.trainer, plan.precision
     lora, compute = plan.config.finetune.method == "lora", BYTES[precision.compute_dtype]
+    targets = plan.config.finetune.lora_target_modules if lora else []
     return Job(
         model=model,
         seq=plan.config.data.length,
@@ -292,9 +293,7 @@ def job_of_plan(plan: Plan) -> Job:
         document=round(pattern_of(model).span(plan.config.data.length)),
         lora_parameters=lora_parameters(model, plan.config.finetune, 1, trainer.tp) if lora else 0,
         scaled_outputs=_scaled_outputs(plan) if lora else 0.0,
-        adapted=frozenset(
-            fused_matrix(name).removesuffix("_proj") for name in plan.config.finetune.lora_target_modules if lora
-        ),
+        adapted=frozenset(fused_matrix(name).removesuffix("_proj") for name in targets),
         unpacked_bytes=_unpacked_bytes(plan),
         sent_gradient=_exchanged(trainer.grad_reduce),
         gathered_weight=_exchanged(trainer.param_gather),

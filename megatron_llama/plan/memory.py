@@ -238,9 +238,10 @@ def _suggest_changes(plan: Plan, machine: Machine, replan: Callable[[Config, int
             has_host=machine.accelerator,
         )
         if changes:
-            hosts = [max(stage.host for stage in stage_footprints(change.plan)) for change in changes]
-            described = (change.describe(needs(change.plan), host) for change, host in zip(changes, hosts, strict=True))
-            return "write " + ", or ".join(described)
+            return "write " + ", or ".join(
+                change.describe(needs(change.plan), max(stage.host for stage in stage_footprints(change.plan)))
+                for change in changes
+            )
     return "write a smaller model (see conf/model/, from model=llama_2m on), or use a host with more memory"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Self
 
 from megatron_llama.system.tables import open_console
 
@@ -37,7 +38,7 @@ class ProgressBar:
         self._bar = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
         self._task = self._bar.add_task(label, total=total, text="")
 
-    def __enter__(self) -> ProgressBar:
+    def __enter__(self) -> Self:
         if self._live:
             self._bar.start()
         return self

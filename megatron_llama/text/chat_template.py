@@ -135,7 +135,7 @@ class Jinja:
             UserError: The template does not compile.
         """
         try:
-            source.encode()
+            source.encode()  # rejects lone surrogates
             self._sandbox = Sandbox(source)
         except (TemplateFault, UnicodeError) as error:
             raise UserError(f"{where}: the chat template is not valid Jinja: {error}") from None

@@ -19,11 +19,11 @@ from datetime import datetime
 from typing import Any
 
 MOST_SECONDS = 5.0
-"""Maximum CPU time of a request; the usual time is below a millisecond."""
+"""Maximum CPU time of compiling a template or rendering a text; the usual time is below a millisecond."""
 MOST_MEMORY = 1 << 30
 """Maximum bytes of address space."""
 SMALL, TIMES = 1 << 20, 64
-"""The output may have SMALL + TIMES · (characters of the conversation) characters."""
+"""A text may have SMALL + TIMES · (characters of the conversation) characters."""
 MOST_OF_A_DATE = 100
 """Maximum characters of a date format."""
 
@@ -161,7 +161,7 @@ def _write(**reply: str) -> None:
 
 
 def serve(seconds: float, memory: int) -> None:
-    """Compile the template in the first line of stdin, and answer the other lines. SIGPROF ends a long request."""
+    """Compile the template in the first line of stdin, and answer the other lines. SIGPROF ends a long rendering."""
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = memory if most == resource.RLIM_INFINITY else min(memory, most)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

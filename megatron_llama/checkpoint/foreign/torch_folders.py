@@ -221,6 +221,7 @@ def _read_optimizer(
                 raise CorruptFile(f"{path}: {rule}; the order of its parameters is not the Trainer's")
             stored[f"{kind}.{name}"] = values
             sources[f"{kind}.{name}"] = joined(name, [values], [path], None)
-        steps |= {step for step in [integer(state.get("step"))] if step is not None}
+        if (step := integer(state.get("step"))) is not None:
+            steps.add(step)
     check_stored(path, stored)
     return sources, next(iter(groups), {}), max(steps, default=None)
