@@ -91,11 +91,10 @@ def test_settings_that_a_row_refuses_are_refused_with_its_reason(monkeypatch: py
     register(monkeypatch, replace(ROW, refuses=reasons))
     for name, value in changes.items():
         (problem,) = problems(1, **{name: value})
-        assert problem.field == name and problem.rule == f"optim.name=lion {reasons[name]}"
+        assert problem.field == name and problem.rule == f"conflicts with optim.name=lion: it {reasons[name]}"
     register(monkeypatch, replace(ROW, sums_gradients=True))
     (problem,) = problems(2, **{"trainer.zero": 1})
-    assert problem.field == "trainer.zero"
-    assert problem.rule == "must be 0: optim.name=lion exchanges unsharded gradients"
+    assert problem.field == "trainer.zero" and "it exchanges unsharded gradients" in problem.rule
 
 
 def test_every_row_names_a_factory_and_the_states_that_it_builds() -> None:

@@ -15,6 +15,7 @@ from megatron_llama.config.problems import Problem, format_problems
 from megatron_llama.plan import rules
 from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.plan.rules import RULES
+from megatron_llama.plan.rules.conflicts import ROWS
 from megatron_llama.plan.rules.rule import Rule, check_rules
 from tests.config.helpers import as_typed, everything_exists, make, problems_of, put
 from tests.golden import GoldenFiles
@@ -47,23 +48,23 @@ def test_a_rule_fires_until_its_advice_is_followed(case: Case) -> None:
     assert fired(case, config) == [], f"advised {advised[0]}"
 
 
-def test_texts_of_refusals() -> None:
-    page = []
+def test_texts_of_refusals_and_each_rule_has_a_case() -> None:
+    page, untested = [], {*RULES}
     for case in CASES:
-        (problem,) = fired(case, chosen(**parse_settings(case.bad)))
+        config = chosen(**parse_settings(case.bad))
+        (problem,) = fired(case, config)
+        untested -= {r for r in untested if r.check.__name__ == case.rule and [*r.check(config, case.world)]}
         text = format_problems([problem]).partition("\n\n")[2]
         page.append(f"{case.rule}, {case.world} ranks: {case.bad}\n{text}\n")
+    elsewhere = ["whole_matrices_are_on_one_rank"]  # tests/optim/test_new_optimizer.py
+    assert [rule.check.__name__ for rule in untested] == elsewhere, [sorted(rule.settings) for rule in untested]
     GoldenFiles.check("plan/rules.txt", "\n".join(page))
 
 
-def test_each_rule_is_in_the_tuple_and_has_a_case() -> None:
-    modules = [
-        importlib.import_module(f"{rules.__name__}.{each.name}") for each in pkgutil.iter_modules(rules.__path__)
-    ]
-    defined = {rule for module in modules for rule in vars(module).values() if isinstance(rule, Rule)}
-    assert set(RULES) == defined and len(RULES) == len(defined)
-    elsewhere = {"whole_matrices_are_on_one_rank"}  # tests/optim/test_new_optimizer.py
-    assert {case.rule for case in CASES} | elsewhere == {rule.check.__name__ for rule in RULES}
+def test_each_rule_is_in_the_tuple() -> None:
+    modules = [f"{rules.__name__}.{each.name}" for each in pkgutil.iter_modules(rules.__path__)]
+    values = [value for name in modules for value in vars(importlib.import_module(name)).values()]
+    assert {value for value in values if isinstance(value, Rule)} | {*ROWS} == {*RULES}
 
 
 def test_all_problems_are_reported_once() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_llama.plan.rules import data, finetune, layout, numerics, schedule
+from megatron_llama.plan.rules import conflicts, data, finetune, layout, numerics, schedule
 from megatron_llama.plan.rules.rule import Rule
 
-RULES = tuple(
-    value
-    for module in (layout, schedule, data, finetune, numerics)
-    for value in vars(module).values()
-    if isinstance(value, Rule)
+MODULES = (layout, schedule, data, finetune, numerics)
+RULES = (
+    *conflicts.ROWS,
+    *(value for module in MODULES for value in vars(module).values() if isinstance(value, Rule)),
 )
-"""All rules, in the order of their messages: by module, then in the order of definition."""
+"""All rules, in the order of their messages."""

@@ -62,36 +62,15 @@ def sequence_fits_model(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("data.seq_length", length, f"must be at most model.max_position_embeddings={longest}", advice)
 
 
-@reads("data.kind", "data.pack", "data.document_mask", "data.eod_mask_loss")
-def documents_are_of_pretraining(config: Config, world_size: int) -> Iterator[Problem]:
-    """Document masks are for pretraining; fine-tuning datasets have their own masks."""
-    data = config.data
-    if data.kind == "sft" and data.document_mask:
-        rule = "needs data.kind=pretrain; packed examples never attend to each other"
-        yield Problem("data.document_mask", True, rule, "write data.document_mask=false, and data.pack=true to pack")
-    if data.kind == "sft" and data.eod_mask_loss:
-        rule = "needs data.kind=pretrain; fine-tuning datasets contain loss masks"
-        yield Problem("data.eod_mask_loss", True, rule, "write data.eod_mask_loss=null")
-
-
-@reads("data.kind", "data.pack", "data.prefixes", "data.schedule")
+@reads("data.kind", "data.prefixes")
 def fine_tuning_sets_are_whole(config: Config, world_size: int) -> Iterator[Problem]:
-    """Fine-tuning reads whole sets; packing needs examples, which pretraining data does not have."""
+    """Fine-tuning reads whole sets."""
     data = config.data
     weights, paths = split_weights(data.prefixes)
-    if data.kind == "sft":
-        if weights:
-            advice = f"write data.prefixes={format_value(paths)}; a dataset that is listed twice counts twice"
-            rule = "must have no weights with data.kind=sft: each epoch reads all datasets"
-            yield Problem("data.prefixes", data.prefixes, rule, advice)
-        if data.schedule:
-            rule = "needs data.kind=pretrain; each epoch of fine-tuning reads all datasets"
-            yield Problem("data.schedule", data.schedule, rule, "write data.schedule=[]")
-        return
-    if data.pack:
-        rule = "needs data.kind=sft: pretraining data has no examples"
-        advice = "write data.pack=false, or data.kind=sft, for a dataset of data_prep/sft.py"
-        yield Problem("data.pack", True, rule, advice)
+    if data.kind == "sft" and weights:
+        advice = f"write data.prefixes={format_value(paths)}; a dataset that is listed twice counts twice"
+        rule = "must have no weights with data.kind=sft: each epoch reads all datasets"
+        yield Problem("data.prefixes", data.prefixes, rule, advice)
 
 
 @reads("data.prefixes", "data.mock")
@@ -115,14 +94,6 @@ def validation_has_documents(config: Config, world_size: int) -> Iterator[Proble
         rule = f"trainer.val_every_steps={every} needs a second share above 0, for validation"
         instead = f"write data.split={quote_value(DataConfig.split)}, or trainer.val_every_steps=0"
         yield Problem("data.split", split, rule, instead)
-
-
-@reads("logging.sample_prompts", "data.tokenizer")
-def samples_need_a_tokenizer(config: Config, world_size: int) -> Iterator[Problem]:
-    """Sample prompts need a tokenizer."""
-    if config.logging.sample_prompts and config.data.tokenizer is None:
-        advice = "write data.tokenizer=path/to/tokenizer.model, or logging.sample_prompts=[]"
-        yield Problem("logging.sample_prompts", config.logging.sample_prompts, "needs data.tokenizer", advice)
 
 
 @reads("data.prefixes", "data.validation_prefixes", "data.kind", "data.tokenizer", "data.template", "init_from")

@@ -36,27 +36,6 @@ def lora_settings_are_for_lora(config: Config, world_size: int) -> Iterator[Prob
             yield Problem(name, value, rule, f"write finetune.method=lora, or omit {name}")
 
 
-@reads("finetune.method", "optim.name")
-def optimizer_suits_the_method(config: Config, world_size: int) -> Iterator[Problem]:
-    """LoRA needs an optimizer that does not update the frozen matrices."""
-    reason = config.optim.row.refuses.get("finetune.method")
-    if reason and config.finetune.method == "lora":
-        rule = f"optim.name={config.optim.name} {reason}"
-        yield Problem("optim.name", config.optim.name, rule, "write optim.name=adamw, or finetune.method=full")
-
-
-@reads("finetune")
-def dora_has_no_dropout(config: Config, world_size: int) -> Iterator[Problem]:
-    """DoRA scales the outputs of the frozen matrices, so that dropout would need a second output."""
-    finetune = config.finetune
-    if finetune.method != "lora" or not finetune.use_dora:
-        return
-    if finetune.lora_dropout:
-        rule = "conflicts with finetune.use_dora=true: the frozen matrices would multiply a second input"
-        instead = "write finetune.lora_dropout=0, or finetune.use_dora=false"
-        yield Problem("finetune.lora_dropout", finetune.lora_dropout, rule, instead)
-
-
 @reads("finetune.lora_rank", "finetune.lora_target_modules", "model")
 def rank_is_low(config: Config, world_size: int) -> Iterator[Problem]:
     """LoRA's rank is at most the smallest dimension of its matrices."""
@@ -100,11 +79,7 @@ def quantized_blocks_are_whole(config: Config, world_size: int) -> Iterator[Prob
 def state_blocks_are_whole(config: Config, world_size: int) -> Iterator[Problem]:
     """Each block of an 8-bit optimizer state is in one row on one tensor-parallel rank."""
     optim, table = config.optim, matrices(config.model)
-    if optim.state_bits != 8:
-        return
-    if reason := optim.row.refuses.get("optim.state_bits"):
-        rule = f"optim.name={optim.name} {reason}"
-        yield Problem("optim.state_bits", 8, rule, "write optim.state_bits=null, or optim.name=adamw")
+    if optim.state_bits != 8 or "optim.state_bits" in optim.row.refuses:
         return
     modules = config.finetune.lora_target_modules if config.finetune.method == "lora" else table
     trained = [matrix for module, matrix in table.items() if module in modules]

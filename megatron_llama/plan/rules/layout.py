@@ -10,10 +10,8 @@ from dataclasses import fields
 
 from megatron_llama.arch.shapes import can_cut, head_dim, kv_heads, kv_heads_per_rank
 from megatron_llama.config import data_settings
-from megatron_llama.config.hf_config import ARCHITECTURES, BIASES, MISTRAL, NO_HF_BLOCKS, WINDOWS, hf_type
+from megatron_llama.config.hf_config import ARCHITECTURES, BIASES, MISTRAL, WINDOWS, hf_type
 from megatron_llama.config.hostfile import HOST_FORMS, check_hosts
-from megatron_llama.config.optimizers import OPTIMIZERS, OptimConfig
-from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, format_value
 from megatron_llama.config.rope import check_rope_scaling
 from megatron_llama.config.settings import Config, RopeScaling
@@ -187,16 +185,6 @@ def biases_and_window_fit_the_type(config: Config, world_size: int) -> Iterator[
         yield Problem("model.sliding_window", model.sliding_window, rule, "write model.sliding_window=null")
 
 
-@reads("model.sliding_window", "model.sparse_attention.block")
-def one_pattern_of_attention(config: Config, world_size: int) -> Iterator[Problem]:
-    """A sliding window and block-sparse attention are incompatible."""
-    window = config.model.sliding_window
-    if window is not None and config.model.sparse_attention is not None:
-        rule = "conflicts with model.sparse_attention"
-        instead = "write model.sliding_window=null, or model.sparse_attention=null"
-        yield Problem("model.sliding_window", window, rule, instead)
-
-
 @reads("model.sparse_attention.num_local_blocks", "model.sparse_attention.num_global_blocks")
 def global_blocks_are_in_a_group(config: Config, world_size: int) -> Iterator[Problem]:
     """Global blocks are the last blocks of a group of local blocks."""
@@ -206,13 +194,6 @@ def global_blocks_are_in_a_group(config: Config, world_size: int) -> Iterator[Pr
         rule = f"must be at most model.sparse_attention.num_local_blocks={most}, the blocks of a group"
         name = "model.sparse_attention.num_global_blocks"
         yield Problem(name, sparse.num_global_blocks, rule, f"write {name}={most}, or fewer")
-
-
-@reads("model.sparse_attention.block", "checkpoint.export_hf")
-def blocks_are_not_exported(config: Config, world_size: int) -> Iterator[Problem]:
-    """Hugging Face folders cannot describe block-sparse attention."""
-    if config.model.sparse_attention is not None and config.checkpoint.export_hf:
-        yield Problem("checkpoint.export_hf", True, NO_HF_BLOCKS, "write checkpoint.export_hf=false")
 
 
 @reads("trainer.pp", "trainer.vpp", "model.num_hidden_layers")
@@ -227,14 +208,6 @@ def layers_fill_stages(config: Config, world_size: int) -> Iterator[Problem]:
         advice += [f"write trainer.vpp={layers // pp}"] if vpp > 1 and layers >= pp else []
         advice += [f"write model.num_hidden_layers={pp * vpp} or more"] if not advice else []
         yield Problem("trainer.pp", pp, rule, ", or ".join(advice))
-
-
-@reads("trainer.vpp", "trainer.pp")
-def vpp_needs_a_pipeline(config: Config, world_size: int) -> Iterator[Problem]:
-    """Virtual stages need a pipeline."""
-    if config.trainer.vpp > 1 and config.trainer.pp == 1:
-        advice = "write trainer.vpp=1, or trainer.pp=2"
-        yield Problem("trainer.vpp", config.trainer.vpp, "virtual stages need trainer.pp above 1", advice)
 
 
 @reads("trainer.pipeline_layers", "trainer.pp", "trainer.vpp", "model.num_hidden_layers")
@@ -298,36 +271,6 @@ def sequence_divides_by_tp(config: Config, world_size: int) -> Iterator[Problem]
         yield Problem("data.seq_length", length, rule, advice)
 
 
-@reads("optim.name", "optim.freeze_step", "trainer.zero", "trainer.precision")
-def states_suit_the_optimizer(config: Config, world_size: int) -> Iterator[Problem]:
-    """An optimizer that exchanges gradients or momenta itself needs unsharded ones, and 1-bit Adam fp32 weights."""
-    optim, zero, precision = config.optim, config.trainer.zero, str(config.trainer.precision)
-    if optim.freeze_step is not None and not optim.row.exchanges_signs:
-        names = " or ".join(name for name, row in OPTIMIZERS.items() if row.exchanges_signs)
-        rule = f"needs optim.name={names}; it is {optim.name}"
-        yield Problem("optim.freeze_step", optim.freeze_step, rule, "write optim.freeze_step=null")
-    if zero and optim.row.sums_gradients:
-        exchanged = "momenta" if optim.row.exchanges_signs else "gradients"
-        rule = f"must be 0: optim.name={optim.name} exchanges unsharded {exchanged}"
-        yield Problem("trainer.zero", zero, rule, "write trainer.zero=0")
-    reason = optim.row.refuses.get("trainer.precision")
-    if reason and PRECISIONS[precision].param_dtype != "float32":
-        rule = f"optim.name={optim.name} {reason}"
-        yield Problem("trainer.precision", precision, rule, "write trainer.precision=bf16 or fp32")
-
-
-@reads("optim.name", "optim.matrix_lr", "optim.adjust_lr", "optim.split_heads", "optim.momentum")
-def matrix_settings_are_for_muon(config: Config, world_size: int) -> Iterator[Problem]:
-    """Settings of the blocks' matrices need an optimizer that orthogonalizes them."""
-    if config.optim.row.gathers_matrices:
-        return
-    for name in ("momentum", "matrix_lr", "adjust_lr", "split_heads"):
-        value, default = getattr(config.optim, name), getattr(OptimConfig(), name)
-        if value != default:
-            rule = f"needs optim.name=muon; it is {config.optim.name}"
-            yield Problem(f"optim.{name}", value, rule, f"write optim.name=muon, or omit optim.{name}")
-
-
 @reads("optim.name", "trainer.zero", "trainer.dp", *BLOCK_SETTINGS)
 def whole_matrices_are_on_one_rank(config: Config, world_size: int) -> Iterator[Problem]:
     """An optimizer that updates whole matrices needs them unsharded on each rank."""
@@ -359,152 +302,36 @@ def shard_group_divides_dp(config: Config, world_size: int) -> Iterator[Problem]
         yield Problem("trainer.shard_group", group, rule, advice)
 
 
-@reads("trainer.grad_reduce", "optim.name")
-def one_exchange_of_gradients(config: Config, world_size: int) -> Iterator[Problem]:
-    """trainer.grad_reduce needs an optimizer that does not sum gradients itself."""
-    if config.trainer.grad_reduce is not None and config.optim.row.sums_gradients:
-        later = ", and later momenta," if config.optim.row.exchanges_signs else ""
-        rule = f"conflicts with optim.name={config.optim.name}, which exchanges gradients{later} itself"
-        advice = "write trainer.grad_reduce=null, or optim.name=adamw"
-        yield Problem("trainer.grad_reduce", config.trainer.grad_reduce, rule, advice)
+@reads("trainer.reduce_group", "trainer.secondary_group", "trainer.shard_group", *BLOCK_SETTINGS)
+def groups_divide_a_shard_group(config: Config, world_size: int) -> Iterator[Problem]:
+    """Groups of ranks inside a shard group have equal sizes."""
+    trainer, shared = config.trainer, config.trainer.shard_group or data_ranks(config, world_size)
+    groups = {"trainer.reduce_group": trainer.reduce_group, "trainer.secondary_group": trainer.secondary_group}
+    for name, group in groups.items():
+        if shared is not None and group is not None and (shared % group or group == shared):
+            rule = f"must divide the {shared} ranks of a shard group, and be smaller"
+            sizes = [size for size in range(2, shared) if shared % size == 0]
+            advice = nearest_legal(name, group, sizes)
+            yield Problem(name, group, rule, f"{advice}, or omit it" if advice else f"write {name}=null")
 
 
-@reads("trainer.param_gather", "trainer.zero", "finetune.method", "finetune.frozen_dtype")
-def something_is_gathered(config: Config, world_size: int) -> Iterator[Problem]:
-    """trainer.param_gather needs sharded weights that are not quantized."""
-    gather, frozen = config.trainer.param_gather, config.finetune.frozen_dtype
-    if gather is None:
-        return
-    if config.trainer.zero == 0:
-        rule = "conflicts with trainer.zero=0, which gathers no weights"
-        yield Problem(
-            "trainer.param_gather", gather, rule, "write trainer.zero=1, 2 or 3, or trainer.param_gather=null"
-        )
-    if config.finetune.method == "lora" and frozen in QUANTIZED_BITS:
-        rule = f"conflicts with finetune.frozen_dtype={frozen}: quantized matrices are gathered as they are"
-        yield Problem("trainer.param_gather", gather, rule, "write trainer.param_gather=null")
-
-
-@reads("trainer.reduce_group", "trainer.grad_reduce", "trainer.shard_group", "trainer.zero", *BLOCK_SETTINGS)
-def two_hops_have_an_exchange(config: Config, world_size: int) -> Iterator[Problem]:
-    """trainer.reduce_group needs trainer.grad_reduce and sharded gradients."""
-    group, trainer = config.trainer.reduce_group, config.trainer
-    if group is None:
-        return
-    if trainer.grad_reduce is None:
-        rule = "needs trainer.grad_reduce"
-        advice = "write trainer.grad_reduce=bf16 or int8, or trainer.reduce_group=null"
-        yield Problem("trainer.reduce_group", group, rule, advice)
-    elif trainer.zero == 0:
-        rule = "conflicts with trainer.zero=0, which shards no gradients"
-        yield Problem("trainer.reduce_group", group, rule, "write trainer.zero=1, 2 or 3, or trainer.reduce_group=null")
-    else:
-        yield from _part_of_a_shard_group("trainer.reduce_group", group, config, world_size)
-
-
-@reads("trainer.secondary_group", "trainer.shard_group", "trainer.zero", *BLOCK_SETTINGS)
-def second_copy_is_gathered_from(config: Config, world_size: int) -> Iterator[Problem]:
-    """trainer.secondary_group needs ZeRO 3, which gathers weights for the backward pass."""
-    group = config.trainer.secondary_group
-    if group is None:
-        return
-    if config.trainer.zero != 3:
-        rule = f"needs trainer.zero=3; trainer.zero={config.trainer.zero} does not gather weights in the backward pass"
-        yield Problem("trainer.secondary_group", group, rule, "write trainer.zero=3, or trainer.secondary_group=null")
-    else:
-        yield from _part_of_a_shard_group("trainer.secondary_group", group, config, world_size)
-
-
-def _part_of_a_shard_group(name: str, group: int, config: Config, world_size: int) -> Iterator[Problem]:
-    shared = config.trainer.shard_group or data_ranks(config, world_size)
-    if shared is not None and (shared % group or group == shared):
-        rule = f"must divide the {shared} ranks of a shard group, and be smaller"
-        advice = nearest_legal(name, group, [size for size in range(2, shared) if shared % size == 0])
-        yield Problem(name, group, rule, f"{advice}, or omit it" if advice else f"write {name}=null")
-
-
-@reads("trainer.offload", "trainer.recompute", "trainer.recompute_every")
-def saved_tensors_are_offloaded(config: Config, world_size: int) -> Iterator[Problem]:
-    """Offloaded activations need full recomputation or none: others keep the inputs of recomputation on the device."""
-    trainer = config.trainer
-    if "activations" in trainer.offload and trainer.recompute in ("elementwise", "selective"):
-        rule = f"activations conflicts with trainer.recompute={trainer.recompute}, which keeps tensors on the device"
-        advice = "write trainer.recompute=full (offloads block inputs) or none (offloads all saved tensors)"
-        yield Problem("trainer.offload", trainer.offload, rule, advice)
-
-
-@reads("trainer.offload", "optim.name")
-def offloaded_optimizer_has_no_collective(config: Config, world_size: int) -> Iterator[Problem]:
-    """The step of an offloaded optimizer has no collective between devices."""
-    reason = config.optim.row.refuses.get("trainer.offload")
-    if reason and "optimizer" in config.trainer.offload:
-        rule = f"optim.name={config.optim.name} {reason}"
-        advice = "write optim.name=adamw, or remove optimizer from trainer.offload"
-        yield Problem("trainer.offload", config.trainer.offload, rule, advice)
-
-
-@reads("trainer.recompute_every", "trainer.recompute")
-def something_is_recomputed(config: Config, world_size: int) -> Iterator[Problem]:
-    """trainer.recompute_every needs a recomputation policy."""
-    every = config.trainer.recompute_every
-    if every > 1 and config.trainer.recompute == "none":
-        rule = "has no effect with trainer.recompute=none"
-        yield Problem("trainer.recompute_every", every, rule, "write trainer.recompute=full, or omit it")
-
-
-@reads("trainer.mlp_chunks", "trainer.compile", "trainer.float8", "finetune.lora_dropout", "finetune.method")
-def chunks_can_run_alone(config: Config, world_size: int) -> Iterator[Problem]:
-    """The feed-forward network in chunks is not compiled, and a chunk gives the values of the whole."""
-    trainer, chunks = config.trainer, config.trainer.mlp_chunks
-    if chunks == 1:
-        return
-    if trainer.compile:
-        rule = "conflicts with trainer.compile=true: the compiler cannot trace the chunks' backward pass"
-        yield Problem("trainer.mlp_chunks", chunks, rule, "write trainer.compile=false, or trainer.mlp_chunks=1")
-    if trainer.float8:
-        rule = f"conflicts with trainer.float8={trainer.float8}, which would scale each chunk by its own maximum"
-        yield Problem("trainer.mlp_chunks", chunks, rule, "write trainer.float8=null, or trainer.mlp_chunks=1")
-    if config.finetune.method == "lora" and config.finetune.lora_dropout:
-        rule = "conflicts with LoRA's dropout: the second pass over a chunk would draw another mask"
-        yield Problem("trainer.mlp_chunks", chunks, rule, "write finetune.lora_dropout=0, or trainer.mlp_chunks=1")
-
-
-@reads("launch.hosts", "launch.hostfile")
+@reads("launch.hosts")
 def hosts_can_be_reached(config: Config, world_size: int) -> Iterator[Problem]:
-    """Hosts have valid names, each once, and come from one setting."""
-    hosts, file = config.launch.hosts, config.launch.hostfile
-    wrong = check_hosts(hosts)
-    if wrong:
+    """Hosts have valid names, each once."""
+    hosts = config.launch.hosts
+    if wrong := check_hosts(hosts):
         yield Problem("launch.hosts", hosts, wrong, f"write launch.hosts=[a,b], each {HOST_FORMS}")
-    if hosts and file is not None:
-        rule = f"conflicts with launch.hostfile={file}"
-        yield Problem("launch.hosts", hosts, rule, "write launch.hosts=[] or launch.hostfile=null")
 
 
-# Rules on communication that overlaps matmuls (trainer.async_tp).
-
-
-@reads("trainer.async_tp", "trainer.tp", "trainer.sp", "trainer.compile", "data.seq_length")
-def async_tp_has_collectives(config: Config, world_size: int) -> Iterator[Problem]:
-    """trainer.async_tp needs tensor and sequence parallelism and the compiler."""
-    trainer, off = config.trainer, "or trainer.async_tp=false"
-    if not trainer.async_tp:
-        return
-    if trainer.tp == 1:
-        rule = "needs trainer.tp above 1"
-        yield Problem("trainer.async_tp", True, rule, "write trainer.async_tp=false, or trainer.tp=2 or more")
-        return
-    rule = "needs sequence parallelism, whose collectives it overlaps with matmuls"
+@reads("trainer.async_tp", "trainer.tp", "trainer.sp", "data.seq_length")
+def overlapped_sequences_divide_by_tp(config: Config, world_size: int) -> Iterator[Problem]:
+    """trainer.async_tp overlaps the collectives of sequence parallelism, which is off for other lengths."""
+    trainer, length = config.trainer, config.data.length
     parts = Grid.of(trainer).sequence_unit(sp=True)
-    if trainer.sp is False:
-        yield Problem("trainer.async_tp", True, rule, f"write trainer.sp=true, {off}")
-    elif trainer.sp is None and config.data.length % parts:  # null is derived to be off
-        rule += f"; data.seq_length={config.data.length} is not a multiple of trainer.tp={trainer.tp}"
-        longer = -(-config.data.length // parts) * parts
-        yield Problem("trainer.async_tp", True, rule, f"write data.seq_length={longer}, {off}")
-    if not trainer.compile:
-        rule = "needs trainer.compile=true: it is a pass of the compiler"
-        yield Problem("trainer.async_tp", True, rule, f"write trainer.compile=true, {off}")
+    if trainer.async_tp and trainer.tp > 1 and trainer.sp is None and length % parts:
+        rule = f"needs sequence parallelism; data.seq_length={length} is not a multiple of trainer.tp={trainer.tp}"
+        longer = -(-length // parts) * parts
+        yield Problem("trainer.async_tp", True, rule, f"write data.seq_length={longer}, or trainer.async_tp=false")
 
 
 # Rules on random layer-wise token dropping (trainer.random_ltd).
@@ -604,21 +431,3 @@ def heads_divide_by_cp(config: Config, world_size: int) -> Iterator[Problem]:
         rule = f"trainer.cp_comm=ulysses must divide the {heads} query heads{each} and share out the {kv} kv heads"
         advice = f"{nearest_legal('trainer.cp', cp, legal)}, or trainer.cp_comm=all_gather"
         yield Problem("trainer.cp", cp, rule, advice)
-
-
-@reads("trainer.cp", "trainer.random_ltd")
-def whole_sequences_drop_tokens(config: Config, world_size: int) -> Iterator[Problem]:
-    """Random-LTD drops tokens of whole sequences."""
-    cp = config.trainer.cp
-    if cp > 1 and config.trainer.random_ltd is not None:
-        rule = f"conflicts with trainer.cp={cp}: a random subset of a sequence has no equal parts on its ranks"
-        yield Problem("trainer.random_ltd", None, rule, "write trainer.random_ltd=null, or trainer.cp=1")
-
-
-@reads("trainer.cp", "trainer.async_tp")
-def context_is_not_overlapped(config: Config, world_size: int) -> Iterator[Problem]:
-    """trainer.async_tp was not tested with context parallelism."""
-    cp = config.trainer.cp
-    if cp > 1 and config.trainer.async_tp:
-        rule = f"conflicts with trainer.cp={cp}: overlapped matmuls were not tested with it"
-        yield Problem("trainer.async_tp", True, rule, "write trainer.async_tp=false, or trainer.cp=1")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_llama import hooks
-from megatron_llama.config.data_settings import derives_validation, split_weights
+from megatron_llama.config.data_settings import derives_validation
 from megatron_llama.config.problems import Problem, duplicate_length, format_value
 from megatron_llama.config.settings import Config, TrainerConfig
 from megatron_llama.plan.derive import resolved_schedule
@@ -29,24 +29,12 @@ def schedule_fits_run(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem(name, value, rule, f"write {name}={left}, or omit it")
 
 
-@reads("trainer.epochs", "trainer.steps", "data.mock", "data.prefixes", "data.schedule")
+@reads("trainer.epochs", "trainer.steps")
 def epochs_or_steps(config: Config, world_size: int) -> Iterator[Problem]:
-    """A run's length is set once, and epochs need data of a finite length."""
+    """A run's length is set once."""
     epochs, steps = config.trainer.epochs, config.trainer.steps
-    if epochs is None:
-        return
-    if steps != TrainerConfig.steps:
+    if epochs is not None and steps != TrainerConfig.steps:
         yield duplicate_length(epochs, steps)
-    if config.data.mock:
-        advice = "write trainer.epochs=null and trainer.steps"
-        yield Problem("trainer.epochs", epochs, "needs a dataset: mock data has no end", advice)
-    elif split_weights(config.data.prefixes)[0]:
-        rule = "conflicts with weights in data.prefixes: a weighted blend has no epoch"
-        advice = "write trainer.epochs=null and trainer.steps, or data.prefixes without weights"
-        yield Problem("trainer.epochs", epochs, rule, advice)
-    elif config.data.schedule:
-        rule = "conflicts with data.schedule: changing blends have no epoch"
-        yield Problem("trainer.epochs", epochs, rule, "write trainer.epochs=null and trainer.steps")
 
 
 @reads("trainer.profile", "trainer.steps")
@@ -60,16 +48,6 @@ def profiled_steps_are_run(config: Config, world_size: int) -> Iterator[Problem]
         first = max(1, steps - 1)
         advice = f"write trainer.profile=[{first},{steps}]" if steps else "write trainer.profile=null"
         yield Problem("trainer.profile", profile, f"must end at or before the last step, trainer.steps={steps}", advice)
-
-
-@reads("optim.warmup_ratio", "optim.warmup_steps")
-def one_warmup(config: Config, world_size: int) -> Iterator[Problem]:
-    """The length of the warm-up is set once."""
-    ratio, steps = config.optim.warmup_ratio, config.optim.warmup_steps
-    if ratio is not None and steps is not None:
-        rule = f"conflicts with optim.warmup_steps={steps}: both set the length of the warm-up"
-        advice = "write optim.warmup_ratio=null, or omit optim.warmup_steps"
-        yield Problem("optim.warmup_ratio", ratio, rule, advice)
 
 
 @reads("optim.lr", "optim.min_lr")
@@ -140,13 +118,3 @@ def best_has_a_loss(config: Config, world_size: int) -> Iterator[Problem]:
         saved = f"every {checkpoint.every_steps} steps" if checkpoint.every_steps else "only at the end"
         rule = f"needs a checkpoint of a validated step: the run validates every {every} steps and saves {saved}"
         yield Problem("checkpoint.keep_best", True, rule, f"write checkpoint.every_steps={every}")
-
-
-@reads("trainer.spike_guard", "checkpoint.every_steps", "checkpoint.every_minutes")
-def rewinds_have_checkpoints(config: Config, world_size: int) -> Iterator[Problem]:
-    """A rewind needs an earlier checkpoint."""
-    checkpoint, guard = config.checkpoint, config.trainer.spike_guard
-    # Unset minutes are derived, and checked again then.
-    if guard == "rewind" and checkpoint.every_steps is None and checkpoint.every_minutes == 0:
-        rule, advice = "needs checkpoints: the run saves none before its end", "write checkpoint.every_steps=100"
-        yield Problem("trainer.spike_guard", guard, rule, f"{advice}, or trainer.spike_guard=skip")
