@@ -20,34 +20,22 @@ from torch.utils._pytree import tree_leaves
 from megatron_llama.parallel.groups import axis_of
 from megatron_llama.topology import AXIS_NAMES
 
-# Method to collective. The methods depend on torch's version.
-_METHODS = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "_allgather_base": "all_gather",
-    "all_gather_single": "all_gather",
-    "allgather": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "reduce_scatter": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
+# Operators in torch's dispatcher (c10d, _c10d_functional, shared_memory) by collective. Methods of a process group have
+# the same names without the last underscore. The names depend on torch's version.
+OPERATORS = {
+    "all_reduce": "allreduce_ allreduce_coalesced_ all_reduce all_reduce_",
+    "all_gather": "_allgather_base_ allgather_ allgather_into_tensor_coalesced_ all_gather_into_tensor "
+    "all_gather_into_tensor_out all_gather_ all_gather_single",
+    "reduce_scatter": "_reduce_scatter_base_ reduce_scatter_ reduce_scatter_tensor_coalesced_ reduce_scatter_tensor "
+    "reduce_scatter_tensor_out reduce_scatter_single",
+    "all_to_all": "alltoall_base_ all_to_all_single",
+    "broadcast": "broadcast_",
     "barrier": "barrier",
     "send": "send",
-    "recv": "recv",
+    "recv": "recv_",
 }
-_OPERATORS = {
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_out": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-}
+KIND_OF_OPERATOR = {name: kind for kind, names in OPERATORS.items() for name in names.split()}
+_METHODS = {name.removesuffix("_"): kind for name, kind in KIND_OF_OPERATOR.items()}
 AXES = (*AXIS_NAMES, "world")
 DATA = "data"
 """Name of the wait for samples."""
@@ -124,15 +112,18 @@ def _name(kind: str, group: dist.ProcessGroup) -> str:
     return f"{axis} {kind}"
 
 
-class _Collectives(TorchDispatchMode):
-    """Intercepts the functional collectives of compiled blocks."""
+class CollectiveMode(TorchDispatchMode):
+    """Dispatch mode in which compiled blocks stay compiled; by default a mode disables them."""
 
-    supports_higher_order_operators = True
+    supports_higher_order_operators = True  # they appear during torch.compile tracing and contain no collective
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Keep compiled blocks compiled in this mode; by default a mode disables them."""
         return True
+
+
+class _Collectives(CollectiveMode):
+    """Intercepts the functional collectives of compiled blocks."""
 
     def __init__(self, waiting: WaitContext) -> None:
         super().__init__()
@@ -148,7 +139,7 @@ class _Collectives(TorchDispatchMode):
         if operator == "wait_tensor" and (name := self._started.pop(args[0].data_ptr(), None)) is not None:
             with self._waiting(name):
                 return func(*args, **(kwargs or {}))
-        if (kind := _OPERATORS.get(operator)) is None:
+        if (kind := KIND_OF_OPERATOR.get(operator)) is None:
             return func(*args, **(kwargs or {}))
         group = next(value for value in reversed(args) if isinstance(value, str | dist.ProcessGroup))
         if isinstance(group, str):

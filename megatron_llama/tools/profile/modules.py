@@ -1,89 +1,56 @@
 """Attribute the time of the forward and backward passes to modules, and count tokens.
 
-Module hooks mark the forward pass. In the backward pass autograd runs the nodes of a module before the nodes of the
-preceding module. So hooks on two nodes suffice: the node of the output, and the node of the input, which belongs to the
-preceding module. Hooks on nodes do not change the graph. Recomputation counts as backward.
+In the backward pass autograd runs the nodes of a module before the nodes of the preceding module. So hooks on two nodes
+suffice for its time: the node of the output, and the node of the input, which belongs to the preceding module. Hooks on
+nodes do not change the graph. Recomputation counts as backward.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.model.inputs import BlockInputs
 from megatron_llama.model.llama import Llama
 from megatron_llama.plan import Plan
 from megatron_llama.tools.forecast.module_work import any_layer, model_parameters
-from megatron_llama.tools.profile.trace import BACKWARD, FORWARD, REST, Clock, Memory, Zone
+from megatron_llama.tools.profile.trace import REST, Clock, Memory, Zone
+from megatron_llama.tools.recorder import BACKWARD, FORWARD, Modules, Place
 
 _MARK = "megatron_llama.profile"
 
 
-class ModuleClock:
+class ModuleClock(Modules):
     """Clock of the modules of some chunks inside ``following``."""
 
     def __init__(self, chunks: Sequence[Llama], clock: Clock, *, compiled: bool) -> None:
-        """Args:
-        compiled: Time blocks as a unit, because hooks inside would become part of their graphs.
-        """
+        """Args as ``Modules``."""
+        super().__init__(chunks, compiled=compiled)
         self._clock, self._outer_zones = clock, list[Zone]()
-        self._named = [
-            (module, name)
-            for chunk in chunks
-            for name, module in chunk.named_modules()
-            if not isinstance(module, nn.ModuleDict) and not (compiled and _is_inside_a_block(name))
-        ]
-        self._chunks = chunks
+        self._models = [chunk.model for chunk in chunks]
         self.tokens = [0] * len(chunks)
         """Tokens in the forward passes of each chunk."""
         self.pairs = [0] * len(chunks)
         """Pairs of tokens in attention, counted over full squares of documents; padding counts as a document."""
 
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        """Hook the modules inside the context."""
-        hooks: list[Any] = []
-        for module, name in self._named:
-            # First and last, so that the hooks of fully_shard, which gather weights, count as time of the module.
-            hooks.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
-            hooks.append(module.register_forward_hook(self._leaving(name), always_call=True))
-        hooks += [
-            chunk.register_forward_pre_hook(self._counting(number), prepend=True)
-            for number, chunk in enumerate(self._chunks)
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            self._outer_zones.clear()
+    def entered(self, place: Place, args: tuple[Any, ...]) -> None:
+        if place.phase == FORWARD:
+            if self.stack:
+                self._mark(args, self.stack[-1].module)
+            else:
+                self._count(self.runs[place.run][0], args)
+        self._outer_zones.append(self._clock.move(Zone(FORWARD if place.phase == FORWARD else BACKWARD, place.module)))
 
-    def _entering(self, name: str) -> Callable[..., None]:
-        def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
-            recomputes = torch._C._current_autograd_node() is not None
-            if not recomputes and self._outer_zones:
-                self._mark(args, self._clock.zone.module)
-            self._outer_zones.append(self._clock.move(Zone(BACKWARD if recomputes else FORWARD, name)))
-
-        return enter
-
-    def _leaving(self, name: str) -> Callable[..., None]:
-        def leave(_: nn.Module, __: object, output: Any) -> None:
-            if not self._outer_zones:  # the pass started before the profile
-                return
-            if torch._C._current_autograd_node() is None:
-                self._mark(output, name)
-            self._clock.move(self._outer_zones.pop())
-
-        return leave
+    def left(self, place: Place, output: Any) -> None:
+        if place.phase == FORWARD:
+            self._mark(output, place.module)
+        self._clock.move(self._outer_zones.pop())
 
     def _mark(self, tensors: Any, name: str) -> None:
         """Hook the autograd node of the first of ``tensors``, so that the backward pass enters ``name`` there.
@@ -106,24 +73,14 @@ class ModuleClock:
     def _end_of_backward(self) -> None:
         self._clock.move(Zone(REST))
 
-    def _counting(self, number: int) -> Callable[..., None]:
-        pattern = pattern_of(self._chunks[number].model)
-
-        def count(_: nn.Module, args: tuple[Any, ...]) -> None:
-            if torch._C._current_autograd_node() is not None:
-                return
-            tokens, inputs = args[0], next((a for a in args if isinstance(a, BlockInputs)), None)
-            documents = None if inputs is None else inputs.documents
-            self.tokens[number] += tokens.numel()
-            lengths = documents.lengths if documents is not None else [[tokens.shape[1]]] * len(tokens)
-            self.pairs[number] += round(sum(n * pattern.span(n) for row in lengths for n in row))
-
-        return count
-
-
-def _is_inside_a_block(name: str) -> bool:
-    """Return True for layers.3.mlp, False for layers.3."""
-    return name.startswith("layers.") and name.count(".") > 1
+    def _count(self, chunk: int, args: tuple[Any, ...]) -> None:
+        """Count the tokens of a forward pass with the arguments of ``Llama``."""
+        pattern, tokens = pattern_of(self._models[chunk]), args[0]
+        inputs = next((a for a in args if isinstance(a, BlockInputs)), None)
+        documents = None if inputs is None else inputs.documents
+        self.tokens[chunk] += tokens.numel()
+        lengths = documents.lengths if documents is not None else [[tokens.shape[1]]] * len(tokens)
+        self.pairs[chunk] += round(sum(n * pattern.span(n) for row in lengths for n in row))
 
 
 # Tree of modules from the profiles of all ranks.

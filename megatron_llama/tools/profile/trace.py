@@ -23,6 +23,7 @@ from torch.profiler import profile
 
 from megatron_llama.system.files import atomic_open
 from megatron_llama.tools.figures import peak_indices
+from megatron_llama.tools.recorder import BACKWARD, FORWARD
 from megatron_llama.topology import AXIS_NAMES, Topology
 
 MODULES, WAITS = "modules", "waits"
@@ -149,7 +150,7 @@ def _kind(zone: Zone) -> str:
 
 
 # Time of a rank, divided into zones: a pass of a module, a wait, the optimizer, the rest.
-FORWARD, BACKWARD, NORM, OPTIMIZER, REST = "forward", "backward", "gradient norm", "optimizer", "rest"
+NORM, OPTIMIZER, REST = "gradient norm", "optimizer", "rest"
 
 
 class Zone(NamedTuple):

@@ -32,12 +32,11 @@ from megatron_llama.parallel import ParallelModel, build_model, parallelize, pro
 from megatron_llama.plan import Plan
 from megatron_llama.tools.forecast.module_work import any_layer
 from megatron_llama.tools.forecast.traffic import Amount, Traffic
-from megatron_llama.tools.rehearse.modules import BACKWARD, FORWARD, RECOMPUTED, Modules
+from megatron_llama.tools.recorder import BACKWARD, FORWARD, RECOMPUTED, Modules, TrafficCounter
 from megatron_llama.tools.rehearse.report import DispatchedOperator, Flops, MemoryKind, OperatorCount, Rehearsal
 from megatron_llama.tools.rehearse.text import History
 from megatron_llama.tools.rehearse.watch import Operation, StepWatcher
 from megatron_llama.tools.steps import open_steps
-from megatron_llama.tools.traffic.count import TrafficCounter
 from megatron_llama.topology import Topology
 
 MAX_BLOCK_RUNS = 160
@@ -93,6 +92,7 @@ def measure_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool =
             _label_states(watch, optimizer)
         at_rest = watch.alive
         total = len(batches.all_of_a_step())
+    flops, traffic = _whole_step(counts_of_steps[0], counts_of_steps[-1], total)
     return Rehearsal(
         rank=topology.rank,
         place=topology.place,
@@ -103,8 +103,8 @@ def measure_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool =
         at_rest=at_rest,
         reduced=reduced[-1],
         **history.summary(watch.marks, modules.runs),
-        flops=_by_module(counts_of_steps, total),
-        traffic=_traffic(counts_of_steps, total),
+        flops=flops,
+        traffic=traffic,
         synchronizations=_operator_counts(watch.host_waits),
         dynamic=(*_operator_counts(watch.shapes_from_values), *_new_shapes(shapes[-2], shapes[-1], batches.documents)),
         operators=tuple(_operators(watch)),
@@ -208,29 +208,24 @@ def _states(optimizer: Optimizer) -> Iterator[torch.Tensor]:
                 yield value
 
 
-def _extrapolate(counts: Sequence[_StepCounts], total: int, value_of: Callable[[_StepCounts], int]) -> int:
-    """Extrapolate a count linearly to ``total`` micro batches."""
-    few, many = counts[0], counts[-1]
-    if many.microbatches == total:
-        return value_of(many)
-    each = (value_of(many) - value_of(few)) // (many.microbatches - few.microbatches)
-    return value_of(many) + each * (total - many.microbatches)
+def _whole_step(few: _StepCounts, many: _StepCounts, total: int) -> tuple[dict[str, Flops], Traffic]:
+    """Extrapolate the FLOPs by module and the traffic linearly to ``total`` micro batches."""
 
+    def extrapolate(first: int, last: int) -> int:
+        if many.microbatches == total:
+            return last
+        each = (last - first) // (many.microbatches - few.microbatches)
+        return last + each * (total - many.microbatches)
 
-def _by_module(counts: Sequence[_StepCounts], total: int) -> dict[str, Flops]:
-    sums: dict[str, dict[str, int]] = defaultdict(lambda: {FORWARD: 0, BACKWARD: 0, RECOMPUTED: 0})
-    for module, phase in counts[-1].flops:
-        number = _extrapolate(counts, total, lambda step: step.flops.get((module, phase), 0))  # noqa: B023
-        sums[any_layer(module)][phase] += number
-    return {module: Flops(number[FORWARD], number[BACKWARD], number[RECOMPUTED]) for module, number in sums.items()}
-
-
-def _traffic(counts: Sequence[_StepCounts], total: int) -> Traffic:
+    flops: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for (module, phase), count in many.flops.items():
+        whole = extrapolate(few.flops.get((module, phase), 0), count)
+        flops[any_layer(module)][(FORWARD, BACKWARD, RECOMPUTED).index(phase)] += whole
     none = Amount(0, 0)
-    return {
-        line: Amount(*(_extrapolate(counts, total, lambda step: step.traffic.get(line, none)[part]) for part in (0, 1)))  # noqa: B023
-        for line in counts[-1].traffic
+    traffic = {
+        line: Amount(*map(extrapolate, few.traffic.get(line, none), amount)) for line, amount in many.traffic.items()
     }
+    return {module: Flops(*counts) for module, counts in flops.items()}, traffic
 
 
 def _new_shapes(previous: set[Operation], current: set[Operation], compare: bool) -> Iterator[OperatorCount]:

@@ -15,7 +15,7 @@ from megatron_llama.system.wrapping import WIDTH
 from megatron_llama.tools.figures import draw_memory
 from megatron_llama.tools.forecast.module_work import any_layer
 from megatron_llama.tools.forecast.traffic import wire_bytes
-from megatron_llama.tools.rehearse.modules import RECOMPUTED, Place
+from megatron_llama.tools.recorder import RECOMPUTED, Place
 from megatron_llama.tools.rehearse.report import (
     Holder,
     MemoryKind,

@@ -24,9 +24,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from megatron_llama.tools.forecast.module_work import any_layer
-from megatron_llama.tools.rehearse.modules import BACKWARD, RECOMPUTED, Modules, Place
+from megatron_llama.tools.recorder import BACKWARD, Modules, Place, TrafficCounter
 from megatron_llama.tools.rehearse.report import MemoryKind
-from megatron_llama.tools.traffic.count import TrafficCounter
 
 _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_"
 # (module of the caller, functions or () for all, kind): the innermost listed frame decides.
@@ -266,8 +265,7 @@ class StepWatcher(TorchDispatchMode):
             if not place.accumulates:
                 self.marks.append((len(self.changes), place))
         if (formula := self._formulas.get(func._overloadpacket)) is not None:
-            phase = RECOMPUTED if place.phase == RECOMPUTED else place.phase
-            self.flops[place.module, phase] += formula(*args, **kwargs, out_val=out)
+            self.flops[place.module, place.phase] += formula(*args, **kwargs, out_val=out)
         read = name in _HOST_WAITS and not self._is_number_of_host(args[0])
         if read or (name == "copy_" and self._synchronizes(*args, **kwargs)):
             self.host_waits[name, _caller()] += 1

@@ -22,7 +22,8 @@ from megatron_llama.devices.cpu import DEVICE
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.tools.profile import cli
 from megatron_llama.tools.profile.modules import Profile
-from megatron_llama.tools.profile.trace import BACKWARD, BEFORE, FORWARD, MODULES, WAITS, Zone, memory_of, renumber
+from megatron_llama.tools.profile.trace import BEFORE, MODULES, WAITS, Zone, memory_of, renumber
+from megatron_llama.tools.recorder import BACKWARD, FORWARD
 from megatron_llama.train.metrics_file import read_metrics
 from megatron_llama.train.waits import AXES, DATA, WAIT_METRICS, trace_waits
 from tests.oracle import SHAPE, make_plan

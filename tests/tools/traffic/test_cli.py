@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import megatron_llama.tools.traffic.count  # noqa: F401  imported once, before the forks
+import megatron_llama.tools.recorder  # noqa: F401  imported once, before the forks
 from megatron_llama.tools.forecast.traffic import Amount, TrafficKey
 from megatron_llama.tools.traffic.cli import main
 from tests.golden import GoldenFiles

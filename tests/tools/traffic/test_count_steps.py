@@ -23,8 +23,8 @@ from megatron_llama.optim.norm import gradient_norm
 from megatron_llama.parallel.tensor import ReplicatedGradients
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.tools.forecast.traffic import Amount, Traffic, TrafficKey, between_nodes, totals, wire_bytes
+from megatron_llama.tools.recorder import TrafficCounter, UnknownCollective, count_steps
 from megatron_llama.tools.traffic.cli import operations_of_rank
-from megatron_llama.tools.traffic.count import TrafficCounter, UnknownCollective, count_steps
 from megatron_llama.train.sanity import StepGuard
 from tests.compiled import needs_compiler
 from tests.oracle import make_plan
