@@ -5,8 +5,8 @@ matplotlib draws one figure for SVG and PNG (tools/figures.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_llama.system.output import import_pyplot
@@ -106,8 +106,6 @@ def _draw_panel(axis: Axes, panel: Panel, chunks: int, points: float) -> None:
 
 
 # Timeline of each rank, computed from the order and the duration of its passes.
-PREVIOUS, NEXT = -1, 1
-"""Offsets of the neighboring pp ranks, modulo the number of ranks."""
 
 
 class Pass(NamedTuple):
@@ -118,30 +116,8 @@ class Pass(NamedTuple):
     microbatch: int
 
 
-class Done(NamedTuple):
-    """A pass executed by a rank."""
-
-    pass_: Pass
-    start: float
-    """Seconds of a clock shared by all ranks of a host."""
-    end: float
-    needs: tuple[int, int] | None
-    """The received message it depends on: (side, index of the message from this side), or None."""
-
-
-@dataclass
-class RankRecord:
-    """Passes and messages of one rank in a step, in order."""
-
-    done: list[Done] = field(default_factory=list)
-    sent: dict[int, list[Pass]] = field(default_factory=lambda: {PREVIOUS: [], NEXT: []})
-    """Passes whose results were sent, by side."""
-    received: dict[int, int] = field(default_factory=lambda: {PREVIOUS: 0, NEXT: 0})
-    """Number of received messages, by side."""
-
-
 class Span(NamedTuple):
-    """A pass with its start and end, in seconds from the start of the step."""
+    """A pass with its start and end, in seconds from the start of the step. Ranks of a host share the clock."""
 
     pass_: Pass
     start: float
@@ -189,58 +165,55 @@ def bubble_of_equal_stages(pp: int, vpp: int, microbatches: int) -> float:
     return (pp - 1) / (vpp * microbatches + pp - 1)
 
 
-def dependencies(records: Sequence[RankRecord]) -> dict[tuple[int, Pass], tuple[int, Pass]]:
-    """Map each (rank, pass) that waits for a message to the (rank, pass) that sent it.
-
-    Messages of one direction between two ranks arrive in the order of sending.
-    """
-    result = {}
-    for rank, record in enumerate(records):
-        for done in record.done:
-            if done.needs is not None:
-                side, number = done.needs
-                sender = (rank + side) % len(records)
-                result[rank, done.pass_] = sender, records[sender].sent[-side][number]
-    return result
+def measured_timeline(records: Sequence[Sequence[Span]]) -> PipelineTimeline:
+    """Build the timeline of the recorded passes of each rank."""
+    begin = min(spans[0].start for spans in records)
+    return _timeline([tuple(Span(pass_, start - begin, end - begin) for pass_, start, end in each) for each in records])
 
 
-def measured_timeline(records: Sequence[RankRecord]) -> PipelineTimeline:
-    """Build the timeline of recorded start and end times."""
-    begin = min(record.done[0].start for record in records)
-    ranks = [
-        tuple(Span(done.pass_, done.start - begin, done.end - begin) for done in record.done) for record in records
-    ]
-    return _timeline(ranks, records)
-
-
-def earliest_timeline(records: Sequence[RankRecord], seconds: Callable[[int, Pass], float]) -> PipelineTimeline:
+def earliest_timeline(orders: Sequence[Sequence[Pass]], seconds: Callable[[int, Pass], float]) -> PipelineTimeline:
     """Build the timeline in which each pass starts as soon as its rank is free and its input has arrived.
 
-    Passes run in the recorded order. ``seconds`` returns the duration of a pass; messages take no time.
+    Args:
+        orders: Passes of each rank in their order.
+        seconds: Returns the duration of a pass of a rank. Messages take no time.
     """
-    needs = dependencies(records)
+    stages = count_stages(orders)
     ends: dict[tuple[int, Pass], float] = {}
-    ranks: list[list[Span]] = [[] for _ in records]
-    while sum(map(len, ranks)) < sum(len(record.done) for record in records):
+    ranks: list[list[Span]] = [[] for _ in orders]
+    while sum(map(len, ranks)) < sum(map(len, orders)):
         before = len(ends)
-        for rank, record in enumerate(records):
-            for done in record.done[len(ranks[rank]) :]:
-                need = needs.get((rank, done.pass_))
+        for rank, order in enumerate(orders):
+            for pass_ in order[len(ranks[rank]) :]:
+                need = sender_of(rank, pass_, len(orders), stages)
                 if need is not None and need not in ends:
                     break
                 start = max(ranks[rank][-1].end if ranks[rank] else 0.0, ends[need] if need is not None else 0.0)
-                ranks[rank].append(Span(done.pass_, start, start + seconds(rank, done.pass_)))
-                ends[rank, done.pass_] = ranks[rank][-1].end
+                ranks[rank].append(Span(pass_, start, start + seconds(rank, pass_)))
+                ends[rank, pass_] = ranks[rank][-1].end
         assert len(ends) > before, "a completed schedule has no cycle"
-    return _timeline([tuple(spans) for spans in ranks], records)
+    return _timeline([tuple(spans) for spans in ranks])
 
 
-def _timeline(ranks: Sequence[tuple[Span, ...]], records: Sequence[RankRecord]) -> PipelineTimeline:
-    places: Mapping[tuple[int, Pass], Span] = {
-        (rank, span.pass_): span for rank, spans in enumerate(ranks) for span in spans
-    }
-    messages = [
-        Message(sender, places[sender, sent], receiver, places[receiver, used])
-        for (receiver, used), (sender, sent) in dependencies(records).items()
-    ]
+def count_stages(orders: Iterable[Iterable[Pass]]) -> int:
+    """Return the number of virtual stages of the ranks' passes."""
+    return sum(1 + max(pass_.chunk for pass_ in order) for order in orders)
+
+
+def sender_of(rank: int, pass_: Pass, pp: int, stages: int) -> tuple[int, Pass] | None:
+    """Return the (rank, pass) whose message a pass needs; None at the ends of the pipeline.
+
+    Chunk c of rank r is virtual stage c * pp + r. Activations come from the preceding stage, gradients from the next.
+    """
+    stage = pass_.chunk * pp + rank + (1 if pass_.backward else -1)
+    return (stage % pp, pass_._replace(chunk=stage // pp)) if 0 <= stage < stages else None
+
+
+def _timeline(ranks: Sequence[tuple[Span, ...]]) -> PipelineTimeline:
+    spans = {(rank, span.pass_): span for rank, spans in enumerate(ranks) for span in spans}
+    stages = count_stages([span.pass_ for span in each] for each in ranks)
+    messages = []
+    for (receiver, pass_), used in spans.items():
+        if (need := sender_of(receiver, pass_, len(ranks), stages)) is not None:
+            messages.append(Message(need[0], spans[need], receiver, used))
     return PipelineTimeline(tuple(ranks), tuple(messages))

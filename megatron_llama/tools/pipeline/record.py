@@ -1,9 +1,7 @@
-"""Record the passes and messages of a rank while megatron-core's pipeline schedule runs.
+"""Record the passes of a rank while megatron-core's pipeline schedule runs.
 
-The schedules call three functions: ``forward_step`` and ``backward_step`` of their module, and
-``P2PCommunicator._communicate``. ``Recorder`` wraps them. Tensors are identified by ``id``: a received tensor is the
-argument of the pass that needs it, a sent tensor is the result of a pass. The recorded order is the order of the
-schedule, with fake ranks (``recorded_order``) and with real ranks (``measure_pipeline``).
+The schedules call ``forward_step`` and ``backward_step`` of their module; ``record_passes`` wraps them. The recorded
+order is the order of the schedule, with fake ranks (``recorded_order``) and with real ranks (``measure_pipeline``).
 """
 
 from __future__ import annotations
@@ -11,16 +9,15 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import nn
 
 from megatron_llama import cli
@@ -34,85 +31,49 @@ from megatron_llama.plan.job import job_of_plan
 from megatron_llama.tools.common import MOCK_RUN
 from megatron_llama.tools.forecast.hardware import find_device
 from megatron_llama.tools.forecast.step_time import load_constants, microbatch_seconds
-from megatron_llama.tools.pipeline.lanes import (
-    NEXT,
-    PREVIOUS,
-    Done,
-    Pass,
-    PipelineTimeline,
-    RankRecord,
-    measured_timeline,
-)
+from megatron_llama.tools.pipeline.lanes import Pass, PipelineTimeline, Span, measured_timeline
 from megatron_llama.tools.rehearse.rehearsal import fake_world
 from megatron_llama.tools.settings import ClusterConfig
 from megatron_llama.tools.steps import open_rank, rank_results
 
 
-@dataclass
-class Recorder:
-    """Recorder of the schedules that run inside ``recording``."""
+@contextmanager
+def record_passes(chunks: Sequence[nn.Module], synchronize: Callable[[], None] = lambda: None) -> Iterator[list[Span]]:
+    """Record the passes of the step that runs inside the context.
 
-    chunks: Sequence[nn.Module]
-    synchronize: Callable[[], None] = lambda: None
-    """Waits for the device, so that host times are the end times of passes."""
-    record: RankRecord = field(default_factory=RankRecord)
-    _of_tensor: dict[int, Pass] = field(default_factory=dict)
-    """Producing pass by ``id`` of the tensor, which the schedule keeps alive until it is used."""
-    _received: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """(side, index of the message from this side) of received tensors, by ``id``."""
-    _counts: dict[int, int] = field(default_factory=dict)
+    Args:
+        chunks: Chunks of this rank.
+        synchronize: Waits for the device, so that host times are the end times of passes.
+    """
+    spans: list[Span] = []
+    counts = Counter[int]()
+    of_output: dict[int, Pass] = {}  # by id of the output, which the schedule keeps alive until its backward pass
+    forward, backward = schedules.forward_step, schedules.backward_step
 
-    def new_step(self) -> None:
-        """Discard the record of the last step."""
-        self.record = RankRecord()
-        for mapping in (self._of_tensor, self._received, self._counts):
-            mapping.clear()
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Wrap the three functions of megatron-core inside the context."""
-        forward, backward = schedules.forward_step, schedules.backward_step
-        communicate = P2PCommunicator._communicate
-
-        def forward_step(step: Any, data: Any, model: Any, count: int, received: Any, *args: Any, **kwargs: Any) -> Any:
-            chunk = next(number for number, module in enumerate(self.chunks) if module is model)
-            pass_ = Pass(False, chunk, self._counts.get(chunk, 0))
-            self._counts[chunk] = pass_.microbatch + 1
-            result = self._timed(pass_, received, lambda: forward(step, data, model, count, received, *args, **kwargs))
-            self._of_tensor[id(_tensor(result[0]))] = pass_
-            return result
-
-        def backward_step(received: Any, output: Any, gradient: Any, *args: Any, **kwargs: Any) -> Any:
-            pass_ = self._of_tensor.pop(id(_tensor(output)))._replace(backward=True)
-            result = self._timed(pass_, gradient, lambda: backward(received, output, gradient, *args, **kwargs))
-            self._of_tensor[id(_tensor(result))] = pass_
-            return result
-
-        def _communicate(communicator: Any, **arguments: Any) -> Any:
-            for side, name in ((NEXT, "tensor_send_next"), (PREVIOUS, "tensor_send_prev")):
-                if arguments[name] is not None:
-                    self.record.sent[side].append(self._of_tensor[id(_tensor(arguments[name]))])
-            result = communicate(communicator, **arguments)
-            for side, tensor in ((PREVIOUS, result[0]), (NEXT, result[1])):
-                if tensor is not None:
-                    self._received[id(tensor)] = side, self.record.received[side]
-                    self.record.received[side] += 1
-            return result
-
-        with (
-            patch.object(schedules, "forward_step", forward_step),
-            patch.object(schedules, "backward_step", backward_step),
-            patch.object(P2PCommunicator, "_communicate", _communicate),
-        ):
-            yield
-
-    def _timed(self, pass_: Pass, received: Any, run: Callable[[], Any]) -> Any:
-        message = self._received.pop(id(_tensor(received)), None)
+    def timed(pass_: Pass, run: Callable[[], Any]) -> Any:
         start = time.perf_counter()
         result = run()
-        self.synchronize()
-        self.record.done.append(Done(pass_, start, time.perf_counter(), message))
+        synchronize()
+        spans.append(Span(pass_, start, time.perf_counter()))
         return result
+
+    def forward_step(step: Any, data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        chunk = next(number for number, module in enumerate(chunks) if module is model)
+        pass_ = Pass(False, chunk, counts[chunk])
+        counts[chunk] += 1
+        result = timed(pass_, lambda: forward(step, data, model, *args, **kwargs))
+        of_output[id(_tensor(result[0]))] = pass_
+        return result
+
+    def backward_step(received: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+        pass_ = of_output.pop(id(_tensor(output)))._replace(backward=True)
+        return timed(pass_, lambda: backward(received, output, *args, **kwargs))
+
+    with (
+        patch.object(schedules, "forward_step", forward_step),
+        patch.object(schedules, "backward_step", backward_step),
+    ):
+        yield spans
 
 
 def _tensor(value: Any) -> torch.Tensor | None:
@@ -139,20 +100,18 @@ def measure_pipeline(plan: Plan) -> tuple[int, PipelineTimeline | None]:
     return 0, timelines[(len(timelines) - 1) // 2]
 
 
-def _record_steps(plan: Plan) -> list[RankRecord]:
+def _record_steps(plan: Plan) -> list[list[Span]]:
     device, torch_device = open_device(plan)
-    records: list[RankRecord] = []
+    records: list[list[Span]] = []
     with open_rank(plan, int(os.environ["RANK"]), device, torch_device) as steps:
-        recorder = Recorder(steps.model.chunks, device.synchronize)
-        with recorder.recording():
-            for step in range(1, STEPS + 1):
-                recorder.new_step()
+        for step in range(1, STEPS + 1):
+            with record_passes(steps.model.chunks, device.synchronize) as spans:
                 steps.run(step)
-                records.append(recorder.record)
+            records.append(spans)
     return records
 
 
-# Order of passes and messages: megatron-core's schedule, run once as each rank.
+# Order of passes: megatron-core's schedule, run once as each rank.
 #
 # One process runs as each rank in sequence, in a fake world where messages take no time. The schedule depends on the
 # stages, chunks and number of micro batches, not on the model, so each chunk is one tiny Llama block, run by
@@ -160,8 +119,8 @@ def _record_steps(plan: Plan) -> list[RankRecord]:
 _TINY = ("hidden_size=8", "num_attention_heads=1", "num_key_value_heads=1", "intermediate_size=8", "vocab_size=8")
 
 
-def recorded_order(pp: int, vpp: int, microbatches: int) -> list[RankRecord]:
-    """Record a step of each of ``pp`` ranks with ``vpp`` chunks. No process group may exist."""
+def recorded_order(pp: int, vpp: int, microbatches: int) -> list[list[Pass]]:
+    """Record the passes of a step of each of ``pp`` ranks with ``vpp`` chunks. No process group may exist."""
     plan = tiny_plan(pp, vpp, microbatches)
     return [_rank(plan, rank) for rank in range(pp)]
 
@@ -185,15 +144,14 @@ def tiny_plan(pp: int, vpp: int, microbatches: int) -> Plan:
     return find_world(cli.parse_overrides(overrides), None).plan()
 
 
-def _rank(plan: Plan, rank: int) -> RankRecord:
+def _rank(plan: Plan, rank: int) -> list[Pass]:
     topology, device, cpu = plan.topology(rank), get_device(HOST), torch.device(HOST)
     with fake_world(topology), process_groups(plan, topology, device, cpu):
         data = build_data(plan, topology, cpu)
         model = build_model(plan, topology, device, cpu)
-        recorder = Recorder(model.chunks)
-        with recorder.recording():
+        with record_passes(model.chunks) as spans:
             model.forward_backward(data.train.at(0))
-    return recorder.record
+    return [span.pass_ for span in spans]
 
 
 # Duration of each pass: by FLOPs, forecast for a device of the hardware table, or measured.

@@ -15,23 +15,23 @@ from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.tools.figures import as_png, as_svg
 from megatron_llama.tools.pipeline import lanes
-from megatron_llama.tools.pipeline.lanes import NEXT, PREVIOUS, Done, Panel, Pass, PipelineTimeline, RankRecord
-from megatron_llama.tools.pipeline.record import Recorder, recorded_order, tiny_plan
+from megatron_llama.tools.pipeline.lanes import Panel, Pass, PipelineTimeline, Span
+from megatron_llama.tools.pipeline.record import record_passes, recorded_order, tiny_plan
 from tests.ranks import run_ranks
 
 Layout = tuple[int, int, int]
 LAYOUTS: tuple[Layout, ...] = ((2, 1, 3), (4, 1, 6), (2, 2, 4), (4, 2, 4))
 
 
-def _orders(_: int) -> dict[Layout, list[RankRecord]]:
+def _orders(_: int) -> dict[Layout, list[list[Pass]]]:
     dist.destroy_process_group()
     return {layout: recorded_order(*layout) for layout in LAYOUTS}
 
 
 @pytest.fixture(scope="module")
-def orders() -> dict[Layout, list[RankRecord]]:
+def orders() -> dict[Layout, list[list[Pass]]]:
     """Return the records of megatron-core's schedule by (pp, vpp, micro batches)."""
-    records: dict[Layout, list[RankRecord]] = run_ranks(_orders, 1)[0]
+    records: dict[Layout, list[list[Pass]]] = run_ranks(_orders, 1)[0]
     return records
 
 
@@ -39,89 +39,70 @@ def unit_seconds(_: int, pass_: Pass) -> float:
     return 2.0 if pass_.backward else 1.0
 
 
-def format_order(record: RankRecord) -> str:
+def format_order(order: list[Pass]) -> str:
     """Format the passes as F0 B0 ..., with the chunk after the micro batch if there are several."""
-    several = any(done.pass_.chunk for done in record.done)
+    several = any(pass_.chunk for pass_ in order)
     return " ".join(
-        f"{'B' if backward else 'F'}{batch}" + (f"'{chunk}" if several else "")
-        for backward, chunk, batch in (done.pass_ for done in record.done)
+        f"{'B' if backward else 'F'}{batch}" + (f"'{chunk}" if several else "") for backward, chunk, batch in order
     )
 
 
-def test_1f1b_has_the_published_order(orders: dict[Layout, list[RankRecord]]) -> None:
+def test_1f1b_has_the_published_order(orders: dict[Layout, list[list[Pass]]]) -> None:
     first, last = orders[2, 1, 3]
     assert format_order(first) == "F0 F1 B0 F2 B1 B2", "one more micro batch in flight than on the last stage"
     assert format_order(last) == "F0 B0 F1 B1 F2 B2"
     assert format_order(orders[4, 1, 6][0]).startswith("F0 F1 F2 F3 B0 F4 B1 F5")
 
 
-def test_interleaved_has_the_published_order(orders: dict[Layout, list[RankRecord]]) -> None:
+def test_interleaved_has_the_published_order(orders: dict[Layout, list[list[Pass]]]) -> None:
     first, last = orders[2, 2, 4]
     assert format_order(first).startswith("F0'0 F1'0 F0'1 F1'1 F2'0 B0'1 F3'0 B1'1 F2'1 B0'0")
     assert format_order(last).startswith("F0'0 F1'0 F0'1 B0'1 F1'1 B1'1 F2'0 B0'0")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_bubble_of_equal_stages_matches_the_formula(layout: Layout, orders: dict[Layout, list[RankRecord]]) -> None:
+def test_bubble_of_equal_stages_matches_the_formula(layout: Layout, orders: dict[Layout, list[list[Pass]]]) -> None:
     drawn = lanes.earliest_timeline(orders[layout], unit_seconds)
     assert drawn.bubble == pytest.approx(lanes.bubble_of_equal_stages(*layout), abs=1e-12)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_each_pass_waits_for_its_neighbor_and_all_messages_arrive(
-    layout: Layout, orders: dict[Layout, list[RankRecord]]
-) -> None:
-    (pp, vpp, microbatches), records = layout, orders[layout]
-    needs = lanes.dependencies(records)
-    for rank, record in enumerate(records):
-        passes = [done.pass_ for done in record.done]
-        assert sorted(passes) == sorted(
-            Pass(backward, chunk, batch)
-            for backward in (False, True)
-            for chunk in range(vpp)
-            for batch in range(microbatches)
-        )
-        for pass_ in passes:
-            stage = pass_.chunk * pp + rank + (1 if pass_.backward else -1)
-            expected = (stage % pp, pass_._replace(chunk=stage // pp)) if 0 <= stage < pp * vpp else None
-            assert needs.get((rank, pass_)) == expected, (
-                "forward on the first stage and backward on the last receive no message"
-            )
-        for side in (PREVIOUS, NEXT):
-            assert len(record.sent[side]) == records[(rank + side) % pp].received[-side]
+def test_each_pass_runs_once_and_waits_for_its_neighbor(layout: Layout, orders: dict[Layout, list[list[Pass]]]) -> None:
+    pp, vpp, microbatches = layout
+    passes = [Pass(way, chunk, batch) for way in (False, True) for chunk in range(vpp) for batch in range(microbatches)]
+    assert [sorted(order) for order in orders[layout]] == [passes] * pp
+    timeline = lanes.earliest_timeline(orders[layout], unit_seconds)
+    assert len(timeline.messages) == 2 * (pp * vpp - 1) * microbatches, (
+        "none to the first stage, no gradient to the last"
+    )
+    for sender, sent, receiver, used in timeline.messages:
+        assert abs(sender - receiver) in (1, pp - 1) and sent.end <= used.start
 
 
-def test_a_real_run_has_the_drawn_order(orders: dict[Layout, list[RankRecord]]) -> None:
+def test_a_real_run_has_the_drawn_order(orders: dict[Layout, list[list[Pass]]]) -> None:
     layout = (2, 2, 4)
     recorded = run_ranks(_record_steps, 2, tiny_plan(*layout))
-    assert [format_order(record) for record in recorded] == [format_order(record) for record in orders[layout]]
-    assert lanes.dependencies(recorded) == lanes.dependencies(orders[layout])
+    assert [[span.pass_ for span in spans] for spans in recorded] == orders[layout]
     timeline = lanes.measured_timeline(recorded)
     assert 0 < timeline.bubble < 1
     for sender, sent, receiver, used in timeline.messages:
         assert sent.end < used.start, f"message from {sender} to {receiver} arrived after its use"
 
 
-def _record_steps(rank: int, plan: Plan) -> RankRecord:
+def _record_steps(rank: int, plan: Plan) -> list[Span]:
     topology, device, cpu = plan.topology(rank), get_device("cpu"), torch.device("cpu")
     with process_groups(plan, topology, device, cpu):
         data, model = build_data(plan, topology, cpu), build_model(plan, topology, device, cpu)
-        recorder = Recorder(model.chunks)
-        with recorder.recording():
-            for _ in range(2):
-                recorder.new_step()
+        for _ in range(2):
+            with record_passes(model.chunks) as spans:
                 model.forward_backward(data.train.at(0))
-    return recorder.record
+    return spans
 
 
 def two_stages() -> PipelineTimeline:
     """Return a timeline of two stages and one micro batch; the second stage takes three times as long."""
-    forward, backward = Pass(False, 0, 0), Pass(True, 0, 0)
-    first = RankRecord([Done(forward, 0, 0, None), Done(backward, 0, 0, (NEXT, 0))], {PREVIOUS: [], NEXT: [forward]})
-    second = RankRecord(
-        [Done(forward, 0, 0, (PREVIOUS, 0)), Done(backward, 0, 0, None)], {PREVIOUS: [backward], NEXT: []}
-    )
-    return lanes.earliest_timeline([first, second], lambda rank, pass_: (3 if rank else 1) * unit_seconds(rank, pass_))
+    order = [Pass(False, 0, 0), Pass(True, 0, 0)]
+    return lanes.earliest_timeline([order] * 2, lambda rank, pass_: (3 if rank else 1) * unit_seconds(rank, pass_))
 
 
 def test_a_stage_waits_for_the_slower_one() -> None:
