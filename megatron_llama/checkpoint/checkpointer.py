@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_llama.arch.checkpoint_formats import TRAINER, recognize
+from megatron_llama.arch.checkpoint_formats import TRAINER, is_foreign, recognize
 from megatron_llama.arch.names import is_lora
 from megatron_llama.checkpoint import BEST
 from megatron_llama.checkpoint import state as contents
@@ -141,8 +141,9 @@ class Checkpointer:
         # NaN is neither better nor worse than another loss.
         self._val_loss = val_loss if val_loss is not None and math.isfinite(val_loss) else None
         self._tokens = consumed_tokens
-        stop, due = self.saver.advance(stop, due=self._is_due())
-        every = self.plan.config.checkpoint.every_steps
+        every, minutes = self.plan.config.checkpoint.every_steps, self.plan.config.checkpoint.every_minutes
+        is_late = bool(minutes) and monotonic() - self._saved_at >= 60 * float(minutes or 0)
+        stop, due = self.saver.advance(stop, due=is_late and self.topology.rank == 0)  # by rank 0's clock
         if stop or due or (every and step % every == 0):
             phase.enter(f"saving step {step}", phase.PATIENT)
             self._save(step, replaceable=self.plan.replaces_checkpoints and step < self.plan.config.trainer.steps)
@@ -167,11 +168,6 @@ class Checkpointer:
         moment = f"step {step} is not saved" if saves else f"step {step}"
         self._copies.compare(parts, moment, with_states=with_states)
         self._compared = step
-
-    def _is_due(self) -> bool:
-        """Return whether checkpoint.every_minutes have passed since the last save, by rank 0's clock."""
-        minutes = self.plan.config.checkpoint.every_minutes
-        return bool(minutes) and self.topology.rank == 0 and monotonic() - self._saved_at >= 60 * float(minutes or 0)
 
     def finish(self, step: int) -> None:
         """Save the last step and wait until all files are on disk."""
@@ -242,7 +238,7 @@ class Checkpointer:
 
     def _load(self, folder: Path) -> State:
         """Load a checkpoint. Raises CorruptFile or, for a checkpoint of another run, ConfigError on all ranks."""
-        if broadcast_from_rank_0(lambda: _is_foreign(folder)):
+        if broadcast_from_rank_0(lambda: is_foreign(folder)):
             return self._load_foreign(folder)
         with sync_errors(CorruptFile, ConfigError):
             if self.topology.rank == 0:
@@ -363,11 +359,6 @@ class Checkpointer:
         """Write a line to stderr on rank 0; stdout has the progress line."""
         if self.topology.rank == 0:
             sys.stderr.write(f"checkpoint: {escape_controls(text)}\n")
-
-
-def _is_foreign(folder: Path) -> bool:
-    recognized = recognize(folder)
-    return recognized is not None and recognized.is_foreign
 
 
 def _is_hf_folder(folder: Path) -> bool:

@@ -145,8 +145,10 @@ def open_source(
 ) -> tuple[Stored, dict[str, Shape]]:
     """Return the tensors to export and their shapes."""
     model, finetune = model_of(manifest), finetune_of(manifest)
-    if is_adapter:
-        return _adapter_source(manifest, model, finetune)
+    if is_adapter:  # the tensors that LoRA trained, by PEFT name
+        trained = trained_tensors(manifest, model, finetune)
+        peft = {name if is_lora(name) else PEFT_PREFIX + name: tensor for name, tensor in trained.tensors.items()}
+        return replace(trained, tensors=peft), {name: tensor.shape for name, tensor in peft.items()}
     shapes = hf_shapes(model)
     if merge:
         trained = trained_tensors(manifest, model, finetune)
@@ -180,15 +182,6 @@ def _check_base(checkpoint: Path, model: ModelConfig, folder: str | None) -> Non
         settings = " and ".join(f"model.{name}={format_value(value)}" for name, value in changed.items())
         rule = f"was trained with {settings}, which its base does not have and an adapter cannot store"
         raise ConfigError([Problem("CHECKPOINT", str(checkpoint), rule, "add --merge to export the whole model")])
-
-
-def _adapter_source(
-    manifest: Manifest, model: ModelConfig, finetune: FinetuneConfig
-) -> tuple[Stored, dict[str, Shape]]:
-    """Return the tensors that LoRA trained and their shapes, by PEFT name."""
-    trained = trained_tensors(manifest, model, finetune)
-    peft = {name if is_lora(name) else PEFT_PREFIX + name: tensor for name, tensor in trained.tensors.items()}
-    return replace(trained, tensors=peft), {name: tensor.shape for name, tensor in peft.items()}
 
 
 def check_output(out: Path) -> None:

@@ -25,6 +25,36 @@ UNKNOWN = "unknown"
 _MOST_BYTES = 1 << 20
 _LICENSE = re.compile(r"license: *['\"]?([\w.+-]{1,100})['\"]?[ ]*")
 
+_TEMPLATE = """\
+---
+{matter}
+---
+
+# {name}
+
+Trained with megatron_llama. Before publishing, add the license, the intended use and an evaluation.
+
+| | |
+|---|---|
+{rows}
+
+## Use
+
+FOLDER is the folder of this file.
+
+```python
+{imports}
+
+{model}{tokenizer}
+```
+
+With megatron_llama:
+
+```bash
+{command}
+```
+"""
+
 
 def model_card(
     state: State, model: ModelConfig, finetune: FinetuneConfig, *, adapter: bool, dtype: str, tokenizer: bool
@@ -50,24 +80,17 @@ def model_card(
         "license": base_license(Path(folder)) if folder else UNKNOWN,
     }
     title = f"{base}, fine-tuned" if base else f"{_plain(str(model.name))}, trained from random weights"
-    name = title + " (LoRA adapter)" * adapter
     rows = [*_facts(state, model, finetune, base, adapter), ("Data type of the weights", dtype)]
-    return "\n".join(
-        [
-            "---",
-            yaml.safe_dump(matter, sort_keys=False, allow_unicode=True).rstrip(),
-            "---",
-            "",
-            f"# {name}",
-            "",
-            "Trained with megatron_llama. Before publishing, add the license, the intended use and an evaluation.",
-            "",
-            "| | |",
-            "|---|---|",
-            *(f"| {label} | {text} |" for label, text in rows),
-            "",
-            *_usage(adapter, tokenizer, bool(base)),
-        ]
+    kind, package = ("AutoPeftModelForCausalLM", "peft") if adapter else ("AutoModelForCausalLM", "transformers")
+    option = "" if tokenizer or (adapter and base) else " --tokenizer TOKENIZER"
+    return _TEMPLATE.format(
+        matter=yaml.safe_dump(matter, sort_keys=False, allow_unicode=True).rstrip(),
+        name=title + " (LoRA adapter)" * adapter,
+        rows="\n".join(f"| {label} | {text} |" for label, text in rows),
+        imports=f"from {package} import {kind}" + ", AutoTokenizer" * tokenizer,
+        model=f'model = {kind}.from_pretrained("FOLDER")',
+        tokenizer='\ntokenizer = AutoTokenizer.from_pretrained("FOLDER")' * tokenizer,
+        command=name_commands(f'python scripts/generate.py FOLDER{option} --prompt "Once upon a time"'),
     )
 
 
@@ -117,30 +140,6 @@ def base_license(folder: Path) -> str:
     end = lines.index("---", 1) if lines[:1] == ["---"] and "---" in lines[1:] else 0
     matches = (_LICENSE.fullmatch(line) for line in lines[:end])
     return next((match[1] for match in matches if match), UNKNOWN)
-
-
-def _usage(adapter: bool, tokenizer: bool, has_base: bool) -> list[str]:
-    """Return the lines that show how to load the folder."""
-    kind = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
-    lines = ["## Use", "", "FOLDER is the folder of this file.", "", "```python"]
-    names = kind + ", AutoTokenizer" * tokenizer  # folders of adapters have no tokenizer
-    lines += [f"from {'peft' if adapter else 'transformers'} import {names}", ""]
-    lines += [f'model = {kind}.from_pretrained("FOLDER")']
-    if tokenizer:
-        lines.append('tokenizer = AutoTokenizer.from_pretrained("FOLDER")')
-    needs_tokenizer = not tokenizer and not (adapter and has_base)
-    option = " --tokenizer TOKENIZER" if needs_tokenizer else ""
-    return [
-        *lines,
-        "```",
-        "",
-        "With megatron_llama:",
-        "",
-        "```bash",
-        name_commands(f'python scripts/generate.py FOLDER{option} --prompt "Once upon a time"'),
-        "```",
-        "",
-    ]
 
 
 def _plain(text: str) -> str:

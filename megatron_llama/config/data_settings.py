@@ -332,6 +332,11 @@ def curriculum_metrics(entries: Sequence[Any]) -> tuple[CurriculumMetric, ...]:
     return _metrics(json.dumps([dict(entry) for entry in entries]))
 
 
+def valid_metrics(entries: Sequence[Any]) -> tuple[CurriculumMetric, ...]:
+    """Return the entries of a ``data.curriculum``; () if one is invalid."""
+    return () if check_curriculum(entries) else curriculum_metrics(entries)
+
+
 @lru_cache(maxsize=16)
 def _metrics(entries: str) -> tuple[CurriculumMetric, ...]:
     """Parse the entries from JSON; cached, as each step needs them several times."""

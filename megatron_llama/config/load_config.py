@@ -275,7 +275,9 @@ def _join_split_values(overrides: Sequence[str], problems: list[Problem]) -> Ite
     rest = list(overrides)
     while rest:
         text = rest.pop(0)
-        count = _words_of_value(text, rest)
+        depth = max(0, _open_brackets(text)) if "=" in text else 0
+        depths = itertools.accumulate(map(_open_brackets, rest), initial=depth)
+        count = next((count for count, depth in enumerate(depths) if depth == 0), 0)  # words up to the last bracket
         if not count:
             yield text
             continue
@@ -283,15 +285,6 @@ def _join_split_values(overrides: Sequence[str], problems: list[Problem]) -> Ite
         del rest[:count]
         rule = "the shell split this value at its spaces"
         problems.append(Problem(whole.partition("=")[0], None, rule, f"put it in quotes: {shlex.quote(whole)}"))
-
-
-def _words_of_value(text: str, rest: Sequence[str]) -> int:
-    """Return how many of the next arguments complete the brackets of the override ``text``; 0 if none do."""
-    depth = _open_brackets(text) if "=" in text else 0
-    if depth <= 0:
-        return 0
-    depths = itertools.accumulate(map(_open_brackets, rest), initial=depth)
-    return next((count for count, depth in enumerate(depths) if depth == 0), 0)
 
 
 def _open_brackets(text: str) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_llama.config.settings import DEVICES
 from megatron_llama.devices.base import INDUCTOR, Device, Peak, async_tp_problem, float8_problem
@@ -85,9 +85,10 @@ def async_tp_missing(name: str) -> str | None:
     return None if device is None else device.async_tp_missing()
 
 
-def request_collectives(rank: int) -> Device | None:
-    """Ask the process of ``rank`` on this machine for its last collectives. Return the device that records them."""
-    return next((device for device in map(device_named, NAMES) if device.request_collectives(rank)), None)
+def request_collectives(rank: int) -> Any:
+    """Ask the process of ``rank`` on this machine for its last collectives. Return the recorder, None without one."""
+    recorders = (recorder for name in NAMES if (recorder := device_named(name).recorder()) is not None)
+    return next((recorder for recorder in recorders if recorder.request_dump(rank)), None)
 
 
 def variable_prefixes() -> tuple[str, ...]:

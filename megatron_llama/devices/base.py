@@ -171,16 +171,12 @@ class Device(ABC):
         """
         return []
 
-    def request_collectives(self, rank: int) -> bool:
-        """Ask the process of ``rank`` on this machine to write its last collectives. False if it cannot answer."""
-        return False
+    def recorder(self) -> Any:
+        """Return the module that reads the last collectives of ranks on this machine, as cuda/flight_recorder.py does.
 
-    def last_collectives(self, rank: int) -> str:
-        """Return a rank's last finished and its unfinished collectives, one per line. Empty until they are written."""
-        return ""
-
-    def remove_recordings(self, rank: int) -> None:  # noqa: B027  nothing to remove by default
-        """Remove the files of ``request_collectives``."""
+        None: the device has no recorder.
+        """
+        return None
 
     def pipeline_transfers(self, topology: Topology) -> AbstractContextManager[None]:
         """Return a context in which pipeline stages can exchange tensors. All ranks enter it together.

@@ -196,12 +196,10 @@ class Board:
         """Return the stored texts of a kind, by number, without the numbers in ``exclude``."""
         texts = {}
         for number in range(self._count):
-            if number not in exclude and (text := self._read(f"hang/{kind}/{number}")) is not None:
+            text = None if number in exclude else self._try_call(partial(self._store.get, f"hang/{kind}/{number}"))
+            if text is not None:
                 texts[number] = text
         return texts
-
-    def _read(self, name: str) -> str | None:
-        return self._try_call(lambda: self._store.get(name))
 
     def _try_call(self, call: Callable[[], T]) -> T | None:
         """Return the result of ``call``; None if the store is lost."""

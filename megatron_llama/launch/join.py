@@ -100,7 +100,7 @@ def _join_rendezvous(
     if context.rank > 0:
         try:
             start = rendezvous.wait(check_shared if context.nodes > 1 else lambda run_dir: None)
-        except EOFError as error:
+        except StoreLost as error:
             time.sleep(CONSEQUENCE_DELAY_SECONDS)
             raise LaunchFailed(f"process 0 ended before the start: {error}") from error
     else:

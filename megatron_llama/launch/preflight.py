@@ -13,7 +13,7 @@ from urllib.parse import urlparse
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.stored import stored_steps
 from megatron_llama.plan import Plan
-from megatron_llama.plan.disk import DiskUse, disk_use
+from megatron_llama.plan.memory import DiskUse, disk_use
 from megatron_llama.system.tables import gib
 from megatron_llama.system.wrapping import fill
 
@@ -28,18 +28,13 @@ WANDB_OFF = ("offline", "dryrun", "disabled")
 
 def check_start(plan: Plan, folder: Path) -> str:
     """Return the line on disk space for the plan. Raises ConfigError if the run cannot succeed on this host."""
-    use, free = _disk_use(plan, folder), shutil.disk_usage(folder).free
+    saved = [] if plan.config.checkpoint.resume == "never" else stored_steps(folder)
+    use, free = disk_use(plan, saved[0] if saved else 0, len(saved)), shutil.disk_usage(folder).free
     problems = [*_check_disk(folder, use, free), *_check_limits(use.checkpoint // plan.world_size if use.sure else 0)]
     problems += check_wandb(plan, os.environ)
     if problems:
         raise ConfigError(problems)
     return fill("  disk          ", f"{use.describe()} · {gib(free)} free") + "\n"
-
-
-def _disk_use(plan: Plan, folder: Path) -> DiskUse:
-    """Return the bytes that the run adds; checkpoints to resume from are in the folder."""
-    saved = [] if plan.config.checkpoint.resume == "never" else stored_steps(folder)
-    return disk_use(plan, saved[0] if saved else 0, len(saved))
 
 
 def _check_disk(folder: Path, use: DiskUse, free: int) -> Iterator[Problem]:

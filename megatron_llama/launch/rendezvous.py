@@ -164,16 +164,10 @@ class Rendezvous:
             check: Returns the problem of the run folder on this node, if any.
 
         Raises:
-            EOFError: Process 0 has ended.
+            StoreLost: Process 0 has ended.
             LaunchFailed: The time limit is exceeded.
             ConfigError: As ``gather``, or ``check`` has found a problem on a node.
         """
-        try:
-            return self._wait_for_start(check)
-        except StoreLost as error:
-            raise EOFError(str(error)) from error
-
-    def _wait_for_start(self, check: Callable[[str], Problem | None]) -> StartMessage:
         local, deadline = self._local, time.monotonic() + self._limit
         while time.monotonic() < deadline:
             start = read_start_message(self._store.wait("open", _next_timeout(deadline)))

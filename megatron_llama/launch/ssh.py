@@ -105,7 +105,9 @@ def _run_once(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) -> in
     common = _environment(hosts, f"{time.time_ns():x}")
     # All hosts use one run folder. checkpoint.resume may have changed from "never" since the first start.
     fixed = [("run.dir", plan.config.run.dir), ("checkpoint.resume", plan.config.checkpoint.resume)]
-    command = [sys.executable, *_program(), *overrides, *(write_override(*pair) for pair in fixed)]
+    words = program()
+    words = words if words[0] == "-m" else [os.path.abspath(words[0])]
+    command = [sys.executable, *words, *overrides, *(write_override(*pair) for pair in fixed)]
     remotes: list[Remote] = []
     # Sent on the control line: other users of the hosts can read command lines.
     secret = secrets.token_hex(32)
@@ -123,12 +125,6 @@ def _run_once(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) -> in
         finally:
             _end(remotes)
         return _exit_status(remotes, signals)
-
-
-def _program() -> list[str]:
-    """Return the interpreter's arguments that start this program from any folder."""
-    words = program()
-    return words if words[0] == "-m" else [os.path.abspath(words[0])]
 
 
 def _start(command: list[str], plan: Plan) -> subprocess.Popen[bytes]:

@@ -169,9 +169,9 @@ class Watchdog:
         """Return the states of the ranks, with stacks if they answer."""
         for rank in ranks:
             rank.request_stacks()
-        recorders = {rank.number: device for rank in ranks if (device := request_collectives(rank.number))}
+        recorders = {rank.number: recorder for rank in ranks if (recorder := request_collectives(rank.number))}
         for _ in range(round(_ANSWER_SECONDS / POLL_SECONDS)):
-            recorded = all(device.last_collectives(number) for number, device in recorders.items())
+            recorded = all(recorder.collectives(number) for number, recorder in recorders.items())
             if recorded and all(rank.stopped or rank.stacks() for rank in ranks):
                 break
             sleep(POLL_SECONDS)
@@ -180,10 +180,10 @@ class Watchdog:
         for rank in ranks:
             stacks = rank.stacks()
             fault = _STOPPED if rank.stopped else "" if stacks else _SILENT
-            if device := recorders.get(rank.number):
-                if last := device.last_collectives(rank.number):
+            if recorder := recorders.get(rank.number):
+                if last := recorder.collectives(rank.number):
                     stacks = f"{stacks}\n\nLast collectives, the first of them finished:\n{last}".strip()
-                device.remove_recordings(rank.number)
+                recorder.remove_recordings(rank.number)
             states.append(self._state(rank, self._seconds(rank), fault, stacks))
         return states
 

@@ -41,7 +41,7 @@ from megatron_llama.parallel.compute_copies import ComputeCopies
 from megatron_llama.parallel.exchange import Hops, set_collectives
 from megatron_llama.parallel.groups import Groups
 from megatron_llama.plan import Plan
-from megatron_llama.plan.storage import COPIES, SHARDS
+from megatron_llama.plan.plan import COPIES, SHARDS
 from megatron_llama.topology import AXES, Topology
 
 

@@ -10,10 +10,9 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from megatron_llama.arch.pattern import Pattern, pattern_of
 from megatron_llama.arch.shapes import head_dim, parameters
@@ -26,13 +25,13 @@ from megatron_llama.config.data_settings import (
 )
 from megatron_llama.config.fields import check_limits, get, settings_by_name
 from megatron_llama.config.precision import LEAST_IN_BLOCKS, STATE_BLOCK
-from megatron_llama.config.problems import format_value
+from megatron_llama.config.problems import ConfigError, format_value
 from megatron_llama.config.settings import Config, DataConfig
+from megatron_llama.config.stored import read_values
 from megatron_llama.corpus.splits import samples_per_epoch
 from megatron_llama.devices import NAMES, Device, device_named, find_device
 from megatron_llama.plan.derive import FINETUNING_LR, PRETRAINING_LR, check_split, default_lr
 from megatron_llama.plan.plan import Plan
-from megatron_llama.system.files import check_yaml, read_whole
 from megatron_llama.system.tables import gib
 
 CHOSEN = ("data.seq_length", "trainer.precision", "trainer.compile")
@@ -87,9 +86,7 @@ def _keep_saved(config: Config, saved: Mapping[str, Any]) -> Iterator[str]:
     restored = []
     for name in KEPT if saved else ():
         section, _, key = name.partition(".")
-        group = saved.get(section)
-        value = group.get(key) if isinstance(group, dict) else None
-        setting = settings_by_name()[name]
+        value, setting = saved.get(name), settings_by_name()[name]
         if name == "trainer.pipeline_layers" and not _same_stages(config, saved):
             continue
         if name == "optim.lr" and value not in {PRETRAINING_LR, FINETUNING_LR} - {default_lr(config)}:
@@ -106,16 +103,11 @@ def _keep_saved(config: Config, saved: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _saved_settings(config: Config) -> Mapping[str, Any]:
-    """Return the settings in config.yaml of the run to resume; empty if there is none."""
+    """Return the settings in config.yaml of the run to resume, by full name; empty if there is none."""
     run = resumed_run_dir(config)
-    if run is None:
-        return {}
-    try:
-        check_yaml(run / "config.yaml")
-        saved = yaml.safe_load(read_whole(run / "config.yaml"))
-    except (OSError, ValueError, yaml.YAMLError):  # the checkpoint has the settings too, and reports differences
-        return {}
-    return saved if isinstance(saved, dict) else {}
+    with suppress(ConfigError):  # the checkpoint has the settings too, and reports differences
+        return {} if run is None else read_values(run)
+    return {}
 
 
 def _choose_validation(config: Config, saved: Mapping[str, Any]) -> Iterator[str]:
@@ -128,8 +120,7 @@ def _choose_validation(config: Config, saved: Mapping[str, Any]) -> Iterator[str
     if data.kind != "sft" or data.mock or data.validation_prefixes or not held_out or len(held_out) < len(prefixes):
         return
     if saved:
-        section = saved.get("data")
-        before = section.get("validation_prefixes") if isinstance(section, dict) else None
+        before = saved.get("data.validation_prefixes")
         if not isinstance(before, list) or [*map(_base, before)] != [*map(_base, held_out)]:
             return
     if all(os.path.exists(f"{path}.idx") for path in held_out):
@@ -143,13 +134,12 @@ def _base(path: Any) -> str:
 
 def _same_stages(config: Config, saved: Mapping[str, Any]) -> bool:
     """Return whether the run began with the same number of stages and layers."""
-    there, here = saved.get("trainer"), config.trainer
-    if not isinstance(there, dict) or here.pp == 1:
+    split, trainer = saved.get("trainer.pipeline_layers"), config.trainer
+    if trainer.pp == 1 or saved.get("trainer.vpp") != trainer.vpp:
         return False
-    split = there.get("pipeline_layers")
-    if not isinstance(split, list) or not all(isinstance(size, int) for size in split) or there.get("vpp") != here.vpp:
+    if not isinstance(split, list) or not all(isinstance(size, int) for size in split):
         return False
-    return check_split(split, config.model.num_hidden_layers, here.pp, here.vpp) is None
+    return check_split(split, config.model.num_hidden_layers, trainer.pp, trainer.vpp) is None
 
 
 def resumed_run_dir(config: Config) -> Path | None:

@@ -170,11 +170,6 @@ def _derive_from_steps(config: Config) -> None:
     """Derive settings that depend on the number of steps, and the period of checkpoints, in place."""
     derive_optimizer(config)
     _derive_random_ltd(config)
-    _derive_every_minutes(config)
-
-
-def _derive_every_minutes(config: Config) -> None:
-    """Derive checkpoint.every_minutes, in place."""
     checkpoint = config.checkpoint
     if checkpoint.every_minutes is None:
         by_time = checkpoint.every_steps is None and checkpoint.save_last

@@ -25,8 +25,7 @@ from megatron_llama.config.settings import FinetuneConfig, ModelConfig
 from megatron_llama.devices import INDUCTOR, find_device
 from megatron_llama.plan.derive import split_evenly
 from megatron_llama.plan.matrix_work import MatrixWork
-from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.storage import SHARDS
+from megatron_llama.plan.plan import SHARDS, Plan
 from megatron_llama.topology import AXIS_NAMES
 
 

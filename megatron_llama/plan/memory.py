@@ -1,4 +1,4 @@
-"""Memory of one rank of each pipeline stage, and the rejection of runs that cannot fit.
+"""Memory of one rank of each pipeline stage, the rejection of runs that cannot fit, and the size of a run's files.
 
 Weights, gradients and optimizer states are exact; ``footprint`` adds activations, logits and buffers. On an accelerator
 the whole peak less the error of the formulas must fit. Host memory may be swapped or shared, so there only the exact
@@ -18,13 +18,12 @@ from megatron_llama.arch.pattern import SCORES_AT_ONCE
 from megatron_llama.arch.shapes import StageParameters, head_dim, loss_chunk, norms_branches, qk_norm
 from megatron_llama.config.precision import BYTES, quantized_bytes, state_bytes_8bit
 from megatron_llama.config.problems import Problem
-from megatron_llama.config.settings import Config
+from megatron_llama.config.settings import KEPT_BY_TIME, Config
 from megatron_llama.devices import find_device
 from megatron_llama.plan.job import Job, job_of_plan
 from megatron_llama.plan.matrix_work import MatrixWork
-from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.storage import COPIES, PLAIN
-from megatron_llama.system.tables import GIB, gib
+from megatron_llama.plan.plan import COPIES, PLAIN, Plan
+from megatron_llama.system.tables import GIB, gib, plural
 
 USABLE = 0.94
 """Share of a device's memory for live tensors; driver, communication library and fragmentation take the rest."""
@@ -432,8 +431,9 @@ def _block(job: Job) -> float:
     if not job.lora_parameters:
         largest = matrix
     made = (inner + largest) * job.inner_bytes + matrix * job.unpacked_bytes
-    if job.mlp_chunks > 1:
-        made = max(made, _norm_backward(job))
+    if job.mlp_chunks > 1:  # a norm's backward pass: four tensors in fp32, two gradients of the stream
+        stream = job.tokens * job.model.hidden_size / (job.tp if job.sp else 1)
+        made = max(made, stream * (4 * FP32 + 2 * job.inner_bytes))
     return recomputed + made
 
 
@@ -449,12 +449,6 @@ def _logits_of_attention(job: Job) -> float:
     saved = layer_activations(job, "none")
     block = saved["attention"] if job.recompute == "full" else -saved["feed-forward"]
     return FP32 * heads * min(step, queries) * min(step, job.seq) + gathered + block
-
-
-def _norm_backward(job: Job) -> float:
-    """Return the bytes of a norm's backward pass: four tensors in fp32, two gradients of the stream."""
-    elements = job.tokens * job.model.hidden_size / (job.tp if job.sp else 1)
-    return elements * (4 * FP32 + 2 * job.inner_bytes)
 
 
 def _exchanged_keys(job: Job) -> float:
@@ -476,3 +470,65 @@ def _divided_attention(job: Job) -> float:
     whole = 2 * job.tokens * job.cp * max(keys, head_dim(job.model))
     copies = width + FP32 + (width if width < FP32 else 0)
     return whole * copies + job.tokens * queries * FP32
+
+
+# Size of the files that a run writes to its folder.
+
+LOG_BYTES, LOG_BYTES_PER_STEP = 1 << 20, 1 << 10
+"""Margin for metrics, events, loss.png and the plan."""
+
+
+@dataclass(frozen=True)
+class DiskUse:
+    """Bytes that a run adds to its folder."""
+
+    checkpoint: int
+    """Size of a checkpoint."""
+    sure: int
+    """New checkpoints that exist at the same time in any case, with the one in progress."""
+    most: int | None
+    """Checkpoints if the run lasts long enough for each save by time; None: unlimited."""
+    export: int
+    """Size of the exported weights."""
+    logs: int
+
+    @property
+    def sure_bytes(self) -> int:
+        """Bytes that the run needs in any case."""
+        return self.sure * self.checkpoint + self.export + self.logs
+
+    def describe(self) -> str:
+        """Return the sizes in words."""
+        if self.most == 0:
+            return f"{gib(self.logs)} of logs"
+        parts = [f"{self.most} {plural(self.most, 'checkpoint')} of {gib(self.checkpoint)}"] if self.most else []
+        parts = parts or [f"{gib(self.checkpoint)} per checkpoint"]
+        parts += [f"exported weights {gib(self.export)}"] if self.export else []
+        total = f" = {gib(self.most * self.checkpoint + self.export + self.logs)}" if self.most else ""
+        return " + ".join([*parts, f"logs {gib(self.logs)}"]) + total
+
+
+def disk_use(plan: Plan, first: int, saved: int) -> DiskUse:
+    """Return the bytes that a run adds to its folder.
+
+    Args:
+        first: Step from which the run starts.
+        saved: Checkpoints in the folder, which later ones replace if a limit is set.
+    """
+    saves, steps = plan.config.checkpoint, plan.config.trainer.steps
+    every, trains = saves.every_steps, steps > first
+    periodic = steps // every - first // every if every and trains else 0
+    last = saves.save_last and (trains or steps == 0) and not (periodic and every and steps % every == 0)
+    sure, most = periodic + last, None if saves.every_minutes and trains else periodic + last
+    limit = saves.keep or (KEPT_BY_TIME if plan.replaces_checkpoints and not every else None)
+    if limit is not None:
+        distance = math.lcm(every or 1, saves.keep_every or 0)
+        permanent = steps // distance - first // distance if distance else 0
+        # The one in progress is complete before the oldest is deleted.
+        peak = max(1, limit + 1 + max(0, permanent - limit) - saved)
+        sure = min(sure, peak)
+        most = peak + saves.keep_best if most is None else min(most, peak + saves.keep_best)
+    export = BYTES[plan.precision.compute_dtype] * plan.whole.held if saves.export_hf else 0
+    logs = LOG_BYTES + LOG_BYTES_PER_STEP * max(0, steps - first)
+    weights = BYTES[plan.precision.param_dtype] * plan.whole.trained
+    return DiskUse(weights + optimizer_bytes(plan, plan.whole), sure, most, export, logs)

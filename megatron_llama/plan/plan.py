@@ -9,9 +9,35 @@ from megatron_llama.arch.shapes import StageParameters, kv_copies
 from megatron_llama.config.precision import BYTES, PRECISIONS, QUANTIZED_BITS, Precision
 from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.corpus.splits import DatasetUsage
+from megatron_llama.devices import find_device
 from megatron_llama.plan.data_schedules import BatchSchedule, RunPosition, TokenSchedule
-from megatron_llama.plan.storage import Storage
 from megatron_llama.topology import Divided, Grid, Topology
+
+PLAIN, COPIES, SHARDS = "plain", "copies", "shards"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Parameters and gradients of one rank; model, optimizer and memory read it."""
+
+    kind: str
+    """``plain``: layers compute with the parameters (dp=1 and one dtype throughout). ``copies``: dp=1 with copies of
+    all weights in the compute dtype (parallel/compute_copies.py). ``shards``: ``fully_shard`` gathers and casts; also
+    for dp=1 with ZeRO 3, which casts block by block and needs less memory."""
+    one_micro_batch: bool
+    """Each step has one forward and one backward pass."""
+    keeps_bf16_grads: bool
+    """Whether gradients keep the compute dtype until the update, as no other gradient is added to them. False for LoRA,
+    whose gradients are small."""
+    frees_embedding: bool
+    """Whether the first stage frees its copy of the embedding after the lookup, unless it also has the tied output
+    head. LoRA's embedding is frozen and has no copy by default."""
+    tied: bool = False
+    """Whether output head and embedding share a weight."""
+
+    def frees_embedding_of(self, *, is_first: bool, is_last: bool) -> bool:
+        """Return whether a pipeline stage frees its copy of the embedding after the lookup."""
+        return self.frees_embedding and is_first and not (is_last and self.tied)
 
 
 @dataclass(frozen=True)
@@ -139,13 +165,18 @@ class Plan:
     @property
     def storage(self) -> Storage:
         """Storage of parameters and gradients on a rank."""
-        return Storage.of(
-            self.config,
-            self.data_ranks,
-            self.num_microbatches,
-            frozen_dtype=self.frozen_dtype,
-            sums_gradients=self.config.optim.row.sums_gradients,
-        )
+        trainer, precision, kind = self.config.trainer, self.precision, SHARDS
+        dtypes = {precision.param_dtype, precision.compute_dtype, precision.grad_accum_dtype, self.frozen_dtype}
+        if self.data_ranks == 1 and len(dtypes) == 1:
+            kind = PLAIN
+        elif self.data_ranks == 1 and trainer.zero < 3:
+            kind = COPIES
+        one_micro_batch = self.num_microbatches == 1 and not trainer.batch_schedule
+        alone = kind == COPIES and one_micro_batch and self.config.finetune.method != "lora"
+        device = find_device(self.config.device.name)
+        on_device = device is not None and device.keeps_bf16_grads and "optimizer" not in trainer.offload
+        keeps_bf16_grads = alone and on_device and not self.config.optim.row.sums_gradients and not trainer.exact
+        return Storage(kind, one_micro_batch, keeps_bf16_grads, alone, self.model.tie_word_embeddings)
 
     @property
     def batches(self) -> BatchSchedule:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megatron_llama.devices import find_device
-from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.storage import COPIES, SHARDS
+from megatron_llama.plan.plan import COPIES, SHARDS, Plan
 
 
 def recomputation(plan: Plan) -> str:

@@ -135,7 +135,7 @@ def test_torchs_operators_are_restored(recwarn: pytest.WarningsRecorder) -> None
 @pytest.mark.parametrize("fast", [True, False])
 def test_a_rank_replaces_them_where_torch_has_no_fast_ones(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
     monkeypatch.setattr(matmul, "has_fast_bf16", lambda: fast)
-    monkeypatch.setattr(cpu, "_keep_freed_memory", lambda: None)
+    monkeypatch.setattr(cpu, "_tune_malloc", lambda options: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cpu.Cpu().enter(0, 1)
     assert matmul.multiply_in_fp32.cache_info().currsize == (not fast)

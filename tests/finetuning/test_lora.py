@@ -19,7 +19,7 @@ from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, stage_memory
-from megatron_llama.plan.storage import PLAIN
+from megatron_llama.plan.plan import PLAIN
 from tests.finetuning.runner import CPU, LORA, RANK, World, make_plan, their_base, their_lora, tune
 from tests.messages import raises_with_message
 from tests.ranks import RankFailed, run_ranks

@@ -146,7 +146,7 @@ def test_end_of_process_0_ends_the_wait(port: socket.socket) -> None:
     first, other = connect(port, 0), connect(port, 1)
     other.report(info(1))
     del first  # and with it the store
-    with pytest.raises(EOFError):
+    with pytest.raises(StoreLost):
         other.wait()
 
 

@@ -13,7 +13,7 @@ from megatron_llama.devices.cpu import kernels
 from megatron_llama.devices.cpu.device import Cpu
 from megatron_llama.parallel import ParallelModel, fsdp
 from megatron_llama.plan import Plan
-from megatron_llama.plan.storage import COPIES, SHARDS
+from megatron_llama.plan.plan import COPIES, SHARDS
 from tests.oracle import CPU, make_plan, rank_batches, rank_groups, rank_model, run_layout, worst
 from tests.ranks import run_ranks
 

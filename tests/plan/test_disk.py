@@ -6,7 +6,7 @@ import pytest
 
 from megatron_llama.config import load_config
 from megatron_llama.plan import resolve
-from megatron_llama.plan.disk import disk_use
+from megatron_llama.plan.memory import disk_use
 from tests.paths import CONF
 
 

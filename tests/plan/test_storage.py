@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_llama.plan.storage import COPIES, PLAIN, SHARDS
+from megatron_llama.plan.plan import COPIES, PLAIN, SHARDS
 from tests.oracle import make_plan
 
 ONE_MICRO_BATCH = "trainer.micro_batch_size=8"

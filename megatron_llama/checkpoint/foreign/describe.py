@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,8 @@ def describe(folder: Path) -> Description:
         rule = "there is no such folder" if not folder.exists() else "has no checkpoint of a known format"
         raise ConfigError([Problem("PATH", str(folder), rule, "name the folder of a checkpoint, or of a run")])
     result = Description(recognized.folder, formats.LABELS[recognized.format])
-    readers: dict[str, Callable[[Description], None]] = {
+    source = Foreign(recognized.format, ForeignTensors(recognized.folder, {}, {}))
+    readers = {
         formats.OURS: _ours,
         formats.HF: _hf,
         formats.TRAINER: _trainer,
@@ -73,13 +73,12 @@ def describe(folder: Path) -> Description:
         formats.RANKS: _ranks,
         formats.FSDP: _fsdp,
         formats.DCP: _dcp,
-        **dict.fromkeys(READERS, partial(_torch_files, kind=recognized.format)),
     }
-    readers[recognized.format](result)
+    readers.get(recognized.format, _torch_files)(result, source)
     return result
 
 
-def _ours(result: Description) -> None:
+def _ours(result: Description, source: Foreign) -> None:
     manifest = read_manifest(result.folder)
     state, tensors = manifest.state, manifest.stored.tensors
     weights = {n: t for n, t in tensors.items() if not n.startswith((STATES, "random."))}
@@ -98,7 +97,7 @@ def _ours(result: Description) -> None:
         result.missing.append("optimizer states")
 
 
-def _hf(result: Description) -> None:
+def _hf(result: Description, source: Foreign) -> None:
     tensors = all_tensors(result.folder)
     _weights(result, tensors, len({tensor.file for tensor in tensors.values()}))
     if not (result.folder / "config.json").is_file():
@@ -112,9 +111,8 @@ def _hf(result: Description) -> None:
         result.missing.append("a tokenizer")
 
 
-def _trainer(result: Description) -> None:
-    _hf(result)
-    source = _source(result, formats.TRAINER)
+def _trainer(result: Description, source: Foreign) -> None:
+    _hf(result, source)
     read_config_json(source, result.folder)
     path = result.folder / OPTIMIZER_FILE
     content = load_pickle(path, path) if path.is_file() else {}
@@ -127,30 +125,27 @@ def _trainer(result: Description) -> None:
     result.missing += source.missing + ["the position in the data, which the format does not store"]
 
 
-def _torch_dist(result: Description) -> None:
+def _torch_dist(result: Description, source: Foreign) -> None:
     dcp = open_dcp(result.folder)
     common = read_common(dcp)
     _dcp_weights(result, dcp)
-    weights = weight_names(dcp.tensors)
-    moments = [_has_moments(dcp.tensors, (f"optimizer.state.{{}}.{name}",)) for name in weights]
-    if not any(moments):  # NeMo 2 may omit the prefix of the weights
-        moments = [_has_moments(dcp.tensors, (f"optimizer.state.{{}}.{n.removeprefix('module.')}",)) for n in weights]
-    _moments(result, sum(moments), len(weights))
-    source = _source(result, formats.TORCH_DIST)
+    weights, pattern = weight_names(dcp.tensors), "optimizer.state.{kind}.{name}"
+    if not _count_moments(dcp, weights, pattern):  # NeMo 2 may omit the prefix of the weights
+        weights = [name.removeprefix("module.") for name in weights]
+    _moments(result, _count_moments(dcp, weights, pattern), len(weights))
     _settings(result, source, common)
     read_train_state(source, result.folder)
     _progress(result, source)
     result.missing += source.missing
 
 
-def _ranks(result: Description) -> None:
+def _ranks(result: Description, source: Foreign) -> None:
     files = formats.rank_folders(result.folder)
     contents = {rank: load_dict(path) for rank, path in sorted(files.items())}
     tensor_ranks, stages = (1 + max(rank[axis] for rank in files) for axis in (0, 1))
     result.rows.append(("files", f"{len(files)} of {tensor_ranks} tensor-parallel ranks and {stages} stages"))
     values = sum(t.numel() for r, c in contents.items() for t in weights_of_rank(c, files[r]).values())
     result.rows.append(("weights", f"{values:,} values, including copies of norms"))
-    source = _source(result, formats.RANKS)
     _settings(result, source, contents[min(contents)])
     _progress(result, source)
     result.missing += source.missing
@@ -159,41 +154,38 @@ def _ranks(result: Description) -> None:
     result.missing.append("Adam's moments (this format is read for its weights only)")
 
 
-def _fsdp(result: Description) -> None:
+def _fsdp(result: Description, source: Foreign) -> None:
     _dcp_weights(result, open_dcp(result.folder / formats.FSDP_MODEL))
     states = result.folder / formats.FSDP_OPTIMIZER
     dcp = open_dcp(states) if (states / formats.METADATA).is_file() else DcpFolder(states, {}, {})
     names = {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in dcp.tensors if ".state." in key}
-    _moments(result, sum(_has_moments(dcp.tensors, (f"optimizer.state.{name}.{{}}",)) for name in names), len(names))
-    source = _source(result, formats.FSDP)
+    _moments(result, _count_moments(dcp, names, "optimizer.state.{name}.{kind}"), len(names))
     read_config_json(source, result.folder)
     read_trainer_files(source, result.folder)
     _progress(result, source)
     result.missing += source.missing + ["the position in the data, which the format does not store"]
 
 
-def _dcp(result: Description) -> None:
+def _dcp(result: Description, source: Foreign) -> None:
     dcp = open_dcp(result.folder)
     _dcp_weights(result, dcp)
     weights = weight_names(dcp.tensors)
-    moments = [_has_moments(dcp.tensors, (f"optimizer.state.{name}.{{}}",)) for name in weights]
-    _moments(result, sum(moments), len(weights))
-    source = _source(result, formats.DCP)
+    _moments(result, _count_moments(dcp, weights, "optimizer.state.{name}.{kind}"), len(weights))
     read_config_json(source, result.folder)
     source.step = integer(dcp.value("train_state.step"), dcp.value("step"))
     _progress(result, source)
     result.missing.append("the position in the data (torchtitan's dataloader is not read)")
 
 
-def _torch_files(result: Description, kind: str) -> None:
+def _torch_files(result: Description, source: Foreign) -> None:
     try:
-        sources, source = READERS[kind](result.folder)
+        sources, source = READERS[source.format](result.folder)
     except ConfigError as error:
         result.missing.append(error.problems[0].rule)
         return
     weights = {name: tensor for name, tensor in sources.items() if not name.startswith(MOMENTS)}
     _weights(result, weights, len({chunk.file for tensor in sources.values() for chunk in tensor.chunks}))
-    if kind == formats.DEEPSPEED:
+    if source.format == formats.DEEPSPEED:
         _moments(result, sum(all(f"{kind}.{name}" in sources for kind in MOMENTS) for name in weights), len(weights))
         _progress(result, source)
     elif not source.has_settings:
@@ -209,12 +201,10 @@ def _settings(result: Description, source: Foreign, content: Mapping[str, Any]) 
         result.missing.append(error.problems[0].rule)
 
 
-def _source(result: Description, kind: str) -> Foreign:
-    return Foreign(kind, ForeignTensors(result.folder, {}, {}))
-
-
-def _has_moments(keys: Collection[str], patterns: Iterable[str]) -> bool:
-    return any(all(pattern.format(kind) in keys for kind in MOMENTS) for pattern in patterns)
+def _count_moments(dcp: DcpFolder, names: Collection[str], pattern: str) -> int:
+    """Return how many of the weights ``names`` have all moments, whose names have this pattern."""
+    keys = [[pattern.format(kind=kind, name=name) for kind in MOMENTS] for name in names]
+    return sum(dcp.tensors.keys() >= set(both) for both in keys)
 
 
 def _dcp_weights(result: Description, dcp: DcpFolder) -> None:

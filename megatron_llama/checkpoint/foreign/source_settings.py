@@ -39,7 +39,6 @@ _CONVERTED = TABLES["converted"].split()
 _REQUIRED = {name: (allowed, rule) for names, allowed, rule in TABLES["required"] for name in names.split()}
 _TRAINING: dict[str, Any] = TABLES["training"] | dict.fromkeys(TABLES["training_off"].split())
 _NO_EFFECT = TABLES["no_effect"].split()
-_NO_EFFECT_NAMES = frozenset(_NO_EFFECT)
 _RUN_CONFIG = "run_config.yaml"
 _SECTIONS: dict[str, dict[str, str]] = {
     "model": {},
@@ -83,7 +82,7 @@ def read_arguments(result: Foreign, arguments: Mapping[str, Any], folder: Path, 
             name not in _COMPARED
             and name not in _CONVERTED
             and not _is_off(value)
-            and not (is_megatron and _matches(name))
+            and not (is_megatron and any(fnmatchcase(name, pattern) for pattern in _NO_EFFECT))
         ):
             problems.append(f"the setting {name}={show_value(value)} is unknown here and may change the model")
     if problems:
@@ -99,10 +98,6 @@ def read_arguments(result: Foreign, arguments: Mapping[str, Any], folder: Path, 
         result.facts.pop("optim.min_lr", None)  # unused
     _model_facts(result, arguments)
     _training_facts(result, arguments)
-
-
-def _matches(name: str) -> bool:
-    return name in _NO_EFFECT_NAMES or any(fnmatchcase(name, each) for each in _NO_EFFECT if "*" in each)
 
 
 def _is_off(value: Any) -> bool:

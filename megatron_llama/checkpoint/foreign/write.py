@@ -96,7 +96,10 @@ def export_foreign(
         folder = partial if kind == DCP else partial / "release"
         size = _write(folder, source, names, DTYPES[name], {} if kind == DCP else _extra_states(model), progress)
         if kind != DCP:
-            _write_megatron_files(partial)
+            # Megatron's pointer to a release: weights without a step.
+            torch.save({"iteration": 0, "checkpoint_version": 3.0}, folder / COMMON)
+            (folder / "metadata.json").write_text(json.dumps(_BACKENDS), encoding="utf-8")
+            (partial / "latest_checkpointed_iteration.txt").write_text("release", encoding="ascii")
         files = sorted(path.name for path in folder.glob("*.distcp"))
     return Exported(out, name, files, size, tokenizer=False)
 
@@ -180,11 +183,3 @@ def _extra_states(model: ModelConfig) -> dict[str, io.BytesIO]:
             torch.save([None], content)
             states[f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}"] = content
     return states
-
-
-def _write_megatron_files(out: Path) -> None:
-    """Write common.pt, metadata.json and the pointer of Megatron to a release: weights without a step."""
-    content: dict[str, Any] = {"iteration": 0, "checkpoint_version": 3.0}
-    torch.save(content, out / "release" / COMMON)
-    (out / "release" / "metadata.json").write_text(json.dumps(_BACKENDS), encoding="utf-8")
-    (out / "latest_checkpointed_iteration.txt").write_text("release", encoding="ascii")

@@ -69,7 +69,7 @@ class Cpu(Device):
         setting = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list is for nested threads
         threads = int(setting) if setting.isdecimal() and int(setting) else max(1, self.count() // local_ranks)
         torch.set_num_threads(min(threads, MOST_THREADS))
-        _keep_freed_memory()
+        _tune_malloc(_KEEP_FREED_MEMORY)
         prefer_onednn()
         if not has_fast_bf16():
             multiply_in_fp32()
@@ -78,7 +78,7 @@ class Cpu(Device):
 
     def prepare_memory(self, activation_bytes: int) -> None:
         if activation_bytes >= _LARGE:
-            _map_large_tensors()
+            _tune_malloc(_MAP_LARGE_TENSORS)
 
     def float8_missing(self) -> str | None:
         return None  # emulated
@@ -142,36 +142,28 @@ def prefer_onednn() -> bool:
     return False
 
 
-def _keep_freed_memory() -> None:
-    """Make glibc reuse freed memory of any size, as the caching allocators of accelerators do.
-
-    By default glibc maps new memory for every tensor of 32 MiB or more, and often for smaller ones. The page faults
-    take a fifth of a step's CPU time for the 56 M model (docs/design/decisions.md).
-    Other C libraries have no ``mallopt``; then the function does nothing.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def _map_large_tensors() -> None:
-    """Make glibc return the memory of freed tensors of ``_LARGE`` bytes or more to the system.
-
-    Activations of different sizes fragment the heap: a rank with 32,768 tokens had 0.9 GiB of live tensors and 2.3 GiB
-    of resident memory (docs/design/decisions.md). Page faults take a few percent of a step with so long sequences.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE)
-        mallopt(_M_MMAP_MAX, 2**16)
-
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
-_MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
-"""Unit of the peak resident set."""
 _LARGE = 16 << 20
 """Bytes of an activation [s, b, h] from which freed memory is returned to the system."""
+_KEEP_FREED_MEMORY = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1}
+"""Make glibc reuse freed memory of any size, as the caching allocators of accelerators do. By default glibc maps new
+memory for every tensor of 32 MiB or more, and often for smaller ones. The page faults take a fifth of a step's CPU time
+for the 56 M model (docs/design/decisions.md)."""
+_MAP_LARGE_TENSORS = {_M_MMAP_THRESHOLD: _LARGE, _M_MMAP_MAX: 2**16}
+"""Make glibc return the memory of freed tensors of ``_LARGE`` bytes or more to the system. Activations of different
+sizes fragment the heap: a rank with 32,768 tokens had 0.9 GiB of live tensors and 2.3 GiB of resident memory
+(docs/design/decisions.md). Page faults take a few percent of a step with so long sequences."""
+
+
+def _tune_malloc(options: dict[int, int]) -> None:
+    """Set options of glibc's allocator. Other C libraries have no ``mallopt``; then this does nothing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    for option, value in options.items() if mallopt is not None else ():
+        mallopt(option, value)
+
+
+_MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
+"""Unit of the peak resident set."""
 
 
 def _memory_limits() -> Iterator[int]:

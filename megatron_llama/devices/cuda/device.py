@@ -11,18 +11,12 @@ from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_llama.arch.pattern import Pattern, fits_varlen
 from megatron_llama.config import ConfigError
 from megatron_llama.devices.base import INDUCTOR, Device, Peak, async_tp_problem, device_index, float8_problem
-from megatron_llama.devices.cuda import flash_attention_3
-from megatron_llama.devices.cuda.flight_recorder import (
-    collectives,
-    recorder_environment,
-    remove_recordings,
-    request_dump,
-)
+from megatron_llama.devices.cuda import flash_attention_3, flight_recorder
 from megatron_llama.devices.cuda.host import compiler_missing, find_product
 
 if TYPE_CHECKING:
@@ -147,7 +141,7 @@ class Cuda(Device):
         return versions
 
     def environment(self, config: Config) -> dict[str, str]:
-        variables = recorder_environment()
+        variables = flight_recorder.recorder_environment()
         trainer = config.trainer
         if not trainer.async_tp and not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
             # Segments grow in place, so fragments of freed blocks stay usable. Not tried with the symmetric memory of
@@ -188,14 +182,8 @@ class Cuda(Device):
         }
         return [name for module, name in packages.items() if find_spec(module) is not None]
 
-    def request_collectives(self, rank: int) -> bool:
-        return request_dump(rank)
-
-    def last_collectives(self, rank: int) -> str:
-        return collectives(rank)
-
-    def remove_recordings(self, rank: int) -> None:
-        remove_recordings(rank)
+    def recorder(self) -> Any:
+        return flight_recorder
 
     def peak_flops(self, precision: str) -> Peak:
         import torch

@@ -10,7 +10,7 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from megatron_llama.arch.shapes import qk_norm
-from megatron_llama.config.data_settings import split_weights
+from megatron_llama.config.data_settings import CurriculumMetric, split_weights, valid_metrics
 from megatron_llama.config.fields import get, settings_by_name
 from megatron_llama.config.hf_config import NO_HF_BLOCKS
 from megatron_llama.config.optimizers import OptimizerRow
@@ -46,9 +46,10 @@ class Feature:
         return self.off or format_value(setting.default if setting else None)
 
     def value(self, config: Config) -> Any:
-        """Return the value to report; None for a section."""
+        """Return the value to report; None for a section or a list of mappings, which is long."""
         value = get(config, self.setting)
-        return None if is_dataclass(value) else value
+        is_long = is_dataclass(value) or (isinstance(value, list) and any(isinstance(item, Mapping) for item in value))
+        return None if is_long else value
 
 
 FIXED = "-"
@@ -68,6 +69,15 @@ BF16_WEIGHTS = Feature(
 BLEND = Feature("data.prefixes", lambda config: bool(split_weights(config.data.prefixes)[0]), FIXED)
 NORMS_OF_HEADS = Feature("model.model_type", lambda config: qk_norm(config.model) is not None, FIXED)
 REWINDS = Feature("trainer.spike_guard", lambda config: config.trainer.spike_guard == "rewind", "skip")
+
+
+MOCK = Feature("data.mock", off="false")
+LENGTHS = Feature("data.curriculum", lambda config: any(each.is_length for each in _curriculum(config)))
+DIFFICULTIES = Feature("data.curriculum", lambda config: any(not each.is_length for each in _curriculum(config)))
+
+
+def _curriculum(config: Config) -> tuple[CurriculumMetric, ...]:
+    return valid_metrics(config.data.curriculum)
 
 
 def _without_int64(config: Config) -> bool:
@@ -112,6 +122,7 @@ CONFLICTS: tuple[tuple[Feature | str, Feature | str, str], ...] = (
     ("trainer.float8", "trainer.async_tp", "it fuses collectives into matmuls of other formats"),
     ("trainer.float8", QUANTIZED, "quantized matrices are multiplied in bf16 or fp32"),
     ("trainer.async_tp", "trainer.cp", "overlapped matmuls were not tested with it"),
+    ("trainer.random_ltd", LENGTHS, "its lengths also shorten sequences"),
     ("trainer.random_ltd", "trainer.cp", "a random subset of a sequence has no equal parts on its ranks"),
     # Exact mode
     ("trainer.exact", Feature("device.name", _without_int64, FIXED), "sums of int64 were not tested with it"),
@@ -136,7 +147,9 @@ CONFLICTS: tuple[tuple[Feature | str, Feature | str, str], ...] = (
     ("optim.split_heads", UPDATES_VALUES, "it does not orthogonalize matrices"),
     ("optim.warmup_ratio", "optim.warmup_steps", "both set the length of the warm-up"),
     # Data
-    ("trainer.epochs", Feature("data.mock", off="false"), "mock data is infinite"),
+    ("trainer.epochs", MOCK, "mock data is infinite"),
+    ("trainer.epochs", DIFFICULTIES, "it draws easy samples more often, so there is no epoch"),
+    (DIFFICULTIES, MOCK, "mock data has no index of samples"),
     ("trainer.epochs", BLEND, "a weighted blend has no epoch"),
     ("trainer.epochs", "data.schedule", "changing blends have no epoch"),
     ("data.schedule", "data.kind", "each epoch of fine-tuning reads all datasets"),

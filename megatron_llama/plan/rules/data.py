@@ -18,9 +18,7 @@ from megatron_llama.config.data_settings import (
     RESHAPE,
     SECTION,
     TRUNCATE,
-    CurriculumMetric,
     check_curriculum,
-    curriculum_metrics,
     datasets_named,
     derives_validation,
     has_columns,
@@ -30,6 +28,7 @@ from megatron_llama.config.data_settings import (
     raw_data_tokenizer,
     split_weights,
     suggest_for_data,
+    valid_metrics,
 )
 from megatron_llama.config.hf_config import (
     DATASET,
@@ -128,16 +127,10 @@ def curriculum_has_schedules(config: Config, world_size: int) -> Iterator[Proble
         yield replace(problem, instead=f"{problem.instead}, or {NONE}")
 
 
-def _good(config: Config) -> tuple[CurriculumMetric, ...]:
-    """Return the metrics; () if an entry is invalid."""
-    entries = config.data.curriculum
-    return () if check_curriculum(entries) else curriculum_metrics(entries)
-
-
 @reads("data.curriculum", "trainer.steps")
 def curriculum_has_few_levels(config: Config, world_size: int) -> Iterator[Problem]:
     """The number of difficulty levels is limited: each has a list of samples, or a shape to compile."""
-    metrics = _good(config)
+    metrics = valid_metrics(config.data.curriculum)
     for metric in metrics:
         if metric.schedule_type == DISCRETE:
             continue
@@ -157,7 +150,7 @@ def curriculum_has_few_levels(config: Config, world_size: int) -> Iterator[Probl
 def curriculum_lengths_fit(config: Config, world_size: int) -> Iterator[Problem]:
     """Curriculum lengths end at data.seq_length and suit sequence parallelism."""
     data, trainer = config.data, config.trainer
-    for metric in _good(config):
+    for metric in valid_metrics(config.data.curriculum):
         if not metric.is_length:
             continue
         if metric.highest != data.length:
@@ -185,18 +178,6 @@ def curriculum_lengths_fit(config: Config, world_size: int) -> Iterator[Problem]
             step = -(-metric.difficulty_step // parts) * parts
             name = "lengths that divide" if metric.schedule_type == DISCRETE else f"difficulty_step: {step}"
             yield Problem(SECTION, None, rule, f"write {name} in its entry, or trainer.sp=false")
-
-
-@reads("data.curriculum", "data.mock", "trainer.epochs")
-def curriculum_goes_with_the_run(config: Config, world_size: int) -> Iterator[Problem]:
-    """A curriculum by an index is incompatible with mock data and epochs."""
-    trainer, indexed = config.trainer, [metric.metric for metric in _good(config) if not metric.is_length]
-    if indexed and config.data.mock:
-        rule = f"{indexed[0]} needs the index of a dataset, which mock data does not have"
-        yield Problem(SECTION, None, rule, f"write data.mock=false, or {TRUNCATE} or {RESHAPE} as the metric")
-    if indexed and trainer.epochs is not None:
-        rule = "conflicts with data.curriculum, which draws easy samples more often: there is no epoch"
-        yield Problem("trainer.epochs", trainer.epochs, rule, "write trainer.epochs=null and trainer.steps")
 
 
 # Checks of the files, folders and packages that a config refers to.

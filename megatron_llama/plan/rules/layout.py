@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from megatron_llama.arch.shapes import can_cut, head_dim, kv_heads, kv_heads_per_rank
-from megatron_llama.config import data_settings
 from megatron_llama.config.hf_config import ARCHITECTURES, BIASES, MISTRAL, WINDOWS, hf_type
 from megatron_llama.config.hostfile import HOST_FORMS, check_hosts
 from megatron_llama.config.problems import Problem, format_value
@@ -94,36 +93,23 @@ def dp_is_derived_size(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("trainer.dp", dp, rule, f"write trainer.dp={left}, or omit it")
 
 
-def _tp_problem(config: Config, world_size: int, rule: str) -> Problem:
-    """Return the problem of a tensor-parallel size that does not suit the model."""
-    tp = config.trainer.tp
-    advice = nearest_legal("trainer.tp", tp, layout_tp(config, world_size)) or "write trainer.tp=1"
-    return Problem("trainer.tp", tp, rule, advice)
+@reads("trainer.tp", "model.num_attention_heads", "model.num_key_value_heads", "model.intermediate_size")
+def tp_divides_the_model(config: Config, world_size: int) -> Iterator[Problem]:
+    """Each tensor-parallel rank has as many query heads and units of the feed-forward as the others.
 
-
-@reads("trainer.tp", "model.num_attention_heads")
-def heads_divide_by_tp(config: Config, world_size: int) -> Iterator[Problem]:
-    """Each tensor-parallel rank has the same number of query heads."""
-    tp, heads = config.trainer.tp, config.model.num_attention_heads
-    if heads % tp:
-        yield _tp_problem(config, world_size, f"must divide model.num_attention_heads={heads}")
-
-
-@reads("trainer.tp", "model.num_key_value_heads", "model.num_attention_heads")
-def kv_heads_share_out(config: Config, world_size: int) -> Iterator[Problem]:
-    """A rank has whole kv heads, or a group of ranks shares one."""
-    tp, kv = config.trainer.tp, kv_heads(config.model)
+    It has whole kv heads, or a group of ranks shares one.
+    """
+    model, tp, kv = config.model, config.trainer.tp, kv_heads(config.model)
+    rules = []
+    if model.num_attention_heads % tp:
+        rules.append(f"must divide model.num_attention_heads={model.num_attention_heads}")
     if kv % tp and tp % kv:
-        rule = f"must divide model.num_key_value_heads={kv}, or be a multiple of it (ranks then share a kv head)"
-        yield _tp_problem(config, world_size, rule)
-
-
-@reads("trainer.tp", "model.intermediate_size")
-def feed_forward_divides_by_tp(config: Config, world_size: int) -> Iterator[Problem]:
-    """Each tensor-parallel rank has the same share of the feed-forward."""
-    tp, width = config.trainer.tp, config.model.intermediate_size
-    if width % tp:
-        yield _tp_problem(config, world_size, f"must divide model.intermediate_size={width}")
+        rules.append(f"must divide model.num_key_value_heads={kv}, or be a multiple of it (ranks then share a kv head)")
+    if model.intermediate_size % tp:
+        rules.append(f"must divide model.intermediate_size={model.intermediate_size}")
+    for rule in rules:
+        advice = nearest_legal("trainer.tp", tp, layout_tp(config, world_size)) or "write trainer.tp=1"
+        yield Problem("trainer.tp", tp, rule, advice)
 
 
 @reads("model.num_attention_heads", "model.num_key_value_heads")
@@ -391,18 +377,6 @@ def retained_tokens_divide_by_tp(config: Config, world_size: int) -> Iterator[Pr
             nearest = larger if name == "seq_per_step" or larger <= length else value // parts * parts
             yield Problem(f"{SECTION}.{name}", value, rule, f"write {SECTION}.{name}={nearest}, or trainer.sp=false")
             return
-
-
-@reads(SECTION, "data.curriculum")
-def tokens_are_dropped_of_whole_sequences(config: Config, world_size: int) -> Iterator[Problem]:
-    """Random-LTD and a curriculum of sequence lengths are incompatible: both shorten sequences."""
-    entries = config.data.curriculum
-    if config.trainer.random_ltd is None or data_settings.check_curriculum(entries):
-        return
-    if any(metric.is_length for metric in data_settings.curriculum_metrics(entries)):
-        rule = "conflicts with the sequence lengths of data.curriculum"
-        advice = f"write {SECTION}=null, or remove lengths from data.curriculum"
-        yield Problem(SECTION, None, rule, advice)
 
 
 @reads("trainer.cp", "trainer.tp", "trainer.sp", "data.seq_length")
