@@ -1,4 +1,4 @@
-"""Memory of one rank of each pipeline stage, the rejection of runs that cannot fit, and the size of a run's files.
+"""Memory of one rank per pipeline stage, the rejection of runs that cannot fit, and the size of a run's files.
 
 Weights, gradients and optimizer states are exact; ``footprint`` adds activations, logits and buffers. On an accelerator
 the whole peak less the error of the formulas must fit. Host memory may be swapped or shared, so there only the exact

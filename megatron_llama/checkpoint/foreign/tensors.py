@@ -282,8 +282,3 @@ def check_cover(where: Path, name: str, shape: Shape, chunks: Sequence[SourceChu
     values = sum(math.prod(chunk.size) for chunk in filled)
     if values != math.prod(shape):
         raise CorruptFile(f"{where}: has {values} of {math.prod(shape)} values of {name}")
-
-
-def total_bytes(sources: Mapping[str, SourceTensor]) -> int:
-    """Return the bytes of all values."""
-    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in sources.values())

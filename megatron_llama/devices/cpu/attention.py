@@ -142,21 +142,6 @@ def _call(name: str, tensors: list[Tensor], q: torch.Size, kv_heads: int, first:
 register_attention(attend, _backward, tensors=1)
 
 
-def _flops(q: tuple[int, ...], matmuls: int) -> int:
-    """Return the FLOPs of matmuls over all scores, as torch counts scaled_dot_product_attention."""
-    return 2 * matmuls * math.prod(q) * q[2]
-
-
-@register_flop_formula(torch.ops.megatron_llama.cpu_attention)
-def _forward_flops(q: tuple[int, ...], *_: Any, **__: Any) -> int:
-    return _flops(q, 2)
-
-
-@register_flop_formula(torch.ops.megatron_llama.cpu_attention_backward)
-def _backward_flops(_: tuple[int, ...], q: tuple[int, ...], *__: Any, **___: Any) -> int:
-    return _flops(q, 5)
-
-
 CHUNK = 128
 """Tokens of a chunk of queries. Half of the scores among a chunk's own tokens are computed in vain."""
 FASTER = range(384, 768)
@@ -301,22 +286,26 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
     return empty_like(q), empty_like(k), empty_like(v)
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+causal_attention.register_autograd(
+    lambda ctx, grad: causal_attention_backward(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
-def _causal_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return causal_attention_backward(grad, *ctx.saved_tensors)
+def _count_flops(operator: Any, matmuls: int, *, queries: int) -> None:
+    """Count matmuls over all scores, as torch does for its attention. ``queries``: index of q in the arguments."""
+
+    def flops(*shapes: tuple[int, ...], **_: Any) -> int:
+        q = shapes[queries]
+        return 2 * matmuls * math.prod(q) * q[2]
+
+    register_flop_formula(operator)(flops)
 
 
-causal_attention.register_autograd(_causal_gradient, setup_context=_save_inputs)
-
-
-@register_flop_formula(torch.ops.megatron_llama.causal_attention)
-def _causal_forward_flops(q: tuple[int, ...], *_: Any, **__: Any) -> int:
-    return _flops(q, 2)
-
-
-@register_flop_formula(torch.ops.megatron_llama.causal_attention_backward)
-def _causal_backward_flops(_: tuple[int, ...], q: tuple[int, ...], *__: Any, **___: Any) -> int:
-    return _flops(q, 5)
+for _operator, _matmuls, _queries in (
+    (torch.ops.megatron_llama.cpu_attention, 2, 0),
+    (torch.ops.megatron_llama.cpu_attention_backward, 5, 1),
+    (torch.ops.megatron_llama.causal_attention, 2, 0),
+    (torch.ops.megatron_llama.causal_attention_backward, 5, 1),
+):
+    _count_flops(_operator, _matmuls, queries=_queries)

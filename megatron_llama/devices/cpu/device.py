@@ -158,8 +158,9 @@ sizes fragment the heap: a rank with 32,768 tokens had 0.9 GiB of live tensors a
 def _tune_malloc(options: dict[int, int]) -> None:
     """Set options of glibc's allocator. Other C libraries have no ``mallopt``; then this does nothing."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    for option, value in options.items() if mallopt is not None else ():
-        mallopt(option, value)
+    if mallopt is not None:
+        for option, value in options.items():
+            mallopt(option, value)
 
 
 _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
