@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -101,11 +100,6 @@ class Browser:
     def hover(self, x: float, y: float) -> None:
         """Move the mouse to a place of the window."""
         self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    def screenshot(self, file: Path) -> None:
-        """Write a picture of the whole page."""
-        data = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True)["data"]
-        file.write_bytes(base64.b64decode(data))
 
     @property
     def errors(self) -> list[str]:

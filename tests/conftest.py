@@ -143,8 +143,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the rows that tests/tiers.py omits as slow, takes the sample, and orders the files."""
-    from tests.sampling import sample  # not before torch's threads are set
-    from tests.tiers import selected_by_tier
+    from tests.tiers import (
+        sample,  # not before torch's threads are set
+        selected_by_tier,
+    )
 
     for item in items:
         if not selected_by_tier(item):

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_llama.config import load_config
-from megatron_llama.data.batches import Batches
+from megatron_llama.data.batches import Batches, Data, build_data
 from megatron_llama.data.graded_order import levels_of
 from megatron_llama.devices import get_device
 from megatron_llama.optim import Optimizer, build_optimizer
@@ -115,11 +117,32 @@ def rank_model(plan: Plan, rank: int, compiler: Compiler | None = None) -> Paral
     return build_model(plan, plan.topology(rank), get_device("cpu"), CPU, compiler)
 
 
-def rank_batches(plan: Plan, rank: int) -> Batches:
-    """Return the batches of ``RaggedSamples`` for a rank."""
+def on_ranks(function: Callable[..., Any], plan: Plan, *args: Any) -> list[Any]:
+    """Return the results of ``function(plan, model, *args)`` on the forked ranks of a plan, inside ``rank_groups``."""
+    return run_ranks(_with_model, plan.world_size, function, plan, args)
+
+
+def _with_model(rank: int, function: Callable[..., Any], plan: Plan, args: tuple[Any, ...]) -> Any:
+    with rank_groups(plan, rank):
+        return function(plan, rank_model(plan, rank), *args)
+
+
+def batches_of(samples: Any, plan: Plan) -> Batches:
+    """Return the batches of these samples for this forked rank."""
+    return Batches(samples, plan, plan.topology(dist.get_rank()), CPU)
+
+
+def rank_data(plan: Plan) -> Data:
+    """Return the data of this forked rank."""
+    return build_data(plan, plan.topology(dist.get_rank()), CPU)
+
+
+def rank_batches(plan: Plan) -> Batches:
+    """Return the batches of ``RaggedSamples`` for this forked rank."""
     data = plan.config.data
     samples = RaggedSamples(data.length, plan.model.vocab_size, documents=data.document_mask)
-    return Batches(samples, plan, plan.topology(rank), CPU, random_ltd=plan.random_ltd, levels=levels_of(plan))
+    topology = plan.topology(dist.get_rank())
+    return Batches(samples, plan, topology, CPU, random_ltd=plan.random_ltd, levels=levels_of(plan))
 
 
 Tamper = Callable[[ParallelModel], None]
@@ -170,7 +193,7 @@ def train_rank(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tupl
         optimizer = build_optimizer(plan, model)
         if tamper is not None:
             tamper(model)
-        batches = rank_batches(plan, rank)
+        batches = rank_batches(plan)
         initial = rectangles(model, lambda shard: shard.local)
         losses, norms, grads = [], [], []
         for step in range(steps):

@@ -104,16 +104,18 @@ def parse_source(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def test_every_room_has_a_row() -> None:
+def test_imports_go_down_without_cycles() -> None:
+    """Includes imports within a package and imports for type checkers."""
     assert sum(len(packages) for packages in PACKAGES) == len(ROW), "a package is in the table once"
     packages = {package_of(module) for module in MODULES if module != "megatron_llama"}
     assert packages == set(ROW), "add the new package to the table in docs/design/tour.md, or remove the old one"
-
-
-def test_imports_go_down() -> None:
     packages = {path: package_of(module_of(path)) for path in SOURCES if module_of(path) != "megatron_llama"}
     upward = {name_of(path): upward_imports(package, parse_source(path)) for path, package in packages.items()}
     assert not nonempty(upward), "imports from a file's own row or above"
+    edges = {name: set(imported(parse_source(path))) - {name} for name, path in MODULES.items()}
+    for name, targets in edges.items():
+        assert targets <= MODULES.keys(), f"{name} imports missing modules: {targets - MODULES.keys()}"
+    assert not find_cycle(edges), "a cycle: " + " → ".join(find_cycle(edges))
 
 
 TRAINER = [path for name, path in MODULES.items() if not name.startswith(("megatron_llama.tools", "data_prep"))]
@@ -129,14 +131,11 @@ def names_of_tools(path: Path) -> list[str]:
     ]
 
 
-def test_the_trainer_imports_no_tool() -> None:
+def test_the_trainer_imports_no_tool_and_tools_one_another_in_one_order() -> None:
     """Not by name either, except in hooks.py, which has three names."""
     names = {name_of(path): names_of_tools(path) for path in TRAINER}
     assert len(names.pop("megatron_llama/hooks.py")) == 3
     assert not nonempty(names), "ask hooks.py"
-
-
-def test_tools_import_one_another_in_one_order() -> None:
     tools = {name: tool for name in MODULES if (tool := tool_of(name))}
     assert not nonempty({name: cross_tool_imports(tool, parse_source(MODULES[name])) for name, tool in tools.items()})
 
@@ -152,14 +151,6 @@ def test_arch_corpus_and_plan_import_no_torch() -> None:
                 for alias in node.names
             ]
             assert not [name for name in names if name.partition(".")[0] == "torch"], name_of(path)
-
-
-def test_no_import_cycles() -> None:
-    """Includes imports within a package and imports for type checkers."""
-    edges = {name: set(imported(parse_source(path))) - {name} for name, path in MODULES.items()}
-    for name, targets in edges.items():
-        assert targets <= MODULES.keys(), f"{name} imports missing modules: {targets - MODULES.keys()}"
-    assert not find_cycle(edges), "a cycle: " + " → ".join(find_cycle(edges))
 
 
 def find_cycle(edges: dict[str, set[str]]) -> list[str]:
@@ -265,21 +256,18 @@ def test_no_code_replaces_a_method_of_a_built_module() -> None:
     assert nonempty(lines).keys() == set(MAY_ASSIGN_SLOTS), nonempty(lines)
 
 
-def test_the_library_does_not_print() -> None:
+def test_the_library_does_not_print_and_every_file_says_what_it_is() -> None:
     # A run's messages use its logger, its progress line or stderr, so that users can redirect them.
     library = [path for path in SOURCES if package_of(module_of(path)) != "data_prep"]
     assert not nonempty({name_of(path): prints(parse_source(path)) for path in library})
+    trees = {name_of(path): parse_source(path) for path in [*SOURCES, *PROGRAMS]}
+    assert not [name for name, tree in trees.items() if tree.body and not ast.get_docstring(tree)]
 
 
 def prints(tree: ast.Module) -> list[int]:
     """Lines with a call of ``print``."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return [node.lineno for node in calls if isinstance(node.func, ast.Name) and node.func.id == "print"]
-
-
-def test_every_file_says_what_it_is() -> None:
-    trees = {name_of(path): parse_source(path) for path in [*SOURCES, *PROGRAMS]}
-    assert not [name for name, tree in trees.items() if tree.body and not ast.get_docstring(tree)]
 
 
 # Where a device's name may stand: the devices, the list of choices, the planner's table of hardware; and where other

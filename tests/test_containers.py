@@ -191,51 +191,40 @@ def test_restarts_follow_the_exit_status() -> None:
     assert recovery["recover_on_exit_codes"] == [EXIT_RESTART] and recovery["max_restarts_on_errors"] > 0
 
 
-def test_the_grace_period_allows_a_save() -> None:
-    slurm = re.search(r"--signal=B:USR1@(\d+)", Path(ROOT / "run.slurm").read_text())
-    assert slurm is not None and pod()["terminationGracePeriodSeconds"] >= int(slurm[1])
-
-
 def test_memory_and_volumes_are_mounted() -> None:
+    """The grace period allows a save."""
     volumes = {volume["name"]: volume for volume in pod()["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container()["volumeMounts"]}
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory" and "persistentVolumeClaim" in mounts["/runs"]
     assert str(pod()["terminationGracePeriodSeconds"]) in PAGE
     for path in re.findall(r"containers/\S+\.yaml", PAGE):
         assert (ROOT / path).is_file()
+    slurm = re.search(r"--signal=B:USR1@(\d+)", Path(ROOT / "run.slurm").read_text())
+    assert slurm is not None and pod()["terminationGracePeriodSeconds"] >= int(slurm[1])
 
 
 # Images
 
 
-def test_python_is_one_that_the_project_supports() -> None:
+def test_both_images_have_python_torch_and_packages_of_the_project() -> None:
     versions = {*re.findall(r"ARG PYTHON=(\S+)", DOCKERFILE), *re.findall(r"From: python:([\d.]+)-slim", APPTAINER)}
     least, below = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", PROJECT["requires-python"]).groups()  # type: ignore[union-attr]
     assert len(versions) == 1, "both recipes have the same Python"
     assert int(least) <= int(versions.pop().removeprefix("3.")) < int(below)
-
-
-def test_torch_is_in_the_tested_range() -> None:
     (requirement,) = re.findall(r'"(torch[^"]+)"', DOCKERFILE)
     assert requirement in PROJECT["dependencies"]
+    matches = [re.search(r"--no-install-recommends ([^\\\n]+)", text) for text in (DOCKERFILE, APPTAINER)]
+    docker, apptainer = (sorted(match[1].split()) for match in matches if match)
+    assert docker == apptainer
+    assert {"g++", "make"} <= set(docker)
+    last = re.findall(r"^USER (\S+)", DOCKERFILE, flags=re.MULTILINE)[-1]
+    assert last not in ("0", "root") and f"--uid {last} " in DOCKERFILE
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_targets(target: str) -> None:
     assert f"FROM base AS {target}\n" in DOCKERFILE
     assert f"--target {target} -t megatron_llama:{target} ." in PAGE
-
-
-def test_both_install_the_same_packages_of_the_system() -> None:
-    matches = [re.search(r"--no-install-recommends ([^\\\n]+)", text) for text in (DOCKERFILE, APPTAINER)]
-    docker, apptainer = (sorted(match[1].split()) for match in matches if match)
-    assert docker == apptainer
-    assert {"g++", "make"} <= set(docker)
-
-
-def test_runs_are_not_started_by_root() -> None:
-    last = re.findall(r"^USER (\S+)", DOCKERFILE, flags=re.MULTILINE)[-1]
-    assert last not in ("0", "root") and f"--uid {last} " in DOCKERFILE
 
 
 def test_every_command_of_the_page_exists() -> None:

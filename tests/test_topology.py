@@ -66,6 +66,7 @@ def test_a_group_has_the_ranks_that_differ_along_its_axes_alone(axes: tuple[Axis
 
 
 def test_each_axis_has_its_place_in_groups_and_products() -> None:
+    """Without cp only sequence parallelism divides a sequence."""
     grid = Grid({"tp": 2, "cp": 3, "dp": 5, "pp": 7})
     assert (grid.world_size, grid.ranks_per_replica) == (210, 42)
     assert [grid.stride(name) for name in grid.sizes] == [1, 2, 6, 30]
@@ -76,12 +77,13 @@ def test_each_axis_has_its_place_in_groups_and_products() -> None:
     assert grid.share("samples", 30) == 6 and grid.share("layers", 14) == 2 and grid.share("matrices", 8) == 4
     assert grid.share("tokens", 12) == 4, "each context-parallel rank has a part of the sequence"
     assert grid.share("activations", 12) == 2, "and under sequence parallelism tensor-parallel ranks divide that"
-
-
-def test_without_cp_only_sequence_parallelism_divides_a_sequence() -> None:
     grid = Grid({"tp": 2, "dp": 5, "pp": 7}, WITHOUT_CP)
     assert grid.share("tokens", 12) == 12 and grid.share("activations", 12) == 6
     assert grid.divisor("samples") == 5 and grid.product(*grid.same_tokens) == 14
+    assert Grid({"tp": 3, "cp": 1, "dp": 1, "pp": 1}).sequence_unit(sp=False) == 1
+    assert Grid({"tp": 3, "cp": 1, "dp": 1, "pp": 1}).sequence_unit(sp=True) == 3
+    assert Grid({"tp": 3, "cp": 4, "dp": 1, "pp": 1}).sequence_unit(sp=False) == 8
+    assert Grid({"tp": 3, "cp": 4, "dp": 1, "pp": 1}).sequence_unit(sp=True) == 24
 
 
 def test_a_grid_of_settings() -> None:
@@ -123,6 +125,12 @@ def test_the_place_of_a_rank_in_a_plan() -> None:
         assert topology.is_logger == (rank == 0)
     with pytest.raises(ValueError, match="rank 24 is not in a world of 24"):
         plan.topology(24)
+    plan = plan_of(tp=2, pp=2)
+    assert plan.grid.sizes == {"tp": 2, "cp": 1, "dp": 6, "pp": 2} and plan.grid.world_size == plan.world_size
+    assert plan.data_ranks == plan.dp == plan.shard_size == 6
+    assert plan_of(zero=0).shard_size == 1
+    assert plan.grid.share(plan.sequence_split, 64) == 32
+    assert plan_of(tp=2, sp=False).sequence_split == "tokens"
 
 
 def test_shards_are_spread_over_all_ranks_with_the_same_weights() -> None:
@@ -130,15 +138,6 @@ def test_shards_are_spread_over_all_ranks_with_the_same_weights() -> None:
     everyone = [Topology(grid, rank, shard_size=4) for rank in range(16)]
     assert [topology.shard_rank for topology in everyone] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
     assert [topology.replica_rank for topology in everyone] == [0] * 8 + [1] * 8
-
-
-def test_sizes_of_a_plan() -> None:
-    plan = plan_of(tp=2, pp=2)
-    assert plan.grid.sizes == {"tp": 2, "cp": 1, "dp": 6, "pp": 2} and plan.grid.world_size == plan.world_size
-    assert plan.data_ranks == plan.dp == plan.shard_size == 6
-    assert plan_of(zero=0).shard_size == 1
-    assert plan.grid.share(plan.sequence_split, 64) == 32
-    assert plan_of(tp=2, sp=False).sequence_split == "tokens"
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
@@ -181,18 +180,9 @@ def test_documents_are_divided_by_attention_work(cp: int, lengths: Lengths) -> N
 
 
 def test_sequences_of_one_document_are_in_zigzag_order() -> None:
+    """Lengths with few divisors have larger chunks."""
     zigzags = tuple(zigzag(rank, 4, 64) for rank in range(4))
     assert divide(4, 64) == divide(4, 64, ((64,), (64,))) == zigzags != divide(4, 64, ((64,), (60, 4)))
     assert divide(1, 64, ((60, 4),)) == ((range(64),),)
-
-
-def test_lengths_with_few_divisors_have_larger_chunks() -> None:
     for length, chunks in ((48, 8), (40, 4), (20, 2)):
         assert [len(part) for part in divide(2, length, ((length - 3, 3),))] == [chunks, chunks]
-
-
-def test_the_unit_of_a_sequence_length() -> None:
-    assert Grid({"tp": 3, "cp": 1, "dp": 1, "pp": 1}).sequence_unit(sp=False) == 1
-    assert Grid({"tp": 3, "cp": 1, "dp": 1, "pp": 1}).sequence_unit(sp=True) == 3
-    assert Grid({"tp": 3, "cp": 4, "dp": 1, "pp": 1}).sequence_unit(sp=False) == 8
-    assert Grid({"tp": 3, "cp": 4, "dp": 1, "pp": 1}).sequence_unit(sp=True) == 24

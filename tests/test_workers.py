@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from tests import threads, workers
+from tests import ranks, workers
 from tests.processes import Launcher, host_store, run_forked
 from tests.ranks import run_ranks
-from tests.sampling import sample
-from tests.tiers import ROWS, escaped, selected_by_tier
+from tests.tiers import ROWS, escaped, sample, selected_by_tier
 
 CONFTEST = "from tests.conftest import pytest_addoption, pytest_runtestloop, pytest_runtest_setup\n"
 
@@ -120,8 +119,8 @@ FORKS = {
 
 @pytest.mark.parametrize("kind", FORKS)
 def test_a_thread_is_named_before_a_fork(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads.check_threads()
-    monkeypatch.setattr(threads.check_threads, "__defaults__", (0.0,))
+    ranks.check_threads()
+    monkeypatch.setattr(ranks.check_threads, "__defaults__", (0.0,))
     end = threading.Event()
     thread = threading.Thread(target=end.wait, name="left by a test", daemon=True)
     thread.start()
@@ -129,18 +128,18 @@ def test_a_thread_is_named_before_a_fork(kind: str, tmp_path: Path, monkeypatch:
         with pytest.raises(AssertionError, match="left by a test"):
             FORKS[kind](tmp_path)
         thread.name = "pytest_timeout tests/test_x.py"  # of the test runner
-        threads.check_threads()
+        ranks.check_threads()
     finally:
         end.set()
         thread.join()
-    threads.check_threads()
+    ranks.check_threads()
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 def test_a_native_thread_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads.check_threads, "__defaults__", (0.0,))
+    monkeypatch.setattr(ranks.check_threads, "__defaults__", (0.0,))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(AssertionError, match="pt_tcpstore"):
         Launcher(lambda: 0, tmp_path)
     del store
-    threads.check_threads(10.0)
+    ranks.check_threads(10.0)

@@ -7,6 +7,8 @@ what smaller tests of ``make test`` check.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 ROWS: dict[str, tuple[str, ...]] = {
@@ -55,7 +57,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "data_prep/test_resume.py::test_signal_exits_with_75_and_run_resumes": ("12-process", "2-group"),
     "devices/test_new_device.py::test_it_trains": (),
-    "devices/test_pair_transfers.py::test_the_same_bits": ("pp2·vpp2", "pp3, uneven"),
+    "devices/test_shared_memory.py::test_the_same_bits": ("pp2·vpp2", "pp3, uneven"),
     "devices/test_attention_inputs.py::test_logits_of_each_example_are_those_of_it_alone": (
         "plain-tiles",
         "plain-mask",
@@ -67,8 +69,8 @@ ROWS: dict[str, tuple[str, ...]] = {
         "zero 3, dp2-mask",
     ),
     "devices/test_attention_inputs.py::test_no_gradient_crosses_a_document_boundary": ("none", "full"),
-    "experiments/test_recipes.py::test_one_trains": (),
-    "experiments/test_recipes.py::test_the_extension_trains_scaled_down": (),
+    "experiments/test_plans.py::test_one_trains": (),
+    "experiments/test_plans.py::test_the_extension_trains_scaled_down": (),
     "finetuning/test_lora.py::test_a_resumed_run_is_the_uninterrupted_one": ("zero 3",),
     "finetuning/test_lora.py::test_frozen_weights_in_bf16_under_fp32_lora": ("one", "tp2+sp"),
     "finetuning/test_quantized.py::test_every_layout_has_the_same_values_and_trains_alike": (
@@ -87,8 +89,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "layouts/test_exact.py::test_another_order_of_one_sum_is_detected": (),
     "layouts/test_exact.py::test_bf16": ("pp2·dp2",),
     "layouts/test_exact.py::test_rounded_sums_of_gradients_are_detected": (),
-    "layouts/test_float8.py::test_layouts_in_bf16_differ_by_independent_errors": (),
-    "layouts/test_float8.py::test_scales_of_a_part_are_seen": (),
+    "layouts/test_bf16.py::test_layouts_in_bf16_differ_by_independent_errors": (),
+    "layouts/test_bf16.py::test_scales_of_a_part_are_seen": (),
     "layouts/test_layouts.py::test_chunks_of_the_loss_change_nothing": (
         "chunks_of_12-tp2+sp, tied, odd vocabulary",
         "passes_of_the_compiled_loss-one process",
@@ -104,12 +106,12 @@ ROWS: dict[str, tuple[str, ...]] = {
         "offload",
         "bf16",
     ),
-    "model/test_presets.py::test_built_models_have_the_published_number_of_parameters": (),
+    "model/test_init.py::test_built_models_have_the_published_number_of_parameters": (),
     "museum/test_museum.py::test_a_test_fails_under_the_mutation": (
         "15, positions_continue_after_the_end_of_a_document",
         "29, same_samples_on_each_rank",
     ),
-    "optim/test_adam.py::test_a_run_of_one_micro_batch_keeps_them_narrow_and_trains_the_same": (
+    "optim/test_optimizer.py::test_a_run_of_one_micro_batch_keeps_them_narrow_and_trains_the_same": (
         "1-layout0",
         "2-layout1",
         "2-layout3",
@@ -121,7 +123,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "parallel/test_fsdp.py::test_a_run_is_bit_identical_to_fully_shards": ("1-layout0", "2-layout3"),
     "system/test_errors.py::test_scripts_end_quietly_with_their_reader": ("compare.py", "plan.py"),
     "system/test_installed.py::test_a_run_needs_all_packages_before_it_starts": ("torch", "rich,matplotlib"),
-    "tools/compare/test_script.py::test_report_files": ("1.3-1",),
+    "tools/compare/test_verdict.py::test_report_files": ("1.3-1",),
     "tools/inference/test_divided.py::test_divided_prompts_are_continued_as_whole_ones": (
         "llama3-cp2-drawn",
         "window-cp2-greedy",
@@ -163,3 +165,23 @@ def selected_by_tier(item: pytest.Item) -> bool:
 def escaped(row: str) -> str:
     """Return the id of a row as pytest writes it."""
     return row.encode("unicode_escape").decode()
+
+
+COMPILED_ROWS = ("compiled", "async_tp")
+"""Words in the names of rows that compile for a minute or more. ``--sample`` skips them, as tests marked ``long``."""
+
+
+def sample(items: Sequence[pytest.Item], rows: int) -> set[pytest.Item]:
+    """Return the fast tests, and of each slow one ``rows`` rows from the first to the last."""
+    slow: dict[str, list[pytest.Item]] = {}
+    selected = set[pytest.Item]()
+    for item in items:
+        name, _, row = item.nodeid.partition("[")
+        if not item.get_closest_marker("slow"):
+            selected.add(item)
+        elif not item.get_closest_marker("long") and not any(word in row for word in COMPILED_ROWS):
+            slow.setdefault(name, []).append(item)
+    for table in slow.values():
+        count = min(rows, len(table))
+        selected |= {table[number * (len(table) - 1) // max(1, count - 1)] for number in range(count)}
+    return selected

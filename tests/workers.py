@@ -26,7 +26,7 @@ import pytest
 
 import tests.warm  # noqa: F401  before the first fork
 from tests.processes import state
-from tests.threads import check_threads
+from tests.ranks import check_threads
 
 OMITTED_FRAMES = ("/_pytest/", "/pytest/", "/pluggy/", "<frozen runpy>", "Extension modules:")
 """Parts of lines of a stack that are the same for each test."""

@@ -10,7 +10,7 @@ PREFIX.bin contains the tokens of all sequences. PREFIX.idx has 34 + 12 N + 8 M 
     M int64      document indices: the first sequence of each document
 
 An empty document repeats its index and has no sequence. Both files are identical to the output of megatron-core's
-IndexedDatasetBuilder (tests/data_prep/test_format.py).
+IndexedDatasetBuilder (tests/data_prep/test_inputs.py).
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
     if plan.config.allow_targets:
         yield _line("", f"may also run {', '.join(plan.config.allow_targets)} (allow_targets)")
     terms = [f"{name} {gib(size)}" for name, size in heaviest.parts().items() if size]
-    within = 13 if trainer.exact else 10  # tests/tools/forecast/test_against_rehearsal.py
+    within = 13 if trainer.exact else 10  # tests/tools/forecast/test_traffic.py
     yield _line("memory", f"{gib(heaviest.total)} of tensors at the heaviest rank's peak, within {within} %:")
     yield _line("", " + ".join(terms[:3]))
     if terms[3:]:

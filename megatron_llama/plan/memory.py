@@ -29,7 +29,7 @@ USABLE = 0.94
 """Share of a device's memory for live tensors; driver, communication library and fragmentation take the rest."""
 SURE = 0.9
 """Share of the forecast peak that a run certainly needs: the forecast's error is at most 10 %
-(tests/tools/forecast/test_against_rehearsal.py)."""
+(tests/tools/forecast/test_traffic.py)."""
 
 
 @dataclass(frozen=True)

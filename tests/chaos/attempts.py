@@ -20,7 +20,7 @@ from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.output import protect_output
 from megatron_llama.system.signals import exit_on_signal
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
-from tests.threads import check_threads
+from tests.ranks import check_threads
 
 POLL_SECONDS = 0.005
 STEPS, SAVED_EVERY = 24, 2

@@ -21,8 +21,7 @@ from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, resolve
-from tests.checkpoint.jobs import Job
-from tests.checkpoint.runner import CPU, SMALL, assert_same, make_plan, run
+from tests.checkpoint.runner import CPU, SMALL, Job, assert_same, make_plan, run
 from tests.data.files import numbered, write_indexed
 from tests.messages import raises_with_message
 from tests.paths import CONF

@@ -71,13 +71,11 @@ def test_before_the_first_step_data_batch_and_optimizer_may_be_any(name: str, fo
 
 
 def test_the_same_run_differs_in_nothing(folder: Path) -> None:
+    """A derived setting that the checkpoint lacks is no difference."""
     plan = plan_in(folder, 1, {})
     assert between(plan, plan_in(folder, 1, {})) == []
     # Not even if all derived settings are written out, as in the run's config.yaml.
     assert between(plan, Plan(**{**vars(plan), "requested": plan.config})) == []
-
-
-def test_a_derived_setting_that_the_checkpoint_lacks_is_no_difference(folder: Path) -> None:
     plan = plan_in(folder, 1, {})
     old = checkpoint_of(plan, 3)
     assert old.settings["data"].pop("eod_mask_loss") is False

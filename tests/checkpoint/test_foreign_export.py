@@ -66,15 +66,11 @@ def test_megatron_core_loads_an_export(trained: tuple[Path, Run], tmp_path: Path
     torch.testing.assert_close(torch.cat(parts, dim=-1), expected, rtol=0, atol=1e-5)
 
 
-def test_options_that_have_no_export(trained: tuple[Path, Run], tmp_path: Path) -> None:
+def test_what_has_no_export_is_refused(trained: tuple[Path, Run], tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "file").touch()
     with raises_with_message(ConfigError, "exists and is not empty"):
         export_foreign(trained[0], tmp_path / "out", "dcp")
-
-
-def test_a_model_without_names_in_a_format(tmp_path: Path) -> None:
-    """OLMo 2's norms after the branches have no name in megatron-core's GPTModel."""
     model = make_plan(1, tmp_path, "model.model_type=olmo2").model
     with raises_with_message(ConfigError, "has no name in this format"):
         megatron_names(model)

@@ -23,14 +23,13 @@ from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.train import loop, stop
 from megatron_llama.train.run_rank import run_rank
-from tests.checkpoint.jobs import Job, final_tensors, leftovers, losses
-from tests.checkpoint.runner import assert_same, make_plan
+from tests.checkpoint.runner import Job, assert_same, final_tensors, leftovers, losses, make_plan
 from tests.processes import hasten, rank
-from tests.threads import check_threads
+from tests.ranks import check_threads
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-    pytest.mark.timeout(900),  # more than the limits in jobs.py add up to
+    pytest.mark.timeout(900),  # more than the limits in runner.py add up to
 ]
 Work = Callable[[Plan], None]
 TP2 = ["trainer.tp=2"]

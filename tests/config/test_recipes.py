@@ -143,14 +143,16 @@ def test_refused_references(values: object, words: str) -> None:
 
 
 def test_references_are_counted_as_they_are_written_out() -> None:
+    """Common references are accepted, and functions of other programs where they are not called."""
     values = {"a": "12345", "b": "${a}${.a}-", "c": {"d": ["${..b}", "${b}${oc.env:HOME}", 7]}, "e": "${c.d[0]}"}
     assert rules(values) == []
     written = "x" * (MOST_CHARACTERS // 16)
     assert rules({"a": written, "b": ["${a}"] * 15}) == [], "each 10 characters and 2^18 more"
     assert rules({"a": written, "b": ["${a}"] * 16}) != []
-
-
-def test_functions_of_other_programs_pass_where_they_are_not_called() -> None:
+    config = load_config(["data=mock", "run.dir=runs/${model.name}-${oc.env:HOME}", "optim=wsd"], CONF)
+    assert config.run.dir and config.run.dir.startswith("runs/llama_2m-/")
+    config = load_config(["data=mock", "data.prefixes=${finetune.lora_target_modules}"], CONF)
+    assert config.data.prefixes == config.finetune.lora_target_modules
     values = {"hidden": 64, "ffn": "${multiply:4, ${.hidden}}", "kv": "${divide:${hidden},${oc.env:HEADS}}"}
     assert rules(values, functions=True) == [] and len(rules(values)) == 2
     assert rules({"a": "${oc.decode:${b}}", "b": "1"}, functions=True), "omegaconf's own are refused"
@@ -181,13 +183,6 @@ def test_references_to_no_value_are_reported_with_other_problems() -> None:
         with pytest.raises(ConfigError) as error:
             load_config(overrides, CONF)
         assert {problem.field for problem in error.value.problems} == set(fields)
-
-
-def test_common_references_are_accepted() -> None:
-    config = load_config(["data=mock", "run.dir=runs/${model.name}-${oc.env:HOME}", "optim=wsd"], CONF)
-    assert config.run.dir and config.run.dir.startswith("runs/llama_2m-/")
-    config = load_config(["data=mock", "data.prefixes=${finetune.lora_target_modules}"], CONF)
-    assert config.data.prefixes == config.finetune.lora_target_modules
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ def test_a_good_dataset_has_no_problem(prefix: str, tokenizer: Path) -> None:
     assert read_index(prefix).tokens() == sum(LENGTHS)
     Path(prefix + ".json").unlink()  # another program's dataset has no manifest
     assert check_data(config_of(prefix, tokenizer=tokenizer)) == []
+    check_ids(np.array([0, VOCABULARY - 1]), VOCABULARY, pytest.fail)
 
 
 def write(prefix: str, suffix: str, change: Callable[[bytes], bytes]) -> None:
@@ -115,10 +116,6 @@ def test_ids_beyond_the_vocabulary(tmp_path: Path, kind: str) -> None:
         assert "negative token id -6" in only(check_data(config_of(negative)))
 
 
-def test_the_first_and_the_last_id_are_valid() -> None:
-    check_ids(np.array([0, VOCABULARY - 1]), VOCABULARY, pytest.fail)
-
-
 def test_the_suggested_vocabulary_fits_the_tokenizer_too(tmp_path: Path, tokenizer: Path) -> None:
     prefix = write_indexed(tmp_path / "text", [[1, 20]])
     for problem in check_data(config_of(prefix, tokenizer=tokenizer, vocabulary=10)):
@@ -126,13 +123,22 @@ def test_the_suggested_vocabulary_fits_the_tokenizer_too(tmp_path: Path, tokeniz
         assert check_data(config_of(prefix, tokenizer=tokenizer, vocabulary=size)) == []
 
 
-def test_a_tokenizer_that_is_none(prefix: str, tmp_path: Path) -> None:
+def test_tokenizers_that_do_not_fit(prefix: str, tmp_path: Path, tokenizer: Path) -> None:
+    """A file that is no tokenizer, the tokenizer of another dataset, and a manifest that cannot be read."""
     other = tmp_path / "tokenizer.json"
     other.write_text("{}")
     for path in (other, tmp_path / "nothing.model"):
         message = only(check_data(config_of(prefix, tokenizer=path)))
         assert message.startswith("data.tokenizer") and str(path) in message
         assert "neither a sentencepiece model" in message
+    write_manifest(prefix, tokenizer)
+    other = train_tokenizer(tmp_path / "other.model", size=320)
+    message = only(check_data(config_of(prefix, tokenizer=other)))
+    assert str(other) in message and prefix in message and "sha256 differ" in message
+    assert "name the tokenizer of the dataset" in message
+    for text in ("{", "[]"):
+        Path(prefix + ".json").write_text(text)
+        assert prefix + ".json cannot be read" in only(check_data(config_of(prefix, tokenizer=tokenizer)))
 
 
 def test_a_tokenizer_larger_than_the_model(prefix: str, tmp_path: Path) -> None:
@@ -140,20 +146,6 @@ def test_a_tokenizer_larger_than_the_model(prefix: str, tmp_path: Path) -> None:
     write_indexed(Path(prefix), [[1, 2, 3]])
     message = only(check_data(config_of(prefix, tokenizer=large, vocabulary=100)))
     assert str(large) in message and "vocabulary has 100" in message and "write model.vocab_size=" in message
-
-
-def test_a_tokenizer_that_did_not_make_the_dataset(prefix: str, tokenizer: Path, tmp_path: Path) -> None:
-    write_manifest(prefix, tokenizer)
-    other = train_tokenizer(tmp_path / "other.model", size=320)
-    message = only(check_data(config_of(prefix, tokenizer=other)))
-    assert str(other) in message and prefix in message and "sha256 differ" in message
-    assert "name the tokenizer of the dataset" in message
-
-
-def test_a_manifest_that_can_not_be_read(prefix: str, tokenizer: Path) -> None:
-    for text in ("{", "[]"):
-        Path(prefix + ".json").write_text(text)
-        assert prefix + ".json cannot be read" in only(check_data(config_of(prefix, tokenizer=tokenizer)))
 
 
 def test_all_problems_at_once(tmp_path: Path) -> None:

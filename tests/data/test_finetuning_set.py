@@ -16,19 +16,16 @@ import torch
 
 from megatron_llama.config import ConfigError, load_config, to_yaml
 from megatron_llama.corpus.splits import open_splits
-from megatron_llama.data.batches import build_data
 from megatron_llama.data.finetuning_set import PADDING, Examples, SFTDataset, build_sft
-from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan, format_plan, resolve
 from megatron_llama.train.loop import validate
 from tests.checkpoint.runner import assert_same, run
 from tests.config.helpers import make
 from tests.data.files import data_plan, write_indexed
 from tests.messages import raises_with_message, unwrap
-from tests.model.llamas import CPU
-from tests.oracle import SMALL
+from tests.oracle import SMALL, on_ranks, rank_data
 from tests.paths import CONF
 from tests.ranks import RankFailed, run_ranks
 
@@ -155,10 +152,14 @@ def test_unfit_sets_are_refused(tmp_path: Path, harm: Callable[[str], object], m
         items(plan, 1)
 
 
-def test_a_split_without_examples_is_refused(tmp_path: Path) -> None:
+def test_sets_without_examples_or_masks_are_refused(tmp_path: Path) -> None:
+    """Without masks before the ranks start."""
     prefix = write_set(tmp_path / "set", some_examples(30))
     with pytest.raises(RankFailed, match="leaves none of its 30 examples for validation"):
         items(plan_of([prefix], **{"data.split": "999,1,0", **VALIDATING}), 1)
+    prefix = write_indexed(tmp_path / "text", [[1, 2, 3]])
+    with pytest.raises(ConfigError, match="text_mask.bin"):
+        plan_of([prefix])
 
 
 @pytest.mark.parametrize("mask", [[0, 0, 0, 0], [1, 0, 0, 0]], ids=["nothing", "first token"])
@@ -176,12 +177,6 @@ def test_a_set_without_a_label_is_refused(tmp_path: Path, mask: list[int], where
         items(plan_of([prefix], **settings), 1)
     whole = plan_of([write_set(tmp_path / "good", masked + labelled)])  # a masked part is valid
     assert sum(sum(item["loss_mask"]) for item in items(whole, 16)[0]) == 8
-
-
-def test_a_set_without_masks_is_refused_before_the_ranks_start(tmp_path: Path) -> None:
-    prefix = write_indexed(tmp_path / "text", [[1, 2, 3]])
-    with pytest.raises(ConfigError, match="text_mask.bin"):
-        plan_of([prefix])
 
 
 def test_epochs_are_steps(tmp_path: Path) -> None:
@@ -227,29 +222,26 @@ def sft_overrides(tmp_path: Path, pack: bool) -> list[str]:
 def test_loss_is_per_learned_token_of_the_global_batch_in_every_layout(tmp_path: Path, pack: bool) -> None:
     overrides = [*SMALL, *sft_overrides(tmp_path, pack)]
     plan = resolve(load_config(overrides, CONF), 1)
-    ((loss, norm, by_hand),) = run_ranks(_losses, 1, plan)
+    ((loss, norm, by_hand),) = on_ranks(_losses, plan)
     assert loss == pytest.approx(by_hand, rel=1e-6)
     for ranks, layout in LAYOUTS:
-        for actual in run_ranks(_losses, ranks, resolve(load_config([*overrides, *layout], CONF), ranks)):
+        for actual in on_ranks(_losses, resolve(load_config([*overrides, *layout], CONF), ranks)):
             assert actual[:2] == pytest.approx((loss, norm), rel=1e-5), layout
 
 
-def _losses(rank: int, plan: Plan) -> tuple[float, float, float]:
+def _losses(plan: Plan, model: ParallelModel) -> tuple[float, float, float]:
     """(loss, gradient norm, the loss added up token by token in one process) of the second global batch."""
-    topology = plan.topology(rank)
-    with process_groups(plan, topology, get_device("cpu"), CPU):
-        model = build_model(plan, topology, get_device("cpu"), CPU)
-        batches = build_data(plan, topology, CPU).train.at(8)
-        total, count = 0.0, 0.0
-        if plan.world_size == 1:
-            for batch in batches:
-                logits = model.logits(batch.tokens, batch.documents)
-                assert logits is not None
-                losses = torch.nn.functional.cross_entropy(logits.permute(1, 2, 0), batch.labels, reduction="none")
-                total += (losses * batch.loss_mask).sum().item()
-                count += batch.loss_mask.sum().item()
-        loss = model.forward_backward(batches).item()
-        return loss, build_optimizer(plan, model).gradient_norm().item(), total / max(count, 1)
+    batches = rank_data(plan).train.at(8)
+    total, count = 0.0, 0.0
+    if plan.world_size == 1:
+        for batch in batches:
+            logits = model.logits(batch.tokens, batch.documents)
+            assert logits is not None
+            losses = torch.nn.functional.cross_entropy(logits.permute(1, 2, 0), batch.labels, reduction="none")
+            total += (losses * batch.loss_mask).sum().item()
+            count += batch.loss_mask.sum().item()
+    loss = model.forward_backward(batches).item()
+    return loss, build_optimizer(plan, model).gradient_norm().item(), total / max(count, 1)
 
 
 @pytest.mark.parametrize(("pack", "layout"), [(False, "trainer.zero=2"), (True, "trainer.pp=2")])
@@ -257,30 +249,27 @@ def test_validation_is_on_every_example_once(tmp_path: Path, pack: bool, layout:
     held_out = write_set(tmp_path / "held_out", some_examples(21, first=7, vocabulary=64))
     overrides = [*SMALL, *sft_overrides(tmp_path, pack), f"data.validation_prefixes=[{held_out}]"]
     overrides += ["trainer.val_every_steps=1", "model.initializer_range=0.3"]
-    ((actual, by_hand),) = run_ranks(_val_loss, 1, resolve(load_config(overrides, CONF), 1))
+    ((actual, by_hand),) = on_ranks(_val_loss, resolve(load_config(overrides, CONF), 1))
     assert actual == pytest.approx(by_hand, rel=1e-6)
-    for other, _ in run_ranks(_val_loss, 2, resolve(load_config([*overrides, layout], CONF), 2)):
+    for other, _ in on_ranks(_val_loss, resolve(load_config([*overrides, layout], CONF), 2)):
         assert other == pytest.approx(actual, rel=1e-6)
 
 
-def _val_loss(rank: int, plan: Plan) -> tuple[float, float]:
+def _val_loss(plan: Plan, model: ParallelModel) -> tuple[float, float]:
     """Return the validation loss, and the mean over tokens with loss in one process, example by example."""
-    topology = plan.topology(rank)
-    with process_groups(plan, topology, get_device("cpu"), CPU):
-        model = build_model(plan, topology, get_device("cpu"), CPU)
-        validation = build_data(plan, topology, CPU).validation
-        assert isinstance(validation[""].samples, SFTDataset)
-        total, count = 0.0, 0.0
-        examples = validation[""].samples.examples
-        for ids, mask in (examples[number] for number in range(len(examples) if plan.world_size == 1 else 0)):
-            tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
-            tokens[0, : len(ids) - 1] = torch.tensor(ids[:-1].astype("int64"))
-            logits = model.logits(tokens)
-            assert logits is not None
-            labels, learned = torch.tensor(ids[1:].astype("int64")), torch.tensor(mask[1:].astype("float64"))
-            losses = torch.nn.functional.cross_entropy(logits[: len(labels), 0].double(), labels, reduction="none")
-            total, count = total + (losses * learned).sum().item(), count + learned.sum().item()
-        return validate(plan, model, validation)["val_loss"], total / max(count, 1)
+    validation = rank_data(plan).validation
+    assert isinstance(validation[""].samples, SFTDataset)
+    total, count = 0.0, 0.0
+    examples = validation[""].samples.examples
+    for ids, mask in (examples[number] for number in range(len(examples) if plan.world_size == 1 else 0)):
+        tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
+        tokens[0, : len(ids) - 1] = torch.tensor(ids[:-1].astype("int64"))
+        logits = model.logits(tokens)
+        assert logits is not None
+        labels, learned = torch.tensor(ids[1:].astype("int64")), torch.tensor(mask[1:].astype("float64"))
+        losses = torch.nn.functional.cross_entropy(logits[: len(labels), 0].double(), labels, reduction="none")
+        total, count = total + (losses * learned).sum().item(), count + learned.sum().item()
+    return validate(plan, model, validation)["val_loss"], total / max(count, 1)
 
 
 def test_the_plan_states_the_examples_of_each_validation(tmp_path: Path) -> None:

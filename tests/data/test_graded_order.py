@@ -24,8 +24,7 @@ from megatron_llama.data.record import Record
 from megatron_llama.data.sample_stream import EndlessDataset, SampleStream
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import RunPosition, SequenceCut
-from tests.data.files import data_plan, numbered, write_indexed
-from tests.data.megatron import text
+from tests.data.files import data_plan, numbered, text, write_indexed
 from tests.model.llamas import CPU
 from tests.ranks import run_ranks
 
@@ -123,9 +122,6 @@ def test_turns_are_fair_however_short_the_levels() -> None:
             due += allowed / allowed.sum()
             assert abs(drawn - due).max() < 1 + levels / 2
         assert (schedule.drawn(400) == drawn).all()
-
-
-def test_many_short_levels_do_not_starve_a_group() -> None:
     sizes, firsts = [1] * 100, [0] + [400 + 3 * level for level in range(99)]
     schedule, due = GroupSchedule(firsts, sizes), np.zeros(100)
     for level, first in enumerate(firsts[:-1]):

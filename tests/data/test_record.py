@@ -19,8 +19,7 @@ from megatron_llama.data.megatron_order import build_megatron
 from megatron_llama.data.record import Record, differences, make_record
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import RunPosition
-from tests.data.files import data_plan, numbered, write_indexed
-from tests.data.megatron import megatron_record, run_texts, text
+from tests.data.files import data_plan, megatron_record, numbered, run_texts, text, write_indexed
 from tests.model.llamas import CPU
 from tests.ranks import run_ranks
 

@@ -1,3 +1,3 @@
 """The fixtures of this folder; tests/text uses them too."""
 
-from tests.data_prep.fixtures import folder, preprocess, tokenizer  # noqa: F401
+from tests.data_prep.helpers import folder, preprocess, tokenizer  # noqa: F401

@@ -1,25 +1,37 @@
-"""All kinds of text input give the reference dataset; damaged and truncated files are rejected."""
+"""Text of all kinds gives the dataset of a reference writer and of megatron-core; damaged lines are rejected."""
 
 from __future__ import annotations
 
+import base64
 import bz2
 import gzip
+import hashlib
+import io
 import json
 import lzma
+import shutil
+import struct
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import sentencepiece
 
 from data_prep import sft
+from data_prep.lib import records
 from data_prep.lib.blocks import BlockPosition, Slots, cut_blocks, segment_lines
 from data_prep.lib.input_files import find_sources
-from data_prep.lib.records import element_lines
+from data_prep.lib.records import REASONS, REPEATED_KEY, element_lines
 from data_prep.lib.sources import with_array
+from megatron_llama.corpus import indexed_format
+from megatron_llama.corpus.indexed_format import token_dtype, write_index
 from megatron_llama.system.errors import UserError
+from megatron_llama.text.conversation import RecordError
 from tests.data_prep.helpers import (
     BAD_LINES,
     GOOD,
@@ -31,11 +43,11 @@ from tests.data_prep.helpers import (
     outputs,
     read,
     reference,
+    run_script,
     some_texts,
     write_jsonl,
 )
 
-zstandard = pytest.importorskip("zstandard")
 Check = Callable[..., "subprocess.CompletedProcess[str]"]
 SMALL = ("--block-mib", 0.01)
 CUTS = [("gz", 0.5), ("zst", 0.5), ("xz", 0.5), ("bz2", 0.5), ("gz", 0.999), ("zst", 0.999), ("xz", 0.999)]
@@ -43,7 +55,7 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "gz": partial(gzip.compress, mtime=0),
     "xz": lzma.compress,
     "bz2": bz2.compress,
-    "zst": lambda data: zstandard.ZstdCompressor().compress(data),
+    "zst": lambda data: pytest.importorskip("zstandard").compress(data),
 }
 
 
@@ -144,27 +156,24 @@ def test_the_key_of_oscar_and_redpajama_v2_is_detected(tmp_path: Path, check: Ch
     check(texts, tmp_path / "oscar.jsonl", key=key)
 
 
-def test_byte_order_mark_blank_lines_crlf_and_no_last_feed(tmp_path: Path, check: Check) -> None:
+def test_marks_feeds_and_numbers_that_json_lacks(tmp_path: Path, check: Check) -> None:
+    """Byte order mark, blank lines, CRLF, no last line feed; NaN in metadata, which orjson rejects."""
     texts = ["one", "two", "three\u2028four"]
     lines = [json.dumps({"text": text}) for text in texts]
     (tmp_path / "a.jsonl").write_bytes(("\ufeff" + "\r\n\r\n  \n".join(lines)).encode())
     check(texts, tmp_path / "a.jsonl")
     assert manifest(tmp_path / "out/x")["documents_read"] == 3
-
-
-def test_nan_in_metadata_is_accepted(tmp_path: Path, check: Check) -> None:
-    """json.loads, which Megatron uses, accepts these; orjson rejects them."""
     (tmp_path / "a.jsonl").write_text(
         '{"text": "a", "score": NaN}\n{"text": "b", "score": -Infinity}\n{"meta": "\\ud800", "text": "c"}\n'
     )
-    check(["a", "b", "c"], tmp_path / "a.jsonl")
+    check(["a", "b", "c"], tmp_path / "a.jsonl", "--overwrite")
 
 
 @pytest.mark.parametrize("data", [b"", b"\n", b"\xef\xbb\xbf", b" \n\t\r\n"])
 def test_empty_files_give_an_empty_dataset(tmp_path: Path, preprocess: Run, check: Check, data: bytes) -> None:
     given = (tmp_path / "a.jsonl", tmp_path / "b.jsonl.zst")
     given[0].write_bytes(data)
-    given[1].write_bytes(zstandard.compress(data))
+    given[1].write_bytes(PACKERS["zst"](data))
     refused = preprocess("--input", *given, "--output-prefix", tmp_path / "out/x")
     assert_refused(refused, "no documents:", "--allow-empty")
     assert listing(tmp_path / "out") == []
@@ -261,3 +270,230 @@ def test_split_of_an_array_and_empty_result(folder: Path, tmp_path: Path) -> Non
     with pytest.raises(UserError, match=r"no examples: all records are bad \(3 unknown_role\)"):
         prepare(folder, source, tmp_path / "none", "--on-bad-line", "skip")
     assert not list(tmp_path.glob("none*")) and not list(tmp_path.glob(".none*"))
+
+
+BAD: dict[str, tuple[bytes, str]] = {
+    "lone surrogate": (rb'{"text": "a \ud83d b"}', "lone_surrogate"),
+    "second half of a surrogate pair": (rb'{"text": "\ude00"}', "lone_surrogate"),
+    "null": (b'{"text": null}', "null_text"),
+    "missing": (b'{"meta": {}}', "missing_text"),
+    "number": (b'{"text": 5}', "text_not_a_string"),
+    "list": (b'{"text": ["a", "b"]}', "text_not_a_string"),
+    "a list for a record": (b'["text"]', "not_an_object"),
+    "a string for a record": (b'"text"', "not_an_object"),
+    "a number for a record": (b"17", "not_an_object"),
+    "null for a record": (b"null", "not_an_object"),
+    "bad UTF-8": (b'{"text": "caf\xe9"}', "bad_utf8"),
+    "UTF-8 of a surrogate": (b'{"text": "\xed\xa0\x80"}', "bad_utf8"),
+    "overlong UTF-8": (b'{"text": "\xc0\xaf"}', "bad_utf8"),
+    "truncated": (b'{"text": "hello wor', "bad_json"),
+    "two records": (b'{"text": "a"}{"text": "b"}', "bad_json"),
+    "raw control character": (b'{"text": "a\x01b"}', "bad_json"),
+    "zeros": (bytes(40), "bad_json"),
+    "nested deeper than any parser goes": (b'{"text": ' + b"[" * 200_000, "bad_json"),
+    "too long": (b'{"text": "' + b"x" * 300_000 + b'"}', "line_too_long"),
+}
+ARGS = ("--max-line-mib", 0.25, "--block-mib", 0.01)
+
+
+def test_every_reason_is_covered() -> None:
+    assert {reason for _, reason in BAD.values()} == set(REASONS)
+
+
+def with_bad(path: Path, bad: bytes) -> Path:
+    path.write_bytes(b'{"text": "first"}\n\n' + bad + b'\n{"text": "last"}\n')
+    return path
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_error_names_file_line_and_reason(tmp_path: Path, preprocess: Run, name: str) -> None:
+    bad, reason = BAD[name]
+    path = with_bad(tmp_path / "a.jsonl", bad)
+    done = preprocess("--input", path, "--output-prefix", tmp_path / "out/x", *ARGS)
+    assert_refused(done, "a.jsonl, line 3", reason)
+    assert listing(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_skip_counts_and_quarantines_each_line(
+    tmp_path: Path, preprocess: Run, tokenizer: Path, compressed: bool
+) -> None:
+    lines: list[bytes] = []
+    texts, bad_at = [], {}
+    for number, (bad, reason) in enumerate(BAD.values()):
+        texts.append(f"good {number} " * (1 + 400 * (number % 3 == 0)))
+        lines.append(json.dumps({"text": texts[-1]}).encode())
+        bad_at[len(lines) + 1] = (bad, reason)
+        lines.append(bad)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    if compressed:
+        path.write_bytes(PACKERS["zst"](path.read_bytes()))
+    done = preprocess("--input", path, "--output-prefix", tmp_path / "x", "--on-bad-line", "skip", *ARGS, workers=2)
+    output = output_of(done)
+    assert outputs(tmp_path / "x") == reference(tokenizer, texts)
+    report = manifest(tmp_path / "x")
+    assert report["documents_read"] == 2 * len(BAD) == report["documents_written"] + report["documents_skipped"]
+    assert report["skipped"] == Counter(reason for _, reason in bad_at.values())
+    assert f"{len(BAD)} skipped" in output
+    entries = [json.loads(line) for line in (tmp_path / report["quarantine"]).read_bytes().splitlines()]
+    assert [(entry["line"], entry["reason"]) for entry in entries] == [
+        (line, reason) for line, (_, reason) in bad_at.items()
+    ]
+    for entry in entries:
+        raw = entry["raw"].encode() if "raw" in entry else base64.b64decode(entry["raw_base64"])
+        if entry["complete"]:
+            assert raw == bad_at[entry["line"]][0]
+        else:
+            assert bad_at[entry["line"]][0].startswith(raw)
+
+
+def test_first_bad_line_is_reported_with_any_number_of_workers(tmp_path: Path, preprocess: Run) -> None:
+    """A later block may finish first; the message must not depend on that."""
+    good = json.dumps({"text": "word " * 300}).encode()
+    lines = [good] * 400
+    lines[233], lines[380] = b"null", b"{"
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines, b""]))
+    for workers in (1, 4):
+        done = preprocess("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "o/x", *ARGS, workers=workers)
+        assert_refused(done, "a.jsonl, line 234", "not_an_object")
+
+
+def test_bad_text_files(tmp_path: Path, preprocess: Run, tokenizer: Path) -> None:
+    for name, data in [("a", b"fine"), ("b", b"caf\xe9"), ("c", b"y" * 300_000), ("d", b"")]:
+        (tmp_path / f"{name}.txt").write_bytes(data)
+    args = ("--input", tmp_path, "--output-prefix", tmp_path / "out/x", *ARGS)
+    assert_refused(preprocess(*args), "b.txt", "bad_utf8")
+    output_of(preprocess(*args, "--on-bad-line", "skip"))
+    assert outputs(tmp_path / "out/x") == reference(tokenizer, ["fine", ""])
+    assert manifest(tmp_path / "out/x")["skipped"] == {"bad_utf8": 1, "line_too_long": 1}
+
+
+def test_repeated_keys_are_counted(tmp_path: Path, preprocess: Run, tokenizer: Path) -> None:
+    lines = ['{"text": "a", "text": "b"}', '{"text": "c", "meta": {"text": 1}}', '{"x": 1, "x": "text", "text": "d"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    done = preprocess("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "out/x")
+    assert f"1 {REPEATED_KEY}" in output_of(done)
+    assert outputs(tmp_path / "out/x") == reference(tokenizer, ["b", "c", "d"])
+    assert manifest(tmp_path / "out/x")["changed"] == {REPEATED_KEY: 1}
+
+
+def test_dump_texts_without_orjson_is_identical(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "".join(map(chr, (*range(0x300), 0x2028, 0x2029, 0xFFFD, 0xFFFF, 0x1F642, 0x10FFFF)))
+    examples = [{text: text, "": ""}, [text, "a"], {"a": "caf\udce9"}]
+    fast = [records.dump_texts(record) for record in examples]  # type: ignore[arg-type]
+    monkeypatch.setattr(records, "_fast_dumps", None)
+    assert [records.dump_texts(record) for record in examples] == fast  # type: ignore[arg-type]
+    assert fast[2] == b'{"a":"caf\xe9"}'
+
+
+def test_parsing_without_orjson_is_identical(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = [b'{"text": "a\\u00e9\\n\xc3\xa9"}', b' {"text":"", "x": NaN}\r', b'{"text": "a", "text": "b"}']
+    lines = good + [bad for bad, reason in BAD.values() if reason != "line_too_long"]
+
+    def parsed(line: bytes) -> list[str] | tuple[str, str]:
+        try:
+            return records.parse_line(line, ["text"])
+        except RecordError as bad:
+            return bad.reason, bad.detail
+
+    fast = [parsed(line) for line in lines]
+    monkeypatch.setattr(records, "loads", json.loads)
+    assert [parsed(line) for line in lines] == fast
+    assert fast[: len(good)] == [["aé\né"], [""], ["b"]]
+
+
+@pytest.mark.parametrize(("eod", "bos"), [(True, False), (False, False), (True, True)])
+def test_output_is_the_reference_byte_by_byte(tmp_path: Path, tokenizer: Path, eod: bool, bos: bool) -> None:
+    """And the manifest has its counts and hashes. A Hugging Face folder adds BOS to prompts, which the note reports."""
+    texts = some_texts(300)
+    args = ["--input", write_jsonl(tmp_path / "a.jsonl", texts), "--output-prefix", tmp_path / "out/x"]
+    shutil.copy(tokenizer, tmp_path / "tokenizer.model")
+    folder = tokenizer if eod and not bos else tmp_path
+    args += ["--tokenizer-model", folder, "--workers", 1, *["--append-eod"] * eod, *["--prepend-bos"] * bos]
+    run = run_script("preprocess.py", *args)
+    output_of(run)
+    assert ("documents get no begin-of-text token" in run.stderr) == (not eod)
+    binary, index = outputs(tmp_path / "out/x")
+    assert (binary, index) == reference(tokenizer, texts, eod, bos)
+    output_of(run_script("inspect.py", f"{tmp_path}/out/x_text_document"))
+    report, empty = manifest(tmp_path / "out/x"), sum(not text for text in texts)
+    assert (report["documents_read"], report["documents_written"]) == (300, 300 - empty)
+    assert (report["documents_empty"], report["documents_skipped"], report["skipped"]) == (empty, 0, {})
+    assert report["tokens"] * 2 == len(binary)
+    assert report["tokenizer_sha256"] == hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+    assert report["sha256"] == {".bin": hashlib.sha256(binary).hexdigest(), ".idx": hashlib.sha256(index).hexdigest()}
+
+
+def test_index_bytes(tmp_path: Path) -> None:
+    """Expected bytes of three documents with 3, 0 and 2 tokens."""
+    (tmp_path / "lengths").write_bytes(struct.pack("<3i", 3, 0, 2))
+    file = io.BytesIO()
+    assert write_index(file, tmp_path / "lengths", token_dtype(32000)) == (2, 5)
+    expected = bytes.fromhex(
+        "4d4d49444944580000"  # MMIDIDX and two zeros
+        "0100000000000000"  # version 1
+        "08"  # uint16
+        "0200000000000000"  # sequences
+        "0400000000000000"  # document indices
+        "0300000002000000"  # lengths
+        "00000000000000000600000000000000"  # byte pointers
+        "0000000000000000010000000000000001000000000000000200000000000000"  # document indices; the empty one repeats
+    )
+    assert file.getvalue() == expected
+
+
+def test_megatron_core_writes_the_same_and_reads_ours(tmp_path: Path, preprocess: Run, tokenizer: Path) -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+
+    texts = some_texts(200, seed=1)
+    output_of(preprocess("--input", write_jsonl(tmp_path / "a.jsonl", texts), "--output-prefix", tmp_path / "x"))
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    builder = IndexedDatasetBuilder(str(tmp_path / "m.bin"), dtype=DType.optimal_dtype(processor.vocab_size()))
+    expected = []
+    for text in texts:
+        ids = processor.encode(text)
+        if ids:
+            ids.append(processor.eos_id())
+            expected.append(ids)
+        builder.add_document(np.array(ids), [len(ids)] if ids else [])
+    builder.finalize(str(tmp_path / "m.idx"))
+    assert outputs(tmp_path / "x") == ((tmp_path / "m.bin").read_bytes(), (tmp_path / "m.idx").read_bytes())
+    dataset = IndexedDataset(str(tmp_path / "x_text_document"))
+    assert [dataset[number].tolist() for number in range(len(dataset))] == expected
+    assert len(dataset.document_indices) == len(texts) + 1
+
+
+@pytest.mark.parametrize(("vocabulary", "dtype"), [(65499, "<u2"), (65500, "<i4"), (128256, "<i4")])
+def test_token_type_follows_the_vocabulary(vocabulary: int, dtype: str) -> None:
+    assert token_dtype(vocabulary) == np.dtype(dtype)
+
+
+def test_index_chunks_are_contiguous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pointers and document indices continue across the chunks of a large index."""
+    lengths = np.random.default_rng(0).integers(0, 5, 1000).astype("<i4")
+    lengths.tofile(tmp_path / "lengths")
+    files = []
+    for chunk in (7, 1 << 20):
+        monkeypatch.setattr(indexed_format, "CHUNK", chunk)
+        file = io.BytesIO()
+        write_index(file, tmp_path / "lengths", np.dtype("<i4"))
+        files.append(file.getvalue())
+    assert files[0] == files[1]
+    sequences = int(np.count_nonzero(lengths))
+    pointers = np.frombuffer(files[0], dtype="<i8", count=sequences, offset=34 + 4 * sequences)
+    assert pointers[-1] == 4 * (lengths.sum() - lengths[lengths > 0][-1])
+
+
+def test_several_keys_make_several_datasets(tmp_path: Path, preprocess: Run, tokenizer: Path) -> None:
+    """The datasets stay aligned, document by document: one bad key of two skips the whole record."""
+    texts, titles = some_texts(60), [f"title {n}" if n % 3 else "" for n in range(60)]
+    records: list[dict[str, object]] = [{"title": a, "text": b} for a, b in zip(titles, texts, strict=True)]
+    records.insert(30, {"title": "3", "text": None})
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    args = ("--input", tmp_path / "a.jsonl", "--json-keys", "text", "title", "--on-bad-line", "skip")
+    output_of(preprocess(*args, "--output-prefix", tmp_path / "x", workers=2))
+    assert outputs(tmp_path / "x") == reference(tokenizer, texts)
+    assert outputs(tmp_path / "x", "title") == reference(tokenizer, titles)
+    assert manifest(tmp_path / "x", "title")["documents_empty"] == 20

@@ -201,7 +201,4 @@ def test_bad_line_of_a_part_is_located(tmp_path: Path, tokenizer: Path) -> None:
     with pytest.raises(UserError, match=r"a\.jsonl, line \d+ after byte \d+: not_an_object"):
         preprocess.main([*map(str, args), "--workers", "1", "--part", "2/2"])
     assert listing(tmp_path / "o/.x_text_document.parts") == []
-
-
-def test_format_numbers() -> None:
     assert format_numbers([1, 3, 4, 5, 8]) == "1, 3-5, 8" and format_numbers([2, 3]) == "2-3"

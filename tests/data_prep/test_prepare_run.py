@@ -25,9 +25,9 @@ from megatron_llama.plan import resolve
 from megatron_llama.system.wrapping import WIDTH
 from megatron_llama.text.chat_template import NAMED_TEMPLATES
 from megatron_llama.text.conversation import LABELLED
-from tests.checkpoint.jobs import Job
+from tests.checkpoint.runner import Job
 from tests.config.helpers import problems_of
-from tests.threads import check_threads
+from tests.ranks import check_threads
 from tests.tools.inference.commands import command
 from tests.tools.inference.models import make_folder
 

@@ -1,20 +1,33 @@
-"""inspect.py, train_tokenizer.py and python_stdlib.py."""
+"""inspect.py, analyze.py, train_tokenizer.py, split_by_length.py and python_stdlib.py."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import math
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import sentencepiece
 
+from data_prep import analyze, preprocess, split_by_length
 from data_prep.lib import job
+from data_prep.lib.dataset import find_problems, read_manifest
 from data_prep.python_stdlib import split_source
 from data_prep.train_tokenizer import sample_sentences, train
+from megatron_llama.corpus.difficulty_index import MANIFEST, open_difficulty_index
+from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.system import progress
 from megatron_llama.system.errors import UserError
+from megatron_llama.system.files import locked_folder, scratch_folder
+from tests.data.files import numbered, train_tokenizer, write_indexed
 from tests.data_prep.helpers import Run, assert_refused, output_of, run_script, some_texts, write_jsonl
 
 
@@ -51,7 +64,8 @@ DAMAGE = {
 }
 
 
-def test_inspect_finds_damage(dataset: Path) -> None:
+def test_inspect_finds_damage(dataset: Path, tmp_path: Path) -> None:
+    """Truncation and the wrong tokenizer too."""
     for suffix, where, data, word in DAMAGE.values():
         path = Path(f"{dataset}{suffix}")
         content = path.read_bytes()
@@ -59,9 +73,6 @@ def test_inspect_finds_damage(dataset: Path) -> None:
         path.write_bytes(content[:start] + data + content[start + len(data) :])
         assert_refused(run_script("inspect.py", dataset), word)
         path.write_bytes(content)
-
-
-def test_inspect_finds_truncation_and_the_wrong_tokenizer(dataset: Path, tmp_path: Path) -> None:
     text = write_jsonl(tmp_path / "t.jsonl", some_texts(300))
     run_script("train_tokenizer.py", "--input", text, "--vocab-size", 320, "--model-prefix", tmp_path / "other")
     done = run_script("inspect.py", dataset, "--tokenizer-model", tmp_path / "other.model")
@@ -144,3 +155,196 @@ def test_the_time_left_excludes_the_start_of_the_workers(
         "prepare: 13.1%  1.0 MB/s  1.00 M tokens/s  14:29 left",
         "prepare: 16.2%  1.0 MB/s  1.00 M tokens/s  13:58 left",
     ]
+
+
+NUMBERED = numbered(60)
+
+
+@pytest.fixture
+def numbered_set(tmp_path: Path) -> str:
+    return write_indexed(tmp_path / "book_text_document", NUMBERED)
+
+
+def documents(numbered_set: str) -> list[list[int]]:
+    dataset = IndexedDataset(numbered_set)
+    assert list(find_problems(dataset, read_manifest(numbered_set), check_hashes=True)) == []
+    return [dataset.document(number).tolist() for number in range(len(dataset))]
+
+
+def test_each_document_is_in_the_part_of_its_length(numbered_set: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert split_by_length.main([numbered_set, "--at", "20", "40"]) == 0
+    names = ("below_20", "20_to_40", "from_40")
+    parts = [documents(numbered_set.replace("book_", f"book_{name}_")) for name in names]
+    for part, (low, high) in zip(parts, ((1, 20), (20, 40), (40, 100)), strict=True):
+        assert part == [each for each in NUMBERED if low <= len(each) < high] and part
+    assert {20, 40} <= {len(each) for part in parts for each in part}, "both limits occur"
+    output, total = capsys.readouterr().out, sum(map(len, NUMBERED))
+    for part in parts:
+        assert f"{sum(map(len, part)) / total:.1%}" in output
+    assert "data.prefixes=" in output and sorted(Path(numbered_set).parent.glob(".*")) == []
+
+
+def test_manifests_and_empty_documents(tmp_path: Path) -> None:
+    lines = ["short", "", "a much longer text, with many more words than the others", "tiny"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    tokenizer = train_tokenizer(tmp_path / "tokenizer.model")
+    words = ["--input", tmp_path / "a.jsonl", "--tokenizer-model", tokenizer, "--output-prefix", tmp_path / "a"]
+    assert preprocess.main([*map(str, words), "--workers", "1"]) == 0
+    whole = str(tmp_path / "a_text_document")
+    lengths = [len(each) for each in documents(whole)]
+    assert lengths[1] == 0 and lengths[2] == max(lengths)
+    assert split_by_length.main([whole, "--at", str(lengths[2])]) == 0
+    short, long = (f"{tmp_path}/a_{name}_{lengths[2]}_text_document" for name in ("below", "from"))
+    assert [*map(len, documents(short))] == [lengths[0], 0, lengths[3]] and len(documents(long)) == 1
+    described = read_manifest(short)
+    assert described is not None and described["tokenizer_sha256"] == read_manifest(whole)["tokenizer_sha256"]  # type: ignore[index]
+    assert (described["documents_read"], described["documents_written"], described["documents_empty"]) == (3, 2, 1)
+
+
+def test_a_part_may_have_no_document(numbered_set: str) -> None:
+    assert split_by_length.main([numbered_set, "--at", "5000"]) == 0
+    assert documents(numbered_set.replace("book_", "book_from_5000_")) == []
+
+
+def test_existing_parts_need_overwrite(numbered_set: str) -> None:
+    assert split_by_length.main([numbered_set, "--at", "20"]) == 0
+    with pytest.raises(UserError, match="write --overwrite"):
+        split_by_length.main([numbered_set, "--at", "20"])
+    assert split_by_length.main([numbered_set, "--at", "20", "--overwrite"]) == 0
+
+
+def test_two_processes_divide_one_dataset(numbered_set: str) -> None:
+    with scratch_folder(Path(numbered_set).parent / ".book_below_20_text_document.split") as other:
+        (other / "part").write_text("of the other process")
+        with pytest.raises(UserError, match="another process"):
+            split_by_length.main([numbered_set, "--at", "20"])
+        assert (other / "part").exists()
+    assert split_by_length.main([numbered_set, "--at", "20"]) == 0
+
+
+def test_a_failure_leaves_nothing(numbered_set: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    before = sorted(path.name for path in Path(numbered_set).parent.iterdir())
+    monkeypatch.setattr(split_by_length, "write_index", fail)
+    with pytest.raises(OSError, match="disk full"):
+        split_by_length.main([numbered_set, "--at", "20"])
+    assert sorted(path.name for path in Path(numbered_set).parent.iterdir()) == before
+
+
+LENGTH = 16
+ANALYZED = [[1 + (token * token) % 997 for token in document] for document in numbered(60)]
+TEXT = [token for document in ANALYZED for token in document]
+HOLD = "HOLD_ANALYSIS"
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(analyze, "SHARD_TOKENS", 10 * LENGTH)
+
+
+@pytest.fixture
+def analyzed_set(tmp_path: Path) -> str:
+    return write_indexed(tmp_path / "a", ANALYZED)
+
+
+def held(ids: np.ndarray) -> float:
+    """A metric that blocks at sample 50 while HOLD is set in the environment."""
+    if HOLD in os.environ and np.array_equal(ids, TEXT[50 * LENGTH : 51 * LENGTH + 1]):
+        signal.pause()
+    return float(ids.sum())
+
+
+def measure(analyzed_set: str, metric: str, *more: str) -> None:
+    assert analyze.main([analyzed_set, "--metric", metric, "--seq-length", str(LENGTH), "--workers", "1", *more]) == 0
+
+
+def written(analyzed_set: str, name: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(f"{analyzed_set}_metrics/{name}-{LENGTH}").iterdir()}
+
+
+def test_values_match_definitions(analyzed_set: str) -> None:
+    for metric in ("vocab_rarity", "length", "tests.data_prep.test_tools.held"):
+        measure(analyzed_set, metric)
+    count = (len(TEXT) - 1) // LENGTH
+    units = [TEXT[unit * LENGTH : (unit + 1) * LENGTH + 1] for unit in range(count)]
+    counts = Counter(TEXT[: count * LENGTH])
+    rarities = [int(sum(-math.log(counts[id] / (count * LENGTH)) for id in unit)) for unit in units]
+    owners = [len(document) for document in ANALYZED for _ in document]
+    lengths = [float(np.mean(owners[unit * LENGTH : (unit + 1) * LENGTH + 1])) for unit in range(count)]
+    for name, values in (("vocab_rarity", rarities), ("length", lengths), ("held", list(map(sum, units)))):
+        measured = open_difficulty_index(Path(f"{analyzed_set}_metrics/{name}-{LENGTH}"), analyzed_set)
+        np.testing.assert_allclose(measured.values, values, rtol=1e-12)
+        assert measured.order.tolist() == sorted(range(count), key=lambda unit: (measured.values[unit], unit))
+        assert measured.ranks[measured.order].tolist() == list(range(count))
+
+
+def test_workers_and_parts_give_identical_files(analyzed_set: str, tmp_path: Path) -> None:
+    measure(analyzed_set, "vocab_rarity")
+    whole = written(analyzed_set, "vocab_rarity")
+    assert set(whole) == {"values.npy", "order.npy", "index.json"}
+    output = tmp_path / "elsewhere"
+    measure(analyzed_set, "vocab_rarity", "--workers", "3", "--output", str(output))
+    shared = Path(output / "a_metrics" / f"vocab_rarity-{LENGTH}")
+    assert {path.name: path.read_bytes() for path in shared.iterdir()} == whole
+    # Each part runs twice, in any order: counts, then values.
+    other = write_indexed(tmp_path / "b", ANALYZED)
+    for part in ("3/3", "1/3", "2/3", "1/3", "3/3"):
+        measure(other, "vocab_rarity", "--part", part)
+    assert written(other, "vocab_rarity") == whole
+
+
+def test_resumed_analysis_is_identical(analyzed_set: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metric = "tests.data_prep.test_tools.held"
+    other = write_indexed(tmp_path / "b", ANALYZED)
+    measure(other, metric)
+    monkeypatch.setenv(HOLD, "1")
+    child = multiprocessing.get_context("fork").Process(target=measure, args=(analyzed_set, metric))
+    child.start()
+    work = Path(f"{analyzed_set}_metrics/held-{LENGTH}/.partial")
+    deadline = time.monotonic() + 120
+    while len(done := sorted(work.glob("values-*.npy"))) < 5 and time.monotonic() < deadline and child.is_alive():
+        time.sleep(0.01)
+    child.kill()
+    child.join()
+    assert len(done) == 5 and not (work.parent / "index.json").exists()
+    with pytest.raises(UserError, match="there is no index"):
+        open_difficulty_index(work.parent, analyzed_set)
+    monkeypatch.delenv(HOLD)
+    inodes = [path.stat().st_ino for path in done]
+    assert [path.stat().st_ino for path in sorted(work.glob("values-*.npy"))[:5]] == inodes
+    (work / done[0].name).write_bytes(b"")  # after a power failure, incomplete files must be detected
+    with pytest.raises((ValueError, EOFError, OSError)):
+        measure(analyzed_set, metric)
+    done[0].unlink()
+    measure(analyzed_set, metric)
+    assert written(analyzed_set, "held") == written(other, "held")
+
+
+def test_other_analysis_needs_overwrite(analyzed_set: str) -> None:
+    measure(analyzed_set, "length")
+    before = written(analyzed_set, "length")
+    measure(analyzed_set, "length")  # already complete
+    with pytest.raises(UserError, match="--overwrite"):
+        measure(analyzed_set, "tests.data_prep.test_tools.held", "--name", "length")
+    write_indexed(Path(analyzed_set), ANALYZED[1:])
+    with pytest.raises(UserError, match="another version of"):
+        measure(analyzed_set, "length")
+    assert written(analyzed_set, "length") == before
+    measure(analyzed_set, "length", "--overwrite")
+    assert written(analyzed_set, "length") != before
+
+
+def test_overwrite_waits_for_running_parts(analyzed_set: str) -> None:
+    measure(analyzed_set, "length")
+    before = written(analyzed_set, "length")
+    write_indexed(Path(analyzed_set), ANALYZED[1:])
+    folder = Path(f"{analyzed_set}_metrics/length-{LENGTH}")
+    with locked_folder(folder, shared=True), pytest.raises(UserError, match="another process"):
+        measure(analyzed_set, "length", "--overwrite")
+    assert written(analyzed_set, "length") == before
+    write_indexed(Path(analyzed_set), ANALYZED)
+    (folder / MANIFEST).unlink()
+    with locked_folder(folder), pytest.raises(UserError, match="another process"):
+        measure(analyzed_set, "length")

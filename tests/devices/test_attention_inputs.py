@@ -8,15 +8,14 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from megatron_llama.data.batches import Batches
 from megatron_llama.devices import attention, get_device
 from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.devices.kernels import Kernels
-from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
 from tests.compiled import needs_compiler
 from tests.model.llamas import CPU
-from tests.oracle import make_plan
+from tests.oracle import batches_of, make_plan, on_ranks
 from tests.ranks import run_ranks
 
 LENGTH = 16
@@ -66,27 +65,24 @@ def test_positions_and_borders_by_hand() -> None:
 @pytest.mark.parametrize(("ranks", "layout"), PATHS.values(), ids=PATHS)
 def test_logits_of_each_example_are_those_of_it_alone(ranks: int, layout: list[str], kernel: str) -> None:
     plan = make_plan(ranks, "trainer.micro_batch_size=2", *layout)
-    together, alone = run_ranks(_logits, ranks, plan, kernel)[-1]
+    together, alone = on_ranks(_logits, plan, kernel)[-1]
     for (row, places), expected in zip(examples(), alone, strict=True):
         torch.testing.assert_close(together[row, places], expected, atol=1e-5, rtol=0)
 
 
-def _logits(rank: int, plan: Plan, kernel: str) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-    topology = plan.topology(rank)
-    with process_groups(plan, topology, get_device("cpu"), CPU):
-        model = build_model(plan, topology, get_device("cpu"), CPU)
-        for chunk in model.chunks:
-            chunk.build_inputs.build_visible = Kernels(attention=kernel).visible
-        tokens, documents = packed()
-        together = _whole(model.logits(tokens, documents))
-        alone = []
-        for row, places in examples():
-            # By itself, and as every layout wants it: padded to the sequence's length, plain causal attention.
-            only = torch.zeros_like(tokens)
-            only[:, : places.stop - places.start] = tokens[row, places]
-            actual = _whole(model.logits(only))
-            alone.append(None if actual is None else actual[0, : places.stop - places.start])
-        return together, alone
+def _logits(plan: Plan, model: ParallelModel, kernel: str) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+    for chunk in model.chunks:
+        chunk.build_inputs.build_visible = Kernels(attention=kernel).visible
+    tokens, documents = packed()
+    together = _whole(model.logits(tokens, documents))
+    alone = []
+    for row, places in examples():
+        # By itself, and as every layout wants it: padded to the sequence's length, plain causal attention.
+        only = torch.zeros_like(tokens)
+        only[:, : places.stop - places.start] = tokens[row, places]
+        actual = _whole(model.logits(only))
+        alone.append(None if actual is None else actual[0, : places.stop - places.start])
+    return together, alone
 
 
 def _whole(logits: torch.Tensor | None) -> torch.Tensor | None:
@@ -127,38 +123,32 @@ def test_no_gradient_crosses_a_document_boundary(recompute: str) -> None:
     """The loss of one example has exact zero gradients for the embeddings of other examples' tokens."""
     plan = make_plan(1, f"trainer.recompute={recompute}", "trainer.micro_batch_size=2", "model.vocab_size=64")
     for number, (row, places) in enumerate(examples()):
-        (gradient,) = run_ranks(_input_gradient, 1, plan, number)
+        (gradient,) = on_ranks(_input_gradient, plan, number)
         touched = gradient.abs().sum(-1) > 0  # [s, b]
         expected = torch.zeros_like(touched)
         expected[places, row] = True
         assert torch.equal(touched, expected), f"example {number}"
 
 
-def _input_gradient(rank: int, plan: Plan, example: int) -> torch.Tensor:
-    topology = plan.topology(rank)
-    with process_groups(plan, topology, get_device("cpu"), CPU):
-        model = build_model(plan, topology, get_device("cpu"), CPU)
-        (chunk,) = model.chunks
-        grads: list[torch.Tensor] = []
+def _input_gradient(plan: Plan, model: ParallelModel, example: int) -> torch.Tensor:
+    (chunk,) = model.chunks
+    grads: list[torch.Tensor] = []
 
-        def keep(module: torch.nn.Module, arguments: object, output: torch.Tensor) -> None:
-            output.register_hook(grads.append)
+    def keep(module: torch.nn.Module, arguments: object, output: torch.Tensor) -> None:
+        output.register_hook(grads.append)
 
-        chunk.embed_tokens.register_forward_hook(keep)
-        batches = Batches(PackedSamples(example), plan, topology, CPU).at(0)
-        model.forward_backward([batches[0]] * plan.num_microbatches)
-        return grads[0]
+    chunk.embed_tokens.register_forward_hook(keep)
+    batches = batches_of(PackedSamples(example), plan).at(0)
+    model.forward_backward([batches[0]] * plan.num_microbatches)
+    return grads[0]
 
 
 PACKED_AND_SPREAD = ["trainer.micro_batch_size=2", "trainer.global_batch_size=8"]
 
 
-def _gradients(rank: int, plan: Plan, spread: bool) -> tuple[float, dict[str, torch.Tensor]]:
-    topology = plan.topology(rank)
-    with process_groups(plan, topology, get_device("cpu"), CPU):
-        model = build_model(plan, topology, get_device("cpu"), CPU)
-        loss = model.forward_backward(Batches(PackedSamples(spread=spread), plan, topology, CPU).at(0)).item()
-        return loss, {shard.name: shard.grad.clone() for shard in model.shards if shard.grad is not None}
+def _gradients(plan: Plan, model: ParallelModel, spread: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    loss = model.forward_backward(batches_of(PackedSamples(spread=spread), plan).at(0)).item()
+    return loss, {shard.name: shard.grad.clone() for shard in model.shards if shard.grad is not None}
 
 
 def compiled_too() -> list:
@@ -173,9 +163,9 @@ def test_packed_and_padded_training_agree(layout: list[str], tmp_path: Path, mon
     ranks = 2 if layout and layout[0][-1] == "2" else 1
     if "trainer.compile=true" in layout:
         layout = [*layout, "trainer.compile_strict=true", f"trainer.compile_cache={tmp_path}"]
-    together = run_ranks(_gradients, ranks, make_plan(ranks, *PACKED_AND_SPREAD, *layout), False)
+    together = on_ranks(_gradients, make_plan(ranks, *PACKED_AND_SPREAD, *layout), False)
     eager = [change for change in layout if "compile" not in change]
-    apart = run_ranks(_gradients, ranks, make_plan(ranks, *PACKED_AND_SPREAD, *eager), True)
+    apart = on_ranks(_gradients, make_plan(ranks, *PACKED_AND_SPREAD, *eager), True)
     for (loss, gradients), (other_loss, others) in zip(together, apart, strict=True):
         assert loss == pytest.approx(other_loss, rel=1e-6)
         for name, gradient in gradients.items():

@@ -14,26 +14,23 @@ from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.arch.names import TensorParallel, is_lora, lora_shapes, rectangles
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
-from megatron_llama.data.batches import build_data
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan, stage_memory
 from megatron_llama.plan.plan import PLAIN
 from tests.finetuning.runner import CPU, LORA, RANK, World, make_plan, their_base, their_lora, tune
 from tests.messages import raises_with_message
+from tests.oracle import on_ranks, rank_data
 from tests.ranks import RankFailed, run_ranks
 
 SP, ZERO_3 = ["trainer.tp=2"], ["trainer.zero=3"]
 
 
-def test_initial_lora_adds_nothing(world: World, tmp_path: Path) -> None:
+def test_initialization_adds_nothing_and_does_not_depend_on_the_layout(world: World, tmp_path: Path) -> None:
     fresh = tune(1, tmp_path / "lora", *world.fresh, steps=1)
     plain = tune(1, tmp_path / "full", *world.full, steps=1)
     assert fresh.losses == plain.losses  # all bits: B is zero
-
-
-def test_initialization_does_not_depend_on_the_layout(world: World, tmp_path: Path) -> None:
     one = tune(1, tmp_path / "one", *world.fresh, steps=0).trained
     for name, tensor in one.items():
         if "lora_B" in name:
@@ -68,7 +65,7 @@ def test_dropout(world: World, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, recomputed.trained[name]) for name, tensor in drops.trained.items())
     for name, layout in {"sp": SP, "tp": [*SP, "trainer.sp=false"]}.items():
         tune(2, tmp_path / name, *chosen, *layout, steps=2)  # copies are compared
-    still = run_ranks(_gradients_of_one_batch, 1, make_plan(1, tmp_path, *LORA, "finetune.lora_dropout=0.3"))[0]
+    still = on_ranks(_gradients_of_one_batch, make_plan(1, tmp_path, *LORA, "finetune.lora_dropout=0.3"))[0]
     assert not torch.equal(*still)
 
 
@@ -76,30 +73,24 @@ def test_dropout(world: World, tmp_path: Path) -> None:
 def test_ranks_with_the_same_activations_share_dropout_masks(sp: str, seeds: list[int], tmp_path: Path) -> None:
     """Tensor-parallel ranks have the same activations only without sequence parallelism."""
     plan = make_plan(4, tmp_path, *LORA, "finetune.lora_dropout=0.3", "trainer.tp=2", f"trainer.sp={sp}")
-    drawn = run_ranks(_draw, 4, plan)
+    drawn = on_ranks(_draw, plan)
     assert [drawn.index(number) for number in drawn] == [seeds.index(seed) for seed in seeds]
 
 
-def _draw(rank: int, plan: Plan) -> float:
+def _draw(plan: Plan, model: ParallelModel) -> float:
     """Return the first random number after the model is built."""
-    topology = plan.topology(rank)
-    with process_groups(plan, topology, get_device("cpu"), CPU):
-        build_model(plan, topology, get_device("cpu"), CPU)
-        return torch.rand(()).item()
+    return torch.rand(()).item()
 
 
-def _gradients_of_one_batch(rank: int, plan: Plan) -> list[torch.Tensor]:
-    device, topology = get_device("cpu"), plan.topology(rank)
-    with process_groups(plan, topology, device, CPU):
-        model = build_model(plan, topology, device, CPU)
-        batch, gradients = build_data(plan, topology, CPU).train.at(0), []
-        for _ in range(2):
-            model.zero_grad()
-            model.forward_backward(batch)
-            grad = next(s.grad for s in model.shards if s.name.endswith("lora_B"))
-            assert grad is not None
-            gradients.append(grad.clone())
-        return gradients
+def _gradients_of_one_batch(plan: Plan, model: ParallelModel) -> list[torch.Tensor]:
+    batch, gradients = rank_data(plan).train.at(0), []
+    for _ in range(2):
+        model.zero_grad()
+        model.forward_backward(batch)
+        grad = next(s.grad for s in model.shards if s.name.endswith("lora_B"))
+        assert grad is not None
+        gradients.append(grad.clone())
+    return gradients
 
 
 def _copy_base(world: World, folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:

@@ -154,7 +154,7 @@ def test_dora_starts_at_the_norms_of_the_base(layout: list[str], world: World, t
     assert started.losses[0] == pytest.approx(plain.losses[0], rel=TOLERANCE), "the first output is the base model's"
 
 
-# Sums in another order move about one value in a million to the next float8 number, as in tests/layouts/test_float8.py.
+# Sums in another order move about one value in a million to the next float8 number, as in tests/layouts/test_bf16.py.
 FLOAT8_SHARE = 0.3
 LEAST_ERROR = 0.02
 """Float8 rounds, so its error is not smaller."""

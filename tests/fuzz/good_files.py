@@ -29,8 +29,7 @@ from megatron_llama.config.fields import settings_by_name
 from megatron_llama.config.hf_config import INDEX, SINGLE, hf_config
 from megatron_llama.corpus.indexed_format import HEADER, MAGIC
 from megatron_llama.train.metrics_file import METRICS_FILE
-from tests.fuzz.runner import Files
-from tests.fuzz.strategies import ODD, as_json, damaged, edited, json_files
+from tests.fuzz.runner import ODD, Files, as_json, damaged, edited, json_files
 
 MODEL = ModelConfig(
     "fuzzed", vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,

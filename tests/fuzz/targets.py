@@ -65,8 +65,7 @@ from tests.fuzz.good_files import (
     TRAINER_STATE,
     WEIGHT_CASES,
 )
-from tests.fuzz.runner import Target
-from tests.fuzz.strategies import json_files
+from tests.fuzz.runner import Target, json_files
 from tests.paths import CONF
 
 MOCK = ("data=mock", "device=cpu", "dry_run=true")

@@ -33,7 +33,7 @@ from tests.golden import GoldenFiles
 from tests.launch.small_runs import TINY, note_place, script
 from tests.paths import ROOT
 from tests.processes import LAUNCHER_VARIABLES, MakeLauncher, environment
-from tests.threads import check_threads
+from tests.ranks import check_threads
 
 # Runs train.py and says afterwards which of the heavy packages came along.
 PROBE = """
@@ -210,8 +210,11 @@ def test_a_gpu_that_torch_cannot_use_is_reported(
 
 
 def test_the_world_of_a_starter_wins() -> None:
+    """The default folder of a run is in runs/."""
     context = ProcessContext("srun", 0, 0, 4, 8, "node1", 15000, "7", False)
     assert find_world(load_config(["device=cpu", "trainer.tp=2"], cli.CONF_DIR), context).size == 8
+    config = load_config([*TINY, "model.name=../../a b", "data.name=/etc"], cli.CONF_DIR)
+    assert run_dir.run_dir_name(config, "x") == "runs/.._.._a_b-_etc-x"
 
 
 def test_a_run_writes_its_config_and_plan(
@@ -312,11 +315,6 @@ def test_ctrl_c_before_the_start_is_one_line(
     monkeypatch.setattr(cli, "parse_overrides", interrupted)
     assert cli.main([*TINY]) == 130
     assert capsys.readouterr().err == "Stopped by Ctrl-C before the start.\n"
-
-
-def test_the_default_run_folder_is_in_runs() -> None:
-    config = load_config([*TINY, "model.name=../../a b", "data.name=/etc"], cli.CONF_DIR)
-    assert run_dir.run_dir_name(config, "x") == "runs/.._.._a_b-_etc-x"
 
 
 def test_a_job_that_is_started_again_finds_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from megatron_llama.launch.reports import NodeInfo
 from megatron_llama.system.signals import is_stopped
 from tests.paths import ROOT
 from tests.processes import PATIENCE_SECONDS, MakeLauncher, children, gone, host_store, state
-from tests.threads import check_threads
+from tests.ranks import check_threads
 
 SECRET = "0123456789abcdef"
 
@@ -487,6 +487,7 @@ for get in (store.get, job_store.JobStore(lambda: store, "", "", 9).get):
 
 
 def test_a_lost_store_is_one_message() -> None:
+    """Only errors of the store are its loss."""
     done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=120, cwd=ROOT)
     *messages, end = " ".join(done.stdout.split()).split("END")
     assert len(messages) == 2 and not end, done.stderr
@@ -494,9 +495,6 @@ def test_a_lost_store_is_one_message() -> None:
         assert message.startswith("Lost the rendezvous store at 127.0.0.1:PORT, through which"), done.stderr
         assert "(rank 0 or its launcher) has ended" in message and "run the same command" in message
     assert "frame #" not in done.stdout + done.stderr and "Traceback" not in done.stdout + done.stderr
-
-
-def test_only_errors_of_the_store_are_its_loss() -> None:
     assert job_store.describe_lost_store(RuntimeError("TCPStore")) is None
     assert job_store.describe_lost_store(None) is None
     waited = DistStoreError("wait timeout after 300000ms, keys: /default_pg/0/1")

@@ -24,11 +24,10 @@ from megatron_llama.plan import Plan
 from megatron_llama.system.output import FILE
 from megatron_llama.system.signals import exit_on_signal, ignore_signals
 from megatron_llama.train import loop, run_rank
-from tests.checkpoint.jobs import Job, leftovers, losses
-from tests.checkpoint.runner import SMALL
+from tests.checkpoint.runner import SMALL, Job, leftovers, losses
 from tests.paths import TRAIN_PY
 from tests.processes import children, environment, run_forked
-from tests.threads import check_threads
+from tests.ranks import check_threads
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 RUN = ["trainer.steps=4", "checkpoint.every_steps=2", "trainer.val_every_steps=3", "trainer.val_steps=1"]

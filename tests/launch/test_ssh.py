@@ -41,7 +41,7 @@ PATIENCE = "megatron_llama.launch.start.CONSEQUENCE_DELAY_SECONDS = 100.0"
 NOTES_SECRET = """
 import os, pathlib
 from megatron_llama.launch import join
-from tests.threads import foreign_threads
+from tests.ranks import foreign_threads
 read = join.secret_of_job
 def noted(context):
     secret = read(context)
@@ -180,13 +180,19 @@ def test_a_host_notices_that_its_control_line_was_closed_while_it_started() -> N
         assert control_line_closed(near.fileno()) and control_line_closed(read), "also with unread words"
 
 
-def test_hostfile() -> None:
+def test_hostfile(tmp_path: Path) -> None:
+    """One that is missing or wrong is the user's mistake."""
     text = "# ours\nn1 slots=8\n\nu@n2.cluster slots = 8 max_slots=16  # the second\n"
     assert parse_hostfile(text) == [Host("n1", 8), Host("u@n2.cluster", 8)]
     assert parse_hostfile("a\nb\n") == [Host("a"), Host("b")]
     for bad, message in [("", "no host"), ("a slots=0", "line 1"), ("a\nb slot=2", "line 2"), ("a\na", "twice")]:
         with pytest.raises(ValueError, match=message):
             parse_hostfile(bad)
+    with pytest.raises(ConfigError, match=r"cannot\s+be\s+read"):
+        find_world(of(f"launch.hostfile={tmp_path}/none"), None)
+    (tmp_path / "file").write_text("a slots=two\n")
+    with pytest.raises(ConfigError, match=r"line\s+1"):
+        find_world(of(f"launch.hostfile={tmp_path}/file"), None)
 
 
 @pytest.mark.timeout(30)  # comparing each pair takes many minutes
@@ -199,14 +205,6 @@ def test_a_long_hostfile_ends_soon() -> None:
 
 def of(*overrides: str) -> Config:
     return load_config([*TINY, *overrides], cli.CONF_DIR)
-
-
-def test_a_hostfile_that_is_not_there_or_wrong_is_the_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot\s+be\s+read"):
-        find_world(of(f"launch.hostfile={tmp_path}/none"), None)
-    (tmp_path / "file").write_text("a slots=two\n")
-    with pytest.raises(ConfigError, match=r"line\s+1"):
-        find_world(of(f"launch.hostfile={tmp_path}/file"), None)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.system.phase import PhaseFile
 from megatron_llama.train.metrics_file import note_loaded_step
 from tests.processes import MakeLauncher, plan_of, run_train_py, save_and_leave, without_plan
-from tests.threads import check_threads, foreign_threads
+from tests.ranks import check_threads, foreign_threads
 
 TINY = ("data=mock", "device=cpu", "data.seq_length=16", "trainer.steps=2", "device.peak_tflops=0.01")
 
@@ -98,6 +98,7 @@ def test_a_killed_process_is_not_running(tmp_path: Path) -> None:
 
 
 def test_damaged_lines_are_counted_and_kept(tmp_path: Path) -> None:
+    """Strange values are no error."""
     damaged = '{"event": "start", "time": 5'
     lines = ['{"event": "end", "time": 1}', "oops", '{"time": NaN, "event": "start"}', damaged, ""]
     (tmp_path / STARTS_FILE).write_text("\n".join(lines[:4]))
@@ -106,9 +107,6 @@ def test_damaged_lines_are_counted_and_kept(tmp_path: Path) -> None:
     starts, invalid = read_starts(tmp_path)
     assert len(starts) == 1 and starts[0].reason == "done" and invalid == 4
     assert (tmp_path / STARTS_FILE).read_text().startswith("\n".join(lines)), "nothing is deleted"
-
-
-def test_strange_values_are_no_error(tmp_path: Path) -> None:
     strange = {"event": "start", "time": 1, "step": "x", "command": [], "host": 3, "pid": 1e300}
     end = {"event": "end", "time": 2, "step": None, "status": "x", "reason": {}}
     (tmp_path / STARTS_FILE).write_text(f"{json.dumps(strange)}\n{json.dumps(end)}\n")

@@ -1,15 +1,23 @@
-"""Time that the remaining children get after a failure, after Ctrl-C, and after both."""
+"""The end of a step: time that remaining children get after a failure or Ctrl-C, and run.slurm with stand-ins."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from megatron_llama.launch import ssh, start
 from megatron_llama.launch import supervise as module
 from megatron_llama.launch.supervise import Child, Grace, Signals, supervise
+from tests.golden import GoldenFiles
+from tests.paths import ROOT
+from tests.processes import environment
 
 GRACE = Grace(fault=1.0, restart=30.0, interrupt=3.0)
 
@@ -130,3 +138,189 @@ def test_signals_are_held_until_the_release() -> None:
         pass
     assert signal.getsignal(signal.SIGUSR1) == handler
     assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+# Writes the status of the first rank and its arguments, and exits with $ENDS.
+SRUN = """#!/bin/bash
+[[ " $* " != *" scripts/doctor.py "* ]] || { printf '%s\\n' "$@" >"$FOLDER/examined"; exit "${FINDS:-0}"; }
+[ "${SLURM_EXPORT_ENV:-ALL}" != NONE ] || unset MEGATRON_LLAMA_SECRET NCCL_DEBUG
+printf '%s\\n' "$@" >"$FOLDER/arguments"
+[ -n "$MEGATRON_LLAMA_SECRET$NCCL_DEBUG" ] || exit 1
+[ -z "$SAID" ] || printf '%s\\n%s\\n' "$SAID" "$FOLDER/run" >"$MEGATRON_LLAMA_STATUS"
+[ -z "$SECOND" ] || printf '%s\\n' "$SECOND" >"${MEGATRON_LLAMA_STATUS%/*}/task_1.txt"
+[ -z "$CHECKPOINT" ] || mkdir -p "$FOLDER/run/checkpoints/$CHECKPOINT"
+[ -z "$WAIT" ] || { trap 'touch "$FOLDER/told"; kill $!; exit $ENDS' USR1; sleep 30 & touch "$FOLDER/waiting"; wait; }
+exit $ENDS
+"""
+# The last command before srun; the signal comes while it runs.
+MKDIR = '#!/bin/bash\n[ -z "$EARLY" ] || kill -s "$EARLY" "$PPID"\nexec /bin/mkdir "$@"\n'
+# The script's own looks once a second whether srun has ended.
+TAIL = f'#!/bin/sh\nexec {shutil.which("tail")} -s 0.02 "$@"\n'
+SCONTROL = '#!/bin/sh\necho "$@" >>"$FOLDER/scontrol"\n'
+
+
+class Batch(NamedTuple):
+    """The batch script's end."""
+
+    status: int
+    printed: str
+    requeued: bool
+
+
+class Job:
+    """A job that runs the batch script, here."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("train.py", "scripts", "run.slurm", "compile.slurm"):
+            (folder / name).symlink_to(ROOT / name)
+        (folder / "bin").mkdir()
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("mkdir", MKDIR), ("tail", TAIL)):
+            (folder / "bin" / name).write_text(text)
+            (folder / "bin" / name).chmod(0o755)
+
+    def start(self, ends: int, run_status: str, script: str = "run.slurm", **more: str) -> subprocess.Popen[str]:
+        """Starts the script; srun will end with ``ends``, and the first rank will have ``said``."""
+        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+        slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b", "SLURM_JOB_NUM_NODES": "2"}
+        outcome = {"FOLDER": str(self.folder), "ENDS": str(ends), "SAID": run_status}
+        outcome |= {"WAIT": "", "CHECKPOINT": "", "EARLY": "", "SECOND": ""}
+        variables = environment() | slurm | outcome | {"PATH": path} | more
+        piped, joined = subprocess.PIPE, subprocess.STDOUT
+        return subprocess.Popen(
+            ["bash", script, "a=b c", "it's"], cwd=self.folder, env=variables, stdout=piped, stderr=joined, text=True
+        )
+
+    def end(self, script: subprocess.Popen[str]) -> Batch:
+        printed, _ = script.communicate(timeout=30)
+        scontrol_calls = self.folder / "scontrol"
+        requeued = scontrol_calls.exists() and "requeue 7" in scontrol_calls.read_text()
+        scontrol_calls.unlink(missing_ok=True)
+        return Batch(script.returncode, printed, requeued)
+
+    def run(self, ends: int, run_status: str, **more: str) -> Batch:
+        return self.end(self.start(ends, run_status, **more))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+WRONG = "This config can't work, for one reason: no such dataset"
+LIMIT = "MAX_RESTARTS=3 SLURM_RESTART_COUNT"
+ENDS = [
+    "0 0",
+    "0 running",  # a rank was lost: never COMPLETED
+    "0",
+    "75 75",
+    "143 75",  # the others were ended while they left
+    "1 1",
+    "137 running",
+    "1 0",  # a rank failed after the first one had finished
+    "2 2",  # a config error is not retried
+    "137 2",
+    f"75 75 {LIMIT}=2",
+    *(f"{ends} {LIMIT}=3" for ends in ("75 75", "1 1", "0 running")),
+    f"0 0 {LIMIT}=4",  # Slurm's own restarts count too
+    *(f"75 75 {setting}" for setting in ("SLURM_RESTART_COUNT=9", "SLURM_RESTART_COUNT=10", "MAX_RESTARTS=0")),
+    # srun ends the first task before it can report a config error of another node.
+    f"143 SECOND={WRONG}",
+    "0 0 FINDS=2 DOCTOR=0",
+    *(f"0 0 FINDS={status}" for status in (1, 124, 137)),  # failed, took too long, killed
+    *(f"{ends} compile.slurm" for ends in ("0 0", "0 running", "1 1", "137 2")),  # never requeued
+]
+"""Status of srun, status that the first rank reports, variables, and the script."""
+
+
+def test_end_of_a_step(tmp_path: Path) -> None:
+    page = ""
+    for number, line in enumerate(ENDS):
+        (folder := tmp_path / str(number)).mkdir()
+        job, (ends, *words) = Job(folder), line.split(maxsplit=1 if "SECOND" in line else -1)
+        variables = dict(word.split("=") for word in words if "=" in word)
+        rest = [word for word in words if "=" not in word]
+        script = rest.pop() if "compile.slurm" in rest else "run.slurm"
+        end = job.end(job.start(int(ends), *(rest or [""]), script, **variables))
+        examined = ", examined" * (folder / "examined").exists()
+        page += f"$ {line}\nstatus {end.status}{', requeued' * end.requeued}{examined}\n"
+        page += end.printed.replace(str(folder), "FOLDER")
+        if script != "run.slurm":
+            assert "scripts/compile.py" in (folder / "arguments").read_text()
+    GoldenFiles.check("launch/ends.txt", page, {r"\d{4}-\d\d-\d\d \S{8}|\d{8}-\d{6}": "TIME"})
+
+
+def test_stops_that_saved_a_new_checkpoint_do_not_count(job: Job) -> None:
+    for restart in range(4):
+        count, checkpoint = str(restart), f"step_{restart + 1:08d}"
+        end = job.run(75, "75", SLURM_RESTART_COUNT=count, MAX_RESTARTS="1", CHECKPOINT=checkpoint)
+        assert end.requeued and "0 counted" in end.printed, "each run made progress"
+    assert job.run(75, "75", SLURM_RESTART_COUNT="4", MAX_RESTARTS="1").requeued, "the stop before saved"
+    over = job.run(75, "75", SLURM_RESTART_COUNT="5", MAX_RESTARTS="1")
+    assert (over.status, over.requeued) == (75, False), "no new checkpoint twice"
+
+
+def test_a_failure_that_comes_back_each_time_ends_the_job(job: Job) -> None:
+    assert job.run(1, "1", CHECKPOINT="step_00000010").requeued
+    for restart, checkpoint in enumerate(["step_00000010", "step_00000020", "step_00000020"], 1):
+        assert job.run(1, "1", CHECKPOINT=checkpoint, SLURM_RESTART_COUNT=str(restart)).requeued, "there was progress"
+    end = job.run(1, "1", SLURM_RESTART_COUNT="4")
+    assert (end.status, end.requeued) == (1, False)
+    assert "3 times without a new checkpoint" in end.printed
+    assert job.run(1, "1").requeued, "another job with this id starts from zero"
+
+
+def test_fatal_problems_before_the_step_end_the_job(job: Job) -> None:
+    """Restarts would not help."""
+    fatal = job.run(0, "0", FINDS="2")
+    assert "DOCTOR=0 skips it" in fatal.printed
+    examined = (job.folder / "examined").read_text().splitlines()
+    assert examined[-4:] == ["scripts/doctor.py", "--quick", "a=b c", "it's"]
+    assert {"--ntasks=2", "--ntasks-per-node=1"} <= set(examined), "one process on each node"
+    (job.folder / "logs").touch()
+    full = job.run(0, "0")
+    assert f"cannot write to {job.folder}/logs" in full.printed
+    ends = [fatal, full]
+    for script in ("run.slurm", "compile.slurm"):
+        ends.append(job.end(job.start(0, "0", script, PYTHON="/nowhere/python")))
+        assert ends[-1].printed.startswith("PYTHON=/nowhere/python is not a program on "), ends[-1].printed
+    assert [(end.status, end.requeued) for end in ends] == [(2, False)] * 4
+    assert not (job.folder / "arguments").exists(), "srun was called"
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_reaches_the_step_and_the_job_comes_back(job: Job, number: int) -> None:
+    script = job.start(138, "running", WAIT="1")
+    deadline = time.monotonic() + 60
+    while not (job.folder / "waiting").exists():
+        assert script.poll() is None and time.monotonic() < deadline, "srun was not started"
+        time.sleep(0.02)
+    script.send_signal(number)
+    end = job.end(script)
+    assert (job.folder / "told").exists(), "as SIGUSR1: SIGTERM would have srun kill the ranks"
+    assert (end.status, end.requeued) == (75, True) and "stopped before it could save" in end.printed
+
+
+@pytest.mark.parametrize("number", ["USR1", "TERM"])
+def test_a_signal_before_the_step_starts_nothing_and_the_job_comes_back(job: Job, number: str) -> None:
+    end = job.run(0, "0", EARLY=number)
+    assert not (job.folder / "arguments").exists(), "srun was started"
+    assert (end.status, end.requeued) == (75, True) and "stopped before it could save" in end.printed
+
+
+def test_variables_reach_the_ranks_without_the_users_environment(job: Job) -> None:
+    end = job.run(0, "0", SLURM_EXPORT_ENV="NONE")  # of sbatch --export=NONE
+    assert end.status == 0, end.printed
+
+
+def test_arguments_and_variables_of_the_user_are_unchanged(job: Job) -> None:
+    job.run(0, "0")
+    arguments = (job.folder / "arguments").read_text().splitlines()
+    assert arguments[-3:] == ["train.py", "a=b c", "it's"]
+    assert {"--kill-on-bad-exit=1", "--wait=60", "--ntasks-per-node=1", "--ntasks=2"} <= set(arguments)
+    job.run(0, "0", SLURM_NTASKS_PER_NODE="8")
+    assert {"--ntasks-per-node=8", "--ntasks=16"} <= set((job.folder / "arguments").read_text().splitlines())
+    script = ". scripts/slurm_env.sh; echo $NCCL_DEBUG $NCCL_SOCKET_IFNAME $PYTHON"
+    variables = environment(NCCL_DEBUG="INFO", PYTHON="bash", NCCL_SOCKET_IFNAME="")
+    done = subprocess.run(["bash", "-c", script], cwd=job.folder, env=variables, capture_output=True, text=True)
+    assert done.stdout == "INFO bash\n", done.stderr

@@ -107,7 +107,7 @@ def _look(rank: int, plans: list[Plan]) -> list[Observed]:
     with rank_groups(plans[0], rank):
         for plan in plans:
             model, actual = rank_model(plan, rank), Observed()
-            optimizer, batches = build_optimizer(plan, model), rank_batches(plan, rank).at(0)
+            optimizer, batches = build_optimizer(plan, model), rank_batches(plan).at(0)
             assert len(batches) > 2
             dist.all_reduce = _watched(all_reduce, actual)
             DefaultReduceScatter.__call__ = _watched(reduce_scatter, actual)  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megatron_llama.train.run_rank  # noqa: F401  imported once, before the forks
-from tests.checkpoint.jobs import final_tensors
+from tests.checkpoint.runner import final_tensors
 from tests.layouts import table
 from tests.oracle import SMALL, make_plan
 from tests.processes import run_train_py

@@ -150,7 +150,7 @@ def _answer(rank: int, plan: Plan, tamper: Tamper | None) -> tuple:
     if tamper is not None:
         tamper(model)
     roughen_norms(model.shards)
-    batches = rank_batches(plan, rank).at(0)
+    batches = rank_batches(plan).at(0)
     logits = model.logits(batches[0].tokens)
     if logits is not None:
         logits = gather_from_tensor_model_parallel_region(logits).transpose(0, 1)

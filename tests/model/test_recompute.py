@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +15,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_llama.model import recompute
+from megatron_llama.model import mlp_chunks, offload, recompute
+from megatron_llama.model.offload import Offload
 from megatron_llama.model.recompute import _policy, recomputable, wrap_block
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
+from tests.layouts.table import DROPPING, EVERY_2ND, FULL, QWEN3, SELECTIVE
 from tests.oracle import make_plan, oracle, rank_groups, rank_model, run_layout, worst
 from tests.ranks import run_ranks
 
@@ -248,3 +252,171 @@ def test_a_module_is_recomputed_through_its_hooks() -> None:
     norm.register_forward_hook(lambda *_: calls.append(torch._C._current_autograd_node() is not None))
     gradient(Toy(lambda x: norm(x).sin()), torch.randn(2, 4))
     assert calls == [False, True]
+
+
+ROTARY = torch.full((4, 1), 2.0), torch.full((4, 1), 3.0)
+
+
+class OffloadedToy(nn.Module):
+    """A block that saves its input, a weight and the rotary angles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], visible: Any = None, subset: Any = None) -> Tensor:
+        cos, sin = rotary
+        y = (x * cos + x * sin).sin() @ self.weight
+        return y.sin()
+
+
+def chunk(count: int = 3, offloaded: bool = True) -> list[OffloadedToy]:
+    torch.manual_seed(0)
+    blocks = [OffloadedToy() for _ in range(count)]
+    if offloaded:
+        wrapper = Offload()
+        for block in blocks:
+            block.forward = wrapper.wrap(block, block.forward)  # type: ignore[method-assign]
+    return blocks
+
+
+def forward(blocks: list[OffloadedToy], *of_layer: Any) -> Tensor:
+    x = torch.ones(4, 4, requires_grad=True)
+    for block in blocks:
+        x = block(x, ROTARY, None, *of_layer)
+    return x.sum()
+
+
+def gradients(blocks: list[OffloadedToy], passes: int = 1) -> list[Tensor | None]:
+    for loss in [forward(blocks) for _ in range(passes)]:  # as in a pipeline, forward passes come first
+        loss.backward()
+    return [block.weight.grad for block in blocks]
+
+
+@pytest.fixture
+def host_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[Any]]]:
+    """Weak references to all host copies."""
+    copies: list[weakref.ref[Any]] = []
+    initialize = offload._HostCopy.__init__
+
+    def observed(self: Any, storage: Tensor, stream: Any) -> None:
+        copies.append(weakref.ref(self))
+        initialize(self, storage, stream)
+
+    monkeypatch.setattr(offload._HostCopy, "__init__", observed)
+    yield copies
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_are_bit_identical(passes: int) -> None:
+    expected = gradients(chunk(offloaded=False), passes)
+    for ours, plain in zip(gradients(chunk(), passes), expected, strict=True):
+        assert ours is not None and plain is not None and torch.equal(ours, plain)
+
+
+def test_copies_end_with_the_backward_pass(host_copies: list[weakref.ref[Any]]) -> None:
+    blocks = chunk()
+    loss = forward(blocks)
+    assert host_copies and all(copy() is not None for copy in host_copies)
+    loss.backward()
+    del loss
+    gc.collect()
+    assert all(copy() is None for copy in host_copies), "a copy outlives its pass"
+
+
+def test_copies_are_prefetched_during_the_following_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, runs = list[OffloadedToy](), list[int]()
+    copies: dict[int, list[Any]] = {}
+    run = Offload._run
+
+    def observed(self: Offload, block: Any, *args: Any) -> Tensor:
+        output = run(self, block, *args)
+        last = self._last()
+        assert last is not None
+        copies[blocks.index(block)] = list(last.copies.values())
+        return output
+
+    monkeypatch.setattr(Offload, "_run", observed)
+    blocks += chunk()
+    loss = forward(blocks)
+    for number, block in enumerate(blocks):
+        block.weight.register_hook(lambda _, number=number: runs.append(number))
+    blocks[1].weight.register_hook(
+        lambda _: runs.extend(10 for copy in copies[0] if copy.device_copy is not None)  # block 0 has not run backward
+    )
+    loss.backward()
+    assert runs[:2] == [2, 1] and runs.count(10) == len(copies[0]) > 0 and runs[-1] == 0
+
+
+def test_shared_inputs_stay_and_layer_inputs_move(host_copies: list[weakref.ref[Any]]) -> None:
+    """Without gradients, all stays on the device."""
+    with torch.no_grad():
+        forward(chunk())
+    assert not host_copies
+    loss = forward(chunk(1))
+    shared = len(host_copies)
+    of_layer = forward(chunk(1), "a subset")
+    assert len(host_copies) - shared == shared + len(ROTARY)
+    loss.backward()
+    of_layer.backward()
+
+
+BATCH, LENGTH, HIDDEN, INTERMEDIATE = 2, 16, 32, 64
+
+
+@pytest.mark.parametrize(
+    ("recompute", "model"),
+    [([FULL], []), ([SELECTIVE, EVERY_2ND], []), ([], [DROPPING]), ([], [QWEN3])],
+    ids=["full recompute", "selective recompute of every 2nd block", "random-LTD", "qwen3"],
+)
+def test_gradients_are_equal(recompute: list[str], model: list[str]) -> None:
+    chunked = run_layout(1, *recompute, *model, "trainer.mlp_chunks=3")
+    assert max(worst(chunked, oracle(*model)).values()) < 1e-5
+
+
+class _Matmuls(TorchDispatchMode):
+    """Recorder of the tokens in each product with gate_up_proj."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and out.shape[-1] == 2 * INTERMEDIATE and out.shape[0] != HIDDEN:
+            self.rows.append(out.shape[0])
+        return out
+
+
+def test_each_chunk_runs_twice_and_counts() -> None:
+    """In the forward and in the backward pass, also in blocks that are recomputed."""
+    kinds = ("none", "elementwise", "full")
+    plans = [make_plan(1, f"trainer.recompute={kind}", "trainer.mlp_chunks=4") for kind in kinds]
+    assert run_ranks(_rows_of_matmuls, 1, plans)[0] == [[BATCH * LENGTH // 4] * 8] * 3
+
+    def lose(_: ParallelModel) -> None:
+        added = mlp_chunks._added
+        mlp_chunks._added = lambda sums, grads: sums or added(sums, grads)  # type: ignore[assignment]
+
+    assert worst(run_layout(1, "trainer.mlp_chunks=2", tamper=lose), oracle())["first_grads"] > 0.1
+
+
+def _rows_of_matmuls(rank: int, plans: list[Plan]) -> list[list[int]]:
+    results = []
+    with rank_groups(plans[0], rank):
+        for plan in plans:
+            chunk = rank_model(plan, rank).chunks[0]
+            inputs = chunk.build_inputs(torch.zeros(BATCH, LENGTH, dtype=torch.int64))
+            x = torch.randn(LENGTH, BATCH, HIDDEN, requires_grad=True)
+            with _Matmuls() as matmuls:
+                chunk.layers["1"](x, *inputs.of(1)).sum().backward()
+            results.append(matmuls.rows)
+    return results
+
+
+def test_gradients_of_bf16_are_summed_in_fp32() -> None:
+    grads = [torch.full((1,), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
+    sums: list[torch.Tensor] = []
+    for grad in grads:
+        sums = mlp_chunks._added(sums, [grad])
+    assert sums[0].item() == 258.0  # bf16 has 8 bits: 256 + 1 is 256

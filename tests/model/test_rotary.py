@@ -72,17 +72,19 @@ def test_frequencies_are_those_of_transformers(model: ModelConfig) -> None:
     torch.testing.assert_close(inverse_frequencies(model, LENGTH), expected, rtol=1e-6, atol=0)
 
 
-def test_types_that_depend_on_the_length_differ_there() -> None:
+def test_shapes_differ_where_they_should() -> None:
+    """Types that depend on the length differ there, scaling has all three ranges, and a preset asks for it."""
     for name in ("dynamic, long", "longrope, long"):
         short, long = (inverse_frequencies(SHAPES[name], length) for length in (16, LENGTH))
         assert not torch.equal(short, long)
     assert torch.equal(*(inverse_frequencies(SHAPES["dynamic, short"], length) for length in (16, LENGTH)))
-
-
-def test_scaling_has_all_three_ranges() -> None:
     plain, scaled = (inverse_frequencies(SHAPES[name], LENGTH) for name in ("llama 3", "llama 3.1"))
     ratio = plain / scaled
     assert ratio[0] == 1 and ratio[-1] == 8 and ((ratio > 1.01) & (ratio < 7.99)).sum() >= 3
+    assert load_config(["model=llama3_405b"], CONF).model.rope_scaling == RopeScaling(
+        original_max_position_embeddings=8192
+    )
+    assert load_config(["model=llama3_8b"], CONF).model.rope_scaling is None
 
 
 @pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
@@ -110,10 +112,3 @@ def test_far_positions_are_exact() -> None:
     assert turned.dtype == torch.bfloat16
     assert torch.equal(turned, rotate(x.float(), cos, sin).bfloat16())  # rounded once, at the end
     assert turned[4001, 0, 0, 0].item() == pytest.approx(math.cos(4001) - math.sin(4001), abs=2**-7)
-
-
-def test_llama_3_1_preset_asks_for_the_scaling() -> None:
-    assert load_config(["model=llama3_405b"], CONF).model.rope_scaling == RopeScaling(
-        original_max_position_embeddings=8192
-    )
-    assert load_config(["model=llama3_8b"], CONF).model.rope_scaling is None

@@ -37,7 +37,7 @@ PAGE = ROOT / "docs/design/silent_bugs.md"
 GITHUB = "https://github.com/"
 LAYOUT = "tests/layouts/test_layouts.py::test_layout_equals_one_process"
 RESUME = "tests/checkpoint/test_resume.py::test_losses_after_a_resume_are_the_uninterrupted_runs"
-DOCUMENTS = "tests/data/test_document_mask.py::test_loss_and_gradients_are_those_of_each_document_alone"
+DOCUMENTS = "tests/data/test_batches.py::test_loss_and_gradients_are_those_of_each_document_alone"
 DIFFERS = "AssertionError: .*(differ|'losses': |ranks disagree|depends on the layout)"
 """Output of a layout test that fails."""
 

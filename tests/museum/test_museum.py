@@ -15,7 +15,7 @@ import pytest
 import tests.warm  # noqa: F401  before the fork
 from tests.museum.bugs import BUGS, PAGE, Bug, Mutation, table
 from tests.paths import ROOT
-from tests.threads import check_threads
+from tests.ranks import check_threads
 
 SECONDS = 240
 

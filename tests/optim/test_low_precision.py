@@ -28,10 +28,11 @@ from megatron_llama.optim.low_precision import (
     start_of_noise,
     stream,
 )
+from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from tests.compiled import SECONDS, needs_compiler
 from tests.optim.given import give_gradients
-from tests.oracle import CPU, make_plan, rank_groups, rank_model
+from tests.oracle import CPU, make_plan, on_ranks
 from tests.ranks import run_ranks
 
 SEED, STEPS = 99, 3
@@ -146,18 +147,16 @@ def test_sgd_in_fp32_is_torchs() -> None:
 
 
 def test_the_norm_of_bf16_gradients_is_not_rounded() -> None:
-    norm, exact = run_ranks(_norm, 1, make_plan(1, "trainer.precision=bf16_sr"))[0]
+    norm, exact = on_ranks(_norm, make_plan(1, "trainer.precision=bf16_sr"))[0]
     assert norm == pytest.approx(exact, rel=1e-6)
     assert abs(norm - torch.tensor(exact).bfloat16().item()) > 1e-4 * norm  # a rounded one would differ
 
 
-def _norm(rank: int, plan: Plan) -> tuple[float, float]:
-    with rank_groups(plan, rank):
-        model = rank_model(plan, rank)
-        give_gradients(model, 0)
-        assert all(shard.grad is not None and shard.grad.dtype == torch.bfloat16 for shard in model.shards)
-        squares = sum(shard.grad.double().square().sum() for shard in model.shards if shard.grad is not None)
-        return build_optimizer(plan, model).gradient_norm().item(), float(squares) ** 0.5
+def _norm(plan: Plan, model: ParallelModel) -> tuple[float, float]:
+    give_gradients(model, 0)
+    assert all(shard.grad is not None and shard.grad.dtype == torch.bfloat16 for shard in model.shards)
+    squares = sum(shard.grad.double().square().sum() for shard in model.shards if shard.grad is not None)
+    return build_optimizer(plan, model).gradient_norm().item(), float(squares) ** 0.5
 
 
 ALL = torch.arange(1 << 16, dtype=torch.int32)
@@ -224,16 +223,13 @@ def test_small_updates_are_not_lost() -> None:
     assert 0.07 < stochastic.float().std().item() < 0.1
 
 
-def test_noise_is_uniform() -> None:
+def test_noise_is_uniform_and_independent() -> None:
     for step in (0, 1, 100_000):
         values = made(step)
         assert values.dtype == torch.int32 and values.shape == NOISE_SHAPE
         for cells in (values & 0xFF, values >> 8, (values >> 4) & 0xFF):
             assert chi_square(cells) < CHI_SQUARE_255
     assert chi_square(made(3, offset=(0,), size=(200_000,)) & 0xFF) < CHI_SQUARE_255
-
-
-def test_noise_is_independent_of_its_neighbours() -> None:
     values = made(7)
     others = {
         "next row": values.roll(1, 0),
@@ -254,16 +250,13 @@ def test_noise_is_independent_of_its_neighbours() -> None:
     assert chi_square((corners[0] ^ corners[1] ^ corners[2] ^ corners[3]) & 0xFF) < CHI_SQUARE_255
 
 
-def test_a_part_has_the_noise_of_the_whole() -> None:
+def test_noise_is_that_of_older_versions_and_of_the_whole() -> None:
     whole = made(5)
     for rows in pairwise((0, 100, 101, 512)):
         for columns in pairwise((0, 7, 384)):
             part = made(5, offset=(rows[0], columns[0]), size=(rows[1] - rows[0], columns[1] - columns[0]))
             assert torch.equal(part, whole[slice(*rows), slice(*columns)])
     assert torch.equal(made(5, offset=(13,), size=(20,)), made(5, offset=(0,), size=(40,))[13:33])
-
-
-def test_noise_is_what_it_was() -> None:
     # A resumed run must use the noise of the program that started it. This implementation uses unsigned integers,
     # as the definition does.
     assert KEYS == (1760943426, 1998540192)

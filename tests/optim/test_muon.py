@@ -10,11 +10,12 @@ from megatron_llama.config import load_config
 from megatron_llama.optim import build_optimizer, muon
 from megatron_llama.optim.muon import COEFFICIENTS, EPS, Muon, orthogonalized
 from megatron_llama.optim.optimizer import build_schedule
+from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.matrix_work import MatrixWork, newton_schulz_flops
 from megatron_llama.plan.memory import optimizer_bytes
 from tests.optim.given import NORM, STEPS, give_gradients, gradient, updated, updated_alone
-from tests.oracle import Tensors, distance, make_plan, rank_groups, rank_model
+from tests.oracle import Tensors, distance, make_plan, on_ranks, rank_groups, rank_model
 from tests.paths import CONF
 from tests.ranks import run_ranks
 
@@ -109,7 +110,7 @@ def test_a_skipped_step_changes_nothing() -> None:
     assert all(torch.equal(initial[name], tensor) for name, tensor in final.items())
 
 
-def _work(rank: int, plan: Plan) -> list[tuple[int, ...]]:
+def _work(plan: Plan, model: ParallelModel) -> list[tuple[int, ...]]:
     """Return the shapes of the matrices that a rank orthogonalizes in a step."""
     shapes: list[tuple[int, ...]] = []
     original = muon.orthogonalized
@@ -119,25 +120,21 @@ def _work(rank: int, plan: Plan) -> list[tuple[int, ...]]:
         return original(matrix, heads)
 
     muon.orthogonalized = counted
-    with rank_groups(plan, rank):
-        model = rank_model(plan, rank)
-        optimizer = build_optimizer(plan, model)
-        give_gradients(model, 0)
-        optimizer.step(torch.tensor(NORM))
+    optimizer = build_optimizer(plan, model)
+    give_gradients(model, 0)
+    optimizer.step(torch.tensor(NORM))
     return shapes
 
 
 def test_ranks_share_the_matrices() -> None:
+    """A large run too balances its work."""
     plan = make_plan(4, MUON, "trainer.tp=2", "trainer.zero=0")
-    by_rank = run_ranks(_work, 4, plan)
+    by_rank = on_ranks(_work, plan)
     assert sum(map(len, by_rank)) == 28, "each matrix once"
     costs = [sum(newton_schulz_flops(shape) for shape in shapes) for shapes in by_rank]
     whole = sum(costs)
     assert max(costs) < 1.1 * whole / 4
     assert [sum(flops.values()) for flops in MatrixWork(plan, 0).flops] == costs
-
-
-def test_large_runs_balance_their_work() -> None:
     world = ["model=llama70b", "data=mock", "trainer.tp=8", "trainer.pp=4", "trainer.global_batch_size=1024"]
     plan, adamw = (resolve(load_config([*world, f"optim.name={name}"], CONF), 512) for name in ("muon", "adamw"))
     costs = [sum(flops.values()) for flops in MatrixWork(plan, 1).flops]

@@ -1,22 +1,42 @@
-"""A new optimizer is one file and one row: a trial optimizer, registered here, trains, saves and resumes."""
+"""A new optimizer is one function and one row: Lion (arXiv:2302.06675), registered here, trains, saves and resumes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from megatron_llama.config import Problem
 from megatron_llama.config.fields import settings_by_name
 from megatron_llama.config.limits import one_of
 from megatron_llama.config.optimizers import OPTIMIZERS, OptimizerRow
+from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
+from megatron_llama.optim.low_precision import build_elementwise
 from megatron_llama.plan.memory import optimizer_bytes
 from tests.checkpoint.runner import Run, assert_same, run
 from tests.config.helpers import make, problems_of
-from tests.optim.lion import ROW
 from tests.oracle import distance, make_plan, run_layout
+
+ROW = OptimizerRow(factory="tests.optim.test_new_optimizer.build_lion", states=("exp_avg",))
+
+
+def build_lion(inputs: OptimizerInputs) -> ShardOptimizer:
+    """Build ``lion``."""
+    return build_elementwise(inputs, lion_update, **inputs.hyperparameters)
+
+
+def lion_update(tensors: Sequence[Tensor], gradient: Tensor, step: Tensor, group: Group) -> None:
+    """Lion's update of fp32 weight and exp_avg, in place."""
+    weight, exp_avg = tensors
+    beta1, beta2 = group["betas"]
+    weight.mul_(1 - group["lr"] * group["weight_decay"])
+    weight.sub_(exp_avg.lerp(gradient, 1 - beta1).sign_(), alpha=group["lr"])
+    exp_avg.lerp_(gradient, 1 - beta2)
+
 
 TP2_DP2 = ("trainer.tp=2", "trainer.zero=1")
 LION = ("optim.name=lion", "optim.lr=0.001", "optim.betas=[0.9,0.99]", "optim.warmup_steps=2", "trainer.steps=8")

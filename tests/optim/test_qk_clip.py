@@ -207,7 +207,7 @@ def calls_of_a_step(rank: int, plan: Plan) -> tuple[int, int]:
     original = context.largest_logits
     context.largest_logits = lambda *inputs: calls.append(1) or original(*inputs)
     with rank_groups(plan, rank):
-        model, batches = rank_model(plan, rank), rank_batches(plan, rank).at(0)
+        model, batches = rank_model(plan, rank), rank_batches(plan).at(0)
         model.forward_backward(batches)
         train = len(calls)
         model.evaluate(batches)

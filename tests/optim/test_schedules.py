@@ -89,10 +89,13 @@ def test_going_on_from_a_saved_state_gives_the_same_curve(name: str) -> None:
     assert follow(rebuilt, other, 20) == rates_of(*overrides)[37:57]
 
 
-def test_parts_longer_than_the_run_are_refused() -> None:
+def test_invalid_schedules_are_refused() -> None:
     for kind in (CosineAnnealing, WarmupSchedule):
         with pytest.raises(ValueError, match=r"warm-up \(8\) and constant \(3\) steps exceed max_steps=10"):
             kind(optimizer(), max_steps=10, warmup_steps=8, constant_steps=3)
+    plan = make_plan(1, "optim.schedule={_target_: torch.optim.lr_scheduler.ExponentialLR}")
+    with pytest.raises(ConfigError, match=r"(?s)optim\.schedule.*gamma"):
+        build_schedule(plan, optimizer())
 
 
 def test_a_torch_scheduler_by_config_alone() -> None:
@@ -105,12 +108,6 @@ def test_a_torch_scheduler_by_config_alone() -> None:
     inner = optimizer()
     expected = follow(torch.optim.lr_scheduler.OneCycleLR(inner, max_lr=2, total_steps=steps), inner, steps)
     assert rates == expected and max(rates) == pytest.approx(2.0)
-
-
-def test_a_scheduler_that_can_not_be_made_is_the_users_mistake() -> None:
-    plan = make_plan(1, "optim.schedule={_target_: torch.optim.lr_scheduler.ExponentialLR}")
-    with pytest.raises(ConfigError, match=r"(?s)optim\.schedule.*gamma"):
-        build_schedule(plan, optimizer())
 
 
 @pytest.mark.parametrize("constant", [0, CONSTANT])

@@ -67,7 +67,7 @@ def _train(rank: int, plan: Plan, steps: int, fuses: bool) -> Trained:
         dist.is_nccl_available = lambda: False
     with rank_groups(plan, rank):
         model = rank_model(plan, rank)
-        optimizer, batches = build_optimizer(plan, model), rank_batches(plan, rank)
+        optimizer, batches = build_optimizer(plan, model), rank_batches(plan)
         losses: list[float] = []
         gradients: list[Tensors] = []
         for step in range(steps):
@@ -147,7 +147,7 @@ def _misses(rank: int, plan: Plan) -> list[Graph]:
     with rank_groups(plan, rank):
         compiler = Compiler(plan, get_device("cpu"))
         compiler._compile = _uncompiled
-        model, batches = rank_model(plan, rank, compiler), rank_batches(plan, rank).at(0)
+        model, batches = rank_model(plan, rank, compiler), rank_batches(plan).at(0)
         for train in (True, False):
             model.forward_backward(batches, train=train)
         return compiler.graphs
@@ -211,7 +211,7 @@ def test_a_graph_is_for_any_number_of_threads(tmp_path: Path, monkeypatch: pytes
 def _late(rank: int, plan: Plan) -> list[Graph]:
     shorter = replace(plan, config=replace(plan.config, data=replace(plan.config.data, seq_length=12)))
     with rank_groups(plan, rank):
-        model, batches = rank_model(plan, rank), rank_batches(plan, rank)
+        model, batches = rank_model(plan, rank), rank_batches(plan)
         for batch in range(WARM_UP_BATCHES):
             model.forward_backward(batches.at(8 * batch))
         model.forward_backward(Batches(RaggedSamples(12, 64), shorter, plan.topology(rank), CPU).at(0))
@@ -245,7 +245,7 @@ def _broken(rank: int, plan: Plan) -> None:
             return whole(x, rotary)
 
         attention.forward = breaks
-        model.forward_backward(rank_batches(plan, rank).at(0))
+        model.forward_backward(rank_batches(plan).at(0))
 
 
 @needs_compiler
@@ -259,7 +259,7 @@ def _failing(rank: int, plan: Plan, keep_going: bool) -> list[Graph]:
         compiler = Compiler(plan, get_device("cpu"), keep_going)
         compiler._compile = _fails
         model = rank_model(plan, rank, compiler)
-        model.forward_backward(rank_batches(plan, rank).at(0))
+        model.forward_backward(rank_batches(plan).at(0))
         return compiler.graphs
 
 

@@ -75,15 +75,12 @@ def test_what_can_not_be_sent_is_not_hidden() -> None:
 
 
 def test_int8_of_nothing_and_of_next_to_nothing() -> None:
+    """Replicated gradients of a norm on tensor-parallel ranks stay equal, next to other gradients."""
     tiny = torch.tensor([[0.0, 1e-44, -7e-45] + [0.0] * 253, [3e-39, -3e-39] + [1e-45] * 254])
     form = Int8([256])
     arrived = form.unpack(form.pack(tiny))
     assert arrived.isfinite().all() and ((arrived - tiny).abs() <= tiny.abs().amax(1, keepdim=True)).all()
     assert torch.equal(form.unpack(form.pack(torch.zeros(1, 256))), torch.zeros(1, 256))
-
-
-def test_tensors_side_by_side_do_not_share_a_block() -> None:
-    """Replicated gradients of a norm on tensor-parallel ranks stay equal, next to other gradients."""
     norm = torch.randn(1, 100, generator=torch.Generator().manual_seed(1))
     form = Int8([100, 100])
     ranks = [form.unpack(form.pack(torch.cat([norm, norm * other], dim=1))) for other in (1.0, 1e3)]

@@ -48,9 +48,14 @@ def test_bits_are_those_of_torchao(recipe: str, dtype: torch.dtype) -> None:
 
 
 def test_a_frozen_weight_has_no_gradient() -> None:
+    """Operands are divided by their scales."""
     x, weight, grad = operands(torch.float32)
     _Float8Linear.apply(x, weight.requires_grad_(False), ours("rowwise")).backward(grad)
     assert weight.grad is None and x.grad is not None
+    values = torch.tensor([[1.0, -2.0], [0.5, 448.0]])
+    operand = _cast(values, torch.float8_e4m3fn, ours("tensorwise"), -1, None)
+    assert isinstance(operand, Float8Operand) and operand.scale.item() == 1.0
+    assert (operand.data.float() / operand.scale).equal(values)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -105,10 +110,3 @@ def test_compiled_blocks_do_not_recompute_matmuls(kind: str) -> None:
     backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
     torch.compile(wrap_block(kind, False, nn.Module(), block), backend=backend, fullgraph=True)(x).sum().backward()
     assert counts == [2, 4]
-
-
-def test_operands_are_divided_by_their_scales() -> None:
-    values = torch.tensor([[1.0, -2.0], [0.5, 448.0]])
-    operand = _cast(values, torch.float8_e4m3fn, ours("tensorwise"), -1, None)
-    assert isinstance(operand, Float8Operand) and operand.scale.item() == 1.0
-    assert (operand.data.float() / operand.scale).equal(values)

@@ -51,11 +51,15 @@ def test_any_schedule_equals_a_count_step_by_step() -> None:
             assert consumed[last] <= samples < consumed[last + 1]
 
 
-def test_the_plan_has_the_schedule() -> None:
+def test_the_plan_has_the_schedule_and_its_derived_values() -> None:
     config = make(**{"trainer.batch_schedule": [[16, 4], [24, 16]], "data.seq_length": 32, "trainer.steps": 6})
     plan = resolve(config, 1)
     assert plan.batches == BatchSchedule(((0, 8), (16, 4), (24, 16)), seq_length=32)
     assert plan.batches.after(6).samples == 8 + 8 + 4 + 4 + 16 + 16
+    ltd = ltd_plan().config.trainer.random_ltd
+    assert ltd is not None
+    assert (ltd.max_value, ltd.require_steps, ltd.layers) == (256, 40, [1, 2])
+    assert resolve(make(), 1).random_ltd is None
 
 
 @pytest.mark.parametrize(("world", "layout"), [(2, {}), (4, {"trainer.pp": 2, "trainer.vpp": 2})])
@@ -106,23 +110,21 @@ def test_lengths_are_deepspeeds() -> None:
         assert schedule.length(step + 1) == theirs or (exact and schedule.length(step + 1) == theirs + 16), step
 
 
-def test_consumed_layer_tokens_by_hand() -> None:
+def test_consumed_tokens_and_pairs_by_hand() -> None:
     schedule = tokens(4, 16, 3, 4)  # two layers of four
     batches = BatchSchedule(((0, 2), (4, 6)), 16)  # 2, 2, then 6 sequences
     counts = [schedule.layer_tokens(step, batches) for step in range(1, 5)]
     steps = [2 * (2 * 4 + 2 * 16), 2 * (2 * 8 + 2 * 16), 6 * (2 * 12 + 2 * 16), 6 * 4 * 16]
     assert counts == [sum(steps[:count]) for count in range(1, 5)]
+    pairs = [
+        sum(sum(token in document for token in subset) ** 2 for document in ((0, 1), (2, 3, 4)))
+        for subset in combinations(range(5), 3)
+    ]
+    assert RetainedTokens(1, 3, 5).pairs(5, 2**2 + 3**2) == pytest.approx(sum(pairs) / len(pairs))
 
 
 def ltd_plan() -> Plan:
     return resolve(make(**{"trainer.random_ltd.min_value": 64, "trainer.steps": 60}), 1)
-
-
-def test_unset_values_are_derived() -> None:
-    ltd = ltd_plan().config.trainer.random_ltd
-    assert ltd is not None
-    assert (ltd.max_value, ltd.require_steps, ltd.layers) == (256, 40, [1, 2])
-    assert resolve(make(), 1).random_ltd is None
 
 
 def test_flops_are_counted_token_by_token() -> None:
@@ -137,15 +139,6 @@ def test_flops_are_counted_token_by_token() -> None:
     full = with_random_ltd(model, s, finetune, RetainedTokens(2, s, s))
     assert (full.causal, full.full) == pytest.approx((whole.causal, whole.full), rel=1e-12)
     assert with_random_ltd(model, s, finetune, None) == whole
-
-
-def test_expected_pairs_by_enumeration() -> None:
-    """The mean over all subsets of 3 out of 5 tokens, in documents with 2 and 3 tokens, of n² attention pairs."""
-    pairs = [
-        sum(sum(token in document for token in subset) ** 2 for document in ((0, 1), (2, 3, 4)))
-        for subset in combinations(range(5), 3)
-    ]
-    assert RetainedTokens(1, 3, 5).pairs(5, 2**2 + 3**2) == pytest.approx(sum(pairs) / len(pairs))
 
 
 # Curricula: DeepSpeed's published arithmetic, and difficulties of steps 1, 2, 3, ... by hand

@@ -1,4 +1,4 @@
-"""Bytes per rank by precision and ZeRO stage, and the rejection of plans that do not fit."""
+"""Bytes per rank by precision and ZeRO stage, on disk too, and the rejection of plans that do not fit."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from megatron_llama.config import Config, load_config
 from megatron_llama.config.problems import format_problems
 from megatron_llama.devices import find_device
 from megatron_llama.plan import Machine, Plan, resolve, stage_memory
-from megatron_llama.plan.memory import States, rank_memory, stage_footprints
+from megatron_llama.plan.memory import States, disk_use, rank_memory, stage_footprints
+from megatron_llama.plan.plan import COPIES, PLAIN, SHARDS
 from megatron_llama.system.tables import GIB, gib
 from tests.config.helpers import make, problems_of
 from tests.golden import GoldenFiles
+from tests.oracle import make_plan
 from tests.paths import CONF
 from tests.plan.rule_cases import parse_settings
 
@@ -60,13 +62,10 @@ def test_bytes_per_parameter(zero: int, precision: str, weights: float, gradient
     assert [memory.weights, memory.gradients, memory.optimizer] == expected and memory.total == sum(expected)
 
 
-def test_sgd_has_its_momentum_and_one_micro_batch_is_reduced_at_once() -> None:
+def test_states_of_sgd_of_8_bits_and_of_stages() -> None:
     assert memory_of(plan_of(1, "fp32", optimizer="sgd")).optimizer == 4 / 4 * COUNT
     once = memory_of(plan_of(1, "fp32", micro_batches=1))
     assert (once.weights, once.gradients, once.optimizer) == (4 * COUNT, COUNT, 2 * COUNT)
-
-
-def test_8_bit_states() -> None:
     plan = resolve(load_config(["model=llama7b", "data=mock", "trainer.zero=0", "optim.state_bits=8"], CONF), 1)
     norms = (2 * 32 + 1) * 4096
     assert stage_memory(plan)[0].optimizer == 2 * (1.125 * (plan.parameters - norms) + 4 * norms)
@@ -74,9 +73,6 @@ def test_8_bit_states() -> None:
     toy = "hidden_size=32 intermediate_size=32 vocab_size=99 num_attention_heads=4 state_bits=8"
     (note,) = resolve(make(**parse_settings(toy)), 1).notes
     assert note.startswith("optim.state_bits=8 has no effect")
-
-
-def test_each_stage_needs_what_its_parameters_need() -> None:
     plan = resolve(make(**{"trainer.pp": 2, "model.num_hidden_layers": 5}), 2)
     assert [memory.total for memory in stage_memory(plan)] == [16 * stage.held for stage in plan.stages]
 
@@ -99,23 +95,18 @@ def test_ranks_on_one_host_share_its_memory() -> None:
 
 
 def test_stated_memory_goes_before_what_was_found() -> None:
+    """A dry run notes what this machine lacks, and refuses what was stated."""
     config = load_config(["model=llama7b", "data=mock", "device.memory_gib=24"], CONF)
     (problem,) = problems_of(config, 1, Machine(1000 * GIB))
     assert (problem.field, problem.value) == ("device.memory_gib", 24)
     config.device.memory_gib = 200
     assert problems_of(config, 1, Machine(1 * GIB)) == []
-
-
-def test_a_dry_run_notes_what_this_machine_lacks_and_refuses_what_was_stated() -> None:
     config = load_config(["model=llama7b", "data=mock", "dry_run=true", "trainer.global_batch_size=16"], CONF)
     plan = resolve(config, 1, Machine(1 * GIB, 1, "this laptop"))
     assert "this laptop has 1 GiB" in plan.notes[0]
     assert resolve(config, 1, Machine(1000 * GIB)).notes == ()
     config.device.memory_gib = 1
     assert [problem.field for problem in problems_of(config, 1)] == ["device.memory_gib"]
-
-
-def test_the_machine_changes_nothing_else() -> None:
     config = load_config(["model=llama7b", "device=cpu", "data=mock", "dry_run=true"], CONF)
     assert replace(resolve(config, 1, Machine(1 * GIB)), notes=()) == replace(resolve(config, 1), notes=())
 
@@ -237,3 +228,79 @@ def test_a_plan_without_room_for_fragments_has_a_note() -> None:
     assert any("tight" in note for note in resolve(config, 1).notes)
     config.device.name = "cpu"
     assert not any("tight" in note for note in resolve(config, 1).notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "first", "saved", "sure", "most"),
+    [
+        ((), 0, 0, 1, 3),  # by time: two are kept, and one is in progress
+        ((), 10, 2, 1, 1),
+        ((), 100, 1, 0, 0),  # finished
+        (("checkpoint=none",), 0, 0, 0, 0),
+        (("trainer.steps=0",), 0, 0, 1, 1),
+        (("checkpoint.every_steps=20",), 0, 0, 5, 5),
+        (("checkpoint.every_steps=30",), 0, 0, 4, 4),
+        (("checkpoint.every_steps=30",), 60, 2, 2, 2),
+        (("checkpoint.every_steps=10", "checkpoint.keep=2"), 0, 0, 3, 3),
+        (("checkpoint.every_steps=10", "checkpoint.keep=2", "checkpoint.keep_every=20"), 0, 0, 6, 6),
+        (("checkpoint.every_steps=10", "checkpoint.keep=1", "checkpoint.keep_best=true"), 0, 0, 2, 3),
+        (("checkpoint.every_minutes=5",), 0, 0, 1, None),
+    ],
+)
+def test_checkpoints_at_the_same_time(
+    words: tuple[str, ...], first: int, saved: int, sure: int, most: int | None
+) -> None:
+    more = ("trainer.val_every_steps=10",) if "checkpoint.keep_best=true" in words else ()
+    plan = resolve(load_config(["model=llama_2m", "data=mock", *words, *more], CONF), 1)
+    use = disk_use(plan, first, saved)
+    assert (use.sure, use.most) == (sure, most)
+    assert use.checkpoint == 3 * 4 * plan.parameters, "fp32 weights and two moments"
+
+
+def test_lora_saves_only_its_parameters_and_export_adds_the_whole_model() -> None:
+    words = ["model=llama_2m", "data=mock", "finetune=lora", "checkpoint.export_hf=true", "trainer.precision=bf16"]
+    plan = resolve(load_config(words, CONF), 1)
+    use = disk_use(plan, 0, 0)
+    assert use.checkpoint == 3 * 4 * plan.whole.trained < plan.parameters and use.export == 2 * plan.whole.held
+    assert use.sure_bytes == use.checkpoint + use.export + use.logs
+
+
+ONE_MICRO_BATCH = "trainer.micro_batch_size=8"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "kind"),
+    [
+        (1, ["trainer.precision=fp32"], PLAIN),
+        (1, ["trainer.precision=fp32", "trainer.zero=3"], PLAIN),
+        (1, ["trainer.precision=bf16_sr"], PLAIN),
+        (1, ["trainer.precision=bf16"], COPIES),
+        (2, ["trainer.precision=bf16", "trainer.tp=2"], COPIES),
+        (1, ["trainer.precision=bf16", "trainer.zero=3"], SHARDS),
+        (2, ["trainer.precision=fp32"], SHARDS),
+        (1, ["trainer.precision=fp32", "finetune.method=lora", "finetune.frozen_dtype=bf16"], COPIES),
+    ],
+)
+def test_kinds(ranks: int, settings: list[str], kind: str) -> None:
+    assert make_plan(ranks, *settings).storage.kind == kind
+
+
+def test_bf16_gradients_and_the_freed_embedding_need_copies_and_one_micro_batch() -> None:
+    one = make_plan(1, "trainer.precision=bf16", ONE_MICRO_BATCH).storage
+    assert one.one_micro_batch and one.keeps_bf16_grads and one.frees_embedding
+    others = ("trainer.micro_batch_size=4", "trainer.zero=3", "trainer.precision=fp32", "trainer.precision=bf16_sr")
+    for other in others:
+        storage = make_plan(1, "trainer.precision=bf16", ONE_MICRO_BATCH, other).storage
+        assert not storage.keeps_bf16_grads and not storage.frees_embedding, other
+    for other in ("device.name=cuda", "trainer.offload=[optimizer]"):
+        storage = make_plan(1, "trainer.precision=bf16", ONE_MICRO_BATCH, other).storage
+        assert storage.frees_embedding and not storage.keeps_bf16_grads, other
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_that_free_the_embedding(tied: bool) -> None:
+    settings = ("trainer.precision=bf16", ONE_MICRO_BATCH, f"model.tie_word_embeddings={str(tied).lower()}")
+    storage = make_plan(1, *settings).storage
+    assert storage.frees_embedding_of(is_first=True, is_last=False)
+    assert storage.frees_embedding_of(is_first=True, is_last=True) != tied
+    assert not storage.frees_embedding_of(is_first=False, is_last=True)

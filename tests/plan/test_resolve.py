@@ -1,22 +1,26 @@
-"""``resolve`` derives settings without side effects."""
+"""``resolve`` derives settings without side effects, and the plan is printed."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_llama.config import Config, ConfigError, load_config
-from megatron_llama.plan import resolve
+from megatron_llama.cli import main
+from megatron_llama.config import PRECISIONS, Config, ConfigError, load_config
+from megatron_llama.plan import Plan, format_plan, resolve
 from megatron_llama.plan.derive import COSINE
-from tests.config.helpers import make
-from tests.cpu import children_cpu_seconds
+from megatron_llama.plan.format_plan import _short_names
+from tests.config.helpers import everything_exists, make
+from tests.golden import GoldenFiles
 from tests.paths import CONF
 from tests.plan.rule_cases import parse_settings
+from tests.processes import children_cpu_seconds
 
 
 def test_the_input_is_left_alone_and_the_plan_is_the_same_twice() -> None:
@@ -26,9 +30,6 @@ def test_the_input_is_left_alone_and_the_plan_is_the_same_twice() -> None:
     assert config == before
     assert first == second
     assert first.config is not config and first.config.optim.betas is not config.optim.betas
-
-
-def test_a_resolved_config_resolves_to_itself() -> None:
     plan = resolve(make(**{"trainer.tp": 2, "trainer.pp": 2, "model.num_hidden_layers": 11, "trainer.vpp": 3}), 4)
     assert resolve(plan.config, 4) == plan
 
@@ -86,9 +87,6 @@ def test_a_config_made_in_python_has_the_same_schedule_as_one_from_conf() -> Non
     assert load_config([], CONF).optim.schedule == COSINE
     planned = resolve(load_config(["data=mock"], CONF), 1).config.optim.schedule
     assert resolve(make(), 1).config.optim.schedule == planned
-
-
-def test_a_schedule_of_another_package_keeps_its_arguments() -> None:
     schedule = {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 7}
     assert resolve(make(**{"optim.schedule": schedule}), 1).config.optim.schedule == schedule
 
@@ -143,18 +141,12 @@ def test_notes_on_slow_matmuls(changes: dict[str, object], noted: str) -> None:
     assert len(notes) == bool(noted) and all(noted in note for note in notes)
 
 
-def test_the_vocabulary_is_padded_to_a_multiple_of_tp() -> None:
+def test_sizes_of_vocabulary_shards_and_chunks() -> None:
     for tp, padded in ((1, 4099), (2, 4100), (4, 4100)):
         plan = resolve(make(**{"model.vocab_size": 4099, "trainer.tp": tp, "model.num_key_value_heads": 4}), tp)
         assert plan.padded_vocab_size == padded and plan.model.vocab_size == 4099
-
-
-def test_shard_sizes() -> None:
     rows = {"zero=0": 1, "zero=1": 8, "zero=3 shard_group=4": 4, "zero=2 tp=2": 4}
     assert {row: resolve(make(**parse_settings(row)), 8).shard_size for row in rows} == rows
-
-
-def test_chunks_of_a_stage_are_spread_through_the_model() -> None:
     settings = "pp=2 vpp=2 pipeline_layers=[3,2] num_hidden_layers=5"
     assert resolve(make(**parse_settings(settings)), 2).stage_layers == ((0, 1), (2,), (3,), (4,))
 
@@ -207,3 +199,72 @@ def test_what_never_happens_is_noted() -> None:
         "data.mock=true generates random tokens; data.prefixes is ignored",
     )
     assert not resolve(make(**{"trainer.val_every_steps": 100, "data.mock": True}), 1).notes
+
+
+BIG = "model=llama3_405b data.seq_length=8192 trainer.precision=bf16 trainer.global_batch_size=512"
+PLANS = {
+    "demo": (2, "trainer.tp=2 trainer.dp=1 device=cpu"),
+    "405b_512_ranks": (512, f"{BIG} trainer.tp=8 trainer.pp=16"),
+    "405b_16384_ranks": (16384, f"{BIG} trainer.tp=8 trainer.pp=32 trainer.global_batch_size=2048"),
+    "405b_vpp": (1024, f"{BIG} trainer.tp=8 trainer.pp=32 trainer.vpp=3 trainer.recompute=full"),
+    "405b_hybrid": (64, f"{BIG} trainer.zero=3 trainer.shard_group=8 init_from=/a/b optim.name=sgd optim=wsd"),
+    "qnli": (1, "experiment=llama2_7b_qnli_trainium data=mock trainer.tp=1 trainer.dp=1"),
+    "13b": (2, "experiment=pretrain_llama13b data=mock trainer.dp=1 device=cuda"),
+    "70b": (32, "experiment=pretrain_llama70b data=mock trainer.tp=8 trainer.dp=1 device=cuda"),
+    "70b_lora": (8, "model=llama70b trainer.zero=3 trainer.dp=8 finetune=lora finetune.lora_rank=4 device=cuda"),
+    "7b_8_bit": (1, "model=llama7b device=cuda optim.state_bits=8 trainer.zero=0 trainer.steps=5000 trainer.sp=true"),
+    "uneven": (12, "trainer.tp=2 trainer.pp=2 trainer.global_batch_size=12 model.num_hidden_layers=5 trainer.sp=false"),
+}
+
+
+def plan_of(world: int, settings: str) -> Plan:
+    return resolve(load_config(["data=mock", *settings.split()], CONF), world, exists=everything_exists)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_pages(name: str) -> None:
+    page = format_plan(plan_of(*PLANS[name]))
+    assert max(map(len, page.splitlines())) <= 79 and len(page.splitlines()) <= 50
+    GoldenFiles.check(f"plan/{name}.txt", page)
+
+
+LINES = {
+    "validation": [
+        "trainer.steps=100",
+        "trainer.steps=100 trainer.val_every_steps=200",
+        "trainer.steps=5",
+        "trainer.val_every_steps=20",
+        "trainer.val_every_steps=1 trainer.val_steps=1",
+        "trainer.val_every_steps=20 data=python_stdlib data.split='90,10,0'",
+    ],
+    "precision": [f"trainer.precision={name}" for name in PRECISIONS],
+}
+
+
+@pytest.mark.parametrize("subject", LINES)
+def test_lines(subject: str) -> None:
+    pages = {settings: format_plan(plan_of(1, settings)) for settings in LINES[subject]}
+    matches = {settings: re.search(rf"\n( +{subject} .*\n(?: {{16}}.*\n)*)", page) for settings, page in pages.items()}
+    text = "\n".join(f"{settings}\n{match[1]}" for settings, match in matches.items() if match)
+    GoldenFiles.check(f"plan/{subject}.txt", text)
+
+
+def test_names_of_datasets_lose_no_more_than_needed() -> None:
+    names = ["/data/wiki_text_document", "/data/code_text_document"]
+    assert _short_names(names, 19) == ["…wiki_text_document", "…code_text_document"]
+    assert _short_names(names, 18) == ["…wiki…", "…code…"]
+
+
+def test_the_ranks_in_the_table_are_those_of_the_topology() -> None:
+    plan = resolve(make(**{"trainer.tp": 2, "trainer.pp": 2, "trainer.global_batch_size": 12}), 12)
+    rows = [line.split() for line in format_plan(plan).splitlines() if re.match(r"  pp \d", line)]
+    for rank in range(12):
+        topology = plan.topology(rank)
+        first, last = map(int, rows[topology.place["pp"]][-plan.dp :][topology.place["dp"]].split("-"))
+        assert first <= rank <= last and rank - first == topology.place["tp"]
+
+
+def test_the_dry_run_of_a_common_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=llama7b", "trainer.tp=8", "device=cuda", "trainer.dp=1", "device.memory_gib=80", "data=mock"]
+    assert main(["--dry-run", *words]) == 0
+    GoldenFiles.check("plan/dry_run.txt", capsys.readouterr().out)

@@ -229,15 +229,13 @@ def test_models_of_hugging_face(folder: Path) -> None:
 
 
 def test_llama_3_scaling_is_read_in_both_spellings() -> None:
+    """The reading of transformers decides."""
     scaling = rope_to_hf(ModelConfig(rope_scaling=LLAMA3)) or {}
     contents = {"rope_scaling": scaling, "rope_theta": 10000.0}, {"rope_parameters": {**scaling, "rope_theta": 10000.0}}
     for content in contents:
         name = hf_folder(**content)
         assert problems_of(make(**{"init_from": name, "model.rope_scaling": LLAMA3})) == []
         assert "rope_scaling" in problem_of(make(**{"init_from": name})).rule
-
-
-def test_of_two_spellings_transformers_reading_counts() -> None:
     llama_config = pytest.importorskip("transformers").LlamaConfig
     default, linear = {"rope_type": "default", "rope_theta": 10000.0}, {"type": "linear", "factor": 4.0}
     theirs = llama_config(rope_scaling=dict(linear), rope_parameters=dict(default)).rope_parameters

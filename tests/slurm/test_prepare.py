@@ -13,8 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.data_prep.fixtures import tokenizer  # noqa: F401
-from tests.data_prep.helpers import manifest, some_texts, write_jsonl
+from tests.data_prep.helpers import (
+    manifest,
+    some_texts,
+    tokenizer,  # noqa: F401
+    write_jsonl,
+)
 from tests.paths import ROOT
 from tests.processes import environment
 from tests.slurm.cluster import Job, Lab, Report

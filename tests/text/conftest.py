@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from tests.data_prep.fixtures import folder, preprocess, tokenizer  # noqa: F401  fixtures
+from tests.data_prep.helpers import folder, preprocess, tokenizer  # noqa: F401  fixtures

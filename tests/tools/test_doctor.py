@@ -25,7 +25,7 @@ from megatron_llama.tools.doctor.network import ClockReading, Connections
 from megatron_llama.tools.doctor.ranks import Rate, first_ranks, pairing_rounds
 from tests.config.helpers import make
 from tests.golden import GoldenFiles
-from tests.threads import check_threads
+from tests.ranks import check_threads
 
 GIB = 2**30
 

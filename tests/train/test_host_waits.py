@@ -20,7 +20,7 @@ from megatron_llama.devices.cpu.device import Cpu
 from megatron_llama.devices.cuda.kernels import CudaKernels
 from megatron_llama.model import quantized
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.parallel.compare_copies import Copies
 from megatron_llama.parallel.parallelize import init_weights
 from megatron_llama.plan import Plan
@@ -28,7 +28,7 @@ from megatron_llama.train import sample_text
 from megatron_llama.train.loop import read_scalars
 from megatron_llama.train.run_rank import run_rank
 from tests.model.llamas import CPU
-from tests.oracle import make_plan
+from tests.oracle import make_plan, on_ranks
 from tests.ranks import run_ranks
 
 
@@ -109,30 +109,27 @@ def _transfers(rank: int, plan: Plan) -> list[tuple[int, int]]:
 
 
 def test_initial_weights_and_update_counts_do_not_block() -> None:
-    (initial, restored, read), updates = run_ranks(_host_copies, 1, make_plan(1))[0]
+    (initial, restored, read), updates = on_ranks(_host_copies, make_plan(1))[0]
     assert initial["copy_"] == 4 * (2 + 3 + 1 + 2 + 1) + 3, "each rectangle, without waiting"
     assert restored["lift_fresh"] == 0 and restored["full"] > 10
     assert read["_local_scalar_dense"] == 1
     assert updates == 7
 
 
-def _host_copies(rank: int, plan: Plan) -> tuple[list[Counter[str]], int]:
+def _host_copies(plan: Plan, model: ParallelModel) -> tuple[list[Counter[str]], int]:
     """Return the operators of filling the weights, restoring the count of updates, and reading it."""
-    topology, counts = plan.topology(rank), []
-    with process_groups(plan, topology, get_device("cpu"), CPU):
-        model = build_model(plan, topology, get_device("cpu"), CPU)
-        optimizer = build_optimizer(plan, model)
-        Cpu.pins_memory = True
-        torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign,assignment]
-        with Operators() as operators:
-            init_weights(model.shards, plan)
-        counts.append(operators.counts)
-        with Operators() as operators:
-            optimizer.restore(7, 7)
-        counts.append(operators.counts)
-        with Operators() as operators:
-            updates = optimizer.updates
-        return [*counts, operators.counts], updates
+    counts, optimizer = [], build_optimizer(plan, model)
+    Cpu.pins_memory = True
+    torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign,assignment]
+    with Operators() as operators:
+        init_weights(model.shards, plan)
+    counts.append(operators.counts)
+    with Operators() as operators:
+        optimizer.restore(7, 7)
+    counts.append(operators.counts)
+    with Operators() as operators:
+        updates = optimizer.updates
+    return [*counts, operators.counts], updates
 
 
 def test_levels_of_quantized_weights_are_built_once_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,31 +161,28 @@ def test_sequences_of_one_document_copy_nothing_to_the_device() -> None:
 @pytest.mark.parametrize("layout", ["", "trainer.tp=2", "trainer.tp=2 trainer.sp=false", "trainer.pp=2"])
 def test_samples_gather_the_logits_of_one_position(layout: str) -> None:
     world = 2 if layout else 1
-    shapes, ids, expected = run_ranks(_sample, world, make_plan(world, *layout.split()))[-1]
+    shapes, ids, expected = on_ranks(_sample, make_plan(world, *layout.split()))[-1]
     assert set(shapes) == {(1, 2, 64 // (2 if "tp" in layout else 1))}
     assert ids == expected
 
 
-def _sample(rank: int, plan: Plan) -> tuple[list[tuple[int, ...]], list[list[int]], list[list[int]]]:
+def _sample(plan: Plan, model: ParallelModel) -> tuple[list[tuple[int, ...]], list[list[int]], list[list[int]]]:
     """Return the shapes of gathered logits; the ids sampled from them, and from the logits of all positions."""
-    topology, shapes = plan.topology(rank), []
-    gather = sample_text.gather_from_tensor_model_parallel_region
-    with process_groups(plan, topology, get_device("cpu"), CPU):
-        model = build_model(plan, topology, get_device("cpu"), CPU)
-        prompts = [[1, 2, 3], [4]]
+    shapes, gather = [], sample_text.gather_from_tensor_model_parallel_region
+    prompts = [[1, 2, 3], [4]]
 
-        def gathered(logits: torch.Tensor) -> torch.Tensor:
-            shapes.append(tuple(logits.shape))
-            return gather(logits)
+    def gathered(logits: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(logits.shape))
+        return gather(logits)
 
-        def select_last(tokens: torch.Tensor, token_index: torch.Tensor) -> torch.Tensor | None:
-            logits = model.logits(tokens)
-            return None if logits is None else logits[token_index, torch.arange(2)][None]
+    def select_last(tokens: torch.Tensor, token_index: torch.Tensor) -> torch.Tensor | None:
+        logits = model.logits(tokens)
+        return None if logits is None else logits[token_index, torch.arange(2)][None]
 
-        with patch.object(sample_text, "gather_from_tensor_model_parallel_region", gathered):
-            ids = sample_text._extend(prompts, plan, model, 5, 60)
-        whole = SimpleNamespace(device=CPU, logits=select_last)
-        return shapes, ids, sample_text._extend(prompts, plan, whole, 5, 60)  # type: ignore[arg-type]
+    with patch.object(sample_text, "gather_from_tensor_model_parallel_region", gathered):
+        ids = sample_text._extend(prompts, plan, model, 5, 60)
+    whole = SimpleNamespace(device=CPU, logits=select_last)
+    return shapes, ids, sample_text._extend(prompts, plan, whole, 5, 60)  # type: ignore[arg-type]
 
 
 def test_norms_take_one_launch_for_all_tensors_on_cuda() -> None:

@@ -1,4 +1,4 @@
-"""The checks that run with training, validation, and the samples at its end."""
+"""The checks that run with training, validation on one set and on named ones, and the samples at its end."""
 
 from __future__ import annotations
 
@@ -9,45 +9,33 @@ import pytest
 import torch
 
 from megatron_llama import devices
-from megatron_llama.config import ConfigError
+from megatron_llama.config import ConfigError, load_config
 from megatron_llama.data.batches import Batches, Data
+from megatron_llama.data.sample_stream import SampleStream
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import ParallelModel, build_model, process_groups
-from megatron_llama.plan import Plan
+from megatron_llama.parallel import ParallelModel
+from megatron_llama.plan import Plan, format_plan, resolve
 from megatron_llama.system.errors import TrainingFault
 from megatron_llama.train.loop import train, training_step, validate
+from megatron_llama.train.metrics_file import read_metrics
 from megatron_llama.train.sample_text import continue_prompts
 from megatron_llama.train.sanity import StepGuard, check_every_gradient
-from tests.data.files import train_tokenizer
+from tests.checkpoint.runner import Job
+from tests.data.files import data_plan, numbered, train_tokenizer, write_indexed
+from tests.messages import unwrap
 from tests.model.llamas import CPU
-from tests.oracle import RaggedSamples, make_plan
-from tests.ranks import run_ranks
-
-
-def on_ranks(function: Any, world: int, plan: Plan, *args: Any) -> list[Any]:
-    """``function(plan, model, *args)`` on each rank of the plan's layout."""
-    return run_ranks(_with_model, world, function, plan, args)
-
-
-def _with_model(rank: int, function: Any, plan: Plan, args: tuple[Any, ...]) -> Any:
-    topology = plan.topology(rank)
-    with process_groups(plan, topology, get_device("cpu"), CPU):
-        return function(plan, build_model(plan, topology, get_device("cpu"), CPU), *args)
-
-
-def batches_of(plan: Plan, model: ParallelModel) -> Batches:
-    samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
-    return Batches(samples, plan, plan.topology(torch.distributed.get_rank()), model.device)
+from tests.oracle import SMALL, RaggedSamples, batches_of, make_plan, on_ranks, rank_batches, rank_data
+from tests.paths import CONF
 
 
 def test_a_weight_without_gradient_is_named() -> None:
-    (message,) = on_ranks(_forgotten, 1, make_plan(1))
+    (message,) = on_ranks(_forgotten, make_plan(1))
     assert message == "no gradient reached layers.2.mlp.down_proj.weight"
 
 
 def _forgotten(plan: Plan, model: ParallelModel) -> str:
-    model.forward_backward(batches_of(plan, model).at(0))
+    model.forward_backward(rank_batches(plan).at(0))
     check_every_gradient(model.shards)
     next(s for s in model.shards if s.name == "layers.2.mlp.down_proj.weight").parameter.grad = None
     with pytest.raises(TrainingFault) as fault:
@@ -56,7 +44,7 @@ def _forgotten(plan: Plan, model: ParallelModel) -> str:
 
 
 def test_nan_loss_stops_before_weights_change() -> None:
-    for message, unchanged in on_ranks(_poisoned, 2, make_plan(2, "trainer.tp=2")):
+    for message, unchanged in on_ranks(_poisoned, make_plan(2, "trainer.tp=2")):
         assert "step 1: loss nan, gradient norm " in message and "the weights were not updated" in message
         assert unchanged
 
@@ -66,7 +54,7 @@ def _poisoned(plan: Plan, model: ParallelModel) -> tuple[str, bool]:
     shard.local[0, 0] = float("nan")
     before = [s.local.clone() for s in model.shards]
     with pytest.raises(TrainingFault) as fault:
-        training_step(1, plan, model, build_optimizer(plan, model), batches_of(plan, model), StepGuard(0))
+        training_step(1, plan, model, build_optimizer(plan, model), rank_batches(plan), StepGuard(0))
     pairs = zip(before, model.shards, strict=True)
     return str(fault.value), all(torch.equal(b.nan_to_num(), s.local.nan_to_num()) for b, s in pairs)
 
@@ -97,7 +85,7 @@ def test_a_skipped_step_leaves_weights_states_and_their_count(
     on_device = ASYNCHRONOUS in settings
     monkeypatch.setattr(type(get_device("cpu")), "asynchronous", on_device)
     settings = [setting for setting in settings if setting != ASYNCHRONOUS]
-    for (before, skipped, after), left in on_ranks(_skipping, 1, make_plan(1, *settings)):
+    for (before, skipped, after), left in on_ranks(_skipping, make_plan(1, *settings)):
         assert all(torch.equal(one, other) for one, other in zip(before, skipped, strict=True))
         assert not all(torch.equal(one, other) for one, other in zip(skipped, after, strict=True)), (
             "the next step updates"
@@ -106,7 +94,7 @@ def test_a_skipped_step_leaves_weights_states_and_their_count(
 
 
 def _skipping(plan: Plan, model: ParallelModel) -> tuple[list[list[torch.Tensor]], int]:
-    optimizer, batches, guard = build_optimizer(plan, model), batches_of(plan, model), StepGuard(1)
+    optimizer, batches, guard = build_optimizer(plan, model), rank_batches(plan), StepGuard(1)
     if devices.of(CPU).asynchronous:
         assert optimizer.skips_on_device
     inner, states = model.forward_backward, []
@@ -126,9 +114,7 @@ def _skipping(plan: Plan, model: ParallelModel) -> tuple[list[list[torch.Tensor]
 
 
 def test_validation_repeats_its_samples_and_changes_nothing() -> None:
-    answers = on_ranks(
-        _validations, 2, make_plan(2, "trainer.zero=1", "trainer.val_every_steps=1", "trainer.val_steps=2")
-    )
+    answers = on_ranks(_validations, make_plan(2, "trainer.zero=1", "trainer.val_every_steps=1", "trainer.val_steps=2"))
     assert answers[0] == answers[1]
     first, second, trained, mean, positions, gradients = answers[0]
     assert first == second != trained
@@ -137,7 +123,7 @@ def test_validation_repeats_its_samples_and_changes_nothing() -> None:
 
 
 def _validations(plan: Plan, model: ParallelModel) -> tuple[float, float, float, float, list[int], int]:
-    batches, positions = batches_of(plan, model), []
+    batches, positions = rank_batches(plan), []
 
     class RecordingBatches(Batches):
         def on_host(self, consumed_samples: int) -> Any:
@@ -169,7 +155,7 @@ class ShorterAnswers(RaggedSamples):
 def _val_loss(plan: Plan, model: ParallelModel) -> tuple[dict[str, float], list[tuple[float, int, int]]]:
     """Return the result of ``validate``, and (loss, correct tokens, tokens) of each sample, computed one by one."""
     samples = ShorterAnswers(plan.config.data.seq_length, plan.model.vocab_size)
-    batches = Batches(samples, plan, plan.topology(torch.distributed.get_rank()), model.device)
+    batches = batches_of(samples, plan)
     alone = []
     if plan.world_size == 1:
         for index in range(16):
@@ -192,14 +178,14 @@ def test_validation_is_the_mean_over_tokens_in_every_layout() -> None:
         tied,
         odd,
     )
-    ((result, alone),) = on_ranks(_val_loss, 1, make_plan(1, *settings))
+    ((result, alone),) = on_ranks(_val_loss, make_plan(1, *settings))
     sums, right, counts = (sum(column) for column in zip(*alone, strict=True))
     halves = [sum(loss for loss, *_ in half) / sum(n for *_, n in half) for half in (alone[:8], alone[8:])]
     assert abs(sum(halves) / 2 - sums / counts) > 0.1, "otherwise a mean of batch means would not differ"
     assert result == pytest.approx({"val_loss": sums / counts, "val_token_accuracy": right / counts}, rel=1e-6)
     assert 0 < right < counts
     for layout in ("trainer.tp=2", "trainer.pp=2", "trainer.zero=1", "trainer.exact=true"):
-        for other, _ in on_ranks(_val_loss, 2, make_plan(2, *settings, layout)):
+        for other, _ in on_ranks(_val_loss, make_plan(2, *settings, layout)):
             assert other == pytest.approx(result, rel=1e-6), layout
 
 
@@ -229,33 +215,31 @@ def sampling(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone(sampling: list[str]) -> list[str]:
-    return on_ranks(continue_prompts, 1, make_plan(1, *sampling))[0]
+    return on_ranks(continue_prompts, make_plan(1, *sampling))[0]
 
 
 def test_samples_continue_their_prompts(alone: list[str], sampling: list[str]) -> None:
     assert len(alone) == 2 and alone[0].startswith("walking") and alone[1].startswith("open jumps")
     assert all(len(text) > len("open jumps") for text in alone)
-    other = on_ranks(continue_prompts, 1, make_plan(1, *sampling, "trainer.seed=7"))[0]
+    other = on_ranks(continue_prompts, make_plan(1, *sampling, "trainer.seed=7"))[0]
     assert other != alone
-    assert on_ranks(continue_prompts, 1, make_plan(1, *sampling, "logging.sample_prompts=[]"))[0] == []
+    assert on_ranks(continue_prompts, make_plan(1, *sampling, "logging.sample_prompts=[]"))[0] == []
 
 
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS.values(), ids=LAYOUTS)
 def test_samples_are_the_same_in_every_layout(
     world: int, layout: list[str], sampling: list[str], alone: list[str]
 ) -> None:
-    assert on_ranks(continue_prompts, world, make_plan(world, *sampling, *layout)) == [alone] * world
+    assert on_ranks(continue_prompts, make_plan(world, *sampling, *layout)) == [alone] * world
 
 
-def test_samples_have_only_ids_of_the_tokenizer(sampling: list[str]) -> None:
+def test_samples_have_only_ids_of_the_tokenizer(sampling: list[str], tmp_path: Path) -> None:
+    """Without a tokenizer there are no samples."""
     settings = [setting.replace("vocab_size=301", "vocab_size=3000") for setting in sampling]
-    assert len(on_ranks(continue_prompts, 2, make_plan(2, *settings, "trainer.tp=2"))[0]) == 2
-
-
-def test_no_samples_without_a_tokenizer(tmp_path: Path, sampling: list[str]) -> None:
+    assert len(on_ranks(continue_prompts, make_plan(2, *settings, "trainer.tp=2"))[0]) == 2
     plan = make_plan(1, *sampling)
     plan.config.data.tokenizer = str(tmp_path / "nothing.model")
-    assert on_ranks(continue_prompts, 1, plan)[0] == []
+    assert on_ranks(continue_prompts, plan)[0] == []
 
 
 class SomeLabels(RaggedSamples):
@@ -283,7 +267,7 @@ def test_batches_without_labels(tmp_path: Path, capfd: pytest.CaptureFixture[str
         (tmp_path / name).mkdir()
         folder = f"run.dir={tmp_path / name}"
         plan = make_plan(world, *LAYOUTS[world], *STEPS, folder, f"trainer.steps={steps}", "trainer.val_every_steps=2")
-        return on_ranks(_train, world, plan, train, held_out)
+        return on_ranks(_train, plan, train, held_out)
 
     def saved(name: str) -> list[str]:
         return sorted(path.name for path in (tmp_path / name / "checkpoints").glob("[!.]*"))
@@ -314,3 +298,76 @@ def _train(plan: Plan, model: ParallelModel, labelled: tuple[int, ...], held_out
     except ConfigError as error:
         return " ".join(str(error).split())
     return ""
+
+
+SIZES = {"wiki": 40, "code": 12, "tiny": 3}
+"""Documents; tiny has fewer sequences than a batch."""
+
+
+def write_sets(folder: Path) -> list[str]:
+    """Return the settings of a training set and three validation sets of 64 ids, from another seed each."""
+    for number, (name, count) in enumerate({"train": 60, **SIZES}.items()):
+        documents = [[(7 * token + number) % 64 for token in document] for document in numbered(count)]
+        write_indexed(folder / name, documents)
+    sets = ",".join(f"{name}:{folder}/{name}" for name in SIZES)
+    data = ["data=python_stdlib", "data.tokenizer=null", f"data.prefixes=[{folder}/train]", "data.seq_length=16"]
+    return [*data, f"data.cache_dir={folder}/cache", f"data.validation_prefixes={{{sets}}}"]
+
+
+def _losses(plan: Plan, model: ParallelModel) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the metrics of a validation, and in one process the mean loss of each set, sequence by sequence."""
+    by_hand = {}
+    sets = rank_data(plan).validation
+    for name, batches in sets.items() if plan.world_size == 1 else ():
+        samples, losses = batches.samples, []
+        assert isinstance(samples, SampleStream)
+        for number in range(min(len(samples), 4 * plan.config.trainer.global_batch_size)):
+            logits = model.logits(samples[number]["tokens"][None])
+            assert logits is not None
+            losses.append(torch.nn.functional.cross_entropy(logits[:, 0].double(), samples[number]["labels"]))
+        by_hand[f"val_loss/{name}"] = torch.stack(losses).mean().item()
+    return validate(plan, model, sets), by_hand
+
+
+def test_each_set_has_its_loss_in_every_layout(tmp_path: Path) -> None:
+    settings = [*SMALL, *write_sets(tmp_path), "trainer.val_every_steps=1", "model.initializer_range=0.3"]
+    ((metrics, by_hand),) = on_ranks(_losses, resolve(load_config(settings, CONF), 1))
+    assert len(by_hand) == 3 and {name: metrics[name] for name in by_hand} == pytest.approx(by_hand, rel=1e-6)
+    assert metrics["val_loss"] == pytest.approx(sum(by_hand.values()) / 3) and len({*by_hand.values()}) == 3
+    assert len(metrics) == 2 * (1 + len(SIZES))
+    for layout in ("trainer.zero=3", "trainer.pp=2", "trainer.cp=2", "trainer.tp=2"):
+        for other, _ in on_ranks(_losses, resolve(load_config([*settings, layout], CONF), 2)):
+            assert other == pytest.approx(metrics, rel=1e-6), layout
+
+
+def test_a_resumed_run_validates_the_same_and_not_before_its_first_step(tmp_path: Path) -> None:
+    every = [*write_sets(tmp_path), "trainer.val_every_steps=2", "trainer.val_at_start=true", "trainer.dp=2"]
+    logged = []
+    for name, steps in (("whole", [6]), ("parts", [2, 6])):
+        for count in steps:
+            job = Job(tmp_path / name, *every, "optim=constant", "optim.warmup_steps=0", f"trainer.steps={count}")
+            assert job.wait() == 0, job.output
+        records = read_metrics(tmp_path / name / "metrics.jsonl")
+        logged.append([{key: each[key] for key in each if "val" in key or key == "step"} for each in records])
+        assert [each["step"] for each in records] == [0, 1, 2, 3, 4, 5, 6]
+    assert logged[0] == logged[1] and [len(each) for each in logged[0]] == [9, 1, 9, 1, 9, 1, 9]
+    assert job.output.count("before step 1: val loss ") == 1, "a resumed run has validated already"
+
+
+@pytest.mark.parametrize(
+    ("typed", "sets"),
+    [
+        ("[a,b]", ["a", "b"]),
+        ("{wiki:a,code:[b,3.10]}", [{"wiki": ["a"]}, {"code": ["b", "3.10"]}]),
+        ("[{wiki:a},{code:b}]", [{"wiki": ["a"]}, {"code": ["b"]}]),
+    ],
+)
+def test_named_sets_on_the_command_line(typed: str, sets: list[Any]) -> None:
+    assert load_config([f"data.validation_prefixes={typed}"], CONF).data.validation_prefixes == sets
+
+
+def test_the_plan_of_named_sets(tmp_path: Path) -> None:
+    prefix = write_indexed(tmp_path / "text", numbered(60))
+    plan = data_plan([prefix], **{"data.validation_prefixes": [{"same": [prefix]}, {"x.y-z_1": prefix}]})
+    assert "every 10 steps · 4 batches of 8 · sets same, x.y-z_1 by default" in unwrap(format_plan(plan))
+    assert f"{prefix} is read in training and in validation" in " ".join(plan.notes)

@@ -114,19 +114,14 @@ def column(records: list[dict[str, Any]], name: str) -> list[Any]:
 
 
 def test_the_limit_is_olmo_cores() -> None:
+    """There is none before the window is half full, and old values leave the window."""
     values = torch.rand(8, generator=torch.Generator().manual_seed(0))
     deviation, mean = torch.std_mean(values)
     limit = SpikeLimit("loss", 6.0, 8, values.tolist())
     assert limit.value == pytest.approx(float(mean + 6 * deviation), rel=1e-6)
     assert limit.value == float(torch.tensor(limit.value)), "host and device compare the same fp32 number"
-
-
-def test_no_limit_before_the_window_is_half_full() -> None:
     assert SpikeLimit("loss", 1.0, 8, [1.0, 2.0, 1.0]).value == float("inf")
     assert SpikeLimit("loss", 1.0, 8, [1.0, 2.0, 1.0, 2.0]).value < 3
-
-
-def test_old_values_leave_the_window() -> None:
     assert SpikeLimit("loss", 1.0, 4, [100.0, 1.0, 1.0, 1.0, 1.0]).value == 1.0
 
 

@@ -15,7 +15,7 @@ from megatron_llama.system import command
 from megatron_llama.train import stop
 from tests.checkpoint.runner import SMALL
 from tests.processes import plan_of, run_train_py
-from tests.threads import check_threads
+from tests.ranks import check_threads
 
 
 @pytest.mark.parametrize(

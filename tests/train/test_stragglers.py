@@ -47,18 +47,12 @@ def test_straggler_is_reported_once_and_when_it_recovers() -> None:
     assert verdict.slowest == 2 and verdict.ratio == pytest.approx(1.8)
 
 
-def test_of_two_ranks_the_slower_one_is_named() -> None:
+def test_ranks_are_compared_with_their_peers_or_their_history() -> None:
+    """The slower of two ranks is named; the last stage, with the output head, is compared with itself."""
     assert changes(Stragglers([0, 0]), [1.0, 2.0], [1.0, 2.0])[-1] == ([1], [])
-
-
-def test_stages_with_more_to_do_are_not_slow() -> None:
-    """The last stage has the output head; its ranks are compared with each other."""
     busy = [1.0, 1.0, 3.0, 3.0]
     assert changes(Stragglers([0, 0, 1, 1]), *[busy] * 3)[-1] == ([], [])
     assert changes(Stragglers([0, 0, 1, 1]), *[[1.0, 1.0, 3.0, 5.0]] * 2)[-1] == ([3], [])
-
-
-def test_rank_without_peers_is_compared_with_its_history() -> None:
     before, after = [1.0, 3.0], [1.0, 6.0]
     watch = Stragglers([0, 1])
     assert changes(watch, before, before, after, after)[-1] == ([1], [])
@@ -118,9 +112,6 @@ def test_waiting_ranks_are_not_slow() -> None:
     assert line.startswith(f"{where} is slow: works 0.3 s per step, 3.0 times its peers' 0.1 s")
     assert "dp all_reduce" in awaited and after == ""
     assert [other[0] for other in others] == [logged] * 2, "all ranks have the same verdict"
-
-
-def test_no_report_without_a_slow_rank() -> None:
     logged, lines, _, _ = run_ranks(train_with_a_slow_rank, 3, None)[0]
     assert not lines and all(metrics["slowest_rank_ratio"] == pytest.approx(1.0) for metrics in logged)
 

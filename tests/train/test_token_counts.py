@@ -13,15 +13,14 @@ import torch
 from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.data.batches import Batches
 from megatron_llama.data.finetuning_set import PADDING
-from megatron_llama.devices import get_device
-from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from megatron_llama.train.metrics import MetricsLogger
 from megatron_llama.train.metrics_file import read_metrics
 from megatron_llama.train.run_rank import run_rank
 from tests.data.files import data_plan, write_indexed
 from tests.model.llamas import CPU
-from tests.oracle import make_plan
+from tests.oracle import batches_of, make_plan, on_ranks
 from tests.ranks import run_ranks
 from tests.train.steps import PEAK, measured, plan_of
 
@@ -70,14 +69,11 @@ def test_a_global_batch_is_counted_once_in_every_layout(layout: str) -> None:
     world = 2 if layout else 1
     plan = make_plan(world, ALONE, *filter(None, [layout]))
     expected = [2 * 8, 2 * (5 + 8 + 16 + 16), 2 * sum(squares(lengths) for _, lengths in KINDS)]
-    assert run_ranks(_counts, world, plan) == [expected] * world
+    assert on_ranks(_counts, plan) == [expected] * world
 
 
-def _counts(rank: int, plan: Plan) -> list[int]:
-    topology = plan.topology(rank)
-    with process_groups(plan, topology, get_device("cpu"), CPU):
-        model = build_model(plan, topology, get_device("cpu"), CPU)
-        return [int(count) for count in model.count(Batches(Kinds(), plan, topology, CPU).at(0))]
+def _counts(plan: Plan, model: ParallelModel) -> list[int]:
+    return [int(count) for count in model.count(batches_of(Kinds(), plan).at(0))]
 
 
 def test_speed_and_utilisation_without_padding(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import transformers.models.auto.tokenization_auto  # noqa: F401  imported before
 from safetensors.torch import load_file, save_file
 
 import megatron_llama.tools.inference.chat  # noqa: F401  the same
-from tests.checkpoint.jobs import Job
+from tests.checkpoint.runner import Job
 from tests.messages import unwrap
 from tests.tools.inference.commands import CPU, check_refusals, command, generate
 from tests.tools.inference.models import make_folder

@@ -23,7 +23,7 @@ from megatron_llama.tools.inference.arguments import inference_plan
 from megatron_llama.tools.inference.chat import PromptBuilder
 from megatron_llama.tools.inference.generator import Generator
 from megatron_llama.tools.inference.saved_model import open_saved_model, stop_ids, tokenizer_of
-from tests.checkpoint.jobs import Job
+from tests.checkpoint.runner import Job
 from tests.ranks import run_ranks
 from tests.tools.inference.commands import CPU, command, evaluate
 from tests.tools.inference.models import in_generator, make_folder, train_sentencepiece

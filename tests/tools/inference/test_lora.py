@@ -19,7 +19,7 @@ from megatron_llama.config import ConfigError
 from megatron_llama.tools.inference.arguments import inference_plan
 from megatron_llama.tools.inference.generator import Generator
 from megatron_llama.tools.inference.saved_model import open_saved_model
-from tests.checkpoint.jobs import Job
+from tests.checkpoint.runner import Job
 from tests.oracle import distance
 from tests.ranks import run_ranks
 from tests.tools.inference.commands import CPU, command, evaluate, generate

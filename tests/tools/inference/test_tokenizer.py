@@ -22,7 +22,7 @@ from megatron_llama.text.tokenizer import (
 )
 from megatron_llama.tools.inference.chat import Decoder, Printer
 from megatron_llama.tools.inference.saved_model import SavedModel, open_saved_model, stop_ids, tokenizer_of
-from tests.checkpoint.jobs import Job
+from tests.checkpoint.runner import Job
 from tests.data.files import train_tokenizer
 from tests.tools.inference.models import train_sentencepiece, write_tokenizer
 

@@ -91,14 +91,12 @@ def test_an_interrupted_sweep_resumes_and_failures_do_not_end_it(tmp_path: Path)
 
 
 def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An invalid state file is reported."""
     runs = FakeTrain(0, 0)
     with locked_folder(tmp_path / "s"):
         assert main(["-m", *TWO, f"run.dir={tmp_path}/s"], runs) == 2
     assert "is in use by another process" in capsys.readouterr().err and not runs.started
     assert main(["-m", *TWO, f"run.dir={tmp_path}/s"], runs) == 0
-
-
-def test_an_invalid_state_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sweep.json").write_text('{"runs": [1]}')
     assert main(["-m", *TWO, f"run.dir={tmp_path}"], FakeTrain()) == 2
     assert "sweep.json" in capsys.readouterr().err
