@@ -29,12 +29,13 @@ from megatron_llama.config.fields import settings_by_name
 from megatron_llama.config.hf_config import INDEX, SINGLE, hf_config
 from megatron_llama.corpus.indexed_format import HEADER, MAGIC
 from megatron_llama.train.metrics_file import METRICS_FILE
-from tests.fuzz.runner import ODD, Files, as_json, damaged, edited, json_files
+from tests.fuzz.runner import ODD, Files, as_json, as_yaml, damaged, edited, json_files, named
 
 MODEL = ModelConfig(
     "fuzzed", vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
     num_key_value_heads=1, head_dim=8,
 )  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 HF_CONFIG = hf_config(MODEL, "float32", {"bos_token_id": 1, "eos_token_id": 2})
 TENSORS = {name: torch.full(shape, 0.5) for name, shape in hf_shapes(MODEL).items()}
 WEIGHTS = save_safetensors(TENSORS, metadata={"format": "pt"})
@@ -53,9 +54,8 @@ def with_header(header: bytes) -> bytes:
 
 HEADER_JSON = json.loads(WEIGHTS[8 : 8 + struct.unpack("<Q", WEIGHTS[:8])[0]])
 SIZES = [[0, 64], [64, 0], [1024], [16, 16], [0, 0], [2**40, 2**40], ["F32"], "BF16", "F64", "I64", "BOOL", "F8_E4M3"]
-WEIGHT_CASES = st.one_of(
-    damaged(edited(HEADER_JSON, SIZES).map(as_json)).map(with_header), damaged(st.just(WEIGHTS))
-).map(lambda content: {SINGLE: content})
+_HEADERS = damaged(edited(HEADER_JSON, SIZES).map(as_json)).map(with_header)
+WEIGHT_CASES = named(SINGLE, st.one_of(_HEADERS, damaged(st.just(WEIGHTS))))
 INDEX_JSON = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(TENSORS, "model-00001-of-00001.safetensors")}
 INDEX_CASES = json_files(INDEX, INDEX_JSON, [SINGLE, "../" + SINGLE, "/etc/passwd", ["a"]]).map(
     lambda files: {**files, "model-00001-of-00001.safetensors": WEIGHTS}
@@ -168,10 +168,10 @@ LINE = damaged(st.sampled_from(RECORDS).flatmap(edited).map(as_json))
 TEXT = st.lists(st.one_of(LINE, st.sampled_from([b"", b" ", b"\xef\xbb\xbf{}", b"[" * 10**5, b"1e999"])), max_size=5)
 JSONL = TEXT.map(b"\n".join)
 JSONL_CASES = st.one_of(
-    JSONL.map(lambda text: {"a.jsonl": text}),
+    named("a.jsonl", JSONL),
     st.lists(LINE, max_size=4).map(lambda lines: {"a.json": b"[" + b",\n".join(lines) + b"]"}),
-    damaged(JSONL.map(lambda text: gzip.compress(text, 1))).map(lambda packed: {"a.jsonl.gz": packed}),
-    damaged(JSONL).map(lambda text: {"a.csv": text}),
+    named("a.jsonl.gz", damaged(JSONL.map(lambda text: gzip.compress(text, 1)))),
+    named("a.csv", damaged(JSONL)),
     st.sampled_from([b"PAR1", b"ARROW1\0\0", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\x00", b"BZh91AY&SY"]).flatmap(
         lambda magic: st.binary(max_size=60).map(lambda rest: {"a.jsonl": magic + rest + magic})
     ),
@@ -233,32 +233,27 @@ HOSTILE_PICKLES = [
     b"\x80\x05\x96" + b"\xff" * 8,
     b"\x80\x02cos\nsystem\nX\x02\0\0\0id\x85R.",
 ]
+RUN_CONFIG = {"model": MEGATRON_ARGUMENTS, "train": {"train_iters": 9}, "dataset": {"random_seed": 5}}
 DCP_CASES = st.one_of(
-    damaged(st.just(DCP_FILES[".metadata"])).map(lambda content: {".metadata": content}),
-    st.sampled_from(HOSTILE_PICKLES).map(lambda content: {".metadata": content}),
-    damaged(edited(COMMON).map(_common)).map(lambda content: {"common.pt": content}),
-    edited(
-        {"model": MEGATRON_ARGUMENTS, "train": {"train_iters": 9}, "dataset": {"random_seed": 5}}, ["silu", [7, 0]]
-    ).map(lambda content: {"run_config.yaml": yaml.safe_dump(content).encode("utf-8", "replace")}),
-    damaged(st.just(DCP_FILES["__0_0.distcp"])).map(lambda content: {"__0_0.distcp": content}),
+    named(".metadata", damaged(st.just(DCP_FILES[".metadata"]))),
+    named(".metadata", st.sampled_from(HOSTILE_PICKLES)),
+    named("common.pt", damaged(edited(COMMON).map(_common))),
+    named("run_config.yaml", edited(RUN_CONFIG, ["silu", [7, 0]]).map(as_yaml)),
+    named("__0_0.distcp", damaged(st.just(DCP_FILES["__0_0.distcp"]))),
 )
 TRAINER_CASES = st.one_of(
-    damaged(edited(TRAINER_OPTIMIZER).map(_torch_file)).map(lambda content: {"optimizer.pt": content}),
+    named("optimizer.pt", damaged(edited(TRAINER_OPTIMIZER).map(_torch_file))),
     json_files("trainer_state.json", {"global_step": 3}),
     json_files("config.json", HF_CONFIG),
-    damaged(edited({"last_epoch": 3, "_last_lr": [0.1]}).map(_torch_file)).map(
-        lambda content: {"scheduler.pt": content}
-    ),
+    named("scheduler.pt", damaged(edited({"last_epoch": 3, "_last_lr": [0.1]}).map(_torch_file))),
 )
-RANK_CASES = damaged(edited(RANK).map(_common)).map(lambda content: {"model_optim_rng.pt": content})
+RANK_CASES = named("model_optim_rng.pt", damaged(edited(RANK).map(_common)))
 
 
 def _files(name: str, good: Any, more: Files) -> st.SearchStrategy[Files]:
     """Cases of one file in a folder, whose other files are good."""
-    kind = {"json": as_json, "yaml": lambda value: yaml.safe_dump(value).encode("utf-8", "replace")}
-    return damaged(edited(good, [[0.5], [9, 0]]).map(kind.get(name[-4:], _torch_file))).map(
-        lambda content: {**more, name: content}
-    )
+    write = {"json": as_json, "yaml": as_yaml}.get(name[-4:], _torch_file)
+    return named(name, damaged(edited(good, [[0.5], [9, 0]]).map(write))).map(lambda files: {**more, **files})
 
 
 META = {name: torch.full(shape, 0.5) for name, shape in torchtitan_names(MODEL).shapes.items()}
@@ -306,12 +301,8 @@ RECIPES: list[Any] = [
     "os.system", {"_target_": "os.system", "command": "true"}, [[1, 2], [3, 4]], "${oc.create:${trainer}}", CHAIN,
 ]  # fmt: skip
 RECIPE_CASES = st.one_of(
-    damaged(
-        edited(RECIPE, RECIPES).map(
-            lambda recipe: yaml.safe_dump(recipe, allow_unicode=True).encode("utf-8", "replace")
-        )
-    ),
-    st.sampled_from([CHAIN, {"a": {"b": [0] * 60000}}]).map(lambda recipe: yaml.safe_dump(recipe).encode()),
+    damaged(edited(RECIPE, RECIPES).map(as_yaml)),
+    st.sampled_from([CHAIN, {"a": {"b": [0] * 60000}}]).map(as_yaml),
     st.binary(max_size=40),
 ).map(lambda text: {"recipe.yaml": b"# @package _global_\n" + text})
 SETTINGS = sorted(name for name in settings_by_name() if name not in ("dry_run", "device.name", "data.prepare"))
@@ -352,9 +343,7 @@ model:
   data: {data_prefix: [1.0, a], splits_string: "8,1,1", seq_length: "${model.encoder_seq_length}"}
 """
 )
-NEMO_CASES = damaged(edited(NEMO, RECIPES).map(lambda config: yaml.safe_dump(config).encode("utf-8", "replace"))).map(
-    lambda text: {"nemo.yaml": text}
-)
+NEMO_CASES = named("nemo.yaml", damaged(edited(NEMO, RECIPES).map(as_yaml)))
 TITAN = {
     "model": {"name": "llama3", "flavor": "8B", "converters": ["float8"]},
     "optimizer": {"name": "AdamW", "lr": 3e-4, "eps": 1e-8},
@@ -390,10 +379,8 @@ def _script(flags: Any) -> bytes:
 
 
 SOURCE_CASES = st.one_of(
-    damaged(edited(TITAN).map(_toml)).map(lambda text: {"a.toml": text}),
-    damaged(edited(SCRIPT, ["$((", "$1", "\x1b[2J", "'", "1e999", [2, "b"]]).map(_script)).map(
-        lambda text: {"a.sh": text}
-    ),
+    named("a.toml", damaged(edited(TITAN).map(_toml))),
+    named("a.sh", damaged(edited(SCRIPT, ["$((", "$1", "\x1b[2J", "'", "1e999", [2, "b"]]).map(_script))),
 )
 
 
@@ -426,7 +413,7 @@ TOKENIZER_JSON = {
               "merges": [["a", "b"]]},
 }  # fmt: skip
 TOKENIZER_CASES = st.one_of(
-    damaged(st.just(TOKENIZER)).map(lambda model: {"tokenizer.model": model}),
+    named("tokenizer.model", damaged(st.just(TOKENIZER))),
     st.tuples(
         json_files("tokenizer.json", TOKENIZER_JSON), json_files("tokenizer_config.json", TOKENIZER_SETTINGS)
     ).map(lambda files: {**files[0], **files[1]}),
@@ -479,8 +466,6 @@ def _records(events: bytes) -> list[bytes]:
     return records
 
 
-EVENT_CASES = st.one_of(
-    damaged(st.just(EVENTS)),
-    st.lists(st.one_of(damaged(st.sampled_from(_records(EVENTS))), st.binary(max_size=20)), max_size=6).map(_framed),
-).map(lambda content: {"events.out.tfevents.1.host.1.0": content})
+_RECORDS = st.lists(st.one_of(damaged(st.sampled_from(_records(EVENTS))), st.binary(max_size=20)), max_size=6)
+EVENT_CASES = named("events.out.tfevents.1.host.1.0", st.one_of(damaged(st.just(EVENTS)), _RECORDS.map(_framed)))
 TRAINER_STATE = {"log_history": [{"step": 1, "loss": 2.5, "learning_rate": 0.1}, {"step": 2, "eval_loss": 2.0}]}

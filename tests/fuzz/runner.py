@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
@@ -259,6 +260,11 @@ def as_json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
+def as_yaml(value: Any) -> bytes:
+    """YAML in UTF-8, halves of surrogate pairs replaced."""
+    return yaml.safe_dump(value, allow_unicode=True).encode("utf-8", "replace")
+
+
 def damaged(content: SearchStrategy[bytes]) -> SearchStrategy[bytes]:
     """Return the content, mostly unchanged, else truncated or with bytes flipped, removed, repeated or inserted."""
     damage = st.tuples(st.sampled_from("ctfirb"), st.integers(0, 2**32), st.integers(0, 2**16), st.binary(max_size=9))
@@ -285,9 +291,13 @@ def _damage(case: tuple[bytes, list[tuple[str, int, int, bytes]]]) -> bytes:
     return content
 
 
+def named(name: str, content: SearchStrategy[bytes]) -> SearchStrategy[dict[str, bytes]]:
+    """Cases of one file."""
+    return content.map(lambda content: {name: content})
+
+
 def json_files(name: str, document: Any, more: Sequence[Any] = ()) -> SearchStrategy[dict[str, bytes]]:
     """One JSON file: the document edited, now and then damaged, or something else altogether."""
     other = st.sampled_from([b"", DEEP.encode(), b'{"a":' * 100_000, b"null", b"[]", b"9" * 5000, b"\xff\xfe{\0}\0"])
-    return st.one_of(
-        damaged(edited(document, more).map(as_json)), damaged(edited(document, more).map(as_json)), other
-    ).map(lambda content: {name: content})
+    twice = [damaged(edited(document, more).map(as_json)) for _ in range(2)]
+    return named(name, st.one_of(*twice, other))

@@ -37,34 +37,7 @@ from megatron_llama.tools.import_nemo.cli import as_yaml, command_line, convert_
 from megatron_llama.tools.import_nemo.convert import convert
 from megatron_llama.tools.inference.saved_model import open_saved_model
 from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, read_metrics, read_run_records
-from tests.fuzz.good_files import (
-    ADAPTER,
-    CHECKPOINT_CASES,
-    COMMAND_CASES,
-    DCP_CASES,
-    DCP_FILES,
-    EVENT_CASES,
-    HF_CONFIG,
-    HF_FILES,
-    IDX_CASES,
-    INDEX_CASES,
-    JSONL_CASES,
-    MANIFEST_CASES,
-    MEGATRON_COMMON,
-    METRICS_CASES,
-    MODEL,
-    NEMO_CASES,
-    RANK_CASES,
-    RECIPE_CASES,
-    SOURCE_CASES,
-    TEMPLATE_CASES,
-    TOKENIZER,
-    TOKENIZER_CASES,
-    TORCH_FILE_CASES,
-    TRAINER_CASES,
-    TRAINER_STATE,
-    WEIGHT_CASES,
-)
+from tests.fuzz import good_files as good
 from tests.fuzz.runner import Target, json_files
 from tests.paths import CONF
 
@@ -100,10 +73,10 @@ def read_config_json(case: Path) -> None:
 
 
 def read_weights(case: Path) -> None:
-    for name, content in HF_FILES.items():
+    for name, content in good.HF_FILES.items():
         if not (case / name).exists() and not (case / INDEX).exists():
             (case / name).write_bytes(content)
-    store_pipe = open_hf_folder(case, MODEL)
+    store_pipe = open_hf_folder(case, good.MODEL)
     for name in store_pipe.tensors:
         store_pipe.rows(name)
 
@@ -125,20 +98,20 @@ def read_foreign(case: Path) -> None:
     """Describe a checkpoint of another program, open it, and read its tensors."""
     with suppress(ConfigError, CorruptFile):
         describe(case)
-    tensors = open_foreign(case, MODEL, resumes=True).tensors
+    tensors = open_foreign(case, good.MODEL, resumes=True).tensors
     for name in tensors.tensors:
         tensors.rows(name)
 
 
 def read_megatron(case: Path) -> None:
-    for name, content in {**DCP_FILES, "common.pt": MEGATRON_COMMON}.items():
+    for name, content in {**good.DCP_FILES, "common.pt": good.MEGATRON_COMMON}.items():
         if not (case / name).exists():
             (case / name).write_bytes(content)
     read_foreign(case)
 
 
 def read_trainer(case: Path) -> None:
-    for name, content in {**HF_FILES, "trainer_state.json": b'{"global_step": 3}'}.items():
+    for name, content in {**good.HF_FILES, "trainer_state.json": b'{"global_step": 3}'}.items():
         if not (case / name).exists():
             (case / name).write_bytes(content)
     read_foreign(case)
@@ -176,7 +149,7 @@ def read_dataset(case: Path) -> None:
 
 def read_jsonl(case: Path) -> None:
     """Read raw data as preprocess.py and sft.py do, without worker processes."""
-    (case / "tokenizer.model").write_bytes(TOKENIZER)
+    (case / "tokenizer.model").write_bytes(good.TOKENIZER)
     encoder = load_encoder("sentencepiece", str(case / "tokenizer.model"), "sentencepiece")
     sources = [with_array(source) for source in find_sources([str(case / "a.*")], arrays=True).sources]
     slots = Slots(64, 1 << 16)
@@ -239,27 +212,25 @@ def read_metrics_file(case: Path) -> None:
 
 
 TARGETS = (
-    Target(
-        "config.json", json_files("config.json", HF_CONFIG, [{"rope_type": "llama3", "factor": 8.0}]), read_config_json
-    ),
-    Target("safetensors", WEIGHT_CASES, read_weights),
-    Target("safetensors index", INDEX_CASES, read_weights),
-    Target("adapter_config.json", json_files(ADAPTER_CONFIG, ADAPTER, [["q_proj"], "all-linear"]), read_adapter),
-    Target("torch_dist", DCP_CASES, read_megatron),
-    Target("Trainer's checkpoint", TRAINER_CASES, read_trainer),
-    Target("file of a Megatron rank", RANK_CASES, read_rank),
-    Target("files of Meta, litgpt and DeepSpeed", TORCH_FILE_CASES, read_foreign),
-    Target("checkpoint.json", CHECKPOINT_CASES, read_checkpoint),
-    Target("idx", IDX_CASES, read_dataset),
-    Target("dataset manifest", MANIFEST_CASES, read_dataset),
-    Target("jsonl", JSONL_CASES, read_jsonl),
-    Target("recipe", RECIPE_CASES, read_recipe),
-    Target("command line", COMMAND_CASES, read_command_line),
-    Target("NeMo config", NEMO_CASES, read_nemo),
-    Target("Megatron script or TOML", SOURCE_CASES, read_source),
-    Target("chat template", TEMPLATE_CASES, read_template),
-    Target("tokenizer", TOKENIZER_CASES, read_tokenizer),
-    Target("metrics.jsonl", METRICS_CASES, read_metrics_file),
-    Target("trainer_state.json", json_files("trainer_state.json", TRAINER_STATE), read_log),
-    Target("TensorBoard", EVENT_CASES, read_log),
+    Target("config.json", json_files("config.json", good.HF_CONFIG, [good.LLAMA3]), read_config_json),
+    Target("safetensors", good.WEIGHT_CASES, read_weights),
+    Target("safetensors index", good.INDEX_CASES, read_weights),
+    Target("adapter_config.json", json_files(ADAPTER_CONFIG, good.ADAPTER, [["q_proj"], "all-linear"]), read_adapter),
+    Target("torch_dist", good.DCP_CASES, read_megatron),
+    Target("Trainer's checkpoint", good.TRAINER_CASES, read_trainer),
+    Target("file of a Megatron rank", good.RANK_CASES, read_rank),
+    Target("files of Meta, litgpt and DeepSpeed", good.TORCH_FILE_CASES, read_foreign),
+    Target("checkpoint.json", good.CHECKPOINT_CASES, read_checkpoint),
+    Target("idx", good.IDX_CASES, read_dataset),
+    Target("dataset manifest", good.MANIFEST_CASES, read_dataset),
+    Target("jsonl", good.JSONL_CASES, read_jsonl),
+    Target("recipe", good.RECIPE_CASES, read_recipe),
+    Target("command line", good.COMMAND_CASES, read_command_line),
+    Target("NeMo config", good.NEMO_CASES, read_nemo),
+    Target("Megatron script or TOML", good.SOURCE_CASES, read_source),
+    Target("chat template", good.TEMPLATE_CASES, read_template),
+    Target("tokenizer", good.TOKENIZER_CASES, read_tokenizer),
+    Target("metrics.jsonl", good.METRICS_CASES, read_metrics_file),
+    Target("trainer_state.json", json_files("trainer_state.json", good.TRAINER_STATE), read_log),
+    Target("TensorBoard", good.EVENT_CASES, read_log),
 )
