@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
+from megatron_llama.system.programs import name_commands
 from megatron_llama.tools.common import run_tool
-
-if TYPE_CHECKING:
-    from megatron_llama.config import Problem
 
 USAGE = """\
 usage: python scripts/tune.py [--output FILE.yaml] [objective=...]
@@ -52,25 +50,6 @@ Run the same command to resume an interrupted search.
 Exit status: 0 success, 1 nothing fits or all trials failed, 2 invalid
 arguments or settings.
 """
-NO_TRIALS, OUTPUT = "--no-trials", "--output"
-
-
-def read_output(argv: Sequence[str]) -> tuple[Path | None, list[str], list[Problem]]:
-    """Return the file of --output, the other arguments, and problems."""
-    from megatron_llama.config import Problem
-
-    path, rest = None, []
-    words = iter(argv)
-    for word in words:
-        flag, equals, value = word.partition("=")
-        if flag != OUTPUT:
-            rest.append(word)
-            continue
-        path = value if equals else next(words, "")
-    if path is not None and not path.endswith((".yaml", ".yml")):
-        rule = "must be the path of a .yaml file"
-        return None, rest, [Problem(OUTPUT, path or None, rule, f"write {OUTPUT} my_run.yaml")]
-    return (Path(path) if path else None), rest, []
 
 
 def main(argv: Sequence[str]) -> int:
@@ -79,15 +58,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    from megatron_llama.config import ConfigError
+    from megatron_llama.config import ConfigError, Problem
     from megatron_llama.tools.tune.objectives import NothingWorks, tune
 
-    output, rest, problems = read_output(argv)
-    overrides = [text for text in rest if text != NO_TRIALS] + ["tune.trials=0"] * (NO_TRIALS in rest)
+    parser = ArgumentParser(usage=name_commands(USAGE), add_help=False, allow_abbrev=False)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--no-trials", action="store_true")
+    arguments, overrides = parser.parse_known_args(argv)
+    output = arguments.output
+    if output is not None and output.suffix not in (".yaml", ".yml"):
+        rule = "must be the path of a .yaml file"
+        raise ConfigError([Problem("--output", str(output), rule, "write --output my_run.yaml")])
     try:
-        if problems:
-            raise ConfigError(problems)
-        tune(overrides, output)
+        tune([*overrides, *["tune.trials=0"] * arguments.no_trials], output)
     except NothingWorks as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_FAILED

@@ -6,7 +6,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -157,16 +157,21 @@ def _fits(target: Target, scale: float, each: Candidate) -> bool:
 
 def _min_devices(request: TuneRequest, tuned: Tuner, trials: int) -> None:
     """Increase the number of devices until the run fits and meets the deadline, then search."""
-    bounded = any(text.startswith("cluster.nodes=") for text in request.all_overrides)
-    most = max_devices(request.target, bounded=bounded)
+    target, deadline = tuned.target, request.tune.days
+    # This machine has no more devices, and the user may have limited them.
+    bounded = target.is_local or any(text.startswith("cluster.nodes=") for text in request.all_overrides)
+    counts: list[DeviceCount] = []
     with ProgressBar("forecast", "device counts") as bar:
-        counts = find_min_devices(tuned, request.tune.days, most, 1.0, bar.show)
+        for number in device_counts(target, target.ranks if bounded else MOST_DEVICES):
+            counts.append(DeviceCount.on(Tuner(tuned.config, tuned.fixed, target.subset(number))))
+            bar.show(len(counts))
+            if counts[-1].meets(deadline):
+                break
     _print_lines(["", *device_count_lines(counts), ""])
     last = counts[-1]
-    in_time = last.days is not None and (request.tune.days is None or last.days <= request.tune.days)
-    if not in_time:
-        deadline = f" within {request.tune.days:g} days" if request.tune.days else ""
-        raise NothingWorks(f"The run does not fit{deadline} on up to {last.tuned.target.ranks:,} devices.")
+    if not last.meets(deadline):
+        in_time = f" within {deadline:g} days" if deadline else ""
+        raise NothingWorks(f"The run does not fit{in_time} on up to {last.tuned.target.ranks:,} devices.")
     _show_and_write(request, search_or_fail(request, last.tuned, last.space, trials))
 
 
@@ -184,7 +189,7 @@ def run_search(request: TuneRequest, tuned: Tuner, space: CandidateSpace, trials
     folder, target = Path(str(request.tune.dir)), tuned.target
     attempt = make_attempt(request.overrides, request.tune, folder, target.nodes)
     if not trials:
-        return search(tuned, space, trials, None, attempt)
+        return search(tuned, space, 0, None, attempt)
     machine = f"{target.ranks} {target.name}"
     inputs = {"words": list(request.overrides), "steps": request.tune.steps, "machine": machine}
     try:
@@ -241,10 +246,19 @@ class DeviceCount:
     days: float | None
     """Days of the run with the fastest settings, with failures and checkpoints; None if nothing fits."""
 
-    @property
-    def fastest(self) -> Candidate | None:
-        """Fastest settings by forecast."""
-        return self.space.candidates[0] if self.space.candidates else None
+    @classmethod
+    def on(cls, tuned: Tuner) -> DeviceCount:
+        """Return the candidates of all devices of a tuner's target."""
+        target, space = tuned.target, tuned.enumerate(memory_factor=1.0)
+        if not space.candidates:
+            return cls(tuned, space, None)
+        best = space.candidates[0]
+        plan, device = tuned.plan(best.settings, best.ranks), target.rank_device(best.ranks)
+        return cls(tuned, space, forecast_plan(plan, target.cluster, device, best.ranks).days)
+
+    def meets(self, deadline: float | None) -> bool:
+        """Whether the run fits, and ends within ``deadline`` days."""
+        return self.days is not None and (deadline is None or self.days <= deadline)
 
 
 def device_counts(target: Target, most: int) -> Iterator[int]:
@@ -254,40 +268,14 @@ def device_counts(target: Target, most: int) -> Iterator[int]:
     yield from (n * target.per_node for n in nodes if 1 < n and n * target.per_node <= most)
 
 
-def max_devices(target: Target, bounded: bool) -> int:
-    """Return the maximum to consider: the target's devices if it is this machine or the user set cluster.nodes."""
-    return target.ranks if bounded or target.is_local else MOST_DEVICES
-
-
-def find_min_devices(
-    tuned: Tuner, days: float | None, most: int, memory_factor: float, progress: Callable[[int], None]
-) -> list[DeviceCount]:
-    """Return the device counts considered, up to the first on which the run fits and ends within ``days``."""
-    counts: list[DeviceCount] = []
-    for number in device_counts(tuned.target, most):
-        part = Tuner(tuned.config, tuned.fixed, tuned.target.subset(number), tuned.extra)
-        space = part.enumerate(memory_factor=memory_factor)
-        best = space.candidates[0] if space.candidates else None
-        counts.append(DeviceCount(part, space, _days(part, best) if best else None))
-        progress(len(counts))
-        if best and (days is None or (counts[-1].days or 0.0) <= days):
-            break
-    return counts
-
-
-def _days(tuned: Tuner, best: Candidate) -> float:
-    target, plan = tuned.target, tuned.plan(best.settings, best.ranks)
-    return forecast_plan(plan, target.cluster, target.rank_device(best.ranks), best.ranks).days
-
-
 def device_count_lines(counts: list[DeviceCount]) -> Iterator[str]:
     """Yield one row per device count, with its fastest settings."""
     rows = [["devices", "candidates", "s/step", "days", "memory", "tp", "cp", "pp", "dp", "zero"]]
     for each in counts:
-        best, days = each.fastest, each.days
         row = [f"{each.tuned.target.ranks:,}", f"{len(each.space.candidates):,}"]
-        if best is not None and days is not None:
-            row += [f"{best.seconds:.4g}", f"{float(f'{days:.3g}'):,g}", gib(best.required_bytes)]
+        if each.days is not None:
+            best = each.space.candidates[0]
+            row += [f"{best.seconds:.4g}", f"{float(f'{each.days:.3g}'):,g}", gib(best.required_bytes)]
             row += [str(best.settings[f"trainer.{name}"]) for name in ("tp", "cp", "pp", "dp", "zero")]
         rows.append(row + [""] * (len(rows[0]) - len(row)))
     yield from text_table(rows, left=0)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
@@ -83,16 +83,6 @@ class TrialOutcome:
         return TrialOutcome(**{{"said": "message"}.get(name, name): value for name, value in content.items()})
 
 
-class RunningTrial(Protocol):
-    """Trial that was started."""
-
-    def poll(self) -> int | None:
-        """Return the exit status (negative signal number if a signal ended it); None while it runs."""
-
-    def kill(self) -> None:
-        """End all its processes."""
-
-
 def run_trial(
     candidate: Candidate, overrides: Sequence[str], tune: TuneConfig, folder: Path, best: float | None, nodes: int
 ) -> TrialOutcome:
@@ -106,19 +96,15 @@ def run_trial(
     settings = candidate.key.split()
     run = [f"trainer.steps={tune.steps + 1}", f"run.dir={json.dumps(str(folder))}"]
     command = [*overrides, *TRIAL_OVERRIDES, *settings, *run]
-    if tune.jobs:
-        trial: RunningTrial = SlurmJob(command, folder, tune.sbatch, nodes)
-    else:
-        trial = Process(command, folder)
+    trial = SlurmJob(command, folder, tune.sbatch, nodes) if tune.jobs else Process(command, folder)
     deadline = time.monotonic() + 60 * tune.trial_minutes
     status, ended = None, ""
     try:
         while (status := trial.poll()) is None:
-            if time.monotonic() > deadline:
+            times = _times(folder) if best is not None else []
+            is_slow = best is not None and len(times) > 1 and min(times) > SLOW_FACTOR * best
+            if is_slow or time.monotonic() > deadline:
                 ended = SLOW
-            elif best is not None and len(times := _times(folder)) > 1 and min(times) > SLOW_FACTOR * best:
-                ended = SLOW
-            if ended:
                 break
             time.sleep(_POLL_SECONDS)
     finally:
@@ -181,9 +167,11 @@ class Process:
             )
 
     def poll(self) -> int | None:
+        """Return the exit status (negative signal number if a signal ended it); None while it runs."""
         return self._process.poll()
 
     def kill(self) -> None:
+        """End all its processes."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # its ranks end with it
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -202,6 +190,7 @@ class SlurmJob:
         self.number = submit(given, command, Problem("tune.jobs", True, "", instead), MAX_RESTARTS="0")
 
     def poll(self) -> int | None:
+        """Return the exit status as ``Process``."""
         shown = call(["scontrol", "-o", "show", "job", self.number])
         facts = dict(re.findall(r"(\S+?)=(\S*)", shown.stdout))
         if facts.get("JobState") in _RUNNING:
@@ -212,6 +201,7 @@ class SlurmJob:
         return -int(number) if number not in ("", "0") else int(code)
 
     def kill(self) -> None:
+        """Cancel the job."""
         if self.poll() is None:
             call(["scancel", self.number])
 
