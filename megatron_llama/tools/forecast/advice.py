@@ -18,6 +18,8 @@ from megatron_llama.system.tables import gib
 from megatron_llama.tools.forecast.hardware import HardwareSpec, devices
 from megatron_llama.tools.forecast.step_time import load_constants, step_time
 
+Match = tuple[dict[str, Any], Plan]
+"""Changed settings, and the plan with them."""
 MOST_CHANGES = 3
 SUGGESTED = 3
 LARGEST_TP = 8
@@ -68,19 +70,19 @@ def fitting_changes(
     """
     if replan is None:
         return []
+    trials = _Trials(plan, fits, replan)
     device = devices()[PRICED_ON]
     before = _price(plan, device)
-    matches: list[tuple[dict[str, Any], Plan]] = []
+    matches: list[Match] = []
     values = _on_these_devices(plan, has_host)
-    can_fit = any(fits(other) for other in _extremes(plan, values, replan))
-    for count in range(1, MOST_CHANGES + 1 if can_fit else 1):
+    for count in range(1, MOST_CHANGES + 1 if trials.can_fit(values) else 1):
         sufficient = [settings for settings, _ in matches]
-        fitting = _fitting_sets(plan, values, count, replan, fits)
+        fitting = trials.fitting_sets(values, count)
         matches += [each for each in fitting if not any(_includes(each[0], settings) for settings in sufficient)]
         if len(matches) >= SUGGESTED or (matches and count > 1):  # there are hundreds of sets of three settings
             break
 
-    def cheapest(matches: Iterable[tuple[dict[str, Any], Plan]]) -> list[Change]:
+    def cheapest(matches: Iterable[Match]) -> list[Change]:
         changes = [
             Change(_overrides(plan, settings, other), plan.world_size, other, _price(other, device) / before)
             for settings, other in matches
@@ -90,11 +92,11 @@ def fitting_changes(
     if any("trainer.offload" not in settings for settings, _ in matches):
         return cheapest(matches)
     # Without master weights a step takes no longer than offloaded, but the results differ.
-    here = [*cheapest(_without_master_weights(plan, replan, fits)), *cheapest(matches)]
+    here = [*cheapest(trials.without_master_weights()), *cheapest(matches)]
     if not more_devices:
         return here[:SUGGESTED]
     # Offloading may cost more than additional devices: suggest both.
-    return [*here[: SUGGESTED - 1], *cheapest(_larger_grids(plan, replan, fits))][:SUGGESTED]
+    return [*here[: SUGGESTED - 1], *cheapest(trials.larger_grids())][:SUGGESTED]
 
 
 def _includes(settings: Mapping[str, Any], sufficient: Mapping[str, Any]) -> bool:
@@ -139,20 +141,6 @@ def _on_these_devices(plan: Plan, has_host: bool) -> dict[str, list[Any]]:
     return {name: options for name, options in values.items() if options}
 
 
-def _without_master_weights(
-    plan: Plan, replan: Callable[[Config, int], Plan], fits: Callable[[Plan], bool]
-) -> list[tuple[dict[str, Any], Plan]]:
-    """Return bf16 weights with stochastic rounding, alone or with full recomputation, if they fit on these devices."""
-    if plan.precision.param_dtype != "float32":
-        return []
-    settings = {"trainer.precision": "bf16_sr"}
-    for more in ({}, {"trainer.recompute": "full"} if plan.config.trainer.recompute != "full" else {}):
-        other = _plan_with(plan, settings | more, plan.world_size, replan)
-        if other is not None and fits(other):
-            return [(settings | more, other)]
-    return []
-
-
 def _offloaded(plan: Plan) -> list[list[str]]:
     """Return larger values of trainer.offload: each addition alone, then all."""
     current, step_on_device = plan.config.trainer.offload, "trainer.offload" in plan.config.optim.row.refuses
@@ -161,74 +149,77 @@ def _offloaded(plan: Plan) -> list[list[str]]:
     return [[kind for kind in OFFLOADED if kind in current or kind in added] for added in additions]
 
 
-def _extremes(plan: Plan, values: Mapping[str, list[Any]], replan: Callable[[Config, int], Plan]) -> Iterator[Plan]:
-    """Yield the plans of least memory: each setting at its last value, for each grid, with and without 8-bit states.
-
-    Some grids cut the blocks of 8-bit states, which a rule forbids.
-    """
-    most = {name: options[-1] for name, options in values.items() if name != "trainer.pipeline_layers"}
-    among = ("trainer.tp", "trainer.pp", "optim.state_bits")
-    for chosen in itertools.product(*([get(plan.config, name), *values.get(name, [])] for name in among)):
-        if other := _plan_with(plan, {**most, **dict(zip(among, chosen, strict=True))}, plan.world_size, replan):
-            yield other
-
-
 def _halves(size: int) -> list[int]:
     return [size // 2**power for power in range(1, size.bit_length()) if size % 2**power == 0]
 
 
-def _fitting_sets(
-    plan: Plan,
-    values: Mapping[str, list[Any]],
-    count: int,
-    replan: Callable[[Config, int], Plan],
-    fits: Callable[[Plan], bool],
-) -> Iterator[tuple[dict[str, Any], Plan]]:
-    """Yield sets of ``count`` settings that fit, each with the smallest sufficient change of its last setting."""
-    for names in itertools.combinations(values, count):
-        *others, last = names
-        for chosen in itertools.product(*(values[name] for name in others)):
-            for value in values[last]:
-                settings = {**dict(zip(others, chosen, strict=True)), last: value}
-                other = _plan_with(plan, settings, plan.world_size, replan)
-                if other is not None and fits(other):
-                    yield settings, other
-                    break
+class _Trials:
+    """Plans with changed settings that fit."""
 
+    def __init__(self, plan: Plan, fits: Callable[[Plan], bool], replan: Callable[[Config, int], Plan]) -> None:
+        """Arguments as ``fitting_changes``."""
+        self._plan, self._fits, self._replan = plan, fits, replan
 
-def _larger_grids(
-    plan: Plan, replan: Callable[[Config, int], Plan], fits: Callable[[Plan], bool]
-) -> Iterator[tuple[dict[str, Any], Plan]]:
-    """Yield the grids that fit on the smallest sufficient number of devices, with and without recomputation.
+    def _fitting(self, settings: Mapping[str, Any], world_size: int | None = None) -> Plan | None:
+        """Return the plan with changed settings; None if they break a rule or do not fit."""
+        requested, optim = self._plan.requested, self._plan.config.optim
+        try:
+            plan = self._replan(change_settings(requested, settings, optim), world_size or self._plan.world_size)
+        except ConfigError:
+            return None
+        return plan if self._fits(plan) else None
 
-    A grid either holds one copy of the model (tp x pp) or combines tensor parallelism with ZeRO 3.
-    """
-    trainer = plan.config.trainer
-    for world in (plan.world_size * 2**power for power in range(MOST_DEVICES.bit_length())):
-        if world > MOST_DEVICES:
-            return
-        matches = []
-        grids = [(tp, max(1, world // tp), trainer.zero) for tp in (8, 4, 2, 1)]
-        grids += [(tp, 1, 3) for tp in (8, 4, 2, 1) if tp < world]
-        for tp, pp, zero in grids:
-            for recompute in dict.fromkeys((trainer.recompute, "full")):
-                settings = {"trainer.tp": tp, "trainer.pp": pp, "trainer.zero": zero, "trainer.recompute": recompute}
-                settings |= {"trainer.micro_batch_size": 1} if trainer.micro_batch_size > 1 else {}
-                other = _plan_with(plan, settings, world, replan)
-                if other is not None and fits(other):
-                    changed = {name: value for name, value in settings.items() if value != get(plan.config, name)}
-                    matches.append((changed, other))
-                    break
-        if matches:
-            yield from matches
-            return
+    def can_fit(self, values: Mapping[str, list[Any]]) -> bool:
+        """Whether the settings of least memory fit: the last ``values``, for each grid, with and without 8-bit states.
 
+        Some grids cut the blocks of 8-bit states, which a rule forbids.
+        """
+        most = {name: options[-1] for name, options in values.items() if name != "trainer.pipeline_layers"}
+        among = ("trainer.tp", "trainer.pp", "optim.state_bits")
+        options = ([get(self._plan.config, name), *values.get(name, [])] for name in among)
+        grids = (dict(zip(among, chosen, strict=True)) for chosen in itertools.product(*options))
+        return any(self._fitting({**most, **grid}) is not None for grid in grids)
 
-def _plan_with(
-    plan: Plan, settings: Mapping[str, Any], world: int, replan: Callable[[Config, int], Plan]
-) -> Plan | None:
-    """Return the plan with changed settings; None if they break a rule."""
-    try:
-        return replan(change_settings(plan.requested, settings, plan.config.optim), world)
-    except ConfigError:
-        return None
+    def fitting_sets(self, values: Mapping[str, list[Any]], count: int) -> Iterator[Match]:
+        """Yield sets of ``count`` settings that fit, each with the smallest sufficient change of its last setting."""
+        for names in itertools.combinations(values, count):
+            *others, last = names
+            for chosen in itertools.product(*(values[name] for name in others)):
+                for value in values[last]:
+                    settings = {**dict(zip(others, chosen, strict=True)), last: value}
+                    if (plan := self._fitting(settings)) is not None:
+                        yield settings, plan
+                        break
+
+    def without_master_weights(self) -> list[Match]:
+        """Return bf16 weights with stochastic rounding, alone or with full recomputation, if they fit here."""
+        if self._plan.precision.param_dtype != "float32":
+            return []
+        full = {"trainer.recompute": "full"} if self._plan.config.trainer.recompute != "full" else {}
+        for more in ({}, full):
+            settings = {"trainer.precision": "bf16_sr", **more}
+            if (plan := self._fitting(settings)) is not None:
+                return [(settings, plan)]
+        return []
+
+    def larger_grids(self) -> list[Match]:
+        """Return the grids that fit on the smallest sufficient number of devices, with and without recomputation.
+
+        A grid either holds one copy of the model (tp x pp) or combines tensor parallelism with ZeRO 3.
+        """
+        trainer, world, matches = self._plan.config.trainer, self._plan.world_size, list[Match]()
+        while not matches and world <= MOST_DEVICES:
+            grids = [(tp, max(1, world // tp), trainer.zero) for tp in (8, 4, 2, 1)]
+            grids += [(tp, 1, 3) for tp in (8, 4, 2, 1) if tp < world]
+            for tp, pp, zero in grids:
+                for recompute in dict.fromkeys((trainer.recompute, "full")):
+                    settings: dict[str, Any] = {"trainer.tp": tp, "trainer.pp": pp, "trainer.zero": zero}
+                    settings |= {"trainer.recompute": recompute}
+                    settings |= {"trainer.micro_batch_size": 1} if trainer.micro_batch_size > 1 else {}
+                    if (plan := self._fitting(settings, world)) is not None:
+                        config = self._plan.config
+                        changed = {name: value for name, value in settings.items() if value != get(config, name)}
+                        matches.append((changed, plan))
+                        break
+            world *= 2
+        return matches

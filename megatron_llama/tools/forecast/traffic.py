@@ -158,7 +158,7 @@ def step_operations(plan: Plan, pp_rank: int, shard_rank: int, tp_rank: int = 0,
     """
     last = len(plan.stage_layers) - 1
     stages = virtual_stages_of(pp_rank, plan.config.trainer.pp, plan.config.trainer.vpp)
-    chunks = [_chunk(plan, plan.stage_layers[stage], stage == 0, stage == last) for stage in stages]
+    chunks = [_Chunk(plan.stage_layers[stage], stage == 0, stage == last) for stage in stages]
     world = TrafficKey("world", "all_reduce", plan.world_size)
     operations = (
         *_tensor_parallel(plan, chunks),
@@ -190,29 +190,19 @@ def comparison_of_copies(plan: Plan) -> list[Operation]:
 class _Chunk(NamedTuple):
     """A virtual pipeline stage on a rank."""
 
-    layers: int
-    recomputed: int
-    """Layers that the backward pass recomputes in full."""
-    subset: int
-    """Layers that compute a subset of the tokens (random-LTD)."""
-    subset_recomputed: int
-    """Layers of both kinds."""
-    selective: int
-    """Layers that recompute attention and elementwise operations."""
-    subset_selective: int
-    """Layers of random-LTD among them."""
+    layers: Sequence[int]
     is_first: bool
     is_last: bool
 
 
-def _chunk(plan: Plan, layers: Sequence[int], is_first: bool, is_last: bool) -> _Chunk:
-    recomputed = [layer for layer in layers if plan.recompute(layer) == "full"]
-    ltd = plan.random_ltd
-    dropping = ltd.layers if ltd is not None and ltd.max_value < ltd.seq_length else ()
-    subset, subset_recomputed = (sum(layer in dropping for layer in some) for some in (layers, recomputed))
-    selective = [layer for layer in layers if plan.recompute(layer) == "selective"]
-    both = sum(layer in dropping for layer in selective)
-    return _Chunk(len(layers), len(recomputed), subset, subset_recomputed, len(selective), both, is_first, is_last)
+def _block_passes(plan: Plan, layers: Iterable[int]) -> tuple[int, int, int]:
+    """Return the passes of ``layers`` in a step, and those that the backward pass recomputes in full or selectively.
+
+    Selective recomputation repeats attention and elementwise operations.
+    """
+    kinds = [plan.recompute(layer) for layer in layers]
+    m = plan.num_microbatches
+    return m * len(kinds), m * kinds.count("full"), m * kinds.count("selective")
 
 
 def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
@@ -234,20 +224,18 @@ def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     else:
         yield op("embedding, forward", "all_reduce", first)
         yield op("head, gradient", "all_reduce", last)
-    layers, recomputed, selective, subset, subset_recomputed, subset_selective = (
-        m * sum(getattr(chunk, name) for chunk in chunks)
-        for name in ("layers", "recomputed", "selective", "subset", "subset_recomputed", "subset_selective")
-    )
-    whole = layers - subset, recomputed - subset_recomputed, selective - subset_selective
+    ltd, layers = plan.random_ltd, [layer for chunk in chunks for layer in chunk.layers]
+    dropping = ltd.layers if ltd is not None and ltd.max_value < ltd.seq_length else ()
+    whole = _block_passes(plan, (layer for layer in layers if layer not in dropping))
     yield from _blocks(plan, "blocks", *whole, activations)
-    if subset:
-        ltd = plan.random_ltd
-        assert ltd is not None
+    subset = _block_passes(plan, (layer for layer in layers if layer in dropping))
+    if ltd is not None and subset[0]:
         some = activations // ltd.seq_length * ltd.max_value
-        yield from _blocks(plan, "blocks with dropped tokens", subset, subset_recomputed, subset_selective, some)
+        yield from _blocks(plan, "blocks with dropped tokens", *subset, some)
         if plan.sp:
             for kind in ("reduce_scatter", "all_gather"):  # into the subset and out of it, forward and backward
-                yield Operation(f"tokens of random-LTD's layers: {kind}", TrafficKey("tp", kind, t), 2 * subset, some)
+                key = TrafficKey("tp", kind, t)
+                yield Operation(f"tokens of random-LTD's layers: {kind}", key, 2 * subset[0], some)
     at_once = min(tokens, loss_chunk(plan.model.hidden_size))
     for size, count in ((at_once, tokens // at_once), (tokens % at_once, int(tokens % at_once > 0))):
         key, payload = TrafficKey("tp", "all_gather", t), 3 * t * size * FP32
@@ -354,14 +342,12 @@ def _float8_maxima(plan: Plan, label: str, blocks: int, forward: int, activation
 
 def _context_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     """Yield the exchanges of attention: keys and values, or with ulysses queries, keys, values and outputs."""
-    trainer, cp, m = plan.config.trainer, plan.config.trainer.cp, plan.num_microbatches
+    trainer, cp = plan.config.trainer, plan.config.trainer.cp
     if cp == 1:
         return
     head = plan.config.data.length * trainer.micro_batch_size * head_dim(plan.model)  # of the whole sequence
     head *= BYTES[plan.precision.compute_dtype]
-    layers, full, selective = (
-        m * sum(getattr(chunk, name) for chunk in chunks) for name in ("layers", "recomputed", "selective")
-    )
+    layers, full, selective = _block_passes(plan, (layer for chunk in chunks for layer in chunk.layers))
     stride, kv = plan.grid.stride("cp"), kv_heads_per_rank(plan.model, trainer.tp)
     if trainer.cp_comm == "all_gather":
         gather, scatter = (TrafficKey("cp", kind, cp) for kind in ("all_gather", "reduce_scatter"))
@@ -385,7 +371,7 @@ def _attention_logits(plan: Plan, chunks: list[_Chunk], world: TrafficKey) -> It
         return
     keys = kv_heads_per_rank(model, trainer.tp) * head_dim(model) * plan.config.data.length * trainer.micro_batch_size
     gather = TrafficKey("cp", "all_gather", trainer.cp)
-    calls = plan.num_microbatches * sum(chunk.layers for chunk in chunks)
+    calls = plan.num_microbatches * sum(len(chunk.layers) for chunk in chunks)
     size = BYTES[plan.precision.compute_dtype]
     yield Operation("keys for the largest logits", gather, calls, keys * size, plan.grid.stride("cp"))
     yield Operation("largest logits", world, 1, model.num_hidden_layers * model.num_attention_heads * FP32)
@@ -416,7 +402,7 @@ def _data_parallel(plan: Plan, chunks: list[_Chunk], tp_rank: int) -> Iterator[O
     sums = m if zero >= 2 else 1
     held: list[int] = []
     for chunk in chunks:
-        for label, count, parameters in units(plan, chunk.layers, chunk.is_first, chunk.is_last):
+        for label, count, parameters in units(plan, len(chunk.layers), chunk.is_first, chunk.is_last):
             held += [size for parameter in parameters for size in _rectangle_sizes(plan, parameter, tp_rank)] * count
             whole = n * sum(gathered_bytes(plan, parameter, n) for parameter in parameters)
             sizes = [parameter.shard(n) for parameter in parameters]
@@ -516,13 +502,13 @@ def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> 
         start = shard_rank * per_rank
         return max(0, min(requested[1], start + per_rank, rows) - max(requested[0], start))
 
-    layers = sum(chunk.layers for chunk in chunks)
+    layers = sum(len(chunk.layers) for chunk in chunks)
     first, last = (any(getattr(chunk, end) for chunk in chunks) for end in ("is_first", "is_last"))
     named = {parameter.name: parameter for parameter in block_parameters(plan)}
     ends = {
         parameter.name: parameter
         for chunk in chunks
-        for unit in units(plan, chunk.layers, chunk.is_first, chunk.is_last)
+        for unit in units(plan, len(chunk.layers), chunk.is_first, chunk.is_last)
         if unit.label != "blocks"
         for parameter in unit.parameters
     }
