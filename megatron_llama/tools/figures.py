@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.system.output import import_pyplot
@@ -65,28 +65,35 @@ def peak_indices(totals: Any, most: int = MOST_COLUMNS) -> Any:
     return np.array([start + int(totals[start : start + every].argmax()) for start in starts])
 
 
-def draw_memory(
-    moments: Any,
-    sizes: Any,
-    kinds: Sequence[str],
-    passes: Sequence[tuple[float, str]],
-    *,
-    title: str,
-    axis: str,
-    memory_gib: float | None = None,
-) -> bytes:
+@dataclass(frozen=True)
+class MemoryTimeline:
+    """Live bytes of a rank over a step."""
+
+    kinds: tuple[str, ...]
+    moments: Any
+    """Position of each row of ``bytes``: number of the change, or milliseconds from the start. [n]"""
+    bytes: Any
+    """Live bytes by kind: int64 array [n, kinds]."""
+    passes: tuple[tuple[float, str], ...]
+    """Moment at which each pass begins, and its name: F0 is the first forward pass, B0 the first backward pass."""
+
+    @property
+    def peak(self) -> int:
+        """Largest number of live bytes."""
+        return int(self.bytes.sum(axis=1).max())
+
+
+def draw_memory(timeline: MemoryTimeline, *, title: str, axis: str, memory_gib: float | None = None) -> bytes:
     """Draw the live memory of a step, stacked by kind, and return the PNG's bytes.
 
     Args:
-        moments: positions on the horizontal axis, [n].
-        sizes: live bytes, [n, kinds].
-        kinds: labels of the columns of ``sizes``. Kinds that stay below 1/500 of the peak are omitted.
-        passes: start position and short name of each forward or backward pass.
+        timeline: kinds that stay below 1/500 of the peak are omitted.
         title: title of the figure.
         axis: label of the horizontal axis.
         memory_gib: device memory to mark, GiB.
     """
     pyplot = import_pyplot()
+    moments, sizes, kinds, passes = timeline.moments, timeline.bytes, timeline.kinds, timeline.passes
     totals = sizes.sum(axis=1)
     top, end = int(totals.argmax()), moments[-1]
     peak = int(totals[top])

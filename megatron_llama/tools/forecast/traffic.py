@@ -196,7 +196,7 @@ class _Chunk(NamedTuple):
 
 
 def _block_passes(plan: Plan, layers: Iterable[int]) -> tuple[int, int, int]:
-    """Return the passes of ``layers`` in a step, and those that the backward pass recomputes in full or selectively.
+    """Return the passes of ``layers`` in a step, and how many the backward pass recomputes in full or selectively.
 
     Selective recomputation repeats attention and elementwise operations.
     """

@@ -15,7 +15,7 @@ from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import gib, short_count, text_table
 from megatron_llama.tools.figures import draw_memory
 from megatron_llama.tools.profile.modules import ModuleNode, Profile, RankProfile
-from megatron_llama.tools.profile.trace import NORM, OPTIMIZER, REST, Memory
+from megatron_llama.tools.profile.trace import NORM, OPTIMIZER, REST
 from megatron_llama.tools.recorder import BACKWARD, FORWARD
 from megatron_llama.topology import AXIS_NAMES
 from megatron_llama.train.waits import AXES, DATA
@@ -33,18 +33,8 @@ def write_profile(plan: Plan, ranks: Sequence[RankProfile], folder: Path) -> Non
     if measured:
         _, rank, memory = max(measured)
         title = f"{plan.model.name}, rank {rank} of {plan.world_size}: tensors in step {ranks[0].traced}"
-        write_atomically(folder / "memory.png", _picture(memory, title))
-
-
-def _picture(memory: Memory, title: str) -> bytes:
-    return draw_memory(
-        memory.seconds * 1000,
-        memory.bytes,
-        memory.kinds,
-        [(begin * 1000, name) for begin, name in memory.passes],
-        title=title,
-        axis="ms of the traced step; F: forward, B: backward passes, O: optimizer; colors: origin",
-    )
+        axis = "ms of the traced step; F: forward, B: backward passes, O: optimizer; colors: origin"
+        write_atomically(folder / "memory.png", draw_memory(memory, title=title, axis=axis))
 
 
 def as_json(profile: Profile) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.model.inputs import BlockInputs
 from megatron_llama.model.llama import Llama
 from megatron_llama.plan import Plan
+from megatron_llama.tools.figures import MemoryTimeline
 from megatron_llama.tools.forecast.module_work import any_layer, model_parameters
-from megatron_llama.tools.profile.trace import REST, Clock, Memory, Zone
+from megatron_llama.tools.profile.trace import REST, Clock, Zone
 from megatron_llama.tools.recorder import BACKWARD, FORWARD, Modules, Place
 
 _MARK = "megatron_llama.profile"
@@ -108,7 +109,7 @@ class RankProfile:
     """Number of entries into each zone."""
     flops: dict[str, tuple[int, int]]
     """(forward, backward) FLOPs by module, without submodules."""
-    memory: Memory | None
+    memory: MemoryTimeline | None
 
     @property
     def step_seconds(self) -> float:

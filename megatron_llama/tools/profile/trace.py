@@ -14,7 +14,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ import numpy as np
 from torch.profiler import profile
 
 from megatron_llama.system.files import atomic_open
-from megatron_llama.tools.figures import peak_indices
+from megatron_llama.tools.figures import MemoryTimeline, peak_indices
 from megatron_llama.tools.recorder import BACKWARD, FORWARD
 from megatron_llama.topology import AXIS_NAMES, Topology
 
@@ -31,25 +30,6 @@ MODULES, WAITS = "modules", "waits"
 BEFORE = "allocated before the step"
 GPU_PROCESSES = 1_000_000
 """Added to the process numbers of GPUs in a trace, once per rank: more than there are ranks."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of tensors on a rank's device over a step."""
-
-    kinds: tuple[str, ...]
-    """Pass and module that created them."""
-    seconds: Any
-    """Seconds since the start of the step: fp64 array [times]."""
-    bytes: Any
-    """Live bytes by kind: int64 array [times, kinds]."""
-    passes: tuple[tuple[float, str], ...]
-    """Start of each pass: F0 is the first forward pass, B0 the first backward pass, O the optimizer."""
-
-    @property
-    def peak(self) -> int:
-        """Largest number of live bytes."""
-        return int(self.bytes.sum(axis=1).max())
 
 
 def step_name(number: int) -> str:
@@ -71,7 +51,7 @@ def renumber(events: Sequence[dict[str, Any]], process: int, rank: int) -> None:
 
 def finish_trace(
     profiler: profile, folder: Path, topology: Topology, moves: Sequence[tuple[float, Zone]], number: int
-) -> Memory | None:
+) -> MemoryTimeline | None:
     """Write ``trace.rankN.json.gz``; return the memory of the step, None without allocations. Raises OSError."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "trace.json"
@@ -97,7 +77,7 @@ def _event(rank: int, begin: float, duration: float, zone: Zone) -> dict[str, An
     return {"ph": "X", "cat": row, "name": name, "pid": rank, "tid": row, "ts": begin, "dur": duration}
 
 
-def memory_of(events: Sequence[dict[str, Any]], spans: Sequence[tuple[float, float, Zone]]) -> Memory | None:
+def memory_of(events: Sequence[dict[str, Any]], spans: Sequence[tuple[float, float, Zone]]) -> MemoryTimeline | None:
     """Return live bytes by origin, of the accelerator if there is one, else of the CPU."""
     changes = [event for event in events if event.get("name") == "[memory]"]
     if not changes or not spans:
@@ -120,8 +100,8 @@ def memory_of(events: Sequence[dict[str, Any]], spans: Sequence[tuple[float, flo
     first = changes[0]["args"]
     alive[:, 0] += max(first["Total Allocated"] - first["Bytes"], -int(alive[:, 0].min()))
     chosen = peak_indices(alive.sum(axis=1))
-    seconds = np.array([(change["ts"] - begins[0]) / 1e6 for change in changes])
-    return Memory(tuple(kinds), seconds[chosen], alive[chosen], tuple(_passes(spans)))
+    milliseconds = np.array([(change["ts"] - begins[0]) / 1000 for change in changes])
+    return MemoryTimeline(tuple(kinds), milliseconds[chosen], alive[chosen], tuple(_passes(spans)))
 
 
 def _passes(spans: Sequence[tuple[float, float, Zone]]) -> Iterator[tuple[float, str]]:
@@ -130,7 +110,7 @@ def _passes(spans: Sequence[tuple[float, float, Zone]]) -> Iterator[tuple[float,
     for begin, _, zone in spans:
         if zone.phase != last and zone.phase in (FORWARD, BACKWARD, OPTIMIZER):
             letter = zone.phase[0].upper()
-            yield (begin - spans[0][0]) / 1e6, letter if zone.phase == OPTIMIZER else f"{letter}{counts[letter]}"
+            yield (begin - spans[0][0]) / 1000, letter if zone.phase == OPTIMIZER else f"{letter}{counts[letter]}"
             counts[letter] += 1
         last = zone.phase
 

@@ -91,8 +91,9 @@ def _report(plan: Plan, notes: Sequence[str], hardware: Hardware, ranks: Sequenc
     """Rehearse ranks, print their reports and draw their pictures; return the exit status."""
     from megatron_llama.plan import batch_line, layout_lines
     from megatron_llama.system.files import write_atomically
+    from megatron_llama.tools.figures import draw_memory
     from megatron_llama.tools.rehearse.rehearsal import rehearse
-    from megatron_llama.tools.rehearse.text import draw, free_bytes, lines
+    from megatron_llama.tools.rehearse.text import free_bytes, lines
 
     sys.stdout.write("\n".join([*hardware.head(), *layout_lines(plan, hardware.title), *notes]) + "\n")
     status = 0
@@ -104,7 +105,9 @@ def _report(plan: Plan, notes: Sequence[str], hardware: Hardware, ranks: Sequenc
         pictures.mkdir(parents=True, exist_ok=True)
         title = f"{plan.model.name}, rank {rank} of {plan.world_size}: memory of a training step"
         title += f"\n{batch_line(plan.config, hardware.title)}"
-        write_atomically(path, draw(rehearsal, title, plan.config.device.memory_gib))
+        axis = "allocations and frees of a step; F: forward, B: backward of a micro batch"
+        memory = plan.config.device.memory_gib
+        write_atomically(path, draw_memory(rehearsal.timeline, title=title, axis=axis, memory_gib=memory))
         sys.stdout.write("\n".join(["", *lines(rehearsal, plan), "", f"  memory over time: {path}"]) + "\n")
         sys.stdout.flush()
     return status

@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from megatron_llama.tools.figures import MemoryTimeline
 from megatron_llama.tools.forecast.traffic import Traffic
 
 
@@ -92,17 +93,6 @@ class DispatchedOperator(NamedTuple):
     """file:line (function) of its first call."""
     calls: int
     """Calls in the rehearsed micro batches."""
-
-
-@dataclass(frozen=True)
-class MemoryTimeline:
-    """Live bytes by kind after each change in a step."""
-
-    kinds: tuple[str, ...]
-    bytes: Any
-    """int64 array [changes, kinds]."""
-    marks: tuple[tuple[int, str], ...]
-    """(change, name of the pass that begins there)."""
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,13 @@ import numpy as np
 from megatron_llama.plan import Plan
 from megatron_llama.system.tables import GIB, gib, short_count, text_table, wrapped_table
 from megatron_llama.system.wrapping import WIDTH
-from megatron_llama.tools.figures import draw_memory
+from megatron_llama.tools.figures import MemoryTimeline
 from megatron_llama.tools.forecast.module_work import any_layer
 from megatron_llama.tools.forecast.traffic import wire_bytes
-from megatron_llama.tools.recorder import RECOMPUTED, Place
+from megatron_llama.tools.recorder import FORWARD, RECOMPUTED, Place
 from megatron_llama.tools.rehearse.report import (
     Holder,
     MemoryKind,
-    MemoryTimeline,
     OperatorCount,
     Rehearsal,
     published_operators,
@@ -147,35 +146,6 @@ def _indented(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     yield from (f"    {line}" for line in wrapped_table(rows, WIDTH - 4))
 
 
-def draw(rehearsal: Rehearsal, title: str, memory_gib: float | None = None) -> bytes:
-    """Draw the live bytes by kind over a step, with its passes; return the bytes of a PNG."""
-    alive = rehearsal.timeline.bytes
-    return draw_memory(
-        np.arange(len(alive)),
-        alive,
-        tuple(MemoryKind),
-        _passes(rehearsal),
-        title=title,
-        axis="allocations and frees of a step; F: forward, B: backward of a micro batch",
-        memory_gib=memory_gib,
-    )
-
-
-def _passes(rehearsal: Rehearsal) -> list[tuple[float, str]]:
-    """Return the change at which each pass begins, and its label (letter and micro batch)."""
-    begins: list[tuple[float, str]] = []
-    for change, name in rehearsal.timeline.marks:
-        if " of micro batch " in name and (not begins or begins[-1][1] != _letter(name)):
-            begins.append((change, _letter(name)))
-    return begins
-
-
-def _letter(name: str) -> str:
-    """Return F3 for the forward pass of micro batch 3; recomputation belongs to the backward pass."""
-    phase, _, batch = name.partition(" of micro batch ")
-    return ("F" if phase == "forward" else "B") + batch.replace(", chunk ", "'")
-
-
 class History:
     """Memory of the step that begins at construction."""
 
@@ -195,17 +165,17 @@ class History:
         alive = steps.cumsum(axis=0)
         totals = alive[:, : numbers[MemoryKind.HOST]].sum(axis=1)  # HOST is the last kind
         peak = int(totals.argmax())
-        marked = [(change - self._begin, _pass_name(place, runs)) for change, place in marks]
-        last = [name for change, name in marked if change <= peak]
+        marked = [(change - self._begin, place) for change, place in marks]
+        last = [place for change, place in marked if change <= peak]
         storage = self._records[after[peak - 1, 0]] if peak else None
         where = f", in {storage.module}: {storage.operation}" if storage else ""
         return {
             "peak": int(totals[peak]),
             "at_peak": _nonzero_kinds(alive[peak]),
             "most": _nonzero_kinds(alive.max(axis=0)),
-            "moment": (last[-1] if last else "before the first pass") + where,
+            "moment": (_pass_name(last[-1], runs) if last else "before the first pass") + where,
             "holders": self._holders(changes[: self._begin + peak]),
-            "timeline": MemoryTimeline(tuple(MemoryKind), alive, tuple(marked)),
+            "timeline": MemoryTimeline(tuple(MemoryKind), np.arange(len(alive)), alive, tuple(_passes(marked, runs))),
         }
 
     def _holders(self, changes: Any) -> tuple[Holder, ...]:
@@ -231,3 +201,15 @@ def _pass_name(place: Place, runs: Sequence[tuple[int, int]]) -> str:
     several = f", chunk {chunk}" if any(other for other, _ in runs) else ""
     phase = "recomputation" if place.phase == RECOMPUTED else place.phase
     return f"{phase} of micro batch {microbatch}{several}"
+
+
+def _passes(marked: Sequence[tuple[int, Place]], runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, str]]:
+    """Yield the change at which each pass begins, and its name; recomputation belongs to the backward pass."""
+    last, several = "", any(chunk for chunk, _ in runs)
+    for change, place in marked:
+        if place.run >= 0:
+            chunk, microbatch = runs[place.run]
+            name = f"{'F' if place.phase == FORWARD else 'B'}{microbatch}" + (f"'{chunk}" if several else "")
+            if name != last:
+                yield change, name
+            last = name

@@ -127,7 +127,7 @@ def assert_memory_matches_the_plan(plan: Plan, measured: Rehearsal) -> None:
     if zero < 2 and plan.num_microbatches > 1:  # gradients are not sharded until the last micro batch
         # The forward pass adds the head's gradient to its sum; elsewhere gradients may precede the first sums.
         has_head = measured.place["pp"] == plan.config.trainer.pp - 1 and not plan.config.trainer.vpp > 1
-        passes = ("forward",) if has_head else ("forward", "backward")
+        passes = ("F",) if has_head else ("F", "B")
         # A single rank that accumulates in bf16 ends with fp32 gradients, which are larger than the sums.
         assert planned.gradients == max(max_at_pass_starts(measured, MemoryKind.GRADIENTS, passes), measured.reduced)
     else:
@@ -143,7 +143,7 @@ def assert_memory_matches_the_plan(plan: Plan, measured: Rehearsal) -> None:
 def max_at_pass_starts(measured: Rehearsal, kind: str, passes: tuple[str, ...]) -> int:
     """Return the largest number of bytes of a kind at the starts of ``passes``: saved, not temporary, tensors."""
     begins: dict[str, int] = {}
-    for change, name in measured.timeline.marks:
+    for change, name in measured.timeline.passes:
         begins.setdefault(name, change)
     column = measured.timeline.kinds.index(kind)
     changes = [change for name, change in begins.items() if name.startswith(passes)]
