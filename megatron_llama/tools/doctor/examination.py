@@ -88,7 +88,7 @@ def examine_nodes(
         if examination.leads and examination.nodes > 1:
             number = next(each["node"] for each in reports if each["address"] == connections.local_address)
             peers = {each["node"]: (each["address"], each["port"]) for each in reports if each["node"] != number}
-            attempts = (number, network.reach_all(number, peers))
+            attempts = network.reach_all(number, peers)
             if not examination.is_first and reports[0].get("mark"):
                 marker_check = disks.check_marker(reports[0]["mark"])
         answers = connections.exchange((attempts, marker_check))
@@ -97,16 +97,11 @@ def examine_nodes(
         nodes = [
             NodeState(each["node"], each["name"], each["address"], each["ranks"], each["seen"]) for each in reports
         ]
-        by_process = {each["process"]: index for index, each in enumerate(reports)}
-        marker_checks: list[Any] = [None] * len(nodes)
-        clocks_read: list[ClockReading | None] = [None] * len(nodes)
-        results = {}
-        for process, index in by_process.items():
-            if answers[process] is not None and answers[process][0] is not None:
-                results[answers[process][0][0]] = answers[process][0][1]
-                marker_checks[index] = answers[process][1]
-            clocks_read[index] = readings[process] if process else None
-        return nodes, list(_judge(examination, connections, nodes, results, marker_checks, clocks_read)), clocks_read
+        given = [answers[each["process"]] or (None, None) for each in reports]
+        results = {node.number: tried for node, (tried, _) in zip(nodes, given, strict=True) if tried is not None}
+        marker_checks = [check for _, check in given]
+        clocks = [readings[each["process"]] if each["process"] else None for each in reports]
+        return nodes, list(_judge(examination, connections, nodes, results, marker_checks, clocks)), clocks
 
 
 def _node_report(examination: Examination, address: str, port: int) -> dict[str, Any]:

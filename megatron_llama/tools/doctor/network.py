@@ -175,8 +175,6 @@ class Connections:
         self.number, self.count = number, count
         self.local_address = ""
         """Address that the other processes use for this one."""
-        self.addresses: list[str] = [""] * count
-        """Addresses by process; set on the first process only."""
         self._connections: dict[int, _Connection] = {}
         self._first: _Connection | None = None
 
@@ -229,7 +227,7 @@ class Connections:
         while len(self._connections) < self.count - 1 and (left := deadline - time.monotonic()) > 0:
             listener.settimeout(left)
             try:
-                connection, address = listener.accept()
+                connection, _ = listener.accept()
             except TimeoutError:
                 break
             connection.settimeout(min(5.0, seconds))
@@ -241,8 +239,7 @@ class Connections:
                 continue
             if isinstance(number, int) and 0 < number < self.count:
                 self._connections[number] = line
-                self.addresses[number] = _plain(address[0])
-                self.local_address = self.addresses[0] = _plain(connection.getsockname()[0])
+                self.local_address = _plain(connection.getsockname()[0])
 
     @classmethod
     def of(cls, context: ProcessContext | None, secret: str, seconds: float = ARRIVAL_SECONDS) -> Connections:

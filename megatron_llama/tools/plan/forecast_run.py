@@ -128,7 +128,8 @@ def forecast_local(config: Config, cluster: ClusterConfig, calibration: Calibrat
 def forecast_plan(plan: Plan, cluster: ClusterConfig, device: HardwareSpec, count: int) -> Forecast:
     """Return the forecast of ``plan`` on ``count`` devices; ``device`` is the share that one rank uses."""
     job = job_of_plan(plan)
-    larger = [_with_more_ranks(job, times) for times in _multiples(count)]
+    multiples = (1 << power for power in range(MOST_DEVICES.bit_length()))
+    larger = [_with_more_ranks(job, times) for times in multiples if times == 1 or times * count <= MOST_DEVICES]
     scaled = [(each, step_time(each, device, load_constants()).total) for each in larger]
     return _forecast(plan, cluster, device, count, step_time(job, device, load_constants()), scaled)
 
@@ -151,15 +152,6 @@ def _forecast(
         scaling.append(ScaledRun(count << number, larger.global_batch, seconds, rate, used, run_goodput))
     stages = tuple(stage_footprints(plan))
     return Forecast(plan, cluster, device, count, job, stages, time, flops, scaling[0].goodput, tuple(scaling))
-
-
-def _multiples(count: int) -> list[int]:
-    """Return the factors 1, 2, 4, ... that lead from ``count`` devices to at most MOST_DEVICES."""
-    factors, times = [], 1
-    while times == 1 or times * count <= MOST_DEVICES:
-        factors.append(times)
-        times *= 2
-    return factors
 
 
 def _with_more_ranks(job: Job, times: int) -> Job:
