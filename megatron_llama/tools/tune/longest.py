@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 from megatron_llama.config import Config, ConfigError
@@ -29,21 +28,9 @@ MLP_CHUNKS = 8  # chunks of the longest sequence in any layout
 LAYOUTS = ("1", "all")  # sizes of context parallelism in the table: none, or all ranks that tp and pp leave
 
 Fits = Callable[[Candidate], bool]
-
-
-@dataclass(frozen=True)
-class LengthCell:
-    """Cell of the table of sequence lengths."""
-
-    method: str
-    saving: str
-    """Recomputation, and offload of activations."""
-    cp: str
-    """Context-parallel ranks; ``all``: all ranks that tp and pp leave."""
-    zero: int
-    ranks: int
-    tokens: int
-    """Longest sequence that fits, in tokens; 0 if none fits."""
+SequenceTable = dict[tuple[str, str, str, int], dict[int, int]]
+"""Longest sequences that fit, in tokens, by number of ranks; 0 if none fits. A row is (finetuning method, recomputation
+and offload, cp, ZeRO stage); cp is ``all`` for all ranks that tp and pp leave."""
 
 
 def longest_sequence(tuned: Tuner, settings: Mapping[str, Any], ranks: int, fits: Fits) -> int:
@@ -118,12 +105,13 @@ def savings(config: Config, fixed: Mapping[str, Any]) -> dict[str, dict[str, Any
 
 def sequence_table(
     config: Config, fixed: Mapping[str, Any], target: Target, progress: Callable[[int], None]
-) -> list[LengthCell]:
+) -> SequenceTable:
     """Return the longest sequences by method, recomputation, cp, ZeRO stage and number of ranks (1, 2, 4, ...).
 
     A global batch that does not divide by the ranks is rounded up.
     """
-    cells = []
+    table: SequenceTable = {}
+    done = itertools.count(1)
     tp, pp = fixed.get("trainer.tp", 1), fixed.get("trainer.pp", 1)
     for method in METHODS:
         changed = deepcopy(config)
@@ -135,16 +123,16 @@ def sequence_table(
                 grid = Grid.of(config.trainer).resized(tp=tp, pp=pp, cp=size).with_world(ranks)
                 settings = {**_cell_settings(config, fixed, grid, zero), **more}
                 tokens = _longest_or_none(tuned, settings, ranks, partial(_fits_on, target.subset(ranks)))
-                cells.append(LengthCell(method, saving, cp, zero, ranks, tokens))
-                progress(len(cells))
-    return cells
+                table.setdefault((method, saving, cp, zero), {})[ranks] = tokens
+                progress(next(done))
+    return table
 
 
 def _table_rows(config: Config, fixed: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], str, int]]:
     """Yield (label of the savings, their settings, cp, ZeRO stage) of each row of a method."""
     zeros = [fixed["trainer.zero"]] if "trainer.zero" in fixed else list(range(4))
     contexts = [str(fixed["trainer.cp"])] if "trainer.cp" in fixed else list(LAYOUTS)
-    for (saving, more), cp in product(savings(config, fixed).items(), contexts):
+    for (saving, more), cp in itertools.product(savings(config, fixed).items(), contexts):
         for zero in zeros[-1:] if OFFLOAD in more else zeros:
             yield saving, more, cp, zero
 
@@ -177,23 +165,20 @@ def _cell_settings(config: Config, fixed: Mapping[str, Any], grid: Grid, zero: i
     return {**values, "trainer.zero": zero, "trainer.shard_group": None, BATCH: batch}
 
 
-def sequence_lines(cells: list[LengthCell], config: Config) -> Iterator[str]:
+def sequence_lines(table: SequenceTable, config: Config) -> Iterator[str]:
     """Yield the table: one row per method, recomputation, cp and ZeRO stage, one column per number of devices."""
     yield "longest data.seq_length that fits, by number of devices"
-    yield from text_table(sequence_rows(cells), left=3)
+    yield from text_table(sequence_rows(table), left=3)
     positions = config.model.max_position_embeddings
-    if any(cell.tokens > positions for cell in cells):
+    if any(tokens > positions for row in table.values() for tokens in row.values()):
         yield f"  more than {positions:,} tokens need a larger model.max_position_embeddings"
 
 
-def sequence_rows(cells: Iterable[LengthCell]) -> list[list[str]]:
+def sequence_rows(table: SequenceTable) -> list[list[str]]:
     """Return the rows of the table, the head first."""
-    tokens: dict[tuple[str, str, str, int], dict[int, int]] = {}
-    for cell in cells:
-        tokens.setdefault((cell.method, cell.saving, cell.cp, cell.zero), {})[cell.ranks] = cell.tokens
-    ranks = sorted({number for row in tokens.values() for number in row})
+    ranks = sorted({number for row in table.values() for number in row})
     rows = [["finetune", "recompute", "cp", "zero", *map(str, ranks)]]
-    for (method, saving, cp, zero), row in tokens.items():
+    for (method, saving, cp, zero), row in table.items():
         shown = [f"{row[number]:,}" if row.get(number) else "-" for number in ranks]
         rows.append([METHODS[method], saving, cp, str(zero), *shown])
     return rows

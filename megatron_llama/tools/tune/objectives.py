@@ -130,8 +130,8 @@ def _max_seq_len(request: TuneRequest, tuned: Tuner, trials: int) -> None:
     """
     config, target = request.config, request.target
     with ProgressBar("forecast", "lengths") as bar:
-        cells = sequence_table(config, tuned.fixed, target, bar.show)
-    _print_lines(["", *sequence_lines(cells, config), ""])
+        table = sequence_table(config, tuned.fixed, target, bar.show)
+    _print_lines(["", *sequence_lines(table, config), ""])
     scale, positions = 1.0, config.model.max_position_embeddings
     for _ in range(max(1, trials)):
         with ProgressBar("forecast", "layouts") as bar:
