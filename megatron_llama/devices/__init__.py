@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.config.settings import DEVICES
-from megatron_llama.devices.base import INDUCTOR, Device, Peak, async_tp_problem, float8_problem
+from megatron_llama.devices.base import INDUCTOR, Device, Peak, async_tp_problem
 
 if TYPE_CHECKING:
     import torch
@@ -79,12 +79,6 @@ def ahead_of_time_environment(name: str) -> dict[str, str]:
     return {} if device is None else device.ahead_of_time_environment()
 
 
-def async_tp_missing(name: str) -> str | None:
-    """Return the reason that device ``name`` does not support trainer.async_tp, None if it does and for ``auto``."""
-    device = find_device(name)
-    return None if device is None else device.async_tp_missing()
-
-
 def request_collectives(rank: int) -> Any:
     """Ask the process of ``rank`` on this machine for its last collectives. Return the recorder, None without one."""
     recorders = (recorder for name in NAMES if (recorder := device_named(name).recorder()) is not None)
@@ -96,4 +90,4 @@ def variable_prefixes() -> tuple[str, ...]:
     return tuple(prefix for name in NAMES for prefix in device_named(name).variable_prefixes)
 
 
-__all__ = ["INDUCTOR", "Device", "Peak", "async_tp_problem", "float8_problem"]
+__all__ = ["INDUCTOR", "Device", "Peak", "async_tp_problem"]

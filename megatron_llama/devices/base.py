@@ -74,6 +74,10 @@ class Device(ABC):
     """Whether uncompiled blocks too have operators that the compiler fuses (``Kernels.fuse_rows``)."""
     pins_memory: bool = False
     """Whether the device copies from pinned host memory while it computes. Batches are then built in pinned memory."""
+    has_float8: bool = False
+    """Whether this kind of device has float8 matmuls (``Kernels.float8_mm``)."""
+    has_async_tp: bool = False
+    """Whether this kind of device supports ``enable_async_tp``."""
     float8_multiple: int = 1
     """Sizes of float8 matmuls must be multiples of this."""
     decoding_keys_multiple: int = 1
@@ -221,24 +225,8 @@ class Device(ABC):
         """Return None if torch.compile works on this host, else the reason in one sentence."""
         return None
 
-    def float8_missing(self) -> str | None:
-        """Return None if this kind of device has float8 matmuls (``Kernels.float8_mm``), else the reason.
-
-        Needs no device on this host.
-        """
-        return f"device={self.name} has no float8 matmuls"
-
-    def require_float8(self) -> None:
-        """Raise ConfigError if this rank's device has no float8 matmuls."""
-        if reason := self.float8_missing():
-            raise ConfigError([float8_problem(reason)])
-
-    def async_tp_missing(self) -> str | None:
-        """Return None if this kind of device supports ``enable_async_tp``, else the reason in one sentence.
-
-        Needs no device on this host.
-        """
-        return f"device={self.name} has no matmuls that overlap with gathers and scatters"
+    def require_float8(self) -> None:  # noqa: B027  planning rejects other kinds of devices
+        """Raise ConfigError if this rank's device lacks the float8 matmuls of its kind."""
 
     def enable_async_tp(self, group: dist.ProcessGroup) -> None:
         """Make the compiler fuse a group's gathers and scatters with the adjacent matmuls. A collective of the group.
@@ -246,7 +234,7 @@ class Device(ABC):
         Raises:
             ConfigError: the group's devices do not support it.
         """
-        raise ConfigError([async_tp_problem(str(self.async_tp_missing()))])
+        raise NotImplementedError(self.name)
 
     def compile_environment(self, folder: Path) -> dict[str, str]:
         """Return variables that put the compilers' caches under ``folder``, which ranks, runs and machines may share.

@@ -134,18 +134,19 @@ def check_shared(run_dir: str) -> Problem | None:
 
 def _wrong_entries(folder: Path) -> Iterator[Problem]:
     """Yield a problem for each folder in place of a file that the run writes, and the reverse."""
-    for name in WRITTEN_FILES:
-        path = folder / name
-        is_link = name in OPENED_FILES and path.is_symlink()  # writing would change a file elsewhere
-        if is_link or os.path.isdir(path) or (name in OPENED_FILES and os.path.lexists(path) and not path.is_file()):
-            kind = "a link" if is_link else "a folder" if os.path.isdir(path) else "not a regular file"
-            rule = f"its {name} is {kind}"
-            yield Problem("run.dir", str(folder), rule, f"move {path} away, or write another run.dir=PATH")
-    for name in WRITTEN_FOLDERS:
-        path = folder / name
-        if os.path.lexists(path) and not os.path.isdir(path):
-            rule = f"its {name} is not a folder"
-            yield Problem("run.dir", str(folder), rule, f"move {path} away, or write another run.dir=PATH")
+    for name in (*WRITTEN_FILES, *WRITTEN_FOLDERS):
+        path, kind = folder / name, ""
+        if name in WRITTEN_FOLDERS:
+            kind = "not a folder" if os.path.lexists(path) and not os.path.isdir(path) else ""
+        elif name in OPENED_FILES and path.is_symlink():  # writing would change a file elsewhere
+            kind = "a link"
+        elif os.path.isdir(path):
+            kind = "a folder"
+        elif name in OPENED_FILES and os.path.lexists(path) and not path.is_file():
+            kind = "not a regular file"
+        if kind:
+            instead = f"move {path} away, or write another run.dir=PATH"
+            yield Problem("run.dir", str(folder), f"its {name} is {kind}", instead)
 
 
 def report_to_batch_script(status: int | str, folder: str | None = None) -> None:

@@ -11,16 +11,13 @@ from megatron_llama.config import Config, ConfigError, Host, Problem, parse_host
 from megatron_llama.config.settings import DEVICES
 from megatron_llama.devices import (
     Device,
-    async_tp_missing,
     async_tp_problem,
     find_device,
-    float8_problem,
     get_device,
     ignored_devices,
 )
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.plan import Machine, Plan, resolve
-from megatron_llama.plan.rules.numerics import check_float8_sizes
 from megatron_llama.system.files import read_whole
 from megatron_llama.system.wrapping import wrap
 from megatron_llama.topology import Grid
@@ -47,7 +44,9 @@ class World:
         Raises ConfigError with all problems: ``known`` ones, of the device and of the config.
         """
         problems = [] if self.problem is None else [self.problem]
-        if self.config.trainer.async_tp and (reason := async_tp_missing(self.config.device.name)):
+        device = find_device(self.config.device.name)
+        if self.config.trainer.async_tp and device is not None and not device.has_async_tp:
+            reason = f"device={device.name} has no matmuls that overlap with gathers and scatters"
             problems.append(async_tp_problem(reason))
         machine = None
         if self.device is not None:  # other machines are unknown; hosts of launch.hosts check their own memory
@@ -58,19 +57,9 @@ class World:
             plan = resolve(config or self.config, self.size, machine, known=known)
         except ConfigError as error:
             raise ConfigError([*problems, *error.problems]) from None
-        problems += _float8_problems(plan.config)
         if problems:
             raise ConfigError(problems)
         return plan
-
-
-def _float8_problems(config: Config) -> list[Problem]:
-    """Return the problems of trainer.float8 on the config's device; none for ``auto``."""
-    device = find_device(config.device.name)
-    if device is None or config.trainer.float8 is None:
-        return []
-    reason = device.float8_missing()
-    return [float8_problem(reason)] if reason else list(check_float8_sizes(config, device.float8_multiple))
 
 
 def find_world(config: Config, context: ProcessContext | None) -> World:

@@ -307,7 +307,7 @@ def _exposed_communication(plan: Plan) -> Iterator[str]:
     """Yield a note on tensor-parallel communication that matmuls could hide, and do not."""
     trainer = plan.config.trainer
     device = find_device(plan.config.device.name)
-    can_overlap = device is not None and device.is_accelerator and device.async_tp_missing() is None
+    can_overlap = device is not None and device.is_accelerator and device.has_async_tp
     excluded = trainer.async_tp or trainer.cp > 1 or trainer.float8 is not None
     if can_overlap and plan.sp and trainer.compile and not excluded:
         yield (

@@ -15,13 +15,15 @@ from torch._inductor import config as inductor
 
 from benchmarks.verify.long_step import heap_counters
 from megatron_llama.config import ConfigError
-from megatron_llama.devices import async_tp_missing, device_named, get_device, ignored_devices
+from megatron_llama.devices import NAMES, device_named, get_device, ignored_devices
 from megatron_llama.devices.cpu import device as cpu
 from megatron_llama.devices.cuda import device as cuda
 from megatron_llama.devices.cuda import host
 from megatron_llama.devices.cuda.host import find_product
-from megatron_llama.launch import world
 from megatron_llama.plan import resolve
+from megatron_llama.plan.choices import choose_defaults
+from megatron_llama.plan.rules import RULES
+from megatron_llama.plan.rules.rule import check_rules
 from megatron_llama.tools.forecast import hardware
 from tests.config.helpers import make
 from tests.ranks import run_ranks
@@ -303,16 +305,11 @@ def test_gpus_without_float8_units_are_refused(monkeypatch: pytest.MonkeyPatch) 
         else:
             with pytest.raises(ConfigError, match="compute capability 8.0; float8 matmuls need 8.9"):
                 cuda.DEVICE.require_float8()
-    for name in ("neuron", "hpu"):
-        assert "has no float8 matmuls" in (device_named(name).float8_missing() or "")
 
 
-def test_other_devices_refuse_async_tp() -> None:
-    for name in ("cpu", "neuron", "hpu"):
-        assert f"device={name} has no matmuls" in (async_tp_missing(name) or "")
-    assert async_tp_missing("cuda") is async_tp_missing("auto") is None
-    with pytest.raises(ConfigError, match="device=cpu has no matmuls"):
-        get_device("cpu").enable_async_tp(None)  # type: ignore[arg-type]
+def test_abilities_of_devices() -> None:
+    assert [name for name in NAMES if device_named(name).has_float8] == ["cuda", "cpu"]
+    assert [name for name in NAMES if device_named(name).has_async_tp] == ["cuda"]
 
 
 @pytest.mark.parametrize(
@@ -330,7 +327,11 @@ def test_float8_needs_sizes_of_the_units(device: str, changes: dict[str, Any], w
     settings |= {"trainer.float8": "rowwise", "model.intermediate_size": 512, "trainer.micro_batch_size": 1}
     config = make(**{**settings, **changes})
     config.device.name = device
-    problems = [problem.rule for problem in world._float8_problems(config)]
+    problems = [
+        problem.rule
+        for problem in check_rules(RULES, choose_defaults(config)[0], 8)
+        if problem.field == "trainer.float8"
+    ]
     for word in words:
         assert any(word in rule for rule in problems), problems
     assert bool(problems) == bool(words), problems

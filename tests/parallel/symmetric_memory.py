@@ -55,7 +55,7 @@ def symmetric_memory() -> None:
         },
         torch.cuda: {"current_device": lambda: group_rank, "can_device_access_peer": lambda one, other: True},
         dist: {"is_nccl_available": lambda: True},
-        Cpu: {"async_tp_missing": lambda self: None, "enable_async_tp": Cuda.enable_async_tp},
+        Cpu: {"has_async_tp": True, "enable_async_tp": Cuda.enable_async_tp},
     }.items():
         for name, stand_in in names.items():
             _KEPT.enter_context(patch.object(place, name, stand_in))

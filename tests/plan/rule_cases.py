@@ -116,6 +116,8 @@ ROWS = [
     ("lora_settings_are_for_lora", 1, "method=none adapter=folder", "LORA"),
     ("rank_is_low", 1, "LORA num_key_value_heads=2 lora_rank=97", "lora_rank=96"),
     ("tied_embeddings_stay_tied", 1, "LORA TIED modules_to_save=[norm,embed_tokens]", "modules_to_save=[norm]"),
+    ("conflict", 1, "float8=rowwise device.name=hpu", "float8=null"),
+    ("float8_sizes_fit_the_units", 1, "float8=rowwise device.name=cuda intermediate_size=520", "intermediate_size=512"),
     ("conflict", 2, "float8=rowwise async_tp=true tp=2 compile=true", "float8=null"),
     ("conflict", 1, "float8=tensorwise LORA frozen_dtype=int8", "frozen_dtype=null"),
     ("hosts_can_be_reached", 4, "hosts=[a,-oProxyCommand=x]", "hosts=[a,u@b]"),

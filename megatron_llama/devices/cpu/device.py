@@ -39,6 +39,7 @@ class Cpu(Device):
     asynchronous = False
     keeps_bf16_grads = True
     sums_int64 = True
+    has_float8 = True  # emulated
     measures_peak = True
     peak_memory_label = "its process, with Python and libraries"
     uncounted_memory = "Python and libraries, 0.3 GiB or more per process"
@@ -79,9 +80,6 @@ class Cpu(Device):
     def prepare_memory(self, activation_bytes: int) -> None:
         if activation_bytes >= _LARGE:
             _tune_malloc(_MAP_LARGE_TENSORS)
-
-    def float8_missing(self) -> str | None:
-        return None  # emulated
 
     def kernel_type(self) -> type[Kernels]:
         from megatron_llama.devices.cpu.kernels import CpuKernels

@@ -64,6 +64,8 @@ class Cuda(Device):
     fuses_eager_blocks = True
     pins_memory = True
     sums_int64 = True
+    has_float8 = True
+    has_async_tp = True
     float8_multiple = 16
     decoding_keys_multiple = 128  # cuDNN, which torch prefers on Hopper, builds a plan for each shape
     variable_prefixes = ("CUDA_", "CUBLAS_", "NCCL_")
@@ -215,9 +217,6 @@ class Cuda(Device):
 
         torch.cuda.current_stream().synchronize()
 
-    def float8_missing(self) -> str | None:
-        return None
-
     def require_float8(self) -> None:
         """Raise ConfigError if the GPU's tensor cores have no float8: they do from compute capability 8.9 on."""
         import torch
@@ -228,9 +227,6 @@ class Cuda(Device):
             needs = ".".join(map(str, LEAST_FLOAT8_CAPABILITY))
             reason = f"{name} has compute capability {major}.{minor}; float8 matmuls need {needs}"
             raise ConfigError([float8_problem(reason)])
-
-    def async_tp_missing(self) -> str | None:
-        return None
 
     def enable_async_tp(self, group: dist.ProcessGroup) -> None:
         """Enable Inductor's pass micro_pipeline_tp.py, which fuses a gather or scatter with the adjacent matmul.

@@ -17,7 +17,7 @@ from megatron_llama.config.optimizers import OptimizerRow
 from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, format_value
 from megatron_llama.config.settings import Config
-from megatron_llama.devices import find_device
+from megatron_llama.devices import Device, find_device
 from megatron_llama.plan.rules.rule import Rule
 
 
@@ -80,9 +80,18 @@ def _curriculum(config: Config) -> tuple[CurriculumMetric, ...]:
     return valid_metrics(config.data.curriculum)
 
 
-def _without_int64(config: Config) -> bool:
-    device = find_device(config.device.name)
-    return device is not None and not device.sums_int64
+def _device(condition: Callable[[Device], bool]) -> Feature:
+    """Return the use of a device by its properties in devices/base.py; not of an unknown one."""
+
+    def is_used(config: Config) -> bool:
+        device = find_device(config.device.name)
+        return device is not None and condition(device)
+
+    return Feature("device.name", is_used, FIXED)
+
+
+WITHOUT_FLOAT8 = _device(lambda device: not device.has_float8)
+WITHOUT_INT64_SUMS = _device(lambda device: not device.sums_int64)
 
 
 def _optimizer(condition: Callable[[OptimizerRow], bool], off: str = "adamw") -> Feature:
@@ -120,12 +129,13 @@ CONFLICTS: tuple[tuple[Feature | str, Feature | str, str], ...] = (
     ("trainer.mlp_chunks", "finetune.lora_dropout", "the second pass over a chunk would draw another mask"),
     ("finetune.lora_dropout", "finetune.use_dora", "the frozen matrices would multiply a second input"),
     ("trainer.float8", "trainer.async_tp", "it fuses collectives into matmuls of other formats"),
+    ("trainer.float8", WITHOUT_FLOAT8, "it has no float8 matmuls"),
     ("trainer.float8", QUANTIZED, "quantized matrices are multiplied in bf16 or fp32"),
     ("trainer.async_tp", "trainer.cp", "overlapped matmuls were not tested with it"),
     ("trainer.random_ltd", LENGTHS, "its lengths also shorten sequences"),
     ("trainer.random_ltd", "trainer.cp", "a random subset of a sequence has no equal parts on its ranks"),
     # Exact mode
-    ("trainer.exact", Feature("device.name", _without_int64, FIXED), "sums of int64 were not tested with it"),
+    ("trainer.exact", WITHOUT_INT64_SUMS, "sums of int64 were not tested with it"),
     ("trainer.exact", LORA, "its matmuls have no blocks"),
     ("trainer.exact", EXCHANGES_SIGNS, "the mean of signs depends on the number of ranks"),
     ("trainer.exact", COMPILE, "its fused operations depend on the shapes of a layout"),

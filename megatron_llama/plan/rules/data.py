@@ -192,9 +192,8 @@ def check_paths(config: Config, exists: Exists) -> list[Problem]:
     """Return the problems of files, folders and packages that are missing or invalid."""
     return [
         *check_data(config, exists),
-        *_schedule_package(config),
         *_quantizer(config),
-        *_sinks(config),
+        *_packages(config),
         *_checkpoint(config, exists),
         *_starting_weights(config, exists),
     ]
@@ -337,18 +336,17 @@ def _quantizer(config: Config) -> Iterator[Problem]:
         yield Problem("finetune.frozen_dtype", kind, rule, advice, machine_specific=True)
 
 
-def _sinks(config: Config) -> Iterator[Problem]:
-    """Check for the packages of sinks without importing them, which takes a second."""
+def _packages(config: Config) -> Iterator[Problem]:
+    """Check for packages of trackers and of the schedule without importing them, which takes a second.
+
+    Checking the schedule's class would import torch too.
+    """
     for name, off in (("wandb", "off"), ("trackio", None), ("mlflow", None)):
         value = getattr(config.logging, name)
         if value != off and importlib.util.find_spec(name) is None:
             advice = f"{pip_install(extra=name)}, or write logging.{name}={format_value(off)}"
             rule = f"the package {name} is not installed"
             yield Problem(f"logging.{name}", value, rule, advice, machine_specific=True)
-
-
-def _schedule_package(config: Config) -> Iterator[Problem]:
-    """Check for the schedule's package only: checking the class would import it, and torch with it."""
     target = str(config.optim.schedule.get("_target_") or "megatron_llama")
     package = target.partition(".")[0]
     if importlib.util.find_spec(package) is None:

@@ -8,15 +8,17 @@ from megatron_llama.arch.blocks import LEAST_TOKENS, SPANS, num_blocks
 from megatron_llama.arch.shapes import FUSED, ROW_PARALLEL, matrices
 from megatron_llama.config.problems import Problem
 from megatron_llama.config.settings import Config
+from megatron_llama.devices import find_device
 from megatron_llama.plan.rules.rule import nearest_legal, reads
 
 
-def check_float8_sizes(config: Config, multiple: int) -> Iterator[Problem]:
-    """Yield a problem for each size of a matmul that is not a multiple of ``multiple``, which the device needs."""
-    value, tp = config.trainer.float8, config.trainer.tp
-    if value is None or multiple == 1:
+@reads("trainer.float8", "device.name", "trainer.tp", "trainer.micro_batch_size", "data.seq_length", "model")
+def float8_sizes_fit_the_units(config: Config, world_size: int) -> Iterator[Problem]:
+    """Sizes of float8 matmuls are multiples of a number that the device needs."""
+    value, tp, device = config.trainer.float8, config.trainer.tp, find_device(config.device.name)
+    if value is None or device is None:
         return
-    table = matrices(config.model)
+    multiple, table = device.float8_multiple, matrices(config.model)
     sizes = {"tokens of a micro batch": config.trainer.micro_batch_size * config.data.length}
     for name, parts in FUSED.items():
         shapes = [table[part].local_shape(tp) for part in parts]
