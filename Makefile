@@ -113,7 +113,7 @@ FUZZ ?= --seconds 60
 fuzz: $(INSTALLED)  ## fuzz all readers of untrusted files for a minute
 	@$(PY) -m tests.fuzz $(FUZZ)
 
-# make gpu MINUTES=40 has time for all checks.
+# make gpu MINUTES=40 has time for the whole plan.
 .PHONY: gpu
 gpu: $(INSTALLED)  ## check this program on the GPUs of this machine, in 10 minutes
 	@$(PY) scripts/prove_gpu.py $(if $(MINUTES),--minutes $(MINUTES))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,6 +89,8 @@ class Device(ABC):
     """Memory that ``peak_memory_bytes`` counts, as the run's summary names it."""
     uncounted_memory: str = "device context, communication buffers, fragmentation"
     """Memory of a rank that the plan's forecast of tensors omits."""
+    variants: Mapping[str, Mapping[str, str]] = {}
+    """Environment variables that disable a feature, by its name: prove_gpu.py repeats a failed check with each."""
     variable_prefixes: tuple[str, ...] = ()
     """Prefixes of the device's environment variables, which the ssh launcher forwards to other machines."""
     interface_variable: str = "GLOO_SOCKET_IFNAME"

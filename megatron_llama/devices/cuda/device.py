@@ -68,6 +68,12 @@ class Cuda(Device):
     has_async_tp = True
     float8_multiple = 16
     decoding_keys_multiple = 128  # cuDNN, which torch prefers on Hopper, builds a plan for each shape
+    variants = {
+        "without Dynamo": {"TORCHDYNAMO_DISABLE": "1"},
+        "without cuDNN": {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"},
+        "without expandable segments": {_ALLOCATOR_SETTINGS[0]: "expandable_segments:False"},
+        "with blocking launches": {"CUDA_LAUNCH_BLOCKING": "1"},
+    }
     variable_prefixes = ("CUDA_", "CUBLAS_", "NCCL_")
     interface_variable = "NCCL_SOCKET_IFNAME"
 

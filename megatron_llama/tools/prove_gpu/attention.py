@@ -1,4 +1,7 @@
-"""Attention kernels against fp64 on the CPU. As a module, ``python -m ... DEVICE MODE small|full`` prints JSON."""
+"""Attention kernels against fp64 on the CPU. As a module, ``python -m ... DEVICE MODE small|full`` prints JSON.
+
+Modes: eager and compiled, the device's kernels; backends, each kernel of torch's scaled_dot_product_attention.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.arch.pattern import Pattern
-from megatron_llama.tools.prove_gpu.checks import Check, CheckFailed, NotRun, Outcome
+from megatron_llama.tools.prove_gpu.checks import CheckFailed, NotRun, Outcome, Row
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +23,8 @@ if TYPE_CHECKING:
     from megatron_llama.devices import Device
     from megatron_llama.tools.prove_gpu.session import Session
 
-MODES = ("eager", "compiled", "backends")
-"""The device's kernels, the same in compiled code, and each kernel of torch's scaled_dot_product_attention."""
+LENGTHS = {"small": 193, "full": 1000}
+"""Tokens per sequence; no multiples of the kernels' tiles."""
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 """Largest distance of output and gradients, relative to their norm."""
 ROWS, HEADS, KV_HEADS = 2, 4, 2
@@ -64,24 +67,12 @@ def cases(mode: str, size: str) -> Iterator[Case]:
                 yield Case(mask, dtype, head_dim, **fields)
 
 
-def length(size: str) -> int:
-    """Return the tokens per sequence; no multiple of the kernels' tiles."""
-    return 193 if size == "small" else 1000
-
-
-# In the process of the command.
-
-
-def checks(session: Session) -> Sequence[Check[Session]]:
-    """Return a check for each mode."""
-    return [Check(mode, partial(_check_mode, mode)) for mode in MODES]
-
-
-def _check_mode(mode: str, session: Session) -> Outcome:
-    if mode == "compiled" and (reason := session.environment["compiler_missing"]):
-        raise NotRun(f"torch.compile is unavailable: {reason}")
+def check(session: Session, row: Row) -> Outcome:
+    """Compare the kernels of a mode with fp64."""
+    if row.name == "compiled":
+        session.require_compiler()
     size = "small" if session.small else "full"
-    return judge(session.module(f"attention/{mode}", "attention", session.device, mode, size))
+    return judge(session.module(f"attention/{row.name}", "attention", session.device, row.name, size))
 
 
 def judge(results: Sequence[dict[str, Any]]) -> Outcome:
@@ -103,27 +94,18 @@ def judge(results: Sequence[dict[str, Any]]) -> Outcome:
     return Outcome(detail + unavailable, values | {"error": worst["error"]})
 
 
-# In the process that imports torch.
-
-
 def main(argv: Sequence[str]) -> int:
     """Print the results of all cases of a mode: name, kernel, error (number, text, or null: no kernel), tolerance."""
     from megatron_llama.devices import get_device
 
     name, mode, size = argv
-    device = get_device(name)
-    place = device.enter(0, 1)
-    results = []
+    device, tokens = get_device(name), LENGTHS[size]
+    place, results = device.enter(0, 1), []
     for case in cases(mode, size):
-        for kernel, attend in _kernels(device, case, mode, length(size), place):
-            results.append(
-                {
-                    "name": case.name,
-                    "kernel": kernel,
-                    "error": _measure(attend, case, length(size), place),
-                    "tolerance": TOLERANCES[case.dtype],
-                }
-            )
+        for kernel, attend in _kernels(device, case, mode, tokens, place):
+            error = _measure(attend, case, tokens, place)
+            result = {"name": case.name, "kernel": kernel, "error": error, "tolerance": TOLERANCES[case.dtype]}
+            results.append(result)
     sys.stdout.write(json.dumps(results) + "\n")
     return 0
 
@@ -146,26 +128,19 @@ def _kernels(
 
                 yield name.lower(), attend
         return
-    visible = _visible(device, case, mode == "compiled", tokens, place)
-    kernels = device.kernels(mode == "compiled")
+    compiled = mode == "compiled"
+    visible = _visible(device, case, compiled, tokens, place)
     name = "scaled_dot_product_attention" if visible is None else visible.kernel
-    if mode == "eager":
-        yield name, partial(kernels.attend, visible=visible)
-    else:
+    attend = partial(device.kernels(compiled).attend, visible=visible)
+    if compiled:
         torch._dynamo.reset()
 
-        def compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return kernels.attend(q, k, v, visible)
+        def compiled_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(q, k, v)  # type: ignore[no-any-return]
 
-        yield f"compiled {name}", torch.compile(compiled)
-
-
-def _documents(case: Case, tokens: int) -> Tensor:
-    """Return the document of each token [rows, s]; the rows have different boundaries."""
-    import torch
-
-    index = torch.arange(tokens)
-    return torch.stack([((index + 17 * row) * case.documents) // (tokens + 17 * row) for row in range(ROWS)])
+        yield f"compiled {name}", torch.compile(compiled_attend)
+    else:
+        yield name, attend
 
 
 def _positions(case: Case, tokens: int) -> tuple[Tensor, Tensor]:
@@ -175,7 +150,8 @@ def _positions(case: Case, tokens: int) -> tuple[Tensor, Tensor]:
     from megatron_llama.devices.attention_inputs import Documents
 
     longer = 2 * tokens if case.dropped else tokens
-    ids = _documents(case, longer)
+    index = torch.arange(longer)  # documents of different boundaries in each row
+    ids = torch.stack([(index + 17 * row) * case.documents // (longer + 17 * row) for row in range(ROWS)])
     positions = Documents.of(ids).positions()
     if case.dropped:
         generator = torch.Generator().manual_seed(3)

@@ -1,14 +1,14 @@
-"""Parts and checks: they run one after the other until the time ends, and a failure does not stop the rest."""
+"""Checks and their results."""
 
 from __future__ import annotations
 
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple
 
 
 class Status(StrEnum):
@@ -30,7 +30,7 @@ class Outcome:
 
 
 class CheckFailed(Exception):
-    """A check found a fault. ``values`` are as in ``Outcome``."""
+    """A check detected a fault. ``values`` are as in ``Outcome``."""
 
     def __init__(self, detail: str, values: dict[str, Any] | None = None) -> None:
         super().__init__(detail)
@@ -41,25 +41,32 @@ class NotRun(Exception):
     """A check does not apply to this machine, or has no time; the message is the reason."""
 
 
-Context = TypeVar("Context")
-
-
-class Check(NamedTuple, Generic[Context]):
-    """A check: a name, and a function that returns an outcome or raises CheckFailed or NotRun."""
+class Row(NamedTuple):
+    """A check of a part."""
 
     name: str
-    run: Callable[[Context], Outcome]
+    settings: tuple[str, ...] = ()
+    """Overrides of its runs, or arguments of its program."""
+    ranks: int = 1
+    model: str = ""
+    tolerances: tuple[float, ...] = ()
+
+    @property
+    def folder(self) -> str:
+        """The name as a folder's name."""
+        return self.name.replace(",", "").replace(" ", "_")
 
 
-class Part(NamedTuple, Generic[Context]):
-    """Checks with a common subject."""
+TABLE = tomllib.loads(Path(__file__).with_name("plan.toml").read_text(encoding="utf-8"))
 
-    name: str
-    title: str
-    """One sentence for the page."""
-    share: float
-    """Share of the time, relative to the other parts. Unused time goes to the parts that follow."""
-    checks: Callable[[Context], Sequence[Check[Context]]]
+
+def read_rows(part: str) -> list[Row]:
+    """Return the rows of a part in ``plan.toml``: names, or lists of name, ranks, model, tolerances and settings."""
+    lists = [(row, 1, "", "", []) if isinstance(row, str) else row for row in TABLE["rows"][part]]
+    return [
+        Row(name, tuple(settings), ranks, model, tuple(TABLE["tolerances"].get(tolerances, ())))
+        for name, ranks, model, tolerances, settings in lists
+    ]
 
 
 @dataclass(frozen=True)
@@ -100,10 +107,9 @@ class PartResult:
         """The only result; else a count with the largest error, the failures and the number of omitted checks."""
         if len(self.results) == 1:
             return self.results[0].detail
-        failed, not_run = self.named(Status.FAILED), self.named(Status.NOT_RUN)
-        if self.results and len(not_run) == len(self.results) and len({result.detail for result in not_run}) == 1:
+        passed, failed, not_run = map(self.named, Status)
+        if len(not_run) == len(self.results) and len({result.detail for result in not_run}) == 1:
             return not_run[0].detail
-        passed = self.named(Status.PASSED)
         sentences = [f"{len(passed)} of {len(self.results)} checks passed"]
         if not failed and len(passed) == len(self.results):
             worst = max(passed, key=lambda result: result.values.get("error", 0.0))
@@ -116,98 +122,20 @@ class PartResult:
 
 
 class Clock:
-    """Time of the whole command and of the current part.
-
-    Args:
-        seconds: Time of all parts together.
-        now: Returns monotonic seconds.
-    """
+    """Time of the whole command, ``seconds``. ``now`` returns monotonic seconds."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
-        self.now, self.start = now, now()
-        self.end = self.start + seconds
-        self.part_end = self.end
+        self.now, self.end, self.seconds = now, now() + seconds, seconds
 
     @property
     def left(self) -> float:
         """Seconds until the end of the command, at least 0."""
         return max(0.0, self.end - self.now())
 
-    def begin_part(self, share: float, shares_left: float) -> None:
-        """Give the next part its share of the time left."""
-        self.part_end = self.now() + self.left * share / shares_left
 
-
-Earlier = Mapping[tuple[str, str], Result]
-"""Results of an interrupted command, by the names of part and check."""
-LEAST_SECONDS = 5.0
-"""No check starts with less time left: a Python process with torch needs it for its imports."""
-
-
-def run_parts(
-    parts: Sequence[Part[Context]],
-    context: Context,
-    clock: Clock,
-    progress: Callable[[str], None] = lambda text: None,
-    save: Callable[[PartResult], None] = lambda part: None,
-    earlier: Earlier | None = None,
-) -> Iterator[PartResult]:
-    """Run all parts, yielding each result. An interrupt ends the iteration after the current part's result.
-
-    Args:
-        save: Receives the part with the results so far, after each check.
-        earlier: Checks that do not run again.
-    """
-    for number, part in enumerate(parts):
-        clock.begin_part(part.share, sum(other.share for other in parts[number:]))
-        results: list[Result] = []
-        show = partial(lambda number, text: progress(f"{number}/{len(parts)} {text}"), number + 1)
-        try:
-            for result in _run_checks(part, context, clock, show, earlier or {}):
-                results.append(result)
-                save(PartResult(part.name, part.title, tuple(results)))
-        except KeyboardInterrupt:
-            results.append(Result("interrupted", Status.NOT_RUN, "stopped by a signal"))
-            yield PartResult(part.name, part.title, tuple(results))
-            raise
-        yield PartResult(part.name, part.title, tuple(results))
-
-
-def _run_checks(
-    part: Part[Context], context: Context, clock: Clock, progress: Callable[[str], None], earlier: Earlier
-) -> Iterator[Result]:
-    """Run the checks of a part that fit into its time; at least one runs, if the command has time at all."""
-    start, longest = clock.now(), 0.0
+def attempt(measure: Callable[[], float]) -> float | str:
+    """Return a measurement, or the error as text: an error of a driver or a library is a result."""
     try:
-        checks = part.checks(context)
+        return measure()
     except Exception as error:
-        yield _result_of(part.name, error)
-        return
-    for number, check in enumerate(checks):
-        if (result := earlier.get((part.name, check.name))) is not None:
-            yield result
-            continue
-        is_late = number > 0 and clock.now() + longest > clock.part_end
-        if is_late or clock.left < LEAST_SECONDS:
-            yield Result(check.name, Status.NOT_RUN, "no time left: use a larger --minutes")
-            continue
-        progress(f"{part.name}: {check.name} ({number + 1}/{len(checks)})")
-        begin = clock.now()
-        try:
-            outcome = check.run(context)
-            result = Result(check.name, Status.PASSED, outcome.detail, values=outcome.values)
-        except Exception as error:
-            result = _result_of(check.name, error)
-        seconds = clock.now() - begin
-        longest = max(longest, (clock.now() - start) / (number + 1) if seconds else 0.0)
-        yield replace(result, seconds=seconds)
-
-
-def _result_of(name: str, error: Exception) -> Result:
-    """Return the result of a check that raised. A fault of this program must not stop the other checks."""
-    if isinstance(error, CheckFailed):
-        return Result(name, Status.FAILED, str(error), values=error.values)
-    if isinstance(error, NotRun):
-        return Result(name, Status.NOT_RUN, str(error))
-    values = {"traceback": "".join(traceback.format_exception(error))}
-    return Result(name, Status.FAILED, f"{type(error).__name__}: {error}", values=values)
+        return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -7,54 +7,50 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
+from megatron_llama.system.limits import usable_cores
 from megatron_llama.system.programs import name_commands
-from megatron_llama.system.wrapping import fill, wrap
+from megatron_llama.system.progress import duration
+from megatron_llama.system.wrapping import fill, wrap, wrap_lines
 from megatron_llama.tools.common import show_line
 
 if TYPE_CHECKING:
-    from megatron_llama.tools.prove_gpu.checks import Earlier, Part, PartResult
-    from megatron_llama.tools.prove_gpu.session import Session
-
-    Save = Callable[[Sequence[PartResult]], object]
+    from megatron_llama.tools.prove_gpu.checks import PartResult
+    from megatron_llama.tools.prove_gpu.schedule import Part
 
 MINUTES = 10.0
 MOST_MINUTES = 24 * 60.0
+MOST_JOBS = 4
+"""Default of --jobs on many cores."""
 RESULTS = Path("runs/prove_gpu")
-SEND = (
-    "Send back the folder. It contains the page, results and environment as JSON, and logs, settings, plans, metrics "
-    "and traces of the runs, but no weights and no data. Private paths, and names of user and machine, are replaced."
-)
+SEND = "Send back the folder. It has no weights and no data; private paths, user and machine names are replaced."
 USAGE = """\
-usage: python scripts/prove_gpu.py [--minutes N] [--parts A,B]
+usage: python scripts/prove_gpu.py [--minutes N] [--parts A,B] [--jobs N]
                                    [--output FOLDER] [--resume]
                                    [--archive FILE] [--device NAME] [--small]
 
-Check this program on the GPUs of this machine. A failing part does not stop
-the others. Prints a table with one row per part, and writes a folder to send
-back: a dated page, results and environment as JSON, logs, plans, metrics and
-traces. Needs no network, no dataset and no model files.
+Check this program on the GPUs of this machine: first whether they compute
+right, then speed, then extras, as far as the time reaches. A failing part does
+not stop the others: its first failed check is repeated without Dynamo, without
+cuDNN and with blocking launches, and the table names the variants that pass.
+Prints a row per part, and writes a folder to send back: a dated page, results
+and environment as JSON, logs, plans, metrics and traces. Needs no network, no
+dataset and no model files.
 
-  environment  versions, driver, GPUs, compiler, a first matmul
-  smoke        train a small Llama
-  parity       losses of layouts and options against recorded ones of a CPU
-  attention    every attention kernel and precision against fp64 on the CPU
-  resume       a stopped and continued run is bit-identical
-  memory       peak memory against the plan's forecast
-  compile      losses and speed with and without torch.compile
-  float8       losses and speed with and without trainer.float8
-  benchmark    speed, MFU and a trace of layers of 1 B and 7 B Llamas, with the
-               installed of transformers and torchtitan
+{parts}
 
   --minutes N       time of the whole command (default: 10); checks that do not
                     fit are reported as not run
   --parts A,B       run these parts only; environment always runs
+  --jobs N          checks that run side by side in the parts from parity to
+                    generation (default: a quarter of the cores, 1 to 4)
   --output FOLDER   folder of the results (default: a new folder in
                     runs/prove_gpu)
   --resume          continue in the --output FOLDER of a stopped command: only
@@ -70,48 +66,42 @@ docs/design/gpu.md explains the parts. Not run on hardware.
 """
 
 
-def parts() -> tuple[Part[Session], ...]:
-    """Return all parts in their order."""
-    from megatron_llama.tools.prove_gpu import attention, benchmark, environment, parity, training
-    from megatron_llama.tools.prove_gpu.checks import Check, Outcome, Part
+def parts(small: bool = False) -> list[Part]:
+    """Return all parts of ``plan.toml`` in their order."""
+    from megatron_llama.tools.prove_gpu.checks import TABLE, read_rows
+    from megatron_llama.tools.prove_gpu.schedule import Part
 
-    def one(name: str, run: Callable[[Session], Outcome]) -> Callable[[Session], list[Check[Session]]]:
-        return lambda session: [Check(name, run)]
+    def build(name: str, check: str, **fields: Any) -> Part:
+        module, _, function = check.partition(".")
+        run = getattr(import_module(f"{__package__}.{module}"), function)
+        rows = read_rows(f"small_{name}" if small and f"small_{name}" in TABLE["rows"] else name)
+        return Part(name, TABLE["titles"][name], rows=rows, check=run, **fields)
 
-    return (
-        Part("environment", "Versions, driver, devices and compiler.", 0.5, environment.checks),
-        Part(
-            "smoke", "A small Llama trains: finite losses that fall, and a checkpoint.", 1, one("smoke", training.smoke)
-        ),
-        Part("parity", "Losses and gradient norms against recorded ones of one CPU process.", 4, parity.checks),
-        Part("attention", "Attention kernels, forward and backward, against fp64 on the CPU.", 1.5, attention.checks),
-        Part("resume", "A stopped and continued run against an uninterrupted one, bitwise.", 2, training.resume),
-        Part("memory", "Peak memory of tensors against the plan's forecast.", 2, training.memory),
-        Part("compile", "Runs with torch.compile against eager runs.", 2, one("compile", training.compilation)),
-        Part("float8", "Runs with float8 matmuls against bf16.", 2, training.float8),
-        Part("benchmark", "Speed of layers of a 7 B and a 1 B Llama, and of installed peers.", 4, benchmark.checks),
-    )
+    return [build(name, **fields) for name, fields in TABLE["parts"].items()]
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/prove_gpu.py`` with ``argv``; return the exit status."""
+    lines = [line for part in parts() for line in wrap_lines(part.title, f"  {part.name:<13}")]
+    usage = name_commands(USAGE.format(parts="\n".join(lines)))
     if {"--help", "-h"} & set(argv):
-        sys.stdout.write(name_commands(USAGE))
+        sys.stdout.write(usage)
         return 0
-    arguments, selected = _read_arguments(argv)
+    arguments, names = _read_arguments(argv, usage)
     with tempfile.TemporaryDirectory(prefix="prove-gpu-") as work:
-        return _run(arguments, selected, Path(work), argv)
+        return _run(arguments, names, Path(work), argv)
 
 
-def _read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Part[Session]]]:
-    """Return the arguments and the requested parts. Raises UserError."""
+def _read_arguments(argv: Sequence[str], usage: str) -> tuple[argparse.Namespace, list[str]]:
+    """Return the arguments and the names of the requested parts. Raises UserError."""
     from megatron_llama.config.settings import DEVICES
     from megatron_llama.system.errors import UserError
 
-    parser = ArgumentParser(usage=name_commands(USAGE), add_help=False, allow_abbrev=False)
+    parser = ArgumentParser(usage=usage, add_help=False, allow_abbrev=False)
     add = parser.add_argument
     add("--minutes", type=float, default=MINUTES)
     add("--parts")
+    add("--jobs", type=int, default=max(1, min(MOST_JOBS, len(usable_cores()) // 4)))
     add("--output", type=Path)
     add("--resume", action="store_true")
     add("--archive", type=Path)
@@ -122,36 +112,38 @@ def _read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Part[
     if not 0 < arguments.minutes <= MOST_MINUTES:
         rule = f"must be above 0 and at most {MOST_MINUTES:g}"
         problems.append(f"--minutes {arguments.minutes:g} {rule}: write --minutes 10")
+    if arguments.jobs < 1:
+        problems.append(f"--jobs {arguments.jobs} must be at least 1")
     if arguments.device not in DEVICES:
         problems.append(f"--device {arguments.device} is unknown: write one of {', '.join(DEVICES)}")
-    everything = parts()
-    names = [part.name for part in everything]
+    names = [part.name for part in parts()]
     requested = names if arguments.parts is None else ["environment", *arguments.parts.split(",")]
-    for name in requested:
-        if name not in names:
-            problems.append(f"--parts {name} is unknown: write some of {','.join(names)}")
-    output = arguments.output
+    unknown = [name for name in requested if name not in names]
+    problems += [f"--parts {name} is unknown: write some of {','.join(names)}" for name in unknown]
+    output, archive = arguments.output, arguments.archive
     if arguments.resume and output is None:
         problems.append("--resume needs --output FOLDER, the folder of the stopped command")
     elif output is not None and output.exists() and not (output.is_dir() and arguments.resume):
         if not output.is_dir() or any(output.iterdir()):
             problems.append(f"--output {output} exists and is not empty: name a new folder, or add --resume")
-    if arguments.archive is not None and not arguments.archive.absolute().parent.is_dir():
-        problems.append(f"--archive {arguments.archive}: there is no folder {arguments.archive.parent}")
+    if archive is not None and not archive.absolute().parent.is_dir():
+        problems.append(f"--archive {archive}: there is no folder {archive.parent}")
     if problems:
         raise UserError("\n".join(problems))
-    return arguments, [part for part in everything if part.name in requested]
+    return arguments, requested
 
 
-def _run(arguments: argparse.Namespace, selected: Sequence[Part[Session]], work: Path, argv: Sequence[str]) -> int:
-    """Run the parts in the folder ``work``; print and write the results."""
+def _run(arguments: argparse.Namespace, names: Sequence[str], work: Path, argv: Sequence[str]) -> int:
+    """Run the parts in the folder ``work``, printing a row for each; write the results. Return the exit status."""
     from megatron_llama.system.errors import UserError
-    from megatron_llama.tools.prove_gpu.checks import CheckFailed, Clock
-    from megatron_llama.tools.prove_gpu.page import last_line, pack, read_results, write_files
+    from megatron_llama.tools.prove_gpu.checks import CheckFailed, Clock, Status
+    from megatron_llama.tools.prove_gpu.page import last_line, pack, read_results, table_lines, write_files
+    from megatron_llama.tools.prove_gpu.schedule import run_parts
     from megatron_llama.tools.prove_gpu.session import Session
 
     folder = arguments.output or RESULTS / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    session = Session(folder.absolute(), work, Clock(60 * arguments.minutes), arguments.device, small=arguments.small)
+    clock = Clock(60 * arguments.minutes)
+    session = Session(folder.absolute(), work, clock, arguments.device, small=arguments.small, jobs=arguments.jobs)
     show_line("examining the environment")
     try:
         facts = session.module("environment", "environment", arguments.device)
@@ -165,46 +157,32 @@ def _run(arguments: argparse.Namespace, selected: Sequence[Part[Session]], work:
     session.small = session.small or not session.is_accelerator
     facts["small"], command = session.small, f"{name_commands('python scripts/prove_gpu.py')} {shlex.join(argv)}"
 
+    def show(text: str) -> None:
+        show_line(f"{text}, at most {duration(clock.left)} left")
+
     def save(results: Sequence[PartResult]) -> Path:
         path = write_files(folder, facts, results, command, session.redact)
         if arguments.archive is not None:
             pack(folder, arguments.archive)
         return path
 
-    earlier = read_results(folder, session.small) if arguments.resume else {}
-    results, status = _run_selected(selected, session, save, earlier)
-    path = save(results)
-    sys.stdout.write(f"\n{wrap(last_line(results))}\n\n  page    {path}\n  folder  {folder}\n\n")
-    sys.stdout.write(fill("", SEND) + "\n")
-    sys.stdout.flush()
-    return status
-
-
-def _run_selected(
-    selected: Sequence[Part[Session]], session: Session, save: Save, earlier: Earlier
-) -> tuple[list[PartResult], int]:
-    """Run the parts, printing a row for each; return the results and the exit status."""
-    from megatron_llama.system.progress import duration
-    from megatron_llama.tools.prove_gpu.checks import Status, run_parts
-    from megatron_llama.tools.prove_gpu.page import table_lines
-
-    def show(text: str) -> None:
-        show_line(f"{text}, at most {duration(session.clock.left)} left")
-
     def print_row(part: PartResult | None) -> None:
         show_line("")
         sys.stdout.write("\n".join(table_lines(part)) + "\n")
         sys.stdout.flush()
 
-    def save_part(part: PartResult) -> None:
-        save([*results, part])
-
+    selected = [part for part in parts(session.small) if part.name in names]
     results: list[PartResult] = []
+    status = 0
     print_row(None)
     try:
-        for result in run_parts(selected, session, session.clock, show, save_part, earlier):
+        for result in run_parts(selected, session, show, save, read_results(folder, session.small)):
             results.append(result)
             print_row(result)
     except KeyboardInterrupt:
-        return results, EXIT_INTERRUPTED
-    return results, EXIT_FAILED if any(part.status == Status.FAILED for part in results) else 0
+        status = EXIT_INTERRUPTED
+    path = save(results)
+    sys.stdout.write(f"\n{wrap(last_line(results))}\n\n  page    {path}\n  folder  {folder}\n\n")
+    sys.stdout.write(fill("", SEND) + "\n")
+    sys.stdout.flush()
+    return status or (EXIT_FAILED if any(part.status == Status.FAILED for part in results) else 0)

@@ -1,24 +1,26 @@
-"""The first part: versions, driver, devices, compiler. Runs as a module: ``python -m ... DEVICE`` prints JSON."""
+"""Facts and rates of a device and its machine. As a module, ``python -m ... DEVICE [small|full]`` prints JSON."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.system.programs import commit
 from megatron_llama.system.tables import gib
 from megatron_llama.tools.common import package_version
-from megatron_llama.tools.prove_gpu.checks import Check, CheckFailed, NotRun, Outcome
+from megatron_llama.tools.prove_gpu.checks import CheckFailed, Outcome, Row, attempt
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron_llama.devices import Device
     from megatron_llama.tools.prove_gpu.session import Session
 
@@ -29,26 +31,24 @@ PACKAGES = (
 VARIABLES = ("TORCH", "PYTORCH_", "TRITON_", "OMP_")
 """Beginnings of names of variables that matter, in addition to the devices' prefixes."""
 SECRETS = ("KEY", "TOKEN", "SECRET", "PASS", "CREDENTIAL", "AUTH")
+ROUNDS, CALLS = 5, 4
+ATTENTION = {"7 B": (2, 32, 32, 4096, 128), "8 B": (1, 32, 8, 8192, 128), "1 B": (2, 32, 8, 4096, 64)}
+"""Sequences, heads, kv heads, tokens, head dimension."""
 MATMUL_SIZE = 256
 MATMUL_TOLERANCE = 1e-4
-COMPILER_SECONDS = 20.0
 
 
-def checks(session: Session) -> Sequence[Check[Session]]:
-    """Return the checks of the facts that were collected before the first part."""
-    return [Check("versions", _versions), Check("first matmul", _matmul), Check("compiler", _compiler)]
-
-
-def _versions(session: Session) -> Outcome:
+def check(session: Session, row: Row) -> Outcome:
+    """Judge the facts that were collected before the first part."""
     facts = session.environment
-    cards = ", ".join(dict.fromkeys(card["name"] for card in facts["cards"]))
-    packages = facts["packages"]
-    detail = f"{facts['count']} x {cards or facts['device']}, torch {packages['torch']}, Python {facts['python']}"
-    return Outcome(detail, facts)
-
-
-def _matmul(session: Session) -> Outcome:
-    error = session.environment["matmul_error"]
+    if row.name == "compiler":
+        session.require_compiler()
+        return Outcome(facts["compiler"] or "torch.compile's requirements are installed")
+    if row.name == "versions":
+        cards = ", ".join(dict.fromkeys(card["name"] for card in facts["cards"])) or facts["device"]
+        versions = f"torch {facts['packages']['torch']}, Python {facts['python']}"
+        return Outcome(f"{facts['count']} x {cards}, {versions}", facts)
+    error = facts["matmul_error"]
     if isinstance(error, str):
         raise CheckFailed(f"the first matmul failed: {error}")
     if not error <= MATMUL_TOLERANCE:
@@ -56,10 +56,13 @@ def _matmul(session: Session) -> Outcome:
     return Outcome(f"differs from the CPU's by {error:.1e}", {"error": error})
 
 
-def _compiler(session: Session) -> Outcome:
-    if reason := session.environment["compiler_missing"]:
-        raise NotRun(f"torch.compile is unavailable: {reason}")
-    return Outcome(session.environment["compiler"] or "torch.compile's requirements are installed")
+def check_rates(session: Session, _: Row) -> Outcome:
+    """Return all rates. Raises CheckFailed if a measurement raised."""
+    rates = session.module("rates", "environment", session.device, "small" if session.small else "full")
+    errors = [f"{name}: {rate}" for name, rate in rates.items() if isinstance(rate, str)]
+    if errors:
+        raise CheckFailed("; ".join(errors), rates)
+    return Outcome(", ".join(f"{name} {rate:,.1f}" for name, rate in rates.items()), rates)
 
 
 def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -73,12 +76,17 @@ def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return [*rows, ("compiler", facts["compiler"] or "not installed")]
 
 
-# In the process that imports torch.
-
-
 def main(argv: Sequence[str]) -> int:
-    """Print the facts of the device ``argv[0]``, or {"missing": reason}."""
-    sys.stdout.write(json.dumps(collect(argv[0])) + "\n")
+    """Print the facts of the device ``argv[0]``, or {"missing": reason}; with a size in ``argv[1]``, its rates."""
+    from megatron_llama.devices import get_device
+
+    if len(argv) == 1:
+        values = collect(argv[0])
+    else:
+        device = get_device(argv[0])
+        measured = measurements(device, device.enter(0, 1), 32 if argv[1] == "small" else 1)
+        values = {label: attempt(measure) for label, measure in measured}
+    sys.stdout.write(json.dumps(values) + "\n")
     return 0
 
 
@@ -86,21 +94,22 @@ def collect(name: str) -> dict[str, Any]:
     """Return the facts as JSON values. Without a usable device: ``missing``, the reason."""
     from megatron_llama.devices import HOST, NAMES, device_named, get_device, ignored_devices
 
-    if name == "auto":
-        accelerators = [device_named(other) for other in NAMES if other != HOST]
-        device = next((other for other in accelerators if other.probe() is None), None)
-        if device is None:
-            reasons = ignored_devices() or [f"{accelerators[0].name}: {accelerators[0].probe()}"]
-            return {"missing": "; ".join(reasons)}
-    else:
+    if name != "auto":
         try:
-            device = get_device(name)
+            return _facts(get_device(name))
         except ValueError as error:
             return {"missing": str(error)}
+    accelerators = [device_named(other) for other in NAMES if other != HOST]
+    device = next((other for other in accelerators if other.probe() is None), None)
+    if device is None:
+        reasons = ignored_devices() or [f"{accelerators[0].name}: {accelerators[0].probe()}"]
+        return {"missing": "; ".join(reasons)}
     return _facts(device)
 
 
 def _facts(device: Device) -> dict[str, Any]:
+    from megatron_llama.devices.processor import processor
+
     return {
         "device": device.name,
         "is_accelerator": device.is_accelerator,
@@ -112,13 +121,13 @@ def _facts(device: Device) -> dict[str, Any]:
         "packages": {package: package_version(package) or "not installed" for package in PACKAGES},
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor().get("model name", platform.machine()),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "compiler": _compiler_version(),
         "compiler_missing": device.compiler_missing(),
         "variables": settings_of_environment(os.environ),
-        "matmul_error": _attempt(lambda: _matmul_error(device)),
+        "matmul_error": attempt(lambda: _matmul_error(device)),
     }
 
 
@@ -139,46 +148,20 @@ def _cards(device: Device) -> list[dict[str, Any]]:
         return []
     module = torch.get_device_module(torch.device(device.name))
     cards = []
-    for index in range(device.count()):
-        properties = module.get_device_properties(index)
-        numbers = [getattr(properties, name, None) for name in ("major", "minor")]
-        capability = ".".join(str(number) for number in numbers if number is not None)
-        cards.append(
-            {
-                "name": str(properties.name),
-                "memory_bytes": int(properties.total_memory),
-                "capability": f"capability {capability}" if capability else "",
-                "processors": getattr(properties, "multi_processor_count", None),
-            }
-        )
+    for properties in map(module.get_device_properties, range(device.count())):
+        numbers = [str(getattr(properties, name)) for name in ("major", "minor") if hasattr(properties, name)]
+        card = {"name": str(properties.name), "memory_bytes": int(properties.total_memory)}
+        card |= {"capability": f"capability {'.'.join(numbers)}" if numbers else ""}
+        cards.append(card | {"processors": getattr(properties, "multi_processor_count", None)})
     return cards
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
 
 
 def _compiler_version() -> str:
     """Return the first line of the C compiler's version, or an empty text."""
     for name in filter(None, (os.environ.get("CC"), "gcc", "clang")):
-        if shutil.which(name):
-            with suppress(OSError, subprocess.SubprocessError):
-                words = [name, "--version"]
-                done = subprocess.run(words, capture_output=True, text=True, timeout=COMPILER_SECONDS, check=False)
-                return done.stdout.partition("\n")[0]
+        with suppress(OSError, subprocess.SubprocessError):
+            return subprocess.check_output([name, "--version"], text=True, timeout=20).partition("\n")[0]
     return ""
-
-
-def _attempt(measure: Callable[[], float]) -> float | str:
-    """Return the measurement, or the error as text."""
-    try:
-        return measure()
-    except Exception as error:  # any error of a driver or library is a finding
-        return f"{type(error).__name__}: {error}"
 
 
 def _matmul_error(device: Device) -> float:
@@ -191,6 +174,74 @@ def _matmul_error(device: Device) -> float:
     expected = a.double() @ b.double()
     actual = (a.to(place) @ b.to(place)).cpu().double()
     return ((actual - expected).norm() / expected.norm()).item()
+
+
+def measurements(device: Device, place: torch.device, divisor: int) -> Iterator[tuple[str, Callable[[], float]]]:
+    """Yield (name with unit, measurement), with sizes divided by ``divisor``."""
+    import torch
+
+    from megatron_llama.devices.kernels import Float8Operand
+
+    kernels, size = device.kernels(False), 8192 // divisor
+
+    def rate(work: float, call: Callable[[], object]) -> float:
+        return work / _seconds(device, call)
+
+    def matmul(dtype: torch.dtype, size: int) -> float:
+        a, b = (torch.randn(size, size, device=place, dtype=dtype) for _ in range(2))
+        return rate(2e-12 * size**3, lambda: a @ b)
+
+    def float8(by_row: bool, fast: bool) -> float:
+        scales = [torch.ones(shape if by_row else (), device=place) for shape in ((size, 1), (1, size))]
+        drawn = [torch.randn(size, size, device=place).to(torch.float8_e4m3fn) for _ in range(2)]
+        a, b = (Float8Operand(data, scale) for data, scale in zip(drawn, scales, strict=True))
+        return rate(2e-12 * size**3, lambda: kernels.float8_mm(a, b, torch.bfloat16, fast))
+
+    def copy(source: torch.Tensor, target: torch.Tensor) -> float:
+        return rate(source.nbytes / 1e9, lambda: target.copy_(source, non_blocking=True))
+
+    def attention(shape: Sequence[int], backward: bool) -> float:
+        rows, heads, kv_heads, tokens, dim = shape
+        sizes = [(tokens // divisor, rows, number, dim) for number in (heads, kv_heads, kv_heads)]
+        drawn = [torch.randn(*size, device=place, dtype=torch.bfloat16).permute(1, 2, 0, 3) for size in sizes]
+        q, k, v = (x.requires_grad_(backward) for x in drawn)
+
+        def call() -> None:
+            out = kernels.attend(q, k, v)
+            if backward:
+                torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+        flops = 2e-12 * rows * heads * (tokens // divisor) ** 2 * dim  # causal: half of the scores
+        return rate(flops * (3.5 if backward else 1), call)
+
+    yield "bf16 matmul, TFLOP/s", partial(matmul, torch.bfloat16, size)
+    yield "fp32 matmul, TFLOP/s", partial(matmul, torch.float32, size // 2)
+    for name, by_row in (("tensorwise", False), ("rowwise", True)):
+        yield f"float8 {name}, TFLOP/s", partial(float8, by_row, False)
+        yield f"float8 {name}, fast sums, TFLOP/s", partial(float8, by_row, True)
+    memory = torch.empty((1 << 30) // divisor**2, dtype=torch.uint8, device=place)
+    host = torch.empty(memory.shape, dtype=torch.uint8, pin_memory=device.pins_memory)
+    yield "copy on the device, GB/s", lambda: copy(memory, torch.empty_like(memory))
+    yield "copy to the device, GB/s", lambda: copy(host, memory)
+    yield "copy to the host, GB/s", lambda: copy(memory, host)
+    small = torch.zeros(16, device=place)
+    yield "small kernel, microseconds", lambda: _seconds(device, lambda: small.add_(1), 500) * 1e6
+    for name, shape in ATTENTION.items():
+        yield f"attention of {name}, forward, TFLOP/s", partial(attention, shape, False)
+        yield f"attention of {name}, both passes, TFLOP/s", partial(attention, shape, True)
+
+
+def _seconds(device: Device, call: Callable[[], object], calls: int = CALLS) -> float:
+    """Return the seconds of a call in the fastest round."""
+    best = float("inf")
+    for _ in range(ROUNDS + 1):  # the first warms up
+        device.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        device.synchronize()
+        best = min(best, (time.perf_counter() - begin) / calls)
+    return best
 
 
 if __name__ == "__main__":

@@ -21,17 +21,15 @@ from megatron_llama.tools.prove_gpu.checks import PartResult, Result, Status
 HEAD = ("part", "result", "time", "detail")
 WIDTHS = (12, 8, 6)
 """Least characters of the columns before the last one, so that rows printed one by one are aligned."""
-CONTENTS = {
-    "results.json": "the results of all checks with their numbers",
-    "environment.json": "versions, devices, driver, compiler, variables of torch and of the devices",
-    "PART*/log.txt": "commands and output of each process",
-    "PART*/config.yaml, plan.txt, metrics.jsonl, compile.json": "settings, plan, and metrics of each run",
-    "PART*/profile/": "a trace for chrome://tracing or Perfetto, and times and memory by module",
-}
-PRIVACY = (
-    "Paths of the home folder, the checkout, Python and temporary files, and the names of the user and the machine, "
-    "are replaced in all texts. The folder has no weights, no data, and no variables named KEY, TOKEN or PASS."
-)
+CONTENTS = """\
+- `results.json`: the results of all checks with their numbers
+- `environment.json`: versions, devices, driver, compiler, variables of torch and of the devices
+- `PART*/log.txt`: commands and output of each process
+- `PART*/config.yaml, plan.txt, metrics.jsonl, compile.json`: settings, plan, and metrics of each run
+- `PART*/profile/`: a trace for chrome://tracing or Perfetto, and times and memory by module
+
+Paths of the home folder, the checkout, Python and temporary files, and the names of the user and the machine, are \
+replaced in all texts. The folder has no weights, no data, and no variables named KEY, TOKEN or PASS."""
 
 
 def table_lines(part: PartResult | None) -> list[str]:
@@ -67,30 +65,27 @@ def page(facts: dict[str, Any], results: Sequence[PartResult], command: str) -> 
     rows_of_facts = [(name, _cell(value)) for name, value in environment.lines(facts)]
     yield from markdown_table(("property", "value"), rows_of_facts)
     for part in results:
-        yield from ["", f"## {part.name[:1].upper()}{part.name[1:]}", "", part.title, ""]
+        yield from ["", f"## {part.name.capitalize()}", "", f"{part.title[:1].upper()}{part.title[1:]}.", ""]
         checks = [(c.name, str(c.status), duration(c.seconds), _cell(c.detail)) for c in part.results]
         yield from markdown_table(("check", "result", "time", "detail"), checks)
-    yield from ["", "## This folder", ""]
-    yield from [f"- `{name}`: {content}" for name, content in CONTENTS.items()]
-    yield from ["", PRIVACY]
+    yield from ["", "## This folder", "", CONTENTS]
 
 
 def _cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
 
 
-def page_name(day: date | None = None) -> str:
-    """Return the dated name of the page's file."""
-    return f"gpu-{day or date.today()}.md"
-
-
 def write_files(folder: Path, facts: dict[str, Any], results: Sequence[PartResult], command: str, redact: Any) -> Path:
     """Write page, results and environment into the folder; return the path of the page."""
-    record = {"date": str(date.today()), "command": command, "commit": facts["commit"]}
-    record |= {"small": facts["small"], "parts": [_as_json(part) for part in results]}
+    parts = [
+        {"name": part.name, "status": part.status, "seconds": part.seconds, "checks": [*map(asdict, part.results)]}
+        for part in results
+    ]
+    record = {"date": str(date.today()), "command": command, "commit": facts["commit"], "small": facts["small"]}
+    record["parts"] = parts
     write_atomically(folder / "environment.json", redact(json.dumps(facts, indent=1)) + "\n")
     write_atomically(folder / "results.json", redact(json.dumps(record, indent=1)) + "\n")
-    path = folder / page_name()
+    path = folder / f"gpu-{date.today()}.md"
     write_atomically(path, redact("\n".join(page(facts, results, command))) + "\n")
     return path
 
@@ -113,7 +108,3 @@ def pack(folder: Path, archive: Path) -> None:
     with tarfile.open(draft, "w:gz", compresslevel=1) as file:
         file.add(folder, folder.name)
     draft.replace(archive)
-
-
-def _as_json(part: PartResult) -> dict[str, Any]:
-    return {"name": part.name, "status": part.status, "seconds": part.seconds, "checks": [*map(asdict, part.results)]}

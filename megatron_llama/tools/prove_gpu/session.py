@@ -14,13 +14,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from megatron_llama.devices import device_named
 from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.system.programs import IN_CHECKOUT, ROOT, program_files
 from megatron_llama.system.signals import exit_with_parent
@@ -34,8 +37,10 @@ SENT_BACK = ("config.yaml", "plan.txt", "metrics.jsonl", "compile.json", "profil
 PROFILING = "profiling"
 """Subfolder of a run that scripts/profile.py writes."""
 """Files of a run that go into the folder; checkpoints do not."""
+TEXTS = (".gz", ".txt", ".json", ".jsonl", ".yaml", ".md", ".log", "")
 LOG = "log.txt"
 LINES_OF_FAILURE = 3
+POLL_SECONDS = 0.1
 LEAST_LIMIT_SECONDS = 90.0
 COLD_COMPILE_SECONDS = 300.0  # least limit of a run that compiles
 GRACE_SECONDS = 5.0
@@ -48,46 +53,41 @@ class Redactor:
         folders = {"WORK": work, "CHECKOUT": ROOT, "PYTHON": Path(sys.prefix), "HOME": Path.home()}
         paths = {str(path): name for name, path in folders.items() if len(path.parts) > 1}
         paths |= {str(path.resolve()): name for name, path in folders.items() if len(path.parts) > 1}
-        self._paths = sorted(paths.items(), key=lambda pair: -len(pair[0]))
-        words = {}
+        words = {socket.gethostname(): "HOST", socket.gethostname().partition(".")[0]: "HOST"}
         with suppress(OSError, KeyError, ImportError):  # a user without an entry in the list of users
             words[getpass.getuser()] = "USER"
-        for host in {socket.gethostname(), socket.gethostname().partition(".")[0]}:
-            words[host] = "HOST"
-        self._words = [
-            (re.compile(rf"(?<![\w.-]){re.escape(word)}(?![\w-])"), name)
-            for word, name in sorted(words.items(), key=lambda pair: -len(pair[0]))
-            if len(word) > 2 and word not in ("root", "localhost")
-        ]
+        words = {word: name for word, name in words.items() if len(word) > 2 and word not in ("root", "localhost")}
+        self._names = paths | words
+        patterns = [re.escape(path) for path in sorted(paths, key=len, reverse=True)]
+        patterns += [rf"(?<![\w.-]){re.escape(word)}(?![\w-])" for word in sorted(words, key=len, reverse=True)]
+        self._pattern = re.compile("|".join(patterns))
 
     def __call__(self, text: str) -> str:
         """Return ``text`` without the names."""
-        for path, name in self._paths:
-            text = text.replace(path, name)
-        for word, name in self._words:
-            text = word.sub(name, text)
-        return text
+        return self._pattern.sub(lambda match: self._names[match[0]], text)
 
     def copy(self, source: Path, target: Path) -> None:
         """Copy a file; texts, also compressed ones, are redacted."""
         target.parent.mkdir(parents=True, exist_ok=True)
-        if source.suffix == ".gz":
-            with gzip.open(source, "rt", encoding="utf-8", errors="replace") as file:
-                text = self(file.read())
-            with gzip.open(target, "wt", encoding="utf-8") as file:
-                file.write(text)
-        elif source.suffix in (".txt", ".json", ".jsonl", ".yaml", ".md", ".log", ""):
-            target.write_text(self(source.read_text(encoding="utf-8", errors="replace")), encoding="utf-8")
-        else:
+        if source.suffix not in TEXTS:
             shutil.copyfile(source, target)
+            return
+        read = gzip.open if source.suffix == ".gz" else open
+        with (
+            read(source, "rt", encoding="utf-8", errors="replace") as file,
+            read(target, "wt", encoding="utf-8") as out,
+        ):
+            out.write(self(file.read()))
 
 
 @dataclass(frozen=True)
 class Process:
-    """A finished process: exit status and output."""
+    """A finished process."""
 
     status: int
     output: str
+    """Standard output, then standard error."""
+    stdout: str = ""
 
     def last_lines(self, count: int = LINES_OF_FAILURE) -> str:
         """Return the last lines of the output in one line."""
@@ -120,6 +120,7 @@ class TrainingRun:
 
 Start = Callable[[Sequence[str], float], Process]
 """Runs a command within a limit in seconds; raises TimeoutError."""
+Shared = TypeVar("Shared")
 
 
 @dataclass
@@ -136,13 +137,34 @@ class Session:
     """Facts of environment.py."""
     small: bool = False
     """Whether the shapes are small, for a test of the command itself or a CPU."""
-    shared: dict[str, TrainingRun] = field(default_factory=dict)
-    """Runs that several checks compare with."""
+    jobs: int = 1
+    """Checks that run side by side, if their part permits it."""
+    prefix: str = ""
+    """Folder of a variant's runs."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of a variant."""
+    stopping: threading.Event = field(default_factory=threading.Event)
+    """Set to end all processes."""
     start: Start | None = None
     """Replaces the start of processes, for tests."""
 
     def __post_init__(self) -> None:
         self.redact = Redactor(self.work)
+        self._shared: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def variants(self) -> dict[str, Session]:
+        """Return sessions whose processes run without a feature, by the device's names of them."""
+        variants = device_named(self.device).variants if self.is_accelerator else {}
+        folders = {name: f"variants/{name.replace(' ', '_')}/" for name in variants}
+        return {name: replace(self, prefix=folders[name], variables=variants[name]) for name in variants}
+
+    def share(self, name: str, create: Callable[[], Shared]) -> Shared:
+        """Return the result of ``create``, which runs once, for all checks that compare with it."""
+        with self._lock:
+            if name not in self._shared:
+                self._shared[name] = create()
+            return self._shared[name]  # type: ignore[no-any-return]
 
     @property
     def ranks(self) -> int:
@@ -153,9 +175,14 @@ class Session:
     def is_accelerator(self) -> bool:
         return bool(self.environment.get("is_accelerator", False))
 
+    def require_compiler(self) -> None:
+        """Raise NotRun if torch.compile cannot run here."""
+        if reason := self.environment["compiler_missing"]:
+            raise NotRun(f"torch.compile is unavailable: {reason}")
+
     def limit(self) -> float:
         """Return the seconds after which a process counts as hanging."""
-        return max(LEAST_LIMIT_SECONDS, (self.clock.end - self.clock.start) / 4)
+        return max(LEAST_LIMIT_SECONDS, self.clock.seconds / 4)
 
     def run(self, name: str, words: Sequence[str], *, hangs_after: float | None = None) -> Process:
         """Run a command of Python; its output goes to ``name/log.txt`` in the folder.
@@ -166,17 +193,49 @@ class Session:
         """
         limit = self.limit() if hangs_after is None else hangs_after
         try:
-            process = (self.start or start)([sys.executable, *words], min(limit, self.clock.left))
+            process = (self.start or self._start)([sys.executable, *words], min(limit, self.clock.left))
         except TimeoutError as error:
             self._write_log(name, words, str(error))
+            if self.stopping.is_set():
+                raise NotRun("stopped by a signal") from None
             if self.clock.left <= 1:
                 raise NotRun("stopped at the end of the time: use a larger --minutes") from None
-            raise CheckFailed(f"no end within {limit:.0f} s, see {name}/{LOG}") from None
+            raise CheckFailed(f"timed out after {limit:.0f} s, see {self.prefix}{name}/{LOG}") from None
         self._write_log(name, words, process.output)
         return process
 
+    def _start(self, words: Sequence[str], limit: float) -> Process:
+        """Run a command and end its children with it, such as compiler processes, which would use the card's host.
+
+        After ``limit`` seconds, or when the checks are to stop, it is killed. Raises TimeoutError with the output.
+        """
+        end = time.monotonic() + limit
+        with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:  # children would hold a pipe open
+            process = subprocess.Popen(
+                list(words),
+                env=variables() | dict(self.variables),
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+                preexec_fn=partial(exit_with_parent, os.getpid()),  # noqa: PLW1509  it takes no lock of another thread
+            )
+            try:
+                while process.poll() is None and time.monotonic() < end and not self.stopping.wait(POLL_SECONDS):
+                    pass
+                status = process.returncode
+            finally:  # also after an interrupt
+                _kill(process)
+            texts = []
+            for file in (stdout, stderr):
+                file.seek(0)
+                texts.append(file.read().decode("utf-8", "replace"))
+        if status is None:
+            raise TimeoutError("".join(texts))
+        return Process(status, "".join(texts), texts[0])
+
     def _write_log(self, name: str, words: Sequence[str], output: str) -> None:
-        path = self.folder / name / LOG
+        path = self.folder / self.prefix / name / LOG
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(self.redact(f"$ python {' '.join(words)}\n{output}\n"))
@@ -191,15 +250,20 @@ class Session:
             CheckFailed: the program failed.
             NotRun: the program refused the settings, or has no time.
         """
-        folder = self.work / (run or name)
+        folder = self.work / self.prefix / (run or name)
         words = [str(program_files()[program]), f"device={self.device}", *overrides, f"run.dir={folder}"]
-        if not any(word.startswith("trainer.dp=") for word in words):
-            words.append(f"trainer.dp={max(1, ranks // _block(words))}")
+        block = [int(word.partition("=")[2]) for word in words if word.startswith(("trainer.tp=", "trainer.pp="))]
+        words.append(f"trainer.dp={max(1, ranks // math.prod(block))}")
         compiled = "trainer.compile=true" in words
-        if compiled and not any(word.startswith("trainer.compile_cache=") for word in words):
-            words.append(f"trainer.compile_cache={self.work / 'compiled'}")  # equal graphs are compiled once
-        process = self.run(name, words, hangs_after=max(self.limit(), COLD_COMPILE_SECONDS) if compiled else None)
-        self._copy_files(folder, name)
+        if compiled:  # equal graphs are compiled once
+            words.append(f"trainer.compile_cache={self.work / 'compiled'}")
+        limit = max(self.limit(), COLD_COMPILE_SECONDS) if compiled else None
+        try:
+            process = self.run(name, words, hangs_after=limit)
+        finally:
+            for base in (folder, folder / PROFILING):
+                for path in sorted(path for pattern in SENT_BACK for path in base.glob(pattern)):
+                    self.redact.copy(path, self.folder / self.prefix / name / path.relative_to(base))
         if process.status == EXIT_USER:
             raise NotRun(f"refused: {_reason(process.output)}")
         if process.status:
@@ -210,32 +274,25 @@ class Session:
         records = [record for record in read_metrics(files[0]) if "reduced_train_loss" in record]
         return TrainingRun(folder, process.output, records)
 
-    def _copy_files(self, folder: Path, name: str) -> None:
-        """Copy the files of a run that are sent back."""
-        for base in (folder, folder / PROFILING):
-            for path in sorted(path for pattern in SENT_BACK for path in base.glob(pattern)):
-                self.redact.copy(path, self.folder / name / path.relative_to(base))
-
     def module(self, name: str, module: str, *arguments: str) -> Any:
         """Run a module of this package that prints a JSON value in its last line; return the value.
 
         Raises:
             CheckFailed: the module failed.
         """
-        process = self.run(name, ["-m", f"{__package__}.{module}", *arguments])
-        if process.status:
-            raise CheckFailed(f"exit status {process.status}: {process.last_lines()}, see {name}/{LOG}")
+        process = self.succeed(name, "-m", f"{__package__}.{module}", *arguments)
         for line in reversed(process.output.splitlines()):  # libraries may print at exit
             if line.startswith(("{", "[")):
                 with suppress(ValueError):
                     return json.loads(line)
         raise CheckFailed(f"no result in the output: {process.last_lines(1)}, see {name}/{LOG}")
 
-
-def _block(words: Sequence[str]) -> int:
-    """Return tp x pp of overrides."""
-    sizes = [int(word.partition("=")[2]) for word in words if word.startswith(("trainer.tp=", "trainer.pp="))]
-    return math.prod(sizes)
+    def succeed(self, name: str, *words: str) -> Process:
+        """Run a command as ``run``. Raises CheckFailed also if it failed."""
+        process = self.run(name, words)
+        if process.status:
+            raise CheckFailed(f"exit status {process.status}: {process.last_lines()}, see {name}/{LOG}")
+        return process
 
 
 def _reason(output: str) -> str:
@@ -249,35 +306,6 @@ def variables() -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])] if IN_CHECKOUT else []
     return inherited | OFFLINE | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {}) | {"COLUMNS": "100"}
-
-
-def start(words: Sequence[str], limit: float) -> Process:
-    """Run a command and end its children with it, such as compiler processes, which would use the card's host.
-
-    After ``limit`` seconds the command is killed. Raises TimeoutError with the output.
-    """
-    with tempfile.TemporaryFile() as output:  # not a pipe, which the children would hold open
-        process = subprocess.Popen(
-            list(words),
-            env=variables(),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=partial(exit_with_parent, os.getpid()),  # noqa: PLW1509  no thread of this process holds locks
-        )
-        is_late = False
-        try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            is_late = True
-        finally:  # also after an interrupt
-            _kill(process)
-        output.seek(0)
-        text = output.read().decode("utf-8", "replace")
-    if is_late:
-        raise TimeoutError(text)
-    return Process(process.returncode, text)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Parts that start train.py: the smoke test, resume, memory, compilation and float8."""
+"""Parts that start train.py: the smoke test, resume, memory, and text of a random model."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_llama.devices import HOST
 from megatron_llama.system.files import read_json
-from megatron_llama.system.programs import CONF_DIR
+from megatron_llama.system.programs import CONF_DIR, program_files
 from megatron_llama.system.tables import gib
 from megatron_llama.tools.common import MOCK_RUN
-from megatron_llama.tools.prove_gpu.checks import Check, CheckFailed, NotRun, Outcome
+from megatron_llama.tools.prove_gpu.checks import TABLE, CheckFailed, Outcome, Row
 from megatron_llama.tools.prove_gpu.session import PROFILING
 
 if TYPE_CHECKING:
-    from megatron_llama.plan.memory import Footprint
-    from megatron_llama.tools.prove_gpu.session import Session, TrainingRun
+    from megatron_llama.tools.prove_gpu.session import Process, Session, TrainingRun
 
 QUIET = (*MOCK_RUN, "optim=constant", "optim.warmup_steps=0", "checkpoint.every_minutes=0")
 NO_SAVE = "checkpoint.save_last=false"
@@ -37,7 +35,7 @@ def shape(session: Session) -> tuple[str, ...]:
     return ("model=llama_15m", "data.seq_length=256", "trainer.micro_batch_size=8", "trainer.global_batch_size=16")
 
 
-def smoke(session: Session) -> Outcome:
+def smoke(session: Session, _: Row) -> Outcome:
     """Check that a small Llama trains."""
     run = session.train("smoke", *shape(session), *QUIET, f"trainer.steps={SMOKE_STEPS}", "optim.lr=1e-3")
     first, last = require_losses(run, SMOKE_STEPS)
@@ -68,21 +66,10 @@ RESUME_STEPS, STOP_STEP = 8, 5
 EXACT = ("reduced_train_loss", "gradient_norm")
 
 
-def resume(session: Session) -> Sequence[Check[Session]]:
-    """Return checks that a stopped and continued run has the values of an uninterrupted run."""
-    rows: dict[str, tuple[int, tuple[str, ...]]] = {
-        "fp32": (1, ("trainer.precision=fp32",)),
-        "bf16": (1, ("trainer.precision=bf16",)),
-        "bf16, stochastic rounding": (1, ("trainer.precision=bf16_sr",)),
-        "dp2, zero 3": (2, ("trainer.precision=bf16", "trainer.zero=3")),
-    }
-    fitting = {name: row for name, row in rows.items() if row[0] <= session.ranks}
-    return [Check(name, partial(_resume, name, *row)) for name, row in fitting.items()]
-
-
-def _resume(name: str, ranks: int, overrides: tuple[str, ...], session: Session) -> Outcome:
-    words = [*shape(session), *QUIET, *overrides, "trainer.deterministic=true", "trainer.compile=false"]
-    folder = f"resume/{name.replace(',', '').replace(' ', '_')}"
+def resume(session: Session, row: Row) -> Outcome:
+    """Check that a stopped and continued run has the values of an uninterrupted run."""
+    words = [*shape(session), *QUIET, *row.settings, "trainer.deterministic=true", "trainer.compile=false"]
+    folder, ranks = f"resume/{row.folder}", row.ranks
     whole = session.train(f"{folder}/whole", *words, f"trainer.steps={RESUME_STEPS}", ranks=ranks)
     session.train(f"{folder}/stopped", *words, f"trainer.steps={STOP_STEP}", ranks=ranks)
     run = session.train(
@@ -121,32 +108,15 @@ MEMORY_TOLERANCE = 0.10
 WORKSPACES = 64 << 20  # bytes that torch allocates for cuBLAS on Hopper; the forecast does not count them
 
 
-_GROUPED = ("model=llama3_1b", "model.num_hidden_layers=2", "data.seq_length=2048", "trainer.precision=fp32")
+def memory(session: Session, row: Row) -> Outcome:
+    """Compare the peak memory of a run with the plan's forecast."""
+    from megatron_llama.config import load_config
+    from megatron_llama.plan import resolve
+    from megatron_llama.plan.memory import stage_footprints
 
-
-def memory(session: Session) -> Sequence[Check[Session]]:
-    """Return checks of the peak memory against the plan's forecast."""
-    base: tuple[str, ...]
-    if session.small:
-        base = ("model=llama_2m", "data.seq_length=256", "trainer.micro_batch_size=4", "trainer.global_batch_size=8")
-        rows = {"fp32": base, "full recompute": (*base, "trainer.recompute=full")}
-    else:
-        base = ("model=llama7b", "model.num_hidden_layers=2", "data.seq_length=4096", "trainer.compile=false")
-        base += ("trainer.micro_batch_size=1", "trainer.global_batch_size=2", "trainer.precision=bf16")
-        rows = {
-            "2 layers of 7 B, bf16": base,
-            "full recompute": (*base, "trainer.recompute=full"),
-            "compiled": (*base, "trainer.compile=true"),
-            "stochastic rounding": (*base, "trainer.precision=bf16_sr"),
-            "2 layers of a 1 B with grouped heads, fp32": (*base, *_GROUPED),
-        }
-    return [Check(name, partial(_memory, name, words)) for name, words in rows.items()]
-
-
-def _memory(name: str, words: tuple[str, ...], session: Session) -> Outcome:
-    folder = f"memory/{name.replace(',', '').replace(' ', '_')}"
-    words = (*words, *QUIET, "trainer.steps=3", NO_SAVE)
-    forecast = forecast_peak(f"device={session.device}", *words)
+    folder, base = f"memory/{row.folder}", TABLE["memory"][row.model]
+    words = (*base, "trainer.compile=false", *row.settings, *QUIET, "trainer.steps=3", NO_SAVE)
+    forecast = stage_footprints(resolve(load_config([f"device={session.device}", *words], CONF_DIR), 1))[0]
     if session.is_accelerator:
         run = session.train(folder, *words)
         return judge_memory(int(max(run.column("peak_memory_bytes"))), forecast.total, WORKSPACES)
@@ -155,15 +125,6 @@ def _memory(name: str, words: tuple[str, ...], session: Session) -> Outcome:
     profile = read_json(run.folder / PROFILING / "profile/profile.json")
     allocated = forecast.total - forecast.weights - forecast.optimizer
     return judge_memory(int(profile["ranks"][0]["peak_bytes"]), allocated)
-
-
-def forecast_peak(*settings: str) -> Footprint:
-    """Return the planned memory of a run of one rank."""
-    from megatron_llama.config import load_config
-    from megatron_llama.plan import resolve
-    from megatron_llama.plan.memory import stage_footprints
-
-    return stage_footprints(resolve(load_config(settings, CONF_DIR), 1))[0]
 
 
 def judge_memory(measured: int, forecast: int, workspaces: int = 0) -> Outcome:
@@ -183,73 +144,38 @@ def judge_memory(measured: int, forecast: int, workspaces: int = 0) -> Outcome:
     return Outcome(text, values)
 
 
-# Compilation and float8.
-SPEED_STEPS = 10
-COMPILED_TOLERANCE = 1e-2
-FLOAT8_TOLERANCE = 5e-2
+# Generation.
+TOKENS, VOCABULARY = 200, 384
+PROMPTS = ("def check(session", "Return the", "import", "x")
 
 
-def _speed_shape(session: Session) -> tuple[str, ...]:
-    """Return a model large enough for the speed of matmuls to show, on an accelerator."""
-    if session.small:
-        return shape(session)
-    return (
-        *("model=llama7b", "model.num_hidden_layers=2", "data.seq_length=2048", "trainer.precision=bf16"),
-        *("trainer.micro_batch_size=2", "trainer.global_batch_size=2"),
-    )
+def generate(session: Session, row: Row) -> Outcome:
+    """Compare greedy texts of the device with the CPU's, in fp32, or measure the speed, in bf16."""
+    model, tokenizer = session.share("random model", lambda: _random_model(session))
+    dtype = "float32" if row.name == "fp32" else "bfloat16"
+
+    def write(device: str) -> Process:
+        words = [str(program_files()["generate"]), str(model), "--tokenizer", str(tokenizer), "--device", device]
+        words += ["--dtype", dtype, "--greedy", "--max-new-tokens", str(TOKENS), "--prompt", *PROMPTS]
+        return session.succeed(f"generation/{device}_{dtype}", *words)
+
+    written = write(session.device)
+    if row.name == "fp32":
+        if written.stdout != write(HOST).stdout:
+            raise CheckFailed("greedy texts differ from the CPU's, see generation/")
+        return Outcome(f"greedy texts of {len(PROMPTS)} prompts equal the CPU's")
+    speed = re.search(r"[\d,.]+ tokens/s", written.output)
+    return Outcome(speed[0] if speed else "no text")
 
 
-def _timed(session: Session, name: str, *overrides: str) -> TrainingRun:
-    words = (*_speed_shape(session), *QUIET, f"trainer.steps={SPEED_STEPS}", NO_SAVE, "optim.lr=1e-4")
-    run = session.train(name, *words, *overrides)
-    require_losses(run, SPEED_STEPS)
-    return run
-
-
-def compilation(session: Session) -> Outcome:
-    """Compare compiled with eager runs."""
-    if reason := session.environment["compiler_missing"]:
-        raise NotRun(f"torch.compile is unavailable: {reason}")
-    cache = f"trainer.compile_cache={session.work / 'compiled_twice'}"
-    eager = _timed(session, "compile/eager", "trainer.compile=false")
-    first = _timed(session, "compile/first", "trainer.compile=true", cache)
-    detail, values = compare_runs("compiled", first, "eager", eager, COMPILED_TOLERANCE)
-    second = session.train(
-        *("compile/second", *_speed_shape(session), *QUIET, "trainer.steps=3", NO_SAVE, "optim.lr=1e-4"),
-        *("trainer.compile=true", cache),
-    )
-    misses = re.search(r"misses (\d+)", second.output)
-    if misses is None or int(misses[1]):
-        count = "an unknown number of" if misses is None else misses[1]
-        raise CheckFailed(f"the second start compiled {count} graphs; {detail}", values)
-    return Outcome(f"{detail}; no new graphs at the second start", values)
-
-
-def compare_runs(
-    name: str, run: TrainingRun, other_name: str, other: TrainingRun, tolerance: float
-) -> tuple[str, dict[str, Any]]:
-    """Return a sentence with difference and speed, and the numbers. Raises CheckFailed if the losses are apart."""
-    differences = [abs(a - b) / abs(b) for a, b in zip(run.losses, other.losses, strict=True)]
-    error, ratio = max(differences), run.tokens_per_second / other.tokens_per_second
-    text = f"losses of {name} and {other_name} within {error:.1e}; {name} has {ratio:.2f} times the speed"
-    values = {"error": error, "speed_ratio": ratio, name: run.losses, other_name: other.losses}
-    if not error <= tolerance:
-        raise CheckFailed(f"{text}; at most {tolerance:.0e} is right", values)
-    return text, values
-
-
-def float8(session: Session) -> Sequence[Check[Session]]:
-    """Return a check for each recipe of trainer.float8."""
-    return [Check(recipe, partial(_float8, recipe)) for recipe in ("tensorwise", "rowwise")]
-
-
-def _float8(recipe: str, session: Session) -> Outcome:
-    compiled = session.is_accelerator and not session.environment["compiler_missing"]
-    words = ("trainer.precision=bf16", f"trainer.compile={str(compiled).lower()}")
-    base = session.shared.get("float8")
-    if base is None:
-        base = session.shared["float8"] = _timed(session, "float8/bf16", *words)
-    run = _timed(session, f"float8/{recipe}", *words, f"trainer.float8={recipe}")
-    if run.losses == base.losses:
-        raise CheckFailed("the losses equal bf16's: float8 has no effect")
-    return Outcome(*compare_runs(recipe, run, "bf16", base, FLOAT8_TOLERANCE))
+def _random_model(session: Session) -> tuple[Path, Path]:
+    """Return the Hugging Face folder of a model with random weights, and a tokenizer of this program's text."""
+    sizes = (f"model.vocab_size={VOCABULARY}", "model.max_position_embeddings=512", "model.initializer_range=0.3")
+    no_steps = ("trainer.steps=0", "checkpoint.export_hf=true", "trainer.precision=fp32")
+    folder = session.train("generation/model", *shape(session), *sizes, *QUIET, *no_steps).folder
+    text, tokenizer = folder / "text.jsonl", folder / "tokenizer"
+    lines = [json.dumps({"text": path.read_text()}) for path in sorted(Path(__file__).parent.glob("*.py"))]
+    text.write_text("\n".join(lines) + "\n")
+    arguments = ("--input", str(text), "--vocab-size", str(VOCABULARY), "--model-prefix", str(tokenizer))
+    session.succeed("generation/tokenizer", str(program_files()["train-tokenizer"]), *arguments)
+    return folder / "hf", tokenizer.with_suffix(".model")

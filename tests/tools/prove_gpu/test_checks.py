@@ -6,26 +6,20 @@ import fcntl
 import gzip
 import sys
 import tarfile
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from megatron_llama.devices import get_device
 from megatron_llama.system.errors import UserError
+from megatron_llama.system.files import read_json
 from megatron_llama.tools.prove_gpu import cli, page
-from megatron_llama.tools.prove_gpu.checks import (
-    Check,
-    CheckFailed,
-    Clock,
-    NotRun,
-    Outcome,
-    Part,
-    PartResult,
-    Result,
-    Status,
-    run_parts,
-)
+from megatron_llama.tools.prove_gpu.checks import CheckFailed, Clock, NotRun, Outcome, PartResult, Result, Row, Status
 from megatron_llama.tools.prove_gpu.environment import settings_of_environment
-from megatron_llama.tools.prove_gpu.session import Process, Redactor, Session, start
+from megatron_llama.tools.prove_gpu.schedule import Part, run_parts
+from megatron_llama.tools.prove_gpu.session import Process, Redactor, Session
 from tests.golden import GoldenFiles
 
 FACTS = {
@@ -38,6 +32,9 @@ FACTS = {
 }  # fmt: skip
 
 
+Run = Callable[[Session], Outcome]
+
+
 class FakeTime:
     """A clock whose time passes only in checks."""
 
@@ -47,20 +44,24 @@ class FakeTime:
     def __call__(self) -> float:
         return self.seconds
 
-    def takes(self, seconds: float, outcome: Outcome | Exception | None = None) -> Check[None]:
+    def takes(self, seconds: float, outcome: Outcome | Exception | None = None) -> tuple[str, Run]:
         """Return a check that lasts ``seconds``."""
 
-        def run(_: None) -> Outcome:
+        def run(_: Session) -> Outcome:
             self.seconds += seconds
             if isinstance(outcome, Exception):
                 raise outcome
             return outcome or Outcome("well")
 
-        return Check(f"{seconds:g} s", run)
+        return f"{seconds:g} s", run
+
+    def session(self, seconds: float = 100, jobs: int = 1) -> Session:
+        return Session(Path("/none"), Path("/none"), Clock(seconds, self), "cpu", FACTS, jobs=jobs)
 
 
-def part(name: str, *checks: Check[None], share: float = 1) -> Part[None]:
-    return Part(name, f"The part {name}.", share, lambda _: checks)
+def part(name: str, *checks: tuple[str, Run], share: float = 1, alone: bool = True) -> Part:
+    rows = [Row(title, (str(number),)) for number, (title, _) in enumerate(checks)]
+    return Part(name, f"the part {name}", share, rows, lambda s, row: checks[int(row.settings[0])][1](s), alone)
 
 
 def test_failures_do_not_stop_the_rest() -> None:
@@ -71,7 +72,7 @@ def test_failures_do_not_stop_the_rest() -> None:
         part("absent", time.takes(1, NotRun("no such card"))),
         part("last", time.takes(1)),
     ]
-    results = list(run_parts(parts, None, Clock(100, time)))
+    results = list(run_parts(parts, time.session()))
     assert [result.status for result in results] == [Status.FAILED, Status.NOT_RUN, Status.PASSED]
     assert [result.status for result in results[0].results] == ["FAILED", "not run", "FAILED", "passed"]
     assert "wrong number" in results[0].detail and "ZeroDivisionError: division" in results[0].detail
@@ -84,11 +85,11 @@ def test_checks_that_do_not_fit_are_not_run() -> None:
     time = FakeTime()
     long = time.takes(30)
     parts = [part("long", *[long] * 4), part("next", long, long), part("last", long)]
-    results = list(run_parts(parts, None, Clock(150, time)))
+    results = list(run_parts(parts, time.session(150)))
     ran = [[result.status == Status.PASSED for result in part.results] for part in results]
     assert ran == [[True, False, False, False], [True, True], [True]] and time.seconds <= 150
     assert results[0].detail == "1 of 4 checks passed; 3 not run"
-    results = list(run_parts([part("a", time.takes(100)), part("b", time.takes(1))], None, Clock(100, time)))
+    results = list(run_parts([part("a", time.takes(100)), part("b", time.takes(1))], time.session()))
     assert results[1].status == Status.NOT_RUN and "--minutes" in results[1].detail
     checks = tuple(Result(f"zero {number}", Status.PASSED if number else Status.NOT_RUN, "") for number in range(3))
     assert PartResult("parity", "", checks).detail == "2 of 3 checks passed; not run: zero 0"
@@ -98,23 +99,21 @@ def test_a_stopped_command_continues(tmp_path: Path) -> None:
     """Each verdict is on the disk and in the archive before the next check starts; a second command runs the rest."""
     time, archive = FakeTime(), tmp_path / "results.tar.gz"
 
-    def stopped(_: None) -> Outcome:
+    def stopped(_: Session) -> Outcome:
         raise SystemExit  # as by a signal that nothing catches
 
     parts = [
         part("a", time.takes(1), time.takes(2, CheckFailed("wrong"))),
-        part("b", time.takes(3), Check("x", stopped)),
+        part("b", time.takes(3), ("x", stopped)),
     ]
-    complete: list[PartResult] = []
     folder = tmp_path / "results"
 
-    def save(partial: PartResult) -> None:
-        page.write_files(folder, FACTS | {"small": True}, [*complete, partial], "command", str)
+    def save(results: Sequence[PartResult]) -> None:
+        page.write_files(folder, FACTS | {"small": True}, results, "command", str)
         page.pack(folder, archive)
 
     with pytest.raises(SystemExit):
-        for result in run_parts(parts, None, Clock(100, time), save=save):
-            complete.append(result)
+        list(run_parts(parts, time.session(), save=save))
     with tarfile.open(archive) as file:
         file.extractall(tmp_path / "sent", filter="data")
     for each in (folder, tmp_path / "sent/results"):
@@ -122,21 +121,59 @@ def test_a_stopped_command_continues(tmp_path: Path) -> None:
         assert [*earlier] == [("a", "1 s"), ("a", "2 s"), ("b", "3 s")]
     with pytest.raises(UserError, match="small shapes"):
         page.read_results(folder, small=False)
-    parts[1] = part("b", time.takes(3), Check("x", lambda _: Outcome("well")))
+    parts[1] = part("b", time.takes(3), ("x", lambda _: Outcome("well")))
     before = time.seconds
-    results = [*run_parts(parts, None, Clock(100, time), earlier=earlier)]
+    results = [*run_parts(parts, time.session(), earlier=earlier)]
     assert time.seconds == before and [result.status for result in results] == ["FAILED", "passed"]
 
 
 def test_an_interrupt_keeps_the_results() -> None:
-    def interrupt(_: None) -> Outcome:
+    def interrupt(_: Session) -> Outcome:
         raise KeyboardInterrupt
 
-    results = []
+    results, one = [], FakeTime().session()
     with pytest.raises(KeyboardInterrupt):
-        for result in run_parts([part("a", Check("x", interrupt)), part("b")], None, Clock(100)):
+        for result in run_parts([part("a", ("x", interrupt)), part("b")], one):
             results.append(result)
-    assert [result.status for result in results] == [Status.NOT_RUN]
+    assert [result.status for result in results] == [Status.NOT_RUN] and not one.stopping.is_set()
+
+
+def test_parts_run_side_by_side(tmp_path: Path) -> None:
+    """Rows of consecutive parts that are not alone run round-robin; a part that is alone waits for them."""
+    barrier, order = threading.Barrier(2, timeout=60), list[str]()
+
+    def meets(_: Session) -> Outcome:
+        barrier.wait()
+        return Outcome("together")
+
+    def notes(name: str) -> tuple[str, Run]:
+        return name, lambda _: order.append(name) or Outcome("well")  # type: ignore[func-returns-value]
+
+    parts = [part("a", ("x", meets), alone=False), part("b", ("x", meets), notes("1"), alone=False)]
+    parts.append(part("c", notes("2")))
+    results = list(run_parts(parts, FakeTime().session(jobs=2)))
+    assert [result.status for result in results] == [Status.PASSED] * 3 and order == ["1", "2"]
+
+
+def test_a_failed_check_is_repeated_with_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first failed check of a part runs again without each feature; its verdict names the variants that pass."""
+    calls: list[tuple[str, dict[str, str]]] = []
+
+    def run(session: Session) -> Outcome:
+        calls.append((session.prefix, dict(session.variables)))
+        if session.variables != {"DYNAMO": "0"}:
+            raise CheckFailed("wrong")
+        return Outcome("well")
+
+    one = FakeTime().session(jobs=2)
+    one.environment = FACTS | {"is_accelerator": True}
+    variants = {"without Dynamo": {"DYNAMO": "0"}, "without cuDNN": {"CUDNN": "0"}}
+    monkeypatch.setattr(get_device("cpu").__class__, "variants", variants)
+    parts = [part("a", ("x", run), ("y", run)), part("b", ("x", run))._replace(repeats=False)]
+    first, second = run_parts(parts, one)
+    assert [result.detail for result in first.results] == ["wrong; passes without Dynamo", "wrong"]
+    assert second.detail == "wrong" and len(calls) == 5
+    assert [prefix for prefix, _ in calls].count("variants/without_Dynamo/") == 1
 
 
 def test_table_and_page_show_all_results(tmp_path: Path) -> None:
@@ -144,7 +181,7 @@ def test_table_and_page_show_all_results(tmp_path: Path) -> None:
     long = "a sentence with | a bar " * 8
     parts = [part("attention", time.takes(61, CheckFailed(long))), part("smoke", time.takes(1))]
     parts.append(part("parity", time.takes(1)))
-    results = list(run_parts(parts, None, Clock(100, time)))
+    results = list(run_parts(parts, time.session()))
     table = [line for result in [None, *results] for line in page.table_lines(result)]
     assert max(map(len, table)) <= 79
     path = page.write_files(tmp_path, FACTS, results, "python scripts/prove_gpu.py", lambda text: text)
@@ -184,7 +221,7 @@ def test_a_process_that_hangs_is_a_failure(tmp_path: Path) -> None:
     def hang(words: object, limit: float) -> Process:
         raise TimeoutError("step 1")
 
-    with pytest.raises(CheckFailed, match="no end within 150 s, see smoke/log.txt"):
+    with pytest.raises(CheckFailed, match="timed out after 150 s, see smoke/log.txt"):
         session(tmp_path, hang).train("smoke")
     assert "step 1" in (tmp_path / "folder/smoke/log.txt").read_text()
 
@@ -206,13 +243,16 @@ print('{"a": 1}', "the end", sep="\\n", flush=True)
 
 def test_a_process_ends_with_its_children(tmp_path: Path) -> None:
     """A result is taken when the process ends, though a child holds its output open, and the child ends too."""
-    held = tmp_path / "held"
-    process = start([sys.executable, "-c", CHILD, str(held)], 60)
+    held, one = tmp_path / "held", session(tmp_path, None)
+    process = one._start([sys.executable, "-c", CHILD, str(held)], 60)
     assert process.status == 0 and process.output.splitlines() == ['{"a": 1}', "the end"]
     with held.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # once the child has ended
     printed = session(tmp_path, lambda *_: process)
     assert printed.module("smoke", "attention") == {"a": 1}, "the last line that parses"
+    threading.Timer(0.2, one.stopping.set).start()
+    with pytest.raises(NotRun, match="stopped by a signal"):  # and so does a process that still runs
+        one.run("smoke", ["-c", "import signal; signal.pause()"])
 
 
 def test_a_refused_run_states_the_rule(tmp_path: Path) -> None:
@@ -242,7 +282,29 @@ def test_ranks_of_a_run() -> None:
     assert "trainer.dp=2" in started[0] and "trainer.dp=8" in started[1]
 
 
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints a row per part and writes the folder; a resumed command runs only checks without a result."""
+    calls: list[str] = []
+
+    def fail(_: Session) -> Outcome:
+        calls.append("x")
+        raise CheckFailed("wrong")
+
+    parts = [part("environment", ("x", fail)), part("smoke", ("x", lambda _: Outcome("well")))]
+    monkeypatch.setattr(cli, "parts", lambda small=False: parts)
+    monkeypatch.setattr(Session, "module", lambda *_: FACTS | {"cards": []})
+    folder = tmp_path / "results"
+    words = ["--output", str(folder), "--archive", str(tmp_path / "a.tar.gz"), "--device", "cpu"]
+    for more in ([], ["--resume"]):
+        assert cli.main([*words, *more]) == 1 and calls == ["x"]
+        printed = capsys.readouterr().out
+        assert "environment   FAILED    0:00    wrong\n" in printed and "1 of 2 parts passed." in printed
+    record = read_json(folder / "results.json")
+    assert record["small"] and [each["status"] for each in record["parts"]] == ["FAILED", "passed"]
+    assert tarfile.is_tarfile(tmp_path / "a.tar.gz")
+
+
 def test_mistakes_are_reported_together() -> None:
     with pytest.raises(UserError) as error:
-        cli.main(["--minutes", "0", "--device", "tpu", "--parts", "smoke,taste", "--fast", "--resume"])
+        cli.main(["--minutes", "0", "--device", "tpu", "--parts", "smoke,taste", "--fast", "--resume", "--jobs", "0"])
     GoldenFiles.check("tools/prove_gpu/refused.txt", str(error.value))

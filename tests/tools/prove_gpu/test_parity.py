@@ -12,13 +12,16 @@ from megatron_llama.config import load_config
 from megatron_llama.plan import resolve
 from megatron_llama.system.files import read_json
 from megatron_llama.tools.prove_gpu import parity
-from megatron_llama.tools.prove_gpu.checks import CheckFailed, Clock, Part, Status, run_parts
+from megatron_llama.tools.prove_gpu.checks import TABLE, CheckFailed, Clock, Row, Status, read_rows
+from megatron_llama.tools.prove_gpu.schedule import Part, run_parts
 from megatron_llama.tools.prove_gpu.session import Process, Session, TrainingRun
 from tests import warm  # noqa: F401
 from tests.paths import CONF
 from tests.processes import run_train_py
 
 RECORDED = read_json(parity.ORACLE)["models"]
+FP32 = TABLE["tolerances"]["fp32"]
+ROWS = read_rows("parity")
 
 
 def forked(folder: Path) -> Session:
@@ -44,7 +47,7 @@ def test_recorded_losses(tmp_path: Path) -> None:
 
 
 def test_all_models_are_recorded_and_differ() -> None:
-    assert RECORDED.keys() == parity.MODELS.keys()
+    assert RECORDED.keys() == TABLE["models"].keys()
     first = {tuple(values["reduced_train_loss"]) for values in RECORDED.values()}
     assert len(first) == len(RECORDED)
     assert all(len(values[name]) == parity.STEPS for values in RECORDED.values() for name in parity.RECORDED)
@@ -55,31 +58,31 @@ def test_a_wrong_recorded_value_fails(metric: str) -> None:
     wrong = copy.deepcopy(RECORDED["plain"])
     wrong[metric][3] *= 1.01
     with pytest.raises(CheckFailed, match=f"{metric} of step 4 is"):
-        parity.compare(RECORDED["plain"], wrong, parity.FP32)
-    assert parity.compare(RECORDED["plain"], RECORDED["plain"], parity.FP32).values["error"] == 0
+        parity.compare(RECORDED["plain"], wrong, FP32)
+    assert parity.compare(RECORDED["plain"], RECORDED["plain"], FP32).values["error"] == 0
 
 
 def test_a_wrong_oracle_makes_the_part_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The part compares the losses of its runs with the file."""
 
     def train(self: Session, name: str, *overrides: str, ranks: int = 1, **_: str) -> TrainingRun:
-        model = next(row.model for row in parity.ROWS if [*overrides] == parity.row_settings(row))
+        model = next(row.model for row in ROWS if [*overrides] == parity.row_settings(row))
         steps = zip(*RECORDED[model].values(), strict=True)
         return TrainingRun(tmp_path, "", [dict(zip(parity.RECORDED, step, strict=True)) for step in steps])
 
     monkeypatch.setattr(Session, "train", train)
-    part = Part("parity", "", 1.0, parity.checks)
-    (result,) = run_parts([part], forked(tmp_path), Clock(600))
-    assert result.status == Status.PASSED and len(result.results) == sum(row.ranks == 1 for row in parity.ROWS)
+    part = Part("parity", "", 1.0, ROWS, parity.check)
+    (result,) = run_parts([part], forked(tmp_path))
+    assert result.status == Status.PASSED and len(result.results) == sum(row.ranks == 1 for row in ROWS)
     wrong = copy.deepcopy(read_json(parity.ORACLE))
     wrong["models"]["window"]["reduced_train_loss"][-1] *= 1.001
     monkeypatch.setattr(parity, "read_json", lambda path: wrong)
-    (result,) = run_parts([part], forked(tmp_path), Clock(600))
+    (result,) = run_parts([part], forked(tmp_path))
     assert [failed.name for failed in result.named(Status.FAILED)] == ["window"]
 
 
-@pytest.mark.parametrize("row", parity.ROWS, ids=lambda row: row.name)
-def test_rows_have_valid_settings(row: parity.Row) -> None:
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_rows_have_valid_settings(row: Row) -> None:
     """Each row is a plan of its number of ranks on a GPU."""
     config = load_config([*parity.row_settings(row), "device=cuda"], CONF)
     plan = resolve(config, row.ranks)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from megatron_llama.config import load_config
 from megatron_llama.devices import get_device
 from megatron_llama.plan import resolve
 from megatron_llama.tools.prove_gpu import attention, benchmark, cli, training
-from megatron_llama.tools.prove_gpu.checks import CheckFailed, Clock, NotRun, run_parts
+from megatron_llama.tools.prove_gpu.checks import TABLE, CheckFailed, Clock, NotRun, Row, read_rows
+from megatron_llama.tools.prove_gpu.schedule import run_parts
 from megatron_llama.tools.prove_gpu.session import Process, Session, TrainingRun
 from tests.golden import GoldenFiles
 from tests.paths import CONF
@@ -49,26 +52,26 @@ def test_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return verdict(lambda: check(session(tmp_path, **facts)))
 
     def smoke(losses: list[float]) -> str:
-        return of_run(training.smoke, losses)
+        return of_run(lambda one: training.smoke(one, Row("smoke")), losses)
 
     def compiles(output: str, **facts: Any) -> str:
-        return of_run(training.compilation, [1.0] * 10, output, **facts)
+        return of_run(lambda one: benchmark.compilation(one, Row("compile")), [1.0] * 10, output, **facts)
 
     def memory(*numbers: int) -> str:
         return verdict(lambda: training.judge_memory(*numbers))
 
     def differ(compiled: TrainingRun, eager: list[float]) -> str:
-        return verdict(lambda: training.compare_runs("compiled", compiled, "eager", run_of(eager), 1e-2))
+        return verdict(lambda: benchmark.compare_runs("compiled", compiled, "eager", run_of(eager), 1e-2))
 
     def attend(*cases: dict[str, Any]) -> str:
         return verdict(lambda: attention.judge(cases))
 
     def benchmarked(peak: float) -> str:
-        turn = {"step_seconds": [0.5, 0.5], "peak_flops": peak}
-        result = {"task": {"batch_size": 2, "seq_length": 50}, "turns": [turn], "live_bytes": 7}
-        result["facts"] = {"versions": {"transformers": "5.24.0"}}
-        cells = [{"flops_per_token": 2000.0, "results": [result]}]
-        return verdict(lambda: benchmark.judge({"cells": cells, "left_out": {}}, "transformers"))
+        turn = {"step_seconds": [0.4, 0.5, 0.6], "peak_flops": peak}
+        result = {"task": {"batch_size": 2, "seq_length": 50}, "turns": [turn], "live_bytes": 7 << 30}
+        cells = [{"flops_per_token": 2000.0, "results": [result | {"name": name} for name in ("ours", "transformers")]}]
+        left_out = {"torchtitan": benchmark.NOT_INSTALLED}
+        return verdict(lambda: benchmark.judge({"cells": cells, "left_out": left_out}))
 
     one, other = session(tmp_path), {"flops_per_token": 1.0, "results": []}
     one.start = lambda *_: Process(1, f"excluded: torchtitan: {benchmark.NOT_INSTALLED}\n")
@@ -89,20 +92,34 @@ def test_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "new graphs": compiles("hits 0, misses 2"),
         "no line about graphs": compiles(""),
         "no compiler": compiles("", compiler_missing="no gcc"),
-        **{f"equal losses, {each.name}": of_run(each.run, [1.0] * 10) for each in training.float8(session(tmp_path))},
+        **{
+            f"equal losses, {row.name}": of_run(partial(benchmark.float8, row=row), [1.0] * 10)
+            for row in read_rows("float8")
+        },
         "attention": attend(well, absent),
         "attention that is far": attend(well, well | {"error": 1e-1}),
         "attention that raises": attend(well, well | {"error": "RuntimeError: x"}),
         "no attention": attend(absent),
         "benchmark": benchmarked(1e6),
         "benchmark, peak unknown": benchmarked(0.0),
-        "other work": verdict(
-            lambda: benchmark.judge({"cells": [other], "left_out": {"x": "does different work"}}, "x")
-        ),
-        "not installed": verdict(lambda: benchmark._measure(benchmark.SMALL_SHAPES[0], "torchtitan", "eager", one)),
+        "other work": verdict(lambda: benchmark.judge({"cells": [other], "left_out": {"x": "does different work"}})),
+        "not installed": verdict(lambda: benchmark._measure(one, Row("x", (), 1, "7B"))),
     }
     GoldenFiles.check("tools/prove_gpu/verdicts.txt", "".join(f"{name}\n    {text}\n" for name, text in page.items()))
-    assert len(training.memory(session(tmp_path))) == 5 and training.memory(session(tmp_path, is_accelerator=False))
+
+
+def test_the_table_of_kernels(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json.gz"
+    kernels = [
+        {"cat": "kernel", "name": name, "dur": dur} for name, dur in (("gemm", 3000), ("add", 500), ("add", 500))
+    ]
+    with gzip.open(trace, "wt") as file:
+        json.dump({"traceEvents": [*kernels, {"cat": "cpu_op", "name": "x", "dur": 9}]}, file)
+    assert benchmark.kernel_table(trace) == [
+        "3 kernels, 4.0 ms",
+        " 75.0%     3.00 ms     1  gemm",
+        " 25.0%     1.00 ms     2  add",
+    ]
 
 
 def write_checkpoint(folder: Path, value: float) -> None:
@@ -122,14 +139,14 @@ def test_a_resume_must_be_bit_identical(tmp_path: Path, monkeypatch: pytest.Monk
     output = "step 1/8  loss 1" if changed == "step" else "step 6/8  loss 1"
     runs = [run_of(losses, folder=whole), run_of(losses[:5]), run_of(other, folder=resumed, output=output)]
     monkeypatch.setattr(Session, "train", lambda *_, **__: runs.pop(0))
-    (check,) = [check for check in training.resume(session(tmp_path)) if check.name == "fp32"]
+    (row,) = [row for row in read_rows("resume") if row.name == "fp32"]
     if changed:
         with pytest.raises(
             CheckFailed, match={"loss": "of step 8", "weight": "differ in rank", "step": "resume"}[changed]
         ):
-            check.run(session(tmp_path))
+            training.resume(session(tmp_path), row)
     else:
-        assert "bit-identical" in check.run(session(tmp_path)).detail
+        assert "bit-identical" in training.resume(session(tmp_path), row).detail
 
 
 @pytest.mark.parametrize("mask", attention.MASKS)
@@ -148,11 +165,12 @@ def test_attention_of_the_cpu_is_near_fp64(mask: str) -> None:
 
 def test_shapes_fit_the_card(tmp_path: Path) -> None:
     large, small = ([{"memory_bytes": size << 30}] for size in (80, 24))
-    assert benchmark.shapes(session(tmp_path, cards=large)) == list(benchmark.SHAPES)
-    assert all(shape.batch == 1 for shape in benchmark.shapes(session(tmp_path, cards=small)))
+    assert benchmark.shape(session(tmp_path, cards=large), "7B") == (*TABLE["shapes"]["7B"],)
+    halves = [benchmark.shape(session(tmp_path, cards=small), name) for name in ("7B", "1B", "8B")]
+    assert [(half.layers, half.batch) for half in halves] == [(2, 1), (8, 1), (2, 1)]
 
 
-@pytest.mark.parametrize("part", ["smoke", "resume", "memory", "compile", "float8", "benchmark"])
+@pytest.mark.parametrize("part", ["smoke", "resume", "generation", "memory", "compile", "float8", "extras"])
 def test_runs_have_valid_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """All runs of a part are plans of a GPU."""
     planned = []
@@ -163,9 +181,8 @@ def test_runs_have_valid_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Session, "train", train)
     one = session(tmp_path, count=8, cards=[{"memory_bytes": 80 << 30}])
-    one.device = "cuda"
     one.start = lambda *_: Process(1, "")
     (selected,) = [each for each in cli.parts() if each.name == part]
-    (result,) = run_parts([selected], one, Clock(600))
+    (result,) = run_parts([selected], one)
     faults = [each.detail for each in result.results if "Error" in each.detail]
     assert planned and not faults
