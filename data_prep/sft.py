@@ -25,6 +25,7 @@ from data_prep.lib.next_command import next_training
 from data_prep.lib.records import FORMATS
 from data_prep.lib.sets import ExampleOptions, find_record_files, make_sft_set
 from data_prep.lib.sources import PARTS, split_lines
+from megatron_llama.config.data_settings import PAIRS
 from megatron_llama.config.settings import CHAT_TEMPLATES, LABEL_TEMPLATES
 from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import UserError, run_main
@@ -104,7 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _print_next(output_prefix: str, examples: ExampleOptions) -> None:
     """Print the command that fine-tunes on a dataset. It finds the validation part by its name."""
-    if command := next_training([f"{output_prefix}_sft"], examples.tokenizer_model, examples.seq_length):
+    model, length, pairs = examples.tokenizer_model, examples.seq_length, examples.format == PAIRS
+    if command := next_training([f"{output_prefix}_sft"], model, length, pairs=pairs):
         print(command)
 
 

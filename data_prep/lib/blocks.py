@@ -20,12 +20,22 @@ import numpy as np
 from data_prep.lib.encoders import Encoder, check_same
 from data_prep.lib.job import BadRecord, BlockResult, ChatFormat, PrepareJob
 from data_prep.lib.parquet_csv import bad_columns, part_lines, part_sizes
-from data_prep.lib.records import BOM, REPEATED_KEY, parse_line, parse_object, parse_text, parse_turns, repeats_key
+from data_prep.lib.records import (
+    BOM,
+    REPEATED_KEY,
+    parse_line,
+    parse_object,
+    parse_pair,
+    parse_text,
+    parse_turns,
+    repeats_key,
+)
 from data_prep.lib.sources import Source, check_unchanged, read_chunks
+from megatron_llama.config.data_settings import PAIRS, REJECTED
 from megatron_llama.corpus.indexed_format import MASK_DTYPE, token_dtype
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import encode_spans
-from megatron_llama.text.conversation import RecordError, labelled_turns
+from megatron_llama.text.conversation import RecordError, Turns, labelled_turns
 
 
 @dataclass(frozen=True)
@@ -393,14 +403,17 @@ class TextEncoder(BlockEncoder[list[str]]):
             return self.encoder.reference(text)
 
 
-class ExampleEncoder(BlockEncoder[tuple[list[int], list[bool]]]):
-    """Encoder for fine-tuning. A document is (ids, loss mask); the two outputs are tokens and masks."""
+class ExampleEncoder(BlockEncoder[tuple[list[int], list[int]]]):
+    """Encoder for fine-tuning. A document is (ids, loss mask); the two outputs are tokens and masks.
+
+    A pair is one document: the chosen answer's tokens, then the rejected one's, whose masks have REJECTED added.
+    """
 
     def __init__(self, job: PrepareJob, encoder: Encoder, slots: Slots, chat: ChatFormat) -> None:
         super().__init__(job, encoder, slots)
         self.chat = chat
 
-    def parse(self, line: bytes, segment: BlockSegment, result: BlockResult) -> tuple[list[int], list[bool]]:
+    def parse(self, line: bytes, segment: BlockSegment, result: BlockResult) -> tuple[list[int], list[int]]:
         try:
             has_columns = self.job.sources[segment.source].kind in ("csv", "parquet", "arrow")
             example, notes = self._example(line, self.chat.columns.get(segment.source), has_columns)
@@ -411,7 +424,7 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[bool]]]):
 
     def _example(
         self, line: bytes, columns: Sequence[str] | None, has_columns: bool
-    ) -> tuple[tuple[list[int], list[bool]], list[str]]:
+    ) -> tuple[tuple[list[int], list[int]], list[str]]:
         """Return ((ids, mask), notes) of a line.
 
         Args:
@@ -422,44 +435,59 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[bool]]]):
         Raises:
             RecordError: The record is invalid.
         """
+        conversations, notes = self._conversations(line, columns, has_columns)
+        sides = [self._encode(turns) for turns in conversations]
+        size, most = sum(len(ids) for ids, _ in sides), self.chat.max_tokens
+        if size > most:
+            if not self.chat.truncate:
+                raise RecordError("too_long", f"{size} tokens; at most {most} fit")
+            # Of a pair, an answer is cut if it is longer than half of the sequence.
+            limit = most if len(sides) == 1 else max(most // 2, most - min(len(ids) for ids, _ in sides))
+            sides = [(ids[:limit], learn[:limit]) for ids, learn in sides]
+            if not all(any(learn[1:]) for _, learn in sides):
+                raise RecordError("answer_cut_off", f"the first {limit} tokens have no answer")
+            notes.append("cut to the sequence's length")
+        if not all(any(learn[1:]) for _, learn in sides):
+            raise RecordError("no_assistant_turn", "the chat template drops the answer")
+        masks = [learn if not self.chat.train_on_inputs else [True] * len(learn) for _, learn in sides]
+        marks = [has_loss + REJECTED * rejected for rejected, mask in enumerate(masks) for has_loss in mask]
+        return ([number for ids, _ in sides for number in ids], marks), notes
+
+    def _conversations(
+        self, line: bytes, columns: Sequence[str] | None, has_columns: bool
+    ) -> tuple[list[Turns], list[str]]:
+        """Return the conversation of a line, or the two of a pair, and notes; see ``_example``."""
         chat, template = self.chat, self.chat.labelled
-        notes: list[str] = []
-        if columns is None:
-            record = parse_object(line)
-            if template is not None and (has_columns or record.keys() >= {*template.fields}):
-                texts = {name: "" if record.get(name) is None else str(record[name]) for name in template.fields}
-                turns = labelled_turns([*texts], [*texts.values()], template)
-            else:
-                turns, notes = parse_turns(record, chat.format)
-            notes += [REPEATED_KEY] if repeats_key(line, record) else []
-        else:
+        if columns is not None:
             assert template is not None, "sft.py requires --template for tables"
-            turns = labelled_turns(columns, parse_text(line).removesuffix("\r").split("\t"), template)
-        if chat.own_template:
-            for turn in turns:
-                token = next((name for name in chat.tokenizer.control_tokens if name in turn.text), None)
-                if token is not None:
-                    raise RecordError("control_token", f"the {turn.role}'s text contains {token}")
+            return [labelled_turns(columns, parse_text(line).removesuffix("\r").split("\t"), template)], []
+        record = parse_object(line)
+        if template is not None and (has_columns or record.keys() >= {*template.fields}):
+            texts = {name: "" if record.get(name) is None else str(record[name]) for name in template.fields}
+            conversations, notes = [labelled_turns([*texts], [*texts.values()], template)], list[str]()
+        elif chat.format == PAIRS:
+            conversations, notes = parse_pair(record)
+        else:
+            turns, notes = parse_turns(record, chat.format)
+            conversations = [turns]
+        return conversations, [*notes, *([REPEATED_KEY] if repeats_key(line, record) else [])]
+
+    def _encode(self, turns: Turns) -> tuple[list[int], list[bool]]:
+        """Return (ids, mask) of a conversation. Raises RecordError."""
+        chat = self.chat
+        for turn in turns if chat.own_template else ():
+            token = next((name for name in chat.tokenizer.control_tokens if name in turn.text), None)
+            if token is not None:
+                raise RecordError("control_token", f"the {turn.role}'s text contains {token}")
         ids, learn = encode_spans(chat.render(turns), chat.tokenizer, parse_special=chat.own_template)
         if chat.add_bos and chat.tokenizer.bos is not None:
-            ids, learn = [chat.tokenizer.bos, *ids], [False, *learn]
-        if len(ids) > chat.max_tokens:
-            if not chat.truncate:
-                raise RecordError("too_long", f"{len(ids)} tokens; at most {chat.max_tokens} fit")
-            ids, learn = ids[: chat.max_tokens], learn[: chat.max_tokens]
-            if not any(learn[1:]):
-                raise RecordError("answer_cut_off", f"the first {chat.max_tokens} tokens have no answer")
-            notes.append("cut to the sequence's length")
-        if not any(learn[1:]):
-            raise RecordError("no_assistant_turn", "the chat template drops the answer")
-        if chat.train_on_inputs:
-            learn = [True] * len(ids)
-        return (ids, learn), notes
+            return [chat.tokenizer.bos, *ids], [False, *learn]
+        return ids, learn
 
-    def write(self, documents: list[tuple[list[int], list[bool]]], block: TextBlock, result: BlockResult) -> None:
+    def write(self, documents: list[tuple[list[int], list[int]]], block: TextBlock, result: BlockResult) -> None:
         lengths = np.array([len(ids) for ids, _ in documents], dtype="<i4").tobytes()
         ids = [number for numbers, _ in documents for number in numbers]
         learn = [mark for _, marks in documents for mark in marks]
-        result.learned = sum(learn)
+        result.learned = sum(mark % REJECTED for mark in learn)
         result.tokens += [np.array(ids, dtype=self.dtype).tobytes(), np.array(learn, dtype=MASK_DTYPE).tobytes()]
         result.lengths += [lengths, lengths]

@@ -23,18 +23,21 @@ def next_command(program: str, words: Sequence[str]) -> str:
     return f"next:\n{wrap_command([*_program_words(program), *words])}"
 
 
-def next_training(prefixes: Sequence[str], tokenizer: str, seq_length: int | None = None) -> str | None:
+def next_training(
+    prefixes: Sequence[str], tokenizer: str, seq_length: int | None = None, *, pairs: bool = False
+) -> str | None:
     """Return the command that trains on datasets; None if one of them has no tokens.
 
     Args:
         prefixes: Paths of the datasets.
         tokenizer: The tokenizer's path or hub name. Fine-tuning begins with the model of its folder, if it has one.
         seq_length: Tokens per sequence of a fine-tuning set; None: pretraining.
+        pairs: Whether its examples are pairs of answers.
     """
     manifests = [read_manifest(prefix) or {} for prefix in prefixes]
     if not manifests or not all(manifest.get("tokens") for manifest in manifests):
         return None
-    words = [] if seq_length is None else ["data=chat"]
+    words = [] if seq_length is None else ["data=chat", *(["finetune=full", "finetune.objective=dpo"] if pairs else [])]
     words.append(write_override("data.prefixes", prefixes))
     if seq_length is not None:
         words.append(f"data.seq_length={seq_length}")

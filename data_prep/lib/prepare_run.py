@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.config import Config, ConfigError, DataConfig, Problem
-from megatron_llama.config.data_settings import has_columns, name_dataset, raw_data_tokenizer, validation_sets
+from megatron_llama.config.data_settings import (
+    PAIRS,
+    has_columns,
+    name_dataset,
+    raw_data_tokenizer,
+    validation_sets,
+)
 from megatron_llama.config.hf_config import short_name
 from megatron_llama.system.errors import LaunchFailed, MachineError, Stopped, UserError
 from megatron_llama.system.files import sha256_file, try_lock, user_cache, wait_for_lock
@@ -54,6 +60,8 @@ class RecordFile:
     folder: Path
     stamp: list[tuple[str, int, int]]
     """Path, size and mtime of each file when ``folder`` was computed."""
+    format: str = "auto"
+    """sft.py's --format."""
 
     @property
     def prefix(self) -> str:
@@ -102,7 +110,7 @@ def _find_records(
 ) -> list[RecordFile]:
     """Return the usable raw data files; append problems of the others to the two lists."""
     files_to_prepare: list[RecordFile] = []
-    tokenizer = raw_data_tokenizer(config)
+    tokenizer, format = raw_data_tokenizer(config), PAIRS if config.finetune.metrics else "auto"
     if tokenizer is None:  # a plan rule reports a missing tokenizer
         return files_to_prepare
     for setting, path in files:
@@ -111,11 +119,11 @@ def _find_records(
             if (size := sum(size for _, size, _ in stamp)) > MAX_BYTES:
                 limit = MAX_BYTES >> 20
                 rule = f"has {size / 2**20:,.0f} MiB; the limit for preparation at startup is {limit} MiB"
-                fix = f"prepare it first: {_command(path, tokenizer, data)}"
+                fix = f"prepare it first: {_command(path, tokenizer, data, format)}"
                 too_large.append(Problem(setting, path, rule, fix))
                 continue
             cache = Path(os.path.abspath(os.path.expanduser(data.cache_dir or user_cache("data"))))
-            folder = cache / _key(path, [file for file, _, _ in stamp], tokenizer, data)
+            folder = cache / _key(path, [file for file, _, _ in stamp], tokenizer, data, format)
         except OSError as error:
             rule = f"cannot read {error.filename or path}: {error.strerror}"
             unreadable.append(Problem(setting, path, rule, "fix the permissions, or write another path"))
@@ -125,7 +133,7 @@ def _find_records(
                 Problem(setting, path, str(error), "write a JSONL, CSV or Parquet file, or a folder of such files")
             )
             continue
-        files_to_prepare.append(RecordFile(setting, path, tokenizer, folder, stamp))
+        files_to_prepare.append(RecordFile(setting, path, tokenizer, folder, stamp, format))
     return files_to_prepare
 
 
@@ -156,7 +164,7 @@ def _with_prefixes(config: Config, prepared: list[RecordFile], *, all_prepared: 
     return config
 
 
-def _key(path: str, records: list[str], tokenizer: str, data: DataConfig) -> str:
+def _key(path: str, records: list[str], tokenizer: str, data: DataConfig, format: str) -> str:
     """Return a digest of the options that determine the dataset. Raises OSError.
 
     Args:
@@ -174,6 +182,7 @@ def _key(path: str, records: list[str], tokenizer: str, data: DataConfig) -> str
         "reads": None if tokenizer_path.is_dir() else tokenizer_path.name,
         "chat_template": data.chat_template,
         "seq_length": data.length,
+        **({"format": format} if format != "auto" else {}),
     }
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
 
@@ -225,7 +234,7 @@ def _examples(records: RecordFile, data: DataConfig) -> ExampleOptions:
     from data_prep.lib.sets import ExampleOptions
 
     template = (data.template or None) if has_columns(records.path) else None
-    return ExampleOptions(records.tokenizer, data.length, template=template, chat_template=data.chat_template)
+    return ExampleOptions(records.tokenizer, data.length, records.format, template, data.chat_template)
 
 
 def _prepare(records: RecordFile, data: DataConfig, temporary: Path) -> dict[str, Any]:
@@ -273,15 +282,16 @@ def _problem(message: str, records: RecordFile, data: DataConfig) -> Problem:
     rule, _, hint = message.partition(" Nothing was written.")
     fix = "fix the file"
     if hint:
-        fix = f"fix it, or skip bad lines: {_command(records.path, records.tokenizer, data)}"
+        fix = f"fix it, or skip bad lines: {_command(records.path, records.tokenizer, data, records.format)}"
     return Problem(records.setting, records.path, rule.rstrip("."), fix)
 
 
-def _command(path: str, tokenizer: str, data: DataConfig) -> str:
+def _command(path: str, tokenizer: str, data: DataConfig, format: str) -> str:
     """Return the command that prepares the file and skips bad lines."""
     name = name_dataset([short_name(path).partition(".")[0]])
     words = ["--input", os.path.abspath(path), "--tokenizer-model", tokenizer, "--seq-length", str(data.length)]
     words += ["--chat-template", data.chat_template] if data.chat_template != DataConfig.chat_template else []
+    words += ["--format", format] if format != "auto" else []
     words += ["--template", str(data.template)] if has_columns(path) and data.template else []
     words += ["--on-bad-line", "skip", "--output-prefix", f"corpora/{name}/{name}"]
     return f"python data_prep/sft.py {shlex.join(words)}, then write corpora/{name}/{name}_sft"

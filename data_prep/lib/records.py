@@ -1,7 +1,7 @@
 """Parse JSON lines: records of fine-tuning datasets to conversations, and records of text.
 
 Formats: OpenAI's and TRL's ``messages``, ShareGPT's ``conversations``, prompt and completion, preference pairs (the
-chosen answer is used), Alpaca, Dolly and GSM8K. Other keys of a record are used, noted in the manifest or rejected.
+chosen answer, or both), Alpaca, Dolly and GSM8K. Other keys of a record are used, noted in the manifest or rejected.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_llama.config.data_settings import PAIRS
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.conversation import RecordError, Turn, Turns
 
@@ -32,7 +33,7 @@ _LISTS = ("messages", "conversations", "conversation")
 REPEATED_KEY = "key given twice: last value used"
 """Note on a record, counted in the manifest."""
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {}, "[]", "{}", "null")
-FORMATS = ("auto", "messages", "sharegpt", "prompt_completion", "preference", "alpaca", "gsm8k", "tsv")
+FORMATS = ("auto", "messages", "sharegpt", "prompt_completion", "preference", PAIRS, "alpaca", "gsm8k", "tsv")
 
 # The two prompts of Stanford Alpaca, verbatim.
 ALPACA = (
@@ -78,6 +79,19 @@ def parse_turns(record: Mapping[str, Any], format: str) -> tuple[Turns, list[str
     if answers[-1] + 1 < len(turns):
         notes.append("turns after the last answer left out")  # a key in stored manifests; prose: ok
     return turns[: answers[-1] + 1], notes
+
+
+def parse_pair(record: Mapping[str, Any]) -> tuple[list[Turns], list[str]]:
+    """Return the conversations with the chosen and with the rejected answer, and notes on omitted content.
+
+    Raises:
+        RecordError: The record is invalid, or both answers are equal.
+    """
+    chosen, notes = parse_turns(record, "preference")
+    rejected, _ = parse_turns({**record, "chosen": _key(record, "rejected")}, "preference")
+    if chosen == rejected:
+        raise RecordError("equal_answers", "the chosen answer equals the rejected one")
+    return [chosen, rejected], notes
 
 
 def _detected(record: Mapping[str, Any]) -> str:

@@ -28,6 +28,10 @@ CSV_SUFFIXES, COLUMNAR_SUFFIXES, TABLE_SUFFIXES = (".csv",), (".parquet", ".arro
 RAW_DATA_SUFFIXES = (".jsonl", ".json", ".ndjson", *CSV_SUFFIXES, *COLUMNAR_SUFFIXES)
 MASK_SUFFIX = "_mask"
 """Suffix of a fine-tuning dataset's prefix that gives the prefix of its loss masks."""
+PAIRS = "pairs"
+"""Format of records with two answers (data_prep/sft.py --format), for preference training."""
+REJECTED = 2
+"""Added to the loss masks of a pair's rejected answer, which follows the chosen answer in the same example."""
 TEXT_SUFFIX, SFT_SUFFIX = "_text_document", "_sft"
 """Suffixes that data_prep appends to ``--output-prefix``, for pretraining (with the default key) and fine-tuning."""
 RAW_TEXT_SUFFIXES = (".txt", ".text", ".md", *RAW_DATA_SUFFIXES, *TABLE_SUFFIXES)

@@ -386,6 +386,13 @@ class TrainerConfig:
     """Global batches per validation. Derived: 4; for data.kind=sft null means the whole set, each example once."""
 
 
+PREFERENCE_METRICS = (
+    *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
+    *("logps/chosen", "logps/rejected"),
+)
+"""TRL's metrics of preference training, means over the pairs of a batch."""
+
+
 @dataclass
 class FinetuneConfig:
     """Fine-tuning: which weights are trained. Names and meanings follow PEFT."""
@@ -413,6 +420,17 @@ class FinetuneConfig:
     modules_to_save: Annotated[list[str], some_of(SAVED_MODULES)] = field(default_factory=list)
     """Modules that are also trained in full. Names are embed_tokens, lm_head, norm (all norms, by the ending, as in
     PEFT), input_layernorm, post_attention_layernorm and post_feedforward_layernorm."""
+    objective: Annotated[str, one_of("sft", "dpo")] = "sft"
+    """Loss: the cross entropy (sft), or direct preference optimization of pairs of answers (dpo). DPO is the loss of
+    Rafailov et al. 2023, arXiv:2305.18290, with the initial weights as reference. See
+    docs/guides/data/preferences.md"""
+    beta: Annotated[float, above_zero()] = 0.1
+    """DPO's beta: a larger value keeps the weights closer to the initial ones."""
+    loss_type: Annotated[str, one_of("sigmoid", "hinge", "ipo")] = "sigmoid"
+    """DPO's loss of a pair, with TRL's names. Hinge is of SLiC (Zhao et al. 2023, arXiv:2305.10425); ipo compares log
+    probabilities per token (Azar et al. 2023, arXiv:2310.12036)."""
+    label_smoothing: Annotated[float, share()] = 0.0
+    """Assumed share of pairs with swapped answers, for loss_type=sigmoid (conservative DPO)."""
     frozen_dtype: Annotated[str | None, one_of("fp32", "bf16", "int8", "nf4", example="bf16")] = None
     """Storage of LoRA's frozen weights: fp32 or bf16; or int8 or nf4 for the blocks' matrices and the compute dtype for
     the rest. Derived: the compute dtype. Matmuls always run in the compute dtype."""
@@ -424,6 +442,11 @@ class FinetuneConfig:
     def lora_scaling(self) -> float:
         """Factor of the adapters' output, as in PEFT."""
         return self.lora_alpha / (math.sqrt(self.lora_rank) if self.use_rslora else self.lora_rank)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the means that a step reports in addition to the loss."""
+        return () if self.objective == "sft" else PREFERENCE_METRICS
 
 
 @dataclass

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Protocol, cast
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_llama.arch.pattern import Pattern, pattern_of
 from megatron_llama.config import ConfigError, Problem
@@ -32,6 +33,7 @@ from megatron_llama.data.record import Record, advance_record, changes_reading, 
 from megatron_llama.data.sample_stream import SampleStream, build_streams, resume_streams
 from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.model.inputs import MicroBatch
+from megatron_llama.model.preference import Pairs
 from megatron_llama.model.random_ltd import Subsets, build_subsets, draw_subsets
 from megatron_llama.parallel.context import BACKENDS
 from megatron_llama.parallel.groups import broadcast_from_rank_0
@@ -137,7 +139,20 @@ class Batches:
         subsets = None if ltd_length is None else self._subsets(indices, ltd_length, documents)
         if self.pin_memory:
             token_counts, subsets = token_counts.pin_memory(), subsets and subsets.on(torch.Tensor.pin_memory)
-        return MicroBatch(tokens, labels, loss_mask, token_counts, documents, subsets)
+        pairs = self._pairs(samples, chunks) if "answers" in samples[0] else None
+        return MicroBatch(tokens, labels, loss_mask, token_counts, documents, subsets, pairs)
+
+    def _pairs(self, samples: Sequence[Mapping[str, torch.Tensor]], chunks: Sequence[range]) -> Pairs:
+        """Build the pairs of answers in the samples."""
+
+        def pad(key: str, value: int) -> torch.Tensor:
+            return pad_sequence([sample[key] for sample in samples], batch_first=True, padding_value=value)
+
+        numbers = pad("numbers", -1)
+        count = (numbers >= 0).sum() * (self.topology.place["cp"] == 0)
+        reference = pad("reference", 0) if "reference" in samples[0] else None
+        pairs = Pairs(self._stack(samples, "answers", chunks), numbers, pad("lengths", 0), count, reference)
+        return pairs.on(torch.Tensor.pin_memory) if self.pin_memory else pairs
 
     def _subsets(self, samples: range, ltd_length: int, documents: Documents | None) -> Subsets:
         """Build the subsets of this rank's random-LTD layers, ``ltd_length`` tokens of each sample."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_llama.config import Config, ConfigError, Problem
-from megatron_llama.config.data_settings import MASK_SUFFIX, list_paths
+from megatron_llama.config.data_settings import MASK_SUFFIX, REJECTED, list_paths
 from megatron_llama.corpus.indexed_format import CHUNK, MASK_DTYPE, Index, IndexedDataset, read_index
 from megatron_llama.corpus.splits import SPLITS, split_range
 from megatron_llama.system.errors import UserError
@@ -130,6 +130,8 @@ def _example_problems(config: Config, name: str, prefix: str, index: Index) -> I
     longest = int(index.lengths.max())
     if rule := mask_problem(prefix, index):
         yield Problem(name, prefix, rule, "prepare the dataset again")
+    elif pairs_problem := _pairs_problem(config, prefix):
+        yield Problem(name, prefix, *pairs_problem)
     elif longest > data.length + 1:
         need = f"data.seq_length={longest - 1}"
         rule = f"has an example of {longest} tokens, which needs {need} (configured: {data.length})"
@@ -149,6 +151,21 @@ def _example_problems(config: Config, name: str, prefix: str, index: Index) -> I
             yield Problem(name, prefix, rule, fix)
 
 
+def _pairs_problem(config: Config, prefix: str) -> tuple[str, str] | None:
+    """Return (problem, remedy) of a set of pairs without preference training, or of a set without pairs with it."""
+    has_pairs, objective = IndexedDataset(prefix + MASK_SUFFIX).sequence(0)[-1] >= REJECTED, config.finetune.objective
+    if has_pairs and not config.finetune.metrics:
+        rule = "has pairs of a chosen and a rejected answer, and finetune.objective=sft would train on both"
+        return (
+            rule,
+            "write finetune.objective=dpo, or prepare the chosen answers (data_prep/sft.py --format preference)",
+        )
+    if config.finetune.metrics and not has_pairs:
+        rule = f"has no pairs of answers, which finetune.objective={objective} compares"
+        return rule, "prepare it with data_prep/sft.py --format pairs, or write finetune.objective=sft"
+    return None
+
+
 def has_labels(prefix: str, first: int, last: int) -> bool:
     """Return whether a label of examples ``first`` to ``last`` (exclusive) has loss. An example's first token is none.
 
@@ -160,7 +177,8 @@ def has_labels(prefix: str, first: int, last: int) -> bool:
         start, size = int(masks.index.pointers[begin]), masks.index.tokens(begin, end)
         starts = masks.index.pointers[begin:end]
         for offset in range(start, start + size, _SAMPLED_BYTES):
-            with_loss = offset + np.flatnonzero(masks.tokens[offset : min(offset + _SAMPLED_BYTES, start + size)])
+            marks = masks.tokens[offset : min(offset + _SAMPLED_BYTES, start + size)]
+            with_loss = offset + np.flatnonzero(marks % REJECTED)
             if len(with_loss) and not np.isin(with_loss, starts).all():
                 return True
     return False
@@ -183,12 +201,12 @@ def check_ids(ids: np.ndarray, vocab_size: int, locate: Callable[[int], tuple[st
     raise ConfigError([Problem("data.prefixes", prefix, rule, fix)])
 
 
-def check_mask(mask: np.ndarray, prefix: str, sequence: int) -> None:
-    """Raise ConfigError for the first value of a loss mask that is neither 0 nor 1: it would weight the loss."""
-    if not len(mask) or mask.max() <= 1:
+def check_mask(mask: np.ndarray, prefix: str, sequence: int, largest: int = 1) -> None:
+    """Raise ConfigError for the first value of a loss mask above ``largest``: it would weight the loss."""
+    if not len(mask) or mask.max() <= largest:
         return
-    token = int(np.flatnonzero(mask > 1)[0])
-    rule = f"token {token:,} of sequence {sequence:,} has the loss mask {mask[token]}, but masks are 0 or 1"
+    token = int(np.flatnonzero(mask > largest)[0])
+    rule = f"token {token:,} of sequence {sequence:,} has the loss mask {mask[token]}, but masks are 0 to {largest}"
     raise ConfigError([Problem("data.prefixes", prefix, rule, "prepare the dataset again")])
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError
-from megatron_llama.config.data_settings import MASK_SUFFIX, validation_sets
+from megatron_llama.config.data_settings import MASK_SUFFIX, REJECTED, validation_sets
 from megatron_llama.config.settings import DataConfig
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.corpus.packing import Order, Packed, Unpacked
@@ -30,8 +30,8 @@ PADDING = -1
 class Examples:
     """Examples of several datasets, numbered consecutively."""
 
-    def __init__(self, parts: Sequence[DatasetSplit], vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, parts: Sequence[DatasetSplit], vocab_size: int, *, pairs: bool = False) -> None:
+        self._vocab_size, self.pairs = vocab_size, pairs
         self._sets = [(IndexedDataset(part.prefix), IndexedDataset(part.prefix + MASK_SUFFIX)) for part in parts]
         self._ranges = [(part.first, part.last) for part in parts]
         self._ends = np.cumsum([part.last - part.first for part in parts])
@@ -44,6 +44,8 @@ class Examples:
     def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids, loss mask: 1 for tokens with loss) of an example, each [length].
 
+        With pairs, the ids are of the chosen and the rejected answer, whose masks have REJECTED added.
+
         Raises:
             ConfigError: an id is outside the vocabulary, or a mask is neither 0 nor 1.
         """
@@ -54,12 +56,15 @@ class Examples:
         ids = tokens.sequence(position)
         check_ids(ids, self._vocab_size, lambda token: (tokens.prefix, position, token))
         mask = masks.sequence(position)
-        check_mask(mask, masks.prefix, position)
+        check_mask(mask, masks.prefix, position, 1 + REJECTED * self.pairs)
         return ids, mask
 
 
 class SFTDataset:
     """Samples of ``seq_length`` tokens, each of whole examples, in the order of ``order``."""
+
+    reference: np.ndarray | None = None
+    """Log probabilities of each pair's answers with the initial weights, int64 [pairs, 2] (train/reference.py)."""
 
     def __init__(self, examples: Examples, order: Order, seq_length: int, packed: bool, once: bool = False) -> None:
         """``packed``: several examples per sequence. ``once``: a single epoch."""
@@ -71,22 +76,37 @@ class SFTDataset:
         return len(self.order)
 
     def __getitem__(self, index: int) -> Mapping[str, torch.Tensor]:
-        """Return sample ``index`` of any epoch, with ``documents`` if packed, else with ``num_tokens``."""
+        """Return sample ``index`` of any epoch, with ``documents`` if packed, else with ``num_tokens``.
+
+        With pairs, each answer is a document, and the sample has tensors of ``Pairs`` (model/preference.py).
+        """
         tokens, labels, loss_mask = (np.zeros(self.seq_length, dtype=kind) for kind in ("int64", "int64", "float32"))
-        documents = np.full(self.seq_length, PADDING, dtype="int64")
-        position = 0
+        documents, answers = (np.full(self.seq_length, fill, dtype="int64") for fill in (PADDING, 0))
+        position, pairs = 0, self.examples.pairs
         is_over = self.once and index >= len(self)
-        for number, example in enumerate(() if is_over else self.order.examples(index)):
+        numbers = [] if is_over else self.order.examples(index)
+        for number, example in enumerate(numbers):
             ids, mask = self.examples[example]
-            end = position + len(ids) - 1
-            tokens[position:end], labels[position:end], loss_mask[position:end] = ids[:-1], ids[1:], mask[1:]
-            documents[position:end] = number
-            position = end
+            here = slice(position, position + len(ids) - 1)
+            tokens[here], labels[here], loss_mask[here], documents[here] = ids[:-1], ids[1:], mask[1:], number
+            if pairs:
+                rejected = mask // REJECTED
+                documents[here] = 2 * number + rejected[:-1]
+                answers[here] = 2 * number + rejected[1:]
+                # The chosen answer does not predict the first token of the rejected one.
+                loss_mask[here] = mask[1:] % REJECTED * (rejected[:-1] == rejected[1:])
+            position = here.stop
         sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
-        if self.packed:
+        if self.packed or pairs:
             sample["documents"] = documents
         else:
             sample["num_tokens"] = np.array(position)
+        if pairs:
+            numbers = numbers or [-1]  # of no pair
+            lengths = np.bincount(answers, loss_mask, 2 * len(numbers)).astype("float32")
+            sample |= {"answers": answers, "numbers": np.array(numbers, dtype="int64"), "lengths": lengths}
+        if pairs and self.reference is not None:
+            sample["reference"] = self.reference[numbers].reshape(-1)
         return {name: torch.from_numpy(array) for name, array in sample.items()}
 
 
@@ -122,7 +142,8 @@ def graded_examples(plan: Plan, training: SFTDataset, levels: Sequence[Level]) -
 
 def _split(plan: Plan, number: int, name: str = "") -> SFTDataset:
     data, seed = plan.config.data, plan.config.trainer.seed + number
-    examples = Examples(open_splits(data, number, name), plan.model.vocab_size)
+    pairs = bool(plan.config.finetune.metrics)
+    examples = Examples(open_splits(data, number, name), plan.model.vocab_size, pairs=pairs)
     whole = number > 0 and plan.config.trainer.val_steps is None
     return SFTDataset(examples, _order(data, examples.lengths, seed), data.length, data.pack, once=whole)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_llama.arch.pattern import Pattern, pattern_of
 from megatron_llama.config import ModelConfig
 from megatron_llama.devices.attention_inputs import AttentionInputs, Documents
+from megatron_llama.model.preference import Pairs
 from megatron_llama.model.random_ltd import Subset, Subsets
 from megatron_llama.model.rotary import Rotary, at_positions, rotary_table
 
@@ -36,6 +37,13 @@ class MicroBatch:
     """Documents of packed sequences, whole on each context-parallel rank. All pipeline stages have them."""
     subsets: Subsets | None = None
     """With random-LTD, the tokens that each layer of this rank processes in training. None: all tokens."""
+    pairs: Pairs | None = None
+    """Pairs of answers, for preference training."""
+
+    @property
+    def loss_count(self) -> Tensor:
+        """Number of tokens with loss, or of pairs, of which the loss is a mean. int64 scalar."""
+        return self.loss_mask.sum().long() if self.pairs is None else self.pairs.count
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy on ``device``. From pinned memory the copy is asynchronous."""
@@ -45,7 +53,7 @@ class MicroBatch:
         """Return a copy on the device to which ``move`` takes tensors."""
         tokens, labels, loss_mask, counts = map(move, (self.tokens, self.labels, self.loss_mask, self.token_counts))
         documents, subsets = self.documents and self.documents.on(move), self.subsets and self.subsets.on(move)
-        return MicroBatch(tokens, labels, loss_mask, counts, documents, subsets)
+        return MicroBatch(tokens, labels, loss_mask, counts, documents, subsets, self.pairs and self.pairs.on(move))
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from megatron_llama.devices.kernels import EAGER
 from megatron_llama.model.inputs import BlockInputs, InputBuilder
 from megatron_llama.model.loss import Head
 from megatron_llama.model.norm import Normalize, ProjectionNorm, RMSNorm, normalize
+from megatron_llama.model.preference import Pairs
 from megatron_llama.model.recompute import recomputable
 from megatron_llama.model.rotary import Rotary, rotate
 
@@ -348,6 +349,7 @@ class Llama(nn.Module):
         loss_weights: Tensor | None = None,
         inputs: BlockInputs | None = None,
         token_index: Tensor | None = None,
+        pairs: Pairs | None = None,
     ) -> Tensor:
         """Run this chunk on token ids [b, s], int64.
 
@@ -357,11 +359,12 @@ class Llama(nn.Module):
             loss_weights: [b, s], fp32.
             inputs: from ``build_inputs``, or ``KVCache.inputs``. Default: each sequence is one document.
             token_index: [b], int64, the token of each row whose logits are computed. Default: all tokens.
+            pairs: pairs of answers, for preference training.
 
         Returns:
             Activations [s(/t), b, h]. On the last chunk with ``labels``, the sum of losses times ``loss_weights``, fp32
-            scalar (under ``no_grad`` [2], see ``Head.forward``). On the last chunk without ``labels``, this rank's
-            logits [s, b, vocabulary/t], fp32.
+            scalar (with ``pairs`` or under ``no_grad`` a vector, see ``Head.forward``). On the last chunk without
+            ``labels``, this rank's logits [s, b, vocabulary/t], fp32.
         """
         inputs = inputs or self.build_inputs(tokens)
         x = self.embed(tokens) if self.is_first else self.received()
@@ -371,7 +374,7 @@ class Llama(nn.Module):
             return x
         if token_index is not None:
             x = x[token_index, torch.arange(x.shape[1], device=x.device)][None]
-        loss_or_logits: Tensor = self.lm_head(self.norm(x), self.tied_weight(), labels, loss_weights)
+        loss_or_logits: Tensor = self.lm_head(self.norm(x), self.tied_weight(), labels, loss_weights, pairs)
         return loss_or_logits
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_llama.arch.shapes import loss_chunk
 from megatron_llama.devices.kernels import EAGER, LossKernels
+from megatron_llama.model.preference import Pairs, PreferenceLoss
 
 _ROWS_AT_ONCE = 2048
 """Rows of the weight whose gradients are added together, so that the matmul's output is still in the cache."""
@@ -99,11 +100,20 @@ class Head(ColumnParallelLinear):
         padded_vocab_size: vocabulary with the rows that pad it to a multiple of tp.
         vocab_size: vocabulary without padding.
         tied: the head has no weight; ``forward`` takes it.
+        preference: the loss of pairs of answers; None: cross entropy.
         loss: fields of ``LossSpec``: softmax, kernels, z_loss.
     """
 
     def __init__(
-        self, hidden: int, padded_vocab_size: int, vocab_size: int, mcore: TransformerConfig, *, tied: bool, **loss: Any
+        self,
+        hidden: int,
+        padded_vocab_size: int,
+        vocab_size: int,
+        mcore: TransformerConfig,
+        *,
+        tied: bool,
+        preference: PreferenceLoss | None = None,
+        **loss: Any,
     ) -> None:
         super().__init__(
             hidden,
@@ -116,7 +126,7 @@ class Head(ColumnParallelLinear):
         self.first_row = dist.get_rank(self.tp_group) * self.output_size_per_partition
         valid = min(max(vocab_size - self.first_row, 0), self.output_size_per_partition)
         group = self.tp_group if dist.get_world_size(self.tp_group) > 1 else None
-        self.spec = LossSpec(valid, group, self.sequence_parallel, **loss)
+        self.spec, self.preference = LossSpec(valid, group, self.sequence_parallel, **loss), preference
 
     def forward(
         self,
@@ -124,6 +134,7 @@ class Head(ColumnParallelLinear):
         tied_weight: Tensor | None = None,
         labels: Tensor | None = None,
         loss_weights: Tensor | None = None,
+        pairs: Pairs | None = None,
     ) -> Tensor:
         """Return logits, or the weighted sum of cross entropies if ``labels`` are given.
 
@@ -132,16 +143,20 @@ class Head(ColumnParallelLinear):
             tied_weight: [vocabulary/t, h], the embedding's weight if it is tied.
             labels: [b, s], int64, ids of the next tokens.
             loss_weights: [b, s], fp32, factor of each token's cross entropy.
+            pairs: pairs of answers in the sequences, for preference training.
 
         Returns:
             Without labels, this rank's logits [s, b, vocabulary/t], fp32. With labels, the weighted sum, fp32 scalar.
             With labels under ``no_grad``, fp32 [2]: the weighted sum, and the sum of the weights of the tokens whose
-            label has the largest logit.
+            label has the largest logit. With pairs, see ``PreferenceLoss``.
         """
         if labels is None:
             return self.logits(x, tied_weight)
         assert loss_weights is not None
         weight = self.weight if tied_weight is None else tied_weight
+        if pairs is not None:
+            assert self.preference is not None
+            return self.preference(self, x, weight, labels.t(), loss_weights.t(), pairs)
         compute = self.training_loss if torch.is_grad_enabled() else self.evaluation
         return compute(x, weight, labels.t(), loss_weights.t())
 
@@ -158,11 +173,19 @@ class Head(ColumnParallelLinear):
 
     def evaluation(self, x: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor) -> Tensor:
         """Return the weighted sums of losses, without z-loss, and of correct tokens, fp32 [2]."""
-        labels, loss_weights = (labels - self.first_row).reshape(-1), loss_weights.reshape(-1)
-        correct = torch.empty_like(loss_weights)
-        hidden = _gather_sequence(x, self.spec).flatten(0, 1)
-        losses, _ = _by_chunks(hidden, weight, labels, loss_weights, replace(self.spec, z_loss=0.0), correct=correct)
+        correct = torch.empty_like(loss_weights, memory_format=torch.contiguous_format)
+        losses = self.token_losses(x, weight, labels, correct)
         return torch.stack(((losses * loss_weights).sum(), (correct * loss_weights).sum()))
+
+    def token_losses(self, x: Tensor, weight: Tensor, labels: Tensor, correct: Tensor | None = None) -> Tensor:
+        """Return the cross entropy of each token, without z-loss and gradient, fp32 [s, b].
+
+        ``correct``: output [s, b], fp32, 1 where the label has the largest logit, else 0.
+        """
+        hidden, ids = _gather_sequence(x, self.spec).flatten(0, 1), (labels - self.first_row).reshape(-1)
+        ones, spec = torch.ones(len(ids), device=x.device), replace(self.spec, z_loss=0.0)
+        losses, _ = _by_chunks(hidden, weight, ids, ones, spec, correct=None if correct is None else correct.view(-1))
+        return losses.view(labels.shape)
 
 
 def hide_padding(logits: Tensor, valid: int) -> Tensor:

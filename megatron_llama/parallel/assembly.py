@@ -21,6 +21,7 @@ from megatron_llama.model.lora import freeze, lora_linear
 from megatron_llama.model.loss import IN_PLACE, Head, fused_softmax
 from megatron_llama.model.mlp_chunks import run_in_chunks
 from megatron_llama.model.offload import Offload
+from megatron_llama.model.preference import PreferenceLoss
 from megatron_llama.model.quantized import quantized_linear
 from megatron_llama.model.random_ltd import run_on_subset
 from megatron_llama.parallel.compiling import Compiler
@@ -93,6 +94,11 @@ def _fused(build: Build, parts: BlockParts) -> BlockParts:
     return replace(parts, norm=norm, rotate=operators.rotate, activation=operators.activation)
 
 
+def _preference(build: Build, parts: BlockParts) -> BlockParts:
+    context = build.groups["cp"] if build.plan.config.trainer.cp > 1 else None
+    return replace(parts, head=partial(parts.head, preference=PreferenceLoss(build.plan.config.finetune, context)))
+
+
 def _float8(build: Build, parts: BlockParts) -> BlockParts:
     name = str(build.plan.config.trainer.float8)
     return replace(parts, linear=partial(float8_linear, name=name, kernels=build.kernels, groups=build.groups))
@@ -101,6 +107,7 @@ def _float8(build: Build, parts: BlockParts) -> BlockParts:
 PARTS: dict[str, Callable[[Build, BlockParts], BlockParts]] = {
     "cp": lambda b, parts: divided_parts(parts, b.topology, b.kernels, b.groups, b.plan.config.trainer.cp_comm),
     "exact": lambda b, parts: b.exact.parts(parts),
+    "preference": _preference,
     "QK-Clip": lambda b, parts: replace(parts, measure_logits=logits_measure(b.plan, b.groups)),
     "fused operators": _fused,
     "quantized": lambda b, parts: replace(parts, linear=partial(quantized_linear, kind=str(b.plan.quantized))),

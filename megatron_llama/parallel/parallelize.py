@@ -8,8 +8,8 @@ a whole model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -32,7 +32,7 @@ from megatron_llama.parallel.compute_copies import ComputeCopies, filled_copies
 from megatron_llama.parallel.exact import ExactSums
 from megatron_llama.parallel.fsdp import allocate, data_groups
 from megatron_llama.parallel.groups import Groups, current_groups, group_defaults
-from megatron_llama.parallel.pipeline import TokenTotals, run_logits, run_schedule
+from megatron_llama.parallel.pipeline import TokenTotals, run_answer_logps, run_logits, run_schedule
 from megatron_llama.parallel.shards import Shard, shards_of
 from megatron_llama.parallel.tensor import ReplicatedGradients
 from megatron_llama.plan import Plan
@@ -69,7 +69,8 @@ class ParallelModel:
             counts: the global batch's counts, if the caller has them. Default: ``count(microbatches)``.
 
         Returns:
-            Mean loss per token with loss, fp32 scalar, the same on all ranks.
+            Mean loss per token with loss, fp32 scalar, the same on all ranks. With pairs of answers, the mean loss per
+            pair and ``finetune.metrics``, fp32 [1 + metrics].
         """
         return self._pass(microbatches, counts, train=True) if train else self.evaluate(microbatches, counts)[0]
 
@@ -78,24 +79,36 @@ class ParallelModel:
 
         Returns:
             fp32 [2]: mean loss per token with loss, and the share of these tokens whose label has the largest logit.
+            With pairs, as ``forward_backward``.
         """
         return self._pass(microbatches, counts, train=False)
 
     def _pass(self, microbatches: Sequence[MicroBatch], counts: TokenTotals | None, *, train: bool) -> torch.Tensor:
         total = (counts or self.count(microbatches)).with_loss.clamp(min=1)
-        if self.compiler is not None:
-            subsets = microbatches[0].subsets if train else None
-            ltd_length = None if subsets is None else subsets.length
-            length = microbatches[0].tokens.shape[1] * self.plan.grid.divisor("tokens")
-            self.compiler.begin_batch(length, ltd_length, train=train)
-        with filled_copies(self.compute_copies):
-            means = run_schedule(self.chunks, self.plan, microbatches, total, train, self.compute_copies)
-        if train:
-            self.replicated.reduce(self.shards)
-        means = self.replicated.total_loss(means)
-        if self.compiler is not None:
-            self.compiler.end_batch()
-        return means
+        with self._batch(microbatches, train=train):
+            with filled_copies(self.compute_copies):
+                means = run_schedule(self.chunks, self.plan, microbatches, total, train, self.compute_copies)
+            if train:
+                self.replicated.reduce(self.shards)
+            return self.replicated.total_loss(means)
+
+    @contextmanager
+    def _batch(self, microbatches: Sequence[MicroBatch], *, train: bool) -> Iterator[None]:
+        """Announce the batch's shapes to the compiler, and its end."""
+        if self.compiler is None:
+            yield
+            return
+        subsets = microbatches[0].subsets if train else None
+        ltd_length = None if subsets is None else subsets.length
+        length = microbatches[0].tokens.shape[1] * self.plan.grid.divisor("tokens")
+        self.compiler.begin_batch(length, ltd_length, train=train)
+        yield
+        self.compiler.end_batch()
+
+    def answer_logps(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """Return ``PreferenceLoss.answer_logps`` of each micro batch, [b, answers]; [] except on the last stage."""
+        with self._batch(microbatches, train=False), filled_copies(self.compute_copies):
+            return run_answer_logps(self.chunks, self.plan, microbatches)
 
     def logits(
         self, tokens: torch.Tensor, documents: Documents | None = None, token_index: torch.Tensor | None = None
@@ -121,7 +134,7 @@ class ParallelModel:
 
     def count(self, microbatches: Sequence[MicroBatch]) -> TokenTotals:
         """Count the tokens of the global batch. One collective, without a device-to-host sync."""
-        with_loss = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum().long()
+        with_loss = torch.stack([batch.loss_count for batch in microbatches]).sum()
         sizes = torch.stack([batch.token_counts for batch in microbatches]).sum(dim=0)
         counts = torch.cat((with_loss[None], sizes))
         dist.all_reduce(counts)

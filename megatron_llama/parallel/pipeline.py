@@ -29,7 +29,7 @@ class TokenTotals(NamedTuple):
     """Token counts of a global batch, int64 scalars."""
 
     with_loss: torch.Tensor
-    """Tokens with loss."""
+    """Tokens with loss, or pairs of answers."""
     tokens: torch.Tensor
     """Tokens that are not padding."""
     attended: torch.Tensor
@@ -47,22 +47,23 @@ def run_schedule(
     """Run forward, with ``train`` also backward, over this rank's micro batches.
 
     Args:
-        total_tokens: int64 scalar, tokens with loss in the global batch.
+        total_tokens: int64 scalar, tokens with loss (or pairs of answers) in the global batch.
         compute_copies: the chunks' compute-dtype copies.
 
     Returns:
         Sum of this rank's token losses divided by ``total_tokens``, fp32 scalar. Without ``train`` [2], with the share
-        of tokens whose label has the largest logit. Zero except on the last pipeline stage.
+        of tokens whose label has the largest logit. With pairs, the loss and ``finetune.metrics``. Zero except on the
+        last pipeline stage.
     """
-    trainer = plan.config.trainer
+    trainer, metrics = plan.config.trainer, plan.config.finetune.metrics
 
     def forward_step(batches: Iterator[MicroBatch], chunk: Llama) -> tuple[torch.Tensor, Any]:
         """Return the chunk's output, and a function from the loss to (loss, tokens with loss, value to collect)."""
         batch = next(batches)
         labels = (batch.labels, batch.loss_mask / total_tokens) if chunk.is_last else (None, None)
         inputs = chunk.build_inputs(batch.tokens, batch.documents, batch.subsets if train else None)
-        output = chunk(batch.tokens, *labels, inputs)
-        return output, lambda loss: (loss, batch.loss_mask.sum().int(), loss.detach())
+        output = chunk(batch.tokens, *labels, inputs, pairs=batch.pairs)
+        return output, lambda loss: (loss[0] if metrics else loss, batch.loss_mask.sum().int(), loss.detach())
 
     for chunk in chunks:
         chunk.train(train)
@@ -74,7 +75,23 @@ def run_schedule(
     with torch.set_grad_enabled(train):
         losses = _run(chunks, plan, forward_step, microbatches, microbatches[0].tokens.shape, train)
     device = microbatches[0].tokens.device
-    return torch.stack(losses).sum(dim=0) if losses else torch.zeros(() if train else 2, device=device)
+    shape = (1 + len(metrics),) if metrics else () if train else (2,)
+    return torch.stack(losses).sum(dim=0) if losses else torch.zeros(shape, device=device)
+
+
+@torch.no_grad()
+def run_answer_logps(chunks: list[Llama], plan: Plan, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+    """Run forward over pairs. Return ``PreferenceLoss.answer_logps`` of each micro batch on the last pipeline stage."""
+    for chunk in chunks:
+        chunk.eval()
+
+    def forward_step(batches: Iterator[MicroBatch], chunk: Llama) -> tuple[torch.Tensor, Any]:
+        batch = next(batches)
+        labels = (batch.labels, batch.loss_mask) if chunk.is_last else (None, None)
+        inputs = chunk.build_inputs(batch.tokens, batch.documents)
+        return chunk(batch.tokens, *labels, inputs, pairs=batch.pairs), None
+
+    return _run(chunks, plan, forward_step, microbatches, microbatches[0].tokens.shape, train=False)
 
 
 @torch.no_grad()

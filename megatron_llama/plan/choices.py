@@ -30,7 +30,7 @@ from megatron_llama.config.settings import Config, DataConfig
 from megatron_llama.config.stored import read_values
 from megatron_llama.corpus.splits import samples_per_epoch
 from megatron_llama.devices import NAMES, Device, device_named, find_device
-from megatron_llama.plan.derive import FINETUNING_LR, PRETRAINING_LR, check_split, default_lr
+from megatron_llama.plan.derive import FINETUNING_LR, PREFERENCE_LR, PRETRAINING_LR, check_split, default_lr
 from megatron_llama.plan.plan import Plan
 from megatron_llama.system.tables import gib
 
@@ -79,6 +79,8 @@ def _choose_lr(config: Config) -> Iterator[str]:
         config.optim.lr = default_lr(config)
         if config.optim.lr == FINETUNING_LR:
             yield f"optim.lr={format_value(FINETUNING_LR)}: default for fine-tuning all weights, as in Llama 2"
+        elif config.optim.lr != PRETRAINING_LR:
+            yield f"optim.lr={format_value(config.optim.lr)}: default for preference training, as in TRL"
 
 
 def _keep_saved(config: Config, saved: Mapping[str, Any]) -> Iterator[str]:
@@ -89,7 +91,8 @@ def _keep_saved(config: Config, saved: Mapping[str, Any]) -> Iterator[str]:
         value, setting = saved.get(name), settings_by_name()[name]
         if name == "trainer.pipeline_layers" and not _same_stages(config, saved):
             continue
-        if name == "optim.lr" and value not in {PRETRAINING_LR, FINETUNING_LR} - {default_lr(config)}:
+        defaults = {PRETRAINING_LR, FINETUNING_LR, *PREFERENCE_LR.values()}
+        if name == "optim.lr" and value not in defaults - {default_lr(config)}:
             continue
         if name == "trainer.val_every_steps":
             if not derives_validation(config.data):

@@ -33,6 +33,8 @@ COSINE = {
     "min_lr": "${optim.min_lr}",
 }
 PRETRAINING_LR, FINETUNING_LR = 3e-4, 2e-5
+PREFERENCE_LR = {"full": 1e-6, "lora": 1e-5}
+"""TRL's defaults for preference training, by finetune.method."""
 """Defaults of optim.lr. Llama 2's chat models were fine-tuned with 2e-5 (arXiv:2307.09288, section 3.1)."""
 LONGEST_WARMUP_STEPS = 2000
 MATRIX_LR = {"original": 0.02}
@@ -192,6 +194,8 @@ def default_lr(config: Config) -> float:
     LoRA has the default of pretraining: its adapters start from zero.
     """
     method = config.finetune.method
+    if config.finetune.metrics and method in PREFERENCE_LR:
+        return PREFERENCE_LR[method]
     is_finetuning = method == "none" and config.init_from is not None and config.data.kind == "sft"
     return FINETUNING_LR if method == "full" or is_finetuning else PRETRAINING_LR
 

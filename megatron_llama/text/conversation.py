@@ -19,6 +19,7 @@ REASONS = {
     "content_not_text": "a turn's content is not text (an image, a number, null)",
     "empty_content": "a turn's content is empty or white space",
     "tools_not_supported": "the record has tools or tool calls, which are not supported",
+    "equal_answers": "the chosen answer equals the rejected one",
     "rejected_answer": "the record marks its answer as bad (TRL's KTO: label is false)",
     "broken_record": "reading the record failed unexpectedly",
     "no_assistant_turn": "the record has no answer to learn",

@@ -24,8 +24,9 @@ from megatron_llama.parallel.groups import sync_errors
 from megatron_llama.plan import Plan, write_config_and_plan
 from megatron_llama.system import phase
 from megatron_llama.topology import Topology
-from megatron_llama.train.metrics import VALIDATION_METRICS, MetricsLogger
+from megatron_llama.train.metrics import MetricsLogger, validation_metrics
 from megatron_llama.train.peak import find_peak
+from megatron_llama.train.reference import add_reference
 from megatron_llama.train.sample_text import continue_prompts
 from megatron_llama.train.sanity import LabelCheck, StepGuard, check_every_gradient
 from megatron_llama.train.stop import RunStopped, StopSignals, report_finished
@@ -47,7 +48,7 @@ def train(
     """
     trainer = plan.config.trainer
     checkpointer = Checkpointer(plan, topology, model, optimizer, data, guard)
-    plan = load(plan, topology, checkpointer)
+    plan = load(plan, topology, checkpointer, model, data)
     first, consumed_tokens = plan.start.step + 1, plan.start.tokens
     phase.enter("the first measurements", phase.PATIENT)
     checkpointer.compare_copies(first - 1)
@@ -94,8 +95,10 @@ def train(
     export(plan, topology, checkpointer)
 
 
-def load(plan: Plan, topology: Topology, checkpointer: Checkpointer) -> Plan:
+def load(plan: Plan, topology: Topology, checkpointer: Checkpointer, model: ParallelModel, data: Data) -> Plan:
     """Load the checkpoint, which accepts or rejects the start, then write config.yaml and plan.txt. A collective.
+
+    Preference training then gets its reference (train/reference.py).
 
     Returns the plan with ``start`` set.
     """
@@ -104,6 +107,7 @@ def load(plan: Plan, topology: Topology, checkpointer: Checkpointer) -> Plan:
     with sync_errors(ConfigError):
         if topology.is_logger:
             write_config_and_plan(plan)
+    add_reference(loaded, model, data)
     return loaded
 
 
@@ -166,13 +170,13 @@ def training_step(
     microbatches = batches.at(before.samples)
     data_time = time.perf_counter() - start
     counts = model.count(microbatches)
-    loss = model.forward_backward(microbatches, counts)
+    loss, *values = model.forward_backward(microbatches, counts).view(-1)
     if step == 1:
         check_every_gradient(model.shards)
     norm = optimizer.gradient_norm()
     optimizer.update(norm, skip=guard.rejects(loss, norm))
     # The only sync with the device in a step, after all its work (if the optimizer can skip on the device).
-    (mean_loss, gradient_norm), (with_loss, tokens, attended) = read_scalars((loss, norm), counts)
+    (mean_loss, gradient_norm, *means), (with_loss, tokens, attended) = read_scalars((loss, norm, *values), counts)
     metrics = {
         "step": step,
         "consumed_samples": after.samples,
@@ -187,6 +191,7 @@ def training_step(
     }
     # guard.check: True if the device did not skip the update; otherwise counts a skip or raises.
     optimizer.advance(updated=guard.check(step, mean_loss, gradient_norm, model.shards))
+    metrics |= dict(zip(plan.config.finetune.metrics, means, strict=True))
     return metrics | optimizer.metrics() | guard.metrics()
 
 
@@ -227,9 +232,10 @@ def validate(plan: Plan, model: ParallelModel, sets: Mapping[str, Batches]) -> d
     """
     losses = {name: validate_set(plan, model, batches) for name, batches in sets.items()}
     means = torch.tensor([*losses.values()], dtype=torch.float64).mean(dim=0).tolist()
-    metrics = dict(zip(VALIDATION_METRICS, means, strict=True))
+    names = validation_metrics(plan)
+    metrics = dict(zip(names, means, strict=True))
     for name in filter(None, losses):
-        metrics |= {f"{metric}/{name}": value for metric, value in zip(VALIDATION_METRICS, losses[name], strict=True)}
+        metrics |= {f"{metric}/{name}": value for metric, value in zip(names, losses[name], strict=True)}
     return metrics
 
 
@@ -237,7 +243,8 @@ def validate_set(plan: Plan, model: ParallelModel, batches: Batches) -> list[flo
     """Return val_loss and val_token_accuracy over the first ``val_steps`` batches of a set, or over the whole set.
 
     val_loss is the mean loss per token with loss; val_token_accuracy is the share of these tokens whose label has the
-    highest logit. Batches are weighted by tokens with loss: an unweighted mean would overweight short answers.
+    highest logit. With pairs of answers, the values are means over pairs: val_loss and ``finetune.metrics``. Batches
+    are weighted by tokens with loss or by pairs: an unweighted mean would overweight short answers.
 
     Raises:
         ConfigError: No token has loss. On all ranks.

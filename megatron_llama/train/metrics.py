@@ -43,7 +43,7 @@ EVERY_STEP = (
 )
 VALIDATION_METRICS = ("val_loss", "val_token_accuracy")
 SOME_STEPS = (
-    *("train_samples_per_second", "padded_tokens_per_second", *VALIDATION_METRICS, "parameter_norm"),
+    *("train_samples_per_second", "padded_tokens_per_second", "parameter_norm"),
     *("random_ltd_reserved_length", "consumed_layer_tokens", *WAIT_METRICS, "slowest_rank", "slowest_rank_ratio"),
     "max_attention_logit",
     *("spike_skipped_steps", "spike_rewinds", "spike_skipped_samples"),
@@ -57,11 +57,18 @@ CURRICULUM = "curriculum_"
 """Prefix of difficulty metrics, before the name of a data.curriculum metric."""
 
 
+def validation_metrics(plan: Plan) -> tuple[str, ...]:
+    """Return the metrics of a validation set, in order."""
+    metrics = plan.config.finetune.metrics
+    return ("val_loss", *(f"val_{name}" for name in metrics)) if metrics else VALIDATION_METRICS
+
+
 def metric_names(plan: Plan) -> list[str]:
     """Return all metrics that a step of the plan may have, in order."""
     difficulties = [f"{CURRICULUM}{metric.metric}" for metric in curriculum_metrics(plan.config.data.curriculum)]
-    sets = [f"{metric}/{name}" for metric in VALIDATION_METRICS for name in validation_sets(plan.config.data) if name]
-    return [*EVERY_STEP, *SOME_STEPS, *sets, *difficulties]
+    measured = validation_metrics(plan)
+    sets = [f"{metric}/{name}" for metric in measured for name in validation_sets(plan.config.data) if name]
+    return [*EVERY_STEP, *plan.config.finetune.metrics, *measured, *SOME_STEPS, *sets, *difficulties]
 
 
 class StepRate:

@@ -20,8 +20,10 @@ from megatron_llama.text.tokenizer import HuggingFaceTokenizer
 from tests.data_prep.helpers import BAD_LINES, GOOD, assert_refused, chat_line, output_of, read, run_script
 
 
-def prepare(folder: Path, source: Path, prefix: Path, *more: object) -> subprocess.CompletedProcess[str]:
-    common = ("--tokenizer-model", folder, "--output-prefix", prefix, "--seq-length", 128, "--workers", 1)
+def prepare(
+    folder: Path, source: Path, prefix: Path, *more: object, length: int = 128
+) -> subprocess.CompletedProcess[str]:
+    common = ("--tokenizer-model", folder, "--output-prefix", prefix, "--seq-length", length, "--workers", 1)
     return run_script("sft.py", "--input", source, *common, *more)
 
 
@@ -94,6 +96,30 @@ def test_truncation_at_the_limit(folder: Path, tmp_path: Path, over: int) -> Non
     assert manifest["skipped"] == {"answer_cut_off": 1}
     assert manifest["changed"] == ({"cut to the sequence's length": 1} if count > 129 else {}) | {REPEATED_KEY: 1}
     assert len(ids) == min(count, 129) and mask[-2] == 1
+
+
+@pytest.mark.parametrize("length", [300, 110])
+def test_pairs(folder: Path, tmp_path: Path, length: int) -> None:
+    """Both answers of a record are one example; the longer one is cut to the rest of a short sequence."""
+    source, (short, long) = tmp_path / "pairs.jsonl", ("Yes.", "No. " * 60)
+    record = {"prompt": "Question 1?", "chosen": short, "rejected": long}
+    source.write_text("\n".join(json.dumps(each) for each in (record, {**record, "rejected": short})) + "\n")
+    flags = ("--format", "pairs", "--on-bad-line", "skip", "--too-long", "truncate")
+    output = output_of(prepare(folder, source, tmp_path / "out", *flags, length=length))
+    (ids,), (mask,), manifest = read(tmp_path / "out")
+    assert manifest["skipped"] == {"equal_answers": 1} and "finetune.objective=dpo" in output
+    tokenizer = HuggingFaceTokenizer(folder)
+    template = load_own_template(folder, tokenizer.added_tokens)
+    sides = []
+    for answer in (short, long):
+        turns = [Turn("user", "Question 1?", False), Turn("assistant", answer.strip())]
+        sides.append(encode_spans(template.render_spans(turns), tokenizer, parse_special=True))
+    rest = length + 1 - len(sides[0][0])
+    assert ids.tolist() == sides[0][0] + sides[1][0][:rest]
+    assert mask.tolist() == [int(mark) for mark in sides[0][1]] + [2 + mark for mark in sides[1][1][:rest]]
+    assert manifest["tokens_with_loss"] == int((mask % 2).sum()) and ("cut" in str(manifest["changed"])) == (
+        rest < len(sides[1][0])
+    )
 
 
 def test_train_on_inputs_and_bos(folder: Path, tmp_path: Path, tokenizer: Path) -> None:

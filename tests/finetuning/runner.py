@@ -11,11 +11,12 @@ import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.config import load_config
-from megatron_llama.data.batches import Batches, Data
+from megatron_llama.data.batches import Batches, Data, build_data
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan, resolve
+from megatron_llama.train.reference import add_reference
 from tests.checkpoint.runner import assembled
 from tests.model.llamas import CPU, hf_config, whole_batch
 from tests.oracle import SHAPE, RaggedSamples, Tensors, distance
@@ -35,6 +36,8 @@ SETTINGS = (
 EVERY_MATRIX = "finetune.lora_target_modules=[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"
 RANK = ("finetune=lora", "finetune.lora_rank=4", "finetune.lora_alpha=12")
 LORA = (*RANK, EVERY_MATRIX)
+# Of a global batch of 4; without it, 2.
+MICRO_1 = "trainer.micro_batch_size=1"
 TOLERANCE = 1e-5  # fp32; sums in another order
 Tamper = Callable[[ParallelModel], None]
 
@@ -45,6 +48,8 @@ class Tuned:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    metrics: list[list[float]] = field(default_factory=list)
+    """``finetune.metrics`` of each step."""
     first_grads: Tensors = field(default_factory=dict)
     trained: Tensors = field(default_factory=dict)
     frozen: Tensors = field(default_factory=dict)
@@ -79,13 +84,20 @@ def _tune(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
         optimizer = build_optimizer(plan, model)
         if tamper is not None:
             tamper(model)
-        batches = Batches(RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size), plan, topology, CPU)
-        checkpointer = Checkpointer(plan, topology, model, optimizer, Data(batches, {}))
+        data = build_data(plan, topology, CPU) if plan.config.finetune.metrics else None
+        if data is None:
+            samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
+            data = Data(Batches(samples, plan, topology, CPU), {})
+        checkpointer = Checkpointer(plan, topology, model, optimizer, data)
         tuned = Tuned()
         grads: list[tuple] = []
-        first = checkpointer.resume().start.step
+        plan = checkpointer.resume()
+        add_reference(plan, model, data)
+        first, size = plan.start.step, plan.config.trainer.global_batch_size
         for step in range(first, steps):
-            tuned.losses.append(model.forward_backward(batches.at(step * plan.config.trainer.global_batch_size)).item())
+            loss, *metrics = model.forward_backward(data.train.at(step * size)).view(-1).tolist()
+            tuned.losses.append(loss)
+            tuned.metrics.append(metrics)
             norm = optimizer.gradient_norm()
             tuned.norms.append(norm.item())
             assert not any(shard.grad is not None for shard in model.shards if not shard.is_trained)

@@ -11,13 +11,11 @@ from safetensors.torch import load_file
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from tests.finetuning import runner
-from tests.finetuning.runner import LORA, RANK, TOLERANCE, Tuned, World, assert_near, make_plan, tune
+from tests.finetuning.runner import LORA, MICRO_1, RANK, TOLERANCE, Tuned, World, assert_near, make_plan, tune
 from tests.oracle import distance
 from tests.ranks import run_ranks
 from tests.rows import rows
 
-# Of a global batch of 4; without it, 2.
-MICRO_1 = "trainer.micro_batch_size=1"
 LAYOUTS = {
     "one process": (1, []),
     "tp2": (2, ["trainer.tp=2", "trainer.sp=false"]),

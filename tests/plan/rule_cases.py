@@ -14,8 +14,11 @@ from megatron_llama.config.fields import settings_by_name
 
 LENGTHS = "metric: seqlen_truncate, schedule_type: fixed_discrete, difficulty: [64,256], max_step: [9]"
 LONGROPE = f"rope_type=longrope short_factor={[1.0] * 24} long_factor={[1.0] * 24}"
+TUNED = "method=full init_from=/models/one kind=sft mock=false prefixes=[x]"
 SHORT = {
     "LORA": "method=lora",
+    "TUNED": TUNED,
+    "DPO": f"{TUNED} objective=dpo",
     "FILES": "mock=false prefixes=[x]",
     "SFT": "kind=sft",
     "ONEBIT": "optim.name=onebit_adam zero=0",
@@ -114,6 +117,17 @@ ROWS = [
     ("conflict", 1, "LORA use_dora=true lora_dropout=0.1", "use_dora=false"),
     ("lora_settings_are_for_lora", 1, "method=full lora_rank=4", "LORA"),
     ("lora_settings_are_for_lora", 1, "method=none adapter=folder", "LORA"),
+    ("need", 1, "TUNED beta=0.5", "objective=dpo"),
+    ("need", 1, "TUNED loss_type=ipo", "objective=dpo"),
+    ("need", 1, "TUNED label_smoothing=0.1", "objective=dpo"),
+    ("need", 1, "DPO method=none", "method=full init_from=/models/one"),
+    ("conflict", 1, "DPO method=lora adapter=folder", "adapter=null"),
+    ("need", 1, "DPO kind=pretrain", "kind=sft"),
+    ("conflict", 1, "DPO mock=true", "mock=false prefixes=[x]"),
+    ("conflict", 1, "DPO CURRICULUM", "curriculum=[]"),
+    ("conflict", 1, "DPO z_loss=0.001", "z_loss=0"),
+    ("conflict", 1, "DPO exact=true", "exact=false"),
+    ("conflict", 1, "DPO loss_type=ipo label_smoothing=0.1", "loss_type=sigmoid"),
     ("rank_is_low", 1, "LORA num_key_value_heads=2 lora_rank=97", "lora_rank=96"),
     ("tied_embeddings_stay_tied", 1, "LORA TIED modules_to_save=[norm,embed_tokens]", "modules_to_save=[norm]"),
     ("conflict", 1, "float8=rowwise device.name=hpu", "float8=null"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from data_prep.lib.records import parse_turns
+from data_prep.lib.records import parse_pair, parse_turns
 from data_prep.lib.sets import ExampleOptions, build_chat_format
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.text import sandbox
@@ -120,6 +121,17 @@ def test_ambiguous_records_are_refused(reason: str, record: dict[str, Any]) -> N
     with pytest.raises(RecordError) as refused:
         parse_turns(record, "auto")
     assert refused.value.reason == reason and reason in REASONS
+
+
+def test_pairs_have_two_answers() -> None:
+    record = {"prompt": "q", "chosen": "yes", "rejected": "no"}
+    (chosen, rejected), notes = parse_pair(record)
+    assert not notes and chosen[:-1] == rejected[:-1] == [replace(TWO[0], text="q", learn=False)]
+    assert [chosen[-1], rejected[-1]] == [Turn("assistant", "yes"), Turn("assistant", "no")]
+    for reason, change in (("equal_answers", {"rejected": "yes"}), ("unknown_format", {"rejected": None, "no": 1})):
+        with pytest.raises(RecordError) as refused:
+            parse_pair({key: value for key, value in {**record, **change}.items() if value})
+        assert refused.value.reason == reason and reason in REASONS
 
 
 @pytest.mark.parametrize("weight", [2, -1, 0.5, float("nan"), float("inf"), "0", [1], {}])

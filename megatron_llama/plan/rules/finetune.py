@@ -24,6 +24,10 @@ def fine_tuning_has_a_start(config: Config, world_size: int) -> Iterator[Problem
         yield Problem("init_from", None, rule, instead)
 
 
+PREFERENCE = ("objective", "beta", "loss_type", "label_smoothing")
+"""Settings of preference training, for full fine-tuning and LoRA."""
+
+
 @reads("finetune")
 def lora_settings_are_for_lora(config: Config, world_size: int) -> Iterator[Problem]:
     """LoRA's settings need finetune.method=lora."""
@@ -31,7 +35,7 @@ def lora_settings_are_for_lora(config: Config, world_size: int) -> Iterator[Prob
         return
     for field in fields(FinetuneConfig):
         name, value = f"finetune.{field.name}", getattr(config.finetune, field.name)
-        if field.name != "method" and value != settings_by_name()[name].default:
+        if field.name not in ("method", *PREFERENCE) and value != settings_by_name()[name].default:
             rule = f"has no effect with finetune.method={config.finetune.method}"
             yield Problem(name, value, rule, f"write finetune.method=lora, or omit {name}")
 
