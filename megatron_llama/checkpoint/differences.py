@@ -80,6 +80,7 @@ SETTINGS = {
         "optim": "lr min_lr warmup_steps constant_steps betas eps weight_decay clip schedule freeze_step "
         "momentum matrix_lr adjust_lr split_heads qk_clip",
         "trainer": "z_loss",
+        "finetune": "objective beta loss_type label_smoothing",
     },
 }
 """Settings of each kind, by section."""
@@ -124,7 +125,7 @@ def find_differences(plan: Plan, state: State, record: Record) -> list[Differenc
     settings, rederived = state.settings, _rederive(plan.requested, state.settings)
     unused = []
     if "lora" not in (plan.config.finetune.method, _saved(settings, "finetune.method")):
-        unused += [name for name in kinds() if name.startswith("finetune.")]
+        unused += [name for name, kind in kinds().items() if name.startswith("finetune.") and kind == FIXED]
     if not (plan.config.trainer.val_every_steps and _saved(settings, "trainer.val_every_steps")):
         unused.append("trainer.val_steps")
     differences = [] if state.step == 0 else _data_differences(plan, state, record)

@@ -43,7 +43,7 @@ EVERY_STEP = (
 )
 VALIDATION_METRICS = ("val_loss", "val_token_accuracy")
 SOME_STEPS = (
-    *("train_samples_per_second", "padded_tokens_per_second", "parameter_norm"),
+    *("train_samples_per_second", "padded_tokens_per_second", *VALIDATION_METRICS, "parameter_norm"),
     *("random_ltd_reserved_length", "consumed_layer_tokens", *WAIT_METRICS, "slowest_rank", "slowest_rank_ratio"),
     "max_attention_logit",
     *("spike_skipped_steps", "spike_rewinds", "spike_skipped_samples"),
@@ -68,7 +68,9 @@ def metric_names(plan: Plan) -> list[str]:
     difficulties = [f"{CURRICULUM}{metric.metric}" for metric in curriculum_metrics(plan.config.data.curriculum)]
     measured = validation_metrics(plan)
     sets = [f"{metric}/{name}" for metric in measured for name in validation_sets(plan.config.data) if name]
-    return [*EVERY_STEP, *plan.config.finetune.metrics, *measured, *SOME_STEPS, *sets, *difficulties]
+    others = [name for name in SOME_STEPS if name in measured or name not in VALIDATION_METRICS]
+    names = [*EVERY_STEP, *plan.config.finetune.metrics, *others, *measured, *sets, *difficulties]
+    return [*dict.fromkeys(names)]
 
 
 class StepRate:

@@ -57,6 +57,8 @@ def of(section: str, text: str, base: dict[str, Any] | None = None, world: int =
 
 SFT = {"data.kind": "sft", "data.prefixes": ["a"]}
 VALIDATED = {"trainer.val_every_steps": 10}
+TUNED = {**SFT, "finetune.method": "full", "init_from": "/models/one"}
+DPO = {**TUNED, "finetune.objective": "dpo", "optim.lr": 1e-6}
 LORA = {"finetune.method": "lora", "init_from": "/models/one"}
 SCALED = {"model.rope_scaling.factor": 8.0}
 YARN = {"model.rope_scaling.rope_type": "yarn", "model.rope_scaling.original_max_position_embeddings": 2048}
@@ -149,6 +151,10 @@ CHANGES: dict[str, Change] = {
     **of("finetune", "lora_rank=4 lora_alpha=8.0 use_rslora=True use_dora=True lora_dropout=0.1", LORA),
     "finetune.lora_target_modules": Change(["q_proj"], LORA),
     "finetune.modules_to_save": Change(["norm"], LORA),
+    "finetune.objective": Change("dpo", {**TUNED, "optim.lr": 1e-6}),
+    "finetune.beta": Change(0.5, DPO),
+    "finetune.loss_type": Change("ipo", DPO),
+    "finetune.label_smoothing": Change(0.1, DPO),
     **of("finetune", "frozen_dtype=bf16 adapter=adapter", LORA),
     **of("device", "name=cpu peak_tflops=1.0 memory_gib=64.0"),
     **of(

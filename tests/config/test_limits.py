@@ -32,7 +32,7 @@ POSITIVE = """
     model.rms_norm_eps model.rope_theta model.initializer_range model.rope_scaling.low_freq_factor
     model.rope_scaling.high_freq_factor model.rope_scaling.attention_factor model.rope_scaling.beta_fast
     trainer.spike_factor trainer.hang_timeout_seconds optim.lr optim.eps
-    optim.matrix_lr optim.qk_clip optim.clip finetune.lora_alpha device.peak_tflops device.memory_gib
+    optim.matrix_lr optim.qk_clip optim.clip finetune.lora_alpha finetune.beta device.peak_tflops device.memory_gib
 """
 FACTORS = [[0.0], [1.0, -1.0], [float("inf")], [float("nan")], [1.0] * 8193]
 Bounds = tuple[list[Any], list[Any]]
@@ -121,6 +121,9 @@ BOUNDS: dict[str, Bounds] = {
         [["down_proj", "q_proj"]],
     ),
     "finetune.modules_to_save": ([["wte"], ["embed"], ["norm", "norm"]], [[], ["lm_head", "norm"]]),
+    "finetune.objective": (["ppo"], ["sft", "dpo"]),
+    "finetune.loss_type": (["robust"], ["sigmoid", "hinge", "ipo"]),
+    "finetune.label_smoothing": ([-0.1, 1.0], [0.0, 0.5]),
     "finetune.frozen_dtype": (["int4", "bfloat16", "fp4"], ["fp32", "bf16", "int8", "nf4", None]),
     "device.name": (["gpu"], ["auto", "cpu", "cuda", "neuron", "hpu"]),
     "logging.wandb": (["on", "disabled"], ["off", "offline", "online"]),
