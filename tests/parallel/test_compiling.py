@@ -366,15 +366,3 @@ def test_a_compiler_that_recognises_nothing_is_an_error(tmp_path: Path, monkeypa
         with pytest.raises(RankFailed, match="NotOverlapped: trainer.async_tp: .* none of the 8 .* of block, training"):
             trained(tmp_path, *ASYNC_TP, world=2, steps=STEPS, fuses=False)
         assert len(list(tmp_path.glob("graphs/*.json"))) == 1, actual
-
-
-def _compiler_of_a_cpu(rank: int, plan: Plan) -> None:
-    with rank_groups(plan, rank):
-        Compiler(plan, get_device("cpu"))
-
-
-@needs_compiler
-def test_a_device_that_can_not_is_refused(cache: Path) -> None:
-    plan = make_plan(2, *COMPILE, *ASYNC_TP, f"trainer.compile_cache={cache}")
-    with pytest.raises(RankFailed, match="device=cpu has no matmuls that overlap with gathers and scatters"):
-        run_ranks(_compiler_of_a_cpu, 2, plan)
