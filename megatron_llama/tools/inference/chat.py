@@ -27,7 +27,8 @@ from megatron_llama.text.chat_template import (
 from megatron_llama.text.conversation import RecordError, Turn
 from megatron_llama.text.tokenizer import Tokenizer
 from megatron_llama.tools.inference.arguments import not_utf8
-from megatron_llama.tools.inference.generator import Generator, Sampling
+from megatron_llama.tools.inference.generator import Generator
+from megatron_llama.tools.inference.sampling import Sampling, StopTexts
 
 RESET = "/reset"
 WELCOME = f"Type a message. {RESET} starts a new conversation, Ctrl-D exits."
@@ -37,9 +38,16 @@ class ChatSession:
     """Conversation with a model. All ranks run it; only rank 0 reads and writes."""
 
     def __init__(
-        self, generator: Generator, prompts: PromptBuilder, sampling: Sampling, max_new_tokens: int, system: str | None
+        self,
+        generator: Generator,
+        prompts: PromptBuilder,
+        sampling: Sampling,
+        max_new_tokens: int,
+        stop: StopTexts,
+        system: str | None,
     ) -> None:
         self.generator, self.prompts, self.sampling, self.max_new_tokens = generator, prompts, sampling, max_new_tokens
+        self.stop = stop
         self._first: list[Message] = [{"role": "system", "content": system}] if system is not None else []
         self._history = list(self._first)
 
@@ -49,9 +57,11 @@ class ChatSession:
         if is_first and source.isatty():
             out.write(WELCOME + "\n")
         while (ids := broadcast_from_rank_0(lambda: self._next_prompt(source, out))) is not None:
-            printer = Printer(out, self.prompts.tokenizer, [""], [[]]) if is_first else None
-            answer = self.generator.generate([ids], self.sampling, self.max_new_tokens, printer)[0]
-            self._history.append({"role": "assistant", "content": self.prompts.parse_answer(answer.ids)})
+            printer = Printer(out, self.stop, [""], [[]]) if is_first else None
+            complete = self.stop.is_complete
+            answer = self.generator.generate([ids], self.sampling, self.max_new_tokens, printer, complete)[0]
+            text, _ = self.stop.cut(self.prompts.parse_answer(answer.ids))
+            self._history.append({"role": "assistant", "content": text})
 
     def _next_prompt(self, source: TextIO, out: TextIO) -> list[int] | None:
         """Return the ids of the conversation with the next message; None at the end of ``source``."""
@@ -223,22 +233,27 @@ class Decoder:
 class Printer:
     """Printer of a batch of answers in order: the first unfinished one streams, the others are buffered.
 
+    Prints an answer up to its stop text.
     On a terminal, control characters of a model are escaped: weights of other people must not command the terminal.
     """
 
-    def __init__(self, out: TextIO, tokenizer: Tokenizer, prompts: Sequence[str], ids: Sequence[Sequence[int]]) -> None:
-        self._out = out
+    def __init__(self, out: TextIO, stop: StopTexts, prompts: Sequence[str], ids: Sequence[Sequence[int]]) -> None:
+        self._out, self._stop = out, stop
         self._shown = escape_controls if out.isatty() else str
-        self._decoders = [Decoder(tokenizer, prompt) for prompt in ids]
+        self._decoders = [Decoder(stop.tokenizer, prompt) for prompt in ids]
         self._ended = [False for _ in prompts]
+        self._pending = ["" for _ in prompts]  # text that may begin a stop text
         self._waiting = list(prompts)
         self._row = 0
         self._show()
 
     def __call__(self, row: int, number: int | None) -> None:
         """Print a new id of a row; None ends the row."""
-        self._waiting[row] += self._decoders[row].add(number)
+        text, self._pending[row] = self._stop.cut(self._pending[row] + self._decoders[row].add(number))
+        self._waiting[row] += text
         self._ended[row] = number is None
+        if number is None and not self._stop.contains(self._pending[row]):
+            self._waiting[row] += self._pending[row]
         self._show()
 
     def _show(self) -> None:

@@ -30,7 +30,8 @@ from megatron_llama.text.conversation import LABELLED, Template
 from megatron_llama.text.tokenizer import Tokenizer
 from megatron_llama.tools.inference.arguments import not_utf8
 from megatron_llama.tools.inference.chat import NONE, PromptBuilder
-from megatron_llama.tools.inference.generator import Generator, Sampling
+from megatron_llama.tools.inference.generator import Generator
+from megatron_llama.tools.inference.sampling import Sampling
 
 T = TypeVar("T")
 _Z = 1.959963984540054  # two-sided 95 % quantile of the normal distribution

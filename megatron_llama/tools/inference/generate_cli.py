@@ -19,15 +19,27 @@ from megatron_llama.tools.inference.arguments import (
     not_utf8,
     run_task,
 )
+from megatron_llama.tools.inference.sampling import (
+    DRAWING,
+    FILE,
+    OPTIONS,
+    Sampling,
+    StopTexts,
+    check_option,
+    describe,
+    flag_of,
+    folder_defaults,
+    ignored_settings,
+)
 
 if TYPE_CHECKING:
     from megatron_llama.text.tokenizer import Tokenizer
     from megatron_llama.tools.inference.chat import PromptBuilder
-    from megatron_llama.tools.inference.generator import Generator, Sampling
+    from megatron_llama.tools.inference.generator import Generator
+    from megatron_llama.tools.inference.saved_model import SavedModel
 
 DESCRIPTION = "Generate text: python scripts/generate.py CHECKPOINT --prompt TEXT, or --chat\n"
 EPILOG = "Text is written to stdout, tokens/s to stderr."
-LEAST_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,7 @@ class Request(InferenceTask):
     tokenizer: Tokenizer
     sampling: Sampling
     max_new_tokens: int
+    stop_texts: StopTexts
     texts: list[str]
     """Prompts; empty for a conversation."""
     chat: PromptBuilder | None
@@ -48,12 +61,14 @@ class Request(InferenceTask):
 
         if self.chat is not None:
             sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
-            session = ChatSession(generator, self.chat, self.sampling, self.max_new_tokens, self.system)
+            session = ChatSession(
+                generator, self.chat, self.sampling, self.max_new_tokens, self.stop_texts, self.system
+            )
             session.run(sys.stdin, sys.stdout)
         else:
             ids = [self.tokenizer.encode(text) for text in self.texts]
-            printer = Printer(sys.stdout, self.tokenizer, self.texts, ids) if is_first else None
-            generator.generate(ids, self.sampling, self.max_new_tokens, printer)
+            printer = Printer(sys.stdout, self.stop_texts, self.texts, ids) if is_first else None
+            generator.generate(ids, self.sampling, self.max_new_tokens, printer, self.stop_texts.is_complete)
         speed = generator.speed
         if is_first and speed.new_tokens:
             sys.stderr.write(
@@ -77,10 +92,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--chat-template", choices=CHAT_TEMPLATES, help="chat template (default: the run's, else own)")
     made.add_argument("--system", metavar="TEXT", help="system message, for --chat")
     made.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="answer length limit (default: 256)")
-    made.add_argument("--temperature", type=float, help="sampling temperature (default: 0.7)")
-    made.add_argument("--top-p", type=float, help="nucleus sampling probability (default: 1)")
-    made.add_argument("--greedy", action="store_true", help="choose the likeliest id")
-    made.add_argument("--seed", type=int, help="sampling seed (default: 1234)")
+    made.add_argument("--stop", nargs="+", default=[], metavar="TEXT", help="texts that end an answer, not printed")
+    group = made.add_argument_group("sampling", "The model's generation_config.json overrides the defaults below.")
+    group.add_argument("--greedy", action="store_true", help="choose the likeliest id")
+    group.add_argument("--temperature", type=float, metavar="T", help="divisor of the logits (default: 0.7)")
+    group.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest ids (default: 0, all)")
+    group.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling probability (default: 1)")
+    group.add_argument("--min-p", type=float, metavar="P", help="least share of the likeliest id (default: 0)")
+    group.add_argument("--repetition-penalty", type=float, metavar="X", help="of ids in prompt and answer (default: 1)")
+    group.add_argument("--seed", type=int, help="sampling seed (default: 1234)")
     return made
 
 
@@ -93,37 +113,47 @@ def _check(arguments: argparse.Namespace, problems: Problems) -> None:
         problems.add("--system", arguments.system, "applies only to --chat", "add --chat, or remove --system")
     if arguments.chat_template is not None and not arguments.chat:
         problems.add("--chat-template", arguments.chat_template, "applies only to --chat", "add --chat")
-    for name, text in [("--system", arguments.system), *(("--prompt", prompt) for prompt in arguments.prompt)]:
+    texts = [(flag, text) for flag in ("prompt", "stop") for text in getattr(arguments, flag)]
+    for name, text in [("--system", arguments.system), *((f"--{flag}", text) for flag, text in texts)]:
         if rule := not_utf8(text or ""):
             shown = text.encode("utf-8", "backslashreplace").decode()
             problems.add(name, shown, rule, "convert it (iconv -t utf-8), or set the terminal to UTF-8")
+    if "" in arguments.stop:
+        problems.add("--stop", "", "must not be empty", "write the text that ends an answer")
     if arguments.max_new_tokens < 1:
         problems.add("--max-new-tokens", arguments.max_new_tokens, "must be at least 1", "write --max-new-tokens 64")
-    for name, value in _drawing(arguments).items() if arguments.greedy else ():
-        flag = f"--{name.replace('_', '-')}"
-        problems.add(flag, value, "has no effect with --greedy", f"remove --greedy or {flag}")
-    if arguments.temperature is not None and not arguments.temperature >= LEAST_TEMPERATURE:
-        rule = f"must be at least {LEAST_TEMPERATURE:g}"  # logits / temperature must not overflow
-        problems.add("--temperature", arguments.temperature, rule, "write --greedy for the likeliest id")
-    if arguments.seed is not None and not -(2**63) <= arguments.seed < 2**64:
-        problems.add("--seed", arguments.seed, "must have at most 64 bits", "write --seed 1234")
-    if arguments.top_p is not None and not 0 < arguments.top_p <= 1:
-        problems.add("--top-p", arguments.top_p, "must be above 0 and at most 1", "write --top-p 0.9")
+    for name, value in _given(arguments).items():
+        if problem := check_option(name, value):
+            problems.items.append(problem)
+        if arguments.greedy and name in DRAWING:
+            flag = flag_of(name)
+            problems.add(flag, value, "has no effect with --greedy", f"remove --greedy or {flag}")
 
 
-def _drawing(arguments: argparse.Namespace) -> dict[str, Any]:
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the given fields of Sampling by name."""
-    values = {name: getattr(arguments, name) for name in ("temperature", "top_p", "seed")}
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
+
+
+def _sampling(arguments: argparse.Namespace, saved: SavedModel, problems: Problems) -> Sampling | None:
+    """Return the sampling of the flags and of generation_config.json, and print which values are from the file."""
+    given = _given(arguments) | ({"greedy": True} if arguments.greedy else {})
+    defaults, faults = folder_defaults(saved.generation, given)
+    problems.items += faults
+    ignored = ignored_settings(saved.generation)
+    if not problems.items and (defaults or ignored):
+        unsupported = f"; not supported: {', '.join(ignored)}" if ignored else ""
+        sys.stderr.write(f"{FILE}: {describe(defaults) or 'no sampling settings'}{unsupported}\n")
+    return None if faults else Sampling(**defaults, **given)
 
 
 def _request(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems) -> Request:
     """Create the task; add prompts that do not fit the model, and incompatible templates, to ``problems``."""
     from megatron_llama.tools.inference.chat import open_prompt_builder, trained_stop_ids
-    from megatron_llama.tools.inference.generator import Sampling
     from megatron_llama.tools.inference.saved_model import stop_ids
 
     assert opened.tokenizer is not None
+    sampling = _sampling(arguments, opened.saved, problems)
     saved, tokenizer, builder = opened.saved, opened.tokenizer, None
     if arguments.chat:
         name, trained = arguments.chat_template, saved.trained_template
@@ -144,5 +174,6 @@ def _request(arguments: argparse.Namespace, opened: OpenedModel, problems: Probl
         stop |= builder.stop
     else:
         stop |= trained_stop_ids(tokenizer, saved.trained_template)
-    sampling = Sampling(greedy=arguments.greedy, **_drawing(arguments))
-    return Request(stop, tokenizer, sampling, arguments.max_new_tokens, arguments.prompt, builder, arguments.system)
+    texts = StopTexts(tokenizer, arguments.stop)
+    limit, prompts = arguments.max_new_tokens, arguments.prompt
+    return Request(stop, tokenizer, sampling or Sampling(), limit, texts, prompts, builder, arguments.system)

@@ -26,6 +26,7 @@ from megatron_llama.parallel.shards import shards_of
 from megatron_llama.plan import Plan
 from megatron_llama.tools.inference.divided_cache import DividedCache
 from megatron_llama.tools.inference.kv_cache import KVCache
+from megatron_llama.tools.inference.sampling import Sampling
 from megatron_llama.tools.inference.saved_model import SavedModel
 from megatron_llama.train.sample_text import draw
 
@@ -167,13 +168,14 @@ class Generator:
         tokens = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
         cache = self.cache(len(prompts), int(lengths.max()) + max_new_tokens)
         generators = sampling.generators(len(prompts))
+        used = used_ids(prompts, self.plan.model.vocab_size) if sampling.repetition_penalty != 1 else None
         answers = [Answer() for _ in prompts]
         logits = self.logits(tokens, cache.at(torch.zeros_like(lengths), tokens.shape[1], lengths - 1))
         self.speed.prompt_tokens += int(lengths.sum())
         self.speed.prompt_seconds += time.perf_counter() - start
         start, first = time.perf_counter(), True
         while True:
-            chosen = choose(logits[0].index_fill(-1, self.missing, -torch.inf), sampling, generators)
+            chosen = choose(logits[0].index_fill(-1, self.missing, -torch.inf), sampling, generators, used)
             if self.plan.world_size > 1:
                 # Ranks whose logits differ in the last bit could choose different ids and hang.
                 chosen = chosen.to(self.device)
@@ -256,39 +258,54 @@ def open_generator(
         yield Generator(llama, plan, torch_device, stop, missing, division)
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters."""
-
-    greedy: bool = False
-    """Choose the likeliest id; the other fields have no effect."""
-    temperature: float = 0.7
-    """Divisor of the logits."""
-    top_p: float = 1.0
-    """Sample from the fewest likeliest ids with this total probability (nucleus sampling, arXiv:1904.09751)."""
-    seed: int = 1234
-
-    def generators(self, rows: int) -> list[torch.Generator]:
-        """Return one random generator per row, so that a row does not depend on the others."""
-        return [torch.Generator().manual_seed(self.seed + row) for row in range(rows)]
+def used_ids(prompts: Sequence[Sequence[int]], vocabulary: int) -> torch.Tensor:
+    """Return the mask of each prompt's ids, bool [b, vocabulary]."""
+    used = torch.zeros(len(prompts), vocabulary, dtype=torch.bool)
+    for row, prompt in zip(used, prompts, strict=True):
+        row[list(prompt)] = True
+    return used
 
 
-def choose(logits: torch.Tensor, sampling: Sampling, generators: list[torch.Generator]) -> torch.Tensor:
-    """Return the next id of each row [b], from fp32 logits [b, vocabulary] on the CPU."""
+def choose(
+    logits: torch.Tensor, sampling: Sampling, generators: list[torch.Generator], used: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the next id of each row [b], and add it to ``used``.
+
+    Args:
+        logits: [b, vocabulary], fp32, on the CPU.
+        generators: one per row.
+        used: ids of the prompts and answers, bool [b, vocabulary]; None without a repetition penalty.
+    """
+    if used is not None:
+        logits = penalize(logits, sampling.repetition_penalty, used)
     if sampling.greedy:
-        return logits.argmax(-1)  # the lowest of equal ones
-    probabilities = torch.softmax(logits.double() / sampling.temperature, -1)
-    return draw(nucleus(probabilities, sampling.top_p), generators)
+        chosen = logits.argmax(-1)  # the lowest of equal ones
+    else:
+        probabilities = torch.softmax(logits.double() / sampling.temperature, -1)
+        chosen = draw(filter_probabilities(probabilities, sampling), generators)
+    if used is not None:
+        used.scatter_(-1, chosen[:, None], True)
+    return chosen
 
 
-def nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Zero all probabilities [..., vocabulary] except the fewest that sum to ``top_p``. Of equal ones, lower ids stay.
+def penalize(logits: torch.Tensor, penalty: float, used: torch.Tensor) -> torch.Tensor:
+    """Divide positive logits of ``used`` ids by the penalty and multiply negative ones (arXiv:1909.05858)."""
+    return torch.where(used, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def filter_probabilities(probabilities: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Zero the probabilities [..., vocabulary] outside top_k, top_p and min_p. Of equal ones, lower ids stay.
 
     Rounding changes only whether the last id, or ids as likely as the last one, stay.
     """
-    if top_p >= 1:
+    if not sampling.top_k and sampling.top_p >= 1 and not sampling.min_p:
         return probabilities
     descending, ids = probabilities.sort(dim=-1, descending=True, stable=True)
-    before = descending.cumsum(-1) - descending
-    before[..., 0] = -1  # always keep the likeliest id
-    return torch.zeros_like(probabilities).scatter(-1, ids, torch.where(before < top_p, descending, 0.0))
+    retained = descending >= sampling.min_p * descending[..., :1]
+    if sampling.top_k:
+        descending[..., sampling.top_k :] = 0
+    if sampling.top_p < 1:
+        before = descending.cumsum(-1) - descending
+        before[..., 0] = -1  # the likeliest id stays
+        retained &= before < sampling.top_p * descending.sum(-1, keepdim=True)
+    return torch.zeros_like(probabilities).scatter(-1, ids, torch.where(retained, descending, 0.0))

@@ -9,7 +9,7 @@ Imports lm_eval, which is the extra ``eval``: import this module in functions.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from megatron_llama.tools.inference.chat import PromptBuilder
 from megatron_llama.tools.inference.evaluation import continuation_scores
 from megatron_llama.tools.inference.generator import Answer, Generator
 from megatron_llama.tools.inference.harness_tasks import ARGUMENT, Generation
+from megatron_llama.tools.inference.sampling import StopTexts
 
 Score = tuple[float, bool]
 """(log likelihood in nats, whether greedy decoding would generate the text)"""
@@ -181,16 +182,8 @@ def _work(generator: Generator, tokenizer: Tokenizer, name: str, arguments: tupl
     if name == "score":
         return continuation_scores(generator, *arguments)
     prompts, generation = arguments
-    is_complete = partial(has_stop_string, tokenizer, generation.until) if generation.until else None
-    return generator.generate(prompts, generation.sampling, generation.max_new_tokens, is_complete=is_complete)
-
-
-def has_stop_string(tokenizer: Tokenizer, until: Sequence[str], ids: list[int]) -> bool:
-    """Return whether the last tokens of an answer contain a stop string."""
-    # A token has at least one byte, except control tokens.
-    tail = ids[-(max(len(text.encode()) for text in until) + 4) :]
-    text = tokenizer.decode(tail, skip_special=False)
-    return any(stop in text for stop in until if stop)
+    stop = StopTexts(tokenizer, generation.until)
+    return generator.generate(prompts, generation.sampling, generation.max_new_tokens, is_complete=stop.is_complete)
 
 
 def prefix_id(tokenizer: Tokenizer) -> int:

@@ -18,11 +18,11 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.system.installed import pip_install
 
 if TYPE_CHECKING:
-    from megatron_llama.tools.inference.generator import Sampling
+    from megatron_llama.tools.inference.sampling import Sampling
 
 ARGUMENT = "--lm-eval"
 MAX_GEN_TOKS = 256  # length limit of an answer if the task sets none, as in the harness's model ``hf``
-_HONOURED = {"until", "max_gen_toks", "do_sample", "temperature", "top_p"}
+_HONOURED = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 
 
 @dataclass(frozen=True)
@@ -152,23 +152,24 @@ class Generation:
         """Return the settings of a task's ``generation_kwargs``; raise ValueError for a setting without effect here."""
         from lm_eval.models.utils import normalize_gen_kwargs
 
-        from megatron_llama.tools.inference.generator import Sampling
+        from megatron_llama.tools.inference.sampling import OPTIONS, Sampling, check_option
 
         given: dict[str, Any] = dict(normalize_gen_kwargs(dict(kwargs), MAX_GEN_TOKS))
         greedy = not given["do_sample"]
         unknown = sorted(set(given) - _HONOURED)
         # These change only sampled answers.
-        unknown = [name for name in unknown if not (greedy and name in ("top_k", "min_p", "typical_p"))]
+        unknown = [name for name in unknown if not (greedy and name == "typical_p")]
         if unknown:
             raise ValueError(f"{', '.join(unknown)} not supported; supported: {', '.join(sorted(_HONOURED))}")
         if not all(isinstance(text, str) for text in given["until"]):
             raise ValueError("until is not a list of strings")
+        fields = {"temperature": 1.0} | {name: given[name] for name in OPTIONS if given.get(name) is not None}
         if greedy:
-            return Generation(tuple(given["until"]), given["max_gen_toks"], Sampling(greedy=True))
-        temperature, top_p = float(given.get("temperature", 1.0)), float(given.get("top_p", 1.0))
-        if not temperature > 0 or not 0 < top_p <= 1:
-            raise ValueError("do_sample needs a temperature above 0 and a top_p above 0 and at most 1")
-        return Generation(tuple(given["until"]), given["max_gen_toks"], Sampling(temperature=temperature, top_p=top_p))
+            fields = {"greedy": True, "repetition_penalty": fields.get("repetition_penalty", 1.0)}
+        for name in set(fields) - {"greedy"}:
+            if problem := check_option(name, fields[name]):
+                raise ValueError(f"{name} {problem.rule}")
+        return Generation(tuple(given["until"]), given["max_gen_toks"], Sampling(**fields))
 
 
 def describe_results(results: Mapping[str, Any]) -> str:

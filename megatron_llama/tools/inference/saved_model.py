@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_llama.arch.shapes import head_dim, kv_heads
 from megatron_llama.checkpoint.adapter import MergedTensors, finetune_of, open_adapter, open_base, trained_tensors
-from megatron_llama.checkpoint.export import model_of
+from megatron_llama.checkpoint.export import GENERATION, model_of
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.manifest import read_manifest
@@ -50,6 +50,8 @@ class SavedModel:
     """Sentencepiece model or Hugging Face folder; None if unknown."""
     token_ids: dict[str, Any]
     """Special tokens (``*_token_id``) of config.json and generation_config.json."""
+    generation: dict[str, Any]
+    """Content of generation_config.json; empty if there is none."""
     seq_length: int
     """Tokens per sequence in training; a default for Hugging Face models."""
     trained_template: TrainedTemplate | None = None
@@ -99,6 +101,7 @@ def open_saved_model(path: Path, base: Path | None = None) -> SavedModel:
         stored,
         tokenizer,
         _token_ids(Path(origin)) if origin else {},
+        _settings_in(Path(origin) / GENERATION) if origin else {},
         int(settings.get("data", {}).get("seq_length", 0)) or model.max_position_embeddings,
         trained_template(settings),
     )
@@ -175,21 +178,26 @@ def _open_hf_folder(folder: Path) -> SavedModel:
         raise ConfigError([Problem(ARGUMENT, str(folder), rule, "name another folder") for rule in rules])
     with restated(lambda problem: replace(problem, field=ARGUMENT)):
         stored = open_hf_folder(folder, model)
-    return SavedModel(folder, model, stored, folder, _token_ids(folder), min(model.max_position_embeddings, 2048))
+    length = min(model.max_position_embeddings, 2048)
+    return SavedModel(folder, model, stored, folder, _token_ids(folder), _settings_in(folder / GENERATION), length)
 
 
 def _token_ids(folder: Path) -> dict[str, Any]:
     """Return the special tokens of config.json and generation_config.json; the latter has priority."""
     token_ids: dict[str, Any] = {}
-    for name in ("config.json", "generation_config.json"):
-        try:
-            content = read_json(folder / name)
-        except CorruptFile:
-            continue
-        if isinstance(content, dict):
-            named = {key: value for key, value in content.items() if key.endswith("_token_id")}
-            token_ids |= {key: value for key, value in named.items() if value is not None}
+    for name in ("config.json", GENERATION):
+        named = {key: value for key, value in _settings_in(folder / name).items() if key.endswith("_token_id")}
+        token_ids |= {key: value for key, value in named.items() if value is not None}
     return token_ids
+
+
+def _settings_in(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if there is none."""
+    try:
+        content = read_json(file)
+    except CorruptFile:
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def has_tokenizer(path: Path) -> bool:

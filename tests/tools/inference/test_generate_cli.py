@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -30,6 +31,25 @@ def test_prompts(folder: Path) -> None:
     assert "tokens/s" in one.err
     two = command(generate, *arguments, "--tp", 2)
     assert (two.status, two.out) == (0, one.out), two.err
+    first, _, second = one.out.removeprefix("the cat").removesuffix("\n").partition("\n\na dog and a")
+    stop = [first[5:7], second[-4:-1]]
+    stopped = command(generate, *arguments, "--tp", 2, "--stop", *stop)
+    cut = [answer[: min(at for text in stop if (at := answer.find(text)) >= 0)] for answer in (first, second)]
+    assert (stopped.status, stopped.out) == (0, f"the cat{cut[0]}\n\na dog and a{cut[1]}\n"), stopped.err
+
+
+def test_defaults_of_the_folder(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "hf")
+    arguments = [tmp_path / "hf", *CPU, "--prompt", "the cat", "--max-new-tokens", 20]
+    greedy = command(generate, *arguments, "--greedy").out
+    content = {"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.5, "num_beams": 4}
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(content))
+    done = command(generate, *arguments)
+    assert "generation_config.json: repetition-penalty 1.5, greedy; not supported: num_beams\n" in done.err, done.err
+    assert done.out == command(generate, *arguments, "--greedy", "--repetition-penalty", 1.5).out != greedy
+    assert command(generate, *arguments, "--greedy", "--repetition-penalty", 1).out == greedy
+    (tmp_path / "hf" / "generation_config.json").write_text('{"top_p": 7}')
+    assert command(generate, *arguments).status == 2
 
 
 def test_infinite_weights_end_with_their_name(folder: Path, tmp_path: Path) -> None:
@@ -88,6 +108,7 @@ REFUSALS = [
     "nothing --greedy --seed 4 --system x",
     ". --prompt x",
     f"hf --prompt '{'cat ' * 300}' ''",
+    "hf --prompt the --top-k -1 --min-p 1.5 --repetition-penalty 0 --stop ''",
     "hf --prompt the caf\udce9",  # the argument's byte is 0xe9
     "bare --chat",
 ]

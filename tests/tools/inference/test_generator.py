@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron_llama.devices import device_named
-from megatron_llama.tools.inference.generator import Answer, Generator, Sampling
+from megatron_llama.tools.inference.generator import Answer, Generator
+from megatron_llama.tools.inference.sampling import Sampling
 from tests.ranks import run_ranks
 from tests.tools.inference.models import NOTHING, PROMPTS, make_folder, with_generator
 
@@ -73,11 +75,11 @@ def test_as_without_a_cache(folder: Path, greedy: list[list[int]]) -> None:
         assert with_generator(whole_sequence_each_time, folder)[0] == greedy
 
 
-def _theirs(rank: int, folder: Path) -> list[list[int]]:
+def _theirs(rank: int, folder: Path, **more: float) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 
     llama = AutoModelForCausalLM.from_pretrained(folder).eval()
-    common = {"do_sample": False, "max_new_tokens": COUNT, "min_new_tokens": COUNT, "eos_token_id": None}
+    common = {"do_sample": False, "max_new_tokens": COUNT, "min_new_tokens": COUNT, "eos_token_id": None} | more
     return [
         llama.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), **common)[0, len(p) :].tolist()
         for p in PROMPTS
@@ -86,6 +88,11 @@ def _theirs(rank: int, folder: Path) -> list[list[int]]:
 
 def test_as_transformers_generates(folder: Path, greedy: list[list[int]]) -> None:
     assert run_ranks(_theirs, 1, folder)[0] == greedy
+
+
+def test_a_repetition_penalty_as_transformers_applies_it(folder: Path, greedy: list[list[int]]) -> None:
+    answers = [answer.ids for answer in write(folder, sampling=replace(GREEDY, repetition_penalty=1.4), tp=2)]
+    assert answers == run_ranks(partial(_theirs, repetition_penalty=1.4), 1, folder)[0] and answers != greedy
 
 
 @pytest.mark.parametrize(

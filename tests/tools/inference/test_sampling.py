@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from transformers.generation import logits_process
 
-from megatron_llama.tools.inference.generator import Sampling, choose, nucleus
+from megatron_llama.tools.inference.generator import choose, filter_probabilities, penalize, used_ids
+from megatron_llama.tools.inference.sampling import OPTIONS, Sampling, describe, folder_defaults, ignored_settings
 
+PROCESSORS: dict[str, Any] = {  # in the order of GenerationMixin._get_logits_processor
+    "repetition_penalty": logits_process.RepetitionPenaltyLogitsProcessor,
+    "temperature": logits_process.TemperatureLogitsWarper,
+    "top_k": logits_process.TopKLogitsWarper,
+    "top_p": logits_process.TopPLogitsWarper,
+    "min_p": logits_process.MinPLogitsWarper,
+}
 P = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)  # exact sums
 
 
@@ -15,7 +26,9 @@ P = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)  # exact sums
     [(1e-9, 1), (0.5, 1), (0.5 + 1e-9, 2), (0.75, 2), (0.75 + 1e-9, 3), (0.875, 3), (0.876, 4), (1.0, 4)],
 )
 def test_the_nucleus_is_the_smallest_that_reaches_p(top_p: float, count: int) -> None:
-    assert (nucleus(P.clone(), top_p) > 0).tolist() == [place < count for place in range(4)]
+    assert (filter_probabilities(P.clone(), Sampling(top_p=top_p)) > 0).tolist() == [
+        place < count for place in range(4)
+    ]
 
 
 def drawn(sampling: Sampling, logits: torch.Tensor, count: int = 4000) -> torch.Tensor:
@@ -60,7 +73,7 @@ def test_the_nucleus_as_a_plain_loop_finds_it(top_p: float) -> None:
             if total < top_p:
                 expected.append(number)
                 total += float(probabilities[number])
-        result = nucleus(probabilities, top_p)
+        result = filter_probabilities(probabilities, Sampling(top_p=top_p))
         assert result.nonzero()[:, 0].tolist() == sorted(expected)
         assert torch.equal(result[expected], probabilities[expected])
 
@@ -114,3 +127,60 @@ def test_impossible_ids_are_never_drawn() -> None:
     logits = torch.tensor([[float("-inf"), 0.0, torch.finfo(torch.float32).min, 0.0]])
     shares = drawn(Sampling(temperature=5.0), logits)
     assert shares[0] == shares[2] == 0 and shares[1] == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": 7},
+        {"top_k": 500},
+        {"min_p": 0.2},
+        {"repetition_penalty": 1.3},
+        {"temperature": 0.6, "top_k": 20, "top_p": 0.9},
+        {"temperature": 1.7, "top_k": 30, "top_p": 0.8, "min_p": 0.1, "repetition_penalty": 0.8},
+    ],
+    ids=str,
+)
+def test_filters_as_transformers_applies_them(fields: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sampling, logits = Sampling(**fields), 3 * torch.randn(50, 200, generator=generator)
+    prompts = torch.randint(200, (50, 30), generator=generator)
+    theirs = logits.double()
+    for name, processor in PROCESSORS.items():
+        if name in fields or name == "temperature":
+            theirs = processor(getattr(sampling, name))(prompts, theirs)
+    penalized = penalize(logits.double(), sampling.repetition_penalty, used_ids(prompts.tolist(), 200))
+    ours = filter_probabilities(torch.softmax(penalized / sampling.temperature, -1), sampling)
+    # Both compute in fp64; a sum of 200 terms rounds by less than this.
+    torch.testing.assert_close(ours / ours.sum(-1, keepdim=True), torch.softmax(theirs, -1), rtol=1e-12, atol=0)
+
+
+def test_drawn_ids_are_penalized_too() -> None:
+    used = used_ids([[0]], 3)
+    sampling, logits = Sampling(greedy=True, repetition_penalty=2.0), torch.tensor([[3.0, 2.0, 1.2]])
+    assert [int(choose(logits, sampling, [], used)) for _ in range(3)] == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("content", "given", "fields"),
+    [
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {}, "temperature 0.6, top-p 0.9"),
+        ({"do_sample": True}, {}, "temperature 1.0"),
+        ({"do_sample": True, "temperature": None, "top_k": 50}, {"temperature": 0.2}, "top-k 50"),
+        ({"do_sample": False, "temperature": 0.6}, {}, "greedy"),
+        ({"do_sample": False, "repetition_penalty": 1.1}, {"top_k": 4}, "repetition-penalty 1.1"),
+        ({"temperature": 0.6, "repetition_penalty": 1.1}, {"greedy": True}, "repetition-penalty 1.1"),
+        ({"eos_token_id": 2, "_from_model_config": True, "num_beams": 1}, {}, ""),
+    ],
+)
+def test_defaults_of_a_folder(content: dict[str, Any], given: dict[str, Any], fields: str) -> None:
+    defaults, problems = folder_defaults(content, given)
+    assert describe(defaults) == fields and not problems and not ignored_settings(content)
+    assert Sampling(**defaults, **given)
+
+
+def test_wrong_settings_of_a_folder_are_named() -> None:
+    wrong = {"temperature": "warm", "top_k": 2.5, "top_p": 0, "min_p": 2, "repetition_penalty": -1, "num_beams": 4}
+    _, problems = folder_defaults(wrong, {})
+    assert [problem.rule.split()[0] for problem in problems] == list(OPTIONS)[:4] + ["repetition_penalty"]
+    assert ignored_settings(wrong) == ["num_beams"]

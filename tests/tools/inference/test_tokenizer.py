@@ -21,6 +21,7 @@ from megatron_llama.text.tokenizer import (
     open_tokenizer,
 )
 from megatron_llama.tools.inference.chat import Decoder, Printer
+from megatron_llama.tools.inference.sampling import StopTexts
 from megatron_llama.tools.inference.saved_model import SavedModel, open_saved_model, stop_ids, tokenizer_of
 from tests.checkpoint.runner import Job
 from tests.data.files import train_tokenizer
@@ -43,7 +44,7 @@ def spm_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def source(tokenizer: Path | None, vocab_size: int = 400, **token_ids: object) -> SavedModel:
     return SavedModel(
-        Path(), ModelConfig(vocab_size=vocab_size), SafetensorsFiles(Path(), {}), tokenizer, token_ids, 16
+        Path(), ModelConfig(vocab_size=vocab_size), SafetensorsFiles(Path(), {}), tokenizer, token_ids, {}, 16
     )
 
 
@@ -102,7 +103,7 @@ def test_the_space_after_a_prompt_is_kept(spm_file: Path) -> None:
 def test_a_batch_is_shown_row_by_row(folder: Path) -> None:
     text, out = HuggingFaceTokenizer(folder), io.StringIO()
     rows = [text.encode(" sat on the mat"), text.encode(" dog")]
-    printer = Printer(out, text, ["cat", "a"], [text.encode("cat"), text.encode("a")])
+    printer = Printer(out, StopTexts(text, []), ["cat", "a"], [text.encode("cat"), text.encode("a")])
     for position in range(max(map(len, rows))):
         for row, ids in enumerate(rows):
             if position < len(ids):
@@ -117,7 +118,7 @@ def test_a_batch_is_shown_row_by_row(folder: Path) -> None:
 def test_a_model_does_not_command_the_terminal(terminal: bool, spm_file: Path) -> None:
     text, out = SentencePieceTokenizer(spm_file), io.StringIO()
     out.isatty = lambda: terminal  # type: ignore[method-assign]
-    printer = Printer(out, text, ["\x1b[31mred\a\n\té"], [[]])
+    printer = Printer(out, StopTexts(text, []), ["\x1b[31mred\a\n\té"], [[]])
     printer(0, None)
     assert out.getvalue() == (r"\x1b[31mred\x07" if terminal else "\x1b[31mred\a") + "\n\té\n"
 
