@@ -42,8 +42,8 @@ class MicroBatch:
 
     @property
     def loss_count(self) -> Tensor:
-        """Number of tokens with loss, or of pairs, of which the loss is a mean. int64 scalar."""
-        return self.loss_mask.sum().long() if self.pairs is None else self.pairs.count
+        """Number of tokens with loss, or of pairs, of which the loss is a mean. Scalar."""
+        return self.loss_mask.sum() if self.pairs is None else self.pairs.count
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy on ``device``. From pinned memory the copy is asynchronous."""

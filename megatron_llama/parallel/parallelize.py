@@ -134,7 +134,7 @@ class ParallelModel:
 
     def count(self, microbatches: Sequence[MicroBatch]) -> TokenTotals:
         """Count the tokens of the global batch. One collective, without a device-to-host sync."""
-        with_loss = torch.stack([batch.loss_count for batch in microbatches]).sum()
+        with_loss = torch.stack([batch.loss_count for batch in microbatches]).sum().long()
         sizes = torch.stack([batch.token_counts for batch in microbatches]).sum(dim=0)
         counts = torch.cat((with_loss[None], sizes))
         dist.all_reduce(counts)
