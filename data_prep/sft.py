@@ -16,9 +16,11 @@ if __package__ in (None, ""):  # run as a script: keep inspect.py in this folder
     import megatron_llama  # noqa: F401  (ends the program at Ctrl-C while it imports the rest)
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from data_prep.lib.job import RunOptions, add_run_flags, collect, reject
 from data_prep.lib.next_command import next_training
@@ -52,7 +54,13 @@ def parser() -> argparse.ArgumentParser:
     example = result.add_argument_group("examples")
     example.add_argument("--tokenizer-model", required=True, metavar="PATH", help=".model file or Hugging Face folder")
     example.add_argument(
-        "--chat-template", choices=CHAT_TEMPLATES, default="own", help="chat template (default own: the tokenizer's)"
+        "--chat-template",
+        default="own",
+        metavar="NAME",
+        help=f"{', '.join(CHAT_TEMPLATES)} or FILE.jinja (default own: the tokenizer's)",
+    )
+    example.add_argument(
+        "--chat-template-kwargs", type=json_object, default={}, metavar="JSON", help="variables of a Jinja template"
     )
     example.add_argument("--seq-length", type=int, required=True, help="tokens per training sequence")
     example.add_argument(
@@ -72,6 +80,14 @@ def parser() -> argparse.ArgumentParser:
     output = result.add_argument_group("output and run")
     add_run_flags(data, output, "PATH_sft.bin ...")
     return result
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object of the command line."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,6 +23,7 @@ from data_prep.lib.parquet_csv import bad_columns, part_lines, part_sizes
 from data_prep.lib.records import (
     BOM,
     REPEATED_KEY,
+    parse_context,
     parse_line,
     parse_object,
     parse_pair,
@@ -35,7 +36,7 @@ from megatron_llama.config.data_settings import PAIRS, REJECTED
 from megatron_llama.corpus.indexed_format import MASK_DTYPE, token_dtype
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import encode_spans
-from megatron_llama.text.conversation import RecordError, Turns, labelled_turns
+from megatron_llama.text.conversation import NO_CONTEXT, RecordError, TemplateContext, Turns, labelled_turns
 
 
 @dataclass(frozen=True)
@@ -435,8 +436,8 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[int]]]):
         Raises:
             RecordError: The record is invalid.
         """
-        conversations, notes = self._conversations(line, columns, has_columns)
-        sides = [self._encode(turns) for turns in conversations]
+        conversations, context, notes = self._conversations(line, columns, has_columns)
+        sides = [self._encode(turns, context, notes) for turns in conversations]
         size, most = sum(len(ids) for ids, _ in sides), self.chat.max_tokens
         if size > most:
             if not self.chat.truncate:
@@ -455,12 +456,13 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[int]]]):
 
     def _conversations(
         self, line: bytes, columns: Sequence[str] | None, has_columns: bool
-    ) -> tuple[list[Turns], list[str]]:
-        """Return the conversation of a line, or the two of a pair, and notes; see ``_example``."""
+    ) -> tuple[list[Turns], TemplateContext, list[str]]:
+        """Return the conversation of a line, or the two of a pair, their context and notes; see ``_example``."""
         chat, template = self.chat, self.chat.labelled
         if columns is not None:
             assert template is not None, "sft.py requires --template for tables"
-            return [labelled_turns(columns, parse_text(line).removesuffix("\r").split("\t"), template)], []
+            values = parse_text(line).removesuffix("\r").split("\t")
+            return [labelled_turns(columns, values, template)], NO_CONTEXT, []
         record = parse_object(line)
         if template is not None and (has_columns or record.keys() >= {*template.fields}):
             texts = {name: "" if record.get(name) is None else str(record[name]) for name in template.fields}
@@ -470,16 +472,17 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[int]]]):
         else:
             turns, notes = parse_turns(record, chat.format)
             conversations = [turns]
-        return conversations, [*notes, *([REPEATED_KEY] if repeats_key(line, record) else [])]
+        notes = [*notes, *([REPEATED_KEY] if repeats_key(line, record) else [])]
+        return conversations, parse_context(record), notes
 
-    def _encode(self, turns: Turns) -> tuple[list[int], list[bool]]:
-        """Return (ids, mask) of a conversation. Raises RecordError."""
+    def _encode(self, turns: Turns, context: TemplateContext, notes: list[str]) -> tuple[list[int], list[bool]]:
+        """Return (ids, mask) of a conversation, and add to ``notes``. Raises RecordError."""
         chat = self.chat
         for turn in turns if chat.own_template else ():
             token = next((name for name in chat.tokenizer.control_tokens if name in turn.text), None)
             if token is not None:
                 raise RecordError("control_token", f"the {turn.role}'s text contains {token}")
-        ids, learn = encode_spans(chat.render(turns), chat.tokenizer, parse_special=chat.own_template)
+        ids, learn = encode_spans(chat.render(turns, context, notes), chat.tokenizer, parse_special=chat.own_template)
         if chat.add_bos and chat.tokenizer.bos is not None:
             return [chat.tokenizer.bos, *ids], [False, *learn]
         return ids, learn

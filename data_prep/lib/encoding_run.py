@@ -441,6 +441,7 @@ _CONTENTS = {
     "input_state": "the content of the input",
     "tokenizer_sha256": "the tokenizer",
     "chat_template_sha256": "the chat template",
+    "chat_template_source": "the chat template",
 }
 
 

@@ -16,7 +16,7 @@ from megatron_llama.system.errors import UserError
 from megatron_llama.system.limits import usable_cores
 from megatron_llama.system.progress import ProgressBar, duration
 from megatron_llama.text.chat_template import TextSpan
-from megatron_llama.text.conversation import Template, Turn
+from megatron_llama.text.conversation import Template, TemplateContext, Turn
 from megatron_llama.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -135,8 +135,8 @@ class ChatFormat:
     """Conversion of records to examples of a fine-tuning dataset."""
 
     tokenizer: Tokenizer
-    render: Callable[[Sequence[Turn]], list[TextSpan]]
-    """Chat template: conversation to text spans."""
+    render: Callable[[Sequence[Turn], TemplateContext, list[str]], list[TextSpan]]
+    """Chat template: conversation to text spans; adds to the notes on the record."""
     format: str
     labelled: Template | None
     columns: Mapping[int, Sequence[str]]

@@ -22,6 +22,7 @@ from megatron_llama.config import Config, ConfigError, DataConfig, Problem
 from megatron_llama.config.data_settings import (
     PAIRS,
     has_columns,
+    is_template_file,
     name_dataset,
     raw_data_tokenizer,
     validation_sets,
@@ -160,7 +161,7 @@ def _with_prefixes(config: Config, prepared: list[RecordFile], *, all_prepared: 
     }
     data.validation_prefixes = sets[""] if "" in sets else [{name: paths} for name, paths in sets.items()]
     if prepared and all_prepared:  # all prefixes are datasets, which need no template
-        data.template, data.chat_template = DataConfig.template, DataConfig.chat_template
+        data.template, data.chat_template, data.chat_template_kwargs = None, DataConfig.chat_template, {}
     return config
 
 
@@ -180,11 +181,17 @@ def _key(path: str, records: list[str], tokenizer: str, data: DataConfig, format
         "table": data.template if has_columns(path) else None,
         "tokenizer": [(file.name, sha256_file(file)) for file in files],
         "reads": None if tokenizer_path.is_dir() else tokenizer_path.name,
-        "chat_template": data.chat_template,
+        "chat_template": _template_key(data.chat_template),
         "seq_length": data.length,
         **({"format": format} if format != "auto" else {}),
+        **({"chat_template_kwargs": data.chat_template_kwargs} if data.chat_template_kwargs else {}),
     }
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
+
+
+def _template_key(name: str) -> str:
+    """Return a template's name, or the digest of a Jinja file. Raises OSError."""
+    return sha256_file(Path(name)) if is_template_file(name) and Path(name).exists() else name
 
 
 def _prepare_once(records: RecordFile, data: DataConfig, quiet: bool) -> None:
@@ -234,7 +241,8 @@ def _examples(records: RecordFile, data: DataConfig) -> ExampleOptions:
     from data_prep.lib.sets import ExampleOptions
 
     template = (data.template or None) if has_columns(records.path) else None
-    return ExampleOptions(records.tokenizer, data.length, records.format, template, data.chat_template)
+    chat = (data.chat_template, data.chat_template_kwargs)
+    return ExampleOptions(records.tokenizer, data.length, records.format, template, *chat)
 
 
 def _prepare(records: RecordFile, data: DataConfig, temporary: Path) -> dict[str, Any]:
@@ -291,6 +299,8 @@ def _command(path: str, tokenizer: str, data: DataConfig, format: str) -> str:
     name = name_dataset([short_name(path).partition(".")[0]])
     words = ["--input", os.path.abspath(path), "--tokenizer-model", tokenizer, "--seq-length", str(data.length)]
     words += ["--chat-template", data.chat_template] if data.chat_template != DataConfig.chat_template else []
+    if data.chat_template_kwargs:
+        words += ["--chat-template-kwargs", json.dumps(data.chat_template_kwargs)]
     words += ["--format", format] if format != "auto" else []
     words += ["--template", str(data.template)] if has_columns(path) and data.template else []
     words += ["--on-bad-line", "skip", "--output-prefix", f"corpora/{name}/{name}"]

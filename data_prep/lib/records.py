@@ -15,7 +15,17 @@ from typing import Any
 
 from megatron_llama.config.data_settings import PAIRS
 from megatron_llama.system.errors import UserError
-from megatron_llama.text.conversation import RecordError, Turn, Turns
+from megatron_llama.text.conversation import (
+    REASONING_OMITTED,
+    RecordError,
+    TemplateContext,
+    Turn,
+    Turns,
+    from_hermes,
+    hermes_tools,
+    parse_calls,
+    parse_tools,
+)
 
 ROLES = {
     "system": "system",
@@ -28,7 +38,16 @@ ROLES = {
     "bot": "assistant",
     "chatgpt": "assistant",
     "model": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
 }
+_CALLS = ("function_call", "tool_call")
+"""Roles of ShareGPT's turns whose text is calls in JSON."""
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 _LISTS = ("messages", "conversations", "conversation")
 REPEATED_KEY = "key given twice: last value used"
 """Note on a record, counted in the manifest."""
@@ -56,6 +75,8 @@ def parse_turns(record: Mapping[str, Any], format: str) -> tuple[Turns, list[str
     kind = _detected(record) if format == "auto" else format
     notes = _notes_on_other_keys(record, kind)
     turns = _READERS[kind](record)
+    if any(turn.role == "system" and hermes_tools(turn.text) for turn in turns):
+        turns, notes = from_hermes(turns), [*notes, "Hermes's system text replaced by its tools"]
     if turns and turns[0].role == "system" and not turns[0].text.strip():
         turns, notes = turns[1:], [*notes, "empty system turn left out"]  # a key in stored manifests; prose: ok
     for key in ("system", "system_prompt"):  # next to the turns, as in LLaMA-Factory's exports
@@ -65,7 +86,7 @@ def parse_turns(record: Mapping[str, Any], format: str) -> tuple[Turns, list[str
         elif text.strip() and turns[0].text != text:
             raise RecordError("bad_messages", f"{key!r} and the first turn are different system texts")
     for number, turn in enumerate(turns):
-        if not turn.text.strip():
+        if not turn.text.strip() and not turn.calls and turn.role != "tool":
             raise RecordError("empty_content", f"turn {number + 1} ({turn.role}) is empty")
         try:
             turn.text.encode("utf-8")
@@ -92,6 +113,21 @@ def parse_pair(record: Mapping[str, Any]) -> tuple[list[Turns], list[str]]:
     if chosen == rejected:
         raise RecordError("equal_answers", "the chosen answer equals the rejected one")
     return [chosen, rejected], notes
+
+
+def parse_context(record: Mapping[str, Any]) -> TemplateContext:
+    """Return a record's tools and template variables. Raises RecordError."""
+    tools = [
+        tool for key in ("tools", "functions") if not _is_empty(record.get(key)) for tool in parse_tools(record[key])
+    ]
+    if not tools:
+        turns: list[Any] = next((record[key] for key in _LISTS if isinstance(record.get(key), list)), [])
+        texts = (_first_value(turn, "content", "value") for turn in turns if isinstance(turn, dict))
+        tools = [tool for text in texts if isinstance(text, str) for tool in hermes_tools(text)]
+    variables = record.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise RecordError("bad_tools", "chat_template_kwargs is not an object")
+    return TemplateContext(tuple(tools), {key: value for key, value in variables.items() if value is not None})
 
 
 def _detected(record: Mapping[str, Any]) -> str:
@@ -125,18 +161,12 @@ def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
     lists = [record.get(key) for key in (*_LISTS, "prompt", "completion", "response", "chosen")]
     listed = [turn for value in lists for turn in (value if isinstance(value, list) else [value])]
     turns = [turn for turn in listed if isinstance(turn, dict)]
-    for where in (record, *turns):
-        for key in ("tools", "functions", "tool_calls", "function_call"):
-            if not _is_empty(where.get(key)):
-                raise RecordError("tools_not_supported", f"{key!r} is not empty")
-    reasoning = ("reasoning_content", "reasoning", "thinking")
-    notes = ["name of a turn ignored"] if any(turn.get("name") not in _NOTHING for turn in turns) else []
-    if any(where.get(key) not in _NOTHING for where in (record, *turns) for key in reasoning):
-        notes.append("reasoning beside an answer left out")  # a key in stored manifests; prose: ok
+    names = (turn.get("name") for turn in turns if ROLES.get(str(turn.get("role", turn.get("from")))) != "tool")
+    notes = ["name of a turn ignored"] if any(name not in _NOTHING for name in names) else []
+    if any(record.get(key) not in _NOTHING for key in _REASONING):
+        notes.append(REASONING_OMITTED)
     if record.get("weight") not in (None, 1):
         notes.append("weight of the record ignored")  # only a turn's weight is read
-    if record.get("chat_template_kwargs") not in (None, {}):  # TRL's arguments of the template for one record
-        notes.append("chat_template_kwargs ignored")
     key = "label" if kind == "prompt_completion" else "kto_tag"
     if record.get(key, True) in (False, "false", "False"):
         raise RecordError("rejected_answer", f"{key!r} is false")
@@ -189,11 +219,32 @@ def _listed(turns: Any) -> Turns:
     parsed = []
     for number, turn in enumerate(turns, start=1):
         role, content = (_first_value(turn, *names) for names in (("role", "from"), ("content", "value")))
-        known = ROLES.get(role.strip().lower()) if isinstance(role, str) else None
-        if known is None:
+        name = role.strip().lower() if isinstance(role, str) else ""
+        if name not in ROLES:
             raise RecordError("unknown_role", f"turn {number} has {_described_role(turn, role)}")
-        parsed.append(Turn(known, _text(content, f"turn {number}"), _has_loss(turn, number)))
+        extra = _extra(turn, ROLES[name])
+        if name in _CALLS:
+            content, extra = "", {**extra, "tool_calls": parse_calls(content)}
+        elif content is None and "tool_calls" in extra:
+            content = ""
+        parsed.append(Turn(ROLES[name], _text(content, f"turn {number}"), _has_loss(turn, number), extra))
     return parsed
+
+
+def _extra(turn: Mapping[str, Any], role: str) -> dict[str, Any]:
+    """Return ``Turn.extra``: calls and reasoning of an answer, name and id of a tool's result."""
+    if role == "assistant":
+        calls = _first_value(
+            {key: turn.get(key) for key in ("tool_calls", "function_call") if not _is_empty(turn.get(key))},
+            "tool_calls",
+            "function_call",
+        )
+        thought = next((turn[key] for key in _REASONING if isinstance(turn.get(key), str) and turn[key].strip()), None)
+        return ({} if calls is None else {"tool_calls": parse_calls(calls)}) | (
+            {} if thought is None else {"reasoning_content": thought}
+        )
+    keys = ("name", "tool_call_id") if role == "tool" else ()
+    return {key: turn[key] for key in keys if isinstance(turn.get(key), str)}
 
 
 def _first_value(turn: Mapping[str, Any], *keys: str) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from data_prep.lib.encoders import Encoder, load_encoder
 from data_prep.lib.input_files import TEXT_SUFFIXES, InputFiles, detect_keys, find_sources, sample_texts
 from data_prep.lib.job import ChatFormat, PrepareJob, RunOptions, reject
 from data_prep.lib.sources import Source, header_of, with_array
-from megatron_llama.config.data_settings import MASK_SUFFIX, is_table
+from megatron_llama.config.data_settings import MASK_SUFFIX, is_table, is_template_file
 from megatron_llama.config.hf_config import resolve_hub_name
+from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.system.errors import UserError
-from megatron_llama.text.chat_template import NAMED_TEMPLATES, load_own_template
+from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, TrainedTemplate
 from megatron_llama.text.conversation import LABELLED
 from megatron_llama.text.tokenizer import open_tokenizer
 
@@ -40,7 +42,9 @@ class ExampleOptions:
     template: str | None = None
     """One of LABEL_TEMPLATES: prompt of a labelled table's rows."""
     chat_template: str = "own"
-    """One of CHAT_TEMPLATES."""
+    """One of CHAT_TEMPLATES, or a Jinja file."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of a Jinja template."""
     too_long: str = "bad"
     """``bad``: examples with too many tokens are bad records. ``truncate``: they are truncated."""
     train_on_inputs: bool = False
@@ -52,6 +56,12 @@ class ExampleOptions:
         """Validate the options. Raises UserError."""
         if self.seq_length < 1:
             raise UserError("--seq-length must be at least 1")
+        if self.chat_template not in CHAT_TEMPLATES and not is_template_file(self.chat_template):
+            raise UserError(f"--chat-template {self.chat_template}: write {', '.join(CHAT_TEMPLATES)} or FILE.jinja")
+        if reserved := {"messages", "tools", "add_generation_prompt"} & {*self.chat_template_kwargs}:
+            raise UserError(f"--chat-template-kwargs: {', '.join(sorted(reserved))} cannot be set")
+        if self.chat_template_kwargs and self.chat_template in NAMED_TEMPLATES:
+            raise UserError(f"--chat-template-kwargs: the template {self.chat_template} has no variables")
 
     def is_table(self, source: Source) -> bool:
         """Whether a file is a table with a header instead of JSON records."""
@@ -89,14 +99,12 @@ def build_chat_format(examples: ExampleOptions, sources: Sequence[Source]) -> Ch
     Raises:
         UserError: Tokenizer and template are incompatible, or a table's template is missing.
     """
-    model, uses_own_template = resolve_hub_name(examples.tokenizer_model), examples.chat_template == "own"
+    model, is_jinja = resolve_hub_name(examples.tokenizer_model), examples.chat_template not in NAMED_TEMPLATES
     tokenizer = open_tokenizer(Path(model))
-    if uses_own_template:
-        jinja = load_own_template(tokenizer.path, tokenizer.added_tokens)
-        render, source = jinja.render_spans, jinja.source
-    else:
-        named = NAMED_TEMPLATES[examples.chat_template]
-        render, source = named.render_spans, repr(named)
+    trained = TrainedTemplate(examples.chat_template, variables=json.dumps({**examples.chat_template_kwargs}))
+    template = trained.load(tokenizer.path, tokenizer.added_tokens)
+    source = template.source if isinstance(template, Jinja) else repr(template)
+    if not is_jinja:
         # The model must be trained on a token that ends an answer.
         if examples.chat_template == "chatml":
             if tokenizer.control(CHATML_END) is None:
@@ -108,17 +116,21 @@ def build_chat_format(examples: ExampleOptions, sources: Sequence[Source]) -> Ch
             raise UserError(
                 f"--chat-template {examples.chat_template} needs an end-of-text token, which {model} does not have"
             )
-    if examples.add_bos and uses_own_template:
+    if examples.add_bos and is_jinja:
         raise UserError(
             "--add-bos: the tokenizer's chat template already writes the begin-of-text token. Remove --add-bos"
         )
     if examples.add_bos and tokenizer.bos is None:
         raise UserError(f"--add-bos: {model} has no begin-of-text token. Remove --add-bos")
-    add_bos = bool(tokenizer.adds_bos and not uses_own_template if examples.add_bos is None else examples.add_bos)
+    add_bos = bool(tokenizer.adds_bos and not is_jinja if examples.add_bos is None else examples.add_bos)
     decisive = {key: value for key, value in asdict(examples).items() if key != "tokenizer_model"}
+    if not decisive["chat_template_kwargs"]:  # as in manifests of older versions
+        del decisive["chat_template_kwargs"]
+    if is_template_file(examples.chat_template):  # the file may move, but the trained model is asked with it
+        decisive["chat_template_source"] = source
     return ChatFormat(
         tokenizer=tokenizer,
-        render=render,
+        render=template.render_spans,
         format=examples.format if examples.format != "tsv" else "auto",
         labelled=LABELLED[examples.template] if examples.template else None,
         columns=_columns(examples, sources),
@@ -126,7 +138,7 @@ def build_chat_format(examples: ExampleOptions, sources: Sequence[Source]) -> Ch
         truncate=examples.too_long == "truncate",
         train_on_inputs=examples.train_on_inputs,
         add_bos=add_bos,
-        own_template=uses_own_template,
+        own_template=is_jinja,
         options={
             **decisive,
             "add_bos": add_bos,

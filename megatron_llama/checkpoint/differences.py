@@ -71,8 +71,8 @@ SETTINGS = {
         "finetune": "method lora_rank lora_alpha use_rslora use_dora lora_target_modules modules_to_save",
     },
     DATA: {
-        "data": "kind pack mock prefixes schedule curriculum validation_prefixes chat_template template split "
-        "seq_length",
+        "data": "kind pack mock prefixes schedule curriculum validation_prefixes chat_template chat_template_kwargs "
+        "template split seq_length",
         "trainer": "seed",
     },
     BATCH: {"trainer": "global_batch_size batch_schedule"},
@@ -177,7 +177,7 @@ def _data_differences(plan: Plan, state: State, record: Record) -> list[Differen
     differences, saved = [], data_record(state)
     is_mock = "mock" in (saved["kind"], record["kind"])  # mock data has no split and no template
     for name, before, after, how in record_differences(saved, record):
-        if is_mock and name in ("data.split", "data.chat_template", "data.template"):
+        if is_mock and name in ("data.split", "data.chat_template", "data.chat_template_kwargs", "data.template"):
             continue
         if is_mock and name == "data.kind":
             name, before, after = "data.mock", before == "mock", after == "mock"

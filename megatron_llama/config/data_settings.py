@@ -227,6 +227,11 @@ def resolve_raw_data(path: str) -> str:
     return os.path.join(folder, "") if os.path.isdir(folder) else path
 
 
+def is_template_file(name: str) -> bool:
+    """Return whether a chat template is the path of a Jinja file, not a name."""
+    return name.endswith(".jinja")
+
+
 def is_table(path: str) -> bool:
     """Return whether a raw data file is a table, which needs a prompt template."""
     return strip_compression(path).endswith(TABLE_SUFFIXES)

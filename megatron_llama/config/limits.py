@@ -46,11 +46,16 @@ def between(least: float, most: float, example: str = "") -> Limit:
     return Limit(lambda value: least <= value <= most, f"must be between {least} and {most}", example or f"{least}")
 
 
-def one_of(*choices: Any, example: str = "", note: str = "") -> Limit:
-    """Require one of the choices."""
+def one_of(*choices: Any, example: str = "", note: str = "", suffix: str = "") -> Limit:
+    """Require one of the choices, or a file name with a suffix, if it is given."""
     words = tuple(choice for choice in choices if isinstance(choice, str))
-    rule = f"must be one of {', '.join(map(str, choices))}{note}"
-    return Limit(lambda value: value in choices, rule, example or str(choices[0]), words)
+    rule = f"must be one of {', '.join(map(str, choices))}{note}{f', or a {suffix} file' if suffix else ''}"
+    return Limit(
+        lambda value: value in choices or bool(suffix and value.endswith(suffix)),
+        rule,
+        example or str(choices[0]),
+        words,
+    )
 
 
 def some_of(choices: tuple[str, ...], *, least: int = 0) -> Limit:

@@ -212,9 +212,12 @@ class DataConfig:
     {wiki: PATH, code: [PATH, PATH]}, in a file as a list of such entries: val_loss/wiki is the loss of a set, val_loss
     the mean of all. For pretraining each sequence of a set counts once, up to trainer.val_steps batches. Derived for
     sft: PREFIX_validation_sft if all of ``prefixes`` are PREFIX_train_sft, as written by data_prep/sft.py --split."""
-    chat_template: Annotated[str, one_of(*CHAT_TEMPLATES)] = "own"
-    """Chat template for raw data files: own (the tokenizer's), chatml, prompter, dialogue or plain; see
+    chat_template: Annotated[str, one_of(*CHAT_TEMPLATES, suffix=".jinja")] = "own"
+    """Chat template for raw data files: own (the tokenizer's), FILE.jinja, chatml, prompter, dialogue or plain; see
     docs/guides/data/sft_data.md."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of a Jinja chat template for raw data files, e.g. {enable_thinking: false}. A record's own
+    chat_template_kwargs have priority."""
     template: Annotated[str | None, one_of(*LABEL_TEMPLATES)] = None
     """Prompt template for .tsv, .csv, .parquet and .jsonl files with labels: qnli or sst2."""
     split: Annotated[str, three_shares()] = "969,30,1"

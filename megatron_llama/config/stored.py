@@ -129,7 +129,7 @@ def _flatten(values: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield (full name, value) of each setting, and of each section that is null."""
     for key, value in values.items() if isinstance(values, dict) else ():
         name = f"{prefix}{key}"
-        if isinstance(value, dict) and name != FREE_DICT:
+        if isinstance(value, dict) and name != FREE_DICT and name not in settings_by_name():
             yield from _flatten(value, f"{name}.")
         else:
             yield name, value

@@ -3,7 +3,7 @@
     {"order": "epochs",                          order of samples; "megatron" is megatron-core's order
      "consumed_samples": 4096,
      "kind": "pretrain", "seed": 1234, "split": "969,30,1", "seq_length": 256, "pack": false,
-     "chat_template": "own", "template": null, "curriculum": [],
+     "chat_template": "own", "chat_template_kwargs": {}, "template": null, "curriculum": [],
      "levels": [[0, {"vocab_rarity": 20}]],       with a curriculum: (first sample, difficulties) so far
      "datasets": {prefix: {"sequences", "tokens", "bin_bytes", "fingerprint", "tokenizer_sha256",
                            "content" or "content_<MiB>"}},  corpus/content_hash.py; missing in records of older versions
@@ -34,6 +34,7 @@ READING = {
     "seq_length": "data.seq_length",
     "pack": "data.pack",
     "chat_template": "data.chat_template",
+    "chat_template_kwargs": "data.chat_template_kwargs",
     "template": "data.template",
     "curriculum": "data.curriculum",
 }

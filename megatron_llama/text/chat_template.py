@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_llama.config.data_settings import split_weights
+from megatron_llama.config.data_settings import is_template_file, split_weights
 from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json, read_whole, write_synced
-from megatron_llama.text.conversation import RecordError, Turn
-from megatron_llama.text.sandbox import Sandbox, TemplateFault
+from megatron_llama.text.conversation import NO_CONTEXT, REASONING_OMITTED, RecordError, TemplateContext, Turn
+from megatron_llama.text.sandbox import MARKS, Sandbox, TemplateFault
 from megatron_llama.text.tokenizer import SETTINGS, Tokenizer, open_tokenizer, read_settings
 
 
@@ -38,6 +38,8 @@ class TextSpan:
     """Whether ``text`` is a control token's name."""
 
 
+OWN = "own"
+"""Name of the tokenizer's template."""
 END = "<|endoftext|>"
 """The tokenizer's end-of-text token if it has no token of this name."""
 
@@ -53,8 +55,12 @@ class NamedTemplate:
     gap: str = ""
     """Text between the assistant's prefix and the answer; it has loss, as it may share a token with the answer."""
 
-    def render_spans(self, turns: Sequence[Turn]) -> list[TextSpan]:
-        """Return the rendered conversation."""
+    def render_spans(
+        self, turns: Sequence[Turn], context: TemplateContext = NO_CONTEXT, notes: list[str] | None = None
+    ) -> list[TextSpan]:
+        """Return the rendered conversation. Raises RecordError for tools; omitted reasoning is added to ``notes``."""
+        if context.tools or any(turn.calls or turn.role == "tool" for turn in turns):
+            raise RecordError("tools_not_supported", "a named template has no text for tools")
         spans: list[TextSpan] = []
         for turn in turns:
             if turn.role == "assistant":
@@ -65,11 +71,12 @@ class NamedTemplate:
             else:
                 before, after = self.system if turn.role == "system" else self.user
                 spans += [*_marked(before, False), TextSpan(turn.text, False), *_marked(after, False)]
+        _note_reasoning("", turns, notes)
         return spans
 
-    def ask(self, turns: Sequence[Turn]) -> list[TextSpan]:
+    def ask(self, turns: Sequence[Turn], context: TemplateContext = NO_CONTEXT) -> list[TextSpan]:
         """Return the conversation up to the assistant's next answer, without the gap before it."""
-        return [*self.render_spans(turns), *_marked(self.assistant[0], False)]
+        return [*self.render_spans(turns, context), *_marked(self.assistant[0], False)]
 
     def jinja(self, tokenizer: Tokenizer, add_bos: bool) -> str:
         """Return the template as Jinja, for other programs that use this tokenizer."""
@@ -123,11 +130,11 @@ _NOWHERE = "\ue000\ue001"
 class Jinja:
     """A chat template in Jinja."""
 
-    def __init__(self, source: str, variables: dict[str, str], ends: Sequence[str], where: str) -> None:
+    def __init__(self, source: str, variables: Mapping[str, Any], ends: Sequence[str], where: str) -> None:
         """Compile a template.
 
         Args:
-            variables: bos_token and similar variables.
+            variables: bos_token and similar variables, and chat_template_kwargs.
             ends: Tokens that may end an answer.
             where: Source of the template, for messages.
 
@@ -141,41 +148,89 @@ class Jinja:
             raise UserError(f"{where}: the chat template is not valid Jinja: {error}") from None
         self.source, self._variables = source, variables
         self._ends = tuple(ends)
+        self._marks_answers = re.search(r"{%[-+]?\s*generation\b", source) is not None
 
-    def render_spans(self, turns: Sequence[Turn]) -> list[TextSpan]:
-        """Return the rendered conversation, with control tokens as part of its text. Raises RecordError."""
+    def render_spans(
+        self, turns: Sequence[Turn], context: TemplateContext = NO_CONTEXT, notes: list[str] | None = None
+    ) -> list[TextSpan]:
+        """Return the rendered conversation, with control tokens as part of its text.
+
+        Answers are the template's generation blocks, if it has any. Otherwise an answer is the text that follows the
+        prompt for it. Omitted reasoning, and blocks that differ from the answers, are added to ``notes``.
+
+        Raises RecordError.
+        """
         learned = [number for number, turn in enumerate(turns) if turn.role == "assistant" and turn.learn]
-        prefixes = [part for number in learned for part in ((number + 1, False), (number, True))]
-        whole, *texts = self._render(turns, [(len(turns), False), *prefixes])
-        _check_complete(whole, turns)
-        boundaries = [0]
-        for number, until, prompt in zip(learned, texts[::2], texts[1::2], strict=True):
-            boundaries += self._answer(turns, number, whole, until, prompt)
-        boundaries.append(len(whole))
+        try:
+            whole, boundaries = self._derived(turns, learned, context)
+        except RecordError:
+            if not self._marks_answers:
+                raise
+            whole, boundaries = self.render(turns, context=context), []  # a template may change earlier answers
+            _check_complete(whole, turns, context)
+        _note_reasoning(whole, turns, notes)
+        if self._marks_answers:
+            derived, boundaries = boundaries, self._blocks(turns, whole, context)
+            trimmed = [len(whole[:at].rstrip()) if number % 2 else at for number, at in enumerate(boundaries)]
+            if derived and trimmed != derived and notes is not None:
+                notes.append("generation block differs from the answer")
+        boundaries = [0, *boundaries, len(whole)]
         if boundaries != sorted(boundaries):
             raise RecordError("template_refuses", "its answers are not in the order of the turns")
         parts = [whole[start:end] for start, end in zip(boundaries, boundaries[1:], strict=False)]
         return [TextSpan(text, bool(number % 2)) for number, text in enumerate(parts) if text]
 
-    def ask(self, turns: Sequence[Turn]) -> list[TextSpan]:
+    def ask(self, turns: Sequence[Turn], context: TemplateContext = NO_CONTEXT) -> list[TextSpan]:
         """Return the conversation up to the assistant's next answer. Raises RecordError."""
-        prompt = self.render(turns, ask=True)
-        _check_complete(prompt, turns, ask=True)
+        prompt = self.render(turns, ask=True, context=context)
+        _check_complete(prompt, turns, context, ask=True)
         return [TextSpan(prompt, False)]
 
-    def render(self, turns: Sequence[Turn], ask: bool = False) -> str:
+    def render(self, turns: Sequence[Turn], ask: bool = False, context: TemplateContext = NO_CONTEXT) -> str:
         """Return the text of ``turns``; ``ask`` adds the generation prompt. Raises RecordError."""
-        return self._render(turns, [(len(turns), ask)])[0]
+        return self._render(turns, context, [(len(turns), ask, False)])[0]
 
-    def _render(self, turns: Sequence[Turn], parts: Sequence[tuple[int, bool]]) -> list[str]:
-        """Return the text of the first turns for each (number of turns, add_generation_prompt). Raises RecordError."""
-        messages = [{"role": turn.role, "content": turn.text} for turn in turns]
+    def _render(
+        self, turns: Sequence[Turn], context: TemplateContext, parts: Sequence[tuple[int, bool, bool]]
+    ) -> list[str]:
+        """Return the texts of ``parts``; see ``Sandbox.render``. Raises RecordError."""
+        variables = {**self._variables, **context.variables, "tools": context.tools or None}
         try:
-            return self._sandbox.render(self._variables, messages, parts)
+            return self._sandbox.render(variables, [turn.message for turn in turns], parts)
         except TemplateFault as error:
             raise RecordError("template_refuses", str(error)) from None
 
-    def _answer(self, turns: Sequence[Turn], number: int, whole: str, until: str, prompt: str) -> list[int]:
+    def _derived(
+        self, turns: Sequence[Turn], learned: Sequence[int], context: TemplateContext
+    ) -> tuple[str, list[int]]:
+        """Return the text, and [start, end) of the answers to learn, one after another."""
+        prefixes = [part for number in learned for part in ((number + 1, False, False), (number, True, False))]
+        whole, *texts = self._render(turns, context, [(len(turns), False, False), *prefixes])
+        _check_complete(whole, turns, context)
+        boundaries: list[int] = []
+        for number, until, prompt in zip(learned, texts[::2], texts[1::2], strict=True):
+            boundaries += self._answer(turns, number, whole, until, prompt, context)
+        return whole, boundaries
+
+    def _blocks(self, turns: Sequence[Turn], whole: str, context: TemplateContext) -> list[int]:
+        """Return [start, end) of the generation blocks of answers with loss, one after another."""
+        answers = [turn for turn in turns if turn.role == "assistant"]
+        parts = re.split("([" + "".join(MARKS) + "])", self._render(turns, context, [(len(turns), False, True)])[0])
+        if parts[1::2] != [*MARKS] * len(answers) or "".join(parts[::2]) != whole:
+            rule = f"its generation blocks do not mark {len(answers)} answers"
+            raise RecordError("template_refuses", rule)
+        boundaries, position = [], 0
+        for number, text in enumerate(parts[::2]):
+            if number % 2 and answers[number // 2].learn:
+                boundaries += [position, position + len(text)]
+                if answers[number // 2].text.strip() not in text:
+                    raise RecordError("template_omits", f"answer {number // 2 + 1} is not in its generation block")
+            position += len(text)
+        return boundaries
+
+    def _answer(
+        self, turns: Sequence[Turn], number: int, whole: str, until: str, prompt: str, context: TemplateContext
+    ) -> list[int]:
         """Return [start, end) of the answer in turn ``number``, in characters of the text.
 
         ``until`` is the text up to this turn, ``prompt`` the text that asks for it.
@@ -183,7 +238,8 @@ class Jinja:
         if not until.startswith(prompt):
             # The generation prompt differs from the text before a given answer (it may begin a thought). Find the
             # answer's start with a text that no template contains: the answer itself could be part of the template.
-            prompt = self.render([*turns[:number], Turn("assistant", _NOWHERE)]).partition(_NOWHERE)[0]
+            nowhere = replace(turns[number], text=_NOWHERE)
+            prompt = self.render([*turns[:number], nowhere], context=context).partition(_NOWHERE)[0]
             if not until.startswith(prompt):
                 raise RecordError("template_refuses", f"turn {number + 1} is not found in its text")
         bare = until.rstrip()
@@ -196,39 +252,89 @@ class Jinja:
         return [len(prompt), len(end)]
 
 
-def _check_complete(text: str, turns: Sequence[Turn], ask: bool = False) -> None:
-    """Raise RecordError if a rendered text omits the text of a turn.
+def _check_complete(text: str, turns: Sequence[Turn], context: TemplateContext, ask: bool = False) -> None:
+    """Raise RecordError if a rendered text omits the text of a turn, a tool or a call.
 
-    Templates may remove white space around a text, and may move the system's text. A prompt (``ask``) may omit parts of
-    earlier answers, as templates of reasoning models do.
+    Templates may remove white space around a text, may write it as JSON, and may move the system's text. A prompt
+    (``ask``) may omit parts of earlier answers, as templates of reasoning models do.
     """
+    for function in (tool["function"] for tool in context.tools):
+        parameters = function.get("parameters")
+        names = parameters.get("properties") if isinstance(parameters, dict) else None
+        parts = [function["name"], str(function.get("description", "")), *(names if isinstance(names, dict) else ())]
+        if not all(_find(text, part, 0)[0] >= 0 for part in parts):
+            raise RecordError("template_omits", f"the tool {function['name'][:60]!r} is not in its text")
     position = 0
     for number, turn in enumerate(turns, start=1):
         if ask and turn.role == "assistant":
             continue
-        content = turn.text.strip()
-        place = text.find(content, 0 if turn.role == "system" else position)
-        if place < 0:
+        start, end = _find(text, turn.text.strip(), 0 if turn.role == "system" else position)
+        if start < 0:
             raise RecordError("template_omits", f"the text of turn {number} ({turn.role}) is not in its text")
+        for call in turn.calls:
+            for part in (call["name"], *_leaves(call["arguments"])):
+                if _find(text, part, position)[0] < 0:
+                    raise RecordError("template_omits", f"the call of turn {number} is not complete in its text")
         if turn.role != "system":
-            position = place + len(content)
+            position = end
 
 
-def load_own_template(path: Path, ends: Sequence[str]) -> Jinja:
+def _find(text: str, content: str, position: int) -> tuple[int, int]:
+    """Return (start, end) of the first of a content's forms in a text: plain, or within JSON; (-1, ...) if missing."""
+    for form in (content, *(json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (False, True))):
+        if (start := text.find(form, position)) >= 0:
+            return start, start + len(form)
+    return -1, position
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """Yield the keys, texts and numbers in a JSON value."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from _leaves(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _leaves(item)
+    elif not isinstance(value, bool) and value is not None:
+        yield str(value)
+
+
+def _note_reasoning(text: str, turns: Sequence[Turn], notes: list[str] | None) -> None:
+    """Add a note if a text omits the reasoning of a turn."""
+    reasoning = [str(turn.extra.get("reasoning_content", "")).strip() for turn in turns]
+    if notes is not None and any(thought not in text for thought in reasoning):
+        notes.append(REASONING_OMITTED)
+
+
+def read_template(file: Path) -> str:
+    """Return the text of a Jinja file. Raises UserError."""
+    try:
+        return read_whole(file).decode()
+    except (OSError, ValueError) as error:
+        rule = getattr(error, "strerror", None) or error
+        raise UserError(f"{file} cannot be read ({rule}): write --chat-template own or FILE.jinja") from None
+
+
+def load_own_template(
+    path: Path, ends: Sequence[str], variables: Mapping[str, Any] = NO_CONTEXT.variables, source: str | None = None
+) -> Jinja:
     """Return the template of the tokenizer at ``path``, a Hugging Face folder or its tokenizer.json.
+
+    Args:
+        variables: Additional variables, as ``chat_template_kwargs``.
+        source: Another template for this tokenizer.
 
     Raises:
         UserError: The tokenizer has no template.
     """
-    if path.is_file() and path.suffix != ".json":
+    if source is None and path.is_file() and path.suffix != ".json":
         raise UserError(f"{path} is a sentencepiece model, which has no chat template: write {OTHERS}")
     folder = path if path.is_dir() else path.parent
     config = read_settings(folder / SETTINGS) or {}
     file = folder / "chat_template.jinja"
-    try:
-        source = read_whole(file).decode() if file.is_file() else config.get("chat_template")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from None
+    if source is None:
+        source = read_template(file) if file.is_file() else config.get("chat_template")
     if source is None:
         source = (read_settings(folder / "chat_template.json") or {}).get("chat_template")
     if isinstance(source, list):  # several, by name
@@ -239,8 +345,8 @@ def load_own_template(path: Path, ends: Sequence[str]) -> Jinja:
     named = {**(read_settings(folder / "special_tokens_map.json") or {}), **config}
     names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
     values = {name: one.get("content") if isinstance(one := named.get(name), dict) else one for name in names}
-    variables = {name: value for name, value in values.items() if isinstance(value, str)}
-    return Jinja(source, variables, ends, str(folder))
+    tokens = {name: value for name, value in values.items() if isinstance(value, str)}
+    return Jinja(source, {**tokens, **variables}, ends, str(folder))
 
 
 # The chat template of a fine-tuning run, from the manifests of its datasets or from its config. Export writes it to the
@@ -252,9 +358,24 @@ class TrainedTemplate:
     """Chat template of a fine-tuned model's training data, used to render prompts."""
 
     template: str
-    """``own`` (the tokenizer's), or a name in ``chat_template.NAMED_TEMPLATES``."""
+    """``own`` (the tokenizer's), a Jinja file, or a name in ``chat_template.NAMED_TEMPLATES``."""
     add_bos: bool | None = None
     """Whether each example began with BOS; None: the tokenizer's default."""
+    source: str | None = None
+    """Text of the Jinja file."""
+    variables: str = "{}"
+    """``chat_template_kwargs``, as JSON."""
+
+    def load(self, path: Path, ends: Sequence[str]) -> NamedTemplate | Jinja:
+        """Return the template with the tokenizer at ``path``. Raises UserError."""
+        named = NAMED_TEMPLATES.get(self.template)
+        source = read_template(Path(self.template)) if self.reads_file else self.source
+        return named or load_own_template(path, ends, json.loads(self.variables), source)
+
+    @property
+    def reads_file(self) -> bool:
+        """Whether the template is a Jinja file that has not been read."""
+        return self.source is None and is_template_file(self.template)
 
 
 def trained_template(settings: Mapping[str, Any]) -> TrainedTemplate | None:
@@ -267,17 +388,19 @@ def trained_template(settings: Mapping[str, Any]) -> TrainedTemplate | None:
         try:
             options = read_json(Path(f"{prefix}.json"))["options"]
             template, add_bos = options["chat_template"], options["add_bos"]
-        except (OSError, ValueError, LookupError, TypeError):
+            source, variables = options.get("chat_template_source"), options.get("chat_template_kwargs", {})
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
             continue
-        if template in CHAT_TEMPLATES:
-            templates.add(TrainedTemplate(template, bool(add_bos)))
+        if template in CHAT_TEMPLATES or isinstance(source, str):
+            templates.add(TrainedTemplate(template, bool(add_bos), source, json.dumps(variables, sort_keys=True)))
     if not templates:  # the datasets were deleted or moved
-        templates = {TrainedTemplate(data.get("chat_template", "own"))}
+        variables = json.dumps(data.get("chat_template_kwargs", {}), sort_keys=True)
+        templates = {TrainedTemplate(data.get("chat_template", "own"), variables=variables)}
     return templates.pop() if len(templates) == 1 else None
 
 
 def write_trained_template(settings: Mapping[str, Any], folder: Path) -> int | None:
-    """Replace the chat template of the tokenizer in ``folder`` by the named template of the run's training, if any.
+    """Replace the chat template of the tokenizer in ``folder`` by the run's named template or Jinja file, if any.
 
     Returns:
         The id that ends answers in the template of training. None for other runs and without a readable tokenizer.
@@ -285,16 +408,16 @@ def write_trained_template(settings: Mapping[str, Any], folder: Path) -> int | N
     trained, settings_file = trained_template(settings), folder / SETTINGS
     if trained is None or not settings_file.exists():
         return None
-    named = NAMED_TEMPLATES.get(trained.template)
     try:
         content = read_json(settings_file)
         tokenizer = open_tokenizer(folder)
-        template = named or load_own_template(folder, tokenizer.added_tokens)
+        template = trained.load(folder, tokenizer.added_tokens)
     except (UserError, OSError, ValueError):
         return None
-    if named is not None:
+    if trained.template != OWN:
         add_bos = tokenizer.adds_bos if trained.add_bos is None else trained.add_bos
-        _rewrite(folder / "chat_template.jinja", named.jinja(tokenizer, add_bos))
+        source = template.source if isinstance(template, Jinja) else template.jinja(tokenizer, add_bos)
+        _rewrite(folder / "chat_template.jinja", source)
         (folder / "chat_template.json").unlink(missing_ok=True)
         if content.pop("chat_template", None) is not None:
             _rewrite(settings_file, json.dumps(content, indent=2) + "\n")

@@ -5,20 +5,24 @@ data_prep/lib/records.py reads records. Lines of labeled tables become questions
 
 from __future__ import annotations
 
+import json
+import re
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 # Reasons for counting invalid records, in addition to data_prep.lib.json_lines.REASONS.
 REASONS = {
     "unknown_format": "the record's keys match no known format",
     "bad_messages": "the turns are not a list of turns",
     "ambiguous_record": "the record has two formats, such as messages and prompt/completion",
-    "unknown_role": "a turn's role is not system, user or assistant",
+    "unknown_role": "a turn's role is not system, user, assistant or tool",
     "bad_weight": "a turn's weight is not 0 or 1",
     "content_not_text": "a turn's content is not text (an image, a number, null)",
     "empty_content": "a turn's content is empty or white space",
-    "tools_not_supported": "the record has tools or tool calls, which are not supported",
+    "tools_not_supported": "the record has tools or tool calls, which named templates do not support",
+    "bad_tools": "the tools or calls of the record are not functions in JSON",
     "equal_answers": "the chosen answer equals the rejected one",
     "rejected_answer": "the record marks its answer as bad (TRL's KTO: label is false)",
     "broken_record": "reading the record failed unexpectedly",
@@ -68,13 +72,40 @@ class Turn:
     """A message of a conversation."""
 
     role: str
-    """system, user or assistant"""
+    """system, user, assistant or tool"""
     text: str
     learn: bool = True
     """Whether an assistant's message has loss (not with OpenAI's weight 0)."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Other keys of the message for Jinja templates: tool_calls, tool_call_id, name and reasoning_content."""
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """Called functions, with ``name`` and ``arguments``."""
+        return [call["function"] for call in self.extra.get("tool_calls", ())]
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The message for a Jinja template."""
+        return {"role": self.role, "content": self.text, **self.extra}
 
 
 Turns = list[Turn]
+
+
+@dataclass(frozen=True)
+class TemplateContext:
+    """Values of a record for a Jinja template besides the messages."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Functions that the assistant may call, in OpenAI's format (JSON schemas)."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Other variables, as chat_template_kwargs in TRL."""
+
+
+REASONING_OMITTED = "reasoning beside an answer left out"  # a key in stored manifests; prose: ok
+"""Note on a record, counted in the manifest."""
+NO_CONTEXT = TemplateContext()
 
 
 class RecordError(Exception):
@@ -97,3 +128,106 @@ def labelled_turns(columns: Sequence[str], values: Sequence[str], template: Temp
     if empty:
         raise RecordError("empty_content", f"column {empty[0]} is empty")
     return [Turn("user", template.prompt.format_map(row)), Turn("assistant", template.labels[label])]
+
+
+# Tools and calls, in the formats of OpenAI, ShareGPT (LLaMA-Factory) and Hermes. Templates get OpenAI's.
+
+_HERMES_TOOLS = re.compile(r"<tools>\s*(\[.*?\]|\{.*?\})\s*</tools>", re.DOTALL)
+_HERMES_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_HERMES_RESPONSE = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
+
+
+def parse_tools(value: Any) -> list[dict[str, Any]]:
+    """Return tools in OpenAI's format, from a list or its JSON text, with or without ``function`` around each.
+
+    Null values, with which Arrow fills missing keys, are omitted. Raises RecordError.
+    """
+    listed = _from_json(value, "tools")
+    tools = []
+    for tool in listed if isinstance(listed, list) else [listed]:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RecordError("bad_tools", f"a tool has no name: {_shown(tool)}")
+        tools.append({"type": "function", "function": _without_nulls(function)})
+    return tools
+
+
+def parse_calls(value: Any) -> list[dict[str, Any]]:
+    """Return calls in OpenAI's format, with arguments as an object, from one or several calls or their JSON text.
+
+    Raises RecordError.
+    """
+    listed = _from_json(value, "calls")
+    calls = []
+    for call in listed if isinstance(listed, list) else [listed]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RecordError("bad_tools", f"a call has no name: {_shown(call)}")
+        arguments = _from_json(function.get("arguments", function.get("parameters")) or {}, "arguments")
+        if not isinstance(arguments, dict):
+            raise RecordError(
+                "bad_tools", f"the arguments of {function['name']} are not an object: {_shown(arguments)}"
+            )
+        named = {"name": function["name"], "arguments": _without_nulls(arguments)}
+        number = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        calls.append({**number, "type": "function", "function": named})
+    return calls
+
+
+def hermes_tools(system: str) -> list[dict[str, Any]]:
+    """Return the tools in a system text of Hermes's format; [] for other texts. Raises RecordError."""
+    block = _HERMES_TOOLS.search(system)
+    if block is None:
+        return []
+    lines = block[1].splitlines() if block[1].startswith("{") else [block[1]]
+    return [tool for line in lines if line.strip() for tool in parse_tools(line)]
+
+
+def from_hermes(turns: Sequence[Turn]) -> Turns:
+    """Return turns with Hermes's tags as calls and results, without the system text, which lists the tools."""
+    parsed = []
+    for turn in turns:
+        calls = _HERMES_CALL.findall(turn.text) if turn.role == "assistant" else []
+        if calls:
+            listed = [call for text in calls for call in parse_calls(text)]
+            text = _HERMES_CALL.sub("", turn.text).strip()
+            parsed.append(replace(turn, text=text, extra={**turn.extra, "tool_calls": listed}))
+        elif turn.role == "tool" and (results := _HERMES_RESPONSE.findall(turn.text)):
+            parsed += [replace(turn, text=result) for result in results]
+        elif turn.role != "system" or not _HERMES_TOOLS.search(turn.text):
+            parsed.append(turn)
+    return parsed
+
+
+def called_functions(text: str) -> list[dict[str, Any]]:
+    """Return the calls in a generated answer: JSON objects with a name and arguments (Llama: parameters).
+
+    Text around the objects, such as the tags of Hermes and Mistral, is ignored.
+    """
+    calls, position, decoder = [], 0, json.JSONDecoder()
+    while start := re.search(r"[{\[]", text[position:]):
+        try:
+            value, end = decoder.raw_decode(text, position + start.start())
+            calls += parse_calls(value)
+            position = end
+        except (ValueError, RecordError, RecursionError):
+            position += start.end()
+    return calls
+
+
+def _from_json(value: Any, where: str) -> Any:
+    """Return a value; for a text, the value of its JSON."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        raise RecordError("bad_tools", f"the {where} are not JSON: {_shown(value)}") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)[:60]

@@ -24,6 +24,8 @@ MOST_MEMORY = 1 << 30
 """Maximum bytes of address space."""
 SMALL, TIMES = 1 << 20, 64
 """A text may have SMALL + TIMES · (characters of the conversation) characters."""
+MARKS = ("\ue002", "\ue003")
+"""Private-use characters around a generation block."""
 MOST_OF_A_DATE = 100
 """Maximum characters of a date format."""
 
@@ -44,9 +46,14 @@ class Sandbox:
         self._ask({"template": source}, self._start(), 1)
 
     def render(
-        self, variables: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], parts: Sequence[tuple[int, bool]]
+        self,
+        variables: Mapping[str, Any],
+        messages: Sequence[Mapping[str, Any]],
+        parts: Sequence[tuple[int, bool, bool]],
     ) -> list[str]:
-        """Return the text of the first ``count`` messages for each (count, add_generation_prompt) of ``parts``.
+        """Return the text of the first ``count`` messages for each (count, add_generation_prompt, marked) of ``parts``.
+
+        Generation blocks of a marked text are between MARKS.
 
         Raises TemplateFault, and MachineError if the process does not start.
         """
@@ -118,14 +125,17 @@ def _environment() -> Any:
     import jinja2.sandbox
 
     class GenerationTag(jinja2.ext.Extension):
-        """`{% generation %}`, which marks answers in some templates and is ignored here."""
+        """`{% generation %}`, which marks answers in some templates."""
 
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.Scope(body).set_lineno(line)
+            return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Callable[[], str]) -> str:
+            return caller().join(MARKS if self.environment.globals["marks_answers"] else ("", ""))
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -138,6 +148,7 @@ def _environment() -> Any:
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
+    environment.globals["marks_answers"] = False
     return environment
 
 
@@ -146,9 +157,10 @@ def _texts(template: Any, request: Mapping[str, Any], seconds: float) -> Iterato
     messages, now = request["messages"], datetime.now()  # the same date in all texts of a conversation
     variables = {"strftime_now": lambda form: now.strftime(form[:MOST_OF_A_DATE]), **request["variables"]}
     most = SMALL + TIMES * sum(len(message["content"]) for message in messages)
-    for count, ask in request["parts"]:
+    for count, ask, marked in request["parts"]:
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        text = template.render(variables, messages=messages[:count], add_generation_prompt=ask, tools=None)
+        template.environment.globals["marks_answers"] = marked
+        text = template.render(variables, messages=messages[:count], add_generation_prompt=ask)
         if len(text) > most:
             raise ValueError(f"it makes a text of {len(text):,} characters; the limit is {most:,}")
         yield text

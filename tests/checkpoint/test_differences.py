@@ -23,7 +23,10 @@ from tests.data.files import numbered, write_indexed
 from tests.golden import GoldenFiles
 from tests.messages import raises_with_message
 
-ELSEWHERE = {"data.chat_template": "data.prefixes", "data.template": "data.prefixes", "trainer.epochs": "trainer.steps"}
+ELSEWHERE = {
+    **dict.fromkeys(("data.chat_template", "data.chat_template_kwargs", "data.template"), "data.prefixes"),
+    "trainer.epochs": "trainer.steps",
+}
 """Settings that the launcher and the plan turn into another one."""
 
 

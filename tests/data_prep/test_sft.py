@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -14,10 +15,17 @@ from data_prep.lib.records import REASONS as LINE_REASONS
 from data_prep.lib.records import REPEATED_KEY
 from data_prep.lib.sets import ExampleOptions, build_chat_format
 from megatron_llama.system.errors import UserError
-from megatron_llama.text.chat_template import encode_spans, load_own_template
+from megatron_llama.text.chat_template import (
+    TrainedTemplate,
+    encode_spans,
+    load_own_template,
+    trained_template,
+    write_trained_template,
+)
 from megatron_llama.text.conversation import REASONS, Turn
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer
-from tests.data_prep.helpers import BAD_LINES, GOOD, assert_refused, chat_line, output_of, read, run_script
+from megatron_llama.tools.inference.chat import PromptBuilder
+from tests.data_prep.helpers import BAD_LINES, CHATML, GOOD, assert_refused, chat_line, output_of, read, run_script
 
 
 def prepare(
@@ -155,3 +163,36 @@ def test_tables_are_split_by_seed(folder: Path, tmp_path: Path) -> None:
     skipped = [manifest["skipped"] for manifest in manifests]
     assert sum(one.get("unknown_label", 0) for one in skipped) == sum(one.get("bad_columns", 0) for one in skipped) == 1
     assert sum(manifest["documents_written"] for manifest in manifests) == 50
+
+
+def test_a_template_file_with_tools(folder: Path, tmp_path: Path) -> None:
+    """The file may move later: the manifest has its text, for generation and export."""
+    file, source = tmp_path / "mine.jinja", tmp_path / "chat.jsonl"
+    file.write_text("{{ 'short ' if short }}{{ tools | tojson if tools }}" + CHATML)
+    tools = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
+    record = {"tools": tools, "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    rows = [record, {**record, "chat_template_kwargs": {"short": False}}, {**record, "tools": [{"x": 1}]}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--chat-template", file, "--chat-template-kwargs", '{"short": true}', "--on-bad-line", "skip")
+    output_of(prepare(folder, source, tmp_path / "out", *flags))
+    ids, _, manifest = read(tmp_path / "out")
+    tokenizer = HuggingFaceTokenizer(folder)
+    texts = [tokenizer.decode(row, skip_special=False) for row in ids]
+    assert texts[0] == f"short {texts[1]}" and texts[1].startswith(json.dumps(tools)) and len(texts) == 2
+    assert manifest["skipped"] == {"bad_tools": 1}
+    trained = trained_template({"data": {"kind": "sft", "prefixes": [f"{tmp_path}/out_sft"]}})
+    text = file.read_text()
+    file.unlink()
+    assert trained == TrainedTemplate(str(file), False, text, '{"short": true}')
+    prompts = PromptBuilder(tokenizer, trained)
+    assert prompts.ids([{"role": "user", "content": "q"}])[:4] == tokenizer.encode("short ")[:4]
+    shutil.copytree(folder, tmp_path / "hf")
+    write_trained_template({"data": {"kind": "sft", "prefixes": [f"{tmp_path}/out_sft"]}}, tmp_path / "hf")
+    assert (tmp_path / "hf" / "chat_template.jinja").read_text() == text
+    for more, rule in (
+        (("--chat-template", file), "mine.jinja cannot be read"),
+        (("--chat-template", "llama"), "write own, chatml, prompter, dialogue, plain or FILE.jinja"),
+        (("--chat-template", "plain", "--chat-template-kwargs", '{"a": 1}'), "the template plain has no variables"),
+        (("--chat-template-kwargs", '{"tools": 1}'), "tools cannot be set"),
+    ):
+        assert_refused(prepare(folder, source, tmp_path / "no", *more), rule)

@@ -16,7 +16,7 @@ from data_prep.lib.sets import ExampleOptions, build_chat_format
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.text import sandbox
 from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, TextSpan, encode_spans, load_own_template
-from megatron_llama.text.conversation import LABELLED, REASONS, RecordError, Turn, labelled_turns
+from megatron_llama.text.conversation import LABELLED, REASONING_OMITTED, REASONS, RecordError, Turn, labelled_turns
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from tests.data_prep.helpers import CHATML, SPECIAL
 
@@ -102,12 +102,9 @@ def test_alpaca_with_system_and_history_and_dolly() -> None:
     assert dolly == parse_turns({"instruction": "I", "input": "C", "output": "R"}, "alpaca")[0]
 
 
-CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("rejected_answer", {"prompt": "q", "completion": "never", "label": False}),
     ("rejected_answer", {"messages": [Q, A], "kto_tag": False}),
-    ("tools_not_supported", {"messages": [Q, CALL, A]}),
-    ("tools_not_supported", {"conversations": [Q, A], "tools": '[{"name": "f"}]'}),
     ("content_not_text", {"prompt": [1], "completion": "x"}),
     ("content_not_text", {"prompt": "q", "completion": [A, 1]}),
     ("bad_messages", {"messages": [{"role": "system", "content": "s"}, Q, A], "system": "t"}),
@@ -156,8 +153,8 @@ def test_a_turn_without_loss(key: str) -> None:
         assert [turn.learn for turn in turns if turn.role == "assistant"] == [learn, True] and not notes
     with pytest.raises(RecordError, match="train_detail"):
         parse_turns({"messages": [Q, {**A, "train_detail": [{"begin_offset": 0, "train": False}]}]}, "auto")
-    record = {"prompt": "q", "completion": "a", "weight": 2, "chat_template_kwargs": {"enable_thinking": False}}
-    assert parse_turns(record, "auto")[1] == ["weight of the record ignored", "chat_template_kwargs ignored"]
+    record = {"prompt": "q", "completion": "a", "weight": 2}
+    assert parse_turns(record, "auto")[1] == ["weight of the record ignored"]
     assert parse_turns({"name": "x", "messages": [{**Q, "name": "Ann"}, A]}, "auto")[1] == ["name of a turn ignored"]
 
 
@@ -207,8 +204,8 @@ def test_omitted_parts_are_noted() -> None:
     messages = [{"role": "system", "content": " "}, Q, A, {"role": "user", "content": "x"}]
     turns, notes = parse_turns({"messages": messages}, "auto")
     assert turns == TWO and notes == ["empty system turn left out", "turns after the last answer left out"]
-    reasoning = {"messages": [Q, {**A, "reasoning_content": "r"}]}
-    assert parse_turns(reasoning, "auto") == (TWO, ["reasoning beside an answer left out"])
+    reasoning = {"prompt": "q", "completion": "a", "reasoning": "r"}
+    assert parse_turns(reasoning, "auto") == (ASKED, [REASONING_OMITTED])
 
 
 INST = (
@@ -512,7 +509,7 @@ def test_processes_that_end_are_replaced_without_a_trace(monkeypatch: pytest.Mon
 
 def test_a_date_and_a_long_conversation_are_rendered_once() -> None:
     program = sandbox.Sandbox("{{ strftime_now('%H%M%S%f') }}{% for i in range(messages | length * 999) %}{% endfor %}")
-    texts = program.render({}, [{"role": "user", "content": "a"}] * 9, [(number, False) for number in range(9)])
+    texts = program.render({}, [{"role": "user", "content": "a"}] * 9, [(number, False, False) for number in range(9)])
     assert len(set(texts)) == 1
     turns = [Turn("user", "ж" * 90_000), Turn("assistant", "щ" * 90_000)] * 6
     source = "{% for turn in messages %}<{{ turn.content }}>{% endfor %}{{ '<' if add_generation_prompt }}"

@@ -110,9 +110,10 @@ def records_can_be_prepared(config: Config, world_size: int) -> Iterator[Problem
     if data.template is not None and not any(has_columns(path) for _, path in files):
         rule = "needs a file with columns (.tsv, .csv, .parquet, .jsonl) in data.prefixes"
         yield Problem("data.template", data.template, rule, "omit data.template")
-    if data.chat_template != DataConfig.chat_template and not files:
-        rule = "needs raw data files; an indexed dataset was rendered with its template"
-        yield Problem("data.chat_template", data.chat_template, rule, "omit data.chat_template")
+    for name, default in (("chat_template", DataConfig.chat_template), ("chat_template_kwargs", {})):
+        if (value := getattr(data, name)) != default and not files:
+            rule = "needs raw data files; an indexed dataset was rendered with its template"
+            yield Problem(f"data.{name}", value, rule, f"omit data.{name}")
 
 
 # Rules on data.curriculum.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TextIO
 
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from megatron_llama.system.errors import UserError
 from megatron_llama.system.wrapping import escape_controls
 from megatron_llama.text.chat_template import (
     NAMED_TEMPLATES,
+    OWN,
     Jinja,
     NamedTemplate,
     TextSpan,
@@ -22,16 +25,16 @@ from megatron_llama.text.chat_template import (
     control_text,
     encode_spans,
     end_of_answer,
-    load_own_template,
 )
-from megatron_llama.text.conversation import RecordError, Turn
+from megatron_llama.text.conversation import NO_CONTEXT, RecordError, TemplateContext, Turn, called_functions
 from megatron_llama.text.tokenizer import Tokenizer
 from megatron_llama.tools.inference.arguments import not_utf8
 from megatron_llama.tools.inference.generator import Generator
 from megatron_llama.tools.inference.sampling import Sampling, StopTexts
 
 RESET = "/reset"
-WELCOME = f"Type a message. {RESET} starts a new conversation, Ctrl-D exits."
+TOOL = "/tool "
+WELCOME = f"Type a message. {RESET} starts a new conversation, {TOOL}RESULT answers a call, Ctrl-D exits."
 
 
 class ChatSession:
@@ -48,7 +51,7 @@ class ChatSession:
     ) -> None:
         self.generator, self.prompts, self.sampling, self.max_new_tokens = generator, prompts, sampling, max_new_tokens
         self.stop = stop
-        self._first: list[Message] = [{"role": "system", "content": system}] if system is not None else []
+        self._first = [Turn("system", system)] if system is not None else []
         self._history = list(self._first)
 
     def run(self, source: TextIO, out: TextIO) -> None:
@@ -61,7 +64,14 @@ class ChatSession:
             complete = self.stop.is_complete
             answer = self.generator.generate([ids], self.sampling, self.max_new_tokens, printer, complete)[0]
             text, _ = self.stop.cut(self.prompts.parse_answer(answer.ids))
-            self._history.append({"role": "assistant", "content": text})
+            calls = called_functions(text) if self.prompts.context.tools else []
+            calls = [{**call, "id": f"call{number:05}"} for number, call in enumerate(calls)]  # Mistral: 9 characters
+            self._history.append(Turn("assistant", "" if calls else text, extra={"tool_calls": calls} if calls else {}))
+            for call in calls if is_first else ():
+                function = call["function"]
+                arguments = json.dumps(function["arguments"], ensure_ascii=False)
+                out.write(escape_controls(f"[call {function['name']} {arguments}]") + "\n")
+                out.flush()
 
     def _next_prompt(self, source: TextIO, out: TextIO) -> list[int] | None:
         """Return the ids of the conversation with the next message; None at the end of ``source``."""
@@ -79,17 +89,38 @@ class ChatSession:
             elif rule := not_utf8(message):
                 self._say(f"the message {rule}")
             elif message:
-                messages = [*self._history, {"role": "user", "content": message}]
+                turns = [*self._history, self._turn(message)]
+                if turns[-1].role == "tool" and len(self._open_calls(turns)) > 0:
+                    self._history = turns
+                    continue
                 try:
-                    ids = self.prompts.ids(messages)
+                    ids = self.prompts.turn_ids(turns)
                 except ConfigError as error:
                     self._say(error.problems[0].rule)
                     continue
                 if len(ids) < self.generator.context:
-                    self._history = messages
+                    self._history = turns
                     return ids
                 limit = self.generator.context
                 self._say(f"the conversation has {len(ids)} tokens, the model {limit} positions; type {RESET}")
+
+    @staticmethod
+    def _open_calls(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+        """Return the calls of the last answer that have no result."""
+        results = 0
+        for turn in reversed(turns):
+            if turn.role != "tool":
+                return list(turn.extra.get("tool_calls", ()))[results:]
+            results += 1
+        return []
+
+    def _turn(self, message: str) -> Turn:
+        """Return the turn of a message: a call's result after TOOL, else the user's text."""
+        if not message.startswith(TOOL):
+            return Turn("user", message)
+        calls = self._open_calls(self._history)
+        extra = {"tool_call_id": calls[0]["id"], "name": calls[0]["function"]["name"]} if calls else {}
+        return Turn("tool", message.removeprefix(TOOL), extra=extra)
 
     @staticmethod
     def _say(words: str) -> None:
@@ -100,7 +131,7 @@ class ChatSession:
 # Prompts. They are encoded by the code of training examples (text/), so they have the ids of training.
 Message = Mapping[str, str]
 """``role`` and ``content``."""
-OWN, NONE = "own", "none"
+NONE = "none"
 ARGUMENT = "--chat-template"
 
 
@@ -110,34 +141,36 @@ class PromptBuilder:
     stop: frozenset[int]
     """Ids that end an answer in this template."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str, add_bos: bool | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, trained: TrainedTemplate, context: TemplateContext = NO_CONTEXT) -> None:
         """Open a template.
 
         Args:
             tokenizer: tokenizer of the model.
-            template: name of a template; ``own``: the tokenizer's template.
-            add_bos: whether named templates start with BOS. None: the tokenizer's default.
+            trained: the template.
+            context: tools of all conversations.
 
         Raises ConfigError if the tokenizer has no template, or is not compatible with it.
         """
-        self.tokenizer, self.template, self._add_bos = tokenizer, template, add_bos
-        self._chat: NamedTemplate | Jinja | None = NAMED_TEMPLATES.get(template)
+        self.tokenizer, self.context, self._trained = tokenizer, context, trained
+        self.template = template = trained.template
+        self._chat: NamedTemplate | Jinja | None = None
         try:
-            if template == OWN:
-                self._chat = load_own_template(tokenizer.path, tokenizer.added_tokens)
+            if template != NONE:
+                self._chat = trained.load(tokenizer.path, tokenizer.added_tokens)
         except UserError as error:
             names = ", ".join(NAMED_TEMPLATES)
             instead = f"write --chat-template {names}; or --tokenizer FOLDER with a chat template"
             raise ConfigError([Problem(ARGUMENT, template, str(error), instead)]) from None
         self._gap = self._chat.gap if isinstance(self._chat, NamedTemplate) else ""
         # The tokenizer's template writes BOS itself.
-        bos = isinstance(self._chat, NamedTemplate) and (tokenizer.adds_bos if add_bos is None else add_bos)
+        add_bos = tokenizer.adds_bos if trained.add_bos is None else trained.add_bos
+        bos = isinstance(self._chat, NamedTemplate) and add_bos
         self._bos = [tokenizer.bos] if bos and tokenizer.bos is not None else []
         end, self._end_text = (None, "") if self._chat is None else end_of_answer(self._chat, tokenizer)
         self.stop = frozenset() if end is None else frozenset([end])
 
     def __reduce__(self) -> Any:  # spawned ranks need pickling, which compiled templates do not support
-        return PromptBuilder, (self.tokenizer, self.template, self._add_bos)
+        return PromptBuilder, (self.tokenizer, self._trained, self.context)
 
     def ids(self, messages: Sequence[Message], answer: str | None = None) -> list[int]:
         """Return the ids of a prompt, and of an ``answer`` without its end token.
@@ -146,9 +179,13 @@ class PromptBuilder:
         """
         if self._chat is None:
             return self.tokenizer.encode("".join(message["content"] for message in messages) + (answer or ""))
-        spans = self._spans(messages, answer)
+        return self.turn_ids(_turns(messages), answer)
+
+    def turn_ids(self, turns: Sequence[Turn], answer: str | None = None) -> list[int]:
+        """Return the ids of a prompt, as ``ids``, of turns with calls and results."""
+        spans = self._spans(turns, answer)
         with self._restated():
-            ids = self._bos + encode_spans(spans, self.tokenizer, parse_special=self.template == OWN)[0]
+            ids = self._bos + encode_spans(spans, self.tokenizer, parse_special=isinstance(self._chat, Jinja))[0]
             if not ids:
                 raise RecordError("template_refuses", "its text has no token")
             return ids
@@ -161,12 +198,14 @@ class PromptBuilder:
         if self._chat is None:
             return "".join(message["content"] for message in messages) + (answer or "")
         begin = [self.tokenizer.token_name(number) for number in self._bos]
-        return "".join([*begin, *(control_text(span, self.tokenizer) for span in self._spans(messages, answer))])
+        return "".join(
+            [*begin, *(control_text(span, self.tokenizer) for span in self._spans(_turns(messages), answer))]
+        )
 
-    def _spans(self, messages: Sequence[Message], answer: str | None) -> list[TextSpan]:
+    def _spans(self, turns: Sequence[Turn], answer: str | None) -> list[TextSpan]:
         assert self._chat is not None
         with self._restated():
-            spans = self._chat.ask([Turn(message["role"], message["content"]) for message in messages])
+            spans = self._chat.ask(turns, self.context)
         return spans if answer is None else [*spans, TextSpan(self._gap + answer, True)]
 
     @contextmanager
@@ -184,15 +223,30 @@ class PromptBuilder:
         return self.tokenizer.decode(ids).removeprefix(self._gap).removesuffix(self._end_text)
 
 
+def _turns(messages: Sequence[Message]) -> list[Turn]:
+    return [Turn(message["role"], message["content"]) for message in messages]
+
+
 def open_prompt_builder(
-    tokenizer: Tokenizer, template: str | None, trained: TrainedTemplate | None, default: str
+    tokenizer: Tokenizer,
+    template: str | None,
+    trained: TrainedTemplate | None,
+    default: str,
+    variables: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> PromptBuilder:
     """Return a builder for ``template``, or the template of training, or ``default``.
+
+    Args:
+        variables: ``chat_template_kwargs``, which replace the training's.
+        tools: functions that the model may call.
 
     Raises ConfigError as ``PromptBuilder``.
     """
     name = template or (trained.template if trained else default)
-    return PromptBuilder(tokenizer, name, trained.add_bos if trained and trained.template == name else None)
+    chosen = trained if trained and trained.template == name else TrainedTemplate(name)
+    chosen = replace(chosen, variables=json.dumps({**json.loads(chosen.variables), **(variables or {})}))
+    return PromptBuilder(tokenizer, chosen, TemplateContext(tools))
 
 
 def trained_stop_ids(tokenizer: Tokenizer, trained: TrainedTemplate | None) -> frozenset[int]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_llama.config.data_settings import is_template_file
 from megatron_llama.config.rope import longest_sequence
 from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.tools.inference.arguments import (
@@ -89,7 +92,10 @@ def parser() -> argparse.ArgumentParser:
     made = model_parser(DESCRIPTION, EPILOG)
     made.add_argument("--prompt", nargs="+", default=[], metavar="TEXT", help="texts to continue, as one batch")
     made.add_argument("--chat", action="store_true", help="chat on stdin, with a chat template")
-    made.add_argument("--chat-template", choices=CHAT_TEMPLATES, help="chat template (default: the run's, else own)")
+    names = f"{', '.join(CHAT_TEMPLATES)} or FILE.jinja"
+    made.add_argument("--chat-template", metavar="NAME", help=f"{names} (default: the run's, else own)")
+    made.add_argument("--chat-template-kwargs", metavar="JSON", help="variables of a Jinja template")
+    made.add_argument("--tools", type=Path, metavar="FILE", help="JSON list of functions that the model may call")
     made.add_argument("--system", metavar="TEXT", help="system message, for --chat")
     made.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="answer length limit (default: 256)")
     made.add_argument("--stop", nargs="+", default=[], metavar="TEXT", help="texts that end an answer, not printed")
@@ -111,8 +117,15 @@ def _check(arguments: argparse.Namespace, problems: Problems) -> None:
         problems.add("--chat", None, f"exactly one of --prompt and --chat is required, {given}", "write one of them")
     if arguments.system is not None and not arguments.chat:
         problems.add("--system", arguments.system, "applies only to --chat", "add --chat, or remove --system")
-    if arguments.chat_template is not None and not arguments.chat:
-        problems.add("--chat-template", arguments.chat_template, "applies only to --chat", "add --chat")
+    for name in ("chat_template", "chat_template_kwargs", "tools"):
+        if (value := getattr(arguments, name)) is not None and not arguments.chat:
+            problems.add(flag_of(name), value, "applies only to --chat", "add --chat")
+    chosen = arguments.chat_template
+    if chosen is not None and chosen not in CHAT_TEMPLATES and not is_template_file(chosen):
+        names = ", ".join(CHAT_TEMPLATES)
+        problems.add(
+            "--chat-template", chosen, f"must be one of {names}, or a .jinja file", "write --chat-template own"
+        )
     texts = [(flag, text) for flag in ("prompt", "stop") for text in getattr(arguments, flag)]
     for name, text in [("--system", arguments.system), *((f"--{flag}", text) for flag, text in texts)]:
         if rule := not_utf8(text or ""):
@@ -147,6 +160,34 @@ def _sampling(arguments: argparse.Namespace, saved: SavedModel, problems: Proble
     return None if faults else Sampling(**defaults, **given)
 
 
+def _variables(arguments: argparse.Namespace, problems: Problems) -> dict[str, Any]:
+    """Return --chat-template-kwargs."""
+    text = arguments.chat_template_kwargs
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict):
+        return value
+    instead = """write --chat-template-kwargs '{"enable_thinking": false}'"""
+    problems.add("--chat-template-kwargs", text, "must be a JSON object", instead)
+    return {}
+
+
+def _tools(arguments: argparse.Namespace, problems: Problems) -> list[dict[str, Any]]:
+    """Return the functions in the file of --tools."""
+    from megatron_llama.text.conversation import RecordError, parse_tools
+
+    if arguments.tools is None:
+        return []
+    try:
+        return parse_tools(arguments.tools.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, RecordError) as error:
+        rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        problems.add("--tools", arguments.tools, rule, "write a JSON list of functions, each with name and parameters")
+        return []
+
+
 def _request(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems) -> Request:
     """Create the task; add prompts that do not fit the model, and incompatible templates, to ``problems``."""
     from megatron_llama.tools.inference.chat import open_prompt_builder, trained_stop_ids
@@ -157,7 +198,9 @@ def _request(arguments: argparse.Namespace, opened: OpenedModel, problems: Probl
     saved, tokenizer, builder = opened.saved, opened.tokenizer, None
     if arguments.chat:
         name, trained = arguments.chat_template, saved.trained_template
-        builder = problems.collect(open_prompt_builder, tokenizer, name, trained, "own")
+        variables, tools = _variables(arguments, problems), _tools(arguments, problems)
+        if not problems.items:
+            builder = problems.collect(open_prompt_builder, tokenizer, name, trained, "own", variables, tools)
         if builder is not None:  # a template may reject a system message
             system = [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
             problems.collect(builder.ids, [*system, {"role": "user", "content": "Hello"}])

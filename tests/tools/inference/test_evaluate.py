@@ -17,6 +17,7 @@ import torch
 
 from megatron_llama.config import ConfigError
 from megatron_llama.corpus.indexed_format import IndexedDataset
+from megatron_llama.text.chat_template import TrainedTemplate
 from megatron_llama.text.conversation import Template
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer
 from megatron_llama.tools.inference.chat import PromptBuilder
@@ -167,7 +168,9 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_labels_are_compared_by_their_likelihoods(folder: Path, labelled: tuple[Path, Path], tmp_path: Path) -> None:
     file, template = labelled
     text = HuggingFaceTokenizer(folder)
-    encoded = encode_records(read_records(file, BALANCED), BALANCED, PromptBuilder(text, "none"), max_ids=256)
+    encoded = encode_records(
+        read_records(file, BALANCED), BALANCED, PromptBuilder(text, TrainedTemplate("none")), max_ids=256
+    )
     assert len(encoded) == 24
     assert all(text.decode(one.prompt + one.labels[1]).endswith(" mat") for one in encoded)
     theirs = their_scores(folder, encoded)
@@ -186,7 +189,10 @@ def test_labels_are_compared_by_their_likelihoods(folder: Path, labelled: tuple[
 
 def test_likelihoods_are_theirs(folder: Path, labelled: tuple[Path, Path]) -> None:
     """The longest prompt and the longest label of different records exceed the model's 256 positions together."""
-    records, prompts = read_records(labelled[0], LABELS), PromptBuilder(HuggingFaceTokenizer(folder), "none")
+    records, prompts = (
+        read_records(labelled[0], LABELS),
+        PromptBuilder(HuggingFaceTokenizer(folder), TrainedTemplate("none")),
+    )
     encoded = encode_records(records, LABELS, prompts, max_ids=256)[:10]
     assert len({len(label) for one in encoded for label in one.labels}) > 1
     ids = [*range(3, 290)]
@@ -214,7 +220,7 @@ def test_chat_prompts(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps({"question": "cat", "sentence": "dog", "label": "entailment"}) + "\nno json\n")
     text, records = HuggingFaceTokenizer(folder), read_records(path, LABELS)
-    prompts = PromptBuilder(text, "own")
+    prompts = PromptBuilder(text, TrainedTemplate("own"))
     (one,) = encode_records(records, LABELS, prompts, max_ids=256)
     assert one.prompt == prompts.ids([{"role": "user", "content": "cat and dog"}])
     assert [text.decode(label) for label in one.labels] == ["the cat", "a"]
@@ -315,7 +321,7 @@ def test_prompts_are_those_of_training(folder: Path, tmp_path: Path, name: str, 
     (one,) = encode_records(
         read_records(source, TEMPLATES[name]),
         TEMPLATES[name],
-        PromptBuilder(HuggingFaceTokenizer(folder), template),
+        PromptBuilder(HuggingFaceTokenizer(folder), TrainedTemplate(template)),
         max_ids=256,
     )
     assert one.prompt == ids[:learned].tolist()

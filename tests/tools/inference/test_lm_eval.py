@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from megatron_llama.checkpoint.export import _write_sentencepiece, export
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.config import ConfigError
+from megatron_llama.text.chat_template import TrainedTemplate
 from megatron_llama.text.tokenizer import Tokenizer, open_tokenizer
 from megatron_llama.tools.inference.arguments import inference_plan
 from megatron_llama.tools.inference.chat import PromptBuilder
@@ -134,7 +135,7 @@ def ours(
     """Results of rank 0."""
 
     def work(generator: Generator, tokenizer: Tokenizer) -> Any:
-        builder = None if chat is None else PromptBuilder(tokenizer, chat)
+        builder = None if chat is None else PromptBuilder(tokenizer, TrainedTemplate(chat))
         evaluate_tasks = partial(samples, tasks=tasks, **settings)
         return harness.run_harness(generator, tokenizer, batch_size, evaluate_tasks, builder)
 
@@ -188,7 +189,7 @@ def test_the_text_of_a_named_template_has_its_ids(base: Path, name: str) -> None
     turns = [("system", "é"), ("user", "the cat"), ("assistant", "sat on"), ("user", "a dog")]
     messages = [{"role": role, "content": content} for role, content in turns]
     try:
-        builder = PromptBuilder(tokenizer, name)
+        builder = PromptBuilder(tokenizer, TrainedTemplate(name))
         ids = builder.ids(messages)
     except ConfigError:
         assert name == "chatml", "needs control tokens that this tokenizer lacks"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +25,10 @@ from megatron_llama.text.chat_template import (
 )
 from megatron_llama.text.conversation import Turn
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
-from megatron_llama.tools.inference.chat import PromptBuilder, open_prompt_builder
+from megatron_llama.tools.inference import chat
+from megatron_llama.tools.inference.chat import ChatSession, PromptBuilder, open_prompt_builder
+from megatron_llama.tools.inference.generator import Answer
+from megatron_llama.tools.inference.sampling import Sampling, StopTexts
 from tests.tools.inference.models import train_sentencepiece, write_tokenizer
 
 pytest.importorskip("tokenizers", reason="Hugging Face tokenizers are an extra")
@@ -80,7 +85,7 @@ def test_prompts_are_those_of_training(folders: Path, tmp_path: Path, template: 
     path = folders / name
     if template == "own" and not path.is_dir():
         with pytest.raises(ConfigError, match=r"has\s+no\s+chat\s+template"):
-            PromptBuilder(text_of(path), "own")
+            PromptBuilder(text_of(path), TrainedTemplate("own"))
         return
     if template == "chatml" and name != "bos":
         with pytest.raises(UserError, match=r"ends answers with <\|im_end\|>.* does not have"):
@@ -139,20 +144,22 @@ def test_the_own_template_is_found_where_preparation_finds_it(folders: Path, tmp
     """In chat_template.json too, and its end is learned from it."""
     write_tokenizer(tmp_path, template=False)
     with pytest.raises(ConfigError, match=r"has\s+no\s+chat\s+template"):
-        PromptBuilder(HuggingFaceTokenizer(tmp_path), "own")
+        PromptBuilder(HuggingFaceTokenizer(tmp_path), TrainedTemplate("own"))
     source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|user|>{% endfor %}"
     source += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": source}))
-    prompts = PromptBuilder(HuggingFaceTokenizer(tmp_path), "own")
+    prompts = PromptBuilder(HuggingFaceTokenizer(tmp_path), TrainedTemplate("own"))
     assert prompts.tokenizer.decode(prompts.ids(HELLO), skip_special=False) == "<|user|>Hello<|user|><|assistant|>"
     assert prompts.stop == {2} and prompts.ids(HELLO)[0] == 2  # <|user|> is one id
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ raise_exception('no') }}"}))
     with pytest.raises(ConfigError, match=r"rejects\s+this\s+conversation"):
-        PromptBuilder(HuggingFaceTokenizer(tmp_path), "own").ids(HELLO)
+        PromptBuilder(HuggingFaceTokenizer(tmp_path), TrainedTemplate("own")).ids(HELLO)
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ '' }}"}))
     for content, rule in (("Hello", r"is\s+not\s+in\s+its\s+text"), (" ", r"its\s+text\s+has\s+no\s+token")):
         with pytest.raises(ConfigError, match=rule):
-            PromptBuilder(HuggingFaceTokenizer(tmp_path), "own").ids([{"role": "user", "content": content}])
+            PromptBuilder(HuggingFaceTokenizer(tmp_path), TrainedTemplate("own")).ids(
+                [{"role": "user", "content": content}]
+            )
 
 
 @pytest.mark.parametrize("name", ["plain", "bos"])
@@ -160,7 +167,7 @@ def test_the_own_template_is_found_where_preparation_finds_it(folders: Path, tmp
 def test_others_render_an_exported_template_alike(folders: Path, template: str, name: str) -> None:
     from transformers import AutoTokenizer
 
-    prompts = PromptBuilder(text_of(folders / name), template)
+    prompts = PromptBuilder(text_of(folders / name), TrainedTemplate(template))
     theirs = AutoTokenizer.from_pretrained(str(folders / name))
     source = NAMED_TEMPLATES[template].jinja(prompts.tokenizer, bool(prompts._bos))
     for turns, ask in ((TALK[:1], True), (TALK[:2], True), (TALK[:4], True), (TALK, False)):
@@ -186,7 +193,7 @@ def test_an_export_says_it_to_others(folders: Path, tmp_path: Path, name: str) -
     if end is not None:
         add_stop_token(hf / "generation_config.json", end)
     theirs = transformers.AutoTokenizer.from_pretrained(str(hf))
-    prompts = PromptBuilder(text_of(folders / "bos"), name)
+    prompts = PromptBuilder(text_of(folders / "bos"), TrainedTemplate(name))
     rendered = theirs.apply_chat_template(HELLO, add_generation_prompt=True, return_dict=False)
     assert rendered == prompts.ids(HELLO), "without a manifest the tokenizer decides on BOS"
     assert rendered[0] == theirs.convert_tokens_to_ids("<|begin|>")
@@ -202,8 +209,37 @@ def test_a_run_with_the_own_template_only_adds_its_end(folders: Path, tmp_path: 
         token["special"] = token["content"] != "<|end|>"
     (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(settings))
     before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
-    end = PromptBuilder(HuggingFaceTokenizer(tmp_path / "hf"), "own").stop
+    end = PromptBuilder(HuggingFaceTokenizer(tmp_path / "hf"), TrainedTemplate("own")).stop
     assert end == {0}
     for data, written in (({"kind": "sft", "prefixes": [], "chat_template": "own"}, 0), ({"kind": "pretrain"}, None)):
         assert write_trained_template({"data": data}, tmp_path / "hf") == written
     assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before
+
+
+def test_calls_in_a_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each result goes to the call of its position; the model is asked when all calls have one."""
+    write_tokenizer(tmp_path, template=False)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for t in tools %}{{ t.function.name }};{% endfor %}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls %}<{{ c.function.name }} {{ c.function.arguments | tojson }} {{ c.id }}>{% endfor %}"
+        "{{ m.tool_call_id }};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer = HuggingFaceTokenizer(tmp_path)
+    tools = [{"type": "function", "function": {"name": name}} for name in ("one", "two")]
+    prompts = open_prompt_builder(tokenizer, None, None, "own", tools=tools)
+    calls = [{"name": name, "arguments": {"n": number}} for number, name in enumerate(("one", "two"))]
+    answers, prompts_of = [json.dumps(calls), "Done."], []
+
+    def generate(ids: list[list[int]], *_: object) -> list[Answer]:
+        prompts_of.append(tokenizer.decode(ids[0]))
+        return [Answer(tokenizer.encode(answers[len(prompts_of) - 1]))]
+
+    monkeypatch.setattr(chat, "dist", SimpleNamespace(get_rank=lambda: 0))
+    monkeypatch.setattr(chat, "broadcast_from_rank_0", lambda make: make())
+    generator: Any = SimpleNamespace(generate=generate, context=1000)
+    out = io.StringIO()
+    session = ChatSession(generator, prompts, Sampling(), 8, StopTexts(tokenizer, []), None)
+    session.run(io.StringIO("go\n/tool 1st\n/tool 2nd\n"), out)
+    made = '<one {"n": 0} call00000><two {"n": 1} call00001>'
+    assert prompts_of[1] == f"one;two;user:go;assistant:{made};tool:1stcall00000;tool:2ndcall00001;assistant:"
+    assert '[call one {"n": 0}]\n[call two {"n": 1}]\n' in out.getvalue()

@@ -1,0 +1,318 @@
+"""Tools, calls, reasoning and generation blocks in chat data, as templates of published models render them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep.lib.records import parse_context, parse_turns
+from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, TextSpan
+from megatron_llama.text.conversation import REASONING_OMITTED, RecordError, TemplateContext, Turn, called_functions
+from tests.data_prep.helpers import SPECIAL
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+FUNCTION = {"name": "weather", "description": "Weather of a city.", "parameters": PARAMETERS}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+CALL = {"name": "weather", "arguments": {"city": "Zürich", "days": 2}}
+RESULT = '{"sky": "clear"}'
+ASK, ANSWER = "How is the weather in Zürich?", "It is clear."
+TURNS = [
+    Turn("user", ASK),
+    Turn("assistant", "", extra={"tool_calls": [{"type": "function", "function": CALL}]}),
+    Turn("tool", RESULT),
+    Turn("assistant", ANSWER),
+]
+OPENAI = {
+    "tools": TOOLS,
+    "messages": [
+        {"role": "user", "content": ASK},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"type": "function", "function": {"name": "weather", "arguments": json.dumps(CALL["arguments"])}}
+            ],
+        },
+        {"role": "tool", "content": RESULT},
+        {"role": "assistant", "content": ANSWER},
+    ],
+}
+LEGACY = {
+    "functions": [FUNCTION],
+    "messages": [
+        OPENAI["messages"][0],
+        {"role": "assistant", "content": None, "function_call": CALL, "tool_calls": None},
+        {"role": "function", "content": RESULT},
+        OPENAI["messages"][3],
+    ],
+}
+SHAREGPT = {
+    "tools": json.dumps([FUNCTION]),
+    "conversations": [
+        {"from": "human", "value": ASK},
+        {"from": "function_call", "value": json.dumps(CALL)},
+        {"from": "observation", "value": RESULT},
+        {"from": "gpt", "value": ANSWER},
+    ],
+}
+HERMES = {
+    "conversations": [
+        {"from": "system", "value": f"You call functions. <tools> {json.dumps(TOOLS)} </tools> Use <tool_call> tags."},
+        {"from": "human", "value": ASK},
+        {"from": "gpt", "value": f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>"},
+        {"from": "tool", "value": f"<tool_response>\n{RESULT}\n</tool_response>"},
+        {"from": "gpt", "value": ANSWER},
+    ],
+}
+ARROW = {  # with null for each missing key
+    "tools": [{"type": "function", "function": {**FUNCTION, "strict": None}}],
+    "messages": [
+        {**OPENAI["messages"][0], "tool_calls": None},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"id": None, "function": {"name": "weather", "arguments": {**CALL["arguments"], "x": None}}}
+            ],
+        },
+        {**OPENAI["messages"][2], "tool_call_id": None},
+        {**OPENAI["messages"][3], "tool_calls": None},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "record", [OPENAI, LEGACY, SHAREGPT, HERMES, ARROW], ids=["o", "legacy", "s", "hermes", "arrow"]
+)
+def test_shapes_of_records(record: dict[str, Any]) -> None:
+    turns, notes = parse_turns(record, "auto")
+    assert turns == TURNS and parse_context(record) == TemplateContext((*TOOLS,))
+    assert notes == (["Hermes's system text replaced by its tools"] if record is HERMES else [])
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {**OPENAI, "tools": "[{"},
+        {**OPENAI, "tools": [{"description": "nameless"}]},
+        {**OPENAI, "chat_template_kwargs": [1]},
+        {"messages": [{**OPENAI["messages"][1], "tool_calls": [{"id": "1"}]}]},
+        {"messages": [{**OPENAI["messages"][1], "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+        {"conversations": [{"from": "function_call", "value": "weather(Zürich)"}]},
+    ],
+)
+def test_bad_tools(record: dict[str, Any]) -> None:
+    with pytest.raises(RecordError) as refused:
+        parse_context(record)
+        parse_turns(record, "auto")
+    assert refused.value.reason == "bad_tools"
+
+
+# The published behaviour of chat templates, with our own text.
+LLAMA31 = """{{- bos_token }}{%- if messages[0].role == 'system' %}{%- set about = messages[0].content %}
+{%- set messages = messages[1:] %}{%- else %}{%- set about = '' %}{%- endif %}
+{{- '<|im_start|>system\\n' + about + '<|im_end|>' }}
+{%- if tools is not none %}{%- set first = messages[0].content %}{%- set messages = messages[1:] %}
+{{- '<|im_start|>user\\nFunctions:\\n' }}{%- for tool in tools %}{{- tool | tojson(indent=4) }}{%- endfor %}
+{{- first + '<|im_end|>' }}{%- endif %}
+{%- for message in messages %}
+{%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>' }}
+{%- elif 'tool_calls' in message %}
+{%- if message.tool_calls | length != 1 %}{{- raise_exception('one call only') }}{%- endif %}
+{%- set call = message.tool_calls[0].function %}
+{{- '<|im_start|>assistant\\n{"name": "' + call.name + '", "parameters": ' }}
+{{- call.arguments | tojson }}{{- '}<|im_end|>' }}
+{%- else %}{{- '<|im_start|>ipython\\n' }}
+{%- if message.content is mapping or message.content is iterable %}{{- message.content | tojson }}
+{%- else %}{{- message.content }}{%- endif %}{{- '<|im_end|>' }}{%- endif %}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+QWEN25 = """{%- if tools %}{{- '<|im_start|>system\\n<tools>' }}
+{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}{{- '\\n</tools><|im_end|>\\n' }}{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- elif message.role == 'assistant' %}{{- '<|im_start|>assistant' }}
+{%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+{%- for call in message.tool_calls %}{%- set call = call.function %}
+{{- '\\n<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}{{- call.arguments | tojson }}
+{{- '}\\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}
+{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endif %}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+QWEN3 = """{%- set ns = namespace(last=0) %}{%- for message in messages %}{%- if message.role == 'user' %}
+{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}""" + QWEN25.replace(
+    "{%- if message.content %}{{- '\\n' + message.content }}{%- endif %}",
+    "{%- if message.reasoning_content and loop.index0 > ns.last %}"
+    "{{- '\\n<think>\\n' + message.reasoning_content + '\\n</think>\\n' }}{%- endif %}"
+    "{%- if message.content %}{{- '\\n' + message.content }}{%- endif %}",
+).replace(
+    "'assistant' and not message.tool_calls)",
+    "'assistant' and not message.tool_calls and not (message.reasoning_content and loop.index0 > ns.last))",
+).replace(
+    "{{- '<|im_start|>assistant\\n' }}{%- endif %}",
+    "{{- '<|im_start|>assistant\\n' }}{%- if enable_thinking is defined and enable_thinking is false %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}",
+)
+MISTRAL = """{{- bos_token }}{%- for message in messages %}
+{%- if message.role == 'user' %}
+{%- if tools is not none and loop.index0 == 0 %}{{- '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}
+{%- endif %}{{- '[INST] ' + message.content + '[/INST]' }}
+{%- elif message.tool_calls is defined and message.tool_calls is not none %}{{- '[TOOL_CALLS] [' }}
+{%- for call in message.tool_calls %}
+{%- if call.id is not defined or call.id | length != 9 %}{{- raise_exception('ids have 9 characters') }}{%- endif %}
+{{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}{{- ', ' if not loop.last else ']' + eos_token }}
+{%- endfor %}
+{%- elif message.role == 'assistant' %}{{- ' ' + message.content | trim + eos_token }}
+{%- else %}{{- '[TOOL_RESULTS] {"content": ' + message.content | string + ', "call_id": "' }}
+{{- message.tool_call_id + '"}[/TOOL_RESULTS]' }}{%- endif %}{%- endfor %}"""
+LEARNED = {
+    "llama 3.1": (LLAMA31, '«{"name": "weather", "parameters": {"city": "Zürich", "days": 2}}<|im_end|>»'),
+    "qwen 2.5": (
+        QWEN25,
+        '«<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call><|im_end|>»',
+    ),
+    "qwen 3": (
+        QWEN3,
+        '«<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call><|im_end|>»',
+    ),
+    "mistral v3": (
+        MISTRAL,
+        '«[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Zürich", "days": 2}, "id": "call00001"}]<|im_end|>»',
+    ),
+}
+
+
+def template(source: str, **variables: Any) -> Jinja:
+    return Jinja(source, {**SPECIAL, **variables}, ["<|im_end|>"], "test")
+
+
+def shown(spans: list[TextSpan]) -> str:
+    return "".join(f"«{span.text}»" if span.learn else span.text for span in spans)
+
+
+def with_ids(turns: list[Turn]) -> list[Turn]:
+    call = {"id": "call00001", "type": "function", "function": CALL}
+    answers = [turns[0], Turn("assistant", turns[1].text, extra={**turns[1].extra, "tool_calls": [call]})]
+    return [*answers, Turn("tool", RESULT, extra={"tool_call_id": "call00001"}), *turns[3:]]
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_published_templates(name: str, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    source, learned = LEARNED[name]
+    turns = with_ids(TURNS)
+    spans = template(source).render_spans(turns, TemplateContext(TOOLS))
+    theirs = AutoTokenizer.from_pretrained(str(folder)).apply_chat_template(
+        [turn.message for turn in turns], tools=TOOLS, chat_template=source, tokenize=False
+    )
+    assert "".join(span.text for span in spans) == theirs
+    text = shown(spans)
+    assert learned in text and f"{ANSWER}<|im_end|>»" in text and text.count("«") == 2
+    assert "sky" not in "".join(span.text for span in spans if span.learn)
+
+
+@pytest.mark.parametrize(
+    ("source", "lost", "reason"),
+    [
+        (QWEN25.replace("{{- tool | tojson }}", ""), "the tool 'weather'", "template_omits"),
+        (QWEN25.replace("{{- call.arguments | tojson }}", "{}"), "the call of turn 2", "template_omits"),
+        (QWEN25.replace("message.content + '\\n</tool_r", "'\\n</tool_r"), "turn 3 (tool)", "template_omits"),
+        (LLAMA31.replace("length != 1", "length == 1"), "one call only", "template_refuses"),
+    ],
+)
+def test_omitted_tools_and_calls_are_reported(source: str, lost: str, reason: str) -> None:
+    with pytest.raises(RecordError) as refused:
+        template(source).render_spans(TURNS, TemplateContext(TOOLS))
+    assert refused.value.reason == reason and lost in str(refused.value)
+
+
+def test_named_templates_have_no_tools() -> None:
+    for turns, context in ((TURNS[::3], TemplateContext(TOOLS)), (TURNS, TemplateContext())):
+        with pytest.raises(RecordError) as refused:
+            NAMED_TEMPLATES["chatml"].render_spans(turns, context)
+        assert refused.value.reason == "tools_not_supported"
+
+
+THOUGHT = [TURNS[0], Turn("assistant", ANSWER, extra={"reasoning_content": "The sky is clear."})]
+
+
+def test_reasoning_is_learned_or_reported() -> None:
+    notes: list[str] = []
+    text = shown(template(QWEN3).render_spans(THOUGHT, notes=notes))
+    assert f"«<think>\nThe sky is clear.\n</think>\n\n{ANSWER}<|im_end|>»" in text and not notes
+    for source in (LLAMA31, QWEN25):
+        template(source).render_spans(THOUGHT, notes=notes)
+    NAMED_TEMPLATES["plain"].render_spans(THOUGHT, notes=notes)
+    assert notes == [REASONING_OMITTED] * 3
+    record = {"messages": [{"role": "user", "content": ASK}, {**THOUGHT[1].message, "thinking": "x"}]}
+    assert parse_turns(record, "auto") == (THOUGHT, [])
+
+
+def test_variables_of_a_template() -> None:
+    off = {"enable_thinking": False}
+    for made in (template(QWEN3, **off).ask(TURNS[:1]), template(QWEN3).ask(TURNS[:1], TemplateContext(variables=off))):
+        assert made[0].text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    record = {"prompt": "q", "completion": "a", "chat_template_kwargs": {**off, "x": None}}
+    assert parse_context(record) == TemplateContext(variables=off)
+
+
+MARKED = """{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}{%- generation %}{{- message.content }}END{%- endgeneration %}{{- '\\n' }}
+{%- else %}{{- message.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+EMPTY = MARKED.replace("{{- message.content }}END{%- endgeneration %}", "{%- endgeneration %}{{- message.content }}")
+TWO = [Turn("user", "q"), Turn("assistant", "a", learn=False), Turn("user", "r"), Turn("assistant", "b")]
+
+
+def test_generation_blocks_are_the_answers(folder: Path) -> None:
+    whole = MARKED.replace("END", "{{- '<|im_end|>' }}")
+    notes: list[str] = []
+    spans = template(whole).render_spans(TWO, notes=notes)
+    assert shown(spans).endswith(
+        "assistant\na<|im_end|>\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n«b<|im_end|>»\n"
+    )
+    assert not notes
+    # Without the end token a model would not stop: reported. Templates that change earlier answers have a mask too.
+    without_end = MARKED.replace("END", "").replace("{%- endgeneration %}", "{%- endgeneration %}{{- '<|im_end|>' }}")
+    assert "«b»" in shown(template(without_end).render_spans(TWO, notes=notes))
+    assert notes == ["generation block differs from the answer"]
+    shortened = whole.replace("{{- message.content }}", "{{- message.content[:9 if loop.last else 1] }}")
+    turns = [Turn("user", "q"), Turn("assistant", "a"), Turn("user", "r"), Turn("assistant", "b c")]
+    assert shown(template(shortened).render_spans(turns)).count("«") == 2
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(folder)).apply_chat_template(
+        [turn.message for turn in TWO], chat_template=whole, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert sum(theirs["assistant_masks"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [(MARKED.replace("message.role == 'assistant'", "loop.last"), "template_refuses"), (EMPTY, "template_omits")],
+)
+def test_generation_blocks_without_the_answers(source: str, reason: str) -> None:
+    with pytest.raises(RecordError) as refused:
+        template(source).render_spans(TWO)
+    assert refused.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>",
+        json.dumps({"name": "weather", "parameters": CALL["arguments"]}),
+        f'[TOOL_CALLS] [{{"name": "weather", "arguments": {json.dumps(CALL["arguments"])}, "id": "call00001"}}]',
+        f"Let me {{look}}: [1] {json.dumps(CALL)} and {{",
+    ],
+)
+def test_calls_in_an_answer(text: str) -> None:
+    assert [call["function"] for call in called_functions(text)] == [CALL]
+    assert not called_functions("no {call} [here] " + "[" * 100)
