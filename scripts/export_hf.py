@@ -23,12 +23,20 @@ def main() -> int:
     parser.add_argument("out", type=Path, help="output folder; must not exist")
     parser.add_argument("--merge", action="store_true", help="LoRA only: write the full model, not the adapter")
     parser.add_argument("--base", type=Path, help="base model of LoRA, if its folder has moved")
+    parser.add_argument("--average", type=int, default=1, metavar="N", help="mean of the newest N checkpoints")
+    about = "with --average: weight of a checkpoint relative to the next newer one (default: 1, equal weights)"
+    parser.add_argument("--average-decay", type=float, default=1.0, metavar="D", help=about)
     about = "auto: dtype of init_from; float32 for a run from random weights"
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help=about)
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="maximum file size, 10^9 bytes (default: 5)")
     formats = "hf: a Hugging Face folder; dcp: weights for torchtitan; torch_dist: weights for Megatron (default: hf)"
     parser.add_argument("--format", choices=("hf", "dcp", "torch_dist"), default="hf", help=formats)
     arguments = parser.parse_args()
+    average, decay = arguments.average, arguments.average_decay
+    if average < 1 or not 0 < decay <= 1:
+        parser.error("--average must be at least 1, --average-decay above 0 and at most 1")
+    if arguments.format != "hf" and average > 1:
+        parser.error("--average needs --format hf")
     # Imported here: --help needs no torch.
     from megatron_llama.checkpoint.export import export
     from megatron_llama.checkpoint.folder import find_checkpoint
@@ -46,6 +54,7 @@ def main() -> int:
             options: dict[str, Any] = {"merge": arguments.merge, "base": base}
             options["progress"] = lambda written, of: bar.show(100 * written // of)
             if arguments.format == "hf":
+                options |= {"average": average, "decay": decay}
                 made = export(checkpoint, arguments.out, arguments.dtype, largest, **options)
             else:
                 made = export_foreign(checkpoint, arguments.out, arguments.format, arguments.dtype, **options)
@@ -59,8 +68,9 @@ def main() -> int:
         sys.stderr.write(f"{error.filename or arguments.out}: {error.strerror or error}\n")
         return 1
     end = f", {'with' if made.tokenizer else 'without'} a tokenizer" if arguments.format == "hf" else ""
+    others = f" (averaged with the {average - 1} before it)" if average > 1 else ""
     sys.stdout.write(
-        f"{checkpoint} is now {made.folder}: {made.bytes / 1e6:,.1f} MB of {made.dtype} in {len(made.files)} "
+        f"{checkpoint}{others} is now {made.folder}: {made.bytes / 1e6:,.1f} MB of {made.dtype} in {len(made.files)} "
         f"file{'s' * (len(made.files) > 1)}{end}\n"
     )
     return 0

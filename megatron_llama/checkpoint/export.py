@@ -16,9 +16,10 @@ import torch
 
 from megatron_llama.arch.names import PEFT_PREFIX, Shape, hf_shapes, is_lora
 from megatron_llama.checkpoint.adapter import MergedTensors, adapter_config, finetune_of, open_base, trained_tensors
+from megatron_llama.checkpoint.folder import older_checkpoints
 from megatron_llama.checkpoint.manifest import NAME, Manifest, dtype_of, read_manifest
 from megatron_llama.checkpoint.model_card import CARD, model_card
-from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, safetensors_header
+from megatron_llama.checkpoint.stored_tensors import AveragedTensors, CorruptFile, Stored, safetensors_header
 from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig, Problem
 from megatron_llama.config.hf_config import (
     ADAPTER_CONFIG,
@@ -75,6 +76,8 @@ def export(
     *,
     merge: bool = False,
     base: Path | None = None,
+    average: int = 1,
+    decay: float = 1.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Exported:
     """Write the folder ``out``, which appears when it is complete.
@@ -86,6 +89,8 @@ def export(
         dtype: auto: dtype of the run's ``init_from`` folder, for an adapter its training dtype, otherwise float32.
         merge: Merge the LoRA adapter into its base model.
         base: Folder of the base model; default: ``init_from`` of the run.
+        average: Export the mean of this many checkpoints of the run: this one and the ones before it.
+        decay: Weight of a checkpoint relative to the next newer one; 1: equal weights.
         progress: Called with the bytes of weights written and their total.
 
     Raises:
@@ -101,7 +106,16 @@ def export(
     check_options(checkpoint, model, finetune, merge, base)
     if is_adapter:
         _check_base(checkpoint, model, manifest.state.hf_folder)
+    if is_adapter and average > 1:
+        rule = "the mean of adapters is not the adapter of the mean"
+        raise ConfigError([Problem("--average", average, rule, "add --merge to export the whole model")])
     source, shapes = open_source(manifest, is_adapter, merge, base)
+    steps = [manifest.state.step]
+    if average > 1:
+        older = [read_manifest(folder) for folder in older_checkpoints(checkpoint, average - 1)]
+        steps += [each.state.step for each in older]
+        sources = [source, *(open_source(each, False, merge, base)[0] for each in older)]
+        source = AveragedTensors.of(sources, [decay**age for age in range(average)])
     if dtype == "auto":
         dtype = dtype_of(source) if is_adapter else manifest.state.dtype
     dtype = dtype if dtype in DTYPES else "float32"
@@ -114,7 +128,9 @@ def export(
             files = split_into_files(shapes, DTYPES[dtype], max_shard_bytes)
             token_ids, tokenizer = write_companions(manifest, partial)
             _write_json(partial / "config.json", hf_config(model, dtype, token_ids))
-        card = model_card(manifest.state, model, finetune, adapter=is_adapter, dtype=dtype, tokenizer=tokenizer)
+        card = model_card(
+            manifest.state, model, finetune, adapter=is_adapter, dtype=dtype, tokenizer=tokenizer, averaged=steps[1:]
+        )
         write_synced(partial / CARD, card.encode())
         single = ADAPTER_WEIGHTS if is_adapter else SINGLE
         names, size = _write_weights(source, files, DTYPES[dtype], partial, single, progress)

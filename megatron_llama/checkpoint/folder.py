@@ -60,6 +60,17 @@ def find_checkpoint(path: Path) -> Path:
     raise ConfigError([Problem("CHECKPOINT", str(path), rule, "write RUN_FOLDER/checkpoints/step_... or RUN_FOLDER")])
 
 
+def older_checkpoints(checkpoint: Path, count: int) -> list[Path]:
+    """Return the ``count`` checkpoints of the same run before this one, newest first. Raises ConfigError."""
+    step = read_manifest(checkpoint).state.step
+    older = [other for other in saved_steps(checkpoint.parent) if other < step][:count]
+    if len(older) < count:
+        rule = f"the run has {len(older) + 1} checkpoints up to {checkpoint.name}"
+        fix = f"write --average {len(older) + 1}, and for more a larger checkpoint.keep in the next run"
+        raise ConfigError([Problem("--average", count + 1, rule, fix)])
+    return [checkpoint.parent / folder_name(other) for other in older]
+
+
 def resume_candidates(checkpoints: Path, settings: CheckpointConfig) -> list[Path]:
     """Return the checkpoints to resume from, preferred first.
 

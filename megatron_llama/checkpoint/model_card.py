@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,14 @@ With megatron_llama:
 
 
 def model_card(
-    state: State, model: ModelConfig, finetune: FinetuneConfig, *, adapter: bool, dtype: str, tokenizer: bool
+    state: State,
+    model: ModelConfig,
+    finetune: FinetuneConfig,
+    *,
+    adapter: bool,
+    dtype: str,
+    tokenizer: bool,
+    averaged: Sequence[int] = (),
 ) -> str:
     """Return the card. It names the base model and the data, but no path.
 
@@ -68,6 +75,7 @@ def model_card(
         adapter: Whether the folder has LoRA's adapter instead of the whole model.
         dtype: dtype of the exported weights.
         tokenizer: Whether the folder has a tokenizer.
+        averaged: Steps of the other checkpoints of which the weights are the mean.
     """
     folder = state.hf_folder
     on_hub, base = (hub_name(folder), _plain(short_name(folder))) if folder else ("", None)
@@ -81,6 +89,9 @@ def model_card(
     }
     title = f"{base}, fine-tuned" if base else f"{_plain(str(model.name))}, trained from random weights"
     rows = [*_facts(state, model, finetune, base, adapter), ("Data type of the weights", dtype)]
+    if averaged:
+        steps = ", ".join(map(str, sorted([*averaged, state.step])))
+        rows.append(("Weights", f"mean of the checkpoints of steps {steps}"))
     kind, package = ("AutoPeftModelForCausalLM", "peft") if adapter else ("AutoModelForCausalLM", "transformers")
     option = "" if tokenizer or (adapter and base) else " --tokenizer TOKENIZER"
     return _TEMPLATE.format(

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Stored(ABC):
-    """Tensors on disk, by name. Subclasses: CheckpointTensors, SafetensorsFiles, MergedTensors."""
+    """Tensors on disk, by name. Subclasses: CheckpointTensors, SafetensorsFiles, MergedTensors, AveragedTensors."""
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
@@ -92,6 +92,33 @@ class Stored(ABC):
         rows, *columns = self.tensors[name].shape
         last = rows if last is None else last
         return self.read(name, (first, *(0 for _ in columns)), (last - first, *columns))
+
+
+@dataclass(frozen=True)
+class AveragedTensors(Stored):
+    """Weighted mean of the tensors of several checkpoints, summed in fp64 and rounded once to the target's dtype."""
+
+    sources: Sequence[Stored]
+    weights: Sequence[float]
+    """Relative weights of the sources."""
+
+    @staticmethod
+    def of(sources: Sequence[Stored], weights: Sequence[float]) -> AveragedTensors:
+        """Average sources with the same tensors; the folder is the first one's."""
+        tensors = {name: StoredTensor(torch.float32, tensor.shape) for name, tensor in sources[0].tensors.items()}
+        return AveragedTensors(sources[0].folder, tensors, sources, weights)
+
+    def load_into(self, targets: Mapping[str, Rectangles]) -> int:
+        read = 0
+        for name, rectangles in targets.items():
+            for offset, target in rectangles.parts:
+                total = torch.zeros(target.shape, dtype=torch.float64)
+                for source, weight in zip(self.sources, self.weights, strict=True):
+                    values = torch.empty(target.shape, dtype=torch.float32)
+                    read += source.load_into({name: Rectangles(rectangles.shape, [(offset, values)])})
+                    total.add_(values, alpha=weight)
+                target.copy_(total.div_(sum(self.weights)))
+        return read
 
 
 def check_finite(where: Path | str, name: str, values: torch.Tensor, offset: Shape, *, negative: bool = True) -> None:

@@ -446,3 +446,21 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(CorruptFile, match="not a regular file"):
         list_tensors(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+def test_a_mean_of_checkpoints_is_the_mean_in_fp64(decay: float, tmp_path: Path) -> None:
+    run(2, tmp_path / "run", "trainer.tp=2", "checkpoint.every_steps=1", "checkpoint.keep=4", until=4)
+    newest = find_checkpoint(tmp_path / "run")
+    singles = [
+        tensors_in(export(newest.with_name(f"step_{4 - age:08d}"), tmp_path / str(age)).folder) for age in range(3)
+    ]
+    made = export(newest, tmp_path / "mean", average=3, decay=decay).folder
+    for name, tensor in tensors_in(made).items():
+        total = sum(single[name].double() * decay**age for age, single in enumerate(singles))
+        assert torch.equal(tensor, (total / sum(decay**age for age in range(3))).float()), name
+        assert not torch.equal(tensor, singles[0][name])
+    assert "mean of the checkpoints of steps 2, 3, 4" in (made / "README.md").read_text()
+    with raises_with_message(ConfigError, "the run has 4 checkpoints up to step_00000004"):
+        export(newest, tmp_path / "more", average=6)
+    assert not (tmp_path / "more").exists()

@@ -133,6 +133,8 @@ def test_merges_that_are_refused(world: World, trained: Path, tmp_path: Path) ->
             export(source, target, merge=True, base=base)
     with raises_with_message(ConfigError, "only used with --merge"):
         export(checkpoint, third, base=world.base)
+    with raises_with_message(ConfigError, "the mean of adapters is not the adapter of the mean"):
+        export(checkpoint, third, average=2)
     assert not third.exists()
 
 
