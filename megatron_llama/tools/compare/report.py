@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -214,6 +215,7 @@ def _losses(axes: Axes, comparison: Comparison) -> None:
         middles = (grid.edges[:-1] + grid.edges[1:]) / 2
         axes.plot(middles[::every], bins[::every], color=color, alpha=0.25, linewidth=0.8)
         style = "-" if order == 0 else (0, (4, 1.2))  # dashes keep overlapping curves visible
+        label = re.sub("^_", " _", label)  # matplotlib omits labels that begin with _
         axes.plot(grid.centers, curve, color=color, linewidth=2.0, linestyle=style, label=label)
     if seeds > 1:
         noise = (comparison.band - comparison.tolerance) * np.abs(comparison.reference_curve)

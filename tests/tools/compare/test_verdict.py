@@ -489,8 +489,8 @@ def test_report_files(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_metrics(tmp_path / "gpu", falling(200))
-    write_metrics(tmp_path / r"<cpu> & $\frac$", noisy(falling(200), 1, size=0.001) * gap, seconds=1.0)
-    assert main(["gpu", r"<cpu> & $\frac$", "--tolerance", "0.01", "--out", "new/report"]) == status
+    write_metrics(tmp_path / r"_<cpu> & $\frac$", noisy(falling(200), 1, size=0.001) * gap, seconds=1.0)
+    assert main(["gpu", r"_<cpu> & $\frac$", "--tolerance", "0.01", "--out", "new/report"]) == status
     GoldenFiles.check(f"tools/compare/status_{status}.txt", capsys.readouterr().out)
     picture = Path("new/report.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and struct.unpack(">II", picture[16:24]) > (1000, 800)
@@ -498,6 +498,7 @@ def test_report_files(
     pictures = re.findall(r"data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)", page)
     assert len(pictures) == 2, "large and small"
     assert all(b"prefers-color-scheme:dark" in base64.b64decode(picture) for picture in pictures), "light and dark"
+    assert all(rb"_&lt;cpu&gt; &amp; $\frac$" in base64.b64decode(picture) for picture in pictures), "in the legends"
     outside = re.sub(r"data:image/svg\+xml;base64,[A-Za-z0-9+/=]+", "", page)
     assert not re.search(r"https?:|<script|<link|url\(|@import|file:", outside), "the page is self-contained"
     assert r"&lt;cpu&gt; &amp; $\frac$" in outside and "<cpu>" not in outside
