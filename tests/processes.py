@@ -48,6 +48,15 @@ def environment(**more: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)} | more
 
 
+def run_command(
+    *words: str | Path, cwd: Path = TRAIN_PY.parent, timeout: float = 200, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, without a terminal and launcher variables."""
+    quiet = subprocess.DEVNULL
+    env = environment(**variables)
+    return subprocess.run(words, cwd=cwd, env=env, stdin=quiet, capture_output=True, text=True, timeout=timeout)
+
+
 DEFAULTS: dict[signal.Signals, Any] = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGHUP: signal.SIG_DFL,
@@ -79,6 +88,14 @@ def default_signals() -> Iterator[None]:
 PATIENCE_SECONDS = 100.0
 
 
+def wait_until(condition: Callable[[], object], missing: object = "", limit: float = PATIENCE_SECONDS) -> None:
+    """Return when the condition is true; fail with ``missing``, or its result, after ``limit`` seconds."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, missing() if callable(missing) else missing
+        time.sleep(0.02)
+
+
 def rank() -> int:
     """Return the rank of this process."""
     return int(os.environ["RANK"])
@@ -93,12 +110,9 @@ def announce(folder: Path) -> None:
 
 def pids(folder: Path, count: int, limit: float = PATIENCE_SECONDS) -> list[int]:
     """Wait for the pid files of ``count`` ranks and return the pids."""
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
-        if all((folder / f"pid{number}").exists() for number in range(count)):
-            return [int((folder / f"pid{number}").read_text()) for number in range(count)]
-        time.sleep(0.02)
-    raise AssertionError(f"not all ranks have started: {sorted(path.name for path in folder.iterdir())}")
+    files = [folder / f"pid{number}" for number in range(count)]
+    wait_until(lambda: all(file.exists() for file in files), lambda: [*folder.iterdir()], limit)
+    return [int(file.read_text()) for file in files]
 
 
 def gone(pid: int, limit: float = PATIENCE_SECONDS) -> bool:
@@ -173,7 +187,6 @@ class Launcher:
         raise AssertionError(f"the process still ran after {limit} s; stderr:\n{self.errors}")
 
     def kill(self) -> None:
-        """Kill the process if it runs."""
         if self.pid:
             os.kill(self.pid, 9)
             os.waitpid(self.pid, 0)
@@ -181,12 +194,10 @@ class Launcher:
 
     @property
     def errors(self) -> str:
-        """Content of stderr."""
         return self.err.read_text()
 
     @property
     def last_line(self) -> str:
-        """Last line of stderr."""
         return self.errors.rstrip().splitlines()[-1]
 
 
@@ -244,6 +255,21 @@ def run_train_py(folder: Path, *overrides: str, timeout: float = 200) -> tuple[i
 def _train_py(arguments: list[str]) -> None:
     sys.argv = [str(TRAIN_PY), *arguments]
     runpy.run_path(str(TRAIN_PY), run_name="__main__")
+
+
+def status_of_fork(function: Callable[[], None]) -> int:
+    """Run ``function`` in a fork of this process; return its exit status, negative for a signal."""
+    check_threads()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            function()
+            sys.stdout.flush()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def run_forked(function: Callable[[], None], stdout: Path, stderr: Path, timeout: float) -> int:

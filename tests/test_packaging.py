@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ import pytest
 from megatron_llama import __main__ as console
 from megatron_llama.system import programs
 from tests.paths import CONF, ROOT
-from tests.processes import environment
+from tests.processes import run_command, steps
 
 BUILD = "import os, sys, setuptools.build_meta as b; os.write(3, b.build_wheel(sys.argv[1]).encode())"
 
@@ -65,15 +64,8 @@ def test_wheel_has_all_files(wheel: Path) -> None:
 def run_wheel(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Run ``python -m megatron_llama`` with the package unpacked in ``folder``, from another folder."""
     (folder / "work").mkdir(exist_ok=True)
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_llama", *words],
-        cwd=folder / "work",
-        env=environment(PYTHONPATH=str(folder / "site"), **more),
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=200,
-    )
+    command = (sys.executable, "-m", "megatron_llama", *words)
+    return run_command(*command, cwd=folder / "work", PYTHONPATH=str(folder / "site"), **more)
 
 
 @pytest.fixture(scope="module")
@@ -187,8 +179,7 @@ for name in console.program_files():
 @pytest.mark.slow
 def test_help_names_commands() -> None:
     """Each command's help names commands, not files, and fits 79 columns."""
-    command = [sys.executable, "-c", HELP]
-    done = subprocess.run(command, cwd=ROOT, env=environment(COLUMNS="80"), capture_output=True, text=True, timeout=200)
+    done = run_command(sys.executable, "-c", HELP, COLUMNS="80")
     assert done.returncode == 0, done.stderr
     texts = dict(part.split("\n", 1) for part in done.stdout.removeprefix("@").split("\n@"))
     assert sorted(texts) == sorted(programs.program_files())
@@ -230,17 +221,14 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_train_py(tree: Path, *overrides: str) -> tuple[int, str]:
     """The exit status and all output of train.py in ``tree``."""
-    command = [sys.executable, "-c", START, *TINY, *overrides]
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=200)
+    done = run_command(sys.executable, "-c", START, *TINY, *overrides, cwd=tree, PYTHONPATH=str(tree))
     return done.returncode, done.stdout + done.stderr
 
 
 def test_a_step_is_trained(trainer: Path, tmp_path: Path) -> None:
     status, output = run_train_py(trainer, "trainer.steps=1", f"run.dir={tmp_path}/run", "device=cpu")
     assert status == 0, output
-    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line)["step"] == 1
+    assert steps(tmp_path / "run") == [1]
     assert (tmp_path / "run" / "checkpoints" / "step_00000001").is_dir()
 
 

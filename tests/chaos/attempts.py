@@ -58,7 +58,6 @@ class Life:
         return self.folder.with_name(self.folder.name + ".out")
 
     def start(self, *overrides: str) -> Attempt:
-        """Start or restart the run with the same command."""
         self.attempts += 1
         self.folder.mkdir(parents=True, exist_ok=True)
         paths = [f"run.dir={self.folder}", f"data.prefixes=[{self.dataset}]"]
@@ -75,11 +74,9 @@ class Life:
         return max((int(name[1]) for name in names if name), default=0)
 
     def saving(self) -> bool:
-        """Return whether a checkpoint is being written."""
         return any((self.folder / "checkpoints").glob(".step_*"))
 
     def leftovers(self) -> list[str]:
-        """Return temporary files and folders."""
         hidden = (path for path in self.folder.rglob("*") if path.name.startswith(".") and path.name != ".lock")
         return sorted(str(path.relative_to(self.folder)) for path in hidden)
 
@@ -158,7 +155,6 @@ class Attempt:
         return [pid for pid in self.processes() if pid != self.pid][: RANKS[self.life.layout]]
 
     def kill(self) -> None:
-        """Kill all processes of the attempt."""
         while pids := self.processes():
             for pid in pids:
                 with contextlib.suppress(OSError):
@@ -174,7 +170,6 @@ class Attempt:
         return not self.processes()
 
     def listening(self) -> list[tuple[str, int]]:
-        """The addresses that its processes listen at."""
         return sorted({address for _, _, state, address in self._sockets() if state == _LISTEN})
 
     def connections(self) -> list[tuple[int, int]]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +18,7 @@ from tests.chaos.campaign import Broken, Campaign, Undisturbed
 from tests.chaos.faults import Fault, damage_file
 from tests.chaos.interposer import build
 from tests.paths import ROOT
+from tests.processes import run_command
 
 LOSSES = [(1, 4.0), (2, 3.5), (3, 3.25)]
 OBEDIENT = """
@@ -51,10 +50,8 @@ def test_library_breaks_disks_and_clocks(tmp_path: Path) -> None:
     variables = build(tmp_path)
     if isinstance(variables, str):
         pytest.skip(variables)
-    environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", OBEDIENT, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=100
-    )
+    words = (sys.executable, "-c", OBEDIENT, str(tmp_path))
+    done = run_command(*words, cwd=ROOT, timeout=100, PYTHONPATH=str(ROOT), **variables)
     assert done.returncode == 0, done.stderr
 
 
@@ -73,18 +70,14 @@ def test_damage_is_deterministic(tmp_path: Path) -> None:
 
 @dataclass
 class RecordedAttempt:
-    """A recorded attempt."""
-
     status: int = 0
     output: str = ""
     left: list[int] = field(default_factory=list)
 
     def gone(self, _: float) -> bool:
-        """Return whether no process is left."""
         return not self.left
 
     def processes(self) -> list[int]:
-        """Return the remaining processes."""
         return self.left
 
 
@@ -162,6 +155,6 @@ def test_finished_run_must_equal_the_undisturbed_one(
 def test_short_campaign(tmp_path: Path) -> None:
     """Two faults of each kind."""
     command = [sys.executable, "-m", "tests.chaos", str(tmp_path / "chaos"), "--faults", "18", "--seed", "3"]
-    done = subprocess.run([*command, "--layouts", "single,tp2"], capture_output=True, text=True, timeout=800, cwd=ROOT)
+    done = run_command(*command, "--layouts", "single,tp2", timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("status") >= 18 and "BROKEN" not in done.stdout

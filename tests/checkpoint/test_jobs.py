@@ -24,8 +24,7 @@ from megatron_llama.system import phase
 from megatron_llama.train import loop, stop
 from megatron_llama.train.run_rank import run_rank
 from tests.checkpoint.runner import Job, assert_same, final_tensors, leftovers, losses, make_plan
-from tests.processes import hasten, rank
-from tests.ranks import check_threads
+from tests.processes import hasten, rank, status_of_fork
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -123,17 +122,15 @@ def test_an_echo_of_a_signal_is_ignored_and_a_second_one_ends_the_process(
     clock = iter((10.0, 10.9, 11.1))
     monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    plan = make_plan(1, tmp_path)
-    check_threads()
-    child = os.fork()
-    if child == 0:
-        with stop.StopSignals(plan, reports=False):
+
+    def work() -> None:
+        with stop.StopSignals(make_plan(1, tmp_path), reports=False):
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
             (tmp_path / "after the echo").touch()
             os.kill(os.getpid(), signal.SIGTERM)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+    assert status_of_fork(work) == -signal.SIGTERM
     assert (tmp_path / "after the echo").exists()
 
 

@@ -164,7 +164,6 @@ def outputs(prefix: Path, key: str = "text") -> tuple[bytes, bytes]:
 
 
 def manifest(prefix: Path, key: str = "text") -> dict:
-    """Read the manifest from disk."""
     return dict(json.loads(Path(f"{prefix}_{key}_document.json").read_text()))
 
 

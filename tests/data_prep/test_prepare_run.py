@@ -8,7 +8,6 @@ import lzma
 import os
 import shlex
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from megatron_llama.text.chat_template import NAMED_TEMPLATES
 from megatron_llama.text.conversation import LABELLED
 from tests.checkpoint.runner import Job
 from tests.config.helpers import problems_of
+from tests.processes import wait_until
 from tests.ranks import check_threads
 from tests.tools.inference.commands import command
 from tests.tools.inference.models import make_folder
@@ -200,10 +200,7 @@ def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch:
     prepare = sets.make_sft_set
 
     def slowly(*arguments: Any) -> Any:
-        deadline = time.monotonic() + 100
-        while len(list(tmp_path.glob("looked*"))) < 2:  # until the other process has found no dataset
-            assert time.monotonic() < deadline, "the other start has not come"
-            time.sleep(0.01)
+        wait_until(lambda: len(list(tmp_path.glob("looked*"))) == 2)  # the other process has found no dataset
         return prepare(*arguments)
 
     try_lock = prepare_run.try_lock

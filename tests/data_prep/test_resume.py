@@ -9,7 +9,6 @@ import random
 import resource
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from multiprocessing import connection
 from pathlib import Path
@@ -39,7 +38,7 @@ from tests.data_prep.helpers import (
     start,
     write_jsonl,
 )
-from tests.processes import state
+from tests.processes import gone
 
 # (where, function, which call): every phase of a run
 PHASES = {
@@ -201,10 +200,7 @@ def test_workers_end_with_their_parent(tmp_path: Path, many_texts: tuple[list[st
     assert run_interrupted("preprocess.py", *many_texts[1], at=TAKE_3, act=kill_after_listing).returncode == -9
     workers = (tmp_path / "pids").read_text().split()
     assert len(workers) == 3
-    deadline = time.monotonic() + 60
-    while any(state(worker) not in "ZX" for worker in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(state(worker) not in "ZX" for worker in workers)
+    assert all(gone(int(worker)) for worker in workers)
 
 
 def test_a_killed_worker_is_reported_and_nothing_lost(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from megatron_llama.parallel.parallelize import mcore_config
 from megatron_llama.plan import resolve
 from tests.config.helpers import make
 from tests.oracle import run_layout
-from tests.paths import ROOT
+from tests.processes import run_command
 from tests.ranks import RankFailed, run_ranks
 
 
@@ -219,10 +217,7 @@ before = os.listdir("/proc/self/task")
 torch.zeros(1 << 20).add_(1)
 print('torch._inductor.compile_fx' in sys.modules, len(os.listdir("/proc/self/task")) - len(before))
 """
-    variables = {**os.environ, "OMP_NUM_THREADS": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=250
-    )
+    done = run_command(sys.executable, "-c", code, OMP_NUM_THREADS="2")
     assert done.stdout == f"{loads} 1\n", done.stderr
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.paths import ROOT
+from tests.processes import steps
 
 PACKAGE = """\
 from __future__ import annotations
@@ -106,5 +106,4 @@ def test_it_trains(tmp_path: Path) -> None:
     assert "mask, all scores with a dense mask" in plan
     train()
     assert attended.read_text() == "1234 (1, 1, 16, 16)"
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert steps(tmp_path / "run") == [1, 2]

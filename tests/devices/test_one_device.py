@@ -3,8 +3,6 @@ of one device resumes on another. On a machine with a GPU, run this file first."
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 
 from megatron_llama.devices import get_device
 from tests.oracle import SMALL
-from tests.paths import ROOT
+from tests.processes import losses, run_command
 
 pytestmark = pytest.mark.slow
 FP32 = 1e-4  # relative, over 20 steps
@@ -29,19 +27,18 @@ def device(request: pytest.FixtureRequest) -> str:
         pytest.skip(str(error))
 
 
-def losses(folder: Path, device: str, *overrides: str) -> list[float]:
+def train(folder: Path, device: str, *overrides: str) -> list[float]:
     """The losses that train.py has logged in ``folder`` after a run of one rank there."""
     settings = (*SMALL, "optim=constant", "logging.tensorboard=false", f"run.dir={folder}", "trainer.dp=1")
-    words = [sys.executable, str(ROOT / "train.py"), *settings, *overrides, f"device={device}"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = run_command(sys.executable, "train.py", *settings, *overrides, f"device={device}", timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return [json.loads(line)["reduced_train_loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return losses(folder)
 
 
 @cache
 def on_cpu(folder: Path, *overrides: str) -> list[float]:
     """The losses on the CPU, the reference of every other device."""
-    return losses(folder, "cpu", *overrides)
+    return train(folder, "cpu", *overrides)
 
 
 def furthest(actual: list[float], expected: list[float]) -> float:
@@ -52,9 +49,9 @@ def furthest(actual: list[float], expected: list[float]) -> float:
 def test_losses(device: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     expected = on_cpu(tmp_path_factory.getbasetemp() / "on_cpu", "trainer.steps=25")
     assert expected[-1] < expected[0]
-    actual = losses(tmp_path / "fp32", device, "trainer.steps=20")
+    actual = train(tmp_path / "fp32", device, "trainer.steps=20")
     assert furthest(actual, expected[:20]) <= FP32
     # Its checkpoint is every device's.
-    assert furthest(losses(tmp_path / "fp32", "cpu", "trainer.steps=25"), expected) <= FP32
-    bf16 = losses(tmp_path / "bf16", device, "trainer.steps=20", "trainer.precision=bf16")
+    assert furthest(train(tmp_path / "fp32", "cpu", "trainer.steps=25"), expected) <= FP32
+    bf16 = train(tmp_path / "bf16", device, "trainer.steps=20", "trainer.precision=bf16")
     assert bf16 != actual and furthest(bf16, expected[:20]) <= BF16

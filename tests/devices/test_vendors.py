@@ -18,6 +18,7 @@ from megatron_llama.config import ConfigError
 from megatron_llama.devices import get_device, hpu
 from megatron_llama.devices.neuron import device as neuron
 from megatron_llama.plan import resolve
+from tests import processes
 from tests.config.helpers import make
 from tests.devices.helpers import FAKES, gaudi, trainium, write
 from tests.oracle import SMALL
@@ -248,8 +249,7 @@ Events = list[dict[str, Any]]
 def train(folder: Path, root: Path, *overrides: str, **variables: str) -> tuple[list[float], Events]:
     """Run ``python train.py ...`` in a new process; return its losses and the stand-ins' records."""
     _, events = run("train.py", folder, root, *overrides, **variables)
-    metrics = (folder / "run/metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["reduced_train_loss"] for line in metrics], events
+    return processes.losses(folder / "run"), events
 
 
 def run(script: str, folder: Path, root: Path, *overrides: str, **variables: str) -> tuple[str, Events]:

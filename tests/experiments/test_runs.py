@@ -16,6 +16,7 @@ import yaml
 import megatron_llama.train.run_rank  # noqa: F401  imported once, before the forks
 from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import load_config
+from megatron_llama.train.metrics_file import read_metrics
 from tests.paths import ROOT
 from tests.processes import run_train_py
 
@@ -122,8 +123,7 @@ def train(workplace: Path, folder: Path, *overrides: str) -> None:
 
 def logged(folder: Path, name: str) -> list[Any]:
     """Return a metric of each step; None for steps without it."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line).get(name) for line in lines]
+    return [record.get(name) for record in read_metrics(folder / "metrics.jsonl")]
 
 
 def settings(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

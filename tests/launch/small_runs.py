@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from tests.paths import ROOT
-from tests.processes import announce, pids, save_and_leave, steps
+from tests.processes import announce, pids, save_and_leave, steps, wait_until
 
 TINY = ["data=mock", "device=cpu", "trainer.steps=1"]
 TRAIN = str(ROOT / "train.py")
@@ -24,14 +24,8 @@ SMALL = (
 
 def wait_for_step(run: subprocess.Popen[str], folder: Path, step: int, limit: float = 150.0) -> None:
     """Wait until the run has logged ``step``."""
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
-        if run.poll() is not None:
-            raise AssertionError(f"the run has ended with {run.returncode}: {run.communicate()}")
-        if step in steps(folder):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"no step {step} within {limit} s, only {steps(folder)}")
+    wait_until(lambda: run.poll() is not None or step in steps(folder), lambda: steps(folder), limit)
+    assert run.returncode is None, f"the run has ended with {run.returncode}: {run.communicate()}"
 
 
 def note_place(plan: Plan) -> None:

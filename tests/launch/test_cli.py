@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from tests.data.files import numbered, write_indexed
 from tests.golden import GoldenFiles
 from tests.launch.small_runs import TINY, note_place, script
 from tests.paths import ROOT
-from tests.processes import LAUNCHER_VARIABLES, MakeLauncher, environment
+from tests.processes import LAUNCHER_VARIABLES, MakeLauncher, environment, run_command, wait_until
 from tests.ranks import check_threads
 
 # Runs train.py and says afterwards which of the heavy packages came along.
@@ -49,14 +50,7 @@ print("heavy:", sorted({"torch", "megatron", "matplotlib", "tensorboard"} & set(
 
 def probe(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     """Runs ``train.py`` from the tree and reports what it imported."""
-    return subprocess.run(
-        [sys.executable, "-c", PROBE, json.dumps(arguments)],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    return run_command(sys.executable, "-c", PROBE, json.dumps(arguments))
 
 
 @pytest.mark.parametrize(
@@ -232,10 +226,8 @@ def test_a_run_writes_its_config_and_plan(
     assert "llama_2m" in (folder / "plan.txt").read_text()
     assert {(folder / name).stat().st_mode & 0o777 for name in ("config.yaml", "plan.txt")} == {0o600}
     places = [json.loads((folder / f"place{rank}.json").read_text()) for rank in range(2)]
-    assert [(place["RANK"], place["LOCAL_RANK"], place["WORLD_SIZE"]) for place in places] == [
-        ("0", "0", "2"),
-        ("1", "1", "2"),
-    ]
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    assert [[place[name] for name in names] for place in places] == [["0", "0", "2"], ["1", "1", "2"]]
     assert {place["dir"] for place in places} == {f"runs/{folder.name}"}
 
 
@@ -251,23 +243,19 @@ def test_one_folder_has_one_run(
     clear_launcher_variables(monkeypatch)
     arguments = [*TINY, f"run.dir={tmp_path}/run"]
     job = launcher(partial(cli.main, arguments, hold))
-    deadline = time.monotonic() + 100
-    while not (tmp_path / "run/held").exists():
-        assert time.monotonic() < deadline, job.errors
-        time.sleep(0.02)
+    wait_until((tmp_path / "run/held").exists, lambda: job.errors)
     assert cli.main(arguments, note_place) == 2
     text = capfd.readouterr().err
     assert "is locked by another run" in text and f"process {job.pid} " in text
     os.kill(job.pid, signal.SIGKILL)
     job.wait()
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:  # the lock is released when the last rank ends
-        try:
-            with run_dir.claim_run_dir(tmp_path / "run"):
-                return
-        except ConfigError:
-            time.sleep(0.05)
-    raise AssertionError("the lock was not released")
+
+    def is_released() -> bool:  # when the last rank ends
+        with suppress(ConfigError), run_dir.claim_run_dir(tmp_path / "run"):
+            return True
+        return False
+
+    wait_until(is_released)
 
 
 def test_a_disk_without_locks(
@@ -353,14 +341,8 @@ def test_a_clock_that_is_set_back_gives_a_new_run_folder(tmp_path: Path, monkeyp
 def torchrun(path: Path, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Two ranks by torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
-    return subprocess.run(
-        [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(path), *arguments],
-        cwd=folder,
-        env=environment(GLOO_SOCKET_IFNAME="lo"),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(path), *arguments]
+    return run_command(*command, cwd=folder, timeout=240, GLOO_SOCKET_IFNAME="lo")
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 
 from tests.launch.small_runs import SMALL
 from tests.paths import ROOT
-from tests.processes import children, environment, gone, losses, run_train_py, steps
+from tests.processes import children, environment, gone, losses, run_train_py, steps, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -69,10 +68,7 @@ class Torchrun:
         (self.gates / str(step)).unlink()
 
     def wait(self, done: Callable[[], bool], condition: str) -> None:
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while not done():
-            assert time.monotonic() < deadline, f"no {condition}:\n{self.log.read_text()}"
-            time.sleep(0.05)
+        wait_until(done, lambda: f"no {condition}:\n{self.log.read_text()}", LIMIT_SECONDS)
 
     def reached(self, step: int, ranks: int) -> list[int]:
         """Wait until ``ranks`` ranks have finished ``step``; return their pids."""

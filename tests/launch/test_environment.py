@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from megatron_llama.launch.environment import check_interface, first_node, proce
 from megatron_llama.launch.start import rank_environment
 from tests.golden import GoldenFiles
 from tests.paths import ROOT
-from tests.processes import environment, plan_of, run_train_py
+from tests.processes import plan_of, run_command, run_train_py
 
 TABLE = Path(__file__).with_name("environments.txt")
 
@@ -109,7 +108,7 @@ def test_an_interface_that_does_not_exist_is_rejected_before_the_ranks_start() -
 @pytest.mark.parametrize("name", ["TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG"])
 def test_a_variable_that_torch_rejects_gives_no_traceback(name: str, tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "train.py", "data=mock", "device=cpu", f"run.dir={tmp_path}/run"]
-    done = subprocess.run(command, env=environment(**{name: "junk"}), capture_output=True, text=True, timeout=120)
+    done = run_command(*command, **{name: "junk"})
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert "torch rejects an environment variable" in done.stderr and "unset that variable" in done.stderr
 

@@ -52,7 +52,6 @@ def run(work: Callable[[Path], None], folder: Path, ranks: int = 4, fork: bool =
 
 
 def sleep_long(folder: Path) -> None:
-    """Sleep in all ranks."""
     announce(folder)
     time.sleep(600)
 

@@ -5,11 +5,9 @@ No test ran on macOS itself.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,12 @@ import pytest
 
 from megatron_llama.devices import get_device
 from megatron_llama.system.limits import usable_cores
+from megatron_llama.train.metrics_file import read_metrics
 from tests.data.files import numbered, write_indexed
 from tests.golden import GoldenFiles
 from tests.oracle import SHAPE
 from tests.paths import ROOT
+from tests.processes import run_command
 
 LINUX_ONLY = """prctl\\( /dev/shm /proc/ /sys/ sched_getaffinity sched_setaffinity memfd_create pidfd posix_fallocate
     fdatasync mallopt libc\\.so|malloc_trim|mallinfo|prlimit|eventfd|posix_fadvise
@@ -49,12 +49,10 @@ def train(folder: Path, site: Path, words: list[str]) -> list[dict[str, Any]]:
     """Run train.py with the sitecustomize.py of a folder; return the lines of metrics.jsonl."""
     variables = {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]), "XDG_CACHE_HOME": str(folder / "cache")}
     command = [sys.executable, str(ROOT / "train.py"), *words, f"run.dir={folder}/run"]
-    done = subprocess.run(
-        command, env={**os.environ, **variables}, cwd=folder, capture_output=True, text=True, timeout=300
-    )
+    done = run_command(*command, cwd=folder, timeout=300, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "-" not in "".join(line.rpartition("tokens/s")[2] for line in done.stdout.splitlines() if "step " in line)
-    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return read_metrics(folder / "run/metrics.jsonl")
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -28,8 +27,7 @@ from megatron_llama.launch.rank import is_peer_lost
 from megatron_llama.launch.rendezvous import Rendezvous
 from megatron_llama.launch.reports import NodeInfo
 from megatron_llama.system.signals import is_stopped
-from tests.paths import ROOT
-from tests.processes import PATIENCE_SECONDS, MakeLauncher, children, gone, host_store, state
+from tests.processes import PATIENCE_SECONDS, MakeLauncher, children, gone, host_store, run_command, state, wait_until
 from tests.ranks import check_threads
 
 SECRET = "0123456789abcdef"
@@ -241,10 +239,12 @@ def stranger(port: socket.socket) -> Any:
 
 def our_keys(store: Any, count: int = 1) -> set[str]:
     """The job's keys, once there are ``count``: a client of the store does not wait until what it sets has arrived."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while len(keys := {key for key in store.list_keys() if "megatron_llama/" in key}) < count:
-        assert time.monotonic() < deadline
-    return keys
+
+    def keys() -> set[str]:
+        return {key for key in store.list_keys() if "megatron_llama/" in key}
+
+    wait_until(lambda: len(keys()) >= count)
+    return keys()
 
 
 def test_without_the_secret_the_jobs_name_is_not_enough(port: socket.socket) -> None:
@@ -332,29 +332,26 @@ def test_a_port_of_another_program_is_reported(launcher: MakeLauncher, monkeypat
 
 
 def test_stopped_store_host_raises_store_lost(launcher: MakeLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = launcher(partial(stop_store_host, monkeypatch))  # calls of a stopped store stay in their threads
+    def stop_store_host() -> int:
+        host, port = host_store()
+        try:
+            here = JobStore(lambda: TCPStore("127.0.0.1", port, is_master=False), "job", "", PATIENCE_SECONDS)
+            here.set("a", "1")
+            assert here.get("a") == "1" and here.get("b") is None
+            assert here.wait("b", 0.2) is None, "a timeout is an answer"
+            os.kill(host, signal.SIGSTOP)
+            wait_until(lambda: is_stopped(host))
+            monkeypatch.setattr(job_store, "ANSWER_SECONDS", 0.3)
+            for call in (partial(here.get, "a"), partial(here.wait, "b", 0.3), here.clone):
+                with pytest.raises(StoreLost, match="did not answer within"):
+                    call()
+            return 0
+        finally:
+            os.kill(host, signal.SIGKILL)
+            os.waitpid(host, 0)
+
+    job = launcher(stop_store_host)  # calls of a stopped store stay in their threads
     assert job.wait() == 0, job.errors
-
-
-def stop_store_host(monkeypatch: pytest.MonkeyPatch) -> int:
-    host, port = host_store()
-    try:
-        here = JobStore(lambda: TCPStore("127.0.0.1", port, is_master=False), "job", "", PATIENCE_SECONDS)
-        here.set("a", "1")
-        assert here.get("a") == "1" and here.get("b") is None
-        assert here.wait("b", 0.2) is None, "a timeout is an answer"
-        os.kill(host, signal.SIGSTOP)
-        while not is_stopped(host):
-            time.sleep(0.01)
-        monkeypatch.setattr(job_store, "ANSWER_SECONDS", 0.3)
-        calls: list[Callable[[], Any]] = [partial(here.get, "a"), partial(here.wait, "b", 0.3), here.clone]
-        for call in calls:
-            with pytest.raises(StoreLost, match="did not answer within"):
-                call()
-        return 0
-    finally:
-        os.kill(host, signal.SIGKILL)
-        os.waitpid(host, 0)
 
 
 def test_hostile_connections_keep_no_process_out(port: socket.socket) -> None:
@@ -488,7 +485,7 @@ for get in (store.get, job_store.JobStore(lambda: store, "", "", 9).get):
 
 def test_a_lost_store_is_one_message() -> None:
     """Only errors of the store are its loss."""
-    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = run_command(sys.executable, "-c", LOST)
     *messages, end = " ".join(done.stdout.split()).split("END")
     assert len(messages) == 2 and not end, done.stderr
     for message in messages:

@@ -26,23 +26,21 @@ from megatron_llama.system.signals import exit_on_signal, ignore_signals
 from megatron_llama.train import loop, run_rank
 from tests.checkpoint.runner import SMALL, Job, leftovers, losses
 from tests.paths import TRAIN_PY
-from tests.processes import children, environment, run_forked
-from tests.ranks import check_threads
+from tests.processes import children, environment, run_forked, status_of_fork
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 RUN = ["trainer.steps=4", "checkpoint.every_steps=2", "trainer.val_every_steps=3", "trainer.val_steps=1"]
 
 
 def test_after_the_end_the_status_is_what_counts() -> None:
-    check_threads()
-    child = os.fork()
-    if child == 0:
+    def work() -> None:
         exit_on_signal()
         ignore_signals()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             os.kill(os.getpid(), number)
         os._exit(75)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 75
+
+    assert status_of_fork(work) == 75
 
 
 def signal_launcher(number: int) -> None:

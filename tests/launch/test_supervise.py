@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from megatron_llama.launch import supervise as module
 from megatron_llama.launch.supervise import Child, Grace, Signals, supervise
 from tests.golden import GoldenFiles
 from tests.paths import ROOT
-from tests.processes import environment
+from tests.processes import environment, run_command, wait_until
 
 GRACE = Grace(fault=1.0, restart=30.0, interrupt=3.0)
 
@@ -68,53 +67,39 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 NEVER = 1000.0
 
 
-@pytest.mark.parametrize("interrupted", [False, True], ids=["failure", "failure after Ctrl-C"])
-def test_a_background_save_is_finished_after_a_failure(clock: Clock, interrupted: bool) -> None:
-    children = [Fake(clock, 2.0, status=1), Fake(clock, 50.0, status=1, finishing=True)]
-    signals = Signals()
-    if interrupted:
-        signals._receive(signal.SIGINT, None)
-    supervise(children, signals, GRACE, wait=clock.wait)
-    assert children[1].ended and clock.now == pytest.approx(50, abs=0.1)
-
-
-@pytest.mark.parametrize(("status", "seconds"), [(1, 3.0), (130, 3.0), (75, 30.0)])
-def test_the_grace_after_ctrl_c_ends(clock: Clock, status: int, seconds: float) -> None:
-    """A rank that hangs does not hold the job when another one has ended."""
-    children = [Fake(clock, 2.0, status=status), Fake(clock, NEVER)]
-    signals = Signals()
-    signals._receive(signal.SIGINT, None)
-    supervise(children, signals, GRACE, wait=clock.wait)
-    assert not children[1].ended and clock.now == pytest.approx(2 + seconds, abs=0.2)
-
-
-def test_the_first_ctrl_c_has_no_limit_and_the_second_ends_at_once(clock: Clock) -> None:
-    """A step and a save may take minutes; a background save does not delay the second Ctrl-C."""
-    signals = Signals()
-    signals._receive(signal.SIGINT, None)
-
-    def wait(seconds: float) -> None:
-        clock.wait(seconds)
-        if clock.now > 600 and not signals.ends_at_once:
-            signals._receive(signal.SIGINT, None)
-
-    supervise([Fake(clock, NEVER, finishing=True)], signals, GRACE, wait=wait)
-    assert 600 < clock.now < 601
-
-
-@pytest.mark.parametrize("grace", [start.GRACE, ssh.GRACE], ids=["ranks", "hosts"])
-@pytest.mark.parametrize("cause", ["failure", "Ctrl-C twice"])
-def test_children_that_never_end_have_ten_seconds(clock: Clock, cause: str, grace: Grace) -> None:
-    children = [Fake(clock, 5.0 if cause == "failure" else NEVER, status=1), Fake(clock, NEVER)]
-    signals = Signals()
+@pytest.mark.parametrize(
+    ("status", "end", "interrupts", "grace", "over"),
+    [
+        # A background save, which ends after 50 s, is finished after a failure.
+        *((1, 50.0, interrupts, GRACE, (49.9, 50.1)) for interrupts in ([], [0.0])),
+        # After Ctrl-C, a rank that hangs does not hold the job when another one has ended.
+        *((status, NEVER, [0.0], GRACE, (4.8, 5.2)) for status in (1, 130)),
+        (75, NEVER, [0.0], GRACE, (31.8, 32.2)),
+        # The first Ctrl-C has no limit: a step and a save may take minutes. The second one ends at once.
+        (None, NEVER, [0.0, 600.0], GRACE, (600.0, 601.0)),
+        # Children that never end have ten seconds.
+        *((1, NEVER, [], grace, (2.0, 12.0)) for grace in (start.GRACE, ssh.GRACE)),
+        *((None, NEVER, [4.0, 5.0], grace, (5.0, 15.0)) for grace in (start.GRACE, ssh.GRACE)),
+    ],
+)
+def test_time_that_children_get(
+    clock: Clock, status: int | None, end: float, interrupts: list[float], grace: Grace, over: tuple[float, float]
+) -> None:
+    """One child ends with ``status`` after 2 s; another one saves in the background, or runs on."""
+    saves, signals, left = end < NEVER or 600.0 in interrupts, Signals(), list(interrupts)
+    children = [Fake(clock, end, status=1, finishing=saves)]
+    if status is not None:
+        children.insert(0, Fake(clock, 2.0, status=status))
 
     def wait(seconds: float) -> None:
         clock.wait(seconds)
-        if cause == "Ctrl-C twice" and clock.now > 5 and not signals.ends_at_once:
+        while left and clock.now > left[0]:
+            left.pop(0)
             signals._receive(signal.SIGINT, None)
 
+    wait(0.0)
     supervise(children, signals, grace, wait=wait)
-    assert 5 < clock.now < 15 and not children[1].ended
+    assert over[0] < clock.now < over[1] and children[-1].ended == (end < NEVER)
 
 
 def test_a_child_gets_the_signals_that_came_before_it(clock: Clock) -> None:
@@ -291,10 +276,7 @@ def test_fatal_problems_before_the_step_end_the_job(job: Job) -> None:
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_reaches_the_step_and_the_job_comes_back(job: Job, number: int) -> None:
     script = job.start(138, "running", WAIT="1")
-    deadline = time.monotonic() + 60
-    while not (job.folder / "waiting").exists():
-        assert script.poll() is None and time.monotonic() < deadline, "srun was not started"
-        time.sleep(0.02)
+    wait_until((job.folder / "waiting").exists, "srun was not started")
     script.send_signal(number)
     end = job.end(script)
     assert (job.folder / "told").exists(), "as SIGUSR1: SIGTERM would have srun kill the ranks"
@@ -321,6 +303,5 @@ def test_arguments_and_variables_of_the_user_are_unchanged(job: Job) -> None:
     job.run(0, "0", SLURM_NTASKS_PER_NODE="8")
     assert {"--ntasks-per-node=8", "--ntasks=16"} <= set((job.folder / "arguments").read_text().splitlines())
     script = ". scripts/slurm_env.sh; echo $NCCL_DEBUG $NCCL_SOCKET_IFNAME $PYTHON"
-    variables = environment(NCCL_DEBUG="INFO", PYTHON="bash", NCCL_SOCKET_IFNAME="")
-    done = subprocess.run(["bash", "-c", script], cwd=job.folder, env=variables, capture_output=True, text=True)
+    done = run_command("bash", "-c", script, cwd=job.folder, NCCL_DEBUG="INFO", PYTHON="bash", NCCL_SOCKET_IFNAME="")
     assert done.stdout == "INFO bash\n", done.stderr

@@ -13,7 +13,7 @@ import megatron_llama.train.run_rank  # noqa: F401  imported once, before the fo
 from tests.checkpoint.runner import final_tensors
 from tests.layouts import table
 from tests.oracle import SMALL, make_plan
-from tests.processes import run_train_py
+from tests.processes import losses, run_train_py
 
 TOLERANCE = 1e-4  # relative, over 20 steps
 NAMES = {f"trainer.{name}" for name in ("tp", "sp", "pp", "vpp", "zero", "shard_group", "pipeline_layers")}
@@ -25,17 +25,17 @@ LAYOUTS = {
 }
 
 
-def losses(folder: Path, *overrides: str) -> list[float]:
+def train(folder: Path, *overrides: str) -> list[float]:
     """The losses that a run of ``train.py`` logs."""
     status, output = run_train_py(folder, *SMALL, *overrides, "logging.tensorboard=false", "checkpoint.save_last=false")
     assert status == 0, output
-    return [json.loads(line)["reduced_train_loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return losses(folder)
 
 
 @cache
 def one_process(folder: Path, *model: str) -> list[float]:
     """The losses of one process."""
-    return losses(folder, *model)
+    return train(folder, *model)
 
 
 # test_layouts.py has these layouts over three steps.
@@ -46,7 +46,7 @@ def test_twenty_steps(
 ) -> None:
     expected = one_process(tmp_path_factory.getbasetemp() / f"one_process{len(model)}", *model)
     dp = make_plan(ranks, *layout, *model).config.trainer.dp
-    actual = losses(tmp_path / "run", *layout, *model, f"trainer.dp={dp}")
+    actual = train(tmp_path / "run", *layout, *model, f"trainer.dp={dp}")
     assert len(actual) == len(expected) == 20
     assert max(abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True)) <= TOLERANCE
     assert expected[-1] < expected[0]  # it learns, so there is something to compare
@@ -55,7 +55,7 @@ def test_twenty_steps(
 @pytest.mark.slow
 def test_different_seeds_differ(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     expected = one_process(tmp_path_factory.getbasetemp() / "one_process")
-    actual = losses(tmp_path / "run", "trainer.seed=7")
+    actual = train(tmp_path / "run", "trainer.seed=7")
     assert max(abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True)) > TOLERANCE
 
 

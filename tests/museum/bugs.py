@@ -457,7 +457,6 @@ def schedule_restarts_after_a_resume(patch: pytest.MonkeyPatch) -> None:
 
 
 def table() -> str:
-    """Return the entries as a Markdown table."""
     cells = []
     for bug in BUGS:
         path, _, name = bug.test.rpartition("/")[2].partition("::")

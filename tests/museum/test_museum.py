@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
-import tempfile
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,42 +13,28 @@ import pytest
 import tests.warm  # noqa: F401  before the fork
 from tests.museum.bugs import BUGS, PAGE, Bug, Mutation, table
 from tests.paths import ROOT
-from tests.ranks import check_threads
+from tests.processes import run_forked
 
 SECONDS = 240
 
 
 def run_test(node: str, mutation: Mutation | None, folder: Path) -> tuple[int, str]:
     """Return pytest's exit status (1: the test failed) and the output of the test ``node`` under ``mutation``."""
-    with tempfile.TemporaryFile("w+") as output:
-        check_threads()
-        pid = os.fork()
-        if pid == 0:
-            _run(node, mutation, folder, output.fileno())
-        status = _wait(pid)
-        output.seek(0)
-        return status, output.read()
+    output = folder / "output"
+    status = run_forked(partial(_run, node, mutation, folder), output, output, SECONDS)
+    return status, output.read_text()
 
 
-def _run(node: str, mutation: Mutation | None, folder: Path, output: int) -> None:
-    status = -1
-    try:
-        os.chdir(ROOT)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
-        for variable in [name for name in os.environ if name.startswith("PYTEST_")]:
-            del os.environ[variable]
-        with pytest.MonkeyPatch.context() as patch:
-            _clear_caches()
-            if mutation is not None:
-                mutation(patch)
-            options = ["-q", "-m", "slow or not slow", "-p", "no:cacheprovider"]
-            status = int(pytest.main([node, *options, f"--basetemp={folder / 'inner'}"]))
-    finally:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-        os._exit(status & 0xFF)
+def _run(node: str, mutation: Mutation | None, folder: Path) -> None:
+    os.chdir(ROOT)
+    for variable in [name for name in os.environ if name.startswith("PYTEST_")]:
+        del os.environ[variable]
+    with pytest.MonkeyPatch.context() as patch:
+        _clear_caches()
+        if mutation is not None:
+            mutation(patch)
+        options = ["-q", "-m", "slow or not slow", "-p", "no:cacheprovider"]
+        raise SystemExit(int(pytest.main([node, *options, f"--basetemp={folder / 'inner'}"])))
 
 
 def _clear_caches() -> None:
@@ -59,18 +43,6 @@ def _clear_caches() -> None:
         for value in vars(sys.modules[name]).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
-
-
-def _wait(pid: int) -> int:
-    deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
-    raise AssertionError(f"no end within {SECONDS} s")
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=[f"{number}, {bug.function}" for number, bug in enumerate(BUGS, start=1)])

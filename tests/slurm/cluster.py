@@ -85,7 +85,6 @@ class Lab:
         }
 
     def command(self, *words: str, **more: str) -> str:
-        """Run a Slurm command and return its output."""
         variables = self.client | more
         done = subprocess.run(
             words, env=variables, cwd=self.checkout, capture_output=True, text=True, timeout=60, check=False
@@ -94,7 +93,6 @@ class Lab:
         return done.stdout
 
     def submit(self, options: list[str], arguments: list[str], script: str = "run.slurm", **more: str) -> Job:
-        """Submits ``script`` with ``arguments``."""
         printed = self.command("sbatch", f"--output={self.checkout}/slurm-%j.out", *options, script, *arguments, **more)
         return Job(self, int(printed.split()[-1]))
 
@@ -132,7 +130,6 @@ class Job:
         self.lab.command("scancel", "--batch", f"--signal={name}", str(self.number))
 
     def wait(self, done: Callable[[], bool], limit: float, label: str) -> float:
-        """Waits for ``done``; returns the seconds."""
         begin = time.monotonic()
         while not done():
             if time.monotonic() - begin > limit:

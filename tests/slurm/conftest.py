@@ -24,7 +24,6 @@ def report() -> Iterator[Report]:
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """The cluster."""
     if os.geteuid() != 0:
         pytest.skip("setting up virtual nodes needs root")
     if not SETUP.exists():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from megatron_llama.devices import get_device
 from megatron_llama.train.metrics_file import read_metrics
 from tests.paths import ROOT
-from tests.processes import environment, losses, steps
+from tests.processes import losses, run_command, steps
 from tests.slurm.cluster import TINY, Job, Lab, Report, plain
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
@@ -239,13 +238,8 @@ def test_launch_hosts_starts_ranks_on_other_nodes(lab: Lab, expected: list[float
     enter.write_text('#!/bin/sh\np=$(cat "$LAB/run/$1.pid")\nexec nsenter -t "$p" -n -u -m --wdns="$PWD" sh -c "$2"\n')
     enter.chmod(0o755)
     command = ["taskset", "-c", "0", sys.executable, str(ROOT / "train.py"), *TINY, "trainer.steps=3"]
-    done = subprocess.run(
-        [*command, "launch.hosts=[n2,n3]", f"launch.ssh={enter}", f"run.dir={tmp_path}/run"],
-        env=environment(LAB=str(lab.home), PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    command += ["launch.hosts=[n2,n3]", f"launch.ssh={enter}", f"run.dir={tmp_path}/run"]
+    done = run_command(*command, timeout=150, LAB=str(lab.home), PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "run") == expected
     shown = re.sub(r" {2,}", "  ", done.stdout)

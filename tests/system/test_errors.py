@@ -15,7 +15,7 @@ from megatron_llama.launch.rank import describe
 from megatron_llama.system import limits
 from megatron_llama.system.command import ArgumentParser
 from tests.paths import ROOT
-from tests.processes import DEFAULTS, environment
+from tests.processes import DEFAULTS, run_command
 
 PROGRAM = """
 import sys
@@ -121,12 +121,6 @@ run_main(main)
 """
 
 
-def run_python(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
-
-
 PREPARATION = [f"data_prep/{p.name}" for p in sorted((ROOT / "data_prep").glob("*.py")) if "__main__" in p.read_text()]
 
 
@@ -148,7 +142,7 @@ def test_during_imports(command: str, module: str, number: signal.Signals, tmp_p
     program, *words = command.format(folder=tmp_path / "run").split()
     path = ROOT / program
     text = IMPORTING.format(module=module, program=str(path), folder=str(path.parent), number=int(number), words=words)
-    done = run_python(text)
+    done = run_command(sys.executable, "-c", text)
     assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", f"Stopped by {number.name}.\n")
 
 
@@ -168,12 +162,14 @@ def test_during_imports(command: str, module: str, number: signal.Signals, tmp_p
     ids=["main", "weakref", "del", "import", "atexit"],
 )
 def test_while_a_program_runs(body: str, status: int, message: str) -> None:
-    done = run_python(RUNNING.format(body=body))
+    done = run_command(sys.executable, "-c", RUNNING.format(body=body))
     assert (done.returncode, done.stderr) == (status, message)
 
 
 def test_a_users_program_keeps_its_handlers() -> None:
-    done = run_python("import signal, megatron_llama; print(signal.getsignal(2) is signal.default_int_handler)")
+    done = run_command(
+        sys.executable, "-c", "import signal, megatron_llama; print(signal.getsignal(2) is signal.default_int_handler)"
+    )
     assert done.stdout == "True\n"
 
 
@@ -198,7 +194,7 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 @pytest.mark.parametrize("option", ["-v", "-d"])
 def test_a_run_with_too_little_memory_ends_before_torch(option: str) -> None:
     line = f"ulimit {option} {TINY[option] >> 10}; exec {sys.executable} train.py data=mock device=cpu"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    done = run_command("bash", "-c", line)
     message = " ".join(done.stderr.split())
     assert done.returncode == 1 and message.startswith("The launch failed: The shell has the limit ulimit"), message
     assert f"ulimit {option} {TINY[option] >> 10} (" in message and f"Type ulimit {option} unlimited" in message
@@ -241,5 +237,5 @@ def test_other_errors_are_not_explained_by_a_limit(limited: dict[int, int]) -> N
 def test_a_run_may_open_many_files() -> None:
     program = "import resource; from megatron_llama.system.limits import raise_file_limit; raise_file_limit()"
     line = f"ulimit -Sn 99; ulimit -Hn 999; {sys.executable} -c '{program}; print(resource.getrlimit(7))'"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = run_command("bash", "-c", line)
     assert done.stdout == "(999, 999)\n" and resource.RLIMIT_NOFILE == 7

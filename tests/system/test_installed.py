@@ -13,7 +13,7 @@ import pytest
 
 from megatron_llama.system import installed
 from tests.paths import ROOT
-from tests.processes import environment
+from tests.processes import run_command
 
 COMMANDS = [
     path.relative_to(ROOT).as_posix()
@@ -73,15 +73,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def run(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run a separate Python with only the project's modules."""
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env=environment(PYTHONPATH=""),
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=200,
-    )
+    return run_command(sys.executable, *words, cwd=folder, PYTHONPATH="")
 
 
 def test_what_is_needed_is_what_pyproject_says() -> None:
@@ -248,7 +240,7 @@ for text in ("No CUDA runtime is found, using CUDA_HOME='/usr'", "no nvcc"):
 for name in ("megatron/core/block", "megatron/other"):
     warnings.warn_explicit("invalid escape sequence '\\\\-'", SyntaxWarning, f"/lib/{name}.py", 1)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    done = run_command(sys.executable, "-c", code)
     shown = [line for line in done.stderr.splitlines() if not line.startswith(" ")]
     assert shown == ["no nvcc", "/lib/megatron/other.py:1: SyntaxWarning: invalid escape sequence '\\-'"]
 
@@ -276,11 +268,8 @@ def test_commands_lead_to_a_model_that_answers(tmp_path: Path) -> None:
     for name in NEEDED:
         (tmp_path / name).symlink_to(ROOT / name)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
     for command in commands():
-        done = subprocess.run(
-            ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
+        done = run_command("bash", "-c", command, cwd=tmp_path, timeout=1800, PATH=path, PYTHONPATH=str(ROOT))
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     assert "A small Llama." in done.stdout
     assert (tmp_path / "runs/chat_hf/model.safetensors").is_file()

@@ -22,7 +22,7 @@ from megatron_llama.system.tables import GIB, gib, text_table, wrapped_table
 from megatron_llama.system.wrapping import WIDTH, fill, wrap, wrap_command, wrap_lines
 from megatron_llama.tools.inference import evaluate_cli, evaluation
 from megatron_llama.topology import Grid
-from tests.ranks import check_threads
+from tests.processes import status_of_fork
 
 LINE = "step 3: 5 × 7 → “35”"
 
@@ -57,21 +57,6 @@ def nobody_reads() -> int:
             return writer
 
 
-def in_a_fork(work: Callable[[], None]) -> int:
-    """The exit status of a process that does ``work``."""
-    check_threads()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            work()
-            sys.stdout.flush()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.parametrize("lost", [broken_pipe, closed_terminal, full_disk, nobody_reads, None])
 @pytest.mark.parametrize("number", [1, 2])
 def test_what_is_lost_goes_to_a_file(
@@ -96,7 +81,7 @@ def test_what_is_lost_goes_to_a_file(
             os.write(number, b"from C\n")
             file.write("data")
 
-    assert in_a_fork(work) == 0
+    assert status_of_fork(work) == 0
     text = (tmp_path / "run" / output.FILE).read_text()
     assert text.startswith(f"std{'out' if number == 1 else 'err'} is lost: ") and text.count("is lost") == 1
     assert LINE in text and text.endswith("from C\n")
@@ -117,7 +102,7 @@ def test_the_file_may_be_lost_too(tmp_path: Path) -> None:
             print("x" * 10_000)
         warnings.warn("and a warning", stacklevel=1)
 
-    assert in_a_fork(work) == 0
+    assert status_of_fork(work) == 0
 
 
 def test_unbuffered_streams_stay_unbuffered(tmp_path: Path) -> None:
@@ -130,7 +115,7 @@ def test_unbuffered_streams_stay_unbuffered(tmp_path: Path) -> None:
         sys.stdout.write("at once")
         assert (tmp_path / "out").read_text() == "at once"
 
-    assert in_a_fork(work) == 0
+    assert status_of_fork(work) == 0
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
@@ -141,7 +126,7 @@ def test_characters_that_the_encoding_lacks(tmp_path: Path, monkeypatch: pytest.
         output.protect_output()
         print(LINE)
 
-    assert in_a_fork(work) == 0
+    assert status_of_fork(work) == 0
     written = (tmp_path / "out").read_text(encoding=encoding)
     assert written == LINE.encode(encoding, "backslashreplace").decode(encoding) + "\n" and "\\u2192" in written
 

@@ -33,7 +33,6 @@ from megatron_llama.train.sinks import CsvFile, TensorBoardFile, WandbRun, write
 from tests.config.helpers import make, problems_of
 from tests.paths import ROOT
 from tests.processes import run_forked
-from tests.ranks import check_threads
 from tests.train.steps import PEAK, STEPS, log_steps, measured, plan_of
 
 Capture = pytest.CaptureFixture[str]
@@ -56,19 +55,12 @@ def logged_values(record: dict[str, Any]) -> dict[str, Any]:
 
 def on_a_full_disk(work: Callable[[], None], errors: Path, size: int) -> str:
     """Run ``work`` with files limited to ``size`` bytes; return stderr. The exit status must be 0."""
-    check_threads()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
-            sys.stderr = open(2, "w", buffering=1, closefd=False)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0, errors.read_text()
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        work()
+
+    assert run_forked(limited, errors, errors, 100) == 0, errors.read_text()
     return errors.read_text()
 
 

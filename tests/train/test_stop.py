@@ -14,8 +14,7 @@ import pytest
 from megatron_llama.system import command
 from megatron_llama.train import stop
 from tests.checkpoint.runner import SMALL
-from tests.processes import plan_of, run_train_py
-from tests.ranks import check_threads
+from tests.processes import plan_of, run_train_py, status_of_fork
 
 
 @pytest.mark.parametrize(
@@ -37,16 +36,15 @@ def test_a_second_signal(monkeypatch: pytest.MonkeyPatch, job: str | None, secon
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if job is not None:
         monkeypatch.setenv("SLURM_JOB_ID", job)
-    plan = plan_of(1)
-    check_threads()
-    child = os.fork()
-    if child == 0:
-        with stop.StopSignals(plan, reports=False) as signals:
+
+    def work() -> None:
+        with stop.StopSignals(plan_of(1), reports=False) as signals:
             os.kill(os.getpid(), signal.SIGUSR1)
             received = signals.received
             os.kill(os.getpid(), second)
             os._exit(0 if received else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == end
+
+    assert status_of_fork(work) == end
 
 
 WORDS = ["model=llama_2m", "run.dir=my runs/one"]
