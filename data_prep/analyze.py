@@ -42,6 +42,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.lib.job import PrepareProgress, RunOptions, cores
+from data_prep.lib.pool import start_worker
 from megatron_llama.config.data_settings import MASK_SUFFIX
 from megatron_llama.corpus.difficulty_index import MANIFEST, documents_of, index_folder, read_unit, unit_count
 from megatron_llama.corpus.indexed_format import IndexedDataset, dataset_facts, same_dataset
@@ -56,7 +57,7 @@ from megatron_llama.system.files import (
     write_atomically,
 )
 from megatron_llama.system.programs import name_commands
-from megatron_llama.system.signals import exit_with_parent, handle_signals
+from megatron_llama.system.signals import handle_signals
 
 RARITY, LENGTH = "vocab_rarity", "length"
 SHARD_TOKENS = 1 << 22
@@ -297,19 +298,13 @@ def _results(
         yield from (work(analysis, shard) for shard in shards)
         return
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(min(workers, len(shards)), context, _start_worker, (os.getpid(),))
+    pool = ProcessPoolExecutor(min(workers, len(shards)), context, start_worker, (os.getpid(),))
     try:
         yield from pool.map(partial(work, analysis), shards)
     except BrokenProcessPool:
         raise MachineError("a worker was killed. Finished shards are saved: rerun the same command to resume") from None
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _start_worker(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C for the process group
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    exit_with_parent(parent)
 
 
 def _stop(number: int, frame: object) -> None:

@@ -39,7 +39,7 @@ from data_prep.lib.download import (
     write_conf,
 )
 from data_prep.lib.input_files import find_sources
-from data_prep.lib.job import RunOptions, cores
+from data_prep.lib.job import RunOptions, add_bad_line_flag, cores
 from data_prep.lib.next_command import blend_words, new_model_words, next_command
 from data_prep.lib.sets import TextOptions, make_text_set
 from megatron_llama.config.data_settings import strip_compression
@@ -87,12 +87,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="RULE",
         help="V2 only: keep documents that satisfy all rules, such as rps_doc_word_count>=50",
     )
-    prepare.add_argument(
-        "--on-bad-line",
-        choices=["error", "skip"],
-        default="error",
-        help="stop at a bad line, or skip it (default error)",
-    )
+    add_bad_line_flag(prepare)
     prepare.add_argument("--workers", type=int, default=cores(), help="processes (default: one per core)")
     prepare.add_argument("--overwrite", action="store_true", help="replace datasets written with other options")
     prepare.add_argument(

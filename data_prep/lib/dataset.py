@@ -41,23 +41,6 @@ MANIFEST_FORMAT = 1
 WORTH_KEEPING_SECONDS = 60.0
 
 
-def identity(job: PrepareJob, encoder: Encoder) -> dict[str, Any]:
-    """Return the options that determine the output, including the order of the inputs."""
-    files = [[os.path.abspath(source.path), source.size, source.mtime_ns, source.is_text] for source in job.sources]
-    return {
-        "format": MANIFEST_FORMAT,
-        "input": [os.path.abspath(source.path) for source in job.sources][:100],
-        "input_state": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
-        "json_keys": list(job.keys),
-        "tokenizer_library": encoder.tokenizer.library,
-        "tokenizer_sha256": encoder.tokenizer.sha256,
-        "append_eod": job.append_eod,
-        **({"prepend_bos": True} if job.prepend_bos else {}),  # older versions did not write it
-        "max_line_bytes": job.max_line,
-        **({} if job.chat is None else job.chat.options),
-    }
-
-
 def make_dataset(
     job: PrepareJob, options: RunOptions, encoder: Encoder, report: Callable[[str], None]
 ) -> dict[str, Any] | None:
@@ -69,261 +52,255 @@ def make_dataset(
     Raises:
         UserError, MachineError, Stopped: No file has its final name then.
     """
-    expected, names = identity(job, encoder), job.names(options.output_prefix)
+    preparation = _Preparation(job, options, encoder, report)
     if options.part is not None:
-        return _encode_part(job, options, encoder, PreparePart.parse(options.part), report)
-    finished = _find_output(names, options, expected, report)
-    if finished is not None:
-        return finished
-    workspace = Workspace(_work_folder(options, names), names)
-    run = EncodingRun(job, options, encoder, workspace, _open_ledger(workspace, expected, options, report))
-    _encode(run, report)
-    manifest = _write_datasets(job, options, encoder, encoder.name, workspace, run.ledger)
-    report("\n".join([*summarize_run(job, options, run.ledger), run.speed()]))
-    return manifest
+        return preparation.encode_part(PreparePart.parse(options.part))
+    return preparation.encode_all()
 
 
-def _encode(run: EncodingRun, report: Callable[[str], None]) -> None:
-    """Encode a run's input range; on failure, keep or remove the work folder."""
-    workspace = run.workspace
-    try:
-        run.encode()
-    except EncoderMismatch:
-        workspace.remove()
-        raise
-    except UserError:
-        # Long work is saved for a run with --on-bad-line skip.
-        if run.seconds_worth < WORTH_KEEPING_SECONDS:
-            workspace.remove()
-        else:
-            workspace.checkpoint(run.ledger, seconds=run.seconds_worth)
-            report(f"the {run.ledger.documents_read:,} documents before it are saved in {workspace.folder}")
-        raise
+class _Preparation:
+    """Preparation of the datasets of one command."""
 
+    def __init__(self, job: PrepareJob, options: RunOptions, encoder: Encoder, report: Callable[[str], None]) -> None:
+        self.job, self.options, self.encoder, self.report = job, options, encoder, report
+        self.names = job.names(options.output_prefix)
+        self.identity = self._identity()
+        """Options that determine the output, including the order of the inputs."""
+        self.work_folder = options.folder / f".{'+'.join(self.names)}.partial"
 
-def _encode_part(
-    job: PrepareJob, options: RunOptions, encoder: Encoder, part: PreparePart, report: Callable[[str], None]
-) -> dict[str, Any] | None:
-    """Encode one part of the input; join all parts if it is the last."""
-    expected, names = identity(job, encoder), job.names(options.output_prefix)
-    if any(source.stored_at for source in job.sources):
-        raise UserError("--part: every part reads the input, and a pipe can be read only once. Write a file to --input")
-    finished_before = finished_part(part, options.folder, names)
-    try:
-        finished = _find_output(names, options, expected, report)
-    except Locked:
-        if finished_before is None:
-            raise
-        report(f"part {part} is done; another process is joining the parts")
-        return None
-    if finished is not None:
-        remove_parts(options.folder, names)
-        return finished
-    cuts = split_input(job.sources, part.count)
-    if finished_before is None or finished_before.identity != expected:
+    def _identity(self) -> dict[str, Any]:
+        job, tokenizer = self.job, self.encoder.tokenizer
+        files = [[os.path.abspath(source.path), source.size, source.mtime_ns, source.is_text] for source in job.sources]
+        return {
+            "format": MANIFEST_FORMAT,
+            "input": [os.path.abspath(source.path) for source in job.sources][:100],
+            "input_state": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
+            "json_keys": list(job.keys),
+            "tokenizer_library": tokenizer.library,
+            "tokenizer_sha256": tokenizer.sha256,
+            "append_eod": job.append_eod,
+            **({"prepend_bos": True} if job.prepend_bos else {}),  # older versions did not write it
+            "max_line_bytes": job.max_line,
+            **({} if job.chat is None else job.chat.options),
+        }
+
+    def encode_all(self) -> dict[str, Any]:
+        """Encode the whole input; return the manifest of the first dataset."""
+        finished = self._find_output()
+        if finished is not None:
+            return finished
+        workspace = Workspace(self.work_folder, self.names)
+        run = self._encode(workspace, self._open_ledger(workspace, self.identity))
+        manifest = self._write_datasets(self.encoder.name, workspace, run.ledger)
+        self.report("\n".join([*summarize_run(self.job, self.options, run.ledger), run.speed()]))
+        return manifest
+
+    def encode_part(self, part: PreparePart) -> dict[str, Any] | None:
+        """Encode one part of the input; join all parts if it is the last."""
+        folder, names, sources = self.options.folder, self.names, self.job.sources
+        if any(source.stored_at for source in sources):
+            raise UserError(
+                "--part: every part reads the input, and a pipe can be read only once. Write a file to --input"
+            )
+        finished_before = finished_part(part, folder, names)
         try:
-            workspace = Workspace(part.folder(options.folder, names), names)
-        except Locked as error:  # A lost node's lock expires: not an error of the user.
-            raise MachineError(f"part {part}: {error}") from None
-        cut = cuts[part.number - 1]
-        ledger = _open_ledger(workspace, {**expected, "part": str(part)}, options, report, cut.begin)
-        run = EncodingRun(job, options, encoder, workspace, ledger, cut)
-        _encode(run, report)
-        workspace.checkpoint(run.ledger, part_done=True, encoder=encoder.name)
-        workspace.close()
-        workspace.unlock()
-        report(f"part {part}: {run.ledger.documents_read:,} documents, {run.ledger.tokens:,} tokens\n{run.speed()}")
-    else:
-        report(f"part {part}: already complete")
-    done = [
-        finished_part(PreparePart(number, part.count), options.folder, names) for number in range(1, part.count + 1)
-    ]
-    missing = [number for number, one in enumerate(done, start=1) if one is None]
-    if missing:
-        finished = _find_output(names, options, expected, report)  # another process may have joined them
-        if finished is None:
-            report(f"unfinished parts of {part.count}: {format_numbers(missing)}")
+            finished = self._find_output()
+        except Locked:
+            if finished_before is None:
+                raise
+            self.report(f"part {part} is done; another process is joining the parts")
+            return None
+        if finished is not None:
+            remove_parts(folder, names)
+            return finished
+        cuts = split_input(sources, part.count)
+        if finished_before is None or finished_before.identity != self.identity:
+            try:
+                workspace = Workspace(part.folder(folder, names), names)
+            except Locked as error:  # A lost node's lock expires: not an error of the user.
+                raise MachineError(f"part {part}: {error}") from None
+            cut = cuts[part.number - 1]
+            ledger = self._open_ledger(workspace, {**self.identity, "part": str(part)}, cut.begin)
+            run = self._encode(workspace, ledger, cut)
+            workspace.checkpoint(ledger, part_done=True, encoder=self.encoder.name)
+            workspace.close()
+            workspace.unlock()
+            self.report(f"part {part}: {ledger.documents_read:,} documents, {ledger.tokens:,} tokens\n{run.speed()}")
+        else:
+            self.report(f"part {part}: already complete")
+        done = [finished_part(PreparePart(number, part.count), folder, names) for number in range(1, part.count + 1)]
+        missing = [number for number, one in enumerate(done, start=1) if one is None]
+        if missing:
+            finished = self._find_output()  # another process may have joined them
+            if finished is None:
+                self.report(f"unfinished parts of {part.count}: {format_numbers(missing)}")
+            return finished
+        return self._join_parts([one for one in done if one is not None], cuts)
+
+    def _encode(self, workspace: Workspace, ledger: Ledger, cut: InputRange | None = None) -> EncodingRun:
+        """Encode an input range; on failure, keep or remove the work folder."""
+        run = EncodingRun(self.job, self.options, self.encoder, workspace, ledger, cut)
+        try:
+            run.encode()
+        except EncoderMismatch:
+            workspace.remove()
+            raise
+        except UserError:
+            # Long work is saved for a run with --on-bad-line skip.
+            if run.seconds_worth < WORTH_KEEPING_SECONDS:
+                workspace.remove()
+            else:
+                workspace.checkpoint(ledger, seconds=run.seconds_worth)
+                self.report(f"the {ledger.documents_read:,} documents before it are saved in {workspace.folder}")
+            raise
+        return run
+
+    def _join_parts(self, parts: Sequence[FinishedPart], cuts: Sequence[InputRange]) -> dict[str, Any] | None:
+        """Join all parts into one dataset."""
+        for one in parts:
+            if different := describe_differences(one.identity, self.identity):
+                raise UserError(
+                    f"part {one.part} has other options: {'; '.join(different)}. Rerun it with --part {one.part}"
+                )
+            if one.ledger.skipped and self.options.on_bad_line == "error":
+                raise UserError(f"part {one.part} skipped bad lines: write --on-bad-line skip")
+        try:
+            workspace = Workspace(self.work_folder, self.names)
+        except Locked:
+            self.report("all parts are done; another process is joining them")
+            return None
+        if not parts[0].folder.exists():  # another process has joined them
+            workspace.remove()
+            return self._read_output()
+        workspace.begin(self.identity)
+        ledger = join_parts(parts, workspace, self.job.sources, cuts)
+        encoders = ", ".join(sorted({str(one.checkpoint["encoder"]) for one in parts}))
+        manifest = self._write_datasets(encoders, workspace, ledger)
+        remove_parts(self.options.folder, self.names)
+        self.report("\n".join([f"joined {len(parts)} parts", *summarize_run(self.job, self.options, ledger)]))
+        return manifest
+
+    def _write_datasets(self, encoder_name: str, workspace: Workspace, ledger: Ledger) -> dict[str, Any]:
+        """Publish the work folder's datasets. Raises UserError if they are empty."""
+        job = self.job
+        if not (ledger.documents_read or self.options.allow_empty or job.chat is not None):
+            workspace.remove()
+            files = "the input file is" if len(job.sources) == 1 else f"all {len(job.sources):,} input files are"
+            raise UserError(f"no documents: {files} empty. Write --allow-empty to accept an empty dataset")
+        if job.chat is not None and not ledger.keys[0].written:
+            workspace.remove()
+            counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(ledger.skipped.items()))
+            hint = "rerun without --on-bad-line skip to see the first one"
+            why = f"all records are bad ({counts}); {hint}" if counts else "the input has no records"
+            raise UserError(f"{self.options.output_prefix}: no examples: {why}")
+        dtypes = [token_dtype(self.encoder.tokenizer.size)] * len(self.names)
+        if job.chat is not None:
+            dtypes[1] = np.dtype(MASK_DTYPE)
+        manifests = [self._manifest(encoder_name, ledger, key, str(dtype)) for key, dtype in enumerate(dtypes)]
+        write_outputs(workspace, dtypes, manifests, ledger)
+        workspace.remove()
+        return manifests[0]
+
+    def _find_output(self) -> dict[str, Any] | None:
+        """Return the manifest if an earlier run finished this output, or finish its publication."""
+        begun_by = self._finish_publishing()
+        finished = None if self.options.overwrite and begun_by != self.identity else self._read_output()
+        if finished is not None:
+            self.report(f"{self.options.output_prefix}: already complete, nothing to do")
         return finished
-    return _join_parts([one for one in done if one is not None], job, options, encoder, cuts, report)
 
+    def _read_output(self) -> dict[str, Any] | None:
+        """Return the manifest of a complete output with the same options, or None.
 
-def _join_parts(
-    parts: Sequence[FinishedPart],
-    job: PrepareJob,
-    options: RunOptions,
-    encoder: Encoder,
-    cuts: Sequence[InputRange],
-    report: Callable[[str], None],
-) -> dict[str, Any] | None:
-    """Join all parts into one dataset."""
-    expected, names = identity(job, encoder), job.names(options.output_prefix)
-    for one in parts:
-        if different := describe_differences(one.identity, expected):
+        Raises UserError for other options.
+        """
+        options = self.options
+        manifest = read_finished(options.folder, self.names)
+        if manifest is None:
+            return None
+        different = describe_differences(manifest.get("options", {}), self.identity)
+        if manifest["documents_skipped"] and options.on_bad_line == "error":
+            different.append(f"it skipped {manifest['documents_skipped']} bad lines, and --on-bad-line is error")
+        if different:
             raise UserError(
-                f"part {one.part} has other options: {'; '.join(different)}. Rerun it with --part {one.part}"
+                f"{options.output_prefix} was written with other options: {'; '.join(different)}. "
+                "Write another --output-prefix, or --overwrite"
             )
-        if one.ledger.skipped and options.on_bad_line == "error":
-            raise UserError(f"part {one.part} skipped bad lines: write --on-bad-line skip")
-    try:
-        workspace = Workspace(_work_folder(options, names), names)
-    except Locked:
-        report("all parts are done; another process is joining them")
+        return manifest
+
+    def _finish_publishing(self) -> dict[str, Any] | None:
+        """Finish a run that was killed while its files got their final names; return its options."""
+        if not self.work_folder.is_dir():
+            return None
+        workspace = Workspace(self.work_folder, self.names)
+        begun, checkpoints = workspace.read_journal()
+        if checkpoints and checkpoints[-1].get("publish"):
+            publish(workspace.folder, self.options.folder, self.names)
+            workspace.remove()
+            self.report(f"{self.options.output_prefix}: finished renaming the files of an earlier run")
+            return begun
+        if begun is None:
+            workspace.remove()  # a run was killed while it created or removed the folder
+        else:
+            workspace.unlock()
         return None
-    if not parts[0].folder.exists():  # another process has joined them
-        workspace.remove()
-        return _read_output(names, options, expected)
-    workspace.begin(expected)
-    ledger = join_parts(parts, workspace, job.sources, cuts)
-    encoders = ", ".join(sorted({str(one.checkpoint["encoder"]) for one in parts}))
-    manifest = _write_datasets(job, options, encoder, encoders, workspace, ledger)
-    remove_parts(options.folder, names)
-    report("\n".join([f"joined {len(parts)} parts", *summarize_run(job, options, ledger)]))
-    return manifest
 
+    def _open_ledger(self, workspace: Workspace, expected: dict[str, Any], begin: BlockPosition = START) -> Ledger:
+        """Resume an unfinished run with the options ``expected``, or start a new one at ``begin``."""
+        begun, checkpoints = workspace.read_journal()
+        different = describe_differences(begun, expected) if begun is not None else []
+        if different and not self.options.overwrite:
+            same_but_for_content = begun is not None and {**begun, "input_state": ""} == {**expected, "input_state": ""}
+            if not same_but_for_content:
+                raise UserError(
+                    f"{workspace.folder} has an unfinished run with other options: {'; '.join(different)}. "
+                    "Rerun with its options, remove the folder, or write --overwrite to start over"
+                )
+            self.report("input files changed since the unfinished run: starting over")
+        elif begun is not None and checkpoints and not different:
+            if checkpoints[-1]["ledger"]["skipped"] and self.options.on_bad_line == "error":
+                raise UserError(
+                    f"the unfinished run in {workspace.folder} skipped bad lines: write --on-bad-line skip to resume"
+                )
+            ledger = workspace.resume(expected, checkpoints[-1])
+            if ledger is not None:
+                self.report(f"resuming after {ledger.documents_read:,} documents of an unfinished run")
+                return ledger
+            self.report("files of the unfinished run are damaged: starting over")
+        workspace.begin(expected)
+        return Ledger([KeyCounts() for _ in workspace.names], begin)
 
-def _write_datasets(
-    job: PrepareJob, options: RunOptions, encoder: Encoder, encoder_name: str, workspace: Workspace, ledger: Ledger
-) -> dict[str, Any]:
-    """Publish the work folder's datasets. Raises UserError if they are empty."""
-    if not (ledger.documents_read or options.allow_empty or job.chat is not None):
-        workspace.remove()
-        files = "the input file is" if len(job.sources) == 1 else f"all {len(job.sources):,} input files are"
-        raise UserError(f"no documents: {files} empty. Write --allow-empty to accept an empty dataset")
-    if job.chat is not None and not ledger.keys[0].written:
-        workspace.remove()
-        counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(ledger.skipped.items()))
-        hint = "rerun without --on-bad-line skip to see the first one"
-        why = f"all records are bad ({counts}); {hint}" if counts else "the input has no records"
-        raise UserError(f"{options.output_prefix}: no examples: {why}")
-    dtypes = [token_dtype(encoder.tokenizer.size)] * len(workspace.names)
-    if job.chat is not None:
-        dtypes[1] = np.dtype(MASK_DTYPE)
-    encoder_and_name = (encoder, encoder_name)
-    manifests = [
-        _manifest(job, encoder_and_name, workspace.names, ledger, key, str(dtype)) for key, dtype in enumerate(dtypes)
-    ]
-    write_outputs(workspace, dtypes, manifests, ledger)
-    workspace.remove()
-    return manifests[0]
-
-
-def _work_folder(options: RunOptions, names: Sequence[str]) -> Path:
-    return options.folder / f".{'+'.join(names)}.partial"
-
-
-def _find_output(
-    names: list[str], options: RunOptions, expected: dict[str, Any], report: Callable[[str], None]
-) -> dict[str, Any] | None:
-    """Return the manifest if an earlier run finished this output, or finish its publication."""
-    begun_by = _finish_publishing(_work_folder(options, names), names, options, report)
-    finished = None if options.overwrite and begun_by != expected else _read_output(names, options, expected)
-    if finished is not None:
-        report(f"{options.output_prefix}: already complete, nothing to do")
-    return finished
-
-
-def _read_output(names: list[str], options: RunOptions, expected: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the manifest of a complete output with the same options, or None. Raises UserError for other options."""
-    manifest = read_finished(options.folder, names)
-    if manifest is None:
-        return None
-    different = describe_differences(manifest.get("options", {}), expected)
-    if manifest["documents_skipped"] and options.on_bad_line == "error":
-        different.append(f"it skipped {manifest['documents_skipped']} bad lines, and --on-bad-line is error")
-    if different:
-        raise UserError(
-            f"{options.output_prefix} was written with other options: {'; '.join(different)}. "
-            "Write another --output-prefix, or --overwrite"
-        )
-    return manifest
-
-
-def _finish_publishing(
-    folder: Path, names: list[str], options: RunOptions, report: Callable[[str], None]
-) -> dict[str, Any] | None:
-    """Finish a run that was killed while its files got their final names; return its options."""
-    if not folder.is_dir():
-        return None
-    workspace = Workspace(folder, names)
-    begun, checkpoints = workspace.read_journal()
-    if checkpoints and checkpoints[-1].get("publish"):
-        publish(workspace.folder, options.folder, names)
-        workspace.remove()
-        report(f"{options.output_prefix}: finished renaming the files of an earlier run")
-        return begun
-    if begun is None:
-        workspace.remove()  # a run was killed while it created or removed the folder
-    else:
-        workspace.unlock()
-    return None
-
-
-def _open_ledger(
-    workspace: Workspace,
-    expected: dict[str, Any],
-    options: RunOptions,
-    report: Callable[[str], None],
-    begin: BlockPosition = START,
-) -> Ledger:
-    """Resume an unfinished run, or start a new one at ``begin``."""
-    begun, checkpoints = workspace.read_journal()
-    different = describe_differences(begun, expected) if begun is not None else []
-    if different and not options.overwrite:
-        same_but_for_content = begun is not None and {**begun, "input_state": ""} == {**expected, "input_state": ""}
-        if not same_but_for_content:
-            raise UserError(
-                f"{workspace.folder} has an unfinished run with other options: {'; '.join(different)}. "
-                "Rerun with its options, remove the folder, or write --overwrite to start over"
-            )
-        report("input files changed since the unfinished run: starting over")
-    elif begun is not None and checkpoints and not different:
-        if checkpoints[-1]["ledger"]["skipped"] and options.on_bad_line == "error":
-            raise UserError(
-                f"the unfinished run in {workspace.folder} skipped bad lines: write --on-bad-line skip to resume"
-            )
-        ledger = workspace.resume(expected, checkpoints[-1])
-        if ledger is not None:
-            report(f"resuming after {ledger.documents_read:,} documents of an unfinished run")
-            return ledger
-        report("files of the unfinished run are damaged: starting over")
-    workspace.begin(expected)
-    return Ledger([KeyCounts() for _ in workspace.names], begin)
-
-
-def _manifest(
-    job: PrepareJob, encoder_and_name: tuple[Encoder, str], names: list[str], ledger: Ledger, key: int, dtype: str
-) -> dict[str, Any]:
-    """Return an output's manifest, which does not depend on time, machine or number of workers."""
-    encoder, encoder_name = encoder_and_name
-    counts = ledger.keys[key]
-    manifest = {
-        "documents_read": ledger.documents_read,
-        "documents_written": counts.written,
-        "documents_empty": counts.empty,
-        "documents_skipped": ledger.documents_skipped,
-        "skipped": dict(sorted(ledger.skipped.items())),
-        "tokens": counts.tokens,
-        "text_bytes": ledger.text_bytes,
-        "json_key": job.keys[key],
-        "dtype": dtype,
-        "tokenizer": os.path.abspath(encoder.tokenizer.path),
-        "tokenizer_sha256": encoder.tokenizer.sha256,
-        "vocab_size": encoder.tokenizer.size,
-        "eod": encoder.tokenizer.end if job.append_eod else None,
-        **({"bos": encoder.tokenizer.bos} if job.prepend_bos else {}),
-        "encoder": encoder_name,
-        "options": identity(job, encoder),
-        "files_found": len(job.sources) + len(job.not_taken),
-        "files_taken": len(job.sources),
-        "files_not_taken": {os.path.abspath(path): reason for path, reason in job.not_taken.items()},
-        "sources": [{"path": os.path.abspath(s.path), "bytes": s.size} for s in job.sources],
-        "quarantine": quarantine_file(Path(), names).name if ledger.skipped else None,
-    }
-    if job.chat is not None:
-        manifest |= {"tokens_with_loss": ledger.learned, "seq_length": job.chat.max_tokens - 1}
-    if job.chat is not None or ledger.notes:
-        manifest["changed"] = dict(sorted(ledger.notes.items()))
-    return manifest
+    def _manifest(self, encoder_name: str, ledger: Ledger, key: int, dtype: str) -> dict[str, Any]:
+        """Return an output's manifest, which does not depend on time, machine or number of workers."""
+        job, tokenizer, counts = self.job, self.encoder.tokenizer, ledger.keys[key]
+        manifest = {
+            "documents_read": ledger.documents_read,
+            "documents_written": counts.written,
+            "documents_empty": counts.empty,
+            "documents_skipped": ledger.documents_skipped,
+            "skipped": dict(sorted(ledger.skipped.items())),
+            "tokens": counts.tokens,
+            "text_bytes": ledger.text_bytes,
+            "json_key": job.keys[key],
+            "dtype": dtype,
+            "tokenizer": os.path.abspath(tokenizer.path),
+            "tokenizer_sha256": tokenizer.sha256,
+            "vocab_size": tokenizer.size,
+            "eod": tokenizer.end if job.append_eod else None,
+            **({"bos": tokenizer.bos} if job.prepend_bos else {}),
+            "encoder": encoder_name,
+            "options": self.identity,
+            "files_found": len(job.sources) + len(job.not_taken),
+            "files_taken": len(job.sources),
+            "files_not_taken": {os.path.abspath(path): reason for path, reason in job.not_taken.items()},
+            "sources": [{"path": os.path.abspath(s.path), "bytes": s.size} for s in job.sources],
+            "quarantine": quarantine_file(Path(), self.names).name if ledger.skipped else None,
+        }
+        if job.chat is not None:
+            manifest |= {"tokens_with_loss": ledger.learned, "seq_length": job.chat.max_tokens - 1}
+        if job.chat is not None or ledger.notes:
+            manifest["changed"] = dict(sorted(ledger.notes.items()))
+        return manifest
 
 
 # Verification of an indexed dataset: every length, pointer, index, token id and hash.

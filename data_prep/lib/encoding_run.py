@@ -37,7 +37,7 @@ from data_prep.lib.job import BlockResult, PrepareJob, PrepareProgress, RunOptio
 from data_prep.lib.parquet_csv import part_sizes
 from data_prep.lib.pool import Pool
 from data_prep.lib.sources import Source
-from data_prep.lib.workspace import QUARANTINE, KeyCounts, Ledger, Workspace, read_journal
+from data_prep.lib.workspace import QUARANTINE, KeyCounts, Ledger, Workspace, read_journal, read_prefix
 from megatron_llama.config.data_settings import is_table
 from megatron_llama.corpus.indexed_format import write_index
 from megatron_llama.system.errors import MachineError, Stopped, UserError
@@ -184,9 +184,6 @@ def summarize_run(job: PrepareJob, options: RunOptions, ledger: Ledger) -> list[
 # folder next to the output, ``.<name>.parts/K-of-N``, and resumes from it. No process waits for another one.
 
 
-READ_BYTES = 1 << 20
-
-
 @dataclass(frozen=True)
 class PreparePart:
     """Part ``number`` (from 1) of ``count``."""
@@ -305,13 +302,11 @@ def join_parts(
 
 def _checked(one: FinishedPart, name: str) -> Iterator[bytes]:
     """Yield a part's file in chunks; compare its hash with the journal."""
-    digest, left = hashlib.sha256(), one.checkpoint["sizes"][name]
-    with contextlib.suppress(FileNotFoundError), open(one.folder / name, "rb") as file:
-        while left and (chunk := file.read(min(left, READ_BYTES))):
-            left -= len(chunk)
-            digest.update(chunk)
-            yield chunk
-    if left or digest.hexdigest() != one.checkpoint["sha256"][name]:
+    digest = hashlib.sha256()
+    for chunk in read_prefix(one.folder / name, one.checkpoint["sizes"][name]):
+        digest.update(chunk)
+        yield chunk
+    if digest.hexdigest() != one.checkpoint["sha256"][name]:
         shutil.rmtree(one.folder, ignore_errors=True)
         raise MachineError(
             f"{name} of part {one.part} is damaged, so the part was removed: rerun with --part {one.part}"

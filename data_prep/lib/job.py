@@ -99,14 +99,15 @@ def collect(problems: list[str], make: Callable[[], T]) -> T | None:
         return None
 
 
+def add_bad_line_flag(parser: argparse._ActionsContainer) -> None:
+    """Add ``RunOptions.on_bad_line``."""
+    choices, text = ["error", "skip"], "stop at a bad line, or skip it (default error)"
+    parser.add_argument("--on-bad-line", choices=choices, default="error", help=text)
+
+
 def add_run_flags(data: argparse._ArgumentGroup, output: argparse._ArgumentGroup, writes: str) -> None:
     """Add the flags that preprocess.py and sft.py share; ``writes`` names the output files for the help."""
-    data.add_argument(
-        "--on-bad-line",
-        choices=["error", "skip"],
-        default="error",
-        help="stop at a bad line, or skip it (default error)",
-    )
+    add_bad_line_flag(data)
     data.add_argument(
         "--max-line-mib",
         type=float,

@@ -36,11 +36,11 @@ class Pool:
         self.slots = encoder.slots
         self.window = WINDOW_PER_WORKER * workers
         self.executor = ProcessPoolExecutor(
-            workers, multiprocessing.get_context("fork"), initializer=_start_worker, initargs=(encoder, os.getpid())
+            workers, multiprocessing.get_context("fork"), initializer=_start_encoder, initargs=(encoder, os.getpid())
         )
         # The first call forks all workers, while no other thread runs.
         before = set(multiprocessing.active_children())
-        # The executor stops workers with SIGTERM. A worker that has not reached _start_worker would run the parent's
+        # The executor stops workers with SIGTERM. A worker that has not reached start_worker would run the parent's
         # handler and could then deadlock on a lock of a killed worker, so SIGTERM is blocked until then.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
@@ -142,13 +142,18 @@ _encoder: BlockEncoder[Any]
 """Encoder of this worker, inherited by fork."""
 
 
-def _start_worker(encoder: BlockEncoder[Any], parent: int) -> None:
-    global _encoder
-    _encoder = encoder
+def start_worker(parent: int) -> None:
+    """Let a forked worker end with its parent, and only by its parent's signals."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C for the process group
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     exit_with_parent(parent)
+
+
+def _start_encoder(encoder: BlockEncoder[Any], parent: int) -> None:
+    global _encoder
+    _encoder = encoder
+    start_worker(parent)
 
 
 def _encode(block: TextBlock) -> BlockResult:

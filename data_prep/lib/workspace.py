@@ -13,7 +13,8 @@ import json
 import os
 import shutil
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from megatron_llama.system.files import try_lock, unlock, write_atomically
 
 JOURNAL = "journal.jsonl"
 QUARANTINE = "quarantine.jsonl"
+READ_BYTES = 1 << 20
 
 
 class Locked(UserError):
@@ -65,26 +67,21 @@ class Workspace:
 
     def resume(self, identity: dict[str, Any], checkpoint: dict[str, Any]) -> Ledger | None:
         """Truncate the files to a checkpoint; return None if they differ from it, e.g. after a power failure."""
-        for name in self._data_files:
-            if self._hash_prefix(name, checkpoint["sizes"][name]) != checkpoint["sha256"][name]:
-                self._hashes.clear()
-                return None
+        if not all(self._matches(name, checkpoint) for name in self._data_files):
+            self._hashes.clear()
+            return None
         for name in self._data_files:
             os.truncate(self.folder / name, checkpoint["sizes"][name])
         self._write_journal([{"identity": identity}, checkpoint])
         self._open_files("ab")
         return Ledger.from_json(checkpoint["ledger"])
 
-    def _hash_prefix(self, name: str, size: int) -> str | None:
-        digest = hashlib.sha256()
-        remaining = size
-        with contextlib.suppress(FileNotFoundError), open(self.folder / name, "rb") as file:
-            while remaining and (chunk := file.read(min(remaining, 1 << 20))):
-                digest.update(chunk)
-                remaining -= len(chunk)
-            self._hashes[name] = digest
-            return None if remaining else digest.hexdigest()
-        return None
+    def _matches(self, name: str, checkpoint: dict[str, Any]) -> bool:
+        """Return whether a file begins with the bytes of a checkpoint."""
+        digest = self._hashes[name] = hashlib.sha256()
+        for chunk in read_prefix(self.folder / name, checkpoint["sizes"][name]):
+            digest.update(chunk)
+        return (self.folder / name).exists() and digest.hexdigest() == checkpoint["sha256"][name]
 
     def _write_journal(self, entries: list[dict[str, Any]]) -> None:
         lines = "".join(json.dumps(entry) + "\n" for entry in entries)
@@ -164,6 +161,14 @@ def read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[dict[str, An
     return (entries[0]["identity"], entries[1:]) if entries else (None, [])
 
 
+def read_prefix(path: Path, size: int) -> Iterator[bytes]:
+    """Yield the first ``size`` bytes of a file in chunks; fewer if it is shorter or missing."""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        while size and (chunk := file.read(min(size, READ_BYTES))):
+            size -= len(chunk)
+            yield chunk
+
+
 def _close(file: Callable[[], IO[bytes] | None]) -> None:
     """Close a lock in a worker, which would hold it after its parent was killed."""
     if (lock := file()) is not None:
@@ -223,29 +228,22 @@ class Ledger:
         for segment, lines in zip(block.segments, result.lines, strict=True):
             self.line = lines + (self.line if segment.source == self.position.source else 0)
             self.position = BlockPosition(segment.source, segment.end)
-        self.documents_read += result.documents_read
-        self.text_bytes += result.text_bytes
-        for record in result.bad:
-            self.skipped[record.reason] = self.skipped.get(record.reason, 0) + 1
-        for note, count in result.notes.items():
-            self.notes[note] = self.notes.get(note, 0) + count
-        self.learned += result.learned
-        for counts, lengths_bytes in zip(self.keys, result.lengths, strict=True):
-            lengths = np.frombuffer(lengths_bytes, dtype="<i4")
+        keys = []
+        for data in result.lengths:
+            lengths = np.frombuffer(data, dtype="<i4")
             filled = int(np.count_nonzero(lengths))
-            counts.written += filled
-            counts.empty += len(lengths) - filled
-            counts.tokens += int(lengths.sum(dtype=np.int64))
-        self.check()
+            keys.append(KeyCounts(filled, len(lengths) - filled, int(lengths.sum(dtype=np.int64))))
+        skipped = Counter(record.reason for record in result.bad)
+        read, size = result.documents_read, result.text_bytes
+        self.add_ledger(Ledger(keys, self.position, self.line, read, size, skipped, result.notes, result.learned))
 
     def add_ledger(self, other: Ledger) -> None:
         """Add the counts of another part of the input; keep position and line."""
         self.documents_read += other.documents_read
         self.text_bytes += other.text_bytes
         self.learned += other.learned
-        for counts_by_name, other_counts in ((self.skipped, other.skipped), (self.notes, other.notes)):
-            for name, count in other_counts.items():
-                counts_by_name[name] = counts_by_name.get(name, 0) + count
+        self.skipped = dict(Counter(self.skipped) + Counter(other.skipped))
+        self.notes = dict(Counter(self.notes) + Counter(other.notes))
         for counts, more in zip(self.keys, other.keys, strict=True):
             counts.written += more.written
             counts.empty += more.empty
