@@ -55,17 +55,9 @@ class Rectangle:
 
     def in_blocks(self, block: int) -> Rectangle:
         """Return the rectangle of the matrix of block scales, with one value per ``block`` values of a row."""
-
-        def cut(shape: Shape) -> Shape:
-            return (shape[0], shape[1] // block)
-
-        return replace(
-            self,
-            global_shape=cut(self.global_shape),
-            offset=cut(self.offset),
-            local_offset=cut(self.local_offset),
-            size=cut(self.size),
-        )
+        shapes = self.global_shape, self.offset, self.local_offset, self.size
+        whole, offset, local_offset, size = ((rows, columns // block) for rows, columns in shapes)
+        return Rectangle(self.name, whole, offset, local_offset, size, self.replica)
 
 
 @dataclass(frozen=True)
@@ -188,15 +180,9 @@ def keep_rows(parts: list[Rectangle], start: int, stop: int) -> list[Rectangle]:
         first = max(start, part.local_offset[0])
         last = min(stop, part.local_offset[0] + part.size[0])
         if first < last:
-            cut = first - part.local_offset[0]
-            selected.append(
-                replace(
-                    part,
-                    offset=(part.offset[0] + cut, *part.offset[1:]),
-                    local_offset=(first - start, *part.local_offset[1:]),
-                    size=(last - first, *part.size[1:]),
-                )
-            )
+            offset = (part.offset[0] + first - part.local_offset[0], *part.offset[1:])
+            local_offset, size = (first - start, *part.local_offset[1:]), (last - first, *part.size[1:])
+            selected.append(replace(part, offset=offset, local_offset=local_offset, size=size))
     return selected
 
 

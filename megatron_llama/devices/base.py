@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +25,17 @@ if TYPE_CHECKING:
     from megatron_llama.config import Config
     from megatron_llama.devices.kernels import Kernels
     from megatron_llama.topology import Topology
+
+
+class LazyModule:
+    """A module that is imported at its first use: a plan needs devices, but no torch."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._name), name)
+
 
 INDUCTOR = "inductor"
 """torch.compile's default backend."""
@@ -148,8 +160,6 @@ class Device(ABC):
 
     def seed(self, seed: int) -> None:
         """Seed torch's generators, including the device's. Called after the process groups are initialized."""
-        import torch
-
         torch.manual_seed(seed)
 
     def kernel_type(self) -> type[Kernels]:
@@ -260,11 +270,6 @@ class Device(ABC):
     def count_compiled_graphs(self, folder: Path) -> int | None:
         """Return the number of compiled graphs under ``folder``. None: use Inductor's counters of cache misses."""
         return None
-
-
-def float8_problem(reason: str) -> Problem:
-    """Return the problem of trainer.float8 on unsupported devices."""
-    return Problem("trainer.float8", None, reason, "write trainer.float8=null")
 
 
 def async_tp_problem(reason: str) -> Problem:

@@ -11,12 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.devices.base import Device, Peak, device_index, numbers_in, package_missing
+from megatron_llama.devices.base import Device, LazyModule, Peak, device_index, numbers_in, package_missing
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_llama.config import Config
+else:
+    torch = LazyModule("torch")
 
 ROOT = Path("/")  # root of the driver's files; tests replace it
 PACKAGE = "habana_frameworks"
@@ -28,8 +30,6 @@ _CARDS = (("GAUDI3", 1835.0, 229.0, 128), ("GAUDI2", 432.0, 0.0, 96))
 
 def torch_device() -> torch.device:
     """Return torch's device, without an index: a process has one card."""
-    import torch
-
     return torch.device("hpu")
 
 
@@ -101,7 +101,6 @@ class Hpu(Device):
 
     def seed(self, seed: int) -> None:
         import habana_frameworks.torch.hpu.random as random  # type: ignore[import-not-found]
-        import torch
 
         torch.manual_seed(seed)
         random.manual_seed_all(seed)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_llama.config import ConfigError, Problem
 
@@ -67,7 +68,7 @@ class ProcessContext:
     master_port: int
     job: str | None
     """Id of the job, if the launcher sets one."""
-    has_store: bool
+    has_store: bool = False
     """Whether the launcher hosts a TCPStore at master_addr:master_port."""
     node: int = 0
     """Index of this machine."""
@@ -110,9 +111,9 @@ def process_context(environ: Mapping[str, str]) -> ProcessContext | None:
         return _from_hosts(environ)
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _from_torchrun(environ)
-    mpirun = next((names for names in (_OPEN_MPI, _HYDRA) if _has_peers(environ, names)), None)
-    if mpirun is not None:
-        return _from_mpirun(environ, mpirun)
+    for names in (_OPEN_MPI, _HYDRA):
+        if set(names[:3]) <= environ.keys() and environ[names[1]] != "1":
+            return _from_mpirun(environ, names)
     if _is_srun_task(environ):
         return _from_srun(environ)
     _reject_unsupported(environ)
@@ -175,14 +176,21 @@ class _Reader:
             rule = f"must be less than {count_name}={count}"
             self.add(name, number, rule, f"launch all ranks with one {self.launcher} command")
 
-    def validate(self, context: ProcessContext) -> ProcessContext:
-        """Return ``context``. Raises ConfigError with all problems."""
-        if not self.problems and not 0 < context.master_port < 2**16:
+    def context(self, ranks: Sequence[int], address: str, port: int, job: str | None, **more: Any) -> ProcessContext:
+        """Return the context of (rank, world size, local rank, local ranks). Raises ConfigError with all problems.
+
+        By default, each machine has as many ranks as this one.
+        """
+        if not self.problems and not 0 < port < 2**16:
             rule = "must be a port number: all ranks connect to it"  # 0 would be a different port on each rank
-            self.add("MASTER_PORT", context.master_port, rule, "set a free port from 1024 to 65535")
+            self.add("MASTER_PORT", port, rule, "set a free port from 1024 to 65535")
         if self.problems:
             raise ConfigError(self.problems)
-        return context
+        rank, world_size, local_rank, local_ranks = ranks
+        here = max(1, local_ranks)
+        more = {"node": rank // here, "nodes": -(-world_size // here), **more}
+        launcher = self.launcher.removeprefix("launch.")
+        return ProcessContext(launcher, rank, local_rank, local_ranks, world_size, address, port, job, **more)
 
 
 def _from_hosts(environ: Mapping[str, str]) -> ProcessContext:
@@ -195,22 +203,9 @@ def _from_hosts(environ: Mapping[str, str]) -> ProcessContext:
     counts = environ.get(SLOTS, "").split(",") if environ.get(SLOTS) else []
     if not all(count.isascii() and count.isdigit() for count in counts):
         read.add(SLOTS, environ[SLOTS], "must be numbers: the launcher sets it", f"unset {SLOTS} and {NODE}")
-    return read.validate(
-        ProcessContext(
-            launcher="hosts",
-            rank=node,
-            local_rank=0,
-            local_ranks=1,
-            world_size=nodes,
-            master_addr=environ.get("MASTER_ADDR", ""),
-            master_port=read.number("MASTER_PORT"),
-            job=environ.get(RUN_ID),
-            has_store=False,
-            node=node,
-            nodes=nodes,
-            slots=tuple(int(count) for count in counts if not read.problems) or None,
-        )
-    )
+    port = read.number("MASTER_PORT")
+    slots = tuple(int(count) for count in counts if not read.problems) or None
+    return read.context((node, nodes, 0, 1), environ.get("MASTER_ADDR", ""), port, environ.get(RUN_ID), slots=slots)
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> ProcessContext:
@@ -227,23 +222,13 @@ def _from_torchrun(environ: Mapping[str, str]) -> ProcessContext:
     read.require_below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_ranks)
     _check_world_size(read, world_size)
     # torchrun's default id is "none".
-    job = environ.get("TORCHELASTIC_RUN_ID", "none")
-    per_machine = max(1, local_ranks)
-    return read.validate(
-        ProcessContext(
-            launcher="torchrun",
-            rank=rank,
-            local_rank=local_rank,
-            local_ranks=local_ranks,
-            world_size=world_size,
-            master_addr=address,
-            master_port=port,
-            job=environ.get("SLURM_JOB_ID") if job == "none" else job,
-            has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            node=read.number("GROUP_RANK", rank // per_machine),
-            nodes=read.number("GROUP_WORLD_SIZE", -(-world_size // per_machine)),
-        )
-    )
+    run_id = environ.get("TORCHELASTIC_RUN_ID", "none")
+    job = environ.get("SLURM_JOB_ID") if run_id == "none" else run_id
+    has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    groups = {"node": "GROUP_RANK", "nodes": "GROUP_WORLD_SIZE"}
+    groups_given = {field: read.number(name) for field, name in groups.items() if environ.get(name)}
+    ranks = rank, world_size, local_rank, local_ranks
+    return read.context(ranks, address, port, job, has_store=has_store, **groups_given)
 
 
 def _check_world_size(read: _Reader, world_size: int) -> None:
@@ -260,12 +245,6 @@ def _check_world_size(read: _Reader, world_size: int) -> None:
             rule = f"is less than {name}={count}"
             read.add("WORLD_SIZE", world_size, rule, "unset RANK and WORLD_SIZE: the launcher sets its own variables")
             return
-
-
-def _has_peers(environ: Mapping[str, str], names: Sequence[str]) -> bool:
-    """Return whether a launcher with these variables started several processes."""
-    rank, size, local_rank = names[:3]
-    return {rank, size, local_rank} <= environ.keys() and environ[size] != "1"
 
 
 def _from_mpirun(environ: Mapping[str, str], names: Sequence[str]) -> ProcessContext:
@@ -290,22 +269,8 @@ def _from_mpirun(environ: Mapping[str, str], names: Sequence[str]) -> ProcessCon
         option = "-x" if names is _OPEN_MPI else "-genv"
         separator = "=" if names is _OPEN_MPI else " "
         read.add_missing("MASTER_ADDR", f"write mpirun {option} MASTER_ADDR{separator}HOST ..., the host of rank 0")
-    per_machine = max(1, local_ranks)
-    return read.validate(
-        ProcessContext(
-            launcher="mpirun",
-            rank=rank,
-            local_rank=local_rank,
-            local_ranks=local_ranks,
-            world_size=world_size,
-            master_addr=address,
-            master_port=read.number("MASTER_PORT", port),
-            job=job,
-            has_store=False,
-            node=rank // per_machine,
-            nodes=-(-world_size // per_machine),
-        )
-    )
+    ranks = rank, world_size, local_rank, local_ranks
+    return read.context(ranks, address, read.number("MASTER_PORT", port), job)
 
 
 def _launcher_pid(rank_variable: str) -> int:
@@ -382,21 +347,9 @@ def _from_srun(environ: Mapping[str, str]) -> ProcessContext:
     read.require_below("SLURM_PROCID", rank, "SLURM_NTASKS", world_size)
     # All tasks of a step derive the same port; steps of a job on one node get different ports.
     port = port_for(_digits(job) * 10, _digits(environ.get("SLURM_STEP_ID")))
-    return read.validate(
-        ProcessContext(
-            launcher="srun",
-            rank=rank,
-            local_rank=local_rank,
-            local_ranks=local_ranks,
-            world_size=world_size,
-            master_addr=address,
-            master_port=read.number("MASTER_PORT", port),
-            job=job,
-            has_store=False,
-            node=node,
-            nodes=nodes or -(-world_size // max(1, local_ranks)),
-        )
-    )
+    more = {"node": node} | ({"nodes": nodes} if nodes else {})
+    ranks = rank, world_size, local_rank, local_ranks
+    return read.context(ranks, address, read.number("MASTER_PORT", port), job, **more)
 
 
 def _digits(text: str | None) -> int:

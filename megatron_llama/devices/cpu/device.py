@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.devices.base import INDUCTOR, Device, Peak
+from megatron_llama.devices.base import INDUCTOR, Device, LazyModule, Peak
 from megatron_llama.devices.processor import best_matmul_rate, processor
 from megatron_llama.system.limits import usable_cores
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from megatron_llama.config import Config
     from megatron_llama.devices.kernels import Kernels
+else:
+    torch = LazyModule("torch")
 
 MOST_THREADS = 1024
 """Limit on OMP_NUM_THREADS: libgomp crashes (SIGSEGV) with tens of thousands of threads."""
@@ -62,8 +64,6 @@ class Cpu(Device):
         return {}  # ``enter`` sets the number of threads, which depends on the ranks of the machine
 
     def enter(self, local_rank: int, local_ranks: int) -> torch.device:
-        import torch
-
         from megatron_llama.devices.cpu.matmul import has_fast_bf16, multiply_in_fp32
         from megatron_llama.devices.cpu.shared_memory import register
 
@@ -91,8 +91,6 @@ class Cpu(Device):
 
         For bf16 both dtypes are measured: a CPU without bf16 instructions multiplies bf16 in fp32.
         """
-        import torch
-
         by_onednn = prefer_onednn()
         dtypes = [torch.float32] if precision == "fp32" else [torch.float32, torch.bfloat16]
         rates = {dtype: best_matmul_rate(_SIZES, dtype) for dtype in dtypes}
@@ -125,8 +123,6 @@ def prefer_onednn() -> bool:
     library. It uses oneDNN if fp32 matmuls *may* be computed in bf16, which oneDNN does with AMX units only. A test
     matmul checks that results stay fp32.
     """
-    import torch
-
     facts = processor()
     flags, amd = facts.get("flags", "").split(), facts.get("vendor_id") == "AuthenticAMD"
     if not amd or "avx512f" not in flags or "amx_bf16" in flags or not torch.backends.mkldnn.is_available():

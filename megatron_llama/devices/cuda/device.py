@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.arch.pattern import Pattern, fits_varlen
-from megatron_llama.config import ConfigError
-from megatron_llama.devices.base import INDUCTOR, Device, Peak, async_tp_problem, device_index, float8_problem
+from megatron_llama.config import ConfigError, Problem
+from megatron_llama.devices.base import INDUCTOR, Device, LazyModule, Peak, async_tp_problem, device_index
 from megatron_llama.devices.cuda import flash_attention_3, flight_recorder
 from megatron_llama.devices.cuda.host import compiler_missing, find_product
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from megatron_llama.config import Config
     from megatron_llama.devices.kernels import Kernels
+else:
+    torch = LazyModule("torch")
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables of torch's allocator: the name since torch 2.9, and the older name, which still works."""
@@ -80,8 +82,6 @@ class Cuda(Device):
     def probe(self) -> str | None:
         if not _driver_present():
             return "this machine has no NVIDIA driver"
-        import torch
-
         if torch.version.cuda is None:
             return f"torch {torch.__version__} was built without CUDA"
         if not torch.cuda.is_available():
@@ -113,13 +113,9 @@ class Cuda(Device):
         return compiler_missing()
 
     def count(self) -> int:
-        import torch
-
         return torch.cuda.device_count()
 
     def memory_bytes(self) -> int:
-        import torch
-
         return torch.cuda.get_device_properties(0).total_memory
 
     def hardware(self) -> dict[str, str]:
@@ -137,8 +133,6 @@ class Cuda(Device):
         return facts
 
     def libraries(self) -> dict[str, str]:
-        import torch
-
         versions = {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
         if torch.distributed.is_nccl_available():
             versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -165,8 +159,6 @@ class Cuda(Device):
         return variables
 
     def enter(self, local_rank: int, local_ranks: int) -> torch.device:
-        import torch
-
         index = device_index(self.name, local_rank, torch.cuda.device_count())
         torch.cuda.set_device(index)
         from megatron_llama.devices.cuda import transformer_engine
@@ -194,8 +186,6 @@ class Cuda(Device):
         return flight_recorder
 
     def peak_flops(self, precision: str) -> Peak:
-        import torch
-
         model = torch.cuda.get_device_name()
         product = find_product(model)
         if product is not None:
@@ -204,43 +194,31 @@ class Cuda(Device):
         return Peak(0.0, f"unknown for {model}: set device.peak_tflops to see MFU")
 
     def has_fast_bf16(self) -> bool:
-        import torch
-
         return torch.cuda.get_device_capability() >= (8, 0)  # Ampere and later; Volta and Turing have fp16 units only
 
     def peak_memory_bytes(self) -> int:
-        import torch
-
         return torch.cuda.max_memory_allocated()
 
     def synchronize(self) -> None:
-        import torch
-
         torch.cuda.synchronize()
 
     def synchronize_stream(self) -> None:
-        import torch
-
         torch.cuda.current_stream().synchronize()
 
     def require_float8(self) -> None:
         """Raise ConfigError if the GPU's tensor cores have no float8: they do from compute capability 8.9 on."""
-        import torch
-
         major, minor = torch.cuda.get_device_capability()
         if (major, minor) < LEAST_FLOAT8_CAPABILITY:
             name = torch.cuda.get_device_name()
             needs = ".".join(map(str, LEAST_FLOAT8_CAPABILITY))
             reason = f"{name} has compute capability {major}.{minor}; float8 matmuls need {needs}"
-            raise ConfigError([float8_problem(reason)])
+            raise ConfigError([Problem("trainer.float8", None, reason, "write trainer.float8=null")])
 
     def enable_async_tp(self, group: dist.ProcessGroup) -> None:
         """Enable Inductor's pass micro_pipeline_tp.py, which fuses a gather or scatter with the adjacent matmul.
 
         The fused operators exchange chunks through symmetric memory, which each GPU of the group maps from all others.
         """
-        import torch
-
         # The import also defines the operators that cached graphs use.
         import torch.distributed._symmetric_memory as symmetric
         from torch._inductor import config
@@ -261,8 +239,6 @@ class Cuda(Device):
         config._micro_pipeline_tp = True
 
     def record_event(self) -> torch.cuda.Event:
-        import torch
-
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -277,7 +253,6 @@ def _peer_access_problem(group: dist.ProcessGroup) -> str | None:
 
     GPUs of several machines are not checked: the driver supports them if NVLink connects the machines.
     """
-    import torch
     import torch.distributed as dist
 
     here = socket.gethostname(), torch.cuda.current_device()

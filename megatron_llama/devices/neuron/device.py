@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_llama.config import PRECISIONS, ConfigError, Problem
-from megatron_llama.devices.base import Device, Peak, device_index, numbers_in, package_missing
+from megatron_llama.devices.base import Device, LazyModule, Peak, device_index, numbers_in, package_missing
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_llama.config import Config
     from megatron_llama.topology import Topology
+else:
+    torch = LazyModule("torch")
 
 ROOT = Path("/")  # root of the driver's files; tests replace it
 PACKAGE = "torch_neuronx"
@@ -42,8 +44,6 @@ _CORES_PER_CHIP = 8
 
 def torch_device() -> torch.device:
     """Return torch's device, without an index: a process has one core."""
-    import torch
-
     return torch.device("neuron")
 
 
@@ -140,8 +140,6 @@ class Neuron(Device):
         return torch_device()
 
     def seed(self, seed: int) -> None:
-        import torch
-
         torch.manual_seed(seed)
         torch.neuron.manual_seed_all(seed)  # type: ignore[attr-defined]
 
@@ -168,8 +166,6 @@ class Neuron(Device):
         return torch_neuronx.max_memory_allocated()
 
     def synchronize(self) -> None:
-        import torch
-
         torch.neuron.synchronize()  # type: ignore[attr-defined]
 
     def compile_environment(self, folder: Path) -> dict[str, str]:

@@ -7,7 +7,7 @@ on blocks, and attention head by head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,9 @@ from megatron_llama.parallel.exact.linear import Context
 from megatron_llama.parallel.exact.matmuls import aligned
 from megatron_llama.parallel.exact.sums import Total, Tree, add_pairs
 
+Mean = Callable[[Tensor], Tensor]
+"""Mean over the dimensions that a norm covers, which broadcasts to its input."""
+
 
 class ExactNorm(RMSNorm):
     """``RMSNorm`` with the weight's gradient summed over tokens as integers."""
@@ -36,32 +39,42 @@ class ExactNorm(RMSNorm):
     @recomputable
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] to [..., h]."""
-        normalized: Tensor = _ExactNormalize.apply(x.contiguous(), self.weight, self.eps, self.total, self.counts)
+        how = self.total, _mean, self.counts
+        normalized: Tensor = _ExactNormalize.apply(x.contiguous(), self.weight, self.eps, *how)
         return normalized
 
 
+def _mean(x: Tensor) -> Tensor:
+    return x.mean(-1, keepdim=True)
+
+
 class _ExactNormalize(torch.autograd.Function):
-    """Norm of model/norm.py, with the weight's gradient summed over tokens as integers."""
+    """Norms of model/norm.py by ``mean``, with the weight's gradient summed over tokens as integers.
+
+    The weight has the shape of the dimensions that the norm covers.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, total: Total, counts: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, total: Total, mean: Mean, counts: bool = True
+    ) -> Tensor:
         x_fp32 = x.float()
-        inverse = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + eps)
+        inverse = torch.rsqrt(mean(x_fp32.pow(2)) + eps)
         ctx.save_for_backward(x, weight, inverse)
-        ctx.total, ctx.counts = total, counts
+        ctx.total, ctx.mean, ctx.counts = total, mean, counts
         return weight * (x_fp32 * inverse).type_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
         grad = grad.contiguous()
         quotient = x.float() * inverse
         if ctx.counts:
-            ctx.total.add_sum((grad * quotient.type_as(x)).flatten(0, -2))
+            ctx.total.add_sum((grad * quotient.type_as(x)).view(-1, weight.numel()))
         ctx.total.end(grad.device)
         scaled = (grad * weight).float()
-        along = (scaled * quotient).mean(-1, keepdim=True)
-        return (inverse * (scaled - quotient * along)).type_as(x), None, None, None, None
+        along = ctx.mean(scaled * quotient)
+        return (inverse * (scaled - quotient * along)).type_as(x), *[None] * 5
 
 
 class Heads(NamedTuple):
@@ -87,30 +100,9 @@ class ExactProjectionNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, heads, d] to [s, b, heads, d]."""
-        normalized: Tensor = _ExactNormProjection.apply(x.contiguous(), self.weight, self.eps, self.total, self.heads)
+        weight, x = self.weight.view(x.shape[2:]), x.contiguous()
+        normalized: Tensor = _ExactNormalize.apply(x, weight, self.eps, self.total, self.heads.mean)
         return normalized
-
-
-class _ExactNormProjection(torch.autograd.Function):
-    """Norm of model/norm.py, with sums over heads in the tree's order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, total: Total, heads: Heads) -> Tensor:
-        inverse = torch.rsqrt(heads.mean(x.float().pow(2)) + eps)
-        ctx.save_for_backward(x, weight, inverse)
-        ctx.total, ctx.heads = total, heads
-        return weight.view(x.shape[2:]) * (x.float() * inverse).type_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        x, weight, inverse = ctx.saved_tensors
-        grad = grad.contiguous()
-        quotient = x.float() * inverse
-        ctx.total.add_sum((grad * quotient.type_as(x)).flatten(2).flatten(0, 1))
-        ctx.total.end(grad.device)
-        scaled = (grad * weight.view(x.shape[2:])).float()
-        along = ctx.heads.mean(scaled * quotient)
-        return (inverse * (scaled - quotient * along)).type_as(x), None, None, None, None
 
 
 class Units(NamedTuple):
