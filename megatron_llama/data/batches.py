@@ -19,15 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from megatron_llama.arch.pattern import Pattern, pattern_of
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.data.finetuning_set import PADDING, SFTDataset, build_sft, graded_examples
-from megatron_llama.data.graded_order import (
-    Graded,
-    Level,
-    cut_sample,
-    level_at,
-    levels_from_json,
-    levels_of,
-    levels_to_json,
-)
+from megatron_llama.data.graded_order import Graded, Level, cut_sample, level_at, levels_of
 from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.record import Record, advance_record, changes_reading, make_record
 from megatron_llama.data.sample_stream import SampleStream, build_streams, resume_streams
@@ -203,7 +195,8 @@ class Data:
         """
         if self.train.schedule is not None:
             self.train = replace(self.train, schedule=replace(self.train.schedule, start=start))
-        past = () if changes_reading(record, self._record) else levels_from_json(record.get("levels", ()))
+        stored = [] if changes_reading(record, self._record) else record.get("levels", [])
+        past = [Level(samples, difficulties) for samples, difficulties in stored]
         levels = levels_of(replace(self.train.plan, start=start), past)
         self.train = train = replace(self.train, levels=levels)
         if isinstance(train.samples, SFTDataset):
@@ -230,7 +223,7 @@ class Data:
     def _levels(self, consumed_samples: int) -> Record:
         """Return the record's entry of the levels that have begun. Empty without a curriculum."""
         begun = [level for level in self.train.levels if level.samples < max(1, consumed_samples)]
-        return {"levels": levels_to_json(begun)} if begun else {}
+        return {"levels": [[level.samples, dict(level.difficulties)] for level in begun]} if begun else {}
 
     @cached_property
     def _record(self) -> Record:

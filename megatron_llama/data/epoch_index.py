@@ -10,21 +10,19 @@ and 12 per sequence. Creating them takes about three times as much memory.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 
 from megatron_llama.corpus.indexed_format import IndexedDataset
-from megatron_llama.system.files import sync_folder, wait_for_lock
+from megatron_llama.system.files import file_lock, sync_folder
 
 VERSION = 1
 """Version of the files, part of the folder's name."""
@@ -101,8 +99,7 @@ def open_epoch(
     loaded = _load(folder)
     if loaded is not None:
         return loaded
-    cache.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
+    with file_lock(folder.with_name(f"{folder.name}.lock")):
         if (loaded := _load(folder)) is not None:  # created by another process meanwhile
             return loaded
         count, start = span[1] - span[0], time.monotonic()
@@ -144,12 +141,3 @@ def _publish(epoch: Epoch, folder: Path) -> None:
         sync_folder(folder.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, if the file system supports locks."""
-    with folder.with_name(f"{folder.name}.lock").open("ab") as lock:
-        with contextlib.suppress(OSError):
-            wait_for_lock(lock)
-        yield

@@ -13,7 +13,6 @@ import bisect
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -113,7 +112,8 @@ class GroupSchedule:
             if self._levels:
                 last = self._levels[-1]
                 draws = first - last.first
-                drawn, due = last.before.copy(), due + draws * self._shares(last, sizes)
+                drawn, due = last.before.copy(), due.copy()
+                due[last.groups] += draws * np.array(last.blend.shares)
                 drawn[last.groups] += last.blend.counts(draws)
                 if not draws:
                     self._levels.pop()
@@ -123,12 +123,6 @@ class GroupSchedule:
             phases = np.maximum(0.0, offsets[groups] - behind)
             blend = Blend([float(sizes[number]) for number in groups], phases.tolist())
             self._levels.append(_LevelDraws(first, groups, drawn, blend))
-
-    @staticmethod
-    def _shares(level: _LevelDraws, sizes: Sequence[int]) -> np.ndarray:
-        shares = np.zeros(len(sizes))
-        shares[level.groups] = level.blend.shares
-        return shares
 
     def at(self, draw: int) -> tuple[int, int]:
         """Return (group, number of earlier draws from the group) of a draw."""
@@ -288,13 +282,3 @@ def build_graded(
         fix = "write a larger min_difficulty, or a larger first value of difficulty"
         raise ConfigError([Problem(SECTION, None, rule, fix)])
     return Graded(np.maximum(grades - used, 0), firsts[used:], order_of)
-
-
-def levels_to_json(levels: Sequence[Level]) -> list[Any]:
-    """Convert levels to the JSON of a checkpoint."""
-    return [[level.samples, dict(level.difficulties)] for level in levels]
-
-
-def levels_from_json(stored: Sequence[Any]) -> tuple[Level, ...]:
-    """Convert the result of ``levels_to_json`` to levels."""
-    return tuple(Level(samples, difficulties) for samples, difficulties in stored)

@@ -160,6 +160,8 @@ class Device(ABC):
 
     def seed(self, seed: int) -> None:
         """Seed torch's generators, including the device's. Called after the process groups are initialized."""
+        import torch
+
         torch.manual_seed(seed)
 
     def kernel_type(self) -> type[Kernels]:

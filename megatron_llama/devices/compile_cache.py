@@ -5,10 +5,8 @@ A temporary folder also replaces the default folder if other users can change it
 
 from __future__ import annotations
 
-import atexit
 import errno
 import os
-import shutil
 import sys
 import tempfile
 from functools import cache
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices.processor import instruction_set
-from megatron_llama.system.files import user_cache
+from megatron_llama.system.files import process_folder, user_cache
 from megatron_llama.system.private_folder import exposure, make_private
 
 if TYPE_CHECKING:
@@ -129,13 +127,7 @@ def _unusable(folder: Path) -> str | None:
 @cache
 def _temporary_folder(folder: str, reason: str) -> Path:
     """Create a private folder for one run of this process, and report it."""
-    temporary, owner = Path(tempfile.mkdtemp(prefix="megatron_llama-compile-")), os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == owner:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-    atexit.register(remove)
+    temporary = process_folder("megatron_llama-compile-")
     sys.stderr.write(
         f"{SETTING}={folder}: {reason}.\n"
         f"This run compiles into {temporary} and removes it at its end,\n"

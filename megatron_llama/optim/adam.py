@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,14 +32,9 @@ class FusedAdam(ShardOptimizer, torch.optim.Adam):
         torch.optim.Adam.step(self)
 
 
-class Bf16GradientAdam(ShardOptimizer, torch.optim.Adam):
-    """torch's fused Adam or AdamW for bf16 gradients, bit-identical to the step with fp32 copies of the gradients.
+class KernelAdam(ShardOptimizer, torch.optim.Adam):
+    """Adam, or AdamW if weight decay is ``decoupled``, one weight at a time. Subclasses update a weight."""
 
-    torch's step takes gradients in the weights' dtype only. fp32 copies of all gradients would take twice their memory,
-    and clipping would read them once more.
-    """
-
-    takes_factor = True
     counts_on_device = True
 
     def __init__(self, inputs: OptimizerInputs, *, decoupled: bool) -> None:
@@ -49,8 +45,6 @@ class Bf16GradientAdam(ShardOptimizer, torch.optim.Adam):
     def step(self, *, factor: Tensor | None = None, skip: Tensor | None = None) -> None:  # type: ignore[override]
         assert skip is None, "the caller reads skip"
         for group in self.param_groups:
-            numbers = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-            numbers["beta1"], numbers["beta2"] = group["betas"]
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
@@ -59,35 +53,39 @@ class Bf16GradientAdam(ShardOptimizer, torch.optim.Adam):
                     state["step"] = torch.zeros((), device=weight.device)
                 for kind in MOMENTS:
                     if kind not in state:
-                        state[kind] = torch.zeros_like(weight)
+                        state[kind] = torch.zeros_like(weight, requires_grad=False)
                 state["step"] += 1
-                tensors = weight, weight.grad, state["exp_avg"], state["exp_avg_sq"], state["step"]
-                self._kernels.adam_(*tensors, factor, decoupled=self._decoupled, **numbers)
+                self._update(weight, weight.grad, state, group, factor)
+
+    def _update(self, weight: Tensor, grad: Tensor, state: Group, group: Group, factor: Tensor | None) -> None:
+        raise NotImplementedError
 
 
-class ElementwiseAdam(ShardOptimizer, torch.optim.Adam):
+class Bf16GradientAdam(KernelAdam):
+    """torch's fused Adam or AdamW for bf16 gradients, bit-identical to the step with fp32 copies of the gradients.
+
+    torch's step takes gradients in the weights' dtype only. fp32 copies of all gradients would take twice their memory,
+    and clipping would read them once more.
+    """
+
+    takes_factor = True
+
+    def _update(self, weight: Tensor, grad: Tensor, state: Group, group: Group, factor: Tensor | None) -> None:
+        numbers = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+        numbers["beta1"], numbers["beta2"] = group["betas"]
+        tensors = weight, grad, state["exp_avg"], state["exp_avg_sq"], state["step"]
+        self._kernels.adam_(*tensors, factor, decoupled=self._decoupled, **numbers)
+
+
+class ElementwiseAdam(KernelAdam):
     """Adam or AdamW by IEEE's basic operations, whose results do not depend on an element's place (``trainer.exact``).
 
     torch's fused kernel rounds otherwise at the end of a tensor, where other layouts have other elements.
     """
 
-    counts_on_device = True
-
-    def __init__(self, inputs: OptimizerInputs, *, decoupled: bool) -> None:
-        super().__init__(inputs.groups, **inputs.hyperparameters, decoupled_weight_decay=decoupled)
-        self._decoupled, self._kernels = decoupled, inputs.kernels
-
-    @torch.no_grad()
-    def step(self, *, factor: Tensor | None = None, skip: Tensor | None = None) -> None:  # type: ignore[override]
-        assert factor is None and skip is None, "the caller scales the gradients and reads skip"
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self._update(weight, weight.grad, group)
-
-    def _update(self, weight: Tensor, grad: Tensor, group: Group) -> None:
-        state, (beta1, beta2), decay = self.state[weight], group["betas"], group["weight_decay"]
-        step = state.setdefault("step", torch.zeros((), device=weight.device)).add_(1)
+    def _update(self, weight: Tensor, grad: Tensor, state: Group, group: Group, factor: Tensor | None) -> None:
+        assert factor is None, "the caller scales the gradients"
+        (beta1, beta2), decay, step = group["betas"], group["weight_decay"], state["step"]
         corrections = [1 - torch.pow(torch.full_like(step, beta, dtype=torch.float64), step) for beta in (beta1, beta2)]
         numbers = AdamHyperparameters(
             keep=1 - group["lr"] * decay if self._decoupled else 1.0,
@@ -98,23 +96,13 @@ class ElementwiseAdam(ShardOptimizer, torch.optim.Adam):
             root=corrections[1].sqrt().float(),
             rate=(group["lr"] / corrections[0]).float(),
         )
-        mean, square = (state.setdefault(kind, torch.zeros_like(weight, requires_grad=False)) for kind in MOMENTS)
-        self._kernels.elementwise_adam_(weight.detach(), grad, mean, square, numbers)
-
-
-def build_adam(inputs: OptimizerInputs) -> ShardOptimizer:
-    """Build Adam with weight decay added to the gradient (Kingma & Ba 2015, arXiv:1412.6980)."""
-    return _build(inputs, decoupled=False)
-
-
-def build_adamw(inputs: OptimizerInputs) -> ShardOptimizer:
-    """Build AdamW with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
-    return _build(inputs, decoupled=True)
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        self._kernels.elementwise_adam_(weight.detach(), grad, *moments, numbers)
 
 
 def _build(inputs: OptimizerInputs, *, decoupled: bool) -> ShardOptimizer:
     if inputs.rounds:
-        return build_elementwise(inputs, adamw_update if decoupled else adam_update, **inputs.hyperparameters)
+        return build_elementwise(inputs, partial(_update, adamw if decoupled else adam), **inputs.hyperparameters)
     if inputs.plan.config.trainer.exact:
         return ElementwiseAdam(inputs, decoupled=decoupled)
     if inputs.plan.storage.keeps_bf16_grads:
@@ -122,21 +110,22 @@ def _build(inputs: OptimizerInputs, *, decoupled: bool) -> ShardOptimizer:
     return FusedAdam(inputs, decoupled=decoupled)
 
 
-def adam_update(tensors: Sequence[Tensor], gradient: Tensor, step: Tensor, group: Group) -> None:
-    """Apply Adam's update to fp32 weight, exp_avg and exp_avg_sq, in place."""
-    _update(adam, tensors, gradient, step, group)
-
-
-def adamw_update(tensors: Sequence[Tensor], gradient: Tensor, step: Tensor, group: Group) -> None:
-    """Apply AdamW's update to fp32 weight, exp_avg and exp_avg_sq, in place."""
-    _update(adamw, tensors, gradient, step, group)
+build_adam = partial(_build, decoupled=False)
+"""Adam with weight decay added to the gradient (Kingma & Ba 2015, arXiv:1412.6980)."""
+build_adamw = partial(_build, decoupled=True)
+"""AdamW with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
 
 
 def _update(
     function: Callable[..., None], tensors: Sequence[Tensor], gradient: Tensor, step: Tensor, group: Group
 ) -> None:
+    """Update fp32 weight, exp_avg and exp_avg_sq in place by a function of torch."""
     weight, exp_avg, exp_avg_sq = tensors
     beta1, beta2 = group["betas"]
     rates = {"lr": group["lr"], "weight_decay": group["weight_decay"], "eps": group["eps"]}
     state: tuple[list[Tensor], ...] = ([exp_avg], [exp_avg_sq], [], [step])
     function([weight], [gradient], *state, amsgrad=False, beta1=beta1, beta2=beta2, **rates, **SINGLE_TENSOR)
+
+
+adam_update, adamw_update = partial(_update, adam), partial(_update, adamw)
+"""Formulas of ``ElementwiseOptimizer``."""

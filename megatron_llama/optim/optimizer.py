@@ -227,25 +227,21 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
         {"params": [view for s, view in pairs if decays(s.name)], "weight_decay": optim.weight_decay},
         {"params": [view for s, view in pairs if not decays(s.name)], "weight_decay": 0.0},
     ]
+    in_8bit = [(s, view) for s, view in pairs if optim.state_bits == 8]
+    shapes = {view: whole_shape(s.name, plan.model, plan.config.finetune) for s, view in in_8bit}
     inputs = OptimizerInputs(
         plan,
         groups,
         rectangles={view: s.rectangles for s, view in pairs},
-        in_blocks={view for s, view in pairs if optim.state_bits == 8 and _has_8bit_states(s, plan)},
+        in_blocks={view for view, shape in shapes.items() if has_8bit_states(shape)},
         matrices={view for s, view in pairs if is_block_matrix(s.name)},
         kernels=holder.kernels(bool(plan.config.trainer.compile)),
         asynchronous=not on_host and kind.asynchronous,
     )
-    inner = build_inner(inputs)
+    module, _, factory = inputs.row.factory.rpartition(".")
+    inner: ShardOptimizer = getattr(import_module(module), factory)(inputs)
     qk_clip = None if optim.qk_clip is None else QKClip(inner, model, inputs)
     return Optimizer(model, inner, build_schedule(plan, inner), optim.clip, on_host, qk_clip)
-
-
-def build_inner(inputs: OptimizerInputs) -> ShardOptimizer:
-    """Build the optimizer with the factory of its row."""
-    module, _, function = inputs.row.factory.rpartition(".")
-    inner: ShardOptimizer = getattr(import_module(module), function)(inputs)
-    return inner
 
 
 def to_host(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
@@ -258,10 +254,6 @@ def to_host(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch
     if on_device:
         torch.get_device_module(device).synchronize()
     return copies
-
-
-def _has_8bit_states(shard: Shard, plan: Plan) -> bool:
-    return has_8bit_states(whole_shape(shard.name, plan.model, plan.config.finetune))
 
 
 def build_schedule(plan: Plan, inner: torch.optim.Optimizer) -> Any:

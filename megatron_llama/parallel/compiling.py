@@ -11,8 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -31,7 +30,7 @@ from megatron_llama.devices.compile_cache import check_private, compile_folder, 
 from megatron_llama.parallel.async_tp import NotOverlapped, Overlap, enable_async_overlap, no_overlap_error
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import curriculum_lengths
-from megatron_llama.system.files import wait_for_lock, write_atomically
+from megatron_llama.system.files import file_lock, write_atomically
 from megatron_llama.system.private_folder import make_private
 from megatron_llama.system.tables import plural
 
@@ -160,7 +159,7 @@ class Compiler:
         mode = self._mode
         key, shapes = _key(graph, inputs, mode, self._overlap is not None), _shapes(graph, inputs)
         late = self._batches.get((mode, *self._lengths), 0) >= WARM_UP_BATCHES
-        with _lock(self._notes.parent / "locks" / key):
+        with file_lock(self._notes.parent / "locks" / key):  # one rank compiles the graph
             before, start = self._cache_state(), time.perf_counter()
             failure, compiled = None, graph.forward
             try:
@@ -307,16 +306,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _differences(one: dict[str, Any], other: dict[str, Any]) -> int:
     return sum(one.get(name) != value for name, value in other.items())
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold the lock of a graph, so that one rank compiles it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8") as file:
-        with suppress(OSError):  # a file system without locks: ranks compile the same graph concurrently
-            wait_for_lock(file)
-        yield
 
 
 # The report of all ranks: graphs, cache hits and misses, on the console and in compile.json.

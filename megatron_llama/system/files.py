@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -11,6 +12,7 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO
@@ -149,9 +151,31 @@ def wait_for_lock(file: IO[Any]) -> None:
     fcntl.flock(file, fcntl.LOCK_EX)
 
 
+@contextlib.contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which is created with its folder. A file system may have no locks."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as file:
+        with contextlib.suppress(OSError):
+            wait_for_lock(file)
+        yield
+
+
 def unlock(file: IO[Any]) -> None:
     """Release the lock of an open file in all processes that inherited it."""
     fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def process_folder(prefix: str) -> Path:
+    """Create a private temporary folder. It is removed when this process ends, not when a fork of it does."""
+    folder, owner = Path(tempfile.mkdtemp(prefix=prefix)), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
 
 
 class FolderTaken(OSError):

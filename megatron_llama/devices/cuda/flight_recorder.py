@@ -7,17 +7,14 @@ PyTorch. Not run on hardware.
 
 from __future__ import annotations
 
-import atexit
 import io
 import os
 import pickle
-import shutil
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.system.files import read_whole
+from megatron_llama.system.files import process_folder, read_whole
 
 EVENTS = 2000
 MOST_BYTES = 256 << 20
@@ -88,12 +85,5 @@ def _prefix() -> Path:
 
 @cache
 def _folder(pid: int) -> Path:
-    """Create the folder of this process, which only its user can read, for files that PyTorch does not remove."""
-    folder = Path(tempfile.mkdtemp(prefix="megatron_llama-"))
-
-    def remove() -> None:
-        if os.getpid() == pid:  # not in a forked rank
-            shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(remove)
-    return folder
+    """Create the folder of this process for files that PyTorch does not remove."""
+    return process_folder("megatron_llama-")
