@@ -46,16 +46,9 @@ from data_prep.lib.pool import start_worker
 from megatron_llama.config.data_settings import MASK_SUFFIX
 from megatron_llama.corpus.difficulty_index import MANIFEST, documents_of, index_folder, read_unit, unit_count
 from megatron_llama.corpus.indexed_format import IndexedDataset, dataset_facts, same_dataset
+from megatron_llama.system import files
 from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import MachineError, Stopped, UserError, run_main
-from megatron_llama.system.files import (
-    FolderTaken,
-    atomic_open,
-    locked_folder,
-    read_json,
-    remove_contents,
-    write_atomically,
-)
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.signals import handle_signals
 
@@ -210,7 +203,7 @@ def _units(analysis: Analysis, shard: int) -> range:
 
 
 def _save(path: Path, values: np.ndarray) -> None:
-    with atomic_open(path) as file:
+    with files.atomic_open(path) as file:
         np.save(file, values)
 
 
@@ -219,7 +212,7 @@ def begin(analysis: Analysis, overwrite: bool) -> bool:
     identity = json.loads(json.dumps(analysis.identity()))
     for path in (analysis.folder / MANIFEST, analysis.work / MANIFEST):
         try:
-            saved = read_json(path)
+            saved = files.read_json(path)
         except FileNotFoundError:
             continue
         except (OSError, ValueError):
@@ -233,8 +226,8 @@ def begin(analysis: Analysis, overwrite: bool) -> bool:
             raise UserError(f"{path.parent} has an analysis {contents}: write --overwrite, or another --name")
         else:
             with _locked(analysis.folder):
-                remove_contents(analysis.folder)
-    write_atomically(analysis.work / MANIFEST, json.dumps(identity, indent=1))
+                files.remove_contents(analysis.folder)
+    files.write_atomically(analysis.work / MANIFEST, json.dumps(identity, indent=1))
     return True
 
 
@@ -242,9 +235,9 @@ def begin(analysis: Analysis, overwrite: bool) -> bool:
 def _locked(folder: Path, *, shared: bool = False) -> Iterator[None]:
     """Lock the folder of an analysis. Processes of its parts share it. Raises UserError."""
     try:
-        with locked_folder(folder, shared=shared):
+        with files.locked_folder(folder, shared=shared):
             yield
-    except FolderTaken:
+    except files.FolderTaken:
         raise UserError(f"another process writes {folder}: wait for its end, or write another --name") from None
 
 
@@ -269,7 +262,7 @@ def run(analysis: Analysis, part: tuple[int, int], workers: int) -> bool:
         return (analysis.folder / MANIFEST).exists()
     _save(analysis.folder / "values.npy", values)
     _save(analysis.folder / "order.npy", np.argsort(values, kind="stable"))
-    write_atomically(analysis.folder / MANIFEST, json.dumps(analysis.identity(), indent=1))
+    files.write_atomically(analysis.folder / MANIFEST, json.dumps(analysis.identity(), indent=1))
     shutil.rmtree(analysis.work, ignore_errors=True)
     return True
 

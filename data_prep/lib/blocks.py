@@ -17,20 +17,10 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from data_prep.lib import records
 from data_prep.lib.encoders import Encoder, check_same
 from data_prep.lib.job import BadRecord, BlockResult, ChatFormat, PrepareJob
 from data_prep.lib.parquet_csv import bad_columns, part_lines, part_sizes
-from data_prep.lib.records import (
-    BOM,
-    REPEATED_KEY,
-    parse_context,
-    parse_line,
-    parse_object,
-    parse_pair,
-    parse_text,
-    parse_turns,
-    repeats_key,
-)
 from data_prep.lib.sources import Source, check_unchanged, read_chunks
 from megatron_llama.config.data_settings import PAIRS, REJECTED
 from megatron_llama.corpus.indexed_format import MASK_DTYPE, token_dtype
@@ -261,7 +251,7 @@ def segment_lines(segment: BlockSegment, source: Source, slots: Slots, max_line:
     else:
         data = _read_range(source, segment, max_line)
     if segment.start == 0:
-        data = data.removeprefix(BOM)
+        data = data.removeprefix(records.BOM)
     if source.is_text:
         return [data]
     lines = data.split(b"\n")
@@ -365,10 +355,10 @@ class TextEncoder(BlockEncoder[list[str]]):
 
     def parse(self, line: bytes, segment: BlockSegment, result: BlockResult) -> list[str]:
         if self.job.sources[segment.source].is_text:
-            return [parse_text(line)] * len(self.job.keys)
-        texts = parse_line(line, self.job.keys)
-        if repeats_key(line, self.job.keys):
-            result.notes[REPEATED_KEY] += 1
+            return [records.parse_text(line)] * len(self.job.keys)
+        texts = records.parse_line(line, self.job.keys)
+        if records.repeats_key(line, self.job.keys):
+            result.notes[records.REPEATED_KEY] += 1
         return texts
 
     def write(self, documents: list[list[str]], block: TextBlock, result: BlockResult) -> None:
@@ -461,19 +451,19 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[int]]]):
         chat, template = self.chat, self.chat.labelled
         if columns is not None:
             assert template is not None, "sft.py requires --template for tables"
-            values = parse_text(line).removesuffix("\r").split("\t")
+            values = records.parse_text(line).removesuffix("\r").split("\t")
             return [labelled_turns(columns, values, template)], NO_CONTEXT, []
-        record = parse_object(line)
+        record = records.parse_object(line)
         if template is not None and (has_columns or record.keys() >= {*template.fields}):
             texts = {name: "" if record.get(name) is None else str(record[name]) for name in template.fields}
             conversations, notes = [labelled_turns([*texts], [*texts.values()], template)], list[str]()
         elif chat.format == PAIRS:
-            conversations, notes = parse_pair(record)
+            conversations, notes = records.parse_pair(record)
         else:
-            turns, notes = parse_turns(record, chat.format)
+            turns, notes = records.parse_turns(record, chat.format)
             conversations = [turns]
-        notes = [*notes, *([REPEATED_KEY] if repeats_key(line, record) else [])]
-        return conversations, parse_context(record), notes
+        notes = [*notes, *([records.REPEATED_KEY] if records.repeats_key(line, record) else [])]
+        return conversations, records.parse_context(record), notes
 
     def _encode(self, turns: Turns, context: TemplateContext, notes: list[str]) -> tuple[list[int], list[bool]]:
         """Return (ids, mask) of a conversation, and add to ``notes``. Raises RecordError."""

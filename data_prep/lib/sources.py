@@ -69,11 +69,6 @@ class Source:
         return self.kind == "text"
 
     @property
-    def is_array(self) -> bool:
-        """Whether the file is one JSON array."""
-        return self.kind == "array"
-
-    @property
     def is_stream(self) -> bool:
         """Whether it can only be read sequentially."""
         return not self.in_parts and (bool(self.compression) or self.kind not in ("lines", "text"))

@@ -21,18 +21,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.corpus import splits
 from megatron_llama.corpus.blend import MEGATRON, BlendSegment, BlendTimeline, same_shares, segments_from_json
 from megatron_llama.corpus.difficulty_index import unit_range
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.corpus.packing import Unpacked
-from megatron_llama.corpus.splits import (
-    SPLITS,
-    DatasetSplit,
-    open_split,
-    planned_blends,
-    planned_timeline,
-    validation_timelines,
-)
 from megatron_llama.data.checks import check_data, check_ids
 from megatron_llama.data.epoch_index import Epoch, open_epoch
 from megatron_llama.data.graded_order import Graded, GradedSequences, Level, build_graded, group_seed, levels_of
@@ -54,7 +47,7 @@ class EndlessDataset:
         data = plan.config.data
         assert data.cache_dir is not None, "resolve derives it"
         self._dataset, self._plan, self._cache = IndexedDataset(prefix), plan, Path(data.cache_dir)
-        part = open_split(data, prefix, number)
+        part = splits.open_split(data, prefix, number)
         self._span, self._length = (part.first, part.last), part.samples(data.length)
         self._epoch = lru_cache(CACHED_EPOCHS)(self._open)
         self._graded: GradedSequences | None = None
@@ -65,7 +58,7 @@ class EndlessDataset:
         Raises ConfigError.
         """
         data, seed = self._plan.config.data, self._plan.config.trainer.seed
-        part = DatasetSplit(self._dataset.prefix, self._dataset.index, *self._span)
+        part = splits.DatasetSplit(self._dataset.prefix, self._dataset.index, *self._span)
         order = build_graded(
             self._plan, [part], levels, firsts, lambda units, group: Unpacked(len(units), group_seed(seed, group))
         )
@@ -152,9 +145,9 @@ def build_streams(plan: Plan) -> tuple[SampleStream, dict[str, SampleStream]]:
         return SampleStream(timeline, datasets, once=number == 1 and bool(data.validation_prefixes))
 
     try:
-        training = stream(planned_timeline(data), 0)
+        training = stream(splits.planned_timeline(data), 0)
         if plan.config.trainer.val_every_steps:
-            validation = {name: stream(timeline, 1) for name, timeline in validation_timelines(data).items()}
+            validation = {name: stream(timeline, 1) for name, timeline in splits.validation_timelines(data).items()}
     except (OSError, ValueError) as error:  # rank 0 has checked them, so this is another machine
         rule, fix = f"cannot be read on {os.uname().nodename}: {error}", "use a folder that all machines share"
         fix = machine_fault(error) or fix
@@ -224,7 +217,7 @@ def graded_datasets(
 
 def _resumed_timeline(plan: Plan, record: Record, consumed_samples: int, now: Record) -> BlendTimeline:
     """Return the timeline of ``record``, continued by the plan's blends."""
-    blends = planned_blends(plan.config.data)
+    blends = splits.planned_blends(plan.config.data)
     history = _history(record, now).up_to(consumed_samples)
     current = [weights for first, weights in blends if first <= consumed_samples][-1]
     changes = [(first, weights) for first, weights in blends if first > consumed_samples]
@@ -271,13 +264,14 @@ def _cache_problems(plan: Plan) -> list[Problem]:
 
 def _too_small(plan: Plan, prefix: str, number: int) -> Problem:
     data = plan.config.data
-    part = open_split(data, prefix, number)
+    part = splits.open_split(data, prefix, number)
     if number and data.validation_prefixes:
         rule = f"{prefix} has {part.tokens} tokens, less than a sequence"
         fix = "use a larger dataset, or a shorter data.seq_length"
         return Problem("data.validation_prefixes", data.validation_prefixes, rule, fix)
-    rule = f"split {data.split} leaves none of the {len(part.index)} documents of {prefix} for {SPLITS[number]}"
+    use = splits.SPLITS[number]
+    rule = f"split {data.split} leaves none of the {len(part.index)} documents of {prefix} for {use}"
     if part.first < part.last:
-        rule = f"split {data.split} leaves {part.tokens} tokens of {prefix} for {SPLITS[number]}, less than a sequence"
+        rule = f"split {data.split} leaves {part.tokens} tokens of {prefix} for {use}, less than a sequence"
     fix = "use a larger dataset, another data.split, a shorter data.seq_length, or trainer.val_every_steps=0"
     return Problem("data.prefixes", data.prefixes, rule, fix)

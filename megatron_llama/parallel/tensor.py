@@ -45,6 +45,15 @@ class ReplicatedGradients:
         copies = kv_copies(plan.model, topology.sizes["tp"])
         self.kv_group = groups.add("tp", dist.new_subgroups(copies)[0]) if copies > 1 else None
 
+    def group_of(self, name: str) -> dist.ProcessGroup | None:
+        """Return the ranks over which a whole parameter is summed, by its name without ``.weight``."""
+        if self.is_replicated(name):
+            return self.groups["tp"]
+        if not self.tied or name not in ("embed_tokens", "lm_head"):
+            return None
+        assert self.groups.embedding is not None, "the stage has a tied embedding"
+        return self.groups.embedding
+
     def reduce(self, shards: Iterable[Shard]) -> None:
         """Sum the gradients in place, with one all-reduce per group. All ranks of a group pass the same parameters."""
         by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = defaultdict(list)
@@ -52,16 +61,13 @@ class ReplicatedGradients:
             if shard.grad is None:
                 continue
             name = shard.name.removesuffix(".weight")
-            if self.is_replicated(name):
-                by_group[self.groups["tp"]].append(shard.upcast_grad())
+            if (group := self.group_of(name)) is not None:
+                by_group[group].append(shard.upcast_grad())
             elif self.kv_group is not None and name.endswith(KV_HEADS):
                 kv = [p for p in shard.rectangles if set(p.name.split(".")) & set(KV_MODULES)]
                 if kv:  # a shard may have only query rows; ranks that share a kv head have the same rows
                     grad = shard.upcast_grad()
                     by_group[self.kv_group].extend(grad[p.local_slices] for p in kv)
-            elif self.tied and name in ("embed_tokens", "lm_head"):
-                assert self.groups.embedding is not None, "the stage has a tied embedding"
-                by_group[self.groups.embedding].append(shard.upcast_grad())
         for group, grads in by_group.items():
             sum_together(grads, group)
 

@@ -16,13 +16,7 @@ from typing import Any
 
 from megatron_llama.arch.pattern import Pattern, pattern_of
 from megatron_llama.arch.shapes import head_dim, parameters
-from megatron_llama.config.data_settings import (
-    DATA_FOLDER,
-    OLD_DATA_FOLDER,
-    derives_validation,
-    list_paths,
-    split_weights,
-)
+from megatron_llama.config import data_settings
 from megatron_llama.config.fields import check_limits, get, settings_by_name
 from megatron_llama.config.precision import LEAST_IN_BLOCKS, STATE_BLOCK
 from megatron_llama.config.problems import ConfigError, format_value
@@ -95,7 +89,7 @@ def _keep_saved(config: Config, saved: Mapping[str, Any]) -> Iterator[str]:
         if name == "optim.lr" and value not in defaults - {default_lr(config)}:
             continue
         if name == "trainer.val_every_steps":
-            if not derives_validation(config.data):
+            if not data_settings.derives_validation(config.data):
                 continue
             value = value or 0  # older versions did not validate by default
         if get(config, name) is None and setting.has_type(value) and not setting.problem(value):
@@ -118,7 +112,7 @@ def _choose_validation(config: Config, saved: Mapping[str, Any]) -> Iterator[str
 
     A resumed run keeps its validation set.
     """
-    data, (_, prefixes) = config.data, split_weights(config.data.prefixes)
+    data, (_, prefixes) = config.data, data_settings.split_weights(config.data.prefixes)
     held_out = [path.removesuffix(TRAINING_SET) + VALIDATION_SET for path in prefixes if path.endswith(TRAINING_SET)]
     if data.kind != "sft" or data.mock or data.validation_prefixes or not held_out or len(held_out) < len(prefixes):
         return
@@ -278,7 +272,7 @@ def list_notes(config: Config, plan: Plan) -> Iterator[str]:
             yield from _validation(plan)
     except (OSError, ValueError):  # the checks of files report missing and broken datasets
         return
-    weights, paths = split_weights(data.prefixes)
+    weights, paths = data_settings.split_weights(data.prefixes)
     for path, count in Counter(paths).items():
         if count > 1:
             yield f"{path} is in data.prefixes {count} times: its weights add up, and each epoch has another order"
@@ -293,13 +287,13 @@ def _data_notes(plan: Plan, data: DataConfig) -> Iterator[str]:
         named = ", ".join(f"{_base(use.prefix)} ({use.epochs:,.1f})" for use in often[:MOST_NAMES])
         more = f" and {len(often) - MOST_NAMES} more" * (len(often) > MOST_NAMES)
         yield f"more than {MOST_EPOCHS} epochs of {named}{more}: later epochs add ever less (arXiv:2305.16264)"
-    used = [] if data.mock else [*(path for _, path in list_paths(data)), data.tokenizer or ""]
-    if any(path.startswith(OLD_DATA_FOLDER) for path in used):
+    used = [] if data.mock else [*(path for _, path in data_settings.list_paths(data)), data.tokenizer or ""]
+    if any(path.startswith(data_settings.OLD_DATA_FOLDER) for path in used):
         yield (
-            f"data is read from {OLD_DATA_FOLDER}, which shadows the package datasets: move its content to "
-            f"{DATA_FOLDER}, where runs find it too"
+            f"data is read from {data_settings.OLD_DATA_FOLDER}, which shadows the package datasets: "
+            f"move its content to {data_settings.DATA_FOLDER}, where runs find it too"
         )
-    held_out = {path for name, path in list_paths(data) if name == "data.validation_prefixes"}
+    held_out = {path for name, path in data_settings.list_paths(data) if name == "data.validation_prefixes"}
     for path in sorted(held_out.intersection(map(str, data.prefixes))) if used else ():
         yield f"{path} is read in training and in validation, so that its validation loss is a training loss"
     for _, path in plan.raw_data_files:

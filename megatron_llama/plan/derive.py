@@ -49,13 +49,6 @@ VALIDATIONS = 10
 and a batch without backward pass takes a third of a step."""
 
 
-def _describe_uneven_split(config: Config, layers: list[int]) -> str:
-    """Return the plan's line on a derived split with different numbers of layers."""
-    work = f"{head_cost_in_layers(config):.1f} layers"
-    split = f"trainer.pipeline_layers={format_value(layers)}"
-    return f"{split}: the last stage also has the output head, which costs as much as {work}"
-
-
 def derive_plan(config: Config, world_size: int) -> Plan:
     """Return the plan of a config that satisfies all rules. ``config`` is not changed.
 
@@ -74,7 +67,8 @@ def derive_plan(config: Config, world_size: int) -> Plan:
     num_microbatches = grid.share("samples", trainer.global_batch_size) // trainer.micro_batch_size
     if trainer.pipeline_layers is None and (uneven := balance_layers(config, num_microbatches)):
         trainer.pipeline_layers = uneven
-        chosen = (_describe_uneven_split(config, uneven),)
+        split, work = f"trainer.pipeline_layers={format_value(uneven)}", f"{head_cost_in_layers(config):.1f} layers"
+        chosen = (f"{split}: the last stage also has the output head, which costs as much as {work}",)
     chunks = split_layers(model.num_hidden_layers, pp, trainer.vpp, trainer.pipeline_layers)
     trainer.pipeline_layers = [sum(map(len, chunks[stage::pp])) for stage in range(pp)]
     if finetune.method == "lora" and finetune.frozen_dtype is None:

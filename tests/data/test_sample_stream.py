@@ -355,7 +355,7 @@ def test_without_locks_files_of_another_process_stay(dataset: IndexedDataset, tm
         before.update(inodes())
         return make_epoch(*args)
 
-    monkeypatch.setattr(epoch_index, "wait_for_lock", refuse_lock)
+    monkeypatch.setattr("megatron_llama.system.files.wait_for_lock", refuse_lock)
     monkeypatch.setattr(epoch_index, "make_epoch", make_after_another)
     open_epoch(*arguments)
     assert len(before) == 3 and inodes() == before
@@ -373,7 +373,7 @@ def test_processes_and_threads_open_an_epoch_together(
         return make_epoch(*args)
 
     if not locks:
-        monkeypatch.setattr(epoch_index, "wait_for_lock", refuse_lock)
+        monkeypatch.setattr("megatron_llama.system.files.wait_for_lock", refuse_lock)
     monkeypatch.setattr(epoch_index, "make_epoch", counted)
     with ProcessPoolExecutor(3, multiprocessing.get_context("fork")) as processes:
         opened = processes.map(_open_in_threads, [str(tmp_path / "text")] * 3, [tmp_path / "cache"] * 3)

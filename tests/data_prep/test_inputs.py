@@ -230,7 +230,7 @@ def test_indented_array_in_a_folder_is_used(tmp_path: Path) -> None:
     (tmp_path / "set.json").write_text("[\n {}\n]")
     (tmp_path / "about.json").write_text("{\n}")
     inputs = find_sources([str(tmp_path)], text_suffixes=(), arrays=True)
-    assert [with_array(source).is_array for source in inputs.sources] == [True]
+    assert [with_array(source).kind for source in inputs.sources] == ["array"]
     assert list(inputs.not_taken) == [str(tmp_path / "about.json")]
     with pytest.raises(UserError, match="a single JSON value"):  # preprocess.py's rule stays
         find_sources([str(tmp_path)])

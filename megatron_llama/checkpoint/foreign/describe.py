@@ -10,15 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.arch import checkpoint_formats as formats
+from megatron_llama.checkpoint.foreign import megatron
 from megatron_llama.checkpoint.foreign.dcp_files import DcpFolder, open_dcp
-from megatron_llama.checkpoint.foreign.megatron import (
-    describe_source,
-    integer,
-    load_dict,
-    read_common,
-    read_train_state,
-    weights_of_rank,
-)
 from megatron_llama.checkpoint.foreign.source_settings import read_config_json
 from megatron_llama.checkpoint.foreign.tensors import MOMENTS, NO_SETTINGS, Foreign, ForeignTensors, weight_names
 from megatron_llama.checkpoint.foreign.torch_files import READERS
@@ -127,24 +120,24 @@ def _trainer(result: Description, source: Foreign) -> None:
 
 def _torch_dist(result: Description, source: Foreign) -> None:
     dcp = open_dcp(result.folder)
-    common = read_common(dcp)
+    common = megatron.read_common(dcp)
     _dcp_weights(result, dcp)
     weights, pattern = weight_names(dcp.tensors), "optimizer.state.{kind}.{name}"
     if not _count_moments(dcp, weights, pattern):  # NeMo 2 may omit the prefix of the weights
         weights = [name.removeprefix("module.") for name in weights]
     _moments(result, _count_moments(dcp, weights, pattern), len(weights))
     _settings(result, source, common)
-    read_train_state(source, result.folder)
+    megatron.read_train_state(source, result.folder)
     _progress(result, source)
     result.missing += source.missing
 
 
 def _ranks(result: Description, source: Foreign) -> None:
     files = formats.rank_folders(result.folder)
-    contents = {rank: load_dict(path) for rank, path in sorted(files.items())}
+    contents = {rank: megatron.load_dict(path) for rank, path in sorted(files.items())}
     tensor_ranks, stages = (1 + max(rank[axis] for rank in files) for axis in (0, 1))
     result.rows.append(("files", f"{len(files)} of {tensor_ranks} tensor-parallel ranks and {stages} stages"))
-    values = sum(t.numel() for r, c in contents.items() for t in weights_of_rank(c, files[r]).values())
+    values = sum(t.numel() for r, c in contents.items() for t in megatron.weights_of_rank(c, files[r]).values())
     result.rows.append(("weights", f"{values:,} values, including copies of norms"))
     _settings(result, source, contents[min(contents)])
     _progress(result, source)
@@ -172,7 +165,7 @@ def _dcp(result: Description, source: Foreign) -> None:
     weights = weight_names(dcp.tensors)
     _moments(result, _count_moments(dcp, weights, "optimizer.state.{name}.{kind}"), len(weights))
     read_config_json(source, result.folder)
-    source.step = integer(dcp.value("train_state.step"), dcp.value("step"))
+    source.step = megatron.integer(dcp.value("train_state.step"), dcp.value("step"))
     _progress(result, source)
     result.missing.append("the position in the data (torchtitan's dataloader is not read)")
 
@@ -196,7 +189,7 @@ def _torch_files(result: Description, source: Foreign) -> None:
 def _settings(result: Description, source: Foreign, content: Mapping[str, Any]) -> None:
     """Read Megatron's settings. A model that is not supported is a missing part."""
     try:
-        describe_source(source, content, result.folder)
+        megatron.describe_source(source, content, result.folder)
     except ConfigError as error:
         result.missing.append(error.problems[0].rule)
 

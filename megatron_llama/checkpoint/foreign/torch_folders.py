@@ -9,15 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_llama.arch.checkpoint_formats import (
-    DCP,
-    FSDP,
-    FSDP_MODEL,
-    FSDP_OPTIMIZER,
-    METADATA,
-    TRAINER,
-    TRAINER_STATE,
-)
+from megatron_llama.arch import checkpoint_formats as formats
 from megatron_llama.arch.foreign_names import Names, plain_names, torchtitan_names
 from megatron_llama.checkpoint.foreign.dcp_files import DcpFolder, open_dcp
 from megatron_llama.checkpoint.foreign.megatron import integer, joined
@@ -43,7 +35,7 @@ def open_dcp_folder(folder: Path, model: ModelConfig) -> Foreign:
     """
     dcp = open_dcp(folder)
     names = names_in(folder, model, dcp.tensors)
-    result = Foreign(DCP, map_tensors(folder, dcp.tensors, names, _moments(dcp, names)))
+    result = Foreign(formats.DCP, map_tensors(folder, dcp.tensors, names, _moments(dcp, names)))
     read_config_json(result, folder)
     result.step = integer(dcp.value("train_state.step"), dcp.value("step"))
     _describe_optimizer(result, dcp, names)
@@ -60,12 +52,12 @@ def open_fsdp(folder: Path, model: ModelConfig) -> Foreign:
         ConfigError: The folder has other tensors.
         CorruptFile: The folder is damaged or malicious.
     """
-    dcp = open_dcp(folder / FSDP_MODEL)
+    dcp = open_dcp(folder / formats.FSDP_MODEL)
     names = names_in(folder, model, dcp.tensors)
-    has_optimizer = (folder / FSDP_OPTIMIZER / METADATA).is_file()
-    states = open_dcp(folder / FSDP_OPTIMIZER) if has_optimizer else DcpFolder(folder, {}, {})
+    has_optimizer = (folder / formats.FSDP_OPTIMIZER / formats.METADATA).is_file()
+    states = open_dcp(folder / formats.FSDP_OPTIMIZER) if has_optimizer else DcpFolder(folder, {}, {})
     tensors = map_tensors(folder, {**states.tensors, **dcp.tensors}, names, _moments(states, names))
-    result = Foreign(FSDP, tensors)
+    result = Foreign(formats.FSDP, tensors)
     read_config_json(result, folder)
     _describe_optimizer(result, states, names)
     read_trainer_files(result, folder)
@@ -89,7 +81,7 @@ def open_trainer(folder: Path, model: ModelConfig) -> Foreign:
     sources = {name: _of_safetensors(files, name, tensor) for name, tensor in files.tensors.items()}
     states, group, step = _read_optimizer(folder, files)
     moments = {kind: f"{kind}.{{}}".format for kind in MOMENTS}
-    result = Foreign(TRAINER, map_tensors(folder, {**sources, **states}, names, moments))
+    result = Foreign(formats.TRAINER, map_tensors(folder, {**sources, **states}, names, moments))
     result.updates = step
     read_group(result, group)
     read_config_json(result, folder)
@@ -163,11 +155,11 @@ def _flat_group(states: DcpFolder, names: Collection[str]) -> dict[str, Any]:
 
 def read_trainer_files(result: Foreign, folder: Path) -> None:
     """Set the step from trainer_state.json or the scheduler's file."""
-    if (folder / TRAINER_STATE).is_file():
-        content = read_json(folder / TRAINER_STATE)
+    if (folder / formats.TRAINER_STATE).is_file():
+        content = read_json(folder / formats.TRAINER_STATE)
         result.step = integer(content.get("global_step")) if isinstance(content, dict) else None
         if result.step is None:
-            raise CorruptFile(f"{folder / TRAINER_STATE}: has no global_step")
+            raise CorruptFile(f"{folder / formats.TRAINER_STATE}: has no global_step")
     for name in SCHEDULER_FILES:
         if (folder / name).is_file():
             content = load_pickle(folder / name, folder / name)

@@ -20,17 +20,8 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from megatron_llama.arch.checkpoint_formats import COMMON, DCP
 from megatron_llama.arch.foreign_names import Names, TensorPart, megatron_names, torchtitan_names
+from megatron_llama.checkpoint import export
 from megatron_llama.checkpoint.adapter import finetune_of
-from megatron_llama.checkpoint.export import (
-    DTYPES,
-    Exported,
-    cast_weights,
-    check_options,
-    check_output,
-    model_of,
-    open_source,
-    writing,
-)
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.checkpoint.stored_tensors import Stored
 from megatron_llama.config import ConfigError, ModelConfig, Problem
@@ -62,7 +53,7 @@ def export_foreign(
     merge: bool = False,
     base: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Exported:
+) -> export.Exported:
     """Write the folder ``out``, which appears when it is complete.
 
     Args:
@@ -77,31 +68,31 @@ def export_foreign(
         ConfigError: The options do not match the checkpoint, or ``out`` exists.
         CorruptFile: The checkpoint is damaged.
     """
-    check_output(out)
+    export.check_output(out)
     manifest = read_manifest(checkpoint)
     manifest.check_sizes()
-    model, finetune = model_of(manifest), finetune_of(manifest)
-    check_options(checkpoint, model, finetune, merge, base)
+    model, finetune = export.model_of(manifest), finetune_of(manifest)
+    export.check_options(checkpoint, model, finetune, merge, base)
     if finetune.method == "lora" and not merge:
         rule = "is a LoRA checkpoint, and this format has no adapters"
         raise ConfigError([Problem("--format", kind, rule, "add --merge, or write --format hf")])
     if kind == DCP and model.model_type != MODEL_TYPES[0]:
         rule = f"writes torchtitan's Llama, and this model is a {model.model_type}"
         raise ConfigError([Problem("--format", kind, rule, "write --format hf or torch_dist")])
-    source, _ = open_source(manifest, False, merge, base)
+    source, _ = export.open_source(manifest, False, merge, base)
     name = manifest.state.dtype if dtype == "auto" else dtype
-    name = name if name in DTYPES else "float32"
-    with writing(out) as partial:
+    name = name if name in export.DTYPES else "float32"
+    with export.writing(out) as partial:
         names = torchtitan_names(model) if kind == DCP else megatron_names(model)
         folder = partial if kind == DCP else partial / "release"
-        size = _write(folder, source, names, DTYPES[name], {} if kind == DCP else _extra_states(model), progress)
+        size = _write(folder, source, names, export.DTYPES[name], {} if kind == DCP else _extra_states(model), progress)
         if kind != DCP:
             # Megatron's pointer to a release: weights without a step.
             torch.save({"iteration": 0, "checkpoint_version": 3.0}, folder / COMMON)
             (folder / "metadata.json").write_text(json.dumps(_BACKENDS), encoding="utf-8")
             (partial / "latest_checkpointed_iteration.txt").write_text("release", encoding="ascii")
         files = sorted(path.name for path in folder.glob("*.distcp"))
-    return Exported(out, name, files, size, tokenizer=False)
+    return export.Exported(out, name, files, size, tokenizer=False)
 
 
 def _write(
@@ -159,7 +150,7 @@ class _Planner(dcp.DefaultSavePlanner):
             for run in runs:
                 if run.key == key:
                     part = self._source.read(name, run.offset, run.size, torch.float32)
-                    _place(values, run, cast_weights(name, part, self._dtype))
+                    _place(values, run, export.cast_weights(name, part, self._dtype))
         self._written += values.nbytes
         if self._progress is not None:
             self._progress(self._written, self._size)

@@ -19,16 +19,8 @@ from megatron_llama.arch.shapes import head_dim, kv_copies, kv_heads, qk_norm
 from megatron_llama.config import ModelConfig
 from megatron_llama.model.llama import COLUMN_PARALLEL, BlockParts, Llama, parallel_linear
 from megatron_llama.model.loss import Head
+from megatron_llama.parallel.exact import layers
 from megatron_llama.parallel.exact.head import ExactHead, HeadSettings
-from megatron_llama.parallel.exact.layers import (
-    ExactEmbedding,
-    ExactNorm,
-    ExactProjectionNorm,
-    Heads,
-    SharedHeads,
-    Units,
-    swiglu,
-)
 from megatron_llama.parallel.exact.linear import ColumnMatmul, Context, ExactColumnLinear, ExactRowLinear, RowMatmul
 from megatron_llama.parallel.exact.sums import GradShards, Total, Tree, from_grid
 from megatron_llama.parallel.fsdp import DataGroups
@@ -52,7 +44,7 @@ class ExactSums:
         queries = plan.model.num_attention_heads // kv_heads(plan.model)
         self.kv_tree = Tree(queries, replicated.kv_group)
         context = groups["cp"] if topology.sizes["cp"] > 1 else None
-        self.context, self.attend = Context(context), SharedHeads(self.kv_tree, context)
+        self.context, self.attend = Context(context), layers.SharedHeads(self.kv_tree, context)
         # With more ranks than kv heads, the first of the ranks with a copy counts a head.
         self.counts_kv = replicated.kv_group is None or replicated.kv_group.rank() == 0
         self.replicas = data.mesh.get_group(0) if data.mesh.ndim == 2 else None
@@ -63,7 +55,7 @@ class ExactSums:
 
     def parts(self, parts: BlockParts) -> BlockParts:
         """Return ``parts`` with the layers of exact mode."""
-        activation = partial(swiglu, units=Units(self.tree.local, self.context))
+        activation = partial(layers.swiglu, units=layers.Units(self.tree.local, self.context))
         parts = replace(parts, attend=self.attend, activation=activation, linear=self._linear, norm=self._norm)
         return replace(parts, embedding=self._embedding, head=self._head)
 
@@ -99,16 +91,16 @@ class ExactSums:
         is_of_heads, is_k = name in ("q_norm", "k_norm"), name == "k_norm"
         per_token = model.num_attention_heads if is_of_heads else 1
         if is_of_heads and qk_norm(model) == "projection":
-            heads = Heads(self.tree, kv_copies(model, self.tree.ranks) if is_k else 1)
-            projection = ExactProjectionNorm(size, model.rms_norm_eps, mcore.params_dtype)
+            heads = layers.Heads(self.tree, kv_copies(model, self.tree.ranks) if is_k else 1)
+            projection = layers.ExactProjectionNorm(size, model.rms_norm_eps, mcore.params_dtype)
             projection.total, projection.heads = self._total(projection.weight, per_token), heads
             return projection
-        norm = ExactNorm(head_dim(model) if is_of_heads else size, model.rms_norm_eps, mcore.params_dtype)
+        norm = layers.ExactNorm(head_dim(model) if is_of_heads else size, model.rms_norm_eps, mcore.params_dtype)
         norm.total, norm.counts = self._total(norm.weight, per_token), self.counts_kv or not is_k
         return norm
 
-    def _embedding(self, *args: Any, **kwargs: Any) -> ExactEmbedding:
-        embedding = ExactEmbedding(*args, **kwargs)
+    def _embedding(self, *args: Any, **kwargs: Any) -> layers.ExactEmbedding:
+        embedding = layers.ExactEmbedding(*args, **kwargs)
         embedding.tree, embedding.total = self.tree, self._total(embedding.weight)
         return embedding
 
@@ -126,12 +118,8 @@ class ExactSums:
         rows = [total for total, _ in taken]
         by_group: dict[dist.ProcessGroup, list[Tensor]] = defaultdict(list)
         for shard, total in zip(trained, rows, strict=True):
-            name = shard.name.removesuffix(".weight")
-            if self.replicated.is_replicated(name):
-                by_group[self.groups["tp"]].append(total)
-            elif self.replicated.tied and name in ("embed_tokens", "lm_head"):
-                assert self.groups.embedding is not None, "the stage has a tied embedding"
-                by_group[self.groups.embedding].append(total)
+            if (group := self.replicated.group_of(shard.name.removesuffix(".weight"))) is not None:
+                by_group[group].append(total)
         if self.replicas is not None and self.replicas.size() > 1:
             by_group[self.replicas] = rows
         for group, totals in by_group.items():

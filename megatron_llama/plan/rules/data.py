@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_llama.arch.checkpoint_formats import LABELS, OURS, WEIGHTS_ONLY, is_foreign, recognize
 from megatron_llama.arch.shapes import head_dim, kv_heads
+from megatron_llama.config import hf_config
 from megatron_llama.config.data_settings import (
     DISCRETE,
     MASK_SUFFIX,
@@ -29,17 +30,6 @@ from megatron_llama.config.data_settings import (
     split_weights,
     suggest_for_data,
     valid_metrics,
-)
-from megatron_llama.config.hf_config import (
-    DATASET,
-    FOLDER_HINT,
-    FROM_HF,
-    compare_shapes,
-    download_hint,
-    missing_folder,
-    read_hf_config,
-    short_name,
-    unsupported_architecture,
 )
 from megatron_llama.config.precision import QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, closest_match, format_value, quote_value
@@ -222,7 +212,7 @@ def _data(config: Config, exists: Exists) -> Iterator[Problem]:
                 yield from _dataset(data, name, path + MASK_SUFFIX, exists)
     if data.tokenizer is not None and not exists(data.tokenizer):
         instead = f"make it with: {data.prepare}" if data.prepare else "write data.tokenizer=null, or its path"
-        yield Problem("data.tokenizer", data.tokenizer, no_file, instead + download_hint(data.tokenizer))
+        yield Problem("data.tokenizer", data.tokenizer, no_file, instead + hf_config.download_hint(data.tokenizer))
 
 
 def _dataset(data: DataConfig, name: str, path: str, exists: Exists) -> Iterator[Problem]:
@@ -241,7 +231,7 @@ def _dataset(data: DataConfig, name: str, path: str, exists: Exists) -> Iterator
         instead = advice
     elif data.kind == "sft":
         instead = "make it with python data_prep/sft.py: docs/guides/data/sft_data.md"
-        instead += "" if path.endswith(MASK_SUFFIX) else download_hint(path, DATASET)
+        instead += "" if path.endswith(MASK_SUFFIX) else hf_config.download_hint(path, hf_config.DATASET)
     else:
         instead = "write the path of an indexed dataset without .bin and .idx, or data=mock for random tokens"
     yield Problem(name, path, rule, instead)
@@ -252,7 +242,7 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
     if folder is None:
         return
     if not exists(folder):
-        yield replace(missing_folder(folder), machine_specific=True)
+        yield replace(hf_config.missing_folder(folder), machine_specific=True)
         return
     if not exists(os.path.join(folder, "config.json")):
         if is_foreign(folder):
@@ -262,28 +252,32 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
                 yield Problem("init_from", folder, rule, instead)
             return
         rule = "has no config.json, so it is not a Hugging Face model folder"
-        yield Problem("init_from", folder, rule, FOLDER_HINT)
+        yield Problem("init_from", folder, rule, hf_config.FOLDER_HINT)
         return
     if not os.path.isfile(os.path.join(folder, "config.json")):
         return  # this plan is for another machine
     ours = {**asdict(config.model), "num_key_value_heads": kv_heads(config.model), "head_dim": head_dim(config.model)}
     try:
-        content = read_hf_config(folder)
+        content = hf_config.read_hf_config(folder)
     except ValueError as error:
-        yield Problem("init_from", folder, str(error), FOLDER_HINT)
+        yield Problem("init_from", folder, str(error), hf_config.FOLDER_HINT)
         return
-    if clauses := unsupported_architecture(content):
+    if clauses := hf_config.unsupported_architecture(content):
         yield Problem("init_from", folder, f"is not supported: {'; '.join(clauses)}", "write another model's folder")
         return
-    different = compare_shapes(ours, content)
-    if len(different) > 1 and config.model.name != short_name(folder):
+    different = hf_config.compare_shapes(ours, content)
+    if len(different) > 1 and config.model.name != hf_config.short_name(folder):
         rule = f"has another shape than model={config.model.name}: {', '.join(different)} differ"
-        yield Problem("init_from", folder, rule, f"write model={FROM_HF}, which takes the shape from this folder")
+        yield Problem(
+            "init_from", folder, rule, f"write model={hf_config.FROM_HF}, which takes the shape from this folder"
+        )
     elif different:
         clauses = [f"{key} is {format_value(b)}, not {format_value(a)}" for key, (a, b) in different.items()]
         rule = f"has another shape than model={config.model.name}: {', '.join(clauses)}"
         instead = " ".join(shlex.quote(f"model.{key}={format_value(theirs)}") for key, (_, theirs) in different.items())
-        yield Problem("init_from", folder, rule, f"write {instead}, or model={FROM_HF}, which has the folder's shape")
+        yield Problem(
+            "init_from", folder, rule, f"write {instead}, or model={hf_config.FROM_HF}, which has the folder's shape"
+        )
 
 
 def _checkpoint(config: Config, exists: Exists) -> Iterator[Problem]:
