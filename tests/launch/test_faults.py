@@ -341,7 +341,7 @@ def test_interrupted_ranks_may_close_their_files(launcher: MakeLauncher, tmp_pat
     pids(tmp_path, 2)
     os.kill(job.pid, signal.SIGINT)
     assert job.wait() == 130
-    assert (tmp_path / "cleaned").exists()
+    assert (tmp_path / "cleaned").exists(), job.errors
 
 
 def talk(folder: Path) -> None:
