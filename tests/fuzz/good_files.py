@@ -161,6 +161,12 @@ RECORDS: list[Any] = [
     {"prompt": "a", "completion": "b", "history": [["a", "b"]]},
     {"instruction": "a", "input": "", "output": "b"},
     {"question": "a", "answer": "b #### 1"},
+    {
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {}}}}}],
+        "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}]}],
+    },
+    {"tools": "[]", "conversations": [{"from": "function_call", "value": '{"name": "f"}'}, {"from": "observation"}]},
+    {"conversations": [{"from": "system", "value": '<tools>[{"name": "f"}]</tools>'}, {"from": "gpt", "value": "b"}]},
     {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"},
     {"text": "", "meta": {"n": 1}},
 ]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save as save_safetensors
 
-from data_prep.lib.blocks import START, ExampleEncoder, Slots, TextEncoder, cut_blocks
+from data_prep.lib.blocks import START, BlockEncoder, ExampleEncoder, Slots, TextEncoder, cut_blocks
 from data_prep.lib.encoders import load_encoder
 from data_prep.lib.input_files import find_sources
 from data_prep.lib.job import ChatFormat, PrepareJob
@@ -30,7 +31,7 @@ from megatron_llama.launch.world import find_world
 from megatron_llama.plan import format_plan
 from megatron_llama.text import sandbox
 from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, load_own_template
-from megatron_llama.text.conversation import Turn
+from megatron_llama.text.conversation import NO_CONTEXT, TemplateContext, Turn, parse_calls, parse_tools
 from megatron_llama.text.tokenizer import open_tokenizer, vocabulary_size
 from megatron_llama.tools.compare.runs import read_log
 from megatron_llama.tools.import_nemo.cli import as_yaml, command_line, convert_source, format_listing
@@ -147,6 +148,15 @@ def read_dataset(case: Path) -> None:
             list(decoded(dataset, manifest, number, None, 100))
 
 
+TOOL_TEMPLATE = Jinja(
+    "{{ tools | tojson }}{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\n{% endfor %}",
+    {},
+    ["\n"],
+    "test",
+)
+
+
 def read_jsonl(case: Path) -> None:
     """Read raw data as preprocess.py and sft.py do, without worker processes."""
     (case / "tokenizer.model").write_bytes(good.TOKENIZER)
@@ -155,11 +165,11 @@ def read_jsonl(case: Path) -> None:
     slots = Slots(64, 1 << 16)
     text = PrepareJob(sources, ["text"], 1 << 16)
     tokenizer = open_tokenizer(case / "tokenizer.model")
-    chat = ChatFormat(
-        tokenizer, NAMED_TEMPLATES["plain"].render_spans, "auto", None, {}, 64, True, False, False, False, {}
-    )
-    examples = PrepareJob(sources, ["input", "mask"], 1 << 16, chat=chat)
-    for worker in (TextEncoder(text, encoder, slots), ExampleEncoder(examples, encoder, slots, chat)):
+    workers: list[BlockEncoder[Any]] = [TextEncoder(text, encoder, slots)]
+    for render in (NAMED_TEMPLATES["plain"].render_spans, TOOL_TEMPLATE.render_spans):
+        chat = ChatFormat(tokenizer, render, "auto", None, {}, 64, True, False, False, False, {})
+        workers.append(ExampleEncoder(PrepareJob(sources, ["input", "mask"], 1 << 16, chat=chat), encoder, slots, chat))
+    for worker in workers:
         for block in cut_blocks(sources, START, slots, 1 << 16, 1 << 16):
             result = worker.run(block)
             for segment in block.segments:
@@ -176,6 +186,8 @@ def read_command_line(case: Path) -> None:
     plan_of(*json.loads((case / "overrides.json").read_bytes()))
 
 
+TOOLS = parse_tools([{"name": "f", "parameters": {"properties": {"x": {}}}}])
+CALL = Turn("assistant", "", extra={"tool_calls": parse_calls({"name": "f", "arguments": {"x": 1}})})
 TURNS = [Turn("system", "s"), Turn("user", "question"), Turn("assistant", "answer"), Turn("user", "and?")]
 
 
@@ -183,8 +195,9 @@ def read_template(case: Path) -> None:
     sandbox.MOST_SECONDS = 0.3  # endless loops are frequent
     template = load_own_template(case, ["</s>"])
     assert isinstance(template, Jinja)
-    template.render_spans(TURNS)
-    template.ask(TURNS)
+    for turns, context in ((TURNS, NO_CONTEXT), ([*TURNS, CALL], TemplateContext(TOOLS, {"enable_thinking": False}))):
+        template.render_spans(turns, context)
+        template.ask(turns, context)
 
 
 def read_tokenizer(case: Path) -> None:

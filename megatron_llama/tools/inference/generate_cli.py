@@ -182,7 +182,7 @@ def _tools(arguments: argparse.Namespace, problems: Problems) -> list[dict[str, 
         return []
     try:
         return parse_tools(arguments.tools.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, RecordError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, RecordError) as error:
         rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         problems.add("--tools", arguments.tools, rule, "write a JSON list of functions, each with name and parameters")
         return []
