@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -142,14 +142,7 @@ def parse_tools(value: Any) -> list[dict[str, Any]]:
 
     Null values, with which Arrow fills missing keys, are omitted. Raises RecordError.
     """
-    listed = _from_json(value, "tools")
-    tools = []
-    for tool in listed if isinstance(listed, list) else [listed]:
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RecordError("bad_tools", f"a tool has no name: {_shown(tool)}")
-        tools.append({"type": "function", "function": _without_nulls(function)})
-    return tools
+    return [{"type": "function", "function": _without_nulls(function)} for _, function in _functions(value, "tool")]
 
 
 def parse_calls(value: Any) -> list[dict[str, Any]]:
@@ -157,12 +150,8 @@ def parse_calls(value: Any) -> list[dict[str, Any]]:
 
     Raises RecordError.
     """
-    listed = _from_json(value, "calls")
     calls = []
-    for call in listed if isinstance(listed, list) else [listed]:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RecordError("bad_tools", f"a call has no name: {_shown(call)}")
+    for call, function in _functions(value, "call"):
         arguments = _from_json(function.get("arguments", function.get("parameters")) or {}, "arguments")
         if not isinstance(arguments, dict):
             raise RecordError(
@@ -172,6 +161,16 @@ def parse_calls(value: Any) -> list[dict[str, Any]]:
         number = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         calls.append({**number, "type": "function", "function": named})
     return calls
+
+
+def _functions(value: Any, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield (entry, its function) of tools or calls, one or a list, or their JSON text. Raises RecordError."""
+    listed = _from_json(value, f"{kind}s")
+    for entry in listed if isinstance(listed, list) else [listed]:
+        function = entry.get("function", entry) if isinstance(entry, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RecordError("bad_tools", f"a {kind} has no name: {_shown(entry)}")
+        yield entry, function
 
 
 def hermes_tools(system: str) -> list[dict[str, Any]]:

@@ -215,7 +215,7 @@ class PromptBuilder:
             yield
         except RecordError as error:
             rule = f"the chat template {self.template} of {self.tokenizer.path} rejects this conversation ({error})"
-            instead = "remove --system, or use --prompt"
+            instead = f"remove {'--tools or ' if self.context.tools else ''}--system, or use --prompt"
             raise ConfigError([Problem(ARGUMENT, self.template, rule, instead)]) from None
 
     def parse_answer(self, ids: Sequence[int]) -> str:
