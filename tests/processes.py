@@ -127,10 +127,19 @@ def gone(pid: int, limit: float = PATIENCE_SECONDS) -> bool:
 
 def state(pid: int | str) -> str:
     """Return the kernel's letter for the state of a process, X if it is gone."""
+    return _stat(pid)[0]
+
+
+def parent(pid: int) -> int:
+    """Return the parent of a process, 0 if it is gone."""
+    return int(_stat(pid)[1])
+
+
+def _stat(pid: int | str) -> list[str]:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return "X"
+        return ["X", "0"]
 
 
 def save_and_leave(folder: Path, ready: Callable[[], None] = lambda: None) -> None:

@@ -33,6 +33,7 @@ from tests.processes import (
     MakeLauncher,
     announce,
     gone,
+    parent,
     pids,
     plan_of,
     rank,
@@ -172,7 +173,7 @@ def fail_while_others_leave(folder: Path) -> None:
 def wait_for_end(folder: Path) -> None:
     """Wait until the launcher has seen the end of rank 0."""
     (first,) = pids(folder, 1)
-    while Path(f"/proc/{first}").exists():
+    while parent(first) == os.getppid():  # on a busy host another process soon has the pid
         time.sleep(0.01)
 
 
