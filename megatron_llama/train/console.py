@@ -109,6 +109,8 @@ class StepPrinter:
 def _plain_text(metrics: Mapping[str, Value], left: float | None) -> str:
     """Format a step as a log line."""
     parts = [f"loss {_number(metrics['reduced_train_loss'], '.4f')}"]
+    if "rewards/margins" in metrics:  # preference training
+        parts.append(f"margin {_number(metrics['rewards/margins'], '.3f')}")
     if "val_loss" in metrics:
         parts.append(format_losses(metrics))
     parts += [

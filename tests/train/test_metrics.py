@@ -282,6 +282,7 @@ def test_lines_of_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     file = io.StringIO()
     progress = StepPrinter(500_000, 0, 1, Console(file=file, force_terminal=False, width=40))
     progress.step(measured(400_000, tokens_per_second=1_234_567.0, mfu=0.345, val_loss=2.5), seconds_per_step=9.0)
+    progress.step(measured(400_001, tokens_per_second=9.0, mfu=None, **{"rewards/margins": 0.25}), seconds_per_step=9.0)
     page += f"a narrow console\n{file.getvalue()}"
     for name, slow, setting in (
         ("resumed", 5, "trainer.zero=1"),
